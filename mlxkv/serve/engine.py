@@ -1,197 +1,167 @@
-"""mlx-lm's generation thread with compressed caches: admits requests, measures caches, outlives faults."""
+"""The generation thread: a loop over mlx-lm's batches with compressed caches. It admits requests, measures caches and
+outlives faults."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from concurrent.futures import Future
+from math import isfinite
 from queue import Empty, Queue
-from threading import Event
-from types import FunctionType, MethodType
+from threading import Event, Thread
 from typing import Any
-from weakref import WeakSet
 
 import mlx.core as mx
-from mlx_lm import server
+from mlx_lm.generate import BatchGenerator, make_text_state_machine
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import faults
 from mlxkv.console import warn
 from mlxkv.errors import MachineError
 from mlxkv.machine import USABLE, machine_memory
+from mlxkv.models import load, warm_up
 from mlxkv.models.decoders import step_down
+from mlxkv.models.generate import prefill_step
 from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
-from mlxkv.models.replies.continuing import continued
 from mlxkv.models.replies.stops import ReplyText
-from mlxkv.models.replies.thinking import Thinking
-from mlxkv.models.turns import Cut, Turns
 from mlxkv.models.usage import Usage, window_of
-from mlxkv.serve import told
-from mlxkv.serve.alone import Alone
+from mlxkv.serve import messages, sampling
 from mlxkv.serve.caches.disk import open_disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
 from mlxkv.serve.caches.sessions import Owned, Sessions
 from mlxkv.serve.grammar import Grammars
-from mlxkv.serve.job import Arguments, Aside, Job
+from mlxkv.serve.http.request import Request
+from mlxkv.serve.job import Job, Start, Token
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
-from mlxkv.serve.provider import Provider, make_sampler
+from mlxkv.serve.prompts import Prompt, Prompts
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
+from mlxkv.serve.single import SingleGenerator
 
 MEASURE_SECONDS = 0.25
+IDLE_SECONDS = 0.1  # between two looks while nothing is request for
+MEETING_SECONDS = 0.25  # of steps between two meetings of several processes
+MOST_STEPS = 64
 LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
+LEAST_LOGPROB = -9999.0  # of what cannot come, as OpenAI writes it
+MODEL = "the model"  # in keys of prompt caches
 
 
-class Engine(server.ResponseGenerator):
+class Engine:
     """Loads the model and generates, in a thread of its own. Other threads only read attributes.
 
-    ready: set when the model is loaded. problem: the error that ended the thread for good, or None. over:
-    whether it takes no more requests, and puts sessions away.
-    jobs: requests in the batch, by mlx-lm's number. kv_bytes: of the tokens of requests under way.
+    ready: set when the model is loaded. problem: the error that ended the thread for good, or None. is_ending:
+    whether it takes no more requests, and puts sessions away. is_batchable: whether requests are decoded together.
+    jobs: requests under way, by the batch's number. kv_bytes: of the tokens of requests under way.
     kv_bytes_fp16: the same in plain 16-bit caches. kv_allocated: what their caches take, with room to grow.
     vocabulary: tokens that the model knows.
     """
 
     def __init__(self, options: ServeOptions, metrics: Metrics):
         self.options, self.metrics = options, metrics
-        self.ready, self.problem, self.over = Event(), None, False
-        self.vocabulary = 0
+        self.ready, self.problem, self.is_ending = Event(), None, False
+        self.vocabulary, self.is_batchable = 0, False
+        self.loaded: Loaded | None = None
         self.memory: Memory | None = None
         self.sessions: Sessions | None = None
         self.jobs: dict[int, Job] = {}
-        self._taken: WeakSet[Job] = WeakSet()  # requests that came out of the queue
         self.kv_bytes = self.kv_bytes_fp16 = self.kv_allocated = 0
-        self._measured = 0.0
         self.ranks = Ranks()
-        self._asides: Queue[Aside] = Queue()
-        super().__init__(Provider(options, self.ranks.group), None)
+        # None: a count is asked for.
+        self.requests: Queue[Job | None] = Queue()
+        self._active: set[Job] = set()  # that came out of it, and wait for the end of their reply
+        self._counts: Queue[tuple[Request, Future[int]]] = Queue()
+        self._generator: BatchGenerator | SingleGenerator | None = None
+        self._stop, self._measured, self._steps = False, 0.0, 1
+        self._thread = Thread(target=self._run)
+        self._thread.start()
 
-    def started(self) -> Loaded:
+    def wait_until_ready(self) -> Loaded:
         """Wait for the model. Raises what loading raised."""
         self.ready.wait()
         if self.problem is not None:
             raise self.problem
-        return self.model_provider.loaded
+        return self.loaded
 
-    # -- the generation thread
+    # -- start and end
 
-    def _generate(self) -> None:
+    def _run(self) -> None:
         try:
             self._serve()
         finally:
             # Arrays that outlive this thread's streams abort the process as it ends (MLX 0.32).
-            if (loaded := self.model_provider.loaded) is not None:
-                forget_steps(loaded.model)
+            self._drop_generator()
+            if self.loaded is not None:
+                forget_steps(self.loaded.model)
             getattr(mx, "clear_streams", lambda: None)()
 
     def _serve(self) -> None:
         try:
-            self.ranks.start(self.model_provider.load_default)
+            self.ranks.start(self._load)
             self._prepare()
         except Exception as error:
             self.problem = error
             return
         finally:
             self.ready.set()
-        self.model_provider.load_default = lambda: None  # mlx-lm's loop loads at every start
         while not self._stop:
             try:
                 self._loop()
             except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
                 logging.exception("generation failed")
                 self.metrics.add(faults=1)
-                instead = False
+                can_retry = False
                 try:
-                    instead = self._step_down(error)
+                    can_retry = self._step_down(error)
                 # The GPU may raise again; clients that wait have to be told all the same.
                 except Exception:
                     logging.exception("kernels were not switched off")
-                self._fail(error, instead)
+                self._fail(error, can_retry)
                 if self.ranks.many:  # they are no longer in step
                     self.problem = MachineError(f"[serve] generation failed: {error}")
                     return
-        self.over = True
+        self.is_ending = True
         self._tell(ending())
+        self._drop_generator()
         self.sessions.close()
 
-    def _tell(self, error: Exception) -> None:
-        """End all requests that wait for something with an error."""
-        while not self.requests.empty():
-            self.requests.get_nowait()[0].put(error)
-        while not self._asides.empty():
-            self._asides.get_nowait().line.put(error)
-        for job in list(self._taken):
-            job.line.put(error)
-        self._taken.clear()
-
-    def _loop(self) -> None:
-        self.prompt_cache = self.sessions  # mlx-lm deletes this reference as it ends
-        _with_names(
-            self,
-            "_generate",
-            BatchGenerator=partial(Batches, self),
-            _make_sampler=_job_and_sampler,
-            _make_logits_processors=self._processors,
-        )()
-
-    def _share_object(self, obj):
-        """Tell all processes rank 0's object, which is JSON, and whether this is the end."""
-        obj = self.ranks.share(obj)
-        self._stop = self._stop or self.ranks.ended
-        return obj
-
-    def _share_request(self, request):
-        """Tell all processes rank 0's next request, or None."""
-        if not self.ranks.many:
-            return request
-        said = self._share_object(told.of_request(request and request[1:]))
-        if self.ranks.rank == 0:
-            return request
-        found = told.to_request(said)
-        return found and (Queue(), *found)
-
-    def stop_and_join(self) -> None:
-        self.ranks.end()
-        if not self.ranks.many:
-            super().stop_and_join()
-            return
-        while self._generation_thread.is_alive():
-            self._generation_thread.join(0.1)
-            self.ranks.watch(self.options.timeout)
+    def _load(self) -> str:
+        """Load the model, build what decoding needs, and return the model's fingerprint."""
+        self.loaded = load_model(self.options, self.ranks.group)
+        return self.loaded.fingerprint
 
     def _prepare(self) -> None:
-        loaded = self.model_provider.loaded
+        options, loaded = self.options, self.loaded
+        self.tokenizer = loaded.tokenizer
         caches = make_prompt_cache(loaded.model)
+        self.is_batchable = all(hasattr(cache, "merge") for cache in caches)
         # After one token, caches have their shapes; and the logits have the vocabulary's size.
         logits = loaded.model(mx.array([[0]]), cache=caches)
         mx.eval(logits)
         self.vocabulary = logits.shape[-1]
-        self.turns, self.thinking = Turns(loaded.tokenizer), Thinking(loaded.tokenizer)
-        self.grammars = Grammars(loaded.tokenizer, self.vocabulary)
-        bound = self.options.memory_bytes
+        self.prompts = Prompts(self.tokenizer, options.template)
+        self.grammars = Grammars(self.tokenizer, self.vocabulary)
+        self._machine = make_text_state_machine(self.tokenizer)
+        self._anchor = self.tokenizer.encode("a", add_special_tokens=False)
+        self._prefill_step = options.prefill_step or prefill_step()
+        bound = options.memory_bytes
         if bound is None:
             spare = int(USABLE * machine_memory()) - mx.get_active_memory()
             bound = max(LEAST_MEMORY, spare // 2)
-        folder = self.options.disk_folder
-        disk = None
-        if folder and self.options.reuse:
-            limit = self.options.disk_bytes
+        folder, disk = options.disk_folder, None
+        if folder and options.reuse:
+            limit = options.disk_bytes
             disk = self.ranks.together(lambda: open_disk(folder, limit, loaded, self.ranks))
         self.memory = Memory(
-            self.ranks.least(bound),
-            shapes_of(caches),
-            self.cli_args.prefill_step_size,
-            batched=self.model_provider.is_batchable,
+            self.ranks.least(bound), shapes_of(caches), self._prefill_step, self.is_batchable
         )
         self.sessions = Sessions(
             self.memory,
             lambda: make_prompt_cache(loaded.model),
             disk=disk,
-            reuse=self.options.reuse,
+            reuse=options.reuse,
             agree=self.ranks.most,
         )
 
@@ -199,24 +169,25 @@ class Engine(server.ResponseGenerator):
         """Switch the kernels off that the error may come from. Returns whether there were any."""
         if self.ranks.many:  # they end, and others may never come to what is under way here
             return False
-        instead = step_down(self.model_provider.loaded, error)
-        if instead is None:
+        warning = step_down(self.loaded, error)
+        if warning is None:
             return False
-        warn(instead)
+        warn(warning)
         self.sessions.forget()  # their caches hold on to the kernels
         return True
 
-    def _fail(self, error: Exception, instead: bool = False) -> None:
-        """Tell all clients that wait, and clear up for mlx-lm's loop to start with an empty batch.
+    def _fail(self, error: Exception, can_retry: bool = False) -> None:
+        """Tell all clients that wait, and clear up for an empty batch.
 
-        instead: whether kernels were switched off, so that another attempt may succeed.
+        can_retry: whether kernels were switched off, so that another attempt may succeed.
         """
-        said = f"[serve] generation failed: {type(error).__name__}: {faults.reason(error)}"
-        if instead:
-            said += "; the kernels that failed are switched off: ask again"
-        for job in list(self._taken):
-            job.line.put(MachineError(said))
-        self._taken.clear()
+        message = f"[serve] generation failed: {type(error).__name__}: {faults.reason(error)}"
+        if can_retry:
+            message += "; the kernels that failed are switched off: ask again"
+        for job in self._active:
+            job.put(MachineError(message))
+        self._active.clear()
+        self._drop_generator()
         self.memory.release_all()
         self.jobs.clear()
         self.kv_bytes = self.kv_bytes_fp16 = self.kv_allocated = 0
@@ -224,198 +195,284 @@ class Engine(server.ResponseGenerator):
         mx.random.seed(time.time_ns())
         mx.clear_cache()
 
-    def _next_request(self, timeout=None):
-        while not self._asides.empty():
-            self._asides.get_nowait().answer()
-        found = super()._next_request(timeout)
-        if found is not None:
-            line, request, args = found
-            args.job.line = line
-            self._taken.add(args.job)
-            found = args.job, request, args
-        return found
+    def _tell(self, error: Exception) -> None:
+        """End all requests that wait for something with an error."""
+        while not self.requests.empty():
+            if (job := self.requests.get_nowait()) is not None:
+                job.put(error)
+        while not self._counts.empty():
+            _, future = self._counts.get_nowait()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        for job in self._active:
+            job.put(error)
+        self._active.clear()
 
-    def _tokenize(self, tokenizer, request, args: Arguments):
-        """Tokenize a request as mlx-lm does, and set memory aside for it. Raises Refused."""
-        found = self.ranks.decide(
-            lambda: self._read(tokenizer, request, args), told.of_prompt, told.to_prompt
+    def stop_and_join(self) -> None:
+        self.ranks.end()
+        if not self.ranks.many:
+            self._stop = True
+            self._thread.join()
+            return
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+            self.ranks.watch(self.options.timeout)
+
+    # -- the loop
+
+    def _loop(self) -> None:
+        while not self._stop:
+            while not self._counts.empty():
+                self._count(*self._counts.get_nowait())
+            job, cancelled, steps = self._meet()
+            if cancelled:
+                self._generator.remove(cancelled)
+                for uid in cancelled:
+                    self._active.discard(self.remove(uid))
+                self._measure(now=True)
+            if job is not None:
+                self._active.add(job)
+                self._begin(job)
+                continue
+            start = time.monotonic()
+            for _ in range(steps):
+                if not self.jobs:
+                    break
+                self.step()
+            if self.ranks.many and self.jobs:
+                pace = MEETING_SECONDS / max(1e-3, time.monotonic() - start)
+                self._steps = max(1, min(MOST_STEPS, int(steps * pace)))
+
+    def _meet(self) -> tuple[Job | None, list[int], int]:
+        """Return what comes next in all processes: a request that begins, numbers of those that nobody waits for, and
+        steps until the next meeting."""
+        job_next = self._take() if self.ranks.rank == 0 else None
+        cancelled = [uid for uid, job in self.jobs.items() if job.cancelled]
+        if not self.ranks.many:
+            return job_next, cancelled, 1
+        request = job_next and messages.job_to_json(job_next)
+        meeting = self.ranks.share([request, cancelled, self._steps])
+        self._stop = self._stop or self.ranks.ended
+        if self.ranks.rank == 0:
+            return job_next, cancelled, self._steps
+        return messages.meeting_from_json(meeting)
+
+    def _take(self) -> Job | None:
+        """The next request, if it may begin now; waits a while for one where none is under way."""
+        try:
+            if not self.jobs:
+                return self.requests.get(timeout=IDLE_SECONDS)
+            return self.requests.get_nowait() if self.is_batchable else None
+        except Empty:
+            return None
+
+    def _count(self, request: Request, future: Future[int]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(len(self.prompts.read(request).tokens))
+        except Refused as error:
+            future.set_exception(error)
+
+    def _begin(self, job: Job) -> None:
+        """Put a request into the batch: with its tokens, memory for it, and a cache of the start of its prompt."""
+        request = job.request
+        try:
+            prompt = self.ranks.decide(
+                lambda: self._read(job),
+                messages.prompt_to_json,
+                lambda data: Prompt(*messages.prompt_from_json(data)),
+            )
+            max_tokens = self._reserve(job, len(prompt.tokens))
+        except Exception as error:
+            self._active.discard(job)
+            job.put(error)
+            return
+        self.sessions.tenant = job.tenant
+        cache, rest = self.sessions.fetch_nearest_cache(MODEL, prompt.tokens)
+        job.cache_tokens = job.cached_tokens = len(prompt.tokens) - len(rest)
+        segments = _without_start(prompt.segments, job.cached_tokens)
+        job.segment_kinds = prompt.kinds[-len(segments) :][::-1]
+        last = prompt.tokens[-1:] if request.continue_final_message else ()
+        job.text = ReplyText(self.tokenizer, request.stop, last)
+        processors = sampling.processors_of(request)
+        if request.grammar is not None:  # it has the last word
+            thinks = prompt.state == "reasoning"
+            processors.append(self.grammars.processor(request.grammar, thinks))
+        parse = self.tokenizer.tool_parser
+        job.put(Start(len(prompt.tokens), job.cached_tokens, self._machine, prompt.state, parse))
+        if not self.jobs and isinstance(self._generator, SingleGenerator) == self.is_batchable:
+            self._drop_generator()
+        self._generator = self._generator or self._new_generator()
+        (uid,) = self._generator.insert_segments(
+            [segments],
+            max_tokens=[max_tokens],
+            caches=[cache],
+            all_tokens=[prompt.tokens[: job.cached_tokens]],
+            samplers=[sampling.sampler_of(request, self.tokenizer)],
+            logits_processors=[processors],
+            stop_sequences=[job.text],
         )
-        prompt, limit = found[0], self.model_provider.loaded.context
-        args.job.thinks = found[3] == "reasoning"
-        if args.stop_words or args.continues:
-            before = prompt[-1:] if args.continues else ()
-            args.job.text = ReplyText(tokenizer, args.stop_words, before)
-        if limit:
-            args.max_tokens = min(args.max_tokens, limit - len(prompt))
-        if args.shorten:
-            fits = self.memory.longest(len(prompt) + args.max_tokens) - len(prompt)
-            args.max_tokens = fits if fits > 0 else args.max_tokens  # else `promise` refuses it
-        self.memory.promise(args.job, len(prompt) + args.max_tokens)
-        # mlx-lm makes the matcher of its stop words next, then looks its cache up.
-        self._text, self.sessions.tenant = args.job.text, args.job.tenant
-        return found
+        self.jobs[uid] = job
 
-    def _make_state_machine(self, model_key, tokenizer, stop_words):
-        """Ends of the reply whose prompt was just read, and the markup that mlx-lm takes out of its text."""
-        ends, markup = super()._make_state_machine(model_key, tokenizer, [])
-        return self._text or ends, markup
+    def _drop_generator(self) -> None:
+        if self._generator is not None:
+            self._generator.close()
+        self._generator = None
 
-    def _read(self, tokenizer, request, args: Arguments):
-        """For rank 0 alone: templates may look at the clock, and clients may have left."""
-        if args.job.given_up:
+    def _new_generator(self) -> BatchGenerator | SingleGenerator:
+        stream = mx.default_stream(mx.default_device())  # the one in which processes meet
+        if not self.is_batchable:
+            return SingleGenerator(
+                self.loaded.model, self._prefill_step, stream, self.ranks.sampler
+            )
+        return BatchGenerator(
+            self.loaded.model,
+            completion_batch_size=self.options.batch,
+            prefill_batch_size=self.options.prefill_batch,
+            prefill_step_size=self._prefill_step,
+            stream=stream,
+        )
+
+    def _read(self, job: Job) -> Prompt:
+        """Make tokens of a request. For rank 0: templates may look at the clock. Raises Refused."""
+        if job.cancelled:
             raise Refused(504, "[serve] given up before it began", "timeout")
-        found = self._prompt(tokenizer, request, args)
-        prompt, limit = found[0], self.model_provider.loaded.context
-        if not prompt:
+        prompt, limit = self.prompts.read(job.request), self.loaded.context
+        if not prompt.tokens:
             raise Refused(400, "[prompt] has no tokens; got an empty one", "invalid_value")
-        if limit and len(prompt) >= limit:
+        if limit and len(prompt.tokens) >= limit:
             raise Refused(
                 400,
-                f"[prompt] longer than the model's context; got {len(prompt)} tokens; it takes "
+                f"[prompt] longer than the model's context; got {len(prompt.tokens)} tokens; it takes "
                 f"{limit}, the reply included",
                 "context_length_exceeded",
             )
-        return found
+        return prompt
 
-    def _prompt(self, tokenizer, request, args: Arguments):
-        """Return what mlx-lm's `_tokenize` returns, of any length. Raises Refused where a template fails."""
-        asked = replace(request, messages=self.thinking.named(request.messages or []))
-        try:
-            if args.continues:
-                asked = replace(asked, messages=asked.messages[:-1])
-            found = super()._tokenize(*self._with_text(tokenizer, asked, args))
-            if args.continues:
-                found = continued(tokenizer, self.turns, found, request.messages[-1])
-        except Refused:
-            raise
-        except Exception as error:  # templates raise anything
-            raise Refused(
-                400, f"[messages] the chat template refuses this: {error}"[:300], "invalid_value"
-            ) from None
-        return found
+    def _reserve(self, job: Job, count: int) -> int:
+        """Set memory aside for a prompt of so many tokens and its reply. Returns the length of the longest reply.
+        Raises Refused where they do not fit."""
+        max_tokens, limit = job.request.max_tokens, self.loaded.context
+        if limit:
+            max_tokens = min(max_tokens, limit - count)
+        if job.request.shorten:
+            room = self.memory.longest(count + max_tokens) - count
+            max_tokens = room if room > 0 else max_tokens  # else `promise` refuses it
+        self.memory.promise(job, count + max_tokens)
+        return max_tokens
 
-    def _with_text(self, tokenizer, request, args: Arguments) -> tuple:
-        """The same, with special tokens in contents as text. A prompt without a template is the caller's own."""
-        mark, (chat, tools, extra) = self.turns.broken(
-            request.messages, request.tools, args.chat_template_kwargs
-        )
-        if mark is None:
-            return tokenizer, request, args
-        request = replace(request, messages=chat, tools=tools)
-        return (
-            Cut(tokenizer, self.turns, mark),
-            request,
-            replace(args, chat_template_kwargs=extra),
-        )
+    def step(self) -> None:
+        """Read a part of the prompts that wait, and write a token of each reply."""
+        generator, jobs = self._generator, self.jobs
+        progress, responses = generator.next()
+        if isinstance(generator, BatchGenerator):
+            self.ranks.step(generator._generation_batch)
+            cut_padding(generator._prompt_batch.prompt_cache)
+        else:
+            self.ranks.hear()
+        for part in progress:
+            job = jobs[part.uid]
+            job.cache_tokens = job.cached_tokens + part.progress[0]
+            job.put(part.progress)
+        ends = [part.uid for part in progress if part.end_of_segment and not part.end_of_prompt]
+        ends = [uid for uid in ends if jobs[uid].segment_kinds]
+        for uid, (cache, tokens) in generator.extract_cache(ends).items():
+            owned = Owned(cache, jobs[uid].tenant)
+            kind = jobs[uid].segment_kinds.pop()
+            self.sessions.insert_cache(MODEL, tokens[:], owned, cache_type=kind)
+        pairs = [(jobs[response.uid], response) for response in responses]
+        for job, response in pairs:
+            job.cache_tokens += 1
+            if response.finish_reason is not None:
+                self.remove(response.uid)
+        self._measure(any(response.finish_reason for response in responses))
+        for job, response in pairs:
+            self._write(job, response)
 
-    def _processors(self, args: Arguments) -> list:
-        """mlx-lm's, and a grammar's behind them: it has the last word."""
-        found = server._make_logits_processors(args)
-        if args.grammar is not None:
-            found.append(self.grammars.processor(args.grammar, args.job.thinks))
-        return found
+    def _write(self, job: Job, response: Any) -> None:
+        """Tell a client about a token of its reply; keep the caches of a reply that ends."""
+        text, reason = job.text.take(response.finish_reason)
+        logprob = self._logprob(job.request, response) if job.request.logprobs else None
+        token = Token(text, reason, logprob)
+        if response.finish_reason is None:
+            job.put(token)
+            return
+        self._active.discard(job)
+        tokens, cache = response.all_tokens[:], Owned(response.prompt_cache, job.tenant)
+        job.measure(cache, len(tokens))
+        job.put(token)
+        job.put(None)
+        self.sessions.insert_cache(MODEL, tokens, cache)
 
-    def _is_batchable(self, args) -> bool:
-        """Requests with a seed are, too, unlike in mlx-lm: `Seeded` has a key of its own."""
-        return self.model_provider.is_batchable
+    def _logprob(self, request: Request, response: Any) -> dict:
+        """The entry of a token in OpenAI's log-probabilities."""
+        count = max(0, request.top_logprobs)
+        logprobs = response.logprobs.astype(mx.float32)
+        best = mx.argpartition(-logprobs, kth=count - 1)[:count].tolist() if count else []
+        ids = [response.token, *best]
+        values = [finite(x) for x in logprobs[mx.array(ids)].tolist()]
+        entries = [self._entry(*pair) for pair in zip(ids, values, strict=True)]
+        top = sorted(entries[1:], key=lambda entry: -(entry["logprob"] or 0.0))
+        return entries[0] | {"top_logprobs": top}
 
-    def _serve_single(self, request, *more) -> None:
-        line, asked, args = request
-        alone = Alone(line, args.job, self.ranks)
-        serve = _with_names(
-            self,
-            "_serve_single",
-            _make_sampler=self.ranks.sampler(server._make_sampler),
-            _make_logits_processors=self._processors,
-            stream_generate=alone.generate,
-        )
-        serve((alone, asked, args), *more)  # after what it raises, `_fail` clears up
-        if alone.fault is not None:
-            self.metrics.add(faults=1)
-            self._step_down(alone.fault)
-        if args.seed is not None:
-            mx.random.seed(time.time_ns())  # mlx-lm has seeded the draws of all requests
-        self.memory.release(args.job)
-        self.sessions.shrink()
+    def _entry(self, token: int, logprob: float | None) -> dict:
+        decode = self.tokenizer.decode  # inside of a text: at its start some drop a space
+        text = decode([*self._anchor, token])[len(decode(self._anchor)) :]
+        data = None if "\ufffd" in text else list(text.encode())  # a part of a character has none
+        return {"id": token, "token": text, "logprob": logprob, "bytes": data}
 
-    def enter(self, uid: int, job: Job) -> None:
-        """Note the number of a job in the batch."""
-        self.jobs[uid] = job
-        if job.given_up:  # while its cache was looked for
-            job.drop()
-
-    def leave(self, uid: int) -> Job | None:
+    def remove(self, uid: int) -> Job | None:
         """Release the memory of a job that is no longer in the batch."""
         job = self.jobs.pop(uid, None)
         if job is not None:
             self.memory.release(job)
         return job
 
-    def measure(self, batch, now: bool = False) -> None:
+    def _measure(self, now: bool = False) -> None:
         """Note the size of the caches in use, a few times a second."""
         if not now and time.monotonic() - self._measured < MEASURE_SECONDS:
             return
         self._measured = time.monotonic()
-        self.kv_allocated = batch.prompt_cache_nbytes
-        parts = (batch._prompt_batch, batch._generation_batch)
-        held = [len(tokens) for part in parts for tokens in part.tokens]
+        self.kv_allocated = self._generator.prompt_cache_nbytes
+        held = [job.cache_tokens for job in self.jobs.values()]
         self.kv_bytes = sum(map(self.memory.in_use, held))
         self.kv_bytes_fp16 = sum(map(self.memory.fp16, held))
 
     # -- for other threads
 
+    def submit(self, job: Job) -> None:
+        """Hand a request to the generation thread."""
+        self.requests.put(job)
+
     def check(self) -> None:
         """Raise the error that ended the generation thread for good: KeyboardInterrupt, where another
-        process was asked to end."""
+        process was request to end."""
         if self.problem is not None:
             raise self.problem
         if self.ranks.ended:
             raise KeyboardInterrupt
         self.ranks.watch(self.options.timeout)
 
-    def aside(self, ask: Callable[[], Any]) -> Any:
-        """Return what a function returns, or raises, that the generation thread calls between two steps: tokenizers
-        are its own. Raises Refused where the server ends first."""
-        aside = Aside(ask)
-        self._asides.put(aside)
-        end = time.monotonic() + self.options.timeout
-        while time.monotonic() < end:
-            try:
-                found = aside.line.get(timeout=MEASURE_SECONDS)
-            except Empty:
-                if self.over or not self.is_healthy:
-                    raise ending() from None
-                continue
-            if isinstance(found, Exception):
-                raise found
-            return found
-        raise Refused(504, f"[--timeout] took more than {self.options.timeout:g} s", "timeout")
+    def count_tokens(self, request: Request) -> Future[int]:
+        """Count the tokens of a request's prompt between two steps: the tokenizer is the generation thread's. The
+        future raises Refused."""
+        future: Future[int] = Future()
+        self._counts.put((request, future))
+        self.requests.put(None)
+        if not self.is_healthy and future.set_running_or_notify_cancel():
+            future.set_exception(ending())
+        return future
 
-    def count(
-        self,
-        messages: list[dict],
-        tools: list | None,
-        template: dict | None,
-        continues: bool = False,
-    ) -> int:
-        """The tokens of a chat as a prompt, for any thread. Raises Refused."""
-        request = server.CompletionRequest("chat", "", messages, tools, None)
-        args = Arguments(
-            *(None, None, None, [], 1, 0, False, -1, None, template), job=Job(), continues=continues
-        )
-        read = partial(self._prompt, self.model_provider.tokenizer, request, args)
-        return len(self.aside(read)[0])
-
-    def numbers(self, job: Job, cached_tokens: int) -> dict:
+    def kv_document(self, job: Job) -> dict:
         """The `kv` field of a reply that has ended."""
-        loaded = self.model_provider.loaded
-        window = window_of(loaded)
+        window = window_of(self.loaded)
         used = job.usage or Usage(0, 0, 0, 0, window)
         bits = used.figures["bits_per_value"]
         return {
-            "preset": loaded.kv_name,
+            "preset": self.loaded.kv_name,
             "tokens": job.tokens,
-            "cached_tokens": cached_tokens,
+            "cached_tokens": job.cached_tokens,
             "exact_tokens": window,
             "bytes": used.kv_bytes,
             "bytes_fp16": used.kv_bytes_fp16,
@@ -427,57 +484,26 @@ class Engine(server.ResponseGenerator):
 
     @property
     def is_healthy(self) -> bool:
-        return self._generation_thread.is_alive() and self.problem is None and not self.over
-
-    def generation_available(self) -> bool:
-        return self.is_healthy
+        return self._thread.is_alive() and self.problem is None and not self.is_ending
 
 
-def _job_and_sampler(args: Arguments, tokenizer) -> tuple[Job, Callable]:
-    """mlx-lm's loop takes this for a sampler, and hands it from a request's arguments to the batch."""
-    return args.job, make_sampler(args, tokenizer)
+def load_model(options: ServeOptions, group: mx.distributed.Group | None = None) -> Loaded:
+    """Load the model of a server and build what decoding needs, in the thread that decodes."""
+    given = options.kv, options.kv_strict, options.dtype, options.calibration, options.fold, group
+    loaded = load(options.model, *given, weights=options.weights)
+    warm_up(loaded)
+    return loaded
 
 
-class Batches(server.BatchGenerator):
-    """mlx-lm's batch, which reports to `engine`."""
-
-    def __init__(self, engine: Engine, *args, **kwargs):
-        self.engine = engine
-        super().__init__(*args, **kwargs)
-
-    def insert_segments(self, segments, *, samplers: list[tuple[Job, Callable]], **more):
-        jobs, samplers = zip(*samplers, strict=True)
-        uids = super().insert_segments(segments, samplers=list(samplers), **more)
-        for uid, job in zip(uids, jobs, strict=True):
-            self.engine.enter(uid, job)
-        return uids
-
-    def next(self):
-        read, written = super().next()
-        self.engine.ranks.step(self._generation_batch)
-        cut_padding(self._prompt_batch.prompt_cache)
-        for response in written:
-            if response.finish_reason is not None and (job := self.engine.leave(response.uid)):
-                job.measured(response.prompt_cache, len(response.all_tokens))
-                response.prompt_cache = Owned(response.prompt_cache, job.tenant)
-        self.engine.measure(self, any(response.finish_reason for response in written))
-        return read, written
-
-    def extract_cache(self, uids):
-        found = super().extract_cache(uids)
-        jobs = self.engine.jobs
-        return {u: (Owned(cache, jobs[u].tenant), tokens) for u, (cache, tokens) in found.items()}
-
-    def remove(self, uids, *args, **kwargs):
-        found = super().remove(uids, *args, **kwargs)
-        for uid in uids:
-            self.engine.leave(uid)
-        self.engine.measure(self, now=True)
-        return found
+def finite(logprob: float) -> float | None:
+    """A log-probability that JSON has: minus infinity is `LEAST_LOGPROB`, what is no number null."""
+    return max(logprob, LEAST_LOGPROB) if isfinite(logprob) or logprob < 0 else None
 
 
-def _with_names(engine: Engine, method: str, **names) -> Callable:
-    """A method of mlx-lm's engine in which some global names mean something else: its batches, samplers
-    and generator cannot be replaced in another way."""
-    found = getattr(server.ResponseGenerator, method)
-    return MethodType(FunctionType(found.__code__, vars(server) | names, method), engine)
+def _without_start(segments: list[list[int]], count: int) -> list[list[int]]:
+    """Segments without their first `count` tokens; a token stays."""
+    first, *others = segments
+    while count >= len(first):
+        count -= len(first)
+        first, *others = others
+    return [first[count:], *others]

@@ -1,4 +1,4 @@
-"""One request in the engine."""
+"""One request in the engine, and what the generation thread tells whoever waits for its reply."""
 
 from __future__ import annotations
 
@@ -7,65 +7,66 @@ from dataclasses import dataclass, field
 from queue import Queue
 from typing import Any
 
-from mlx_lm import server
-
 from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import Usage, usage
+from mlxkv.serve.http.request import Request
+
+
+@dataclass(frozen=True)
+class Start:
+    """A request whose prompt is read now.
+
+    prompt_tokens, cached_tokens: of the prompt, and those of them that a cache held. machine: mlx-lm's, which knows
+    marks of thoughts and of calls in the reply. state: of it, in which the reply begins. parse: reads the text of
+    calls, or None.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    machine: Any
+    state: str
+    parse: Callable | None
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a reply. text: what may be sent now. reason: why the reply ends with it, or None. logprob: its
+    entry in OpenAI's log-probabilities, where they were asked for."""
+
+    text: str
+    reason: str | None = None
+    logprob: dict | None = None
 
 
 @dataclass(eq=False)
 class Job:
-    """What the thread of a client and the generation thread tell each other beside mlx-lm's messages.
+    """What the event loop and the generation thread tell each other.
 
-    given_up: the client has left, or its time is over; told by its thread. line: the queue of those
-    messages. tenant: whose prompt cache it uses. thinks: whether its reply begins with thinking. text: of its
-    reply, where it is not all that mlx-lm decodes: up to a stop word, behind a start that was given. tokens,
-    usage: of its caches at the end, told by the generation thread.
+    tenant: whose prompt cache it uses. cancelled: nobody waits for the reply. channel: gets `Start`, numbers of tokens
+    of the prompt (read, all), each `Token`, and None at the end; or an error.
+    segment_kinds: of the segments of its prompt that are not read yet, the last first. cached_tokens: of its prompt,
+    found in a cache. cache_tokens: in its caches now. tokens, usage: of its caches at the end.
     """
 
-    given_up: bool = False
+    request: Request
     tenant: str = ""
-    thinks: bool = False
-    line: Queue = field(default_factory=Queue, repr=False)
+    cancelled: bool = False
+    channel: Any = field(default_factory=Queue, repr=False)
+    text: ReplyText | None = None
+    segment_kinds: list[str] = field(default_factory=list)
+    cached_tokens: int = 0
+    cache_tokens: int = 0
     tokens: int = 0
     usage: Usage | None = None
-    text: ReplyText | None = None
 
     def put(self, item: Any) -> None:
-        """Send what mlx-lm's loop says to the client."""
-        if self.text is not None and isinstance(item, server.Response):
-            item.text, item.finish_reason = self.text.take(item.finish_reason)
-        self.line.put(item)
+        self.channel.put(item)
 
-    def measured(self, caches: list, tokens: int) -> None:
+    @property
+    def stop_word(self) -> str | None:
+        """The stop word that ended the reply, or None."""
+        return self.text.word if self.text is not None else None
+
+    def measure(self, caches: list, tokens: int) -> None:
         """Note the size of the caches, which hold so many tokens."""
         self.usage, self.tokens = usage(caches), tokens
-
-    def drop(self) -> None:
-        """Stop the replies that wait in the line, which nobody reads."""
-        while not self.line.empty():
-            getattr(self.line.get_nowait(), "stop", lambda: None)()
-
-
-class Aside:
-    """A function that the generation thread calls for another one. line: gets what it returns or raises."""
-
-    def __init__(self, ask: Callable[[], Any]):
-        self._ask, self.line = ask, Queue()
-
-    def answer(self) -> None:
-        try:
-            self.line.put(self._ask())
-        except Exception as error:  # for whoever asked
-            self.line.put(error)
-
-
-@dataclass
-class Arguments(server.GenerationArguments):
-    """mlx-lm hands these on wherever it deals with a request: with its job, whether its last message is
-    the start of the reply, the grammar that the reply follows, and whether it may be shorter than asked for."""
-
-    job: Job
-    continues: bool = False
-    grammar: str | None = None
-    shorten: bool = False

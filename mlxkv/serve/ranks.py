@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlxkv import __version__, console
 from mlxkv.console import note
 from mlxkv.errors import MachineError
-from mlxkv.serve import told
+from mlxkv.serve import messages
 
 T = TypeVar("T")
 SHORT = 248  # bytes of JSON that travel with their length; longer ones take a second sum
@@ -54,7 +54,7 @@ class Ranks:
         if not self.many:
             return thing
         # Reading a sum waits for all that the device was given before it: one sum, where the thing is short.
-        data = told.dump(thing) if self.rank == 0 else b""
+        data = messages.dump(thing) if self.rank == 0 else b""
         head = len(data).to_bytes(_HEAD - 1, "little") + bytes([self.ending])
         came = _summed(head + data[:SHORT].ljust(SHORT, b"\0"))
         size = int.from_bytes(came[: _HEAD - 1], "little")
@@ -65,7 +65,7 @@ class Ranks:
         if size > SHORT:
             came += _summed(data[SHORT:] or bytes(size - SHORT))
         self.heard = time.monotonic()
-        return thing if self.rank == 0 else told.load(came)
+        return thing if self.rank == 0 else messages.load(came)
 
     def decide(
         self, work: Callable[[], T], tell: Callable[[T], Any], read: Callable[[Any], T]
@@ -82,11 +82,13 @@ class Ranks:
                 error = raised
         said = None
         if self.rank == 0:
-            said = [tell(found), None] if error is None else [None, told.of_error(error)]
-        said = told.checked(list, self.share(said))
+            said = [tell(found), None] if error is None else [None, messages.error_to_json(error)]
+        said = messages.check_type(list, self.share(said))
         if self.rank:
             found, error = (
-                (read(said[0]), None) if said[1] is None else (None, told.to_error(said[1]))
+                (read(said[0]), None)
+                if said[1] is None
+                else (None, messages.error_from_json(said[1]))
             )
         if error is not None:
             raise error
@@ -174,14 +176,9 @@ class Ranks:
                 f"or other versions than rank 0; got {mark} in rank {self.rank}"
             )
 
-    def sampler(self, make: Callable) -> Callable:
-        """Wrap mlx-lm's `_make_sampler`: its samplers return rank 0's tokens."""
-
-        def made(*args):
-            draw = make(*args)
-            return lambda logprobs: self.tokens(draw(logprobs))
-
-        return made if self.many else make
+    def sampler(self, draw: Callable) -> Callable:
+        """Wrap a sampler: it returns rank 0's tokens."""
+        return (lambda logprobs: self.tokens(draw(logprobs))) if self.many else draw
 
 
 def _summed(data: bytes) -> bytes:

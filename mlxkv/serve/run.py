@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -9,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from threading import get_ident
 
 import mlx.core as mx
 
@@ -19,10 +19,9 @@ from mlxkv.metal.launch import backend
 from mlxkv.models.loading import quality
 from mlxkv.serve import ranks
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.http.arrival import Line
-from mlxkv.serve.http.connections import Connections
-from mlxkv.serve.http.handler import Handler
+from mlxkv.serve.http.app import Gate, application
 from mlxkv.serve.http.site import Site
+from mlxkv.serve.http.wire import Web, listen
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 
@@ -30,77 +29,75 @@ GRACE = 5.0  # seconds for replies under way when the end is asked for; Docker k
 TOLD = 2.0  # seconds for their clients to read that they were cut off
 
 
-class Server(Connections):
-    """Serves each request in a thread, at most `4 * max_requests` of them. Raises what loading raises,
-    and OSError where it cannot listen.
-
-    under_way: threads that write replies.
-    """
+class Server:
+    """The model, its caches and the connections of its clients. Raises what loading raises, and OSError where it
+    cannot listen."""
 
     def __init__(self, options: ServeOptions):
         self.metrics = Metrics()
-        self.under_way: set[int] = set()
         self.engine = Engine(options, self.metrics)
+        self._asked, self._problem = 0, None
         try:
             self.site = Site(options, self.engine, self.metrics)
-            family, address = _address(options)
-            busy = 4 * options.max_requests
-            super().__init__(family, address, Handler.timeout, options.body_bytes, busy)
+            self.socket = self._listen(options)
         except KeyboardInterrupt:  # nothing is there to lose, and loading stops for nobody
             os._exit(128 + signal.SIGINT)
         except BaseException:
             self.engine.stop_and_join()
             raise
+        self.server_address = self.socket.getsockname()
+        self.web = Web(
+            Gate(self.site, application(self.site)), self.site.limits, self._tick, self._end
+        )
+
+    @staticmethod
+    def _listen(options: ServeOptions) -> socket.socket:
+        try:
+            return listen(options.host, options.port)
+        except socket.gaierror as error:
+            raise UserError(f"[--host] no such address; got {options.host!r} ({error})") from None
 
     @property
     def url(self) -> str:
         host, port = self.server_address[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def admit(self, line: Line) -> None:
-        Handler(self.site, line).admit()
+    def serve(self) -> None:
+        """Serve until `stop`; then replies under way have `GRACE` seconds, and sessions are put away. Raises what has
+        ended the engine."""
+        asyncio.run(self.web.serve([self.socket]))
+        if self._problem is not None:
+            raise self._problem
 
-    def answer(self, line: Line) -> None:
-        thread = get_ident()
-        self.under_way.add(thread)
+    def stop(self) -> None:
+        """End `serve`; for any thread, and for signal handlers. Again: replies are cut short."""
+        self._asked += 1
+
+    def _tick(self) -> bool:
+        self.site.talks.look()
         try:
-            Handler(self.site, line).answer()
-        finally:
-            self.under_way.discard(thread)
+            self.engine.check()
+        except KeyboardInterrupt:  # another process was asked
+            return True
+        except Exception as error:
+            self._problem = error
+            return True
+        return self._asked > 0
 
-    def failed(self, error: Exception) -> None:
-        if isinstance(error, OSError):
-            self.metrics.add(cut_off=1)
-        else:
-            logging.error("a connection failed", exc_info=error)
+    async def _end(self) -> None:
+        with suppress(OSError):  # the terminal is gone
+            note(
+                "ending: replies have a few seconds, sessions are put away; again cuts replies short"
+            )
+        await self._settle(GRACE, lambda: self._asked > 1)
+        await asyncio.to_thread(self.engine.stop_and_join)
+        await self._settle(TOLD, lambda: False)
 
-    def service_actions(self):
-        self.engine.check()  # called twice a second
-
-    def close(self, hurry: Callable[[], bool] = lambda: True) -> None:
-        """End the engine; sessions go to disk, if there is one. Replies under way have `GRACE` seconds, unless
-        hurry() becomes true; then their clients are told."""
-        self.socket.close()  # nobody comes in
-        self._settle(GRACE, hurry)
-        self.engine.stop_and_join()
-        self._settle(TOLD, lambda: False)
-        self.server_close()
-
-    def _settle(self, seconds: float, hurry: Callable[[], bool]) -> None:
+    async def _settle(self, seconds: float, hurry: Callable[[], bool]) -> None:
         """Wait for replies under way."""
         end = time.monotonic() + seconds
-        while self.under_way and time.monotonic() < end and not hurry():
-            time.sleep(0.02)
-
-
-def _address(options: ServeOptions) -> tuple[socket.AddressFamily, tuple]:
-    try:
-        found = socket.getaddrinfo(
-            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as error:
-        raise UserError(f"[--host] no such address; got {options.host!r} ({error})") from None
-    return found[0][0], found[0][4]
+        while self.site.talks.under_way and time.monotonic() < end and not hurry():
+            await asyncio.sleep(0.02)
 
 
 def run(options: ServeOptions) -> None:
@@ -127,7 +124,7 @@ def run(options: ServeOptions) -> None:
     note(
         f"  caches: at most {human_bytes(memory.bound)}{where}; 16k tokens take {each:.0%} of 16 bits"
     )
-    if not server.engine.model_provider.is_batchable:
+    if not server.engine.is_batchable:
         note("  requests are served one by one: the caches of this model do not join in a batch")
     if not options.local and len(options.api_keys) == 1:
         note(
@@ -135,34 +132,18 @@ def run(options: ServeOptions) -> None:
             "give each user an --api-key, or let requests name a cache_salt"
         )
     note(f"chat: {server.url}/   API: {server.url}/v1   Ctrl-C ends it")
-    asked: list[int] = []
-
-    def end(number, frame) -> None:
-        # Notes it, and no more: what a handler raises can be lost, or break what this thread is doing.
-        asked.append(number)
-        server.stop()
-
     for number in ENDING:
-        on(number, end)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        pass  # another process was asked
-    finally:
-        with suppress(OSError):  # the terminal is gone
-            note(
-                "ending: replies have a few seconds, sessions are put away; again cuts replies short"
-            )
-        server.close(lambda: len(asked) > 1)
-        for number in ENDING:  # Python takes handlers of its own away before the process ends
-            signal.signal(number, signal.SIG_IGN)
+        on(number, lambda *_: server.stop())  # what a handler raises can be lost
+    server.serve()
+    for number in ENDING:  # Python takes handlers of its own away before the process ends
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _follow(options: ServeOptions) -> None:
     """Run a process without clients: it does what rank 0 does, and ends with it."""
     engine = Engine(options, Metrics())
     ranks.follow(engine.ranks)
-    engine.started()
+    engine.wait_until_ready()
     try:
         while True:
             engine.check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from queue import Queue
 
 import mlx.core as mx
 import pytest
@@ -26,9 +25,6 @@ from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach, load
 from mlxkv.models.decoders import not_used, step_down
-from mlxkv.serve.alone import Alone
-from mlxkv.serve.job import Job
-from mlxkv.serve.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +243,7 @@ def test_a_server_goes_on_without_the_kernels_that_failed(folder, alone, monkeyp
     lost = Failing("merge")
     with launch.using(lost), serving(folder) as server:
         if alone:
-            monkeypatch.setattr(server.engine.model_provider, "is_batchable", False)
+            monkeypatch.setattr(server.engine, "is_batchable", False)
         want = text_of(complete(server, LONG, 8))
         lost.left = 2
         message = refused(server, 500, prompt=LONG + "!", max_tokens=8)["message"]
@@ -276,11 +272,6 @@ def test_errors_of_python_switch_nothing_off(folder, kind):
         loaded = load(str(folder), "int4")
         assert step_down(loaded, kind("x")) is None
         assert launch.factory() is make
-        line = Alone(Queue(), Job(), Ranks())
-        line.put(kind("x"))
-        assert (line.fault is not None) == (kind is MachineError)  # which is counted
-        line.put(error := RuntimeError(LOST))
-        assert line.fault is error
 
 
 def test_what_is_under_way_is_waited_for_after_an_error(folder, monkeypatch, capsys):

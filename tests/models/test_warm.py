@@ -15,7 +15,7 @@ from mlxkv.models import load, warm, warm_up
 from mlxkv.models.compiled.step import FORMS
 from mlxkv.models.generate import new_cache
 from mlxkv.models.hooks.mark import steps_of
-from mlxkv.serve import provider
+from mlxkv.serve import engine
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_a_fault_while_it_warms_up_is_no_end(folder, on_a_gpu, monkeypatch, caps
 
 def test_a_server_warms_up_where_it_decodes(folder, monkeypatch):
     warmed = []
-    monkeypatch.setattr(provider, "warm_up", lambda loaded: warmed.append(get_ident()))
+    monkeypatch.setattr(engine, "warm_up", lambda loaded: warmed.append(get_ident()))
     with serving(folder) as server:
         assert get(server, "/v1/kv")["steps"] == "none yet"
     assert len(warmed) == 1 and warmed[0] != get_ident()

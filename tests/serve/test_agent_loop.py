@@ -14,11 +14,11 @@ from itertools import count
 
 import mlx.core as mx
 import pytest
-from mlx_lm import server as lm_server
 from saying import call
 from serving import post, serving, settled
 from small_models import TINY
 
+from mlxkv.serve import sampling
 from mlxkv.serve.apis import anthropic
 from mlxkv.serve.http.request import Served
 from mlxkv.texts.corpus import pieces
@@ -66,7 +66,7 @@ def server(request, said, tmp_path_factory):
         return lambda logprobs: mx.array([left.pop(0) if left else tokenizer.eos_token_id])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm_server, "_make_sampler", scripted)
+        patch.setattr(sampling, "sampler_of", scripted)
         with serving(folder, kv=request.param, dtype="float32", prefill_step=256) as server:
             yield server
 

@@ -9,6 +9,7 @@ from saying import call, saying, write_thinker
 from serving import get, send, serving, settled
 
 from mlxkv.serve.apis import anthropic as api
+from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.http.request import Served
 from mlxkv.serve.refusals import Refused
 
@@ -197,12 +198,10 @@ def test_errors_in_its_shape(client, running, ask):
 
 
 def test_a_fault_in_a_stream_is_an_event(running, said, monkeypatch):
-    from mlx_lm import server as lm_server
-
     def broken(*args):
         raise KeyError("arguments")
 
-    monkeypatch.setattr(lm_server.ToolCallFormatter, "__call__", broken)
+    monkeypatch.setattr(Markup, "feed", broken)
     said[0] = "Yes."
     found = wire(running)
     assert found[-1]["type"] == "error" and found[-1]["error"]["type"] == "api_error"

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from saying import call, saying, write_thinker
 
-from mlxkv.serve.http import handler
+from mlxkv.serve.http import app
 
 FOLDER = os.environ.get("MLXKV_PROGRAMS", "")
 ROOT = Path(__file__).parents[2]
@@ -65,13 +65,14 @@ def test_a_program_reads_a_file(program, tmp_path, monkeypatch):
         else:
             said[0] = "A file"  # a title for the conversation
 
-    post, parse = handler.Handler._post, handler.parse
-    monkeypatch.setattr(
-        handler.Handler, "_post", lambda self, path, body: (answer(body), post(self, path, body))
-    )
-    monkeypatch.setattr(
-        handler, "parse", lambda raw, chat, served: (answer(raw), parse(raw, chat, served))[1]
-    )
+    plain = app.body_of
+
+    async def body_of(request, limit):
+        body = await plain(request, limit)
+        answer(body)
+        return body
+
+    monkeypatch.setattr(app, "body_of", body_of)
     folder = write_thinker(
         tmp_path / "caller", words=4000, num_hidden_layers=1, max_position_embeddings=1 << 17
     )

@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
-from mlx_lm import server as lm_server
 from saying import write_thinker
 from serving import get, post, refused, serving
 
-from mlxkv.serve import grammar
+from mlxkv.serve import grammar, sampling
 from mlxkv.serve.refusals import Refused
 
 CHAT = "/v1/chat/completions"
@@ -154,7 +153,7 @@ def test_stops_and_lengths_end_it_early(server):
 def test_outside_of_batches(library, model_folder):
     """As for models whose caches cannot be merged."""
     with serving(model_folder) as server:
-        server.engine.model_provider.is_batchable = False
+        server.engine.is_batchable = False
         found = post(server, CHAT, messages=ASK, response_format=FORMAT, max_tokens=900)
         valid(content(found))
 
@@ -175,7 +174,7 @@ def test_behind_thinking_in_a_server(library, tmp_path, monkeypatch):
         left = [*tokenizer.encode("Well, {]", add_special_tokens=False), tokenizer.think_end_id]
         return lambda logprobs: mx.array([left.pop(0)]) if left else mx.argmax(logprobs, axis=-1)
 
-    monkeypatch.setattr(lm_server, "_make_sampler", thinks)
+    monkeypatch.setattr(sampling, "sampler_of", thinks)
     with serving(folder) as server:
         found = post(server, CHAT, messages=ASK, response_format=FORMAT, max_tokens=600)
     assert found["choices"][0]["message"]["reasoning"] == "Well, {]"

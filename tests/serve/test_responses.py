@@ -9,6 +9,7 @@ from saying import call, saying, write_thinker
 from serving import send
 
 from mlxkv.serve.apis import responses as api
+from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.http.request import Served
 from mlxkv.serve.refusals import Refused
 
@@ -124,8 +125,6 @@ def test_tools_that_take_free_text(ask, said):
 
 
 def test_errors(client, running, ask, said, monkeypatch):
-    from mlx_lm import server as lm_server
-
     for name, value in (
         ("previous_response_id", "resp_1"),
         ("conversation", "c"),
@@ -139,7 +138,7 @@ def test_errors(client, running, ask, said, monkeypatch):
     def broken(*args):
         raise KeyError("arguments")
 
-    monkeypatch.setattr(lm_server.ToolCallFormatter, "__call__", broken)
+    monkeypatch.setattr(Markup, "feed", broken)
     said[0] = "Yes."
     with pytest.raises(openai.APIError, match="KeyError"):
         list(ask(stream=True))

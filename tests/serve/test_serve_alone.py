@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_sampler
-from mlx_lm.server import ResponseGenerator, SamplingArguments
 from serving import (
     ENDLESS,
     LONG,
@@ -22,17 +21,19 @@ from serving import (
     until,
 )
 
-from mlxkv.serve.alone import Alone
-from mlxkv.serve.http.handler import Handler
-from mlxkv.serve.provider import Seeded
+from mlxkv.serve.apis.openai import Completion
+from mlxkv.serve.http.request import Request
+from mlxkv.serve.job import Job
+from mlxkv.serve.sampling import Seeded
 
 SHARES = (0.4, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01)
 ROW = mx.log(mx.array([SHARES]))
 
 
-def settings(temperature: float = 1.0, **changes) -> SamplingArguments:
-    plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "xtc_probability": 0.0, "xtc_threshold": 0.1}
-    return SamplingArguments(temperature=temperature, **plain | changes)
+def seeded(seed: int, temperature: float = 1.0, **settings) -> Seeded:
+    plain = {"chat": False, "stream": False, "include_usage": False, "stop": [], "logprobs": False}
+    more = {"top_logprobs": -1, "logit_bias": None, "temperature": temperature, "seed": seed}
+    return Seeded(Request(**plain, **more, **settings), [])
 
 
 def chi_square(drawn, shares) -> float:
@@ -45,9 +46,9 @@ def test_draws_are_distributed_as_asked():
     """Successive draws of one seed, pairs of them, and the first draws of many seeds."""
     weights = [p**0.5 for p in SHARES]
     shares = [w / sum(weights) for w in weights]
-    one = Seeded(settings(2.0), 5, [])
+    one = seeded(5, 2.0)
     drawn = mx.concatenate([one(ROW) for _ in range(1500)]).tolist()
-    firsts = mx.concatenate([Seeded(settings(2.0), seed, [])(ROW) for seed in range(700)])
+    firsts = mx.concatenate([seeded(seed, 2.0)(ROW) for seed in range(700)])
     # Quantiles of one in a thousand; behind them the degrees of freedom.
     assert chi_square(drawn, shares) < 22.5  # 6
     assert chi_square(firsts.tolist(), shares) < 22.5
@@ -65,7 +66,7 @@ def test_a_seed_draws_what_mlx_lms_own_server_draws(how):
     mx.random.seed(11)
     theirs = make_sampler(0.8, **how)
     want = [theirs(ROW).item() for _ in range(60)]
-    one, other = (Seeded(settings(0.8, **how), seed, []) for seed in (11, 12))
+    one, other = (seeded(seed, 0.8, **how) for seed in (11, 12))
     got = []
     for _ in range(60):
         got.append(one(ROW).item())
@@ -77,7 +78,7 @@ def test_seeds_leave_the_draws_of_others_alone():
     mx.random.seed(3)
     want = mx.random.uniform(shape=(4,)).tolist()
     mx.random.seed(3)
-    Seeded(settings(top_p=0.9), 8, [])(ROW).item()
+    seeded(8, top_p=0.9)(ROW).item()
     assert mx.random.uniform(shape=(4,)).tolist() == want
 
 
@@ -106,33 +107,29 @@ def test_a_seed_says_the_same_alone_and_among_others(model_folder):
 def one_by_one(model_folder):
     """A server that does not batch, as for models whose caches cannot be merged."""
     with serving(model_folder, prefill_step=16) as server:
-        server.engine.model_provider.is_batchable = False
+        server.engine.is_batchable = False
         yield server
 
 
 def test_a_reply_that_is_served_alone_tells_the_size_of_its_caches(one_by_one, monkeypatch):
     """As in a batch, also where they are put away before the client's thread writes the size."""
-    server, plain = one_by_one, Handler.generate_response
+    server, plain = one_by_one, Completion.close
 
-    def late(self, text, finish_reason, *args, **kwargs):
+    def late(self, *args):
         until(lambda: len(server.engine.sessions))
-        return plain(self, text, finish_reason, *args, **kwargs)
+        return plain(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Handler, "generate_response", late)
+        patch.setattr(Completion, "close", late)
         alone = complete(server, LONG, 9)
     server.engine.sessions.forget()
-    server.engine.model_provider.is_batchable = True
+    server.engine.is_batchable = True
     assert complete(server, LONG, 9)["kv"] == alone["kv"]
 
 
-@pytest.mark.skipif(
-    not hasattr(ResponseGenerator, "_await_response"),
-    reason="mlx-lm 0.31 waits for a reply without looking up",
-)
 def test_who_leaves_while_the_prompt_is_read_alone_gets_no_more_of_it(one_by_one, monkeypatch):
     server = one_by_one
-    with held(monkeypatch, Alone, "put", kind=tuple):  # between the parts of a prompt
+    with held(monkeypatch, Job, "put", kind=tuple):  # between the parts of a prompt
         with asking(server, prompt="a" * 100, max_tokens=4):
             until(lambda: server.engine.sessions.lookups)
         until(lambda: server.metrics.cut_off == 1)
@@ -159,3 +156,13 @@ def test_a_seed_that_is_served_alone_does_not_seed_the_others(one_by_one):
         return text_of(complete(server, "abc", 24, temperature=2))
 
     assert unseeded() != unseeded()
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_penalties_count_what_a_cache_held(one_by_one, name):
+    """A reply does not depend on how much of its prompt was read anew."""
+    settings = {name: 1.9, f"{name.split('_')[0]}_context_size": 400}
+    fresh = complete(one_by_one, LONG, 24, cache_salt=name, **settings)
+    again = complete(one_by_one, LONG, 24, cache_salt=name, **settings)
+    assert fresh["kv"]["cached_tokens"] == 0 < again["kv"]["cached_tokens"]
+    assert text_of(fresh) == text_of(again)

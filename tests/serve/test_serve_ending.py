@@ -6,7 +6,6 @@ import json
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from queue import Queue
 from threading import Thread
 
 import pytest
@@ -15,31 +14,29 @@ from serving import ENDLESS, LONG, asking, complete, get, send, until
 from mlxkv import console
 from mlxkv.chat import terminal
 from mlxkv.serve import run
-from mlxkv.serve.http.caller import Caller
 from mlxkv.serve.options import ServeOptions
-from mlxkv.serve.refusals import Refused, ending
 from mlxkv.serve.run import Server
 
 
 @pytest.fixture(params=[True, False], ids=["batched", "alone"])
 def server(model_folder, tmp_path, request):
     made = Server(ServeOptions(model=str(model_folder), port=0, kv_disk=str(tmp_path)))
-    made.engine.model_provider.is_batchable = request.param
-    thread = Thread(target=made.serve_forever, args=(0.01,))
+    made.engine.is_batchable = request.param
+    thread = Thread(target=made.serve)
     thread.start()
+    made.thread = thread
     try:
         yield made
     finally:
-        made.shutdown()
-        thread.join()
-        made.close()
+        end(made, hurry=True)
 
 
-def end(server: Server, hurry) -> float:
+def end(server: Server, hurry: bool = False) -> float:
     """End a server; return how long that took."""
-    server.shutdown()
     start = time.monotonic()
-    server.close(hurry)
+    for _ in range(1 + hurry):
+        server.stop()
+    server.thread.join()
     return time.monotonic() - start
 
 
@@ -47,8 +44,8 @@ def test_replies_under_way_are_written_to_the_end(server, monkeypatch):
     monkeypatch.setattr(run, "GRACE", 60)
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(complete, server, LONG, 60, logit_bias={"257": -100})
-        until(lambda: server.under_way)
-        end(server, lambda: False)
+        until(lambda: server.site.talks.under_way)
+        end(server)
         assert job.result()["usage"]["completion_tokens"] == 60
     assert len(server.engine.sessions) == 0 and server.engine.sessions.disk.saved > 0
 
@@ -59,8 +56,8 @@ def test_clients_are_told_when_their_time_is_over(server, monkeypatch):
     with asking(server, **ENDLESS, stream=True) as stream, ThreadPoolExecutor(1) as pool:
         whole = pool.submit(send, server, "POST", "/v1/completions", ENDLESS)
         assert b"200" in stream.recv(64)
-        until(lambda: len(server.under_way) == 2)
-        assert end(server, lambda: False) < 30
+        until(lambda: server.site.talks.under_way == 2)
+        assert end(server) < 30
         got = b""
         while part := stream.recv(1 << 16):
             got += part
@@ -75,23 +72,24 @@ def test_a_second_signal_is_in_a_hurry(server, monkeypatch):
     monkeypatch.setattr(run, "GRACE", 60)
     with asking(server, **ENDLESS, stream=True) as stream:
         assert b"200" in stream.recv(64)
-        assert end(server, lambda: True) < 30
+        assert end(server, hurry=True) < 30
 
 
-def test_who_comes_too_late_is_told(server):
+def test_who_comes_too_late_is_told(server, monkeypatch):
     """A request of a connection that was there before the end."""
-    server.engine.over = True
+    server.engine.is_ending = True
     status, _, data = send(server, "POST", "/v1/completions", {"prompt": "a"})
     assert (status, json.loads(data)["error"]["code"]) == (503, "ending")
-    server.engine.over = False
+    server.engine.is_ending = False
     assert get(server, "/health") == {"status": "ok"}
-    end(server, lambda: True)
-    caller = Caller(server.engine, time.monotonic(), lambda: False)
-    with pytest.raises(Refused, match="is ending"):
-        caller._await_response(Queue())
-    server.engine.requests.put((line := Queue(), None, None))
-    server.engine._tell(ending())
-    assert line.get_nowait().code == "ending"
+
+    def late(job):  # between its look and its request, which nobody takes up
+        server.engine.is_ending = True
+
+    monkeypatch.setattr(server.engine, "submit", late)
+    status, _, data = send(server, "POST", "/v1/completions", {"prompt": "a"})
+    assert (status, json.loads(data)["error"]["code"]) == (503, "ending")
+    server.engine.is_ending = False
 
 
 def test_signals_wait_for_a_block():

@@ -11,30 +11,21 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import product
-from json import dumps, loads
+from json import dumps
 
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlx_lm import server as lm_server
 from mlx_lm.sample_utils import apply_top_k
 from read_caches import maker, memory_of, read
-from request_bodies import FIELDS, GOOD, check
-from serving import LONG, complete, get, raw_post, refused, send, serving, settled, text_of
+from serving import LONG, complete, raw_post, refused, send, serving, settled, text_of
 
 from mlxkv import files
 from mlxkv.models import load
+from mlxkv.serve import sampling
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
-from mlxkv.serve.refusals import Refused
-
-# One value of every type and size that JSON has.
-WRONG = [
-    *(True, False, 0, -1, 1, 10**4000, 0.5, -1e308, 1e999, "", "x", "1", "\x00", "é" * 300),
-    *([], [None], [[]], ["x", 1], [{}], {}, {"x": 1}, {"1": "x"}, {"type": 1}, {"": {"": []}}),
-]
 
 
 @pytest.fixture(scope="module")
@@ -74,50 +65,6 @@ def test_clients_that_hang_up_anywhere(server):
     assert text_of(complete(server, "still here", 40)) == want
 
 
-@pytest.mark.parametrize(
-    ("data", "status"),
-    [
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n", b"400"),  # TLS
-        (b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n", b"505"),
-        (b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"501"),
-        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", b"414"),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200 + b"\r\n", b"431"),
-        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", b"411"),
-        (raw_post(b"{}", 1 << 40)[:-2], b""),  # announces a terabyte and leaves
-    ],
-)
-def test_what_is_no_request(server, data, status):
-    with socket.create_connection(server.server_address, timeout=20) as line:
-        line.sendall(data)
-        line.shutdown(socket.SHUT_WR)
-        reply = b""
-        while part := line.recv(1 << 16):
-            reply += part
-    assert status in reply.split(b"\r\n")[0]
-    assert get(server, "/health") == {"status": "ok"}
-
-
-def test_every_field_with_every_type(server):
-    """Refused by name in one line, or taken and answered (one value of each type over HTTP)."""
-    for field, chat in product(sorted(FIELDS), (True, False)):
-        asked = {"model", "stream", "max_tokens", "max_completion_tokens"}
-        for value in WRONG:
-            body = {"max_tokens": 1} | GOOD | {field: value}
-            try:
-                check(body, chat)
-            except Refused as refused:
-                assert refused.status in (400, 404) and len(refused.message) < 300
-                assert refused.message.startswith(f"[{field}") and "\n" not in refused.message
-                continue
-            if {field, type(value)} & asked or not chat:
-                continue
-            asked.add(type(value))
-            status, _, data = send(server, "POST", "/v1/chat/completions", body)
-            assert status in (200, 400), (field, value, data)
-            assert set(loads(data)) >= ({"choices"} if status == 200 else {"error"})
-    assert server.metrics.faults == 0
-
-
 def test_large_bodies_of_many_kinds(server):
     many = [{"role": "user", "content": "a"}] * 4000
     error = refused(server, 400, "/v1/chat/completions", messages=many)
@@ -147,7 +94,7 @@ def test_a_sampler_that_raises_leaves_the_next_one_its_random_numbers(server, mo
     faults = server.metrics.faults
     with monkeypatch.context() as patch:
         broken = partial(apply_top_k, top_k=1 << 20)  # while MLX traces it
-        patch.setattr(lm_server, "make_sampler", lambda *_, **__: broken)
+        patch.setattr(sampling, "make_sampler", lambda *_, **__: broken)
         refused(server, 500, prompt="a", temperature=1, max_tokens=3)
     assert server.metrics.faults == faults + 1
     complete(server, "a", 3, temperature=1)

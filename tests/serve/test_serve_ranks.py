@@ -11,10 +11,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from queue import Queue, SimpleQueue
+from queue import SimpleQueue
 from threading import Barrier
 from types import SimpleNamespace
 
@@ -22,7 +21,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.server import GenerationContext, Response
 from random_model import write_model
 from ring import environments
 from serving import (
@@ -41,10 +39,8 @@ from small_models import TINY
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
-from mlxkv.serve import engine, ranks, told
-from mlxkv.serve.alone import EVERY, Alone
+from mlxkv.serve import engine, messages, ranks
 from mlxkv.serve.caches.disk import Disk, open_disk
-from mlxkv.serve.job import Job
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused
@@ -154,7 +150,7 @@ class Pair(Ranks):
         return [self.table[0], self.table[1]]
 
     def share(self, thing):
-        return told.load(self._meet(told.dump(thing))[0])
+        return messages.load(self._meet(messages.dump(thing))[0])
 
     def _all(self, number):
         return self._meet(int(number))
@@ -243,36 +239,6 @@ def test_what_is_short_takes_one_sum(monkeypatch):
         assert len(sums) == 2 * want
 
 
-def blank(kind: type):
-    """One of mlx-lm's dataclasses, whose fields differ between its versions."""
-    return kind(**{field.name: None for field in fields(kind)})
-
-
-def test_who_leaves_outside_of_a_batch_has_left_in_all_processes():
-    token = blank(Response)
-
-    def write(ranks: Ranks) -> list:
-        queue, context = Queue(), blank(GenerationContext)
-        line = Alone(queue, job := Job(), ranks)
-        for item in (context, (1, 2), token, token):
-            line.put(item)
-        job.given_up = ranks.rank == 0
-        with pytest.raises(Refused, match="given up"):
-            line.put((2, 2))
-        before = queue.qsize()
-        with pytest.raises(Refused, match="given up"):
-            for _ in range(EVERY):
-                line.put(token)
-        after = queue.qsize()
-        ranks.ending = ranks.rank == 1
-        with pytest.raises(Refused, match="ending"):
-            for _ in range(EVERY):
-                line.put(token)
-        return [context._should_stop, before, after < before + EVERY]
-
-    assert both_do(write, write) == [[None, 4, True]] * 2
-
-
 def test_a_session_that_one_process_has_lost(tmp_path, loaded):
     """It is not used; one that both have is."""
     caches = make_prompt_cache(loaded.model)
@@ -317,9 +283,9 @@ def test_a_fault_is_the_end_of_all(batched, folder, monkeypatch):
     """The others are no longer in step. MLX's ring raises when a process was lost."""
     monkeypatch.setattr(engine, "Ranks", Solo)
     server = Server(ServeOptions(model=str(folder), port=0))
-    server.engine.model_provider.is_batchable = batched
+    server.engine.is_batchable = batched
     with ThreadPoolExecutor(2) as pool:
-        end = pool.submit(server.serve_forever, 0.01)
+        end = pool.submit(server.serve)
         want = text_of(complete(server, "before", 5))
         assert text_of(complete(server, "before", 5)) == want
 
@@ -329,7 +295,6 @@ def test_a_fault_is_the_end_of_all(batched, folder, monkeypatch):
         monkeypatch.setattr(type(server.site.loaded.model), "__call__", broken)
         assert "a peer was lost" in refused(server, 500, prompt=LONG)["message"]
         assert "a peer was lost" in str(end.exception(PATIENCE))
-    server.close()
     assert not server.engine.is_healthy
 
 

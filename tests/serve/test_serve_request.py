@@ -15,8 +15,8 @@ from request_bodies import BODIES, GOOD, SERVED, VOCABULARY, check
 from transformers import PreTrainedTokenizerBase
 
 from mlxkv.models.loading.sampling import Sampling
+from mlxkv.serve.engine import finite
 from mlxkv.serve.http import request
-from mlxkv.serve.http.completion import finite, finite_steps
 from mlxkv.serve.refusals import Refused
 
 
@@ -178,10 +178,8 @@ def test_penalties_beyond_numbers(penalty):
 
 def test_log_probabilities_are_numbers_of_json():
     inf, nan = float("inf"), float("nan")
-    assert finite([-1.5, -inf, inf, nan, -1e30, 0.0]) == [-1.5, -9999.0, None, None, -9999.0, 0.0]
-    step = ({"id": 1, "token": "a", "logprob": -inf}, {"id": 2, "token": "b", "logprob": nan})
-    assert [one["logprob"] for one in finite_steps([step])[0]] == [-9999.0, None]
-    assert finite_steps([()]) == [()] and step[0]["logprob"] == -inf
+    want = [-1.5, -9999.0, None, None, -9999.0, 0.0]
+    assert [finite(x) for x in (-1.5, -inf, inf, nan, -1e30, 0.0)] == want
 
 
 def test_the_preset_may_be_named():

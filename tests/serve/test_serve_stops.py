@@ -117,7 +117,7 @@ def test_what_could_have_become_something_is_kept_at_the_end(server, said, path,
 
 def test_generation_ends_with_the_stop_word_and_what_was_read_is_kept(server, said):
     said[0] = CAPITAL
-    tokenizer = server.engine.model_provider.tokenizer
+    tokenizer = server.engine.tokenizer
     tokens = tokenizer.encode(CAPITAL, add_special_tokens=False)
     count = next(n for n in range(len(tokens)) if "of Fr" in tokenizer.decode(tokens[:n]))
     for stream in (False, True):
@@ -152,7 +152,7 @@ def test_streams_of_one_batch_have_their_own_stop_words(server, said):
 
 
 def test_a_request_that_is_served_alone(server, said, monkeypatch):
-    monkeypatch.setattr(server.engine.model_provider, "is_batchable", False)
+    monkeypatch.setattr(server.engine, "is_batchable", False)
     said[0] = "Other. " + CAPITAL
     until(lambda: not server.engine.jobs)
     for stop in STOPS:
@@ -204,3 +204,34 @@ def test_a_start_that_goes_on(server, said):
     assert reply(server, PATHS[1], [" is"], False, **more)[0] == " of France"
     assert reply(server, PATHS[1], [" o"], True, **more)[0] == ""
     assert reply(server, PATHS[1], [], False, **more)[0] == said[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_in_openais_two_formats(server, said, stream):
+    """The entry of a token is its own, whatever else could have come; a text's are lists."""
+    said[0] = " capital of"
+    settings = {"max_tokens": 30, "stream": stream, "model": "caller"}
+    chat = {"messages": ASK, "logprobs": True, "top_logprobs": 3} | settings
+    text = {"prompt": "The", "logprobs": 3} | settings
+    steps, lists = [], []
+    for path, body, out in (
+        ("/v1/chat/completions", chat, steps),
+        ("/v1/completions", text, lists),
+    ):
+        status, _, data = send(server, "POST", path, body)
+        assert status == 200
+        for part in events(data) if stream else [json.loads(data)]:
+            for choice in part["choices"]:
+                out += [choice["logprobs"]] if "logprobs" in choice else []
+    steps = [step for part in steps for step in part["content"]]
+    encoded = server.engine.tokenizer.encode(said[0], add_special_tokens=False)
+    assert [step["id"] for step in steps[:-1]] == encoded
+    spoken = [step["token"] for step in steps[:-1]]
+    assert "".join(spoken) == said[0] and bytes(steps[0]["bytes"]).decode() == spoken[0]
+    for step in steps:
+        best = [one["logprob"] for one in step["top_logprobs"]]
+        assert best == sorted(best, reverse=True) and step["logprob"] <= best[0] + 1e-6
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert sum(len(one[name]) for one in lists) == len(steps)
+    offsets = [at for one in lists for at in one["text_offset"]]
+    assert offsets == [len("".join(spoken[:n])) for n in range(len(steps))]

@@ -18,8 +18,8 @@ from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Owned, Sessions
 from mlxkv.serve.caches.shelf import Shelf
 from mlxkv.serve.command import serve
+from mlxkv.serve.http.access import tenant
 from mlxkv.serve.options import ServeOptions
-from mlxkv.serve.tenants import tenant
 
 KEYS = ["operator", "one", "two"]
 
@@ -98,7 +98,7 @@ def test_what_two_tenants_have_in_common_is_stored_twice(small):
 @pytest.fixture(scope="module", params=[True, False], ids=["batched", "alone"])
 def server(model_folder, request):
     with serving(model_folder, api_key=KEYS) as running:
-        running.engine.model_provider.is_batchable = request.param
+        running.engine.is_batchable = request.param
         yield running
 
 

@@ -21,17 +21,17 @@ def chat(**thoughts: str) -> list[dict]:
 
 def read(server, messages: list[dict]) -> str:
     """The prompt that the model read."""
-    read, tokenizer = [], server.engine.model_provider.tokenizer
-    plain = server.engine._tokenize
+    read, tokenizer = [], server.engine.tokenizer
+    plain = server.engine.prompts.read
 
     def spied(*asked):
         read.append(plain(*asked))
         return read[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.engine, "_tokenize", spied)
+        patch.setattr(server.engine.prompts, "read", spied)
         post(server, "/v1/chat/completions", messages=messages, max_tokens=1)
-    return tokenizer.decode(read[-1][0])
+    return tokenizer.decode(read[-1].tokens)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])

@@ -9,10 +9,12 @@ import json
 
 import mlx.core as mx
 import pytest
-from mlx_lm import server as lm_server
 from random_model import write_model
 from serving import get, serving
 from tool_calls import ASK, TEMPLATE
+
+from mlxkv.serve import sampling
+from mlxkv.serve.apis.reply import Markup
 
 openai = pytest.importorskip("openai")
 
@@ -46,7 +48,7 @@ def running(said, tmp_path_factory):
         return lambda logprobs: mx.array([left.pop(0) if left else tokenizer.eos_token_id])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm_server, "_make_sampler", scripted)
+        patch.setattr(sampling, "sampler_of", scripted)
         with serving(folder) as server:
             yield server
 
@@ -135,7 +137,7 @@ def test_a_fault_of_what_formats_is_told(ask, said, monkeypatch, stream):
     def broken(*args):
         raise KeyError("arguments")
 
-    monkeypatch.setattr(lm_server.ToolCallFormatter, "__call__", broken)
+    monkeypatch.setattr(Markup, "feed", broken)
     said[0] = "Yes."
     with pytest.raises(openai.APIError, match="KeyError"):
         found = ask(stream=stream)

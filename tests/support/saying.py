@@ -12,10 +12,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx_lm import server as lm_server
 from random_model import write_model
 from serving import serving
 
+from mlxkv.serve import sampling
 from mlxkv.serve.run import Server
 from mlxkv.texts import corpus
 
@@ -72,15 +72,15 @@ def _learn(path: Path, words: int) -> None:
 @contextmanager
 def saying(folder: Path, said: list[str], **options) -> Iterator[Server]:
     """A server whose next reply is `said[0]`; other servers of the process sample as ever."""
-    plain = lm_server._make_sampler
+    plain = sampling.sampler_of
 
     def scripted(args, tokenizer):
-        if tokenizer is not server.engine.model_provider.tokenizer:
+        if tokenizer is not server.engine.tokenizer:
             return plain(args, tokenizer)
         left = [*tokenizer.encode(said[0], add_special_tokens=False), tokenizer.eos_token_id]
         return lambda logprobs: mx.array([left.pop(0) if left else tokenizer.eos_token_id])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm_server, "_make_sampler", scripted)
+        patch.setattr(sampling, "sampler_of", scripted)
         with serving(folder, **options) as server:
             yield server

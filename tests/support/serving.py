@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.message import Message
 from http.client import HTTPConnection
 from threading import Event, Thread
 
@@ -21,14 +22,14 @@ PATIENCE = 60.0  # seconds until a test gives up; never waited for on success
 @contextmanager
 def serving(model, kv: str = "int4", **options) -> Iterator[Server]:
     server = Server(ServeOptions(model=str(model), kv=kv, port=0, **options))
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread = Thread(target=server.serve)
     thread.start()
     try:
         yield server
     finally:
-        server.shutdown()
+        server.stop()
+        server.stop()  # in a hurry
         thread.join()
-        server.close()
 
 
 def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
@@ -86,14 +87,14 @@ def asking(server: Server, **body) -> Iterator[socket.socket]:
 
 def send(
     server: Server, method: str, path: str, body=None, headers=None
-) -> tuple[int, dict, bytes]:
+) -> tuple[int, Message, bytes]:
     """Status, headers and body of the response. body: bytes, or anything else, sent as JSON."""
     line = HTTPConnection("127.0.0.1", server.server_address[1], timeout=PATIENCE)
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     try:
         line.request(method, path, data, headers or {})
         response = line.getresponse()
-        return response.status, dict(response.headers), response.read()
+        return response.status, response.headers, response.read()
     finally:
         line.close()
 

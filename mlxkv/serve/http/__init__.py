@@ -1,1 +1,1 @@
-"""Connections, requests and replies, and the chat page. Nothing here computes, or touches a cache."""
+"""HTTP by uvicorn and Starlette, requests, and the chat page. Nothing here computes, or touches a cache."""

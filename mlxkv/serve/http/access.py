@@ -1,15 +1,18 @@
-"""Who may ask: hosts, origins and keys, from the head of a request. Wrong keys are slowed down."""
+"""Who may ask: hosts, origins and keys, from the head of a request. Wrong keys are slowed down. And whose caches a
+request reads and fills."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
+import json
 import logging
 import re
 import time
 from collections import OrderedDict
 from email.message import Message
-from hashlib import sha256
+from functools import lru_cache
 from math import ceil
 
 from mlxkv.serve.options import LOOPBACK, ServeOptions
@@ -20,6 +23,7 @@ ADDRESSES = 1024  # that are remembered: the latest
 HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^\s@:/?#\[\]\\]+)(:\d{0,5})?")
 ABSOLUTE = re.compile(r"https?://(?P<host>[^/?#]+)(?P<path>[^?#]*)", re.IGNORECASE)
 TOLD = 10.0  # seconds between lines of the log
+ROUNDS = 100_000  # a key cannot be guessed fast from the names of files
 
 
 class Keys:
@@ -68,7 +72,7 @@ class Keys:
 
 
 def _digest(key: str) -> bytes:
-    return sha256(key.encode()).digest()  # of one length
+    return hashlib.sha256(key.encode()).digest()  # of one length
 
 
 def _network(peer: str) -> str:
@@ -111,3 +115,19 @@ def given_key(headers: Message) -> str:
     found = headers.get("Authorization") or headers.get("x-api-key") or ""
     scheme, _, key = found.partition(" ")
     return (key if scheme.lower() == "bearer" else found).strip()
+
+
+# How much of a prompt was known already, and how fast the reply begins, tell what others have asked before. So nobody's
+# caches are found by others.
+def tenant(key: str | None, user: str = "", salt: str = "") -> str:
+    """The name of whoever asks: of an API key, and of a user and a salt that a request names. It tells none
+    of them. "" for all who have none."""
+    if not (key or user or salt):
+        return ""
+    parts = [_mark(key) if key else "", user, salt]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+@lru_cache(1024)
+def _mark(key: str) -> str:
+    return hashlib.pbkdf2_hmac("sha256", key.encode(), b"mlxkv tenant", ROUNDS).hex()

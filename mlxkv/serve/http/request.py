@@ -141,7 +141,9 @@ def parse(raw: bytes, chat: bool, served: Served) -> Request:
 def document(raw: bytes) -> dict:
     """The JSON object in a body, of bounded depth. Raises Refused."""
     try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
+        body = json.loads(
+            raw.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite_float
+        )
         if isinstance(body, list | dict) and not shallow(body):
             raise RecursionError
         json.dumps(body, ensure_ascii=False).encode()  # raises at half of a surrogate pair
@@ -170,6 +172,12 @@ def shallow(value: object, depth: int = DEPTH) -> bool:
 
 def _no_constant(name: str):
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    if isfinite(number := float(text)):
+        return number
+    raise ValueError(f"a number beyond all limits; got {text[:20]}")
 
 
 def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Request:

@@ -1,12 +1,12 @@
-"""What all connections share: the model, its caches, keys, and the document of /v1/kv."""
+"""What all requests share: the model, its caches, keys, and the document of /v1/kv."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx
-from mlx_lm import server
 
 from mlxkv import __version__
 from mlxkv.metal.launch import backend
@@ -15,20 +15,23 @@ from mlxkv.serve.engine import Engine
 from mlxkv.serve.grammar import calls_of
 from mlxkv.serve.http.access import Keys
 from mlxkv.serve.http.request import Served
+from mlxkv.serve.http.talk import Talks
+from mlxkv.serve.http.wire import Limits
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 
 
 class Site:
-    """What all connections share."""
+    """What all requests share."""
 
     def __init__(self, options: ServeOptions, engine: Engine, metrics: Metrics):
         self.options, self.engine, self.metrics = options, engine, metrics
-        self.loaded, self.keys = engine.started(), Keys()
+        self.loaded, self.keys = engine.wait_until_ready(), Keys()
+        self.talks, self.limits = Talks(engine), Limits(options.body_bytes, metrics.answered)
         name = Path(self.loaded.name).expanduser()
         # The name of a local folder or file, but not where it lies.
         self.name = name.resolve().name if name.exists() else self.loaded.name
-        self.fingerprint = server.get_system_fingerprint()
+        self.created = int(time.time())
         self.served = Served(
             model=self.name,
             kv=self.loaded.kv_name,
@@ -57,7 +60,7 @@ class Site:
             # Of a sequence, its reply included, where nobody else asks: by memory and by context.
             "longest_tokens": memory.longest(self.served.longest),
             "exact_tokens": window_of(loaded),  # nothing is compressed in sequences up to here
-            "batched": engine.model_provider.is_batchable,
+            "batched": engine.is_batchable,
             "processes": engine.ranks.size,  # bytes below are those of one
             "report": loaded.report(),
             "steps": loaded.steps,

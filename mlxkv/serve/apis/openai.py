@@ -1,0 +1,126 @@
+"""Replies of OpenAI's chat and text completions."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from platform import platform
+from uuid import uuid4
+
+import mlx.core as mx
+import mlx_lm
+
+from mlxkv.serve.apis.reply import Reply, event
+from mlxkv.serve.http.request import Served, parse
+from mlxkv.serve.job import Token
+from mlxkv.serve.refusals import Refused
+
+SPOKEN = ("text", "thinking")
+
+
+def chat(raw: bytes, served: Served) -> Completion:
+    """The request for a chat in a body. Raises Refused."""
+    return Completion(parse(raw, True, served), served.model)
+
+
+def text(raw: bytes, served: Served) -> Completion:
+    """The request for a text in a body. Raises Refused."""
+    return Completion(parse(raw, False, served), served.model)
+
+
+@lru_cache(1)
+def fingerprint() -> str:
+    return f"{mlx_lm.__version__}-{mx.__version__}-{platform()}-{mx.device_info()['architecture']}"
+
+
+class Completion(Reply):
+    """A completion, or its chunks."""
+
+    def __init__(self, request, model: str):
+        super().__init__(request, request.stream, model)
+        kind = "chat.completion" if request.chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid4()}",
+            "system_fingerprint": fingerprint(),
+            "object": f"{kind}.chunk" if request.chat and request.stream else kind,
+            "model": model,
+            "created": int(time.time()),
+        }
+        self._parts: list[tuple] = []
+        self._logprobs: list[dict] = []
+        self._calls, self._offset = 0, 0
+
+    def start(self) -> None:
+        pass
+
+    def add_parts(self, parts: list[tuple], token: Token) -> None:
+        self._parts += parts
+        if token.logprob is not None:
+            self._logprobs.append(token.logprob)
+        if self.streams and (parts or token.logprob is not None) and token.reason is None:
+            self.event(self._chunk(None))
+
+    def _chunk(self, reason: str | None) -> dict:
+        """Return what was said since the last one."""
+        said = {kind: "".join(x[1] for x in self._parts if x[0] == kind) for kind in SPOKEN}
+        calls = [self._call(*part[1:]) for part in self._parts if part[0] == "call"]
+        choice = {"index": 0, "finish_reason": reason}
+        if self._logprobs:
+            choice["logprobs"] = self._logprobs_document()
+        self._parts, self._logprobs = [], []
+        if not self.request.chat:
+            return self._head | {"choices": [choice | {"text": said["text"]}]}
+        message: dict = {"role": "assistant"}
+        if not self.streams:
+            message["content"] = said["text"] or (None if calls else "")
+        elif said["text"]:
+            message["content"] = said["text"]
+        if said["thinking"]:
+            message["reasoning"] = said["thinking"]
+        if calls:
+            message["tool_calls"] = calls
+        name = "delta" if self.streams else "message"
+        return self._head | {"choices": [choice | {name: message}]}
+
+    def _call(self, id: str, name: str, arguments: str) -> dict:
+        out = {"function": {"name": name, "arguments": arguments}, "type": "function", "id": id}
+        if self.streams:
+            out["index"] = self._calls
+            self._calls += 1
+        return out
+
+    def _logprobs_document(self) -> dict:
+        steps = self._logprobs
+        if self.request.chat:
+            return {"content": steps}
+        offsets = []
+        for step in steps:
+            offsets.append(self._offset)
+            self._offset += len(step["token"])
+        tops = [{one["token"]: one["logprob"] for one in step["top_logprobs"]} for step in steps]
+        return {
+            "tokens": [step["token"] for step in steps],
+            "token_logprobs": [step["logprob"] for step in steps],
+            "top_logprobs": tops if any(tops) else None,
+            "text_offset": offsets,
+        }
+
+    def end(self) -> None:
+        if not self.streams:
+            return
+        self.event(self._chunk(self.reason) | {"kv": self.kv})
+        if self.request.include_usage:
+            self.event(self._head | {"choices": []} | self._usage() | {"kv": self.kv})
+        self._buffer += b"data: [DONE]\n\n"
+
+    def document(self) -> dict:
+        return self._chunk(self.reason) | self._usage() | {"kv": self.kv}
+
+    def _usage(self) -> dict:
+        prompt, cached = self.prompt.prompt_tokens, self.prompt.cached_tokens
+        counts = {"prompt_tokens": prompt, "completion_tokens": self.count}
+        details = {"prompt_tokens_details": {"cached_tokens": cached}}
+        return {"usage": counts | {"total_tokens": prompt + self.count} | details}
+
+    def error_event(self, refused: Refused) -> bytes:
+        return event(refused.body())

@@ -1,0 +1,211 @@
+"""A reply: what the model writes as thoughts, text and calls of tools, in the words of an API."""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import ABC, abstractmethod
+from typing import Any
+from uuid import uuid4
+
+from mlx_lm.generate import TextStateMachine
+
+from mlxkv.serve.http.request import Request
+from mlxkv.serve.job import Start, Token
+from mlxkv.serve.refusals import Refused
+
+KINDS = {"normal": "text", "reasoning": "thinking"}  # by mlx-lm's names of states
+
+
+class Markup:
+    """Takes marks of thoughts and of calls out of a model's text, which comes in pieces.
+
+    machine: mlx-lm's, which knows the marks. state: in which the text begins. parse: reads the text of calls, or None.
+    tools: of the request.
+    """
+
+    def __init__(self, machine: TextStateMachine, state: str, parse: Any, tools: list | None):
+        self._state, self._parse, self._tools = machine.make_state(state), parse, tools
+        self._call: str | None = "" if state == "tool" else None
+
+    def feed(self, text: str, last: bool = False) -> list[tuple]:
+        """Return parts: ("text" or "thinking", text) and ("call", id, name, arguments as JSON text)."""
+        self._state, segments = TextStateMachine.split(self._state, text)
+        if last:
+            self._state, tail, state = TextStateMachine.flush(self._state)
+            segments.append((state, tail))
+        parts: list[tuple] = []
+        for state, text in segments:
+            if state == "tool":
+                self._call = (self._call or "") + text
+                continue
+            parts += self._close()
+            if text and state in KINDS:
+                parts.append((KINDS[state], text))
+        return parts + (self._close() if last else [])
+
+    def _close(self) -> list[tuple]:
+        text, self._call = self._call, None
+        if not text or self._parse is None:
+            return []
+        try:
+            return [("call", *call) for call in calls_of(self._parse, text, self._tools)]
+        except ValueError as error:
+            logging.warning(f"a tool call could not be read, perhaps it was cut short: {error}")
+            return []
+
+
+def calls_of(parse: Any, text: str, tools: list | None) -> list[tuple[str, str, str]]:
+    """The calls in a model's text: id, name, arguments as JSON text. Raises ValueError where they are none."""
+    try:
+        parsed = parse(text, tools)
+    except RecursionError as error:  # JSON of a model that never closes its brackets
+        raise ValueError(str(error)) from None
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    for call in calls:
+        named = isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]
+        if not named or not isinstance(call.get("arguments"), dict):
+            raise ValueError(f"a call needs a name and arguments; got {text.strip()[:80]!r}")
+    return [
+        (
+            str(call.get("id") or uuid4()),
+            call["name"],
+            json.dumps(call["arguments"], ensure_ascii=False),
+        )
+        for call in calls
+    ]
+
+
+class Reply(ABC):
+    """The reply to one request, as an API says it.
+
+    streams: whether parts are written as they come; else `document` is the reply. model: its name in replies.
+    prompt: of the request, once it is read. count: tokens of the reply. kv: of the field of that name.
+    reason: "stop", "length" or "tool_calls". stop_word: the one that ended it, or None.
+
+    Methods that the server calls return the bytes that a stream sends.
+    """
+
+    def __init__(self, request: Request, streams: bool, model: str):
+        self.request, self.streams, self.model = request, streams, model
+        self.prompt: Start | None = None
+        self.count, self.kv = 0, None
+        self.reason, self.stop_word = "stop", None
+        self._has_calls, self._buffer = False, b""
+
+    # -- for the server
+
+    def begin(self, prompt: Start) -> bytes:
+        """The model reads the prompt."""
+        self.prompt = prompt
+        self._markup = Markup(prompt.machine, prompt.state, prompt.parse, self.request.tools)
+        self.start()
+        return self._flush()
+
+    def wait(self, done: int, total: int) -> bytes:
+        """So many tokens of the prompt were read."""
+        return b": keepalive %d/%d\n\n" % (done, total)
+
+    def take(self, token: Token) -> bytes:
+        """A token was written."""
+        self.count += 1
+        parts = self._markup.feed(token.text, token.reason is not None)
+        self._has_calls = self._has_calls or any(part[0] == "call" for part in parts)
+        if token.reason is not None:
+            ends_with_calls = token.reason == "stop" and self._has_calls
+            self.reason = "tool_calls" if ends_with_calls else token.reason
+        self.add_parts(parts, token)
+        return self._flush()
+
+    def close(self, kv: dict, stop_word: str | None) -> bytes:
+        """The reply is complete."""
+        self.kv, self.stop_word = kv, stop_word if self.reason == "stop" else None
+        self.end()
+        return self._flush()
+
+    def _flush(self) -> bytes:
+        out, self._buffer = self._buffer, b""
+        return out
+
+    def event(self, document: dict, name: str = "") -> None:
+        """Send a server-sent event."""
+        if self.streams:
+            self._buffer += event(document, name)
+
+    # -- for an API
+
+    @abstractmethod
+    def start(self) -> None:
+        """The reply begins: `started` has the counts of its prompt."""
+
+    @abstractmethod
+    def add_parts(self, parts: list[tuple], token: Token) -> None:
+        """Take the parts that a token completes."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Everything was said; `kv`, `reason` and `stop_word` are known."""
+
+    @abstractmethod
+    def document(self) -> dict:
+        """The whole reply."""
+
+    @abstractmethod
+    def error_event(self, refused: Refused) -> bytes:
+        """An error behind the start of a stream."""
+
+
+class Blocks(Reply):
+    """A reply in blocks of text, of thoughts and of calls. Blank lines between blocks are no part of them.
+
+    parts: of the whole reply so far: ["text" or "thinking", text], or ["call", id, name, arguments as JSON text].
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.parts: list[list[str]] = []
+        self._blank = ""
+
+    def add_parts(self, parts: list[tuple], token: Token) -> None:
+        for kind, *values in parts:
+            if kind == "call":
+                self._blank = ""
+                self.parts.append([kind, *values])
+                self.add_call(*values)
+            else:
+                self._extend(kind, *values)
+
+    def _extend(self, kind: str, text: str, blank: bool = False) -> None:
+        begins = not self.parts or self.parts[-1][0] != kind
+        if begins:
+            text, self._blank = self._blank + text, ""
+            if not text.strip() and not blank:
+                self._blank = text
+                return
+            self.parts.append([kind, ""])
+        if text:
+            self.parts[-1][1] += text
+            self.add_text(kind, text, begins)
+
+    def end(self) -> None:
+        if self._blank and not self.parts:  # a reply of blanks alone is one
+            self._extend("text", "", blank=True)
+        self.finish()
+
+    @abstractmethod
+    def add_text(self, kind: str, text: str, begins: bool) -> None:
+        """Say text or thinking. begins: whether a part of another kind, or nothing, came before it."""
+
+    @abstractmethod
+    def add_call(self, id: str, name: str, arguments: str) -> None:
+        """Say a call of a tool."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Say that the reply is complete."""
+
+
+def event(document: dict, name: str = "") -> bytes:
+    """A server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(document)}\n\n".encode()

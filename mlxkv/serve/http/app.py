@@ -1,0 +1,265 @@
+"""The application of ASGI: what is checked before a body is read, and the paths behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mlxkv.serve.apis import anthropic, openai, responses
+from mlxkv.serve.apis.anthropic import error_body as anthropic_error
+from mlxkv.serve.apis.reply import Reply
+from mlxkv.serve.http import page
+from mlxkv.serve.http.access import check_host, given_key, locate, tenant
+from mlxkv.serve.http.request import Served
+from mlxkv.serve.http.site import Site
+from mlxkv.serve.http.talk import Talk
+from mlxkv.serve.job import Job
+from mlxkv.serve.refusals import Refused, fault
+
+METHODS = ("GET", "HEAD", "POST", "OPTIONS")
+ALLOW = ", ".join(METHODS)
+TARGET, FIELDS = 8 << 10, 100  # bytes of a request's target; header fields
+OPEN = ("/health", *page.PAGE)  # without a key: nothing there belongs to a client
+REPLIES: dict[str, Callable[[bytes, Served], Reply]] = {
+    "/v1/chat/completions": openai.chat,
+    "/chat/completions": openai.chat,
+    "/v1/completions": openai.text,
+    "/v1/messages": anthropic.read,
+    "/v1/responses": responses.read,
+    "/responses": responses.read,
+}
+COUNT = "/v1/messages/count_tokens"
+
+
+class Document(JSONResponse):
+    """A document of JSON, in ASCII."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
+
+
+class Gate:
+    """Checks where each request goes and who asks, before its body is read; writes the headers of all replies."""
+
+    def __init__(self, site: Site, app: Callable):
+        self._site, self._app = site, app
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        request = Request(scope, receive)
+        is_refused = False
+
+        async def answer(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                self._site.metrics.answered(message["status"])
+                headers = self._cors_headers(request)
+                # Where the next request begins is not known.
+                if is_refused or not scope["wire"].is_complete:
+                    headers.append((b"connection", b"close"))
+                message["headers"] = [*message.get("headers", ()), *headers]
+            await send(message)
+
+        try:
+            self._check(request)
+            app = PREFLIGHT if request.method == "OPTIONS" else self._app
+            await app(scope, receive, answer)
+        except Refused as error:
+            is_refused = True
+            await refusal(request, error)(scope, receive, answer)
+        except ClientDisconnect:
+            pass
+        except Exception:  # owner reply was written
+            logging.exception("a request failed")
+
+    def _check(self, request: Request) -> None:
+        """Look at the head of a request. Raises Refused."""
+        options, headers, scope = self._site.options, request.headers, request.scope
+        target = scope["raw_path"].decode()
+        size = len(target) + len(scope["query_string"])
+        if not scope["http_version"].startswith("1."):
+            version = scope["http_version"]
+            raise Refused(505, f"[request] HTTP {version} is not spoken here; choose 1.1")
+        if size > TARGET:
+            raise Refused(414, f"[request] a target of {size} bytes; at most {TARGET}")
+        if len(headers) > FIELDS:
+            raise Refused(431, f"[request] {len(headers)} header fields; at most {FIELDS}")
+        length, coded = headers.get("content-length"), "transfer-encoding" in headers
+        if coded and (length is not None or scope["http_version"] == "1.0"):
+            raise Refused(400, "[Transfer-Encoding] with a Content-Length, or in HTTP/1.0")
+        if request.method == "POST" and not coded and length is None:
+            raise Refused(411, "[Content-Length] missing")
+        if length is not None and int(length) > options.body_bytes:
+            raise _too_large(int(length), options.body_bytes)
+        scope["path"], host = locate(target, headers)
+        check_host(host, headers, options)
+        # A preflight has no key: it asks whether one may be sent.
+        if options.api_keys and scope["path"] not in OPEN and request.method != "OPTIONS":
+            peer = request.client.host if request.client else ""
+            self._site.keys.check(given_key(headers), options.api_keys, peer)
+        if request.method not in METHODS:
+            method = request.method[:20]
+            raise Refused(501, f"[request] {method} is not known; choose from {ALLOW}")
+
+    def _cors_headers(self, request: Request) -> list[tuple[bytes, bytes]]:
+        allowed, origin = self._site.options.origins, request.headers.get("origin")
+        if "*" in allowed:
+            return [(b"access-control-allow-origin", b"*")]
+        if origin in allowed:
+            return [
+                (b"access-control-allow-origin", origin.encode("latin-1")),
+                (b"vary", b"Origin"),
+            ]
+        return []
+
+
+PREFLIGHT = Response(
+    status_code=204,
+    headers={
+        "Access-Control-Allow-Methods": ALLOW,
+        "Access-Control-Allow-Headers": "*, Authorization",  # "*" leaves that out
+        "Access-Control-Max-Age": "600",
+    },
+)
+
+
+def refusal(request: Request, refused: Refused) -> Response:
+    """An error, as clients of this path read it."""
+    headers = {} if refused.retry is None else {"Retry-After": str(refused.retry)}
+    if refused.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if refused.status == 405:
+        headers["Allow"] = ALLOW
+    is_anthropic = request.scope["path"].startswith("/v1/messages") or _is_anthropic_client(request)
+    body = anthropic_error(refused) if is_anthropic else refused.body()
+    return Document(body, refused.status, headers)
+
+
+def _is_anthropic_client(request: Request) -> bool:
+    """Return whether the client is one of Anthropic's, which say so at every path."""
+    return "anthropic-version" in request.headers
+
+
+def _too_large(count: int, limit: int) -> Refused:
+    return Refused(413, f"[body] {count} bytes are too many; at most {limit}", "too_large")
+
+
+async def body_of(request: Request, limit: int) -> bytes:
+    """The bytes of a request's body. Raises Refused, and ClientDisconnect where the client has left."""
+    data, wire, more = bytearray(), request.scope["wire"], True
+    while more:
+        message = await request.receive()
+        if wire.refusal is not None:
+            raise wire.refusal
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        data += message["body"]
+        more = message["more_body"]
+        if len(data) > limit:
+            raise _too_large(len(data), limit)
+    return bytes(data)
+
+
+def application(site: Site) -> Starlette:
+    """The paths of a server."""
+    engine = site.engine
+
+    def key(request: Request) -> str | None:
+        """The API key of a request that was admitted, None where the server has none."""
+        return given_key(request.headers) if site.options.api_keys else None
+
+    def is_operator(request: Request) -> bool:
+        """Return whether this client may know what all of them do together: it has the first key, or nobody has one."""
+        return key(request) in (None, *site.options.api_keys[:1])
+
+    async def reply(request: Request) -> Talk:
+        body = await body_of(request, site.options.body_bytes)
+        read = REPLIES[request.scope["path"]]
+        parsed: Reply = await run_in_threadpool(read, body, site.served)
+        parameters = parsed.request
+        owner = await run_in_threadpool(
+            tenant, key(request), parameters.user, parameters.cache_salt
+        )
+        return Talk(
+            site.talks,
+            parsed,
+            Job(parameters, tenant=owner),
+            request.scope["wire"].arrival_time,
+            Document,
+        )
+
+    async def count(request: Request) -> Response:
+        body = await body_of(request, site.options.body_bytes)
+        parameters = await run_in_threadpool(anthropic.count, body, site.served)
+        limit = site.options.timeout
+        with site.talks.admitted():
+            count = asyncio.wrap_future(engine.count_tokens(parameters))
+            try:
+                return Document({"input_tokens": await asyncio.wait_for(count, limit)})
+            except asyncio.TimeoutError:
+                raise Refused(504, f"[--timeout] took more than {limit:g} s", "timeout") from None
+
+    async def files(request: Request) -> Response:
+        data, kind = page.read(request.scope["path"])
+        return Response(data, media_type=kind, headers=page.HEADERS)
+
+    async def health(request: Request) -> Response:
+        is_healthy = engine.is_healthy
+        return Document(
+            {"status": "ok" if is_healthy else "unavailable"}, 200 if is_healthy else 503
+        )
+
+    async def kv(request: Request) -> Response:
+        return Document(site.kv(is_operator(request)))
+
+    async def metrics(request: Request) -> Response:
+        if not is_operator(request):
+            raise Refused(403, "[/metrics] tells of all clients: it is for the first --api-key")
+        text = site.metrics.text(site.gauges())
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def models(request: Request) -> Response:
+        name, wanted = site.name, unquote(request.path_params.get("name", "").strip("/"))
+        if _is_anthropic_client(request):
+            return Document(anthropic.models(name, wanted))
+        if wanted and wanted != name:
+            raise Refused(404, f"[model] no such model; choose {name!r}", "model_not_found")
+        model = {"id": name, "object": "model", "created": site.created, "owned_by": "mlxkv"}
+        return Document(model if wanted else {"object": "list", "data": [model]})
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        path = request.scope["path"]
+        if isinstance(error, HTTPException):  # of Starlette's router
+            text = "nothing here; see /v1/models, /v1/kv, /health, /metrics"
+            if request.method == "POST":
+                error = Refused(404, "[path] nothing here to POST to")
+            elif error.status_code == 405:
+                error = Refused(405, f"[{path}] takes POST")
+            else:
+                error = Refused(404, f"[path] {text}")
+        return refusal(request, error if isinstance(error, Refused) else fault(error))
+
+    app = Starlette(
+        routes=[
+            *(Route(path, reply, methods=["POST"]) for path in REPLIES),
+            Route(COUNT, count, methods=["POST"]),
+            *(Route(path, files) for path in page.PAGE),
+            Route("/health", health),
+            Route("/v1/kv", kv),
+            Route("/metrics", metrics),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", models),
+        ],
+        exception_handlers={HTTPException: refuse, Refused: refuse, Exception: refuse},
+    )
+    app.router.redirect_slashes = False
+    return app

@@ -1,0 +1,158 @@
+"""One request for a reply: it is handed to the engine, and the reply is written as its tokens come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+from mlxkv.serve.apis.reply import Reply
+from mlxkv.serve.engine import Engine
+from mlxkv.serve.job import Job, Start, Token
+from mlxkv.serve.refusals import Refused, ending, fault
+
+STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+
+
+class Disconnect(Exception):
+    """The client has hung up."""
+
+
+class Channel:
+    """Brings what other threads put into it to the event loop of the thread that made it."""
+
+    def __init__(self):
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue = asyncio.Queue()
+        self.get = self._items.get
+
+    def put(self, item: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        except RuntimeError:  # the loop has ended, and the client was told
+            pass
+
+
+class Talks:
+    """The requests under way, at most --max-requests. For the thread of the event loop."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self._channels = engine, {}
+
+    @contextmanager
+    def admitted(self, channel: Channel | None = None):
+        """One of the requests in progress, if it is not one too many. Raises Refused."""
+        limit, metrics = self.engine.options.max_requests, self.engine.metrics
+        if metrics.active >= limit:
+            raise Refused(429, f"[--max-requests] {metrics.active} under way", "busy", retry=1)
+        metrics.add(active=1)
+        place = object()
+        if channel is not None:
+            self._channels[place] = channel
+        try:
+            yield
+        finally:
+            metrics.add(active=-1)
+            self._channels.pop(place, None)
+
+    @property
+    def under_way(self) -> int:
+        return len(self._channels)
+
+    def look(self) -> None:
+        """Tell clients whose requests the generation thread can no longer answer."""
+        if not self.engine.is_healthy:
+            for channel in list(self._channels.values()):
+                channel.put(ending())
+
+
+class Talk:
+    """The reply to one request, as an application of ASGI. arrival_time: of the request's first byte, by
+    `time.monotonic`. respond: makes a response of the document of a reply that is no stream."""
+
+    def __init__(
+        self, talks: Talks, reply: Reply, job: Job, arrival_time: float, respond: Callable
+    ):
+        self._talks, self._engine, self._reply, self._job = talks, talks.engine, reply, job
+        self._arrival_time, self._respond = arrival_time, respond
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        reply, metrics = self._reply, self._engine.metrics
+        channel = self._job.channel = Channel()
+        with self._talks.admitted(channel):
+            watch = asyncio.create_task(_watch(receive, channel))
+            has_begun = False
+            try:
+                async with aclosing(self._pieces(channel)) as pieces:
+                    async for data in pieces:
+                        if not reply.streams:
+                            continue
+                        if not has_begun:
+                            await send(
+                                {"type": "http.response.start", "status": 200, "headers": STREAM}
+                            )
+                            has_begun = True
+                        if data:
+                            await send(
+                                {"type": "http.response.body", "body": data, "more_body": True}
+                            )
+                if reply.streams:
+                    await send({"type": "http.response.body", "body": b""})
+                else:
+                    await self._respond(reply.document())(scope, receive, send)
+            except Disconnect:
+                metrics.add(cut_off=1)
+            except Exception as error:
+                refused = error if isinstance(error, Refused) else fault(error)
+                if not has_begun:
+                    raise refused from None
+                scope["wire"].cycle.keep_alive = False
+                await send({"type": "http.response.body", "body": reply.error_event(refused)})
+            finally:
+                watch.cancel()
+                self._job.cancelled = True
+
+    async def _pieces(self, channel: Channel) -> AsyncIterator[bytes]:
+        """Yield the parts of a stream, b"" without one. Raises Disconnect, Refused, and what the engine has raised."""
+        engine, reply, job = self._engine, self._reply, self._job
+        limit, first_token, count = engine.options.timeout, None, 0
+        timeout = Refused(504, f"[--timeout] took more than {limit:g} s", "timeout")
+        seconds = max(0.0, self._arrival_time + limit - time.monotonic())
+        timer = asyncio.get_running_loop().call_later(seconds, channel.put, timeout)
+        start: Start | None = None
+        try:
+            if engine.is_ending:
+                raise ending()
+            engine.submit(job)
+            while (item := await channel.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, Start):
+                    start = item
+                    yield reply.begin(item)
+                elif isinstance(item, Token):
+                    count += 1
+                    first_token = first_token or time.monotonic() - self._arrival_time
+                    yield reply.take(item)
+                else:
+                    logging.info("prompt: %d of %d tokens", *item)
+                    yield reply.wait(*item)
+            yield reply.close(engine.kv_document(job), job.stop_word)
+        finally:
+            timer.cancel()
+            if start is not None:
+                engine.metrics.add(
+                    prompt_tokens=start.prompt_tokens,
+                    cached_tokens=start.cached_tokens,
+                    generated_tokens=count,
+                )
+                engine.metrics.took(first_token, time.monotonic() - self._arrival_time)
+
+
+async def _watch(receive: Callable, channel: Channel) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    channel.put(Disconnect())

@@ -1,0 +1,90 @@
+"""Requests as tokens: the chat template, contents as plain text, starts of replies, and parts worth keeping."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mlxkv.models.replies.continuing import continued
+from mlxkv.models.replies.thinking import Thinking
+from mlxkv.models.turns import Cut, Turns
+from mlxkv.serve.http.request import Request
+from mlxkv.serve.refusals import Refused
+
+TAIL = 11  # tokens at the end of a prompt, in which templates begin thoughts
+# A chat for a model without a template, as mlx-lm writes it.
+PLAIN = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTANT: "}
+
+
+class Prompt(NamedTuple):
+    """The tokens of a request.
+
+    segments: the same, cut behind the system's words and before a tail of thinking: whose caches are kept.
+    kinds: "system", "user" or "assistant" by segment. state: in which the reply begins, "normal" or "reasoning".
+    """
+
+    tokens: list[int]
+    segments: list[list[int]]
+    kinds: list[str]
+    state: str = "normal"
+
+
+class Prompts:
+    """Makes tokens of requests. template: what chat templates are given besides messages. For the generation
+    thread, whose own the tokenizer is."""
+
+    def __init__(self, tokenizer: Any, template: dict):
+        self._tokenizer, self._template = tokenizer, template
+        self._turns, self._thinking = Turns(tokenizer), Thinking(tokenizer)
+
+    def read(self, request: Request) -> Prompt:
+        """The prompt of a request, of any length. Raises Refused where a template fails."""
+        try:
+            if not request.chat:
+                tokens = self._tokenizer.encode(request.prompt)
+                return Prompt(tokens, [tokens], ["assistant"])
+            messages = self._thinking.named(request.messages)
+            if not request.continue_final_message:
+                return self._chat(request, messages)
+            prompt = self._chat(request, messages[:-1])
+            return Prompt(*continued(self._tokenizer, self._turns, prompt, request.messages[-1]))
+        except Exception as error:  # templates raise anything
+            raise Refused(
+                400, f"[messages] the chat template refuses this: {error}"[:300], "invalid_value"
+            ) from None
+
+    def _chat(self, request: Request, messages: list[dict]) -> Prompt:
+        extra = self._template | (request.chat_template_kwargs or {})
+        # Special tokens in contents are text.
+        mark, (messages, tools, extra) = self._turns.broken(messages, request.tools, extra)
+        tokenizer = self._tokenizer if mark is None else Cut(self._tokenizer, self._turns, mark)
+        if not tokenizer.has_chat_template:
+            text = "".join(f"{PLAIN.get(m['role'], '')}{m['content']}\n" for m in messages)
+            tokens = tokenizer.encode(text + PLAIN["assistant"].rstrip())
+            return Prompt(tokens, [tokens], ["assistant"])
+
+        def render(chat: list[dict], begins: bool) -> list[int]:
+            return tokenizer.apply_chat_template(
+                chat, add_generation_prompt=begins, tools=tools, tokenize=True, **extra
+            )
+
+        tokens = render(messages, True)
+        state = "normal"
+        if tokenizer.has_thinking:
+            opened = tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
+            state = "reasoning" if opened else state
+        state = getattr(tokenizer, "response_initial_state", None) or state
+        if messages[-1]["role"] != "user":
+            return Prompt(tokens, [tokens], ["assistant"], state)
+        first, last = 0, len(tokens)
+        count = next(i for i, one in enumerate(messages) if one["role"] != "system")
+        if count:
+            system = render([*messages[:count], {"role": "user", "content": ""}], False)
+            pairs = zip(system, tokens, strict=False)
+            first = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+        if tokenizer.has_thinking:
+            tail = tokenizer.rfind_think_start(tokens, start=last - TAIL)
+            last = tail if tail >= 0 else last
+        first = first if first < last else 0
+        parts = {"system": tokens[:first], "user": tokens[first:last], "assistant": tokens[last:]}
+        parts = {kind: part for kind, part in parts.items() if part}
+        return Prompt(tokens, list(parts.values()), list(parts), state)
