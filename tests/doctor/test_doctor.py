@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 import platform
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
