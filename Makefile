@@ -3,7 +3,7 @@
 # make test        lint, format check and the whole test suite, as CI runs it
 # make test-fast   the same without the tests marked slow (tests/conftest.py names most of them)
 # make planted     plants faults in a copy of the code, a sample of five minutes, and says which ones tests catch;
-#                  make planted ARGS=--all for every one
+#                  make planted ARGS=--all for every one, and for every text of Metal
 # make evidence    KL and questions of all presets on SmolLM2 and Gemma 3 270M (93 and 238 MB, once), or on MODEL=qwen3-4b;
 #                   goes on where it was stopped, and writes runs/evidence.md
 # make reference   write docs/reference/ from the code (seconds)
@@ -45,6 +45,7 @@ test test-fast: $(VENV)/.tested
 
 planted: $(VENV)/.tested
 	@$(BIN)/python tests/planted/run.py $(ARGS)
+	@$(if $(findstring --all,$(ARGS)),MLXKV_TEXTS=all $(BIN)/python -m pytest -q tests/metal/test_metal_texts.py)
 
 evidence: $(VENV)/.installed
 	@$(BIN)/python -c "import matplotlib" 2>/dev/null || $(PIP) install "matplotlib>=3.9"

@@ -3,14 +3,12 @@
 Attention is first checked against plain ops, then timed in a CUDA graph of dependent calls, each output
 the next query. Caches take turns and together exceed the L2 cache, so that every call reads memory. The
 baseline is the fastest of torch's SDPA backends on 16-bit keys and values, in both forms of grouped
-queries, timed alike. Sealing is compared with a plain copy. `--model-shape` measures a whole model
-instead (`bench_model.py`).
+queries, timed alike. Sealing is compared with a plain copy.
 """
 
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, product
@@ -73,13 +71,6 @@ CASES = {
     "d64 128k": ((1, 32, 8, 64, 131072), {"int4": 1.0, "int2": 1.0}),
     "b1 4k": ((1, 32, 8, 128, 4096), {}),
 }
-TUNED = [
-    Launch(warps, programs, stages, registers)
-    for warps, programs, stages, registers in (
-        *product((1,), (5, 8, 10, 12, 16, 20), (2, 3, 4, 5), (0, 128, 168)),
-        *product((2, 4), (2, 4, 6, 8), (2, 3, 4), (0,)),
-    )
-]
 
 
 @dataclass(frozen=True)
@@ -141,7 +132,7 @@ def baseline(shape: Shape, dtype: torch.dtype) -> tuple[float, str]:
     b, h, g, d, t = asdict(shape).values()
     count = buffers(2 * b * g * t * d * 2)
     caches = [[_normal(b, g, t, d, dtype) for _ in "kv"] for _ in range(count)]
-    q, found = _normal(b, h, 1, d, dtype), []
+    q, times = _normal(b, h, 1, d, dtype), []
     forms = {
         "gqa": lambda x, k, v: sdpa(x, k, v, enable_gqa=True),
         "rows": lambda x, k, v: sdpa(x.reshape(b, g, h // g, d), k, v).reshape(b, h, 1, d),
@@ -150,13 +141,13 @@ def baseline(shape: Shape, dtype: torch.dtype) -> tuple[float, str]:
         calls = [lambda x, k=k, v=v, f=forms[name]: f(x, k, v) for k, v in caches]
         try:
             with sdpa_kernel(backend):
-                found.append((timed(calls, q), f"{backend.name.lower()} {name}"))
+                times.append((timed(calls, q), f"{backend.name.lower()} {name}"))
         except RuntimeError as error:  # a backend that does not take this shape
             cli.note(f"{backend.name} {name}: {str(error).splitlines()[0]}")
             torch.cuda.synchronize()
-    if not found:
+    if not times:
         raise UserError("[bench] no backend of torch took this shape; choose another case")
-    return min(found)
+    return min(times)
 
 
 def _normal(b: int, g: int, t: int, d: int, dtype: torch.dtype) -> torch.Tensor:
@@ -182,8 +173,10 @@ def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
                 pair = (bias.item() << 16) | torch.tensor(0.25).half().view(torch.int16).item()
                 side[name] = torch.full((total, *size), pair, dtype=dtype, device=device)
             else:
-                least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-                x = torch.randint(least, most + 1, (total, *size), device=device, dtype=torch.int64)
+                lowest, highest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+                x = torch.randint(
+                    lowest, highest + 1, (total, *size), device=device, dtype=torch.int64
+                )
                 side[name] = x.to(dtype)
         sides.append(side)
     table = torch.randperm(total, device=device).int().view(shape.batch, count)
@@ -207,69 +200,56 @@ def windows(config: CacheConfig, shape: Shape, dtype: torch.dtype):
     return tuple(tuple(_normal(b, g, n, d, dtype) for _ in "kv") for n in tokens)
 
 
-def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, how: Launch) -> float:
+def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, launch: Launch) -> float:
     """rms of the kernel against plain ops on a short context that one program of a head reads, so that sums
     are as long as the timed ones."""
-    how = replace(how, programs=0)
+    launch = replace(launch, programs=0)
     pages = pages_of(config, shape, min(shape.tokens, CHECKED))
     sink, live = windows(config, shape, dtype)
     q = _normal(shape.batch, shape.heads, 1, shape.dims, dtype)
     scale = shape.dims**-0.5
-    out = kernels.attend(q, pages, sink, live, scale, how=how).float()
+    out = kernels.attend(q, pages, sink, live, scale, how=launch).float()
     plain = CodePages(pages.codecs, pages.stored, pages.tokens)
     floats = (tuple(x.float() for x in pair) for pair in (live, sink))
     right = attend(q.float(), View(*floats, plain), scale)
     return float((out - right).square().mean().sqrt() / right.square().mean().sqrt())
 
 
-def attention(shape: Shape, name: str, dtype: torch.dtype, how: Launch) -> tuple[float, int]:
+def attention(shape: Shape, name: str, dtype: torch.dtype, launch: Launch) -> tuple[float, int]:
     """Time decode attention. Returns (microseconds, bytes of codes)."""
     config = FORMATS[name]
     first = pages_of(config, shape, shape.tokens)
     size = sum(x.numel() * x.element_size() for side in first.sides for x in side.values())
-    many = [first] + [pages_of(config, shape, shape.tokens) for _ in range(buffers(size) - 1)]
+    copies = [first] + [pages_of(config, shape, shape.tokens) for _ in range(buffers(size) - 1)]
     sink, live = windows(config, shape, dtype)
     scale = shape.dims**-0.5
-    calls = [lambda x, p=p: kernels.attend(x, p, sink, live, scale, how=how) for p in many]
+    calls = [lambda x, p=p: kernels.attend(x, p, sink, live, scale, how=launch) for p in copies]
     return timed(calls, _normal(shape.batch, shape.heads, 1, shape.dims, dtype)), size
 
 
-def attention_rows(cases: list[str], formats: list[str], dtype, tune: bool) -> Iterator[Row]:
+def attention_rows(cases: list[str], formats: list[str], dtype) -> Iterator[Row]:
     for case in cases:
-        shape, wanted = Shape(*CASES[case][0]), CASES[case][1]
+        shape, ratios = Shape(*CASES[case][0]), CASES[case][1]
         base, backend = baseline(shape, dtype)
         yield Row("attention", case, f"torch {backend}", base, 1.0)
         for name in formats:
-            config, best = FORMATS[name], None
-            bits = config.values.quantizer.bits
-            for how in TUNED if tune else [kernels.launch(shape.dims, bits)]:
-                try:
-                    error = checked(config, replace(shape, batch=1), dtype, how)
-                    micros, size = attention(shape, name, dtype, how)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as problem:  # a launch that does not fit: registers, shared memory
-                    cli.note(f"{how}: {str(problem).splitlines()[0]}")
-                    continue
-                if error > BOUND:
-                    raise UserError(f"[bench] {name} is wrong by {error:.2g} with {how}")
-                row = Row(
-                    what="attention",
-                    case=case,
-                    kind=name,
-                    microseconds=micros,
-                    ratio=base / micros,
-                    wanted=wanted.get(name, 0.0),
-                    gigabytes_per_second=size / micros / 1e3,
-                    launch=str(how),
-                    rms=error,
-                )
-                if best is None or row.microseconds < best.microseconds:
-                    best = row
-                if tune:
-                    cli.note(f"{case} {name} {micros:.1f} us {how}")
-            if best is not None:
-                yield best
+            config = FORMATS[name]
+            launch = kernels.launch(shape.dims, config.values.quantizer.bits)
+            error = checked(config, replace(shape, batch=1), dtype, launch)
+            if error > BOUND:
+                raise UserError(f"[bench] {name} is wrong by {error:.2g} with {launch}")
+            micros, size = attention(shape, name, dtype, launch)
+            yield Row(
+                what="attention",
+                case=case,
+                kind=name,
+                microseconds=micros,
+                ratio=base / micros,
+                wanted=ratios.get(name, 0.0),
+                gigabytes_per_second=size / micros / 1e3,
+                launch=str(launch),
+                rms=error,
+            )
         torch.cuda.empty_cache()
 
 
@@ -277,9 +257,9 @@ def seal_rows(formats: list[str], dtype: torch.dtype) -> Iterator[Row]:
     """Time the sealing of a prefill of 32768 tokens and 8 kv heads, one side at a time."""
     shape, device = Shape(1, 32, 8, 128, 32768), torch.get_default_device()
     x = [_normal(1, shape.kv_heads, shape.tokens, shape.dims, dtype) for _ in range(8)]
-    other = torch.empty_like(x[0])
-    copy = timed([lambda _, y=y: other.copy_(y) for y in x], x[0])
-    speed = 2 * other.numel() * other.element_size() / copy / 1e3
+    target = torch.empty_like(x[0])
+    copy = timed([lambda _, y=y: target.copy_(y) for y in x], x[0])
+    speed = 2 * target.numel() * target.element_size() / copy / 1e3
     yield Row("seal", "copy", str(dtype).removeprefix("torch."), copy, 1.0, 0, speed)
     for name, (keys, label) in product(formats, ((True, "keys"), (False, "values"))):
         config = FORMATS[name]
@@ -289,13 +269,15 @@ def seal_rows(formats: list[str], dtype: torch.dtype) -> Iterator[Row]:
         shapes = tuple(at.shapes(shape.kv_heads) for at in store.layouts)
         places = torch.tensor(store.pool.reserve(count, shapes, device), device=device)
         side = store.pool.sides[of]
-        rest = (at, side, places)
-        calls = [lambda _, y=y, c=code, rest=rest: kernels.seal(c, y, *rest) for y in x]
+        arguments = (at, side, places)
+        calls = [
+            lambda _, y=y, c=code, arguments=arguments: kernels.seal(c, y, *arguments) for y in x
+        ]
         micros = timed(calls, x[0])
         size = x[0].numel() * x[0].element_size()
         size += count * sum(t[0].numel() * t.element_size() for t in side.values())
-        found = size / micros / 1e3
-        yield Row("seal", label, name, micros, found / speed, 0.5, found)
+        sealed_speed = size / micros / 1e3
+        yield Row("seal", label, name, micros, sealed_speed / speed, 0.5, sealed_speed)
 
 
 def table(rows: list[Row]) -> str:
@@ -318,64 +300,29 @@ def chosen(text: str, among: dict, option: str) -> list[str]:
     return names
 
 
-def whole_model(asked: Namespace) -> None:
-    """Run `--model-shape`."""
-    from cuda_track import bench_model  # which imports transformers
-
-    chosen(asked.model_shape, bench_model.SHAPES, "--model-shape")
-    context, kinds = bench_model.count(asked.context), asked.kv.split(",")
-    for kv in kinds:
-        bench_model.config_of(kv)
-    if asked.plan:
-        return print(bench_model.plan(asked.model_shape, context, kinds))
-    _need_gpu()
-    found = []
-    for row in bench_model.rows(asked.model_shape, context, kinds, getattr(torch, asked.dtype)):
-        cli.note(bench_model.table([row]))  # at once, in case a later row fails
-        found.append(row)
-    _print(found, bench_model.table, asked.json)
-
-
-def _need_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise UserError("[bench] needs an NVIDIA GPU; got none; nothing to choose here")
-
-
-def _print(rows: list, table: Callable[[list], str], as_json: bool) -> None:
-    if not as_json:
-        return print(table(rows))
-    versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
-    print(json.dumps({"versions": versions, "rows": [asdict(row) for row in rows]}))
-
-
 def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--cases", default="all", help=", ".join(CASES))
     parser.add_argument("--formats", default="int4,int2", help=", ".join(FORMATS))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"))
-    parser.add_argument("--tune", action="store_true", help="try every launch, keep the fastest")
     parser.add_argument("--no-attention", action="store_true")
     parser.add_argument("--no-seal", action="store_true")
-    parser.add_argument("--model-shape", help="measure a whole model: qwen3-4b or qwen3-8b")
-    parser.add_argument("--context", default="100k", help="tokens, with --model-shape")
-    parser.add_argument("--kv", default="bf16,int4,int2", help="caches, with --model-shape")
-    parser.add_argument(
-        "--plan", action="store_true", help="print what --model-shape would take, without a GPU"
-    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    asked = parser.parse_args()
-    if asked.model_shape:
-        return whole_model(asked)
-    cases = chosen(asked.cases, CASES, "--cases")
-    formats = chosen(asked.formats, FORMATS, "--formats")
-    _need_gpu()
+    options = parser.parse_args()
+    cases = chosen(options.cases, CASES, "--cases")
+    formats = chosen(options.formats, FORMATS, "--formats")
+    if not torch.cuda.is_available():
+        raise UserError("[bench] needs an NVIDIA GPU; got none; nothing to choose here")
     torch.set_default_device("cuda")
-    dtype, rows = getattr(torch, asked.dtype), []
-    attended = () if asked.no_attention else attention_rows(cases, formats, dtype, asked.tune)
-    for row in chain(attended, () if asked.no_seal else seal_rows(formats, dtype)):
+    dtype, rows = getattr(torch, options.dtype), []
+    attention_times = () if options.no_attention else attention_rows(cases, formats, dtype)
+    for row in chain(attention_times, () if options.no_seal else seal_rows(formats, dtype)):
         cli.note(table([row]).splitlines()[1])  # at once, in case a later row fails
         rows.append(row)
-    _print(rows, table, asked.json)
+    if not options.json:
+        return print(table(rows))
+    versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    print(json.dumps({"versions": versions, "rows": [asdict(row) for row in rows]}))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """Measure the shape of the code: `python -m experiments.structure [ROOT]`.
 
-Prints counts of imports, circles, lines and lines that twins share in ROOT, a checkout of this
-repository, by default this one; and the calls of a decode step of the version that runs.
+Prints counts of imports, circles and lines in ROOT, a checkout of this repository, by default this one; and
+the calls of a decode step of the version that runs.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
-import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -66,32 +64,32 @@ def import_edges(root: Path, others: frozenset | set = frozenset()) -> tuple[set
 
 def circles(edges: set) -> list[list[str]]:
     """Strongly connected groups of more than one module (Tarjan, 1972)."""
-    after = defaultdict(list)
+    followers = defaultdict(list)
     for start, end in sorted(edges):
-        after[start].append(end)
-    index, low, stack, found = {}, {}, [], []
+        followers[start].append(end)
+    index, low, stack, groups = {}, {}, [], []
     sys.setrecursionlimit(10000)
 
     def visit(node):
         index[node] = low[node] = len(index)
         stack.append(node)
-        for other in after[node]:
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
+        for follower in followers[node]:
+            if follower not in index:
+                visit(follower)
+                low[node] = min(low[node], low[follower])
+            elif follower in stack:
+                low[node] = min(low[node], index[follower])
         if low[node] == index[node]:
             group = [stack.pop()]
             while group[-1] != node:
                 group.append(stack.pop())
             if len(group) > 1:
-                found.append(sorted(group))
+                groups.append(sorted(group))
 
-    for node in sorted(set(after) | {end for _, end in edges}):
+    for node in sorted(set(followers) | {end for _, end in edges}):
         if node not in index:
             visit(node)
-    return found
+    return groups
 
 
 def step_calls(layout: str = "int4") -> dict[str, tuple[float, float]]:
@@ -126,8 +124,10 @@ def step_calls(layout: str = "int4") -> dict[str, tuple[float, float]]:
         mx.eval(out)
         steps.append((len(files), sum(a != b for a, b in zip(files, files[1:], strict=False))))
     steps.sort()
-    found = {"plain step": steps[len(steps) // 2], "sealing step": steps[-1]}
-    return {name: (calls / layers, changes / layers) for name, (calls, changes) in found.items()}
+    chosen_steps = {"plain step": steps[len(steps) // 2], "sealing step": steps[-1]}
+    return {
+        name: (calls / layers, changes / layers) for name, (calls, changes) in chosen_steps.items()
+    }
 
 
 def lines(root: Path) -> dict[str, int]:
@@ -138,27 +138,6 @@ def lines(root: Path) -> dict[str, int]:
         )
         for package in PACKAGES
     }
-
-
-def twin_lines(root: Path) -> tuple[int, int]:
-    """Lines of cuda_track's files that equal their twin's (but for mx and torch), of all lines."""
-    same = total = 0
-    for path in sorted((root / "cuda_track").rglob("*.py")):
-        twin = root / "mlxkv" / path.relative_to(root / "cuda_track")
-        if not twin.exists() or path.stat().st_size < 200:
-            continue
-        here, there = (
-            [
-                re.sub(r"\b(mx|torch)\b", "xp", line.strip()).replace("cuda_track", "mlxkv")
-                for line in each.read_text(encoding="utf-8").splitlines()
-                if line.strip()
-            ]
-            for each in (path, twin)
-        )
-        blocks = difflib.SequenceMatcher(None, here, there, autojunk=False).get_matching_blocks()
-        same += sum(block.size for block in blocks)
-        total += len(here)
-    return same, total
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -175,8 +154,6 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"lazy imports {len(lazy)}, that hide a circle {len(lazy & inside)}")
     count = lines(root)
     print(f"lines {sum(count.values())}: {count}")
-    same, total = twin_lines(root)
-    print(f"twin lines that are equal: {same} of {total} = {same / max(total, 1):.0%}")
     for kind, (calls, changes) in step_calls().items():
         print(f"{kind}: {calls:.1f} calls, {changes:.1f} changes of module, per layer")
 

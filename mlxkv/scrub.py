@@ -1,4 +1,4 @@
-"""Files that a user attaches to an issue: written without names and paths, read back, shown in Markdown."""
+"""Files that a user attaches to an issue, written without names and paths."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import json
 import platform
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from mlxkv import untrusted
-from mlxkv.console import note, user_path
-from mlxkv.errors import MachineError, UserError
-from mlxkv.untrusted import Unsound
+from mlxkv.console import user_path
+from mlxkv.errors import MachineError
 
-LARGEST = 1 << 20  # bytes of a file that is read
 PATH = re.compile(r"(?<![\w.~])(?:~|\.{1,2})?(?:/[^\s/:'\"(),;]+)+/?")
 # Folder names may contain spaces. A path in quotes ends at the closing quote (an apostrophe inside a word
 # is none); a path below the folders of PRIVATE ends before a line number or a message.
@@ -74,53 +70,6 @@ def public_system(system: str) -> str:
     return " ".join(filter(None, parts))
 
 
-def read_json(
-    file: Path, where: str, form: str, version: int, wrong: Callable[[dict], str | None]
-) -> dict:
-    """Read and check a shared file of the format `form`, 'mlxkv-bench'.
-
-    wrong: says what is wrong with the contents, or None; an error it raises says that parts are missing.
-    Raises UserError, `[where] name: what`.
-    """
-
-    def bad(what: str) -> UserError:
-        return UserError(f"[{where}] {file.name}: {what}")
-
-    try:
-        data = untrusted.read_json(file, LARGEST)
-    except FileNotFoundError as error:
-        raise bad(f"cannot be read ({error.strerror})") from None
-    except Unsound as error:
-        raise bad(str(error)) from None
-    if not isinstance(data, dict) or data.get("format") != form:
-        raise bad(f"not a file of {form.replace('-', ' ')} --share (no format {form!r})")
-    found = data.get("version")
-    if found != version or isinstance(found, bool):
-        raise bad(f"version {found!r} of the format; this mlxkv reads {version}")
-    try:
-        what = wrong(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        what = f"parts missing or of the wrong type ({error})"
-    if what:
-        raise bad(what)
-    return data
-
-
-def read_folder(folder: str, where: str, read: Callable[[Path], dict]) -> tuple[list[dict], int]:
-    """Read every .json file of `folder`: (contents, number of bad files). Each bad file is one line on
-    stderr. Raises UserError if there is no such folder."""
-    path, found, bad = user_path(folder, where), [], 0
-    if not path.is_dir():
-        raise UserError(f"[{where}] no such folder; got {folder}; choose one with shared files")
-    for file in sorted(path.glob("*.json")):
-        try:
-            found.append(read(file))
-        except UserError as error:
-            note(" ".join(str(error).split()))
-            bad += 1
-    return found, bad
-
-
 def clean(text: str) -> str:
     """Remove paths, user name and host name from a text; of a path its last name stays."""
     if len(home := str(Path.home())) > 1:  # not a longer name with this beginning
@@ -146,14 +95,3 @@ def _last_name(match: re.Match) -> str:
     if not path:
         return match[0]
     return "PATH" if _OWN.fullmatch(path) else path.rsplit("/", 1)[-1]
-
-
-def table_line(cells) -> str:
-    """One line of a Markdown table."""
-    return "| " + " | ".join(plain_cell(str(cell)) for cell in cells) + " |"
-
-
-def plain_cell(text: str) -> str:
-    """Escape a text so that it stays one cell and is not read as markup."""
-    text = " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("`", "'")
-    return text.replace("<", "&lt;").replace(">", "&gt;").replace("*", "\\*")

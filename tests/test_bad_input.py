@@ -92,9 +92,10 @@ def test_no_stdin_at_all(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("[chat] empty prompt")
 
 
-@pytest.mark.parametrize("count", ["0", "-3"])
-def test_max_tokens(chat, count):
-    assert f"at least 1; got {count}" in chat("--prompt", "hi", "--max-tokens", count)
+def test_max_tokens(subtests, chat):
+    for count in ["0", "-3"]:
+        with subtests.test(count=count):
+            assert f"at least 1; got {count}" in chat("--prompt", "hi", "--max-tokens", count)
 
 
 def test_sampling(chat):
@@ -217,23 +218,24 @@ def test_a_bug_is_one_line_too(monkeypatch, capsys):
 LONG = "a" * 300
 
 
-@pytest.mark.parametrize("name", ["~nouser/x", LONG, f"{LONG}/x", "a\0b"])
-def test_names_that_no_file_can_have(chat, fails, name):
-    for option in ("--load", "--calibration"):
-        line = chat("--prompt", "hi", option, name)
-        assert "no file can have this name" in line and len(line) < 400
-    for command in (("chat", "--prompt", "hi"), ("fit",), ("eval",), ("calibrate",)):
-        line = fails(*command, "--model", name)
-        assert line.startswith("[--model] no file can have this name") and len(line) < 400
-    assert "no file can have this name" in fails("fit", "--config", name)
-    assert "no file can have this name" in fails("calibrate", "--out", name)
+def test_names_that_no_file_can_have(subtests, chat, fails):
+    for name in ["~nouser/x", LONG, f"{LONG}/x", "a\0b"]:
+        with subtests.test(name=name):
+            for option in ("--load", "--calibration"):
+                line = chat("--prompt", "hi", option, name)
+                assert "no file can have this name" in line and len(line) < 400
+            for command in (("chat", "--prompt", "hi"), ("fit",), ("eval",), ("calibrate",)):
+                line = fails(*command, "--model", name)
+                assert line.startswith("[--model] no file can have this name") and len(line) < 400
+            assert "no file can have this name" in fails("fit", "--config", name)
+            assert "no file can have this name" in fails("calibrate", "--out", name)
 
 
-@pytest.mark.parametrize("name", [".", "/", "..", "a" * 250])
-def test_names_of_no_session(chat, loaded, name):
-    assert chat("--prompt", "hi", "--load", name).startswith("[load] ")
+def test_names_of_no_session(chat, loaded):
     session = Session(loaded)
     list(session.ask("hello"))
-    for act in (session.save, session.load):
-        with pytest.raises(UserError, match=r"^\[(/save|load)\] (not a name|the name is too long)"):
-            act(name)
+    for name in (".", "/", "..", "a" * 250):
+        assert chat("--prompt", "hi", "--load", name).startswith("[load] "), name
+        for act in (session.save, session.load):
+            with pytest.raises(UserError, match=r"^\[(/save|load)\] (not a name|the name is too )"):
+                act(name)

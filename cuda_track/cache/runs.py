@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from cuda_track.cache.following import transform_of
-from cuda_track.cache.stores import Codes, Paged, Pair, Records
+from cuda_track.cache.stores import Codes, Paged, Records
 from cuda_track.cache.view import Parts
 from cuda_track.codec.codec import Codec, Stored
 from cuda_track.codec.maps import LayerMaps
@@ -18,10 +18,6 @@ Store = Codes | Paged | Records
 
 
 class Segments(Runs):
-    def make_room(self, pair: Pair, count: int) -> None:
-        """Make room for `count` pages of keys and values [B, G, T, D]."""
-        self.runs[-1].make_room(pair, count)
-
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order, each with its bases."""
         for i, (run, basis) in enumerate(zip(self.runs, self.bases, strict=True)):

@@ -109,9 +109,6 @@ class _Grown:
     def count(self) -> int:
         return self._pages[0].count
 
-    def make_room(self, pair: Pair, count: int) -> None:
-        """Nothing: tensors grow with what is in them."""
-
     def _encoded(self, pair: Pair, count: int, start: int) -> list[Stored]:
         stop = start + count * self.config.page
         both = zip(self.codecs, pair, strict=True)
@@ -215,12 +212,6 @@ class Paged:
     @property
     def count(self) -> int:
         return max(map(len, self.rows), default=0)
-
-    def make_room(self, pair: Pair, count: int) -> None:
-        """Room in the pool for `count` pages of each row of keys and values [B, G, T, D]."""
-        batch, heads, _, _ = pair[0].shape
-        shapes = tuple(at.shapes(heads) for at in self.layouts)
-        self.pool.release(self.pool.reserve(batch * count, shapes, pair[0].device))
 
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""

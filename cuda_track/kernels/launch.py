@@ -89,7 +89,7 @@ LAUNCHES: dict[tuple[int, int], Launch] = {
 
 
 def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
-    """The best launch that `python -m cuda_track.bench --tune` found, for few rows of queries; else as many warps
+    """The launch that was fastest on an H200, for few rows of queries; else as many warps
     as hold their part of the sums in registers (`tests/support/triton_compile.py`)."""
     if padded == LEAST_ROWS and (dims, bits) in LAUNCHES:
         return LAUNCHES[dims, bits]

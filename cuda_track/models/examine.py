@@ -71,9 +71,7 @@ class Found:
         """Return what `config` is for this cache."""
         return config.of_latents if self.latent else config
 
-    def report(
-        self, index: int, config: CacheConfig, label: str, device: torch.device
-    ) -> LayerReport:
+    def report(self, index: int, config: CacheConfig, device: torch.device) -> LayerReport:
         reason = self.reason if config.compresses else ASKED_FOR
         if self.capped and config.listens:
             reason = reason or "queries of capped scores cannot be observed"
@@ -83,22 +81,16 @@ class Found:
             reason = reason or config.why_no_latents
         if reason:
             return LayerReport(index, self.kind, False, reason, kernel="sdpa", grows=self.grows)
+        label, fitted = config.label, self.fitting(config)
         if self.latent:
-            return self._of_latents(index, config, label, device)
-        why = choose.why_not(config, self.sizes[1:], device)
+            label, codes = of_latents(config), (fitted.keys.quantizer, fitted.values.quantizer)
+            why_ops = choose.why_no_latents(*codes, self.sizes[1:], config.page, device)
+        else:
+            why_ops = choose.why_not(config, self.sizes[1:], device)
         if self.capped:
-            why = "capped scores have no kernel"
-        kernel = f"torch ops ({why})" if why else choose.way(device).capitalize()
-        return compressed(index, self.kind, config, label, self.sizes, kernel)
-
-    def _of_latents(
-        self, index: int, config: CacheConfig, label: str, device: torch.device
-    ) -> LayerReport:
-        own, name = config.of_latents, of_latents(config, label)
-        codes = (side.quantizer for side in (own.keys, own.values))
-        why = choose.why_no_latents(*codes, self.sizes[1:], config.page, device)
-        kernel = f"torch ops ({why})" if why else choose.way(device).capitalize()
-        return compressed(index, self.kind, own, name, self.sizes, kernel)
+            why_ops = "capped scores have no kernel"
+        kernel = f"torch ops ({why_ops})" if why_ops else choose.way(device).capitalize()
+        return compressed(index, self.kind, fitted, label, self.sizes, kernel)
 
 
 def examine(model: PreTrainedModel, config: CacheConfig) -> list[Found]:

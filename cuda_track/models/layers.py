@@ -1,5 +1,4 @@
-"""Caches of transformers' contract: a layer over a compressed cache, one over plain buffers, and a `Cache` of
-layers."""
+"""Caches of transformers' contract: a layer over a compressed cache, and a `Cache` of layers."""
 
 from __future__ import annotations
 
@@ -69,51 +68,6 @@ class CompressedLayer(CacheLayerMixin):
         """Nothing: a compressed layer stays where it is."""
 
     prefetch = offload
-
-
-class StaticLayer(CacheLayerMixin):
-    """A layer in full precision with all its room from the start: the baseline of benchmarks. `update` returns
-    a view, as `CompressedLayer` does."""
-
-    is_sliding = False
-    is_croppable = True
-
-    def __init__(self, room: int):
-        super().__init__()
-        self.room, self.offset = room, 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        batch, heads, _, dims = key_states.shape
-        self.keys, self.values = (
-            x.new_zeros(batch, heads, self.room, dims) for x in (key_states, value_states)
-        )
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
-    ) -> tuple[View, View]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start, self.offset = self.offset, self.offset + key_states.shape[2]
-        self.keys[:, :, start : self.offset] = key_states
-        self.values[:, :, start : self.offset] = value_states
-        view = View((self.keys[:, :, : self.offset], self.values[:, :, : self.offset]))
-        return view, view
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(tokens, offset) of the mask for `query_length` new tokens."""
-        return self.offset + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.offset
-
-    def get_max_length(self) -> int:
-        return self.room
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last -tokens_to_remove tokens, as transformers counts them."""
-        _check_crop(tokens_to_remove)
-        self.offset = max(0, self.offset + tokens_to_remove)
 
 
 def _check_crop(tokens_to_remove: int) -> None:

@@ -73,118 +73,118 @@ def attach(
             "AutoModelForCausalLM has loaded"
         )
     config = parse_kv(kv)
-    label = config.name or "custom"
     detach(model)
     if config.listens:  # heads vote together, and each process has some of them
-        insist_on_one(model, "attach", f"{label} runs")
-    before = implementations(model)
+        insist_on_one(model, "attach", f"{config.label} runs")
+    names_before = implementations(model)
     try:
-        found = examine(model, config)
-        reports = [one.report(i, config, label, model.device) for i, one in enumerate(found)]
-        chosen = {r.index: found[r.index] for r in reports if r.compressed}
-        if not any(one.latent for one in chosen.values()):
+        caches = examine(model, config)
+        reports = [cache.report(i, config, model.device) for i, cache in enumerate(caches)]
+        chosen = {r.index: caches[r.index] for r in reports if r.compressed}
+        if not any(cache.latent for cache in chosen.values()):
             check_rotary(config, "attach")
-        fits, used = _fit(model, config, chosen, label, calibration)
+        fits, calibration_used = _fit(model, config, chosen, calibration)
     except BaseException:
-        put_back(model, before)
+        put_back(model, names_before)
         raise
     reports = [
         with_own(r, chosen[r.index].fitting(config), fits[r.index][0]) if r.compressed else r
         for r in reports
     ]
-    made = Attached(kv, fits, _kinds(chosen, config), reports, before, used)
+    attachment = Attached(kv, fits, _kinds(chosen, config), reports, names_before, calibration_used)
     if chosen:
         vars(model)["generate"] = Generate(model, vars(model).get("generate"))
         model.init_continuous_batching = _no_batches
     else:
-        put_back(model, before)
+        put_back(model, names_before)
         if message := nothing_compressed(reports):
             warnings.warn(f"[attach] {message}", stacklevel=2)
-    setattr(model, _ATTACHED, made)
+    setattr(model, _ATTACHED, attachment)
     return reports
 
 
 def detach(model: PreTrainedModel) -> None:
     """Undo `attach`."""
-    made: Attached | None = vars(model).pop(_ATTACHED, None)
-    if made is None or not made.fits:
+    attachment: Attached | None = vars(model).pop(_ATTACHED, None)
+    if attachment is None or not attachment.fits:
         return
-    own = vars(model).pop("generate", None)
-    if isinstance(own, Generate):
-        own = own.own
-    if own is not None:
-        vars(model)["generate"] = own
+    generate = vars(model).pop("generate", None)
+    if isinstance(generate, Generate):
+        generate = generate.own
+    if generate is not None:
+        vars(model)["generate"] = generate
     vars(model).pop("init_continuous_batching", None)
     if model.config._attn_implementation in (NAME, EAGER):  # else somebody has chosen another since
-        put_back(model, made.before)
+        put_back(model, attachment.before)
     else:
         latent.release(model)
 
 
 def attached(model: PreTrainedModel) -> Attached:
     """Raises UserError where `attach` was not called."""
-    if (made := vars(model).get(_ATTACHED)) is None:
+    if (attachment := vars(model).get(_ATTACHED)) is None:
         raise UserError("[attach] this model has no compressed cache; call attach(model, kv) first")
-    return made
+    return attachment
 
 
 def new_cache(model: PreTrainedModel) -> CompressedCache:
     """An empty cache for `model.generate(cache=...)`, or `model(ids, **handed(cache))`."""
-    made = attached(model)
-    return filled(model, {i: made.kinds[i](*fit) for i, fit in made.fits.items()})
+    attachment = attached(model)
+    return filled(model, {i: attachment.kinds[i](*fit) for i, fit in attachment.fits.items()})
 
 
 def _kinds(chosen: dict[int, Found], config: CacheConfig) -> dict[int, type[CompressedKVCache]]:
     plain = AdaptiveKVCache if config.listens else CompressedKVCache
-    return {i: LatentKVCache if one.latent else plain for i, one in chosen.items()}
+    return {i: LatentKVCache if cache.latent else plain for i, cache in chosen.items()}
 
 
 def _fit(
     model: PreTrainedModel,
     config: CacheConfig,
     chosen: dict[int, Found],
-    label: str,
     given: Calibration | Path | str | None,
 ) -> tuple[dict[int, tuple[CacheConfig, LayerMaps | None]], Calibration | None]:
     """The configuration and the maps of each layer, for the kv heads in this process."""
     share = share_of(model)
     if not config.calibrated or not chosen:
-        return {i: (one.fitting(config), None) for i, one in chosen.items()}, None
+        return {i: (cache.fitting(config), None) for i, cache in chosen.items()}, None
     sizes = {  # of the whole model
         str(i): (heads * share.size, *dims)
-        for i, (heads, *dims) in ((i, one.sizes) for i, one in chosen.items())
+        for i, (heads, *dims) in ((i, cache.sizes) for i, cache in chosen.items())
     }
-    found, mark = _calibration(model, config, given)
-    if found is None:
+    calibration, model_fingerprint = _calibration(model, config, given)
+    if calibration is None:
         raise UserError(
-            f"[attach] {label} needs a calibration; got none; make one with python -m "
+            f"[attach] {config.label} needs a calibration; got none; make one with python -m "
             "cuda_track.calibrate --model MODEL -o FILE, and name it by --calibration FILE"
         )
-    found.check(sizes, mark)
-    if config.keys.calibrated and not all(one.latent for one in chosen.values()):
-        artifact.tell_reach(found, context_limit(model.config.to_dict()))
-    wanted = {str(i): one.fitting(config) for i, one in chosen.items()}
-    fits, owns = {}, layers.fitted(wanted, found)
+    calibration.check(sizes, model_fingerprint)
+    if config.keys.calibrated and not all(cache.latent for cache in chosen.values()):
+        artifact.tell_reach(calibration, context_limit(model.config.to_dict()))
+    configs = {str(i): cache.fitting(config) for i, cache in chosen.items()}
+    fits, configs_fitted = {}, layers.fitted(configs, calibration)
     for i in chosen:
-        name, own = str(i), owns[str(i)]
-        turns = maps.of(found, own.fitted, [name])[name]
+        name, config_of_layer = str(i), configs_fitted[str(i)]
+        turns = maps.of(calibration, config_of_layer.fitted, [name])[name]
         if share.size > 1:
             turns = maps.cut(turns, share.rank, share.size)
-        fits[i] = own, turns.to(model.device)
-    return fits, found
+        fits[i] = config_of_layer, turns.to(model.device)
+    return fits, calibration
 
 
 def _calibration(model, config: CacheConfig, given) -> tuple[Calibration | None, str | None]:
     """(calibration, the fingerprint that it must have, None if it is not known)."""
     path = Path(model.config._name_or_path)
-    mark = getattr(model, "_mlxkv_fingerprint", None)
-    if mark is None and path.is_dir():
-        mark = fingerprint(folder.check(path))
+    model_fingerprint = getattr(model, "_mlxkv_fingerprint", None)
+    if model_fingerprint is None and path.is_dir():
+        model_fingerprint = fingerprint(folder.check(path))
     if isinstance(given, Calibration):
-        return given, mark
+        return given, model_fingerprint
     if given is not None:
-        return artifact.read(given), mark
-    return (artifact.find(mark, path, config) if mark else None), mark
+        return artifact.read(given), model_fingerprint
+    return (
+        artifact.find(model_fingerprint, path, config) if model_fingerprint else None
+    ), model_fingerprint
 
 
 def compressed_from(model: PreTrainedModel, cache: DynamicCache) -> CompressedCache:

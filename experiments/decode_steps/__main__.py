@@ -57,15 +57,17 @@ class Arm:
     """One preset with a cache of its own. turns: mean ms a token, of each turn; builds: of the calls alone.
     tokens: all that were drawn."""
 
-    def __init__(self, it: Subject, name: str, context: int):
-        self.it, self.name = it, name
+    def __init__(self, subject: Subject, name: str, context: int):
+        self.subject, self.name = subject, name
         kv = name.removesuffix(BY_PYTHON)
         config = FULL_PAGES if kv == HALVES else parse_kv(kv)
-        attach(it.model, config, calibration=it.calibration if config.calibrated else None)
+        attach(
+            subject.model, config, calibration=subject.calibration if config.calibrated else None
+        )
         mx.random.seed(0)
-        self.cache = make_prompt_cache(it.model)
-        fill_directly(self.cache, it, context - 1)
-        detach(it.model)
+        self.cache = make_prompt_cache(subject.model)
+        fill_directly(self.cache, subject, context - 1)
+        detach(subject.model)
         mx.clear_cache()
         self.steps = Steps()
         if name.endswith(BY_PYTHON) or kv == PLAIN:
@@ -76,16 +78,16 @@ class Arm:
     def _step(self, token: mx.array):
         """As in mlx-lm's loop."""
         with mx.stream(generation_stream):
-            logits = self.it.model(token[None], cache=self.cache)[:, -1, :]
+            logits = self.subject.model(token[None], cache=self.cache)[:, -1, :]
             logprobs = logits - mx.logsumexp(logits, keepdims=True)
             return mx.argmax(logprobs, axis=-1), logprobs
 
     def turn(self, count: int, keep: bool = True) -> None:
         """Decode `count` tokens and note how long they take. The model has to be attached."""
-        attachment = vars(self.it.model)["_mlxkv_attachment"]
+        attachment = vars(self.subject.model)["_mlxkv_attachment"]
         object.__setattr__(attachment, "steps", self.steps)
         token, builds = self.last, []
-        with wired_limit(self.it.model):
+        with wired_limit(self.subject.model):
             token, logprobs = self._step(token)
             mx.async_eval(token, logprobs)
             for i in range(count + WARM):
@@ -105,11 +107,11 @@ class Arm:
             self.builds.append(1e3 * median(builds))
 
 
-def rows(it: Subject, context: int, names: list[str], count: int, rounds: int) -> list[list]:
+def rows(subject: Subject, context: int, names: list[str], count: int, rounds: int) -> list[list]:
     """One row for each arm, the first of which is what factors are of."""
-    arms = [Arm(it, name, context) for name in names]
-    attach(it.model, next(n.removesuffix(BY_PYTHON) for n in names if n not in (PLAIN, HALVES)),
-           calibration=it.calibration)  # fmt: skip
+    arms = [Arm(subject, name, context) for name in names]
+    attach(subject.model, next(n.removesuffix(BY_PYTHON) for n in names if n not in (PLAIN, HALVES)),
+           calibration=subject.calibration)  # fmt: skip
     for arm in arms:
         arm.turn(count, keep=False)
     for i in range(rounds):
@@ -138,7 +140,7 @@ def rows(it: Subject, context: int, names: list[str], count: int, rounds: int) -
             if other.name == arm.name + BY_PYTHON:
                 same = sum(a == b for a, b in zip(arm.tokens, other.tokens, strict=True))
                 print(f"{arm.name}: {same} of {len(arm.tokens)} tokens are the same by Python")
-    detach(it.model)
+    detach(subject.model)
     return out
 
 
@@ -176,12 +178,12 @@ def main(arguments: list[str] | None = None) -> None:
             parse_kv(name.removesuffix(BY_PYTHON))
     if not set(args.kv) - {PLAIN, HALVES}:
         raise UserError(f"[--kv] needs a preset that compresses; got {','.join(args.kv)}")
-    it = load_subject(args.model, None, args.bits)
+    subject = load_subject(args.model, None, args.bits)
     print_machine(machine_in_use(), versions())
     title = f"{args.model}, weights of {args.bits or 16} bits, {args.rounds} turns of {args.tokens} tokens"
     for context in contexts:  # a table each, so that a run that is stopped leaves what it has
         console.print_table(
-            COLUMNS, rows(it, context, list(args.kv), args.tokens, args.rounds), title
+            COLUMNS, rows(subject, context, list(args.kv), args.tokens, args.rounds), title
         )
         sys.stdout.flush()
         mx.clear_cache()

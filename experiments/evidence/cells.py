@@ -42,8 +42,8 @@ class Cells:
 
     def presets(self, windows: str, context: int) -> list[str]:
         """Return the presets that were measured, full precision first, then by falling bits."""
-        found = [p for p, w, c in self.texts if (w, c) == (windows, context)]
-        return sorted(found, key=lambda p: (-self.bits[p], p))
+        names = [p for p, w, c in self.texts if (w, c) == (windows, context)]
+        return sorted(names, key=lambda p: (-self.bits[p], p))
 
     def measured(self, preset: str, context: int, windows: str = OURS) -> bool:
         return (preset, windows, context) in self.texts
@@ -57,31 +57,31 @@ class Cells:
 
     def likelihood(self, preset: str, context: int, windows: str = OURS) -> Interval:
         """Return the rise of the negative log likelihood a token, nats."""
-        some = self.texts[preset, windows, context]
-        return intervals.share([row["nll"] - row["nll_base"] for row in some])
+        texts = self.texts[preset, windows, context]
+        return intervals.share([row["nll"] - row["nll_base"] for row in texts])
 
     def same(self, preset: str, context: int, windows: str = OURS) -> float:
         """Return how often the likeliest next token is that of full precision, in percent."""
-        some = self.texts[preset, windows, context]
-        return 100 * sum(row["top1"] for row in some) / len(some)
+        texts = self.texts[preset, windows, context]
+        return 100 * sum(row["top1"] for row in texts) / len(texts)
 
     def answers(self, preset: str, context: int) -> tuple[int, int] | None:
         """Return how many answers are right, and how many were asked; None if none were."""
-        some = self.right.get((preset, OURS, context))
-        return (sum(map(sum, some)), sum(map(len, some))) if some else None
+        documents = self.right.get((preset, OURS, context))
+        return (sum(map(sum, documents)), sum(map(len, documents))) if documents else None
 
     def counted(self, context: int) -> list[str]:
         """Return the forms of question that full precision answers at a context."""
         return [form for form, share in self.forms.get(context, {}).items() if share >= LEAST]
 
 
-def cells(name: str, found: Iterable[rows.Row]) -> Cells:
+def cells(name: str, measured: Iterable[rows.Row]) -> Cells:
     """Sort rows. Answers of other forms than full precision answers are left out."""
-    out, found = Cells(name), sorted(found, key=lambda row: row["text"])
-    for row in found:
+    out, measured = Cells(name), sorted(measured, key=lambda row: row["text"])
+    for row in measured:
         if row["task"] == FORM:
             out.forms[row["context"]] = row["shares"]
-    for row in found:
+    for row in measured:
         place = row["preset"], row["windows"], row["context"]
         if "error" in row:
             out.failed[place] = row["error"]
@@ -93,7 +93,7 @@ def cells(name: str, found: Iterable[rows.Row]) -> Cells:
             out.lengths[row["context"]] = row["length"]
         elif row["task"] == ANSWERS and set(row["right"]) == set(out.counted(row["context"])):
             out.right.setdefault(place, []).append(
-                [x for one in row["right"].values() for x in one]
+                [x for answers in row["right"].values() for x in answers]
             )
     if out.texts:
         out.bits.setdefault(BASELINE, 16.0)
@@ -118,11 +118,11 @@ def machine(folder: Path, name: str) -> dict:
 
 def keep(file: Path, name: str, folder: Path) -> Path:
     """Write the rows of a run that pages need into a folder: NAME.jsonl.gz, with its machine beside it."""
-    found = [
+    kept_rows = [
         {k: _rounded(v) for k, v in row.items() if k in KEPT} | {"model": name}
         for row in sorted(rows.read([file]), key=rows.key)
     ]
-    lines = [json.dumps(row, separators=(",", ":")) for row in rows.gathered(found)]
+    lines = [json.dumps(row, separators=(",", ":")) for row in rows.gathered(kept_rows)]
     target = folder / f"{name}.jsonl.gz"
     folder.mkdir(parents=True, exist_ok=True)
     target.write_bytes(gzip.compress("\n".join([*lines, ""]).encode(), mtime=0))
@@ -137,6 +137,6 @@ def _rounded(value):
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
-def places(found: Sequence[Cells]) -> list[int]:
+def places(models: Sequence[Cells]) -> list[int]:
     """Return all contexts of several models."""
-    return sorted({context for one in found for context in one.contexts})
+    return sorted({context for cells in models for context in cells.contexts})

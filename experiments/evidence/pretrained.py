@@ -117,9 +117,9 @@ class Subject:
         self.loaded = load(model, BASELINE, dtype=args.dtype)
         self.file = args.out / f"{self.name.replace('/', '--')}.jsonl"
         self._arms: dict[str, Arms] = {}
-        which, of = args.share
-        self.names = texts.names[which - 1 :: of][: args.texts_at_most]
-        self.documents = list(range(args.documents))[which - 1 :: of]
+        index, of = args.share
+        self.names = texts.names[index - 1 :: of][: args.texts_at_most]
+        self.documents = list(range(args.documents))[index - 1 :: of]
         self.known = {
             rows.key(row): row for row in (rows.read([self.file]) if self.file.exists() else ())
         }
@@ -132,11 +132,11 @@ class Subject:
 
     def arms(self, windows: str) -> Arms:
         if windows not in self._arms:
-            made = Arms(self.loaded, {p: configured(p, windows) for p in self.args.kv})
-            needy = [name for name, config in made.configs.items() if config.calibrated]
+            arms = Arms(self.loaded, {p: configured(p, windows) for p in self.args.kv})
+            needy = [name for name, config in arms.configs.items() if config.calibrated]
             if needy:
-                made.calibrations = dict.fromkeys(needy, self.calibration)
-            self._arms[windows] = made
+                arms.calibrations = dict.fromkeys(needy, self.calibration)
+            self._arms[windows] = arms
         return self._arms[windows]
 
     @cached_property
@@ -150,10 +150,10 @@ class Subject:
                 console.note(f"{self.name}: calibrating on {len(text.tokens)} tokens")
                 window = min(WINDOW, self.positions)
                 bos = bos_of(self.loaded.tokenizer)
-                made = calibrate(
+                calibration = calibrate(
                     self.loaded.model, text.tokens, text=text.name, window=window, bos=bos
                 )
-                artifact.write(file, made)
+                artifact.write(file, calibration)
         return artifact.read(file)
 
     def length(self, context: int) -> int:
@@ -171,41 +171,41 @@ class Subject:
                 self.row(
                     job, BASELINE, name, {"short": len(self.texts.encoded(self.loaded, name))}, ""
                 )
-        wanted = {name: tokens for name, tokens in long_enough.items() if tokens is not None}
-        for some in _batches(list(wanted), self._at_once(length)):
-            left = self._left(job, {name: wanted[name] for name in some})
-            if not left:
+        tokens_of = {name: tokens for name, tokens in long_enough.items() if tokens is not None}
+        for batch in _batches(list(tokens_of), self._at_once(length)):
+            missing = self._left(job, {name: tokens_of[name] for name in batch})
+            if not missing:
                 continue
             arms = self.arms(job.windows)
             with arms.attached(BASELINE) as loaded:
-                context = exact.Context.read(loaded, [wanted[name] for name in some], length)
+                context = exact.Context.read(loaded, [tokens_of[name] for name in batch], length)
                 base = exact.logits(loaded, context, context.stored(loaded))
-            for preset, states in left.items():
+            for preset, states in missing.items():
                 start = time.perf_counter()
 
-                def measured(preset=preset, context=context, base=base, some=some, arms=arms):
+                def measured(preset=preset, context=context, base=base, batch=batch, arms=arms):
                     with arms.attached(preset) as loaded:
                         cache = context.stored(loaded)
-                        held = arms.stored(preset, cache) // len(some)
-                        found = exact.logits(loaded, context, cache)
+                        size = arms.stored(preset, cache) // len(batch)
+                        result = exact.logits(loaded, context, cache)
                     return [
-                        self._scored(context, base, found, i) | {"kv_bytes": held}
-                        for i in range(len(some))
+                        self._scored(context, base, result, i) | {"kv_bytes": size}
+                        for i in range(len(batch))
                     ]
 
-                found = self._tried(measured, preset)
-                seconds = round((time.perf_counter() - start) / len(some), 2)
-                for i, name in enumerate(some):
+                result = self._tried(measured, preset)
+                seconds = round((time.perf_counter() - start) / len(batch), 2)
+                for i, name in enumerate(batch):
                     numbers = (
-                        {"error": found}
-                        if isinstance(found, str)
-                        else found[i] | {"seconds": seconds}
+                        {"error": result}
+                        if isinstance(result, str)
+                        else result[i] | {"seconds": seconds}
                     )
                     self.row(job, preset, name, numbers, states[name])
 
-    def _scored(self, context: exact.Context, base: mx.array, found: mx.array, i: int) -> dict:
+    def _scored(self, context: exact.Context, base: mx.array, logits: mx.array, i: int) -> dict:
         true = context.tokens[i, context.length + 1 :]
-        scored = compare(base[i], found[i], true)
+        scored = compare(base[i], logits[i], true)
         if not np.isfinite(scored.kl).all():
             raise MachineError("[evidence] NaN or infinity in the KL")
         return {
@@ -223,29 +223,33 @@ class Subject:
         forms = self.forms(job.context)
         if not forms:
             return
-        made = self._documents(job.context, self.documents, forms)
-        for some in _batches(list(made), self._at_once(self.length(job.context), scored=False)):
-            left = self._left(job, {f"document-{i + 1}": made[i].tokens for i in some})
-            if not left:
+        documents = self._documents(job.context, self.documents, forms)
+        for batch in _batches(
+            list(documents), self._at_once(self.length(job.context), scored=False)
+        ):
+            missing = self._left(job, {f"document-{i + 1}": documents[i].tokens for i in batch})
+            if not missing:
                 continue
             arms = self.arms(job.windows)
             with arms.attached(BASELINE) as loaded:
-                context = self._read(loaded, [made[i] for i in some])
-            for preset, states in left.items():
+                context = self._read(loaded, [documents[i] for i in batch])
+            for preset, states in missing.items():
                 start = time.perf_counter()
 
-                def measured(preset=preset, context=context, some=some, arms=arms):
+                def measured(preset=preset, context=context, batch=batch, arms=arms):
                     with arms.attached(preset) as loaded:
-                        found = exact.likely(loaded, context, context.stored(loaded))
-                    return [_right(made[i], *(x[k] for x in found)) for k, i in enumerate(some)]
+                        result = exact.likely(loaded, context, context.stored(loaded))
+                    return [
+                        _right(documents[i], *(x[k] for x in result)) for k, i in enumerate(batch)
+                    ]
 
-                found = self._tried(measured, preset)
-                seconds = round((time.perf_counter() - start) / len(some), 2)
-                for k, i in enumerate(some):
+                result = self._tried(measured, preset)
+                seconds = round((time.perf_counter() - start) / len(batch), 2)
+                for k, i in enumerate(batch):
                     numbers = (
-                        {"error": found}
-                        if isinstance(found, str)
-                        else found[k] | {"seconds": seconds}
+                        {"error": result}
+                        if isinstance(result, str)
+                        else result[k] | {"seconds": seconds}
                     )
                     name = f"document-{i + 1}"
                     self.row(job, preset, name, numbers, states[name])
@@ -255,23 +259,25 @@ class Subject:
         every document."""
         job = Job(FORM, context, OURS, (BASELINE,))
         with rows.locked(self.args.out / f"forms-{self.file.stem}.lock"):
-            known = {rows.key(r): r for r in (rows.read([self.file]) if self.file.exists() else ())}
-            made = self._documents(context, list(range(self.args.documents)), questions.NAMES)
-            tokens = [one.tokens for one in made.values()]
+            known_rows = {
+                rows.key(r): r for r in (rows.read([self.file]) if self.file.exists() else ())
+            }
+            documents = self._documents(context, list(range(self.args.documents)), questions.NAMES)
+            tokens = [document.tokens for document in documents.values()]
             state = self._state(tokens, BASELINE, OURS)
-            row = known.get(rows.key(self._identity(job, BASELINE, "all")))
+            row = known_rows.get(rows.key(self._identity(job, BASELINE, "all")))
             if row is None or row.get("state") != state:
                 right = {form: [] for form in questions.NAMES}
                 with self.arms(OURS).attached(BASELINE) as loaded:
-                    for some in _batches(
-                        list(made), self._at_once(self.length(context), scored=False)
+                    for batch in _batches(
+                        list(documents), self._at_once(self.length(context), scored=False)
                     ):
-                        read = self._read(loaded, [made[i] for i in some])
-                        found = exact.likely(loaded, read, read.stored(loaded))
-                        for k, i in enumerate(some):
-                            answers = _right(made[i], *(x[k] for x in found))["right"]
-                            for form, one in answers.items():
-                                right[form] += one
+                        read = self._read(loaded, [documents[i] for i in batch])
+                        likely = exact.likely(loaded, read, read.stored(loaded))
+                        for k, i in enumerate(batch):
+                            answers = _right(documents[i], *(x[k] for x in likely))["right"]
+                            for form, answers_of_form in answers.items():
+                                right[form] += answers_of_form
                 shares = {form: sum(x) / len(x) if x else 0.0 for form, x in right.items()}
                 row = self.row(
                     job,
@@ -280,8 +286,8 @@ class Subject:
                     {"shares": shares, "asked": len(right[questions.PASSAGE])},
                     state,
                 )
-                told = ", ".join(f"{form} {100 * x:.0f} %" for form, x in shares.items())
-                console.note(f"{self.name}, {context} tokens, full precision answers: {told}")
+                summary = ", ".join(f"{form} {100 * x:.0f} %" for form, x in shares.items())
+                console.note(f"{self.name}, {context} tokens, full precision answers: {summary}")
         return tuple(form for form, x in row["shares"].items() if x >= questions.LEAST)
 
     def _documents(
@@ -297,17 +303,19 @@ class Subject:
         for i in places:
             text = self.texts.encoded(self.loaded, f"document-{i + 1}")
             try:
-                one = document(self.loaded, text, i, length, context, forms)
+                asked = document(self.loaded, text, i, length, context, forms)
             except ValueError:  # the text is too short for this model
                 continue
-            out[i] = one
+            out[i] = asked
         return out
 
-    def _read(self, loaded, some: Sequence[Asked]) -> exact.Context:
+    def _read(self, loaded, documents: Sequence[Asked]) -> exact.Context:
         """Read documents of one length, with the shorter tails filled up behind their last answers."""
-        most = max(len(one.tokens) for one in some)
-        texts = [one.tokens + [one.tokens[-1]] * (most - len(one.tokens)) for one in some]
-        return exact.Context.read(loaded, texts, some[0].length)
+        longest = max(len(asked.tokens) for asked in documents)
+        texts = [
+            asked.tokens + [asked.tokens[-1]] * (longest - len(asked.tokens)) for asked in documents
+        ]
+        return exact.Context.read(loaded, texts, documents[0].length)
 
     # -- rows
 
@@ -317,11 +325,11 @@ class Subject:
             return 1
         config = text_config(self.loaded.config)
         heads = config["num_attention_heads"]
-        held = sum(x.nbytes for x in _per_token(self.loaded)) * length * 2
+        cache = sum(x.nbytes for x in _per_token(self.loaded)) * length * 2
         logits = 4 * self.args.decode * config["vocab_size"] * (2 if scored else 0)
-        each = held + logits + 2 * 4 * heads * 512 * length
+        per_text = cache + logits + 2 * 4 * heads * 512 * length
         once = 4 * 4 * self.args.decode * config["vocab_size"]
-        return max(1, (BUDGET - once) // each)
+        return max(1, (BUDGET - once) // per_text)
 
     def _state(self, tokens: list, preset: str, windows: str) -> str:
         config = configured(preset, windows)
@@ -330,18 +338,22 @@ class Subject:
         data += [config.as_dict(), used, __version__]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
-    def _left(self, job: Job, wanted: dict[str, list[int]]) -> dict[str, dict[str, str]]:
+    def _left(self, job: Job, tokens_of: dict[str, list[int]]) -> dict[str, dict[str, str]]:
         """Return by preset the states of texts that have no result, full precision first; all texts of a batch are
         measured again where one is missing."""
         out = {}
         for preset in dict.fromkeys(job.presets):
             try:
-                states = {name: self._state(t, preset, job.windows) for name, t in wanted.items()}
+                states = {
+                    name: self._state(t, preset, job.windows) for name, t in tokens_of.items()
+                }
             except (UserError, ValueError) as error:
-                for name in wanted:
+                for name in tokens_of:
                     self.row(job, preset, name, {"error": faults.reason(error)}, "")
                 continue
-            rows_of = {n: self.known.get(rows.key(self._identity(job, preset, n))) for n in wanted}
+            rows_of = {
+                n: self.known.get(rows.key(self._identity(job, preset, n))) for n in tokens_of
+            }
             if any(
                 r is None or "error" in r or r["state"] != states[n] for n, r in rows_of.items()
             ):
@@ -360,17 +372,17 @@ class Subject:
         }
 
     def row(self, job: Job, preset: str, text: str, numbers: dict, state: str) -> dict:
-        found = self._identity(job, preset, text) | {"state": state, "when": round(time.time(), 3)}
+        row = self._identity(job, preset, text) | {"state": state, "when": round(time.time(), 3)}
         if job.task != FORM and not {"short", "error"} & set(numbers):
-            found |= bits(self.arms(job.windows), preset, self.length(job.context))
-        found |= {
+            row |= bits(self.arms(job.windows), preset, self.length(job.context))
+        row |= {
             "length": self.length(job.context),
             "dtype": str(self.loaded.dtype).split(".")[-1],
         } | numbers
-        rows.append(self.file, found)
+        rows.append(self.file, row)
         self.counts["error" in numbers] += 1
-        self.known[rows.key(found)] = found
-        return found
+        self.known[rows.key(row)] = row
+        return row
 
     def _tried(self, measured, preset: str) -> list[dict] | str:
         """Return what `measured` does, or the reason why it failed. Raises MachineError where all that follows would
@@ -401,23 +413,23 @@ def _per_token(loaded) -> list[mx.array]:
 
     cache = new_cache(loaded)
     loaded.model(mx.array([[1]]), cache=cache)
-    return [x[:, :, :1] for one in cache for x in (one.keys, one.values)]
+    return [x[:, :, :1] for layer in cache for x in (layer.keys, layer.values)]
 
 
-def _right(asked: Asked, same: mx.array, nll: mx.array) -> dict:
+def _right(document: Asked, same: mx.array, nll: mx.array) -> dict:
     """Return for each form which answers are right, and their mean negative log likelihood a token."""
     same, nll = np.array(same), np.array(nll)
     right, means = {}, {}
-    for form, spans in asked.spans.items():
-        places = [slice(a - asked.length - 1, b - asked.length - 1) for a, b in spans]
+    for form, spans in document.spans.items():
+        places = [slice(a - document.length - 1, b - document.length - 1) for a, b in spans]
         right[form] = [bool(same[p].all()) for p in places]
         means[form] = float(np.mean([nll[p].mean() for p in places]))
     return {"right": right, "answer_nll": means}
 
 
-def _batches(names: list, most: int) -> Iterator[list]:
-    for start in range(0, len(names), most):
-        yield names[start : start + most]
+def _batches(names: list, size: int) -> Iterator[list]:
+    for start in range(0, len(names), size):
+        yield names[start : start + size]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -432,8 +444,8 @@ def main(arguments: list[str] | None = None) -> None:
     start, over = time.perf_counter(), False
     for model in args.models:
         subject = Subject(args, model, texts)
-        made = made_on(start)
-        (args.out / f"{subject.file.stem}.machine.json").write_text(json.dumps(made))
+        about = made_on(start)
+        (args.out / f"{subject.file.stem}.machine.json").write_text(json.dumps(about))
         contexts = [c for c in args.contexts if subject.length(c) > c // 2]
         contexts = list({subject.length(c): c for c in reversed(contexts)}.values())[::-1]
         if args.share[0] == 1 and any(parse_kv(p).calibrated for p in args.kv):
@@ -442,16 +454,16 @@ def main(arguments: list[str] | None = None) -> None:
             over = args.minutes is not None and time.perf_counter() - start > 60 * args.minutes
             if over:
                 break
-            begun, before = time.perf_counter(), sum(subject.counts)
+            begun, rows_before = time.perf_counter(), sum(subject.counts)
             (subject.read_texts if job.task == KL else subject.ask)(job)
-            if done := sum(subject.counts) - before:
+            if done := sum(subject.counts) - rows_before:
                 took = time.perf_counter() - begun
                 console.note(
                     f"{subject.name} {job.task} {job.context} {job.windows}: {done} rows in {took:.0f} s"
                 )
         measured, failed = subject.counts
-        rest = "; the time is over, the same command goes on" if over else ""
-        console.note(f"{subject.name}: {measured} rows, {failed} failed: {subject.file}{rest}")
+        advice = "; the time is over, the same command goes on" if over else ""
+        console.note(f"{subject.name}: {measured} rows, {failed} failed: {subject.file}{advice}")
 
 
 def _parser() -> Parser:
@@ -507,8 +519,8 @@ def _checked(args):
 
 def _given(args) -> list[str]:
     """Return the options as a process takes them."""
-    found = [*args.models, "--kv", ",".join(args.kv), "--out", str(args.out)]
-    found += [
+    words_given = [*args.models, "--kv", ",".join(args.kv), "--out", str(args.out)]
+    words_given += [
         "--texts",
         str(args.texts or args.out / "texts"),
         "--contexts",
@@ -516,8 +528,8 @@ def _given(args) -> list[str]:
     ]
     for name in ("decode", "documents", "dtype", "cache_gib", "texts_at_most", "minutes"):
         if (value := getattr(args, name)) is not None:
-            found += [f"--{name.replace('_', '-')}", str(value)]
-    return found
+            words_given += [f"--{name.replace('_', '-')}", str(value)]
+    return words_given
 
 
 if __name__ == "__main__":

@@ -36,29 +36,29 @@ SHOWN = (1024, 8192, 32768)
 SAYS = (Path(__file__).parent / "pretrained_says.txt").read_text(encoding="utf-8")
 
 
-def page(folder: Path, found: Mapping[str, Cells]) -> str:
+def page(folder: Path, models: Mapping[str, Cells]) -> str:
     """Return the page: what it says, where it is of the kept models, then tables."""
     parts = ["# Pretrained models", ""]
-    known = all(name in found for name in TITLES)
-    if known:
-        parts += [filled(SAYS, found).strip(), ""]
+    published = all(name in models for name in TITLES)
+    if published:
+        parts += [filled(SAYS, models).strip(), ""]
     parts += [f"![KL against bits per value]({folder.name}/{picture.BITS})", ""]
     parts += [f"![KL against context]({folder.name}/{picture.CONTEXTS})", ""]
-    for name, cells in found.items():
+    for name, cells in models.items():
         parts += [f"## {TITLES.get(name, name)}", "", _about(folder, cells), ""]
-        shown = [c for c in cells.contexts if c in SHOWN or not known]
-        parts += [*_table(cells, shown, likelihood=not known), ""]
+        contexts = [c for c in cells.contexts if c in SHOWN or not published]
+        parts += [*_table(cells, contexts, likelihood=not published), ""]
         parts += _papers(cells)
     return "\n".join(parts).rstrip() + "\n"
 
 
-def filled(text: str, found: Mapping[str, Cells]) -> str:
+def filled(text: str, models: Mapping[str, Cells]) -> str:
     """Put figures in place of {MODEL PRESET CONTEXTk WHAT}: KL, or `same`, `right`, `bits`, `rise`, `limits`."""
 
     def figure(match: re.Match) -> str:
         short, preset, context, kind = match.groups()
         name = next(name for name, title in SHORT.items() if title.lower() == short)
-        return _figure(found[name], preset, 1024 * int(context), kind)
+        return _figure(models[name], preset, 1024 * int(context), kind)
 
     return FIGURE.sub(figure, text)
 
@@ -76,9 +76,9 @@ def _figure(cells: Cells, preset: str, context: int, kind: str | None) -> str:
 
 
 def _about(folder: Path, cells: Cells) -> str:
-    made = machine(folder, cells.name)
-    device = made.get("machine", {}).get("device") or made.get("machine", {}).get("chip", "")
-    versions = made.get("versions", {})
+    run = machine(folder, cells.name)
+    device = run.get("machine", {}).get("device") or run.get("machine", {}).get("chip", "")
+    versions = run.get("versions", {})
     used = ", ".join(f"{x} {versions[x]}" for x in ("mlxkv", "mlx", "mlx-lm") if x in versions)
     about = [SHAPES.get(cells.name), device, used]
     return ". ".join(filter(None, about)) + "."
@@ -96,15 +96,15 @@ def _table(cells: Cells, contexts: Sequence[int], likelihood: bool) -> list[str]
     presets = list(dict.fromkeys(p for c in contexts for p in cells.presets(OURS, c)))
     lines = [_measured(cells, contexts), "", line(heads), line(["---"] * len(heads))]
     for preset in sorted(presets, key=lambda p: (-cells.bits[p], p)):
-        here = [c if cells.measured(preset, c) else None for c in contexts]
+        places = [c if cells.measured(preset, c) else None for c in contexts]
         if preset == BASELINE:
-            row = ["full precision", "16", *"0" * (len(here) * (1 + likelihood)), "100"]
+            row = ["full precision", "16", *"0" * (len(places) * (1 + likelihood)), "100"]
         else:
             row = [f"`{preset}`", _bits(cells, preset)]
-            row += [divergence(cells.kl(preset, c)) if c else "–" for c in here]
+            row += [divergence(cells.kl(preset, c)) if c else "–" for c in places]
             if likelihood:
-                row += [signed(cells.likelihood(preset, c)) if c else "–" for c in here]
-            row.append(", ".join(f"{cells.same(preset, c):.1f}" if c else "–" for c in here))
+                row += [signed(cells.likelihood(preset, c)) if c else "–" for c in places]
+            row.append(", ".join(f"{cells.same(preset, c):.1f}" if c else "–" for c in places))
         if counted:
             right = [cells.answers(preset, c) for c in counted]
             row.append(", ".join("/".join(map(str, x)) if x else "–" for x in right))
@@ -114,7 +114,7 @@ def _table(cells: Cells, contexts: Sequence[int], likelihood: bool) -> list[str]
 
 def _measured(cells: Cells, contexts: Sequence[int]) -> str:
     """Return texts, tokens before the ones that count and forms of question, by context."""
-    said = []
+    clauses = []
     for context in contexts:
         texts = len(cells.values(cells.presets(OURS, context)[0], context))
         text = f"{_k(context)}: {texts} texts after {cells.lengths[context]:,} tokens"
@@ -123,8 +123,8 @@ def _measured(cells: Cells, contexts: Sequence[int]) -> str:
         elif cells.forms.get(context):
             best = 100 * max(cells.forms[context].values())
             text += f", no questions (full precision answers {best:.0f} % of its best form)"
-        said.append(text)
-    return "; ".join(said) + "."
+        clauses.append(text)
+    return "; ".join(clauses) + "."
 
 
 def _bits(cells: Cells, preset: str) -> str:
@@ -169,14 +169,14 @@ def main(arguments: list[str] | None = None) -> None:
         if not file or "/" in name:
             raise UserError(f"[--keep] not NAME=FILE; got {text!r}; write gemma=gemma.jsonl")
         console.note(f"kept {keep(Path(file), name, args.folder)}")
-    found = {name: one for name, one in read(args.folder).items() if one.texts}
-    if not found:
+    models = {name: cells for name, cells in read(args.folder).items() if cells.texts}
+    if not models:
         raise UserError(f"[--folder] no rows; got {args.folder}; run evidence.pretrained first")
-    found = dict(sorted(found.items(), key=lambda x: (*TITLES, x[0]).index(x[0])))
+    models = dict(sorted(models.items(), key=lambda x: (*TITLES, x[0]).index(x[0])))
     out = args.out or args.folder.with_suffix(".md")
-    for name, text in picture.drawn(found, SHORT).items():
+    for name, text in picture.drawn(models, SHORT).items():
         (args.folder / name).write_text(text, encoding="utf-8")
-    out.write_text(page(args.folder, found), encoding="utf-8")
+    out.write_text(page(args.folder, models), encoding="utf-8")
     console.note(f"wrote {out}")
 
 

@@ -18,9 +18,9 @@ MOST_BITS = 5.3  # 8 bits would press the others together
 OWN = ("int", "fill-", "centred-")
 
 
-def drawn(found: Mapping[str, Cells], names: Mapping[str, str]) -> dict[str, str]:
+def drawn(models: Mapping[str, Cells], names: Mapping[str, str]) -> dict[str, str]:
     """Return the SVG text of both pictures, by file."""
-    return {BITS: against_bits(found, names), CONTEXTS: against_context(found, names)}
+    return {BITS: against_bits(models, names), CONTEXTS: against_context(models, names)}
 
 
 def maker(preset: str) -> str:
@@ -29,10 +29,10 @@ def maker(preset: str) -> str:
     return "ours" if preset.startswith(OWN) else "papers"
 
 
-def against_bits(found: Mapping[str, Cells], names: Mapping[str, str]) -> str:
+def against_bits(models: Mapping[str, Cells], names: Mapping[str, str]) -> str:
     with plots.pyplot() as plt:
-        figure, axes = plt.subplots(1, len(found), figsize=(5.2 * len(found), 6.8), squeeze=False)
-        for axis, (name, cells) in zip(axes[0], found.items(), strict=True):
+        figure, axes = plt.subplots(1, len(models), figsize=(5.2 * len(models), 6.8), squeeze=False)
+        for axis, (name, cells) in zip(axes[0], models.items(), strict=True):
             context = max((c for c in cells.contexts if c <= CONTEXT), default=cells.contexts[0])
             presets = [
                 p
@@ -62,7 +62,7 @@ def _labelled(figure, axis, points: Mapping[str, tuple[float, float]]) -> None:
     at = {name: axis.transData.transform(point) for name, point in points.items()}
     size, scale = 8.5, figure.dpi / 72
     high = 1.18 * size * scale
-    taken: list[tuple[float, float, float, float]] = []
+    boxes_used: list[tuple[float, float, float, float]] = []
     dots = [(x - 8, y - 8, x + 8, y + 8) for x, y in at.values()]
     for name in sorted(at, key=lambda n: -at[n][1]):
         x, y = at[name]
@@ -79,10 +79,10 @@ def _labelled(figure, axis, points: Mapping[str, tuple[float, float]]) -> None:
             if box[0] >= axis.bbox.x0 + 2
             and low <= box[1]
             and box[3] <= top
-            and not any(_meet(box, other) for other in [*taken, *dots])
+            and not any(_meet(box, obstacle) for obstacle in [*boxes_used, *dots])
         )
         box = next(free, boxes[0])
-        taken.append(box)
+        boxes_used.append(box)
         middle = ((box[0]) - x) / scale, ((box[1] + box[3]) / 2 - y) / scale
         axis.annotate(
             name,
@@ -108,28 +108,28 @@ def _meet(a: tuple, b: tuple) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
-def against_context(found: Mapping[str, Cells], names: Mapping[str, str]) -> str:
+def against_context(models: Mapping[str, Cells], names: Mapping[str, str]) -> str:
     with plots.pyplot() as plt:
         figure, axes = plt.subplots(
-            1, len(found), figsize=(4.6 * len(found), 4.6), sharey=True, squeeze=False
+            1, len(models), figsize=(4.6 * len(models), 4.6), sharey=True, squeeze=False
         )
-        for axis, (name, cells) in zip(axes[0], found.items(), strict=True):
+        for axis, (name, cells) in zip(axes[0], models.items(), strict=True):
             ends = {}
             for i, preset in enumerate(LINES):
-                some = [c for c in cells.contexts if cells.measured(preset, c)]
-                if not some:
+                contexts = [c for c in cells.contexts if cells.measured(preset, c)]
+                if not contexts:
                     continue
-                means = [cells.kl(preset, c).value for c in some]
+                means = [cells.kl(preset, c).value for c in contexts]
                 dashed = maker(preset) != "ours"
                 axis.plot(
-                    some,
+                    contexts,
                     means,
                     "o--" if dashed else "o-",
                     color=f"C{i}",
                     markersize=4,
                     linewidth=1.5,
                 )
-                ends[preset] = (some[-1], means[-1], f"C{i}")
+                ends[preset] = (contexts[-1], means[-1], f"C{i}")
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
             axis.set_xticks(cells.contexts, [f"{c // 1024}K" for c in cells.contexts])
@@ -149,7 +149,7 @@ def _at_the_ends(figure, axis, ends: Mapping[str, tuple[float, float, str]]) -> 
     figure.canvas.draw()
     size, scale = 9, figure.dpi / 72
     above = float("inf")
-    for name, (x, y, colour) in sorted(ends.items(), key=lambda one: -one[1][1]):
+    for name, (x, y, colour) in sorted(ends.items(), key=lambda end: -end[1][1]):
         place = axis.transData.transform((x, y))[1]
         target = min(place, above - 1.25 * size * scale)
         above = target

@@ -16,26 +16,26 @@ MISTAKE = 2  # exit code where options are wrong, which no second start mends
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def side_by_side(args: argparse.Namespace, given: list[str], name: str) -> None:
+def side_by_side(args: argparse.Namespace, words: list[str], name: str) -> None:
     """Start the processes and wait for them. One that ends with an error is started again, RESTARTS times
     at most, since what is measured stays. Raises MachineError if an error remains."""
     # By share: the process, and which start it is.
     started: dict[int, tuple[subprocess.Popen, int]] = {}
     ended: dict[int, int] = {}
     try:
-        for which in range(args.processes):
-            started[which] = _start(args, given, name, which), 0
+        for share in range(args.processes):
+            started[share] = _start(args, words, name, share), 0
         while started:
-            for which, (process, again) in list(started.items()):
+            for share, (process, again) in list(started.items()):
                 code = process.poll()
                 if code is None:
                     continue
                 if code in (0, MISTAKE) or again == RESTARTS:
-                    ended[which] = code
-                    del started[which]
+                    ended[share] = code
+                    del started[share]
                 else:
-                    console.note(f"share {which + 1}/{args.processes} ended with {code}; goes on")
-                    started[which] = _start(args, given, name, which), again + 1
+                    console.note(f"share {share + 1}/{args.processes} ended with {code}; goes on")
+                    started[share] = _start(args, words, name, share), again + 1
             time.sleep(0.1)
     finally:
         for process, _ in started.values():
@@ -47,21 +47,21 @@ def side_by_side(args: argparse.Namespace, given: list[str], name: str) -> None:
         )
 
 
-def _start(args: argparse.Namespace, given: list[str], name: str, which: int) -> subprocess.Popen:
-    extra = ["--processes", "1", "--shares", f"{which + 1}/{args.processes}"]
+def _start(args: argparse.Namespace, words: list[str], name: str, share: int) -> subprocess.Popen:
+    extra = ["--processes", "1", "--shares", f"{share + 1}/{args.processes}"]
     env = dict(os.environ)
     for library in THREADS:  # else each takes all cores: calibrating on 32 took 150 s, not 35
         env.setdefault(library, "2")
     if args.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = str(which % args.gpus)
+        env["CUDA_VISIBLE_DEVICES"] = str(share % args.gpus)
     return subprocess.Popen(
-        [sys.executable, "-m", f"experiments.evidence.{name}", *given, *extra], env=env
+        [sys.executable, "-m", f"experiments.evidence.{name}", *words, *extra], env=env
     )
 
 
 def parse_share(text: str) -> tuple[int, int]:
     """'2/16' -> (2, 16). Raises UserError."""
-    which, _, of = text.partition("/")
-    if not (which.isdigit() and of.isdigit() and 1 <= int(which) <= int(of)):
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
         raise UserError(f"[--shares] not a share; got {text!r}; write I/N such as 1/16")
-    return int(which), int(of)
+    return int(index), int(count)

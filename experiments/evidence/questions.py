@@ -156,7 +156,11 @@ def document(
     encode = _encoder(loaded)
     rng = Random(f"{SEED}-{context}-{index}")
     facts = _facts(rng, per_form(context) + SHOTS)
-    planted = [encode(f"\n\n{fact.planted}\n\n") for some in facts.values() for fact in some]
+    planted = [
+        encode(f"\n\n{fact.planted}\n\n")
+        for facts_of_form in facts.values()
+        for fact in facts_of_form
+    ]
     rng.shuffle(planted)
     bos = getattr(loaded.tokenizer, "bos_token_id", None)
     start = [] if bos is None else [bos]
@@ -168,11 +172,11 @@ def document(
     for form in forms:
         spans[form] = []
         if form == PASSAGE:
-            asked = [(*x, []) for x in _passages(rng, text[-room:], per_form(context))]
+            pieces = [(*x, []) for x in _passages(rng, text[-room:], per_form(context))]
         else:
             tokens += encode(HEADINGS[form])
-            asked = [_pieces(encode, fact) for fact in facts[form]]
-        for at, (question, answer, end) in enumerate(asked):
+            pieces = [_pieces(encode, fact) for fact in facts[form]]
+        for at, (question, answer, end) in enumerate(pieces):
             tokens += question
             if at >= SHOTS or form == PASSAGE:
                 spans[form].append((len(tokens), len(tokens) + len(answer)))
@@ -194,58 +198,58 @@ def _encoder(loaded) -> Callable[[str], list[int]]:
 
 def _ends(loaded) -> Callable[[int], bool]:
     """Return whether a token ends a line."""
-    known: dict[int, bool] = {}
+    ends_line: dict[int, bool] = {}
 
     def ends(token: int) -> bool:
-        if token not in known:
-            known[token] = loaded.tokenizer.decode([token]).endswith("\n")
-        return known[token]
+        if token not in ends_line:
+            ends_line[token] = loaded.tokenizer.decode([token]).endswith("\n")
+        return ends_line[token]
 
     return ends
 
 
 def _mixed(rng: Random, text: list[int], planted: list[list[int]], ends) -> list[int]:
     """Return the text with the facts between its lines, in its first part."""
-    most = int(len(text) * FAR)
+    limit = int(len(text) * FAR)
     places = []
-    for place in sorted(rng.randrange(most) for _ in planted):
-        near = range(place, min(place + 200, most))
+    for place in sorted(rng.randrange(limit) for _ in planted):
+        near = range(place, min(place + 200, limit))
         places.append(next((i + 1 for i in near if ends(text[i])), place))
-    out, before = [], 0
+    out, cursor = [], 0
     for place, fact in zip(places, planted, strict=True):
-        place = max(place, before)
-        out += text[before:place] + fact
-        before = place
-    return out + text[before:]
+        place = max(place, cursor)
+        out += text[cursor:place] + fact
+        cursor = place
+    return out + text[cursor:]
 
 
 def _passages(
     rng: Random, text: Sequence[int], count: int
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield passages of the text that stand there once: a cue and what follows it."""
-    seen: set[tuple[int, ...]] = set()
+    once: set[tuple[int, ...]] = set()
     twice: set[tuple[int, ...]] = set()
     for i in range(len(text) - GOES_ON):
         part = tuple(text[i : i + GOES_ON])
-        (twice if part in seen else seen).add(part)
-    found = 0
+        (twice if part in once else once).add(part)
+    count_found = 0
     for _ in range(200 * count):
         at = rng.randrange(int(len(text) * FAR) - CUE - GOES_ON)
-        cue, rest = text[at : at + CUE], text[at + CUE : at + CUE + GOES_ON]
+        cue, following = text[at : at + CUE], text[at + CUE : at + CUE + GOES_ON]
         parts = [tuple(text[i : i + GOES_ON]) for i in range(at, at + CUE + 1)]
-        if len(set(rest)) < GOES_ON - 2 or any(part in twice for part in parts):
+        if len(set(following)) < GOES_ON - 2 or any(part in twice for part in parts):
             continue
-        yield list(cue), list(rest)
-        found += 1
-        if found == count:
+        yield list(cue), list(following)
+        count_found += 1
+        if count_found == count:
             return
     raise ValueError("the text repeats itself")
 
 
 def _pieces(encode: Callable[[str], list[int]], fact: Fact) -> tuple[list[int], ...]:
     """Return question and answer as the tokens of both together, and the tokens of the end."""
-    question, both = encode(fact.question), encode(fact.question + fact.answer)
+    question, joined = encode(fact.question), encode(fact.question + fact.answer)
     same = 0
-    while same < len(question) and question[same] == both[same]:
+    while same < len(question) and question[same] == joined[same]:
         same += 1
-    return both[:same], both[same:], encode(fact.end) if fact.end else []
+    return joined[:same], joined[same:], encode(fact.end) if fact.end else []

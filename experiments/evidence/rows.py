@@ -31,22 +31,24 @@ def key(row: Row) -> Key:
 def read(files: Iterable[Path]) -> list[Row]:
     """Return the rows of all files, one per key: a result goes before an error, a later row before an
     earlier one. Lines that were cut off are left out. Raises UserError."""
-    found: dict[Key, Row] = {}
+    newest: dict[Key, Row] = {}
     for file in files:
         for row in _lines(file):
-            old = found.get(key(row))
+            old = newest.get(key(row))
             if old is None or "error" in old or "error" not in row:
-                found[key(row)] = row
-    return list(found.values())
+                newest[key(row)] = row
+    return list(newest.values())
 
 
-def current(found: Iterable[Row]) -> list[Row]:
+def current(measured: Iterable[Row]) -> list[Row]:
     """Return the rows of the newest state of each model and text: after a model was trained further, or a
     text was exchanged, what was measured before compares with nothing. Errors stay."""
-    found, newest = list(found), {}
-    for row in sorted((row for row in found if "error" not in row), key=lambda r: r.get("when", 0)):
+    measured, newest = list(measured), {}
+    for row in sorted(
+        (row for row in measured if "error" not in row), key=lambda r: r.get("when", 0)
+    ):
         newest[_what(row)] = row.get("state")
-    return [row for row in found if "error" in row or row.get("state") == newest[_what(row)]]
+    return [row for row in measured if "error" in row or row.get("state") == newest[_what(row)]]
 
 
 def _what(row: Row) -> Key:
@@ -63,20 +65,20 @@ def _lines(file: Path) -> Iterator[Row]:
         ) from None
     for line in text.splitlines():
         try:
-            found = spread(json.loads(line))
-            for row in found:
+            parts = spread(json.loads(line))
+            for row in parts:
                 key(row)
         except (ValueError, KeyError, TypeError):
             continue  # a process was ended while it wrote
-        yield from found
+        yield from parts
 
 
-def gathered(found: Iterable[Row]) -> list[Row]:
+def gathered(measured: Iterable[Row]) -> list[Row]:
     """Return rows that differ in their texts and numbers alone as one: lists of what differs, under "texts" the texts.
     Rows of questions and errors stay."""
     out: list[Row] = []
     groups: dict[Key, list[Row]] = {}
-    for row in found:
+    for row in measured:
         if row["task"] != "kl" or "error" in row:
             out.append(row)
             continue
@@ -88,11 +90,11 @@ def gathered(found: Iterable[Row]) -> list[Row]:
     return [_joined(row[TEXTS]) if TEXTS in row else row for row in out]
 
 
-def _joined(some: list[Row]) -> Row:
-    first = some[0]
-    same = [name for name in first if all(row[name] == first[name] for row in some)]
-    lists = {name: [row[name] for row in some] for name in first if name not in same}
-    texts = lists.pop("text", [first["text"]] * len(some))
+def _joined(group: list[Row]) -> Row:
+    first = group[0]
+    same = [name for name in first if all(row[name] == first[name] for row in group)]
+    lists = {name: [row[name] for row in group] for name in first if name not in same}
+    texts = lists.pop("text", [first["text"]] * len(group))
     return {name: first[name] for name in same if name != "text"} | {TEXTS: texts} | lists
 
 
@@ -121,9 +123,9 @@ def append(file: Path, row: Row) -> None:
 
 
 def _ends_a_line(file: Path) -> bool:
-    with file.open("rb") as before:
-        before.seek(-1, os.SEEK_END)
-        return before.read(1) == b"\n"
+    with file.open("rb") as written:
+        written.seek(-1, os.SEEK_END)
+        return written.read(1) == b"\n"
 
 
 @contextmanager

@@ -7,40 +7,37 @@ from math import floor, log10
 from mlxkv.eval.intervals import Interval
 
 
-def number(found: Interval | float) -> str:
+def number(figure: Interval | float) -> str:
     """Format with three digits."""
-    value = found.value if isinstance(found, Interval) else found
+    value = figure.value if isinstance(figure, Interval) else figure
     return f"{value:.3g}".replace("e-0", "e-")
 
 
-def with_limits(found: Interval) -> str:
-    text = number(found)
-    return f"{text} [{number(found.low)}, {number(found.high)}]" if found.known else text
-
-
-def ratio(found: Interval) -> str:
-    text = f"{found.value:.2f}" if found.value < 100 else f"{found.value:.3g}"
-    if not found.known:
+def ratio(figure: Interval) -> str:
+    text = f"{figure.value:.2f}" if figure.value < 100 else f"{figure.value:.3g}"
+    if not figure.known:
         return text
-    limits = (f"{x:.2f}" if x < 100 else f"{x:.3g}" for x in (found.low, found.high))
+    limits = (f"{x:.2f}" if x < 100 else f"{x:.3g}" for x in (figure.low, figure.high))
     return f"{text} [{', '.join(limits)}]"
 
 
-def divergence(found: Interval | float) -> str:
+def divergence(figure: Interval | float) -> str:
     """Format KL (nats) with two digits, in full, with its limits."""
-    if isinstance(found, Interval):
-        text = divergence(found.value)
-        known = found.known and found.value > 0
-        return f"{text} [{divergence(found.low)}, {divergence(found.high)}]" if known else text
-    if found < 1e-6:
+    if isinstance(figure, Interval):
+        text = divergence(figure.value)
+        has_limits = figure.known and figure.value > 0
+        return (
+            f"{text} [{divergence(figure.low)}, {divergence(figure.high)}]" if has_limits else text
+        )
+    if figure < 1e-6:
         return "0"
-    return f"{found:.{min(6, max(2, 1 - floor(log10(found))))}f}"
+    return f"{figure:.{min(6, max(2, 1 - floor(log10(figure))))}f}"
 
 
-def signed(found: Interval) -> str:
+def signed(figure: Interval) -> str:
     """Format a difference with three places, with its limits."""
-    text = f"{found.value:+.3f}"
-    return f"{text} [{found.low:+.3f}, {found.high:+.3f}]" if found.known else text
+    text = f"{figure.value:+.3f}"
+    return f"{text} [{figure.low:+.3f}, {figure.high:+.3f}]" if figure.known else text
 
 
 def line(cells) -> str:

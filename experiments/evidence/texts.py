@@ -64,20 +64,20 @@ class Texts:
     @cached_property
     def names(self) -> list[str]:
         """Return the names of the texts. Raises UserError if there are none."""
-        there = {file.stem for file in self.folder.glob("*.txt")}
-        found = [name for name in TEXTS if name in there]
-        if not found:
+        files = {file.stem for file in self.folder.glob("*.txt")}
+        names = [name for name in TEXTS if name in files]
+        if not names:
             raise UserError(f"[--texts] no texts; got {self.folder}; leave the option out")
-        return found
+        return names
 
     def tokens(self, loaded, name: str, count: int) -> list[int] | None:
         """Return the last `count` tokens of a text, the first of them BOS if the model has one; None if it
         has fewer."""
-        found = self.encoded(loaded, name)
+        encoded = self.encoded(loaded, name)
         bos = getattr(loaded.tokenizer, "bos_token_id", None)
         start = [] if bos is None else [bos]
         room = count - len(start)
-        return [*start, *found[-room:]] if len(found) >= room else None
+        return [*start, *encoded[-room:]] if len(encoded) >= room else None
 
     def encoded(self, loaded, name: str) -> list[int]:
         """Return all tokens of a text."""
@@ -95,10 +95,10 @@ def _made() -> Iterator[tuple[str, str]]:
     topics = list(topics)
     filled = [*KINDS, *(f"document-{i + 1}" for i in range(DOCUMENTS))]
     for place, name in enumerate(filled):
-        own = passages("evaluation")[name] if name in KINDS else ""
+        passage = passages("evaluation")[name] if name in KINDS else ""
         docs = islice(topics, place, None, len(filled))
         code = islice(modules, place, None, len(filled) + 2)
-        yield name, _cut([*code, *docs], own)
+        yield name, _cut([*code, *docs], passage)
     for extra in range(2):
         yield (
             f"source-{extra + 1}",
@@ -135,10 +135,10 @@ def _library() -> list[tuple[str, Path]]:
     """Return module and file of the standard library's code that calibration never reads of."""
     home = Path(sysconfig.get_paths()["stdlib"])
     files = sorted([*home.glob("*.py"), *home.glob("*/*.py"), *home.glob("*/*/*.py")])
-    found = [(file.relative_to(home).with_suffix("").parts, file) for file in files]
+    modules = [(file.relative_to(home).with_suffix("").parts, file) for file in files]
     return [
         (parts[0], file)
-        for parts, file in found
+        for parts, file in modules
         if not SKIPPED & set(parts)
         and not parts[0].startswith("_sysconfig")
         and _evaluated(parts[0])
@@ -152,10 +152,10 @@ def _documented(module: str) -> bool:
 
 def _topics() -> list[str]:
     """Return topics of Python's documentation, in a fixed order that mixes subjects."""
-    found = python_topics()
-    names = [name for name in sorted(found, key=_place) if sources.in_evaluation(name)]
-    kept = [n for n in names if not n.startswith("module ") or _documented(n.split()[1])]
-    return ["\n\n".join(found[name]) for name in kept]
+    topics = python_topics()
+    names = [name for name in sorted(topics, key=_place) if sources.in_evaluation(name)]
+    chosen_names = [n for n in names if not n.startswith("module ") or _documented(n.split()[1])]
+    return ["\n\n".join(topics[name]) for name in chosen_names]
 
 
 def _modules() -> list[str]:
@@ -173,8 +173,8 @@ def _read(file: Path) -> str:
 
 def _packages() -> list:
     """Return the installed packages, an arbitrary but fixed order, without this one."""
-    found = {one.metadata["Name"] or "": one for one in distributions()}
-    return [found[name] for name in sorted(found, key=_place) if name not in ("", "mlxkv")]
+    packages = {package.metadata["Name"] or "": package for package in distributions()}
+    return [packages[name] for name in sorted(packages, key=_place) if name not in ("", "mlxkv")]
 
 
 def _descriptions() -> Iterator[str]:
@@ -191,16 +191,16 @@ def _licences() -> Iterator[str]:
 
 def _unlike(texts: Iterable[str]) -> Iterator[str]:
     """Yield texts without paragraphs that an earlier one has: licences quote each other."""
-    seen: set[str] = set()
+    paragraphs: set[str] = set()
     for text in texts:
-        kept = []
+        parts = []
         for part in text.replace("\r\n", "\n").split("\n\n"):
             plain = " ".join(part.split()).lower()
-            if plain and plain not in seen:
-                seen.add(plain)
-                kept.append(part)
-        if kept:
-            yield "\n\n".join(kept)
+            if plain and plain not in paragraphs:
+                paragraphs.add(plain)
+                parts.append(part)
+        if parts:
+            yield "\n\n".join(parts)
 
 
 def _records() -> Iterator[str]:
@@ -222,7 +222,7 @@ def _functions(file: Path) -> Iterator[str]:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            names = [one.arg for one in node.args.args]
+            names = [argument.arg for argument in node.args.args]
             record = {"file": file.name, "line": node.lineno, "function": node.name}
             record |= {"arguments": names, "statements": len(node.body)}
             yield json.dumps(record)

@@ -6,14 +6,12 @@ that lose nothing give the plain model's logits, whether int4 runs. The exit cod
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from experiments.families.building import families, not_built
-from experiments.families.checking import Family, apart
-from experiments.options import Parser, check_out
+from experiments.families.checking import apart
+from experiments.families.found import NEAR, NEW, PROMPT, Family, Survey
 from mlxkv import console
-from mlxkv.errors import MachineError, UserError
 
 # One of each sort, for CI.
 SHORT = (
@@ -41,57 +39,25 @@ those of the plain model, and logits within {near:g} of their norm. *int4*: the 
 """
 
 
-def page(found: list[Family], command: str) -> str:
-    """The table, below counts."""
-    from experiments.families.found import NEAR, NEW, PROMPT, ending, row
+SURVEY = Survey(
+    name="families",
+    head=HEAD.format(prompt=PROMPT, new=NEW, near=NEAR),
+    plain="refused with a reason before `generate`",
+    skipped="were not compared.",
+    column="int4",
+    cell=lambda family: "yes" if family.int4 else "-",
+    classes=True,
+)
 
-    built = [one for one in found if not one.skipped]
-    some = [one for one in built if one.compressed]
-    faults = [one for one in built if one.fault]
-    skipped = [one for one in found if one.skipped]
-    out = [
-        HEAD.format(prompt=PROMPT, new=NEW, near=NEAR),
-        f"{len(found)} families: {len(built)} built and compared, {len(some)} of them with compressed "
-        f"layers, {len(built) - len(some)} refused with a reason before `generate`; {len(faults)} with a "
-        f"fault. {len(skipped)} were not compared.\n",
-        "| family | class | compressed | the rest | equal | int4 |",
-        "|---|---|---|---|---|---|",
-    ]
-    for one in sorted(built, key=lambda one: one.name):
-        out.append(row(one, "yes" if one.int4 else "-", one.built))
-    return "\n".join([*out, *ending(skipped, command)])
+
+def measure(names: Sequence[str]) -> Iterator[Family]:
+    for name in names:
+        reason = not_built(name)
+        yield Family(name, skipped=reason) if reason else apart(name, SECONDS)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser("families", __doc__)
-    add = parser.add_argument
-    add("names", nargs="*", help="families, by transformers' names; default: all")
-    add("--short", action="store_true", help="the part that CI runs")
-    add("--out", type=Path, help="write the table here")
-    args = parser.parse_args(arguments)
-    check_out(args.out)
-    there = families()
-    for name in args.names:
-        if name not in there:
-            raise UserError(
-                f"[families] transformers has no causal model {name!r}; see its auto classes"
-            )
-    found = []
-    for name in args.names or (SHORT if args.short else there):
-        start = time.perf_counter()
-        reason = not_built(name)
-        found.append(Family(name, skipped=reason) if reason else apart(name, SECONDS))
-        one, spent = found[-1], time.perf_counter() - start
-        said = one.fault or one.skipped or f"{len(one.compressed)} of {len(one.layers)} compressed"
-        console.note(f"{name}: {said} ({spent:.1f} s)")
-    command = "python -m experiments.families" + (f" --out {args.out}" if args.out else "")
-    text = page(found, command)
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
-    else:
-        print(text)
-    if bad := [one.name for one in found if one.fault]:
-        raise MachineError(f"[families] {len(bad)} of {len(found)} have a fault: {', '.join(bad)}")
+    SURVEY.run(__doc__, arguments, families(), measure, SHORT)
 
 
 if __name__ == "__main__":

@@ -18,36 +18,36 @@ from mlxkv.models.catalog.reports import LayerReport
 
 def family(name: str) -> Family:
     """Build `name` and compare it: plain, on lossless pages, on int4, and plain again after detach."""
-    found = Family(name)
+    result = Family(name)
     try:
         model = build(name)
-        found = replace(found, built=type(model).__name__)
+        result = replace(result, built=type(model).__name__)
     except Exception as error:
-        return replace(found, skipped=f"is not built: {line(error)}")
+        return replace(result, skipped=f"is not built: {line(error)}")
     try:
         plain, logits = _written(model)
     except Exception as error:
-        return replace(found, skipped=f"plain `generate` fails in transformers: {line(error)}")
+        return replace(result, skipped=f"plain `generate` fails in transformers: {line(error)}")
     try:
         reports = _attached(model, EXACT)
-        tokens, got = _written(model)
-        gap = float((got - logits).norm() / logits.norm())
-        found = replace(found, layers=tuple(reports), exact=gap)
+        tokens, logits_ours = _written(model)
+        gap = float((logits_ours - logits).norm() / logits.norm())
+        result = replace(result, layers=tuple(reports), exact=gap)
         if not (torch.equal(tokens, plain) and gap < NEAR):
-            return replace(found, fault=f"lossless pages: logits {gap:.1e} apart")
+            return replace(result, fault=f"lossless pages: logits {gap:.1e} apart")
         reports = _attached(model, INT4)
-        tokens, got = _written(model)
-        if not got.isfinite().all():
-            return replace(found, fault="int4: logits are not finite")
-        found = replace(found, int4=any(r.compressed for r in reports))
+        tokens, logits_ours = _written(model)
+        if not logits_ours.isfinite().all():
+            return replace(result, fault="int4: logits are not finite")
+        result = replace(result, int4=any(r.compressed for r in reports))
         seam.detach(model)
         if not torch.equal(_written(model)[1], logits):
-            return replace(found, fault="after detach the model is another")
+            return replace(result, fault="after detach the model is another")
     except Exception as error:
         return replace(
-            found, fault=f"{line(error)} at {traceback.extract_tb(error.__traceback__)[-1].name}"
+            result, fault=f"{line(error)} at {traceback.extract_tb(error.__traceback__)[-1].name}"
         )
-    return found
+    return result
 
 
 def _attached(model, config: CacheConfig) -> list[LayerReport]:
@@ -76,14 +76,18 @@ def _written(model) -> tuple[torch.Tensor, torch.Tensor]:
 def apart(name: str, seconds: float) -> Family:
     """`family` in a process that ends after `seconds`."""
     context = multiprocessing.get_context("fork")  # transformers takes seconds to import
-    here, there = context.Pipe(False)
-    process = context.Process(target=_report, args=(name, there))
+    receiver, sender = context.Pipe(False)
+    process = context.Process(target=_report, args=(name, sender))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the new process has one
         process.start()
-    there.close()
+    sender.close()
     try:
-        return here.recv() if here.poll(seconds) else Family(name, fault=f"more than {seconds:g} s")
+        return (
+            receiver.recv()
+            if receiver.poll(seconds)
+            else Family(name, fault=f"more than {seconds:g} s")
+        )
     except EOFError:
         return Family(name, fault="the process died")
     finally:
@@ -91,7 +95,7 @@ def apart(name: str, seconds: float) -> Family:
         process.join()
 
 
-def _report(name: str, there) -> None:
+def _report(name: str, sender) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    there.send(family(name))
+    sender.send(family(name))

@@ -1,9 +1,16 @@
-"""What is found of one family, and the configurations that it is tried with; no framework of models."""
+"""Result of one family, the configurations that it is tried with, and the page and command of a survey of families;
+no framework of models."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from experiments.options import Parser, check_out
+from mlxkv import console
+from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.affine import Full
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
@@ -29,8 +36,12 @@ INT4 = replace(parse_kv("int4"), **WINDOWS)
 
 @dataclass(frozen=True)
 class Family:
-    """What was found. built: name of its class. skipped: why nothing was compared. compressed: of `layers`
-    reports. exact: distance of the logits to the plain model's with lossless pages. fault: what is wrong."""
+    """Result of one family.
+
+    built: name of its class. skipped: why nothing was compared. layers: reports. exact: distance of the logits
+    to the plain model's with lossless pages. int4, kl: whether int4 runs, and its divergence from the plain
+    model in nats (mlx-vlm). fault: what is wrong.
+    """
 
     name: str
     built: str = ""
@@ -38,6 +49,7 @@ class Family:
     layers: tuple[LayerReport, ...] = ()
     exact: float | None = None
     int4: bool = False
+    kl: float | None = None
     fault: str = ""
 
     @property
@@ -51,7 +63,7 @@ class Family:
         for r in self.layers:
             if not r.compressed:
                 groups.setdefault(f"{r.kind}: {r.reason}", []).append(r.index)
-        return "; ".join(f"{ranges(found)} ({why})" for why, found in groups.items())
+        return "; ".join(f"{ranges(layers)} ({reason})" for reason, layers in groups.items())
 
 
 def line(error: Exception) -> str:
@@ -60,17 +72,103 @@ def line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:160]
 
 
-def row(one, last: str, *more: str) -> str:
-    """Return a family's line of a table. last: its last cell where nothing is wrong. more: behind its name."""
-    where = f"{ranges(one.compressed)} of {len(one.layers)}" if one.compressed else "-"
-    cells = [one.name, *more, where, one.why or "-"]
-    cells += [f"**{one.fault}**", ""] if one.fault else ["yes", last]
+@dataclass(frozen=True)
+class Survey:
+    """All families of one library.
+
+    name: of the experiment. head: of its page. kind: "family" or "file". plain: clause about those without
+    compressed layers. skipped: about those that were not compared. column, cell: the last of the table, and its
+    text for a family. classes: whether names of classes are a column.
+    """
+
+    name: str
+    head: str
+    plain: str
+    skipped: str
+    column: str
+    cell: Callable[[Family], str]
+    kind: str = "family"
+    classes: bool = False
+
+    def page(self, results: Sequence[Family], command: str) -> str:
+        """Return the table, below counts. command: that made it."""
+        built = [family for family in results if not family.skipped]
+        skipped = [family for family in results if family.skipped]
+        compressed = [family for family in built if family.compressed]
+        faults = [family for family in built if family.fault]
+        columns = [
+            self.kind,
+            *(["class"] if self.classes else []),
+            "compressed",
+            "the rest",
+            "equal",
+        ]
+        versions_used = ", ".join(f"{name} {number}" for name, number in versions().items())
+        plural = "files" if self.kind == "file" else "families"
+        return "\n".join(
+            [
+                self.head,
+                f"{len(results)} {plural}: {len(built)} built and compared, {len(compressed)} of them with "
+                f"compressed layers, {len(built) - len(compressed)} {self.plain}; {len(faults)} with a fault. "
+                f"{len(skipped)} {self.skipped}\n",
+                _line([*columns, self.column]),
+                "|" + "---|" * (len(columns) + 1),
+                *(self._row(family) for family in sorted(built, key=lambda family: family.name)),
+                "\n## Not compared\n",
+                _line([self.kind, "why"]),
+                "|---|---|",
+                *(_line([family.name, family.skipped]) for family in skipped),
+                f"\nMade by `{command}` on {machine()['chip']}; {versions_used}.\n",
+            ]
+        )
+
+    def _row(self, family: Family) -> str:
+        count = f"{ranges(family.compressed)} of {len(family.layers)}" if family.compressed else "-"
+        cells = [family.name, *([family.built] if self.classes else []), count, family.why or "-"]
+        cells += [f"**{family.fault}**", ""] if family.fault else ["yes", self.cell(family)]
+        return _line(cells)
+
+    def run(
+        self,
+        doc: str | None,
+        arguments: list[str] | None,
+        names: Collection[str],
+        measure: Callable[[Sequence[str]], Iterator[Family]],
+        short: Sequence[str] = (),
+    ) -> None:
+        """Run the command: measure the families named, or all, and write the page. short: for CI. Raises
+        MachineError if one has a fault."""
+        parser = Parser(self.name, doc)
+        parser.add_argument(
+            "names", nargs="*", help="families, by the library's names; default: all"
+        )
+        if short:
+            parser.add_argument("--short", action="store_true", help="the part that CI runs")
+        parser.add_argument("--out", type=Path, help="write the table here")
+        args = parser.parse_args(arguments)
+        check_out(args.out)
+        if unknown := [name for name in args.names if name not in names]:
+            raise UserError(f"[{self.name}] no {self.kind} {unknown[0]!r} in this library")
+        chosen = args.names or (short if short and args.short else list(names))
+        results, start = [], time.perf_counter()
+        for family in measure(chosen):
+            results.append(family)
+            state = f"{len(family.compressed)} of {len(family.layers)} compressed"
+            spent, start = time.perf_counter() - start, time.perf_counter()
+            console.note(
+                f"{family.name}: {family.fault or family.skipped or state} ({spent:.1f} s)"
+            )
+        out = f" --out {args.out}" if args.out else ""
+        text = self.page(results, f"python -m experiments.{self.name}{out}")
+        if args.out:
+            args.out.write_text(text, encoding="utf-8")
+        else:
+            print(text)
+        if bad := [family.name for family in results if family.fault]:
+            raise MachineError(
+                f"[{self.name}] {len(bad)} of {len(results)} have a fault: {', '.join(bad)}"
+            )
+
+
+def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
-
-
-def ending(skipped: list, command: str, what: str = "family") -> list[str]:
-    """Return the end of a page: what was not compared, and what made the page."""
-    out = ["\n## Not compared\n", f"| {what} | why |", "|---|---|"]
-    out += [f"| {one.name} | {one.skipped.replace('|', '/')} |" for one in skipped]
-    used = ", ".join(f"{name} {number}" for name, number in versions().items())
-    return [*out, f"\nMade by `{command}` on {machine()['chip']}; {used}.\n"]

@@ -21,42 +21,42 @@ from mlxkv.models.catalog.reports import LayerReport
 
 def family(name: str) -> Family:
     """Build `name` and compare it: plain, on lossless pages, on int4, and plain again after detach."""
-    found = Family(name)
+    result = Family(name)
     if reason := not_built(name):
-        return replace(found, skipped=reason)
+        return replace(result, skipped=reason)
     try:
         model = build(name)
     except Exception as error:
-        return replace(found, skipped=f"is not built: {line(error)}")
+        return replace(result, skipped=f"is not built: {line(error)}")
     try:
         plain, logits = _written(model)
     except Exception as error:
-        return replace(found, skipped=f"does not run in mlx-lm: {line(error)}")
+        return replace(result, skipped=f"does not run in mlx-lm: {line(error)}")
     if not mx.isfinite(logits).all().item():
         return replace(
-            found, skipped="its logits are no numbers with random weights, in mlx-lm too"
+            result, skipped="its logits are no numbers with random weights, in mlx-lm too"
         )
     try:
         _attached(model, EXACT)
-        tokens, got = _written(model)
-        gap = (mx.linalg.norm(got - logits) / mx.linalg.norm(logits)).item()
-        found = replace(found, exact=gap)
+        tokens, logits_ours = _written(model)
+        gap = (mx.linalg.norm(logits_ours - logits) / mx.linalg.norm(logits)).item()
+        result = replace(result, exact=gap)
         if tokens != plain or not gap < NEAR:
-            return replace(found, fault=f"lossless pages: logits {gap:.1e} apart")
+            return replace(result, fault=f"lossless pages: logits {gap:.1e} apart")
         reports = _attached(model, INT4)
-        tokens, got = _written(model)
-        if not mx.isfinite(got).all().item():
-            return replace(found, fault="int4: logits are not finite")
-        found = replace(found, layers=tuple(reports), int4=any(r.compressed for r in reports))
+        tokens, logits_ours = _written(model)
+        if not mx.isfinite(logits_ours).all().item():
+            return replace(result, fault="int4: logits are not finite")
+        result = replace(result, layers=tuple(reports), int4=any(r.compressed for r in reports))
         detach(model)
         if not mx.array_equal(_written(model)[1], logits).item():
-            return replace(found, fault="after detach the model is another")
+            return replace(result, fault="after detach the model is another")
     except UserError as error:
-        return replace(found, fault=line(error))
+        return replace(result, fault=line(error))
     except Exception as error:
         at = traceback.extract_tb(sys.exc_info()[2])[-1].name
-        return replace(found, fault=f"{line(error)} at {at}")
-    return found
+        return replace(result, fault=f"{line(error)} at {at}")
+    return result
 
 
 def _attached(model: nn.Module, config: CacheConfig) -> list[LayerReport]:

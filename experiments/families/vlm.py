@@ -6,31 +6,25 @@ caches while nothing is sealed, how far int4 is behind it. The exit code is 1 if
 
 from __future__ import annotations
 
-import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from experiments.families.found import ending, row
+from experiments.families.found import NEW, PROMPT, Family, Survey, line
 from experiments.families.vlm_building import VOCABULARY, NotBuilt, build, families
-from experiments.options import Parser, check_out
 from mlxkv import console
-from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach
-from mlxkv.models.catalog.reports import LayerReport, ranges
 from mlxkv.models.hooks.mark import own_make_cache
 
-PROMPT, NEW = 45, 20  # tokens
 INT4 = parse_kv("int4")  # whose window holds all of them
 SEALED = replace(
     INT4, sink=4, recent=16, page=16
@@ -50,31 +44,6 @@ divergence of int4's predictions from the plain ones, in nats, over the same tex
 fault. Random weights say that the right numbers arrive, not how good 4 bits are.
 
 """
-
-
-@dataclass(frozen=True)
-class Found:
-    """skipped: why nothing was compared. layers: reports. kl: of the sealed caches, or None where nothing is
-    compressed. fault: what is wrong."""
-
-    name: str
-    skipped: str = ""
-    layers: tuple[LayerReport, ...] = ()
-    kl: float | None = None
-    fault: str = ""
-
-    @property
-    def compressed(self) -> list[int]:
-        return [one.index for one in self.layers if one.compressed]
-
-    @property
-    def why(self) -> str:
-        """Why the other layers are not compressed."""
-        groups: dict[str, list[int]] = {}
-        for one in self.layers:
-            if not one.compressed:
-                groups.setdefault(f"{one.kind}: {one.reason}", []).append(one.index)
-        return "; ".join(f"{ranges(found)} ({why})" for why, found in groups.items())
 
 
 def logits_of(model: nn.Module, caches: list, tokens: mx.array) -> mx.array:
@@ -106,114 +75,78 @@ def divergence(plain: mx.array, ours: mx.array) -> float:
     return (mx.exp(p) * (p - q)).sum(-1).mean().item()
 
 
-def compared(name: str, model: nn.Module) -> Found:
+def compared(name: str, model: nn.Module) -> Family:
     """What one family does."""
     try:
         tokens, plain = written(model)
         if not mx.isfinite(plain).all().item():
             raise ValueError("NaN or infinity in the logits")
     except Exception as error:  # without a cache of ours in it
-        said = " ".join(str(error).split())[:100]
-        return Found(
-            name, f"with its own caches it fails on these values: {type(error).__name__}: {said}"
-        )
+        reason = f"with its own caches it fails on these values: {line(error)}"
+        return Family(name, skipped=reason)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of attach, where nothing is compressed: the table says so
         layers = tuple(attach(model, INT4))
-        found = Found(name, layers=layers)
+        result = Family(name, layers=layers)
         again, ours = written(model, None)
         off = (mx.linalg.norm(ours - plain) / mx.linalg.norm(plain)).item()
         if again != tokens or not off <= NEAR:
-            return replace(found, fault=f"other text before anything is sealed ({off:.1e})")
-        if found.compressed:
+            return replace(result, fault=f"other text before anything is sealed ({off:.1e})")
+        if result.compressed:
             attach(model, SEALED)
-            found = replace(found, kl=divergence(plain, written(model, tokens)[1]))
-            if not found.kl <= KL:
-                found = replace(found, fault=f"KL {found.kl:.2g}")
+            result = replace(result, kl=divergence(plain, written(model, tokens)[1]))
+            if not result.kl <= KL:
+                result = replace(result, fault=f"KL {result.kl:.2g}")
         detach(model)
     if written(model)[0] != tokens:
-        return replace(found, fault="other text after detach")
-    return found
+        return replace(result, fault="other text after detach")
+    return result
 
 
-def family(name: str) -> Found:
+def family(name: str) -> Family:
     """Build and compare one; whatever is raised is a fault."""
     try:
         return compared(name, build(name))
     except NotBuilt as error:
-        return Found(name, str(error))
+        return Family(name, skipped=str(error))
     except Exception as error:
         console.note(traceback.format_exc())
-        return Found(name, fault=f"{type(error).__name__}: {' '.join(str(error).split())[:100]}")
+        return Family(name, fault=line(error))
 
 
-def apart(names: list[str]) -> Iterator[tuple[Found, float]]:
-    """Each family and the seconds it took, in a process that may die of one: then the next gets another."""
+def apart(names: Sequence[str]) -> Iterator[Family]:
+    """Yield each family, measured in a process that may die of one: then the next gets another."""
     make = partial(ProcessPoolExecutor, 1, get_context("spawn"))
     pool = make()
     try:
         for name in names:
-            start = time.perf_counter()
             try:
-                found = pool.submit(family, name).result(SECONDS)
+                result = pool.submit(family, name).result(SECONDS)
             except (BrokenProcessPool, TimeoutError) as error:
                 died = isinstance(error, BrokenProcessPool)
-                why = "the process died" if died else f"more than {SECONDS:g} s"
-                found = Found(name, fault=why)
+                reason = "the process died" if died else f"more than {SECONDS:g} s"
+                result = Family(name, fault=reason)
                 for process in list((pool._processes or {}).values()):
                     process.kill()
                 pool.shutdown(wait=False)
                 pool = make()
-            yield found, time.perf_counter() - start
+            yield result
     finally:
         pool.shutdown()
 
 
-def page(found: list[Found], command: str) -> str:
-    """The table, below counts."""
-    built = [one for one in found if not one.skipped]
-    some = [one for one in built if one.compressed]
-    faults = [one for one in built if one.fault]
-    skipped = [one for one in found if one.skipped]
-    out = [
-        HEAD.format(prompt=PROMPT, new=NEW, near=NEAR, kl=KL, all=INT4.room(False)),
-        f"{len(found)} families: {len(built)} built and compared, {len(some)} of them with compressed layers, "
-        f"{len(built) - len(some)} run as they are, with a reason; {len(faults)} with a fault. {len(skipped)} "
-        "were not compared.\n",
-        "| family | compressed | the rest | equal | KL |",
-        "|---|---|---|---|---|",
-    ]
-    for one in built:
-        out.append(row(one, "-" if one.kl is None else f"{one.kl:.1e}"))
-    return "\n".join([*out, *ending(skipped, command)])
+SURVEY = Survey(
+    name="families.vlm",
+    head=HEAD.format(prompt=PROMPT, new=NEW, near=NEAR, kl=KL, all=INT4.room(False)),
+    plain="run as they are, with a reason",
+    skipped="were not compared.",
+    column="KL",
+    cell=lambda family: "-" if family.kl is None else f"{family.kl:.1e}",
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser("families.vlm", __doc__)
-    add = parser.add_argument
-    add("names", nargs="*", help="families, by mlx-vlm's names; default: all")
-    add("--out", type=Path, help="write the table here")
-    args = parser.parse_args(arguments)
-    check_out(args.out)
-    there = families()
-    for name in args.names:
-        if name not in there:
-            raise UserError(f"[families.vlm] mlx-vlm has no family {name!r}; see its folder models")
-    found = []
-    for one, spent in apart(args.names or there):
-        found.append(one)
-        said = one.fault or one.skipped or f"{len(one.compressed)} of {len(one.layers)} compressed"
-        console.note(f"{one.name}: {said} ({spent:.1f} s)")
-    command = "python -m experiments.families.vlm" + (f" --out {args.out}" if args.out else "")
-    text = page(found, command)
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
-    else:
-        print(text)
-    if bad := [one.name for one in found if one.fault]:
-        raise MachineError(
-            f"[families.vlm] {len(bad)} of {len(found)} have a fault: {', '.join(bad)}"
-        )
+    SURVEY.run(__doc__, arguments, families(), lambda names: apart(names))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def run(
     check_choice("fill", fill, FILLS)
     check_weights(dtype, bits)
     machine, installed = machine_in_use(), versions()
-    it = load_subject(model, dtype, bits)
+    subject = load_subject(model, dtype, bits)
     print_machine(machine, installed)
     rows = []
     with Progress(console=Console(stderr=True), transient=True) as bars:
@@ -92,7 +92,7 @@ def run(
         for context in lengths:
             bars.update(bar, description=f"{model} {context}")
             rows += _rows(
-                it,
+                subject,
                 context,
                 presets,
                 fill=_fill_of(fill, context),
@@ -100,7 +100,12 @@ def run(
                 rounds=rounds,
                 done=lambda: bars.advance(bar),
             )
-    about = {"model": model, "weights": it.weights, "bits": bits, "dtype": short(it.dtype)}
+    about = {
+        "model": model,
+        "weights": subject.weights,
+        "bits": bits,
+        "dtype": short(subject.dtype),
+    }
     rows = [about | row for row in rows]
     _show(rows, tokens, rounds)
     if as_json:
@@ -115,7 +120,7 @@ def _fill_of(fill: str, context: int) -> str:
 
 
 def _rows(
-    it: Subject,
+    subject: Subject,
     context: int,
     presets: list[str],
     *,
@@ -126,17 +131,18 @@ def _rows(
 ) -> list[dict]:
     """One row per preset: medians over interleaved runs, after one of each to warm up."""
     for name in presets:  # one token, but all where a basis that follows builds kernels
-        measure(it, name, context, fill, tokens if cache_config(name).follows else 1, 1)
+        measure(subject, name, context, fill, tokens if cache_config(name).follows else 1, 1)
         done()
     tasks = {
-        name: lambda name=name: measure(it, name, context, fill, tokens, tokens) for name in presets
+        name: lambda name=name: measure(subject, name, context, fill, tokens, tokens)
+        for name in presets
     }
     rows = []
     for name, runs in interleaved(tasks, rounds, done).items():
-        row = {"preset": name, "by": it.decoded_by(name)}
+        row = {"preset": name, "by": subject.decoded_by(name)}
         row |= {"context": context, "fill": fill, "runs": len(runs)} | medians(runs)
         row |= steps.medians(runs)
-        row["spread"] = spread([one["tokens_per_second"] for one in runs])
+        row["spread"] = spread([run["tokens_per_second"] for run in runs])
         rows.append(row)
     speeds = {row["preset"]: row["tokens_per_second"] for row in rows}
     for row in rows:
@@ -156,31 +162,31 @@ def medians(runs: list[dict]) -> dict:
 
 
 def measure(
-    it: Subject,
+    subject: Subject,
     preset: str,
     context: int,
     fill: str,
     tokens: int,
-    apart: int = 0,
+    steps_apart: int = 0,
 ) -> dict:
     """Fill a fresh cache with `context` tokens, decode WARM tokens, then time `tokens` more.
 
     preset: one of ours, or a name in MLX_LM: mlx-lm then quantises its own cache from the first token
-    on. fill: "prefill" or "direct". apart: steps after these, whose parts are timed apart (`steps.parts`),
+    on. fill: "prefill" or "direct". steps_apart: steps after these, whose parts are timed apart (`steps.parts`),
     and returned too.
     prefill_seconds: the prompt without its last token. first_token_seconds: until the first token. Both are
     None if the cache was filled directly.
     """
     bits = MLX_LM.get(preset)
-    with it.attached(BASELINE if bits else preset):
-        cache = make_prompt_cache(it.model)
+    with subject.attached(BASELINE if bits else preset):
+        cache = make_prompt_cache(subject.model)
         mx.random.seed(0)
         mx.clear_cache()
         mx.reset_peak_memory()
-        prompt = it.random_tokens(1 if fill == "direct" else context)
+        prompt = subject.random_tokens(1 if fill == "direct" else context)
         mx.eval(prompt)
         if fill == "direct":
-            fill_directly(cache, it, context - 1)
+            fill_directly(cache, subject, context - 1)
             mx.clear_cache()
             mx.reset_peak_memory()
         options = {"max_tokens": WARM + tokens, "prefill_step_size": PREFILL_STEP}
@@ -193,17 +199,17 @@ def measure(
                 read[:] = [time.perf_counter()]
 
         options["prompt_progress_callback"] = progress
-        with wired_limit(it.model):  # as mlx-lm generates
+        with wired_limit(subject.model):  # as mlx-lm generates
             times = [time.perf_counter()]
-            for one in generate_step(prompt, it.model, prompt_cache=cache, **options):
+            for pair in generate_step(prompt, subject.model, prompt_cache=cache, **options):
                 times.append(time.perf_counter())
-                token, last = one
+                token, last = pair
         if not mx.isfinite(last.max()).item():  # one NaN in the logits makes all of them NaN
             raise MachineError(f"[bench] NaN or infinity in the logits with {preset}; no times")
         prefill = read[0] - times[0] if fill == "prefill" else None
         timed = times[WARM:]
         gaps = [b - a for a, b in zip(timed, timed[1:], strict=False)]
-        found = {
+        row = {
             "prefill_seconds": prefill,
             "prefill_tokens_per_second": prefill and (context - 1) / prefill,
             "first_token_seconds": prefill and times[1] - times[0],
@@ -212,12 +218,12 @@ def measure(
             "peak_bytes": mx.get_peak_memory(),
             "kv_bytes": sum(layer.nbytes for layer in cache),
         }
-        return found | (steps.parts(it.model, cache, token, apart) if apart else {})
+        return row | (steps.parts(subject.model, cache, token, steps_apart) if steps_apart else {})
 
 
-def fill_directly(cache: list, it: Subject, tokens: int) -> None:
+def fill_directly(cache: list, subject: Subject, tokens: int) -> None:
     """Put random keys and values of `tokens` tokens into every layer's cache, in chunks as a prefill."""
-    shapes = layers_of(it.model)
+    shapes = layers_of(subject.model)
     if len(shapes) != len(cache) or any(s.kind not in ("full", "sliding") for s in shapes):
         raise UserError(
             "[--fill] this model has caches of other kinds than keys and values; got direct; "
@@ -227,7 +233,7 @@ def fill_directly(cache: list, it: Subject, tokens: int) -> None:
         for start in range(0, tokens, PREFILL_STEP):
             count = min(PREFILL_STEP, tokens - start)
             keys, values = (
-                mx.random.normal((1, shape.kv_heads, count, dims), it.dtype)
+                mx.random.normal((1, shape.kv_heads, count, dims), subject.dtype)
                 for dims in (shape.key_dim, shape.value_dim)
             )
             layer.update_and_fetch(keys, values)

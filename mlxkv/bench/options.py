@@ -21,8 +21,8 @@ BITS = (2, 3, 4, 6, 8)
 def parse_presets(text: str, others: tuple[str, ...] = ()) -> list[str]:
     """'fp16, int4' -> ["fp16", "int4"], each once. others: names that are allowed beside presets. Raises
     UserError for an unknown preset."""
-    given = (name.strip() for name in text.split(","))
-    names = list(dict.fromkeys(name if name in others else canonical(name) for name in given))
+    words = (name.strip() for name in text.split(","))
+    names = list(dict.fromkeys(name if name in others else canonical(name) for name in words))
     for name in names:
         if name not in others:
             parse_kv(name)

@@ -39,8 +39,8 @@ def spread(calibration: Calibration) -> Calibration:
 def _weighted(basis: Basis, seed: int) -> Basis:
     """Return what is stored and what reads it have the same moment, with the eigenvectors of the basis."""
     sigma = falling(*basis.values.shape, seed).astype(np.float32)
-    found = Balance(np.ascontiguousarray(basis.vectors[..., ::-1]), sigma)
-    return replace(basis, values=np.ascontiguousarray(sigma[:, ::-1]), balance=found)
+    balance = Balance(np.ascontiguousarray(basis.vectors[..., ::-1]), sigma)
+    return replace(basis, values=np.ascontiguousarray(sigma[:, ::-1]), balance=balance)
 
 
 def allotted(config: CacheConfig, dims: int) -> CacheConfig:
@@ -49,22 +49,22 @@ def allotted(config: CacheConfig, dims: int) -> CacheConfig:
     rates = [getattr(config, side).quantizer.rate for side in SIDES if getattr(config, side).filled]
     if not rates:
         return config
-    both = len(rates) == len(SIDES) and rates[0] == rates[1]
-    found = {}
-    for names in (SIDES,) if both else tuple((side,) for side in SIDES):
+    shared = len(rates) == len(SIDES) and rates[0] == rates[1]
+    chosen_widths = {}
+    for names in (SIDES,) if shared else tuple((side,) for side in SIDES):
         if getattr(config, names[0]).filled:
-            asked = [
+            directions = [
                 (side, falling(1, dims, 2 * n + SIDES.index(side)))
                 for n in range(LAYERS)
                 for side in names
             ]
-            widths = fill.allot(asked, getattr(config, names[0]).quantizer.rate)
-            each = [widths[i : i + len(names)] for i in range(0, len(widths), len(names))]
-            bits = [sum(map(sum, one)) for one in each]
-            middle = each[int(np.abs(np.array(bits) - np.mean(bits)).argmin())]
-            found |= dict(zip(names, middle, strict=True))
+            widths = fill.allot(directions, getattr(config, names[0]).quantizer.rate)
+            layers = [widths[i : i + len(names)] for i in range(0, len(widths), len(names))]
+            bits = [sum(map(sum, layer)) for layer in layers]
+            middle = layers[int(np.abs(np.array(bits) - np.mean(bits)).argmin())]
+            chosen_widths |= dict(zip(names, middle, strict=True))
     sides = {}
-    for side, widths in found.items():
+    for side, widths in chosen_widths.items():
         old = getattr(config, side)
         sides[side] = replace(old, quantizer=replace(old.quantizer, widths=widths))
     return replace(config, **sides)

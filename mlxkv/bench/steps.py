@@ -42,31 +42,31 @@ def parts(model: nn.Module, cache: list, token: int, count: int) -> dict:
         return mx.argmax(logprobs, axis=-1), logprobs.squeeze(0)
 
     with wired_limit(model), mx.stream(generation_stream):
-        before = steps.replayed if steps else 0
-        last, build, host, whole = _in_loop(step, mx.array([token]), count)
-        how = made(steps, before, count + 1)
+        replayed_before = steps.replayed if steps else 0
+        last, build, host, token_seconds = _in_loop(step, mx.array([token]), count)
+        way = made(steps, replayed_before, count + 1)
         device = _together(step, last, -(-count // TOGETHER))
-    wait = max(0.0, whole - host)
+    wait = max(0.0, token_seconds - host)
     numbers = (1e3 * x for x in (host, build, wait, device))
-    found = dict(zip(NUMBERS, numbers, strict=True))
-    return found | {"waits": "host" if wait > WAITING * whole else "device", "step": how}
+    row = dict(zip(NUMBERS, numbers, strict=True))
+    return row | {"waits": "host" if wait > WAITING * token_seconds else "device", "step": way}
 
 
 def _in_loop(step: Step, last: mx.array, count: int) -> tuple[mx.array, float, float, float]:
     """The last token, and the median seconds of a token in mlx-lm's loop: processor time for building,
     for building and handing over, and all of its time."""
-    now, times = step(last), []
-    mx.async_eval(*now)
+    current, times = step(last), []
+    mx.async_eval(*current)
     for _ in range(count):
         start, begun = perf_counter(), thread_time()
-        following = step(now[0])
+        following = step(current[0])
         built = thread_time()
         mx.async_eval(*following)
         handed = thread_time()
-        now[0].item()
+        current[0].item()
         times.append((built - begun, handed - begun, perf_counter() - start))
-        now = following
-    return now[0], *(median(column) for column in zip(*times, strict=True))
+        current = following
+    return current[0], *(median(column) for column in zip(*times, strict=True))
 
 
 def _together(step: Step, last: mx.array, count: int) -> float:
@@ -84,24 +84,24 @@ def _together(step: Step, last: mx.array, count: int) -> float:
     return median(times)
 
 
-def made(steps: Steps | None, before: int, count: int) -> str:
-    """Return how the last `count` steps were made, of which `steps.replayed` was `before`."""
+def made(steps: Steps | None, replayed_before: int, count: int) -> str:
+    """Return how the last `count` steps were made, of which `steps.replayed` was `replayed_before`."""
     if steps is None:
         return "by Python: not attached"
-    if (replayed := steps.replayed - before) == count:
+    if (replayed := steps.replayed - replayed_before) == count:
         return "replayed"
-    why = steps.why_not or steps.waits_for
+    reason = steps.why_not or steps.waits_for
     if replayed:
-        return f"replayed {replayed} of {count}" + (f": {why}" if why else "")
-    return f"by Python: {why}"
+        return f"replayed {replayed} of {count}" + (f": {reason}" if reason else "")
+    return f"by Python: {reason}"
 
 
 def medians(runs: list[dict]) -> dict:
     """Return the median of each number over the runs of one row, and what most runs say."""
     out = {name: median(run[name] for run in runs) for name in NUMBERS}
     for name in ("waits", "step"):
-        said = [run[name] for run in runs]
-        out[name] = max(said, key=said.count)
+        texts = [run[name] for run in runs]
+        out[name] = max(texts, key=texts.count)
     return out
 
 
@@ -118,9 +118,9 @@ def show(rows: list[dict]) -> None:
         for row in rows
     ]
     console.print_table(COLUMNS, table, "one step: the host's part and the device's")
-    whys = dict.fromkeys(f"{row['preset']}: {row['step']}" for row in rows if ":" in row["step"])
-    for why in whys:
-        print(why)
+    reasons = dict.fromkeys(f"{row['preset']}: {row['step']}" for row in rows if ":" in row["step"])
+    for reason in reasons:
+        print(reason)
     print(
         "step: replayed from a trace, or built by Python, token by token; host ms: processor time for building a "
         "step and handing it over; wait ms: the rest of a token, in which the host waits for the device\n"

@@ -78,17 +78,18 @@ def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
         if row is None:
             out.append(None)
             continue
-        one, n = row[0], new - skip if row[1] is None else row[1]
+        alone, n = row[0], new - skip if row[1] is None else row[1]
         part = mask
         if isinstance(mask, mx.array):
             start = 0 if padding is None else padding[i]
-            columns = slice(start, start + one.columns)
+            columns = slice(start, start + alone.columns)
             part = mask[min(i, mask.shape[0] - 1)][None, :, skip : skip + n, columns]
         elif n == 1:
             part = None
-        got = attend(queries[i : i + 1, :, skip : skip + n], one, scale, part, sink_logits, softcap)
+        q = queries[i : i + 1, :, skip : skip + n]
+        mixed = attend(q, alone, scale, part, sink_logits, softcap)
         around = (skip, new - skip - n)
-        out.append(mx.pad(got, [(0, 0), (0, 0), around, (0, 0)]) if any(around) else got)
+        out.append(mx.pad(mixed, [(0, 0), (0, 0), around, (0, 0)]) if any(around) else mixed)
     dims = next((x.shape[3] for x in out if x is not None), view.live[1].shape[3])
     nothing = mx.zeros((1, queries.shape[1], new, dims), queries.dtype)
     return mx.concatenate([nothing if x is None else x for x in out])

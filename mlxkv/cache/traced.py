@@ -110,12 +110,12 @@ def put(
     By a scatter: a slice at a dynamic place takes MLX twice as many kernels. Raises Untraceable for
     another batch or other heads, which a scatter would broadcast.
     """
-    both = list(zip(pair, new, strict=True))
-    if any(x.shape[:2] + x.shape[3:] != old.shape[:2] + old.shape[3:] for old, x in both):
+    pairs = list(zip(pair, new, strict=True))
+    if any(x.shape[:2] + x.shape[3:] != old.shape[:2] + old.shape[3:] for old, x in pairs):
         raise Untraceable("keys of another batch, or of other heads, than the cache holds")
     return tuple(
         mx.put_along_axis(old, numbers.places(first, x.shape, each), x.astype(old.dtype), axis=2)
-        for old, x in both
+        for old, x in pairs
     )
 
 
@@ -228,9 +228,9 @@ class Own(Form):
 class OwnStandIn(StandIn):
     def __init__(self, form: Own, arrays: Sequence[mx.array], numbers: Numbers):
         self._numbers, self._live, self._centre = numbers, tuple(arrays[:2]), form.centre
-        rest = 4 if form.n_sink else 2
-        self._sink = tuple(arrays[2:rest]) or None
-        self._pages = form.store.room(arrays[rest:])
+        windows = 4 if form.n_sink else 2
+        self._sink = tuple(arrays[2:windows]) or None
+        self._pages = form.store.room(arrays[windows:])
         self._division = Division(self._pages.tokens // TOKENS)
         self._view: View | None = None
 
@@ -346,9 +346,9 @@ class _TogetherStandIn(_BatchStandIn):
     def __init__(self, form: Together, arrays: Sequence[mx.array], numbers: Numbers):
         self._numbers, self._live = numbers, tuple(arrays[:2])
         self._batch, self._division, self._centre = form.batch, form.division, form.ragged.centre
-        rest = 4 if form.has_sink else 2
-        self._sink = tuple(arrays[2:rest]) or None
-        self._pages = form.ragged.room(arrays[rest:])
+        windows = 4 if form.has_sink else 2
+        self._sink = tuple(arrays[2:windows]) or None
+        self._pages = form.ragged.room(arrays[windows:])
 
     @property
     def offset(self) -> mx.array:
@@ -393,8 +393,8 @@ class Rows(Form):
         return RowsStandIn(self.forms, arrays, numbers)
 
     def commit(self, written: Sequence[mx.array]) -> None:
-        each = _parts([form.writes for form in self.forms])
-        for form, part in zip(self.forms, each, strict=True):
+        parts = _parts([form.writes for form in self.forms])
+        for form, part in zip(self.forms, parts, strict=True):
             form.commit(written[part])
         self.cache.finalize()
 
@@ -402,13 +402,13 @@ class Rows(Form):
 class RowsStandIn(_BatchStandIn):
     def __init__(self, forms: Sequence[Own], arrays: Sequence[mx.array], numbers: Numbers):
         def split() -> list[Numbers]:
-            each = _parts([len(form.numbers) for form in forms])
-            return [Numbers(numbers.array[part]) for part in each]
+            parts = _parts([len(form.numbers) for form in forms])
+            return [Numbers(numbers.array[part]) for part in parts]
 
-        self._numbers, each = numbers, _parts([len(form.arrays) for form in forms])
+        self._numbers, parts = numbers, _parts([len(form.arrays) for form in forms])
         self._rows = [
-            form.standing_in(arrays[part], own)
-            for form, part, own in zip(forms, each, numbers.once("rows", split), strict=True)
+            form.standing_in(arrays[part], group)
+            for form, part, group in zip(forms, parts, numbers.once("rows", split), strict=True)
         ]
 
     @property

@@ -7,11 +7,11 @@ import inspect
 from mlxkv.calibrate.options import CalibrateOptions
 
 
-def calibrate(**given) -> None:
+def calibrate(**options) -> None:
     """Fit the transforms of the oscar and balanced presets to a model: one pass over a little text."""
     from mlxkv.calibrate.run import run
 
-    run(CalibrateOptions(**given))
+    run(CalibrateOptions(**options))
 
 
 # typer reads the options from the signature.

@@ -21,9 +21,7 @@ from mlxkv.models.calibration.fitting import given
 from mlxkv.models.calibration.learn import Outcomes, learn, steps
 from mlxkv.models.calibration.measure import (
     LEAST,
-    TARGETS,
     WINDOW,
-    WITHOUT_TEXT,
     bos_of,
     calibrate,
     calibrate_with_samples,
@@ -57,7 +55,7 @@ def run(options: CalibrateOptions) -> None:
 
 def run_fitting(options: CalibrateOptions) -> None:
     """Fit rotations and balanced transforms, or take those of a file, then search clips if asked."""
-    chosen = given(options.calibration) if options.calibration else None
+    base = given(options.calibration) if options.calibration else None
     out = options.out and user_path(options.out, "--out")
     loaded = load(options.model, "fp16", dtype=options.dtype)
     text = _read(loaded, options)
@@ -65,10 +63,10 @@ def run_fitting(options: CalibrateOptions) -> None:
     start = time.perf_counter()
     reading = {"window": min(WINDOW, loaded.context or WINDOW), "bos": bos_of(loaded.tokenizer)}
     searched = searched_presets(options)
-    turns = len(searched) + (0 if chosen else 1)
+    turns = len(searched) + (0 if base else 1)
     trials = {}
     with progress_bar(len(text.tokens) * turns) as progress:
-        made = chosen or calibrate(
+        calibration = base or calibrate(
             loaded.model,
             text.tokens,
             text=text.name,
@@ -76,16 +74,16 @@ def run_fitting(options: CalibrateOptions) -> None:
             timing=timing,
             **reading,
         )
-        path = out or artifact.kept_path(made.fingerprint)
-        made = _with_kept_clips(made, path)
+        path = out or artifact.kept_path(calibration.fingerprint)
+        calibration = _with_kept_clips(calibration, path)
         for name, config in searched.items():
-            made, trials[name] = clips.search(
-                loaded.model, made, config, text.tokens, progress=progress, **reading
+            calibration, trials[name] = clips.search(
+                loaded.model, calibration, config, text.tokens, progress=progress, **reading
             )
     seconds = time.perf_counter() - start
-    artifact.write(path, made)
-    report(made, path, seconds, timing, trials, options.json)
-    used = artifact.find(made.fingerprint, loaded.path)
+    artifact.write(path, calibration)
+    report(calibration, path, seconds, timing, trials, options.json)
+    used = artifact.find(calibration.fingerprint, loaded.path)
     if options.out is None and used.path != path:
         note(
             f"{loaded.name} came with {used.path}, which goes first; use this one by --calibration"
@@ -98,13 +96,13 @@ def run_learning(options: CalibrateOptions) -> None:
     loaded = load(options.model, "fp16", dtype=options.dtype)
     text = _read(loaded, options)
     start = time.perf_counter()
-    made, samples = calibrate_with_samples(loaded, text)
+    calibration, samples = calibrate_with_samples(loaded, text)
     learned = Learned(**options.learning)
-    with progress_bar(steps(made, learned), "learning") as progress:
-        made, outcomes = learn(made, samples, learned, progress)
-    path = out or learned_path(made.fingerprint)
-    artifact.write(path, made)
-    report_learned(made, path, time.perf_counter() - start, outcomes, options.json)
+    with progress_bar(steps(calibration, learned), "learning") as progress:
+        calibration, outcomes = learn(calibration, samples, learned, progress)
+    path = out or learned_path(calibration.fingerprint)
+    artifact.write(path, calibration)
+    report_learned(calibration, path, time.perf_counter() - start, outcomes, options.json)
 
 
 def _read(loaded, options: CalibrateOptions) -> Text:
@@ -142,8 +140,8 @@ def check(options: CalibrateOptions) -> None:
 def _check_learning(options: CalibrateOptions) -> None:
     if options.learn is None:
         if options.learning:
-            name, got = next(iter(options.learning.items()))
-            raise UserError(f"[--{name}] is for learned transforms; got {got}; add --learn scale")
+            name, value = next(iter(options.learning.items()))
+            raise UserError(f"[--{name}] is for learned transforms; got {value}; add --learn scale")
         return
     Learned(**options.learning).check()
     if options.search_clip:
@@ -153,24 +151,24 @@ def _check_learning(options: CalibrateOptions) -> None:
         )
 
 
-def _with_kept_clips(made: Calibration, path: Path) -> Calibration:
+def _with_kept_clips(calibration: Calibration, path: Path) -> Calibration:
     """`made` with the clips of the file that it replaces, where the transforms are the same."""
-    if not path.exists() and path == artifact.kept_path(made.fingerprint):
-        path = artifact.kept_path(names(made.fingerprint)[-1])  # of an earlier version
+    if not path.exists() and path == artifact.kept_path(calibration.fingerprint):
+        path = artifact.kept_path(names(calibration.fingerprint)[-1])  # of an earlier version
     try:
         old = artifact.read(path)
     except UserError:  # not there, or not worth keeping
-        return made
-    if not same_model(old.fingerprint, made.fingerprint) or old.parts != made.parts:
-        return made
-    made, lost = made.with_clips_of(old)
+        return calibration
+    if not same_model(old.fingerprint, calibration.fingerprint) or old.parts != calibration.parts:
+        return calibration
+    calibration, lost = calibration.with_clips_of(old)
     if lost:
         note(f"{path} had clips for other rotations; they are gone")
-    return made
+    return calibration
 
 
 def report(
-    made: Calibration,
+    calibration: Calibration,
     path: Path,
     seconds: float,
     timing: dict[str, float],
@@ -179,7 +177,7 @@ def report(
 ) -> None:
     """Print a row per layer and where the file is; with --json one document."""
     rows = []
-    for name, layer in made.layers.items():
+    for name, layer in calibration.layers.items():
         sides = {side: getattr(layer, side) for side in SIDES}
         rows.append(
             {
@@ -193,7 +191,7 @@ def report(
                 },
                 "seconds": round(timing.get(name, 0.0), 4),
                 "clips": {side: dict(basis.clips) for side, basis in sides.items()},
-                "clip_errors": {kv: found[name].by_side() for kv, found in trials.items()},
+                "clip_errors": {kv: outcomes[name].by_side() for kv, outcomes in trials.items()},
             }
         )
     size = path.stat().st_size
@@ -202,7 +200,7 @@ def report(
             f"{floored} eigenvalues are below float32 resolution: raised to it, directions are free"
         )
     if as_json:
-        about = {k: v for k, v in made.header().items() if k != "layers"}
+        about = {k: v for k, v in calibration.header().items() if k != "layers"}
         print_json(
             {
                 **about,
@@ -225,54 +223,61 @@ def report(
         ]
         for row in rows
     ]
-    for kv, found in trials.items():
-        _report_clips(kv, found)
-    title = f"{made.model}: {made.tokens} tokens of {made.text}"
+    for kv, outcomes in trials.items():
+        _report_clips(kv, outcomes)
+    title = f"{calibration.model}: {calibration.tokens} tokens of {calibration.text}"
     print_table(COLUMNS, cells, title)
-    say(f"{path}: {human_bytes(size)}, {seconds:.1f} s, digest {made.digest}")
+    say(f"{path}: {human_bytes(size)}, {seconds:.1f} s, digest {calibration.digest}")
     print("condition: largest over smallest eigenvalue, the worst kv head; balanced: largest over")
     print("smallest singular value of the balanced transform")
 
 
-def _report_clips(kv: str, found: dict[str, clips.Trial]) -> None:
+def _report_clips(kv: str, outcomes: dict[str, clips.Trial]) -> None:
     """Print the preset's clip and the chosen one per layer and side, with their errors."""
     rows = []
-    chosen = {side: clips.choose(found, side) for side in SIDES}
-    for name, trial in found.items():
+    choices = {side: clips.choose(outcomes, side) for side in SIDES}
+    for name, trial in outcomes.items():
         row = [name]
         for side in SIDES:
             if not (errors := trial.errors(side)):
                 row += ["kept", ""]
                 continue
-            own, best = next(iter(errors)), chosen[side][name]  # the preset's own is tried first
-            row += [f"{own:g} -> {best:g}", f"{errors[own]:.2g} -> {errors[best]:.2g}"]
+            usual, best = next(iter(errors)), choices[side][name]  # the preset's own is tried first
+            row += [f"{usual:g} -> {best:g}", f"{errors[usual]:.2g} -> {errors[best]:.2g}"]
         rows.append(row)
     print_table(("layer", "clip K", "error", "clip V", "error"), rows, f"{kv}: clips")
     print("error: of the attention output, relative energy, one side stored and the other exact")
 
 
 def report_learned(
-    made: Calibration, path: Path, seconds: float, outcomes: Outcomes, as_json: bool
+    calibration: Calibration, path: Path, seconds: float, outcomes: Outcomes, as_json: bool
 ) -> None:
     """Print a row per layer and where the file is; with --json one document."""
     if as_json:
-        about = {k: v for k, v in made.header().items() if k != "layers"}
+        about = {k: v for k, v in calibration.header().items() if k != "layers"}
         rows = [
-            {"layer": name, **{side: vars(one) | {"gain": one.gain} for side, one in sides.items()}}
+            {
+                "layer": name,
+                **{side: vars(outcome) | {"gain": outcome.gain} for side, outcome in sides.items()},
+            }
             for name, sides in outcomes.items()
         ]
-        said = {"path": str(path), "bytes": path.stat().st_size, "seconds": round(seconds, 3)}
-        print_json({**about, **said, "layers": rows})
+        about_file = {"path": str(path), "bytes": path.stat().st_size, "seconds": round(seconds, 3)}
+        print_json({**about, **about_file, "layers": rows})
         return
     cells = []
     for name, sides in outcomes.items():
-        numbers = ((one.held_srft, one.held, one.held_gain) for one in sides.values())
+        numbers = (
+            (outcome.held_srft, outcome.held, outcome.held_gain) for outcome in sides.values()
+        )
         cells.append([name, *(f"{x:.4g}" for three in numbers for x in three)])
-    learned = made.learned
-    title = f"{made.model}: {learned.label}, {learned.spec.label}, {learned.rows} rows a head"
+    learned = calibration.learned
+    title = (
+        f"{calibration.model}: {learned.label}, {learned.spec.label}, {learned.rows} rows a head"
+    )
     print_table(LEARNED_COLUMNS, cells, title)
     print(
         "error: of codes, relative energy, on rows that nothing was learned from; srft: random SRFT"
     )
-    say(f"{path}: {human_bytes(path.stat().st_size)}, {seconds:.1f} s, digest {made.digest}")
+    say(f"{path}: {human_bytes(path.stat().st_size)}, {seconds:.1f} s, digest {calibration.digest}")
     say(f"use it: --kv learned-int{learned.bits} --calibration {path}")

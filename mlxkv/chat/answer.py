@@ -9,7 +9,6 @@ import mlx.core as mx
 
 from mlxkv.chat.options import ChatOptions
 from mlxkv.chat.session import Session
-from mlxkv.codec import encoding
 from mlxkv.console import note, print_json, say, working
 from mlxkv.models import load, warm_up
 from mlxkv.models.generate import backend, processors_for, sampler_for
@@ -19,7 +18,6 @@ from mlxkv.models.loading.sampling import Sampling
 
 def talk(options: ChatOptions, prompt: str | None) -> None:
     """Answer `prompt`, or talk in the terminal where there is none."""
-    encoding.check(options.encode)
     mx.random.seed(options.seed)
     mx.reset_peak_memory()
     with working(f"reading {options.model.strip()}") as progress:
@@ -30,7 +28,6 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             dtype=options.dtype,
             calibration=options.calibration,
             fold=options.fold,
-            encode=options.encode,
             progress=progress,
             weights=options.weights,
         )

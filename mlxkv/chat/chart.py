@@ -38,25 +38,25 @@ class Chart:
 
     def add(self, tokens: int, first: int, second: int) -> None:
         """Note the bytes of both caches when they hold so many tokens."""
-        before = self.points[-1][0] if self.points else 0
+        last_tokens = self.points[-1][0] if self.points else 0
         self.points.append((tokens, first, second))
         if self._live is not None:
             self._live.update(self.drawing(), refresh=True)
-        elif not self.quiet and tokens * LINES // self.total > before * LINES // self.total:
+        elif not self.quiet and tokens * LINES // self.total > last_tokens * LINES // self.total:
             say(f"  {self.line()}")
 
     def line(self) -> str:
         """The last point: '1,024 tokens: fp16 2.5 MiB, int4 1.1 MiB'."""
         tokens, first, second = self.points[-1] if self.points else (0, 0, 0)
-        one, other = self.names
-        return f"{tokens:,} tokens: {one} {human_bytes(first)}, {other} {human_bytes(second)}"
+        first_name, second_name = self.names
+        return f"{tokens:,} tokens: {first_name} {human_bytes(first)}, {second_name} {human_bytes(second)}"
 
     def drawing(self) -> Group:
         """The chart as it is now."""
-        most = max((first for _, first, _ in self.points), default=1)
+        largest = max((first for _, first, _ in self.points), default=1)
         done = self.points[-1][0] if self.points else 0
         # The axis is as long as the text, and as high as the whole text will be in the first cache.
-        high = max(1, int(most * self.total / max(done, 1)))
+        high = max(1, int(largest * self.total / max(done, 1)))
         columns = self._columns(high)
         rows = []
         for row in range(HEIGHT, 0, -1):

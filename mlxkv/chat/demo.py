@@ -75,7 +75,7 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
             rows.append(row)
             chart.add(*row)
     seconds = time.perf_counter() - begun
-    full, found = (usage(cache) for cache in caches.values())  # of what the chart shows
+    full, compact = (usage(cache) for cache in caches.values())  # of what the chart shows
     answers = {kind: _answer(loaded, text.tokens[-1:], cache) for kind, cache in caches.items()}
     right = {kind: YEAR in answer for kind, answer in answers.items()}
     if as_json:
@@ -85,7 +85,7 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
             "backend": backend(),
             "seconds": round(seconds, 2),
         }
-        data |= {"tokens": found.tokens, "question": QUESTION, "fact": FACT}
+        data |= {"tokens": compact.tokens, "question": QUESTION, "fact": FACT}
         steps = [
             dict(zip(("tokens", "kv_bytes_fp16", "kv_bytes"), row, strict=True)) for row in rows
         ]
@@ -95,19 +95,21 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
     say(f"question: {QUESTION}")
     for kind, answer in answers.items():
         say(f"  {kind:<6} {'right' if right[kind] else 'WRONG'}: {answer}")
-    _memory(full.kv_bytes, found, name)
+    _memory(full.kv_bytes, compact, name)
     note(f"[read twice in {seconds:.0f} s; more: mlxkv fit, mlxkv chat -m qwen3-4b]")
 
 
-def _memory(fp16: int, found, name: str) -> None:
+def _memory(fp16: int, compact, name: str) -> None:
     """Say what the caches take."""
     bits = (
-        f"{found.bits_per_value:.1f} bits per value, exact windows included"
-        if not found.note
-        else found.note
+        f"{compact.bits_per_value:.1f} bits per value, exact windows included"
+        if not compact.note
+        else compact.note
     )
-    less = f", {fp16 / found.kv_bytes:.1f} times less" if found.kv_bytes < fp16 else ""
-    say(f"memory: fp16 {human_bytes(fp16)}, {name} {human_bytes(found.kv_bytes)}{less} ({bits})")
+    factor = f", {fp16 / compact.kv_bytes:.1f} times less" if compact.kv_bytes < fp16 else ""
+    say(
+        f"memory: fp16 {human_bytes(fp16)}, {name} {human_bytes(compact.kv_bytes)}{factor} ({bits})"
+    )
 
 
 def halved(make: Callable[..., list], *args) -> list:
@@ -121,8 +123,10 @@ def halved(make: Callable[..., list], *args) -> list:
     return caches
 
 
-def _in_16_bits(store: Callable[..., Any], keys: mx.array, values: mx.array, *args, **more) -> Any:
-    return store(keys.astype(mx.bfloat16), values.astype(mx.bfloat16), *args, **more)
+def _in_16_bits(
+    store: Callable[..., Any], keys: mx.array, values: mx.array, *args, **options
+) -> Any:
+    return store(keys.astype(mx.bfloat16), values.astype(mx.bfloat16), *args, **options)
 
 
 def make_text(loaded, length: int) -> Text:
@@ -134,13 +138,13 @@ def make_text(loaded, length: int) -> Text:
             break
         sentences.append(sentence)
     at = int(DEPTH * len(sentences))
-    before = " ".join(sentences[:at])
-    whole = " ".join([before, FACT, *sentences[at:]])
-    messages = [{"role": "user", "content": f"{whole}\n\n{QUESTION}"}]
+    beginning = " ".join(sentences[:at])
+    prose = " ".join([beginning, FACT, *sentences[at:]])
+    messages = [{"role": "user", "content": f"{prose}\n\n{QUESTION}"}]
     tokens = loaded.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False, enable_thinking=False
     )
-    return Text(list(tokens), len(before) / len(whole))
+    return Text(list(tokens), len(beginning) / len(prose))
 
 
 def read(loaded, tokens: list[int], sides: list[list]) -> Iterator[int]:
@@ -151,8 +155,8 @@ def read(loaded, tokens: list[int], sides: list[list]) -> Iterator[int]:
         part = mx.array(tokens[start : start + CHUNK])[None]
         mx.eval(part)
         states = []
-        for caches, own in zip_longest(sides, streams):
-            with nullcontext() if own is None else mx.stream(own):
+        for caches, cache_stream in zip_longest(sides, streams):
+            with nullcontext() if cache_stream is None else mx.stream(cache_stream):
                 loaded.model(part, cache=caches)
                 states.append([cache.state for cache in caches])
                 mx.async_eval(states[-1])

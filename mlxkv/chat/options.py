@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from mlxkv.errors import UserError
-from mlxkv.formats.names import canonical, complete_kv, parse_kv, with_keep
+from mlxkv.formats.names import canonical, complete_kv, parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model
 from mlxkv.models.catalog.asked import (
     check_fold,
@@ -98,13 +98,6 @@ class ChatOptions:
     fold: Annotated[
         bool, Option("--fold", help="Turn values by the weights, for calibrated presets.")
     ] = False
-    keep: Annotated[
-        float | None,
-        Option("--keep", help="Share of a prompt's stored tokens that stays (SnapKV)."),
-    ] = None
-    encode: Annotated[
-        str, Option("--encode", help="By what: kernel, or cpu or cpu-columns (matrix products).")
-    ] = "kernel"
     json: Annotated[
         bool, Option("--json", help="Make the last line of stdout one JSON document.")
     ] = False
@@ -130,8 +123,8 @@ class ChatOptions:
 
     @property
     def preset(self) -> str:
-        """`--kv` with the token selection of `--keep`."""
-        return canonical(with_keep(self.kv, self.keep))
+        """`--kv` by its usual name."""
+        return canonical(self.kv)
 
     @property
     def asked(self) -> str | None:

@@ -74,8 +74,8 @@ def check_session(options: ChatOptions, source: Source) -> None:
         raise head.wrong("is not a session saved by mlxkv chat")
     files.check_version(head)
     if source.folder is not None and source.folder.exists():
-        own = fingerprint(folder.check(source.folder))
-        if not same_model(head.entries["fingerprint"], own):
+        model_fingerprint = fingerprint(folder.check(source.folder))
+        if not same_model(head.entries["fingerprint"], model_fingerprint):
             raise head.wrong(
                 f"belongs to another model; got {files.shown(head.entries['model'])}; this is "
                 f"{options.model.strip()}"

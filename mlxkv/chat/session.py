@@ -51,8 +51,8 @@ class Session:
         self.loaded, self.raw, self.sampler, self.max_tokens = loaded, raw, sampler, max_tokens
         self.system, self.template = system, template or {}
         self.processors = processors
-        own = str(getattr(loaded.tokenizer, "chat_template", None) or "")
-        if THINKING in self.template and THINKING not in own:
+        template_text = str(getattr(loaded.tokenizer, "chat_template", None) or "")
+        if THINKING in self.template and THINKING not in template_text:
             raise UserError(
                 f"[--think] the chat template of {loaded.name} has no switch for thinking; leave it out"
             )
@@ -94,7 +94,7 @@ class Session:
         if self.max_tokens is not None:
             room = min(room, self.max_tokens)
         reused = self._reuse(tokens)
-        self.stats, reply, asked, earlier = Stats(), "", len(tokens), []
+        self.stats, reply, prompt_length, earlier = Stats(), "", len(tokens), []
         clean = False
         try:
             while not clean:
@@ -104,7 +104,7 @@ class Session:
                         tokens[reused:],
                         self.cache,
                         sampler=self.sampler,
-                        max_tokens=max(1, room - len(tokens) + asked),
+                        max_tokens=max(1, room - len(tokens) + prompt_length),
                         progress=None if earlier else progress,
                         stop=stop,
                         stats=self.stats,
@@ -113,7 +113,9 @@ class Session:
                         tokens.append(piece.token)
                         new = piece.text
                         if earlier:
-                            new = self._rest(reply, tokens[asked:], self.stats.finish_reason, new)
+                            new = self._rest(
+                                reply, tokens[prompt_length:], self.stats.finish_reason, new
+                            )
                         reply += new
                         clean = True
                         yield new
@@ -143,12 +145,12 @@ class Session:
     def _rest(self, reply: str, written: list[int], finish: str, new: str) -> str:
         """The text after `reply` once a reply continues after a failure. It is decoded from all tokens:
         the new piece alone would lack the text that was held back at the failure."""
-        whole = self._decode(written[:-1] if finish == "stop" else written)
-        if not whole.startswith(reply):
-            whole = whole.lstrip()  # replies are shown without leading spaces
-        if not whole.startswith(reply):
+        decoded = self._decode(written[:-1] if finish == "stop" else written)
+        if not decoded.startswith(reply):
+            decoded = decoded.lstrip()  # replies are shown without leading spaces
+        if not decoded.startswith(reply):
             return new
-        return whole[len(reply) :] if finish or not whole.endswith("\ufffd") else ""
+        return decoded[len(reply) :] if finish or not decoded.endswith("\ufffd") else ""
 
     def _close(self, clean, messages, text, tokens, reused, reply, earlier) -> None:
         """Update messages, tokens and cache after a reply, a stop or a failure. earlier: stats of the
@@ -167,12 +169,12 @@ class Session:
             self.text = ""
             return
         written = tokens[-self.stats.generated_tokens :]
-        whole = len(self.tokens) == len(tokens)  # else stopped while a reply was recovered
+        complete = len(self.tokens) == len(tokens)  # else stopped while a reply was recovered
         self.text = text + self._decode(written)
         if self.stats.finish_reason == "stop":
             written = written[:-1]  # the template writes the token that ends a turn
         self.messages = self._with_reply(messages, reply, self._decode(written))
-        if not whole:
+        if not complete:
             self.text = ""
 
     def _decode(self, tokens: list[int]) -> str:
@@ -249,8 +251,8 @@ class Session:
             return None
         count = self.stats.generated_tokens
         full = self.limit and len(self.tokens) + 1 >= self.limit
-        why = "the model's context is full" if full else "--max-tokens takes more"
-        return f"cut off at {count} tokens; {why}"
+        reason = "the model's context is full" if full else "--max-tokens takes more"
+        return f"cut off at {count} tokens; {reason}"
 
     def usage(self) -> Usage:
         """The measured memory of the caches."""

@@ -79,19 +79,19 @@ def prefill_bar() -> Iterator[Callable[[int, int], None]]:
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
     """Yield a function that is true after Ctrl-C, to stop between two tokens; a second one interrupts."""
-    asked = False
+    stopping = False
 
     def handle(signum, frame):
-        nonlocal asked
-        if asked:
+        nonlocal stopping
+        if stopping:
             raise KeyboardInterrupt
-        asked = True
+        stopping = True
 
-    before = signal.signal(signal.SIGINT, handle)
+    handler_before = signal.signal(signal.SIGINT, handle)
     try:
-        yield lambda: asked
+        yield lambda: stopping
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler_before)
 
 
 @contextlib.contextmanager
@@ -102,11 +102,11 @@ def left_by_signals() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     numbers = console.ENDING - {signal.SIGINT}
-    before = {number: console.on(number, leave) for number in numbers}
+    handlers = {number: console.on(number, leave) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             console.on(number, handler)
 
 
@@ -179,11 +179,11 @@ def _reply(session: Session, out: Console, prompt: str) -> None:
             "\n[dim]stopped while reading; the question is dropped, what was read is kept[/dim]"
         )
         return
-    why = " · stopped" if stats.finish_reason == "stopped" else ""
+    ending = " · stopped" if stats.finish_reason == "stopped" else ""
     if (cut := session.cut_off) is not None:
-        why += f" · {cut}"
+        ending += f" · {cut}"
     out.print(
-        f"\n[dim]{stats.generated_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s{why}[/dim]"
+        f"\n[dim]{stats.generated_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s{ending}[/dim]"
     )
 
 

@@ -26,8 +26,8 @@ class Thoughts:
         """Write a piece. What may be the beginning of a mark waits for the next piece."""
         self._held += piece
         while (mark := self._end if self._thinking else self._start) and mark in self._held:
-            before, _, self._held = self._held.partition(mark)
-            self._wrap(before)
+            text_before, _, self._held = self._held.partition(mark)
+            self._wrap(text_before)
             self._switch()
         waits = next((n for n in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:n])), 0)
         ready = len(self._held) - waits

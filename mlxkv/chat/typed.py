@@ -46,19 +46,19 @@ class History:
         """Return what a line that begins with `text` may go on as."""
         if text.startswith(FILES):
             command, _, name = text.partition(" ")
-            found = sorted(glob.glob(glob.escape(os.path.expanduser(name)) + "*"))
-            return [f"{command} {path}{'/' * os.path.isdir(path)}" for path in found]
+            names = sorted(glob.glob(glob.escape(os.path.expanduser(name)) + "*"))
+            return [f"{command} {path}{'/' * os.path.isdir(path)}" for path in names]
         return [command for command in self.commands if text and command.startswith(text)]
 
     def __exit__(self, *exc) -> None:
         if self.readline:
             self.readline.set_completer(None)
-            before = os.umask(0o077)  # it is nobody else's
+            mask_before = os.umask(0o077)  # it is nobody else's
             with contextlib.suppress(OSError):  # a read-only home is no reason to fail
                 files.make_folder(self.path.parent)
                 self.readline.write_history_file(self.path)
                 os.chmod(self.path, 0o600)
-            os.umask(before)
+            os.umask(mask_before)
 
 
 def read_message() -> str:

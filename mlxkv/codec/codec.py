@@ -10,12 +10,12 @@ from mlxkv.codec import (
     affine,
     codebook,
     encoding,
+    fill,
     polar,
     polar_tree,
     raw,
     transform,
 )
-from mlxkv.codec.mixed import fill
 from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import (
     Affine,

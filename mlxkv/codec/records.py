@@ -10,9 +10,8 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from mlxkv.codec import packing, polar, polar_tree
+from mlxkv.codec import fill, packing, polar, polar_tree
 from mlxkv.codec.codec import Codec, Stored
-from mlxkv.codec.mixed import fill
 from mlxkv.formats.records import (
     BLOCK,
     HALF,

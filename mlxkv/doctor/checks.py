@@ -52,11 +52,11 @@ HEADS, KV_HEADS, TOKENS, CALLS = 16, 4, 8192, 16  # of the timed step
 
 def cases(every: bool = True) -> list[tuple[str, int]]:
     """(preset, head dim), the most needed first."""
-    found = [(preset, dims) for dims in DIMS for preset in NEEDED]
+    pairs = [(preset, dims) for dims in DIMS for preset in NEEDED]
     if every:
-        found += [(preset, dims) for preset in MORE for dims in DIMS]
-        found += [(preset, dims) for dims in METHOD_DIMS for preset in METHODS]
-    return found
+        pairs += [(preset, dims) for preset in MORE for dims in DIMS]
+        pairs += [(preset, dims) for dims in METHOD_DIMS for preset in METHODS]
+    return pairs
 
 
 def rows(step: Step, every: bool = False) -> list[dict]:
@@ -70,15 +70,15 @@ def rows(step: Step, every: bool = False) -> list[dict]:
     make = launch.factory()
     if make is None:
         return [_row(p, d, "", NONE, launch.absent()) for p, d in cases()]
-    found, wanted = [], set(cases(every))
+    table, chosen_cases = [], set(cases(every))
     for preset, dims in cases():
         config = selftest.stand_in(parse_kv(preset), dims)
         for body in BODIES:
-            found.append(_designed(config, preset, dims, body, make))
-            if (preset, dims) not in wanted and found[-1]["should_run"]:
-                found[-1] |= {"reason": NOT_TRIED}
-    found.append(_row(*FOLLOWING[:2], WHITEN, NOT_TRIED, None if every else NOT_TRIED, True))
-    todo = [row for row in found if row["should_run"] and row["reason"] is None]
+            table.append(_designed(config, preset, dims, body, make))
+            if (preset, dims) not in chosen_cases and table[-1]["should_run"]:
+                table[-1] |= {"reason": NOT_TRIED}
+    table.append(_row(*FOLLOWING[:2], WHITEN, NOT_TRIED, None if every else NOT_TRIED, True))
+    todo = [row for row in table if row["should_run"] and row["reason"] is None]
     begun = time.monotonic()
     for i, row in enumerate(todo):
         if not every and time.monotonic() - begun > BUDGET:
@@ -91,7 +91,7 @@ def rows(step: Step, every: bool = False) -> list[dict]:
         else:
             _try(row, make, every)
         row["spent"] = time.monotonic() - start
-    return found
+    return table
 
 
 def _row(
@@ -131,11 +131,23 @@ def _try(row: dict, make: launch.Factory, every: bool) -> None:
         if trust.state(*place) in (trust.DIED, trust.BUSY):
             row |= {"state": DID_NOT_RUN, "reason": trust.why_not(*place), "right": False}
             return
-    found = selftest.test(config, dims, mx.float16, make, tiled)
-    right = found.reason is None
-    state = RIGHT if right else WRONG if found.errors else DID_NOT_RUN if found.built else NOT_BUILT
-    row |= {"errors": found.errors, "ties": found.ties, "reason": found.reason, "state": state}
-    row |= {"built": found.built, "right": right, "seconds": found.seconds, "detail": found.detail}
+    outcome = selftest.test(config, dims, mx.float16, make, tiled)
+    right = outcome.reason is None
+    state = (
+        RIGHT if right else WRONG if outcome.errors else DID_NOT_RUN if outcome.built else NOT_BUILT
+    )
+    row |= {
+        "errors": outcome.errors,
+        "ties": outcome.ties,
+        "reason": outcome.reason,
+        "state": state,
+    }
+    row |= {
+        "built": outcome.built,
+        "right": right,
+        "seconds": outcome.seconds,
+        "detail": outcome.detail,
+    }
     if right and make in (mx.fast.metal_kernel, mx.fast.cuda_kernel):
         row |= speed(config, dims, make, tiled)
 
@@ -162,13 +174,13 @@ def speed(
     try:
         x = mx.random.normal((3, 1, KV_HEADS, tokens, dims), mx.float16, key=mx.random.key(0))
         q = mx.random.normal((1, HEADS, 1, dims), mx.float16, key=mx.random.key(1))
-        turned = None
+        layer_maps = None
         if config.calibrated:
-            turned = sample(KV_HEADS, (dims, dims), config.fitted)
+            layer_maps = sample(KV_HEADS, (dims, dims), config.fitted)
         count, live = tokens // config.page, (x[2, :, :, :64], x[2, :, :, 64:128])
-        ours = Records(config, (dims, dims), make, tiled, turned)
+        ours = Records(config, (dims, dims), make, tiled, layer_maps)
         ours.append((x[0], x[1]), count)
-        plain = Codes(config, (dims, dims), turned)
+        plain = Codes(config, (dims, dims), layer_maps)
         with mx.stream(mx.cpu):
             plain.restore(ours.state, count)
             mx.eval(plain.arrays(), ours.arrays(), q)
@@ -176,8 +188,8 @@ def speed(
         for store, steps in ((ours, calls), (plain, max(1, calls // 4))):
             view = View(tuple(map(mx.contiguous, live)), None, store.read(0, count))
             call = partial(attend, scale=dims**-0.5)
-            found = [sum(chain(call, q, [view], n)) for n in (1, steps, steps, steps)][1:]
-            best.append(1e6 * min(found))
+            times = [sum(chain(call, q, [view], n)) for n in (1, steps, steps, steps)][1:]
+            best.append(1e6 * min(times))
     except (RuntimeError, ValueError):  # no room, or a product that MLX lacks on this GPU
         return {}
     return {"attend_us": best[0], "plain_us": best[1], "speedup": best[1] / best[0]}

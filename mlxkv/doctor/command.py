@@ -40,7 +40,8 @@ def run(*, every: bool, share: str | None, as_json: bool) -> int:
 
     every: try all kernels. share: a file to write for an issue, "" for `scrub.default_file`.
     """
-    from mlxkv.doctor import checks, machines
+    from mlxkv.doctor import checks
+    from mlxkv.doctor.share import write
     from mlxkv.metal.gpu import backends
 
     # The table checks float32, and TF32 products are not float32.
@@ -69,7 +70,7 @@ def run(*, every: bool, share: str | None, as_json: bool) -> int:
     data["kernels_left"] = states.left(data["kernels"], checks.NEEDED)
     failed = [row for row in data["golden"] if not row["ok"]] + states.failed(data["kernels"])
     if share is not None:
-        note(f"written: {machines.write(data, share)}")
+        note(f"written: {write(data, share)}")
     if as_json:
         print_json(data)
     else:
@@ -117,7 +118,7 @@ def _show(data: dict) -> None:
     )
 
 
-def _show_kernels(kernels: list[dict], left: dict | None) -> None:
+def _show_kernels(kernels: list[dict], untried: dict | None) -> None:
     rows = [
         [
             row["preset"],
@@ -150,20 +151,20 @@ def _show_kernels(kernels: list[dict], left: dict | None) -> None:
         ],
         rows,
     )
-    whys: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for row in kernels:
         if row["reason"] and row["state"] != states.NOT_TRIED:
             mark = "WRONG: " if row["should_run"] else ""
             name = f"{row['preset']} {row['head_dim']} {row['body']}"
-            whys.setdefault(f"{mark}{{}}: {row['reason']}", []).append(name)
-    for why, names in whys.items():
-        print(why.replace("{}", ", ".join(names), 1))
+            reasons.setdefault(f"{mark}{{}}: {row['reason']}", []).append(name)
+    for reason, names in reasons.items():
+        print(reason.replace("{}", ", ".join(names), 1))
     tried = states.tried(kernels)
     print(f"kernels: {states.right(tried)} of {len(tried)} that should run here are right")
-    if left:
-        names = f" ({'; '.join(left['names'])}, and other methods)" if left["names"] else ""
-        more = f", about {left['seconds']:.0f} s" if left["seconds"] else ""
-        print(f"not tried: {left['rows']} more{names}{more}: mlxkv doctor --all")
+    if untried:
+        names = f" ({'; '.join(untried['names'])}, and other methods)" if untried["names"] else ""
+        duration = f", about {untried['seconds']:.0f} s" if untried["seconds"] else ""
+        print(f"not tried: {untried['rows']} more{names}{duration}: mlxkv doctor --all")
 
 
 def _by_table(golden: list[dict]) -> list[list[object]]:

@@ -37,10 +37,10 @@ def run(
     tokens = parse_tokens(context or DEFAULT_CONTEXT, "--context")
     total = parse_size(memory, "--memory", "g") if memory else machine_memory()
     names = [canonical(name) for text in kv for name in text.split(",")]
-    chosen = {name: parse_kv(name) for name in (names or PICKS)}
+    presets = {name: parse_kv(name) for name in (names or PICKS)}
     plan = read_plan(model, config)
     if not any(layer.kind == "latent" for layer in plan.layers):
-        for cache in chosen.values():
+        for cache in presets.values():
             check_rotary(cache)
     if context is None and plan.limit:
         tokens = min(tokens, plan.limit)
@@ -49,7 +49,7 @@ def run(
             f"[--context] longer than the model's context; got {tokens}; {plan.name} takes {plan.limit}"
         )
     usable = int(USABLE * total)
-    rows = [_row(plan, name, cache, tokens, usable) for name, cache in chosen.items()]
+    rows = [_row(plan, name, cache, tokens, usable) for name, cache in presets.items()]
     data = {
         "model": plan.name,
         "context": tokens,
@@ -85,15 +85,17 @@ def run(
 
 
 def _row(plan: ModelPlan, name: str, kv: CacheConfig, tokens: int, usable: int) -> dict:
-    needed = need(plan, kv, tokens)
+    bytes_needed = need(plan, kv, tokens)
     return {
         "preset": name,
-        "bits_per_value": round(8 * needed.cache / needed.values, 3) if needed.values else 0.0,
-        "kv_bytes": needed.cache,
-        "transient_bytes": needed.transient,
-        "dropped_bytes": needed.dropped,
-        "total_bytes": needed.total,
-        "fits": needed.total <= usable,
+        "bits_per_value": round(8 * bytes_needed.cache / bytes_needed.values, 3)
+        if bytes_needed.values
+        else 0.0,
+        "kv_bytes": bytes_needed.cache,
+        "transient_bytes": bytes_needed.transient,
+        "dropped_bytes": bytes_needed.dropped,
+        "total_bytes": bytes_needed.total,
+        "fits": bytes_needed.total <= usable,
         "longest_context": longest(plan, kv, usable),
     }
 
@@ -122,8 +124,8 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
     }
     print(plain(plan.name), file=file)
     for group in data["layers"]:
-        said = group["kind"] not in ("latent", "own", "state")
-        heads = f": {group['kv_heads']} kv heads x {group['key_dim']}" if said else ""
+        has_heads = group["kind"] not in ("latent", "own", "state")
+        heads = f": {group['kv_heads']} kv heads x {group['key_dim']}" if has_heads else ""
         size = human_bytes(group["count"] * group["state"])
         text = texts[group["kind"]].format(**group, size=size)
         print(f"  {group['count']} layers {text}{heads}", file=file)

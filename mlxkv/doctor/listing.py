@@ -32,8 +32,8 @@ class Measured:
 MEASURED = {
     "int8": Measured(0.0017, 97.8, 1.29, "hardly anything may change"),
     "int4": Measured(0.0057, 95.9, 1.44, "the default: no calibration"),
-    "fill-3": Measured(0.0703, 86.8, 1.25, "a smaller cache; calibrates once"),
-    "fill-2.25": Measured(0.191, 78.4, 1.29, "the smallest cache; calibrates once"),
+    "fill-3": Measured(0.0245, 92.3, 1.25, "a smaller cache; calibrates once"),
+    "fill-2.25": Measured(0.0593, 88.5, 1.29, "the smallest cache; calibrates once"),
 }
 # Of `fill-NUMBER` those to pick from.
 LISTED = {name: parse_kv(name) for name in PICKS} | PRESETS
@@ -88,8 +88,11 @@ def _picks(rows: dict[str, dict]) -> None:
     print("mlxkv presets --all shows the others; mlxkv fit says what fits into this machine")
 
 
-def _lost(said: Measured) -> tuple[str, str]:
-    return f"{said.kl:.4f}" if said.kl >= 0.0001 else f"{said.kl:.5f}", f"{said.same:.1f} %"
+def _lost(measured: Measured) -> tuple[str, str]:
+    return (
+        f"{measured.kl:.4f}" if measured.kl >= 0.0001 else f"{measured.kl:.5f}",
+        f"{measured.same:.1f} %",
+    )
 
 
 def _every(rows: list[dict]) -> None:
@@ -116,7 +119,7 @@ def _every(rows: list[dict]) -> None:
     print(
         "low rank takes other ranks and codes: oja-0.6+int8, static-r96+windows; plus the bytes of its basis"
     )
-    print("any of them drops tokens of a prompt with +keep0.5, or --keep 0.5")
+    print("any of them drops tokens of a prompt with +keep0.5")
 
 
 def _method(row: dict) -> tuple:
@@ -140,11 +143,11 @@ def _line(alike: list[dict]) -> str:
 
 def _windows(row: dict) -> str:
     """The windows of a row that has others than most."""
-    own = tuple(row[name] for name in WINDOWS)
+    sizes = tuple(row[name] for name in WINDOWS)
     usual = CacheConfig.sink, CacheConfig.recent, CacheConfig.page
-    if not row["compresses"] or own == usual:
+    if not row["compresses"] or sizes == usual:
         return ""
-    return f"; windows {own[0]} and {own[1]}, pages of {own[2]}"
+    return f"; windows {sizes[0]} and {sizes[1]}, pages of {sizes[2]}"
 
 
 def _stores(row: dict) -> str:
@@ -173,7 +176,7 @@ def models(as_json: bool) -> None:
 
     cached = hub_cache()
     files = {name: kept(name) for name in PACKAGES}
-    others = {name: size for name, size in cached.items() if name not in HUB.values()}
+    families = {name: size for name, size in cached.items() if name not in HUB.values()}
     if as_json:
         print_json(
             {
@@ -191,7 +194,7 @@ def models(as_json: bool) -> None:
                     {"name": name, "model": target, "cached_bytes": cached.get(target)}
                     for name, target in HUB.items()
                 ],
-                "cached": [{"model": name, "bytes": size} for name, size in others.items()],
+                "cached": [{"model": name, "bytes": size} for name, size in families.items()],
             }
         )
         return
@@ -208,7 +211,7 @@ def models(as_json: bool) -> None:
         for name, target in HUB.items()
         if name not in PACKAGES or target in cached
     ]
-    rows += [["-", name, human_bytes(size)] for name, size in others.items()]
+    rows += [["-", name, human_bytes(size)] for name, size in families.items()]
     print_table(["--model", "what it is", "on disk"], rows)
     print(f"without --model: {DEFAULT}; on disk: its file, or the size in the hub's cache folder")
     print("--model also takes any hub name (owner/name) and any folder in the hub's format")

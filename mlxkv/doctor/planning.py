@@ -27,8 +27,8 @@ def read_plan(model: str, config: str | None) -> ModelPlan:
     from mlxkv.models.catalog.locate import cached, locate
 
     alias = model.strip()
-    here = alias in HUB and (resolve(alias).folder or cached(HUB[alias]))
-    if alias in HUB and alias in known.CONFIGS and not here:
+    weights_here = alias in HUB and (resolve(alias).folder or cached(HUB[alias]))
+    if alias in HUB and alias in known.CONFIGS and not weights_here:
         data = {"quantization": known.QUANTIZATION} | known.CONFIGS[alias]
         return plan_of(data, HUB[alias], more="as published: it is not downloaded")
     place = locate(model)
@@ -64,9 +64,9 @@ def _estimate(config: dict, name: str) -> tuple[list, int, int]:
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     try:
         bits = quantization.get("bits")
-        each = bits + 32 / (quantization.get("group_size") or 64) if bits else 16
+        stored_bits = bits + 32 / (quantization.get("group_size") or 64) if bits else 16
         count, working = estimated_sizes(config)
-        return estimated_layers(config), int(count * each / 8), working
+        return estimated_layers(config), int(count * stored_bits / 8), working
     except UserError:
         raise
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:

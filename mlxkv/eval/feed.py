@@ -37,8 +37,8 @@ def log_probabilities(loaded, cache: list, tokens: Sequence[int] | mx.array) -> 
         logits = loaded.model(batch[:, start : start + at_once], cache=cache).astype(mx.float32)
         parts.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.eval(parts[-1])
-    found = mx.concatenate(parts, axis=1)
-    return found if isinstance(tokens, mx.array) and tokens.ndim == 2 else found[0]
+    logs = mx.concatenate(parts, axis=1)
+    return logs if isinstance(tokens, mx.array) and tokens.ndim == 2 else logs[0]
 
 
 def _batch(tokens: Sequence[int] | mx.array) -> mx.array:

@@ -50,21 +50,21 @@ def mean(values: Sequence[float], level: float = LEVEL) -> Interval:
     bootstrap of the logarithm of the mean (Efron and Tibshirani, An Introduction to the Bootstrap,
     section 12.5)."""
     x = np.asarray(values, dtype=np.float64)
-    found, n = float(x.mean()), len(x)
+    average, n = float(x.mean()), len(x)
     if n < LEAST or not np.isfinite(x).all():
-        return Interval(found)
-    if found <= 0 or x.min() == x.max():
-        return Interval(found, found, found)
+        return Interval(average)
+    if average <= 0 or x.min() == x.max():
+        return Interval(average, average, average)
     drawn = x[_draws(n)]
     means = np.maximum(drawn.mean(axis=1), np.finfo(np.float64).tiny)
     errors = drawn.std(axis=1, ddof=1) / sqrt(n) / means
-    own = x.std(ddof=1) / sqrt(n) / found
+    error = x.std(ddof=1) / sqrt(n) / average
     # A resample of one text many times has next to no error, and its quotient no bound: where one text
     # is nearly all of the mean, the limits are those of twice Student's.
-    most = 2 * student((1 + level) / 2, n - 1)
-    turned = (np.log(means) - log(found)) / np.maximum(errors, own / 20)
-    low, high = np.quantile(turned, [(1 - level) / 2, (1 + level) / 2]).clip(-most, most)
-    return Interval(found, found * exp(-high * own), found * exp(-low * own))
+    bound = 2 * student((1 + level) / 2, n - 1)
+    quotients = (np.log(means) - log(average)) / np.maximum(errors, error / 20)
+    low, high = np.quantile(quotients, [(1 - level) / 2, (1 + level) / 2]).clip(-bound, bound)
+    return Interval(average, average * exp(-high * error), average * exp(-low * error))
 
 
 def share(values: Sequence[float], level: float = LEVEL) -> Interval:
@@ -87,9 +87,9 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL) 
         means = (np.maximum(x[draws].mean(axis=-1), tiny) for x in (a, b))
         return np.subtract(*map(np.log, means))
 
-    found = _widened(len(a), quotient, level, fine)
-    limits = (found.low, found.high) if found.known else (None, None)
-    return Interval(*(None if x is None else exp(x) for x in (found.value, *limits)))
+    logarithm = _widened(len(a), quotient, level, fine)
+    limits = (logarithm.low, logarithm.high) if logarithm.known else (None, None)
+    return Interval(*(None if x is None else exp(x) for x in (logarithm.value, *limits)))
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL) -> Interval:
@@ -133,15 +133,15 @@ def student(share: float, degrees: int) -> float:
     return float(sqrt(degrees) * np.tan(np.interp(share, area / area[-1], angles)))
 
 
-def wilson(right: int, asked: int, level: float = LEVEL) -> Interval:
+def wilson(right: int, count: int, level: float = LEVEL) -> Interval:
     """Return the share of right answers with Wilson's score interval (Wilson 1927)."""
-    if not asked:
+    if not count:
         return Interval(float("nan"))
-    z, p = NormalDist().inv_cdf((1 + level) / 2), right / asked
-    middle, scale = p + z * z / (2 * asked), 1 + z * z / asked
-    half = z * sqrt(p * (1 - p) / asked + (z / (2 * asked)) ** 2)
+    z, p = NormalDist().inv_cdf((1 + level) / 2), right / count
+    middle, scale = p + z * z / (2 * count), 1 + z * z / count
+    half = z * sqrt(p * (1 - p) / count + (z / (2 * count)) ** 2)
     low, high = (middle - half) / scale, (middle + half) / scale
-    return Interval(p, 0.0 if right == 0 else low, 1.0 if right == asked else high)
+    return Interval(p, 0.0 if right == 0 else low, 1.0 if right == count else high)
 
 
 def found(documents: Sequence[Sequence[bool]], level: float = LEVEL) -> Interval:
@@ -149,11 +149,11 @@ def found(documents: Sequence[Sequence[bool]], level: float = LEVEL) -> Interval
 
     Wilson's interval takes answers as independent, resampling documents does not: the wider limits
     of both."""
-    answers = [bool(one) for each in documents for one in each]
+    answers = [bool(answer) for document in documents for answer in document]
     plain = wilson(sum(answers), len(answers), level)
-    right, asked = (np.array([f(each) for each in documents], float) for f in (sum, len))
+    right, counts = (np.array([f(document) for document in documents], float) for f in (sum, len))
     drawn = _widened(
-        len(asked), lambda d: right[d].sum(-1) / np.maximum(asked[d].sum(-1), 1), level, True
+        len(counts), lambda d: right[d].sum(-1) / np.maximum(counts[d].sum(-1), 1), level, True
     )
     return _wider(plain, drawn)
 
@@ -172,9 +172,9 @@ def lost(
     counts = [sum(pair == (i, j) for pair in pairs) for i in (True, False) for j in (True, False)]
     plain = newcombe(*counts, level=level)
     gaps = [sum(y) - sum(x) for x, y in zip(ours, theirs, strict=True)]
-    gap, asked = np.array(gaps, float), np.array([len(x) for x in ours], float)
+    gap, count = np.array(gaps, float), np.array([len(x) for x in ours], float)
     drawn = _widened(
-        len(gap), lambda d: gap[d].sum(-1) / np.maximum(asked[d].sum(-1), 1), level, True
+        len(gap), lambda d: gap[d].sum(-1) / np.maximum(count[d].sum(-1), 1), level, True
     )
     return _wider(plain, drawn)
 
@@ -182,14 +182,14 @@ def lost(
 def newcombe(both: int, first: int, second: int, none: int, level: float = LEVEL) -> Interval:
     """Return the share of a first method minus that of a second. both: answers right in both; first,
     second: right in that one alone; none: right in neither (Newcombe 1998, method 10)."""
-    asked = both + first + second + none
-    if not asked:
+    count = both + first + second + none
+    if not count:
         return Interval(float("nan"))
-    a, b = wilson(both + first, asked, level), wilson(both + second, asked, level)
+    a, b = wilson(both + first, count, level), wilson(both + second, count, level)
     margins = (both + first) * (second + none) * (both + second) * (first + none)
     product = both * none - first * second
     if product > 0:  # corrected for continuity
-        product = max(product - asked / 2, 0)
+        product = max(product - count / 2, 0)
     phi = product / sqrt(margins) if margins else 0.0
     gap = a.value - b.value
 
@@ -224,12 +224,12 @@ def letters(names: Sequence[str], pairs: set[frozenset[str]]) -> dict[str, str]:
     (insert and absorb; Piepho, J. Computational and Graphical Statistics 13, 2004)."""
     columns = [set(names)]
     for pair in sorted(pairs, key=sorted):
-        one, other = sorted(pair)
+        first, second = sorted(pair)
         for column in [c for c in columns if pair <= c]:
             columns.remove(column)
-            for left in (column - {one}, column - {other}):
-                if not any(left <= c for c in columns):
-                    columns = [c for c in columns if not c < left] + [left]
+            for smaller in (column - {first}, column - {second}):
+                if not any(smaller <= c for c in columns):
+                    columns = [c for c in columns if not c < smaller] + [smaller]
     place = {name: i for i, name in enumerate(names)}
     columns.sort(key=lambda column: sorted(place[name] for name in column))
     return {

@@ -71,8 +71,8 @@ def cost(parts: list[Part], arms: Arms) -> str:
         tokens = sum(part.asks["context"] for part in documents)
         clauses.append(f"{len(documents)} documents of {tokens} tokens in all")
     caches = f"{len(arms.names)} caches"
-    less = f"; --samples {LEAST} reads less" if max(len(texts), len(documents)) > LEAST else ""
-    return f"to read: {' and '.join(clauses)}, by {caches}{less}" if clauses else caches
+    hint = f"; --samples {LEAST} reads less" if max(len(texts), len(documents)) > LEAST else ""
+    return f"to read: {' and '.join(clauses)}, by {caches}{hint}" if clauses else caches
 
 
 def _demand(config: CacheConfig) -> tuple[bool, ...]:

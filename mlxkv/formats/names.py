@@ -114,10 +114,10 @@ def complete_kv(incomplete: str) -> list[str]:
 
 
 def parse_kv(text: str | CacheConfig) -> CacheConfig:
-    """Return the configuration that `--kv TEXT` names; one that is a configuration already stays as it is. Raises
-    UserError."""
+    """Return the configuration that `--kv TEXT` names. One that is a configuration already stays as it is, but loses a
+    name that stands for others. Raises UserError."""
     if isinstance(text, CacheConfig):
-        return text
+        return replace(text, name="") if text.name and parse_kv(text.name) != text else text
     if not isinstance(text, str):
         raise UserError(
             f"[--kv] is the name of a preset or a CacheConfig; got {text!r}; choose from {', '.join(PRESETS)}"
@@ -147,21 +147,6 @@ def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
     wrong = [name for name, side in zip(names, sides, strict=True) if side is None]
     close = get_close_matches(wrong[0], dict.fromkeys((*PICKS, *PRESETS)), n=2) if wrong else []
     return f"did you mean {' or '.join(close)}? " if close else ""
-
-
-def with_keep(names: str, keep: float | None) -> str:
-    """Append the token selection of `--keep` to each of the comma-separated presets. Raises UserError."""
-    if keep is None:
-        return names
-    if not 0 < keep <= 1:
-        raise UserError(f"[--keep] must be above 0 and at most 1; got {keep:g}; choose 0.5")
-    for name in names.split(","):
-        if KEEP.search(name):
-            raise UserError(
-                f"[--keep] the preset says already what stays; got {name.strip()!r}; "
-                "choose a preset without +keep and +pages"
-            )
-    return ",".join(f"{name.strip()}+keep{keep:g}" for name in names.split(","))
 
 
 def _one(name: str) -> CacheConfig | None:

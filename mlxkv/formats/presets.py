@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from mlxkv.formats.affine import Affine, Full
@@ -29,11 +30,6 @@ def _both(bits: int, transform: str, group: int = 64, symmetric: bool = False) -
     return CacheConfig(side, side)
 
 
-def _scaled(bits: int, group: int = 32) -> CacheConfig:
-    """Abs-max codes behind SRFT and a calibrated scale per channel: the SRFT paper's deployment kernel."""
-    return _both(bits, SCALED, group, symmetric=True)
-
-
 def _oscar(
     bits: int,
     keys: float = 1.0,
@@ -50,8 +46,8 @@ def _balanced(keys: Affine, values: Affine, **windows: int) -> CacheConfig:
     return CacheConfig(Side(keys, BALANCED), Side(values, BALANCED), **windows)
 
 
-def _turned(keys: Quantizer, values: Quantizer | None = None, how: str = "random") -> CacheConfig:
-    return CacheConfig(Side(keys, how), Side(values or keys, how))
+def _turned(quantizer: Quantizer, how: str = "random") -> CacheConfig:
+    return CacheConfig(Side(quantizer, how), Side(quantizer, how))
 
 
 def _kivi(bits: int) -> CacheConfig:
@@ -95,6 +91,13 @@ def _short(config: CacheConfig) -> CacheConfig:
     return replace(config, short_rotary=True)
 
 
+def _widths(
+    method: str, widths: tuple[int, ...], make: Callable[[int], CacheConfig]
+) -> dict[str, CacheConfig]:
+    """{"METHOD-intN": make(N)} of each width N."""
+    return {f"{method}-int{bits}": make(bits) for bits in widths}
+
+
 PRESETS: dict[str, CacheConfig] = {
     "fp16": CacheConfig(FULL, FULL),
     # int8 and int4 need no calibration. int3 and int2 do.
@@ -106,36 +109,23 @@ PRESETS: dict[str, CacheConfig] = {
     ),
     "int2": _short(_balanced(Affine(2, 128, axis="channel"), Affine(2, 128, clip=0.94), page=128)),
     # Min-max in groups of 64 without a transform, as mlx-lm's --kv-bits.
-    "naive-int8": _both(8, "none"),
-    "naive-int4": _both(4, "none"),
-    "naive-int3": _both(3, "none"),
-    "naive-int2": _both(2, "none"),
+    **_widths("naive", (8, 4, 3, 2), lambda bits: _both(bits, "none")),
     # Sign-randomised Hadamard (QuaRot).
-    "hadamard-int8": _both(8, "hadamard"),
-    "hadamard-int4": _both(4, "hadamard"),
-    "hadamard-int3": _both(3, "hadamard"),
-    "hadamard-int2": _both(2, "hadamard"),
+    **_widths("hadamard", (8, 4, 3, 2), lambda bits: _both(bits, "hadamard")),
     # Sign-randomised FFT, abs-max codes per group of 32 (SRFT paper, section 3, its kernel g32).
-    "srft-int8": _both(8, "srft", group=32, symmetric=True),
-    "srft-int4": _both(4, "srft", group=32, symmetric=True),
-    "srft-int3": _both(3, "srft", group=32, symmetric=True),
-    "srft-int2": _both(2, "srft", group=32, symmetric=True),
+    **_widths("srft", (8, 4, 3, 2), lambda bits: _both(bits, "srft", group=32, symmetric=True)),
     # One scale per token, and per page of all kv heads (section 4.1); groups of 16 (5.6).
     "srft-int4+token": _both(4, "srft", group=0, symmetric=True),
     "srft-int4+tensor": _turned(Affine(4, 0, True, shared=True), how="srft"),
     "srft-int4+g16": _both(4, "srft", group=16, symmetric=True),
     # With a calibrated scale per channel behind the FFT: the deployment kernel (7.1), the fix for Qwen (5.6).
-    "srft-scaled-int8": _scaled(8),
-    "srft-scaled-int4": _scaled(4),
-    "srft-scaled-int3": _scaled(3),
-    "srft-scaled-int2": _scaled(2),
+    **_widths("srft-scaled", (8, 4, 3, 2), lambda bits: _both(bits, SCALED, 32, symmetric=True)),
     # Min-max codes, better at these widths.
     "srft-int4+g64": _both(4, "srft"),
     "srft-int3+g64": _both(3, "srft"),
     "srft-int2+g32": _both(2, "srft", group=32),
     # Calibrated rotations and the windows of the OSCAR paper; extras: smaller groups.
-    "oscar-int4": _oscar(4),
-    "oscar-int3": _oscar(3),
+    **_widths("oscar", (4, 3), _oscar),
     "oscar-int2": _oscar(2, keys=0.96, values=0.92),
     # One rotation per layer, as its first release has; the second has one per kv head.
     "oscar-int2+layer": _oscar(2, keys=0.96, values=0.92, how=SHARED),
@@ -148,21 +138,16 @@ PRESETS: dict[str, CacheConfig] = {
     "centred-int2": _centred(_balanced(Affine(2, 128, clip=0.92), Affine(2, 128, clip=0.94))),
     "oscar-int2+centred": _centred(_oscar(2, keys=0.96, values=0.92)),
     # Learned scales and rotations (SRFT paper, section 5), from mlxkv calibrate --learn.
-    "learned-int4": _both(4, LEARNED),
-    "learned-int3": _both(3, LEARNED),
-    "learned-int2": _both(2, LEARNED),
+    **_widths("learned", (4, 3, 2), lambda bits: _both(bits, LEARNED)),
     # TurboQuant: a random rotation and the best codebook for it.
-    "turbo-int4": _turned(Codebook(4)),
-    "turbo-int3": _turned(Codebook(3)),
-    "turbo-int2": _turned(Codebook(2)),
+    **_widths("turbo", (4, 3, 2), lambda bits: _turned(Codebook(bits))),
     # PolarQuant (Han et al.): a random rotation, then radii and angles. The paper's row without preconditioning
     # reads a prompt as slowly as its online codebooks, so these are what it has.
     "polar-tree": _turned(PolarTree()),
     "polar-tree+online": _turned(PolarTree(online=True)),
     "polar-tree+plain": _turned(PolarTree(online=True), how="none"),
     # KIVI: keys per channel.
-    "kivi-int4": _kivi(4),
-    "kivi-int2": _kivi(2),
+    **_widths("kivi", (4, 2), _kivi),
     # PolarQuant (Wu et al.): radius and angle of pairs of key channels.
     "polar": _polar(4, 128),
     "polar-int3": _polar(3, 64),

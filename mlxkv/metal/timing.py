@@ -76,19 +76,6 @@ def seconds_of(make: Callable[[], Any], repeats: int) -> float:
     return median(times)
 
 
-def seconds_to_run(make: Callable[[], Any], repeats: int) -> float:
-    """Median seconds to compute the arrays that `make` returns, which are built before, after a warm-up."""
-    mx.eval(make())
-    times = []
-    for _ in range(repeats):
-        arrays = make()
-        mx.synchronize()
-        start = time.perf_counter()
-        mx.eval(arrays)
-        times.append(time.perf_counter() - start)
-    return median(times)
-
-
 def copy_bandwidth() -> float:
     """Bytes per second of a large copy, read plus written, measured here.
 

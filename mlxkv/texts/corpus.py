@@ -34,7 +34,7 @@ def pieces(split: str) -> dict[str, list[str]]:
 
 def passages(split: str) -> dict[str, str]:
     """Return the whole text of each kind, with an empty line between passages."""
-    return {kind: "\n\n".join(found) for kind, found in pieces(split).items()}
+    return {kind: "\n\n".join(parts) for kind, parts in pieces(split).items()}
 
 
 def interleaved(split: str) -> list[str]:

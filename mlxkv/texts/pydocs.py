@@ -38,8 +38,8 @@ def _texts() -> Iterator[tuple[str, str]]:
 def python_topics() -> dict[str, list[str]]:
     """Return help topics and longer docstrings of the standard library, ASCII, in a fixed order, by topic: a help
     topic, or a module or package with all its docstrings."""
-    found: dict[str, list[str]] = {}
+    topics: dict[str, list[str]] = {}
     for topic, text in _texts():
         if not _TOO_ODD.search(text):
-            found.setdefault(topic, []).append(text.strip())
-    return found
+            topics.setdefault(topic, []).append(text.strip())
+    return topics

@@ -59,8 +59,8 @@ def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
     return Text(" + ".join(used), tokens)
 
 
-def evaluation_texts(loaded, count: int, most: int, files: Sequence[Path] = ()) -> list[Text]:
-    """Return up to `most` texts of `count` tokens each that have nothing in common, fewer where the
+def evaluation_texts(loaded, count: int, limit: int, files: Sequence[Path] = ()) -> list[Text]:
+    """Return up to `limit` texts of `count` tokens each that have nothing in common, fewer where the
     source has no more, but at least one.
 
     files: the user's files, and folders of .txt and .md files; stretches of them in turn, files that
@@ -68,17 +68,17 @@ def evaluation_texts(loaded, count: int, most: int, files: Sequence[Path] = ()) 
     Python's documentation.
     Raises UserError as that does.
     """
-    if most < 1:
-        raise UserError(f"[--samples] at least 1 text is needed; got {most}")
+    if limit < 1:
+        raise UserError(f"[--samples] at least 1 text is needed; got {limit}")
     if files:
-        return _stretches(loaded, count, most, expanded(files))
+        return _stretches(loaded, count, limit, expanded(files))
     kinds = list(corpus.passages("evaluation").items())
-    more = _documentation()
+    further = _documentation()
     out: list[Text] = []
-    for at in range(most):
+    for at in range(limit):
         kind, text = kinds[at] if at < len(kinds) else ("pydoc", "")
         try:
-            out.append(Text(kind, _take(loaded, chain([text + BETWEEN], more), count, kind)))
+            out.append(Text(kind, _take(loaded, chain([text + BETWEEN], further), count, kind)))
         except UserError:  # the documentation is read to its end
             break
     return out or [evaluation_tokens(loaded, count)]
@@ -101,22 +101,24 @@ def expanded(files: Sequence[Path]) -> list[Path]:
     return out
 
 
-def _stretches(loaded, count: int, most: int, files: list[Path]) -> list[Text]:
+def _stretches(loaded, count: int, limit: int, files: list[Path]) -> list[Text]:
     """Return the first stretch of each file, then the second of each, and so on."""
     bos = getattr(loaded.tokenizer, "bos_token_id", None)
     start = [] if bos is None else [bos]
-    own, rounds = count - len(start), -(-most // len(files))
+    size, rounds = count - len(start), -(-limit // len(files))
     by_file = []
     for file in files:
-        tokens = _encode(loaded, _read(file), own * rounds) if own else []
-        by_file.append([tokens[i : i + own] for i in range(0, len(tokens), own)] if own else [[]])
+        tokens = _encode(loaded, _read(file), size * rounds) if size else []
+        by_file.append(
+            [tokens[i : i + size] for i in range(0, len(tokens), size)] if size else [[]]
+        )
     out = [
-        Text(file.name if not turn else f"{file.name}, part {turn + 1}", [*start, *found[turn]])
+        Text(file.name if not turn else f"{file.name}, part {turn + 1}", [*start, *stretches[turn]])
         for turn in range(rounds)
-        for file, found in zip(files, by_file, strict=True)
-        if turn < len(found) and len(found[turn]) == own
+        for file, stretches in zip(files, by_file, strict=True)
+        if turn < len(stretches) and len(stretches[turn]) == size
     ]
-    return out[:most] or [evaluation_tokens(loaded, count, files)]
+    return out[:limit] or [evaluation_tokens(loaded, count, files)]
 
 
 def check(files: Sequence[Path]) -> None:
@@ -171,11 +173,11 @@ def documentation(split: str) -> list[str]:
     evaluation = [name for name in order if in_evaluation(name)]
     if split == "evaluation":
         return [text for name in evaluation for text in topics[name]]
-    seen = set().union(*(_paragraphs(topics[name]) for name in evaluation))
+    paragraphs = set().union(*(_paragraphs(topics[name]) for name in evaluation))
     return [
         text
         for name in order
-        if not in_evaluation(name) and not _paragraphs(topics[name]) & seen
+        if not in_evaluation(name) and not _paragraphs(topics[name]) & paragraphs
         for text in topics[name]
     ]
 
@@ -226,7 +228,7 @@ def _parts(text: str) -> Iterator[str]:
         start = end
 
 
-def _take(loaded, parts: Iterable[str], count: int, what: str) -> list[int]:
+def _take(loaded, parts: Iterable[str], count: int, source: str) -> list[int]:
     bos = getattr(loaded.tokenizer, "bos_token_id", None)
     tokens = [] if bos is None else [bos]
     for part in parts:
@@ -234,6 +236,6 @@ def _take(loaded, parts: Iterable[str], count: int, what: str) -> list[int]:
         if len(tokens) >= count:
             return tokens[:count]
     raise UserError(
-        f"[text] too few tokens in {what} for this model; got {len(tokens)} of {count}; choose a "
+        f"[text] too few tokens in {source} for this model; got {len(tokens)} of {count}; choose a "
         "shorter context or name more text"
     )

@@ -5,19 +5,16 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from bench_workers import fails, said
-from mlx.utils import tree_flatten
 from mlx_lm.models import base
 from on_emulator import make
 from small_models import TINY
 
 from mlxkv.bench import decode, reference, subject
 from mlxkv.bench.kernels import attend, case, encode, run
-from mlxkv.bench.kernels.case import Shape, parse_shape
+from mlxkv.bench.kernels.case import Shape
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
-from mlxkv.metal.timing import chain, interleaved, order
-from mlxkv.models.loading.outline import outline
 
 SHAPE = Shape(1, 2, 1, 64)
 ONE = ("--shapes", SHAPE, "--kv", "int4")
@@ -48,49 +45,16 @@ def small(monkeypatch):
     monkeypatch.setattr(encode, "REPEATS", 1)
 
 
-def test_tasks_are_interleaved():
-    assert order(["a", "b"], 2) == ["a", "b", "b", "a"] * 2
-    ran = []
-    tasks = {name: lambda name=name: ran.append(name) or len(ran) for name in ("a", "b", "c")}
-    results = interleaved(tasks, 1)
-    assert ran == ["a", "b", "c", "c", "b", "a"]
-    assert results == {"a": [1, 6], "b": [2, 5], "c": [3, 4]}
-
-
-def test_a_chain_feeds_each_result_into_the_next_call_and_rotates_the_copies():
-    seen = []
-
-    def call(q, copy):
-        seen.append((q, copy))
-        return 2 * q
-
-    chain(call, mx.array([1.0]), ["x", "y"], 3)
-    assert [copy for _, copy in seen] == ["x", "y", "x"]
-    assert [q.item() for q, _ in seen] == [1, 3, 7]  # 1 + 2 * 1, 1 + 2 * 3
-
-
-def test_shapes_are_read_as_they_are_written():
-    for shape in (*run.SHAPES, run.BATCH_SHAPE):
-        assert parse_shape(str(shape)) == shape
-
-
-def test_the_batch_runs_at_one_context_only():
-    presets = {"int4": PRESETS["int4"]}
-    cases = run._cases(None, "4k,32k,128k", presets)
-    assert [c for c in cases if c[0].batch > 1] == [(Shape(8, 32, 8, 128), 32768)]
-    assert len(cases) == 10
-    assert len(run._cases("B8.H32.G8.D128", "4k,32k", presets)) == 2
-
-
-@pytest.mark.parametrize("preset", ["int4", "int3", "oscar-int2+g32"])
-@pytest.mark.parametrize("shape", [Shape(2, 4, 2, 64), Shape(1, 2, 1, 96)], ids=str)
-def test_the_reference_is_attention(shape, preset):
-    view = case.filled(parse_kv(preset), shape, 500, mx.float32)
-    assert view.tokens == 500 and view.pages.tokens
-    q = shape.queries(mx.float32)
-    keys, values = attend.attention._whole(view, mx.float32)
-    spec = mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.2)
-    assert reference.relative_rms(reference.reference(q, view, 0.2), spec) < 1e-5
+def test_the_reference_is_attention(subtests):
+    for preset in ["int4", "int3", "oscar-int2+g32"]:
+        for shape in [Shape(2, 4, 2, 64), Shape(1, 2, 1, 96)]:
+            with subtests.test(preset=preset, shape=shape):
+                view = case.filled(parse_kv(preset), shape, 500, mx.float32)
+                assert view.tokens == 500 and view.pages.tokens
+                q = shape.queries(mx.float32)
+                keys, values = attend.attention._whole(view, mx.float32)
+                spec = mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.2)
+                assert reference.relative_rms(reference.reference(q, view, 0.2), spec) < 1e-5
 
 
 def test_kernels_prints_tables_and_json(capsys):
@@ -109,21 +73,6 @@ def test_kernels_prints_tables_and_json(capsys):
         assert (row["mlx_lm_us"] is None) == (row["shape"] != str(SHAPE))  # the first shape alone
     assert all(set(row) == ENCODE_KEYS for row in data["rows"] if row["what"] == "encode")
     assert "us: per call" in out and "2.5 D log2 D" in out and "mlx-lm us" in out
-
-
-@pytest.mark.parametrize(
-    ("kv", "bits"),
-    [("fill-2.25", 2), ("fill-2.6", 3), ("fill-3", 3), ("fill-8.25", 8), ("int4", 4)],
-)
-def test_mlx_lm_stands_beside_with_as_many_bits(kv, bits):
-    assert attend._bits_beside(parse_kv(kv)) == bits
-
-
-def test_on_a_gpu_the_copies_exceed_its_cache_and_fit_its_memory(monkeypatch):
-    monkeypatch.setattr(attend, "backend", lambda: "metal")
-    monkeypatch.setattr(attend.mx, "device_info", lambda: {"memory_size": 16 << 30})
-    sizes = (1 << 20, 10 << 20, 256 << 20, 1 << 30, 4 << 30)
-    assert [attend.copies_of(size, 64) for size in sizes] == [64, 20, 4, 2, 1]
 
 
 def test_plain_ops_say_why(capsys):
@@ -171,9 +120,8 @@ def test_mlx_lm_that_fails_costs_only_its_column(capsys, monkeypatch):
     assert "fails" in out and "mlx-lm fails: no kernel" in out
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_kernels_refuses(subtests, capsys):
+    for options, words in [
         (("--shapes", "B1.H2"), ("[--shapes]", "got 'B1.H2'", "B1.H32.G8.D128")),
         (("--shapes", "B0.H2.G1.D64"), ("[--shapes]", "choose")),
         (("--shapes", "B1.H3.G2.D64"), ("[--shapes]", "multiple of G")),
@@ -186,16 +134,14 @@ def test_mlx_lm_that_fails_costs_only_its_column(capsys, monkeypatch):
         (("--calls", "0"), ("[--calls]", "got 0")),
         (("--rounds", "0"), ("[--rounds]", "got 0")),
         (("--encode-tokens", "65"), ("[--encode-tokens]", "multiple of 64")),
-    ],
-)
-def test_kernels_refuses(capsys, options, words):
-    line = fails(capsys, "bench", "kernels", *options)
-    assert all(word in line for word in words)
+    ]:
+        with subtests.test(options=options, words=words):
+            line = fails(capsys, "bench", "kernels", *options)
+            assert all(word in line for word in words)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_decode_refuses(subtests, capsys):
+    for options, words in [
         (("--contexts", "1"), ("[--contexts]", "at least 2")),
         (("--kv", "fp16,int5"), ("[--kv]", "got 'int5'")),
         (("--tokens", "0"), ("[--tokens]", "got 0")),
@@ -205,11 +151,10 @@ def test_kernels_refuses(capsys, options, words):
         (("--bits", "5"), ("[--bits]", "choose from 2, 3, 4")),
         (("--model", TINY, "--bits", "4"), ("[--bits]", "random weights")),
         (("--model", "no-such-model"), ("no-such-model", "choose")),
-    ],
-)
-def test_decode_refuses(capsys, options, words):
-    line = fails(capsys, "bench", "decode", *options)
-    assert all(word in line for word in words)
+    ]:
+        with subtests.test(options=options, words=words):
+            line = fails(capsys, "bench", "decode", *options)
+            assert all(word in line for word in words)
 
 
 def test_a_folder_that_is_no_model_is_refused(capsys, tmp_path):
@@ -262,9 +207,14 @@ def test_mlx_lm_s_own_codes_stand_beside(capsys, bare_folder, name):
     assert codes["kv_bytes"] < plain["kv_bytes"] and codes["baseline_ratio"] > 0
 
 
-@pytest.mark.parametrize("preset", ["fp16", "int4"])
-def test_both_fills_leave_the_same_cache(preset, gemma_folder):
+def test_both_fills_leave_the_same_cache(subtests, gemma_folder):
     """300 tokens of a model with rotating windows, by prefill and directly: offsets and bytes."""
+    for preset in ["fp16", "int4"]:
+        with subtests.test(preset=preset):
+            check_both_fills_leave_the_same_cache(gemma_folder, preset)
+
+
+def check_both_fills_leave_the_same_cache(gemma_folder, preset):
     it = subject.load_subject(str(gemma_folder), None, None)
     made, caches = decode.make_prompt_cache, []
     with pytest.MonkeyPatch.context() as patch:
@@ -273,22 +223,3 @@ def test_both_fills_leave_the_same_cache(preset, gemma_folder):
             decode.measure(it, preset, 300, fill, 2)
     assert [c.offset for c in caches[0]] == [c.offset for c in caches[1]]
     assert {c.offset for c in caches[0]} == {300 + decode.WARM + 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "billions", "caches"),
-    [("gemma-3-1b", 1.00, 26), ("qwen2.5-1.5b", 1.54, 28), ("qwen3-4b", 4.02, 36)],
-)
-def test_the_shapes_have_the_weights_of_the_real_models(name, billions, caches):
-    made = outline(subject.CONFIGS[name])
-    assert made.weights / 2e9 == pytest.approx(billions, abs=0.01)
-    assert len(made.layers) == caches
-
-
-def test_random_weights_are_tied_and_quantised_as_asked():
-    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
-    it = subject._random(subject.CONFIGS["gemma-3-1b"] | small, mx.bfloat16, 4)
-    names = dict(tree_flatten(it.parameters()))
-    assert not any("lm_head" in name for name in names)
-    assert names["model.embed_tokens.weight"].dtype == mx.uint32
-    assert names["model.norm.weight"].dtype == mx.bfloat16

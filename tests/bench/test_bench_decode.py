@@ -10,9 +10,6 @@ from bench_workers import fails, said, subject
 
 from mlxkv.bench import steps
 from mlxkv.bench.decode import measure
-from mlxkv.bench.options import cache_config
-from mlxkv.cache.choose import Question
-from mlxkv.formats.names import parse_kv
 from mlxkv.models.hooks.mark import steps_of
 
 PARTS = {*steps.NUMBERS, "waits", "step"}
@@ -32,16 +29,17 @@ def test_rows_say_how_steps_are_made(capsys, bare_folder):
     assert "fp16: by Python: not attached" in out and "processor time" in out
 
 
-@pytest.mark.parametrize("name", ["fp16-pages", "fp16-replayed"])
-def test_names_of_the_bench_are_no_presets(capsys, name):
-    assert "[--kv]" in fails(capsys, "chat", "--kv", name, "--prompt", "x")
-    assert "[--kv]" in fails(capsys, "bench", "kernels", "--kv", name)
+def test_names_of_the_bench_are_no_presets(subtests, capsys):
+    for name in ["fp16-pages", "fp16-replayed"]:
+        with subtests.test(name=name):
+            assert "[--kv]" in fails(capsys, "chat", "--kv", name, "--prompt", "x")
+            assert "[--kv]" in fails(capsys, "bench", "kernels", "--kv", name)
 
 
 def test_the_model_is_as_it_was_after_a_replayed_row():
     it = subject("llama")
     call = type(it.model).__call__
-    assert measure(it, "fp16-replayed", 70, "prefill", 1, apart=1)["step"] == "replayed"
+    assert measure(it, "fp16-replayed", 70, "prefill", 1, steps_apart=1)["step"] == "replayed"
     assert steps_of(it.model) is None and type(it.model).__call__ is call
     assert "host_ms" not in measure(it, "fp16", 70, "prefill", 1)
 
@@ -71,22 +69,3 @@ def test_waiting_is_no_work_of_the_host(monkeypatch, asleep):
     assert (found["build_ms"] < 10) == (found["host_ms"] < 10) == asleep
     assert found["host_ms"] + found["wait_ms"] >= 20
     assert found["waits"] == "host" or not asleep
-
-
-def test_steps_in_part_by_python():
-    it = subject("llama")
-    with it.attached("int4"):
-        made = steps_of(it.model)
-        made.replayed, made.waits_for = 7, "nothing is sealed yet"
-        assert steps.made(made, 7, 3) == "by Python: nothing is sealed yet"
-        assert steps.made(made, 5, 3) == "replayed 2 of 3: nothing is sealed yet"
-        assert steps.made(made, 4, 3) == "replayed"
-        made.refused[(int,)] = "no fixed form of int"
-        assert steps.made(made, 7, 3) == "by Python: no fixed form of int"
-
-
-def test_full_precision_pages_have_kernels():
-    """Though they save nothing; low rank that saves nothing has none."""
-    for dims in (64, 128):
-        assert Question(cache_config("fp16-pages"), (dims, dims), mx.float16).has_kernels
-    assert not Question(parse_kv("static-1"), (128, 128), mx.float16).has_kernels

@@ -36,12 +36,13 @@ def test_layers_differ_and_get_bits_of_their_own():
     assert 2.0 < np.mean(bits) <= 2.25
 
 
-@pytest.mark.parametrize(("name", "rate"), [("fill-2.25", 2.25), ("fill-3/fill-2", 2.5)])
-def test_a_cache_without_a_model_has_the_bits_of_one_layer(name, rate):
-    made = allotted(parse_kv(name), 128)
-    assert made.bits_per_value(128, 128) == pytest.approx(rate, abs=0.3)
-    assert made.why_not(128, 128) is None and all(len(set(one)) > 1 for one in widths(made))
-    assert allotted(parse_kv("int4"), 128) == parse_kv("int4")
+def test_a_cache_without_a_model_has_the_bits_of_one_layer(subtests):
+    for name, rate in [("fill-2.25", 2.25), ("fill-3/fill-2", 2.5)]:
+        with subtests.test(name=name, rate=rate):
+            made = allotted(parse_kv(name), 128)
+            assert made.bits_per_value(128, 128) == pytest.approx(rate, abs=0.3)
+            assert made.why_not(128, 128) is None and all(len(set(one)) > 1 for one in widths(made))
+            assert allotted(parse_kv("int4"), 128) == parse_kv("int4")
 
 
 def test_kernels_are_timed(monkeypatch):

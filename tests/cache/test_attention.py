@@ -36,8 +36,8 @@ def rms(x, spec):
     return np.sqrt(np.mean((np.array(x, np.float64) - spec) ** 2) / np.mean(spec**2))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), ((1, 1), (8, 1), (6, 2), (5, 1), (7, 7), (16, 1)))
-@pytest.mark.parametrize("new", (1, 2, 8))
+@pytest.mark.parametrize(("heads", "kv_heads"), ((1, 1), (6, 2), (5, 1), (7, 7)))
+@pytest.mark.parametrize("new", (1, 8))
 def test_any_gqa_ratio(heads, kv_heads, new):
     q, view = setup(heads, kv_heads, 64, 200)
     q = q[:, :, :new]
@@ -46,7 +46,7 @@ def test_any_gqa_ratio(heads, kv_heads, new):
     assert rms(out, spec) < 2e-6
 
 
-@pytest.mark.parametrize("dims", (64, 80, 96, 128, 192, 256, 512))
+@pytest.mark.parametrize("dims", (64, 80, 512))
 def test_any_head_dim(dims):
     q, view = setup(4, 2, dims, 150)
     out = attend(mx.array(q), view, dims**-0.5, "causal")

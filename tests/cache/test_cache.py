@@ -14,6 +14,7 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Full, Side
+from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models.taking_back import cut_back
 from mlxkv.spec import affine as ref
@@ -49,18 +50,17 @@ def seen(cache, dims=64):
 
 
 DIMS = (64, 80, 96, 128, 192, 256, 512)
-# Every preset at 64 dims, each of its formats at one of the others too; calibrated ones: test_calibrated.py.
+# Every preset, by turns at one of the head dims that it takes; calibrated ones: test_calibrated.py.
 FITTING = [
-    (name, dims)
+    (name, fitting[i % len(fitting)])
     for i, (name, config) in enumerate(PRESETS.items())
-    for dims in dict.fromkeys((64, DIMS[i % len(DIMS)], DIMS[(3 * i + 1) % len(DIMS)]))
-    if not config.calibrated and not config.why_not(dims, dims)
+    if not config.calibrated and (fitting := [n for n in DIMS if not config.why_not(n, n)])
 ]
 
 
-@pytest.mark.parametrize(("name", "dims"), FITTING)
+@pytest.mark.parametrize(("name", "dims"), [*FITTING, ("hadamard-int3/srft-int4+g64", 64)])
 def test_attention_over_a_growing_cache_follows_the_spec(name, dims):
-    config = dataclasses.replace(PRESETS[name], sink=16, recent=32)
+    config = dataclasses.replace(parse_kv(name), sink=16, recent=32)
     steps = (100, 1, 1, 7, 90, 1, 3, 40)
     keys, values = tokens(sum(steps), dims)
     queries = np.random.default_rng(1).standard_normal((1, HEADS, sum(steps), dims))
@@ -186,11 +186,8 @@ def test_a_step_that_seals_a_page_copies_no_other_page():
     assert extra < 0.2 * cache.nbytes
 
 
-@pytest.mark.parametrize("dims", (80, 96, 128))
-@pytest.mark.parametrize("preset", ("srft-int4+g64", "int4"))
+@pytest.mark.parametrize(("dims", "preset"), ((80, "srft-int4+g64"), (128, "int4")))
 def test_a_decode_step_needs_less_than_the_layer_in_full_precision(dims, preset):
-    if dims == 80 and preset == "int4":
-        pytest.skip("MLX multiplies codes per channel in multiples of 32 dims")
     keys, values = (mx.array(x) for x in tokens(4096, dims))
     cache = CompressedKVCache(PRESETS[preset])
     feed(cache, keys, values, [4096])
@@ -211,7 +208,7 @@ def test_trimming_less_than_nothing_is_nothing():
     assert cache.offset == 100 == cache.keys_and_values()[0].tokens
 
 
-@pytest.mark.parametrize("left", (399, 390, 352, 350, 340, 16, 15, 1, 0))
+@pytest.mark.parametrize("left", (399, 350, 340, 15, 0))
 def test_trim_leaves_what_a_fresh_cache_holds(left):
     """Seals are taken back: at 400 tokens the last page begins at 336, its exact tokens are kept."""
     keys, values = tokens(500)
@@ -263,7 +260,7 @@ def test_a_trim_beyond_exact_tokens_leaves_what_was_read(left):
         np.testing.assert_allclose(x[:, :, :whole], y[:, :, :whole], atol=1e-5)
 
 
-@pytest.mark.parametrize("left", (399, 340, 300, 200, 112, 80, 60, 17))
+@pytest.mark.parametrize("left", (399, 300, 112, 17))
 def test_caches_that_are_cut_again_and_again(left):
     """What stays is encoded again each time, by codes that hold its values: it does not drift."""
     keys, values = tokens(500)
@@ -292,11 +289,11 @@ def test_trim_gives_memory_back_and_more_than_all_is_all():
     assert cache.offset == 300
 
 
-@pytest.mark.parametrize("name", ("int4", "srft-int2+g32", "hadamard-int3", "fp16/int4"))
-@pytest.mark.parametrize("length", (0, 5, 100, 333))
+@pytest.mark.parametrize(
+    ("name", "length"),
+    (("int4", 333), ("srft-int2+g32", 100), ("hadamard-int3", 333), ("fp16/int4", 5), ("int4", 0)),
+)
 def test_state_round_trip(name, length):
-    from mlxkv.formats.names import parse_kv
-
     keys, values = tokens(500)
     config = dataclasses.replace(parse_kv(name), sink=16, recent=32, page=32)
     cache = CompressedKVCache(config)
@@ -312,9 +309,14 @@ def test_state_round_trip(name, length):
         assert mx.array_equal(attend(q, a, 0.125), attend(q, b, 0.125))
 
 
-@pytest.mark.parametrize("length", (100, 300, 336))  # plain; live partly full; live full
 @pytest.mark.parametrize(
-    "twin_of", (copy.deepcopy, copy.copy, lambda cache: CompressedKVCache.from_state(cache.state))
+    ("twin_of", "length"),  # plain; live full; live partly full
+    (
+        (copy.copy, 100),
+        (copy.copy, 336),
+        (copy.deepcopy, 300),
+        (lambda cache: CompressedKVCache.from_state(cache.state), 300),
+    ),
 )
 def test_a_copy_is_independent(twin_of, length):
     keys, values = tokens(500)

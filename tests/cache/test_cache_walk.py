@@ -168,7 +168,7 @@ class Walk:
         return mx.array(x).astype(self.dtype)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(8))
 def test_any_walk_gives_what_the_model_says(seed, tmp_path, monkeypatch):
     monkeypatch.setattr(mlx_cache, "CompressedKVCache", CompressedKVCache, raising=False)
     walk = Walk(seed, mx.float16 if seed % 4 == 3 else mx.float32, tmp_path)

@@ -271,7 +271,7 @@ def test_the_last_tokens_of_a_prompt_stay_exact_for_good():
     assert holds(pinned) and pinned._sunk == plain._sunk + 16
 
 
-@pytest.mark.parametrize("tokens", (6, 12, 20, 35, 36, 37, 60, 150))
+@pytest.mark.parametrize("tokens", (6, 20, 36, 150))
 def test_pinned_tokens_change_nothing_but_what_is_exact(tokens):
     """Full rank of a fixed basis loses nothing but float16's last bits: whatever is stored, attention is the same."""
     full = cache("oja-r32+prompt+pinned")

@@ -105,7 +105,7 @@ def filled(name: str):
 EVERY = (*METHODS, *CALIBRATED, "latents of int4", "latents of int4+rope16", "latents of int8")
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY[::2])
 def test_any_trim_leaves_what_was_read(name):
     cache = filled(name)
     before, held, page = shown(cache), cache.offset, cache.config.page
@@ -130,7 +130,7 @@ def test_any_trim_leaves_what_was_read(name):
             assert mx.abs(part[0] - part[1]).max().item() < 2e-6, (n, side)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", EVERY[1::2])
 def test_reading_on_seals_again_what_was_decoded(name):
     """Pages that stay are untouched, what is encoded twice stays near, and saved and copied caches are the same."""
     cache = filled(name)
@@ -168,7 +168,7 @@ def test_small_caches_take_long_and_short_trims():
         assert cache.trim(n) == n and cache.offset == held
 
 
-@pytest.mark.parametrize("n", [3, 10, 30, 47, 90])
+@pytest.mark.parametrize("n", [10, 47, 90])
 @pytest.mark.parametrize("factory", [None, make])
 def test_sequences_of_a_batch_are_cut_alike(n, factory):
     """One cut ends at another place of a page in each; by kernels they go on in shared arrays."""

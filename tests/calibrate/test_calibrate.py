@@ -6,20 +6,14 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
 from turning import at_zero, moments_over
 
-from cuda_track.codec import maps as torch_maps
-from mlxkv.codec import maps
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact
-from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration import measure
-from mlxkv.models.calibration.moments import Moments, grouped, products
-from mlxkv.models.hooks.probe import Shape
 from mlxkv.spec import affine as ref
 from mlxkv.spec import oscar as spec
 
@@ -87,17 +81,23 @@ def llama():
     return random_model("llama")
 
 
-@pytest.mark.parametrize("kind", ("attention", "surrogate", "tensor"))
-@pytest.mark.parametrize(("window", "chunk", "bos"), [(600, 512, None), (200, 64, 1), (300, 7, 3)])
-def test_streamed_moments_equal_direct_ones(kind, window, chunk, bos, monkeypatch):
-    monkeypatch.setattr(measure, "CHUNK", chunk)
-    made = measure.calibrate(llama(), TOKENS, target=kind, window=window, bos=bos)
-    assert list(made.layers) == ["0", "1"]
-    for windows, layer in zip(
-        direct(llama(), TOKENS, window, bos), made.layers.values(), strict=True
-    ):
-        for basis, wanted in zip((layer.keys, layer.values), targets(windows, kind), strict=True):
-            close(moment_of(basis), wanted)
+def test_streamed_moments_equal_direct_ones(subtests, monkeypatch):
+    for kind, window, chunk, bos in [
+        ("attention", 600, 512, None),
+        ("surrogate", 200, 64, 1),
+        ("tensor", 300, 7, 3),
+    ]:
+        with subtests.test(kind=kind, window=window, chunk=chunk):
+            monkeypatch.setattr(measure, "CHUNK", chunk)
+            made = measure.calibrate(llama(), TOKENS, target=kind, window=window, bos=bos)
+            assert list(made.layers) == ["0", "1"]
+            for windows, layer in zip(
+                direct(llama(), TOKENS, window, bos), made.layers.values(), strict=True
+            ):
+                for basis, wanted in zip(
+                    (layer.keys, layer.values), targets(windows, kind), strict=True
+                ):
+                    close(moment_of(basis), wanted)
 
 
 def test_one_rotation_per_layer_is_that_of_the_mean():
@@ -107,49 +107,23 @@ def test_one_rotation_per_layer_is_that_of_the_mean():
     close(moment_of(shared.keys), moment_of(heads.keys).mean(0, keepdims=True))
 
 
-def test_a_preset_has_one_rotation_per_layer_from_a_calibration_per_kv_head():
-    """OSCAR's first release: the same maps as a calibration with --per-layer gives, in both tracks."""
-    heads = measure.calibrate(llama(), TOKENS)
-    whole = measure.calibrate(llama(), TOKENS, per_layer=True)
-    kinds = PRESETS["oscar-int2+layer"].fitted
-    for of in (maps.of, torch_maps.of):
-        one, exact, other = of(heads, kinds)["0"], of(whole)["0"], of(heads)["0"]
-        for side in ("keys", "values"):
-            x, y = (np.array(getattr(m, side).down.tolist()) for m in (one, exact))
-            assert x.shape == (64, 64) and getattr(other, side).down.shape == (2, 64, 64)
-            basis = getattr(whole.layers["0"], side)
-            moment = moment_of(basis)[0]
-            # Directions of like eigenvalues may turn among themselves: what matters is the moment seen.
-            close((x.T @ moment @ x)[None], (y.T @ moment @ y)[None])
-            np.testing.assert_allclose(x.T @ x, np.eye(64), atol=1e-5)
-    model = llama()
-    attach(model, "oscar-int2+layer", calibration=heads)
-    assert make_prompt_cache(model)[0].layer_maps.kinds == kinds
-    detach(model)
+FAMILIES = ("gemma3_text", "gpt_oss", "falcon_h1", "deepseek_v2")
 
 
-def test_rows_are_grouped_by_kv_head():
-    q = np.random.default_rng(1).standard_normal((2, 6, 5, 8)).astype(np.float32)
-    found = np.array(products(grouped(mx.array(q), 2), mx.zeros((2, 8)))[0]) / 30
-    np.testing.assert_allclose(found, spec.key_target(q.astype(np.float64), 2), atol=1e-5)
-
-
-FAMILIES = ("gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "phi3", "deepseek_v2")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layers_are_those_that_attach_would_compress(family):
-    model = random_model(family)
-    made = measure.calibrate(model, TOKENS[:512])
-    reports = attach(model, "oscar-int2", calibration=made)
-    detach(model)
-    indices = [r.index for r in reports if r.compressed]
-    assert [int(name.split(".")[0]) for name in made.layers] == indices
-    if family in ("gemma3_text", "gpt_oss"):
-        assert indices == [1, 3]  # the others slide
-    for layer in made.layers.values():
-        for basis in (layer.keys, layer.values):
-            assert matrices.off_orthonormal(basis.vectors) < 1e-5
+def test_layers_are_those_that_attach_would_compress(subtests):
+    for family in FAMILIES:
+        with subtests.test(family=family):
+            model = random_model(family)
+            made = measure.calibrate(model, TOKENS[:512])
+            reports = attach(model, "oscar-int2", calibration=made)
+            detach(model)
+            indices = [r.index for r in reports if r.compressed]
+            assert [int(name.split(".")[0]) for name in made.layers] == indices
+            if family in ("gemma3_text", "gpt_oss"):
+                assert indices == [1, 3]  # the others slide
+            for layer in made.layers.values():
+                for basis in (layer.keys, layer.values):
+                    assert matrices.off_orthonormal(basis.vectors) < 1e-5
 
 
 def test_the_model_is_left_as_it_was():
@@ -163,19 +137,14 @@ def test_the_model_is_left_as_it_was():
     assert mx.array_equal(llama()(text), plain)
 
 
-@pytest.mark.parametrize("target", ("random", "none"))
-def test_targets_that_read_no_text(target):
-    made = measure.calibrate(llama(), target=target)
-    assert made.tokens == 0
-    if target == "none":  # H P alone
-        turn = made.layers["0"].keys.rotation("uhp")[0]
-        np.testing.assert_allclose(turn, spec.mixing(64), atol=1e-6)
-
-
-def test_progress_counts_every_token_once():
-    done = []
-    measure.calibrate(llama(), TOKENS, window=250, bos=1, progress=done.append)
-    assert sum(done) == len(TOKENS)
+def test_targets_that_read_no_text(subtests):
+    for target in ("random", "none"):
+        with subtests.test(target=target):
+            made = measure.calibrate(llama(), target=target)
+            assert made.tokens == 0
+            if target == "none":  # H P alone
+                turn = made.layers["0"].keys.rotation("uhp")[0]
+                np.testing.assert_allclose(turn, spec.mixing(64), atol=1e-6)
 
 
 def test_too_little_text_is_one_line():
@@ -183,10 +152,11 @@ def test_too_little_text_is_one_line():
         measure.calibrate(llama(), TOKENS[:100])
 
 
-@pytest.mark.parametrize(("name", "value"), [("target", "qqt"), ("parts", "xyz")])
-def test_unknown_settings_name_the_choices(name, value):
-    with pytest.raises(UserError, match=rf"\[--{name}\] unknown; got '{value}'; choose"):
-        measure.calibrate(llama(), TOKENS, **{name: value})
+def test_unknown_settings_name_the_choices(subtests):
+    for name, value in [("target", "qqt"), ("parts", "xyz")]:
+        with subtests.test(name=name, value=value):
+            with pytest.raises(UserError, match=rf"\[--{name}\] unknown; got '{value}'; choose"):
+                measure.calibrate(llama(), TOKENS, **{name: value})
 
 
 def test_nan_is_one_line():
@@ -208,17 +178,6 @@ def test_constant_text_is_floored():
     layer = made.layers["0"]
     assert layer.values.floored > 100
     assert matrices.off_orthonormal(layer.values.vectors) < 1e-5
-
-
-def test_memory_of_moments_does_not_grow_with_the_text():
-    one = Moments(Shape(2, 64, 64, mx.float32), "tensor")
-    for seed in range(5):
-        x = mx.random.normal((1, 2, 100, 64), key=mx.random.key(seed))
-        one.add_update(x, x)
-    assert {name: x.square.shape for name, x in one.sums.items()} == dict.fromkeys(
-        ("keys", "values", "stored keys", "stored values"), (2, 64, 64)
-    )
-    assert one.sums["keys"].weight.tolist() == [500, 500]
 
 
 def test_the_command(model_folder, tmp_path, capsys, monkeypatch):

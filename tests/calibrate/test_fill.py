@@ -21,7 +21,7 @@ from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, Fill
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach
-from mlxkv.models.calibration import measure, moments
+from mlxkv.models.calibration import measure
 from mlxkv.spec.mixed import fill as spec
 
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
@@ -44,19 +44,20 @@ def rms(x, exact):
 # -- the law
 
 
-@pytest.mark.parametrize("bits", STEPS)
-def test_steps_are_the_best_for_gaussian_numbers_and_keep_their_size(bits):
-    step, gain = spec.best_step(bits), spec.gain(bits)
-    assert STEPS[bits] == pytest.approx(step, rel=1e-7)
-    assert GAINS[bits] == pytest.approx(gain, rel=1e-7)
-    assert ERRORS[bits] == pytest.approx(spec.error(bits), abs=1e-9)
-    for other in (0.99, 1.01):
-        assert spec.uniform_error(bits, other * step) > spec.uniform_error(bits, step)
-    x = np.random.default_rng(bits).standard_normal(200_000)
-    levels = np.clip(np.floor(x / step), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 0.5
-    back = gain * step * levels
-    assert np.mean(back**2) == pytest.approx(1, rel=0.01)
-    assert np.mean((back - x) ** 2) == pytest.approx(ERRORS[bits], rel=0.05)
+def test_steps_are_the_best_for_gaussian_numbers_and_keep_their_size(subtests):
+    for bits in STEPS:
+        with subtests.test(bits=bits):
+            step, gain = spec.best_step(bits), spec.gain(bits)
+            assert STEPS[bits] == pytest.approx(step, rel=1e-7)
+            assert GAINS[bits] == pytest.approx(gain, rel=1e-7)
+            assert ERRORS[bits] == pytest.approx(spec.error(bits), abs=1e-9)
+            for other in (0.99, 1.01):
+                assert spec.uniform_error(bits, other * step) > spec.uniform_error(bits, step)
+            x = np.random.default_rng(bits).standard_normal(200_000)
+            levels = np.clip(np.floor(x / step), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + 0.5
+            back = gain * step * levels
+            assert np.mean(back**2) == pytest.approx(1, rel=0.01)
+            assert np.mean((back - x) ** 2) == pytest.approx(ERRORS[bits], rel=0.05)
 
 
 def test_a_token_of_any_size_loses_the_share_of_its_widths():
@@ -70,23 +71,21 @@ def test_a_token_of_any_size_loses_the_share_of_its_widths():
         assert lost == pytest.approx(ERRORS[bits], rel=0.25)
 
 
-def test_zeros_stay_near_zero():
-    codes, scale = spec.encode(np.zeros((2, 32)), (4, 2))
-    assert not scale.any() and not spec.decode(codes, scale, (4, 2)).any()
-
-
 # -- the budget
 
 
-@pytest.mark.parametrize("rate", [1.0, 1.6, 2.25, 3.0, 5.0])
-def test_the_budget_is_kept_and_used(rate):
-    sides = [(side, falling(2, 128, 1.5, seed)) for seed in (0, 2) for side in artifact.SIDES]
-    found = fill.allot(sides, rate)
-    bits = sum(spec.stored_bits(widths) for widths in found)
-    assert rate * 512 - 64 < bits <= rate * 512
-    for (_, sigma), widths in zip(sides, found, strict=True):
-        assert Fill(rate, widths).why_not(len(widths) * DIMS, 64) is None
-        assert len(widths) * DIMS <= sigma.shape[1]
+def test_the_budget_is_kept_and_used(subtests):
+    for rate in [1.0, 1.6, 2.25, 3.0, 5.0]:
+        with subtests.test(rate=rate):
+            sides = [
+                (side, falling(2, 128, 1.5, seed)) for seed in (0, 2) for side in artifact.SIDES
+            ]
+            found = fill.allot(sides, rate)
+            bits = sum(spec.stored_bits(widths) for widths in found)
+            assert rate * 512 - 64 < bits <= rate * 512
+            for (_, sigma), widths in zip(sides, found, strict=True):
+                assert Fill(rate, widths).why_not(len(widths) * DIMS, 64) is None
+                assert len(widths) * DIMS <= sigma.shape[1]
 
 
 def test_a_layer_of_more_heads_takes_more_of_the_budget():
@@ -117,12 +116,6 @@ def test_layers_whose_heads_share_a_map_count_all_of_their_heads():
     assert 2.3 * values < bits <= 2.5 * values
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 5])
-def test_layers_of_as_many_heads_share_maps_as_if_each_had_one(heads):
-    sides = [(side, falling(1, 64, 1.4, seed)) for seed in range(3) for side in artifact.SIDES]
-    assert fill.allot(sides, 2.25, [heads] * 6) == fill.allot(sides, 2.25)
-
-
 def test_more_bits_never_cost_more_and_no_pattern_is_better():
     sigma = falling(2, 64, 1.2)
     known = {}
@@ -142,18 +135,6 @@ def test_directions_alike_take_one_width_and_faint_ones_none():
     keys, values = fill.allot([("keys", faint), ("values", faint)], 2.25)
     for widths in (keys, values):  # bits that nothing better can use go to faint ones
         assert min(widths[:4]) >= 3 and sum(widths[4:]) <= 2
-
-
-def test_a_layer_whose_values_are_all_zero_leaves_its_bits_to_others():
-    even, none = np.ones((1, 64)), np.zeros((1, 64))
-    zero, other = fill.allot([("values", none), ("values", even)], 2.25)
-    assert sum(zero) == 1 and sum(other) > 8  # a side has one bit for its first block at least
-
-
-def test_a_layer_whose_errors_cost_more_takes_bits_from_others():
-    loud, quiet = 3 * falling(2, 64, 1.0), falling(2, 64, 1.0)
-    first, second = fill.allot([("keys", loud), ("keys", quiet)], 3.0)
-    assert sum(first) > sum(second)
 
 
 def test_too_few_bits_are_refused():
@@ -182,12 +163,13 @@ def test_any_number_is_a_name():
     assert own.values.bits_per_value(64, 64) == (5 * 16 + 16 + 16) / 64  # half a word is empty
 
 
-@pytest.mark.parametrize(
-    "name", ["fill-", "fill-x", "fill-0.1", "fill-9", "fill-r4", "fill-2+int4"]
-)
-def test_what_is_no_number_of_bits_is_one_line(name):
-    with pytest.raises(UserError, match=r"\[--kv\] no bits by direction.*write fill-NUMBER"):
-        parse_kv(name)
+def test_what_is_no_number_of_bits_is_one_line(subtests):
+    for name in ["fill-", "fill-x", "fill-0.1", "fill-9", "fill-r4", "fill-2+int4"]:
+        with subtests.test(name=name):
+            with pytest.raises(
+                UserError, match=r"\[--kv\] no bits by direction.*write fill-NUMBER"
+            ):
+                parse_kv(name)
 
 
 def test_wrong_data_is_one_line():
@@ -253,44 +235,32 @@ def test_layers_share_a_budget_and_the_error_falls_with_it(model, made):
     assert errors == sorted(errors)[::-1] and errors[-1] < 0.01 < errors[0]
 
 
-@pytest.mark.parametrize("per_layer", [False, True])
-def test_a_model_whose_layers_differ_in_kv_heads_keeps_the_rate(per_layer):
-    mx.random.seed(0)
-    args = {"num_query_heads": [2, 4, 6], "num_kv_heads": [1, 2, 6], "ffn_multipliers": [1, 1, 1]}
-    sizes = {"num_transformer_layers": 3, "model_dim": 64, "vocab_size": 64, "ffn_dim_divisor": 16}
-    one = openelm.Model(openelm.ModelArgs("openelm", head_dim=64, **sizes, **args))
-    for n, layer in enumerate(
-        one.layers
-    ):  # the first and the last are as easy and as hard as can be
-        layer.attn.qkv_proj.weight *= (0.2, 1, 5)[n]
-    found = measure.calibrate(one, TEXT, per_layer=per_layer)
-    for rate in (1.5, 2.25, 3):
-        reports = attach(one, f"fill-{rate}{WINDOWS}", calibration=found)
-        assert [r.kv_heads for r in reports] == args["num_kv_heads"]
-        assert rate - 0.25 < mean_bits(reports) <= rate + 1e-9
-        detach(one)
-
-
-def test_what_moments_foretell_is_what_is_lost(model, made):
-    """Keys and values of the text itself, coded and decoded, lose what the allotment counted on."""
-    config = layers.fitted({"0": parse_kv("fill-2.5")}, made)["0"]
-    turns = maps.of(made, config.fitted, ["0"])["0"]
-    plain = make_prompt_cache(model)
-    mx.eval(model(mx.array(TEXT)[None], cache=plain))
-    sink = moments.SINK
-    for i, side in enumerate(artifact.SIDES):
-        x = np.array(plain[0].state[i][0, :, sink : len(TEXT)], np.float64)
-        own, basis = getattr(config, side), getattr(made.layers["0"], side)
-        turn = getattr(turns, side)
-        mean = basis.mean[:, None] if own.centred else 0
-        widths = own.quantizer.widths
-        codes, scale = spec.encode((x - mean) @ np.array(turn.down, np.float64), widths)
-        back = spec.decode(codes, scale, widths) @ np.array(turn.up, np.float64) + mean
-        down, sigma = layers.directions(basis, own.centred)
-        up = np.linalg.inv(down.astype(np.float64))
-        reads = np.linalg.inv(up) * sigma[:, None] @ np.linalg.inv(up).swapaxes(-1, -2)
-        error = np.einsum("gtd,gde,gte->", back - x, reads, back - x) / x.shape[1]
-        assert error == pytest.approx(spec.cost(sigma.astype(np.float64), widths), rel=0.5)
+def test_a_model_whose_layers_differ_in_kv_heads_keeps_the_rate(subtests):
+    for per_layer in [False, True]:
+        with subtests.test(per_layer=per_layer):
+            mx.random.seed(0)
+            args = {
+                "num_query_heads": [2, 4, 6],
+                "num_kv_heads": [1, 2, 6],
+                "ffn_multipliers": [1, 1, 1],
+            }
+            sizes = {
+                "num_transformer_layers": 3,
+                "model_dim": 64,
+                "vocab_size": 64,
+                "ffn_dim_divisor": 16,
+            }
+            one = openelm.Model(openelm.ModelArgs("openelm", head_dim=64, **sizes, **args))
+            for n, layer in enumerate(
+                one.layers
+            ):  # the first and the last are as easy and as hard as can be
+                layer.attn.qkv_proj.weight *= (0.2, 1, 5)[n]
+            found = measure.calibrate(one, TEXT, per_layer=per_layer)
+            for rate in (1.5, 2.25, 3):
+                reports = attach(one, f"fill-{rate}{WINDOWS}", calibration=found)
+                assert [r.kv_heads for r in reports] == args["num_kv_heads"]
+                assert rate - 0.25 < mean_bits(reports) <= rate + 1e-9
+                detach(one)
 
 
 def test_keys_and_values_of_other_rates_have_budgets_of_their_own(model, made):
@@ -322,11 +292,6 @@ def test_a_calibration_is_needed_and_has_to_hold_the_means(model, made, tmp_path
     assert not bare.serves(parse_kv("fill-2.25")) and made.serves(parse_kv("fill-2.25"))
     with pytest.raises(UserError, match="no means of keys"):
         attach(model, "fill-2.25", calibration=bare)
-
-
-def test_maps_without_widths_are_one_line(made):
-    with pytest.raises(UserError, match="have no widths yet; got fill-centred"):
-        maps.of(made, parse_kv("fill-3").fitted)
 
 
 def test_a_saved_cache_reads_on(model, made, tmp_path, monkeypatch):

@@ -11,12 +11,11 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration.learned import BASES, VARIANTS, Learned
 from mlxkv.formats.config import LEARNED, Affine
 from mlxkv.models.calibration import learn, measure, moments, parametrization
-from mlxkv.models.calibration.moments import Sample
 from mlxkv.spec import affine as ref
 from mlxkv.spec import learned as spec
 
 TOKENS = np.random.default_rng(0).integers(0, 64, 600).tolist()
-ALL = [(variant, base) for variant in VARIANTS for base in BASES]
+ALL = [(variant, BASES[i % len(BASES)]) for i, variant in enumerate(VARIANTS)]
 
 
 def normal(*shape, seed=0):
@@ -42,107 +41,79 @@ def planted(heads=2, rows=1024, dims=64, spread=2.0, seed=0):
 # The maps.
 
 
-@pytest.mark.parametrize(("variant", "base"), ALL)
-@pytest.mark.parametrize("dims", (18, 64, 80))
-def test_maps_start_at_the_base_and_stay_invertible(variant, base, dims):
-    matrix = base_of(base, dims)
-    params = parametrization.start(Learned(variant), 2, dims)
-    down, up = (np.array(x, np.float64) for x in parametrization.pair(params, matrix))
-    np.testing.assert_allclose(down, np.broadcast_to(matrix, down.shape), atol=2e-6)
-    down, up = (np.array(x, np.float64) for x in parametrization.pair(noisy(params), matrix))
-    assert down.shape == (2, dims, dims)
-    assert np.abs(down - np.array(matrix)).max() > 1e-2
-    np.testing.assert_allclose(down @ up, np.broadcast_to(np.eye(dims), down.shape), atol=3e-5)
-    gram = down.swapaxes(-1, -2) @ down  # orthogonal up to the scale of each column
-    off = gram - gram * np.eye(dims)
-    assert np.abs(off).max() < 3e-5
-    if not Learned(variant).scaled:
-        np.testing.assert_allclose(np.linalg.norm(down, axis=-2), 1, atol=3e-5)
-    else:
-        log = np.log(np.linalg.norm(down, axis=-2))
-        np.testing.assert_allclose(log.mean(-1), 0, atol=1e-5)  # codes do not see a common factor
+def test_maps_start_at_the_base_and_stay_invertible(subtests):
+    for variant, base in ALL:
+        for dims in (18, 80):
+            with subtests.test(variant=variant, base=base, dims=dims):
+                matrix = base_of(base, dims)
+                params = parametrization.start(Learned(variant), 2, dims)
+                down, up = (np.array(x, np.float64) for x in parametrization.pair(params, matrix))
+                np.testing.assert_allclose(down, np.broadcast_to(matrix, down.shape), atol=2e-6)
+                down, up = (
+                    np.array(x, np.float64) for x in parametrization.pair(noisy(params), matrix)
+                )
+                assert down.shape == (2, dims, dims)
+                assert np.abs(down - np.array(matrix)).max() > 1e-2
+                np.testing.assert_allclose(
+                    down @ up, np.broadcast_to(np.eye(dims), down.shape), atol=3e-5
+                )
+                gram = down.swapaxes(-1, -2) @ down  # orthogonal up to the scale of each column
+                off = gram - gram * np.eye(dims)
+                assert np.abs(off).max() < 3e-5
+                if not Learned(variant).scaled:
+                    np.testing.assert_allclose(np.linalg.norm(down, axis=-2), 1, atol=3e-5)
+                else:
+                    log = np.log(np.linalg.norm(down, axis=-2))
+                    np.testing.assert_allclose(
+                        log.mean(-1), 0, atol=1e-5
+                    )  # codes do not see a common factor
 
 
-@pytest.mark.parametrize("size", (0.01, 1.0, 10.0))
-def test_the_exponential_is_the_spec_at_all_angles(size):
-    free = normal(2, 32, 32)
-    free *= size / np.linalg.norm(free - free.swapaxes(-1, -2), 2, axis=(-2, -1)).max()
-    wanted = np.stack([spec.exponential(x) for x in free])
-    np.testing.assert_allclose(
-        np.array(parametrization.exponential(mx.array(free))), wanted, atol=2e-5
-    )
-    np.testing.assert_allclose(np.linalg.det(wanted), 1)
+def test_the_exponential_is_the_spec_at_all_angles(subtests):
+    for size in (0.01, 1.0, 10.0):
+        with subtests.test(size=size):
+            free = normal(2, 32, 32)
+            free *= size / np.linalg.norm(free - free.swapaxes(-1, -2), 2, axis=(-2, -1)).max()
+            wanted = np.stack([spec.exponential(x) for x in free])
+            np.testing.assert_allclose(
+                np.array(parametrization.exponential(mx.array(free))), wanted, atol=2e-5
+            )
+            np.testing.assert_allclose(np.linalg.det(wanted), 1)
 
 
-def test_reflectors_come_in_order():
-    vectors = normal(1, 5, 6)  # a count that is no power of two
-    x = normal(1, 6, 6, seed=1)
-    found = parametrization.reflected(mx.array(x), mx.array(vectors))
-    np.testing.assert_allclose(np.array(found)[0], x[0] @ spec.householder(vectors[0]), atol=1e-5)
-    assert parametrization.reflectors(128) == spec.reflectors(128) == 64
-    assert parametrization.reflectors(18) == spec.reflectors(18) == 10
-
-
-def test_a_scale_is_clamped():
-    found = np.array(parametrization.scale(mx.array([[100.0, -100.0, 0.0, 0.0]])))[0]
-    np.testing.assert_allclose(found, [spec.LARGEST, 1 / spec.LARGEST, 1, 1], rtol=1e-5)
-
-
-@pytest.mark.parametrize("group", (16, 32, 64, 0))
-def test_what_is_learned_from_is_what_a_cache_gives_back(group):
+def test_what_is_learned_from_is_what_a_cache_gives_back(subtests):
     """Straight-through codes are the product's own, but for float16 scales; 80 dims: a short group."""
-    x, codes = planted(dims=80), Affine(4, group)
-    decoded = np.array(learn.coded(x, codes), np.float64)
-    size = codes.group_size(80, 16)
-    stored = ref.affine_encode(np.array(x, np.float64)[None], 4, size, False, "token")
-    wanted = ref.affine_decode(*stored, size, "token")[0]
-    lost, expected = (((one - np.array(x)) ** 2).sum() for one in (decoded, wanted))
-    assert lost == pytest.approx(expected, rel=0.03)
-    near = np.abs(decoded - wanted) <= 2e-3 * np.abs(wanted) + 1e-3 * np.abs(x).max()
-    assert near.mean() > 0.99  # but where float16 of a scale moves a code
-
-
-def test_rounding_passes_its_gradient():
-    """Of a code in the middle of a group 1, as if nothing were rounded."""
-    x = mx.array(np.linspace(0, 10, 16, dtype=np.float32)[None, None])
-    gradient = mx.grad(lambda x: learn.coded(x, Affine(2, 16))[0, 0, 7])(x)
-    assert gradient[0, 0, 7].item() == pytest.approx(1)
-
-
-def test_constant_rows_have_no_nan():
-    x = mx.ones((1, 8, 32))
-    params = parametrization.start(Learned("rotation+scale"), 1, 32)
-    value, gradients = mx.value_and_grad(learn.loss)(params, x, mx.eye(32), Affine(2, 32))
-    assert np.isfinite(value.item())
-    assert all(np.isfinite(np.array(g)).all() for g in gradients.values())
+    for group in (16, 32, 64, 0):
+        with subtests.test(group=group):
+            x, codes = planted(dims=80), Affine(4, group)
+            decoded = np.array(learn.coded(x, codes), np.float64)
+            size = codes.group_size(80, 16)
+            stored = ref.affine_encode(np.array(x, np.float64)[None], 4, size, False, "token")
+            wanted = ref.affine_decode(*stored, size, "token")[0]
+            lost, expected = (((one - np.array(x)) ** 2).sum() for one in (decoded, wanted))
+            assert lost == pytest.approx(expected, rel=0.03)
+            near = np.abs(decoded - wanted) <= 2e-3 * np.abs(wanted) + 1e-3 * np.abs(x).max()
+            assert near.mean() > 0.99  # but where float16 of a scale moves a code
 
 
 # --------------------------------------------------------------------------------------------------
 # Learning.
 
 
-@pytest.mark.parametrize(("variant", "base"), ALL)
-def test_a_step_along_the_gradient_lowers_the_loss(variant, base):
-    x, codes, matrix = planted(rows=256), Affine(3, 32), base_of(base, 64)
-    params = noisy(parametrization.start(Learned(variant), 2, 64))
-    value, gradients = mx.value_and_grad(learn.loss)(params, x, matrix, codes)
-    norm = sum((g * g).sum() for g in gradients.values())
-    assert norm.item() > 0
-    step = 0.02 * value / norm
-    moved = {name: p - step * gradients[name] for name, p in params.items()}
-    assert learn.loss(moved, x, matrix, codes).item() < value.item()
-
-
-@pytest.mark.parametrize(("variant", "base"), ALL)
-def test_learning_lowers_the_error_of_the_codes(variant, base):
-    x, learned = planted(rows=512, spread=1.0), Learned(variant, base, 3, 32, 40)
-    down = learn.train(x, learned, "")
-    again = learn.train(x, learned, "")
-    assert (down == again).all() and down.dtype == np.float32
-    own = base_of(base, 64)
-    pairs = [Transform(own, own.T), Transform(mx.array(down), mx.array(np.linalg.inv(down)))]
-    before, after = (learn.error(x, learned.spec, pair) for pair in pairs)
-    assert after < 0.95 * before
+def test_learning_lowers_the_error_of_the_codes(subtests):
+    for variant, base in ALL:
+        with subtests.test(variant=variant, base=base):
+            x, learned = planted(rows=512, spread=1.0), Learned(variant, base, 3, 32, 40)
+            down = learn.train(x, learned, "")
+            again = learn.train(x, learned, "")
+            assert (down == again).all() and down.dtype == np.float32
+            own = base_of(base, 64)
+            pairs = [
+                Transform(own, own.T),
+                Transform(mx.array(down), mx.array(np.linalg.inv(down))),
+            ]
+            before, after = (learn.error(x, learned.spec, pair) for pair in pairs)
+            assert after < 0.95 * before
 
 
 def test_a_scale_recovers_most_of_what_a_planted_spread_costs():
@@ -166,14 +137,15 @@ def test_a_scale_recovers_most_of_what_a_planted_spread_costs():
     assert plain - found > 0.5 * (plain - planted_scale)
 
 
-@pytest.mark.parametrize("rate", (1.0, 1e30))
-def test_the_base_stays_where_nothing_is_better(rate, monkeypatch):
+def test_the_base_stays_where_nothing_is_better(subtests, monkeypatch):
     """Numbers that codes hit exactly as they are, and one step that throws everything about."""
-    monkeypatch.setitem(learn.RATE, "rotation", rate)
-    x = np.random.default_rng(0).integers(0, 256, (1, 64, 32)).astype(np.float32)
-    x[..., 0], x[..., 1] = 0, 255
-    down = learn.train(mx.array(x), Learned("rotation", "none", 8, 32, 1), "")
-    assert (down == np.eye(32)).all()
+    for rate in (1.0, 1e30):
+        with subtests.test(rate=rate):
+            monkeypatch.setitem(learn.RATE, "rotation", rate)
+            x = np.random.default_rng(0).integers(0, 256, (1, 64, 32)).astype(np.float32)
+            x[..., 0], x[..., 1] = 0, 255
+            down = learn.train(mx.array(x), Learned("rotation", "none", 8, 32, 1), "")
+            assert (down == np.eye(32)).all()
 
 
 def test_nan_is_one_line():
@@ -184,19 +156,17 @@ def test_nan_is_one_line():
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    (
+def test_unknown_settings_are_one_line(subtests):
+    for changes, message in (
         ({"variant": "cayley"}, r"\[--learn\] unknown; got 'cayley'; choose from scale, rotation,"),
         ({"base": "hadamard"}, r"\[--base\] unknown; got 'hadamard'; choose from srft, none"),
         ({"bits": 5}, r"\[--bits\] unknown; got 5; choose from 2, 3, 4"),
         ({"group": 8}, r"group must be 0 or at least 16; got 8"),
         ({"steps": 0}, r"\[--steps\] must be at least 1; got 0"),
-    ),
-)
-def test_unknown_settings_are_one_line(changes, message):
-    with pytest.raises(UserError, match=message):
-        Learned(**changes).check()
+    ):
+        with subtests.test(changes=changes, message=message):
+            with pytest.raises(UserError, match=message):
+                Learned(**changes).check()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -219,12 +189,3 @@ def test_a_sample_is_evenly_spaced_and_skips_the_sink(monkeypatch):
             assert rows.shape == (2, parts[0] - moments.SINK, 64)
             assert mx.array_equal(thin[name].rows(side), rows[:, ::3])
             assert mx.allclose(cut[name].rows(side), rows, atol=1e-4)
-
-
-def test_a_sample_keeps_its_rhythm_over_parts():
-    sample = Sample(3)
-    x = mx.arange(20, dtype=mx.float32).reshape(1, 1, 20, 1)
-    for start, stop in ((0, 1), (1, 2), (2, 9), (9, 20)):
-        sample.add(x[:, :, start:stop], -x[:, :, start:stop])
-    assert sample.rows("keys").flatten().tolist() == list(range(0, 20, 3))
-    assert sample.rows("values").flatten().tolist() == [-i for i in range(0, 20, 3)]

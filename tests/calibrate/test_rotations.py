@@ -6,7 +6,7 @@ import pytest
 from random_models import random_model
 
 from mlxkv.formats.calibration import rotary
-from mlxkv.models.calibration.rotations import ROWS, rotations
+from mlxkv.models.calibration.moments import PROBES, rotations
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.probe import leaves
 from mlxkv.spec import positions
@@ -37,13 +37,12 @@ def measure(family, longest=32768, dtype=None, **changes):
         model.set_dtype(dtype)
     make = own_make_cache(model)
     places = [place for place, cache in leaves(make()) if type(cache).__name__.endswith("KVCache")]
-    found = rotations(model, make, places, mx.arange(ROWS) % 64, longest)
+    found = rotations(model, make, places, mx.arange(PROBES) % 64, longest)
     return [found[place] for place in places]
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "pairs", "frequencies"),
-    (
+def test_pairs_and_frequencies_are_those_of_the_config(subtests):
+    for family, changes, pairs, frequencies in (
         ("llama", {}, positions.rotary_pairs(64), plain(64)),
         ("llama", {"rope_theta": 1e6}, positions.rotary_pairs(64), plain(64, 1e6)),
         (
@@ -61,12 +60,11 @@ def measure(family, longest=32768, dtype=None, **changes):
         ("llama", {"rope_scaling": LLAMA3}, positions.rotary_pairs(64), llama3(64)),
         ("qwen2", {"rope_theta": 1e6}, positions.rotary_pairs(64), plain(64, 1e6)),
         ("stablelm", {}, positions.rotary_pairs(32), plain(32)),
-    ),
-)
-def test_pairs_and_frequencies_are_those_of_the_config(family, changes, pairs, frequencies):
-    for one in measure(family, **changes):
-        np.testing.assert_array_equal(one.pairs, pairs)
-        np.testing.assert_allclose(one.frequencies, frequencies, rtol=1e-4, atol=1e-7)
+    ):
+        with subtests.test(family=family, changes=changes, pairs=pairs):
+            for one in measure(family, **changes):
+                np.testing.assert_array_equal(one.pairs, pairs)
+                np.testing.assert_allclose(one.frequencies, frequencies, rtol=1e-4, atol=1e-7)
 
 
 def test_layers_of_gemma_have_bases_of_their_own():
@@ -88,7 +86,7 @@ def test_half_precision_is_as_exact_far_away():
         np.testing.assert_allclose(one.frequencies * 32768, plain(64) * 32768, atol=0.05)
 
 
-def rows(kind, count=ROWS, dims=8):
+def rows(kind, count=PROBES, dims=8):
     x = np.random.default_rng(0).standard_normal((count, dims))
     pairs = positions.rotary_pairs(dims)
     out = {}
@@ -103,15 +101,15 @@ def test_keys_without_positions_do_not_turn():
     assert len(rotary.measured(rows("none"), 2**-23).pairs) == 0
 
 
-@pytest.mark.parametrize("kind", ("grows", "added", "bends"))
-def test_other_dependence_on_position_is_no_rotation(kind):
-    assert rotary.measured(rows("turns"), 2**-23) is not None
-    assert rotary.measured(rows(kind), 2**-23) is None
+def test_other_dependence_on_position_is_no_rotation(subtests):
+    for kind in ("grows", "added", "bends"):
+        with subtests.test(kind=kind):
+            assert rotary.measured(rows("turns"), 2**-23) is not None
+            assert rotary.measured(rows(kind), 2**-23) is None
 
 
-@pytest.mark.parametrize(
-    ("family", "pairs"),
-    (
+def test_other_families(subtests):
+    for family, pairs in (
         ("gpt_oss", positions.rotary_pairs(64)),  # YaRN, sinks
         ("gemma4_text", np.array([(i, i + 64) for i in range(16)])),  # a quarter of the pairs turns
         (
@@ -120,12 +118,11 @@ def test_other_dependence_on_position_is_no_rotation(kind):
         ),  # rotary channels come last
         ("falcon_h1", positions.rotary_pairs(64)),  # base 1e11: slow pairs stand still
         ("jamba", np.zeros((0, 2), int)),  # no RoPE
-    ),
-)
-def test_other_families(family, pairs):
-    wanted = {tuple(one) for one in pairs}
-    got = {tuple(pair) for pair in measure(family, longest=16384)[-1].pairs}
-    assert got <= wanted and (family == "falcon_h1" or got == wanted)
+    ):
+        with subtests.test(family=family, pairs=pairs):
+            wanted = {tuple(one) for one in pairs}
+            got = {tuple(pair) for pair in measure(family, longest=16384)[-1].pairs}
+            assert got <= wanted and (family == "falcon_h1" or got == wanted)
 
 
 def test_layers_that_read_the_keys_of_another():

@@ -9,7 +9,6 @@ from random_models import random_model
 from safetensors import safe_open
 from safetensors.numpy import save
 
-import cuda_track.calibrate
 from cuda_track.codec import maps as torch_maps
 from mlxkv.cache import selftest
 from mlxkv.codec import maps
@@ -19,7 +18,7 @@ from mlxkv.formats.config import SCALED, Affine, CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import seal
-from mlxkv.models import attach, detach, load
+from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure, moments
 from mlxkv.spec import affine as ref
 
@@ -49,12 +48,11 @@ def stored_by(model, window):
     return [tuple(np.concatenate(parts, 1) for parts in pair) for pair in out]
 
 
-@pytest.mark.parametrize(("window", "chunk"), [(700, 512), (350, 50)])
-def test_peaks_are_the_largest_values_that_caches_would_store(model, window, chunk, monkeypatch):
-    monkeypatch.setattr(measure, "CHUNK", chunk)
-    found = measure.calibrate(model, TEXT, window=window)
-    whole = measure.calibrate(model, TEXT, window=window, per_layer=True)
-    for index, pair in enumerate(stored_by(model, window)):
+def test_peaks_are_the_largest_values_that_caches_would_store(model, monkeypatch):
+    monkeypatch.setattr(measure, "CHUNK", 50)
+    found = measure.calibrate(model, TEXT, window=350)
+    whole = measure.calibrate(model, TEXT, window=350, per_layer=True)
+    for index, pair in enumerate(stored_by(model, 350)):
         layer, one = found.layers[str(index)], whole.layers[str(index)]
         for side, x in zip(artifact.SIDES, pair, strict=True):
             spec = np.abs(ref.srft(x)).max(1)
@@ -142,73 +140,39 @@ def test_older_files_serve_other_presets(model, made, tmp_path):
     detach(model)
 
 
-def test_an_old_file_that_was_found_is_made_anew(model_folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(measure, "TOKENS", 600)
-    loaded = load(str(model_folder), "oscar-int2")
-    path = artifact.kept_path(loaded.fingerprint)
-    artifact.write(path, without_peaks(artifact.read(path)))
-    capsys.readouterr()
-    load(str(model_folder), "balanced-int2")
-    assert capsys.readouterr().err == ""
-    load(str(model_folder), "srft-scaled-int4")
-    assert "making it anew, once" in capsys.readouterr().err and artifact.read(path).scaled
-    load(str(model_folder), "srft-scaled-int2")
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("name", ("srft-scaled-int4", "srft-scaled-int2", "srft-scaled-int4+g64"))
-def test_a_cache_holds_what_the_law_says(model, made, name):
+def test_a_cache_holds_what_the_law_says(subtests, model, made):
     """Keys and values of an attached model, page by page, from a plain cache's by the spec."""
-    config = parse_kv(name)
-    attach(model, config, calibration=made)
-    ours = make_prompt_cache(model)
-    mx.eval(model(mx.array(TEXT[:512])[None], cache=ours))
-    detach(model)
-    first = stored_by(model, 700)[0]  # of layer 0: they depend on no cache
-    pages = ours[0]._store
-    for i, (side, x) in enumerate(zip(artifact.SIDES, first, strict=True)):
-        spec = getattr(config, side).quantizer
-        scale = 1.0 / getattr(made.layers["0"], side).peaks.astype(np.float64).max(0)
-        down, up = ref.scaled(*ref.transform("srft", 64), scale)
-        tokens = pages.count * config.page
-        assert tokens >= 256
-        group = spec.group_size(64, config.page)
-        codes, steps, biases = ref.affine_encode(x[:, :tokens] @ down, spec.bits, group, True)
-        law = ref.affine_decode(codes, steps, biases, group) @ up
-        found = np.array(pages.read(0, pages.count).decode(i, mx.float32))[0]
-        error = np.sqrt(np.mean((found - law) ** 2) / np.mean(law**2))
-        assert error < 2e-2, error  # a code at a rounding boundary moves its whole token
+    for name in ("srft-scaled-int4", "srft-scaled-int2", "srft-scaled-int4+g64"):
+        with subtests.test(name=name):
+            config = parse_kv(name)
+            attach(model, config, calibration=made)
+            ours = make_prompt_cache(model)
+            mx.eval(model(mx.array(TEXT[:512])[None], cache=ours))
+            detach(model)
+            first = stored_by(model, 700)[0]  # of layer 0: they depend on no cache
+            pages = ours[0]._store
+            for i, (side, x) in enumerate(zip(artifact.SIDES, first, strict=True)):
+                spec = getattr(config, side).quantizer
+                scale = 1.0 / getattr(made.layers["0"], side).peaks.astype(np.float64).max(0)
+                down, up = ref.scaled(*ref.transform("srft", 64), scale)
+                tokens = pages.count * config.page
+                assert tokens >= 256
+                group = spec.group_size(64, config.page)
+                codes, steps, biases = ref.affine_encode(
+                    x[:, :tokens] @ down, spec.bits, group, True
+                )
+                law = ref.affine_decode(codes, steps, biases, group) @ up
+                found = np.array(pages.read(0, pages.count).decode(i, mx.float32))[0]
+                error = np.sqrt(np.mean((found - law) ** 2) / np.mean(law**2))
+                assert error < 2e-2, error  # a code at a rounding boundary moves its whole token
 
 
-@pytest.mark.parametrize("factory", (make, make_tiles), ids=("portable", "tiles"))
-@pytest.mark.parametrize("name", ("srft-scaled-int4", "srft-scaled-int3"))
-def test_kernels_pass_their_own_test(name, factory):
-    tiled = factory is make_tiles
-    found = selftest.test(PRESETS[name], 64, mx.float16, factory, tiled)
-    assert found.reason is None and found.errors["seal"] < selftest.SEAL_BOUND / 2, found
-
-
-def test_scales_keep_small_channels_from_the_steps_of_large_ones():
-    """Channels of unlike size after the transform, as section 5.6 reports of Qwen2.5: with scales the small
-    ones keep their bits, and groups alone do not help."""
-    rng, spread = np.random.default_rng(3), 4.0 ** np.linspace(-2, 2, 128)
-    turned = rng.standard_normal((1, 400, 128)) * rng.permutation(spread)
-    x = ref.srft_inverse(turned)
-
-    def relative(down, up):
-        codes, steps, biases = ref.affine_encode(x @ down, 4, 32, True)
-        error = (ref.affine_decode(codes, steps, biases, 32) @ up - x) @ ref.transform("srft", 128)[
-            0
-        ]
-        return np.mean((error / spread_of(turned)) ** 2)
-
-    def spread_of(y):
-        return np.sqrt(np.mean(y**2, (0, 1)))
-
-    pair = ref.transform("srft", 128)
-    scale = ref.channel_scale(turned)
-    assert relative(*ref.scaled(*pair, scale)) < relative(*pair) / 10
+def test_kernels_pass_their_own_test(subtests):
+    for factory, name in ((make, "srft-scaled-int4"), (make_tiles, "srft-scaled-int3")):
+        with subtests.test(factory=factory, name=name):
+            tiled = factory is make_tiles
+            found = selftest.test(PRESETS[name], 64, mx.float16, factory, tiled)
+            assert found.reason is None and found.errors["seal"] < selftest.SEAL_BOUND / 2, found
 
 
 def test_another_seed_has_no_scales():
@@ -231,13 +195,3 @@ def test_one_scale_for_a_page_is_of_all_kv_heads():
     assert (
         codes[:2] == 8
     ).mean() > 0.99  # a large head takes the steps of the others: the paper's finding
-
-
-def test_torch_finds_the_same_peaks():
-    import torch
-
-    x = np.random.default_rng(0).standard_normal((1, 2, 40, 96)).astype(np.float32)
-    ours = np.array(moments.peaks(mx.array(x)))
-    theirs = cuda_track.calibrate.peaks(torch.from_numpy(x)).numpy()
-    np.testing.assert_allclose(ours, np.abs(ref.srft(x.astype(np.float64))).max((0, 2)), rtol=1e-5)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5)

@@ -60,7 +60,7 @@ def test_the_first_line_comes_before_heavy_imports(with_torch, smollm2):
         ("--max-tokens", "0"),
         ("--kv", "int5"),
         ("--kv", "int4", "--fold"),
-        ("--keep", "2"),
+        ("--kv", "int4+keep2"),
         ("--model", "tinny"),
         ("--dtype", "int8"),
         ("--chat-template-args", "[1]"),

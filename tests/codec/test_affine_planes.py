@@ -9,10 +9,8 @@ from mlxkv.formats.affine import Affine
 
 PAGE, DIMS = 64, 128
 SPECS = [
-    Affine(bits, group, symmetric, axis)
-    for bits in (2, 4, 8)
-    for group, axis in ((32, "token"), (64, "token"), (128, "token"), (64, "channel"))
-    for symmetric in (False, True)
+    *(Affine(2, 32), Affine(4, 64, True), Affine(8, 128), Affine(4, 128)),
+    *(Affine(2, 64, True, "channel"), Affine(8, 64, axis="channel")),
 ]
 
 
@@ -35,27 +33,32 @@ def case(spec, rows, tokens, dims=DIMS):
     return mx.array(q), stored, q.astype(np.float64) @ decoded.swapaxes(-1, -2)
 
 
-@pytest.mark.parametrize("rows", [1, 20])
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
-def test_they_are_products_with_decoded_keys(spec, rows, planes, monkeypatch):
+def test_they_are_products_with_decoded_keys(subtests, planes, monkeypatch):
     monkeypatch.setattr(affine, "PLANE_TOKENS", 1)
-    q, stored, expected = case(spec, rows, 2 * PAGE)
-    with mx.stream(mx.cpu):
-        got = np.array(affine.scores(spec, q, stored, DIMS, PAGE))
-    assert planes == [spec.bits]
-    assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+    for spec in SPECS:
+        for rows in (1, 20):
+            with subtests.test(spec=spec, rows=rows):
+                planes.clear()
+                q, stored, expected = case(spec, rows, 2 * PAGE)
+                with mx.stream(mx.cpu):
+                    got = np.array(affine.scores(spec, q, stored, DIMS, PAGE))
+                assert planes == [spec.bits]
+                assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(
-    ("spec", "tokens", "dims"),
-    [(Affine(4), affine.PLANE_TOKENS - PAGE, 128), (Affine(3), 1024, 128), (Affine(4), 1024, 80)],
-    ids=["few tokens", "codes across words", "a short group"],
-)
-def test_others_are_as_before(spec, tokens, dims, planes):
-    q, stored, expected = case(spec, 1, tokens, dims)
-    got = np.array(affine.scores(spec, q, stored, dims, PAGE))
-    assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
-    assert bool(planes) == (dims == 80)  # whose whole groups are read so
+def test_others_are_as_before(subtests, planes):
+    few = affine.PLANE_TOKENS - PAGE
+    for spec, tokens, dims in (
+        (Affine(4), few, 128),
+        (Affine(3), 1024, 128),
+        (Affine(4), 1024, 80),
+    ):
+        with subtests.test(spec=spec, tokens=tokens, dims=dims):
+            planes.clear()
+            q, stored, expected = case(spec, 1, tokens, dims)
+            got = np.array(affine.scores(spec, q, stored, dims, PAGE))
+            assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+            assert bool(planes) == (dims == 80)  # whose whole groups are read so
 
 
 def test_without_a_compiler_words_stay_whole(planes, monkeypatch):

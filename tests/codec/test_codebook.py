@@ -4,14 +4,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxkv.codec import codebook
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import UserError
 from mlxkv.formats import levels, matrices
-from mlxkv.formats.config import CacheConfig, Codebook, Side
+from mlxkv.formats.config import Codebook, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.spec import codebook as ref
-from mlxkv.spec.rows import shared_rows
 
 DIMS = (64, 80, 96, 128, 256)
 PAPER = {1: 0.36, 2: 0.117, 3: 0.034, 4: 0.0095}  # Theorem 1, and its evaluation by simulation
@@ -27,26 +25,20 @@ def off(y, x):
     return ((y - x) ** 2).sum() / (x**2).sum()
 
 
-@pytest.mark.parametrize("dims", DIMS)
-@pytest.mark.parametrize("bits", (1, 2, 3, 4))
-def test_levels_are_centroids_between_midpoints(dims, bits):
+def test_levels_are_centroids_between_midpoints(subtests):
     """By quadrature of the density, which neither the spec nor the package does."""
-    table = levels.sphere(dims, bits)
-    np.testing.assert_allclose(table, ref.sphere_levels(dims, bits), atol=1e-12)
-    np.testing.assert_allclose(table, -table[::-1], atol=1e-14)
-    edges = np.concatenate([[-1], (table[1:] + table[:-1]) / 2, [1]])
-    nodes, weights = np.polynomial.legendre.leggauss(400)
-    for level, low, high in zip(table, edges, edges[1:], strict=False):
-        x = low + (high - low) * (nodes + 1) / 2
-        mass = (1 - x * x) ** ((dims - 3) / 2) * weights
-        assert abs((mass * x).sum() / mass.sum() - level) < 1e-9
-
-
-def test_levels_become_those_of_a_gaussian():
-    """Max (1960): the table of a normal density, which a sphere of many dims comes close to."""
-    wide = levels.sphere(512, 2) * np.sqrt(512)
-    np.testing.assert_allclose(wide[2:], [0.4528, 1.5104], rtol=3e-3)
-    np.testing.assert_allclose(levels.sphere(512, 1) * np.sqrt(512), [-0.798, 0.798], rtol=1e-3)
+    for dims in DIMS:
+        for bits in (1, 2, 3, 4):
+            with subtests.test(dims=dims, bits=bits):
+                table = levels.sphere(dims, bits)
+                np.testing.assert_allclose(table, ref.sphere_levels(dims, bits), atol=1e-12)
+                np.testing.assert_allclose(table, -table[::-1], atol=1e-14)
+                edges = np.concatenate([[-1], (table[1:] + table[:-1]) / 2, [1]])
+                nodes, weights = np.polynomial.legendre.leggauss(400)
+                for level, low, high in zip(table, edges, edges[1:], strict=False):
+                    x = low + (high - low) * (nodes + 1) / 2
+                    mass = (1 - x * x) ** ((dims - 3) / 2) * weights
+                    assert abs((mass * x).sum() / mass.sum() - level) < 1e-9
 
 
 def test_random_rotations_are_orthogonal_uniform_and_depend_on_the_seed():
@@ -68,16 +60,21 @@ def test_gaussian_numbers_are_those_of_the_spec():
     np.testing.assert_allclose(moments, [0, 1, 0, 3], atol=0.03)
 
 
-@pytest.mark.parametrize("bits", PAPER)
-def test_distortion_is_that_of_the_paper(bits):
-    x = mx.array(data(1, 1, 2048, 128))
-    code = Codec(Side(Codebook(bits), "random"), 128, 64)
-    assert off(code.decode(code.encode(x), mx.float32), x) == pytest.approx(PAPER[bits], rel=0.04)
-    # Whatever the vectors are: the rotation makes them all alike.
-    spikes = np.random.default_rng(1).permuted(np.tile(np.arange(128) == 7, (2048, 1)), axis=1)
-    spiked = mx.array(data(1, 1, 2048, 128) * np.where(spikes, 50, 1).astype(np.float32))
-    found = off(code.decode(code.encode(spiked), mx.float32), spiked)
-    assert found == pytest.approx(PAPER[bits], rel=0.06)
+def test_distortion_is_that_of_the_paper(subtests):
+    for bits in PAPER:
+        with subtests.test(bits=bits):
+            x = mx.array(data(1, 1, 2048, 128))
+            code = Codec(Side(Codebook(bits), "random"), 128, 64)
+            assert off(code.decode(code.encode(x), mx.float32), x) == pytest.approx(
+                PAPER[bits], rel=0.04
+            )
+            # Whatever the vectors are: the rotation makes them all alike.
+            spikes = np.random.default_rng(1).permuted(
+                np.tile(np.arange(128) == 7, (2048, 1)), axis=1
+            )
+            spiked = mx.array(data(1, 1, 2048, 128) * np.where(spikes, 50, 1).astype(np.float32))
+            found = off(code.decode(code.encode(spiked), mx.float32), spiked)
+            assert found == pytest.approx(PAPER[bits], rel=0.06)
 
 
 def test_corrected_norms_are_those_of_the_vectors():
@@ -103,28 +100,3 @@ def test_bad_values_are_one_line():
     with pytest.raises(UserError, match=r"unknown bits; got 5; choose from 1, 2, 3, 4"):
         Codebook(5)
     assert "16 dims or more" in PRESETS["turbo-int2"].why_not(8, 8)
-
-
-def test_a_preset_takes_what_it_says_at_128_dims():
-    bits = {name: PRESETS[name].bits_per_value(128, 128) for name in PRESETS if "turbo" in name}
-    assert (bits["turbo-int4"], bits["turbo-int2"]) == (4.125, 2.125)
-    assert CacheConfig.from_dict(PRESETS["turbo-int3"].as_dict()) == PRESETS["turbo-int3"]
-
-
-@pytest.fixture
-def no_tables():
-    """What is kept of levels is made anew, before and after."""
-    codebook._levels.cache_clear()
-    yield
-    codebook._levels.cache_clear()
-
-
-@pytest.mark.parametrize(
-    "fault",
-    (lambda table: table * 1.001, lambda table: np.concatenate([table[:1] - 0.01, table[1:]])),
-)
-def test_levels_that_are_off_are_red(monkeypatch, no_tables, fault):
-    good = levels.sphere
-    monkeypatch.setattr(levels, "sphere", lambda *args: fault(good(*args)))
-    found = [row for row in shared_rows() if row.table == "levels" and "tree" not in row.case]
-    assert found and not any(row.ok for row in found)

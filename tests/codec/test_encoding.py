@@ -9,7 +9,6 @@ from small_models import TINY
 
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cli import main
 from mlxkv.codec import encoding
 from mlxkv.codec.maps import sample
 from mlxkv.codec.records import to_codes
@@ -36,32 +35,40 @@ def records(preset: str, way: str, pair) -> Records:
     return store
 
 
-@pytest.mark.parametrize("way", PRODUCTS)
-@pytest.mark.parametrize("preset", ("int4", "int2", "srft-int4+g64", "srft-int4", "oscar-int2"))
-def test_products_write_the_records_of_the_kernel(preset, way, pair):
-    ours, theirs = (
-        to_codes(store.state, store.codecs)
-        for store in (records(preset, way, pair), records(preset, encoding.KERNEL, pair))
-    )
-    for side in ("keys", "values"):
-        for name, x in ours[side].items():
-            a, b = np.array(x), np.array(theirs[side][name])
-            if name == "codes":  # a value at a tie may fall to the other side
-                assert np.mean(a != b) < 0.01, (side, name)
-            else:
-                np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3)
+def test_products_write_the_records_of_the_kernel(subtests, pair):
+    for way in PRODUCTS:
+        for preset in ("int4", "int2", "srft-int4+g64", "srft-int4", "oscar-int2"):
+            with subtests.test(way=way, preset=preset):
+                ours, theirs = (
+                    to_codes(store.state, store.codecs)
+                    for store in (
+                        records(preset, way, pair),
+                        records(preset, encoding.KERNEL, pair),
+                    )
+                )
+                for side in ("keys", "values"):
+                    for name, x in ours[side].items():
+                        a, b = np.array(x), np.array(theirs[side][name])
+                        if name == "codes":  # a value at a tie may fall to the other side
+                            assert np.mean(a != b) < 0.01, (side, name)
+                        else:
+                            np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("dims", (64, 80, 128))
-@pytest.mark.parametrize("heads", (None, 2))
-def test_the_layouts_are_one_product(dims, heads):
-    shape = (dims, dims) if heads is None else (heads, dims, dims)
-    down, x = mx.random.normal(shape), mx.random.normal((3, 2, 48, dims)).astype(mx.bfloat16)
-    rows, columns = (encoding.rotated(down, x, way) for way in PRODUCTS)
-    assert rows.dtype == columns.dtype == mx.float32
-    np.testing.assert_allclose(rows, columns, rtol=1e-4, atol=1e-3)
-    spec = np.array(x.astype(mx.float32), np.float64) @ np.array(down, np.float64)
-    np.testing.assert_allclose(np.array(columns), spec, rtol=1e-4, atol=1e-3)
+def test_the_layouts_are_one_product(subtests):
+    for dims in (64, 80, 128):
+        for heads in (None, 2):
+            with subtests.test(dims=dims, heads=heads):
+                shape = (dims, dims) if heads is None else (heads, dims, dims)
+                down, x = (
+                    mx.random.normal(shape),
+                    mx.random.normal((3, 2, 48, dims)).astype(mx.bfloat16),
+                )
+                rows, columns = (encoding.rotated(down, x, way) for way in PRODUCTS)
+                assert rows.dtype == columns.dtype == mx.float32
+                np.testing.assert_allclose(rows, columns, rtol=1e-4, atol=1e-3)
+                spec = np.array(x.astype(mx.float32), np.float64) @ np.array(down, np.float64)
+                np.testing.assert_allclose(np.array(columns), spec, rtol=1e-4, atol=1e-3)
 
 
 def test_plain_ops_take_the_layout_too(pair):
@@ -72,19 +79,6 @@ def test_plain_ops_take_the_layout_too(pair):
         stores[-1].append(pair, 2)
     words = [np.array(store.state["keys"]["codes"]) for store in stores]
     assert np.mean(words[0] != words[1]) < 0.01
-
-
-def test_no_kernel_encodes_when_the_cpu_is_asked_for(pair):
-    built = []
-
-    def watched(**texts):
-        built.append(texts["name"])
-        return make(**texts)
-
-    store = Records(PRESETS["int4"], (DIMS, DIMS), watched, way=encoding.ROWS)
-    store.append(pair, 2)
-    mx.eval(store.arrays())
-    assert not built
 
 
 def test_caches_of_an_attached_model_and_saved_ones_encode_as_asked(tmp_path):
@@ -99,10 +93,3 @@ def test_caches_of_an_attached_model_and_saved_ones_encode_as_asked(tmp_path):
     for caches in (cache, prompt_cache.load(str(path), loaded).cache):
         ours = [one for one in caches if isinstance(one, CompressedKVCache)]
         assert ours and {(c.way, c._store.way) for c in ours} == {(encoding.COLUMNS,) * 2}
-
-
-def test_chat_takes_it_and_says_what_it_does_not_know(model_folder, capsys):
-    named = ["chat", "--prompt", "hi", "-m", str(model_folder)]
-    assert main([*named, "--encode", "nope"]) == 2
-    assert "[--encode] unknown; got 'nope'" in capsys.readouterr().err
-    assert main([*named, "--max-tokens", "2", "--encode", "cpu-columns"]) == 0

@@ -7,7 +7,6 @@ import pytest
 from mlxkv.codec import polar
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Polar, Side
-from mlxkv.formats.presets import PRESETS
 from mlxkv.spec import polar as spec
 
 PAGE = 128
@@ -31,89 +30,70 @@ def paged(x):
     return x.reshape(*x.shape[:2], -1, PAGE, x.shape[3])
 
 
-@pytest.mark.parametrize(("radius", "angle"), BITS)
-@pytest.mark.parametrize("dims", (64, 80, 128))
-def test_plain_ops_give_the_spec(dims, radius, angle):
-    x = keys(dims)
-    stored = encoded(x, radius, angle)
-    ours = np.array(polar.decode(Polar(radius, angle), stored, dims, PAGE, mx.float32))
-    right = spec.decode(spec.encode(paged(x), radius, angle), angle).reshape(x.shape)
-    assert (np.abs(ours - right) > 1e-5).mean() < 2e-4
+def test_plain_ops_give_the_spec(subtests):
+    for radius, angle in BITS:
+        for dims in (64, 80, 128):
+            with subtests.test(radius=radius, angle=angle, dims=dims):
+                x = keys(dims)
+                stored = encoded(x, radius, angle)
+                ours = np.array(polar.decode(Polar(radius, angle), stored, dims, PAGE, mx.float32))
+                right = spec.decode(spec.encode(paged(x), radius, angle), angle).reshape(x.shape)
+                assert (np.abs(ours - right) > 1e-5).mean() < 2e-4
 
 
-@pytest.mark.parametrize(("radius", "angle"), BITS)
-def test_radius_and_angle_are_off_by_half_a_step(radius, angle):
-    x = keys()
-    stored = spec.encode(paged(x), radius, angle)
-    rho, phi = spec.to_polar(paged(x))
-    codes = {"radius": stored["codes"] >> angle, "angle": stored["codes"] & (2**angle - 1)}
-    for name, exact, bits in (("radius", rho, radius), ("angle", phi, angle)):
-        step, low = stored[f"{name}_step"], stored[f"{name}_low"]
-        off = np.abs(low + (codes[name] + 0.5) * step - exact)
-        # Half a step, and what the last code loses where float16 rounded the range down.
-        assert (off <= step / 2 + 2**-10 * (np.abs(low) + 2**bits * step)).all()
-        assert (step <= (exact.max(-2, keepdims=True) - low) / 2**bits * (1 + 2**-10)).all()
+def test_radius_and_angle_are_off_by_half_a_step(subtests):
+    for radius, angle in BITS:
+        with subtests.test(radius=radius, angle=angle):
+            x = keys()
+            stored = spec.encode(paged(x), radius, angle)
+            rho, phi = spec.to_polar(paged(x))
+            codes = {"radius": stored["codes"] >> angle, "angle": stored["codes"] & (2**angle - 1)}
+            for name, exact, bits in (("radius", rho, radius), ("angle", phi, angle)):
+                step, low = stored[f"{name}_step"], stored[f"{name}_low"]
+                off = np.abs(low + (codes[name] + 0.5) * step - exact)
+                # Half a step, and what the last code loses where float16 rounded the range down.
+                assert (off <= step / 2 + 2**-10 * (np.abs(low) + 2**bits * step)).all()
+                assert (step <= (exact.max(-2, keepdims=True) - low) / 2**bits * (1 + 2**-10)).all()
 
 
-def test_pairs_are_the_halves_that_rope_turns_together():
-    """A turn of pairs (i, i + D/2) moves angles alone; one of neighbours would move both."""
-    x, half = keys(pages=1), 32
-    turn = np.exp(0.3j)
-    y = (x[..., :half] + 1j * x[..., half:]) * turn
-    turned = np.concatenate([y.real, y.imag], -1)
-    (rho, phi), (rho_turned, phi_turned) = spec.to_polar(x), spec.to_polar(turned)
-    np.testing.assert_allclose(rho, rho_turned, atol=1e-12)
-    np.testing.assert_allclose(np.exp(1j * (phi_turned - phi)), turn, atol=1e-9)
-    assert ((phi >= 0) & (phi <= 2 * np.pi)).all()
+def test_tables_give_what_decoding_gives(subtests):
+    for radius, angle in BITS:
+        for rows in (1, 3, 9):
+            with subtests.test(radius=radius, angle=angle, rows=rows):
+                x, form = keys(80), Polar(radius, angle)
+                stored = encoded(x, radius, angle)
+                q = np.random.default_rng(1).standard_normal((1, 2, rows, 80))
+                ours = mx.array(q.astype(np.float32))
+                decoded = polar.decode(form, stored, 80, PAGE, mx.float32)
+                dots = ours @ decoded.swapaxes(-1, -2)
+                for found in (polar.scores_by_tables, polar.scores):
+                    off = mx.abs(found(form, ours, stored, 80, PAGE) - dots).max().item()
+                    assert off < 2e-6 * mx.abs(dots).max().item()
+                held = spec.encode(paged(x), radius, angle)
+                tables = spec.scores(q[:, :, None], held, angle)
+                np.testing.assert_allclose(
+                    tables, q[:, :, None] @ spec.decode(held, angle).swapaxes(-1, -2), atol=1e-10
+                )
 
 
-@pytest.mark.parametrize(("radius", "angle"), BITS)
-@pytest.mark.parametrize("rows", (1, 3, 9))
-def test_tables_give_what_decoding_gives(radius, angle, rows):
-    x, form = keys(80), Polar(radius, angle)
-    stored = encoded(x, radius, angle)
-    q = np.random.default_rng(1).standard_normal((1, 2, rows, 80))
-    ours = mx.array(q.astype(np.float32))
-    decoded = polar.decode(form, stored, 80, PAGE, mx.float32)
-    dots = ours @ decoded.swapaxes(-1, -2)
-    for found in (polar.scores_by_tables, polar.scores):
-        off = mx.abs(found(form, ours, stored, 80, PAGE) - dots).max().item()
-        assert off < 2e-6 * mx.abs(dots).max().item()
-    held = spec.encode(paged(x), radius, angle)
-    tables = spec.scores(q[:, :, None], held, angle)
-    np.testing.assert_allclose(
-        tables, q[:, :, None] @ spec.decode(held, angle).swapaxes(-1, -2), atol=1e-10
-    )
-
-
-@pytest.mark.parametrize("what", ("zero", "constant", "huge", "negative", "beyond"))
-def test_nothing_becomes_nan(what):
-    x = {
-        "zero": np.zeros((1, 1, PAGE, 64)),
-        "constant": np.full((1, 1, PAGE, 64), 1.5),
-        "huge": keys(heads=1, pages=1) * 4e3,
-        "negative": -np.abs(keys(heads=1, pages=1)),
-        "beyond": keys(heads=1, pages=1) * 1e25,
-    }[what]
-    stored = encoded(x, 4, 4)
-    y = np.array(polar.decode(Polar(), stored, 64, PAGE, mx.float32))
-    assert np.isfinite(y).all()
-    assert all(mx.isfinite(stored[name]).all().item() for name in polar.NUMBERS)
-    if what in ("zero", "constant"):
-        assert np.abs(y - x).max() <= 2e-3 * np.abs(x).max()
-    if what in ("huge", "negative"):
-        assert ((y - x) ** 2).sum() < 0.03 * (x**2).sum()
-
-
-def test_bits_are_counted_from_what_is_allocated():
-    """4.25 bits of a key at 4 + 4 bits (notes, section 10)."""
-    assert Polar().bits_per_value(128, 128) == 4.25
-    assert PRESETS["polar"].bits_per_value(128, 128) == 4.25
-    for dims in (64, 80, 96, 256):
-        for radius, angle in BITS:
-            nbytes = sum(y.nbytes for y in encoded(keys(dims), radius, angle).values())
-            expected = Polar(radius, angle).bits_per_value(dims, PAGE)
-            assert nbytes * 8 / (2 * 2 * PAGE * dims) == pytest.approx(expected)
+def test_nothing_becomes_nan(subtests):
+    for what in ("zero", "constant", "huge", "negative", "beyond"):
+        with subtests.test(what=what):
+            x = {
+                "zero": np.zeros((1, 1, PAGE, 64)),
+                "constant": np.full((1, 1, PAGE, 64), 1.5),
+                "huge": keys(heads=1, pages=1) * 4e3,
+                "negative": -np.abs(keys(heads=1, pages=1)),
+                "beyond": keys(heads=1, pages=1) * 1e25,
+            }[what]
+            stored = encoded(x, 4, 4)
+            y = np.array(polar.decode(Polar(), stored, 64, PAGE, mx.float32))
+            assert np.isfinite(y).all()
+            assert all(mx.isfinite(stored[name]).all().item() for name in polar.NUMBERS)
+            if what in ("zero", "constant"):
+                assert np.abs(y - x).max() <= 2e-3 * np.abs(x).max()
+            if what in ("huge", "negative"):
+                assert ((y - x) ** 2).sum() < 0.03 * (x**2).sum()
 
 
 def test_what_polar_cannot_store_says_why():

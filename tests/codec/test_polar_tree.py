@@ -7,7 +7,6 @@ import pytest
 from mlxkv.chat.session import Session
 from mlxkv.codec import polar_tree
 from mlxkv.codec.codec import Codec
-from mlxkv.doctor.golden import TABLE as rows
 from mlxkv.errors import UserError
 from mlxkv.formats import levels
 from mlxkv.formats.config import CacheConfig, PolarTree, Side
@@ -33,44 +32,35 @@ def decoded(spec, x, dims):
     return code.decode(code.encode(mx.array(x)), mx.float32)
 
 
-def test_polar_form_has_an_exact_inverse():
-    x = data(5, 128).astype(np.float64)
-    radii, angles = ref.to_polar(x)
-    np.testing.assert_allclose(ref.from_polar(radii, angles), x, atol=1e-14)
-    assert all(a.min() >= 0 for a in angles)
-    assert angles[0].max() < 2 * np.pi
-    assert max(a.max() for a in angles[1:]) <= np.pi / 2
-    ours, theirs = polar_tree.to_polar(mx.array(x.astype(np.float32)))
-    np.testing.assert_allclose(np.array(ours), radii, rtol=1e-6)
-    for a, b in zip(theirs, angles, strict=True):
-        np.testing.assert_allclose(np.array(a), b, atol=2e-6)
+def test_codebooks_are_centroids_of_the_density_which_is_that_of_the_data(subtests):
+    for level in (1, 2, 3, 4):
+        with subtests.test(level=level):
+            book = levels.angles(level, ref.BITS[level - 1])
+            np.testing.assert_allclose(book, ref.angle_codebook(level), atol=1e-12)
+            end = ref.TURN if level == 1 else np.pi / 2
+            edges = np.concatenate([[0], (book[1:] + book[:-1]) / 2, [end]])
+            fine = np.linspace(0, end, 200_001)
+            density = ref.angle_density(fine, level)
+            for angle, low, high in zip(book, edges, edges[1:], strict=False):
+                inside = (fine >= low) & (fine <= high)
+                assert abs(np.average(fine[inside], weights=density[inside]) - angle) < 2e-4
+            _, angles = ref.to_polar(data(4000, 128).astype(np.float64))
+            found, _ = np.histogram(angles[level - 1], 40, (0, end), density=True)
+            middles = (np.arange(40) + 0.5) * end / 40
+            want = ref.angle_density(middles, level)
+            assert np.abs(found - want / want.mean() / end).max() < 0.05 * found.max() + 0.01
 
 
-@pytest.mark.parametrize("level", (1, 2, 3, 4))
-def test_codebooks_are_centroids_of_the_density_which_is_that_of_the_data(level):
-    book = levels.angles(level, ref.BITS[level - 1])
-    np.testing.assert_allclose(book, ref.angle_codebook(level), atol=1e-12)
-    end = ref.TURN if level == 1 else np.pi / 2
-    edges = np.concatenate([[0], (book[1:] + book[:-1]) / 2, [end]])
-    fine = np.linspace(0, end, 200_001)
-    density = ref.angle_density(fine, level)
-    for angle, low, high in zip(book, edges, edges[1:], strict=False):
-        inside = (fine >= low) & (fine <= high)
-        assert abs(np.average(fine[inside], weights=density[inside]) - angle) < 2e-4
-    _, angles = ref.to_polar(data(4000, 128).astype(np.float64))
-    found, _ = np.histogram(angles[level - 1], 40, (0, end), density=True)
-    middles = (np.arange(40) + 0.5) * end / 40
-    want = ref.angle_density(middles, level)
-    assert np.abs(found - want / want.mean() / end).max() < 0.05 * found.max() + 0.01
-
-
-@pytest.mark.parametrize("dims", DIMS)
-def test_distortion_is_that_of_the_method(dims):
-    x = data(1, 1, 1024, dims)
-    assert off(decoded(PolarTree(), x, dims), x) == pytest.approx(0.032, rel=0.03)
-    spikes = np.random.default_rng(1).permuted(np.tile(np.arange(dims) == 7, (1024, 1)), axis=1)
-    spiked = x * np.where(spikes, 30, 1)
-    assert off(decoded(PolarTree(), spiked, dims), spiked) == pytest.approx(0.032, rel=0.06)
+def test_distortion_is_that_of_the_method(subtests):
+    for dims in DIMS:
+        with subtests.test(dims=dims):
+            x = data(1, 1, 1024, dims)
+            assert off(decoded(PolarTree(), x, dims), x) == pytest.approx(0.032, rel=0.03)
+            spikes = np.random.default_rng(1).permuted(
+                np.tile(np.arange(dims) == 7, (1024, 1)), axis=1
+            )
+            spiked = x * np.where(spikes, 30, 1)
+            assert off(decoded(PolarTree(), spiked, dims), spiked) == pytest.approx(0.032, rel=0.06)
 
 
 def test_fitted_codebooks_are_better_where_angles_are_not_those_of_gaussian_vectors():
@@ -133,23 +123,6 @@ def test_bits_and_bad_values():
         PolarTree((good[0][::-1], *good[1:]))
     with pytest.raises(UserError, match="given or online"):
         PolarTree(good, online=True)
-
-
-def test_pairs_of_other_neighbours_are_red(monkeypatch):
-    made = polar_tree.to_polar
-
-    def halves(x):  # the first dim with that in the middle
-        n = x.shape[-1] // 2
-        return made(mx.stack([x[..., :n], x[..., n:]], -1).reshape(x.shape))
-
-    monkeypatch.setattr(polar_tree, "to_polar", halves)
-    found = [row for row in rows.polar_tree_rows() if row.table == "polar-tree"]
-    assert found and not any(row.ok for row in found)
-
-
-def test_one_step_of_fitting_less_is_red(monkeypatch):
-    monkeypatch.setattr(polar_tree, "TREE_STEPS", polar_tree.TREE_STEPS - 1)
-    assert not all(row.ok for row in rows.polar_tree_rows() if row.case.startswith("online"))
 
 
 @pytest.mark.parametrize("preset", ("polar-tree", "polar-tree+online"))

@@ -4,7 +4,6 @@ import weakref
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
 from mlxkv.cache import adaptive
 from mlxkv.codec import affine, transform
@@ -18,68 +17,75 @@ def data(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("dims", (64, 80, 96, 128, 192, 256, 512))
-@pytest.mark.parametrize("seed", (0, 7))
-def test_matrices_are_those_of_the_spec(dims, seed):
-    np.testing.assert_array_equal(transform.signs(dims, seed), ref.signs(dims, seed))
-    for name in matrices.COMPUTED:
-        if (name == "hadamard" and dims & (dims - 1)) or (name == "random" and dims > 128):
-            continue  # the spec makes one number after the other
-        made = transform.make(name, dims, seed)
-        if name == "random":
-            down = codebook_ref.random_rotation(dims, seed)
-            up = down.T
-        else:
-            down, up = ref.transform(name, dims, seed)
-        np.testing.assert_allclose(np.array(made.down), down, atol=1e-7)
-        np.testing.assert_allclose(np.array(made.up), up, atol=1e-7)
-    assert transform.make("none", dims, seed) is None
+def test_matrices_are_those_of_the_spec(subtests):
+    for dims in (64, 80, 96, 128, 192, 256, 512):
+        for seed in (0, 7):
+            with subtests.test(dims=dims, seed=seed):
+                np.testing.assert_array_equal(transform.signs(dims, seed), ref.signs(dims, seed))
+                for name in matrices.COMPUTED:
+                    if (name == "hadamard" and dims & (dims - 1)) or (
+                        name == "random" and dims > 128
+                    ):
+                        continue  # the spec makes one number after the other
+                    made = transform.make(name, dims, seed)
+                    if name == "random":
+                        down = codebook_ref.random_rotation(dims, seed)
+                        up = down.T
+                    else:
+                        down, up = ref.transform(name, dims, seed)
+                    np.testing.assert_allclose(np.array(made.down), down, atol=1e-7)
+                    np.testing.assert_allclose(np.array(made.up), up, atol=1e-7)
+                assert transform.make("none", dims, seed) is None
 
 
-@pytest.mark.parametrize("per_head", (False, True))
-def test_scaled_transforms_give_the_codes_of_the_spec(per_head):
+def test_scaled_transforms_give_the_codes_of_the_spec(subtests):
     """SRFT, then lambda, then abs-max per group of 32 (SRFT paper, section 7.1)."""
-    x = data(1, 2, 64, 128) * np.exp(data(128, seed=1))
-    down, up = ref.transform("srft", 128)
-    scale = np.stack([ref.channel_scale(x[0, g] @ down) for g in range(2)])
-    if not per_head:
-        scale[1] = scale[0]
-    made = transform.make("srft", 128, 0)
-    if per_head:
-        made = transform.Transform(mx.stack([made.down] * 2), mx.stack([made.up] * 2))
-        made = made.scaled(mx.array(scale.astype(np.float32))[:, None])
-    else:
-        made = made.scaled(mx.array(scale[0].astype(np.float32)))
-    stored = affine.encode(Affine(4, 32, symmetric=True), made.store(mx.array(x)), 64)
-    decoded = affine.decode(Affine(4, 32, symmetric=True), stored, 128, 64, mx.float32)
-    back = np.array(made.restore(decoded))
-    for g in range(2):
-        sdown, sup = ref.scaled(down, up, scale[g])
-        codes, s, b = ref.affine_encode(x[0, g] @ sdown, 4, 32, True)
-        spec = ref.affine_decode(codes, s, b, 32) @ sup
-        off = np.abs(back[0, g] - spec) > 1e-4 * np.abs(spec).max()
-        assert off.mean() < 0.02  # a code at a boundary moves its whole token a little
-    # q . x^ is the same before and after the transform
-    q = data(1, 2, 3, 128, seed=2)
-    left = made.query(mx.array(q)) @ decoded.swapaxes(-1, -2)
-    right = mx.array(q) @ mx.array(back).swapaxes(-1, -2)
-    np.testing.assert_allclose(np.array(left), np.array(right), rtol=1e-4, atol=1e-3)
+    for per_head in (False, True):
+        with subtests.test(per_head=per_head):
+            x = data(1, 2, 64, 128) * np.exp(data(128, seed=1))
+            down, up = ref.transform("srft", 128)
+            scale = np.stack([ref.channel_scale(x[0, g] @ down) for g in range(2)])
+            if not per_head:
+                scale[1] = scale[0]
+            made = transform.make("srft", 128, 0)
+            if per_head:
+                made = transform.Transform(mx.stack([made.down] * 2), mx.stack([made.up] * 2))
+                made = made.scaled(mx.array(scale.astype(np.float32))[:, None])
+            else:
+                made = made.scaled(mx.array(scale[0].astype(np.float32)))
+            stored = affine.encode(Affine(4, 32, symmetric=True), made.store(mx.array(x)), 64)
+            decoded = affine.decode(Affine(4, 32, symmetric=True), stored, 128, 64, mx.float32)
+            back = np.array(made.restore(decoded))
+            for g in range(2):
+                sdown, sup = ref.scaled(down, up, scale[g])
+                codes, s, b = ref.affine_encode(x[0, g] @ sdown, 4, 32, True)
+                spec = ref.affine_decode(codes, s, b, 32) @ sup
+                off = np.abs(back[0, g] - spec) > 1e-4 * np.abs(spec).max()
+                assert off.mean() < 0.02  # a code at a boundary moves its whole token a little
+            # q . x^ is the same before and after the transform
+            q = data(1, 2, 3, 128, seed=2)
+            left = made.query(mx.array(q)) @ decoded.swapaxes(-1, -2)
+            right = mx.array(q) @ mx.array(back).swapaxes(-1, -2)
+            np.testing.assert_allclose(np.array(left), np.array(right), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("bits", (2, 3, 4, 8))
-@pytest.mark.parametrize("group", (32, 64))
-def test_words_are_in_the_order_of_mlx_quantize(bits, group):
+def test_words_are_in_the_order_of_mlx_quantize(subtests):
     """MLX's own kernels read our pages, so their bit order must stay ours."""
-    x = mx.array(data(1, 1, 64, 128))
-    stored = affine.encode(Affine(bits, group), x, 64)
-    theirs = mx.dequantize(
-        stored["codes"], stored["scale"], stored["bias"], group_size=group, bits=bits
-    )
-    codes = ref.unpack(np.array(stored["codes"]), bits, 128)
-    scale, bias = (np.array(stored[n]).astype(np.float64) for n in ("scale", "bias"))
-    spec = ref.affine_decode(codes, scale, bias, group)
-    np.testing.assert_allclose(np.array(theirs.astype(mx.float32)), spec, atol=4e-3)
-    assert np.abs(spec - np.array(x)).max() <= 0.51 * scale.max() + 4e-3  # each in its place
+    for bits in (2, 3, 4, 8):
+        for group in (32, 64):
+            with subtests.test(bits=bits, group=group):
+                x = mx.array(data(1, 1, 64, 128))
+                stored = affine.encode(Affine(bits, group), x, 64)
+                theirs = mx.dequantize(
+                    stored["codes"], stored["scale"], stored["bias"], group_size=group, bits=bits
+                )
+                codes = ref.unpack(np.array(stored["codes"]), bits, 128)
+                scale, bias = (np.array(stored[n]).astype(np.float64) for n in ("scale", "bias"))
+                spec = ref.affine_decode(codes, scale, bias, group)
+                np.testing.assert_allclose(np.array(theirs.astype(mx.float32)), spec, atol=4e-3)
+                assert (
+                    np.abs(spec - np.array(x)).max() <= 0.51 * scale.max() + 4e-3
+                )  # each in its place
 
 
 def test_what_is_made_of_a_basis_goes_with_it():

@@ -43,15 +43,18 @@ def more(monkeypatch):
         monkeypatch.setitem(FAMILIES, name, extra)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES | MORE))
+@pytest.mark.parametrize(
+    "family", sorted({*MORE, *REFUSED, *KINDS, *NOT_ATTACHED, "llama", "gemma4_text", "gemma3n"})
+)
 def test_which_families_are_traced(family, attached):
-    if family == "phi3small":
-        pytest.skip("corrupts memory in plain mlx-lm")
     if family in NOT_ATTACHED:
         with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
             assert "_mlxkv_attachment" not in vars(attached(family))
         return
     model = attached(family)
+    if family in KINDS:
+        kinds = {type(cache).__name__ for cache in make_prompt_cache(model)}
+        assert kinds <= KINDS[family] and kinds & KINDS[family]
     said = steps_to_come(model, 40)
     twins, token = prompted(model)
     token = twins.speak(token, 40)
@@ -63,13 +66,6 @@ def test_which_families_are_traced(family, attached):
     )
     assert bool(steps_of(model).traced) == (family not in REFUSED)
     assert said in (steps_of(model).state, ASSIGNS)
-
-
-@pytest.mark.parametrize("family", KINDS)
-def test_what_caches_these_families_have(family, attached):
-    """So that the test above is one of them."""
-    kinds = {type(cache).__name__ for cache in make_prompt_cache(attached(family))}
-    assert kinds <= KINDS[family] and kinds & KINDS[family]
 
 
 # -- sliding windows
@@ -93,7 +89,7 @@ def test_a_window_before_it_is_full_as_it_gets_full_and_after(attached):
     )  # a trace before, one of the full ring
 
 
-@pytest.mark.parametrize("keep", [0, 4, 63])
+@pytest.mark.parametrize("keep", [0, 63])
 def test_a_window_that_keeps_its_first_tokens(attached, keep):
     model = attached("gemma3_text", sliding_window=64)
     twins = Twins(model)
@@ -107,7 +103,7 @@ def test_a_window_that_keeps_its_first_tokens(attached, keep):
     assert twins.steps.traced and not twins.steps.refused
 
 
-@pytest.mark.parametrize("prompt", [14, 15, 16, 17, 29, 30, 31, 32, 33, 60])
+@pytest.mark.parametrize("prompt", [14, 16, 30, 32, 33])
 def test_several_tokens_at_every_stage_of_a_window(attached, prompt):
     twins, token = prompted(attached("gemma3_text", sliding_window=32), prompt)
     for new in (1, 3, 1, 8, 1, 2, 1, 1, 8, 8, 1):

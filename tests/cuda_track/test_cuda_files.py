@@ -31,26 +31,31 @@ IN_RECORDS = [
 STATES = [*IN_RECORDS, "turbo-int2", "fp16/int4"]
 
 
-@pytest.mark.parametrize("preset", IN_RECORDS)
-@pytest.mark.parametrize("dims", (64, 128))
-def test_page_records_are_the_same_words(preset, dims):
-    config = parse_kv(preset)
-    assert why_no_record(config.keys.quantizer, dims, config.page) is None
-    rng = np.random.default_rng(0)
-    theirs = [MlxCodec(side, dims, config.page) for side in (config.keys, config.values)]
-    state = {
-        name: code.encode(mx.array(rng.standard_normal((1, 2, 2 * config.page, dims), np.float32)))
-        for name, code in zip(NAMES, theirs, strict=True)
-    }
-    right = mlx_records.to_records(state, theirs)
-    codecs = codecs_of(config, (dims, dims), None, CPU)
-    ours = records.to_records(to_torch(state), codecs)
-    assert set(ours) == set(right)
-    for name, words in right.items():
-        assert torch.equal(ours[name], to_torch(words))
-    back = as_codes(ours, codecs)
-    for name, side in state.items():
-        assert all(torch.equal(back[name][n], to_torch(x)) for n, x in side.items())
+def test_page_records_are_the_same_words(subtests):
+    for preset in IN_RECORDS:
+        for dims in (64, 128):
+            with subtests.test(preset=preset, dims=dims):
+                config = parse_kv(preset)
+                assert why_no_record(config.keys.quantizer, dims, config.page) is None
+                rng = np.random.default_rng(0)
+                theirs = [
+                    MlxCodec(side, dims, config.page) for side in (config.keys, config.values)
+                ]
+                state = {
+                    name: code.encode(
+                        mx.array(rng.standard_normal((1, 2, 2 * config.page, dims), np.float32))
+                    )
+                    for name, code in zip(NAMES, theirs, strict=True)
+                }
+                right = mlx_records.to_records(state, theirs)
+                codecs = codecs_of(config, (dims, dims), None, CPU)
+                ours = records.to_records(to_torch(state), codecs)
+                assert set(ours) == set(right)
+                for name, words in right.items():
+                    assert torch.equal(ours[name], to_torch(words))
+                back = as_codes(ours, codecs)
+                for name, side in state.items():
+                    assert all(torch.equal(back[name][n], to_torch(x)) for n, x in side.items())
 
 
 def test_records_of_float16_numbers_are_the_same_words():
@@ -69,8 +74,13 @@ def test_records_of_float16_numbers_are_the_same_words():
         assert torch.equal(back[name]["values"], to_torch(state[name]["values"]))
 
 
-@pytest.mark.parametrize("preset", STATES)
-def test_states_are_read_on_the_other_side(preset):
+def test_states_are_read_on_the_other_side(subtests):
+    for preset in STATES:
+        with subtests.test(preset=preset):
+            check_states_are_read_on_the_other_side(preset)
+
+
+def check_states_are_read_on_the_other_side(preset):
     config = parse_kv(preset)
     rng = np.random.default_rng(0)
     keys, values = (rng.standard_normal((1, 2, 420, 64)).astype(np.float32) for _ in "kv")

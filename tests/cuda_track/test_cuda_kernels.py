@@ -51,14 +51,12 @@ SIDES = {
 # D, H, G, L, batch, keys, values, sink, live, mask, attention sinks
 CASES = {
     "gqa": (128, 8, 2, 1, 1, "int4", "int4", 16, 21, False, False),
-    "ratio 5": (64, 5, 1, 1, 1, "int3", "int4", 0, 1, False, False),
     "odd draft": (64, 5, 1, 4, 1, "int4", "int4", 16, 9, False, True),
     "draft": (64, 6, 2, 8, 1, "int4", "int2 g32", 16, 40, False, False),
     "gemma": (256, 4, 1, 1, 1, "int4", "int4", 16, 33, False, False),
     "padded batch": (64, 4, 2, 1, 2, "int8", "int8", 16, 9, True, False),
     "gpt-oss": (64, 8, 1, 1, 1, "int4 g32", "int2", 16, 16, False, True),
     "int2": (128, 4, 2, 1, 1, "int2", "int2", 16, 5, False, False),
-    "wide int2": (256, 2, 1, 1, 1, "int2 g32", "int3", 0, 5, False, False),
     "channels": (128, 4, 2, 1, 1, "int2 channels", "int2", 16, 21, False, False),
     "runs of channels": (64, 4, 2, 2, 2, "int4 channels", "int4", 16, 9, False, True),
     "3 bits of channels": (64, 4, 2, 1, 2, "int3 channels", "int4", 16, 9, True, False),
@@ -74,36 +72,38 @@ def _filled(store: Paged, batch: int, heads: int, dims: int) -> CodePages:
     return CodePages(store.codecs, stored, PAGES * PAGE)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_which_methods_have_kernels(name):
-    why = launch.why_not(METHODS[name].config(64), (64, 64), torch.device("cpu"))
-    assert (why is None) == METHODS[name].triton, why
+def test_which_methods_have_kernels(subtests):
+    for name in METHODS:
+        with subtests.test(name=name):
+            why = launch.why_not(METHODS[name].config(64), (64, 64), torch.device("cpu"))
+            assert (why is None) == METHODS[name].triton, why
 
 
-@pytest.mark.parametrize("name", names(triton=True))
-def test_attention_over_a_cache_of_each_method(name):
-    out, dims = [], 64
-    torch.manual_seed(0)
-    new = [torch.randn(1, 2, 200, dims) for _ in "kv"]
-    q = torch.randn(1, 4, 1, dims)
-    for way in (choose.TRITON, choose.OPS):
-        with choose.using(way):
-            cache = CompressedKVCache(METHODS[name].config(dims))
-            cache.update_and_fetch(*new)
-            assert (type(cache._store) is Paged) == (way == choose.TRITON)
-            out.append(attend(q, cache.view(), dims**-0.5).numpy())
-    assert rms(*out) < BOUND
+def test_attention_over_a_cache_of_each_method(subtests):
+    for name in names(triton=True):
+        with subtests.test(name=name):
+            out, dims = [], 64
+            torch.manual_seed(0)
+            new = [torch.randn(1, 2, 200, dims) for _ in "kv"]
+            q = torch.randn(1, 4, 1, dims)
+            for way in (choose.TRITON, choose.OPS):
+                with choose.using(way):
+                    cache = CompressedKVCache(METHODS[name].config(dims))
+                    cache.update_and_fetch(*new)
+                    assert (type(cache._store) is Paged) == (way == choose.TRITON)
+                    out.append(attend(q, cache.view(), dims**-0.5).numpy())
+            assert rms(*out) < BOUND
 
 
-QUICK = ("gqa", "channels", "padded batch", "odd draft")
+def test_attention_over_codes(subtests):
+    for case in CASES:
+        with subtests.test(case=case), pytest.MonkeyPatch.context() as patch:
+            if "channels" in case:  # several turns of a page read with the same queries
+                patch.setattr(layout, "TURN", 16)
+            check_attention(case, patch)
 
 
-@pytest.mark.parametrize(
-    "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
-)
-def test_attention_over_codes(case, monkeypatch):
-    if "channels" in case:  # several turns of a page read with the same queries
-        monkeypatch.setattr(layout, "TURN", 16)
+def check_attention(case, patch):
     dims, heads, kv_heads, new, batch, keys, values, sink, live, masked, sinks = CASES[case]
     torch.manual_seed(0)
     config = CacheConfig(SIDES[keys], SIDES[values], page=PAGE)
@@ -126,24 +126,27 @@ def test_attention_over_codes(case, monkeypatch):
     out = attend(q, view, dims**-0.5, mask, logits)
     right = attend(q, View(*windows, plain), dims**-0.5, mask, logits)
     assert rms(out.numpy(), right.numpy()) < BOUND
-    monkeypatch.setattr(launch, "MANY", 0)  # rows that share programs before and after
+    patch.setattr(launch, "MANY", 0)  # rows that share programs before and after
     out = attend(q, view, dims**-0.5, mask, logits)
     assert rms(out.numpy(), right.numpy()) < BOUND
 
 
-@pytest.mark.parametrize("keys", [Affine(4, 64), Affine(2, 64, axis="channel")])
-def test_capped_scores(keys):
-    torch.manual_seed(0)
-    config = CacheConfig(Side(keys), Side(Affine(4, 64)), page=PAGE)
-    store = Paged(config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)))
-    plain = _filled(store, 1, 1, 64)
-    windows = [tuple(torch.randn(1, 1, n, 64) for _ in "kv") for n in (9, 4)]
-    q = 3 * torch.randn(1, 2, 2, 64)
-    view, twin = (View(*windows, pages) for pages in (store.read(0, PAGES), plain))
-    assert why_not(q, view, "causal") is None
-    out, right = (attend(q, x, 0.125, "causal", None, 1.5) for x in (view, twin))
-    assert rms(out.numpy(), right.numpy()) < BOUND
-    assert rms(attend(q, twin, 0.125, "causal").numpy(), right.numpy()) > 10 * BOUND
+def test_capped_scores(subtests):
+    for keys in [Affine(4, 64), Affine(2, 64, axis="channel")]:
+        with subtests.test(keys=keys):
+            torch.manual_seed(0)
+            config = CacheConfig(Side(keys), Side(Affine(4, 64)), page=PAGE)
+            store = Paged(
+                config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values))
+            )
+            plain = _filled(store, 1, 1, 64)
+            windows = [tuple(torch.randn(1, 1, n, 64) for _ in "kv") for n in (9, 4)]
+            q = 3 * torch.randn(1, 2, 2, 64)
+            view, twin = (View(*windows, pages) for pages in (store.read(0, PAGES), plain))
+            assert why_not(q, view, "causal") is None
+            out, right = (attend(q, x, 0.125, "causal", None, 1.5) for x in (view, twin))
+            assert rms(out.numpy(), right.numpy()) < BOUND
+            assert rms(attend(q, twin, 0.125, "causal").numpy(), right.numpy()) > 10 * BOUND
 
 
 PREFILLED = {
@@ -231,19 +234,20 @@ def test_rows_of_different_lengths():
         assert rms(out[row : row + 1].numpy(), right.numpy()) < BOUND
 
 
-@pytest.mark.parametrize("dims", layout.DIMS)
-@pytest.mark.parametrize("name", SIDES)
-def test_layouts_lose_nothing(dims, name):
-    side = SIDES[name]
-    code = Codec(side, dims, PAGE)
-    if layout.why_not(code.spec, dims, PAGE):
-        pytest.skip("no kernel reads it")
-    stored = code.encode(torch.randn(2, 3, 2 * PAGE, dims))
-    for keys in (True, False):
-        at = layout.SideLayout(code.spec, dims, PAGE, keys)
-        back = at.restore(at.arrange(stored))
-        assert set(back) == set(stored)
-        assert all(torch.equal(back[n], stored[n]) for n in stored)
+def test_layouts_lose_nothing(subtests):
+    for dims in layout.DIMS:
+        for name in SIDES:
+            with subtests.test(dims=dims, name=name):
+                side = SIDES[name]
+                code = Codec(side, dims, PAGE)
+                if layout.why_not(code.spec, dims, PAGE):
+                    pytest.skip("no kernel reads it")
+                stored = code.encode(torch.randn(2, 3, 2 * PAGE, dims))
+                for keys in (True, False):
+                    at = layout.SideLayout(code.spec, dims, PAGE, keys)
+                    back = at.restore(at.arrange(stored))
+                    assert set(back) == set(stored)
+                    assert all(torch.equal(back[n], stored[n]) for n in stored)
 
 
 def test_the_golden_table():
@@ -350,27 +354,28 @@ ENCODED = {
 }
 
 
-@pytest.mark.parametrize("name", ENCODED)
-def test_sealing_gives_the_codes_of_plain_ops(name):
-    dims, dtype, keys = ENCODED[name]
-    torch.manual_seed(0)
-    code = Codec(SIDES[name], dims, PAGE)
-    x = torch.randn(2, 2, 3 * PAGE + 7, dims).to(dtype)[:, :, 7:]
-    x[0, 0, 3] = 0  # a token of zeros
-    at = layout.SideLayout(code.spec, dims, PAGE, keys)
-    pool, places = Pool(), [4, 0, 2, 5, 1, 3]
-    pool.reserve(6, (at.shapes(2), at.shapes(2)), x.device)
-    launch.seal(code, x, at, pool.sides[0], places)
-    right = code.encode(x)
-    found = {n: y[torch.tensor(places).view(2, 3)] for n, y in pool.sides[0].items()}
-    found = at.restore(found)
-    for number in set(found) - {"codes"}:
-        step = (found[number].float() - right[number].float()).abs()
-        assert (step <= 2**-10 * right[number].float().abs()).all(), number
-    codes = [packing.unpack(y["codes"], code.spec.bits, dims) for y in (found, right)]
-    gap = (codes[0] - codes[1]).abs()
-    assert gap.max() <= 1
-    assert gap.sum() <= 2e-4 * gap.numel()  # sums in another order, at a boundary
+def test_sealing_gives_the_codes_of_plain_ops(subtests):
+    for name in ENCODED:
+        with subtests.test(name=name):
+            dims, dtype, keys = ENCODED[name]
+            torch.manual_seed(0)
+            code = Codec(SIDES[name], dims, PAGE)
+            x = torch.randn(2, 2, 3 * PAGE + 7, dims).to(dtype)[:, :, 7:]
+            x[0, 0, 3] = 0  # a token of zeros
+            at = layout.SideLayout(code.spec, dims, PAGE, keys)
+            pool, places = Pool(), [4, 0, 2, 5, 1, 3]
+            pool.reserve(6, (at.shapes(2), at.shapes(2)), x.device)
+            launch.seal(code, x, at, pool.sides[0], places)
+            right = code.encode(x)
+            found = {n: y[torch.tensor(places).view(2, 3)] for n, y in pool.sides[0].items()}
+            found = at.restore(found)
+            for number in set(found) - {"codes"}:
+                step = (found[number].float() - right[number].float()).abs()
+                assert (step <= 2**-10 * right[number].float().abs()).all(), number
+            codes = [packing.unpack(y["codes"], code.spec.bits, dims) for y in (found, right)]
+            gap = (codes[0] - codes[1]).abs()
+            assert gap.max() <= 1
+            assert gap.sum() <= 2e-4 * gap.numel()  # sums in another order, at a boundary
 
 
 @pytest.mark.parametrize("name", ("int8", "int4 channels"))
@@ -420,7 +425,7 @@ def test_kernels_compile_for_hopper(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 17
+    assert len(lines) == 9
     stacks = {line.split(":")[0]: int(re.search(r"(\d+) stack", line)[1]) for line in lines}
     if tuple(map(int, version("triton").split(".")[:2])) >= (3, 9):
         channels = [stacks.pop(f"attend int{bits} channels") for bits in (4, 2)]

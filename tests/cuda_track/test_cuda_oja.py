@@ -10,10 +10,9 @@ import torch
 from low_rank_pairs import HEADS, KV_HEADS, SCALE, caches, data, feed
 from tensors import to_mlx, to_torch
 
-from cuda_track.cache import adaptive, choose, following
+from cuda_track.cache import adaptive, choose
 from cuda_track.cache.attention import attend
 from cuda_track.cache.view import CodePages, Parts
-from cuda_track.golden.table import TABLE as golden
 from cuda_track.kernels.pool import PoolPages
 from mlxkv.cache import compressed as mlx_cache
 from mlxkv.errors import UserError
@@ -37,32 +36,30 @@ def apart(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2)))
 
 
-def test_an_update_without_its_ridge_is_red(monkeypatch):
-    monkeypatch.setattr(following, "RIDGE", 0.0)
-    assert not all(row.ok for row in golden.oja_rows())
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_caches_learn_and_keep_what_those_of_mlx_do(name):
-    ours, theirs = caches(name)
-    for tokens, seed, chunk in ((300, 0, 150), (40, 5, 1), (90, 9, 90), (2, 12, 1)):
-        found = [feed(cache, tokens, seed, chunk) for cache in (ours, theirs)]
-        assert apart(*found) < 0.01  # a code at a boundary may differ
-        assert (ours.offset, ours.dropped) == (theirs.offset, theirs.dropped)
-        assert (ours.pinned, ours._sunk) == (theirs.pinned, theirs._sunk)
-    assert ours.dropped > 0 or ours.config.keep == 1
-    mine, right = (c._store.state for c in (ours, theirs))
-    if not ours.config.listens:
-        mine, right = ({"run0": x, "counts": None} for x in (mine, right))
-    assert set(mine) == set(right)
-    right = to_torch({n: x for n, x in right.items() if n != "counts"})
-    for n, x in right.items():
-        for side, y in x.items():
-            if n.startswith("basis"):
-                assert (mine[n][side] - y).abs().max() < 1e-4
-            elif "codes" in y:
-                pair = [z["codes"].contiguous().view(torch.uint8) for z in (mine[n][side], y)]
-                assert (pair[0] != pair[1]).float().mean() < 2e-3
+def test_caches_learn_and_keep_what_those_of_mlx_do(subtests):
+    for name in NAMED:
+        with subtests.test(name=name):
+            ours, theirs = caches(name)
+            for tokens, seed, chunk in ((300, 0, 150), (40, 5, 1), (90, 9, 90), (2, 12, 1)):
+                found = [feed(cache, tokens, seed, chunk) for cache in (ours, theirs)]
+                assert apart(*found) < 0.01  # a code at a boundary may differ
+                assert (ours.offset, ours.dropped) == (theirs.offset, theirs.dropped)
+                assert (ours.pinned, ours._sunk) == (theirs.pinned, theirs._sunk)
+            assert ours.dropped > 0 or ours.config.keep == 1
+            mine, right = (c._store.state for c in (ours, theirs))
+            if not ours.config.listens:
+                mine, right = ({"run0": x, "counts": None} for x in (mine, right))
+            assert set(mine) == set(right)
+            right = to_torch({n: x for n, x in right.items() if n != "counts"})
+            for n, x in right.items():
+                for side, y in x.items():
+                    if n.startswith("basis"):
+                        assert (mine[n][side] - y).abs().max() < 1e-4
+                    elif "codes" in y:
+                        pair = [
+                            z["codes"].contiguous().view(torch.uint8) for z in (mine[n][side], y)
+                        ]
+                        assert (pair[0] != pair[1]).float().mean() < 2e-3
 
 
 @pytest.mark.parametrize("name", ("static-r24+int4", "oja-r24+int4+segments3", "fp16+keep0.25"))
@@ -84,9 +81,14 @@ def test_states_are_read_on_the_other_side(name, monkeypatch):
         type(ours).from_state({"header": header, "live": {}}, lambda *_: turns)
 
 
-@pytest.mark.parametrize("name", ("oja-r24+int8", "oja-r24+transport+keep0.5"))
-def test_rows_are_chosen_with_their_bases(name):
+def test_rows_are_chosen_with_their_bases(subtests):
     """Beams: rows of a batch take their bases, their queries and their pages along."""
+    for name in ("oja-r24+int8", "oja-r24+transport+keep0.5"):
+        with subtests.test(name=name):
+            check_rows_are_chosen_with_their_bases(name)
+
+
+def check_rows_are_chosen_with_their_bases(name):
     both, alone = caches(name)[0], caches(name)[0]
     feed(both, 200, batch=2)
     both.select(torch.tensor([1, 1]))
@@ -144,19 +146,20 @@ def test_what_cannot_be_is_refused():
         )
 
 
-@pytest.mark.parametrize("name", ("int4+pages0.5", "naive-int4+keep0.5"))
-def test_triton_reads_what_was_kept(name):
+def test_triton_reads_what_was_kept(subtests):
     """In its interpreter, against plain ops: pages that were chosen from stay in a pool."""
-    pytest.importorskip("cuda_track.kernels.interpreter")
-    torch.manual_seed(0)
-    steps = [[torch.randn(1, h, n, 64) for h in (4, 2, 2)] for n in (300, 1)]
-    outs, kept = [], []
-    for way in (choose.TRITON, choose.OPS):
-        with choose.using(way):
-            one = adaptive.AdaptiveKVCache(replace(parse_kv(name), sink=16, recent=16))
-            for q, k, v in steps:
-                view = one.update_and_fetch(k, v)
-                outs.append(attend(q, view, 0.125, "causal"))
-        kept.append((one.dropped, type(view.pages)))
-    assert kept == [(128, PoolPages), (128, CodePages)]
-    assert apart(outs[1].numpy(), outs[3].numpy()) < 2e-3
+    for name in ("int4+pages0.5", "naive-int4+keep0.5"):
+        with subtests.test(name=name):
+            pytest.importorskip("cuda_track.kernels.interpreter")
+            torch.manual_seed(0)
+            steps = [[torch.randn(1, h, n, 64) for h in (4, 2, 2)] for n in (300, 1)]
+            outs, kept = [], []
+            for way in (choose.TRITON, choose.OPS):
+                with choose.using(way):
+                    one = adaptive.AdaptiveKVCache(replace(parse_kv(name), sink=16, recent=16))
+                    for q, k, v in steps:
+                        view = one.update_and_fetch(k, v)
+                        outs.append(attend(q, view, 0.125, "causal"))
+                kept.append((one.dropped, type(view.pages)))
+            assert kept == [(128, PoolPages), (128, CodePages)]
+            assert apart(outs[1].numpy(), outs[3].numpy()) < 2e-3

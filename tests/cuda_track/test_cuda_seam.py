@@ -12,12 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from cuda_track.cache.view import View
-from cuda_track.models import attending, dryrun, handing, prompt_cache, seam
+from cuda_track.models import attending, handing, prompt_cache, seam
 from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import Loaded
 from experiments.families.building import VOCABULARY, build, config_of
-from experiments.families.found import EXACT, INT4, PROMPT, WINDOWS
+from experiments.families.found import EXACT, INT4, PROMPT
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.reports import summarise
 
@@ -58,9 +58,8 @@ def filled(attached):
 # -- which layers
 
 
-@pytest.mark.parametrize(
-    "family, line",
-    {
+def test_what_is_not_compressed_is_said_with_its_reason_and_goes_on(subtests):
+    for family, line in {
         "falcon": "uses cached keys or values as arrays",
         "bloom": "uses cached keys or values as arrays (reshape)",
         "jetmoe": "as arrays (repeat)",
@@ -73,25 +72,27 @@ def filled(attached):
         "mistral": "layers 0-3 (sliding window 512): full precision, small by nature",
         "falcon_h1": "(full beside a state): full precision, a cache that grows beside a state: not supp",
         "mamba": "layers 0-3 (state): full precision, constant size",
-    }.items(),
-)
-def test_what_is_not_compressed_is_said_with_its_reason_and_goes_on(family, line):
-    model = build(family)
-    right, before = written(model), model.config._attn_implementation
-    with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
-        reports = seam.attach(model, "int4")
-    lines = summarise(reports)
-    assert lines[0].startswith("NOTHING IS COMPRESSED") and any(line in x for x in lines), lines
-    assert model.config._attn_implementation == before and "generate" not in vars(model)
-    assert torch.equal(written(model), right)
+    }.items():
+        with subtests.test(family=family, line=line):
+            model = build(family)
+            right, before = written(model), model.config._attn_implementation
+            with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
+                reports = seam.attach(model, "int4")
+            lines = summarise(reports)
+            assert lines[0].startswith("NOTHING IS COMPRESSED") and any(line in x for x in lines), (
+                lines
+            )
+            assert model.config._attn_implementation == before and "generate" not in vars(model)
+            assert torch.equal(written(model), right)
 
 
-@pytest.mark.parametrize("family", ["jamba", "bamba", "nemotron_h"])
-def test_attention_beside_state_layers_is_compressed(family):
-    reports = seam.attach(build(family), "int4")
-    kinds = {r.kind for r in reports if not r.compressed}
-    assert any(r.compressed for r in reports)
-    assert kinds <= {"state", "no cache of its own"} and "state" in kinds
+def test_attention_beside_state_layers_is_compressed(subtests):
+    for family in ["jamba", "bamba", "nemotron_h"]:
+        with subtests.test(family=family):
+            reports = seam.attach(build(family), "int4")
+            kinds = {r.kind for r in reports if not r.compressed}
+            assert any(r.compressed for r in reports)
+            assert kinds <= {"state", "no cache of its own"} and "state" in kinds
 
 
 def test_the_dry_run_leaves_a_model_as_it_was(llama):
@@ -132,25 +133,30 @@ def test_attention_that_is_another_function_is_refused(llama, monkeypatch):
     assert not any(r.compressed for r in reports)
 
 
-@pytest.mark.parametrize(
-    "family, way",
-    [("gemma2", "eager"), ("gpt_oss", "eager"), ("bigbird_pegasus", "eager")]
-    + [("bart", "eager"), ("bart", "sdpa"), ("llama", "eager")],
-)
-def test_lossless_pages_give_the_plain_logits(family, way):
-    model = build(family)
-    model.set_attn_implementation(way)
-    options = {"return_dict_in_generate": True, "output_logits": True}
-    two = IDS.repeat(2, 1)
-    mask = torch.ones_like(two)
-    mask[1, :7] = 0  # padded on the left
-    plain = model.generate(two, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **options)
-    assert any(r.compressed for r in seam.attach(model, EXACT))
-    got = model.generate(two, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **options)
-    for a, b in zip(plain.logits, got.logits, strict=True):
-        assert (a - b).norm() < 1e-3 * a.norm()
-    with torch.no_grad():  # and without any cache
-        model(IDS, use_cache=False)
+def test_lossless_pages_give_the_plain_logits(subtests):
+    for family, way in [("gemma2", "eager"), ("gpt_oss", "eager"), ("bigbird_pegasus", "eager")] + [
+        ("bart", "eager"),
+        ("bart", "sdpa"),
+        ("llama", "eager"),
+    ]:
+        with subtests.test(family=family, way=way):
+            model = build(family)
+            model.set_attn_implementation(way)
+            options = {"return_dict_in_generate": True, "output_logits": True}
+            two = IDS.repeat(2, 1)
+            mask = torch.ones_like(two)
+            mask[1, :7] = 0  # padded on the left
+            plain = model.generate(
+                two, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **options
+            )
+            assert any(r.compressed for r in seam.attach(model, EXACT))
+            got = model.generate(
+                two, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **options
+            )
+            for a, b in zip(plain.logits, got.logits, strict=True):
+                assert (a - b).norm() < 1e-3 * a.norm()
+            with torch.no_grad():  # and without any cache
+                model(IDS, use_cache=False)
 
 
 def test_models_that_are_not_causal_stay_so():
@@ -175,17 +181,14 @@ def test_models_that_are_not_causal_stay_so():
         assert (out - right.transpose(1, 2)).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(
-    "model, kv, text", [(torch.nn.Linear(2, 2), "int4", "not a model"), (None, None, "not a model")]
-)
-def test_attach_takes_models_of_transformers(model, kv, text):
-    with pytest.raises(UserError, match=text):
-        seam.attach(model, kv)
-
-
-def test_attach_takes_a_cache(llama):
-    with pytest.raises(UserError, match="no cache; got None"):
-        seam.attach(llama, None)
+def test_attach_takes_models_of_transformers(subtests):
+    for model, kv, text in [
+        (torch.nn.Linear(2, 2), "int4", "not a model"),
+        (None, None, "not a model"),
+    ]:
+        with subtests.test(model=model, kv=kv, text=text):
+            with pytest.raises(UserError, match=text):
+                seam.attach(model, kv)
 
 
 # -- options of generate
@@ -217,39 +220,47 @@ def test_a_cache_is_handed_by_the_name_of_this_version():
     assert cache_of(out) is made
 
 
-@pytest.mark.parametrize("name", handing.NAMES)
-def test_generate_of_attached_models_takes_a_cache_by_either_name(attached, name):
-    right, cache = written(attached), seam.new_cache(attached)
-    out = written(attached, return_dict_in_generate=True, **{name: cache})
-    assert torch.equal(out.sequences, right)
-    assert cache_of(out) is cache and cache.get_seq_length() == PROMPT + NEW - 1
-    assert torch.equal(written(attached, **{name: None}), right)
-    other = {x: seam.new_cache(attached) for x in handing.NAMES}
-    with pytest.raises(UserError, match="one cache; got cache and past_key_values"):
-        written(attached, **other)
-    with pytest.raises(UserError, match="reads no cache"):
-        written(attached, use_cache=False, **{name: seam.new_cache(attached)})
+def test_generate_of_attached_models_takes_a_cache_by_either_name(subtests, attached):
+    for name in handing.NAMES:
+        with subtests.test(name=name):
+            right, cache = written(attached), seam.new_cache(attached)
+            out = written(attached, return_dict_in_generate=True, **{name: cache})
+            assert torch.equal(out.sequences, right)
+            assert cache_of(out) is cache and cache.get_seq_length() == PROMPT + NEW - 1
+            assert torch.equal(written(attached, **{name: None}), right)
+            other = {x: seam.new_cache(attached) for x in handing.NAMES}
+            with pytest.raises(UserError, match="one cache; got cache and past_key_values"):
+                written(attached, **other)
+            with pytest.raises(UserError, match="reads no cache"):
+                written(attached, use_cache=False, **{name: seam.new_cache(attached)})
 
 
-@pytest.mark.parametrize(
-    "name", ["static", "dynamic", "quantized", "offloaded", "offloaded_static", "sliding_window"]
-)
-def test_caches_of_transformers_are_refused_by_name(attached, name):
-    with pytest.raises(UserError, match=f"cache_implementation .* got '{name}'"):
-        written(attached, cache_implementation=name)
-    own = GenerationConfig(cache_implementation="static")
-    with pytest.raises(UserError, match="cache_implementation"):
-        attached.generate(IDS, generation_config=own)
+def test_caches_of_transformers_are_refused_by_name(subtests, attached):
+    for name in [
+        "static",
+        "dynamic",
+        "quantized",
+        "offloaded",
+        "offloaded_static",
+        "sliding_window",
+    ]:
+        with subtests.test(name=name):
+            with pytest.raises(UserError, match=f"cache_implementation .* got '{name}'"):
+                written(attached, cache_implementation=name)
+            own = GenerationConfig(cache_implementation="static")
+            with pytest.raises(UserError, match="cache_implementation"):
+                attached.generate(IDS, generation_config=own)
 
 
-@pytest.mark.parametrize("name", ["static", "hybrid", "dynamic"])
-def test_a_cache_that_the_models_file_names_gives_way(attached, name):
-    right = written(attached)
-    attached.generation_config.cache_implementation = name
-    out = written(attached, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, right)
-    assert all(type(layer) is CompressedLayer for layer in cache_of(out).layers)
-    assert torch.equal(written(attached, cache_implementation="hybrid"), right)
+def test_a_cache_that_the_models_file_names_gives_way(subtests, attached):
+    for name in ["static", "hybrid", "dynamic"]:
+        with subtests.test(name=name):
+            right = written(attached)
+            attached.generation_config.cache_implementation = name
+            out = written(attached, return_dict_in_generate=True)
+            assert torch.equal(out.sequences, right)
+            assert all(type(layer) is CompressedLayer for layer in cache_of(out).layers)
+            assert torch.equal(written(attached, cache_implementation="hybrid"), right)
 
 
 @pytest.mark.parametrize("way", ["eager", "sdpa"])
@@ -291,23 +302,19 @@ def test_an_attached_assistant_rolls_its_windows_back():
     assert torch.equal(written(model, assistant_model=assistant, **options), right)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 3},
-        {"num_beams": 2, "num_return_sequences": 2},
-        {"prompt_lookup_num_tokens": 5},
-        {"prefill_chunk_size": 16},
-        {"guidance_scale": 1.5},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_ways_to_generate_are_those_of_the_plain_model(family, options):
-    model = build(family)
-    right = written(model, **options)
-    seam.attach(model, EXACT)
-    assert torch.equal(written(model, **options), right)
+def test_ways_to_generate_are_those_of_the_plain_model(subtests):
+    for options, family in (
+        ({"num_beams": 3}, "llama"),
+        ({"num_beams": 2, "num_return_sequences": 2}, "gemma2"),
+        ({"prompt_lookup_num_tokens": 5}, "llama"),
+        ({"prefill_chunk_size": 16}, "gemma2"),
+        ({"guidance_scale": 1.5}, "llama"),
+    ):
+        with subtests.test(options=options, family=family):
+            model = build(family)
+            right = written(model, **options)
+            seam.attach(model, EXACT)
+            assert torch.equal(written(model, **options), right)
 
 
 # -- copies, pickles, and other models' caches
@@ -328,15 +335,6 @@ def test_a_copy_answers_with_its_own_weights(attached):
     assert torch.equal(written(attached), right)
 
 
-def test_detach_of_the_original_leaves_a_copy(llama):
-    plain = written(llama)
-    seam.attach(llama, INT4)
-    right, other = written(llama), copy.deepcopy(llama)
-    seam.detach(llama)
-    assert torch.equal(written(other), right) and torch.equal(written(llama), plain)
-    seam.detach(llama)  # again: nothing happens
-
-
 def test_models_pickle(llama, tmp_path):
     plain = written(llama)
     seam.attach(llama, INT4)
@@ -352,28 +350,21 @@ def test_models_pickle(llama, tmp_path):
     assert torch.equal(written(again), plain)
 
 
-@pytest.mark.parametrize("kv", ["int4", "naive-int4", "turbo-int4"])
-def test_caches_pickle(llama, kv):
-    seam.attach(llama, kv)
-    ids = IDS.repeat(1, 6)
-    cache = cache_of(written(llama, ids=ids, return_dict_in_generate=True))
-    assert cache.layers[0].cache._count_pages
-    file = io.BytesIO()
-    torch.save(cache, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    others = [loaded, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
-    right = step(llama, cache)
-    assert all(torch.equal(step(llama, other), right) for other in others)
-    assert cache.get_seq_length() == loaded.get_seq_length()
-
-
-def test_a_users_own_generate_comes_back(llama):
-    llama.generate = lambda *args, **kwargs: "own"
-    seam.attach(llama, "int4")
-    assert llama.generate(IDS) == "own"
-    seam.detach(llama)
-    assert llama.generate(IDS) == "own"
+def test_caches_pickle(subtests, llama):
+    for kv in ["int4", "naive-int4", "turbo-int4"]:
+        with subtests.test(kv=kv):
+            seam.attach(llama, kv)
+            ids = IDS.repeat(1, 6)
+            cache = cache_of(written(llama, ids=ids, return_dict_in_generate=True))
+            assert cache.layers[0].cache._count_pages
+            file = io.BytesIO()
+            torch.save(cache, file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=False)
+            others = [loaded, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
+            right = step(llama, cache)
+            assert all(torch.equal(step(llama, other), right) for other in others)
+            assert cache.get_seq_length() == loaded.get_seq_length()
 
 
 @pytest.mark.parametrize("family", ["jamba", "nemotron_h", "falcon_h1"])
@@ -453,19 +444,3 @@ def test_crop_counts_as_transformers_does(attached, filled):
     assert filled.get_seq_length() == 0
     fresh = step(attached, seam.new_cache(attached), IDS[0].tolist())
     assert torch.equal(step(attached, filled, IDS[0].tolist()), fresh)
-
-
-def test_a_probe_notes_what_is_done_with_it():
-    probe = dryrun.Probe()
-    keys, values = probe.update(torch.ones(1, 2, 2, 16), torch.ones(1, 2, 2, 16))
-    assert (
-        probe.sizes == (2, 16, 16)
-        and probe.verdict == "the model computes attention in its own way"
-    )
-    assert keys.shape == (1, 2, 2, 16)
-    assert probe.verdict == "the model uses cached keys or values as arrays (shape)"
-    assert type(values + 1) is torch.Tensor
-
-
-def test_windows_are_small_enough_to_seal():
-    assert sum(WINDOWS.values()) < PROMPT

@@ -83,97 +83,91 @@ def is_decoded(cache, left):
     return left > cache._sunk and live < (0 if cache._last is None else 1 - page)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("seed", range(2))
-def test_any_walk_ends_where_a_fresh_cache_is(name, seed):
+def test_any_walk_ends_where_a_fresh_cache_is(subtests):
     """Append, take back, cut back and read on, save and load, copy, pickle, other rows."""
-    config, dice = CONFIGS[name], random.Random(seed)
-    page = config.page
-    rows, pair = [0, 1], data([0, 1])
-    cache, tokens, decoded, unsealed, exact = CompressedKVCache(config), 0, 0, 0, True
-    actions = ["append"] * 6 + ["trim"] * 5 + ["back"] * 2 + ["load", "copy", "pickle", "rows"]
-    for _ in range(60):
-        action = dice.choice(actions)
-        if tokens > 20 * page:
-            action = "back"
-        if action == "append":
-            more = dice.choice((1, 2, 5, page - 1, page, 2 * page, 4 * page - 8))
-            feed(cache, pair, tokens, tokens + more)
-            tokens += more
-        elif action == "trim":
-            n = dice.choice((0, 1, 3, page - 1, page, page + 40))
-            left, pages = max(0, tokens - n), cache._count_pages
-            fresh, gone = is_exact(cache, left), is_decoded(cache, left)
-            before = cache.view().whole(torch.float32) if tokens else ()
-            assert cache.trim(n) == tokens - left
-            unsealed += fresh and cache._count_pages < pages
-            decoded += gone
-            exact, tokens = exact and fresh or not left, left
-            if left and gone:
-                for x, y in zip(cache.view().whole(torch.float32), before, strict=True):
-                    assert (x - y[:, :, :left]).abs().max() < 1e-5
-        elif action == "back":  # to what no later cut can tell from a new cache
-            cache.clear()
-            tokens, exact = dice.randint(0, tokens), True
-            feed(cache, pair, 0, tokens)
-        elif action == "load":
-            cache = CompressedKVCache.from_state(cache.state)
-        elif action == "copy":
-            cache = copy.deepcopy(cache)
-        elif action == "pickle":
-            cache = pickle.loads(pickle.dumps(cache))
-        else:
-            order = dice.choice(([1, 0], [0, 1], [1, 1]))
-            rows = [rows[i] for i in order]
-            pair = data(rows)
-            cache.select(torch.tensor(order))
-        assert cache.offset == tokens == (cache.view().tokens if tokens else 0)
-        if exact:
-            fresh = CompressedKVCache(config)
-            feed(fresh, pair, 0, tokens)
-            same(cache, fresh)
-    assert decoded and unsealed
+    for name in CONFIGS:
+        for seed in range(2):
+            with subtests.test(name=name, seed=seed):
+                config, dice = CONFIGS[name], random.Random(seed)
+                page = config.page
+                rows, pair = [0, 1], data([0, 1])
+                cache, tokens, decoded, unsealed, exact = CompressedKVCache(config), 0, 0, 0, True
+                actions = (
+                    ["append"] * 6
+                    + ["trim"] * 5
+                    + ["back"] * 2
+                    + ["load", "copy", "pickle", "rows"]
+                )
+                for _ in range(60):
+                    action = dice.choice(actions)
+                    if tokens > 20 * page:
+                        action = "back"
+                    if action == "append":
+                        more = dice.choice((1, 2, 5, page - 1, page, 2 * page, 4 * page - 8))
+                        feed(cache, pair, tokens, tokens + more)
+                        tokens += more
+                    elif action == "trim":
+                        n = dice.choice((0, 1, 3, page - 1, page, page + 40))
+                        left, pages = max(0, tokens - n), cache._count_pages
+                        fresh, gone = is_exact(cache, left), is_decoded(cache, left)
+                        before = cache.view().whole(torch.float32) if tokens else ()
+                        assert cache.trim(n) == tokens - left
+                        unsealed += fresh and cache._count_pages < pages
+                        decoded += gone
+                        exact, tokens = exact and fresh or not left, left
+                        if left and gone:
+                            for x, y in zip(cache.view().whole(torch.float32), before, strict=True):
+                                assert (x - y[:, :, :left]).abs().max() < 1e-5
+                    elif action == "back":  # to what no later cut can tell from a new cache
+                        cache.clear()
+                        tokens, exact = dice.randint(0, tokens), True
+                        feed(cache, pair, 0, tokens)
+                    elif action == "load":
+                        cache = CompressedKVCache.from_state(cache.state)
+                    elif action == "copy":
+                        cache = copy.deepcopy(cache)
+                    elif action == "pickle":
+                        cache = pickle.loads(pickle.dumps(cache))
+                    else:
+                        order = dice.choice(([1, 0], [0, 1], [1, 1]))
+                        rows = [rows[i] for i in order]
+                        pair = data(rows)
+                        cache.select(torch.tensor(order))
+                    assert cache.offset == tokens == (cache.view().tokens if tokens else 0)
+                    if exact:
+                        fresh = CompressedKVCache(config)
+                        feed(fresh, pair, 0, tokens)
+                        same(cache, fresh)
+                assert decoded and unsealed
 
 
-@pytest.mark.parametrize("way", [choose.OPS, choose.TRITON])
-def test_taking_a_reply_back_a_hundred_times_loses_nothing(way):
+def test_taking_a_reply_back_a_hundred_times_loses_nothing(subtests):
     """With the windows of the preset; int4's pages also in a pool, whose places come back."""
-    if way == choose.TRITON:
-        pytest.importorskip("cuda_track.kernels.interpreter")
-    config, pair = replace(parse_kv("naive-int4"), **SMALL), data([0])
-    times = 100 if way == choose.OPS else 4
-    with choose.using(way):
-        cache, fresh = (CompressedKVCache(config) for _ in "ab")
-        feed(fresh, pair, 0, 151)
-        feed(cache, pair, 0, 151)
-        for _ in range(times):
-            feed(cache, data([0], 1), 0, 31)
-            assert cache.trim(31) == 31
-            same(cache, fresh)
-        feed(cache, data([0], 1), 0, 300)
-        assert cache.trim(300) == 300 and cache.offset == 151
+    for way in [choose.OPS, choose.TRITON]:
+        with subtests.test(way=way):
+            if way == choose.TRITON:
+                pytest.importorskip("cuda_track.kernels.interpreter")
+            config, pair = replace(parse_kv("naive-int4"), **SMALL), data([0])
+            times = 100 if way == choose.OPS else 4
+            with choose.using(way):
+                cache, fresh = (CompressedKVCache(config) for _ in "ab")
+                feed(fresh, pair, 0, 151)
+                feed(cache, pair, 0, 151)
+                for _ in range(times):
+                    feed(cache, data([0], 1), 0, 31)
+                    assert cache.trim(31) == 31
+                    same(cache, fresh)
+                feed(cache, data([0], 1), 0, 300)
+                assert cache.trim(300) == 300 and cache.offset == 151
 
 
-def test_files_without_the_last_page_load():
-    """As they were before its exact tokens were kept."""
-    pair, cache = data([0, 1]), CompressedKVCache(PLAIN)
-    feed(cache, pair, 0, 300)
-    old = {name: x for name, x in cache.state.items() if name != "last"}
-    loaded = CompressedKVCache.from_state(old)
-    assert torch.equal(loaded.view().whole(torch.float32)[0], cache.view().whole(torch.float32)[0])
-    feed(loaded, pair, 300, 310)
-    assert loaded.trim(7) == 7  # a rejected draft
-    back = CompressedKVCache.from_state(cache.state)
-    assert back.trim(40) == cache.trim(40)
-    same(back, cache)
-    before = loaded.view().whole(torch.float32)
-    assert loaded.trim(40) == 40  # without exact tokens: as they were read
-    for x, y in zip(loaded.view().whole(torch.float32), before, strict=True):
-        assert torch.equal(x, y[:, :, : loaded.offset])
+def test_the_other_track_goes_back_alike(subtests):
+    for back in [30, 60, 100, 199]:
+        with subtests.test(back=back):
+            check_the_other_track_goes_back_alike(back)
 
 
-@pytest.mark.parametrize("back", [30, 60, 100, 199])
-def test_the_other_track_goes_back_alike(back):
+def check_the_other_track_goes_back_alike(back):
     import mlx.core as mx
 
     pair, cache = data([0, 1]), CompressedKVCache(PLAIN)
@@ -230,16 +224,6 @@ def test_crop_refuses_as_a_whole():
     assert {layer.cache.offset for layer in cache.layers} == {100}
 
 
-def test_crop_takes_back_what_transformers_asks_for(model):
-    cache = seam.new_cache(model)
-    read(model, cache, ids(100))
-    cache.crop(-10)
-    twin = seam.new_cache(model)
-    read(model, twin, ids(100)[:, :90])
-    right = read(model, twin, ids(5, 2))
-    assert (read(model, cache, ids(5, 2)) - right).abs().max() < 0.05 * right.abs().max()
-
-
 def test_cut_back_and_read_on_is_a_fresh_cache():
     """Pages that lose nothing, so that logits tell."""
     model = build("llama")
@@ -257,23 +241,24 @@ def test_cut_back_and_read_on_is_a_fresh_cache():
     assert not cache.cut_back(0) and cache.get_seq_length() == 1
 
 
-@pytest.mark.parametrize("family, kept", [("jamba", 0), ("gemma2", 0), ("gemma2", 93)])
-def test_cut_back_asks_every_layer(family, kept):
+def test_cut_back_asks_every_layer(subtests):
     """States cannot go back, windows only before they are full."""
-    model = build(family)
-    if family == "gemma2" and not kept:
-        for layer in model.model.layers:
-            layer.self_attn.sliding_window = layer.self_attn.sliding_window and 32
-        model.config.sliding_window = 32
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        seam.attach(model, INT4)
-    cache = seam.new_cache(model)
-    read(model, cache, ids(100))
-    before = [layer.cache.offset for layer in cache.layers if hasattr(layer, "cache")]
-    assert cache.cut_back(93) == bool(kept)
-    after = [layer.cache.offset for layer in cache.layers if hasattr(layer, "cache")]
-    assert after == ([93] * len(before) if kept else before)
+    for family, kept in [("jamba", 0), ("gemma2", 0), ("gemma2", 93)]:
+        with subtests.test(family=family, kept=kept):
+            model = build(family)
+            if family == "gemma2" and not kept:
+                for layer in model.model.layers:
+                    layer.self_attn.sliding_window = layer.self_attn.sliding_window and 32
+                model.config.sliding_window = 32
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                seam.attach(model, INT4)
+            cache = seam.new_cache(model)
+            read(model, cache, ids(100))
+            before = [layer.cache.offset for layer in cache.layers if hasattr(layer, "cache")]
+            assert cache.cut_back(93) == bool(kept)
+            after = [layer.cache.offset for layer in cache.layers if hasattr(layer, "cache")]
+            assert after == ([93] * len(before) if kept else before)
 
 
 def test_assisted_text_goes_on_over_many_seals(model):

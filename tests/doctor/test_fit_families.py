@@ -19,39 +19,50 @@ from mlxkv.models.hooks.held import layers_of
 FAMILIES = [name for name in random_models.FAMILIES if name not in ("gemma3", "gemma3_text")]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weights_and_caches_are_those_of_a_made_model(family):
-    made = plan_of(random_models.config_of(family))
-    assert not made.estimate
-    model = random_models.random_model(family)
-    model.set_dtype(mx.bfloat16)
-    assert made.layers == layers_of(model)
-    weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
-    assert made.weights == pytest.approx(weights, rel=0.001)
+def test_weights_and_caches_are_those_of_a_made_model(subtests):
+    for family in FAMILIES:
+        with subtests.test(family=family):
+            made = plan_of(random_models.config_of(family))
+            assert not made.estimate
+            model = random_models.random_model(family)
+            model.set_dtype(mx.bfloat16)
+            assert made.layers == layers_of(model)
+            weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+            assert made.weights == pytest.approx(weights, rel=0.001)
 
 
 REPORTED = json.loads((Path(__file__).parents[1] / "data" / "fit_configs.json").read_text())
 
 
-@pytest.mark.parametrize("name", REPORTED["small"])
-def test_bytes_of_700_tokens_are_those_of_mlx_lms_caches(name, tmp_path, capsys):
+def test_bytes_of_700_tokens_are_those_of_mlx_lms_caches(subtests, tmp_path, capsys):
     """Families with config keys of their own; the bytes were read off mlx-lm's caches after 700 tokens."""
-    case = REPORTED["small"][name]
-    (tmp_path / "c.json").write_text(json.dumps(case["config"]))
-    asked = ["--config", str(tmp_path / "c.json"), "--context", "700", "--kv", "fp16", "--json"]
-    assert main(["fit", *asked, "--memory", "64GB"]) == 0
-    made = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert made["presets"][0]["kv_bytes"] == case["kv_bytes"]
+    for name in REPORTED["small"]:
+        with subtests.test(name=name):
+            case = REPORTED["small"][name]
+            (tmp_path / "c.json").write_text(json.dumps(case["config"]))
+            asked = [
+                "--config",
+                str(tmp_path / "c.json"),
+                "--context",
+                "700",
+                "--kv",
+                "fp16",
+                "--json",
+            ]
+            assert main(["fit", *asked, "--memory", "64GB"]) == 0
+            made = json.loads(capsys.readouterr().out.splitlines()[-1])
+            assert made["presets"][0]["kv_bytes"] == case["kv_bytes"]
 
 
-@pytest.mark.parametrize("name", REPORTED["large"])
-def test_weights_as_published(name):
+def test_weights_as_published(subtests):
     """GiB in 16 bits, and layers that keep the whole context."""
-    case = REPORTED["large"][name]
-    plan = plan_of(case["config"])
-    assert not plan.estimate
-    assert plan.weights / 2**30 == pytest.approx(case["gib"], abs=0.06)
-    assert sum(layer.kind == "full" for layer in plan.layers) == case["grow"]
+    for name in REPORTED["large"]:
+        with subtests.test(name=name):
+            case = REPORTED["large"][name]
+            plan = plan_of(case["config"])
+            assert not plan.estimate
+            assert plan.weights / 2**30 == pytest.approx(case["gib"], abs=0.06)
+            assert sum(layer.kind == "full" for layer in plan.layers) == case["grow"]
 
 
 def test_latents_are_told_from_keys():
@@ -67,12 +78,15 @@ AT_128K |= {"gpt-oss-20b": 3, "qwen3.5-9b": 4, "qwen3.5-4b": 4, "qwen3.6-35b": 2
 AT_128K |= {"gemma-4-26b": 2.5, "gemma-4-e4b": 2}
 
 
-@pytest.mark.parametrize("alias", AT_128K)
-def test_caches_of_the_aliases(alias):
-    layers = [x for x in plan_of(known.CONFIGS[alias]).layers if x.kind in ("full", "latent")]
-    assert sum(2 * x.values(131072) for x in layers) / 2**30 == pytest.approx(
-        AT_128K[alias], abs=0.01
-    )
+def test_caches_of_the_aliases(subtests):
+    for alias in AT_128K:
+        with subtests.test(alias=alias):
+            layers = [
+                x for x in plan_of(known.CONFIGS[alias]).layers if x.kind in ("full", "latent")
+            ]
+            assert sum(2 * x.values(131072) for x in layers) / 2**30 == pytest.approx(
+                AT_128K[alias], abs=0.01
+            )
 
 
 def test_nothing_is_computed():
@@ -94,12 +108,13 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("changes", HOSTILE, ids=lambda changes: next(iter(changes)))
-def test_sizes_that_no_model_has(changes, tmp_path, capsys):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(known.CONFIGS["qwen3-4b"] | changes))
-    assert main(["fit", "--config", str(path)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+def test_sizes_that_no_model_has(subtests, tmp_path, capsys):
+    for changes in HOSTILE:
+        with subtests.test(changes=changes):
+            path = tmp_path / "config.json"
+            path.write_text(json.dumps(known.CONFIGS["qwen3-4b"] | changes))
+            assert main(["fit", "--config", str(path)]) == 2
+            assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_what_mlx_lm_does_not_know_is_said_to_be_an_estimate(tmp_path, capsys):

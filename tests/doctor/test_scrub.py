@@ -5,14 +5,11 @@ from __future__ import annotations
 import platform
 import time
 
-import pytest
-
 from mlxkv.scrub import clean, public_name
 
 
-@pytest.mark.parametrize(
-    ("text", "shared"),
-    [
+def test_paths_with_spaces_and_names_in_capitals(subtests, monkeypatch, tmp_path):
+    for text, shared in [
         ("/Volumes/Acme Corp/data: error", "data: error"),
         ("/Volumes/Acme Corp: error", "PATH: error"),
         ("in '/Users/John Smith/proj/foo.h' and '/opt/key'", "in 'foo.h' and 'key'"),
@@ -34,9 +31,12 @@ from mlxkv.scrub import clean, public_name
         ("ADA.Lovelace at Analytical and ANALYTICAL.LOCAL", "USER at HOST and HOST"),
         ("couldn't build 'x' at 4/8", "couldn't build 'x' at 4/8"),
         ("'/' and / and ~", "'/' and / and ~"),
-    ],
-)
-def test_paths_with_spaces_and_names_in_capitals(text, shared, monkeypatch, tmp_path):
+    ]:
+        with subtests.test(text=text, shared=shared):
+            check_paths_with_spaces_and_names_in_capitals(monkeypatch, tmp_path, text, shared)
+
+
+def check_paths_with_spaces_and_names_in_capitals(monkeypatch, tmp_path, text, shared):
     home = str(tmp_path / "Ada Love")
     monkeypatch.setenv("HOME", home)
     monkeypatch.setenv("LOGNAME", "ada.lovelace")
@@ -54,18 +54,16 @@ def test_long_texts_are_cleaned_in_time():
     assert time.process_time() - begun < 5
 
 
-@pytest.mark.parametrize(
-    ("name", "public"),
-    [
+def test_public_names_of_models(subtests):
+    for name, public in [
         ("smollm2", "smollm2"),
         ("mlx-community/Qwen3-4B-4bit", "mlx-community/Qwen3-4B-4bit"),
         ("/Users/ada/models/gone", "gone"),
         ("~/models/gone", "gone"),
         ("../gone", "gone"),
-    ],
-)
-def test_public_names_of_models(name, public):
-    assert public_name(name) == public
+    ]:
+        with subtests.test(name=name, public=public):
+            assert public_name(name) == public
 
 
 def test_a_relative_folder_is_reduced_too(tmp_path, monkeypatch):

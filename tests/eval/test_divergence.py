@@ -100,12 +100,6 @@ def test_fewer_bits_diverge_more_and_progress_adds_up(arms, tokens):
     assert stored[0] > stored[1] > stored[2]
 
 
-def test_the_model_is_left_as_it_was(arms, tokens):
-    before = set(vars(arms.loaded.model))
-    divergence.measure(arms, ["int4"], tokens[:300], 280, lambda n: None)
-    assert set(vars(arms.loaded.model)) == before
-
-
 def test_shuffled_codes_are_far_off(arms, tokens, monkeypatch):
     sound = divergence.measure(arms, ["int4"], tokens, CONTEXT, lambda n: None)["int4"]
     encode = Codec.encode
@@ -157,15 +151,16 @@ def numpy_divergence(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
     return (p * np.log(np.where(p > 0, p / np.maximum(q, 1e-300), 1))).sum(axis=-1)
 
 
-@pytest.mark.parametrize("size", [1e-4, 1e-2, 1.0, 30.0])
-def test_divergence_of_any_size(size):
-    rng = np.random.default_rng(0)
-    scores = rng.normal(size=(4, 1000)).astype(np.float32)
-    others = (scores + size * rng.normal(size=scores.shape)).astype(np.float32)
-    right = numpy_divergence(scores.astype(np.float64), others.astype(np.float64))
-    got = np.array(divergence.divergence(mx.array(scores), mx.array(others)))
-    np.testing.assert_allclose(got, right, rtol=2e-3)
-    assert not np.array(divergence.divergence(mx.array(scores), mx.array(scores))).any()
+def test_divergence_of_any_size(subtests):
+    for size in [1e-4, 1e-2, 1.0, 30.0]:
+        with subtests.test(size=size):
+            rng = np.random.default_rng(0)
+            scores = rng.normal(size=(4, 1000)).astype(np.float32)
+            others = (scores + size * rng.normal(size=scores.shape)).astype(np.float32)
+            right = numpy_divergence(scores.astype(np.float64), others.astype(np.float64))
+            got = np.array(divergence.divergence(mx.array(scores), mx.array(others)))
+            np.testing.assert_allclose(got, right, rtol=2e-3)
+            assert not np.array(divergence.divergence(mx.array(scores), mx.array(scores))).any()
 
 
 def test_divergence_where_one_side_has_nothing():

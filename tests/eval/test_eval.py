@@ -14,7 +14,6 @@ from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
 from mlxkv.eval import plan, workers
 from mlxkv.eval import run as evaluation
-from mlxkv.eval.arms import Arms
 from mlxkv.eval.report import verdict
 from mlxkv.eval.store import Store
 from mlxkv.eval.tasks.part import Part, TaskOptions
@@ -168,9 +167,8 @@ FINE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("change", "colour", "reason"),
-    [
+def test_verdicts(subtests):
+    for change, colour, reason in [
         ({}, "green", ""),
         ({"kl_mean": 0.02, "kl_interval": [0.011, 0.05]}, "amber", "mean KL 0.02 [0.011, 0.05]"),
         ({"kl_mean": 0.2, "kl_interval": [0.11, 0.5]}, "red", "mean KL 0.2 [0.11, 0.5]"),
@@ -188,11 +186,10 @@ FINE = {
             "green",
             "16 values leave open up to 20 points below fp16 in retrieval",
         ),
-    ],
-)
-def test_verdicts(change, colour, reason):
-    found, why = verdict.judge(FINE | change)
-    assert found == colour and reason in why and bool(why) == bool(reason)
+    ]:
+        with subtests.test(change=change, colour=colour, reason=reason):
+            found, why = verdict.judge(FINE | change)
+            assert found == colour and reason in why and bool(why) == bool(reason)
 
 
 def test_verdicts_of_retrieval_alone_need_its_interval():
@@ -205,9 +202,8 @@ def test_verdicts_of_retrieval_alone_need_its_interval():
     assert verdict.judge(row)[0] == "red"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_bad_options_are_one_line(subtests, tmp_path, monkeypatch, capsys):
+    for options, words in [
         (["--kv", "int4,int5"], ["[--kv]", "int5", "int8"]),
         (["--context", "100"], ["[--context]", "512"]),
         (["--context", "2k,x"], ["[--context]", "'x'"]),
@@ -220,15 +216,14 @@ def test_verdicts_of_retrieval_alone_need_its_interval():
         (["--text", "no-such-file.txt"], ["no-such-file.txt"]),
         (["--model", "no-such-model"], ["[--model]", "no-such-model"]),
         (["--calibration", "none.safetensors"], ["[calibration]", "none.safetensors"]),
-    ],
-)
-def test_bad_options_are_one_line(options, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["eval", *options]) == 2
-    printed = capsys.readouterr()
-    lines = printed.err.strip().splitlines()
-    assert len(lines) == 1 and all(word in lines[0] for word in words), lines
-    assert printed.out == "" and list(tmp_path.iterdir()) == []
+    ]:
+        with subtests.test(options=options, words=words):
+            monkeypatch.chdir(tmp_path)
+            assert main(["eval", *options]) == 2
+            printed = capsys.readouterr()
+            lines = printed.err.strip().splitlines()
+            assert len(lines) == 1 and all(word in lines[0] for word in words), lines
+            assert printed.out == "" and list(tmp_path.iterdir()) == []
 
 
 def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
@@ -260,32 +255,6 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
         kept = {arm: store.read(arms(file), part, arm) for arm in ("oscar-int2", "int4")}
         assert kept["int4"] == {"kl": 1}  # needs none
         assert kept["oscar-int2"] == ({"kl": 1} if name == "own" else None), name
-
-
-def test_an_arm_reads_its_calibration_once(monkeypatch):
-    arms, reads, read = Arms(load(TINY, "fp16"), ["oscar-int2"]), [], artifact.read
-    monkeypatch.setattr(artifact, "read", lambda path: reads.append(path) or read(path))
-    for _ in range(3):
-        with arms.attached("oscar-int2"):
-            pass
-    assert len(reads) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "of"),
-    [
-        ("int4", "int"),
-        ("naive-int2", "naive"),
-        ("oscar-int2+g64", "oscar+g64"),
-        ("int8/int4", "int8/int4"),
-        ("fp16", "fp16"),
-    ],
-)
-def test_the_widths_of_a_method_share_a_curve(name, of):
-    pytest.importorskip("matplotlib")
-    from mlxkv.eval.report.pictures import method
-
-    assert method(name) == of
 
 
 def test_an_out_that_cannot_be_written(spec, tmp_path, capsys):

@@ -13,9 +13,9 @@ from small_models import TINY
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval import feed
-from mlxkv.eval.arms import Arms, Prefixes
+from mlxkv.eval.arms import Arms
 from mlxkv.eval.questions import plain, prompts
-from mlxkv.eval.questions.document import KINDS, QUERIES, Question, rounds, spread
+from mlxkv.eval.questions.document import KINDS, QUERIES, Question
 from mlxkv.eval.tasks import greedy, retrieval
 from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models import load
@@ -76,14 +76,6 @@ def test_plain_keys_are_near_identical_and_codes_unique():
     assert len(set(codes)) == len(codes) and {len(code) for code in codes} == {7}
 
 
-def test_spread_loses_nothing():
-    sentences, group = [f"s{n}" for n in range(10)], [f"f{n}" for n in range(25)]
-    out = spread(Random(0), sentences, [group, ["x"]])
-    assert sorted(out) == sorted([*sentences, *group, "x"])
-    assert [s for s in out if s in sentences] == sentences
-    assert sorted(rounds(Random(0), "abc", 7)[:3]) == ["a", "b", "c"]
-
-
 def run(arms: Arms, options: TaskOptions = SMALL, kinds=KINDS) -> dict[str, dict]:
     steps, options = [], replace(options, kinds=tuple(kinds))
     found = {
@@ -123,13 +115,16 @@ def test_a_broken_cache_is_found_out(monkeypatch):
     assert found["int4"]["likelihood"] < found["fp16"]["likelihood"] - 1
 
 
-@pytest.mark.parametrize(
-    ("questions", "samples", "asked"),
-    [(16, 8, [2] * 8), (3, 8, [1] * 3), (10, 4, [3, 3, 2, 2]), (40, 1, [14, 13, 13])],
-)
-def test_questions_are_dealt_over_documents(questions, samples, asked):
-    options = TaskOptions(questions=questions, samples=samples)
-    assert retrieval.asked_of(options) == asked
+def test_questions_are_dealt_over_documents(subtests):
+    for questions, samples, asked in [
+        (16, 8, [2] * 8),
+        (3, 8, [1] * 3),
+        (10, 4, [3, 3, 2, 2]),
+        (40, 1, [14, 13, 13]),
+    ]:
+        with subtests.test(questions=questions, samples=samples, asked=asked):
+            options = TaskOptions(questions=questions, samples=samples)
+            assert retrieval.asked_of(options) == asked
 
 
 @pytest.mark.parametrize("template", [True, False])
@@ -142,40 +137,31 @@ def test_plain_needles_run_on_any_model(tmp_path, template, model_folder):
         assert -20 < result["likelihood"] < -2
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
+def test_values_are_found_in_free_words(subtests, monkeypatch, loaded):
+    for text, right in [
         ("They are 7654321 and 1,234,567.", [True, True]),
         ("7654321", [False, True]),
         ("1234567, 17654321", [True, False]),
         ("", [False, False]),
-    ],
-)
-def test_values_are_found_in_free_words(monkeypatch, loaded, text, right):
+    ]:
+        with subtests.test(text=text, right=right):
+            check_values_are_found_in_free_words(monkeypatch, loaded, text, right)
+
+
+def check_values_are_found_in_free_words(monkeypatch, loaded, text, right):
     monkeypatch.setattr(greedy, "reply", lambda *_: text)
     question = Question("multi-value", "", "", ("1234567", "7654321"), ("a", "a"), (0.1, 0.2))
     assert retrieval._found(loaded, [], [], question) == right
 
 
-def test_texts_are_read_once_while_there_is_room(loaded):
-    tokens = list(range(100))
-    kept = Prefixes()
-    assert kept.read(loaded, "fp16", tokens) is kept.read(loaded, "fp16", tokens)
-    assert kept.read(loaded, "fp16", tokens) is not kept.read(loaded, "int4", tokens)
-    small = Prefixes(keep=0)
-    assert small.read(loaded, "fp16", tokens) is not small.read(loaded, "fp16", tokens)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_be_asked(subtests, loaded):
+    for options, message in [
         (TaskOptions(contexts=(100,)), "context. must be at least 512"),
         (TaskOptions(questions=0), "questions. must be at least 1"),
-    ],
-)
-def test_what_cannot_be_asked(loaded, options, message):
-    with pytest.raises(UserError, match=message):
-        retrieval.parts(Arms(loaded, []), options)
+    ]:
+        with subtests.test(options=options, message=message):
+            with pytest.raises(UserError, match=message):
+                retrieval.parts(Arms(loaded, []), options)
 
 
 def test_replies_stop_where_they_should(loaded):

@@ -116,15 +116,13 @@ def test_defaults_without_a_gpu_are_few(monkeypatch, tmp_path):
         assert tuple(args.models) == pretrained.MODELS
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_slips_are_one_line(subtests, tmp_path):
+    for options, message in [
         (["--kv", "int5"], r"\[--kv\] unknown preset; got 'int5'"),
         (["--documents", "99"], r"\[--documents\] there are 8; got 99"),
         (["--shares", "3/2"], r"\[--shares\] not a share; got '3/2'"),
         (["--contexts", "x"], r"\[--contexts\] not a number of tokens"),
-    ],
-)
-def test_slips_are_one_line(options, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        pretrained.main(["m", "--out", str(tmp_path), *options])
+    ]:
+        with subtests.test(options=options, message=message):
+            with pytest.raises(UserError, match=message):
+                pretrained.main(["m", "--out", str(tmp_path), *options])

@@ -9,7 +9,8 @@ from experiments.families import __main__ as table
 from experiments.families import mlx as mlx_table
 from experiments.families import mlx_building
 from experiments.families.building import families, not_built
-from experiments.families.checking import Family, apart
+from experiments.families.checking import apart
+from experiments.families.found import Family
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models.catalog.reports import LayerReport
 
@@ -63,5 +64,5 @@ def test_a_family_that_hangs_or_dies_is_a_fault(monkeypatch):
 
 def test_names_are_those_of_transformers():
     assert len(families()) > 150 and not not_built("llama")
-    with pytest.raises(UserError, match="no causal model 'lama'"):
+    with pytest.raises(UserError, match="no family 'lama'"):
         table.main(["lama"])

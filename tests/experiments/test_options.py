@@ -27,16 +27,22 @@ def main_of(name):
     return import_module(f"experiments.{name}{'.__main__' if file.is_dir() else ''}").main
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_names_the_command(name, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main_of(name)(["--help"])
-    assert ended.value.code == 0
-    assert f"usage: python -m experiments.{name} " in capsys.readouterr().out
+def test_help_names_the_command(subtests, capsys):
+    for name in COMMANDS:
+        with subtests.test(name=name):
+            with pytest.raises(SystemExit) as ended:
+                main_of(name)(["--help"])
+            assert ended.value.code == 0
+            assert f"usage: python -m experiments.{name} " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_an_unknown_option_is_one_line(name, capsys):
+def test_an_unknown_option_is_one_line(subtests, capsys):
+    for name in COMMANDS:
+        with subtests.test(name=name):
+            check_an_unknown_option_is_one_line(capsys, name)
+
+
+def check_an_unknown_option_is_one_line(capsys, name):
     with pytest.raises(SystemExit) as ended:
         console.run_tool(lambda: main_of(name)([*NEEDED.get(name, []), "--bogus"]))
     printed = capsys.readouterr()
@@ -44,13 +50,15 @@ def test_an_unknown_option_is_one_line(name, capsys):
     assert re.fullmatch(rf"\[{name}\] .*--bogus; --help lists the options\n", printed.err)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
+def test_a_mistake_is_one_line(subtests, capsys):
+    for name, arguments, message in [
         ("structure", "/no/such/folder", "[structure] no checkout of mlxkv"),
-    ],
-)
-def test_a_mistake_is_one_line(name, arguments, message, capsys):
+    ]:
+        with subtests.test(name=name, arguments=arguments, message=message):
+            check_a_mistake_is_one_line(capsys, name, arguments, message)
+
+
+def check_a_mistake_is_one_line(capsys, name, arguments, message):
     with pytest.raises(SystemExit) as ended:
         console.run_tool(lambda: main_of(name)(arguments.split()))
     lines = capsys.readouterr().err.splitlines()

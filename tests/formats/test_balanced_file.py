@@ -12,12 +12,10 @@ from safetensors.numpy import save
 
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
-from mlxkv.formats.config import BALANCED
-from mlxkv.models import attach, detach, load
+from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure
 
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
-KINDS = (BALANCED, BALANCED)
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +89,3 @@ def test_files_of_format_1_serve_rotations(model, made, tmp_path):
         attach(model, "int4/balanced-int2", calibration=path)
     assert make_prompt_cache(model)[0].config.keys.transform == "oscar"  # the model is unchanged
     detach(model)
-
-
-def test_an_old_file_that_was_found_is_made_anew(model_folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(measure, "TOKENS", 600)
-    loaded = load(str(model_folder), "oscar-int2")
-    path = artifact.kept_path(loaded.fingerprint)
-    artifact.write(path, older(artifact.read(path)))
-    capsys.readouterr()
-    load(str(model_folder), "oscar-int2")
-    assert capsys.readouterr().err == ""
-    load(str(model_folder), "balanced-int2")
-    assert "making it anew, once" in capsys.readouterr().err and artifact.read(path).balanced
-    load(str(model_folder), "balanced-int3")
-    assert capsys.readouterr().err == ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from mlxkv.formats.rules.going_back import GoesBack
 
@@ -73,26 +72,27 @@ def cut(pair, start: int, stop: int):
     return tuple(x[:, :, start:stop] for x in pair)
 
 
-@pytest.mark.parametrize("held", (9, SINK + ROOM, SINK + ROOM + 1, 47, 48))
-def test_a_cut_keeps_the_first_tokens_and_whole_pages(held):
-    for left in range(1, held + 1):
-        cache = Numbered(held)
-        pages = cache._count_pages
-        live = left - cache._sunk - pages * PAGE
-        assert cache.trim(held - left) == held - left and cache.offset == left
-        assert [int(n) for n in cache.tokens] == list(range(left))
-        exact = [n for n in cache.tokens if n == int(n)]
-        if not pages or left <= SINK:  # all is live, as it came
-            assert cache._sink is None and cache._count == left == len(exact)
-        elif live > RECENT:
-            assert (cache._count_pages, cache._count) == (pages, live)
-        elif live > -PAGE:  # the last seal is taken back
-            assert (cache._count_pages, cache._count) == (pages - 1, PAGE + live)
-            assert len(exact) == SINK + PAGE + live
-        else:  # whole pages stay codes; of the next one what stays is decoded
-            assert (cache._count_pages, cache._count) == divmod(left - SINK, PAGE)
-            assert len(exact) == SINK
-        assert cache._last is None or live > RECENT
+def test_a_cut_keeps_the_first_tokens_and_whole_pages(subtests):
+    for held in (9, SINK + ROOM, SINK + ROOM + 1, 47, 48):
+        with subtests.test(held=held):
+            for left in range(1, held + 1):
+                cache = Numbered(held)
+                pages = cache._count_pages
+                live = left - cache._sunk - pages * PAGE
+                assert cache.trim(held - left) == held - left and cache.offset == left
+                assert [int(n) for n in cache.tokens] == list(range(left))
+                exact = [n for n in cache.tokens if n == int(n)]
+                if not pages or left <= SINK:  # all is live, as it came
+                    assert cache._sink is None and cache._count == left == len(exact)
+                elif live > RECENT:
+                    assert (cache._count_pages, cache._count) == (pages, live)
+                elif live > -PAGE:  # the last seal is taken back
+                    assert (cache._count_pages, cache._count) == (pages - 1, PAGE + live)
+                    assert len(exact) == SINK + PAGE + live
+                else:  # whole pages stay codes; of the next one what stays is decoded
+                    assert (cache._count_pages, cache._count) == divmod(left - SINK, PAGE)
+                    assert len(exact) == SINK
+                assert cache._last is None or live > RECENT
 
 
 def test_all_may_go_and_no_more():

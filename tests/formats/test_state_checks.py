@@ -37,9 +37,8 @@ def test_a_sound_state_passes():
     check({"header": b"", "live": pair(70)}, 0)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_other_shapes_and_parts_are_refused(subtests):
+    for change in [
         {"live": pair(70, heads=3)},
         {"live": {"keys": pair(70)["values"], "values": pair(70)["keys"]}},
         {"sink": pair(63)},
@@ -49,11 +48,10 @@ def test_a_sound_state_passes():
         {"pages": {"keys": {"codes": np.zeros((1, 2, 64, 1), np.uint32)}}},
         {"pages": {"keys": {"codes": np.zeros((1, 2, 128, 1), np.int32)}}},
         {"pages": {"keys": {}}},
-    ],
-)
-def test_other_shapes_and_parts_are_refused(change):
-    with pytest.raises(ValueError):
-        check(sound() | change)
+    ]:
+        with subtests.test(change=change):
+            with pytest.raises(ValueError):
+                check(sound() | change)
 
 
 def test_exact_tokens_of_a_page_need_a_page():
@@ -61,9 +59,8 @@ def test_exact_tokens_of_a_page_need_a_page():
         check({"header": b"", "live": pair(70), "last": pair(64)}, 0)
 
 
-@pytest.mark.parametrize(
-    ("rows", "offset", "more"),
-    [
+def test_rows_that_no_cache_has_after_so_many_tokens(subtests):
+    for rows, offset, more in [
         (9, 10, {}),  # a row too few
         (10, 10, {"place": 9}),
         (10, -1, {}),
@@ -71,11 +68,10 @@ def test_exact_tokens_of_a_page_need_a_page():
         (8, 20, {"keep": 4, "most": 8, "place": 9}),
         (10, 20, {"most": 8, "place": 9}),  # in order, and not at the end
         (6, 20, {"most": 8, "place": 6}),
-    ],
-)
-def test_rows_that_no_cache_has_after_so_many_tokens(rows, offset, more):
-    with pytest.raises(ValueError, match="tokens in a cache"):
-        state.check_rows(rows, offset, **more)
+    ]:
+        with subtests.test(rows=rows, offset=offset, more=more):
+            with pytest.raises(ValueError, match="tokens in a cache"):
+                state.check_rows(rows, offset, **more)
 
 
 def test_rows_that_caches_have():

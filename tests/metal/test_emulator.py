@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import re
-
 import emulator
 import numpy as np
 import pytest
-from emulator_faults import FAULTS, HEADER, START
-from emulator_kernels import (
-    HADAMARD_ENCODE,
-    HADAMARD_HEADER,
-    MATRIX_8X8,
-    ROW_SUM,
-    SAXPY,
-    SPLIT_K,
-    TILE,
-)
 
 REASON = emulator.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 needs_checks = pytest.mark.skipif(
     not emulator.can_check(), reason="the checked build needs g++ on Linux x86-64"
 )
-
-TYPES = {"float": np.float32, "half": np.float16, "bfloat": emulator.bfloat16}
-TOLERANCE = {"float": 1e-5, "half": 2e-3, "bfloat": 1e-2}
+F32 = np.float32
+START = """
+uint i = thread_position_in_grid.x;
+uint t = thread_index_in_threadgroup;
+uint lane = thread_index_in_simdgroup;
+uint sg = simdgroup_index_in_threadgroup;
+uint g = threadgroup_position_in_grid.x;
+"""
+HEADER = "inline float seeded_sum(float v) { float s = simd_sum(v); return s * 2.0f; }\n"
+MEET = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+SHARED = "threadgroup float a[64]; a[t] = x[i];"
 
 
 @pytest.fixture(params=["checked", "plain"])
@@ -35,135 +31,16 @@ def checks(request) -> bool:
     return request.param == "checked"
 
 
-def cast(x: np.ndarray, dtype: str) -> np.ndarray:
-    return emulator.to_bfloat16(x) if dtype == "bfloat" else x.astype(TYPES[dtype])
-
-
-def assert_close(got: np.ndarray, want: np.ndarray, dtype: str = "float") -> None:
-    got, want = emulator.to_float32(got), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    error = np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
-    assert error < TOLERANCE[dtype], f"rms error {error:.2g}"
-
-
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_saxpy(dtype, checks):
-    kernel = emulator.metal_kernel("saxpy", ["x", "y", "a"], ["o"], SAXPY, checks=checks)
-    x, y = cast(normal(4, 256), dtype), cast(normal(4, 256, seed=1), dtype)
-    (o,) = kernel(
-        inputs=[x, y, np.array([0.7], np.float32)],
-        template=[("T", TYPES[dtype])],
-        grid=(1024, 1, 1),
-        threadgroup=(64, 1, 1),
-        output_shapes=[(4, 256)],
-        output_dtypes=[TYPES[dtype]],
-    )
-    assert o.dtype == (np.uint16 if dtype == "bfloat" else TYPES[dtype])
-    assert_close(o, 0.7 * emulator.to_float32(x) + emulator.to_float32(y), dtype)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_sums_of_rows(dtype, checks):
-    kernel = emulator.metal_kernel("rows", ["x"], ["o"], ROW_SUM, checks=checks)
-    x = cast(normal(12, 257), dtype)
-    (o,) = kernel(
-        inputs=[x],
-        template=[("T", TYPES[dtype])],
-        grid=(32 * 12, 1, 1),
-        threadgroup=(96, 1, 1),
-        output_shapes=[(12,)],
-        output_dtypes=[TYPES[dtype]],
-    )
-    assert_close(o, emulator.to_float32(x).sum(axis=1), dtype)
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_hadamard_encode(dtype, checks):
-    names = ["codes", "scales"]
-    kernel = emulator.metal_kernel(
-        "encode", ["x"], names, HADAMARD_ENCODE, HADAMARD_HEADER, checks=checks
-    )
-    x = cast(normal(64, 128), dtype)
-    codes, scales = kernel(
-        inputs=[x],
-        template=[("T", TYPES[dtype])],
-        grid=(32 * 64, 1, 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[(64, 32), (64,)],
-        output_dtypes=[np.uint16, np.float32],
-    )
-    matrix = np.array([[1.0]])
-    while len(matrix) < 128:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    y = emulator.to_float32(x).astype(np.float64) @ matrix / np.sqrt(128)
-    scale = np.abs(y).max(axis=1) / 7
-    assert_close(scales, scale)
-    got = (codes[..., None] >> np.arange(0, 16, 4)) & 15
-    exact = (y / scale[:, None]).reshape(got.shape) + 8
-    ties = np.abs(exact - np.floor(exact) - 0.5) < 1e-4
-    assert ((got == np.rint(exact)) | ties).all()
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_split_attention(dtype, checks):
-    names = ["q", "k", "v", "length"]
-    kernel = emulator.metal_kernel("split", names, ["out", "stats"], SPLIT_K, checks=checks)
-    q, k, v = (cast(normal(*shape, seed=3), dtype) for shape in [(64,), (203, 64), (203, 64)])
-    out, stats = kernel(
-        inputs=[q, k, v, np.array([203], np.int32)],
-        template=[("D", 64)],
-        grid=(256 * 3, 1, 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[(3, 64), (3, 2)],
-        output_dtypes=[np.float32, np.float32],
-    )
-    weight = np.exp(stats[:, 0] - stats[:, 0].max())
-    got = (out * weight[:, None]).sum(axis=0) / (stats[:, 1] * weight).sum()
-    q, k, v = (emulator.to_float32(x).astype(np.float64) for x in (q, k, v))
-    p = np.exp(k @ q - (k @ q).max())
-    assert_close(got, p @ v / p.sum())
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_matrices_of_a_simdgroup(dtype, checks):
-    kernel = emulator.metal_kernel("matrix", ["x", "y"], ["o"], MATRIX_8X8, checks=checks)
-    x, y = cast(normal(16, 32), dtype), cast(normal(32, 8, seed=1), dtype)
-    (o,) = kernel(
-        inputs=[x, y],
-        template=[("T", TYPES[dtype])],
-        grid=(64, 1, 1),
-        threadgroup=(64, 1, 1),
-        output_shapes=[(16, 8)],
-        output_dtypes=[np.float32],
-    )
-    assert_close(o, emulator.to_float32(x).astype(np.float64) @ emulator.to_float32(y))
-
-
-@pytest.mark.parametrize("lane_map", ["simdgroup", "mma"])
-def test_one_tile_body_under_both_lane_maps(lane_map, checks):
-    header = emulator.tile_header(lane_map)
-    kernel = emulator.metal_kernel("tile", ["x", "y"], ["o"], TILE, header, checks=checks)
-    x, y = normal(16, 16).astype(np.float16), normal(16, 8, seed=1).astype(np.float16)
-    (o,) = kernel(
-        inputs=[x, y],
-        grid=(32, 1, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(16, 8)],
-        output_dtypes=[np.float32],
-    )
-    assert_close(o, x.astype(np.float64) @ y.astype(np.float64) + 1)
+    return np.random.default_rng(seed).normal(size=shape).astype(F32)
 
 
 def launch(source: str, checks: bool = True, **options) -> np.ndarray:
-    """Four threadgroups of 64 threads, the arguments that emulator_faults.py describes."""
+    """Four threadgroups of 64 threads: `x` float[256], `h` half[256], `n` int[1] (one), `o` float[256],
+    `c` uint[8] in and out (zero)."""
     x = normal(256)
-    names = ["x", "h", "n", "c"]
     kernel = emulator.metal_kernel(
-        *("seeded", names, ["o"], source, HEADER),
+        *("seeded", ["x", "h", "n", "c"], ["o"], START + source, HEADER),
         checks=checks,
         writable=["c"],
         **options,
@@ -173,124 +50,77 @@ def launch(source: str, checks: bool = True, **options) -> np.ndarray:
         grid=(256, 1, 1),
         threadgroup=(64, 1, 1),
         output_shapes=[(256,)],
-        output_dtypes=[np.float32],
+        output_dtypes=[F32],
     )
     return o
 
 
-@needs_checks
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_seeded_fault_is_caught(fault):
-    with pytest.raises(emulator.EmulatorFault) as caught:
-        launch(fault.source, timeout=1.0 if fault.kind == "timeout" else 300.0)
-    assert caught.value.kind == fault.kind, caught.value
+def fault_of(source: str, **options) -> emulator.EmulatorFault | None:
+    try:
+        launch(source, **options)
+    except emulator.EmulatorFault as fault:
+        return fault
+    return None
 
 
-def test_plain_mode_compares_two_orders():
-    """Without a watch, a missing barrier shows as a result that depends on the order."""
-    source = next(fault.source for fault in FAULTS if fault.name == "no_barrier")
-    with pytest.raises(emulator.EmulatorFault) as caught:
-        launch(source, checks=False)
-    assert caught.value.kind == "order"
+# -- good kernels
 
-
-def test_plain_mode_survives_a_broken_kernel():
-    source = START + "((device float*)x)[i] = 0.0f; o[i + 100000000] = x[i];"
-    for _ in range(2):
-        with pytest.raises(emulator.EmulatorFault) as caught:
-            launch(source, checks=False)
-        assert caught.value.kind in {"input-write", "out-of-bounds", "crash"}
-
-
-@needs_checks
-def test_a_fault_says_who_and_where():
-    source = START + "threadgroup float a[64];\na[t] = x[i];\no[i] = a[t ^ 33];"
-    with pytest.raises(emulator.EmulatorFault) as caught:
-        launch(source)
-    assert caught.value.kind == "uninitialised"
-    assert caught.value.line == source[: source.index("o[i]")].count("\n") + 1
-    assert caught.value.threads == (0,) and caught.value.group == 0
-    assert "a[33]" in str(caught.value)
-
-    source = START + "o[i] = x[i];\nif (t == 40) o[i - 1] = 1.0f;"
-    with pytest.raises(emulator.EmulatorFault) as caught:
-        launch(source)
-    assert caught.value.kind == "race" and set(caught.value.threads) == {39, 40}
-    assert caught.value.other.endswith(f":{caught.value.line - 1}") or caught.value.other
-
-
-@needs_checks
-def test_every_thread_of_the_smaller_party_is_named():
-    source = START + "float s = x[i];\nif (lane % 8 != 3) s = simd_sum(s);\no[i] = s;"
-    with pytest.raises(emulator.EmulatorFault) as caught:
-        launch(source)
-    assert caught.value.threads == (3, 11, 19, 27)
-
-
-RIGHT = {
-    "whole simdgroups leave before a simd operation": """
-        o[i] = x[i];
-        if (sg == 1) return;
-        o[i] = simd_sum(x[i]);""",
-    "a simdgroup barrier orders its simdgroup": """
-        threadgroup float a[64]; a[t] = x[i];
-        simdgroup_barrier(mem_flags::mem_threadgroup);
-        o[i] = a[t ^ 1];""",
-    "a device barrier orders device memory": """
-        o[i] = x[i];
-        threadgroup_barrier(mem_flags::mem_device);
-        float y = o[i ^ 1];
-        threadgroup_barrier(mem_flags::mem_device);
-        o[i] = y;""",
-    "atomics of all threads meet in one place": """
-        o[i] = x[i];
-        atomic_fetch_add_explicit((device atomic_uint*)c, 1u, memory_order_relaxed);""",
-    "bytes next to each other belong to different threads": """
-        threadgroup uchar a[(32 * 2)], b[2][(4)]; a[t] = uchar(t);
-        if (t < 8) b[t / 4][t % 4] = uchar(t);
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        o[i] = float(a[63 - t]);""",
-    "threadgroup memory is used again after a barrier": """
-        threadgroup float a[64];
-        float s = 0.0f;
-        for (uint k = 0; k < 4; k++) {
-          a[t] = x[i];
-          threadgroup_barrier(mem_flags::mem_threadgroup);
-          s += a[63 - t];
-          threadgroup_barrier(mem_flags::mem_threadgroup);
-        }
-        o[i] = s;""",
-    "wide loads of threadgroup memory of the wide type": """
-        threadgroup float4 a[16];
-        ((threadgroup float*)a)[t] = x[i];
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        o[i] = a[t / 4].z;""",
-    "lanes part and meet again": """
-        float s = x[i];
-        if (lane < 4) s *= 2.0f;
-        else if (lane < 9) { for (uint k = 0; k < lane; k++) s += float(k); }
-        s = seeded_sum(s);
-        for (uint k = 0; k < 3; k++) {
-          float v = (lane + k) % 3 == 0 ? metal::exp(-metal::abs(s)) : x[i];
-          s = seeded_sum(v) + (simd_any(v > 1.0f) ? seeded_sum(s) : 0.0f);
-        }
-        o[i] = s;""",
-    "an array of a thread is indexed by a variable": """
-        float v[4];
-        for (uint k = 0; k < 4; k++) v[k] = x[i] * float(k);
-        o[i] = v[t & 3];""",
+SAXPY = """
+uint i = thread_position_in_grid.x;
+o[i] = T(fma(float(x[i]), a[0], float(x[uint(x_shape[1]) + i])));
+"""
+# 16 x 16 by 16 x 8, every lane placing its elements by the lane map of the header.
+TILE = """
+uint lane = thread_index_in_simdgroup;
+uint row = tile_row(lane), column = tile_column(lane);
+TileA a;
+for (uint r = 0; r < 4; r++) {
+  a.w[r] = *(const device uint*)(x + (row + 8 * (r % 2)) * 16 + column + 8 * (r / 2));
 }
+TileB b;
+for (uint r = 0; r < 2; r++) {
+  uint word = 0;
+  for (uint i = 0; i < 2; i++) {
+    half value = y[(tile_b_row(lane, i) + 8 * r) * 8 + tile_b_column(lane, i)];
+    word |= uint(as_type<ushort>(value)) << (16 * i);
+  }
+  b.w[r] = word;
+}
+TileC c;
+for (uint i = 0; i < 4; i++) c.v[i] = 1.0f;
+tile_multiply(c, a, b);
+for (uint i = 0; i < 4; i++) o[(row + 8 * (i / 2)) * 8 + column + i % 2] = c.v[i];
+"""
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_kernels_raise_nothing(name, checks):
-    launch(START + RIGHT[name], checks=checks)
+def test_types_and_shapes(checks):
+    for dtype, bound in ((F32, 1e-6), (np.float16, 2e-3), (emulator.bfloat16, 1e-2)):
+        x = normal(2, 256)
+        x = emulator.to_bfloat16(x) if dtype is emulator.bfloat16 else x.astype(dtype)
+        (o,) = emulator.metal_kernel("saxpy", ["x", "a"], ["o"], SAXPY, checks=checks)(
+            inputs=[x, np.array([0.7], F32)],
+            template=[("T", dtype)],
+            grid=(256, 1, 1),
+            threadgroup=(64, 1, 1),
+            output_shapes=[(256,)],
+            output_dtypes=[dtype],
+        )
+        x = emulator.to_float32(x)
+        np.testing.assert_allclose(emulator.to_float32(o), 0.7 * x[0] + x[1], bound, bound)
 
 
-def test_shuffle_from_any_lane_when_asked():
-    source = START + "o[i] = simd_shuffle(x[i], ushort(31 - lane));"
-    o = launch(source, any_lane=True)
-    assert (o.reshape(-1, 32) == normal(256).reshape(-1, 32)[:, ::-1]).all()
+def test_one_tile_body_under_both_lane_maps(checks):
+    x, y = normal(16, 16).astype(np.float16), normal(16, 8, seed=1).astype(np.float16)
+    for lane_map in ("simdgroup", "mma"):
+        header = emulator.tile_header(lane_map)
+        (o,) = emulator.metal_kernel("tile", ["x", "y"], ["o"], TILE, header, checks=checks)(
+            inputs=[x, y],
+            grid=(32, 1, 1),
+            threadgroup=(32, 1, 1),
+            output_shapes=[(16, 8)],
+            output_dtypes=[F32],
+        )
+        np.testing.assert_allclose(o, x.astype(F32) @ y.astype(F32) + 1, 1e-4, 1e-4)
 
 
 SIMD = {
@@ -303,7 +133,6 @@ SIMD = {
     "simd_shuffle_down(x[i], ushort(3))": lambda x: np.hstack([x[:, 3:], x[:, -3:]]),
     "simd_shuffle_xor(x[i], ushort(5))": lambda x: x[:, np.arange(32) ^ 5],
     "float(simd_sum(uint(lane)))": lambda x: np.full((8, 1), 496.0),
-    "float(simd_max(-int(lane)))": lambda x: np.zeros((8, 1)),
     "float(simd_any(x[i] > 2.0f))": lambda x: (x > 2).any(axis=1, keepdims=True),
     "float(simd_all(x[i] < 2.0f))": lambda x: (x < 2).all(axis=1, keepdims=True),
     "float(popcount(simd_vote::vote_t(simd_ballot(x[i] > 0.0f))))": lambda x: (x > 0).sum(
@@ -312,62 +141,228 @@ SIMD = {
 }
 
 
-@pytest.mark.parametrize("call", SIMD)
-def test_simd_operations(call, checks):
-    got = launch(START + f"o[i] = {call};", checks=checks).reshape(8, 32)
-    want = np.broadcast_to(SIMD[call](normal(256).reshape(8, 32).astype(np.float64)), got.shape)
-    assert np.allclose(got, want, atol=1e-5)
+def test_simd_operations(checks):
+    """All of them in one kernel: `o[i]` is the one with the number `n[0]` at a place of its own."""
+    source = "".join(f"float v{k} = {call};\n" for k, call in enumerate(SIMD))
+    kernel = emulator.metal_kernel(
+        *("simd", ["x"], ["o"]),
+        START + source + "".join(f"o[{256 * k} + i] = v{k};\n" for k in range(len(SIMD))),
+        checks=checks,
+    )
+    (o,) = kernel(
+        inputs=[normal(256)],
+        grid=(256, 1, 1),
+        threadgroup=(64, 1, 1),
+        output_shapes=[(len(SIMD), 8, 32)],
+        output_dtypes=[F32],
+    )
+    x = normal(256).reshape(8, 32).astype(np.float64)
+    for row, (call, law) in zip(o, SIMD.items(), strict=True):
+        np.testing.assert_allclose(row, np.broadcast_to(law(x), (8, 32)), 1e-5, 1e-5, err_msg=call)
 
 
-def test_a_counter_of_one_element_is_constant_on_metal():
-    kernel = emulator.metal_kernel("counter", ["c"], ["o"], "o[0] = 1.0f;", writable=["c"])
-    with pytest.raises(emulator.EmulatorFault, match="constant"):
-        kernel.text([np.zeros(1, np.uint32)], ["float32"])
+RIGHT = {
+    "whole simdgroups leave before a simd operation": "o[i] = x[i]; if (sg == 1) return; o[i] = simd_sum(x[i]);",
+    "a simdgroup barrier orders its simdgroup": f"""
+        {SHARED} simdgroup_barrier(mem_flags::mem_threadgroup); o[i] = a[t ^ 1];""",
+    "a device barrier orders device memory": """
+        o[i] = x[i]; threadgroup_barrier(mem_flags::mem_device);
+        float y = o[i ^ 1]; threadgroup_barrier(mem_flags::mem_device); o[i] = y;""",
+    "bytes next to each other belong to different threads": f"""
+        threadgroup uchar a[(32 * 2)], b[2][(4)]; a[t] = uchar(t);
+        if (t < 8) b[t / 4][t % 4] = uchar(t); {MEET} o[i] = float(a[63 - t]);""",
+    "lanes part and meet again": """
+        float s = x[i];
+        if (lane < 4) s *= 2.0f;
+        else if (lane < 9) { for (uint k = 0; k < lane; k++) s += float(k); }
+        s = seeded_sum(s);
+        for (uint k = 0; k < 3; k++) {
+          float v = (lane + k) % 3 == 0 ? metal::exp(-metal::abs(s)) : x[i];
+          s = seeded_sum(v) + (simd_any(v > 1.0f) ? seeded_sum(s) : 0.0f);
+        }
+        o[i] = s;""",
+}
+
+
+def test_right_kernels_raise_nothing(checks):
+    assert {name: fault_of(body, checks=checks) for name, body in RIGHT.items()} == dict.fromkeys(
+        RIGHT
+    )
+
+
+def test_shuffle_from_any_lane_when_asked():
+    o = launch("o[i] = simd_shuffle(x[i], ushort(31 - lane));", any_lane=True)
+    assert (o.reshape(-1, 32) == normal(256).reshape(-1, 32)[:, ::-1]).all()
+
+
+# -- seeded faults: (kind, body)
+
+FAULTS = [
+    ("uninitialised", f"{SHARED} o[i] = a[63 - t];"),
+    ("uninitialised", f"threadgroup float a[64]; if (g == 0) a[t] = x[i]; {MEET} o[i] = a[t];"),
+    ("uninitialised", "o[i] = o[i] + x[i];"),
+    ("unwritten-output", "if (i != 100) o[i] = x[i];"),
+    ("race", f"{SHARED} {MEET} float y = a[63 - t]; a[t] = y; {MEET} o[i] = a[t];"),
+    ("race", f"threadgroup float a[32]; a[lane] = x[i]; {MEET} o[i] = a[lane];"),
+    ("race", f"{SHARED} threadgroup_barrier(mem_flags::mem_none); o[i] = a[63 - t];"),
+    (
+        "race",
+        f"o[i] = x[i]; {MEET} float y = o[i ^ 1]; threadgroup_barrier(mem_flags::mem_device); o[i] = y;",
+    ),
+    ("race", f"{SHARED} float s = simd_sum(x[i]); o[i] = a[t ^ 1] + s;"),
+    (
+        "race",
+        f"{SHARED} {MEET} a[t] = a[t] + 1.0f; simdgroup_barrier(mem_flags::mem_threadgroup); o[i] = a[t ^ 32];",
+    ),
+    ("divergence", f"if (t < 32) {MEET} o[i] = x[i];"),
+    ("divergence", f"o[i] = x[i]; if (sg == 1) return; {MEET}"),
+    ("divergence", "float s = x[i]; if (lane < 7) s = simd_sum(s); o[i] = s;"),
+    ("divergence", "o[i] = lane < 16 ? seeded_sum(x[i]) : seeded_sum(x[i] + 1.0f);"),
+    ("shuffle-argument", "o[i] = simd_shuffle(x[i], ushort(31 - lane));"),
+    ("shuffle-argument", "o[i] = simd_shuffle_down(x[i], ushort(32));"),
+    ("out-of-bounds", "o[i] = x[i + 1];"),
+    ("out-of-bounds", "o[i] = (*(const device float4*)(x + (i & ~3u) + (i / 255) * 4)).x;"),
+    ("out-of-bounds", "o[i] = x[i]; if (i == 255) o[256] = 0.0f;"),
+    ("out-of-bounds", "o[i] = x[i + (i == 77 ? 1000000 : 0)];"),
+    ("out-of-bounds", "o[i] = float(n[1]);"),
+    (
+        "out-of-bounds",
+        f"""threadgroup float a[32]; threadgroup float b[32]; threadgroup float* p = a; p[t] = x[i];
+        if (t < 32) b[t] = x[i]; {MEET} o[i] = p[t] + b[t & 31];""",
+    ),
+    ("input-write", "((device float*)x)[i] = 0.0f; o[i] = x[i];"),
+    ("array-index", f"threadgroup float a[32]; a[t] = x[i]; {MEET} o[i] = a[t];"),
+    ("array-index", "float v[4] = {0.0f, 1.0f, 2.0f, 3.0f}; v[n[0] + 3] = x[i]; o[i] = v[0];"),
+    ("threadgroup-memory", "threadgroup float a[8193]; a[t] = x[i]; o[i] = a[t];"),
+    ("misaligned", "uint4 v = *(const device uint4*)(x + (i & ~3u) / 2); o[i] = float(v.x);"),
+    ("misaligned", f"{SHARED} {MEET} o[i] = (*(threadgroup float4*)(a + (t & ~3u))).x;"),
+    ("shift", "o[i] = float(i >> (32 * n[0]));"),
+    ("float-to-int", "o[i] = float(int(x[i] * 1e20f));"),
+    ("divide", "o[i] = float(int(i) / (n[0] - 1));"),
+    ("integer-overflow", "o[i] = float(2147483647 * (n[0] + 1));"),
+    ("null", "const device float* p = n[0] ? nullptr : x; o[i] = p[0];"),
+    ("race-across-threadgroups", "if (i != 255) o[i] = x[i]; if (t == 0) o[255] = 1.0f;"),
+    ("race-across-threadgroups", "o[i] = x[i] + (g > 0 ? o[i - 64] : 0.0f);"),
+    (
+        "stack",
+        "float v[60000]; for (uint k = 0; k < 60000; k++) v[(k * 7) % 60000] = x[i]; o[i] = v[t * 900];",
+    ),
+    ("timeout", "while (n[0] == 1) { } o[i] = x[i];"),
+    ("dialect", "{ threadgroup float a[64]; a[t] = x[i]; o[i] = a[t]; }"),
+    ("compile", "float v; o[i] = v + x[i];"),
+]
+
+
+@needs_checks
+def test_seeded_faults_are_caught():
+    wrong = []
+    for kind, body in FAULTS:
+        fault = fault_of(body, timeout=1.0 if kind == "timeout" else 300.0)
+        if fault is None or fault.kind != kind:
+            wrong.append((kind, body, str(fault)))
+    assert not wrong
+
+
+def test_without_a_watch_faults_show_as_results_and_crashes():
+    """A missing barrier as a result that depends on the order of threads."""
+    assert fault_of(FAULTS[0][1], checks=False).kind == "order"
+    broken = "((device float*)x)[i] = 0.0f; o[i + 100000000] = x[i];"
+    assert fault_of(broken, checks=False).kind in {"input-write", "out-of-bounds", "crash"}
+
+
+@needs_checks
+def test_a_fault_says_who_and_where():
+    source = "threadgroup float a[64];\na[t] = x[i];\no[i] = a[t ^ 33];"
+    fault = fault_of(source)
+    assert fault.line == (START + source)[: (START + source).index("o[i]")].count("\n") + 1
+    assert fault.threads == (0,) and fault.group == 0 and "a[33]" in str(fault)
+    fault = fault_of("o[i] = x[i];\nif (t == 40) o[i - 1] = 1.0f;")
+    assert fault.kind == "race" and set(fault.threads) == {39, 40}
+    fault = fault_of("float s = x[i];\nif (lane % 8 != 3) s = simd_sum(s);\no[i] = s;")
+    assert fault.threads == (3, 11, 19, 27), "every thread of the smaller party"
+
+
+# -- the last threadgroup to arrive adds up what the others wrote
+
+MERGE = """
+threadgroup uint arrived[1];
+uint t = thread_index_in_threadgroup;
+uint group = threadgroup_position_in_grid.x;
+partial[group * 64 + t] = x[group * 64 + t] * 2.0f;
+{publish}
+if (t == 0) {{
+  {before}
+  device atomic_uint* place = (device atomic_uint*)counter;
+  arrived[0] = atomic_fetch_add_explicit(place, 1u, memory_order_relaxed);
+  {after}
+}}
+{see}
+if (arrived[0] == threadgroups_per_grid.x - 1) {{
+  {all}
+  float sum = 0.0f;
+  for (uint g = 0; g < threadgroups_per_grid.x; g++) sum += partial[g * 64 + t];
+  o[t] = sum;
+}}
+"""
+FENCE = "atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_device);"
+WEAK = FENCE.replace("seq_cst", "relaxed")
+NARROW = FENCE.replace("scope_device", "scope_threadgroup")
+DEVICE = "threadgroup_barrier(mem_flags::mem_device);"
+BOTH = "threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);"
+NONE = "threadgroup_barrier(mem_flags::mem_none);"
+# (right, publish, before, after, see, all)
+ORDERS = {
+    "every thread fences its own writes": (True, FENCE + NONE, "", "", MEET, FENCE),
+    "thread 0 fences for all": (True, DEVICE, FENCE, "", MEET, FENCE),
+    "thread 0 fences on both sides": (True, DEVICE, FENCE, FENCE, BOTH, ""),
+    "no fence before the counter": (False, DEVICE, "", "", MEET, FENCE),
+    "no fence after the counter": (False, DEVICE, FENCE, "", BOTH, ""),
+    "the writes do not reach thread 0": (False, MEET, FENCE, "", MEET, FENCE),
+    "the fence does not reach all": (False, DEVICE, FENCE, FENCE, MEET, ""),
+    "no barrier before the counter": (False, "", FENCE, "", MEET, FENCE),
+    "a relaxed fence": (False, WEAK + NONE, "", "", MEET, FENCE),
+    "a fence of the threadgroup": (False, DEVICE, NARROW, "", MEET, FENCE),
+}
+
+
+@needs_checks
+def test_orders_of_memory_across_threadgroups():
+    x, wrong = normal(7, 64), []
+    for name, (right, *parts) in ORDERS.items():
+        words = dict(zip(("publish", "before", "after", "see", "all"), parts, strict=True))
+        kernel = emulator.metal_kernel(
+            *("merge", ["x", "counter"], ["partial", "o"], MERGE.format(**words)),
+            writable=["counter"],
+        )
+        try:
+            _, o = kernel(
+                inputs=[x, np.zeros(8, np.uint32)],
+                grid=(64 * 7, 1, 1),
+                threadgroup=(64, 1, 1),
+                output_shapes=[(7, 64), (64,)],
+                output_dtypes=[F32, F32],
+            )
+            outcome = np.allclose(o, 2 * x.sum(axis=0), atol=1e-5)
+        except emulator.EmulatorFault as fault:
+            outcome = not fault.kind.startswith("race")
+        if outcome != right:
+            wrong.append(name)
+    assert not wrong
+
+
+# -- what is refused before it runs
 
 
 def test_grid_and_sizes_are_checked():
-    kernel = emulator.metal_kernel("grid", ["x"], ["o"], SAXPY)
-    common = {"output_shapes": [(4,)], "output_dtypes": [np.float32]}
-    with pytest.raises(ValueError, match="no multiple"):
-        kernel(inputs=[normal(4)], grid=(100, 1, 1), threadgroup=(64, 1, 1), **common)
-    with pytest.raises(ValueError, match="multiple of 32"):
-        kernel(inputs=[normal(4)], grid=(96, 1, 1), threadgroup=(48, 1, 1), **common)
-    with pytest.raises(ValueError, match="size 1 but got size 2"):
-        kernel(inputs=[normal(4)] * 2, grid=(64, 1, 1), threadgroup=(64, 1, 1), **common)
-
-
-def test_the_signature_is_that_of_mlx(capfd, tmp_path):
-    """Names and types of the parameters, as MLX writes them for the same call."""
-    import mlx.core as mx
-
-    source = """
-    // a comment that says max_shape adds x_shape
-    uint i = thread_position_in_grid.x + thread_index_in_simdgroup;
-    o[i] = T(x[i] + y_ndim * int(y_strides[0]) + n[0]);
-    """
-    names = {"input_names": ["x", "n", "y"], "output_names": ["o", "p"]}
-    call = {
-        "template": [("T", mx.float16), ("D", 128), ("B", True)],
-        "grid": (64, 1, 1),
-        "threadgroup": (32, 1, 1),
-        "output_shapes": [(64,), (2, 2)],
-        "output_dtypes": [mx.float16, mx.uint8],
-    }
-    theirs = mx.fast.metal_kernel(name="both", source=source, **names)
-    arrays = mx.zeros((64,), mx.bfloat16), mx.zeros((1,), mx.int32), mx.zeros((4, 16))
-
-    def traced(*inputs):
-        return theirs(inputs=list(inputs), verbose=True, **call)
-
-    try:
-        mx.export_function(str(tmp_path / "both.mlxfn"), traced, *arrays)
-    except RuntimeError as error:
-        pytest.skip(f"this MLX writes kernels only where it can run them: {error}")
-    text = capfd.readouterr().out
-    want = re.findall(r"^\s+(\S.*?) (?:\[\[.*?\]\])[,)]", text, flags=re.M)
-    ours = emulator.metal_kernel("both", source=source, **names)
-    inputs = [emulator.as_array(x) for x in arrays]
-    text = ours.text(inputs, ["float16", "uint8"], call["template"])
-    got = text[text.index("emu_kernel(") + 11 : text.index(") {\n#line")].split(",")
-    assert [" ".join(p.split()) for p in got] == want
-    assert "template <typename T, int D, bool B>" in text
+    kernel = emulator.metal_kernel("grid", ["x"], ["o"], "o[0] = x[0];")
+    common = {"output_shapes": [(4,)], "output_dtypes": [F32]}
+    for arrays, grid, threads, what in (
+        ([normal(4)], 100, 64, "no multiple"),
+        ([normal(4)], 96, 48, "multiple of 32"),
+        ([normal(4)] * 2, 64, 64, "size 1 but got size 2"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            kernel(inputs=arrays, grid=(grid, 1, 1), threadgroup=(threads, 1, 1), **common)
+    kernel = emulator.metal_kernel("counter", ["c"], ["o"], "o[0] = 1.0f;", writable=["c"])
+    with pytest.raises(emulator.EmulatorFault, match="constant"):
+        kernel.text([np.zeros(1, np.uint32)], ["float32"])

@@ -2,7 +2,6 @@
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from on_emulator import make, make_mma, make_tiles
 from samples import data, rms, softmax
 
@@ -62,25 +61,21 @@ def same(state, other) -> bool:
     return all(mx.array_equal(state[s][k], other[s][k]) for s in sealed.NAMES for k in other[s])
 
 
-def ids(widths):
-    return "".join(map(str, widths))
-
-
-@pytest.mark.parametrize("keys", (True, False))
-@pytest.mark.parametrize("widths", PATTERNS, ids=ids)
-def test_records_hold_every_bit_and_take_the_bytes_that_are_counted(widths, keys):
-    spec = Fill(2.0, widths)
-    at = side_layout(spec, spec.dims, 16, keys)
-    assert 32 * at.words == 16 * spec.dims * spec.bits_per_value(spec.dims, 16)
-    rng = np.random.default_rng(0)
-    top = 2 ** np.repeat(widths, DIMS)
-    codes = rng.integers(0, top, (2, 1, 48, spec.dims))
-    scale = mx.array(rng.standard_normal((2, 1, 48, 1)).astype(np.float16))
-    words = records.pack(mx.array(codes), {"scale": scale}, at)
-    assert words.shape == (2, 1, 3, at.words)
-    back, numbers = records.unpack(words, at)
-    np.testing.assert_array_equal(np.array(back), codes)
-    assert mx.array_equal(numbers["scale"], scale)
+def test_records_hold_every_bit_and_take_the_bytes_that_are_counted(subtests):
+    for widths, keys in [(w, i % 2 == 0) for i, w in enumerate(PATTERNS)]:
+        with subtests.test(widths=widths, keys=keys):
+            spec = Fill(2.0, widths)
+            at = side_layout(spec, spec.dims, 16, keys)
+            assert 32 * at.words == 16 * spec.dims * spec.bits_per_value(spec.dims, 16)
+            rng = np.random.default_rng(0)
+            top = 2 ** np.repeat(widths, DIMS)
+            codes = rng.integers(0, top, (2, 1, 48, spec.dims))
+            scale = mx.array(rng.standard_normal((2, 1, 48, 1)).astype(np.float16))
+            words = records.pack(mx.array(codes), {"scale": scale}, at)
+            assert words.shape == (2, 1, 3, at.words)
+            back, numbers = records.unpack(words, at)
+            np.testing.assert_array_equal(np.array(back), codes)
+            assert mx.array_equal(numbers["scale"], scale)
 
 
 BOTH = [  # head dim, widths of keys and of values
@@ -91,22 +86,23 @@ BOTH = [  # head dim, widths of keys and of values
 ]
 
 
-@pytest.mark.parametrize(("dims", "keys", "values"), BOTH)
-def test_the_seal_kernel_writes_what_plain_ops_store(dims, keys, values):
+def test_the_seal_kernel_writes_what_plain_ops_store(subtests):
     """And each store reads what the other saved; unseal gives the same numbers."""
-    config = config_of(keys, values)
-    ours, plain = stores(config, dims, make)
-    back, other = stores(config, dims, make)[1], stores(config, dims, make)[0]
-    assert same(sealed.codes_of(ours), plain.state)
-    other.restore(plain.state, PAGES)
-    back.restore(ours.state, PAGES)
-    assert mx.array_equal(ours.state["records"], other.state["records"])
-    assert same(back.state, plain.state)
-    for side, at in enumerate((ours.layout.keys, ours.layout.values)):
-        for dtype in (mx.float32, mx.float16, mx.bfloat16):
-            got = ours.read(0, PAGES)._unsealed(side, dtype)
-            want = plain.codecs[side].decode_stored(plain.state[sealed.NAMES[side]], dtype)
-            assert got.shape == (1, 2, PAGES * PAGE, at.dims) and mx.array_equal(got, want)
+    for dims, keys, values in BOTH:
+        with subtests.test(dims=dims, keys=keys, values=values):
+            config = config_of(keys, values)
+            ours, plain = stores(config, dims, make)
+            back, other = stores(config, dims, make)[1], stores(config, dims, make)[0]
+            assert same(sealed.codes_of(ours), plain.state)
+            other.restore(plain.state, PAGES)
+            back.restore(ours.state, PAGES)
+            assert mx.array_equal(ours.state["records"], other.state["records"])
+            assert same(back.state, plain.state)
+            for side, at in enumerate((ours.layout.keys, ours.layout.values)):
+                for dtype in (mx.float32, mx.float16, mx.bfloat16):
+                    got = ours.read(0, PAGES)._unsealed(side, dtype)
+                    want = plain.codecs[side].decode_stored(plain.state[sealed.NAMES[side]], dtype)
+                    assert got.shape == (1, 2, PAGES * PAGE, at.dims) and mx.array_equal(got, want)
 
 
 def test_zeros_and_huge_numbers_are_sealed_as_plain_ops_do():
@@ -139,11 +135,16 @@ FACTORIES = [
 ]
 
 
-@pytest.mark.parametrize(("factory", "dtype", "bound"), FACTORIES)
-@pytest.mark.parametrize(("dims", "keys", "values", "heads", "kv_heads", "new"), ATTENDED)
-def test_attention_is_softmax_over_what_is_stored(
-    dims, keys, values, heads, kv_heads, new, factory, dtype, bound
-):
+def test_attention_is_softmax_over_what_is_stored(subtests):
+    """Every shape by two of the bodies, and heads of 512 dims, as in Gemma 4, by the portable one."""
+    for i, shape in enumerate(ATTENDED):
+        for body in (FACTORIES[i % 4], FACTORIES[(i + 1) % 4]):
+            with subtests.test(shape=shape, body=body[:2]):
+                check_attention(*shape, *body)
+    check_attention(512, (8, 4, 3, 2, 1), (4, 3, 2, 1, 1), 4, 2, 1, *FACTORIES[0])
+
+
+def check_attention(dims, keys, values, heads, kv_heads, new, factory, dtype, bound):
     tiled = factory is not make
     config = config_of(keys, values)
     ours, plain = stores(config, dims, factory, tiled, kv_heads)
@@ -154,13 +155,6 @@ def test_attention_is_softmax_over_what_is_stored(
     out = attend(q, View(live, sink, ours.read(0, PAGES)), dims**-0.5, mask)
     k, v = attention._whole(View(live, sink, plain.read(0, PAGES)), mx.float32)
     assert rms(out, softmax(q, k, v, dims**-0.5, 0, None)) < bound
-
-
-def test_heads_of_512_dims_are_read_by_the_portable_body():
-    """As in Gemma 4; tiles of more than 256 dims do not exist."""
-    test_attention_is_softmax_over_what_is_stored(
-        512, (8, 4, 3, 2, 1), (4, 3, 2, 1, 1), 4, 2, 1, make, mx.float32, 5e-6
-    )
 
 
 # -- the golden table
@@ -177,46 +171,55 @@ def golden():
     ]
 
 
-@pytest.mark.parametrize("order", (1, -1))
-def test_the_seal_kernel_writes_the_golden_codes(order):
-    x, cases = golden()
-    both = cases[::order]
-    config = CacheConfig(*(Side(Fill(2.0, one[0])) for one in both), page=16)
-    ours = Records(config, (48, 48), make)
-    x = mx.array(x.astype(np.float32))
-    ours.append((x, x), 1)
-    state = sealed.codes_of(ours)
-    for name, code, (_, words, scale, near) in zip(sealed.NAMES, ours.codecs, both, strict=True):
-        assert mx.array_equal(state[name]["scale"], mx.array(scale))
-        found, right = (
-            np.array(code.method.unpacked(code.spec, mx.array(y))).ravel()
-            for y in (state[name]["codes"], words)
-        )
-        off = np.flatnonzero(found != right)
-        assert set(off) <= set(near) and (np.abs(found - right.astype(int)) <= 1).all()
+def test_the_seal_kernel_writes_the_golden_codes(subtests):
+    for order in (1, -1):
+        with subtests.test(order=order):
+            x, cases = golden()
+            both = cases[::order]
+            config = CacheConfig(*(Side(Fill(2.0, one[0])) for one in both), page=16)
+            ours = Records(config, (48, 48), make)
+            x = mx.array(x.astype(np.float32))
+            ours.append((x, x), 1)
+            state = sealed.codes_of(ours)
+            for name, code, (_, words, scale, near) in zip(
+                sealed.NAMES, ours.codecs, both, strict=True
+            ):
+                assert mx.array_equal(state[name]["scale"], mx.array(scale))
+                found, right = (
+                    np.array(code.method.unpacked(code.spec, mx.array(y))).ravel()
+                    for y in (state[name]["codes"], words)
+                )
+                off = np.flatnonzero(found != right)
+                assert set(off) <= set(near) and (np.abs(found - right.astype(int)) <= 1).all()
 
 
-@pytest.mark.parametrize(("factory", "dtype", "bound"), FACTORIES)
-@pytest.mark.parametrize("order", (1, -1))
-def test_attention_over_golden_records_is_the_law_s(order, factory, dtype, bound):
-    _, cases = golden()
-    both = cases[::order]
-    config = CacheConfig(*(Side(Fill(2.0, one[0])) for one in both), page=16)
-    ours = Records(config, (48, 48), factory, factory is not make)
-    stored = ({"codes": mx.array(words), "scale": mx.array(scale)} for _, words, scale, _ in both)
-    ours.restore(dict(zip(sealed.NAMES, stored, strict=True)), 1)
-    live = tuple(mx.array(data(1, 1, 5, 48, seed=i)).astype(dtype) for i in range(2))
-    q = mx.array(data(1, 4, 1, 48, seed=7)).astype(dtype)
-    out = attend(q, View(live, None, ours.read(0, 1)), 48**-0.5)
-    whole = []
-    for (widths, words, scale, _), code, window in zip(both, ours.codecs, live, strict=True):
-        codes = np.array(code.method.unpacked(code.spec, mx.array(words)))
-        decoded = law.decode(codes, scale.astype(np.float64), widths)
-        whole.append(np.concatenate([decoded, np.array(window.astype(mx.float32))], 2))
-    logits = np.array(q.astype(mx.float32), np.float64) @ whole[0].swapaxes(-1, -2) * 48**-0.5
-    p = np.exp(logits - logits.max(-1, keepdims=True))
-    right = p / p.sum(-1, keepdims=True) @ whole[1]
-    assert rms(out, mx.array(right.astype(np.float32))) < bound
+def test_attention_over_golden_records_is_the_law_s(subtests):
+    for order, factory, dtype, bound in [((1, -1)[i % 2], *x) for i, x in enumerate(FACTORIES)]:
+        with subtests.test(order=order, factory=factory, dtype=dtype):
+            _, cases = golden()
+            both = cases[::order]
+            config = CacheConfig(*(Side(Fill(2.0, one[0])) for one in both), page=16)
+            ours = Records(config, (48, 48), factory, factory is not make)
+            stored = (
+                {"codes": mx.array(words), "scale": mx.array(scale)} for _, words, scale, _ in both
+            )
+            ours.restore(dict(zip(sealed.NAMES, stored, strict=True)), 1)
+            live = tuple(mx.array(data(1, 1, 5, 48, seed=i)).astype(dtype) for i in range(2))
+            q = mx.array(data(1, 4, 1, 48, seed=7)).astype(dtype)
+            out = attend(q, View(live, None, ours.read(0, 1)), 48**-0.5)
+            whole = []
+            for (widths, words, scale, _), code, window in zip(
+                both, ours.codecs, live, strict=True
+            ):
+                codes = np.array(code.method.unpacked(code.spec, mx.array(words)))
+                decoded = law.decode(codes, scale.astype(np.float64), widths)
+                whole.append(np.concatenate([decoded, np.array(window.astype(mx.float32))], 2))
+            logits = (
+                np.array(q.astype(mx.float32), np.float64) @ whole[0].swapaxes(-1, -2) * 48**-0.5
+            )
+            p = np.exp(logits - logits.max(-1, keepdims=True))
+            right = p / p.sum(-1, keepdims=True) @ whole[1]
+            assert rms(out, mx.array(right.astype(np.float32))) < bound
 
 
 # -- which kernels
@@ -249,16 +252,17 @@ def test_one_text_and_one_trial_serve_all_widths():
     ]
 
 
-@pytest.mark.parametrize("dims", (16, 48, 256, 272, 512))
-def test_the_trial_of_any_head_is_of_records_that_kernels_read(dims):
+def test_the_trial_of_any_head_is_of_records_that_kernels_read(subtests):
     """Heads of 512 dims (Gemma 4) have more blocks than a table: directions behind them are not stored."""
-    tried = selftest.stand_in(config_of((2,), (1,)), dims)
-    sides = zip((tried.keys, tried.values), (True, False), strict=True)
-    assert not any(
-        why_no_record(side.quantizer, side.dims(dims), PAGE, keys, blocks=True)
-        for side, keys in sides
-    )
-    fill_table(record_layout(tried, *tried.dims(dims, dims)))
+    for dims in (16, 48, 256, 272, 512):
+        with subtests.test(dims=dims):
+            tried = selftest.stand_in(config_of((2,), (1,)), dims)
+            sides = zip((tried.keys, tried.values), (True, False), strict=True)
+            assert not any(
+                why_no_record(side.quantizer, side.dims(dims), PAGE, keys, blocks=True)
+                for side, keys in sides
+            )
+            fill_table(record_layout(tried, *tried.dims(dims, dims)))
 
 
 def test_a_ring_has_room_for_the_longest_records():
@@ -292,10 +296,11 @@ def test_plans_say_what_has_no_kernel():
         assert reason == "bits by direction beside other codes have no kernel"
 
 
-@pytest.mark.parametrize(("factory", "dtype", "bound"), FACTORIES)
-def test_kernels_pass_the_test_of_users_machines(factory, dtype, bound):
+def test_kernels_pass_the_test_of_users_machines(subtests):
     """With logits of attention sinks and capped scores."""
-    case = selftest.Case(8, 2, sinks=True, softcap=20.0)
-    config = config_of((2,), (3, 1))
-    found = selftest.test(config, 64, dtype, factory, factory is not make, case)
-    assert found.reason is None and found.errors["attend"] < bound and not found.ties
+    for factory, dtype, bound in (FACTORIES[0], FACTORIES[3]):
+        with subtests.test(factory=factory, dtype=dtype, bound=bound):
+            case = selftest.Case(8, 2, sinks=True, softcap=20.0)
+            config = config_of((2,), (3, 1))
+            found = selftest.test(config, 64, dtype, factory, factory is not make, case)
+            assert found.reason is None and found.errors["attend"] < bound and not found.ties

@@ -29,65 +29,25 @@ def _fresh():
         known.cache_clear()
 
 
-@pytest.mark.parametrize("cores", (7, 8, 10, 14, 20, 40, 80))
-@pytest.mark.parametrize(("heads", "tiles_"), ((1, 4), (1, 1), (2, 2), (8, 2), (8, 1), (32, 1)))
-@pytest.mark.parametrize("tokens", (1024, 4096, 32768, 131072))
-def test_records_give_a_core_two_to_five_threadgroups(cores, heads, tiles_, tokens):
-    """As far as there are records for them; windows come besides and have no more units each."""
-    records, windows = tokens // 16, 20
-    pages, window = kernels.splits_for(records, windows, heads * tiles_, cores)
-    most = -(-records // kernels.FEW_RECORDS)
-    assert 1 <= pages <= most and pages + window <= kernels.MAX_SPLITS
-    assert -(-windows // window) <= max(kernels.SIMDGROUPS, -(-records // pages), windows)
-    each = pages * heads * tiles_ / cores
-    assert each >= 2 or pages in (most, kernels.MAX_SPLITS // 2)
-    assert each <= 6 or pages == 1
-
-
-def test_without_a_known_number_of_cores_splits_are_of_records():
-    assert kernels.splits_for(2048, 20, 8, None) == (128, 1)
-    assert kernels.splits_for(100, 20, 8, None) == (7, 1)
-
-
-@pytest.mark.parametrize("cores", (7, 8, 10, 14, 40))
-@pytest.mark.parametrize("merges", (1, 4, 8, 32))
-def test_tiles_fill_an_apple_gpu_and_no_more(cores, merges):
-    pages, windows = tiles.splits_for(2048, merges, tiles.SIMDGROUPS, False, cores)
-    each = pages * merges / cores
-    assert windows == 1 and (each >= 1.7 or pages == tiles.MAX_SPLITS // 2)
-    assert each <= 4 or pages == 1
-
-
-def test_elsewhere_tiles_are_split_as_on_the_gpu_they_were_timed_on():
-    assert tiles.splits_for(8192, 8, tiles.SIMDGROUPS_CUDA, False) == (15, 1)
-    assert tiles.splits_for(8192, 1, tiles.SIMDGROUPS, True) == (62, 2)
-
-
 @needs_emulator
-@pytest.mark.parametrize(("factory", "dtype"), ((make, mx.float32), (make_tiles, mx.float16)))
-@pytest.mark.parametrize("cores", (4, 64))
-def test_attention_is_the_same_however_it_is_split(monkeypatch, factory, dtype, cores):
-    monkeypatch.setattr(gpu, "cores", lambda make: cores)
-    keys, values = (mx.array(data(1, 2, 500, 64, seed=i)).astype(dtype) for i in range(2))
-    q = mx.array(data(1, 6, 1, 64, seed=2)).astype(dtype)
-    with launch.using(factory):
-        ours = CompressedKVCache(SMALL)
-        ours.update_and_fetch(keys, values)
-        out = attend(q, ours.keys_and_values()[0], 0.125)
-    monkeypatch.undo()
-    plain = CompressedKVCache(SMALL)
-    plain.update_and_fetch(keys, values)
-    bound = 1e-5 if dtype == mx.float32 else 3e-3
-    assert rms(out, attend(q, plain.keys_and_values()[0], 0.125)) < bound
-
-
-@pytest.mark.parametrize(
-    ("dims", "rows"), ((64, 2), (80, 2), (96, 2), (128, 2), (192, 1), (256, 1), (512, 1))
-)
-def test_outputs_of_a_lane_fit_in_128_registers(dims, rows):
-    for wanted in (1, 2, 3, 4, 5, 7, 12, 32):
-        tile = kernels.rows_of_tile(dims, wanted, make)
-        assert tile == min(rows, wanted)
+def test_attention_is_the_same_however_it_is_split(subtests, monkeypatch):
+    for factory, dtype in ((make, mx.float32), (make_tiles, mx.float16)):
+        for cores in (4, 64):
+            with subtests.test(factory=factory, dtype=dtype, cores=cores):
+                monkeypatch.setattr(gpu, "cores", lambda make, cores=cores: cores)
+                keys, values = (
+                    mx.array(data(1, 2, 500, 64, seed=i)).astype(dtype) for i in range(2)
+                )
+                q = mx.array(data(1, 6, 1, 64, seed=2)).astype(dtype)
+                with launch.using(factory):
+                    ours = CompressedKVCache(SMALL)
+                    ours.update_and_fetch(keys, values)
+                    out = attend(q, ours.keys_and_values()[0], 0.125)
+                monkeypatch.undo()
+                plain = CompressedKVCache(SMALL)
+                plain.update_and_fetch(keys, values)
+                bound = 1e-5 if dtype == mx.float32 else 3e-3
+                assert rms(out, attend(q, plain.keys_and_values()[0], 0.125)) < bound
 
 
 IOREG = (
@@ -113,42 +73,32 @@ def test_cores_of_a_mac(monkeypatch, said, architecture, cores):
     assert gpu.cores(make) is None
 
 
-def test_a_mac_without_ioreg_still_has_cores(monkeypatch):
-    def missing(*args, **kw):
-        raise FileNotFoundError("ioreg")
-
-    monkeypatch.setattr(gpu.sys, "platform", "darwin")
-    monkeypatch.setattr(gpu.subprocess, "run", missing)
-    monkeypatch.setattr(gpu.mx, "device_info", lambda: {"architecture": "applegpu_g16g"})
-    assert gpu.cores(mx.fast.metal_kernel) == 8
-
-
-@pytest.mark.parametrize(
-    ("release", "reason"), (("14.6", "macOS 14"), ("15.1", None), ("26.0", None))
-)
-def test_tiles_need_metal_3_2(monkeypatch, release, reason):
-    monkeypatch.setattr(gpu.platform, "mac_ver", lambda: (release, ("", "", ""), "arm64"))
-    monkeypatch.setattr(tiles.trust, "why_not", lambda *args: None)
-    layout = record_layout(SMALL, 64, 64)
-    found = tiles.why_not(layout, 64, mx.float16, mx.fast.metal_kernel)
-    assert (found is None) == (reason is None)
-    assert reason is None or (reason in found and "macOS 15" in found)
+def test_tiles_need_metal_3_2(subtests, monkeypatch):
+    for release, reason in (("14.6", "macOS 14"), ("15.1", None), ("26.0", None)):
+        with subtests.test(release=release, reason=reason):
+            gpu.macos.cache_clear()
+            monkeypatch.setattr(
+                gpu.platform, "mac_ver", lambda release=release: (release, ("", "", ""), "arm64")
+            )
+            monkeypatch.setattr(tiles.trust, "why_not", lambda *args: None)
+            layout = record_layout(SMALL, 64, 64)
+            found = tiles.why_not(layout, 64, mx.float16, mx.fast.metal_kernel)
+            assert (found is None) == (reason is None)
+            assert reason is None or (reason in found and "macOS 15" in found)
 
 
-@pytest.mark.parametrize(
-    ("backend", "mlx", "fused", "not_fused"),
-    [
+def test_head_dims_that_mlx_prefills_fused(subtests):
+    for backend, mlx, fused, not_fused in [
         ("metal", "0.31.2", (64, 80, 128), (72, 96, 192, 256)),
         ("metal", "0.32.0", (64, 80, 128), (72, 96, 192, 256)),
         ("metal", "0.32.1", (64, 72, 80, 96, 128), (192, 256)),
         ("metal", "0.32.4", (64, 72, 80, 96, 128), (192, 256)),
         ("cuda", "0.31.2", (64, 72, 80, 96, 112, 128), (100, 192, 256)),
         ("cpu", "0.32.4", (), (64, 128)),
-    ],
-)
-def test_head_dims_that_mlx_prefills_fused(backend, mlx, fused, not_fused):
-    found = attention.fused_dims(backend, mlx)
-    assert found.issuperset(fused) and not found.intersection(not_fused)
+    ]:
+        with subtests.test(backend=backend, mlx=mlx, fused=fused):
+            found = attention.fused_dims(backend, mlx)
+            assert found.issuperset(fused) and not found.intersection(not_fused)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from on_emulator import make, make_mma, make_tiles
 from samples import data, rms, softmax
 
@@ -15,10 +14,9 @@ from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, View
 from mlxkv.codec import records
 from mlxkv.codec.maps import sample
-from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import Half
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.records import record_layout, side_layout
+from mlxkv.formats.records import side_layout
 from mlxkv.metal import launch, tiles
 
 PAGES, PAGE = 3, 32
@@ -45,31 +43,33 @@ def same(state, other) -> bool:
     return all(mx.array_equal(state[s][k], other[s][k]) for s in NAMES for k in other[s])
 
 
-@pytest.mark.parametrize("keys", (True, False))
-@pytest.mark.parametrize("dims", (24, 102, 128))
-def test_records_hold_every_bit(dims, keys):
-    at = side_layout(Half(), dims, PAGE, keys)
-    assert at.words == 256 * at.blocks and not at.numbers and not at.header_words
-    codes = np.random.default_rng(0).integers(0, 1 << 16, (1, 2, 48, dims))
-    words = records.pack(mx.array(codes), {}, at)
-    assert words.shape == (1, 2, 3, at.words)
-    back, numbers = records.unpack(words, at)
-    np.testing.assert_array_equal(np.array(back), codes)
-    assert not numbers
+def test_records_hold_every_bit(subtests):
+    for dims, keys in ((24, True), (102, False), (128, True)):
+        with subtests.test(dims=dims, keys=keys):
+            at = side_layout(Half(), dims, PAGE, keys)
+            assert at.words == 256 * at.blocks and not at.numbers and not at.header_words
+            codes = np.random.default_rng(0).integers(0, 1 << 16, (1, 2, 48, dims))
+            words = records.pack(mx.array(codes), {}, at)
+            assert words.shape == (1, 2, 3, at.words)
+            back, numbers = records.unpack(words, at)
+            np.testing.assert_array_equal(np.array(back), codes)
+            assert not numbers
 
 
-@pytest.mark.parametrize(
-    ("name", "dims"),
-    [("static-r24", 40), ("static-r102", 128), ("static-r24+int8/static-r24", 40)],
-)
-def test_the_seal_kernel_writes_what_plain_ops_store(name, dims):
+def test_the_seal_kernel_writes_what_plain_ops_store(subtests):
     """And each store reads what the other saved."""
-    ours, plain = stores(name, dims, make)
-    other, back = empty(name, dims, make)
-    other.restore(plain.state, PAGES)
-    back.restore(ours.state, PAGES)
-    assert mx.array_equal(ours.state["records"], other.state["records"])
-    assert same(back.state, plain.state)
+    for name, dims in [
+        ("static-r24", 40),
+        ("static-r102", 128),
+        ("static-r24+int8/static-r24", 40),
+    ]:
+        with subtests.test(name=name, dims=dims):
+            ours, plain = stores(name, dims, make)
+            other, back = empty(name, dims, make)
+            other.restore(plain.state, PAGES)
+            back.restore(ours.state, PAGES)
+            assert mx.array_equal(ours.state["records"], other.state["records"])
+            assert same(back.state, plain.state)
 
 
 def test_a_square_basis_is_a_product_inside_the_kernel():
@@ -84,28 +84,26 @@ def test_numbers_beyond_float16_saturate():
     assert mx.abs(plain.state["keys"]["values"]).max() == 65504
 
 
-@pytest.mark.parametrize(
-    ("name", "dims", "factory", "dtype", "bound"),
-    [
+def test_attention_is_softmax_over_what_is_stored(subtests):
+    for name, dims, factory, dtype, bound in [
         ("static-0.75", 64, make, mx.float32, 5e-6),
         ("static-r102", 128, make_mma, mx.float16, 3e-3),
         ("static-r24", 40, make_tiles, mx.bfloat16, 6e-3),
         ("static-r24/static-r24+int4", 40, make_mma, mx.float16, 3e-3),
         ("static-r24+kivi-int4/static-r24", 40, make_tiles, mx.float16, 3e-3),
-    ],
-)
-def test_attention_is_softmax_over_what_is_stored(name, dims, factory, dtype, bound):
-    tiled = factory is not make
-    ours, plain = stores(name, dims, factory, tiled)
-    assert not tiled or tiles.why_not(ours.layout, dims, dtype, factory) is None
-    windows = [mx.array(data(1, 2, 21, dims, seed=2 + i)).astype(dtype) for i in range(2)]
-    sink, live = tuple(x[:, :, :4] for x in windows), tuple(x[:, :, 4:] for x in windows)
-    q = mx.array(data(1, 4, 2, dims, seed=9)).astype(dtype)
-    view = View(live, sink, ours.read(0, PAGES))
-    assert view.pages.plan.body != OPS
-    out = attend(q, view, dims**-0.5, "causal")
-    keys, values = attention._whole(View(live, sink, plain.read(0, PAGES)), mx.float32)
-    assert rms(out, softmax(q, keys, values, dims**-0.5, 0, None)) < bound
+    ]:
+        with subtests.test(name=name, dims=dims, factory=factory):
+            tiled = factory is not make
+            ours, plain = stores(name, dims, factory, tiled)
+            assert not tiled or tiles.why_not(ours.layout, dims, dtype, factory) is None
+            windows = [mx.array(data(1, 2, 21, dims, seed=2 + i)).astype(dtype) for i in range(2)]
+            sink, live = tuple(x[:, :, :4] for x in windows), tuple(x[:, :, 4:] for x in windows)
+            q = mx.array(data(1, 4, 2, dims, seed=9)).astype(dtype)
+            view = View(live, sink, ours.read(0, PAGES))
+            assert view.pages.plan.body != OPS
+            out = attend(q, view, dims**-0.5, "causal")
+            keys, values = attention._whole(View(live, sink, plain.read(0, PAGES)), mx.float32)
+            assert rms(out, softmax(q, keys, values, dims**-0.5, 0, None)) < bound
 
 
 def test_only_low_rank_is_kept_in_such_records():
@@ -115,18 +113,3 @@ def test_only_low_rank_is_kept_in_such_records():
         assert choose.plan(parse_kv("static-r24"), (40, 40), mx.float32).body != OPS
         reason = choose.plan(parse_kv("oja-0.8"), (128, 128), mx.float32).reason
         assert reason == "102 float16 dims would take the room of 128 in records"
-
-
-def test_a_ring_of_long_records_has_room_or_a_reason():
-    """Bytes of shared memory beside those that the body declares, 30 KiB at most."""
-    factory = mx.fast.cuda_kernel
-    for name, dims in (("static-0.75", 128), ("oja-0.75", 128), ("static-0.75", 256)):
-        config: CacheConfig = parse_kv(name)
-        both = record_layout(config, *config.dims(dims, dims))
-        wide = tiles._is_wide(both, dims)
-        simdgroups = tiles._simdgroups(both, wide, 8, factory)
-        assert wide and simdgroups == tiles.SIMDGROUPS
-        assert tiles._ring(both, simdgroups, wide, factory)[1] <= (227 - 30) << 10
-    whole = parse_kv("static-1.0")
-    both = record_layout(whole, 256, 256)
-    assert "16384 bytes do not fit" in tiles.why_not(both, 256, mx.float16, factory)

@@ -6,7 +6,6 @@ import dataclasses
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from latent_models import latent_model
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_mma, make_tiles
@@ -32,35 +31,43 @@ def made(*shape: int, seed: int = 0) -> mx.array:
     return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
-@pytest.mark.parametrize("factory", (make_tiles, make_mma))
-@pytest.mark.parametrize(
-    ("code", "rank", "heads", "batch", "sink", "dtype"),
-    [
-        (Affine(4, 64, axis="channel"), 512, 20, 1, 4, mx.bfloat16),
-        (Affine(2, 32, True, "channel"), 64, 5, 2, 0, mx.float32),
-        (Affine(8, 64), 128, 33, 1, 0, mx.float16),
-        (Affine(3, 32, True), 256, 9, 1, 40, mx.float32),
-        (Affine(3, 64), 64, 16, 2, 3, mx.float32),
-    ],
-)
-def test_it_is_attention_over_what_is_stored(factory, code, rank, heads, batch, sink, dtype):
-    page, tokens, live = 64, 128, 21
-    stored = affine.encode(code, made(batch, 1, tokens, rank), page)
-    pages = affine.decode(code, stored, rank, page, mx.float32)
-    first = made(batch, 1, sink, rank, seed=1).astype(dtype) if sink else None
-    last = made(batch, 1, live, rank, seed=2).astype(dtype)
-    seen = [np.array(x.astype(mx.float32)) for x in (first, pages, last) if x is not None]
-    q = made(batch, heads, rank, seed=3)
-    added = made(batch, heads, sink + tokens + live, seed=4).astype(dtype)
-    out = latents.attend(
-        q, q, stored, code, page, tokens, first, last, added, SCALE, factory
-    ).astype(mx.float32)
-    whole = np.concatenate(seen, axis=2).astype(np.float64)
-    bias = np.array(added.astype(mx.float32))[:, :, None]
-    expected = spec.attention(np.array(q)[:, :, None], whole, whole, SCALE, bias)
-    assert rms(out, mx.array(expected[:, :, 0].astype(np.float32))) < (
-        4e-3 if dtype == mx.bfloat16 else 8e-4
-    )
+def test_it_is_attention_over_what_is_stored(subtests):
+    for factory in (make_tiles, make_mma):
+        for code, rank, heads, batch, sink, dtype in [
+            (Affine(4, 64, axis="channel"), 512, 20, 1, 4, mx.bfloat16),
+            (Affine(2, 32, True, "channel"), 64, 5, 2, 0, mx.float32),
+            (Affine(8, 64), 128, 33, 1, 0, mx.float16),
+            (Affine(3, 32, True), 256, 9, 1, 40, mx.float32),
+            (Affine(3, 64), 64, 16, 2, 3, mx.float32),
+        ]:
+            with subtests.test(
+                factory=factory,
+                code=code,
+                rank=rank,
+                heads=heads,
+                batch=batch,
+                sink=sink,
+                dtype=dtype,
+            ):
+                page, tokens, live = 64, 128, 21
+                stored = affine.encode(code, made(batch, 1, tokens, rank), page)
+                pages = affine.decode(code, stored, rank, page, mx.float32)
+                first = made(batch, 1, sink, rank, seed=1).astype(dtype) if sink else None
+                last = made(batch, 1, live, rank, seed=2).astype(dtype)
+                seen = [
+                    np.array(x.astype(mx.float32)) for x in (first, pages, last) if x is not None
+                ]
+                q = made(batch, heads, rank, seed=3)
+                added = made(batch, heads, sink + tokens + live, seed=4).astype(dtype)
+                out = latents.attend(
+                    q, q, stored, code, page, tokens, first, last, added, SCALE, factory
+                ).astype(mx.float32)
+                whole = np.concatenate(seen, axis=2).astype(np.float64)
+                bias = np.array(added.astype(mx.float32))[:, :, None]
+                expected = spec.attention(np.array(q)[:, :, None], whole, whole, SCALE, bias)
+                assert rms(out, mx.array(expected[:, :, 0].astype(np.float32))) < (
+                    4e-3 if dtype == mx.bfloat16 else 8e-4
+                )
 
 
 def cache_of(kv: str | Side) -> LatentKVCache:
@@ -70,27 +77,25 @@ def cache_of(kv: str | Side) -> LatentKVCache:
     return LatentKVCache(config.of_latents)
 
 
-@pytest.mark.parametrize(
-    "side",
-    (
+def test_a_cache_s_steps_are_those_of_plain_ops(subtests):
+    for side in (
         Side(Affine(4, 32, axis="channel")),
         Side(Affine(4, 32, symmetric=True), "srft"),
         Side(Affine(3, 64), "hadamard"),
-    ),
-)
-def test_a_cache_s_steps_are_those_of_plain_ops(side):
-    with launch.using(make_tiles):
-        cache = cache_of(side)
-        cache.update_and_fetch(made(1, 1, 150, RANK), made(1, 1, 150, ROTARY, seed=1))
-        for i in range(2):
-            new = made(1, 1, 1, RANK, seed=10 + i), made(1, 1, 1, ROTARY, seed=20 + i)
-            view, rotary = cache.update_and_fetch(*new)
-        assert view.pages.plan.body == TILES
-        q, turned = made(1, 6, 1, RANK, seed=5), made(1, 6, 1, ROTARY, seed=6)
-        added = SCALE * turned @ rotary.swapaxes(-1, -2)
-        ours = attend(q, view, SCALE, added)
-    plain = dataclasses.replace(view, pages=dataclasses.replace(view.pages, plan=BY_OPS))
-    assert rms(ours, attend(q, plain, SCALE, added)) < 8e-4
+    ):
+        with subtests.test(side=side):
+            with launch.using(make_tiles):
+                cache = cache_of(side)
+                cache.update_and_fetch(made(1, 1, 150, RANK), made(1, 1, 150, ROTARY, seed=1))
+                for i in range(2):
+                    new = made(1, 1, 1, RANK, seed=10 + i), made(1, 1, 1, ROTARY, seed=20 + i)
+                    view, rotary = cache.update_and_fetch(*new)
+                assert view.pages.plan.body == TILES
+                q, turned = made(1, 6, 1, RANK, seed=5), made(1, 6, 1, ROTARY, seed=6)
+                added = SCALE * turned @ rotary.swapaxes(-1, -2)
+                ours = attend(q, view, SCALE, added)
+            plain = dataclasses.replace(view, pages=dataclasses.replace(view.pages, plan=BY_OPS))
+            assert rms(ours, attend(q, plain, SCALE, added)) < 8e-4
 
 
 def test_what_it_does_not_compute_plain_ops_do():
@@ -109,24 +114,15 @@ def test_what_it_does_not_compute_plain_ops_do():
         assert rms(attend(q, view, SCALE), attend(q, plain, SCALE)) < 8e-4
 
 
-@pytest.mark.parametrize(
-    ("kv", "dims", "why"),
-    [
+def test_it_says_why_it_does_not_run(subtests):
+    for kv, dims, why in [
         ("turbo-int4", 128, "reads affine codes"),
         ("int4", 96, "is for 64, 128, 256, 512 dims, not 96"),
-    ],
-)
-def test_it_says_why_it_does_not_run(kv, dims, why):
-    with launch.using(make_tiles):
-        found = choose.plan(parse_kv(kv).of_latents, (dims, 32), mx.float32, latent=True)
-    assert found.body == OPS and why in found.label
-
-
-def test_latents_that_a_model_picks_are_an_array():
-    with launch.using(make_tiles):
-        config = parse_kv("int4").of_latents
-        found = choose.plan(config, (128, 32), mx.float32, latent=True, picked=True)
-        assert found.label == "plain ops (this model's code picks single latents)"
+    ]:
+        with subtests.test(kv=kv, dims=dims, why=why):
+            with launch.using(make_tiles):
+                found = choose.plan(parse_kv(kv).of_latents, (dims, 32), mx.float32, latent=True)
+            assert found.body == OPS and why in found.label
 
 
 def test_no_machine_and_a_failed_trial(monkeypatch):

@@ -1,6 +1,6 @@
-"""Texts that a Mac would build are read as C++ for OpenCL behind MLX's own preamble: all presets and head
-dims in bfloat16, two head dims in the other dtypes, both bodies. Portable ones have the words of Metal 3.1,
-tiles those of 3.2.
+"""Texts that a Mac would build are read as C++ for OpenCL behind MLX's own preamble: a preset of each kind,
+both bodies. Portable ones have the words of Metal 3.1, tiles those of 3.2. With MLXKV_TEXTS=all, as
+`make planted ARGS=--all` has it, every preset at every head dim and in every dtype.
 
 What 3.1 reads, 3.2 and 4.0 read too, since `words.h` only adds to them: a text is read at every level
 where it asks for the version. Trees are walked once for texts that differ in constants alone, as is the
@@ -9,6 +9,7 @@ lint; all else is for every text.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
@@ -18,9 +19,21 @@ from methods import NO_KERNELS
 from mlxkv.formats.presets import PRESETS
 
 pytestmark = pytest.mark.skipif(parse.why_not() is not None, reason=str(parse.why_not()))
-SHORT = {
-    "sinks"
-}  # inputs that may have fewer than 8 elements: a logit for each head of a small model
+EVERY = os.environ.get("MLXKV_TEXTS") == "all"
+KINDS = (
+    "int8",
+    "int4",
+    "int3",
+    "int2",
+    "srft-int4",
+    "oscar-int2",
+    "turbo-int3",
+    "polar",
+    "polar-tree+online",
+)
+KINDS += ("static-0.75", texts.FILL)
+# Inputs that may have fewer than 8 elements: a logit for each head of a small model.
+SHORT = {"sinks"}
 SEEN: set[object] = set()  # texts that this process has read
 
 
@@ -55,22 +68,19 @@ def breaches(found: list[texts.Text]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("family", texts.families())
-def test_every_text_of_presets_is_read(family):
-    presets = texts.families()[family]
-    found = texts.dump(presets, dtypes=("bfloat16",), others=False)
-    found += texts.dump(presets, dims=(80, 128), dtypes=("float32", "float16"), others=False)
-    found = list({text.kernel: text for text in found}.values())
-    assert found or family in {"fp16", *NO_KERNELS}
-    assert not (wrong := breaches(found)), "\n".join(wrong)
-
-
-def test_every_text_of_bits_by_direction_is_read():
-    found = texts.dump([texts.FILL], dtypes=("bfloat16",), others=False)
-    found += texts.dump([texts.FILL], dims=(80, 128), dtypes=("float32", "float16"), others=False)
-    found = list({text.kernel: text for text in found}.values())
-    assert {x.name for x in found} == {"seal", "unseal", "attend", "attend_tile", "merge"}
-    assert not (wrong := breaches(found)), "\n".join(wrong)
+def test_texts_are_read():
+    """One preset of each kind at two head dims, or all of them."""
+    wrong = []
+    for names in texts.families().values() if EVERY else [(name,) for name in KINDS]:
+        if EVERY:
+            kernels = texts.dump(names, dtypes=("bfloat16",), others=False)
+            kernels += texts.dump(names, (80, 128), ("float32", "float16"), others=False)
+        else:
+            kernels = texts.dump(names, (128,), ("bfloat16",), others=False)
+            kernels += texts.dump(names, (80,), ("float16",), others=False)
+        assert kernels or set(names) <= NO_KERNELS, names
+        wrong += breaches(list({text.kernel: text for text in kernels}.values()))
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_text_of_no_preset_is_read():
@@ -79,16 +89,15 @@ def test_every_text_of_no_preset_is_read():
     assert not (wrong := breaches(found)), "\n".join(wrong)
 
 
-@pytest.mark.parametrize("level", parse.LEVELS)
-def test_mlx_preamble_is_read_at_every_level_and_so_is_a_text_of_each_body(level):
-    first = {}
-    for text in texts.dump(["int4", "oja-0.75"], dims=(64,), dtypes=("bfloat16",)):
-        if text.level <= level:
-            first.setdefault(text.name, text)
-    assert len(first) >= (5 if level == 310 else 6)
-    units = [parse.Unit.of(x.kernel) for x in first.values()]
-    found = parse.parse(units, level)
-    assert not found, "\n".join(f"{name}: {x}" for name, those in found.items() for x in those)
+def test_mlx_preamble_is_read_at_every_level_and_so_is_a_text_of_each_body():
+    for level in parse.LEVELS:
+        first = {}
+        for text in texts.dump(["int4", "oja-0.75"], dims=(64,), dtypes=("bfloat16",)):
+            if text.level <= level:
+                first.setdefault(text.name, text)
+        assert len(first) >= (5 if level == 310 else 6)
+        wrong = parse.parse([parse.Unit.of(x.kernel) for x in first.values()], level)
+        assert not wrong, "\n".join(f"{name}: {x}" for name, those in wrong.items() for x in those)
 
 
 def test_every_preset_is_recorded_or_has_no_kernels_for_a_reason():

@@ -1,7 +1,6 @@
 """Every method in the kernels: records, unsealing, both bodies of decode attention, their own test."""
 
 import mlx.core as mx
-import pytest
 from methods import METHODS, READ, Method, names
 from on_emulator import make, make_mma, make_tiles
 from samples import data, rms, softmax
@@ -16,12 +15,6 @@ from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import record_layout, why_no_record
 from mlxkv.metal import launch, tiles
 from mlxkv.spec.bounds import BOUNDS
-
-QUICK = {"kivi", "turbo-int3", "polar"}  # with the quick tests; all with the slow ones
-
-
-def cases(names):
-    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 def stores(method, dims, factory, tiled=False, pages=3, sealed=False):
@@ -53,87 +46,89 @@ def run(method, dims, heads, new, dtype, factory, tiled=False, pages=3):
     return rms(out, softmax(q, keys, values, dims**-0.5, 0, logits))
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_which_methods_have_kernels(name):
+def test_which_methods_have_kernels(subtests):
     """What the table says, the code says; and one line says why not."""
-    method = METHODS[name]
-    config, dims = method.config(method.dims), method.dims
-    sides = zip((config.keys, config.values), (True, False), strict=True)
-    why = [why_no_record(side.quantizer, dims, config.page, keys, True) for side, keys in sides]
-    assert (not any(why)) == method.kernels, why
-    if method.kernels:
-        found = record_layout(config, dims, dims)
-        why = tiles.why_not(found, dims, mx.float16, make_tiles)
-        assert (why is None) == method.tiles, why
+    for name in METHODS:
+        with subtests.test(name=name):
+            method = METHODS[name]
+            config, dims = method.config(method.dims), method.dims
+            sides = zip((config.keys, config.values), (True, False), strict=True)
+            why = [
+                why_no_record(side.quantizer, dims, config.page, keys, True) for side, keys in sides
+            ]
+            assert (not any(why)) == method.kernels, why
+            if method.kernels:
+                found = record_layout(config, dims, dims)
+                why = tiles.why_not(found, dims, mx.float16, make_tiles)
+                assert (why is None) == method.tiles, why
 
 
-@pytest.mark.parametrize("name", cases(names(tiles=True)))
-def test_tiles_are_softmax_over_what_is_stored(name):
+def test_tiles_are_softmax_over_what_is_stored(subtests):
     """By the tiles of CUDA and of Metal in turn: more rows than a tile has and dims that are no whole
     blocks, one row and one block."""
-    method = METHODS[name]
-    if names(tiles=True).index(name) % 2:
-        assert run(method, method.dims, 6, 4, mx.float16, make_mma, tiled=True) < 3e-3
-    else:
-        assert run(method, 64, 2, 1, mx.float16, make_tiles, tiled=True) < 3e-3
+    for name in names(tiles=True):
+        with subtests.test(name=name):
+            method = METHODS[name]
+            if names(tiles=True).index(name) % 2:
+                assert run(method, method.dims, 6, 4, mx.float16, make_mma, tiled=True) < 3e-3
+            else:
+                assert run(method, 64, 2, 1, mx.float16, make_tiles, tiled=True) < 3e-3
 
 
-@pytest.mark.parametrize("name", cases(READ))
-def test_portable_attention_is_softmax_over_what_is_stored(name):
-    method = METHODS[name]
-    assert run(method, method.dims, 6, 3, mx.float32, make) < 4e-6
+def test_portable_attention_is_softmax_over_what_is_stored(subtests):
+    for name in READ:
+        with subtests.test(name=name):
+            method = METHODS[name]
+            assert run(method, method.dims, 6, 3, mx.float32, make) < 4e-6
 
 
-@pytest.mark.parametrize(
-    ("name", "dims", "heads", "new", "dtype"),
-    [
+def test_portable_attention_of_other_shapes(subtests):
+    for name, dims, heads, new, dtype in [
         ("kivi", 64, 4, 1, mx.float16),
         ("channels of both", 40, 2, 8, mx.float32),
         ("turbo", 256, 2, 1, mx.float32),
         ("polar-int3", 192, 2, 1, mx.float32),
-    ],
-)
-def test_portable_attention_of_other_shapes(name, dims, heads, new, dtype):
-    bound = {mx.float32: 2e-6, mx.float16: 5e-4, mx.bfloat16: 4e-3}[dtype]
-    assert run(METHODS[name], dims, heads, new, dtype, make) < bound
+    ]:
+        with subtests.test(name=name, dims=dims, heads=heads):
+            bound = {mx.float32: 2e-6, mx.float16: 5e-4, mx.bfloat16: 4e-3}[dtype]
+            assert run(METHODS[name], dims, heads, new, dtype, make) < bound
 
 
-@pytest.mark.parametrize("name", cases(READ))
-def test_records_hold_the_same_as_codes_and_unseal_reads_them(name):
+def test_records_hold_the_same_as_codes_and_unseal_reads_them(subtests):
     """Without a transform to the bit: behind one, a kernel's sum may end on the other side of a tie."""
-    method, sides = METHODS[name], ("keys", "values")
-    dims = method.dims
-    exact = method.turn == "none"
-    ours, plain = stores(method, dims, make, sealed=exact)
-    back, again = Codes(ours.config, (dims, dims)), Records(ours.config, (dims, dims), make)
-    back.restore(ours.state, 3)
-    again.restore(plain.state, 3)
-    for side in sides:
-        for key, x in plain.state[side].items():
-            assert mx.array_equal(back.state[side][key], x), (side, key)
-    for part, x in ours.state.items():
-        assert mx.array_equal(again.state[part], x), part
-    live = mx.array(data(1, 2, 5, dims, seed=7))
-    for side in (0, 1):
-        for start, stop in ((0, 3), (1, 2)):  # a cut of the buffer has headers of its own
-            read = [s.read(start, stop) for s in (ours, plain)]
-            found, right = (pages.between(None, (live, live))[side] for pages in read)
-            assert found.shape == right.shape and rms(found, right) < 3e-6
-            found, right = (pages.decode(side, mx.float32) for pages in read)
-            assert rms(found, right) < 3e-6
+    for name in READ:
+        with subtests.test(name=name):
+            method, sides = METHODS[name], ("keys", "values")
+            dims = method.dims
+            exact = method.turn == "none"
+            ours, plain = stores(method, dims, make, sealed=exact)
+            back, again = Codes(ours.config, (dims, dims)), Records(ours.config, (dims, dims), make)
+            back.restore(ours.state, 3)
+            again.restore(plain.state, 3)
+            for side in sides:
+                for key, x in plain.state[side].items():
+                    assert mx.array_equal(back.state[side][key], x), (side, key)
+            for part, x in ours.state.items():
+                assert mx.array_equal(again.state[part], x), part
+            live = mx.array(data(1, 2, 5, dims, seed=7))
+            for side in (0, 1):
+                for start, stop in ((0, 3), (1, 2)):  # a cut of the buffer has headers of its own
+                    read = [s.read(start, stop) for s in (ours, plain)]
+                    found, right = (pages.between(None, (live, live))[side] for pages in read)
+                    assert found.shape == right.shape and rms(found, right) < 3e-6
+                    found, right = (pages.decode(side, mx.float32) for pages in read)
+                    assert rms(found, right) < 3e-6
 
 
-@pytest.mark.parametrize(
-    "bits", (2, pytest.param(4, marks=pytest.mark.slow))
-)  # two records at once, and one
-def test_scales_of_channels_change_inside_the_run_of_a_simdgroup(bits, monkeypatch):
+def test_scales_of_channels_change_inside_the_run_of_a_simdgroup(subtests, monkeypatch):
     """Runs of 6 records, pages of 4: some simdgroups begin and end inside a page."""
-    method = Method(Affine(bits, 64, axis="channel"), Affine(bits, 32))
-    monkeypatch.setattr(tiles, "splits_for", lambda *args: (1, 1))
-    assert run(method, 40, 2, 1, mx.float16, make_mma, tiled=True, pages=9) < 3e-3
+    for bits in (2, 4):
+        with subtests.test(bits=bits):
+            method = Method(Affine(bits, 64, axis="channel"), Affine(bits, 32))
+            monkeypatch.setattr(tiles, "splits_for", lambda *args: (1, 1))
+            assert run(method, 40, 2, 1, mx.float16, make_mma, tiled=True, pages=9) < 3e-3
 
 
-@pytest.mark.slow
 def test_the_golden_tensors_hold_with_kernels():
     with launch.using(make):
         rows = [row for row in golden.polar_tree_rows() if row.table == "attention"]
@@ -141,25 +136,6 @@ def test_the_golden_tensors_hold_with_kernels():
     assert len(rows) == 3 and len(codes) == 3
     assert not [row for row in [*rows, *codes] if not row.ok]
     assert BOUNDS["attention"] < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("good", "bad"),
-    [
-        pytest.param(  # which half of eight dims
-            "of_eight * metal::fast::sin(three)",
-            "of_eight * metal::fast::cos(three)",
-            marks=pytest.mark.slow,
-        ),
-        ("kv_tree_two(high, 16 + 2 * h)", "kv_tree_two(high, 16)"),
-    ],
-)
-def test_a_fault_in_the_tree_is_found(good, bad):
-    def broken(name, input_names, output_names, source, header=""):
-        assert good in header or "merge" in name
-        return make(name, input_names, output_names, source, header.replace(good, bad))
-
-    assert run(METHODS["tree"], 64, 2, 1, mx.float32, broken) > 1e-2
 
 
 def test_what_tiles_do_not_read_says_why():
@@ -177,12 +153,15 @@ def test_what_tiles_do_not_read_says_why():
 PRESET_OF = {name: method.preset for name, method in METHODS.items() if method.preset}
 
 
-@pytest.mark.parametrize("name", cases(PRESET_OF))
-def test_presets_pass_the_test_of_kernels(name):
+def test_presets_pass_the_test_of_kernels(subtests):
     """The portable body and tiles in turn."""
-    tiled = list(PRESET_OF).index(name) % 2 == 1
-    preset = PRESETS[PRESET_OF[name]]
-    assert {type(q) for q in (preset.keys.quantizer, preset.values.quantizer)} <= {
-        type(q) for q in (METHODS[name].keys, METHODS[name].values)
-    }
-    assert selftest.fault(preset, 64, mx.float16, make_mma if tiled else make, tiled) is None
+    for name in PRESET_OF:
+        with subtests.test(name=name):
+            tiled = list(PRESET_OF).index(name) % 2 == 1
+            preset = PRESETS[PRESET_OF[name]]
+            assert {type(q) for q in (preset.keys.quantizer, preset.values.quantizer)} <= {
+                type(q) for q in (METHODS[name].keys, METHODS[name].values)
+            }
+            assert (
+                selftest.fault(preset, 64, mx.float16, make_mma if tiled else make, tiled) is None
+            )

@@ -17,7 +17,6 @@ from cuda_track.mps import source
 from mlxkv.formats.presets import PRESETS
 
 pytestmark = pytest.mark.skipif(parse.why_not() is not None, reason=str(parse.why_not()))
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LEVEL = 310  # torch asks for the newest that the machine has; macOS 14 has 3.1
 
 
@@ -60,19 +59,19 @@ def listen(preset: str, dims: int, dtype: torch.dtype, listener: Listener) -> No
                 attend(q, cache.view(), 1.0, "causal", sinks)
 
 
-@pytest.mark.parametrize("dims", (64, 128))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_text_of_torch_is_read(dims, dtype):
-    listener = Listener()
-    for preset in PRESETS:
-        listen(preset, dims, dtype, listener)
-    found = units(listener.texts)
-    assert len(found) > 30
-    names = {x.name.rsplit("_", 1)[0] for x in found}
-    assert names == {"mlxkv_attend", "mlxkv_merge"}
-    wrong: dict[str, int] = {}
-    for name, those in parse.parse(found, LEVEL).items():
-        for breach in those:
-            line = f"{name.rsplit('_', 1)[0]}: {breach}"
-            wrong[line] = wrong.get(line, 0) + 1
-    assert not wrong, "\n".join(f"{line} ({count} texts)" for line, count in wrong.items())
+def test_every_text_of_torch_is_read(subtests):
+    for dims, dtype in ((64, torch.float32), (128, torch.float16), (64, torch.bfloat16)):
+        with subtests.test(dims=dims, dtype=dtype):
+            listener = Listener()
+            for preset in PRESETS:
+                listen(preset, dims, dtype, listener)
+            found = units(listener.texts)
+            assert len(found) > 30
+            names = {x.name.rsplit("_", 1)[0] for x in found}
+            assert names == {"mlxkv_attend", "mlxkv_merge"}
+            wrong: dict[str, int] = {}
+            for name, those in parse.parse(found, LEVEL).items():
+                for breach in those:
+                    line = f"{name.rsplit('_', 1)[0]}: {breach}"
+                    wrong[line] = wrong.get(line, 0) + 1
+            assert not wrong, "\n".join(f"{line} ({count} texts)" for line, count in wrong.items())

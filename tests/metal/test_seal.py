@@ -16,9 +16,8 @@ from mlxkv.metal import seal
 from mlxkv.spec import affine as ref
 
 
-@pytest.mark.parametrize(
-    ("dims", "bits", "group", "symmetric"),
-    [
+def test_without_transform_it_is_its_plain_ops_twin_to_the_bit(subtests):
+    for dims, bits, group, symmetric in [
         (64, 4, 32, True),
         (80, 3, 64, False),
         (96, 8, 0, False),
@@ -29,86 +28,80 @@ from mlxkv.spec import affine as ref
         (40, 4, 0, True),
         (33, 8, 0, False),
         (66, 4, 32, True),
-    ],
-)
-def test_without_transform_it_is_its_plain_ops_twin_to_the_bit(dims, bits, group, symmetric):
-    spec = Affine(bits, group, symmetric)
-    pair = [data(1, 2, 48, dims, seed=i) for i in range(2)]
-    pair[0][0, 0, 5] = 0.0  # groups of zeros, and of one value
-    pair[1][0, 1, 7] = 1000.3
-    whole = layout((spec, spec), (dims, dims))
-    twins = []
-    for x, at in zip(pair, (whole.keys, whole.values), strict=True):
-        stored = affine.encode(spec, x, 16)
-        codes = packing.unpack(stored["codes"], bits, dims)
-        twins.append(pack_side(codes, stored["scale"], stored.get("bias"), at))
-    assert mx.array_equal(seal.seal(pair, whole, make), mx.concatenate(twins, -1))
+    ]:
+        with subtests.test(dims=dims, bits=bits, group=group):
+            spec = Affine(bits, group, symmetric)
+            pair = [data(1, 2, 48, dims, seed=i) for i in range(2)]
+            pair[0][0, 0, 5] = 0.0  # groups of zeros, and of one value
+            pair[1][0, 1, 7] = 1000.3
+            whole = layout((spec, spec), (dims, dims))
+            twins = []
+            for x, at in zip(pair, (whole.keys, whole.values), strict=True):
+                stored = affine.encode(spec, x, 16)
+                codes = packing.unpack(stored["codes"], bits, dims)
+                twins.append(pack_side(codes, stored["scale"], stored.get("bias"), at))
+            assert mx.array_equal(seal.seal(pair, whole, make), mx.concatenate(twins, -1))
 
 
-@pytest.mark.parametrize(
-    ("dims", "dtype"),
-    [
+def test_butterflies_give_what_the_matrix_of_the_spec_gives(subtests):
+    for dims, dtype in [
         *((64, mx.float32), (64, mx.float16), (64, mx.bfloat16)),
         *((128, mx.bfloat16), (256, mx.float16), (512, mx.float32)),
-    ],
-)
-@pytest.mark.parametrize("name", ("hadamard", "srft"))
-def test_butterflies_give_what_the_matrix_of_the_spec_gives(name, dims, dtype):
-    pair = [data(2, 2, 32, dims, seed=i, dtype=dtype) for i in range(2)]
-    pair[0][1, 0, 3] = 0.0
-    specs = {mx.float32: (INT8, INT4), mx.float16: (INT3, INT8), mx.bfloat16: (INT4, INT2)}[dtype]
-    transforms = transform.make(name, dims, 3), transform.make(name, dims, 4)
-    seal_and_check(pair, specs, transforms)
-    down = ref.transform(name, dims, 3)[0]
-    np.testing.assert_allclose(np.array(transforms[0].down), down, atol=1e-7)
+    ]:
+        for name in ("hadamard", "srft"):
+            with subtests.test(dims=dims, dtype=dtype, name=name):
+                pair = [data(2, 2, 32, dims, seed=i, dtype=dtype) for i in range(2)]
+                pair[0][1, 0, 3] = 0.0
+                specs = {
+                    mx.float32: (INT8, INT4),
+                    mx.float16: (INT3, INT8),
+                    mx.bfloat16: (INT4, INT2),
+                }[dtype]
+                transforms = transform.make(name, dims, 3), transform.make(name, dims, 4)
+                seal_and_check(pair, specs, transforms)
+                down = ref.transform(name, dims, 3)[0]
+                np.testing.assert_allclose(np.array(transforms[0].down), down, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("dims", "dtype"),
-    [
+def test_scales_per_channel_follow_the_butterflies(subtests):
+    """SRFT paper, section 7.1: x lambda between the transform and the abs-max of a group, in one dispatch."""
+    for dims, dtype in [
         *((64, mx.float32), (64, mx.bfloat16), (128, mx.float16)),
         *((256, mx.bfloat16), (512, mx.float32)),
-    ],
-)
-def test_scales_per_channel_follow_the_butterflies(dims, dtype):
-    """SRFT paper, section 7.1: x lambda between the transform and the abs-max of a group, in one dispatch."""
-    pair = [data(2, 2, 32, dims, seed=i, dtype=dtype) for i in range(2)]
-    pair[0][1, 0, 3] = 0.0
-    scales = [2.0 ** np.random.default_rng(i).uniform(-4, 4, dims) for i in range(2)]
-    made = [transform.make("srft", dims, 0).scaled(mx.array(x.astype(np.float32))) for x in scales]
-    assert [seal.seal_kind(one, dims, 4096) for one in made] == [4, 4]
-    seal_and_check(pair, (INT4, Affine(3, 32, True)), made)
-    seal_and_check(pair, (Affine(2, 64, clip=0.9), INT8), (made[1], None), start=16, tokens=16)
-    for one, scale in zip(made, scales, strict=True):
-        down, up = ref.scaled(*ref.transform("srft", dims), scale)
-        np.testing.assert_allclose(np.array(one.down), down, rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(np.array(one.up), up, rtol=1e-6, atol=1e-6)
+    ]:
+        with subtests.test(dims=dims, dtype=dtype):
+            pair = [data(2, 2, 32, dims, seed=i, dtype=dtype) for i in range(2)]
+            pair[0][1, 0, 3] = 0.0
+            scales = [2.0 ** np.random.default_rng(i).uniform(-4, 4, dims) for i in range(2)]
+            made = [
+                transform.make("srft", dims, 0).scaled(mx.array(x.astype(np.float32)))
+                for x in scales
+            ]
+            assert [seal.seal_kind(one, dims, 4096) for one in made] == [4, 4]
+            seal_and_check(pair, (INT4, Affine(3, 32, True)), made)
+            seal_and_check(
+                pair, (Affine(2, 64, clip=0.9), INT8), (made[1], None), start=16, tokens=16
+            )
+            for one, scale in zip(made, scales, strict=True):
+                down, up = ref.scaled(*ref.transform("srft", dims), scale)
+                np.testing.assert_allclose(np.array(one.down), down, rtol=1e-6, atol=1e-6)
+                np.testing.assert_allclose(np.array(one.up), up, rtol=1e-6, atol=1e-6)
 
 
-def test_a_wrong_scale_is_noticed():
-    good = transform.make("srft", 64, 0).scaled(mx.linspace(0.5, 2, 64))
-    table = np.array(good.table)
-    table[3 * 64 + 9] *= 1.1
-    bad, pair = dataclasses.replace(good, table=mx.array(table)), [data(1, 1, 16, 64)] * 2
-    whole = layout((INT8, INT8), (64, 64))
-    for transforms in ((bad, good), (good, bad)):
-        words = seal.seal(pair, whole, make, transforms)
-        with pytest.raises(AssertionError):
-            check(words[..., : whole.keys.words], pair[0], INT8, whole.keys, good.down)
-            check(words[..., whole.keys.words :], pair[1], INT8, whole.values, good.down)
-
-
-@pytest.mark.parametrize("spec", (INT8, INT4))
-def test_a_token_a_hundred_times_larger_leaves_the_other_of_its_pair_alone(spec):
+def test_a_token_a_hundred_times_larger_leaves_the_other_of_its_pair_alone(subtests):
     """SRFT transforms tokens by pairs; of the larger one 1e-7 is left in the other."""
-    pair = [data(1, 1, 64, 128, seed=i) for i in range(2)]
-    factor = np.ones((64, 1), np.float32)
-    factor[8::16] = factor[1::16] = 100.0  # with tokens 0: in the pairs of keys, and of values
-    made = transform.make("srft", 128, 1)
-    zeros = factor.copy()
-    zeros[::16] = 0.0
-    for by in (factor, zeros):
-        seal_and_check([x * mx.array(by) for x in pair], (spec, spec), (made, made))
+    for spec in (INT8, INT4):
+        with subtests.test(spec=spec):
+            pair = [data(1, 1, 64, 128, seed=i) for i in range(2)]
+            factor = np.ones((64, 1), np.float32)
+            factor[8::16] = factor[1::16] = (
+                100.0  # with tokens 0: in the pairs of keys, and of values
+            )
+            made = transform.make("srft", 128, 1)
+            zeros = factor.copy()
+            zeros[::16] = 0.0
+            for by in (factor, zeros):
+                seal_and_check([x * mx.array(by) for x in pair], (spec, spec), (made, made))
 
 
 def test_impulses_come_out_as_the_rows_of_the_matrix():
@@ -120,42 +113,24 @@ def test_impulses_come_out_as_the_rows_of_the_matrix():
             seal_and_check(pair, (INT8, INT8), (made, made))
 
 
-@pytest.mark.parametrize("entry", (5, 128 + 2 * 6, 128 + 2 * 30 + 1))
-def test_a_wrong_table_is_noticed(entry):
-    good = transform.make("srft", 128, 0)
-    table = np.array(good.table)
-    table[entry] *= -1  # a sign; a twiddle of the butterflies, one of the last step
-    bad = dataclasses.replace(good, table=mx.array(table))
-    pair = data(1, 1, 16, 128), data(1, 1, 16, 128, seed=1)
-    seal_and_check(pair, (INT8, INT8), (good, good))
-    for transforms in ((bad, good), (good, bad), (None, good)):
-        whole = layout((INT8, INT8), (128, 128))
-        words = seal.seal(pair, whole, make, transforms)
-        with pytest.raises(AssertionError):
-            check(words[..., : whole.keys.words], pair[0], INT8, whole.keys, good.down)
-            check(words[..., whole.keys.words :], pair[1], INT8, whole.values, good.down)
-
-
 def matrix(dims, heads, rank=None, seed=0):
     q = orthogonal(dims, seed, *([heads] if heads else []))[..., :rank]
     return Transform(mx.array(q), mx.array(q.swapaxes(-1, -2)))
 
 
-@pytest.mark.parametrize(
-    ("dims", "heads", "dtype"),
-    [
+def test_a_few_tokens_are_multiplied_by_a_square_matrix_in_the_kernel(subtests):
+    for dims, heads, dtype in [
         *((64, 2, mx.float32), (64, 0, mx.float16), (96, 0, mx.bfloat16)),
         *((128, 2, mx.float16), (192, 2, mx.float32), (256, 0, mx.bfloat16)),
-    ],
-)
-def test_a_few_tokens_are_multiplied_by_a_square_matrix_in_the_kernel(dims, heads, dtype):
-    made, other = matrix(dims, heads), matrix(dims, 2, seed=1)
-    assert seal.seal_kind(made, dims, 64) == seal.DENSE
-    assert seal.seal_kind(made, dims, 4096) is None
-    pair = [data(2, 2, 48, dims, seed=i, dtype=dtype) for i in range(2)]
-    specs = Affine(2, 64, clip=0.9), Affine(3, 32, True)
-    seal_and_check(pair, specs, (made, other), start=16, tokens=32)
-    seal_and_check(pair, specs[::-1], (other, None))
+    ]:
+        with subtests.test(dims=dims, heads=heads, dtype=dtype):
+            made, other = matrix(dims, heads), matrix(dims, 2, seed=1)
+            assert seal.seal_kind(made, dims, 64) == seal.DENSE
+            assert seal.seal_kind(made, dims, 4096) is None
+            pair = [data(2, 2, 48, dims, seed=i, dtype=dtype) for i in range(2)]
+            specs = Affine(2, 64, clip=0.9), Affine(3, 32, True)
+            seal_and_check(pair, specs, (made, other), start=16, tokens=32)
+            seal_and_check(pair, specs[::-1], (other, None))
 
 
 def test_the_product_in_the_kernel_is_that_of_plain_ops(monkeypatch):
@@ -172,15 +147,16 @@ def test_the_product_in_the_kernel_is_that_of_plain_ops(monkeypatch):
         check(words[..., : whole.keys.words], pair[0], INT8, whole.keys, made.down)
 
 
-@pytest.mark.parametrize(
-    ("dims", "rank", "heads"), [(80, 80, 0), (128, 96, 2), (96, 70, 0), (33, 33, 2), (64, 40, 0)]
-)
-def test_other_matrices_come_before_the_kernel(dims, rank, heads):
-    made = matrix(dims, heads, rank)
-    assert seal.seal_kind(made, dims, 64) is None
-    pair = [data(2, 2, 64, dims, seed=i, dtype=mx.float16) for i in range(2)]
-    seal_and_check(pair, (Affine(4, 0), Affine(8, 32, True)), (made, None), start=16, tokens=32)
-    seal_and_check(pair, (Affine(4, 0), Affine(3, 64)), (None, made))
+def test_other_matrices_come_before_the_kernel(subtests):
+    for dims, rank, heads in [(80, 80, 0), (128, 96, 2), (96, 70, 0), (33, 33, 2), (64, 40, 0)]:
+        with subtests.test(dims=dims, rank=rank, heads=heads):
+            made = matrix(dims, heads, rank)
+            assert seal.seal_kind(made, dims, 64) is None
+            pair = [data(2, 2, 64, dims, seed=i, dtype=mx.float16) for i in range(2)]
+            seal_and_check(
+                pair, (Affine(4, 0), Affine(8, 32, True)), (made, None), start=16, tokens=32
+            )
+            seal_and_check(pair, (Affine(4, 0), Affine(3, 64)), (None, made))
 
 
 def test_srft_of_dims_without_butterflies_is_a_matrix():

@@ -77,25 +77,22 @@ def version() -> str:
     return "0.31.2" if mx.__version__.startswith("0.31.") else "0.32"
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_the_text_is_the_one_that_mlx_prints(part, capfd, tmp_path):
+def made(part: str):
     source, inputs, outputs = PARTS[part]
+    arrays = list(inputs.values()), list(outputs.values())
+    return kernel("tried", list(inputs), list(outputs), source, HEADER, *arrays)
+
+
+def test_the_text_is_the_one_that_mlx_prints(capfd, tmp_path):
     if version() == "0.31.2" and not mx.metal.is_available():
         pytest.skip("MLX 0.31 builds no kernel where there is no Metal")
-    made = kernel(
-        *("tried", list(inputs), list(outputs), source, HEADER),
-        *(list(inputs.values()), list(outputs.values())),
-    )
-    assert made.text(version()) == printed(capfd, tmp_path, source, inputs, outputs)
+    for part, given in PARTS.items():
+        assert made(part).text(version()) == printed(capfd, tmp_path, *given), part
 
 
 def test_the_two_ends_of_the_range_differ_in_the_name_alone():
-    source, inputs, outputs = PARTS["shape, strides and ndim"]
-    made = kernel(
-        *("tried", list(inputs), list(outputs), source, HEADER),
-        *(list(inputs.values()), list(outputs.values())),
-    )
-    old, new = (made.text(x) for x in VERSIONS)
-    assert made.function("0.31.2") == "custom_kernel_tried"
-    assert made.function("0.32") == "custom_kernel_tried_float_floatc_floatc_floats_int32_t_int32_t"
-    assert old == new.replace(made.function("0.32"), made.function("0.31.2"))
+    text = made("shape, strides and ndim")
+    old, new = (text.text(x) for x in VERSIONS)
+    assert text.function("0.31.2") == "custom_kernel_tried"
+    assert text.function("0.32") == "custom_kernel_tried_float_floatc_floatc_floats_int32_t_int32_t"
+    assert old == new.replace(text.function("0.32"), text.function("0.31.2"))

@@ -2,7 +2,6 @@
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_mma, make_tiles
@@ -17,7 +16,7 @@ from mlxkv.codec.transform import Transform
 from mlxkv.codec.transform import make as make_transform
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import RecordLayout
-from mlxkv.metal import attend, launch, lengths, seal, tiles
+from mlxkv.metal import attend, launch, seal, tiles
 from mlxkv.models import attach, detach
 
 # D, H, G, L, records, sink, live, key bits, value bits, window, dtype
@@ -81,20 +80,22 @@ def run(
     return out, softmax(q, keys, values, dims**-0.5, window, logits, softcap)
 
 
-@pytest.mark.parametrize(("case", "factory"), [(SHAPES[0], make_tiles), (SHAPES[3], make_mma)])
-def test_scores_are_capped(case, factory):
-    out, spec = run(case, factory, softcap=0.7)
-    assert rms(out, spec) < BOUNDS[case[-1]]
-    _, uncapped = run(case, factory)
-    assert rms(uncapped, spec) > 0.05  # the cap matters here
+def test_scores_are_capped(subtests):
+    for case, factory in [(SHAPES[0], make_tiles), (SHAPES[3], make_mma)]:
+        with subtests.test(case=case, factory=factory):
+            out, spec = run(case, factory, softcap=0.7)
+            assert rms(out, spec) < BOUNDS[case[-1]]
+            _, uncapped = run(case, factory)
+            assert rms(uncapped, spec) > 0.05  # the cap matters here
 
 
-@pytest.mark.parametrize("factory", [make_tiles, make_mma])
-def test_scores_that_grow_along_the_records(factory):
+def test_scores_that_grow_along_the_records(subtests):
     """The running maximum is raised again and again, and what was summed before shrinks."""
-    case = (64, 4, 1, 1, 40, 16, 20, 4, 4, 0, mx.float16)
-    out, spec = run(case, factory, splits=(1, 1), ramp=8)
-    assert rms(out, spec) < 1e-2
+    for factory in [make_tiles, make_mma]:
+        with subtests.test(factory=factory):
+            case = (64, 4, 1, 1, 40, 16, 20, 4, 4, 0, mx.float16)
+            out, spec = run(case, factory, splits=(1, 1), ramp=8)
+            assert rms(out, spec) < 1e-2
 
 
 # Lane maps of CUDA and Metal in turn, of the first shapes both.
@@ -102,12 +103,11 @@ TURNS = [(case, (make_mma, make_tiles)[i % 2]) for i, case in enumerate(SHAPES)]
 TURNS += [(SHAPES[0], make_tiles), (SHAPES[1], make_mma)]
 
 
-@pytest.mark.parametrize(
-    ("case", "factory"), TURNS, ids=lambda c: str(c) if c in SHAPES else c.__name__
-)
-def test_attend_is_softmax_over_what_is_stored(case, factory):
-    out, spec = run(case, factory)
-    assert rms(out, spec) < BOUNDS[case[-1]]
+def test_attend_is_softmax_over_what_is_stored(subtests):
+    for case, factory in TURNS:
+        with subtests.test(case=case, factory=factory):
+            out, spec = run(case, factory)
+            assert rms(out, spec) < BOUNDS[case[-1]]
 
 
 OPTIONS = (
@@ -118,17 +118,18 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("option", range(len(OPTIONS)))
-@pytest.mark.parametrize("bits", (2, 3, 4, 8))
-def test_formats_splits_and_sinks(bits, option):
+def test_formats_splits_and_sinks(subtests):
     """Widths and options with the lane maps of CUDA and Metal in turn: each meets both."""
-    options = OPTIONS[option]
-    factory = (make_mma, make_tiles)[(option + bits.bit_length() + (bits == 3)) % 2]
-    case = (64, 6, 2, 2, 21, 16, 20, bits, bits, 0, mx.float16)
-    out, spec = run(case, factory, **options)
-    assert rms(out, spec) < (
-        1.2e-2 if bits == 2 else BOUNDS[mx.float16]
-    )  # kv_pair_near rounds more
+    for option in range(len(OPTIONS)):
+        for bits in ((2, 4), (3, 8))[option % 2]:
+            with subtests.test(option=option, bits=bits):
+                options = OPTIONS[option]
+                factory = (make_mma, make_tiles)[(option + bits.bit_length() + (bits == 3)) % 2]
+                case = (64, 6, 2, 2, 21, 16, 20, bits, bits, 0, mx.float16)
+                out, spec = run(case, factory, **options)
+                assert rms(out, spec) < (
+                    1.2e-2 if bits == 2 else BOUNDS[mx.float16]
+                )  # kv_pair_near rounds more
 
 
 def test_sixteen_simdgroups(monkeypatch):
@@ -166,10 +167,11 @@ def test_queries_of_any_size_stay_finite():
         assert bool(mx.all(mx.isfinite(out.astype(mx.float32))))
 
 
-@pytest.mark.parametrize("factory", (make_tiles, make_mma), ids=("simdgroup", "mma"))
-def test_a_cache_decodes_by_tiles_as_by_plain_ops(factory):
-    cache, _ = walk(factory, mx.float16, TIES)
-    assert cache._store.plan.body == TILES
+def test_a_cache_decodes_by_tiles_as_by_plain_ops(subtests):
+    for factory in (make_tiles, make_mma):
+        with subtests.test(factory=factory):
+            cache, _ = walk(factory, mx.float16, TIES)
+            assert cache._store.plan.body == TILES
 
 
 def test_a_model_decodes_by_tiles():
@@ -219,28 +221,6 @@ def test_the_reason_why_not():
     assert "multiple of 8" in tiles.why_not(both, 100, mx.float16, make_tiles)
     assert "256 dims" in tiles.why_not(wide, 512, mx.float16, make_tiles)
     assert tiles.why_not(many, 288, mx.float16, make_tiles) is not None
-
-
-def test_a_long_sequence_among_short_ones_is_split_as_if_alone():
-    def splits(*records):
-        count = len(records)
-        both = RecordLayout(*(layout(4, 64, False, 128, side) for side in (True, False)))
-        shape, rooms = (count, 32, 1, 128), (max(records) * count, 1, 1)
-        options = (0, 0), lengths.shared(records), 1.0, make_tiles, 0, False, None
-        _, _, call = tiles._plan(shape, mx.float16, rooms, 8, both, *options)
-        return call["grid"][1]
-
-    alone, even = splits(4096), splits(*[4096] * 16)
-    assert even == 2 and alone > 16
-    assert alone / 2 <= splits(4096, *[64] * 15) <= alone
-    assert splits(*[0] * 16) == 2  # windows alone
-
-
-def test_calls_never_share_a_counter():
-    counters = tiles._Counters(count=3, each=16)
-    a, b = counters.take(8), counters.take(16)
-    assert a is not b and counters.take(17).size == 17
-    assert not np.array(mx.concatenate([a, b])).any()
 
 
 def test_the_whole_head_of_a_group_of_128_rows_is_covered():

@@ -82,44 +82,36 @@ def test_a_format_that_fails_distrusts_itself_alone(folder):
     ]
 
 
-def test_portable_kernels_that_failed_are_tried_at_every_start(folder):
-    trust.note(*place(INT4, False)[:3], False, tiled=False, reason="x")
-    assert trust.state(*place(INT4, False)) == trust.FAILED
-    assert trust.why_not(*place(INT4, False)) is None
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            "{",
-            "[]",
-            '"x"',
-            "null",
-            "\xff",
-            "[" * 100_000,
-            '{"rows": 3}',
-            '{"here": {}, "rows": []}',
-        ),
-        '{"device": "Apple M1", "mlx": "0.31.0", "text": "0"}',  # as it was once
-    ],
-)
-def test_other_files_are_no_notes(folder, text):
+def test_other_files_are_no_notes(subtests, folder):
     folder.mkdir()
-    (folder / "kernels.json").write_text(text, encoding="latin-1")
-    assert trust.state(*place(INT4)) is None
-    trust.note(*place(INT4)[:3], True)
-    trust.forget()
-    assert trust.state(*place(INT4)) == trust.PASSED
+    older = '{"device": "Apple M1", "mlx": "0.31.0", "text": "0"}'
+    nested = "[" * 100_000
+    for text in (
+        "{",
+        "[]",
+        "null",
+        "\xff",
+        nested,
+        '{"rows": 3}',
+        '{"here": {}, "rows": []}',
+        older,
+    ):
+        with subtests.test(text=text[:40]):
+            trust.forget()
+            (folder / "kernels.json").write_text(text, encoding="latin-1")
+            assert trust.state(*place(INT4)) is None
+            trust.note(*place(INT4)[:3], True)
+            trust.forget()
+            assert trust.state(*place(INT4)) == trust.PASSED
 
 
-@pytest.mark.parametrize("name", ("device", "system", "mlx", "mlxkv", "text"))
-def test_notes_hold_for_one_gpu_compiler_and_text(folder, monkeypatch, name):
+def test_notes_hold_for_one_gpu_compiler_and_text(folder, monkeypatch):
     trust.note(*place(INT4)[:3], False, reason="x")
-    here = trust._here() | {name: "another"}
-    monkeypatch.setattr(trust, "_here", lambda: here)
-    trust.forget()
-    assert trust.state(*place(INT4)) is None
+    here = trust._here()
+    for name in ("device", "system", "mlx", "mlxkv", "text"):
+        monkeypatch.setattr(trust, "_here", lambda name=name: here | {name: "another"})
+        trust.forget()
+        assert trust.state(*place(INT4)) is None, name
 
 
 def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path, monkeypatch):
@@ -252,16 +244,6 @@ def test_no_note_is_lost_between_processes(folder):
             assert trust.state(f"x{i} {j}", 64, mx.float16) == trust.PASSED
 
 
-def test_a_trial_leaves_what_another_process_found_meanwhile(folder):
-    asked = "x 0", 64, mx.float16
-    with trust.trial(*asked):
-        with started(folder, "x", 1) as process:
-            assert process.wait(PATIENCE) == 0
-    assert trust.state(*asked) == trust.PASSED
-    trust.forget()
-    assert trust.state(*asked) == trust.PASSED
-
-
 def test_a_start_waits_for_another_process(mac, monkeypatch, capsys):
     monkeypatch.setattr(trust, "NAP", 0.01)
     with mac(counting([], tiles=True)):
@@ -292,25 +274,22 @@ def test_a_start_waits_once_and_not_for_ever(mac, monkeypatch):
         assert choose.plan(INT4, DIMS, mx.float16).label == "kernels" and trust.NAP not in naps
 
 
-@pytest.mark.parametrize("age", (601, -601, 1e300, float("nan")))
-def test_an_old_mark_is_a_death(folder, age):
+def test_an_old_mark_is_a_death(subtests, folder):
     """Another process may have its number by now; and a clock may jump."""
-    mark(os.getppid(), deaths=0, age=age)
-    assert trust.state(*place(INT4)) is None
-    mark(os.getppid(), deaths=1, age=age)
-    assert trust.state(*place(INT4)) == trust.DIED
+    for age in (601, -601, 1e300, float("nan")):
+        with subtests.test(age=age):
+            mark(os.getppid(), deaths=0, age=age)
+            assert trust.state(*place(INT4)) is None
+            mark(os.getppid(), deaths=1, age=age)
+            assert trust.state(*place(INT4)) == trust.DIED
 
 
-def test_a_mark_with_the_number_of_this_process_is_a_death(folder):
-    mark(os.getpid(), deaths=1)
-    assert trust.state(*place(INT4)) == trust.DIED
-
-
-@pytest.mark.parametrize("row", [{}, {"since": 10**400}, {"since": "x", "deaths": "x"}])
-def test_marks_of_others_are_read_with_care(folder, row):
-    row = {"state": "trying", "process": 10**400} | row
-    trust._change(trust._key(*place(INT4)), lambda _: row)
-    trust.forget()
-    assert trust.state(*place(INT4)) is None
-    with trust.trial(*place(INT4)):
-        pass
+def test_marks_of_others_are_read_with_care(subtests, folder):
+    for row in [{}, {"since": 10**400}, {"since": "x", "deaths": "x"}]:
+        with subtests.test(row=row):
+            row = {"state": "trying", "process": 10**400} | row
+            trust._change(trust._key(*place(INT4)), lambda _, row=row: row)
+            trust.forget()
+            assert trust.state(*place(INT4)) is None
+            with trust.trial(*place(INT4)):
+                pass

@@ -59,9 +59,8 @@ def test_the_compilers_own_lines_are_the_reason():
     assert faults.is_of_build(error) and not faults.is_of_memory(error)
 
 
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
+def test_reasons_are_one_short_line():
+    for said, reason in [
         ("\n\n  first\nsecond", "first"),
         ("", "RuntimeError"),
         ("\x1b[31ma\x1b[0m\x07b\u202ec\td", "abc d"),
@@ -70,10 +69,8 @@ def test_the_compilers_own_lines_are_the_reason():
             "\n".join(f"a:{i}: error: {i}" for i in range(9)),
             "a:0: error: 0; a:1: error: 1; a:2: error: 2",
         ),
-    ],
-)
-def test_reasons_are_one_short_line(said, reason):
-    assert faults.reason(RuntimeError(said)) == reason
+    ]:
+        assert faults.reason(RuntimeError(said)) == reason
 
 
 def test_no_memory_is_told_from_the_rest():

@@ -99,20 +99,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("data, expected", CASES.values(), ids=list(CASES))
-def test_crafted_files(tmp_path, capsys, data, expected):
-    path = tmp_path / "x.gguf"
-    path.write_bytes(data)
-    tracemalloc.start()
-    with pytest.raises(UserError) as fault:
-        check(path)
-    assert tracemalloc.get_traced_memory()[1] < 4 << 20
-    tracemalloc.stop()
-    assert expected in str(fault.value) and "\n" not in str(fault.value)
-    for command in (["chat", "--prompt", "a"], ["fit"]):
-        assert main([command[0], "--model", str(path), *command[1:]]) == 2
-        said = capsys.readouterr()
-        assert expected in said.err and "Traceback" not in said.err + said.out
+def test_crafted_files(tmp_path, capsys):
+    for data, expected in CASES.values():
+        path = tmp_path / "x.gguf"
+        path.write_bytes(data)
+        tracemalloc.start()
+        with pytest.raises(UserError) as fault:
+            check(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        tracemalloc.stop()
+        assert expected in str(fault.value) and "\n" not in str(fault.value)
+        for command in (["chat", "--prompt", "a"], ["fit"]):
+            assert main([command[0], "--model", str(path), *command[1:]]) == 2
+            said = capsys.readouterr()
+            assert expected in said.err and "Traceback" not in said.err + said.out
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +132,8 @@ def test_cut_anywhere(sound, tmp_path):
             check(path)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
+def test_values_that_do_not_fit(tmp_path):
+    for values, expected in [
         ({"leave": ("block_count",)}, "has no block_count from 1"),
         ({"leave": ("block_count",), "block_count": 3}, "lacks the tensor blk.2."),
         ({"leave": ("block_count",), "block_count": 1}, "tensor that its architecture does not"),
@@ -147,30 +146,25 @@ def test_cut_anywhere(sound, tmp_path):
         ({"rope__scaling__type": "longrope"}, "'longrope', which is not read; those are linear"),
         ({"rope__scaling__type": "linear", "rope__scaling__factor": float("nan")}, "no rope.scal"),
         ({"expert_count": 8}, "has experts"),
-    ],
-)
-def test_values_that_do_not_fit(tmp_path, values, expected):
-    made = tensors("qwen2", ["Q4_0"])
-    path = write_gguf(tmp_path / "x.gguf", "qwen2", made, **values)
-    with pytest.raises(UserError, match=expected):
-        load(str(path))
+    ]:
+        made = tensors("qwen2", ["Q4_0"])
+        path = write_gguf(tmp_path / "x.gguf", "qwen2", made, **values)
+        with pytest.raises(UserError, match=expected):
+            load(str(path))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
+def test_tokenizers_that_are_not_read(sound, tmp_path):
+    for old, new, expected in [
         (b"deepseek-r1-qwen", b"deepseek-v9-qwen", "'deepseek-v9-qwen', which is not read; those"),
         (text("gpt2"), text("bert"), "tokenizer 'bert', which is not read"),
         (b"tokenizer.ggml.merges", b"tokenizer.ggml.nothing"[:21], "no sound merges"),
         (b"tokenizer.ggml.token_type", b"tokenizer.ggml.token_typo", "no type for each"),
-    ],
-)
-def test_tokenizers_that_are_not_read(sound, tmp_path, old, new, expected):
-    path = tmp_path / "x.gguf"
-    assert sound.read_bytes().count(old) == 1
-    path.write_bytes(sound.read_bytes().replace(old, new))
-    with pytest.raises(UserError, match=expected):
-        check(path)
+    ]:
+        path = tmp_path / "x.gguf"
+        assert sound.read_bytes().count(old) == 1
+        path.write_bytes(sound.read_bytes().replace(old, new))
+        with pytest.raises(UserError, match=expected):
+            check(path)
 
 
 def test_a_number_of_no_token(sound, tmp_path):

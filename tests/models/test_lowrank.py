@@ -10,7 +10,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.calibration import subspace
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import LowRank
-from mlxkv.formats.names import parse_kv, with_keep
+from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.spec import oja as spec
 
@@ -38,9 +38,8 @@ def test_names_have_numbers_codes_and_settings():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
+def test_bad_names_are_one_line():
+    for name, reason in [
         ("oja", "unknown preset"),
         ("oja-", "no low rank of this name; got 'oja-'; write oja-NUMBER, a share"),
         ("oja-1.5", "no low rank"),
@@ -55,20 +54,9 @@ def test_names_have_numbers_codes_and_settings():
         ("oja-r7", "rank must be even"),
         ("int4+keep0", "keep must be above 0"),
         ("int4+keep", "unknown preset"),
-    ],
-)
-def test_bad_names_are_one_line(name, reason):
-    with pytest.raises(UserError, match=reason):
-        parse_kv(name)
-
-
-def test_the_option_keep_is_the_extra():
-    assert with_keep("int4, oja-0.75", 0.5) == "int4+keep0.5,oja-0.75+keep0.5"
-    assert with_keep("int4", None) == "int4"
-    with pytest.raises(UserError, match=r"\[--keep\] must be above 0"):
-        with_keep("int4", 2)
-    with pytest.raises(UserError, match=r"says already what stays; got 'int4\+keep0.5'"):
-        with_keep("int8,int4+keep0.5", 0.5)
+    ]:
+        with pytest.raises(UserError, match=reason):
+            parse_kv(name)
 
 
 def test_bases_that_follow_are_counted_on_top():

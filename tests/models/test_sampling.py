@@ -33,9 +33,8 @@ def test_as_many_tokens_as_there_are_is_all_of_them(tmp_path):
         assert of(tmp_path, {"temperature": 1, "top_k": top_k}).top_k == kept
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
+def test_the_likeliest_token_where_they_say_nothing(tmp_path):
+    for said in [
         SAID | {"do_sample": False},
         {"do_sample": True, "temperature": 0, "top_p": 0.5},
         {"top_p": 0.5, "top_k": 5},  # nobody says that replies are drawn
@@ -49,12 +48,9 @@ def test_as_many_tokens_as_there_are_is_all_of_them(tmp_path):
         '{"do_sample": true, "temperature": NaN}',  # no JSON
         '{"temperature": 1e999}',
         '{"temperature": ' + "9" * 5000 + "}",
-    ],
-    ids=lambda said: str(said)[:40],
-)
-def test_the_likeliest_token_where_they_say_nothing(tmp_path, said):
-    assert of(tmp_path, said) == Sampling()
-    assert read(tmp_path / "absent", "some-model", VOCABULARY) == Sampling()
+    ]:
+        assert of(tmp_path, said) == Sampling()
+        assert read(tmp_path / "absent", "some-model", VOCABULARY) == Sampling()
 
 
 def test_a_package_says_it_where_the_file_does_not(tmp_path):
@@ -67,12 +63,12 @@ def test_a_package_says_it_where_the_file_does_not(tmp_path):
 HOSTILE = ("0.5", True, None, [], {}, -1, -0.1, 1e300, 1 << 70)
 
 
-@pytest.mark.parametrize("value", HOSTILE, ids=repr)
-@pytest.mark.parametrize("key", LIMITS)
-def test_a_value_that_no_sampler_takes_is_not_said(tmp_path, key, value):
-    said = SAID | {"do_sample": True, key: value}
-    usual = {"temperature": 1.0}.get(key, asdict(Sampling())[key])
-    assert of(tmp_path, said) == Sampling(**SAID | {key: usual})
+def test_a_value_that_no_sampler_takes_is_not_said(tmp_path):
+    for key in LIMITS:
+        for value in HOSTILE:
+            said = SAID | {"do_sample": True, key: value}
+            usual = {"temperature": 1.0}.get(key, asdict(Sampling())[key])
+            assert of(tmp_path, said) == Sampling(**SAID | {key: usual})
 
 
 @pytest.mark.parametrize("said", [SAID, SAID | {"top_k": 1 << 20, "repetition_penalty": 1}])

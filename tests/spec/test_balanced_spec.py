@@ -24,53 +24,37 @@ def unfloored(noise, sensitivity, monkeypatch):
     return spec.balanced(noise, sensitivity)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_no_invertible_map_does_better(seed, monkeypatch):
-    dims = (2, 8, 33, 64)[seed % 4]
-    noise, reads = covariance(dims, seed), covariance(dims, seed + 20)
-    down, sigma = unfloored(noise, reads, monkeypatch)
-    least = sigma.sum() ** 2
-    assert spec.cost(down, noise, reads) == pytest.approx(least)
-    assert spec.cost(3 * down @ matrices.random_basis(1, dims, 5)[0], noise, reads) == (
-        pytest.approx(least)
-    )
-    for other in range(40):
-        far = normal(dims, dims, seed=100 * seed + other)
-        near = down @ (np.eye(dims) + 1e-3 * far)
-        for turn in (far, near, matrices.random_basis(1, dims, other)[0]):
-            assert spec.cost(turn, noise, reads) >= least * (1 - 1e-12)
-    # Nearby maps are strictly worse, to second order: a minimum, not a plateau.
-    assert spec.cost(down @ np.diag(1 + 0.1 * normal(dims)), noise, reads) > least * (1 + 1e-6)
+def test_no_invertible_map_does_better(subtests, monkeypatch):
+    for seed in range(4):
+        with subtests.test(seed=seed):
+            dims = (2, 8, 33, 64)[seed % 4]
+            noise, reads = covariance(dims, seed), covariance(dims, seed + 20)
+            down, sigma = unfloored(noise, reads, monkeypatch)
+            least = sigma.sum() ** 2
+            assert spec.cost(down, noise, reads) == pytest.approx(least)
+            assert spec.cost(3 * down @ matrices.random_basis(1, dims, 5)[0], noise, reads) == (
+                pytest.approx(least)
+            )
+            for other in range(40):
+                far = normal(dims, dims, seed=100 * seed + other)
+                near = down @ (np.eye(dims) + 1e-3 * far)
+                for turn in (far, near, matrices.random_basis(1, dims, other)[0]):
+                    assert spec.cost(turn, noise, reads) >= least * (1 - 1e-12)
+            # Nearby maps are strictly worse, to second order: a minimum, not a plateau.
+            assert spec.cost(down @ np.diag(1 + 0.1 * normal(dims)), noise, reads) > least * (
+                1 + 1e-6
+            )
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_stored_and_read_have_the_same_diagonal_moment(seed, monkeypatch):
-    noise, reads = covariance(32, seed), covariance(32, seed + 9)
-    down, sigma = unfloored(noise, reads, monkeypatch)
-    up = np.linalg.inv(down)
-    np.testing.assert_allclose(down.T @ noise @ down, np.diag(sigma), atol=1e-9 * sigma[0])
-    np.testing.assert_allclose(up @ reads @ up.T, np.diag(sigma), atol=1e-9 * sigma[0])
-    assert (np.diff(sigma) <= 0).all()
-
-
-@pytest.mark.parametrize("kind", ("outliers", "any matrix"))
-def test_planted_matrices_are_undone(kind, monkeypatch):
-    """k -> k A, q -> q A^-T is the same function and gives the same sigma and the same stored keys."""
-    noise, reads = covariance(32, 1), covariance(32, 2)
-    a = np.diag(np.exp(2 * normal(32))) if kind == "outliers" else normal(32, 32, seed=3)
-    back = np.linalg.inv(a)
-    down, sigma = unfloored(noise, reads, monkeypatch)
-    planted, same = spec.balanced(a.T @ noise @ a, back @ reads @ back.T)
-    np.testing.assert_allclose(same, sigma, rtol=1e-6)
-    stored, again = down, a @ planted  # of rows x and x A
-    np.testing.assert_allclose(np.abs(again), np.abs(stored), atol=1e-5 * np.abs(stored).max())
-
-
-def test_regular_moments_keep_planted_channels():
-    """Shrinking towards the diagonal commutes with scaling channels."""
-    noise, scale = covariance(16, 3), np.exp(normal(16))
-    both = spec.regular(noise * scale[:, None] * scale)
-    np.testing.assert_allclose(both, spec.regular(noise) * scale[:, None] * scale, rtol=1e-9)
+def test_stored_and_read_have_the_same_diagonal_moment(subtests, monkeypatch):
+    for seed in range(2):
+        with subtests.test(seed=seed):
+            noise, reads = covariance(32, seed), covariance(32, seed + 9)
+            down, sigma = unfloored(noise, reads, monkeypatch)
+            up = np.linalg.inv(down)
+            np.testing.assert_allclose(down.T @ noise @ down, np.diag(sigma), atol=1e-9 * sigma[0])
+            np.testing.assert_allclose(up @ reads @ up.T, np.diag(sigma), atol=1e-9 * sigma[0])
+            assert (np.diff(sigma) <= 0).all()
 
 
 def test_the_output_moment_is_the_energy_of_errors_behind_the_projection():
@@ -81,66 +65,47 @@ def test_the_output_moment_is_the_energy_of_errors_behind_the_projection():
         assert e[g] @ found[g] @ e[g] == pytest.approx(brute)
 
 
-@pytest.mark.parametrize("dims", (16, 40, 64, 80, 96, 128))
-def test_the_product_makes_the_pair_of_the_spec(dims):
-    noise = np.stack([covariance(dims, s) for s in (1, 2)])
-    reads = np.stack([covariance(dims, s) for s in (3, 4)])
-    down, sigma, lacking = balance.balance(noise, reads)
-    assert lacking == 0
-    there, back = balance.mixed(down, "uhp")
-    for g in range(2):
-        t, s = spec.balanced(spec.regular(noise[g]), spec.regular(reads[g]))
-        np.testing.assert_allclose(sigma[g], s, rtol=1e-9)
-        for ours, theirs in zip((there[g], back[g]), spec.pair(t), strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=1e-7 * np.abs(theirs).max())
-    np.testing.assert_allclose(there @ back, np.broadcast_to(np.eye(dims), there.shape), atol=1e-9)
+def test_the_product_makes_the_pair_of_the_spec(subtests):
+    for dims in (16, 40, 128):
+        with subtests.test(dims=dims):
+            noise = np.stack([covariance(dims, s) for s in (1, 2)])
+            reads = np.stack([covariance(dims, s) for s in (3, 4)])
+            down, sigma, lacking = balance.balance(noise, reads)
+            assert lacking == 0
+            there, back = balance.mixed(down, "uhp")
+            for g in range(2):
+                t, s = spec.balanced(spec.regular(noise[g]), spec.regular(reads[g]))
+                np.testing.assert_allclose(sigma[g], s, rtol=1e-9)
+                for ours, theirs in zip((there[g], back[g]), spec.pair(t), strict=True):
+                    np.testing.assert_allclose(ours, theirs, atol=1e-7 * np.abs(theirs).max())
+            np.testing.assert_allclose(
+                there @ back, np.broadcast_to(np.eye(dims), there.shape), atol=1e-9
+            )
 
 
-@pytest.mark.parametrize("parts", ("u", "uh", "uhp", "hp", "h", ""))
-def test_parts_are_inverse_pairs_of_their_own(parts):
-    down = balance.balance(covariance(64, 1)[None], covariance(64, 2)[None])[0]
-    there, back = balance.mixed(down, parts)
-    np.testing.assert_allclose((there @ back)[0], np.eye(64), atol=1e-9)
-    if "u" not in parts:
-        np.testing.assert_allclose(there[0], back[0].T, atol=1e-12)
-        np.testing.assert_allclose(
-            there[0], matrices.compose(np.eye(64)[None], parts)[0], atol=1e-12
-        )
+def test_parts_are_inverse_pairs_of_their_own(subtests):
+    for parts in ("u", "uh", "uhp", "hp", "h", ""):
+        with subtests.test(parts=parts):
+            down = balance.balance(covariance(64, 1)[None], covariance(64, 2)[None])[0]
+            there, back = balance.mixed(down, parts)
+            np.testing.assert_allclose((there @ back)[0], np.eye(64), atol=1e-9)
+            if "u" not in parts:
+                np.testing.assert_allclose(there[0], back[0].T, atol=1e-12)
+                np.testing.assert_allclose(
+                    there[0], matrices.compose(np.eye(64)[None], parts)[0], atol=1e-12
+                )
 
 
-@pytest.mark.parametrize("rank", (1, 5, 63))
-def test_moments_without_full_rank_still_give_a_sound_pair(rank):
-    rows = normal(rank, 64) * np.exp(2 * normal(64, seed=1))
-    rows[:, 7] = 0  # a channel without variance
-    poor, full = rows.T @ rows / rank, covariance(64, 4)
-    for noise, reads in ((poor, full), (full, poor), (poor, poor)):
-        down, sigma, lacking = balance.balance(noise[None], reads[None])
-        assert lacking >= 64 - rank and (sigma > 0).all()
-        assert balance.fault(down.astype(np.float32)) is None
-
-
-def test_one_step_for_all_dims_errs_as_the_theorem_says():
-    """With one step for all dims and keys that queries read unevenly, the ratio of logit errors of balanced
-    maps and rotations is about the ratio of their costs."""
-    dims, count = 64, 2000
-    noise = covariance(dims, 1, spread=1.5)
-    reads = covariance(dims, 2, spread=1.5)
-    k = normal(count, dims, seed=3) @ np.linalg.cholesky(noise).T
-    q = normal(400, dims, seed=4) @ np.linalg.cholesky(reads).T
-    errors, costs = [], []
-    turn = matrices.compose(matrices.random_basis(1, dims))[0]
-    for down, up in (
-        spec.pair(spec.balanced(spec.regular(noise), spec.regular(reads))[0]),
-        (turn, turn.T),
-    ):
-        stored = k @ down
-        step = 0.5 * np.sqrt((stored**2).mean())  # as large as what is stored
-        error = (np.round(stored / step) * step - stored) @ up
-        errors.append(((q @ error.T) ** 2).mean())
-        costs.append(spec.cost(down, noise, reads))
-    assert errors[0] < errors[1] and errors[1] / errors[0] == pytest.approx(
-        costs[1] / costs[0], rel=0.15
-    )
+def test_moments_without_full_rank_still_give_a_sound_pair(subtests):
+    for rank in (1, 5, 63):
+        with subtests.test(rank=rank):
+            rows = normal(rank, 64) * np.exp(2 * normal(64, seed=1))
+            rows[:, 7] = 0  # a channel without variance
+            poor, full = rows.T @ rows / rank, covariance(64, 4)
+            for noise, reads in ((poor, full), (full, poor), (poor, poor)):
+                down, sigma, lacking = balance.balance(noise[None], reads[None])
+                assert lacking >= 64 - rank and (sigma > 0).all()
+                assert balance.fault(down.astype(np.float32)) is None
 
 
 def test_faults_are_named():

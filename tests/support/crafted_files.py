@@ -12,48 +12,25 @@ from pathlib import Path
 DEEP = 100_000  # brackets
 NAMES = [
     "nn",
-    "mx",
-    "copy",
-    "List",
-    "Any",
-    "deque",
-    "dataclass",
-    "create_attention_mask",
-    "tree_map",
-]
-NAMES += [
-    "LRUPromptCache",
-    "PromptTrie",
-    "TokenBuffer",
-    "__builtins__",
-    "__name__",
-    "__file__",
     "os",
+    "__builtins__",
+    "QuantizedKVCache",
+    "CacheList",
+    "CompressedKVCache",
+    "",
+    "\x1b[31mred",
 ]
-NAMES += ["_BaseCache", "ConcatenateKVCache", "QuantizedKVCache", "ChunkedKVCache", "ArraysCache"]
-NAMES += ["CacheList", "BatchKVCache", "BatchRotatingKVCache", "KVCache", "RotatingKVCache"]
-NAMES += ["CompressedKVCache", "AdaptiveKVCache", "", "\x1b[31mred", "x" * 5000]
 ODD = [
     "",
     "5",
     "null",
     "{}",
-    '"a"',
-    "x",
     "NaN",
     "[1e999]",
-    '["a"]',
     "[-1]",
-    "[1.5]",
     "[true]",
-    "[null]",
-]
-ODD += [
-    "[[1]]",
     "[9999999999]",
     "[" * DEEP,
-    "[" + "9" * 5000 + "]",
-    '{"a":' * DEEP,
     "\x1b[31mred\x07",
 ]
 SIZES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I32": 4, "U32": 4, "I64": 8}
@@ -136,7 +113,7 @@ def _changed(good: bytes, change: Callable[[Crafted], object]) -> Callable[[], b
 
 
 def _cuts(good: bytes) -> Made:
-    for at in (0, 1, 7, 8, 9, 100, len(good) // 2, len(good) - 1):
+    for at in (0, 7, 9, len(good) // 2, len(good) - 1):
         yield f"cut to {at} bytes", lambda at=at: good[:at]
     yield "a byte more", lambda: good + b"x"
     yield "a length beyond the file", lambda: b"\xff" * 8 + good[8:]
@@ -147,9 +124,7 @@ def _heads(good: bytes) -> Made:
     whole = Crafted(good)
     for name, text in {
         "nested lists": "[" * DEEP,
-        "nested objects": '{"a":' * DEEP,
         "no object": "[]",
-        "a number": "5",
         "nothing": "",
         "not UTF-8": "\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
     }.items():
@@ -157,26 +132,16 @@ def _heads(good: bytes) -> Made:
     first = next(iter(whole.tensors))
     for name, change in {
         "metadata is a list": {"__metadata__": [1]},
-        "metadata is text": {"__metadata__": "a"},
         "metadata holds numbers": {"__metadata__": whole.metadata | {"0.tokens": 5}},
-        "metadata is missing": {"__metadata__": None},
         "no entries of ours": {"__metadata__": {"a": "b"}},
         "a tensor is a list": {first: []},
-        "a tensor is empty": {first: {}},
         "offsets are text": {first: {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}},
-        "offsets are floats": {first: {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}},
-        "offsets are one": {first: {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
         "offsets go back": {first: {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}},
-        "a shape is text": {first: {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}},
         "a shape is negative": {first: {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}},
         "a shape is huge": {
             first: {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 4]}
         },
-        "a shape is huge and empty": {
-            "0.x": {"dtype": "F32", "shape": [0, 1 << 62], "data_offsets": [0, 0]}
-        },
         "a type is unknown": {first: {"dtype": "Q9", "shape": [1], "data_offsets": [0, 4]}},
-        "a type is a list": {first: {"dtype": [], "shape": [1], "data_offsets": [0, 4]}},
         "a type that no cache has": {"0.x": {"dtype": "C64", "shape": [0], "data_offsets": [0, 0]}},
         "a tensor of no layer": {"99.x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}},
         "20,000 tensors": {
@@ -206,15 +171,12 @@ def _entries(good: bytes) -> Made:
         "one token more": [*tokens, 1],
         "no tokens": [],
         "a token beyond the vocabulary": [*tokens[:-1], 1 << 30],
-        "tokens that are floats": [float(token) for token in tokens],
     }.items():
         put = _changed(good, lambda c, t=found: c.metadata.update({"0.tokens": json.dumps(t)}))
         yield name, put
     for name, found in {
         "a role with escapes": [{"role": "\x1b[31m", "content": "a"}],
-        "a role of its own": [{"role": "tool", "content": "a"}],
         "content that is a list": [{"role": "user", "content": [1]}],
-        "content that is missing": [{"role": "user"}],
         "a message with more": [{"role": "user", "content": "a", "tool_calls": "b"}],
     }.items():
         put = _changed(good, lambda c, m=found: c.metadata.update({"0.messages": json.dumps(m)}))
@@ -223,9 +185,7 @@ def _entries(good: bytes) -> Made:
     for name, change in {
         "a page of 1e300": {"page": 1e300},
         "another sink": {"sink": kv["sink"] + 1},
-        "keys are a list": {"keys": []},
         "keys of no method": {"keys": {"quantizer": {"method": "os"}}},
-        "more than there is": {"keys": kv["keys"] | {"more": 1}},
     }.items():
         text = json.dumps(kv | change)
         yield f"kv: {name}", _changed(good, lambda c, t=text: c.metadata.update({"0.kv": t}))
@@ -266,16 +226,6 @@ def _tensors(good: bytes) -> Made:
         two = [2, *shape[1:]]
         yield (
             f"{place}: twice the batch",
-            _changed(good, lambda c, n=name, s=two, d=data * 2: c.set(n, shape=s, data=d)),
-        )
-        two = [shape[0], 2 * shape[1], *shape[2:]]
-        yield (
-            f"{place}: twice the heads",
-            _changed(good, lambda c, n=name, s=two, d=data * 2: c.set(n, shape=s, data=d)),
-        )
-        two = [*shape[:-1], 2 * shape[-1]]
-        yield (
-            f"{place}: twice the width",
             _changed(good, lambda c, n=name, s=two, d=data * 2: c.set(n, shape=s, data=d)),
         )
         yield (
@@ -319,7 +269,7 @@ def _numbers(good: bytes) -> Made:
             f"{place}: a float",
             _changed(good, lambda c, n=name, v=value: c.set(n, "F32", [], struct.pack("<f", v))),
         )
-        for what in ("string", "none", "os", "\x1b[31m"):
+        for what in ("string", "os"):
             put = _changed(good, lambda c, f=flag, w=what: c.metadata.update({f"{f[:-1]}1": w}))
             yield f"{place} is called a {what!r}", put
         gone = _changed(good, lambda c, f=flag: c.metadata.update({f: "9.9"}))
@@ -338,7 +288,7 @@ def _said(good: bytes) -> Made:
     for key in ("version", "config", "offset", "pages"):
         yield f"cache header: no {key}", _changed(good, lambda c, k=key: c.say(name, **{k: None}))
         more = said[key] + 1 if key != "config" else 7
-        for value in (-1, more, 1 << 40, 1.5, "a", [1], {}, True):
+        for value in (-1, more, 1 << 40, "a", True):
             put = _changed(good, lambda c, k=key, v=value: c.say(name, **{k: v}))
             yield f"cache header: {key} {value!r}", put
     for key, value in {"sink": 1, "page": 1 << 20, "recent": 0, "keep": 0.5}.items():

@@ -24,7 +24,6 @@ DIMS = HIDDEN // HEADS
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 HALVES |= {"IQ4_XS": (0,), "IQ4_NL": (0,), "IQ3_S": (0,)}  # where a block has float16 numbers
 CODED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
-CONTROL = {"<pad>", "<bos>", "<start_of_turn>", "<end_of_turn>"}
 
 
 def raw(rng: np.random.Generator, shape: tuple[int, ...], kind: str, scale: float) -> np.ndarray:

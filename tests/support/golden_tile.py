@@ -13,12 +13,6 @@ from mlxkv.spec import polar as polar_ref
 
 PAGE = 32
 DECODED = 32  # one token in so many is kept as decoded values; scores and mixtures read all
-# dims: size of the values (the floor of the published scales holds the small ones); bits, axis,
-# unit_std, quantile in thousandths
-DUAL = {
-    64: (0.02, [(2, "channel", 0, 0), (3, "token", 1, 0)]),
-    80: (3.0, [(4, "channel", 1, 20), (2, "token", 0, 0)]),
-}
 POLAR = {64: [(4, 4)], 80: [(2, 4)]}  # dims: bits of radius and angle
 
 
@@ -41,15 +35,6 @@ def _given(rng, x: np.ndarray) -> dict[str, np.ndarray]:
     rows = (1, 1, 1)
     q, p = rng.standard_normal((*rows, x.shape[-1])), rng.random((*rows, PAGE))
     return {name: y.astype(np.float16) for name, y in (("x", x), ("q", q), ("p", p))}
-
-
-def _dual_near(y, bits, axis, quantile, scale, bias) -> np.ndarray:
-    """Mark where a float32 backend that knows the outer scales may be one code off."""
-    over, top = -2 if axis == "channel" else -1, 2**bits - 1
-    low, high = (np.quantile(y, n, over, keepdims=True) for n in (quantile, 1 - quantile))
-    value = (y - bias) / np.where(scale > 0, scale, 1.0)
-    edge = np.abs(value - np.floor(value) - 0.5) < MARGIN * 2**bits
-    return edge | half_near(low) | half_near((high - bias) / top)
 
 
 def polar(rng) -> dict:

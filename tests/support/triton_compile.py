@@ -93,33 +93,12 @@ BY_TOKEN, BY_CHANNEL = {"PAGE": 64, "CHANNEL": 0}, {"PAGE": 128, "CHANNEL": 128}
 
 CASES = {
     "attend int4": (attend_kernel, {**SIZES, **PAGES, **both(SIDE)}, ("int4", 128), 1),
-    "attend int2": (attend_kernel, {**SIZES, **PAGES, **both(INT2)}, ("int2", 128), 1),
-    "attend int4 64": (
-        *(
-            attend_kernel,
-            {**SIZES, **PAGES, **both(SHORT), "R": 64, "MASKED": True},
-            ("int4", 64),
-            1,
-        ),
-    ),
     "attend int2 channels": (
         *(attend_kernel, {**SIZES, **PAGES, **both(INT2), **BY_CHANNEL}, ("int2", 128), 1),
     ),
     "attend int4 channels": (
         *(attend_kernel, {**SIZES, **PAGES, **both(SIDE), "K_GROUPS": 1, "CHANNEL": 64}),
         *(("int4", 128), 1),
-    ),
-    "attend int2 256": (
-        *(attend_kernel, {**SIZES, **PAGES, **both({**INT2, "GROUPS": 2}), "R": 256}),
-        *(("int2", 128), 2),
-    ),
-    "queries": (queries_kernel, {**TURN, **SIDE}, None, 8),
-    "merge": (
-        *(
-            merge_kernel,
-            {**TURN, "SPLITS": 256, "SINKS": True, "BLOCK": 64, "CHUNK": 128},
-        ),
-        *(None, 16),
     ),
     "queries of many": (many_queries_kernel, {**TURN, **SIDE, "M": 8}, None, 8),
     "merge of many": (
@@ -133,15 +112,7 @@ CASES = {
     "seal channels": (
         *(seal_kernel, {**SEAL, **INT2, **BY_CHANNEL, "RANK": 1, "KEYS": True}, ("int2", 128), 4),
     ),
-    "seal channels 256": (
-        seal_kernel,
-        {**SEAL, **SIDE, "D": 256, "R": 256, "T": 64, "GROUPS": 1, "PAGE": 64, "CHANNEL": 64}
-        | {"RANK": 1, "KEYS": True},
-        *(("int4", 128), 8),
-    ),
     "latents int4 channels": (latent_kernel, LATENTS, None, 8),
-    "latents int3": (latent_kernel, {**LATENTS, "CHANNEL": False, "BITS": 3}, None, 8),
-    "latents int4 128": (latent_kernel, {**LATENTS, "R": 128, "N": 32, "H": 16}, None, 4),
     "unseal": (
         *(unseal_kernel, {"R": 128, "T": 64, **INT2, **BY_TOKEN, "KEYS": False}, ("int2", 128), 4),
     ),
@@ -165,19 +136,6 @@ def compiled(kernel, constants: dict, words: str, warps: int):
     return triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
 
 
-def longest_loop(listing: str) -> int:
-    """Instructions between a branch back and where it goes to; 0 without a loop. The branch to itself
-    at the end of every kernel does not count."""
-    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)
-    places = {int(at, 16): i for i, (at, _) in enumerate(lines)}
-    spans = [0]
-    for i, (at, text) in enumerate(lines):
-        target = re.search(r"BRA.* 0x([0-9a-f]+)", text)
-        if target and int(target[1], 16) < int(at, 16):
-            spans.append(i - places[int(target[1], 16)] + 1)
-    return max(spans)
-
-
 def main() -> None:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     cubin = Path(sys.argv[1]) / "kernel.cubin"
@@ -187,13 +145,7 @@ def main() -> None:
         command = [tool, "-res-usage", cubin]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
-        listing = subprocess.run(
-            [tool, "-sass", cubin], capture_output=True, text=True, check=True
-        ).stdout
-        print(
-            f"{name}: {registers} registers, {stack} stack, {made.metadata.shared} shared, "
-            f"{longest_loop(listing)} instructions in the longest loop"
-        )
+        print(f"{name}: {registers} registers, {stack} stack, {made.metadata.shared} shared")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,11 @@ def at_zero(x):
 
 
 def moments_over(moments, longest=CONTEXT):
-    """[G, D, D] at position 0, over positions 0 to longest - 1."""
-    return np.stack([positions.moment_over(one, (0, longest), *ROTARY) for one in moments])
+    """[G, D, D] at position 0, over the sessions of a model of `longest` positions."""
+    spans = positions.contexts(longest)
+    return np.stack(
+        [np.mean([positions.moment_over(one, s, *ROTARY) for s in spans], 0) for one in moments]
+    )
 
 
 def stored(windows, sink=64):
@@ -49,4 +52,7 @@ def stored(windows, sink=64):
 
 
 def means_over(means, longest=CONTEXT):
-    return np.stack([positions.mean_over(one, (0, longest), *ROTARY) for one in means])
+    spans = positions.contexts(longest)
+    return np.stack(
+        [np.mean([positions.mean_over(one, s, *ROTARY) for s in spans], 0) for one in means]
+    )

@@ -105,13 +105,14 @@ def test_files_are_joined_in_order(tmp_path, no_documentation):
         evaluation_tokens(model(), 25, [one, two])
 
 
-@pytest.mark.parametrize("line", ["x", "two lines\n", "longer than one part " * 20 + "\n"])
-def test_long_files_are_cut_without_loss(tmp_path, monkeypatch, line):
-    monkeypatch.setattr(sources, "PART", 64)
-    file = tmp_path / "long.txt"
-    file.write_text(line * 150, encoding="utf-8", newline="\n")
-    text = evaluation_tokens(model(bos=None), len(line) * 150, [file])
-    assert decode(text.tokens) == line * 150
+def test_long_files_are_cut_without_loss(subtests, tmp_path, monkeypatch):
+    for line in ["x", "two lines\n", "longer than one part " * 20 + "\n"]:
+        with subtests.test(line=line):
+            monkeypatch.setattr(sources, "PART", 64)
+            file = tmp_path / "long.txt"
+            file.write_text(line * 150, encoding="utf-8", newline="\n")
+            text = evaluation_tokens(model(bos=None), len(line) * 150, [file])
+            assert decode(text.tokens) == line * 150
 
 
 @pytest.mark.parametrize(
@@ -172,17 +173,11 @@ def test_built_in_texts_have_nothing_in_common():
         assert text.startswith(corpus.passages("evaluation")[kind][:500])
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_a_count_below_one_is_refused(count):
-    with pytest.raises(UserError, match=f"at least 1 token .* got {count}"):
-        evaluation_tokens(model(), count)
-
-
-def test_topics_are_the_documentation():
-    topics = TOPICS()
-    assert sum(map(len, topics.values())) > 200
-    assert all(text.isascii() for found in topics.values() for text in found)
-    assert {"help assert", "module asyncio"} <= set(topics)
+def test_a_count_below_one_is_refused(subtests):
+    for count in [0, -1]:
+        with subtests.test(count=count):
+            with pytest.raises(UserError, match=f"at least 1 token .* got {count}"):
+                evaluation_tokens(model(), count)
 
 
 def test_calibration_and_evaluation_share_no_topic():
@@ -195,20 +190,6 @@ def test_calibration_and_evaluation_share_no_topic():
     paragraphs = {split: sources._paragraphs(found) for split, found in shares.items()}
     assert not paragraphs["calibration"] & paragraphs["evaluation"]
     assert not set(shares["calibration"]) & set(shares["evaluation"])
-
-
-def test_topics_that_quote_evaluation_do_not_calibrate(monkeypatch):
-    names = [f"help {i}" for i in range(64)]
-    ours = [name for name in names if not sources._hash(name) % sources.CALIBRATES]
-    theirs = next(name for name in names if name not in ours)
-    quoted = "A paragraph that is long enough to count as text that two topics have in common, yes."
-    topics = {name: [f"Only {name} says this."] for name in names}
-    topics[theirs].append(quoted)
-    topics[ours[0]].append("Before.\n\n   " + quoted.replace(" that", "\n   that"))
-    monkeypatch.setattr(sources, "python_topics", lambda: topics)
-    assert len(ours) > 1
-    assert set(documentation("calibration")) == {topics[name][0] for name in ours[1:]}
-    assert quoted in documentation("evaluation")
 
 
 def test_calibration_text_is_the_other_split():

@@ -61,8 +61,8 @@ def copies_of(bytes_each: int, calls: int) -> int:
         return min(calls, COPIES)
     info = mx.device_info()
     memory = info.get("memory_size") or info.get("total_memory") or machine_memory()
-    wanted = max(COPIES, min(calls, -(-COLD_BYTES // bytes_each)))
-    return max(1, min(wanted, memory // MEMORY_SHARE // bytes_each))
+    count = max(COPIES, min(calls, -(-COLD_BYTES // bytes_each)))
+    return max(1, min(count, memory // MEMORY_SHARE // bytes_each))
 
 
 def rows(

@@ -92,12 +92,12 @@ def _page_seconds(store: Codes | Records, shape: Shape, dtype: mx.Dtype) -> floa
     """Seconds to seal one page of all heads into spare room."""
     size = store.config.page
     page = shape.pair(size, dtype)
-    before = GROWTH * PAGES  # with fewer, truncate would free the room
-    store.append(shape.pair(size * (before + PAGES), dtype), before + PAGES)
+    pages_before = GROWTH * PAGES  # with fewer, truncate would free the room
+    store.append(shape.pair(size * (pages_before + PAGES), dtype), pages_before + PAGES)
     mx.eval(store.arrays(), page)
 
     def seal() -> list[mx.array]:
-        store.truncate(before)
+        store.truncate(pages_before)
         for _ in range(PAGES):
             store.append(tuple(mx.depends(list(page), store.arrays())), 1)
         return store.arrays()

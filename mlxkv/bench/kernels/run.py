@@ -125,16 +125,16 @@ def _cases(
     shapes: str | None, contexts: str | None, presets: dict[str, CacheConfig]
 ) -> list[tuple[Shape, int]]:
     text = contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS)
-    least = max(config.window for config in presets.values()) + 1
-    lengths = parse_contexts(text, least, why="nothing is compressed in so few tokens")
-    chosen = [parse_shape(name) for name in shapes.split(",")] if shapes else list(SHAPES)
-    for shape in chosen:
+    shortest = max(config.window for config in presets.values()) + 1
+    lengths = parse_contexts(text, shortest, why="nothing is compressed in so few tokens")
+    shapes_of = [parse_shape(name) for name in shapes.split(",")] if shapes else list(SHAPES)
+    for shape in shapes_of:
         for name, config in presets.items():
             if reason := config.why_not(shape.dims, shape.dims):
                 raise UserError(
                     f"[--shapes] {name} cannot store it: {reason}; got {shape}; choose another D"
                 )
-    cases = [(shape, length) for shape in chosen for length in lengths]
+    cases = [(shape, length) for shape in shapes_of for length in lengths]
     if not shapes and BATCH_CONTEXT in lengths:
         cases.append((BATCH_SHAPE, BATCH_CONTEXT))
     return cases

@@ -49,8 +49,8 @@ class Sizes:
         """Return counts for a text of `length` tokens, of which facts of `tokens` tokens each take
         at most half."""
         room = max(14, length // (2 * tokens))
-        most = max(QUERIES, 3 * room // 10)
-        keys = min(most, max(QUERIES, questions, length // 200))
+        limit = max(QUERIES, 3 * room // 10)
+        keys = min(limit, max(QUERIES, questions, length // 200))
         return Sizes(keys, keys, min(max(2, 4 * room // 25), max(2, questions // 2, length // 400)))
 
 

@@ -118,12 +118,12 @@ def document(rng: Random, length: int, questions: int, measure: Callable[[str], 
     room = length - sum(measure(" " + sentence) for group in groups for sentence in group)
     text = _paragraphs(rng, spread(rng, filler(sentences(rng), room, measure), groups))
     depth = depth_of(text)
-    asked: list[Question] = []
+    questions_asked: list[Question] = []
 
     def put(kind: str, pairs: list[tuple[str, str]], question: str, answer: str) -> None:
         depths = tuple(depth(fact(*pair)) for pair in pairs)
         keys, values = zip(*((f"the {place}", code) for place, code in pairs), strict=True)
-        asked.append(Question(kind, question, answer, values, keys, depths))
+        questions_asked.append(Question(kind, question, answer, values, keys, depths))
 
     for kind, places in (("single", single), ("multi-key", near)):
         for place in rounds(rng, places, questions):
@@ -138,20 +138,20 @@ def document(rng: Random, length: int, questions: int, measure: Callable[[str], 
         clauses = listed([f"the access code of the {p} is {v}" for p, v in pairs])
         put("multi-query", pairs, question, f"{_upper(clauses)}.")
     for place in rounds(rng, several, questions):
-        found = sorted(values[place], key=lambda code: depth(fact(place, code)))
+        codes_in_order = sorted(values[place], key=lambda code: depth(fact(place, code)))
         question = f"What are all the access codes of the {place}?"
-        answer = f"The access codes of the {place} are {listed(found)}."
-        put("multi-value", [(place, code) for code in found], question, answer)
-    return Document(text, tuple(asked))
+        answer = f"The access codes of the {place} are {listed(codes_in_order)}."
+        put("multi-value", [(place, code) for code in codes_in_order], question, answer)
+    return Document(text, tuple(questions_asked))
 
 
 def _places(rng: Random, words: Sequence[Sequence[str]], count: int) -> list[str]:
     """Return `count` different places, with two adjectives if one is not enough."""
     adjectives, nouns = words
-    every = [f"{a} {n}" for a in adjectives for n in nouns]
-    if count > len(every):
-        every += [f"{a} {b} {n}" for a in adjectives for b in adjectives if a != b for n in nouns]
-    return rng.sample(every, count)
+    places = [f"{a} {n}" for a in adjectives for n in nouns]
+    if count > len(places):
+        places += [f"{a} {b} {n}" for a in adjectives for b in adjectives if a != b for n in nouns]
+    return rng.sample(places, count)
 
 
 def _paragraphs(rng: Random, parts: list[str]) -> str:

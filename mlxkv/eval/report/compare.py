@@ -13,15 +13,15 @@ def divergence(result: dict) -> dict:
     """Return "texts", how many there are, and intervals of a pooled result of `tasks.divergence`: [low,
     high], or None with too few texts."""
     texts = result["texts"]
-    ratio = intervals.share([one["ppl_log_ratio"] for one in texts])
-    found = {
-        "kl": intervals.mean([one["kl"] for one in texts]),
-        "prompt_kl": intervals.mean([one["prompt_kl"] for one in texts]),
-        "top1": intervals.share([one["top1"] for one in texts]),
+    ratio = intervals.share([text["ppl_log_ratio"] for text in texts])
+    limits_of = {
+        "kl": intervals.mean([text["kl"] for text in texts]),
+        "prompt_kl": intervals.mean([text["prompt_kl"] for text in texts]),
+        "top1": intervals.share([text["top1"] for text in texts]),
     }
     return {
         "texts": len(texts),
-        **{f"{key}_interval": one.as_list() for key, one in found.items()},
+        **{f"{key}_interval": interval.as_list() for key, interval in limits_of.items()},
         "ppl_ratio": exp(ratio.value),
         "ppl_ratio_interval": [exp(ratio.low), exp(ratio.high)] if ratio.known else None,
     }
@@ -30,14 +30,14 @@ def divergence(result: dict) -> dict:
 def retrieval(results: dict[str, dict], base: dict[str, dict]) -> dict:
     """Return intervals of the shares of right values, and of what is lost of full precision's, by kind.
     results, base: pooled results of `tasks.retrieval` by kind."""
-    shares = {kind: intervals.found(one["documents"]) for kind, one in results.items()}
+    shares = {kind: intervals.found(result["documents"]) for kind, result in results.items()}
     lost = {
-        kind: intervals.lost(one["documents"], base[kind]["documents"])
-        for kind, one in results.items()
+        kind: intervals.lost(result["documents"], base[kind]["documents"])
+        for kind, result in results.items()
     }
     return {
-        "retrieval_interval": {kind: one.as_list() for kind, one in shares.items()},
-        "retrieval_lost": {kind: [one.value, one.low, one.high] for kind, one in lost.items()},
+        "retrieval_interval": {kind: share.as_list() for kind, share in shares.items()},
+        "retrieval_lost": {kind: [gap.value, gap.low, gap.high] for kind, gap in lost.items()},
         "documents": len(next(iter(results.values()))["documents"]),
     }
 
@@ -48,14 +48,14 @@ def pairs(part: dict[str, dict]) -> list[dict]:
     texts = _by_name(part)
     names = list(texts)
     out = []
-    for i, one in enumerate(names):
-        for other in names[i + 1 :]:
-            ratio = intervals.ratio(texts[one], texts[other])
-            gap = intervals.difference(texts[one], texts[other])
+    for i, first in enumerate(names):
+        for second in names[i + 1 :]:
+            ratio = intervals.ratio(texts[first], texts[second])
+            gap = intervals.difference(texts[first], texts[second])
             out.append(
                 {
-                    "of": one,
-                    "to": other,
+                    "of": first,
+                    "to": second,
                     "kl_ratio": ratio.value,
                     "kl_ratio_interval": ratio.as_list(),
                     "kl_difference": gap.value,
@@ -75,15 +75,15 @@ def letters(part: dict[str, dict]) -> dict[str, str]:
 
 def _by_name(part: dict[str, dict]) -> dict[str, list[float]]:
     return {
-        name: [text["kl"] for text in one["texts"]]
-        for name, one in part.items()
+        name: [text["kl"] for text in result["texts"]]
+        for name, result in part.items()
         if name != BASELINE
     }
 
 
-def limits(found: list[float] | None, form: str = ".2g", scale: float = 1.0) -> str:
+def limits(ends: list[float] | None, form: str = ".2g", scale: float = 1.0) -> str:
     """Format an interval for a table: ' [1, 2]', or nothing if it is not known."""
-    return "" if found is None else f" [{', '.join(format(scale * x, form) for x in found)}]"
+    return "" if ends is None else f" [{', '.join(format(scale * x, form) for x in ends)}]"
 
 
 def known(row: dict, key: str, value: float) -> Interval:

@@ -17,8 +17,8 @@ def _compressed(rows: dict) -> dict:
 def method(name: str) -> str:
     """Return a preset's name without its bits: int4 -> int, oscar-int2+g64 -> oscar+g64. A name
     of another form is returned as it is."""
-    found = re.fullmatch(r"(?:(.+)-)?int\d(\+[^/]+)?", name)
-    return f"{found[1] or 'int'}{found[2] or ''}" if found else name
+    match = re.fullmatch(r"(?:(.+)-)?int\d(\+[^/]+)?", name)
+    return f"{match[1] or 'int'}{match[2] or ''}" if match else name
 
 
 def _scatter(axis, rows: dict, key: str, label: str) -> None:

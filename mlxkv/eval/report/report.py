@@ -35,8 +35,8 @@ def assemble(
     for context, by_name in rows.items():
         if part := results.get(f"divergence-{context}"):
             pairs[str(context)] = compare.pairs(part)
-            for name, found in compare.letters(part).items():
-                by_name[name]["letters"] = found
+            for name, letters in compare.letters(part).items():
+                by_name[name]["letters"] = letters
         for row in by_name.values():
             row["verdict"], row["reason"] = verdict.judge(row)
     return {
@@ -78,19 +78,19 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
             "kv_bytes": part[name]["kv_bytes"],
             **compare.divergence(part[name]),
         }
-    found = {
+    shares = {
         kind: results[f"retrieval-{kind}-{context}"][name]["values"]
         for kind in RETRIEVAL
         if f"retrieval-{kind}-{context}" in results
     }
-    if found:
-        row["retrieval"] = found
-        parts = {kind: results[f"retrieval-{kind}-{context}"][name] for kind in found}
+    if shares:
+        row["retrieval"] = shares
+        parts = {kind: results[f"retrieval-{kind}-{context}"][name] for kind in shares}
         row["retrieval_likelihood"] = {kind: part["likelihood"] for kind, part in parts.items()}
         row["retrieval_values"] = {
             kind: sum(depth["asked"] for depth in part["depths"]) for kind, part in parts.items()
         }
-        base = {kind: results[f"retrieval-{kind}-{context}"][BASELINE] for kind in found}
+        base = {kind: results[f"retrieval-{kind}-{context}"][BASELINE] for kind in shares}
         row |= compare.retrieval(parts, base)
         if name == BASELINE:
             del row["retrieval_lost"]
@@ -101,15 +101,15 @@ def bits(arms: Arms, name: str, context: int) -> dict:
     """Return bits per value, over the layers that grow with the context: inside pages, and of the
     whole cache of `context` tokens with its windows at 16 bits per number; and that cache's bytes."""
     config = arms.configs[name]
-    every = layers_of(arms.loaded.model)
-    layers = [s for s in every if s.kind in COMPRESSED]
+    shapes = layers_of(arms.loaded.model)
+    layers = [s for s in shapes if s.kind in COMPRESSED]
     values = sum(s.values(context) for s in layers)
     inside = sum(s.values(context) * bits_in_pages(s, config) for s in layers)
-    whole = 8 * sum(layer_bytes(s, config, context) for s in layers)
+    size = 8 * sum(layer_bytes(s, config, context) for s in layers)
     return {
         "bits_per_value": inside / values if values else 16.0,
-        "bits_with_windows": whole / values if values else 16.0,
-    } | ({"kv_bytes_in_use": whole // 8} if values else {})
+        "bits_with_windows": size / values if values else 16.0,
+    } | ({"kv_bytes_in_use": size // 8} if values else {})
 
 
 def brief(data: dict) -> dict:
@@ -146,10 +146,10 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
 
 def _found(row: dict, kind: str, is_first: bool) -> str:
     """Format a share of right values; ~ if it is not told apart from full precision's."""
-    found = row.get("retrieval_interval", {}).get(kind)
-    lost = row.get("retrieval_lost", {}).get(kind)
-    alike = not is_first and lost is not None and Interval(*lost).holds(0.0)
-    text = f"{100 * row['retrieval'][kind]:.1f}{limits(found, '.0f', 100)}"
+    ends = row.get("retrieval_interval", {}).get(kind)
+    loss = row.get("retrieval_lost", {}).get(kind)
+    alike = not is_first and loss is not None and Interval(*loss).holds(0.0)
+    text = f"{100 * row['retrieval'][kind]:.1f}{limits(ends, '.0f', 100)}"
     return f"{text} ~" if alike else text
 
 
@@ -197,9 +197,9 @@ def show(data: dict) -> None:
         # One table would be too wide for a terminal.
         tasks = [i for i, name in enumerate(columns) if name in TASK_COLUMNS]
         numbers = [i for i in range(len(columns)) if i not in tasks]
-        for chosen in (numbers, [0, *tasks] if tasks else []):
-            if chosen:
-                cells = [[row[i] for i in chosen] for row in rows]
-                console.print_table([columns[i] for i in chosen], cells, title)
+        for indices in (numbers, [0, *tasks] if tasks else []):
+            if indices:
+                cells = [[row[i] for i in indices] for row in rows]
+                console.print_table([columns[i] for i in indices], cells, title)
         console.say("\n".join([*reasons(data, context), ""]))
     console.say("\n".join(notes(data)))

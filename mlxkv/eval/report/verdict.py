@@ -23,17 +23,20 @@ def judge(row: dict) -> tuple[str, str]:
     A colour counts if both ends of the intervals of KL and of same top have it. Retrieval makes it worse
     where the whole interval of what is lost lies above a limit: few questions show little.
     """
-    found = [_colour(row, end) for end in ("best", "worst")]
-    lost, shown = _lost(row)
+    judgements = [_colour(row, end) for end in ("best", "worst")]
+    lost, proven = _lost(row)
     order = [*LIMITS, "red"]
     if "kl_mean" not in row:
         fits = (colour for colour, limits in LIMITS.items() if lost <= limits["retrieval"])
-        found = [("green", ""), (next(fits, "red"), "")]
-    best, worst = (max(one, shown, key=lambda one: order.index(one[0])) for one in found)
+        judgements = [("green", ""), (next(fits, "red"), "")]
+    best, worst = (
+        max(judgement, proven, key=lambda judgement: order.index(judgement[0]))
+        for judgement in judgements
+    )
     if best[0] == worst[0]:
         return best[0], best[1] or _left(row, lost, best[0])
-    why = worst[1] or f"retrieval: {_points(lost)} below fp16 are not excluded"
-    return OPEN, f"{best[0]} to {worst[0]}; {why}"
+    reason = worst[1] or f"retrieval: {_points(lost)} below fp16 are not excluded"
+    return OPEN, f"{best[0]} to {worst[0]}; {reason}"
 
 
 def _colour(row: dict, end: str) -> tuple[str, str]:
@@ -41,11 +44,11 @@ def _colour(row: dict, end: str) -> tuple[str, str]:
     if "kl_mean" not in row:
         return "green", ""
     if row.get("kl_interval") is None and isfinite(row["kl_mean"]):
-        few = f"{row.get('texts', 1)} texts are too few for an interval"
-        return ("green", "") if end == "best" else ("red", few)
+        shortage = f"{row.get('texts', 1)} texts are too few for an interval"
+        return ("green", "") if end == "best" else ("red", shortage)
     low, high = row.get("kl_interval") or [row["kl_mean"]] * 2
-    least, most = row.get("top1_interval") or [row.get("top1", 1.0)] * 2
-    kl, top = (low, most) if end == "best" else (high, least)
+    top_low, top_high = row.get("top1_interval") or [row.get("top1", 1.0)] * 2
+    kl, top = (low, top_high) if end == "best" else (high, top_low)
     reason = ""
     for colour, limits in LIMITS.items():
         if kl <= limits["kl"] and top >= limits["top1"]:
@@ -53,30 +56,32 @@ def _colour(row: dict, end: str) -> tuple[str, str]:
         if not kl <= limits["kl"]:  # a NaN is red too
             reason = f"mean KL {row['kl_mean']:.3g} [{low:.3g}, {high:.3g}]"
         else:
-            reason = f"same top {100 * row['top1']:.1f} % [{100 * least:.1f}, {100 * most:.1f}]"
+            reason = (
+                f"same top {100 * row['top1']:.1f} % [{100 * top_low:.1f}, {100 * top_high:.1f}]"
+            )
     return "red", reason
 
 
 def _lost(row: dict) -> tuple[float, tuple[str, str]]:
     """Return the most that retrieval may have lost in any kind, and the colour that is shown by it, with
     the broken rule."""
-    most, shown = 0.0, ("green", "")
+    worst, proven = 0.0, ("green", "")
     for kind, (value, low, high) in row.get("retrieval_lost", {}).items():
-        most = max(most, high)
+        worst = max(worst, high)
         text = f"{kind} {_points(value)} [{100 * low:.0f}, {100 * high:.0f}] below fp16"
         if low > LIMITS["amber"]["retrieval"]:
-            return most, ("red", text)
-        if low > LIMITS["green"]["retrieval"] and shown[0] == "green":
-            shown = "amber", text
-    return most, shown
+            return worst, ("red", text)
+        if low > LIMITS["green"]["retrieval"] and proven[0] == "green":
+            proven = "amber", text
+    return worst, proven
 
 
 def _left(row: dict, lost: float, colour: str) -> str:
     """Return what a verdict of KL says nothing about, or an empty string."""
     if colour == "red" or lost <= LIMITS[colour]["retrieval"]:
         return ""
-    asked = min(row.get("retrieval_values", {"": 0}).values())
-    return f"{asked} values leave open up to {_points(lost)} below fp16 in retrieval"
+    count = min(row.get("retrieval_values", {"": 0}).values())
+    return f"{count} values leave open up to {_points(lost)} below fp16 in retrieval"
 
 
 def _points(share: float) -> str:

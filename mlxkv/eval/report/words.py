@@ -23,26 +23,28 @@ def sentences(data: dict, context: int) -> list[tuple[str, str, str]]:
 
 
 def _said(row: dict, base: dict) -> str:
-    said = [VERDICTS[row["verdict"]].capitalize() + "."]
+    clauses = [VERDICTS[row["verdict"]].capitalize() + "."]
     if row["reason"]:
-        said.append(f"Why: {row['reason']}.")
+        clauses.append(f"Why: {row['reason']}.")
     if "kv_bytes_in_use" in row:
-        less = base["kv_bytes_in_use"] / row["kv_bytes_in_use"]
-        said.append(
+        factor = base["kv_bytes_in_use"] / row["kv_bytes_in_use"]
+        clauses.append(
             f"Its cache takes {mebibytes(row['kv_bytes_in_use'])} MiB where full precision takes "
-            f"{mebibytes(base['kv_bytes_in_use'])}: {less:.1f} times less."
+            f"{mebibytes(base['kv_bytes_in_use'])}: {factor:.1f} times less."
         )
     if "top1" in row:
-        said.append(f"The likeliest next token is the same {100 * row['top1']:.1f} % of the time.")
+        clauses.append(
+            f"The likeliest next token is the same {100 * row['top1']:.1f} % of the time."
+        )
     if "retrieval" in row:
         kinds = row["retrieval"]
         share, full = (
-            sum(one[k] for k in kinds) / len(kinds) for one in (kinds, base["retrieval"])
+            sum(shares[k] for k in kinds) / len(kinds) for shares in (kinds, base["retrieval"])
         )
-        said.append(
+        clauses.append(
             f"It finds {100 * share:.0f} % of the facts asked for; full precision {100 * full:.0f} %."
         )
-    return " ".join(said)
+    return " ".join(clauses)
 
 
 def mebibytes(count: float) -> str:

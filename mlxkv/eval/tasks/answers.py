@@ -22,8 +22,8 @@ def score(
         feed.extend(loaded, cache, prompt[:-1])
         prompt = prompt[-1:]
     logs = feed.log_probabilities(loaded, cache, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
-    chosen = mx.take_along_axis(logs, mx.array(tokens)[:, None], axis=-1)[:, 0].tolist()
-    return [[chosen[i] for i in span] for span in spans(loaded, tokens, values)]
+    scores = mx.take_along_axis(logs, mx.array(tokens)[:, None], axis=-1)[:, 0].tolist()
+    return [[scores[i] for i in span] for span in spans(loaded, tokens, values)]
 
 
 def spans(loaded, tokens: list[int], values: Sequence[str]) -> list[list[int]]:
@@ -34,6 +34,6 @@ def spans(loaded, tokens: list[int], values: Sequence[str]) -> list[list[int]]:
     for value in values:
         begin = text.index(value, cursor)
         cursor = begin + len(value)
-        whole = enumerate(zip(starts, ends, strict=True))
-        out.append([i for i, (start, end) in whole if end > begin and start < cursor])
+        places = enumerate(zip(starts, ends, strict=True))
+        out.append([i for i, (start, end) in places if end > begin and start < cursor])
     return out

@@ -34,8 +34,8 @@ def parts(arms: Arms, options: TaskOptions, texts_of: Callable[[int], list[Text]
         for at, text in enumerate(texts_of(context + options.decode + 1)):
 
             def run(arms: Arms, names: list[str], progress: Progress, text=text, context=context):
-                found = measure(arms, names, text.tokens, context, progress)
-                return {name: {"text": text.name, **result} for name, result in found.items()}
+                results = measure(arms, names, text.tokens, context, progress)
+                return {name: {"text": text.name, **result} for name, result in results.items()}
 
             asks = {"text": text.name, "tokens": text.tokens, "chunk": _chunk(arms)}
             name = f"{context}-{at + 1}"
@@ -50,9 +50,9 @@ def pooled(results: dict[str, Results]) -> dict[str, Results]:
     out: dict[str, Results] = {}
     by_context: dict[str, list[Results]] = {}
     for key, part in results.items():
-        if found := re.fullmatch(r"(divergence-\d+)-\d+", key):
-            out.setdefault(found[1], {})  # where its first text stood
-            by_context.setdefault(found[1], []).append(part)
+        if match := re.fullmatch(r"(divergence-\d+)-\d+", key):
+            out.setdefault(match[1], {})  # where its first text stood
+            by_context.setdefault(match[1], []).append(part)
         else:
             out[key] = part
     for key, parts in by_context.items():
@@ -61,21 +61,21 @@ def pooled(results: dict[str, Results]) -> dict[str, Results]:
 
 
 def _pooled(texts: list[dict]) -> dict:
-    scored = [{leg: Tokens.unpacked(one["scored"][leg]) for leg in LEGS} for one in texts]
+    scored = [{leg: Tokens.unpacked(text["scored"][leg]) for leg in LEGS} for text in texts]
     of_each = ("scored", "text", "legs")
     shared = {key: value for key, value in texts[0].items() if key not in of_each}
     return shared | {
-        "legs": {leg: summary(joined([one[leg] for one in scored])) for leg in LEGS},
-        "kv_bytes": max(one["kv_bytes"] for one in texts),
+        "legs": {leg: summary(joined([text[leg] for text in scored])) for leg in LEGS},
+        "kv_bytes": max(text["kv_bytes"] for text in texts),
         "texts": [
             {
-                "name": one["text"],
-                "kl": one["legs"]["decode"]["kl"]["mean"],
-                "top1": one["legs"]["decode"]["same_top"],
-                "ppl_log_ratio": one["legs"]["decode"]["ppl_log_ratio"],
-                "prompt_kl": one["legs"]["prompt"]["kl"]["mean"],
+                "name": text["text"],
+                "kl": text["legs"]["decode"]["kl"]["mean"],
+                "top1": text["legs"]["decode"]["same_top"],
+                "ppl_log_ratio": text["legs"]["decode"]["ppl_log_ratio"],
+                "prompt_kl": text["legs"]["prompt"]["kl"]["mean"],
             }
-            for one in texts
+            for text in texts
         ],
     }
 
@@ -90,11 +90,11 @@ def measure(
     """
     everyone = list(dict.fromkeys((BASELINE, *names)))
     scored: dict[str, dict[str, list[Tokens]]] = {n: {leg: [] for leg in LEGS} for n in names}
-    held = {}
+    stored = {}
     with arms.caches(everyone) as caches:
         for leg, start, stop in _steps(context, len(tokens) - 1, _chunk(arms)):
             if start == context:
-                held = {name: arms.stored(name, caches[name]) for name in names}
+                stored = {name: arms.stored(name, caches[name]) for name in names}
             new, targets = (
                 mx.array(tokens[start:stop])[None],
                 mx.array(tokens[start + 1 : stop + 1]),
@@ -114,7 +114,7 @@ def measure(
             "chunk": _chunk(arms),
             "legs": {"prompt": summary(prompt), "decode": summary(decode)},
             "scored": {"prompt": prompt.packed(), "decode": decode.packed()},
-            "kv_bytes": held[name],
+            "kv_bytes": stored[name],
             "values": values,
         }
     return out

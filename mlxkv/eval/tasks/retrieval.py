@@ -33,23 +33,23 @@ def parts(arms: Arms, options: TaskOptions) -> list[Part]:
     """Return one part per context and document, which is read once for all kinds of questions; `pooled`
     joins their results. Raises UserError for options that cannot be used."""
     check(options)
-    made = texts(arms.loaded, options)
+    document_of = texts(arms.loaded, options)
     return [
         Part(
             "retrieval",
             f"{context}-{index + 1}",
-            partial(_run, made, context, index, options),
-            asked * len(options.kinds),
+            partial(_run, document_of, context, index, options),
+            count * len(options.kinds),
             {
                 "seed": SEED,
                 "kinds": options.kinds,
                 "context": context,
                 "document": index,
-                "questions": asked,
+                "questions": count,
             },
         )
         for context in options.contexts
-        for index, asked in enumerate(asked_of(options))
+        for index, count in enumerate(asked_of(options))
     ]
 
 
@@ -59,8 +59,8 @@ def pooled(results: dict[str, Results]) -> dict[str, Results]:
     out: dict[str, Results] = {}
     by_context: dict[str, list[Results]] = {}
     for key, part in results.items():
-        if found := re.fullmatch(r"retrieval-(\d+)-\d+", key):
-            by_context.setdefault(found[1], []).append(part)
+        if match := re.fullmatch(r"retrieval-(\d+)-\d+", key):
+            by_context.setdefault(match[1], []).append(part)
         else:
             out[key] = part
     for context, documents in by_context.items():
@@ -74,19 +74,21 @@ def pooled(results: dict[str, Results]) -> dict[str, Results]:
 
 def _pooled(kind: str, context: int, documents: list[dict]) -> dict:
     """Join one arm's results; "documents": of each, which values were found."""
-    found = [one["kinds"][kind] for one in documents]
+    of_kind = [document["kinds"][kind] for document in documents]
     right, likely, depths = (
-        [x for one in found for x in one[key]] for key in ("right", "likely", "depths")
+        [x for document in of_kind for x in document[key]] for key in ("right", "likely", "depths")
     )
     return {
         "kind": kind,
         "context": context,
         "tokens": documents[-1]["tokens"],
         "questions": len(right),
-        "values": _mean([value for each in right for value in each]),
-        "every": _mean([all(each) for each in right]),
-        "likelihood": _mean([x for each in likely for value in each for x in value]),
-        "documents": [[value for each in one["right"] for value in each] for one in found],
+        "values": _mean([value for question in right for value in question]),
+        "every": _mean([all(question) for question in right]),
+        "likelihood": _mean([x for question in likely for value in question for x in value]),
+        "documents": [
+            [value for question in document["right"] for value in question] for document in of_kind
+        ],
         "depths": _bins(depths, right, likely),
         "kv_bytes": documents[-1]["kv_bytes"],
     }
@@ -105,8 +107,8 @@ def check(options: TaskOptions) -> None:
 def asked_of(options: TaskOptions) -> list[int]:
     """Return how many questions of each kind are asked about each document."""
     count = max(min(options.samples, options.questions), -(-options.questions // PER_TEXT))
-    least, more = divmod(options.questions, count)
-    return [least + (at < more) for at in range(count)]
+    quotient, remainder = divmod(options.questions, count)
+    return [quotient + (at < remainder) for at in range(count)]
 
 
 def texts(loaded, options: TaskOptions) -> Callable[[int, int], Document]:
@@ -124,11 +126,13 @@ def texts(loaded, options: TaskOptions) -> Callable[[int, int], Document]:
     return text
 
 
-def _run(made, context: int, index: int, options: TaskOptions, arms, names, progress) -> Results:
+def _run(
+    document_of, context: int, index: int, options: TaskOptions, arms, names, progress
+) -> Results:
     out = {}
     for name in names:
         with arms.attached(name) as loaded:
-            document = made(context, index)
+            document = document_of(context, index)
             out[name] = _measure(arms, loaded, name, document, options, progress)
     return out
 
@@ -142,13 +146,15 @@ def _measure(arms: Arms, loaded, name: str, document: Document, options, progres
     for kind, rows in kinds.items():
         for question in document.of(kind):
             prompt = prompts.ask(loaded, document.text, question.question)
-            head, rest = prompts.split(prompt, begin)
+            head, question_tokens = prompts.split(prompt, begin)
             cache = arms.prefixes.read(loaded, name, head)
             tokens, nbytes = len(head), arms.stored(name, cache)
             answer = prompts.answer(loaded, question.answer)
-            log = answers.score(loaded, feed.branch(cache), rest, answer, question.values)
-            found = _found(loaded, feed.branch(cache), rest, question)
-            for key, value in (("right", found), ("likely", log), ("depths", question.depths)):
+            log = answers.score(
+                loaded, feed.branch(cache), question_tokens, answer, question.values
+            )
+            hits = _found(loaded, feed.branch(cache), question_tokens, question)
+            for key, value in (("right", hits), ("likely", log), ("depths", question.depths)):
                 rows[key].append(value)
             progress(1)
     return {"tokens": tokens, "kv_bytes": nbytes, "kinds": kinds}
@@ -174,11 +180,11 @@ def _bins(depths: list, right: list, likely: list) -> list[dict]:
     out = []
     for at in range(BINS):
         hits, logs = [], []
-        for places, found, log in zip(depths, right, likely, strict=True):
-            for depth, hit, each in zip(places, found, log, strict=True):
+        for places, hits_of, log in zip(depths, right, likely, strict=True):
+            for depth, hit, log_of in zip(places, hits_of, log, strict=True):
                 if min(int(depth * BINS), BINS - 1) == at:
                     hits.append(hit)
-                    logs += each
+                    logs += log_of
         out.append(
             {
                 "depth": (at + 0.5) / BINS,

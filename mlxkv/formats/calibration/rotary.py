@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 Span = tuple[int, int]  # positions from and to, without the last
-UNIFORM = (
-    1 << 15
-)  # up to this context all its positions count alike; the context where none is known
-SHORTEST = 1024  # positions of the shortest session of longer contexts
+UNKNOWN = 1 << 15  # the context of a model that names none
+SHORTEST = 1024  # positions of the shortest session
 STILL = 16  # rounding errors: a pair that moves less does not turn
 OFF = 0.03  # largest error of turned rows, as a share: float32 angles are off by .008 at position 131,072
 
@@ -78,10 +76,10 @@ def _harmonics(w: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
 
 
 def contexts(longest: int) -> list[Span]:
-    """Return the spans of positions that a calibration averages over for a model of `longest`: all of them, and
-    above UNIFORM sessions of that length, of half of it, and so on, which count alike."""
+    """Return the spans of positions that a calibration averages over for a model of `longest`: sessions of that
+    length, of half of it, and so on, which count alike. Spec: `positions.contexts`."""
     spans = [(0, longest)]
-    while longest > UNIFORM and (half := spans[-1][1] // 2) >= SHORTEST:
+    while (half := spans[-1][1] // 2) >= SHORTEST:
         spans.append((0, half))
     return spans
 

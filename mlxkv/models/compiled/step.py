@@ -186,8 +186,8 @@ class Kind:
         # The last step has left the numbers on the device: uploading them takes CUDA longer than all
         # that a replay does on the host.
         numbers = [
-            self._carried[one] if one in self._carried else mx.array(one, mx.int32)
-            for one in values
+            self._carried[integers] if integers in self._carried else mx.array(integers, mx.int32)
+            for integers in values
         ]
         self._wait(forms)
         self._now = forms, caches, places, advances
@@ -204,23 +204,23 @@ class Kind:
     def _trace(self, tokens, numbers, arrays, weights):
         self.traces += 1
         forms, caches, places, advances = self._now
-        groups = [Numbers(one) for one in numbers]
+        groups = [Numbers(array) for array in numbers]
         stands = [
-            form.standing_in(own, groups[place])
-            for form, own, place in zip(forms, arrays, places, strict=True)
+            form.standing_in(buffers, groups[place])
+            for form, buffers, place in zip(forms, arrays, places, strict=True)
         ]
-        each = iter(stands)
-        own = [_in_place(cache, each) for cache in caches]
+        queue = iter(stands)
+        in_trace = [_in_place(cache, queue) for cache in caches]
         before = mx.random.state[0]
         with _reasons(), self.weights.replaced(weights):
-            logits = self._logits(self.call(self.weights.model, tokens, cache=own))
+            logits = self._logits(self.call(self.weights.model, tokens, cache=in_trace))
         if mx.random.state[0] is not before:  # a replay would draw the same again
             raise Untraceable("the model's code draws random numbers")
-        self._shared = [i for i, one in enumerate(stands) if getattr(one, "shared", False)]
+        self._shared = [i for i, stand in enumerate(stands) if getattr(stand, "shared", False)]
         self._wait(forms)
         then = [
-            one + mx.array(by, mx.int32) if by else one
-            for one, by in zip(numbers, advances, strict=True)
+            array + mx.array(by, mx.int32) if by else array
+            for array, by in zip(numbers, advances, strict=True)
         ]
         return logits, [_written(stand) for stand in stands], then
 
@@ -229,7 +229,7 @@ class Kind:
         if isinstance(out, mx.array):
             return out
         fields = vars(out) if is_dataclass(out) else {}
-        more = [name for name, one in fields.items() if name != "logits" and one is not None]
+        more = [name for name, x in fields.items() if name != "logits" and x is not None]
         if more or not isinstance(fields.get("logits"), mx.array):
             raise Untraceable(f"the model's code returns more than logits ({', '.join(more)})")
         self.output = type(out)
@@ -259,10 +259,10 @@ def _reasons() -> Iterator[None]:
         raise Untraceable(error) from None
 
 
-def _same(one: mx.array | None, other: mx.array | None) -> bool:
-    if one is None or other is None or one.shape != other.shape:
+def _same(x: mx.array | None, y: mx.array | None) -> bool:
+    if x is None or y is None or x.shape != y.shape:
         return False
-    return mx.array_equal(one, other).item()
+    return mx.array_equal(x, y).item()
 
 
 def _written(stand: StandIn) -> list[mx.array]:
@@ -274,7 +274,7 @@ def _written(stand: StandIn) -> list[mx.array]:
 def forms_of(cache, new: int) -> list[Form]:
     """The forms of a cache, of each in a list of caches. Raises NotYet, Untraceable."""
     if isinstance(cache, CacheList):
-        return [form for one in cache.caches for form in forms_of(one, new)]
+        return [form for member in cache.caches for form in forms_of(member, new)]
     kind = FORMS.get(type(cache))
     if kind is None and isinstance(cache, ArraysCache):
         kind = Arrays
@@ -288,7 +288,7 @@ def _in_place(cache, stands):
     if not isinstance(cache, CacheList):
         return next(stands)
     out = CacheList.__new__(CacheList)
-    out.caches = tuple(_in_place(one, stands) for one in cache.caches)
+    out.caches = tuple(_in_place(member, stands) for member in cache.caches)
     return out
 
 
@@ -297,16 +297,18 @@ def grouped(forms: Sequence[Form]):
     much they grow."""
     groups, places, members = {}, [], []
     for i, form in enumerate(forms):
-        found = groups.get(form.lockstep)
-        if (
-            found is not None and members[found].state != form.state
-        ):  # one that was taken back alone
-            found = None
-        if found is None:
-            found = groups[form.lockstep if form.lockstep not in groups else i] = len(members)
+        group = groups.get(form.lockstep)
+        if group is not None and members[group].state != form.state:
+            group = None  # a cache that was taken back alone
+        if group is None:
+            group = groups[form.lockstep if form.lockstep not in groups else i] = len(members)
             members.append(form)
-        places.append(found)
-    return tuple(places), [one.numbers for one in members], tuple(one.advance for one in members)
+        places.append(group)
+    return (
+        tuple(places),
+        [form.numbers for form in members],
+        tuple(form.advance for form in members),
+    )
 
 
 # -- `trial`: whether decode steps of a model can be traced, known before its first token. Computes nothing.
@@ -333,11 +335,11 @@ def trial(model: nn.Module, call: Callable, caches: list, prompt: int) -> str:
     try:
         _forms(caches)
         call(model, mx.zeros((1, prompt), mx.int32), cache=caches)
-        for left in reversed(range(STEPS)):
+        for more in reversed(range(STEPS)):
             try:
                 _trace(model, call, tokens, caches)
             except NotYet:
-                if not left:
+                if not more:
                     raise
                 call(model, tokens, cache=caches)
     except _Traced:
@@ -352,7 +354,7 @@ def trial(model: nn.Module, call: Callable, caches: list, prompt: int) -> str:
 
 
 def _leaves(caches: list) -> list:
-    return [one for cache in caches for one in getattr(cache, "caches", (cache,))]
+    return [leaf for cache in caches for leaf in getattr(cache, "caches", (cache,))]
 
 
 def _forms(caches: list) -> list:

@@ -267,7 +267,7 @@ class _IndexedProbe(LatentProbe):
 # -- The families of mlx-lm that cannot be compressed, by their file in `mlx_lm/models`, and why.
 #
 # A family can be compressed if it only passes what `cache.update_and_fetch` returns to
-# `scaled_dot_product_attention` or to a later layer, or where its own code is reached (`own_code`), or caches
+# `scaled_dot_product_attention` or to a later layer, or where its own code is reached (`rebind.OWN_CODE`), or caches
 # latents. A test derives this table from the source of the installed mlx-lm.
 
 OWN_CACHE = "its code stores compressed groups of tokens in a cache of its own"

@@ -148,18 +148,10 @@ def metal_kernel(
 
 
 def tile_header(lane_map: str) -> str:
-    """Header with the tile product: `simdgroup` as on Metal, `mma` with the lane map of CUDA; the
-    text for CUDA itself is `mma_sync`."""
-    ours, theirs = (
-        Path(__file__).parent / "tile",
-        Path(__file__).parents[3] / "mlxkv" / "metal" / "text" / "tile",
-    )
-    files = {
-        "simdgroup": theirs / "tile_metal.h",
-        "mma": ours / "mma.h",
-        "mma_sync": theirs / "tile_cuda.h",
-    }
-    return files[lane_map].read_text(encoding="utf-8")
+    """Header with the tile product: `simdgroup` as on Metal, `mma` with the lane map of CUDA."""
+    metal = Path(__file__).parents[3] / "mlxkv" / "metal" / "text" / "tile" / "tile_metal.h"
+    mma = Path(__file__).parent / "tile" / "mma.h"
+    return {"simdgroup": metal, "mma": mma}[lane_map].read_text(encoding="utf-8")
 
 
 def check_sizes(kernel: Kernel, inputs: Any, shapes: Any, types: Any) -> None:

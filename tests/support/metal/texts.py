@@ -204,7 +204,7 @@ def families() -> dict[str, tuple[str, ...]]:
         if config.compresses:
             key = (config.keys.quantizer, config.values.quantizer, config.page)
             found.setdefault(key, []).append(name)
-    return {names[0]: tuple(names) for names in found.values()}
+    return {names[0]: tuple(names) for names in found.values()} | {FILL: (FILL,)}
 
 
 def dump(

@@ -1,1 +1,0 @@
-"""Codes whose bits differ by channel or direction, in plain MLX ops."""
