@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+from importlib.metadata import version
 
 from mlxkv.console import note, working
+from mlxkv.errors import UserError
 from mlxkv.models.catalog.aliases import resolve
 from mlxkv.models.catalog.locate import require
 from mlxkv.serve.options import ServeOptions
@@ -17,6 +19,9 @@ def serve(**given) -> None:
     if given["api_key"] in (None, []):  # "" was meant to be one, and is refused
         given["api_key"] = os.environ.get("MLXKV_API_KEY", "").splitlines()
     options = ServeOptions(**given)
+    # Batches of older ones have other words for where a reply ends.
+    if (installed := version("mlx-lm")).startswith("0.31"):
+        raise UserError(f"[serve] needs mlx-lm 0.32, for Python 3.11 and newer; got {installed}")
     require(resolve(options.model))
     if os.environ.get("MLX_RANK", "0") == "0":  # of several processes the first one speaks
         note(f"{options.model.strip()} · --kv {options.kv.strip()}")

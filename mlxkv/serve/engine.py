@@ -289,8 +289,8 @@ class Engine:
             job.put(error)
             return
         self.sessions.tenant = job.tenant
-        cache, rest = self.sessions.fetch_nearest_cache(MODEL, prompt.tokens)
-        job.cache_tokens = job.cached_tokens = len(prompt.tokens) - len(rest)
+        cache, suffix = self.sessions.fetch_nearest_cache(MODEL, prompt.tokens)
+        job.cache_tokens = job.cached_tokens = len(prompt.tokens) - len(suffix)
         segments = _without_start(prompt.segments, job.cached_tokens)
         job.segment_kinds = prompt.kinds[-len(segments) :][::-1]
         last = prompt.tokens[-1:] if request.continue_final_message else ()
@@ -435,9 +435,9 @@ class Engine:
             return
         self._measured = time.monotonic()
         self.kv_allocated = self._generator.prompt_cache_nbytes
-        held = [job.cache_tokens for job in self.jobs.values()]
-        self.kv_bytes = sum(map(self.memory.in_use, held))
-        self.kv_bytes_fp16 = sum(map(self.memory.fp16, held))
+        lengths = [job.cache_tokens for job in self.jobs.values()]
+        self.kv_bytes = sum(map(self.memory.in_use, lengths))
+        self.kv_bytes_fp16 = sum(map(self.memory.fp16, lengths))
 
     # -- for other threads
 
@@ -489,8 +489,15 @@ class Engine:
 
 def load_model(options: ServeOptions, group: mx.distributed.Group | None = None) -> Loaded:
     """Load the model of a server and build what decoding needs, in the thread that decodes."""
-    given = options.kv, options.kv_strict, options.dtype, options.calibration, options.fold, group
-    loaded = load(options.model, *given, weights=options.weights)
+    settings = (
+        options.kv,
+        options.kv_strict,
+        options.dtype,
+        options.calibration,
+        options.fold,
+        group,
+    )
+    loaded = load(options.model, *settings, weights=options.weights)
     warm_up(loaded)
     return loaded
 
@@ -502,8 +509,8 @@ def finite(logprob: float) -> float | None:
 
 def _without_start(segments: list[list[int]], count: int) -> list[list[int]]:
     """Segments without their first `count` tokens; a token stays."""
-    first, *others = segments
+    first, *tail = segments
     while count >= len(first):
         count -= len(first)
-        first, *others = others
-    return [first[count:], *others]
+        first, *tail = tail
+    return [first[count:], *tail]

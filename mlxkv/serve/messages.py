@@ -1,6 +1,6 @@
 """What rank 0 tells the other processes, as JSON, which runs no code: requests, their tokens, refusals.
 
-What is read is checked for its shape and its types. No process but rank 0 needs what was said: messages
+What is read is checked for its shape and its types. No process but rank 0 needs texts: messages
 become tokens there.
 """
 
@@ -44,8 +44,8 @@ def job_from_json(data: Any) -> Job:
     hints = {
         name: hint for name, hint in get_type_hints(Request).items() if name not in LOCAL_FIELDS
     }
-    asked = Request(**_fields(hints, check_type(dict[str, Any], data[0])))
-    return Job(asked, check_type(str, data[1]))
+    request = Request(**_fields(hints, check_type(dict[str, Any], data[0])))
+    return Job(request, check_type(str, data[1]))
 
 
 def meeting_from_json(data: Any) -> tuple[Job | None, list[int], int]:

@@ -43,10 +43,10 @@ class SingleGenerator:
         self._uid, self._cache = 0, []
         self._work: Generator[tuple[list, list], None, None] | None = None
 
-    def insert_segments(self, segments: list, *, caches: list, **each: list) -> list[int]:
+    def insert_segments(self, segments: list, *, caches: list, **settings: list) -> list[int]:
         self._uid, self._cache = self._uid + 1, caches[0]
         prompt = [token for segment in segments[0] for token in segment]
-        self._work = self._serve(self._uid, prompt, **{name: x[0] for name, x in each.items()})
+        self._work = self._serve(self._uid, prompt, **{name: x[0] for name, x in settings.items()})
         return [self._uid]
 
     def next(self) -> tuple[list[PromptResponse], list[TokenResponse]]:

@@ -193,11 +193,13 @@ def test_what_this_server_does_not_have(server):
 
 def test_a_client_that_hangs_up_frees_its_place(server):
     before = server.metrics.cut_off
-    with asking(server, prompt=LONG, max_tokens=1500, stream=True) as line:
+    with asking(server, **ENDLESS, stream=True) as line:
         assert line.recv(10).startswith(b"HTTP")
-        until(lambda: server.metrics.active)
+        until(lambda: server.engine.jobs)
+        (job,) = server.engine.jobs.values()
     settled(server)
     until(lambda: server.metrics.cut_off == before + 1)
+    assert job.cache_tokens < ENDLESS["max_tokens"]  # nothing more is written
 
 
 def test_who_leaves_while_waiting_is_forgotten(model_folder, monkeypatch):

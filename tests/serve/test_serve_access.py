@@ -174,6 +174,12 @@ def test_an_empty_key_is_none_that_was_forgotten(monkeypatch):
         serve(**given | {"api_key": None})
 
 
+def test_an_mlx_lm_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr("mlxkv.serve.command.version", lambda name: "0.31.3")
+    with pytest.raises(UserError, match=r"needs mlx-lm 0.32.*got 0.31.3"):
+        serve(**dataclasses.asdict(ServeOptions()))
+
+
 def test_over_http(model_folder, monkeypatch):
     origin = "http://app.example"
     with serving(model_folder, api_key="secret", allow_origin=[origin]) as server:

@@ -62,21 +62,21 @@ class Completion(Reply):
 
     def _chunk(self, reason: str | None) -> dict:
         """Return what was said since the last one."""
-        said = {kind: "".join(x[1] for x in self._parts if x[0] == kind) for kind in SPOKEN}
+        texts = {kind: "".join(x[1] for x in self._parts if x[0] == kind) for kind in SPOKEN}
         calls = [self._call(*part[1:]) for part in self._parts if part[0] == "call"]
         choice = {"index": 0, "finish_reason": reason}
         if self._logprobs:
             choice["logprobs"] = self._logprobs_document()
         self._parts, self._logprobs = [], []
         if not self.request.chat:
-            return self._head | {"choices": [choice | {"text": said["text"]}]}
+            return self._head | {"choices": [choice | {"text": texts["text"]}]}
         message: dict = {"role": "assistant"}
         if not self.streams:
-            message["content"] = said["text"] or (None if calls else "")
-        elif said["text"]:
-            message["content"] = said["text"]
-        if said["thinking"]:
-            message["reasoning"] = said["thinking"]
+            message["content"] = texts["text"] or (None if calls else "")
+        elif texts["text"]:
+            message["content"] = texts["text"]
+        if texts["thinking"]:
+            message["reasoning"] = texts["thinking"]
         if calls:
             message["tool_calls"] = calls
         name = "delta" if self.streams else "message"

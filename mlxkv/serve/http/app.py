@@ -155,15 +155,15 @@ def _too_large(count: int, limit: int) -> Refused:
 
 async def body_of(request: Request, limit: int) -> bytes:
     """The bytes of a request's body. Raises Refused, and ClientDisconnect where the client has left."""
-    data, wire, more = bytearray(), request.scope["wire"], True
-    while more:
+    data, wire, has_more = bytearray(), request.scope["wire"], True
+    while has_more:
         message = await request.receive()
         if wire.refusal is not None:
             raise wire.refusal
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         data += message["body"]
-        more = message["more_body"]
+        has_more = message["more_body"]
         if len(data) > limit:
             raise _too_large(len(data), limit)
     return bytes(data)

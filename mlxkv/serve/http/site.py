@@ -42,15 +42,15 @@ class Site:
             sampling=self.loaded.sampling,
         )
 
-    def kv(self, whole: bool = True) -> dict:
-        """The document of /v1/kv. whole: with numbers that depend on what all clients ask."""
+    def kv(self, is_operator: bool = True) -> dict:
+        """The document of /v1/kv. is_operator: with numbers that depend on what all clients ask."""
         engine, loaded = self.engine, self.loaded
         memory, sessions, disk = engine.memory, engine.sessions, engine.sessions.disk
-        kept = None
+        disk_document = None
         if disk is not None:
             counts = {"saved": disk.saved, "found": disk.found, "failed": disk.failed}
-            kept = {"files": len(disk.entries), "bytes": disk.nbytes, **counts}
-        own = {
+            disk_document = {"files": len(disk.entries), "bytes": disk.nbytes, **counts}
+        document = {
             "model": self.name,
             "kv": loaded.kv_name,
             "backend": backend(),
@@ -67,9 +67,9 @@ class Site:
             "layers": [asdict(layer) for layer in loaded.layers],
             "memory": {"bound_bytes": memory.bound},
         }
-        if not whole:
-            return own
-        return own | {
+        if not is_operator:
+            return document
+        return document | {
             # The same beside what is promised now: a request of so many tokens is admitted.
             "safe_tokens": memory.longest(self.served.longest, beside=True),
             "memory": {
@@ -98,18 +98,18 @@ class Site:
                 "tokens_found": sessions.tokens_found,
                 "evicted": sessions.evicted,
             },
-            "disk": kept,
+            "disk": disk_document,
             "active_requests": self.metrics.active,
         }
 
     def gauges(self):
         """Yield the numbers of /v1/kv for the metrics: (name, help, value)."""
-        found = self.kv()
-        yield "safe_tokens", "Of a request that is admitted now.", found["safe_tokens"]
-        for name, value in found["memory"].items():
+        document = self.kv()
+        yield "safe_tokens", "Of a request that is admitted now.", document["safe_tokens"]
+        for name, value in document["memory"].items():
             yield f"kv_{name}", "Of KV caches (mlx: of all arrays).", value
-        for name, value in found["sessions"].items():
+        for name, value in document["sessions"].items():
             yield f"sessions_{name}", "Of the prompt cache.", value
-        for name, value in (found["disk"] or {}).items():
+        for name, value in (document["disk"] or {}).items():
             yield f"disk_{name}", "Of sessions on disk.", value
         yield "wrong_keys", "API keys that were refused since the start.", self.keys.wrong

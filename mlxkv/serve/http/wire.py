@@ -142,8 +142,8 @@ class Wire(H11Protocol):
     the request. refusal: why whoever reads its body has to stop, or None.
     """
 
-    def __init__(self, limits: Limits, **given: Any):
-        super().__init__(**given)
+    def __init__(self, limits: Limits, **settings: Any):
+        super().__init__(**settings)
         self.limits, self._application = limits, self.app
         self.app = self._answer
         self.state: str | None = None
