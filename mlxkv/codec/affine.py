@@ -57,8 +57,8 @@ def clip_rows(x: mx.array, rank: int) -> mx.array:
     if rank == 1:
         return x
     rows = x.size // x.shape[-1]
-    if rows > (most := rows_at_once()):
-        parts = x.reshape(rows, -1).split(range(most, rows, most))
+    if rows > (rows_each := rows_at_once()):
+        parts = x.reshape(rows, -1).split(range(rows_each, rows, rows_each))
         return mx.concatenate([clip_rows(part, rank) for part in parts]).reshape(x.shape)
     size, at = mx.abs(x), x.shape[-1] - rank
     limit = mx.partition(size, at, axis=-1)[..., at : at + 1]  # selected, not sorted, on the CPU
@@ -74,9 +74,9 @@ def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
     top = 2**spec.bits - 1
     middle = 2 ** (spec.bits - 1)
     if spec.symmetric:
-        most = mx.abs(g).max(-1)
-        most = _of_pages(most, page) if spec.shared else most
-        scale = half(most / (middle - 1), HALF_MAX / middle)
+        peak = mx.abs(g).max(-1)
+        peak = _of_pages(peak, page) if spec.shared else peak
+        scale = half(peak / (middle - 1), HALF_MAX / middle)
         bias, low = scale.astype(mx.float32) * -middle, 1
     else:
         stored_bias = half(g.min(-1))
@@ -92,10 +92,10 @@ def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
     return stored if spec.symmetric else {**stored, "bias": stored_bias}
 
 
-def _of_pages(most: mx.array, page: int) -> mx.array:
+def _of_pages(peaks: mx.array, page: int) -> mx.array:
     """The maximum over the kv heads and tokens of each page, [B, G, T, 1], for every one of them."""
-    pages = most.reshape(*most.shape[:2], -1, page)
-    return mx.broadcast_to(pages.max((1, 3), keepdims=True), pages.shape).reshape(most.shape)
+    pages = peaks.reshape(*peaks.shape[:2], -1, page)
+    return mx.broadcast_to(pages.max((1, 3), keepdims=True), pages.shape).reshape(peaks.shape)
 
 
 def _bias(spec: Affine, stored: dict[str, mx.array]) -> mx.array:
@@ -223,8 +223,8 @@ def _plane_products(x: mx.array, codes: mx.array, bits: int) -> mx.array:
     places = x.reshape(*x.shape[:-1], words.shape[-2], -1)
     places = mx.contiguous(mx.moveaxis(places, -1, 0))
     out = None
-    for one, plane in zip(places, packing.planes(words, bits), strict=True):
-        out = one @ plane if out is None else mx.addmm(out, one, plane)
+    for place, plane in zip(places, packing.planes(words, bits), strict=True):
+        out = place @ plane if out is None else mx.addmm(out, place, plane)
     return out
 
 
@@ -270,12 +270,14 @@ def _folded_mix(spec, p, stored, dims, group):
 def _product(spec, x, stored, dims, page, transpose):
     form = _form(spec, dims, page)
     if form.tail:
-        (split, head), (rest, tail) = _cut(spec, form.group, stored, dims)
+        (split, head), (tail_dims, tail) = _cut(spec, form.group, stored, dims)
         if transpose:
-            whole = _product(spec, x[..., :split], head, split, page, True)
-            return whole + _product(spec, x[..., split:], tail, rest, page, True)
-        whole = _product(spec, x, head, split, page, False)
-        return mx.concatenate([whole, _product(spec, x, tail, rest, page, False)], axis=-1)
+            head_product = _product(spec, x[..., :split], head, split, page, True)
+            return head_product + _product(spec, x[..., split:], tail, tail_dims, page, True)
+        head_product = _product(spec, x, head, split, page, False)
+        return mx.concatenate(
+            [head_product, _product(spec, x, tail, tail_dims, page, False)], axis=-1
+        )
     if transpose and (form.mlx or form.folds) and _splits(spec, stored["codes"].shape[2]):
         return _plane_scores(spec, x, stored, dims, form.group)
     rows = x.shape[-2]

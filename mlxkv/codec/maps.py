@@ -42,10 +42,10 @@ class LayerMaps:
 
     def check(self, heads: int) -> None:
         """Raises UserError unless they fit this number of kv heads."""
-        made = {len(side.down) for side in (self.keys, self.values) if side.down.ndim == 3}
+        counts = {len(side.down) for side in (self.keys, self.values) if side.down.ndim == 3}
         if self.centre is not None:
-            made.add(len(self.centre.mean))
-        for count in made:
+            counts.add(len(self.centre.mean))
+        for count in counts:
             if count != heads:
                 raise UserError(
                     f"[attach] this calibration has maps of {count} kv heads; got {heads}, "
@@ -67,8 +67,8 @@ _at_hand: WeakValueDictionary[Key, LayerMaps] = WeakValueDictionary()
 
 def _known(keys: Transform, values: Transform, centre: Centre | None, *key) -> LayerMaps:
     """Unpickle: maps at hand are shared, as copies do; others are at hand from here on."""
-    made = LayerMaps(keys, values, *key, centre=centre)
-    return _at_hand.setdefault(key, made) if made.digest else made
+    layer_maps = LayerMaps(keys, values, *key, centre=centre)
+    return _at_hand.setdefault(key, layer_maps) if layer_maps.digest else layer_maps
 
 
 def of(
@@ -82,23 +82,23 @@ def of(
     out = {}
     for name in calibration.layers if names is None else names:
         key = (calibration.digest, name, kinds, False)
-        made = _at_hand.get(key)
-        if made is None:
+        layer_maps = _at_hand.get(key)
+        if layer_maps is None:
             mean = layers.key_mean(calibration, kinds, name)
             sides, centre = (
                 _sides(calibration, kinds, name),
                 None if mean is None else _centre(mean),
             )
-            made = _at_hand[key] = LayerMaps(*sides, *key, centre=centre)
-        out[name] = made
+            layer_maps = _at_hand[key] = LayerMaps(*sides, *key, centre=centre)
+        out[name] = layer_maps
     return out
 
 
 def _sides(calibration: Calibration, kinds: Kinds, name: str) -> list[Transform]:
     """The transforms of keys and of values of the layer `name`."""
     layer, out = calibration.layers[name], []
-    both = zip(kinds, SIDES, layers.pairs(calibration, kinds, name), strict=True)
-    for kind, side, pair in both:
+    triples = zip(kinds, SIDES, layers.pairs(calibration, kinds, name), strict=True)
+    for kind, side, pair in triples:
         scaled = kind == SCALED
         out.append(
             _scaled(layers.channel_scale(getattr(layer, side).peaks)) if scaled else _pair(*pair)
@@ -113,10 +113,10 @@ def folded(layer_maps: LayerMaps, yes: bool = True) -> LayerMaps:
     if not layer_maps.digest:  # of no calibration: not shared
         return replace(layer_maps, folded=yes)
     key = (layer_maps.digest, layer_maps.layer, layer_maps.kinds, yes)
-    made = _at_hand.get(key)
-    if made is None:
-        made = _at_hand[key] = replace(layer_maps, folded=yes)
-    return made
+    other_maps = _at_hand.get(key)
+    if other_maps is None:
+        other_maps = _at_hand[key] = replace(layer_maps, folded=yes)
+    return other_maps
 
 
 def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
@@ -129,16 +129,16 @@ def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
     for side in (layer_maps.keys, layer_maps.values):
         heads = side.down.shape[0] if side.down.ndim == 3 else size
         mine = layers.share(heads, rank, size, layer_maps.layer)
-        whole = side.down.ndim == 2
-        sides.append(side if whole else Transform(side.down[mine], side.up[mine]))
+        is_shared = side.down.ndim == 2
+        sides.append(side if is_shared else Transform(side.down[mine], side.up[mine]))
     digest = layer_maps.digest and f"{layer_maps.digest} {rank} of {size}"
     key = (digest, layer_maps.layer, layer_maps.kinds, layer_maps.folded)
-    made = _at_hand.get(key) if digest else None
-    if made is None:
-        made = LayerMaps(*sides, *key, centre=centre)
+    maps_of_rank = _at_hand.get(key) if digest else None
+    if maps_of_rank is None:
+        maps_of_rank = LayerMaps(*sides, *key, centre=centre)
         if digest:
-            _at_hand[key] = made
-    return made
+            _at_hand[key] = maps_of_rank
+    return maps_of_rank
 
 
 def reads_folded(digest: str, layer: str, folds: bool, kinds: Kinds) -> bool:
@@ -153,10 +153,10 @@ def reads_folded(digest: str, layer: str, folds: bool, kinds: Kinds) -> bool:
 
 def find(digest: str, layer: str, folds: bool = False, kinds: Kinds = ROTATED) -> LayerMaps:
     """The maps that a saved cache names. Raises UserError if they are not on this machine."""
-    if (made := _at_hand.get((digest, layer, kinds, folds))) is not None:
-        return made
-    if (made := _at_hand.get((digest, layer, kinds, not folds))) is not None:
-        return folded(made, folds)
+    if (layer_maps := _at_hand.get((digest, layer, kinds, folds))) is not None:
+        return layer_maps
+    if (layer_maps := _at_hand.get((digest, layer, kinds, not folds))) is not None:
+        return folded(layer_maps, folds)
     calibration = artifact.with_digest(digest)
     if calibration is None or layer not in calibration.layers:
         raise UserError(
@@ -201,8 +201,10 @@ def _random(kind: str, heads: int, dims: int) -> Transform:
         return _scaled(2 ** np.cos(np.arange(dims)))
     # Stretched by 1/2 to 2 between two rotations, so that `up` is far from the transpose.
     stretch = 2 ** np.linspace(-1, 1, dims)
-    other = matrices.random_basis(heads, dims, dims + 1)
-    return _pair(turn * stretch @ other, other.swapaxes(-1, -2) / stretch @ turn.swapaxes(-1, -2))
+    turn_back = matrices.random_basis(heads, dims, dims + 1)
+    return _pair(
+        turn * stretch @ turn_back, turn_back.swapaxes(-1, -2) / stretch @ turn.swapaxes(-1, -2)
+    )
 
 
 def _turn(down: np.ndarray) -> Transform:
@@ -217,5 +219,7 @@ def _scaled(scale: np.ndarray) -> Transform:
 
 def _pair(down: np.ndarray, up: np.ndarray) -> Transform:
     """The transform of a map and its inverse, shaped as for `_turn`."""
-    both = (x[0] if len(x) == 1 else x for x in (down, up))
-    return Transform(*(mx.array(np.ascontiguousarray(x.astype(np.float32))) for x in both))
+    matrices_of_heads = (x[0] if len(x) == 1 else x for x in (down, up))
+    return Transform(
+        *(mx.array(np.ascontiguousarray(x.astype(np.float32))) for x in matrices_of_heads)
+    )

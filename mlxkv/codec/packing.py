@@ -45,12 +45,12 @@ def pack(codes: mx.array, bits: int) -> mx.array:
     )
     out = []
     for w in range(words):
-        here, before = (
+        starts, straddling = (
             np.flatnonzero(word == w),
             np.flatnonzero((word == w - 1) & (bit + bits > 32)),
         )
-        total = low[..., here[0] : here[-1] + 1].sum(-1)
-        for i in before:
+        total = low[..., starts[0] : starts[-1] + 1].sum(-1)
+        for i in straddling:
             total = total + spill[..., int(i)]
         out.append(total)
     return mx.stack(out, -1)
@@ -65,8 +65,10 @@ def unpack(words: mx.array, bits: int, dims: int) -> mx.array:
     word, bit = _places(dims, bits)
     straddles = bit + bits > 32
     low = mx.take(words, mx.array(word), -1) >> mx.array(bit.astype(np.uint32))
-    after = mx.take(words, mx.array(np.minimum(word + 1, words.shape[-1] - 1)), -1)
-    high = mx.where(mx.array(straddles), after << mx.array(((32 - bit) % 32).astype(np.uint32)), 0)
+    next_words = mx.take(words, mx.array(np.minimum(word + 1, words.shape[-1] - 1)), -1)
+    high = mx.where(
+        mx.array(straddles), next_words << mx.array(((32 - bit) % 32).astype(np.uint32)), 0
+    )
     return (low | high) & mask
 
 

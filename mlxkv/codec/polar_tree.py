@@ -24,9 +24,9 @@ Books = list[mx.array]  # of the levels, [n], or [B, G, pages, 1, 1, n]
 
 
 @cache
-def _books(given: tuple[tuple[float, ...], ...]) -> Books:
-    """The given codebooks, or the codebooks of Gaussian vectors."""
-    books = given or (levels.angles(i, bits) for i, bits in enumerate(TREE_BITS, 1))
+def _books(codebooks: tuple[tuple[float, ...], ...]) -> Books:
+    """Return the given codebooks, or the codebooks of Gaussian vectors."""
+    books = codebooks or (levels.angles(i, bits) for i, bits in enumerate(TREE_BITS, 1))
     return [mx.array(np.asarray(book, np.float32)) for book in books]
 
 
@@ -50,19 +50,19 @@ def _nearest(angles: mx.array, book: mx.array) -> mx.array:
     return code
 
 
-def _fitted(angles: mx.array, there: mx.array, start: mx.array) -> mx.array:
-    """k-means from `start` [n] over the last two axes of angles; `there` says which angles count.
+def _fitted(angles: mx.array, valid: mx.array, start: mx.array) -> mx.array:
+    """k-means from `start` [n] over the last two axes of angles; `valid` says which angles count.
 
-    angles, there: [..., T, m] -> [..., n]. Spec: `spec.polar_tree.fit_codebook`.
+    angles, valid: [..., T, m] -> [..., n]. Spec: `spec.polar_tree.fit_codebook`.
     """
     count = start.shape[0]
     book = mx.broadcast_to(start, (*angles.shape[:-2], 1, 1, count))
-    angles = mx.where(there, angles, 0.0)
+    angles = mx.where(valid, angles, 0.0)
     for _ in range(TREE_STEPS):
         near = _nearest(angles, book)
         means = []
         for i in range(count):
-            mine = mx.logical_and(near == i, there)
+            mine = mx.logical_and(near == i, valid)
             number = mine.sum((-1, -2))
             total = mx.where(mine, angles, 0.0).sum((-1, -2))
             old = book[..., 0, 0, i]
@@ -79,8 +79,8 @@ def _fit_levels(x: mx.array) -> tuple[mx.array, list[mx.array], Books]:
         pairs = sizes.reshape(*sizes.shape[:-1], -1, 2)
         sizes = mx.sqrt((pairs * pairs).sum(-1))
         # (0, 0) has no angle, and NaN or infinity would spoil the codebook of the page.
-        there = mx.logical_and(sizes > 0, mx.isfinite(sizes))
-        books.append(_fitted(angle, there, start))
+        valid = mx.logical_and(sizes > 0, mx.isfinite(sizes))
+        books.append(_fitted(angle, valid, start))
     return radii, angles, books
 
 
@@ -122,10 +122,10 @@ def split(stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
     the angles of level 3 and of level 4 (which the two halves of 16 dims both have), then both of
     level 2, two bits each.
     """
-    one, two, three, four = codes_of(stored, dims, page)
-    low = mx.stack([one & 3, one >> 2], -1).reshape(*one.shape[:-1], dims)
-    two = two.reshape(*two.shape[:-1], -1, 2)
-    angles = mx.stack([three, mx.repeat(four, 2, axis=-1), two[..., 0], two[..., 1]], -1)
+    first, second, third, fourth = codes_of(stored, dims, page)
+    low = mx.stack([first & 3, first >> 2], -1).reshape(*first.shape[:-1], dims)
+    second = second.reshape(*second.shape[:-1], -1, 2)
+    angles = mx.stack([third, mx.repeat(fourth, 2, axis=-1), second[..., 0], second[..., 1]], -1)
     high = mx.stack([angles & 1, angles >> 1], -1).reshape(low.shape)
     codes = low + (high << 2)
     return codes.reshape(*codes.shape[:2], -1, dims)
@@ -136,9 +136,9 @@ def join(codes: mx.array, radii: mx.array) -> dict[str, mx.array]:
     low = (codes & 3).reshape(*codes.shape[:-1], -1, 2)
     high = (codes >> 2).reshape(*codes.shape[:-1], -1, 4, 2)
     angles = high[..., 0] + 2 * high[..., 1]
-    two = angles[..., 2:].reshape(*codes.shape[:-1], -1)
-    one = low[..., 0] + 4 * low[..., 1]
-    return stored_of([one, two, angles[..., 0], angles[..., ::2, 1]], radii)
+    second = angles[..., 2:].reshape(*codes.shape[:-1], -1)
+    first = low[..., 0] + 4 * low[..., 1]
+    return stored_of([first, second, angles[..., 0], angles[..., ::2, 1]], radii)
 
 
 def _page_books(books: mx.array) -> Books:
@@ -172,11 +172,11 @@ def _split(radii: mx.array, code: mx.array, book: mx.array) -> mx.array:
     pairs = mx.stack([mx.cos(book), mx.sin(book)], -1)  # few cosines, many looked up
     if book.ndim == 1:
         return (pairs[code] * radii[..., None]).reshape(*radii.shape[:-1], -1)
-    whole = (*pairs.shape[:3], book.shape[-1], 2)
+    shape = (*pairs.shape[:3], book.shape[-1], 2)
     at = code.reshape(*code.shape[:3], -1)[..., None]
-    chosen = mx.take_along_axis(pairs.reshape(whole), at, axis=3)
-    chosen = chosen.reshape(*code.shape, 2)
-    return (chosen * radii[..., None]).reshape(*radii.shape[:-1], -1)
+    points = mx.take_along_axis(pairs.reshape(shape), at, axis=3)
+    points = points.reshape(*code.shape, 2)
+    return (points * radii[..., None]).reshape(*radii.shape[:-1], -1)
 
 
 def decode(

@@ -267,8 +267,8 @@ def _block_words(codes: mx.array, at: SideLayout) -> mx.array:
     flat = _padded(codes.reshape(*codes.shape[:-2], -1), 1)  # behind the last code: 0
     words = mx.zeros((*flat.shape[:-1], at.code_words), mx.uint32)
     for low, mask, places, of, shifts in _places(at):
-        some = (mx.take(flat >> low, of, axis=-1) & mask) << shifts
-        words = words.at[..., places].add(some.sum(-1))
+        bits = (mx.take(flat >> low, of, axis=-1) & mask) << shifts
+        words = words.at[..., places].add(bits.sum(-1))
     return words
 
 
@@ -277,8 +277,8 @@ def _from_block_words(words: mx.array, at: SideLayout) -> mx.array:
     size = TOKENS * at.blocks * BLOCK
     flat = mx.zeros((*words.shape[:-1], size + 1), mx.uint32)
     for low, mask, places, of, shifts in _places(at):
-        some = (mx.take(words, places, axis=-1)[..., None] >> shifts) & mask
-        flat = flat.at[..., of.reshape(-1)].add(some.reshape(*some.shape[:-2], -1) << low)
+        bits = (mx.take(words, places, axis=-1)[..., None] >> shifts) & mask
+        flat = flat.at[..., of.reshape(-1)].add(bits.reshape(*bits.shape[:-2], -1) << low)
     return flat[..., :size]
 
 

@@ -93,14 +93,14 @@ def left(centre: Centre | None, keys: mx.array) -> mx.array:
 def kept_with(make: Callable) -> Callable:
     """Cache what `make` returns for a Transform until the transform is freed: transforms that follow the
     text are many, and each is useless once there is the next."""
-    found: WeakKeyDictionary[Transform, dict[tuple, object]] = WeakKeyDictionary()
+    by_transform: WeakKeyDictionary[Transform, dict[tuple, object]] = WeakKeyDictionary()
 
     @wraps(make)
-    def of(transform: Transform, *rest):
-        kept = found.setdefault(transform, {})
-        if rest not in kept:
-            kept[rest] = make(transform, *rest)
-        return kept[rest]
+    def of(transform: Transform, *arguments):
+        results = by_transform.setdefault(transform, {})
+        if arguments not in results:
+            results[arguments] = make(transform, *arguments)
+        return results[arguments]
 
     return of
 

@@ -103,8 +103,8 @@ class Affine:
 
     def group_size(self, dims: int, page: int) -> int:
         """Return the values per scale."""
-        whole = dims if self.axis == "token" else page
-        return min(self.group or whole, whole)
+        axis_size = dims if self.axis == "token" else page
+        return min(self.group or axis_size, axis_size)
 
     def bits_per_value(self, dims: int, page: int) -> float:
         """Return stored bits per value: codes in whole 32-bit words, 16-bit scales and biases."""

@@ -63,10 +63,10 @@ SETTINGS = {
 def canonical(text: str) -> str:
     """Return the name of a preset, a pair or a selection for what users of other tools type: 'Q8_0/4' -> 'int8/int4'.
     Names that are not known stay as they are."""
-    rest, keep = text.strip().lower(), ""
-    if found := KEEP.search(rest):
-        rest, keep = rest[: found.start()], found[0]
-    return "/".join(map(_own_name, rest.split("/"))) + keep
+    name, keep = text.strip().lower(), ""
+    if match := KEEP.search(name):
+        name, keep = name[: match.start()], match[0]
+    return "/".join(map(_own_name, name.split("/"))) + keep
 
 
 def _own_name(name: str) -> str:
@@ -75,14 +75,14 @@ def _own_name(name: str) -> str:
         return "fp16"
     if DIAL.fullmatch(name):
         return dialled(float(name))
-    found = WIDTH.fullmatch(name)
-    return f"int{found['bits']}" if found else name
+    match = WIDTH.fullmatch(name)
+    return f"int{match['bits']}" if match else name
 
 
 def dialled(bits: float) -> str:
     """Return the name of the best preset of about `bits` a value (docs/results/pretrained.md)."""
     steps = ((16, "fp16"), (8, "int8"), (5, "kivi-int4"), (4, "int4"))
-    return next((name for least, name in steps if bits >= least), f"{FILL}-{bits:g}")
+    return next((name for lowest, name in steps if bits >= lowest), f"{FILL}-{bits:g}")
 
 
 def stand_in(config: CacheConfig) -> str | None:
@@ -122,12 +122,12 @@ def parse_kv(text: str | CacheConfig) -> CacheConfig:
         raise UserError(
             f"[--kv] is the name of a preset or a CacheConfig; got {text!r}; choose from {', '.join(PRESETS)}"
         )
-    rest = canonical(text)
-    more = {"name": rest}
-    if selection := KEEP.search(rest):
-        rest = rest[: selection.start()]
-        more |= {"keep": float(selection["share"]), "whole_pages": selection["what"] == "pages"}
-    names = rest.split("/")
+    name_part = canonical(text)
+    settings = {"name": name_part}
+    if selection := KEEP.search(name_part):
+        name_part = name_part[: selection.start()]
+        settings |= {"keep": float(selection["share"]), "whole_pages": selection["what"] == "pages"}
+    names = name_part.split("/")
     sides = [_one(name) for name in names]
     if None in sides or len(sides) > 2:
         raise UserError(
@@ -138,9 +138,11 @@ def parse_kv(text: str | CacheConfig) -> CacheConfig:
         )
     keys, values = sides[0], sides[-1]
     windows = keys if keys.compresses else values
-    asked = next((side for side in (windows, keys, values) if side.asks_rotary), windows)
-    rotary = {name: getattr(asked, name) for name in ("rotary", "short_rotary", "asks_rotary")}
-    return replace(windows, keys=keys.keys, values=values.values, **rotary, **more)
+    rotary_side = next((side for side in (windows, keys, values) if side.asks_rotary), windows)
+    rotary = {
+        name: getattr(rotary_side, name) for name in ("rotary", "short_rotary", "asks_rotary")
+    }
+    return replace(windows, keys=keys.keys, values=values.values, **rotary, **settings)
 
 
 def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
@@ -152,23 +154,23 @@ def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
 def _one(name: str) -> CacheConfig | None:
     if name in PRESETS:
         return PRESETS[name]
-    if found := ROTARY.search(name):
-        base = _one(name[: found.start()])
-        return base and replace(base, rotary=int(found[1]), short_rotary=False, asks_rotary=True)
-    if found := TUNED.search(name):
-        base = _one(name[: found.start()])
-        return base and _tuned(base, found, name)
-    method, dash, rest = name.partition("-")
+    if match := ROTARY.search(name):
+        base = _one(name[: match.start()])
+        return base and replace(base, rotary=int(match[1]), short_rotary=False, asks_rotary=True)
+    if match := TUNED.search(name):
+        base = _one(name[: match.start()])
+        return base and _tuned(base, match, name)
+    method, dash, number_and_extras = name.partition("-")
     if method == FILL and dash:
-        return _filled(rest, name)
+        return _filled(number_and_extras, name)
     if method not in METHODS or not dash:
         return None
-    number, *extras = rest.split("+")
+    number, *extras = number_and_extras.split("+")
     follows, settings = method == "oja", {}
     codes = [extra for extra in extras if extra in PRESETS and _are_codes(PRESETS[extra])]
     stored = [extra for extra in extras if WAY.fullmatch(extra)]
-    known = {*codes, *stored, *SETTINGS} if follows else {*codes, "windows"}
-    if not _is_size(found := NUMBER.fullmatch(number)) or not known.issuperset(extras):
+    allowed = {*codes, *stored, *SETTINGS} if follows else {*codes, "windows"}
+    if not _is_size(match := NUMBER.fullmatch(number)) or not allowed.issuperset(extras):
         raise _not_low_rank(name)
     if len(set(extras)) < len(extras) or max(len(codes), len(stored)) > 1:
         raise _not_low_rank(name)
@@ -178,21 +180,23 @@ def _one(name: str) -> CacheConfig | None:
         settings |= {"stored": SEGMENTS, "segments": int(count)}
     elif stored:
         settings |= {"stored": stored[0]}
-    size = SIZES[found["kind"]]
-    value = int(number[1:]) if size == "rank" else float(found["number"])
+    size = SIZES[match["kind"]]
+    value = int(number[1:]) if size == "rank" else float(match["number"])
     windows = 32 if follows or "windows" in extras else 0
     low = LowRank(**{size: value}, follows=follows, **settings)
     if not codes or codes[0] in PLAIN:
         plain = PLAIN[codes[0]] if codes else Half()
         return low_rank(low, plain, plain, windows)
-    both = PRESETS[codes[0]]
-    return low_rank(low, both.keys.quantizer, both.values.quantizer, windows, both.page)
+    code_preset = PRESETS[codes[0]]
+    return low_rank(
+        low, code_preset.keys.quantizer, code_preset.values.quantizer, windows, code_preset.page
+    )
 
 
 def _filled(number: str, name: str) -> CacheConfig:
     """Return bits by direction. Raises UserError for what is no number of bits."""
-    found = NUMBER.fullmatch(number)
-    if found is None or found["kind"] or not RATES[0] <= float(number) <= RATES[1]:
+    match = NUMBER.fullmatch(number)
+    if match is None or match["kind"] or not RATES[0] <= float(number) <= RATES[1]:
         raise UserError(
             f"[--kv] no bits by direction of this name; got {name!r}; write fill-NUMBER, bits a value from "
             f"{RATES[0]:g} to {RATES[1]:g} with scales, such as fill-2.25"
@@ -200,23 +204,23 @@ def _filled(number: str, name: str) -> CacheConfig:
     return filled(float(number))
 
 
-def _tuned(base: CacheConfig, found: re.Match, name: str) -> CacheConfig:
+def _tuned(base: CacheConfig, match: re.Match, name: str) -> CacheConfig:
     """Return `base` with one other number. Raises UserError."""
-    sides, what, number = found["sides"], found["what"], float(found["number"])
-    whole = number == int(number)
-    if what in ("page", "sink", "recent"):
-        if sides or not whole:
+    sides, setting, number = match["sides"], match["what"], float(match["number"])
+    is_whole = number == int(number)
+    if setting in ("page", "sink", "recent"):
+        if sides or not is_whole:
             raise _not_tuned(name)
-        return replace(base, **{what: int(number)})
+        return replace(base, **{setting: int(number)})
     changed = {}
     for side in ("keys", "values"):
         old = getattr(base, side)
         if sides and not side.startswith(sides):
             continue
         spec = old.quantizer
-        if not isinstance(spec, Affine) or (what == "g" and not whole):
+        if not isinstance(spec, Affine) or (setting == "g" and not is_whole):
             raise _not_tuned(name)
-        if what == "g":
+        if setting == "g":
             changed[side] = replace(old, quantizer=replace(spec, group=int(number)))
         elif spec.axis == "token":  # keys per channel have no clip
             changed[side] = replace(old.clipped(number), own_clip=True)
@@ -237,13 +241,13 @@ def _are_codes(preset: CacheConfig) -> bool:
     return not {type(side.quantizer) for side in (preset.keys, preset.values)} & {Full, Half}
 
 
-def _is_size(found: re.Match | None) -> bool:
+def _is_size(match: re.Match | None) -> bool:
     """Return whether a number is a share of the dims or of the energy, or a whole number of dims."""
-    if found is None:
+    if match is None:
         return False
-    kind, value = found["kind"], float(found["number"])
+    kind, value = match["kind"], float(match["number"])
     if kind == "r":
-        return found["number"].isdigit() and value > 0
+        return match["number"].isdigit() and value > 0
     return 0 < value < 1 or (value == 1 and not kind)
 
 

@@ -215,8 +215,8 @@ def why_no_record(
             return "bits by direction have no kernel here"
         if not spec.widths:
             return "a calibration has to give bits by direction their widths"
-        most = len(spec.widths) > MOST_BLOCKS
-        return f"more than {DIMS * MOST_BLOCKS} dims with bits of their own" if most else None
+        too_many = len(spec.widths) > MOST_BLOCKS
+        return f"more than {DIMS * MOST_BLOCKS} dims with bits of their own" if too_many else None
     if isinstance(spec, Polar):
         return _why_no_pairs(spec, dims, page, keys)
     if not isinstance(spec, Affine):
@@ -327,7 +327,9 @@ def number_order(at: SideLayout) -> Order:
 def value_orders(at: SideLayout) -> tuple[Order, ...]:
     """Order each of `numbers` of values, [16 tokens, groups]: token (r, t, half)."""
     memory = ((1, 3, 0, 2), (3, 1, 0, 2))
-    return tuple(Order((2, 4, 2, at.groups), one) for one in memory[: len(at.numbers)])
+    return tuple(
+        Order((2, 4, 2, at.groups), permutation) for permutation in memory[: len(at.numbers)]
+    )
 
 
 def vector(words: int) -> int:
@@ -369,13 +371,13 @@ class Part:
 def parts(widths: tuple[int, ...]) -> tuple[Part, ...]:
     """The parts of blocks of these widths, in the order in which they fill the words of a lane: codes of 8 and of 4
     bits, the two low bits of those of 3 bits and codes of 2 bits, the third bits, codes of 1 bit."""
-    found, place = [], 0
+    out, place = [], 0
     for width, low, of in ((8, 0, (8,)), (4, 0, (4,)), (2, 0, (3, 2)), (1, 2, (3,)), (1, 0, (1,))):
         for block, bits in enumerate(widths):
             if bits in of:
-                found.append(Part(block, low, width, *divmod(place, QUARTERS)))
+                out.append(Part(block, low, width, *divmod(place, QUARTERS)))
                 place += width
-    return tuple(found)
+    return tuple(out)
 
 
 def block_bit(part: Part, r: int, p: int, half: int) -> int:
@@ -396,21 +398,23 @@ def block_slot(keys: bool, lane: int, r: int, p: int, half: int) -> tuple[int, i
 def _block_fields(at: SideLayout) -> tuple[Field, ...]:
     """`code_fields` of codes whose bits differ by block. Fields share words."""
     dims = at.blocks * BLOCK
-    none, whole = TOKENS * dims, at.quarters // QUARTERS
-    held: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+    empty, full_rows = TOKENS * dims, at.quarters // QUARTERS
+    by_field: dict[tuple[int, int], dict[int, np.ndarray]] = {}
     for part in parts(at.widths):
-        words = held.setdefault((part.low, part.width), {})
+        words = by_field.setdefault((part.low, part.width), {})
         for lane, r, p, half in np.ndindex(LANES, 2, 2, 2):
             token, dim = block_slot(at.keys, lane, r, p, half)
             row, bit = part.row + (r if part.width == 8 else 0), block_bit(part, r, p, half)
             word = LANES * row + lane
-            if row == whole:  # half a row: the low quarters of both halves of a word, for two lanes
+            if (
+                row == full_rows
+            ):  # half a row: the low quarters of both halves of a word, for two lanes
                 word, bit = LANES * row + lane // 2, bit % 16 + 8 * half + 16 * (lane % 2)
-            codes = words.setdefault(word, np.full(32 // part.width, none))
+            codes = words.setdefault(word, np.full(32 // part.width, empty))
             codes[bit // part.width] = token * dims + DIMS * part.block + dim
     return tuple(
         Field(low, width, np.array(list(words)), np.stack(list(words.values())))
-        for (low, width), words in held.items()
+        for (low, width), words in by_field.items()
     )
 
 
@@ -441,8 +445,8 @@ def _by_bits(slots: np.ndarray, width: int) -> np.ndarray:
 def _places(at: SideLayout, words: np.ndarray) -> np.ndarray:
     """Places in memory of these words of every lane: vectors of some words, lane by lane."""
     size = vector(at.lane_words)
-    first, rest = np.divmod(words, size)
-    return ((first * LANES + np.arange(LANES)[:, None]) * size + rest).ravel()
+    first, offset = np.divmod(words, size)
+    return ((first * LANES + np.arange(LANES)[:, None]) * size + offset).ravel()
 
 
 @lru_cache(maxsize=64)
@@ -454,8 +458,8 @@ def number_places(at: SideLayout) -> np.ndarray:
     else:
         orders = value_orders(at)
         first = [i * size for i in range(len(orders))]
-    found = (
+    places = (
         start + np.arange(np.prod(order.axes)).reshape(order.axes).transpose(order.memory).ravel()
         for order, start in zip(orders, first, strict=True)
     )
-    return np.concatenate(list(found))
+    return np.concatenate(list(places))

@@ -94,11 +94,11 @@ def read(path: Path | str) -> Calibration:
                 values, vectors = (tensors[f"{name}.{side}.{part}"] for part in TENSORS)
                 _check_basis(path, where, values, vectors, entry["kv_heads"])
                 _check_clips(path, where, clips)
-                found = None
+                balance = None
                 if lacking is not None:
                     down, sigma = (tensors[f"{name}.{side}.{part}"] for part in MORE)
-                    found = Balance(down, sigma, whole(lacking, "lacking"))
-                    _check_balance(path, where, found, values.shape)
+                    balance = Balance(down, sigma, whole(lacking, "lacking"))
+                    _check_balance(path, where, balance, values.shape)
                 peaks = tensors.get(f"{name}.{side}.{PEAKS}")
                 _check_peaks(path, where, peaks, values.shape)
                 mean = tensors.get(f"{name}.{side}.{MEAN}") if side == "keys" else None
@@ -107,17 +107,17 @@ def read(path: Path | str) -> Calibration:
                 if mean is not None:
                     _check_numbers(path, where, mean)
                 floored = whole(floored, "floored")
-                sides[side] = Basis(values, vectors, floored, clips, found, peaks, mean)
+                sides[side] = Basis(values, vectors, floored, clips, balance, peaks, mean)
             layers[name] = Layer(whole(entry["kv_heads"], "kv_heads", 1), **sides)
-        known = {name: header[name] for name in FIELDS}
+        fields = {name: header[name] for name in FIELDS}
         positions = header["positions"] if header["format"] >= 4 else None
         if positions is not None:
             whole(positions, "positions", 1)
         learned = Learned.of(header.get("learned"))
         for name, kind in FIELDS.items():
-            if type(known[name]) is not kind:
+            if type(fields[name]) is not kind:
                 raise TypeError(name)
-        if not layers or not set(known["parts"]) <= set(matrices.PARTS):
+        if not layers or not set(fields["parts"]) <= set(matrices.PARTS):
             raise ValueError("layers" if not layers else "parts")
         if learned and any(x.balance is None for y in layers.values() for x in (y.keys, y.values)):
             raise ValueError("down")
@@ -125,7 +125,7 @@ def read(path: Path | str) -> Calibration:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise fault(path, f"has a header or tensors with parts missing ({error})") from None
-    out = Calibration(**known, layers=layers, path=path, learned=learned, positions=positions)
+    out = Calibration(**fields, layers=layers, path=path, learned=learned, positions=positions)
     if out.digest != header.get("digest"):
         raise fault(path, "was changed after it was made: its digest differs")
     return out
@@ -228,14 +228,14 @@ def find(
     for path in shipped:
         mark = _open(path, False)[0].get("fingerprint")
         if len(shipped) == 1 or same_model(str(mark), fingerprint):
-            found = read(path)
-            if config is None or found.serves(config):
-                return found
+            calibration = read(path)
+            if config is None or calibration.serves(config):
+                return calibration
             break
     for mark in names(fingerprint):  # one that an earlier version kept has the older name
         if (path := kept_path(mark)).exists():
-            found = read(path)
-            return found if config is None or found.serves(config) else None
+            calibration = read(path)
+            return calibration if config is None or calibration.serves(config) else None
     return None
 
 

@@ -72,10 +72,10 @@ def about_mean(noise: np.ndarray, mean: np.ndarray) -> np.ndarray:
     if len(noise) < len(outer):
         outer = outer.mean(0, keepdims=True)
     size = np.sqrt(np.maximum(np.diagonal(noise, axis1=-2, axis2=-1), np.finfo(np.float32).tiny))
-    left = (noise - outer) / (size[:, None] * size[..., None])
-    values, vectors = np.linalg.eigh((left + left.swapaxes(-1, -2)) / 2)
-    left = (vectors * np.maximum(values, 0)[:, None]) @ vectors.swapaxes(-1, -2)
-    return left * (size[:, None] * size[..., None])
+    correlation = (noise - outer) / (size[:, None] * size[..., None])
+    values, vectors = np.linalg.eigh((correlation + correlation.swapaxes(-1, -2)) / 2)
+    correlation = (vectors * np.maximum(values, 0)[:, None]) @ vectors.swapaxes(-1, -2)
+    return correlation * (size[:, None] * size[..., None])
 
 
 def shrunk(moment: np.ndarray) -> tuple[np.ndarray, int]:
@@ -85,14 +85,14 @@ def shrunk(moment: np.ndarray) -> tuple[np.ndarray, int]:
     """
     moment = (moment + moment.swapaxes(-1, -2)) / 2
     diagonal = np.diagonal(moment, axis1=-2, axis2=-1)
-    least = np.maximum(diagonal.max(-1, keepdims=True) * DEAD, np.finfo(np.float32).tiny)
-    whole = np.maximum(diagonal, least)
-    size, eye = np.sqrt(whole), np.eye(moment.shape[-1])
+    floor = np.maximum(diagonal.max(-1, keepdims=True) * DEAD, np.finfo(np.float32).tiny)
+    raised_diagonal = np.maximum(diagonal, floor)
+    size, eye = np.sqrt(raised_diagonal), np.eye(moment.shape[-1])
     correlation = moment / (size[:, None] * size[..., None])
     resolution = 8 * np.finfo(np.float32).eps * moment.shape[-1]  # moments are sums in float32
     lacking = int((np.linalg.eigvalsh(correlation) < resolution).sum())
-    raised = moment + eye * (whole - diagonal)[:, None]
-    return (1 - SHRINK) * raised + SHRINK * eye * whole[:, None], lacking
+    raised = moment + eye * (raised_diagonal - diagonal)[:, None]
+    return (1 - SHRINK) * raised + SHRINK * eye * raised_diagonal[:, None], lacking
 
 
 def mixed(down: np.ndarray, parts: str) -> tuple[np.ndarray, np.ndarray]:
@@ -111,6 +111,6 @@ def fault(down: np.ndarray) -> str | None:
     condition = float(np.linalg.cond(x).max())
     if not condition <= CONDITION:
         return f"a condition of {condition:.2g}"
-    there, back = (y.astype(np.float32).astype(np.float64) for y in mixed(x, matrices.PARTS))
-    off = float(np.abs(there @ back - np.eye(x.shape[-1])).max())
+    forward, back = (y.astype(np.float32).astype(np.float64) for y in mixed(x, matrices.PARTS))
+    off = float(np.abs(forward @ back - np.eye(x.shape[-1])).max())
     return None if off <= PRECISE else f"an inverse off by {off:.2g}"

@@ -82,11 +82,11 @@ class Basis:
         return matrices.compose(self.vectors.astype(np.float64), parts).astype(np.float32)
 
 
-def _close(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+def _close(first: np.ndarray | None, second: np.ndarray | None) -> bool:
     """Return whether both are there, and differ by no more than two runs of one calibration."""
-    if one is None or other is None or one.shape != other.shape:
+    if first is None or second is None or first.shape != second.shape:
         return False
-    return bool(np.abs(one - other).max() <= ORTHONORMAL * np.abs(one).max())
+    return bool(np.abs(first - second).max() <= ORTHONORMAL * np.abs(first).max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +182,7 @@ class Calibration:
             (config.scaled, self.scaled),
             (config.centred, self.centred),
         )
-        return all(has for needed, has in needs if needed)
+        return all(has for is_needed, has in needs if is_needed)
 
     @property
     def _paired(self) -> bool:
@@ -216,11 +216,13 @@ class Calibration:
         for name, layer in self.layers.items():
             sides = {}
             for side in SIDES:
-                basis, before = getattr(layer, side), getattr(old.layers.get(name), side, None)
-                clips = dict(before.clips) if before is not None else {}
-                kept = {form: clip for form, clip in clips.items() if basis.is_like(before, form)}
-                lost += len(clips) - len(kept)
-                sides[side] = replace(basis, clips={**kept, **basis.clips})
+                basis, old_basis = getattr(layer, side), getattr(old.layers.get(name), side, None)
+                clips = dict(old_basis.clips) if old_basis is not None else {}
+                valid = {
+                    form: clip for form, clip in clips.items() if basis.is_like(old_basis, form)
+                }
+                lost += len(clips) - len(valid)
+                sides[side] = replace(basis, clips={**valid, **basis.clips})
             layers[name] = replace(layer, **sides)
         return replace(self, layers=layers), lost
 
@@ -236,11 +238,11 @@ class Calibration:
                 "lacking": [side.balance.floored if side.balance else None for side in sides],
                 "clips": clips if any(clips) else None,
             }
-        known = {name: getattr(self, name) for name in FIELDS}
-        known["positions"] = self.positions
+        fields = {name: getattr(self, name) for name in FIELDS}
+        fields["positions"] = self.positions
         if self.learned:
-            known["learned"] = self.learned.as_dict()
-        return {"format": FORMAT, "digest": self.digest, **known, "layers": layers}
+            fields["learned"] = self.learned.as_dict()
+        return {"format": FORMAT, "digest": self.digest, **fields, "layers": layers}
 
     def check(self, shapes: Mapping[str, tuple[int, int, int]], fingerprint: str | None) -> None:
         """Raise UserError unless made for this model. shapes: (kv heads, key dim, value dim) of each
@@ -250,18 +252,18 @@ class Calibration:
                 f"belongs to another model; got one for {self.model} ({self.fingerprint}), this "
                 f"model is {fingerprint}"
             )
-        for name, wanted in shapes.items():
+        for name, shape in shapes.items():
             layer = self.layers.get(name)
             if layer is None:
                 raise self._fault(
                     f"has no rotation for layer {name}; got {len(self.layers)} layers"
                 )
-            got = (layer.kv_heads, layer.keys.values.shape[1], layer.values.values.shape[1])
-            if got != tuple(wanted):
+            shape_here = (layer.kv_heads, layer.keys.values.shape[1], layer.values.values.shape[1])
+            if shape_here != tuple(shape):
                 words = "{} kv heads of {} and {} dims"
                 raise self._fault(
-                    f"is of another shape in layer {name}; got {words.format(*got)}, this model has "
-                    f"{words.format(*wanted)}"
+                    f"is of another shape in layer {name}; got {words.format(*shape_here)}, this model has "
+                    f"{words.format(*shape)}"
                 )
 
     def check_balanced(self) -> None:
@@ -287,11 +289,11 @@ class Calibration:
         if self.learned is None:
             raise self._fault("holds no learned transforms", " --learn scale")
 
-    def _fault(self, what: str, more: str = "") -> UserError:
-        return fault(self.path or "it", what, more)
+    def _fault(self, problem: str, options: str = "") -> UserError:
+        return fault(self.path or "it", problem, options)
 
 
-def fault(path: Path | str, what: str, more: str = "") -> UserError:
+def fault(path: Path | str, problem: str, options: str = "") -> UserError:
     return UserError(
-        f"[calibration] {path} {what}; make one with mlxkv calibrate --model MODEL{more} -o FILE"
+        f"[calibration] {path} {problem}; make one with mlxkv calibrate --model MODEL{options} -o FILE"
     )

@@ -32,14 +32,14 @@ def curve(sigma: np.ndarray) -> list[Choice]:
     squares = (sigma**2).sum(0).reshape(blocks, DIMS).sum(-1)
     best: dict[tuple[int, int], Choice] = {(0, 0): (0.0, ())}  # by blocks and sum of widths
     for bits in WIDTHS:
-        before = dict(best)
-        for (start, total), (cost, widths) in before.items():
+        narrower = dict(best)
+        for (start, total), (cost, widths) in narrower.items():
             for count in range(1, blocks - start + 1):
-                own = (sums[:, start + count] - sums[:, start]) ** 2
-                more = cost + ERRORS[bits] * float(own.sum()) / (DIMS * count)
+                mass = (sums[:, start + count] - sums[:, start]) ** 2
+                total_cost = cost + ERRORS[bits] * float(mass.sum()) / (DIMS * count)
                 at = start + count, total + bits * count
-                if at not in best or more < best[at][0]:
-                    best[at] = more, widths + (bits,) * count
+                if at not in best or total_cost < best[at][0]:
+                    best[at] = total_cost, widths + (bits,) * count
     del best[0, 0]  # a side has one block at least
     out: dict[int, Choice] = {}
     for (stop, total), (cost, widths) in best.items():
@@ -73,38 +73,41 @@ def allot(
     heads = [n // common for n in heads]  # words are then as few as can be
     values = sum(n * sigma.shape[1] for n, (_, sigma) in zip(heads, sides, strict=True))
     room = int((rate * values - SCALE * sum(heads) + 1e-9) // WORD)
-    best, taken = np.zeros(max(room, 0) + 1), []  # least cost by words at most
+    best, choices = np.zeros(max(room, 0) + 1), []  # least cost by words at most
     curves = [
-        [(weight(name, sigma) * cost, n * Fill(1.0, own).words, own) for cost, own in curve(sigma)]
+        [
+            (weight(name, sigma) * cost, n * Fill(1.0, widths).words, widths)
+            for cost, widths in curve(sigma)
+        ]
         for n, (name, sigma) in zip(heads, sides, strict=True)
     ]
-    for own in curves:
-        now, choice = np.full_like(best, np.inf), np.zeros(len(best), int)
-        for i, (cost, words, _) in enumerate(own):
+    for options in curves:
+        least_costs, choice = np.full_like(best, np.inf), np.zeros(len(best), int)
+        for i, (cost, words, _) in enumerate(options):
             if words <= room:
-                more = np.full_like(best, np.inf)
-                more[words:] = best[: len(best) - words] + cost
-                better = more < now
-                now[better], choice[better] = more[better], i
-        best = now
-        taken.append(choice)
+                costs = np.full_like(best, np.inf)
+                costs[words:] = best[: len(best) - words] + cost
+                better = costs < least_costs
+                least_costs[better], choice[better] = costs[better], i
+        best = least_costs
+        choices.append(choice)
     if room < 0 or not np.isfinite(best[-1]):
         dims = ", ".join(map(str, sorted({sigma.shape[1] for _, sigma in sides})))
         raise UserError(
             f"[--kv] fill-{rate:g} leaves no bits for codes of heads of {dims} dims; choose more, such as fill-2.25"
         )
     at, out = int(np.flatnonzero(best <= best[-1])[0]), []
-    for own, choice in zip(curves[::-1], taken[::-1], strict=True):
-        _, words, widths = own[choice[at]]
+    for options, choice in zip(curves[::-1], choices[::-1], strict=True):
+        _, words, widths = options[choice[at]]
         at -= words
         out.append(widths)
     return out[::-1]
 
 
-def pair(whole: np.ndarray, sigma: np.ndarray, widths: Widths) -> tuple[np.ndarray, np.ndarray]:
-    """Return (down [G, D, R], up [G, R, D]) of a balanced map `whole` [G, D, D] with sigma [G, D]: runs of one
+def pair(map_down: np.ndarray, sigma: np.ndarray, widths: Widths) -> tuple[np.ndarray, np.ndarray]:
+    """Return (down [G, D, R], up [G, R, D]) of a balanced map `map_down` [G, D, D] with sigma [G, D]: runs of one
     width mixed, and scaled so that the levels of a usual token are 1 apart in every width."""
-    whole, back = whole.astype(np.float64), np.linalg.inv(whole.astype(np.float64))
+    map_down, back = map_down.astype(np.float64), np.linalg.inv(map_down.astype(np.float64))
     down, up, start = [], [], 0
     for bits, count in Fill(1.0, widths).runs:
         part, mix = slice(start, start + count), matrices.ordered(count)
@@ -113,7 +116,7 @@ def pair(whole: np.ndarray, sigma: np.ndarray, widths: Widths) -> tuple[np.ndarr
             * STEPS[bits]
             * np.sqrt(sigma[:, part].astype(np.float64).mean(-1))[:, None, None]
         )
-        down.append(whole[..., part] @ mix / size)
+        down.append(map_down[..., part] @ mix / size)
         up.append(mix.T @ back[:, part] * size)
         start += count
     return np.concatenate(down, -1), np.concatenate(up, -2)

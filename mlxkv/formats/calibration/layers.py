@@ -118,9 +118,9 @@ def scaled(scale: np.ndarray) -> Pair:
 def _leading(kind: str, layer: Layer, side: str) -> Pair:
     """The leading directions of a side; kind: as `Side.kind` writes it."""
     _, size, *mixed = kind.split()
-    both = moment(layer, side)
-    rank = int(size) if size.isdigit() else LowRank(float(size)).dims(both.shape[-1])
-    return _orthogonal(subspace.basis(both, rank, bool(mixed)))
+    second_moment = moment(layer, side)
+    rank = int(size) if size.isdigit() else LowRank(float(size)).dims(second_moment.shape[-1])
+    return _orthogonal(subspace.basis(second_moment, rank, bool(mixed)))
 
 
 def _orthogonal(down: np.ndarray) -> Pair:
@@ -163,20 +163,20 @@ def with_widths(
 ) -> dict[str, CacheConfig]:
     """`configs` by layer with the bits of their directions, where they are not allotted yet. Sides of one rate share
     a budget, over all layers; where keys and values have other rates, each their own."""
-    asked: dict[tuple, list[tuple[str, str]]] = {}
+    budgets: dict[tuple, list[tuple[str, str]]] = {}
     for name, config in configs.items():
         rates = [
             getattr(config, side).quantizer.rate if getattr(config, side).filled else None
             for side in SIDES
         ]
         for side in SIDES:
-            own = getattr(config, side)
-            if own.filled and not own.quantizer.widths:
+            side_config = getattr(config, side)
+            if side_config.filled and not side_config.quantizer.widths:
                 check_kinds(calibration, config.fitted)
-                group = (rates[0],) if rates[0] == rates[1] else (own.quantizer.rate, side)
-                asked.setdefault(group, []).append((name, side))
+                group = (rates[0],) if rates[0] == rates[1] else (side_config.quantizer.rate, side)
+                budgets.setdefault(group, []).append((name, side))
     out = dict(configs)
-    for (rate, *_), places in asked.items():
+    for (rate, *_), places in budgets.items():
         sides = []
         for name, side in places:
             basis, centred = (
@@ -187,8 +187,8 @@ def with_widths(
         heads = [calibration.layers[name].kv_heads for name, _ in places]
         for (name, side), widths in zip(places, fill.allot(sides, rate, heads), strict=True):
             old = getattr(out[name], side)
-            made = replace(old, quantizer=replace(old.quantizer, widths=widths))
-            out[name] = replace(out[name], **{side: made})
+            allotted = replace(old, quantizer=replace(old.quantizer, widths=widths))
+            out[name] = replace(out[name], **{side: allotted})
     return out
 
 
@@ -199,9 +199,9 @@ def with_ranks(config: CacheConfig, layer: Layer) -> CacheConfig:
     for name in SIDES:
         side = getattr(config, name)
         if side.low is not None and side.low.energy:
-            both = moment(layer, name)
-            rank = max(LEAST, int(subspace.ranks(both, side.low.energy).max()))
-            rank = min(rank + rank % 2, both.shape[-1])
+            second_moment = moment(layer, name)
+            rank = max(LEAST, int(subspace.ranks(second_moment, side.low.energy).max()))
+            rank = min(rank + rank % 2, second_moment.shape[-1])
             side = replace(side, low=replace(side.low, energy=0.0, rank=rank))
         sides[name] = side
     return replace(config, **sides)

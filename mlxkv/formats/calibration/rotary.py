@@ -103,11 +103,11 @@ def measured(rows: Mapping[int, np.ndarray], resolution: float) -> Rotary | None
     and the last one has the precision of the farthest position.
     """
     start = np.asarray(rows[0], np.float64)
-    others = {t: np.asarray(x, np.float64) for t, x in sorted(rows.items()) if t}
-    moved = np.concatenate([x**2 - start**2 for x in others.values()])  # [N * positions, D]
+    later = {t: np.asarray(x, np.float64) for t, x in sorted(rows.items()) if t}
+    moved = np.concatenate([x**2 - start**2 for x in later.values()])  # [N * positions, D]
     norms = np.sqrt((moved**2).sum(0))
-    least = STILL * resolution * np.sqrt((start**4).sum(0) * len(others))
-    turning = np.flatnonzero(norms > least)
+    noise_floor = STILL * resolution * np.sqrt((start**4).sum(0) * len(later))
+    turning = np.flatnonzero(norms > noise_floor)
     gap = norms[:, None] ** 2 + norms**2 + 2 * moved.T @ moved  # |d_a + d_b|^2
     np.fill_diagonal(gap, np.inf)
     partner = gap.argmin(1)
@@ -117,14 +117,14 @@ def measured(rows: Mapping[int, np.ndarray], resolution: float) -> Rotary | None
     pairs = np.array(sorted(found), int).reshape(-1, 2)
     z = start[:, pairs[:, 0]] + 1j * start[:, pairs[:, 1]]
     w, t = np.zeros(len(pairs)), 1
-    while t in others:
-        y = others[t][:, pairs[:, 0]] + 1j * others[t][:, pairs[:, 1]]
+    while t in later:
+        y = later[t][:, pairs[:, 0]] + 1j * later[t][:, pairs[:, 1]]
         phase = np.angle((y * z.conj()).sum(0))
         w = (phase + 2 * np.pi * np.rint((w * t - phase) / (2 * np.pi))) / t
         t *= 4
     found = Rotary(pairs, w)
     size = np.sqrt((start**2).mean())
-    for t, x in others.items():
+    for t, x in later.items():
         off = np.sqrt(((found.turned(start, np.full(len(start), t)) - x) ** 2).mean())
         if not off <= max(OFF, 4 * resolution) * size:
             return None

@@ -13,10 +13,10 @@ from mlxkv.formats import matrices
 from mlxkv.formats.calibration.balance import SHRINK, Balance
 
 
-def stored_moment(found: Balance) -> np.ndarray:
+def stored_moment(balance: Balance) -> np.ndarray:
     """Return the second moment [G, D, D] of keys (values): undo `down`, where it is diag(sigma), and `shrunk`."""
-    up = np.linalg.inv(found.down.astype(np.float64))
-    moment = up.swapaxes(-1, -2) @ (found.sigma.astype(np.float64)[..., None] * up)
+    up = np.linalg.inv(balance.down.astype(np.float64))
+    moment = up.swapaxes(-1, -2) @ (balance.sigma.astype(np.float64)[..., None] * up)
     diagonal = np.diagonal(moment, axis1=-2, axis2=-1)[:, None]
     return (moment - SHRINK * np.eye(moment.shape[-1]) * diagonal) / (1 - SHRINK)
 

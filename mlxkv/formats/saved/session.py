@@ -125,15 +125,15 @@ def read_header(path: Path, follow: bool = True) -> Header:
     """Read and check the header of a session. follow: whether the path may be a link. Raises UserError."""
     try:
         head = untrusted.safetensors(path, follow, LONGEST)
-        found = re.compile(r"(\d)\.(.+)", re.DOTALL)
+        pattern = re.compile(r"(\d)\.(.+)", re.DOTALL)
         parts: dict[str, dict[str, str]] = {}  # in the order of mlx-lm's version that wrote it
         for name, text in head.metadata.items():
-            if match := found.fullmatch(name):
+            if match := pattern.fullmatch(name):
                 parts.setdefault(match[1], {})[match[2]] = text
         at = next((n for n, part in parts.items() if "mlxkv_format" in part), None)
         if at is None:
             raise wrong(path, "is not a session saved by mlxkv chat")
-        said, classes, flags = (parts.get(str(int(at) + n), {}) for n in range(3))
+        entries_read, classes, flags = (parts.get(str(int(at) + n), {}) for n in range(3))
         kinds = [classes[str(i)] for i in range(len(classes))]
         _check_tensors(head.tensors, kinds, flags)
     except FileNotFoundError:
@@ -142,9 +142,9 @@ def read_header(path: Path, follow: bool = True) -> Header:
         raise wrong(path, str(error)) from None
     except KeyError as error:
         raise wrong(path, f"has parts missing ({shown(str(error))})") from None
-    if missing := [name for name in ENTRIES if name not in said]:
+    if missing := [name for name in ENTRIES if name not in entries_read]:
         raise wrong(path, f"has parts missing ({', '.join(missing)})")
-    return Header(path, said, kinds)
+    return Header(path, entries_read, kinds)
 
 
 def _check_tensors(tensors: dict[str, Tensor], kinds: list[str], flags: dict[str, str]) -> None:
@@ -198,8 +198,8 @@ def check(
 
 def check_version(head: Header) -> None:
     """Raise UserError unless this version reads such files."""
-    if (got := head.entries["mlxkv_format"]) != FORMAT:
-        raise head.wrong(f"has session format {shown(got)}; this version reads {FORMAT}")
+    if (version := head.entries["mlxkv_format"]) != FORMAT:
+        raise head.wrong(f"has session format {shown(version)}; this version reads {FORMAT}")
 
 
 def check_cache(head: Header, kv_name: str, kv: CacheConfig) -> None:
@@ -233,19 +233,19 @@ def saved_of(head: Header, cache, vocabulary: int | None) -> Saved:
         messages, raw = (untrusted.parse(head.entries[name], 2) for name in ("messages", "raw"))
     except Unsound as error:
         raise head.wrong(f"has a conversation that {error}") from None
-    sound = type(messages) is list and all(_is_message(one) for one in messages)
+    sound = type(messages) is list and all(_is_message(message) for message in messages)
     if not sound or type(raw) is not bool:
         raise head.wrong("has messages that are no conversation")
     tokens = tokens_of(head, vocabulary or 1 << 31)
     return Saved(cache, tokens, messages, head.entries["text"], raw)
 
 
-def _is_message(one) -> bool:
-    match one:
+def _is_message(message) -> bool:
+    match message:
         case {"role": "assistant", "content": str(), "reasoning_content": str()}:
-            return len(one) == 3
+            return len(message) == 3
         case {"role": "system" | "user" | "assistant", "content": str()}:
-            return len(one) == 2
+            return len(message) == 2
     return False
 
 
@@ -288,12 +288,12 @@ def fill_checksum(file: BinaryIO) -> None:
     try:
         head = json.loads(file.read(min(length, size)))
         ends = [entry["data_offsets"][1] for key, entry in head.items() if key != "__metadata__"]
-        whole = size == 8 + length + max(ends, default=0)
+        complete = size == 8 + length + max(ends, default=0)
     except ValueError:
-        whole = False
-    if not whole:
+        complete = False
+    if not complete:
         raise OSError(errno.ENOSPC, "the file was cut short, is the disk full?")
     file.seek(0)
-    found, at = _checksum(file)
+    digest, at = _checksum(file)
     file.seek(at)
-    file.write(found.encode())
+    file.write(digest.encode())

@@ -60,15 +60,15 @@ def read_header(data: bytes) -> tuple[dict, CacheConfig]:
     return out, CacheConfig.from_dict(out["config"])
 
 
-def check_config(found: CacheConfig, own: CacheConfig) -> None:
+def check_config(saved: CacheConfig, config: CacheConfig) -> None:
     """Raise UserError for rotary keys beside latents of other bits, ValueError for another difference between a saved
     cache and the model's own."""
-    if found.rotary != own.rotary:  # int4, int3 and int2 stored 16 bits at first
+    if saved.rotary != config.rotary:  # int4, int3 and int2 stored 16 bits at first
         raise UserError(
-            f"[--kv] rotary keys of {found.rotary} bits; got a preset that stores {own.rotary}; choose it with "
-            f"+rope{found.rotary}"
+            f"[--kv] rotary keys of {saved.rotary} bits; got a preset that stores {config.rotary}; choose it with "
+            f"+rope{saved.rotary}"
         )
-    if json.dumps(found.as_dict()) != json.dumps(own.as_dict()):
+    if json.dumps(saved.as_dict()) != json.dumps(config.as_dict()):
         raise ValueError("another configuration of the cache")
 
 
@@ -81,10 +81,10 @@ def check_calibrated(config: CacheConfig, layer_maps) -> None:
         )
 
 
-def check_batch(have: int, got: int) -> None:
+def check_batch(have: int, new: int) -> None:
     """Raise UserError unless new tokens are of the batch that the cache holds."""
-    if have != got:
-        raise UserError(f"[CompressedKVCache] the cache holds a batch of {have}; got {got}")
+    if have != new:
+        raise UserError(f"[CompressedKVCache] the cache holds a batch of {have}; got {new}")
 
 
 def tree(header, live, sink, pages, more: dict, last=None) -> dict:
@@ -117,8 +117,8 @@ def check_shapes(
                 name == "sink" and config.pinned
             ):  # with the last tokens of a prompt, or a short one as a whole
                 count = min(pair[0].shape[2], config.sink + config.pinned)
-            for x, one in zip(pair, token, strict=True):
-                check_shape(name, x, (*one[:2], count, *one[3:]))
+            for x, shape in zip(pair, token, strict=True):
+                check_shape(name, x, (*shape[:2], count, *shape[3:]))
     if "rotary" in tree:  # of the tokens in pages of latents
         _, (*first, _, dims) = token
         check_shape("rotary", tree["rotary"], (*first, sum(counts) * config.page, dims))
@@ -129,25 +129,27 @@ def check_shapes(
     if not set(tree) <= PARTS or ("last" in tree and not sum(counts)):
         raise ValueError("parts that no cache has")
     following = {name for name in NAMES if getattr(config, name).follows}
-    for one in (tree.get("basis"), *(pages.get(f"basis{i}") for i in range(len(counts)))):
-        if one and set(one) != following:
+    for sides in (tree.get("basis"), *(pages.get(f"basis{i}") for i in range(len(counts)))):
+        if sides and set(sides) != following:
             raise ValueError("a basis of another side")
-        for side, basis in (one or {}).items():
+        for side, basis in (sides or {}).items():
             check_shape("basis", basis, bases[side])
     if "asked" in tree:  # [1, G, H / G, w, D]
-        (_, heads, _, dims), asked = token[0], tree["asked"]
-        check_shape("asked", asked, (1, heads, *asked.shape[2:4], dims))
+        (_, heads, _, dims), queries = token[0], tree["asked"]
+        check_shape("asked", queries, (1, heads, *queries.shape[2:4], dims))
 
 
 def _check_pages(pages: dict, page: dict, count: int) -> None:
     if set(pages) != set(page):
         raise ValueError(f"pages of {len(pages)} parts, not {len(page)}")
-    for name, one in page.items():
-        if isinstance(one, dict):
-            _check_pages(pages[name], one, count)
+    for name, part in page.items():
+        if isinstance(part, dict):
+            _check_pages(pages[name], part, count)
         else:
-            check_shape(name, pages[name], (*one.shape[:2], one.shape[2] * count, *one.shape[3:]))
-            types = [str(x.dtype) for x in (pages[name], one)]
+            check_shape(
+                name, pages[name], (*part.shape[:2], part.shape[2] * count, *part.shape[3:])
+            )
+            types = [str(x.dtype) for x in (pages[name], part)]
             if types[0] != types[1] and not all("float" in name for name in types):
                 raise ValueError(f"{name} of type {types[0]}")
 
@@ -165,12 +167,12 @@ def check_rows(
 
     most: of its window, in a rotating cache, with `keep` first ones. place: of the next token.
     """
-    whole = rows >= (offset if most is None else min(offset, most - 1))
+    complete = rows >= (offset if most is None else min(offset, most - 1))
     if most is None or offset <= rows:
         sound = place in (None, offset)
     else:  # a window that has moved on: a ring whose next token goes to `place`, or in order
         sound = keep <= place <= rows if rows == most else place == rows
-    if not whole or not sound or offset < 0:
+    if not complete or not sound or offset < 0:
         raise ValueError(f"{rows} tokens in a cache of {offset}")
 
 
