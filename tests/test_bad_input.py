@@ -137,28 +137,21 @@ def test_session_files(chat, tmp_path):
     assert "no safetensors file" in chat("--prompt", "hi", "--load", tmp_path / "notes.safetensors")
 
 
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_model_folder_with_a_missing_file(chat, tmp_path, missing):
-    folder = write_model(tmp_path / "partial")
-    (folder / missing).unlink()
-    assert str(folder) in chat("--prompt", "hi", model=folder)
-
-
-@pytest.mark.parametrize(
-    ("broken", "text"),
-    [
-        ("config.json", "{"),
-        ("config.json", "[]"),
-        ("config.json", '{"model_type": "no-such-architecture"}'),
-        ("config.json", "{}"),
-        ("model.safetensors", "not tensors"),
-        ("tokenizer.json", "{"),
-    ],
-)
-def test_model_folder_with_a_broken_file(chat, tmp_path, broken, text):
+def test_model_folder_with_a_broken_file(subtests, chat, tmp_path):
     folder = write_model(tmp_path / "broken")
-    (folder / broken).write_text(text)
-    assert str(folder) in chat("--prompt", "hi", model=folder)
+    for broken, text in (
+        *(("config.json", None), ("model.safetensors", None), ("tokenizer.json", None)),
+        *(("config.json", "{"), ("config.json", "[]"), ("config.json", "{}")),
+        ("config.json", '{"model_type": "no-such-architecture"}'),
+        *(("model.safetensors", "not tensors"), ("tokenizer.json", "{")),
+    ):
+        with subtests.test(broken=broken, text=text):
+            file, whole = folder / broken, (folder / broken).read_bytes()
+            file.unlink()
+            if text is not None:
+                file.write_text(text)
+            assert str(folder) in chat("--prompt", "hi", model=folder)
+            file.write_bytes(whole)
 
 
 def test_truncated_weights(chat, tmp_path):

@@ -206,23 +206,21 @@ def test_a_model_in_several_processes_is_told_what_it_cannot(tmp_path):
             call()
 
 
-@pytest.mark.parametrize(
-    "options, text",
-    [
+def test_mistakes_are_one_line(subtests, monkeypatch, capsys):
+    for options, text in [
         (["--kv", "int5", "--prompt", "a"], "unknown preset"),
         (["--model", "no-such-model", "--prompt", "a"], "no such model"),
         (["--model", "qwen3-4b", "--prompt", "a"], "a name for MLX weights"),
         (["--dtype", "int4", "--prompt", "a"], "unknown dtype"),
         (["--prompt", "a"], "[--model] is needed"),
-    ],
-)
-def test_mistakes_are_one_line(options, text, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["generate", *options])
-    with pytest.raises(SystemExit) as found:
-        cli.run(generation.main)
-    assert found.value.code == 2
-    line = capsys.readouterr().err.strip()
-    assert text in line and "\n" not in line
+    ]:
+        with subtests.test(options=options, text=text):
+            monkeypatch.setattr(sys, "argv", ["generate", *options])
+            with pytest.raises(SystemExit) as found:
+                cli.run(generation.main)
+            assert found.value.code == 2
+            line = capsys.readouterr().err.strip()
+            assert text in line and "\n" not in line
 
 
 def test_weights_that_mlx_has_quantized_are_refused_in_one_line():
