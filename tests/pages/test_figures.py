@@ -80,9 +80,9 @@ def test_what_readme_says_of_bits_and_contexts():
 
 
 def test_bytes_are_those_of_fit(subtests):
+    layers = plan_of(CONFIGS["llama-3.1-8b"]).layers
     for preset in SAVED:
         with subtests.test(preset=preset):
-            layers = plan_of(CONFIGS["llama-3.1-8b"]).layers
             kv = parse_kv(preset)
             stored = sum(layer_bytes(layer, kv, 131072) for layer in layers)
             close(SAVED[preset][2], [stored / 2**30])
