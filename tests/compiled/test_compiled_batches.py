@@ -356,7 +356,7 @@ def test_a_server_replies_the_same_with_and_without(model_folder, monkeypatch):
         with serving(model_folder) as server, ThreadPoolExecutor(3) as pool:
             jobs = [pool.submit(complete, server, f"{i}{LONG[i * 40 :]}", 90) for i in range(3)]
             replies.append([text_of(job.result()) for job in jobs])
-            steps = vars(server.engine.model_provider.loaded.model)[MARK].steps
+            steps = vars(server.engine.loaded.model)[MARK].steps
         assert (steps.traced > 0) is (switch == "1")
         assert not steps._kinds  # they would outlive the thread
     assert replies[0] == replies[1]
