@@ -4,7 +4,7 @@ makes of them."""
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step, wired_limit
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import console
@@ -42,8 +42,6 @@ def warm_up(loaded: Loaded) -> None:
 def _decode(loaded: Loaded) -> None:
     prompt = mx.zeros((loaded.kv.window + loaded.kv.page + 1,), mx.int32)
     options = {"max_tokens": TOKENS, "prefill_step_size": prefill_step()}
-    with wired_limit(loaded.model):
-        for _ in generate_step(
-            prompt, loaded.model, prompt_cache=make_prompt_cache(loaded.model), **options
-        ):
-            pass
+    cache = make_prompt_cache(loaded.model)
+    for _ in generate_step(prompt, loaded.model, prompt_cache=cache, **options):
+        pass

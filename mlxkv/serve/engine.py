@@ -21,7 +21,7 @@ from mlxkv.errors import MachineError
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models import load, warm_up
 from mlxkv.models.decoders import step_down
-from mlxkv.models.generate import prefill_step
+from mlxkv.models.generate import prefill_step, wired
 from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
 from mlxkv.models.replies.stops import ReplyText
@@ -41,7 +41,7 @@ from mlxkv.serve.refusals import Refused, ending
 from mlxkv.serve.single import SingleGenerator
 
 MEASURE_SECONDS = 0.25
-IDLE_SECONDS = 0.1  # between two looks while nothing is request for
+IDLE_SECONDS = 0.1  # between two looks while nothing is asked for
 MEETING_SECONDS = 0.25  # of steps between two meetings of several processes
 MOST_STEPS = 64
 LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
@@ -326,13 +326,14 @@ class Engine:
             return SingleGenerator(
                 self.loaded.model, self._prefill_step, stream, self.ranks.sampler
             )
-        return BatchGenerator(
-            self.loaded.model,
-            completion_batch_size=self.options.batch,
-            prefill_batch_size=self.options.prefill_batch,
-            prefill_step_size=self._prefill_step,
-            stream=stream,
-        )
+        with wired(self.options.wired_limit):
+            return BatchGenerator(
+                self.loaded.model,
+                completion_batch_size=self.options.batch,
+                prefill_batch_size=self.options.prefill_batch,
+                prefill_step_size=self._prefill_step,
+                stream=stream,
+            )
 
     def _read(self, job: Job) -> Prompt:
         """Make tokens of a request. For rank 0: templates may look at the clock. Raises Refused."""
@@ -447,7 +448,7 @@ class Engine:
 
     def check(self) -> None:
         """Raise the error that ended the generation thread for good: KeyboardInterrupt, where another
-        process was request to end."""
+        process was asked to end."""
         if self.problem is not None:
             raise self.problem
         if self.ranks.ended:

@@ -87,6 +87,13 @@ class ServeOptions:
     prefill_step: Annotated[
         int | None, Option("--prefill-step", help="Tokens of a prompt read at once.")
     ] = None
+    wired_limit: Annotated[
+        bool,
+        Option(
+            "--wired-limit",
+            help="Let MLX wire GPU memory. Off: macOS was reported to panic when that is set under load.",
+        ),
+    ] = False
     reuse: Annotated[
         bool, Option("--reuse/--no-reuse", help="Keep finished conversations for reuse.")
     ] = True

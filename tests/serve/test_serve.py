@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -276,6 +277,19 @@ def test_a_request_that_takes_too_long(server, change, monkeypatch):
     monkeypatch.setattr(Engine, "step", slow)
     assert refused(server, 504, **ENDLESS)["code"] == "timeout"
     settled(server)
+
+
+def test_memory_is_wired_where_that_is_asked_for(model_folder, monkeypatch):
+    calls = []
+    module = sys.modules["mlx_lm.generate"]
+    monkeypatch.setattr(
+        module, "maybe_set_recommended_wired_limit", lambda: calls.append("set") or 1
+    )
+    monkeypatch.setattr("mlx.core.set_wired_limit", calls.append)
+    for asked in (False, True):
+        with serving(model_folder, wired_limit=asked) as server:
+            complete(server, "a", 2)
+        assert calls == (["set", 1] if asked else [])
 
 
 def test_too_many_requests(server, change, monkeypatch):
