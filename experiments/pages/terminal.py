@@ -24,7 +24,7 @@ from experiments.pages.memory import DARK, FOLDER, WIDTH, png
 from mlxkv import console
 from mlxkv.errors import MachineError
 
-COMMAND = "mlxkv demo --tokens 2k"
+COMMAND = "mlxkv demo --tokens 1k"
 COLUMNS, ROWS = 98, 60
 ESCAPE = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|([\r\n])|(.)", re.S)
 COLOURS = {"31": "#ff7b72", "32": "#3fb950", "33": "#d29922", "34": "#58a6ff", "36": "#39c5cf"}
