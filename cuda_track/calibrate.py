@@ -22,7 +22,7 @@ from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact, balance, rotary, sums
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.calibration.balance import Balance
-from mlxkv.formats.calibration.rotary import UNKNOWN, Rotary, Span, contexts
+from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, Rotary, Span, contexts
 from mlxkv.formats.calibration.sums import KEYS, READ, Sums
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.texts import corpus
@@ -172,7 +172,7 @@ def calibrate(
             "the file there, and name it by --calibration FILE"
         )
     growing = {i for i, layer in enumerate(plain_layers(model)) if replaceable(layer)}
-    positions = context_limit(model.config.to_dict()) or UNKNOWN
+    positions = context_limit(model.config.to_dict()) or DEFAULT_CONTEXT
     rotaries, spans = rotations(model, tokens[:PROBES], max(positions, window)), contexts(positions)
     moments: dict[int, Moments] = {}
 

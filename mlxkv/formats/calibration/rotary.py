@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 Span = tuple[int, int]  # positions from and to, without the last
-UNKNOWN = 1 << 15  # the context of a model that names none
+DEFAULT_CONTEXT = 1 << 15  # the context of a model that names none
 SHORTEST = 1024  # positions of the shortest session
 STILL = 16  # rounding errors: a pair that moves less does not turn
 OFF = 0.03  # largest error of turned rows, as a share: float32 angles are off by .008 at position 131,072

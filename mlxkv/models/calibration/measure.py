@@ -28,7 +28,7 @@ from mlxkv.formats import matrices
 from mlxkv.formats.calibration import balance
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.calibration.balance import Balance
-from mlxkv.formats.calibration.rotary import UNKNOWN, contexts
+from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, contexts
 from mlxkv.models.calibration import TOKENS
 from mlxkv.models.calibration.moments import PROBES, ROWS, Moments, Readers, Sample, rotations
 from mlxkv.models.hooks.dryrun import sensitivities
@@ -155,7 +155,7 @@ def calibrate(
 
     tokens: the text, read in windows of `window` tokens that do not see each other, each after
     `bos`. positions: how many the calibration is to hold for; by default those of the model's context, or
-    UNKNOWN where that is not known. text: its name. target: one of TARGETS; the last two read no text.
+    DEFAULT_CONTEXT where that is not known. text: its name. target: one of TARGETS; the last two read no text.
     parts: of U, H and P, those that the rotations use. per_layer: one rotation for all kv heads of a layer. progress:
     called with the tokens done since the last call; they are read `passes(target)` times. timing:
     filled with the seconds of sums and eigenvectors by layer. samples: filled with up to ROWS keys
@@ -182,7 +182,7 @@ def calibrate(
             reason = next(iter(found.refused.values()), "no layer has a cache that grows")
             raise UserError(f"[calibrate] this model has nothing to compress; got: {reason}")
         origin = origin_of(model)
-        positions = positions or (origin and origin.context) or UNKNOWN
+        positions = positions or (origin and origin.context) or DEFAULT_CONTEXT
         rotaries = dict.fromkeys(shapes)
         if passes(target):
             probes, longest = mx.array(tokens[:PROBES]), max(positions, window)

@@ -78,7 +78,7 @@ class Gate:
             await refusal(request, error)(scope, receive, answer)
         except ClientDisconnect:
             pass
-        except Exception:  # owner reply was written
+        except Exception:  # its reply was written
             logging.exception("a request failed")
 
     def _check(self, request: Request) -> None:
