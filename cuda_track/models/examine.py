@@ -25,30 +25,9 @@ from mlxkv.models.catalog.reports import (
     compressed,
     of_latents,
 )
-from mlxkv.models.catalog.shapes import DEPTH, HEADS, WIDTH, LayerShape, text_config
+from mlxkv.models.catalog.shapes import text_config
 
-# Model types whose sliding layers mlx-lm keeps in a rotating cache of the window's size. In the
-# others it keeps the whole context, whatever config.json says about windows.
-ROTATING = {
-    *("gemma3_text", "gemma3", "gemma3n_text", "gemma3n", "gemma4_text", "gemma4", "gpt_oss"),
-    *("cohere2", "llama", "ministral3", "mistral3", "olmo3", "exaone4", "exaone_moe", "mellum"),
-    *("afmoe", "laguna", "iquestloopcoder", "mimo_v2_flash", "step3p5"),
-}
-# Model types of which mlx-lm caches latents (MLA). Of others with a kv_lora_rank it caches keys and values.
-LATENTS = {
-    *(
-        "deepseek_v3",
-        "deepseek_v32",
-        "glm4_moe_lite",
-        "glm_moe_dsa",
-        "kimi_k25",
-        "kimi_k3",
-        "kimi_vl",
-    ),
-    *("kimi_linear", "longcat_flash", "longcat_flash_ngram", "bailing_hybrid", "bailing_moe_v3"),
-    *("mistral4", "kimi_k2"),
-}
-STATES = ("linear_attention", "mamba", "conv", "recurrent", "ssm")
+KV_HEADS = "num_key_value_heads", "num_global_key_value_heads"  # the second: Gemma 4's full layers
 
 
 @dataclass(frozen=True)
@@ -160,14 +139,13 @@ def _of_class(layer, reason: str | None = None) -> Found:
 
 
 def _check_share(model: PreTrainedModel) -> None:
-    """Raises UserError where the processes of a model cannot share its kv heads."""
-    if (size := share_of(model).size) == 1:
-        return
-    for i, shape in enumerate(layers_of(model.config.to_dict())):
-        if shape.kind == "full" and shape.kv_heads % size:
+    """Raise UserError where the processes of a model cannot share its kv heads."""
+    size, config = share_of(model).size, model.config.get_text_config()
+    for heads in filter(None, (getattr(config, name, None) for name in KV_HEADS)):
+        if heads % size:
             raise UserError(
-                f"[attach] {shape.kv_heads} kv heads of layer {i} cannot be shared by {size} "
-                "processes; choose a tp_size that divides them"
+                f"[attach] {heads} kv heads cannot be shared by {size} processes; choose a tp_size "
+                "that divides them"
             )
 
 
@@ -193,90 +171,3 @@ def put_back(model: PreTrainedModel, before: list[tuple[PreTrainedConfig, str | 
     latent.release(model)
     for config, name in before:
         config._attn_implementation_internal = name
-
-
-def _number(config: dict, *names: str) -> int:
-    for name in names:
-        if isinstance(config.get(name), (int, float)):
-            return int(config[name])
-    raise UserError(f"[config.json] no {names[0]}; this is not the config of a language model")
-
-
-def _caches_latents(config: dict) -> bool:
-    """Return whether mlx-lm caches latents of a model. config: of `text_config`."""
-    return bool(config.get("kv_lora_rank")) and config.get("model_type") in LATENTS
-
-
-def _latents(config: dict, count: int, heads: int) -> list[LayerShape]:
-    """The caches of a model with MLA: mlx-lm's own names for which of its layers have a state instead."""
-    rank, rotary, plain = (
-        int(config.get(name) or 0)
-        for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
-    )
-    made = heads * (plain + int(config.get("v_head_dim") or 0))
-    one, state = LayerShape("latent", 1, rank, rotary, expanded=made), LayerShape("state")
-    if index := config.get("index_head_dim"):
-        return [one, LayerShape("index", 1, int(index))] * count
-    if str(config.get("model_type")).startswith("longcat"):
-        return [one] * 2 * count
-    linear = (config.get("linear_attn_config") or {}).get("kda_layers")
-    if linear is not None:  # counted from 1
-        return [state if i + 1 in linear else one for i in range(count)]
-    if group := config.get("layer_group_size"):  # the last of each, and what is left over
-        whole = count // int(group) * int(group)
-        return [one if (i + 1) % int(group) == 0 or i >= whole else state for i in range(count)]
-    return [one] * count
-
-
-def _kinds(config: dict, layers: int) -> list[str]:
-    """'full', 'sliding' or 'state' for each layer."""
-    rotates = config.get("model_type") in ROTATING and config.get("sliding_window")
-    pattern = config.get("sliding_window_pattern")
-    types = config.get("layer_types") or config.get("layers_block_type")
-    if isinstance(pattern, str):  # exaone4 spells it out: "LLLG"
-        types = ["full" if pattern[i % len(pattern)] == "G" else "sliding" for i in range(layers)]
-    elif types is None and rotates and pattern:
-        types = ["sliding" if (i + 1) % pattern else "full" for i in range(layers)]
-    elif types is None and (interval := config.get("full_attention_interval")):
-        types = ["linear_attention" if (i + 1) % interval else "full" for i in range(layers)]
-    if types is None:
-        return ["full"] * layers
-    if len(types) != layers:
-        raise UserError(f"[config.json] {layers} layers, but layer_types names {len(types)}")
-
-    def kind(name: str) -> str:
-        if any(state in name for state in STATES):
-            return "state"
-        return "sliding" if "sliding" in name and rotates else "full"
-
-    return [kind(name) for name in types]
-
-
-def layers_of(config: dict) -> list[LayerShape]:
-    """The cache of each layer, from config.json alone. Raises UserError when it cannot tell."""
-    config = text_config(config)
-    count = _number(config, *DEPTH)
-    heads = _number(config, *HEADS)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    dim = int(config.get("head_dim") or _number(config, *WIDTH) // heads)
-    if _caches_latents(config):
-        return _latents(config, count, heads)
-    if config.get("kv_lora_rank") and config.get(
-        "qk_nope_head_dim"
-    ):  # cached as keys and values of heads
-        dims = (int(config.get(f"qk_{name}_head_dim") or 0) for name in ("nope", "rope"))
-        return [LayerShape("full", heads, sum(dims), int(config.get("v_head_dim") or dim))] * count
-    kinds = _kinds(config, count)
-    # Gemma 3n and 4: the last layers read the cache of earlier ones.
-    kinds = kinds[: count - int(config.get("num_kv_shared_layers") or 0)]
-    full_dim = int(config.get("global_head_dim") or dim)
-    full_heads = int(config.get("num_global_key_value_heads") or kv_heads)
-    tied = config.get("model_type") == "gpt_oss" or bool(config.get("attn_logit_softcapping"))
-    shapes = {
-        "full": LayerShape("full", full_heads, full_dim, full_dim, tied=tied),
-        "sliding": LayerShape(
-            "sliding", kv_heads, dim, dim, int(config.get("sliding_window") or 0)
-        ),
-        "state": LayerShape("state"),
-    }
-    return [shapes[kind] for kind in kinds]

@@ -6,7 +6,7 @@ another order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import safetensors.torch
@@ -14,21 +14,17 @@ import torch
 from safetensors import safe_open
 from transformers.cache_utils import DynamicLayer
 
-from cuda_track.cache.adaptive import AdaptiveKVCache
-from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.cache.latent import LatentKVCache
-from cuda_track.codec import maps
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.packing import as_file, from_file
 from cuda_track.models import latent, restored
-from cuda_track.models.examine import layers_of
-from cuda_track.models.layers import CompressedCache, CompressedLayer, holds_state, plain_layers
+from cuda_track.models.handing import handed
+from cuda_track.models.layers import CompressedCache, CompressedLayer, holds_state
 from cuda_track.models.loader import Loaded
 from cuda_track.models.parallel import insist_on_one
-from cuda_track.models.seam import Attached, attached
+from cuda_track.models.seam import new_cache
 from mlxkv import files
 from mlxkv.errors import UserError
-from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.saved import session
 from mlxkv.formats.saved.session import Saved
@@ -36,7 +32,6 @@ from mlxkv.models.catalog.shapes import text_config
 
 MLX_LM = "0.32"  # whose format of prompt caches this is
 PLAIN, ROTATING = "KVCache", "RotatingKVCache"
-OURS = {kind.__name__: kind for kind in (CompressedKVCache, AdaptiveKVCache, LatentKVCache)}
 
 
 def save(path: Path, saved: Saved, loaded: Loaded) -> None:
@@ -53,7 +48,7 @@ def save(path: Path, saved: Saved, loaded: Loaded) -> None:
     entries = {f"0.{name}": value for name, value in data.items()}
     tensors, scalars = {}, []
     for i, layer in enumerate(saved.cache.layers):
-        kind, state = _state_of(layer)
+        kind, state = _class_of(layer), _state_of(layer)
         if kind == LatentKVCache.__name__ and latent.interleaves(loaded.model):
             state = latent.paired(state, pairs=True)
         entries[f"1.{i}"] = kind
@@ -93,78 +88,72 @@ def load(path: Path, loaded: Loaded) -> Saved:
 
 def _cache(kinds: list[str], tensors: dict, tokens: int, loaded: Loaded) -> CompressedCache:
     """The caches of these classes, of so many tokens. Raises anything where they are none of this model's."""
-    made, layers = attached(loaded.model), plain_layers(loaded.model)
-    find, shapes = _finder(made), layers_of(loaded.model.config.to_dict())
-    if len(kinds) != len(layers):
-        raise ValueError(f"{len(kinds)} caches for {len(layers)} layers")
-    for i, (kind, plain, shape) in enumerate(zip(kinds, layers, shapes, strict=True)):
+    model = loaded.model
+    made = new_cache(model)
+    with torch.no_grad():  # for the shapes of its layers
+        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), **handed(made))
+    if kinds != [_class_of(layer) for layer in made.layers]:
+        raise ValueError("other caches than those of this model")
+    for i, layer in enumerate(made.layers):
         tree = _tree({n[len(f"{i}.") :]: x for n, x in tensors.items() if n.startswith(f"{i}.")})
-        if (fit := made.fits.get(i)) is None:
-            _insist(kind, ROTATING if plain.is_sliding else PLAIN)
-            window = plain.sliding_window if plain.is_sliding else None
-            restored.check_plain(tree, shape, window, tokens)
-            _fill(plain, tree, loaded.model.device)
+        if not isinstance(layer, CompressedLayer):
+            restored.check_plain(tree, layer, tokens)
+            _fill(layer, tree)
             continue
-        _insist(kind, made.kinds[i].__name__)
-        restored.check_compressed(tree, shape, *fit, tokens)
-        if made.kinds[i] is LatentKVCache and latent.interleaves(loaded.model):
+        restored.check_compressed(tree, layer.cache, tokens)
+        if isinstance(layer.cache, LatentKVCache) and latent.interleaves(model):
             tree = latent.paired(tree, pairs=False)
-        cache = OURS[kind].from_state(tree, find, loaded.model.device)
-        layers[i] = CompressedLayer(cache)
-        layers[i].is_initialized = True
-    return CompressedCache(layers=layers)
+        find = partial(_maps, layer.cache.layer_maps)
+        layer.cache = layer.cache.from_state(tree, find, model.device)
+    return made
 
 
-def _insist(kind: str, expected: str) -> None:
-    if kind != expected:
-        raise ValueError(f"a cache of the class {kind}, not {expected}")
-
-
-def _finder(made: Attached) -> Callable[[str, str, CacheConfig], LayerMaps]:
-    def find(digest: str, layer: str, config: CacheConfig) -> LayerMaps:
-        if made.calibration is None or made.calibration.digest != digest:
-            raise UserError(
-                f"[load] this cache needs the calibration it was stored with; got another; load its "
-                f"model with that file, digest {digest}"
-            )
-        return maps.of(made.calibration, config.fitted, [layer])[layer]
-
-    return find
+def _maps(maps: LayerMaps, digest: str, *_) -> LayerMaps:
+    """`maps`, unless a cache was stored by those of another calibration."""
+    if maps.digest != digest:
+        raise UserError(
+            f"[load] this cache needs the calibration it was stored with; got another; load its "
+            f"model with that file, digest {digest}"
+        )
+    return maps
 
 
 # Layers of transformers <-> states of mlx-lm: (keys, values, tokens) of a plain cache; (keys, values,
 # tokens, kept, window, place of the next token) of a rotating one.
 
 
-def _state_of(layer) -> tuple[str, dict]:
+def _class_of(layer) -> str:
+    """The class in mlx-lm or mlxkv of the cache of a layer."""
     if isinstance(layer, CompressedLayer):
-        return type(layer.cache).__name__, layer.cache.state
+        return type(layer.cache).__name__
     if not isinstance(layer, DynamicLayer) or holds_state(layer):
         raise UserError(
             f"[save] sessions hold keys and values; got a layer of {type(layer).__name__}; choose a model "
             "of attention alone"
         )
+    return ROTATING if layer.is_sliding else PLAIN
+
+
+def _state_of(layer) -> dict:
+    if isinstance(layer, CompressedLayer):
+        return layer.cache.state
     keys, values, tokens = layer.keys, layer.values, layer.get_seq_length()
     if not layer.is_sliding:
-        return PLAIN, {"0": keys, "1": values, "2": tokens}
+        return {"0": keys, "1": values, "2": tokens}
     window = layer.sliding_window
     if tokens >= window:  # one place more than here: what is in it is overwritten first of all
         keys, values = (torch.cat([x[:, :, :1], x], 2) for x in (keys, values))
-    return ROTATING, {
-        **{"0": keys, "1": values, "2": tokens, "3": 0, "4": window, "5": keys.shape[2]}
-    }
+    return {"0": keys, "1": values, "2": tokens, "3": 0, "4": window, "5": keys.shape[2]}
 
 
-def _fill(layer, state: dict, device: torch.device) -> None:
-    keys, values = (state[name].to(device) for name in ("0", "1"))
-    tokens = int(state["2"])
+def _fill(layer: DynamicLayer, state: dict) -> None:
+    tokens, pair = int(state["2"]), (state[name].to(layer.keys.device) for name in ("0", "1"))
     if layer.is_sliding:
         place, window = int(state["5"]), layer.sliding_window
-        keys, values = (_in_order(x, place, tokens)[:, :, 1 - window :] for x in (keys, values))
+        keys, values = (_in_order(x, place, tokens)[:, :, 1 - window :] for x in pair)
         layer.cumulative_length = tokens
     else:
-        keys, values = keys[:, :, :tokens], values[:, :, :tokens]
-    layer.lazy_initialization(keys, values)
+        keys, values = (x[:, :, :tokens] for x in pair)
     layer.keys, layer.values = keys.clone(), values.clone()
 
 

@@ -1,43 +1,34 @@
-"""Whether what a file says about a layer's cache is a cache of this model: shapes, counts and numbers."""
+"""Check that the state of a cache, read from a file, is that of a cache of this model: shapes, counts and numbers."""
 
 from __future__ import annotations
 
 import torch
+from transformers.cache_utils import DynamicLayer
 
+from cuda_track.cache.compressed import CompressedKVCache
+from cuda_track.cache.latent import LatentKVCache
 from cuda_track.cache.stores import Codes, codecs_of
-from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.records import as_codes
-from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES
 from mlxkv.formats.saved import state
-from mlxkv.models.catalog.shapes import LayerShape
 
-WINDOWS = (
-    "live",
-    "sink",
-    "last",
-    "basis",
-    "asked",
-    "rotary",
-)  # of a state, in floating-point numbers
-CPU = torch.device("cpu")
+WINDOWS = "live", "sink", "last", "basis", "asked", "rotary"  # floating-point numbers of a state
 
 
-def check_compressed(
-    tree: dict, shape: LayerShape, config: CacheConfig, maps: LayerMaps | None, tokens: int
-) -> None:
-    """Raise UserError or ValueError, and what reading lists and dicts raises, unless `tree` is the state of a
-    compressed cache of so many tokens."""
-    header, found = state.read_header(bytes(tree["header"][: state.LONGEST].tolist()))
-    state.check_config(found, config)
+def check_compressed(tree: dict, like: CompressedKVCache, tokens: int) -> None:
+    """Raise UserError or ValueError, and what reading lists and dicts raises, unless `tree` is the state that `like`,
+    which the model has given one token, could have after `tokens` of them."""
+    header, saved_config = state.read_header(bytes(tree["header"][: state.LONGEST].tolist()))
+    config, maps, live = like.config, like.layer_maps, like.view().live
+    state.check_config(saved_config, config)
     if header["offset"] != tokens:
         raise ValueError(f"a cache of {header['offset']} tokens, not {tokens}")
-    dims, heads = (shape.key_dim, shape.value_dim), shape.kv_heads
-    codecs = codecs_of(config, dims, maps, CPU)
-    pages, bases, one = dict(tree.get("pages", {})), {}, Codes(config, codecs)
-    one.append(tuple(torch.zeros(1, heads, config.page, dim) for dim in dims), 1)
-    page = one.state
-    if shape.kind == "latent" and config.rotary == 16:  # beside the pages
+    dims, heads = tuple(x.shape[3] for x in live), live[0].shape[1]
+    codecs = codecs_of(config, dims, maps, torch.device("cpu"))
+    pages, bases, store = dict(tree.get("pages", {})), {}, Codes(config, codecs)
+    store.append(tuple(torch.zeros(1, heads, config.page, dim) for dim in dims), 1)
+    page = store.state
+    if isinstance(like, LatentKVCache) and config.rotary == 16:  # beside the pages
         del page[NAMES[1]]
     counts = [header["pages"]]
     if "counts" in pages:
@@ -48,26 +39,25 @@ def check_compressed(
         pages = as_codes(pages, codecs)
     if maps is not None:
         bases = {name: (1, heads, *getattr(maps, name).down.shape[-2:]) for name in NAMES}
-    token = tuple((1, heads, 1, dim) for dim in dims)
     tree = tree | {"pages": pages}
-    state.check_shapes(tree, config, token, page, counts, bases)
-    rest = {name: x for name, x in pages.items() if name.startswith("basis")}
-    _check_floats(rest | {name: tree.get(name, {}) for name in WINDOWS})
-    check_finite(tree)
+    state.check_shapes(tree, config, tuple(x.shape for x in live), page, counts, bases)
+    runs_bases = {name: x for name, x in pages.items() if name.startswith("basis")}
+    _check_floats(runs_bases | {name: tree.get(name, {}) for name in WINDOWS})
+    _check_finite(tree)
 
 
-def check_plain(tree: dict, shape: LayerShape, window: int | None, tokens: int) -> None:
-    """The same for the state of one of mlx-lm's caches. window: of a sliding layer, else None."""
+def check_plain(tree: dict, like: DynamicLayer, tokens: int) -> None:
+    """The same for the state of one of mlx-lm's caches, of a layer of transformers."""
     keys, values, *counts = (tree[str(i)] for i in range(len(tree)))
-    if len(counts) != (1 if window is None else 4) or any(n.is_floating_point() for n in counts):
+    if len(counts) != (4 if like.is_sliding else 1) or any(n.is_floating_point() for n in counts):
         raise ValueError("parts of a cache missing, or too many")
-    offset, *more = (int(n) for n in counts)
-    for x, dims in ((keys, shape.key_dim), (values, shape.value_dim)):
-        state.check_shape("windows", x, (1, shape.kv_heads, keys.shape[2], dims))
-    if offset != tokens or (more and (more[0] != 0 or more[1] != window)):
+    offset, *ring = (int(n) for n in counts)
+    for x, token in ((keys, like.keys), (values, like.values)):
+        state.check_shape("windows", x, (*token.shape[:2], keys.shape[2], token.shape[3]))
+    if offset != tokens or (ring and ring[:2] != [0, like.sliding_window]):
         raise ValueError("a cache of other tokens, or of another window")
-    state.check_rows(keys.shape[2], offset, *more)
-    check_finite(tree)
+    state.check_rows(keys.shape[2], offset, *ring)
+    _check_finite(tree)
     _check_floats({"keys": keys, "values": values})
 
 
@@ -79,10 +69,9 @@ def _check_floats(tree: dict) -> None:
             raise ValueError("windows that are no floating-point numbers")
 
 
-def check_finite(tree: dict) -> None:
-    """Raise ValueError for a number that is none."""
+def _check_finite(tree: dict) -> None:
     for x in tree.values():
         if isinstance(x, dict):
-            check_finite(x)
+            _check_finite(x)
         elif x.is_floating_point() and not torch.isfinite(x).all():
             raise ValueError("numbers that are not finite")
