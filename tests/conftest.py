@@ -192,5 +192,5 @@ def unbound(monkeypatch):
     from mlxkv.models.hooks import rebind
 
     for slot, bound in rebind._bound.items():
-        monkeypatch.setattr(*rebind._place(slot), bound.before)
+        monkeypatch.setattr(*rebind._place(slot), bound.original)
     monkeypatch.setattr(rebind, "_bound", {})

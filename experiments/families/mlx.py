@@ -20,7 +20,6 @@ SHORT = (
     "mamba2",
     "minimax_m3_vl",
     "olmo",
-    "plamo",
     "stablelm",
 )
 HEAD = """# Families of mlx-lm

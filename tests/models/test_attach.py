@@ -48,7 +48,7 @@ ATTENTION = base.scaled_dot_product_attention
 def nothing_left_behind(monkeypatch):
     """Nor before: models that tests of other files left attached are set aside meanwhile."""
     for slot, bound in rebind._bound.items():
-        monkeypatch.setattr(*rebind._place(slot), bound.before)
+        monkeypatch.setattr(*rebind._place(slot), bound.original)
     monkeypatch.setattr(rebind, "_bound", {})
     yield
     files = [m for name, m in list(sys.modules.items()) if name.startswith("mlx_lm.models.")]
@@ -89,12 +89,8 @@ def test_sealed_pages_are_read(family):
     model, text = random_model(family), tokens(150)
     plain = logits(model, text)
     attach(model, EAGER8)
-    found = logits(model, text)
+    error = logits(model, text) - plain
     detach(model)
-    # phi3small says minus infinity for tokens that nobody may write.
-    seen = mx.isfinite(plain)
-    error, plain = mx.where(seen, found - plain, 0), mx.where(seen, plain, 0)
-    assert mx.array_equal(mx.isfinite(found), seen)
     assert 0 < mx.sqrt(mx.mean(error[-3:] ** 2) / mx.mean(plain[-3:] ** 2)).item() < 0.03
 
 

@@ -17,9 +17,9 @@ from mlxkv.models.hooks.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32, refu
 from mlxkv.models.hooks.rebind import OWN_CODE
 
 OLD = mlx_lm.__version__ < "0.32"
-# Families that compute on keys in some configurations or layers only (soft-capping, block-sparse
-# layers), or pass them on by a helper: the dry run decides.
-DEPENDS = {"gear", "iquestloopcoder", "phi3small"}
+# Families that compute on keys in some configurations only (soft-capping), or pass them on by a helper: the dry
+# run decides.
+DEPENDS = {"gear", "iquestloopcoder"}
 REACHED = {family for family, _ in OWN_CODE}  # whose own code is rebound
 
 

@@ -179,7 +179,7 @@ def steps_to_come(model: nn.Module, prompt: int) -> str:
     attachment = vars(model)[MARK]
     if off := attachment.steps.off:
         return f"{BY_PYTHON}{off}"
-    if (call := rebind.call_before(model)) is None:
+    if (call := rebind.original_call(model)) is None:
         return f"{BY_PYTHON}the model's class is not found by its name"
     return trial(model, call, attachment(), prompt)
 

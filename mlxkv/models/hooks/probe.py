@@ -278,6 +278,8 @@ REFUSED: dict[str, str] = {
     "deepseek_v41": OWN_CACHE,
     "minimax_m3_vl": ARRAYS.format("selects blocks of keys by an index"),
     "olmo": NO_PROMPTS,
+    "phi3small": ARRAYS.format("sees blocks of tokens"),
+    "plamo": ARRAYS.format("repeats heads"),
 }
 
 # Families whose code computes on cached latents (MLA): `find_latents` knows how.

@@ -10,15 +10,15 @@ from types import ModuleType
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import cache as mlx_cache
+from mlx_lm.models.cache import CacheList
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.view import View
-from mlxkv.errors import UserError
 from mlxkv.models.hooks.probe import Handle, files_of
 from mlxkv.models.hooks.taps import LatentObserver, ObservedView
 
 NAME = "scaled_dot_product_attention"
+PARAMETERS = ("cache", "scale", "mask", "sinks")  # of it, behind queries, keys and values
 CALL = "__call__"
 MARK = "_mlxkv_attachment"  # the attribute of an attached model
 
@@ -27,8 +27,8 @@ Slot = tuple[str, str]  # module name, attribute, of a class in it where there i
 
 @dataclass
 class _Bound:
-    before: Callable  # what the attribute was
-    now: Callable
+    original: Callable
+    wrapper: Callable
     users: int
 
 
@@ -42,9 +42,9 @@ def bind(model: nn.Module) -> list[Slot]:
     """
     files = files_of(model)
     slots = [(file.__name__, NAME) for file in files if callable(getattr(file, NAME, None))]
-    own = [(f"mlx_lm.models.{family}", name) for family, name in OWN_CODE]
-    there = {file.__name__ for file in files}
-    slots += [slot for slot in own if slot[0] in there and slot not in slots]
+    names = {file.__name__ for file in files}
+    own_code = [(f"mlx_lm.models.{family}", name) for family, name in OWN_CODE]
+    slots += [slot for slot in own_code if slot[0] in names]
     return take([*slots, *_call_of(model)])
 
 
@@ -55,9 +55,9 @@ def _call_of(model: nn.Module) -> list[Slot]:
     return [(cls.__module__, f"{cls.__name__}.{CALL}")] if named and cls is not nn.Module else []
 
 
-def call_before(model: nn.Module) -> Callable | None:
+def original_call(model: nn.Module) -> Callable | None:
     """The call of the model's class as it was before `bind`; None where `bind` leaves it as it is."""
-    return next((_bound[slot].before for slot in _call_of(model)), None)
+    return next((_bound[slot].original for slot in _call_of(model)), None)
 
 
 def take(slots: list[Slot]) -> list[Slot]:
@@ -67,9 +67,9 @@ def take(slots: list[Slot]) -> list[Slot]:
             _bound[slot].users += 1
             continue
         owner, name = _place(slot)
-        before = getattr(owner, name)
-        _bound[slot] = _Bound(before, _wrap(slot)(before), 1)
-        setattr(owner, name, _bound[slot].now)
+        original = getattr(owner, name)
+        _bound[slot] = _Bound(original, _wrap(slot)(original), 1)
+        setattr(owner, name, _bound[slot].wrapper)
     return slots
 
 
@@ -90,8 +90,10 @@ def release(slots: list[Slot]) -> None:
             continue
         del _bound[slot]
         owner, name = _place(slot)
-        if getattr(owner, name, None) is bound.now:  # else patched by somebody since: theirs stays
-            setattr(owner, name, bound.before)
+        if (
+            getattr(owner, name, None) is bound.wrapper
+        ):  # else patched by somebody since: theirs stays
+            setattr(owner, name, bound.original)
 
 
 def _place(slot: Slot) -> tuple[ModuleType | type, str]:
@@ -139,30 +141,21 @@ def through(original):
     def scaled_dot_product_attention(queries, keys, values, *args, **kwargs):
         if isinstance(keys, ObservedView):
             return keys.attended(queries, values, *args, **kwargs)
+        options = dict(zip(PARAMETERS, args, strict=False)) | kwargs if args else kwargs
         if isinstance(keys, View):
-            return _attend(queries, keys, *args, **kwargs)
+            return attend(
+                queries, keys, options.get("scale", 1.0), options.get("mask"), options.get("sinks")
+            )
         if type(keys) is Handle:
-            return keys.attended(queries, values, _has_sinks(*args, **kwargs))
-        if isinstance(cache := _first(kwargs.get("cache")), LatentObserver):
-            cache.on_queries(queries, kwargs["scale"])
+            return keys.attended(queries, values, options.get("sinks") is not None)
+        cache = options.get("cache")
+        if isinstance(cache, CacheList):
+            cache = cache.caches[0]
+        if isinstance(cache, LatentObserver):
+            cache.on_queries(queries, options["scale"])
         return original(queries, keys, values, *args, **kwargs)
 
     return scaled_dot_product_attention
-
-
-def _first(cache):
-    """The cache, or the first one in a list of caches."""
-    return cache.caches[0] if isinstance(cache, mlx_cache.CacheList) else cache
-
-
-def _has_sinks(cache=None, scale: float = 1.0, mask=None, sinks=None) -> bool:
-    """Return whether a call has attention sinks; the parameters are the rest of mlx-lm's signature."""
-    return sinks is not None
-
-
-def _attend(queries, view, cache=None, scale: float = 1.0, mask=None, sinks=None) -> mx.array:
-    """Attention with mlx-lm's signature without values; `cache` is not used, the view holds all."""
-    return attend(queries, view, scale, mask, sinks)
 
 
 # -- Families whose files compute attention by code of their own: what is rebound in them, so that the code meets our
@@ -170,100 +163,30 @@ def _attend(queries, view, cache=None, scale: float = 1.0, mask=None, sinks=None
 #
 # A view in which nothing is sealed gives its arrays to the family's own code: results stay equal, bit for bit.
 
-Wrap = Callable[[Callable], Callable]
-
 
 def is_plain(view: View) -> bool:
     """Return whether nothing is sealed, so that its arrays are those of a plain cache, and nobody observes it."""
     return isinstance(view, View) and view.plain and not isinstance(view, ObservedView)
 
 
-# -- mx functions of a file (plamo, plamo2)
-
-
-@dataclass(frozen=True)
-class Tiled:
-    """What `mx.tile(keys, [1, count, 1, 1])` returns for a view or a handle: query head h reads kv head
-    h % G, where a view's query heads of one kv head stand side by side."""
-
-    held: View | Handle
-    count: int
-
-    def attended(
-        self,
-        attention: Callable,
-        queries,
-        values: Tiled,
-        cache=None,
-        scale=1.0,
-        mask=None,
-        sinks=None,
-    ) -> mx.array:
-        """queries: [B, H, L, D] -> [B, H, L, Dv]. attention: over views."""
-        view, rest = self.held, {"scale": scale, "mask": mask, "sinks": sinks}
-        if type(view) is not Handle and is_plain(view):
-            arrays = (mx.tile(x, (1, self.count, 1, 1)) for x in view.live)
-            return mx.fast.scaled_dot_product_attention(queries, *arrays, **rest)
-        out = attention(_regrouped(queries, self.count), view, values.held, **rest)
-        return _regrouped(out, out.shape[1] // self.count)
-
-
-def _regrouped(x: mx.array, count: int) -> mx.array:
-    """[B, count * n, L, D]: head i n + j goes to j count + i."""
-    batch, heads, new, dims = x.shape
-    return x.reshape(batch, count, heads // count, new, dims).swapaxes(1, 2).reshape(x.shape)
+# -- mx.fast of a file (plamo2)
 
 
 class _Functions(ModuleType):
-    """`mlx.core`, or `mlx.core.fast`, with some functions in place of its own."""
+    """A module of MLX with some functions in place of its own."""
 
-    def __init__(self, of: ModuleType, **own):
-        super().__init__(of.__name__, of.__doc__)
-        vars(self).update(own, _of=of)
+    def __init__(self, original: ModuleType, **functions):
+        super().__init__(original.__name__, original.__doc__)
+        vars(self).update(functions, _original=original)
 
     def __getattr__(self, name: str):
-        return getattr(vars(self)["_of"], name)
+        return getattr(vars(self)["_original"], name)
 
 
-def functions(through: Wrap) -> Wrap:
-    """Wrap a file's `mx`: attention over our views goes `through`, and views can be tiled."""
-
-    def wrap(original: ModuleType) -> ModuleType:
-        attention = through(original.fast.scaled_dot_product_attention)
-
-        def scaled_dot_product_attention(queries, keys, values, **rest):
-            if isinstance(keys, Tiled):
-                return keys.attended(attention, queries, values, **rest)
-            return attention(queries, keys, values, **rest)
-
-        def tile(x, reps, **rest):
-            if not isinstance(x, (View, Handle)):
-                return original.tile(x, reps, **rest)
-            if len(reps) != 4 or [*reps[:1], *reps[2:]] != [1, 1, 1]:
-                raise UserError(f"[attach] compressed keys are tiled along heads alone; got {reps}")
-            return Tiled(x, reps[1])
-
-        fast = _Functions(original.fast, scaled_dot_product_attention=scaled_dot_product_attention)
-        return _Functions(original, fast=fast, tile=tile)
-
-    return wrap
-
-
-def tiled(through: Wrap) -> Wrap:
-    """Wrap a file's `scaled_dot_product_attention`, which is also given what `tile` returned."""
-
-    def wrap(original: Callable) -> Callable:
-        attention = through(original)
-
-        @wraps(original)
-        def scaled_dot_product_attention(queries, keys, values, *args, **kwargs):
-            if isinstance(keys, Tiled):
-                return keys.attended(attention, queries, values, *args, **kwargs)
-            return attention(queries, keys, values, *args, **kwargs)
-
-        return scaled_dot_product_attention
-
-    return wrap
+def fast_attention(original: ModuleType) -> ModuleType:
+    """Wrap a file's `mx`: `mx.fast.scaled_dot_product_attention` over our views is ours."""
+    fast = _Functions(original.fast, **{NAME: through(getattr(original.fast, NAME))})
+    return _Functions(original, fast=fast)
 
 
 # -- capped scores (gear, gemma2)
@@ -300,7 +223,7 @@ def gemma2(original: Callable) -> Callable:
                 (self.v_proj, self.n_kv_heads),
             )
         )
-        q, k = (self.rope(one, offset=offset) for one in (q, k))
+        q, k = (self.rope(x, offset=offset) for x in (q, k))
         view, values = cache.update_and_fetch(k, v)
         if not isinstance(view, (View, Handle)):  # of a cache that hands keys back
             return original(self, x, mask, _Updated(offset, (view, values)))
@@ -331,57 +254,9 @@ def _capped(queries, keys: View | Handle, scale, mask, softcap: float) -> mx.arr
     return attend(queries, keys, scale, mask, softcap=softcap)
 
 
-# -- block-sparse attention (phi3small)
-
-
-def block_sparse(original: Callable) -> Callable:
-    """Wrap the block-sparse attention of phi3small: its mask of blocks, of each query head, goes to our
-    attention as an additive one."""
-
-    @wraps(original)
-    def _block_sparse_attention(self, queries, keys, values, scale, mask):
-        if type(keys) is Handle:
-            return keys.attended(queries, values)
-        if not isinstance(keys, View):
-            return original(self, queries, keys, values, scale, mask)
-        if is_plain(keys):
-            return original(self, queries, *keys.live, scale, mask)
-        heads, new = queries.shape[1:3]
-        if not keys.batched:
-            seen = _blocks(self, heads, new, keys.shape[2], mask)
-            if isinstance(keys, ObservedView):
-                return keys.attended(queries, keys, scale=scale, mask=seen)
-            return attend(queries, keys, scale, seen)
-        rows = []
-        for i, row in enumerate(keys.rows):
-            one, n = (None, 0) if row is None else (row[0], new if row[1] is None else row[1])
-            if not n:
-                rows.append(mx.zeros((1, heads, new, keys.tokens)))
-                continue
-            part = mask
-            if mask is not None:
-                part = mask[min(i, mask.shape[0] - 1)][None, :, :n, : one.tokens]
-            seen = _blocks(self, heads, n, one.tokens, part)
-            room = (0, new - n), (0, keys.tokens - one.tokens)
-            rows.append(mx.pad(seen, [(0, 0), (0, 0), *room]))
-        return attend(queries, keys, scale, mx.concatenate(rows))
-
-    return _block_sparse_attention
-
-
-def _blocks(layer, heads: int, new: int, total: int, mask: mx.array | None) -> mx.array:
-    """Return what the layer adds to scores: [1, H, L, T] float32."""
-    _, dense = layer._block_sparse_mask(new, total)
-    added = mx.where(dense, 0.0, -mx.inf).reshape(1, heads, new, total)
-    return added if mask is None else added + mask.astype(mx.float32)
-
-
 # (Family, attribute): what is rebound besides in families whose files have attention code of their own.
 OWN_CODE: dict[tuple[str, str], Callable] = {
     ("gear", "_softcap_attention"): capped,
     ("gemma2", f"Attention.{CALL}"): gemma2,
-    ("phi3small", "Attention._block_sparse_attention"): block_sparse,
-    ("plamo", "mx"): functions(through),
-    ("plamo", NAME): tiled(through),
-    ("plamo2", "mx"): functions(through),
+    ("plamo2", "mx"): fast_attention,
 }
