@@ -26,10 +26,10 @@ from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
 from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import Usage, window_of
-from mlxkv.serve import messages, sampling
-from mlxkv.serve.caches.disk import open_disk
+from mlxkv.serve import sampling
+from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
-from mlxkv.serve.caches.sessions import Owned, Sessions
+from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.grammar import Grammars
 from mlxkv.serve.http.request import Request
 from mlxkv.serve.job import Job, Start, Token
@@ -46,7 +46,6 @@ MEETING_SECONDS = 0.25  # of steps between two meetings of several processes
 MOST_STEPS = 64
 LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
 LEAST_LOGPROB = -9999.0  # of what cannot come, as OpenAI writes it
-MODEL = "the model"  # in keys of prompt caches
 
 
 class Engine:
@@ -153,7 +152,7 @@ class Engine:
         folder, disk = options.disk_folder, None
         if folder and options.reuse:
             limit = options.disk_bytes
-            disk = self.ranks.together(lambda: open_disk(folder, limit, loaded, self.ranks))
+            disk = self.ranks.together(lambda: Disk(folder, limit, loaded, self.ranks))
         self.memory = Memory(
             self.ranks.least(bound), shapes_of(caches), self._prefill_step, self.is_batchable
         )
@@ -250,12 +249,13 @@ class Engine:
         cancelled = [uid for uid, job in self.jobs.items() if job.cancelled]
         if not self.ranks.many:
             return job_next, cancelled, 1
-        request = job_next and messages.job_to_json(job_next)
-        meeting = self.ranks.share([request, cancelled, self._steps])
+        request, cancelled, steps = self.ranks.share(
+            [job_next and job_next.to_json(), cancelled, self._steps]
+        )
         self._stop = self._stop or self.ranks.ended
-        if self.ranks.rank == 0:
-            return job_next, cancelled, self._steps
-        return messages.meeting_from_json(meeting)
+        if self.ranks.rank and request is not None:
+            job_next = Job.from_json(*request)
+        return job_next, cancelled, steps
 
     def _take(self) -> Job | None:
         """The next request, if it may begin now; waits a while for one where none is under way."""
@@ -278,21 +278,14 @@ class Engine:
         """Put a request into the batch: with its tokens, memory for it, and a cache of the start of its prompt."""
         request = job.request
         try:
-            prompt = self.ranks.decide(
-                lambda: self._read(job),
-                messages.prompt_to_json,
-                lambda data: Prompt(*messages.prompt_from_json(data)),
-            )
+            prompt = self.ranks.decide(lambda: self._read(job), lambda data: Prompt(*data))
             max_tokens = self._reserve(job, len(prompt.tokens))
         except Exception as error:
             self._active.discard(job)
             job.put(error)
             return
-        self.sessions.tenant = job.tenant
-        cache, suffix = self.sessions.fetch_nearest_cache(MODEL, prompt.tokens)
-        job.cache_tokens = job.cached_tokens = len(prompt.tokens) - len(suffix)
-        segments = _without_start(prompt.segments, job.cached_tokens)
-        job.segment_kinds = prompt.kinds[-len(segments) :][::-1]
+        cache, job.cached_tokens = self.sessions.fetch(prompt.tokens, job.tenant)
+        job.cache_tokens = job.cached_tokens
         last = prompt.tokens[-1:] if request.continue_final_message else ()
         job.text = ReplyText(self.tokenizer, request.stop, last)
         processors = sampling.processors_of(request)
@@ -305,7 +298,7 @@ class Engine:
             self._drop_generator()
         self._generator = self._generator or self._new_generator()
         (uid,) = self._generator.insert_segments(
-            [segments],
+            [_without_start(prompt.segments, job.cached_tokens)],
             max_tokens=[max_tokens],
             caches=[cache],
             all_tokens=[prompt.tokens[: job.cached_tokens]],
@@ -323,9 +316,7 @@ class Engine:
     def _new_generator(self) -> BatchGenerator | SingleGenerator:
         stream = mx.default_stream(mx.default_device())  # the one in which processes meet
         if not self.is_batchable:
-            return SingleGenerator(
-                self.loaded.model, self._prefill_step, stream, self.ranks.sampler
-            )
+            return SingleGenerator(self.loaded.model, self._prefill_step, stream)
         with wired(self.options.wired_limit):
             return BatchGenerator(
                 self.loaded.model,
@@ -367,21 +358,16 @@ class Engine:
         """Read a part of the prompts that wait, and write a token of each reply."""
         generator, jobs = self._generator, self.jobs
         progress, responses = generator.next()
+        self.ranks.step(generator._generation_batch)
         if isinstance(generator, BatchGenerator):
-            self.ranks.step(generator._generation_batch)
             cut_padding(generator._prompt_batch.prompt_cache)
-        else:
-            self.ranks.hear()
         for part in progress:
             job = jobs[part.uid]
             job.cache_tokens = job.cached_tokens + part.progress[0]
             job.put(part.progress)
         ends = [part.uid for part in progress if part.end_of_segment and not part.end_of_prompt]
-        ends = [uid for uid in ends if jobs[uid].segment_kinds]
         for uid, (cache, tokens) in generator.extract_cache(ends).items():
-            owned = Owned(cache, jobs[uid].tenant)
-            kind = jobs[uid].segment_kinds.pop()
-            self.sessions.insert_cache(MODEL, tokens[:], owned, cache_type=kind)
+            self.sessions.keep(tokens[:], cache, jobs[uid].tenant)
         pairs = [(jobs[response.uid], response) for response in responses]
         for job, response in pairs:
             job.cache_tokens += 1
@@ -400,11 +386,11 @@ class Engine:
             job.put(token)
             return
         self._active.discard(job)
-        tokens, cache = response.all_tokens[:], Owned(response.prompt_cache, job.tenant)
+        tokens, cache = response.all_tokens[:], response.prompt_cache
         job.measure(cache, len(tokens))
         job.put(token)
         job.put(None)
-        self.sessions.insert_cache(MODEL, tokens, cache)
+        self.sessions.keep(tokens, cache, job.tenant)
 
     def _logprob(self, request: Request, response: Any) -> dict:
         """The entry of a token in OpenAI's log-probabilities."""

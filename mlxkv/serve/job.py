@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from queue import Queue
 from typing import Any
 
 from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import Usage, usage
 from mlxkv.serve.http.request import Request
+
+# Fields of requests that no process but rank 0 needs: messages become tokens there.
+LOCAL_FIELDS = ("prompt", "messages", "tools", "chat_template_kwargs", "user", "cache_salt")
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class Job:
 
     tenant: whose prompt cache it uses. cancelled: nobody waits for the reply. channel: gets `Start`, numbers of tokens
     of the prompt (read, all), each `Token`, and None at the end; or an error.
-    segment_kinds: of the segments of its prompt that are not read yet, the last first. cached_tokens: of its prompt,
-    found in a cache. cache_tokens: in its caches now. tokens, usage: of its caches at the end.
+    cached_tokens: of its prompt, found in a cache. cache_tokens: in its caches now. tokens, usage: of its caches at
+    the end.
     """
 
     request: Request
@@ -53,11 +56,21 @@ class Job:
     cancelled: bool = False
     channel: Any = field(default_factory=Queue, repr=False)
     text: ReplyText | None = None
-    segment_kinds: list[str] = field(default_factory=list)
     cached_tokens: int = 0
     cache_tokens: int = 0
     tokens: int = 0
     usage: Usage | None = None
+
+    def to_json(self) -> list:
+        """A request without its text, and its tenant."""
+        request = asdict(self.request)
+        return [{k: x for k, x in request.items() if k not in LOCAL_FIELDS}, self.tenant]
+
+    @classmethod
+    def from_json(cls, request: dict, tenant: str) -> Job:
+        if bias := request["logit_bias"]:  # keys of JSON are texts
+            request["logit_bias"] = {int(token): value for token, value in bias.items()}
+        return cls(Request(**request), tenant)
 
     def put(self, item: Any) -> None:
         self.channel.put(item)

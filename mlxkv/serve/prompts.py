@@ -19,12 +19,11 @@ class Prompt(NamedTuple):
     """The tokens of a request.
 
     segments: the same, cut behind the system's words and before a tail of thinking: whose caches are kept.
-    kinds: "system", "user" or "assistant" by segment. state: in which the reply begins, "normal" or "reasoning".
+    state: in which the reply begins, "normal" or "reasoning".
     """
 
     tokens: list[int]
     segments: list[list[int]]
-    kinds: list[str]
     state: str = "normal"
 
 
@@ -41,7 +40,7 @@ class Prompts:
         try:
             if not request.chat:
                 tokens = self._tokenizer.encode(request.prompt)
-                return Prompt(tokens, [tokens], ["assistant"])
+                return Prompt(tokens, [tokens])
             messages = self._thinking.named(request.messages)
             if not request.continue_final_message:
                 return self._chat(request, messages)
@@ -60,7 +59,7 @@ class Prompts:
         if not tokenizer.has_chat_template:
             text = "".join(f"{PLAIN.get(m['role'], '')}{m['content']}\n" for m in messages)
             tokens = tokenizer.encode(text + PLAIN["assistant"].rstrip())
-            return Prompt(tokens, [tokens], ["assistant"])
+            return Prompt(tokens, [tokens])
 
         def render(chat: list[dict], begins: bool) -> list[int]:
             return tokenizer.apply_chat_template(
@@ -74,7 +73,7 @@ class Prompts:
             state = "reasoning" if opened else state
         state = getattr(tokenizer, "response_initial_state", None) or state
         if messages[-1]["role"] != "user":
-            return Prompt(tokens, [tokens], ["assistant"], state)
+            return Prompt(tokens, [tokens], state)
         first, last = 0, len(tokens)
         count = next(i for i, one in enumerate(messages) if one["role"] != "system")
         if count:
@@ -85,6 +84,5 @@ class Prompts:
             tail = tokenizer.rfind_think_start(tokens, start=last - TAIL)
             last = tail if tail >= 0 else last
         first = first if first < last else 0
-        parts = {"system": tokens[:first], "user": tokens[first:last], "assistant": tokens[last:]}
-        parts = {kind: part for kind, part in parts.items() if part}
-        return Prompt(tokens, list(parts.values()), list(parts), state)
+        parts = tokens[:first], tokens[first:last], tokens[last:]
+        return Prompt(tokens, [part for part in parts if part], state)

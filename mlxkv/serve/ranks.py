@@ -1,8 +1,8 @@
-"""One model over several processes (mlx.launch), each with its share of the kv heads.
+"""One model in several processes of `mlx.launch`: all make the same steps.
 
-Only rank 0 has clients. All processes take the same steps in the same order. Rank 0 tells the others,
-or all agree on, whatever depends on a clock, a socket, a thread, a template or the bytes of one machine;
-each process derives the rest (which request fits, which session is found, which is evicted).
+Rank 0 has the clients. It decides, or all agree on, whatever depends on a clock, a socket, a thread, a template or the
+bytes of one machine; each process derives the rest (which request fits, which session is found, which is evicted).
+What it tells is JSON, which runs no code.
 
 Collective: `share`, `decide`, `together`, `most`, `least`, `tokens`, `step` and `start` are for the
 generation thread, and every process has to make the same calls.
@@ -10,6 +10,7 @@ generation thread, and every process has to make the same calls.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -22,7 +23,7 @@ import mlx.core as mx
 from mlxkv import __version__, console
 from mlxkv.console import note
 from mlxkv.errors import MachineError
-from mlxkv.serve import messages
+from mlxkv.serve.refusals import Refused
 
 T = TypeVar("T")
 SHORT = 248  # bytes of JSON that travel with their length; longer ones take a second sum
@@ -54,7 +55,7 @@ class Ranks:
         if not self.many:
             return thing
         # Reading a sum waits for all that the device was given before it: one sum, where the thing is short.
-        data = messages.dump(thing) if self.rank == 0 else b""
+        data = json.dumps(thing, allow_nan=False).encode() if self.rank == 0 else b""
         head = len(data).to_bytes(_HEAD - 1, "little") + bytes([self.ending])
         came = _summed(head + data[:SHORT].ljust(SHORT, b"\0"))
         size = int.from_bytes(came[: _HEAD - 1], "little")
@@ -64,49 +65,37 @@ class Ranks:
         came = came[_HEAD:][:size]
         if size > SHORT:
             came += _summed(data[SHORT:] or bytes(size - SHORT))
-        self.heard = time.monotonic()
-        return thing if self.rank == 0 else messages.load(came)
+        self.hear()
+        return thing if self.rank == 0 else json.loads(came)
 
-    def decide(
-        self, work: Callable[[], T], tell: Callable[[T], Any], read: Callable[[Any], T]
-    ) -> T:
-        """Run `work` on rank 0 alone; return or raise in all processes what it returns or raises. tell, read:
-        make JSON of what it returns, and back."""
+    def decide(self, work: Callable[[], T], read: Callable[[Any], T]) -> T:
+        """Run `work` on rank 0 alone; return or raise in all processes what it returns or raises. read: makes it again
+        of what JSON gives back."""
         if not self.many:
             return work()
-        found, error = None, None
+        result = error = None
         if self.rank == 0:
             try:
-                found = work()
+                result = work()
             except Exception as raised:
                 error = raised
-        said = None
-        if self.rank == 0:
-            said = [tell(found), None] if error is None else [None, messages.error_to_json(error)]
-        said = messages.check_type(list, self.share(said))
-        if self.rank:
-            found, error = (
-                (read(said[0]), None)
-                if said[1] is None
-                else (None, messages.error_from_json(said[1]))
-            )
-        if error is not None:
-            raise error
-        return found
+        refused = vars(error) if isinstance(error, Refused) else None
+        fault = error and f"[serve] in rank 0: {type(error).__name__}: {error}"
+        told, refused, fault = self.share([result, refused, fault])
+        if fault is not None:
+            raise error or (Refused(**refused) if refused else MachineError(fault))
+        return result if self.rank == 0 else read(told)
 
     def together(self, make: Callable[[], T]) -> T:
         """Run `make` in each process and return its own result. Where it raises in one, all raise."""
-        made, error = None, None
+        made = error = None
         try:
             made = make()
         except Exception as raised:
             error = raised
-        fine = self.least(error is None)
-        if error is not None:
-            raise error
-        if not fine:
-            raise MachineError("[serve] another process could not begin, and says why")
-        return made
+        if self.least(error is None):
+            return made
+        raise error or MachineError("[serve] another process could not begin, and says why")
 
     def most(self, number: int) -> int:
         """The largest of all processes' numbers."""
@@ -119,9 +108,9 @@ class Ranks:
     def _all(self, number: int) -> list[int]:
         if not self.many:
             return [number]
-        found = mx.distributed.all_gather(mx.array([number], mx.int64)).tolist()
-        self.heard = time.monotonic()
-        return found
+        numbers = mx.distributed.all_gather(mx.array([number], mx.int64)).tolist()
+        self.hear()
+        return numbers
 
     def tokens(self, drawn: mx.array) -> mx.array:
         """Return rank 0's tokens [B]: logits of different machines differ in the last bit."""
@@ -158,27 +147,12 @@ class Ranks:
     def start(self, load: Callable[[], str]) -> None:
         """Load the model in all processes. load: returns the model's fingerprint. Raises what `load` raises,
         and MachineError if it raised, or returned another fingerprint, in another process."""
-        if not self.many:
-            load()
-            return
-        error, mark = None, None
-        try:
-            mark = [load(), __version__, version("mlx-lm"), version("mlx")]
-        except Exception as raised:
-            error = raised
-        fine = self.share(mark) == mark
-        fine = self.least(error is None and fine)
-        if error is not None:
-            raise error
-        if not fine:
+        mark = [self.together(load), __version__, version("mlx-lm"), version("mlx")]
+        if not self.least(self.share(mark) == mark):
             raise MachineError(
-                "[serve] another process could not load the model, and says why, or has another model "
-                f"or other versions than rank 0; got {mark} in rank {self.rank}"
+                "[serve] another process has another model or other versions than rank 0; "
+                f"got {mark} in rank {self.rank}"
             )
-
-    def sampler(self, draw: Callable) -> Callable:
-        """Wrap a sampler: it returns rank 0's tokens."""
-        return (lambda logprobs: self.tokens(draw(logprobs))) if self.many else draw
 
 
 def _summed(data: bytes) -> bytes:

@@ -235,7 +235,7 @@ def test_who_leaves_as_its_reply_begins_gets_none(server, monkeypatch):
 def test_who_gives_up_while_its_session_is_read_gets_no_reply(server, change, monkeypatch):
     change(timeout=0.1)
     server.engine.sessions.forget()
-    with held(monkeypatch, server.engine.sessions, "fetch_nearest_cache"):
+    with held(monkeypatch, server.engine.sessions, "fetch"):
         assert refused(server, 504, **ENDLESS)["code"] == "timeout"
     assert settled(server)["sessions"]["count"] == 0
 

@@ -86,8 +86,7 @@ THINKS = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</
     ],
 )
 def test_reasoning_goes_where_the_model_wrote_it(state, message, text, then):
-    found = ([1, 2, 3], [[1], [2, 3]], ["system", "user"], state, None)
-    prompt, segments, kinds, state, vision = continued(THINKS, Plain(), found, message)
-    assert "".join(map(chr, prompt[3:])) == text and state == then
-    assert prompt == [1, *segments[1]] and segments[0] == [1]
-    assert kinds == ["system", "user"] and vision is None
+    prompt = ([1, 2, 3], [[1], [2, 3]], state)
+    tokens, segments, state = continued(THINKS, Plain(), prompt, message)
+    assert "".join(map(chr, tokens[3:])) == text and state == then
+    assert tokens == [1, *segments[1]] and segments[0] == [1]

@@ -128,11 +128,11 @@ def test_crafted_files_cost_a_session_and_no_request(small, base, good):
         (folder / name).write_bytes(data)
         disk = Disk(base, ROOM, small)
         sessions = Sessions(model, maker(small), disk)
-        cache, rest = sessions.fetch_nearest_cache("m", [3] * 160)
-        assert rest == [3] * 160 and all(one.empty() for one in cache), what
+        cache, count = sessions.fetch([3] * 160)
+        assert count == 0 and all(one.empty() for one in cache), what
         assert disk.failed == 1 or not disk.entries[0].tokens, what
-        sessions.insert_cache("m", [4] * 20, read(small.model, 20))
-        assert sessions.fetch_nearest_cache("m", [4] * 21)[1] == [4]
+        sessions.keep([4] * 20, read(small.model, 20))
+        assert sessions.fetch([4] * 21)[1] == 20
         disk.close()
         for path in folder.iterdir():
             path.unlink()
@@ -180,4 +180,4 @@ def test_windows_that_have_moved_on_keep_their_starts(gemma_folder, base):
         assert found.nearest([*prompt[:50], 5])[0] is None
         assert found.nearest([1, 2, 9])[1] == 2
     sessions = Sessions(memory_of(loaded.model), maker(loaded), found)
-    assert sessions.fetch_nearest_cache("m", prompt)[1] == prompt[-1:]
+    assert sessions.fetch(prompt)[1] == len(prompt) - 1

@@ -68,10 +68,10 @@ def test_what_is_cut_back_takes_what_a_new_one_takes(kv):
     memory = memory_of(model)
     sessions = Sessions(memory, lambda: make_prompt_cache(model))
     whole = tokens(1500).tolist()
-    sessions.insert_cache("m", whole, read(model, 1500))
+    sessions.keep(whole, read(model, 1500))
     for count in (1400, 900, 800, 300, 60):
-        cache, rest = sessions.fetch_nearest_cache("m", [*whole[:count], 0])
-        assert rest == [0]
+        cache, held = sessions.fetch([*whole[:count], 0])
+        assert held == count
         assert {one.offset for one in cache} == {count}
         assert sum(one.nbytes for one in cache) <= memory.need(count + 1)
 
@@ -119,16 +119,16 @@ def test_the_least_recently_used_go_to_disk_and_come_back(small, tmp_path):
     sessions = Sessions(memory, maker(small), disk)
     prompts = [[i] * 30 + list(range(170)) for i in range(4)]
     for prompt in prompts:
-        sessions.insert_cache("m", prompt, read(small.model, 200))
+        sessions.keep(prompt, read(small.model, 200))
     each = sessions.nbytes // 4
     memory.bound = 2 * each
     sessions.shrink()
     assert len(sessions) == 2 and len(disk.entries) == 2 and sessions.nbytes <= memory.bound
-    cache, rest = sessions.fetch_nearest_cache("m", prompts[0] + [1, 2])
-    assert rest == [1, 2] and {c.offset for c in cache} == {200} and disk.found == 1
-    cache, rest = sessions.fetch_nearest_cache("m", prompts[1][:100] + [259] * 9)
-    assert rest[-9:] == [259] * 9 and {c.offset for c in cache} == {109 - len(rest)}
-    assert sessions.fetch_nearest_cache("m", [200, 201])[1] == [200, 201]
+    cache, count = sessions.fetch(prompts[0] + [1, 2])
+    assert count == 200 and {c.offset for c in cache} == {200} and disk.found == 1
+    cache, count = sessions.fetch(prompts[1][:100] + [259] * 9)
+    assert 0 < count <= 100 and {c.offset for c in cache} == {count}
+    assert sessions.fetch([200, 201])[1] == 0
     assert (sessions.hits, sessions.lookups) == (2, 3)
     sessions.close()
     assert len(sessions) == 0
@@ -166,9 +166,9 @@ def test_damaged_files_cost_a_session_and_nothing_else(small, tmp_path):
     assert {entry.path for entry in again.entries} == {changed, whole} and again.failed == 2
     assert not (disk.folder / ".x.1.safetensors").exists()
     sessions = Sessions(memory_of(small.model), maker(small), again)
-    assert sessions.fetch_nearest_cache("m", [1] * 100)[1] == [1] * 100
+    assert sessions.fetch([1] * 100)[1] == 0
     assert not changed.exists()
-    assert sessions.fetch_nearest_cache("m", [2] * 101)[1] == [2]
+    assert sessions.fetch([2] * 101)[1] == 100
 
 
 def test_a_full_disk_loses_the_session_and_leaves_no_file(small, tmp_path, monkeypatch):

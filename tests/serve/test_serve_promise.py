@@ -61,7 +61,7 @@ def test_short_ends_beside_long_beginnings(model_folder, kv, used, monkeypatch):
         sessions, waiting = server.engine.sessions, server.engine.requests
         with (
             ThreadPoolExecutor(3) as pool,
-            held(monkeypatch, sessions, "fetch_nearest_cache") as go,  # all are taken up together
+            held(monkeypatch, sessions, "fetch") as go,  # all are taken up together
         ):
             replies = [pool.submit(complete, server, prompt, 1) for prompt in prompts]
             until(lambda: waiting.qsize() == 2)  # behind the first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import signal
 import subprocess
@@ -39,8 +40,8 @@ from small_models import TINY
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
-from mlxkv.serve import engine, messages, ranks
-from mlxkv.serve.caches.disk import Disk, open_disk
+from mlxkv.serve import engine, ranks
+from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused
@@ -150,7 +151,7 @@ class Pair(Ranks):
         return [self.table[0], self.table[1]]
 
     def share(self, thing):
-        return messages.load(self._meet(messages.dump(thing))[0])
+        return json.loads(self._meet(json.dumps(thing))[0])
 
     def _all(self, number):
         return self._meet(int(number))
@@ -177,14 +178,14 @@ def test_a_model_that_one_process_cannot_load():
 
 def test_a_folder_that_one_process_cannot_open(tmp_path, loaded):
     (tmp_path / "2-of-2").write_text("a file")
-    errors = both_do(*[lambda r: r.together(lambda: open_disk(tmp_path, 1 << 20, loaded, r))] * 2)
+    errors = both_do(*[lambda r: r.together(lambda: Disk(tmp_path, 1 << 20, loaded, r))] * 2)
     assert isinstance(errors[0], MachineError) and "--kv-disk" in str(errors[1])
     (tmp_path / "2-of-2").unlink()
     errors.clear()  # they hold what rank 0 had opened
     gc.collect()
-    disks = both_do(*[lambda r: r.together(lambda: open_disk(tmp_path, 1 << 20, loaded, r))] * 2)
+    disks = both_do(*[lambda r: r.together(lambda: Disk(tmp_path, 1 << 20, loaded, r))] * 2)
     assert [disk.entries for disk in disks] == [[], []]
-    errors = both_do(*[lambda r: r.together(lambda: open_disk(tmp_path, 1 << 20, loaded, r))] * 2)
+    errors = both_do(*[lambda r: r.together(lambda: Disk(tmp_path, 1 << 20, loaded, r))] * 2)
     assert all("another server keeps its sessions there" in str(error) for error in errors)
 
 
@@ -193,7 +194,7 @@ def test_rank_0_decides_and_refuses_for_all():
         raise Refused(400, "[prompt] no", "invalid_value")
 
     def decide(work):
-        return lambda r: r.decide(work and partial(work, r), list, tuple)
+        return lambda r: r.decide(work and partial(work, r), tuple)
 
     assert both_do(decide(lambda r: (r.rank,)), decide(None)) == [(0,), (0,)]
     errors = both_do(decide(lambda r: refuse()), decide(None))
@@ -252,7 +253,7 @@ def test_a_session_that_one_process_has_lost(tmp_path, loaded):
     disk.entries[2].path.write_bytes(disk.entries[2].path.read_bytes()[:-1] + b"?")
 
     def look(ranks: Ranks) -> list:
-        disk = open_disk(tmp_path, 1 << 30, loaded, ranks)
+        disk = Disk(tmp_path, 1 << 30, loaded, ranks)
         found = [disk.nearest([first, 2, 3, 4]) for first in (1, 4, 7)]
         read = [disk.load(entry) is not None for entry, _ in found if entry]
         return [[shared for _, shared in found], read, [e.tokens for e in disk.entries]]

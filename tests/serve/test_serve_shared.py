@@ -122,7 +122,7 @@ def test_the_bound_counts_them_once():
     sessions = Sessions(memory, lambda: None)
     start = read(model, COMMON)
     for own in range(4):
-        sessions.insert_cache("m", names(own), session(model, start, own))
+        sessions.keep(names(own), session(model, start, own))
     assert sessions.nbytes < 0.6 * sessions.bytes_apart
     memory.bound = sessions.nbytes
     sessions.shrink()

@@ -83,9 +83,7 @@ def before(text: str, stop: list[str]) -> tuple[str, str | None]:
 
 def kept(server) -> list[tuple[list[int], list]]:
     """Tokens and caches of the sequences that are kept, the latest last."""
-    sessions = server.engine.sessions
-    found = [pair for lru in sessions._lru._lrus.values() for pair in lru]
-    return [(list(key), sessions._trie.get(own, key).prompt_cache) for own, key in found]
+    return [(session.tokens, session.cache) for session in server.engine.sessions.entries]
 
 
 @pytest.mark.parametrize("stop", STOPS, ids=repr)

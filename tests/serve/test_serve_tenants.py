@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from random_models import tokens
 from read_caches import maker, memory_of, read
-from serving import LONG, get, send, serving, until
+from serving import LONG, get, send, serving
 from small_models import TINY
 
 from mlxkv.errors import UserError
 from mlxkv.models import load
 from mlxkv.serve.caches.disk import Disk
-from mlxkv.serve.caches.sessions import Owned, Sessions
+from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.caches.shelf import Shelf
 from mlxkv.serve.command import serve
 from mlxkv.serve.http.access import tenant
@@ -61,17 +61,14 @@ def test_sessions_are_found_by_their_tenant_alone(small, tmp_path):
     sessions = Sessions(memory, maker(small), disk)
 
     def found(whose: str) -> int:
-        sessions.tenant = whose
-        cache, rest = sessions.fetch_nearest_cache("m", [*names, 1, 2])
-        assert cache.tenant == whose
-        return len(names) + 2 - len(rest)
+        return sessions.fetch([*names, 1, 2], whose)[1]
 
-    sessions.insert_cache("m", names, Owned(read(small.model, 300), "a"))
+    sessions.keep(names, read(small.model, 300), "a")
     assert [found(whose) for whose in ("a", "b", "")] == [300, 0, 0]
-    sessions.insert_cache("m", names, read(small.model, 300))  # nobody's
+    sessions.keep(names, read(small.model, 300))  # nobody's
     assert [found(whose) for whose in ("a", "b", "")] == [300, 0, 300]
     sessions.shrink(-1)
-    assert len(sessions) == 0 and not sessions._trie._trie  # names of tenants do not pile up
+    assert len(sessions) == 0
     assert sorted(entry.tenant for entry in disk.entries) == ["", "a"]
     assert [found(whose) for whose in ("b", "a", "")] == [0, 300, 300]
     disk.close()
@@ -170,11 +167,3 @@ def test_a_name_is_a_short_text(server):
             headers = {"Authorization": "Bearer one"}
             status, _, data = send(server, "POST", "/v1/completions", body, headers)
             assert status == 400 and f"[{name}]" in json.loads(data)["error"]["message"]
-
-
-def test_the_caches_of_a_request_are_marked(server):
-    """mlx-lm hands caches on as lists: all that come to stay say whose they are."""
-    ask(server, "one", "marked")
-    until(lambda: len(server.engine.sessions))  # it is kept after the reply
-    kept = [own for lru in server.engine.sessions._lru._lrus.values() for own, _ in lru]
-    assert kept and all(whose for _, whose in kept)

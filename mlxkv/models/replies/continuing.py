@@ -7,21 +7,20 @@ from typing import Any
 from mlxkv.models.turns import Turns, pieces
 
 
-def continued(tokenizer: Any, turns: Turns, found: tuple, reply: dict) -> tuple:
-    """Return what mlx-lm's `_tokenize` returns for a chat, with the start of its reply behind it.
+def continued(tokenizer: Any, turns: Turns, prompt: tuple, reply: dict) -> tuple:
+    """Return the prompt of a chat with the start of its reply behind it.
 
-    tokenizer: mlx-lm's wrapper. found: (prompt, segments, types of segments, state that a reply begins in,
-    ...) of the messages before. reply: the last message: `content`, and `reasoning` (or
-    `reasoning_content`) where the model reasons; without content it is the reasoning that goes on. Raises
-    ValueError where there is nothing to go on with.
+    tokenizer: mlx-lm's wrapper. prompt: (tokens, segments of them, state that a reply begins in) of the messages
+    before. reply: the last message: `content`, and `reasoning` (or `reasoning_content`) where the model reasons;
+    without content it is the reasoning that goes on. Raises ValueError where there is nothing to go on with.
     """
-    prompt, segments, types, state, *rest = found
+    tokens, segments, state = prompt
     text, state = _text(tokenizer, state, reply)
     if not text:
         raise ValueError("continue_final_message needs a reply with text to go on with")
     mark, (chat,) = turns.broken([{"role": "assistant", "content": text}])
     tail = turns.encode(pieces(chat[0]["content"], mark))
-    return prompt + tail, [*segments[:-1], segments[-1] + tail], types, state, *rest
+    return tokens + tail, [*segments[:-1], segments[-1] + tail], state
 
 
 def _text(tokenizer: Any, state: str, reply: dict) -> tuple[str, str]:

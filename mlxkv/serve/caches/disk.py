@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from weakref import finalize
 
+import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache
 
 from mlxkv import files
@@ -31,35 +32,61 @@ ASIDE = ".bad"  # the ending of files that could not be used, which stay until t
 WHERE = "--kv-disk"
 
 
-@dataclass
-class Entry:
-    """A file. tokens: those in its cache. trims: whether it can be cut back to a part of them. tenant: whose
-    it is, as its name tells."""
+@dataclass(eq=False)
+class Session:
+    """A cache that is kept, in memory or in a file. tokens: those in it. tenant: whose it is. trims: whether it can
+    be cut back to a part of them."""
 
-    path: Path
     tokens: list[int]
-    nbytes: int
+    tenant: str = ""
     trims: bool = True
+    nbytes: int = 0
+    cache: list | None = None
+    path: Path | None = None
 
-    @property
-    def tenant(self) -> str:
-        return self.path.stem.rpartition("-")[0]
+    def __post_init__(self):
+        self._ids = np.array(self.tokens, np.int64)
+
+    def shared(self, ids: np.ndarray) -> int:
+        """The length of the common start."""
+        count = min(len(ids), len(self._ids))
+        differ = np.flatnonzero(ids[:count] != self._ids[:count])
+        return int(differ[0]) if differ.size else count
+
+
+def nearest(
+    sessions: list[Session], tokens: list[int], tenant: str = ""
+) -> list[tuple[int, Session]]:
+    """The tenant's sessions that share a start with `tokens`, and the length of that start; the longest first. One
+    that cannot be cut back has to be that start, with a token behind it for the model to read."""
+    ids = np.array(tokens, np.int64)
+    pairs = [(each.shared(ids), each) for each in sessions if each.tenant == tenant]
+    usable = [
+        (count, each)
+        for count, each in pairs
+        if count and (each.trims or count == len(each.tokens) < len(tokens))
+    ]
+    return sorted(usable, key=lambda pair: (-pair[0], len(pair[1].tokens)))
 
 
 class Disk:
     """Files of one model and preset in a folder below `base`, of at most `limit` bytes together: the least
-    recently used are removed first. loaded: the model. Raises UserError where it cannot write, where others
+    recently used are removed first. loaded: the model. ranks: of several processes each has a folder of its own, and
+    a session is used only if every one has its file. Raises UserError where it cannot write, where others
     can, and where another process keeps its sessions.
 
     saved, found, failed: counts. entries: the least recently used first. close: lets others have the folder.
     """
 
-    def __init__(self, base: Path, limit: int, loaded):
-        lm = version("mlx-lm").split(".")[:2]
-        self.folder = base / _digest([loaded.fingerprint, loaded.kv.as_dict(), lm])
-        self.limit, self.loaded = limit, loaded
+    def __init__(self, base: Path, limit: int, loaded, ranks: Ranks | None = None):
+        self.limit, self.loaded, self._ranks = limit, loaded, ranks or Ranks()
         self.saved = self.found = self.failed = 0
         os.close(files.own_folder(base, WHERE))
+        if self._ranks.many:
+            base = base / f"{self._ranks.rank + 1}-of-{self._ranks.size}"
+            os.close(files.own_folder(base, WHERE))
+        lm = version("mlx-lm").split(".")[:2]
+        self.folder = base / _digest([loaded.fingerprint, loaded.kv.as_dict(), lm])
         self._handle = files.own_folder(self.folder, WHERE)
         self.close = finalize(self, os.close, self._handle)
         self._lock()
@@ -79,37 +106,34 @@ class Disk:
         except OSError:
             pass  # a file system without locks
 
-    def _scan(self) -> list[Entry]:
+    def _scan(self) -> list[Session]:
         """Read the headers of all files, the oldest first. Sweeps away what servers have left that were killed
         while saving, and what was set aside before."""
-        found = []
+        dated = []
         for name in os.listdir(self._handle):
-            if (
-                name.startswith(".")
-                and name.endswith((files.DRAFT, SUFFIX))
-                or name.endswith(ASIDE)
-            ):
+            is_draft = name.startswith(".") and name.endswith((files.DRAFT, SUFFIX))
+            if is_draft or name.endswith(ASIDE):
                 self._remove(name)
             elif name.endswith(SUFFIX):
                 with suppress(OSError):
                     about = os.stat(name, dir_fd=self._handle, follow_symlinks=False)
-                    found.append((about.st_mtime, name, about.st_size))
-        return [entry for _, name, size in sorted(found) if (entry := self._read(name, size))]
+                    dated.append((about.st_mtime, name, about.st_size))
+        entries = [self._read(self.folder / name, size) for _, name, size in sorted(dated)]
+        return [entry for entry in entries if entry is not None]
 
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in list(self.entries))
 
-    def _read(self, name: str, size: int) -> Entry | None:
+    def _read(self, path: Path, size: int) -> Session | None:
         """Read the header of a file; None if it is damaged, or no session."""
-        path = self.folder / name
         try:
             tokens, trims = prompt_cache.about(path)
-            return Entry(path, tokens, size, trims)
         except Exception as error:  # whatever it is, the server starts
             self.failed += 1
             logging.warning(f"a session cannot be read, it is left alone: {error}")
             return None
+        return Session(tokens, path.stem.rpartition("-")[0], trims, size, path=path)
 
     def save(self, tokens: list[int], cache: list, tenant: str = "") -> None:
         """Write a cache. One that cannot be written is lost, and logged."""
@@ -129,20 +153,20 @@ class Disk:
             logging.warning(f"a session could not be kept: {error}")
             return
         self.saved += 1
-        trims = can_trim_prompt_cache(cache)
-        if trims:  # else a start of it serves where it cannot: a window has moved on
-            own = [entry for entry in self.entries if entry.tenant == tenant]
-            self._drop([e for e in own if tokens[: len(e.tokens)] == e.tokens])
-        self.entries.append(Entry(path, tokens, size, trims))
+        entry = Session(tokens, tenant, can_trim_prompt_cache(cache), size, path=path)
+        if entry.trims:  # else a start of it serves where it cannot: a window has moved on
+            starts = nearest(self.entries, tokens, tenant)
+            self._drop([each for count, each in starts if count == len(each.tokens)])
+        self.entries.append(entry)
         self._bound()
 
-    def _touch(self, entry: Entry) -> None:
+    def _touch(self, entry: Session) -> None:
         self.entries.remove(entry)
         self.entries.append(entry)
         with suppress(OSError):  # only the order after a restart is lost
             os.utime(entry.path.name, dir_fd=self._handle, follow_symlinks=False)
 
-    def _drop(self, entries: list[Entry]) -> None:
+    def _drop(self, entries: list[Session]) -> None:
         for entry in entries:
             self.entries.remove(entry)
             self._remove(entry.path.name)
@@ -159,84 +183,39 @@ class Disk:
         while self.entries and self.nbytes > self.limit:
             self._drop(self.entries[:1])
 
-    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[Entry | None, int]:
-        """The tenant's file that shares the longest start with `tokens`, and the length of that start. One
-        that cannot be cut back has to be that start, with a token behind it for the model to read."""
-        best, most = None, 0
-        for entry in self.entries:
-            if entry.tenant != tenant:
-                continue
-            shared = _shared(entry.tokens, tokens)
-            usable = entry.trims or shared == len(entry.tokens) < len(tokens)
-            if usable and shared > most:
-                best, most = entry, shared
-        return best, most
+    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[Session | None, int]:
+        """The tenant's file that shares the longest start with `tokens`, and the length of that start."""
+        shared, entry = next(iter(nearest(self.entries, tokens, tenant)), (0, None))
+        name, shared = self._ranks.share([entry and entry.path.name, shared])
+        entry = next((each for each in self.entries if each.path.name == name), None)
+        if self._ranks.least(entry is not None):
+            return entry, shared
+        self._drop([entry] if entry is not None else [])
+        return None, 0
 
-    def load(self, entry: Entry) -> list | None:
+    def load(self, entry: Session) -> list | None:
         """Read a cache. None if it cannot be used: then the file is set aside."""
+        cache = None
         try:
             saved = prompt_cache.read(entry.path, self.loaded, follow=False)
             if saved.tokens != entry.tokens:
                 raise UserError(f"[load] {str(entry.path)!r} was replaced by another session")
+            cache = saved.cache
         except Exception as error:  # whatever it is, the request is read afresh
             self.failed += 1
             logging.warning(f"a session could not be used, it is set aside: {error}")
-            self._set_aside(entry)
+            self.entries.remove(entry)
+            name, at = entry.path.name, self._handle
+            with suppress(OSError):
+                os.replace(name, name + ASIDE, src_dir_fd=at, dst_dir_fd=at)
+        if not self._ranks.least(cache is not None):
+            self._drop([entry] if cache is not None else [])
             return None
         self.found += 1
-        entry.trims = can_trim_prompt_cache(saved.cache)  # files of earlier versions do not tell
+        entry.trims = can_trim_prompt_cache(cache)  # files of earlier versions do not tell
         self._touch(entry)
-        return saved.cache
-
-    def _set_aside(self, entry: Entry) -> None:
-        self.entries.remove(entry)
-        name, at = entry.path.name, self._handle
-        with suppress(OSError):
-            os.replace(name, name + ASIDE, src_dir_fd=at, dst_dir_fd=at)
-
-
-class Agreed(Disk):
-    """The files of one of several processes, which hold its share of the kv heads. A session is used
-    only if every process has its file."""
-
-    def __init__(self, base: Path, limit: int, loaded, ranks: Ranks):
-        os.close(files.own_folder(base, WHERE))
-        super().__init__(base / f"{ranks.rank + 1}-of-{ranks.size}", limit, loaded)
-        self._ranks = ranks
-
-    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[Entry | None, int]:
-        entry, shared = super().nearest(tokens, tenant)
-        name, shared = self._ranks.share([entry and entry.path.name, shared])
-        own = next((entry for entry in self.entries if entry.path.name == name), None)
-        if self._ranks.least(own is not None):
-            return own, shared
-        self._drop([own] if own is not None else [])
-        return None, 0
-
-    def load(self, entry: Entry) -> list | None:
-        cache = super().load(entry)
-        if self._ranks.least(cache is not None):
-            return cache
-        self._drop([entry] if cache is not None else [])
-        return None
-
-
-def open_disk(base: Path, limit: int, loaded, ranks: Ranks) -> Disk:
-    """Open the sessions of this process. Raises UserError."""
-    return Agreed(base, limit, loaded, ranks) if ranks.many else Disk(base, limit, loaded)
+        return cache
 
 
 def _digest(data: list) -> str:
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:32]
-
-
-def _shared(a: list[int], b: list[int]) -> int:
-    """The length of the common start."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:  # comparing slices is fast
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
