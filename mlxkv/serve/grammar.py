@@ -14,11 +14,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxkv.serve.http.fields import bad
 from mlxkv.serve.refusals import Refused
 
 INSTALL = "pip install 'mlxkv[schema]'"
 LONGEST = 64 << 10  # characters of a schema
-SPACES = r"\n?[ \t]{0,16}"  # between tokens of JSON: without a bound models write them for ever
+# Between tokens of JSON: without a bound models write spaces for ever.
+WHITESPACE = {"whitespace_flexible": True, "whitespace_pattern": r"\n?[ \t]{0,16}"}
 ANY_OBJECT = {"type": "object"}
 
 
@@ -43,30 +45,25 @@ def of_schema(where: str, schema: object) -> str:
             "not_installed",
         )
     if not isinstance(schema, dict):
-        raise Refused(400, f"[{where}] must be a JSON schema, an object", "invalid_value")
+        raise bad(where, "must be a JSON schema, an object", schema)
     text = json.dumps(schema)
     if len(text) > LONGEST:
-        raise Refused(400, f"[{where}] a schema of more than {LONGEST} characters", "invalid_value")
+        raise bad(where, f"a schema of more than {LONGEST} characters")
     # Its words may change how grammars are read, beyond JSON schema.
     if "x-guidance" in schema:
-        raise Refused(400, f"[{where}] x-guidance is not JSON schema", "invalid_value")
-    spaces = {"whitespace_flexible": True, "whitespace_pattern": SPACES}
-    grammar = library.LLMatcher.grammar_from_json_schema(text, overrides=spaces)
+        raise bad(where, "x-guidance is not JSON schema")
+    grammar = library.LLMatcher.grammar_from_json_schema(text, overrides=WHITESPACE)
     wrong, words = library.LLMatcher.validate_grammar_with_warnings(grammar)
     if wrong:
-        said = " ".join(" ".join(words).split())
-        raise Refused(
-            400, f"[{where}] not a schema that can be followed: {said}"[:300], "invalid_value"
-        )
+        reason = " ".join(" ".join(words).split())
+        raise bad(where, f"not a schema that can be followed: {reason}")
     return grammar
 
 
 def of_format(asked: Any) -> str | None:
     """The grammar for OpenAI's `response_format`, None for text. Raises Refused."""
-    if asked is None:
-        return None
     kind = asked.get("type") if isinstance(asked, dict) else None
-    if kind == "text":
+    if asked is None or kind == "text":
         return None
     if kind == "json_object":
         return of_schema("response_format", ANY_OBJECT)
@@ -74,12 +71,8 @@ def of_format(asked: Any) -> str | None:
         inner = asked.get("json_schema")
         schema = inner.get("schema", ANY_OBJECT) if isinstance(inner, dict) else None
         return of_schema("response_format.json_schema.schema", schema)
-    raise Refused(
-        400,
-        f"[response_format] must be an object whose type is text, json_object or json_schema; "
-        f"got {json.dumps(asked, default=str)[:80]}",
-        "invalid_value",
-    )
+    what = "must be an object whose type is text, json_object or json_schema"
+    raise bad("response_format", what, asked)
 
 
 @dataclass(frozen=True)
@@ -111,46 +104,36 @@ def of_choice(choice: Any, tools: list[dict] | None, calls: Calls | None) -> str
     inner = choice.get("function") if isinstance(choice, dict) else None
     name = inner.get("name") if isinstance(inner, dict) else None
     if choice != "required" and not isinstance(name, str):
-        raise _wrong_choice('must be auto, none, required, or {"type": "function", ...}', choice)
-    named = [tool["function"] for tool in tools or []]
-    wanted = [one for one in named if name is None or one.get("name") == name]
-    if not wanted:
-        raise _wrong_choice("names a tool that is not among the request's tools", choice)
+        what = 'must be auto, none, required, or {"type": "function", ...}'
+        raise bad("tool_choice", what, choice)
+    functions = [tool["function"] for tool in tools or []]
+    functions = [each for each in functions if name is None or each.get("name") == name]
+    if not functions:
+        raise bad("tool_choice", "names a tool that is not among the request's tools", choice)
     if calls is None:
-        raise _wrong_choice("this model's tool calls are not JSON in marks; choose auto", choice)
+        what = "this model's tool calls are not JSON in marks; choose auto"
+        raise bad("tool_choice", what, choice)
     definitions: dict[str, Any] = {}
-    schema = {"anyOf": [_call_schema(one, definitions) for one in wanted]} | definitions
+    schema = {"anyOf": [_call_schema(each, definitions) for each in functions]} | definitions
     of_schema("tools", schema)  # says in one line what cannot be followed
-    for one in wanted:
-        parameters = one.get("parameters")
-        kind = parameters.get("type", "object") if isinstance(parameters, dict) else "object"
-        if kind != "object":
-            shown = json.dumps(kind)[:80]
-            raise Refused(
-                400, f"[tools] parameters are an object; got type {shown}", "invalid_value"
-            )
-    spaces = {"whitespace_flexible": True, "whitespace_pattern": SPACES}
-    body = json.dumps(schema | {"x-guidance": spaces})
+    body = json.dumps(schema | {"x-guidance": WHITESPACE})
     text = f'start: {calls.start} line body line {calls.end}\nline: "\\n"?\nbody: %json {body}'
     return _library().LLMatcher.grammar_from_lark(text)
-
-
-def _wrong_choice(what: str, got: Any) -> Refused:
-    shown = json.dumps(got, default=str)[:80]
-    return Refused(400, f"[tool_choice] {what}; got {shown}", "invalid_value")
 
 
 def _call_schema(function: dict, definitions: dict[str, Any]) -> dict:
     """The schema of a call; what its parameters define goes to `definitions`, where references find it."""
     parameters = function.get("parameters")
     parameters = dict(parameters) if isinstance(parameters, dict) else {}
+    if (kind := parameters.get("type", "object")) not in ("object", ["object"]):
+        raise bad("tools", "parameters are an object", kind)
     for key in ("$defs", "definitions"):
-        found, known = parameters.pop(key, None) or {}, definitions.setdefault(key, {})
-        if not isinstance(found, dict):
-            raise Refused(400, f"[tools] {key} of a tool must be an object", "invalid_value")
-        if any(known.get(name, one) != one for name, one in found.items()):
-            raise Refused(400, f"[tools] two tools define {key} of one name", "invalid_value")
-        known.update(found)
+        schemas, known = parameters.pop(key, None) or {}, definitions.setdefault(key, {})
+        if not isinstance(schemas, dict):
+            raise bad("tools", f"{key} of a tool must be an object", schemas)
+        if any(known.get(name, schema) != schema for name, schema in schemas.items()):
+            raise bad("tools", f"two tools define {key} of one name")
+        known.update(schemas)
     return {
         "type": "object",
         "properties": {

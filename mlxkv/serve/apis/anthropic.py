@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from uuid import uuid4
 
-from mlxkv.serve.apis.checks import field, joined, mistyped, named, objects, tool, unsupported
 from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.request import Request, Served, bad, check, document
+from mlxkv.serve.http.fields import bad, call, document, field, joined, mistyped, named, objects
+from mlxkv.serve.http.request import Request, Served, check, no_model
 from mlxkv.serve.refusals import Refused
 
 SAME = (
@@ -26,13 +26,6 @@ TAKEN = (
     *SAME,
     *("system", "messages", "tools", "tool_choice", "stop_sequences", "stream", "thinking"),
     *("output_config", "output_format"),
-)
-# Fields of Anthropic's clients that change nothing here. Others that are new are dropped, too.
-KNOWN = frozenset(
-    {
-        *("betas", "cache_control", "container", "context_management", "inference_geo"),
-        *("mcp_servers", "metadata", "service_tier", "speed", "user_profile_id"),
-    }
 )
 # Claude Code begins its system prompt with a line for Anthropic's accounting, another one for each
 # request: no prompt would ever be found in a cache.
@@ -50,7 +43,7 @@ def read(raw: bytes, served: Served) -> MessagesReply:
 
 def request_of(body: dict, served: Served) -> Request:
     """The request of a JSON object. Raises Refused, which names the field."""
-    mistyped(body, TAKEN, KNOWN)
+    mistyped(body, TAKEN)
     messages = _system(body.get("system"))
     asked = objects("messages", body.get("messages"))
     if not asked:
@@ -103,22 +96,19 @@ def _format(body: dict) -> dict | None:
 
 
 def _system(system: object) -> list[dict]:
-    if system is None:
-        return []
-    if isinstance(system, str):
+    if system is None or isinstance(system, str):
         text = system
     else:
         texts = [_text(where, block) for where, block in objects("system", system)]
-        text = "\n".join(one for one in texts if not one.startswith(BILLING))
+        text = "\n".join(each for each in texts if not each.startswith(BILLING))
     return [{"role": "system", "content": text}] if text else []
 
 
 def _text(where: str, block: dict) -> str:
     if block.get("type", "text") != "text":
-        raise unsupported(where, f"only blocks of type text are taken; got {block.get('type')!r}")
-    text = block.get("text")
-    if not isinstance(text, str):
-        raise bad(f"{where}.text", "must be a text", text)
+        raise bad(where, "only blocks of type text are taken", block.get("type"))
+    if (text := field(where, block, "text", str, None)) is None:
+        raise bad(f"{where}.text", "must be a text", None)
     return text
 
 
@@ -152,19 +142,14 @@ def _assistant(blocks: list[tuple[str, dict]]) -> dict:
         if kind == "thinking":
             thoughts.append(field(where, block, "thinking", str, ""))
         elif kind == "tool_use":
-            calls.append(_call(where, block))
+            arguments, id = field(where, block, "input", dict, {}), named(where, block, "id")
+            calls.append(call(where, id, named(where, block, "name"), arguments))
         elif kind != "redacted_thinking":  # nobody but Anthropic can read that
             texts.append(_text(where, block))
     out: dict = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):
         out["reasoning_content"] = "\n".join(thoughts)
     return out | ({"tool_calls": calls} if calls else {})
-
-
-def _call(where: str, block: dict) -> dict:
-    arguments = json.dumps(field(where, block, "input", dict, {}))
-    function = {"name": named(where, block, "name"), "arguments": arguments}
-    return {"id": named(where, block, "id"), "type": "function", "function": function}
 
 
 def _result(where: str, block: dict) -> dict:
@@ -178,15 +163,18 @@ def _result(where: str, block: dict) -> dict:
     return {"role": "tool", "tool_call_id": named(where, block, "tool_use_id"), "content": text}
 
 
-def _tool(where: str, one: dict) -> dict:
-    if "input_schema" not in one:
-        kind = str(one.get("type"))[:40]
-        raise unsupported(
-            where,
-            f"{kind} runs on Anthropic's servers, and not here; leave it out, or give an input_schema",
-        )
-    schema = field(where, one, "input_schema", dict, {})
-    return tool(where, named(where, one, "name"), field(where, one, "description", str, ""), schema)
+def _tool(where: str, tool: dict) -> dict:
+    """A tool in OpenAI's form."""
+    if "input_schema" not in tool:
+        kind = str(tool.get("type"))[:40]
+        what = f"{kind} runs on Anthropic's servers, and not here; leave it out, or give an input_schema"
+        raise bad(where, what)
+    function = {
+        "name": named(where, tool, "name"),
+        "description": field(where, tool, "description", str, ""),
+        "parameters": field(where, tool, "input_schema", dict, {}),
+    }
+    return {"type": "function", "function": function}
 
 
 def count(raw: bytes, served: Served) -> Request:
@@ -201,7 +189,7 @@ def models(name: str, wanted: str) -> dict:
     one = {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
     if wanted:
         if wanted != name:
-            raise Refused(404, f"[model] no such model; choose {name!r}", "model_not_found")
+            raise no_model(wanted, name)
         return one
     return {"data": [one], "has_more": False, "first_id": name, "last_id": name}
 

@@ -11,7 +11,8 @@ import mlx.core as mx
 import mlx_lm
 
 from mlxkv.serve.apis.reply import Reply, event
-from mlxkv.serve.http.request import Served, parse
+from mlxkv.serve.http.fields import document
+from mlxkv.serve.http.request import Served, check
 from mlxkv.serve.job import Token
 from mlxkv.serve.refusals import Refused
 
@@ -20,12 +21,12 @@ SPOKEN = ("text", "thinking")
 
 def chat(raw: bytes, served: Served) -> Completion:
     """The request for a chat in a body. Raises Refused."""
-    return Completion(parse(raw, True, served), served.model)
+    return Completion(check(document(raw), True, served), served.model)
 
 
 def text(raw: bytes, served: Served) -> Completion:
     """The request for a text in a body. Raises Refused."""
-    return Completion(parse(raw, False, served), served.model)
+    return Completion(check(document(raw), False, served), served.model)
 
 
 @lru_cache(1)

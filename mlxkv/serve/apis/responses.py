@@ -11,32 +11,16 @@ import time
 from typing import Any
 from uuid import uuid4
 
-from mlxkv.serve.apis.checks import field, joined, mistyped, named, objects, tool, unsupported
 from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.request import Request, Served, bad, check, document
+from mlxkv.serve.http.fields import bad, call, document, field, joined, mistyped, named, objects
+from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
 SAME = ("model", "temperature", "top_p", "user", "chat_template_kwargs", "cache_salt")
 TAKEN = (
-    *(
-        *SAME,
-        "input",
-        "instructions",
-        "tools",
-        "tool_choice",
-        "stream",
-        "max_output_tokens",
-        "text",
-    ),
+    *SAME,
+    *("input", "instructions", "tools", "tool_choice", "stream", "max_output_tokens", "text"),
     *("previous_response_id", "conversation", "background", "prompt"),
-)
-KNOWN = frozenset(
-    {
-        *("client_metadata", "context_management", "include", "max_tool_calls", "metadata"),
-        *("moderation", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options"),
-        *("prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store"),
-        *("stream_options", "top_logprobs", "truncation"),
-    }
 )
 # What OpenAI's servers keep or do, by the field that asks for it.
 KEPT = ("previous_response_id", "conversation", "prompt")
@@ -54,12 +38,12 @@ def read(raw: bytes, served: Served) -> ResponsesReply:
 
 def request_of(body: dict, served: Served) -> tuple[Request, set[str]]:
     """The request of a JSON object, and the names of its custom tools. Raises Refused."""
-    mistyped(body, TAKEN, KNOWN)
+    mistyped(body, TAKEN)
     for name in KEPT:
         if body.get(name) is not None:
-            raise unsupported(name, "nothing is stored here; send the whole conversation as input")
+            raise bad(name, "nothing is stored here; send the whole conversation as input")
     if field("", body, "background", bool, False):
-        raise unsupported("background", "this server does not have it; leave it out")
+        raise bad("background", "this server does not have it; leave it out")
     messages = []
     if instructions := field("", body, "instructions", str, ""):
         messages.append({"role": "system", "content": instructions})
@@ -100,7 +84,8 @@ def _tools(tools: list[tuple[str, dict]]) -> tuple[list[dict], set[str]]:
             if kind == "custom":  # free text, where a template has arguments
                 customs.add(name)
                 schema = CUSTOM
-            out.append(tool(where, name, about, schema))
+            function = {"name": name, "description": about, "parameters": schema}
+            out.append({"type": "function", "function": function})
         elif not isinstance(kind, str):
             raise bad(f"{where}.type", "must be a text", kind)
     return out, customs
@@ -137,17 +122,16 @@ def _messages(items: list[tuple[str, dict]]) -> list[dict]:
             id = named(where, item, "call_id")
             out.append({"role": "tool", "tool_call_id": id, "content": content})
         else:
-            raise unsupported(where, f"items of type {str(kind)[:40]} are not read here")
+            raise bad(where, f"items of type {str(kind)[:40]} are not read here")
     return out
 
 
 def _call(where: str, item: dict, kind: str) -> dict:
     if kind == "custom_tool_call":
-        arguments = json.dumps({"input": field(where, item, "input", str, "")})
+        arguments: object = {"input": field(where, item, "input", str, "")}
     else:
-        arguments = field(where, item, "arguments", str, "{}")
-    function = {"name": named(where, item, "name"), "arguments": arguments}
-    return {"id": named(where, item, "call_id"), "type": "function", "function": function}
+        arguments = field(where, item, "arguments", str, "") or "{}"
+    return call(where, named(where, item, "call_id"), named(where, item, "name"), arguments)
 
 
 def _text(where: str, content: object) -> str:
@@ -156,7 +140,7 @@ def _text(where: str, content: object) -> str:
     texts = []
     for place, part in objects(f"{where}.content", content):
         if part.get("type") not in TEXTS:
-            raise unsupported(place, f"only text is read here; got {str(part.get('type'))[:40]}")
+            raise bad(place, f"only text is read here; got {str(part.get('type'))[:40]}")
         texts.append(
             field(place, part, "refusal" if part["type"] == "refusal" else "text", str, "")
         )

@@ -1,50 +1,130 @@
-"""Fields that clients of such servers send, and that change nothing here: they are taken and dropped."""
+"""Fields of requests: read from JSON once, each with its type, or refused in one line that names it."""
 
 from __future__ import annotations
 
-# By where they come from. What a typing error could mean is in `request.TAKEN`.
-_NAMES = {
-    "OpenAI's own clients": """
-        audio cache_control function_call input metadata moderation parallel_tool_calls prediction
-        prompt_cache_key prompt_cache_options prompt_cache_retention reasoning reasoning_effort
-        safety_identifier service_tier store thinking timeout verbosity web_search_options
-    """,
-    "vLLM, SGLang, transformers": """
-        add_generation_prompt add_special_tokens allowed_token_ids bad_words
-        chat_template custom_logit_processor detokenize documents
-        early_stopping ebnf enable_thinking guided_choice guided_decoding_backend guided_grammar
-        guided_json guided_regex guided_whitespace_pattern ignore_eos include_reasoning
-        include_stop_str_in_output json_schema kv_transfer_params length_penalty
-        logits_processors lora_path media_io_kwargs min_tokens
-        mm_processor_kwargs no_stop_trim priority prompt_embeds prompt_logprobs regex request_id
-        return_hidden_states return_token_ids return_tokens_as_token_ids rid separate_reasoning
-        session_id session_params skip_special_tokens spaces_between_special_tokens stop_regex
-        stop_token_ids stream_reasoning structural_tag structured_outputs thinking_token_budget
-        truncate_prompt_tokens use_beam_search vllm_xargs
-    """,
-    "llama.cpp": """
-        cache_prompt dry_allowed_length dry_base dry_multiplier dry_penalty_last_n
-        dry_sequence_breakers dynatemp_exponent dynatemp_range grammar grammar_lazy grammar_triggers
-        id_slot lora min_keep mirostat mirostat_eta mirostat_tau n_discard n_indent n_keep n_predict
-        n_probs parse_tool_calls penalize_nl penalty_last_n post_sampling_probs preserved_tokens
-        reasoning_budget reasoning_format repeat_last_n repeat_penalty response_fields
-        return_progress return_tokens samplers slot_id t_max_predict_ms tfs_z thinking_budget
-        thinking_forced_open timings_per_token top_a top_n_sigma typical typical_p
-       
-    """,
-    "Ollama, LM Studio, mlx-lm": """
-        context_length format images keep_alive mode
-        num_batch num_ctx num_draft_tokens num_gpu num_keep num_predict num_thread options raw
-        template think ttl
-    """,
-    "OpenRouter, LiteLLM": """
-        api_base api_key base_url caching custom_llm_provider deployment_id drop_params extra_body
-        extra_headers extra_query fallbacks mock_response models num_retries plugins provider route
-        tags transforms usage
-    """,
-    "Open WebUI": """
-        background_tasks chat_id features files filter_ids id model_item params session tool_ids
-        tool_servers variables
-    """,
-}
-IGNORED = frozenset(name for names in _NAMES.values() for name in names.split())
+import json
+from difflib import get_close_matches
+from math import isfinite
+from typing import Any
+
+from mlxkv.serve.refusals import Refused
+
+DEPTH = 64  # lists and objects inside one another
+_KINDS = {str: "a text", list: "a list", dict: "an object", bool: "true or false"}
+_NOTHING = object()
+# Fields of other servers and of newer clients, which change nothing here, though their names are close to ours.
+LOOKALIKES = {"min_tokens", "mode", "models", "repeat_penalty", "top_a"}
+
+
+def bad(where: str, what: str, got: object = _NOTHING) -> Refused:
+    """A field whose value cannot be taken."""
+    if got is not _NOTHING:
+        shown = json.dumps(got, default=str)
+        what += f"; got {shown if len(shown) <= 80 else shown[:77] + '...'}"
+    return Refused(400, f"[{where}] {what}"[:300], "invalid_value")
+
+
+def document(raw: bytes) -> dict:
+    """The JSON object in a body, of bounded depth. Raises Refused."""
+    what = None
+    try:
+        body = json.loads(
+            raw.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite_float
+        )
+        if isinstance(body, list | dict) and not shallow(body):
+            raise RecursionError
+        json.dumps(body, ensure_ascii=False).encode()  # raises at half of a surrogate pair
+    except UnicodeError:
+        what = "not UTF-8, or text that is not Unicode"
+    except RecursionError:
+        what = f"nested too deeply; at most {DEPTH} levels"
+    except ValueError as error:
+        what = f"not JSON: {error}"[:180]
+    if what is not None:
+        raise Refused(400, f"[body] {what}", "invalid_json")
+    if not isinstance(body, dict):
+        raise bad("body", "must be a JSON object", body)
+    return body
+
+
+def shallow(value: object, depth: int = DEPTH) -> bool:
+    """Return whether the lists and objects of a list or object are nested at most `depth` deep."""
+    inside = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(
+        shallow(one, depth - 1) for one in inside if isinstance(one, list | dict)
+    )
+
+
+def _no_constant(name: str):
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    if isfinite(number := float(text)):
+        return number
+    raise ValueError(f"a number beyond all limits; got {text[:20]}")
+
+
+def mistyped(body: dict, taken: tuple[str, ...]) -> None:
+    """Refuse a name that is almost one of ours. Others are dropped: clients send new ones with every version, and
+    those of other servers. Raises Refused."""
+    for name in body.keys() - LOOKALIKES - {*taken}:
+        if close := get_close_matches(name[:40], taken, 1, cutoff=0.8):
+            shown = json.dumps(name[:60])[1:-1]  # in one line
+            what = f"[{shown}] no such field; did you mean {close[0]}?"
+            raise Refused(400, what, "unknown_parameter")
+
+
+def field(where: str, body: dict, name: str, kind: type, default: Any) -> Any:
+    """A field that may be missing or null. where: of the object, "" for the request. Raises Refused."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not kind:
+        raise bad(f"{where}.{name}" if where else name, f"must be {_KINDS[kind]}", value)
+    return value
+
+
+def objects(where: str, values: Any) -> list[tuple[str, dict]]:
+    """The objects of a list, each with its place. Raises Refused."""
+    if not isinstance(values, list):
+        raise bad(where, "must be a list", values)
+    for i, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise bad(f"{where}.{i}", "must be an object", value)
+    return [(f"{where}.{i}", value) for i, value in enumerate(values)]
+
+
+def named(where: str, body: dict, name: str) -> str:
+    """A text that must be there and not empty. Raises Refused."""
+    value = field(where, body, name, str, "")
+    if not value:
+        raise bad(f"{where}.{name}", "must be a text that is not empty", body.get(name))
+    return value
+
+
+def call(where: str, id: str, name: str, arguments: object) -> dict:
+    """A call of a tool in OpenAI's form, with its arguments as JSON text. Raises Refused."""
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        text = json.dumps(read, allow_nan=False)
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict) or not shallow(read):
+        raise bad(f"{where}.arguments", "must be a JSON object", arguments)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def joined(messages: list[dict]) -> list[dict]:
+    """Messages as chat templates take them: one of the system, and first; no two of a user in a row.
+
+    What the system says later on becomes a user's: most templates raise at any other place."""
+    out: list[dict] = []
+    for message in messages:
+        early = all(before["role"] == "system" for before in out)
+        role = "user" if message["role"] == "system" and not early else message["role"]
+        if role in ("system", "user") and out and out[-1]["role"] == role:
+            out[-1] = out[-1] | {"content": f"{out[-1]['content']}\n\n{message['content']}"}
+        else:
+            out.append(message | {"role": role})
+    return out

@@ -1,24 +1,25 @@
 """One request for a reply: read from JSON once, every field checked, nothing unknown kept.
 
 Fields that could change what is computed, and that the server does not have, are refused; so is a name
-that no client of such servers has: it would be a typing error. What else clients send is dropped.
+that is almost one of ours: it would be a typing error. What else clients send is dropped.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
 from mlxkv.models.catalog.asked import RESERVED
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.serve.grammar import Calls, of_choice, of_format
-from mlxkv.serve.http.fields import IGNORED
+from mlxkv.serve.http.fields import bad, call, field, mistyped, named, objects
 from mlxkv.serve.refusals import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 STOPS, STOP_LENGTH = 16, 256
 LOGIT_BIASES = 1024
 NAME_LENGTH = 512
@@ -34,7 +35,6 @@ ONLY: dict[str, tuple] = {
     "functions": ([],),
     "modalities": (["text"],),
 }
-DEPTH = 64  # lists and objects inside one another
 # 16-bit logits are divided by it: anything colder is greedy. Log-probabilities of the best token, about -12 at
 # the least, stay numbers in float16.
 COLDEST = 1e-3
@@ -44,7 +44,7 @@ NUMBER = (int, float)
 
 
 def _limits(kind: type | tuple, low: float, high: float, default: Any) -> Any:
-    return field(default=default, metadata={"limits": (kind, low, high)})
+    return dataclasses.field(default=default, metadata={"limits": (kind, low, high)})
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Request:
     top_logprobs: int
     logit_bias: dict[int, float] | None
     prompt: str = ""
-    messages: list[dict] = field(default_factory=list)
+    messages: list[dict] = dataclasses.field(default_factory=list)
     tools: list[dict] | None = None
     chat_template_kwargs: dict | None = None
     continue_final_message: bool = False
@@ -92,9 +92,8 @@ class Request:
 
 
 # Numbers by field: (type, lowest, highest).
-NUMBERS = {one.name: one.metadata["limits"] for one in fields(Request) if one.metadata}
+NUMBERS = {one.name: one.metadata["limits"] for one in dataclasses.fields(Request) if one.metadata}
 NUMBERS["max_completion_tokens"] = NUMBERS["max_tokens"]  # OpenAI's newer name
-
 
 ENDLESS = -1  # as max_tokens, as in llama.cpp: until the context or the memory is full
 # Fields that mean something here, and all that are taken.
@@ -104,7 +103,6 @@ TAKEN = (
     *("prompt", "messages", "tools", "chat_template_kwargs", "continue_final_message"),
     *("user", "cache_salt", "response_format", "tool_choice"),
 )
-KNOWN = frozenset((*TAKEN, *ONLY)) | IGNORED
 
 
 @dataclass(frozen=True)
@@ -119,155 +117,71 @@ class Served:
     max_tokens: int
     vocabulary: int
     calls: Calls | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-
-
-def bad(name: str, what: str, got: object = None) -> Refused:
-    shown = json.dumps(got, default=str)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return Refused(400, f"[{name}] {what}; got {shown}", "invalid_value")
-
-
-def _plain(name: str) -> str:
-    """A name that a client made up, in one line."""
-    return json.dumps(name[:60])[1:-1]
-
-
-def parse(raw: bytes, chat: bool, served: Served) -> Request:
-    """The request in a body. chat: whether it came to the path of chats. Raises Refused."""
-    return check(document(raw), chat, served)
-
-
-def document(raw: bytes) -> dict:
-    """The JSON object in a body, of bounded depth. Raises Refused."""
-    try:
-        body = json.loads(
-            raw.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite_float
-        )
-        if isinstance(body, list | dict) and not shallow(body):
-            raise RecursionError
-        json.dumps(body, ensure_ascii=False).encode()  # raises at half of a surrogate pair
-    except UnicodeError:
-        raise Refused(
-            400, "[body] not UTF-8, or text that is not Unicode", "invalid_json"
-        ) from None
-    except RecursionError:
-        raise Refused(
-            400, f"[body] nested too deeply; at most {DEPTH} levels", "invalid_json"
-        ) from None
-    except ValueError as error:
-        raise Refused(400, f"[body] not JSON: {error}"[:200], "invalid_json") from None
-    if not isinstance(body, dict):
-        raise bad("body", "must be a JSON object", body)
-    return body
-
-
-def shallow(value: object, depth: int = DEPTH) -> bool:
-    """Return whether the lists and objects of a list or object are nested at most `depth` deep."""
-    inside = value.values() if isinstance(value, dict) else value
-    return depth > 0 and all(
-        shallow(one, depth - 1) for one in inside if isinstance(one, list | dict)
-    )
-
-
-def _no_constant(name: str):
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite_float(text: str) -> float:
-    if isfinite(number := float(text)):
-        return number
-    raise ValueError(f"a number beyond all limits; got {text[:20]}")
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
 
 
 def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Request:
-    """The request of a JSON object. shorten: of the request. Raises Refused, which names the field."""
+    """The request of a JSON object. chat: whether it came to the path of chats. shorten: of the request. Raises
+    Refused, which names the field."""
     body = {key: value for key, value in body.items() if value is not None}
-    for name in body.keys() - KNOWN:
-        close = get_close_matches(name[:40], TAKEN, 1)
-        meant = f"; did you mean {close[0]}?" if close else "; leave it out"
-        raise Refused(400, f"[{_plain(name)}] no such field{meant}"[:200], "unknown_parameter")
+    mistyped(body, TAKEN)
     for name, values in ONLY.items():
-        if name in body and not any(_same(body[name], value) for value in values):
+        if name in body and (type(body[name]), body[name]) not in [(type(x), x) for x in values]:
             choices = f"; choose {json.dumps(values[0])}" if values else ", leave it out"
             raise bad(name, f"this server does not have it{choices}", body[name])
     model = body.get("model", served.model)
     if model not in (served.model, "default_model", "default"):
-        raise Refused(
-            404,
-            f"[model] no such model; got {str(model)[:80]!r}; choose {served.model!r}",
-            "model_not_found",
-        )
+        raise no_model(str(model)[:80], served.model)
     kv = body.get("kv", served.kv)
     if kv != served.kv:  # a batch has one kind of cache
         raise bad("kv", f"this server's caches are {served.kv}; choose that, or start another", kv)
-    stream = _boolean(body, "stream")
     for name in ("max_tokens", "max_completion_tokens"):
         if body.get(name) == ENDLESS:
             body, shorten = body | {name: served.longest}, True
-    numbers = asdict(served.sampling) | _numbers(body)
-    max_tokens = numbers.pop("max_completion_tokens", None) or numbers.get("max_tokens")
-    if max_tokens is not None:
-        max_tokens = min(max_tokens, served.longest)
-    numbers["max_tokens"] = max_tokens or served.max_tokens
-    if numbers.get("top_k", 0) >= served.vocabulary:
-        numbers["top_k"] = 0  # all of them: mlx-lm's sampler raises in the thread of all requests
-    if numbers.get("temperature", 0) < COLDEST:
-        numbers["temperature"] = 0.0
-    if numbers.get("top_p", 0) > 0:  # mlx-lm takes 0 for "all of them"
-        numbers["top_p"] = max(numbers["top_p"], LEAST_TOP_P)
-    penalty = numbers.get("repetition_penalty", 0)
-    if 0 < penalty < LEAST_PENALTY:
-        what = f"must be 0 for none, or from {LEAST_PENALTY:g} to 100"
-        raise bad("repetition_penalty", what, penalty)
-    said = _chat(body) if chat else _text(body)
+    options = field("", body, "stream_options", dict, {})
+    content = _chat(body) if chat else {"prompt": _text(body)}
     return Request(
         chat=chat,
-        stream=stream,
-        **numbers,
-        include_usage=_include_usage(body),
+        stream=field("", body, "stream", bool, False),
+        include_usage=field("stream_options", options, "include_usage", bool, False),
+        **_numbers(body, served),
         stop=_stop(body),
         **_logprobs(body, chat),
         logit_bias=_logit_bias(body, served.vocabulary),
-        grammar=_grammar(body, said, served.calls),
+        grammar=_grammar(body, content, served.calls),
         shorten=shorten,
         **{name: _name(body, name) for name in ("user", "cache_salt")},
-        **said,
+        **content,
     )
 
 
-def _grammar(body: dict, said: dict, calls: Calls | None) -> str | None:
-    """Return what the reply follows: a format, or a call of a tool. Takes the tools out of `said` for "none"."""
-    choice = body.get("tool_choice")
-    choice = "auto" if choice is None else choice
-    if choice == "none" and "tools" in said:
-        said["tools"] = None
-    call, form = of_choice(choice, said.get("tools"), calls), of_format(body.get("response_format"))
+def no_model(name: str, choice: str) -> Refused:
+    return Refused(
+        404, f"[model] no such model; got {name!r}; choose {choice!r}", "model_not_found"
+    )
+
+
+def _grammar(body: dict, content: dict, calls: Calls | None) -> str | None:
+    """Return what the reply follows: a format, or a call of a tool. Takes the tools out of `content` for "none"."""
+    choice = body.get("tool_choice", "auto")
+    if choice == "none":
+        content.pop("tools", None)
+    call = of_choice(choice, content.get("tools"), calls)
+    form = of_format(body.get("response_format"))
     if call and form:
         raise bad("tool_choice", "a call follows no response_format; leave one of them out", choice)
     return call or form
 
 
-def _same(a: object, b: object) -> bool:
-    return type(a) is type(b) and a == b
-
-
-def _boolean(body: dict, name: str) -> bool:
-    value = body.get(name, False)
-    if not isinstance(value, bool):
-        raise bad(name, "must be true or false", value)
-    return value
-
-
 def _name(body: dict, name: str) -> str:
-    value = body.get(name, "")
-    if not isinstance(value, str) or len(value) > NAME_LENGTH:
+    value = field("", body, name, str, "")
+    if len(value) > NAME_LENGTH:
         raise bad(name, f"must be a text of at most {NAME_LENGTH} characters", value)
     return value
 
 
-def _numbers(body: dict) -> dict:
-    out = {}
+def _numbers(body: dict, served: Served) -> dict:
+    out = asdict(served.sampling)
     for name, (kind, low, high) in NUMBERS.items():
         if name not in body:
             continue
@@ -277,17 +191,19 @@ def _numbers(body: dict) -> dict:
         if not low <= value <= high or not isfinite(value):
             raise bad(name, f"must be from {low:g} to {high:g}", value)
         out[name] = value if kind is int else float(value)
+    max_tokens = out.pop("max_completion_tokens", None) or out.get("max_tokens")
+    out["max_tokens"] = min(max_tokens, served.longest) if max_tokens else served.max_tokens
+    if out.get("top_k", 0) >= served.vocabulary:
+        out["top_k"] = 0  # all of them: mlx-lm's sampler raises in the thread of all requests
+    if out.get("temperature", 0) < COLDEST:
+        out["temperature"] = 0.0
+    if out.get("top_p", 0) > 0:  # mlx-lm takes 0 for "all of them"
+        out["top_p"] = max(out["top_p"], LEAST_TOP_P)
+    penalty = out.get("repetition_penalty", 0)
+    if 0 < penalty < LEAST_PENALTY:
+        what = f"must be 0 for none, or from {LEAST_PENALTY:g} to 100"
+        raise bad("repetition_penalty", what, penalty)
     return out
-
-
-def _include_usage(body: dict) -> bool:
-    options = body.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise bad("stream_options", "must be an object", options)
-    wanted = options.get("include_usage", False)
-    if not isinstance(wanted, bool):
-        raise bad("stream_options.include_usage", "must be true or false", wanted)
-    return wanted
 
 
 def _stop(body: dict) -> list[str]:
@@ -302,19 +218,18 @@ def _stop(body: dict) -> list[str]:
 
 def _logprobs(body: dict, chat: bool) -> dict:
     """Text completions ask with a number of alternatives, chats with a boolean and a number."""
-    wanted, top, name = body.get("logprobs", False), body.get("top_logprobs", -1), "top_logprobs"
-    if not chat and type(wanted) is int:
-        wanted, top, name = True, wanted or -1, "logprobs"
-    if not isinstance(wanted, bool):
-        raise bad("logprobs", "must be true or false", wanted)
-    if type(top) is not int or not (top == -1 or 0 <= top <= 11):
+    top, name = body.get("top_logprobs", -1), "top_logprobs"
+    if not chat and type(body.get("logprobs")) is int:
+        top, name = body["logprobs"] or -1, "logprobs"
+        body = body | {"logprobs": True}
+    if type(top) is not int or not -1 <= top <= 11:
         raise bad(name, "must be from 0 to 11", top)
-    return {"logprobs": wanted, "top_logprobs": top}
+    return {"logprobs": field("", body, "logprobs", bool, False), "top_logprobs": top}
 
 
 def _logit_bias(body: dict, vocabulary: int) -> dict[int, float] | None:
-    bias = body.get("logit_bias", {})
-    if not isinstance(bias, dict) or len(bias) > LOGIT_BIASES:
+    bias = field("", body, "logit_bias", dict, {})
+    if len(bias) > LOGIT_BIASES:
         raise bad("logit_bias", f"must be an object of at most {LOGIT_BIASES} tokens", bias)
     for token, value in bias.items():
         known = token.isascii() and token.isdigit() and len(token) < 10
@@ -325,36 +240,30 @@ def _logit_bias(body: dict, vocabulary: int) -> dict[int, float] | None:
     return {int(token): float(value) for token, value in bias.items()} or None
 
 
-def _text(body: dict) -> dict:
+def _text(body: dict) -> str:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
     if not isinstance(prompt, str) or not prompt:
         raise bad("prompt", "must be a text that is not empty", prompt)
-    return {"prompt": prompt}
+    return prompt
 
 
 def _chat(body: dict) -> dict:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
+    messages = [_message(*each) for each in objects("messages", body.get("messages"))]
+    if not messages:
         raise bad("messages", "must be a list that is not empty", messages)
-    messages = [_message(i, message) for i, message in enumerate(messages)]
-    tools = body.get("tools", [])
-    if not isinstance(tools, list) or not all(
-        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
-    ):
-        raise bad("tools", "must be a list of objects with a function", tools)
-    extra = body.get("chat_template_kwargs", {})
-    if not isinstance(extra, dict) or any(
-        name in RESERVED or not isinstance(value, str | bool | int | float)
-        for name, value in extra.items()
-    ):
+    tools = field("", body, "tools", list, [])
+    for where, tool in objects("tools", tools):
+        if not isinstance(tool.get("function"), dict):
+            raise bad(where, "must be an object with a function", tool)
+    extra = field("", body, "chat_template_kwargs", dict, {})
+    if any(k in RESERVED or not isinstance(x, str | bool | int | float) for k, x in extra.items()):
         raise bad("chat_template_kwargs", "must be plain values, of names that are free", extra)
-    more = _boolean(body, "continue_final_message")
+    more = field("", body, "continue_final_message", bool, False)
     if more and (len(messages) < 2 or messages[-1]["role"] != "assistant"):
-        raise bad(
-            "continue_final_message", "needs a last message of the assistant behind others", more
-        )
+        what = "needs a last message of the assistant behind others"
+        raise bad("continue_final_message", what, more)
     return {
         "messages": messages,
         "tools": tools or None,
@@ -363,61 +272,33 @@ def _chat(body: dict) -> dict:
     }
 
 
-def _message(index: int, message: object) -> dict:
-    where = f"messages.{index}"
-    if not isinstance(message, dict):
-        raise bad(where, "must be an object", message)
+def _message(where: str, message: dict) -> dict:
     role = message.get("role")
     if role not in ROLES:
         raise bad(f"{where}.role", f"unknown role; choose from {', '.join(ROLES)}", role)
     out = {"role": "system" if role == "developer" else role, "content": _content(where, message)}
-    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
-        if message.get(name) is not None:
-            if not isinstance(message[name], str):
-                raise bad(f"{where}.{name}", "must be a text", message[name])
-            out[name] = message[name]
+    texts = {name: field(where, message, name, str, None) for name in TEXTS}
+    out |= {name: text for name, text in texts.items() if text is not None}
     if message.get("tool_calls"):
-        out["tool_calls"] = _tool_calls(f"{where}.tool_calls", message["tool_calls"])
+        calls = objects(f"{where}.tool_calls", message["tool_calls"])
+        out["tool_calls"] = [_tool_call(*each) for each in calls]
     return out
 
 
 def _content(where: str, message: dict) -> str:
-    """Text, its parts joined: mlx-lm would fetch the images of other parts."""
+    """Text, its parts joined."""
     content = message.get("content")
-    text = "" if content is None else content
-    parts = content if isinstance(content, list) else [{"type": "text", "text": text}]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = str(part.get("type")) if isinstance(part, dict) else ""
-            what = "no images are taken" if "image" in kind else "only parts of type text are taken"
-            raise bad(f"{where}.content", what, part)
-        if not isinstance(part.get("text"), str):
-            raise bad(f"{where}.content", "must be text", part.get("text"))
-    return "".join(part["text"] for part in parts)
+    if content is None or isinstance(content, str):
+        return content or ""
+    for place, part in objects(f"{where}.content", content):
+        kind = part.get("type")
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = "no images are taken" if "image" in str(kind) else "only parts with text are"
+            raise bad(place, what, part)
+    return "".join(part["text"] for part in content)
 
 
-def _tool_calls(where: str, calls: object) -> list:
-    """Calls with their arguments as JSON text, which mlx-lm reads for the template."""
-    if not isinstance(calls, list):
-        raise bad(where, "must be a list", calls)
-    out = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise bad(where, "must be objects with a function that has a name", call)
-        arguments = function.get("arguments") or "{}"
-        try:
-            read = json.loads(arguments) if isinstance(arguments, str) else arguments
-            text = json.dumps(read, allow_nan=False)
-        except (ValueError, RecursionError):
-            read = None
-        if not isinstance(read, dict) or not shallow(read):
-            raise bad(f"{where}.arguments", "must be a JSON object", arguments)
-        out.append(
-            {
-                "id": str(call.get("id") or ""),
-                "type": "function",
-                "function": {"name": function["name"], "arguments": text},
-            }
-        )
-    return out
+def _tool_call(where: str, one: dict) -> dict:
+    function = field(where, one, "function", dict, {})
+    name = named(f"{where}.function", function, "name")
+    return call(where, str(one.get("id") or ""), name, function.get("arguments") or "{}")
