@@ -1,25 +1,21 @@
 """Balanced transforms at work: calibration, the file, caches, kernels, folding."""
 
-import copy
 import dataclasses
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from older_file import older
-from on_emulator import make, make_tiles
-from random_models import random_model
-from turning import at_zero, moments_over, seen_by, stored
+from on_emulator import make_tiles
+from turning import TEXT, at_zero, data, moments_over, rms, seen_by, stored
 
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Transform
-from mlxkv.errors import UserError
-from mlxkv.formats.calibration import artifact
-from mlxkv.formats.config import BALANCED, Affine, CacheConfig
+from mlxkv.formats.config import BALANCED
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
@@ -30,35 +26,7 @@ from mlxkv.spec import balanced as spec
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}
 INT2 = dataclasses.replace(parse_kv("balanced-int2+g32"), **WINDOWS)
-INT4 = dataclasses.replace(PRESETS["balanced-int4"], **WINDOWS)
-TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
 KINDS = (BALANCED, BALANCED)
-
-
-def data(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def rms(x, exact):
-    return np.sqrt(np.mean((np.array(x) - exact) ** 2) / np.mean(np.array(exact) ** 2))
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
-
-
-@pytest.fixture(scope="module")
-def made(model):
-    return measure.calibrate(model, TEXT)
-
-
-def logits(model, cache=None):
-    cache = cache or make_prompt_cache(model)
-    text = mx.array(TEXT[:100])[None]
-    parts = [model(text[:, :90], cache=cache)]
-    parts += [model(text[:, i : i + 1], cache=cache) for i in range(90, 100)]
-    return np.array(mx.concatenate(parts, axis=1)[0])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -101,36 +69,6 @@ def test_streamed_balances_equal_those_of_the_spec(model, monkeypatch):
                     assert energy == pytest.approx(1, rel=2e-2)
 
 
-def test_families(subtests):
-    """Gates and norms before the output projection too: then errors of values count alike."""
-    for family in ("gemma3_text", "qwen3_next", "gpt_oss"):
-        with subtests.test(family=family):
-            check_families(family)
-
-
-def check_families(family):
-    model = random_model(family)
-    made = measure.calibrate(model, TEXT[:512], positions=512)
-    assert made.balanced
-
-    def last(config):
-        attach(model, dataclasses.replace(config, **WINDOWS), calibration=made)
-        out = logits(model)
-        detach(model)
-        return out
-
-    plain = logits(model)
-    error = rms(last(PRESETS["balanced-int4"]), plain)
-    assert 0 < error < 1.5 * rms(last(PRESETS["oscar-int4"]), plain)
-
-
-def test_one_pair_per_layer_and_none_for_other_targets(model):
-    shared = measure.calibrate(model, TEXT, per_layer=True).layers["0"]
-    assert shared.keys.balance.down.shape == (1, 64, 64)
-    assert not measure.calibrate(model, TEXT, target="tensor").balanced
-    assert measure.calibrate(model, target="random").balanced  # for benches
-
-
 # --------------------------------------------------------------------------------------------------
 # Caches
 
@@ -144,11 +82,10 @@ def through(x, turn: Transform, side):
 
 
 def test_pages_are_led_back_by_the_inverse(subtests):
-    """Plain ops, the portable kernels and the tiles: the spec's output, in decoding and prefill. The
+    """Plain ops and the tiles: the spec's output, in decoding and prefill. The
     pair is far from orthogonal, so a transpose in the place of the inverse shows."""
     for factory, dims, dtype in (
         (None, 64, mx.float32),
-        (make, 80, mx.float16),
         (make_tiles, 96, mx.float16),
     ):
         for tokens in (1, 9):
@@ -189,52 +126,6 @@ def test_pages_are_led_back_by_the_inverse(subtests):
                 assert rms(attention.attend(q, cache.keys_and_values()[0], dims**-0.5), exact) > 0.1
 
 
-def test_saved_prompt_caches_come_back(model, made, tmp_path, monkeypatch):
-    """Sides of both kinds, in another process too, and never those of the other kind."""
-    keys, values = PRESETS["oscar-int2"].keys, PRESETS["balanced-int2"].values
-    config = CacheConfig(keys, values, **WINDOWS)
-    attach(model, config, calibration=made)
-    caches = make_prompt_cache(model)
-    logits(model, caches)
-    turns = caches[0].layer_maps
-    assert turns.kinds == ("oscar", BALANCED) == config.fitted
-    basis = made.layers["0"]
-    np.testing.assert_array_equal(np.array(turns.keys.down), basis.keys.rotation("uhp"))
-    np.testing.assert_array_equal(np.array(turns.values.down), basis.values.balance.pair("uhp")[0])
-    file = str(tmp_path / "cache.safetensors")
-    save_prompt_cache(file, caches)
-    want = logits(model, [copy.copy(c) for c in caches])
-    monkeypatch.setattr(maps, "_at_hand", {})  # another process
-    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
-    with pytest.raises(UserError, match="none with digest"):
-        load_prompt_cache(file)
-    artifact.write(artifact.kept_path("some"), made)
-    back = load_prompt_cache(file)
-    assert back[0].layer_maps.kinds == config.fitted
-    np.testing.assert_array_equal(logits(model, back), want)
-    detach(model)
-
-
-def test_folded_weights_say_the_same(subtests):
-    for family, changes in [
-        ("llama", {"num_key_value_heads": 4, "attention_bias": True}),
-        ("phi3", {}),
-    ]:
-        with subtests.test(family=family, changes=changes):
-            model = random_model(family, **changes)
-            made = measure.calibrate(model, TEXT[:512])
-            attach(model, INT4, calibration=made)
-            plain = logits(model)
-            reports = attach(model, INT4, calibration=made, fold=True)
-            assert {r.fold for r in reports if r.compressed} == {"folded"}
-            cache = make_prompt_cache(model)
-            assert rms(logits(model, cache), plain) < 1e-3
-            copies = [copy.copy(one) for one in cache]
-            assert rms(logits(model, copies), logits(model, cache)) < 1e-6
-            assert copies[0].layer_maps.folded
-            detach(model)
-
-
 def test_a_clip_belongs_to_its_transform(model, made):
     """The same bits and group: a clip searched for rotations is not taken for a balanced side."""
     oscar, ours = (PRESETS[f"{name}-int2"] for name in ("oscar", "balanced"))
@@ -265,11 +156,3 @@ def test_clips_are_kept_where_the_transform_is_the_same(made):
     assert again.layers["0"].keys.clips == marked and lost == 0
     again, lost = older(made).with_clips_of(clipped)
     assert again.layers["0"].keys.clips == {"int2 g64": 0.8} and lost == 1
-
-
-def test_presets():
-    for group, name in ((128, ""), (64, "+g64"), (32, "+g32")):
-        config = parse_kv(f"balanced-int2{name}")
-        assert config.keys.quantizer == Affine(2, group, clip=config.keys.quantizer.clip)
-        assert (config.sink, config.recent, config.balanced) == (64, 64, True)
-    assert not PRESETS["oscar-int2"].balanced and PRESETS["oscar-int2"].calibrated

@@ -107,7 +107,7 @@ def test_one_rotation_per_layer_is_that_of_the_mean():
     close(moment_of(shared.keys), moment_of(heads.keys).mean(0, keepdims=True))
 
 
-FAMILIES = ("gemma3_text", "gpt_oss", "falcon_h1", "deepseek_v2")
+FAMILIES = ("gemma3_text", "falcon_h1")
 
 
 def test_layers_are_those_that_attach_would_compress(subtests):
@@ -119,7 +119,7 @@ def test_layers_are_those_that_attach_would_compress(subtests):
             detach(model)
             indices = [r.index for r in reports if r.compressed]
             assert [int(name.split(".")[0]) for name in made.layers] == indices
-            if family in ("gemma3_text", "gpt_oss"):
+            if family == "gemma3_text":
                 assert indices == [1, 3]  # the others slide
             for layer in made.layers.values():
                 for basis in (layer.keys, layer.values):

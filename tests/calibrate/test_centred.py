@@ -8,43 +8,32 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-from batches import alone, together
+from batches import alone
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from older_file import older
 from random_models import random_model
-from safetensors import safe_open
-from safetensors.numpy import save
-from turning import means_over, moments_over, seen_by, stored
+from tensors import to_torch
+from turning import TEXT, data, logits, means_over, moments_over, rms, seen_by, stored
 
 from cuda_track.cache import attention as torch_attention
 from cuda_track.cache.compressed import CompressedKVCache as TorchCache
 from cuda_track.codec import maps as torch_maps
 from mlxkv.cache import attention
-from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine
 from mlxkv.formats.calibration import artifact, layers
-from mlxkv.formats.config import CENTRED, CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach, detach
-from mlxkv.models.calibration import measure, moments
-from mlxkv.spec import affine as ref
+from mlxkv.models.calibration import measure
 from mlxkv.spec import balanced as spec
 
 NAMES = ("centred-int2", "centred-int3", "oscar-int2+centred")
 KINDS = ("balanced-centred", "balanced")
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}
 INT2 = dataclasses.replace(PRESETS["centred-int2"], **WINDOWS)
-TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
-
-
-def data(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def rms(x, exact):
-    return np.sqrt(np.mean((np.array(x) - exact) ** 2) / np.mean(np.array(exact) ** 2))
 
 
 @pytest.fixture(scope="module")
@@ -66,25 +55,6 @@ def made(model):
 def detached(model):
     yield
     detach(model)
-
-
-def logits(model, cache=None, prompt=90, end=100):
-    cache = cache or make_prompt_cache(model)
-    text = mx.array(TEXT[:end])[None]
-    parts = [model(text[:, :prompt], cache=cache)]
-    parts += [model(text[:, i : i + 1], cache=cache) for i in range(prompt, end)]
-    return np.array(mx.concatenate(parts, axis=1)[0])
-
-
-def keys_of(model, window):
-    """Per layer the keys [G, T, D] of every token behind the first 64 of a window, from plain caches."""
-    out = [[] for _ in model.layers]
-    for start in range(0, len(TEXT), window):
-        cache = make_prompt_cache(model)
-        mx.eval(model(mx.array(TEXT[start : start + window])[None], cache=cache))
-        for one, parts in zip(cache, out, strict=True):
-            parts.append(np.array(one.state[0][0, :, moments.SINK : one.offset], np.float64))
-    return [np.concatenate(parts, 1) for parts in out]
 
 
 # -- calibration
@@ -141,55 +111,6 @@ def test_both_tracks_have_the_same_maps_and_means(made):
     assert again is maps.of(made, KINDS)["1"]
 
 
-# -- files
-
-
-def without_means(made):
-    out = {}
-    for name, layer in made.layers.items():
-        out[name] = dataclasses.replace(layer, keys=dataclasses.replace(layer.keys, mean=None))
-    return dataclasses.replace(made, layers=out)
-
-
-def test_files_hold_it_and_older_ones_serve_other_presets(model, made, tmp_path):
-    path, older = tmp_path / "a.safetensors", tmp_path / "old.safetensors"
-    artifact.write(path, made)
-    back, old = artifact.read(path), without_means(made)
-    assert back.centred and back.digest == made.digest
-    for name, layer in made.layers.items():
-        np.testing.assert_array_equal(back.layers[name].keys.mean, layer.keys.mean)
-    artifact.write(older, old)
-    assert not old.centred and artifact.read(older).digest == old.digest != made.digest
-    assert not old.serves(INT2) and made.serves(INT2) and old.serves(PRESETS["balanced-int2"])
-    attach(model, "balanced-int2", calibration=older)
-    with pytest.raises(UserError, match=r"\[calibration\] .*old.*no means of keys.*mlxkv calib"):
-        attach(model, "centred-int2", calibration=older)
-    assert make_prompt_cache(model)[0].config.keys.transform == "balanced"
-
-
-def test_every_fault_of_a_file_is_one_line(made, tmp_path):
-    path = tmp_path / "a.safetensors"
-    artifact.write(path, made)
-    with safe_open(path, "numpy") as file:
-        text = file.metadata()["mlxkv"]
-        found = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-    sound = found["1.keys.mean"]
-    nan, other = sound.copy(), sound + np.float32(0.1)
-    nan[0, 3] = np.nan
-    for changed, reason in (
-        (nan, "NaN, infinity .* in layer 1, keys"),
-        (sound[:1].copy(), "parts missing"),
-        (sound.astype(np.float64), "NaN, infinity or no float32"),
-        (other, "its digest differs"),
-        (None, "its digest differs"),
-    ):
-        tensors = {n: x for n, x in (found | {"1.keys.mean": changed}).items() if x is not None}
-        path.write_bytes(save(tensors, {"mlxkv": text}))
-        with pytest.raises(UserError, match=reason) as caught:
-            artifact.read(path)
-        assert "\n" not in str(caught.value)
-
-
 def test_a_clip_belongs_to_its_mean(made):
     form = INT2.keys.format(64, 16)
     assert form.startswith("balanced-centred int2")
@@ -201,18 +122,6 @@ def test_a_clip_belongs_to_its_mean(made):
 
 
 # -- configurations
-
-
-def test_presets_and_pairs():
-    for name in NAMES:
-        config = PRESETS[name]
-        assert config.centred and CacheConfig.from_dict(config.as_dict()) == config
-        plain = dataclasses.replace(
-            config, keys=dataclasses.replace(config.keys, transform=CENTRED[config.keys.transform])
-        )
-        assert plain.bits_per_value(128, 128) == config.bits_per_value(128, 128)
-    assert dataclasses.replace(PRESETS["balanced-int2"], keys=INT2.keys).keys == INT2.keys
-    assert parse_kv("centred-int2/int4").centred and not parse_kv("int4/centred-int2").centred
 
 
 def test_caches_that_observe_queries_are_refused(subtests):
@@ -271,113 +180,53 @@ def test_models_with_sink_logits_are_left_out(subtests):
 # -- caches
 
 
-def test_softmax_does_not_see_the_mean(subtests):
-    """Nothing is sealed: attention is that of full precision, in decoding and prefill, to rounding."""
-    for dtype in [mx.float32, mx.float16, mx.bfloat16]:
-        with subtests.test(dtype=dtype):
-            turns = maps.sample(2, (64, 64), KINDS)
-            keys, values, q = (
-                data(1, 2, 90, 64) + 2,
-                data(1, 2, 90, 64, seed=1),
-                data(1, 6, 90, 64, seed=2),
-            )
-            inputs = [mx.array(x, dtype) for x in (q, keys, values)]
-            exact = ref.attention(
-                *(np.array(x.astype(mx.float32), np.float64) for x in inputs),
-                0.125,
-                ref.causal_mask(90, 90),
-            )
-            cache = CompressedKVCache(PRESETS["centred-int2"], turns)
-            view, _ = cache.update_and_fetch(*inputs[1:])
-            assert view.pages is None and float(mx.abs(view.live[0] - inputs[1]).max()) > 0.5
-            out = attention.attend(inputs[0], view, 0.125, "causal")
-            step = {mx.float32: 2**-22, mx.float16: 2**-10, mx.bfloat16: 2**-7}[dtype]
-            assert rms(out.astype(mx.float32), exact) < 4 * step
-            last = attention.attend(inputs[0][:, :, -1:], view, 0.125)
-            assert rms(last.astype(mx.float32), exact[:, :, -1:]) < 4 * step
+# Two kinds of maps; keys without their mean; widths of each layer.
+CONFIGS = (
+    CacheConfig(PRESETS["oscar-int2"].keys, PRESETS["balanced-int2"].values, **WINDOWS),
+    INT2,
+    dataclasses.replace(parse_kv("fill-2.25"), **WINDOWS),
+)
 
 
-def test_a_cache_holds_what_the_law_says(subtests, model, made):
-    """Keys of an attached model, page by page, from a plain cache's by the spec."""
-    for name in NAMES:
-        detach(model)
-        with subtests.test(name=name):
-            config = dataclasses.replace(PRESETS[name], **WINDOWS)
-            keys = keys_of(model, 700)[
-                0
-            ]  # behind the first 64, of layer 0: they depend on no cache
-            attach(model, config, calibration=made)
-            cache = make_prompt_cache(model)
-            mx.eval(model(mx.array(TEXT[:400])[None], cache=cache))
-            own, side = cache[0], config.keys.quantizer
-            down, up = layers.pairs(made, config.fitted, "0")[0]
-            mean = made.layers["0"].keys.mean.astype(np.float64)
-            left = keys - mean[:, None]
-            first = 64 - config.sink  # of the pages' tokens, the first that `keys` has
-            tokens = own.store.count * config.page - first
-            stored = left[:, :tokens] @ down.astype(np.float64)
-            group = side.group_size(64, config.page)
-            codes = ref.affine_encode(stored, side.bits, group, clip=side.clip)
-            law = ref.affine_decode(*codes, group) @ up.astype(np.float64)
-            found = np.array(own.store.read(0, own.store.count).decode(0, mx.float32))[0, :, first:]
-            assert rms(found, law) < 2e-2  # a code at a rounding boundary moves its whole token
-            assert (
-                rms(
-                    np.array(own.keys_and_values()[0].live[0])[0],
-                    left[:, tokens : tokens + own.count],
-                )
-                < 1e-4
-            )
-
-
-def test_saved_prompt_caches_come_back(model, made, tmp_path, monkeypatch):
-    attach(model, INT2, calibration=made)
-    caches = make_prompt_cache(model)
-    logits(model, caches)
-    file = str(tmp_path / "cache.safetensors")
-    save_prompt_cache(file, caches)
-    want = logits(model, [copy.copy(c) for c in caches])
-    monkeypatch.setattr(maps, "_at_hand", {})  # another process
+def test_saved_prompt_caches_come_back(subtests, model, made, tmp_path, monkeypatch):
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
-    artifact.write(artifact.kept_path("some"), without_means(made))
-    with pytest.raises(UserError, match="none with digest"):
-        load_prompt_cache(file)
-    artifact.write(artifact.kept_path("other"), made)
-    back = load_prompt_cache(file)
-    assert back[0].centre is not None
-    np.testing.assert_array_equal(logits(model, back), want)
-    assert rms(want, logits(model)) > 0.01  # they read on behind other tokens
+    for config in CONFIGS:
+        with subtests.test(keys=config.keys.label):
+            attach(model, config, calibration=made)
+            caches = make_prompt_cache(model)
+            logits(model, caches)
+            file = str(tmp_path / "cache.safetensors")
+            save_prompt_cache(file, caches)
+            want = logits(model, [copy.copy(c) for c in caches])
+            monkeypatch.setattr(maps, "_at_hand", {})  # another process
+            artifact.write(artifact.kept_path("some"), older(made, "mean"))
+            artifact.kept_path("other").unlink(missing_ok=True)
+            with pytest.raises(UserError, match="none with digest"):
+                load_prompt_cache(file)
+            artifact.write(artifact.kept_path("other"), made)
+            back = load_prompt_cache(file)
+            assert [one.config for one in back] == [one.config for one in caches]
+            assert (back[0].centre is not None) == config.centred
+            np.testing.assert_array_equal(logits(model, back), want)
+            assert rms(want, logits(model)) > 0.01  # they read on behind other tokens
 
 
-def test_the_other_track_reads_on_from_a_state(model, made):
-    attach(model, INT2, calibration=made)
-    caches = make_prompt_cache(model)
-    logits(model, caches)
-    own = caches[0]
-    turns = torch_maps.of(made, INT2.fitted)["0"]
-
-    def as_torch(tree):
-        if isinstance(tree, dict):
-            return {k: as_torch(x) for k, x in tree.items()}
-        x = np.array(tree)
-        return torch.from_numpy(x.view(np.int32) if x.dtype == np.uint32 else x)
-
-    theirs = TorchCache.from_state(as_torch(own.state), lambda *_: turns)
-    keys, values, q = data(1, 2, 1, 64), data(1, 2, 1, 64, seed=1), data(1, 4, 1, 64, seed=2)
-    ours = attention.attend(
-        mx.array(q), own.update_and_fetch(mx.array(keys), mx.array(values))[0], 0.125
-    )
-    view = theirs.update_and_fetch(torch.from_numpy(keys), torch.from_numpy(values))
-    assert rms(torch_attention.attend(torch.from_numpy(q), view, 0.125).numpy(), ours) < 1e-5
-    left = torch.from_numpy(keys) - turns.mean
-    assert torch.equal(view.live[0][:, :, -1:], left)
-
-
-def test_a_batch_says_what_each_prompt_says_alone(model, made):
-    prompts = [TEXT[i : i + n] for i, n in ((0, 90), (100, 70), (200, 110))]
-    attach(model, INT2, calibration=made)
-    want = [alone(model, prompt, 24) for prompt in prompts]
-    assert together(model, prompts, [24] * 3, late=1) == want
+def test_the_other_track_reads_on_from_a_state(subtests, model, made):
+    for config in CONFIGS[1:]:
+        with subtests.test(keys=config.keys.label):
+            attach(model, config, calibration=made)
+            caches = make_prompt_cache(model)
+            logits(model, caches)
+            own = caches[0]
+            turns = torch_maps.of(made, own.config.fitted, ["0"])["0"]
+            theirs = TorchCache.from_state(to_torch(own.state), lambda *_, turns=turns: turns)
+            keys, values, q = (data(1, n, 1, 64, seed=i) for i, n in enumerate((2, 2, 4)))
+            view, _ = own.update_and_fetch(mx.array(keys), mx.array(values))
+            ours = attention.attend(mx.array(q), view, 0.125)
+            view = theirs.update_and_fetch(torch.from_numpy(keys), torch.from_numpy(values))
+            out = torch_attention.attend(torch.from_numpy(q), view, 0.125)
+            assert rms(out.numpy(), ours) < 1e-5
+            assert torch.equal(view.live[0][:, :, -1:], torch.from_numpy(keys) - turns.mean)
 
 
 def test_traced_steps_say_the_same_tokens(model, made, monkeypatch):

@@ -1,22 +1,15 @@
 """Bits by direction: the law, the budget, names, and caches whose layers differ in widths."""
 
-import copy
-
 import mlx.core as mx
 import numpy as np
 import pytest
-import torch
 from mlx_lm.models import openelm
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
+from turning import TEXT, logits, rms
 
-from cuda_track.cache import attention as torch_attention
-from cuda_track.cache.compressed import CompressedKVCache as TorchCache
-from cuda_track.codec import maps as torch_maps
-from mlxkv.cache import attention
-from mlxkv.codec import maps
 from mlxkv.errors import UserError
-from mlxkv.formats.calibration import artifact, fill, layers
+from mlxkv.formats.calibration import artifact, fill
 from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, Fill
 from mlxkv.formats.names import parse_kv
@@ -24,21 +17,12 @@ from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure
 from mlxkv.spec.mixed import fill as spec
 
-TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
 WINDOWS = "+sink16+recent16+page16"
 
 
 def falling(heads, dims, spread, seed=0):
     x = np.exp(spread * np.random.default_rng(seed).standard_normal((heads, dims)))
     return np.sort(x)[:, ::-1]
-
-
-def data(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def rms(x, exact):
-    return np.sqrt(np.mean((np.array(x) - exact) ** 2) / np.mean(np.array(exact) ** 2))
 
 
 # -- the law
@@ -86,19 +70,6 @@ def test_the_budget_is_kept_and_used(subtests):
             for (_, sigma), widths in zip(sides, found, strict=True):
                 assert Fill(rate, widths).why_not(len(widths) * DIMS, 64) is None
                 assert len(widths) * DIMS <= sigma.shape[1]
-
-
-def test_a_layer_of_more_heads_takes_more_of_the_budget():
-    """As in OpenELM, whose layers have other numbers of kv heads."""
-    several = [(falling(6, 32, 1.5, 0), falling(6, 32, 1.2, 1))]
-    several.append((falling(2, 64, 1.5, 2), falling(2, 64, 1.2, 3)))
-    sides = [pair for both in several for pair in zip(artifact.SIDES, both, strict=True)]
-    found = fill.allot(sides, 3.0)
-    assert list(zip(found[::2], found[1::2], strict=True)) == spec.allotted(several, 3.0)
-    heads = [len(sigma) for _, sigma in sides]
-    bits = sum(n * spec.stored_bits(own) for n, own in zip(heads, found, strict=True))
-    values = sum(sigma.size for _, sigma in sides)
-    assert 2.8 * values < bits <= 3.0 * values
 
 
 def test_layers_whose_heads_share_a_map_count_all_of_their_heads():
@@ -207,14 +178,6 @@ def detached(model):
     detach(model)
 
 
-def logits(model, cache=None, prompt=90, end=100):
-    cache = cache or make_prompt_cache(model)
-    text = mx.array(TEXT[:end])[None]
-    parts = [model(text[:, :prompt], cache=cache)]
-    parts += [model(text[:, i : i + 1], cache=cache) for i in range(prompt, end)]
-    return np.array(mx.concatenate(parts, axis=1)[0])
-
-
 def mean_bits(reports) -> float:
     """Bits per value inside the pages, over all layers, each by its values."""
     sizes = [r.kv_heads * (r.key_dim + r.value_dim) for r in reports]
@@ -261,71 +224,3 @@ def test_a_model_whose_layers_differ_in_kv_heads_keeps_the_rate(subtests):
                 assert [r.kv_heads for r in reports] == args["num_kv_heads"]
                 assert rate - 0.25 < mean_bits(reports) <= rate + 1e-9
                 detach(one)
-
-
-def test_keys_and_values_of_other_rates_have_budgets_of_their_own(model, made):
-    attach(model, f"fill-4{WINDOWS}/fill-2", calibration=made)
-    for cache in make_prompt_cache(model):
-        dims = cache.config.dims(64, 64)
-        assert dims[0] % DIMS == 0 == dims[1] % DIMS
-    configs = [cache.config for cache in make_prompt_cache(model)]
-    for side, rate in (("keys", 4), ("values", 2)):
-        bits = [getattr(one, side).bits_per_value(64, 16) for one in configs]
-        assert np.mean(bits) <= rate and np.mean(bits) > rate - 1
-
-
-def test_a_calibration_is_needed_and_has_to_hold_the_means(model, made, tmp_path):
-    with pytest.raises(UserError, match="fill-2.25 needs a calibration"):
-        attach(model, "fill-2.25")
-    detach(model)
-    bare = copy.copy(made)
-    object.__setattr__(
-        bare,
-        "layers",
-        {
-            name: layers.Layer(one.kv_heads, copy.copy(one.keys), one.values)
-            for name, one in made.layers.items()
-        },
-    )
-    for one in bare.layers.values():
-        object.__setattr__(one.keys, "mean", None)
-    assert not bare.serves(parse_kv("fill-2.25")) and made.serves(parse_kv("fill-2.25"))
-    with pytest.raises(UserError, match="no means of keys"):
-        attach(model, "fill-2.25", calibration=bare)
-
-
-def test_a_saved_cache_reads_on(model, made, tmp_path, monkeypatch):
-    attach(model, f"fill-2.5{WINDOWS}", calibration=made)
-    caches = make_prompt_cache(model)
-    logits(model, caches)
-    file = str(tmp_path / "cache.safetensors")
-    save_prompt_cache(file, caches)
-    want = logits(model, [copy.copy(c) for c in caches])
-    monkeypatch.setattr(maps, "_at_hand", {})  # another process
-    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
-    artifact.write(artifact.kept_path("some"), made)
-    back = load_prompt_cache(file)
-    assert [one.config for one in back] == [one.config for one in caches]
-    np.testing.assert_array_equal(logits(model, back), want)
-
-
-def test_the_other_track_reads_on_from_a_state(model, made):
-    attach(model, f"fill-2.5{WINDOWS}", calibration=made)
-    caches = make_prompt_cache(model)
-    logits(model, caches)
-    own = caches[0]
-    turns = torch_maps.of(made, own.config.fitted, ["0"])["0"]
-
-    def as_torch(tree):
-        if isinstance(tree, dict):
-            return {k: as_torch(x) for k, x in tree.items()}
-        x = np.array(tree)
-        return torch.from_numpy(x.view(np.int32) if x.dtype == np.uint32 else x)
-
-    theirs = TorchCache.from_state(as_torch(own.state), lambda *_: turns)
-    keys, values, q = data(1, 2, 1, 64), data(1, 2, 1, 64, seed=1), data(1, 4, 1, 64, seed=2)
-    ours = attention.attend(
-        mx.array(q), own.update_and_fetch(mx.array(keys), mx.array(values))[0], 0.125
-    )
-    view = theirs.update_and_fetch(torch.from_numpy(keys), torch.from_numpy(values))
-    assert rms(torch_attention.attend(torch.from_numpy(q), view, 0.125).numpy(), ours) < 1e-5

@@ -77,18 +77,6 @@ def test_every_family_is_calibrated(subtests, tmp_path):
             assert 0 < lost["balanced"] < lost["none"] and lost["oscar"] > 0, lost
 
 
-def test_a_calibrated_cache_comes_back_from_its_state(tmp_path):
-    model, text = latent_model("glm4_moe_lite"), tokens(150)
-    side = Side(Affine(4, 64), "balanced")
-    attach(model, CacheConfig(side, side, **WINDOWS), calibration=measure.calibrate(model, TEXT))
-    cache = make_prompt_cache(model)
-    model(text[None], cache=cache)
-    other = [type(one).from_state(one.state) for one in cache]
-    step = mx.array([[3]])
-    assert mx.array_equal(model(step, cache=cache), model(step, cache=other))
-    detach(model)
-
-
 def test_what_latents_cannot_be_calibrated_by():
     model = latent_model("deepseek_v3")
     with pytest.raises(UserError, match="a latent is read as a key and as a value"):

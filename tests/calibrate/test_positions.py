@@ -159,19 +159,6 @@ def check_position_0_is_before_rope(patch, family, changes):
     np.testing.assert_allclose(first.keys.mean, law, atol=2e-4 * np.abs(law).max())
 
 
-def test_moments_and_means_are_averages_of_those_at_position_0(model):
-    made = measure.calibrate(model, TEXT, positions=1)
-    long = measure.calibrate(model, TEXT, positions=4096)
-    for name, layer in made.layers.items():
-        zero, over = (moment(one.layers[name].keys) for one in (made, long))
-        spans = spec.contexts(4096)
-        law = np.mean([[spec.moment_over(x, s, *ROTARY) for x in zero] for s in spans], 0)
-        np.testing.assert_allclose(over, law, atol=2e-4 * np.abs(law).max())
-        means = layer.keys.mean
-        law = np.mean([[spec.mean_over(x, s, *ROTARY) for x in means] for s in spans], 0)
-        np.testing.assert_allclose(long.layers[name].keys.mean, law, atol=1e-4)
-
-
 def test_layers_that_do_not_turn_as_rope_does_hold_for_their_windows(model, monkeypatch):
     monkeypatch.setattr(measure, "rotations", lambda *args: dict.fromkeys(args[2]))
     made = measure.calibrate(model, TEXT, window=350)

@@ -1,16 +1,16 @@
-"""A calibration as files of format 1 hold it."""
+"""A calibration as files of earlier versions hold it."""
 
 import dataclasses
 
 from mlxkv.formats.calibration import artifact
 
 
-def older(made):
-    """The same without what format 2 brought."""
+def older(made, part: str = "balance"):
+    """Return the same without one part of its sides: "balance" (format 1), "mean" or "peaks"."""
     layers = {
         name: dataclasses.replace(
             layer,
-            **{s: dataclasses.replace(getattr(layer, s), balance=None) for s in artifact.SIDES},
+            **{s: dataclasses.replace(getattr(layer, s), **{part: None}) for s in artifact.SIDES},
         )
         for name, layer in made.layers.items()
     }

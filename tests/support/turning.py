@@ -1,14 +1,33 @@
-"""What a random llama of 64 dims computes, at position 0, and its moments over positions, by the spec."""
+"""Texts and random numbers of calibrations, and what a random llama of 64 dims computes at position 0, and its
+moments over positions, by the spec."""
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv.spec import balanced, positions
 
+TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
 DIMS, CONTEXT = 64, 1 << 15  # the context of a model that does not say
 PAIRS, FREQUENCIES = positions.rotary_pairs(DIMS), 1e4 ** (-np.arange(0, DIMS, 2) / DIMS)
 ROTARY = PAIRS, FREQUENCIES
+
+
+def data(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def rms(x, exact):
+    return np.sqrt(np.mean((np.array(x) - exact) ** 2) / np.mean(np.array(exact) ** 2))
+
+
+def logits(model, cache=None, prompt=90, end=100):
+    cache = cache or make_prompt_cache(model)
+    text = mx.array(TEXT[:end])[None]
+    parts = [model(text[:, :prompt], cache=cache)]
+    parts += [model(text[:, i : i + 1], cache=cache) for i in range(prompt, end)]
+    return np.array(mx.concatenate(parts, axis=1)[0])
 
 
 def seen_by(model, text, window):

@@ -1,0 +1,125 @@
+"""A measured calibration on disk: balanced maps, means of keys, peaks of channels; faults, files without these."""
+
+import json
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from older_file import older
+from random_models import random_model
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from mlxkv.errors import UserError
+from mlxkv.formats.calibration import artifact
+from mlxkv.formats.names import parse_kv
+from mlxkv.models import attach, detach
+from mlxkv.models.calibration import measure
+
+TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+@pytest.fixture(scope="module")
+def made(model):
+    return measure.calibrate(model, TEXT)
+
+
+def rewritten(path, header=None, drop=(), **tensors):
+    with safe_open(path, "numpy") as file:
+        old = json.loads(file.metadata()["mlxkv"])
+        stored = {n: file.get_tensor(n) for n in file.keys() if n not in drop}  # noqa: SIM118
+    path.write_bytes(save(stored | tensors, {"mlxkv": json.dumps({**old, **(header or {})})}))
+
+
+@pytest.fixture
+def path(made, tmp_path):
+    artifact.write(tmp_path / "a.safetensors", made)
+    return tmp_path / "a.safetensors"
+
+
+def test_it_comes_back_the_same(made, path):
+    back = artifact.read(path)
+    assert back.balanced and back.centred and back.scaled and back.digest == made.digest
+    for name, layer in made.layers.items():
+        np.testing.assert_array_equal(back.layers[name].keys.mean, layer.keys.mean)
+        for side in artifact.SIDES:
+            ours, theirs = (getattr(x, side) for x in (layer, back.layers[name]))
+            np.testing.assert_array_equal(ours.peaks, theirs.peaks)
+            ours, theirs = ours.balance, theirs.balance
+            assert (ours.down == theirs.down).all() and (ours.sigma == theirs.sigma).all()
+            assert ours.floored == theirs.floored
+            for a, b in zip(ours.pair("uhp"), theirs.pair("uhp"), strict=True):
+                np.testing.assert_array_equal(a, b)
+            down, up = (x.astype(np.float64) for x in theirs.pair("uhp"))
+            assert np.abs(down @ up - np.eye(64)).max() < 1e-5
+
+
+def put(x, value, at):
+    x = x.copy()
+    x[at] = value
+    return x
+
+
+def test_every_fault_is_one_line(made, path, subtests):
+    whole, values, mean = path.read_bytes(), made.layers["1"].values, made.layers["1"].keys.mean
+    sound, peaks = values.balance, values.peaks
+    flat = put(sound.down, sound.down[1, :, 8], (1, slice(None), 7))
+    shear = put(sound.down, sound.down[0, :, 0] * (1 + 1e-3), (0, slice(None), 0))
+    for name, tensor, reason in (
+        ("values.down", put(sound.down, np.nan, (0, 3, 3)), "NaN, infinity .* in layer 1, values"),
+        ("values.down", flat, "not invertible in layer 1, values: a condition of"),
+        ("values.down", sound.down[:, :32], "parts missing"),
+        ("values.down", sound.down.astype(np.float16), "no float32"),
+        ("values.down", shear, "its digest differs"),
+        ("values.down", None, "parts missing"),
+        ("values.sigma", -sound.sigma, "sigmas that are not positive"),
+        ("values.peaks", put(peaks, np.nan, (0, 3)), "NaN, infinity .* in layer 1, values"),
+        ("values.peaks", put(peaks, 0, (1, 7)), "peaks that are not positive in layer 1, values"),
+        ("values.peaks", peaks[:, :32].copy(), "parts missing"),
+        ("values.peaks", peaks * np.float32(1.001), "its digest differs"),
+        ("values.peaks", None, "its digest differs"),
+        ("keys.mean", put(mean, np.nan, (0, 3)), "NaN, infinity .* in layer 1, keys"),
+        ("keys.mean", mean[:1].copy(), "parts missing"),
+        ("keys.mean", mean.astype(np.float64), "NaN, infinity or no float32"),
+        ("keys.mean", mean + np.float32(0.1), "its digest differs"),
+        ("keys.mean", None, "its digest differs"),
+    ):
+        with subtests.test(name=name, reason=reason):
+            path.write_bytes(whole)
+            if tensor is None:
+                rewritten(path, drop=[f"1.{name}"])
+            else:
+                rewritten(path, **{f"1.{name}": tensor})
+            with pytest.raises(UserError, match=reason) as caught:
+                artifact.read(path)
+            line = str(caught.value)
+            assert line.startswith(f"[calibration] {path}") and "\n" not in line
+
+
+def test_files_without_a_part_serve_presets_that_do_not_need_it(model, made, tmp_path, subtests):
+    path = tmp_path / "old.safetensors"
+    for part, serves, refuses, reason in (
+        ("balance", "oscar-int2", "int4/balanced-int2", "holds no balanced"),
+        ("mean", "balanced-int2", "centred-int2", "no means of keys"),
+        ("mean", "oscar-int2", "fill-2.25", "no means of keys"),
+        ("peaks", "balanced-int2", "int4/srft-scaled-int4", "no scales per channel"),
+    ):
+        with subtests.test(part=part, refuses=refuses):
+            artifact.write(path, older(made, part))
+            if part == "balance":
+                rewritten(path, {"format": 1})
+            back = artifact.read(path)
+            assert back.digest == older(made, part).digest != made.digest
+            assert not back.serves(parse_kv(refuses)) and made.serves(parse_kv(refuses))
+            attach(model, serves, calibration=path)
+            match = rf"\[calibration\] .*old.*{reason}.*mlxkv calib"
+            with pytest.raises(UserError, match=match):
+                attach(model, refuses, calibration=path)
+            transform = parse_kv(serves).keys.transform  # the model is unchanged
+            assert make_prompt_cache(model)[0].config.keys.transform == transform
+            detach(model)
