@@ -58,8 +58,6 @@ SLOW = (
     "cache/test_ragged.py::test_any_walk",
     "calibrate/test_balanced.py::test_pages_are_led_back_by_the_inverse",
     "calibrate/test_learn.py::test_learning_lowers_the_error_of_the_codes",
-    "codec/test_calibrated.py::test_each_kv_head_has_its_own_rotation",
-    "codec/test_clip.py::test_records_hold_what_codes_hold",
     "cuda_track/test_cuda_kernels.py::test_attention_over_codes",
     "cuda_track/test_cuda_kernels.py::test_the_benchmark_checks_what_it_times",
     "cuda_track/test_cuda_kernels.py::test_the_golden_table",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from older_file import older
-from on_emulator import make_tiles
+from on_emulator import make, make_tiles
 from turning import TEXT, at_zero, data, moments_over, rms, seen_by, stored
 
 from mlxkv.cache import attention
@@ -25,7 +25,10 @@ from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as spec
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}
-INT2 = dataclasses.replace(parse_kv("balanced-int2+g32"), **WINDOWS)
+INT2, OSCAR = (
+    dataclasses.replace(parse_kv(name), **WINDOWS)
+    for name in ("balanced-int2+g32", "oscar-int2+g32")
+)
 KINDS = (BALANCED, BALANCED)
 
 
@@ -82,48 +85,47 @@ def through(x, turn: Transform, side):
 
 
 def test_pages_are_led_back_by_the_inverse(subtests):
-    """Plain ops and the tiles: the spec's output, in decoding and prefill. The
-    pair is far from orthogonal, so a transpose in the place of the inverse shows."""
-    for factory, dims, dtype in (
-        (None, 64, mx.float32),
-        (make_tiles, 96, mx.float16),
+    """Plain ops, the portable kernels and the tiles: the spec's output, in decoding and prefill, of balanced pairs and
+    of rotations, another one for each kv head. A pair is far from orthogonal, so a transpose in the place of the
+    inverse shows."""
+    for factory, dims, dtype, config in (
+        (None, 64, mx.float32, INT2),
+        (make, 80, mx.float16, OSCAR),
+        (make_tiles, 96, mx.float16, INT2),
     ):
-        for tokens in (1, 9):
-            with subtests.test(factory=factory, dims=dims, dtype=dtype, tokens=tokens):
-                turns = maps.sample(2, (dims, dims), KINDS)  # the same for both sides
-                turn = turns.values
-                values = Transform(turn.down[..., ::-1], turn.up[..., ::-1, :])
-                turns = dataclasses.replace(turns, values=values)
-                assert rms(turns.keys.up, np.array(turns.keys.down).swapaxes(-1, -2)) > 0.5
-                config = dataclasses.replace(INT2, recent=32)
-                keys, values = data(1, 2, 177, dims), data(1, 2, 177, dims, seed=1)
-                with launch.using(factory):
-                    cache = CompressedKVCache(config, turns)
-                    cache.update_and_fetch(
-                        *(mx.array(x[:, :, :176], dtype) for x in (keys, values))
-                    )
-                    view, _ = cache.update_and_fetch(
-                        *(mx.array(x[:, :, 176:], dtype) for x in (keys, values))
-                    )
-                    q = mx.array(data(1, 6, 1, dims, seed=2), dtype)
-                    out = attention.attend(mx.repeat(q, tokens, 2), view, dims**-0.5)[:, :, :1]
-                    mx.eval(out)
-                sink, pages = ref.split(176, 16, 32, 16)
-                inside, sides = slice(sink, sink + 16 * pages), []
-                for x, turn, side in (
-                    (keys, turns.keys, config.keys),
-                    (values, turns.values, config.values),
-                ):
-                    x = np.array(mx.array(x, dtype), np.float64)
-                    x[0, :, inside] = through(x[0, :, inside], turn, side)
-                    sides.append(x)
-                exact = ref.attention(np.array(q, np.float64), *sides, dims**-0.5)
+        turns = maps.sample(2, (dims, dims), config.fitted)  # the same for both sides
+        turn = turns.values
+        values = Transform(turn.down[..., ::-1], turn.up[..., ::-1, :])
+        turns = dataclasses.replace(turns, values=values)
+        config = dataclasses.replace(config, recent=32)
+        keys, values = (mx.array(data(1, 2, 177, dims, seed=i), dtype) for i in (0, 1))
+        q = mx.array(data(1, 6, 1, dims, seed=2), dtype)
+        sink, pages = ref.split(176, 16, 32, 16)
+        inside, sides = slice(sink, sink + 16 * pages), []
+        for x, turn, side in (
+            (keys, turns.keys, config.keys),
+            (values, turns.values, config.values),
+        ):
+            x = np.array(x, np.float64)
+            x[0, :, inside] = through(x[0, :, inside], turn, side)
+            sides.append(x)
+        exact = ref.attention(np.array(q, np.float64), *sides, dims**-0.5)
+        for new in (1, 9):
+            with subtests.test(factory=factory, dims=dims, tokens=new), launch.using(factory):
+                cache = CompressedKVCache(config, turns)
+                cache.update_and_fetch(keys[:, :, :176], values[:, :, :176])
+                view, _ = cache.update_and_fetch(keys[:, :, 176:], values[:, :, 176:])
+                out = attention.attend(mx.repeat(q, new, 2), view, dims**-0.5)[:, :, :1]
                 assert rms(out, exact) < (2e-2 if dtype == mx.float16 else 1e-2)
-                both = turns.keys, turns.values
-                wrong = LayerMaps(*(Transform(t.down, t.down.swapaxes(-1, -2)) for t in both))
-                cache = CompressedKVCache(config, wrong)
-                cache.update_and_fetch(mx.array(keys, dtype), mx.array(values, dtype))
-                assert rms(attention.attend(q, cache.keys_and_values()[0], dims**-0.5), exact) > 0.1
+        both = turns.keys, turns.values
+        if not config.balanced:  # of the first kv head
+            wrong = LayerMaps(*(Transform(t.down[0], t.up[0]) for t in both))
+        else:
+            assert rms(turn.up, np.array(turn.down).swapaxes(-1, -2)) > 0.5
+            wrong = LayerMaps(*(Transform(t.down, t.down.swapaxes(-1, -2)) for t in both))
+        cache = CompressedKVCache(config, wrong)
+        cache.update_and_fetch(keys, values)
+        assert rms(attention.attend(q, cache.keys_and_values()[0], dims**-0.5), exact) > 0.1
 
 
 def test_a_clip_belongs_to_its_transform(model, made):

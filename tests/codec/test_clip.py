@@ -3,18 +3,12 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from on_emulator import make
 
-from mlxkv.cache import selftest, stores
 from mlxkv.codec import affine
-from mlxkv.codec.codec import codec
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.formats.presets import PRESETS
-from mlxkv.formats.records import why_no_record
-from mlxkv.metal import seal
 from mlxkv.spec import affine as ref
-from mlxkv.spec.bounds import rms
 
 
 def data(*shape, seed=0):
@@ -88,36 +82,3 @@ def test_shares_that_are_none(subtests):
             broken["keys"]["quantizer"]["clip"] = "much"
             with pytest.raises(UserError, match="CacheConfig"):
                 CacheConfig.from_dict(broken)
-
-
-CONFIG = CacheConfig(
-    Side(Affine(2, 0, clip=0.96), "hadamard"), Side(Affine(2, 32, clip=0.92), "srft"), page=32
-)
-
-
-def test_the_codec_gives_what_the_spec_gives():
-    x = data(1, 2, 64, 128).astype(np.float32)
-    for side in (CONFIG.keys, CONFIG.values):
-        code, spec = codec(side, 128, 32), side.quantizer
-        down, up = ref.transform(side.transform, 128, side.seed)
-        group = spec.group_size(128, 32)
-        encoded = ref.affine_encode(x.astype(np.float64) @ down, 2, group, clip=spec.clip)
-        expected = ref.affine_decode(*encoded, group) @ up
-        decoded = np.array(code.decode(code.encode(mx.array(x)), mx.float32))
-        assert rms(decoded, expected) < 2e-3  # a few codes on ties
-
-
-def test_records_hold_what_codes_hold():
-    pair = tuple(mx.array(data(1, 2, 96, 128, seed=i).astype(np.float32)) for i in range(2))
-    ours = stores.Records(CONFIG, (128, 128), make)
-    plain = stores.Codes(CONFIG, (128, 128))
-    unclipped = stores.Records(PRESETS["srft-int2+g32"], (128, 128), make)
-    for store in (ours, plain):
-        store.append(pair, 2, start=32)
-    unclipped.append(pair, 1)
-    for side in (0, 1):
-        a, b = (store.read(0, 2).decode(side, mx.float32) for store in (ours, plain))
-        assert rms(np.array(a), np.array(b)) < 5e-3
-    assert why_no_record(CONFIG.keys.quantizer, 128, 32) is None
-    assert selftest.fault(CONFIG, 128, mx.float16, make) is None
-    assert seal.MAX_RANK == 64

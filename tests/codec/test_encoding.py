@@ -55,22 +55,6 @@ def test_products_write_the_records_of_the_kernel(subtests, pair):
                             np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3)
 
 
-def test_the_layouts_are_one_product(subtests):
-    for dims in (64, 80, 128):
-        for heads in (None, 2):
-            with subtests.test(dims=dims, heads=heads):
-                shape = (dims, dims) if heads is None else (heads, dims, dims)
-                down, x = (
-                    mx.random.normal(shape),
-                    mx.random.normal((3, 2, 48, dims)).astype(mx.bfloat16),
-                )
-                rows, columns = (encoding.rotated(down, x, way) for way in PRODUCTS)
-                assert rows.dtype == columns.dtype == mx.float32
-                np.testing.assert_allclose(rows, columns, rtol=1e-4, atol=1e-3)
-                spec = np.array(x.astype(mx.float32), np.float64) @ np.array(down, np.float64)
-                np.testing.assert_allclose(np.array(columns), spec, rtol=1e-4, atol=1e-3)
-
-
 def test_plain_ops_take_the_layout_too(pair):
     config = PRESETS["int4"]
     stores = []

@@ -4,14 +4,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxkv.chat.session import Session
 from mlxkv.codec import polar_tree
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import UserError
 from mlxkv.formats import levels
-from mlxkv.formats.config import CacheConfig, PolarTree, Side
+from mlxkv.formats.config import PolarTree, Side
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models import load
 from mlxkv.spec import polar_tree as ref
 
 DIMS = (64, 80, 96, 128, 256)
@@ -63,28 +61,6 @@ def test_distortion_is_that_of_the_method(subtests):
             assert off(decoded(PolarTree(), spiked, dims), spiked) == pytest.approx(0.032, rel=0.06)
 
 
-def test_fitted_codebooks_are_better_where_angles_are_not_those_of_gaussian_vectors():
-    """Without a rotation: channels in pairs of which one is larger."""
-    x = data(1, 1, 256, 64) * np.where(np.arange(64) % 2, 4, 1).astype(np.float32)
-    spec = PolarTree(
-        polar_tree.fit(mx.array(data(1, 1, 256, 64, seed=1) * (x / data(1, 1, 256, 64))))
-    )
-    errors = []
-    for one in (PolarTree(), spec, PolarTree(online=True)):
-        code = Codec(Side(one), 64, 64)
-        errors.append(off(code.decode(code.encode(mx.array(x)), mx.float32), x))
-    assert errors[1] < 0.9 * errors[0]
-    assert errors[2] < 0.9 * errors[0]
-    assert CacheConfig.from_dict(as_json(spec)).keys.quantizer == spec
-
-
-def as_json(spec):
-    import json
-
-    config = CacheConfig(Side(spec, "random"), Side(spec, "random"))
-    return json.loads(json.dumps(config.as_dict()))
-
-
 def test_online_codebooks_belong_to_their_page_and_head():
     x = data(1, 2, 128, 64)
     x[0, 1, 64:, ::2] *= 5
@@ -123,16 +99,3 @@ def test_bits_and_bad_values():
         PolarTree((good[0][::-1], *good[1:]))
     with pytest.raises(UserError, match="given or online"):
         PolarTree(good, online=True)
-
-
-@pytest.mark.parametrize("preset", ("polar-tree", "polar-tree+online"))
-def test_a_saved_session_goes_on_where_it_was(model_folder, tmp_path, preset):
-    loaded = load(str(model_folder), preset)
-    session = Session(loaded, max_tokens=4)
-    list(session.ask("word " * 260))
-    path = session.save(str(tmp_path / "talk"))
-    assert all(cache._store.count for cache in session.cache)
-    again = Session(load(str(model_folder), preset), max_tokens=4)
-    again.load(str(path))
-    assert "".join(again.ask("go on")) == "".join(session.ask("go on"))
-    assert again.stats.read_tokens < again.stats.prompt_tokens  # the rest came from the file

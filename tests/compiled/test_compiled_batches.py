@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 
@@ -19,15 +18,13 @@ from mlx_lm.models.cache import (
 )
 from on_emulator import make, make_tiles
 from random_models import random_model, tokens
-from serving import LONG, complete, serving, text_of
 from small_cache import SMALL
 
 from mlxkv.cache import selftest, view
-from mlxkv.cache.traced import NotYet, Rows, Together, of_batch
+from mlxkv.cache.traced import Rows, Together, of_batch
 from mlxkv.metal import launch, tiles
 from mlxkv.models import attach
-from mlxkv.models.compiled import step
-from mlxkv.models.hooks.mark import MARK, forget_steps
+from mlxkv.models.hooks.mark import MARK
 
 FACTORIES = {"ops": None, "portable": make, "tiles": make_tiles}
 HYBRID = {"gemma3_text": BatchRotatingKVCache, "gpt_oss": BatchRotatingKVCache}
@@ -184,21 +181,6 @@ def test_windows_of_mlx_lm_beside(family, monkeypatch):
             assert ours.left_padding.tolist() == plain.left_padding.tolist()
 
 
-def test_a_ring_that_is_full_takes_no_mask(monkeypatch):
-    model, steps = attached("gemma3_text")  # windows of 16
-    pair, masks, plain = Pair(model, steps, (150, 97)), [], mx.fast.scaled_dot_product_attention
-    pair.say(2)
-
-    def note(*args, mask=None, **kwargs):
-        masks.append(mask)
-        return plain(*args, mask=mask, **kwargs)
-
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", note)
-    forget_steps(model)
-    mx.eval(model(mx.array([[1], [2]]), cache=pair.ours))
-    assert len(masks) == 2 and all(mask is None for mask in masks)
-
-
 def test_layers_in_full_precision_beside(monkeypatch):
     """mlx-lm's padded caches of all tokens, whose room grows in whole steps."""
     model, steps = attached()
@@ -227,17 +209,15 @@ def test_states_beside(monkeypatch):
         assert together(model, prompts, (40, 60, 50), late=1) == ours
 
 
-@pytest.mark.parametrize("kernels", ["ops", pytest.param("tiles", marks=pytest.mark.slow)])
-def test_a_generator_of_batches_replies_the_same(kernels, monkeypatch):
-    counts = (60, 20, 90, 40) if kernels == "ops" else (9, 4, 12, 5)
-    with by(kernels):
-        model, steps = attached(kernels=kernels, num_hidden_layers=1)
-        taken = noted(steps, monkeypatch)
-        prompts = [tokens(n, seed=n).tolist() for n in (150, 97, 121, 200)]
-        ours = together(model, prompts, counts)
-        assert {1, 2} <= set(taken) and len(taken) > max(counts) - 6
-        with without(steps):
-            assert together(model, prompts, counts) == ours
+def test_a_generator_of_batches_replies_the_same(monkeypatch):
+    counts = (60, 20, 90, 40)
+    model, steps = attached(num_hidden_layers=1)
+    taken = noted(steps, monkeypatch)
+    prompts = [tokens(n, seed=n).tolist() for n in (150, 97, 121, 200)]
+    ours = together(model, prompts, counts)
+    assert {1, 2} <= set(taken) and len(taken) > max(counts) - 6
+    with without(steps):
+        assert together(model, prompts, counts) == ours
 
 
 def test_members_that_change_make_no_trace():
@@ -253,28 +233,6 @@ def test_members_that_change_make_no_trace():
     pair.join((93,))
     pair.say(2)
     assert steps.traced == before + 1
-
-
-def test_members_in_shared_arrays_that_change_make_no_trace():
-    """No trace holds kernels of the emulator: what decides whether there is a new one has to be the same."""
-
-    def traced(cache) -> tuple:
-        form = of_batch(cache, 1)
-        return form.key, tuple(x.shape for x in form.arrays)
-
-    with by("tiles"):
-        model, steps = attached(kernels="tiles", num_hidden_layers=1)
-        pair = Pair(model, steps, (200, 201, 202))
-        with pytest.raises(NotYet):
-            of_batch(pair.ours[0], 1)
-        pair.say(1)
-        before = traced(pair.ours[0])
-        for length in (203, 190, 180):
-            pair.each(lambda cache: cache.filter([1, 2]))
-            pair.join((length,))
-            assert traced(pair.ours[0]) == before
-        pair.each(lambda cache: cache.filter([1, 2]))
-        assert traced(pair.ours[0]) != before
 
 
 def adding(input_names, **texts):
@@ -334,32 +292,6 @@ def test_traces_with_older_counters_go():
     tiles.forget_counters()
     pair.say(2)
     assert kinds and not set(kinds) & set(steps._kinds.values())
-
-
-def test_a_batch_grows_through_few_kinds_of_traces(monkeypatch):
-    monkeypatch.setattr(step, "MOST_KINDS", 1)
-    model, steps = attached(num_hidden_layers=1)
-    pair = Pair(model, steps, (150, 97, 99))
-    for keep in ([0, 1], [0]):
-        pair.say(2)
-        pair.each(lambda cache, keep=keep: cache.filter(keep))
-    pair.say(2)
-    assert len(steps._kinds) <= 2
-
-
-@pytest.mark.slow
-def test_a_server_replies_the_same_with_and_without(model_folder, monkeypatch):
-    """Requests that run together; pages are sealed under way."""
-    replies = []
-    for switch in "01":
-        monkeypatch.setenv(step.SWITCH, switch)
-        with serving(model_folder) as server, ThreadPoolExecutor(3) as pool:
-            jobs = [pool.submit(complete, server, f"{i}{LONG[i * 40 :]}", 90) for i in range(3)]
-            replies.append([text_of(job.result()) for job in jobs])
-            steps = vars(server.engine.loaded.model)[MARK].steps
-        assert (steps.traced > 0) is (switch == "1")
-        assert not steps._kinds  # they would outlive the thread
-    assert replies[0] == replies[1]
 
 
 ENDS = """

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from random_models import FAMILIES, tokens
-from stepping import Twins, prompted, small, steps_of, untraced
+from stepping import prompted, small, steps_of
 
 from mlxkv.models.hooks.mark import steps_to_come
 
@@ -18,7 +18,6 @@ MASK = "the model's code asks compressed layers for a mask as an array"
 NUMBERS = "the model's code looks at numbers that only the device has"
 ASSIGNS = "known from the first tokens on: the model's code changes its weights as it runs"
 ABSOLUTE = {"n_embd": 256, "n_head": 4, "n_layer": 2, "n_positions": 512}
-CHUNKED = {"attention_chunk_size": 64, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 64}
 MORE = {
     "gpt2": ABSOLUTE | {"n_ctx": 512, "layer_norm_epsilon": 1e-5},
     "gpt_bigcode": ABSOLUTE | {"n_inner": 64, "layer_norm_epsilon": 1e-5},
@@ -89,20 +88,6 @@ def test_a_window_before_it_is_full_as_it_gets_full_and_after(attached):
     )  # a trace before, one of the full ring
 
 
-@pytest.mark.parametrize("keep", [0, 63])
-def test_a_window_that_keeps_its_first_tokens(attached, keep):
-    model = attached("gemma3_text", sliding_window=64)
-    twins = Twins(model)
-    for caches in (twins.traced, twins.plain):
-        for i, cache in enumerate(caches):
-            if type(cache) is RotatingKVCache:
-                caches[i] = RotatingKVCache(max_size=64, keep=keep)
-    token = twins.speak(twins.read(tokens(40)), 100)
-    twins.compare()
-    twins.speak(token, 1)
-    assert twins.steps.traced and not twins.steps.refused
-
-
 @pytest.mark.parametrize("prompt", [14, 16, 30, 32, 33])
 def test_several_tokens_at_every_stage_of_a_window(attached, prompt):
     twins, token = prompted(attached("gemma3_text", sliding_window=32), prompt)
@@ -162,15 +147,3 @@ def test_layers_that_share_a_cache_read_the_same_where_a_page_is_sealed(attached
     twins.speak(token, 40)
     after = [c.store.count for c in twins.plain if hasattr(c, "store")]
     assert all(a >= b + 2 for a, b in zip(after, before, strict=True))
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_batch_in_step(attached, batch):
-    """Sequences of one length in one cache."""
-    model = attached("llama")
-    ours, plain = make_prompt_cache(model), make_prompt_cache(model)
-    text = tokens(90 * batch).reshape(batch, 90)
-    for part in (text[:, :60], *(text[:, i : i + 1] for i in range(60, 86)), text[:, 86:]):
-        one, other = model(part, cache=ours), untraced(model, part, plain)
-        assert mx.abs(one - other).max().item() <= 1e-4
-    assert steps_of(model).traced

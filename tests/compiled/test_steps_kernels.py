@@ -24,7 +24,6 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure
-from mlxkv.models.compiled.step import grouped
 
 BODIES = {
     "portable": (make, mx.float32, PORTABLE),
@@ -132,24 +131,6 @@ def test_headers_of_pages(emulated, body):
     go(model, parts=(1, 4, 8, 8, 8, 8, 1), prompt=80)
 
 
-@pytest.mark.parametrize("behind, fewer", [(-1, 1), (16 + 5, 2), (3 * 16 + 9, 4)])
-def test_pages_that_are_taken_back_and_sealed_again(emulated, behind, fewer):
-    """Buffers have the room of steps of fixed shapes again, as many pages as before or not. behind: tokens that are
-    taken back beside the live ones."""
-    model = emulated("portable", num_hidden_layers=1)
-    twins = go(model, parts=(1, 1), prompt=184)
-    ours, plain = twins.traced[0], twins.plain[0]
-    before, n = (ours.store.count, ours.store.pages.capacity), ours.count + behind
-    assert before[0] < before[1]
-    for cache in (ours, plain):
-        cache.trim(n)
-        assert cache.store.count == before[0] - fewer
-    twins.read(tokens(n))
-    twins.read(tokens(1))
-    assert (ours.store.count, ours.store.pages.capacity) == before
-    twins.compare()
-
-
 @pytest.mark.parametrize("body", ["portable", "tiles"])
 def test_a_batch_of_one_length(emulated, body):
     """Each sequence has a first record of its own."""
@@ -159,40 +140,6 @@ def test_a_batch_of_one_length(emulated, body):
     for part in (text[:, :60], text[:, 60:61], text[:, 61:65], text[:, 65:66]):
         assert mx.array_equal(model(part, cache=ours), untraced(model, part, plain))
     assert steps_of(model).traced == 3
-
-
-def filled(factory, heads: int = 2, batch: int = 2, count: int = 70) -> CompressedKVCache:
-    """A cache that holds sealed pages, made where kernels come from `factory`."""
-    with launch.using(factory):
-        cache = CompressedKVCache(PAGES)
-        x = mx.random.normal((batch, heads, count, 64), key=mx.random.key(0))
-        cache.update_and_fetch(x, x)
-    return cache
-
-
-def taken_back(cache: CompressedKVCache) -> CompressedKVCache:
-    cache.trim(2)
-    return cache
-
-
-OTHERS = {
-    "the same": (lambda: filled(make), 1),
-    "plain ops": (lambda: filled(None), 2),
-    "more heads": (lambda: filled(make, heads=3), 2),
-    "taken back alone": (lambda: taken_back(filled(make)), 2),
-    "longer": (lambda: filled(make, count=71), 2),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_caches_share_only_equal_numbers(other):
-    """Layers of one model may differ in heads, and in which code reads their pages."""
-    make_other, groups = OTHERS[other]
-    forms = [Own(cache, 1) for cache in (filled(make), make_other(), filled(make))]
-    places, numbers, advances = grouped(forms)
-    assert [numbers[place] for place in places] == [form.numbers for form in forms]
-    assert [advances[place] for place in places] == [form.advance for form in forms]
-    assert len(numbers) == groups and places[0] == places[2]
 
 
 def test_a_trace_holds_no_kernel_of_the_emulator(emulated):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import MethodType
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +13,6 @@ from mlx_lm.tuner.lora import LoRALinear
 from random_models import tokens
 from stepping import prompted, steps_of, untraced
 
-from mlxkv.models import attach, detach
 from mlxkv.models.compiled import step as steps_file
 
 
@@ -83,31 +81,6 @@ def test_the_next_step_sees_changed_weights(going, change):
         twins.speak(token, 20)
         twins.compare()
     assert not twins.steps.refused and twins.steps.traced >= traced
-
-
-def test_a_bias_that_goes(attached):
-    twins, token = prompted(attached(attention_bias=True))
-    token = twins.speak(token, 4)
-    for layer in twins.model.layers:
-        del layer.self_attn.q_proj["bias"]
-    twins.speak(token, 4)
-    assert not twins.steps.refused
-
-
-def test_one_array_goes_and_another_comes(going):
-    """As many as before, under other names."""
-    twins, token = going
-    linear = twins.model.layers[0].mlp.down_proj
-    linear.turned = linear.weight.T
-    del linear["weight"]
-    linear.__class__ = Turned
-    twins.speak(token, 4)
-    assert not twins.steps.refused
-
-
-class Turned(nn.Linear):
-    def __call__(self, x):
-        return x @ self.turned
 
 
 def test_old_weights_are_not_kept(going):
@@ -267,22 +240,3 @@ def test_many_capacities_are_not_all_kept(attached, monkeypatch):
     twins.compare()
     assert twins.steps.traced > 4
     assert all(kind.traces <= 2 for kind in twins.steps._kinds.values())
-
-
-def test_a_method_of_the_instance(attached):
-    """`Weights` walks dicts and lists alone: what else a module holds stays."""
-    model = attached()
-    model.model.norm.helper = MethodType(lambda self: 1, model.model.norm)
-    twins, token = prompted(model)
-    twins.speak(token, 3)
-    assert model.model.norm.helper() == 1 and twins.steps.traced
-
-
-def test_detached_and_attached_again(going):
-    twins, token = going
-    model = twins.model
-    old = twins.steps
-    detach(model)
-    assert "_mlxkv_attachment" not in vars(model)
-    attach(model, "naive-int4")
-    assert steps_of(model) is not old and not steps_of(model).traced
