@@ -175,20 +175,6 @@ def stood_for(name: str, dims: int):
     return selftest.stand_in(parse_kv(name), dims)
 
 
-def test_bits_by_direction_are_tried(ask, monkeypatch):
-    monkeypatch.setattr(checks, "NEEDED", ("fill-2.25",))
-    built = []
-    code, data, _ = ask(counting(built, tiles=True))
-    assert code == 0 and states_of(data)["fill-2.25", "portable"] == "right"
-    assert states_of(data)["fill-2.25", "tiles"] == "right"
-    assert data["kernels"][0]["errors"]["attend"] > 0 and any("seal" in name for name in built)
-    wrong = broken("mlxkv_attend", "& top) - middle", "& top) - 1.1f * middle")
-    monkeypatch.setattr(selftest, "_found", {})
-    code, data, shown = ask(wrong)
-    assert code == 1 and states_of(data)["fill-2.25", "portable"] == "wrong" and any(wrong.held)
-    assert "WRONG: fill-2.25 64 portable: attend is" in shown
-
-
 # -- the file for an issue
 
 
@@ -227,9 +213,3 @@ def test_a_shared_file_is_named_after_the_machine(monkeypatch, tmp_path, capsys)
     assert len(list(tmp_path.glob("mlxkv-doctor-*.json"))) == 2
     assert main(["doctor", "--share", str(tmp_path / "no" / "x.json")]) == 1
     assert "[--share] cannot write" in capsys.readouterr().err
-
-
-def test_a_user_named_like_a_chip_keeps_the_chip(monkeypatch):
-    monkeypatch.setenv("LOGNAME", "max")
-    found = {"chip": "Apple M4 Max", "device": {"device_name": "Apple M4 Max"}, "reason": "Max: no"}
-    assert share._scrubbed(found) == found | {"reason": "USER: no"}
