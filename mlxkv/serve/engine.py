@@ -90,6 +90,8 @@ class Engine:
         try:
             self._serve()
         finally:
+            self.is_ending = True
+            self._tell(ending())
             # Arrays that outlive this thread's streams abort the process as it ends (MLX 0.32).
             self._drop_generator()
             if self.loaded is not None:
@@ -122,7 +124,7 @@ class Engine:
                     self.problem = MachineError(f"[serve] generation failed: {error}")
                     return
         self.is_ending = True
-        self._tell(ending())
+        self._tell(ending())  # before sessions are put away, which takes a while
         self._drop_generator()
         self.sessions.close()
 
@@ -429,8 +431,10 @@ class Engine:
     # -- for other threads
 
     def submit(self, job: Job) -> None:
-        """Hand a request to the generation thread."""
+        """Hand a request to the generation thread. Raises Refused where that has ended, or ends."""
         self.requests.put(job)
+        if not self.is_healthy:
+            raise ending()
 
     def check(self) -> None:
         """Raise the error that ended the generation thread for good: KeyboardInterrupt, where another

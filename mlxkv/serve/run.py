@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import mlx.core as mx
+from starlette.middleware.cors import CORSMiddleware
 
 from mlxkv.console import ENDING, PlainLog, human_bytes, note, on
 from mlxkv.errors import MachineError, UserError
@@ -19,7 +20,7 @@ from mlxkv.metal.launch import backend
 from mlxkv.models.loading import quality
 from mlxkv.serve import ranks
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.http.app import Gate, application
+from mlxkv.serve.http.app import METHODS, Gate, application
 from mlxkv.serve.http.site import Site
 from mlxkv.serve.http.wire import Web, listen
 from mlxkv.serve.metrics import Metrics
@@ -46,9 +47,13 @@ class Server:
             self.engine.stop_and_join()
             raise
         self.server_address = self.socket.getsockname()
-        self.web = Web(
-            Gate(self.site, application(self.site)), self.site.limits, self._tick, self._end
+        gate = CORSMiddleware(
+            Gate(self.site, application(self.site)),
+            allow_origins=options.origins,
+            allow_methods=METHODS,
+            allow_headers=["*"],
         )
+        self.web = Web(gate, self.site.limits, self._tick, self._end)
 
     @staticmethod
     def _listen(options: ServeOptions) -> socket.socket:
@@ -74,7 +79,6 @@ class Server:
         self._asked += 1
 
     def _tick(self) -> bool:
-        self.site.talks.look()
         try:
             self.engine.check()
         except KeyboardInterrupt:  # another process was asked
@@ -96,7 +100,7 @@ class Server:
     async def _settle(self, seconds: float, hurry: Callable[[], bool]) -> None:
         """Wait for replies under way."""
         end = time.monotonic() + seconds
-        while self.site.talks.under_way and time.monotonic() < end and not hurry():
+        while self.metrics.active and time.monotonic() < end and not hurry():
             await asyncio.sleep(0.02)
 
 
@@ -113,7 +117,7 @@ def run(options: ServeOptions) -> None:
         server = Server(options)
     except OSError as error:
         raise MachineError(
-            f"[--port] cannot listen on {options.host}:{options.port}: {error.strerror}"
+            f"[--port] cannot listen on {options.host}:{options.port}: {os.strerror(error.errno)}"
         ) from None
     loaded, memory = server.site.loaded, server.engine.memory
     loaded.tell(backend())

@@ -185,9 +185,10 @@ def test_over_http(model_folder, monkeypatch):
     with serving(model_folder, api_key="secret", allow_origin=[origin]) as server:
         key = {"Authorization": "Bearer secret"}
         asked = {"Origin": origin, "Access-Control-Request-Headers": "authorization"}
-        status, headers, data = send(server, "OPTIONS", "/v1/completions", headers=asked)
-        assert status == 204 and not data and headers["Access-Control-Allow-Origin"] == origin
-        assert "Authorization" in headers["Access-Control-Allow-Headers"]
+        asked["Access-Control-Request-Method"] = "POST"
+        status, headers, _ = send(server, "OPTIONS", "/v1/completions", headers=asked)
+        assert status == 200 and headers["Access-Control-Allow-Origin"] == origin
+        assert "authorization" in headers["Access-Control-Allow-Headers"]
         assert "POST" in headers["Access-Control-Allow-Methods"]
         status, headers, _ = send(
             server, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, asked | key
@@ -195,6 +196,8 @@ def test_over_http(model_folder, monkeypatch):
         assert status == 200 and headers["Access-Control-Allow-Origin"] == origin
         asked["Origin"] = "http://evil.example"
         status, headers, _ = send(server, "OPTIONS", "/v1/completions", headers=asked)
+        assert status == 400 and "Access-Control-Allow-Origin" not in headers
+        status, headers, _ = send(server, "GET", "/health", headers={"Origin": asked["Origin"]})
         assert status == 403 and "Access-Control-Allow-Origin" not in headers
         # A body is not read before the key was seen.
         length = {"Content-Length": str(4 << 20)}

@@ -21,9 +21,10 @@ from mlxkv.serve.apis.anthropic import error_body as anthropic_error
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.http import page
 from mlxkv.serve.http.access import check_host, given_key, locate, tenant
-from mlxkv.serve.http.request import Served
+from mlxkv.serve.http.request import Served, no_model
 from mlxkv.serve.http.site import Site
-from mlxkv.serve.http.talk import Talk
+from mlxkv.serve.http.talk import Talk, admitted
+from mlxkv.serve.http.wire import Limits
 from mlxkv.serve.job import Job
 from mlxkv.serve.refusals import Refused, fault
 
@@ -62,17 +63,14 @@ class Gate:
         async def answer(message: dict) -> None:
             if message["type"] == "http.response.start":
                 self._site.metrics.answered(message["status"])
-                headers = self._cors_headers(request)
-                # Where the next request begins is not known.
                 if is_refused or not scope["wire"].is_complete:
-                    headers.append((b"connection", b"close"))
-                message["headers"] = [*message.get("headers", ()), *headers]
+                    # Where the next request begins is not known.
+                    message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
         try:
             self._check(request)
-            app = PREFLIGHT if request.method == "OPTIONS" else self._app
-            await app(scope, receive, answer)
+            await self._app(scope, receive, answer)
         except Refused as error:
             is_refused = True
             await refusal(request, error)(scope, receive, answer)
@@ -110,27 +108,6 @@ class Gate:
             method = request.method[:20]
             raise Refused(501, f"[request] {method} is not known; choose from {ALLOW}")
 
-    def _cors_headers(self, request: Request) -> list[tuple[bytes, bytes]]:
-        allowed, origin = self._site.options.origins, request.headers.get("origin")
-        if "*" in allowed:
-            return [(b"access-control-allow-origin", b"*")]
-        if origin in allowed:
-            return [
-                (b"access-control-allow-origin", origin.encode("latin-1")),
-                (b"vary", b"Origin"),
-            ]
-        return []
-
-
-PREFLIGHT = Response(
-    status_code=204,
-    headers={
-        "Access-Control-Allow-Methods": ALLOW,
-        "Access-Control-Allow-Headers": "*, Authorization",  # "*" leaves that out
-        "Access-Control-Max-Age": "600",
-    },
-)
-
 
 def refusal(request: Request, refused: Refused) -> Response:
     """An error, as clients of this path read it."""
@@ -153,19 +130,26 @@ def _too_large(count: int, limit: int) -> Refused:
     return Refused(413, f"[body] {count} bytes are too many; at most {limit}", "too_large")
 
 
-async def body_of(request: Request, limit: int) -> bytes:
+async def body_of(request: Request, limits: Limits) -> bytes:
     """The bytes of a request's body. Raises Refused, and ClientDisconnect where the client has left."""
     data, wire, has_more = bytearray(), request.scope["wire"], True
-    while has_more:
-        message = await request.receive()
-        if wire.refusal is not None:
-            raise wire.refusal
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        data += message["body"]
-        has_more = message["more_body"]
-        if len(data) > limit:
-            raise _too_large(len(data), limit)
+    try:
+        async with asyncio.timeout_at(wire.deadline) as timer:
+            limits.bodies[wire] = timer
+            while has_more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                data += message["body"]
+                has_more = message["more_body"]
+                if len(data) > limits.body:
+                    raise _too_large(len(data), limits.body)
+                timer.reschedule(wire.deadline)
+                limits.add_body(wire, len(message["body"]))
+    except TimeoutError:
+        raise wire.refusal or wire.late() from None
+    finally:
+        limits.end_body(wire)
     return bytes(data)
 
 
@@ -182,30 +166,22 @@ def application(site: Site) -> Starlette:
         return key(request) in (None, *site.options.api_keys[:1])
 
     async def reply(request: Request) -> Talk:
-        body = await body_of(request, site.options.body_bytes)
+        body = await body_of(request, site.limits)
         read = REPLIES[request.scope["path"]]
         parsed: Reply = await run_in_threadpool(read, body, site.served)
-        parameters = parsed.request
-        owner = await run_in_threadpool(
-            tenant, key(request), parameters.user, parameters.cache_salt
-        )
-        return Talk(
-            site.talks,
-            parsed,
-            Job(parameters, tenant=owner),
-            request.scope["wire"].arrival_time,
-            Document,
-        )
+        user, salt = parsed.request.user, parsed.request.cache_salt
+        job = Job(parsed.request, await run_in_threadpool(tenant, key(request), user, salt))
+        return Talk(engine, parsed, job, request.scope["wire"].arrival_time, Document)
 
     async def count(request: Request) -> Response:
-        body = await body_of(request, site.options.body_bytes)
+        body = await body_of(request, site.limits)
         parameters = await run_in_threadpool(anthropic.count, body, site.served)
         limit = site.options.timeout
-        with site.talks.admitted():
+        with admitted(engine):
             count = asyncio.wrap_future(engine.count_tokens(parameters))
             try:
                 return Document({"input_tokens": await asyncio.wait_for(count, limit)})
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise Refused(504, f"[--timeout] took more than {limit:g} s", "timeout") from None
 
     async def files(request: Request) -> Response:
@@ -213,10 +189,9 @@ def application(site: Site) -> Starlette:
         return Response(data, media_type=kind, headers=page.HEADERS)
 
     async def health(request: Request) -> Response:
-        is_healthy = engine.is_healthy
-        return Document(
-            {"status": "ok" if is_healthy else "unavailable"}, 200 if is_healthy else 503
-        )
+        if engine.is_healthy:
+            return Document({"status": "ok"})
+        return Document({"status": "unavailable"}, 503)
 
     async def kv(request: Request) -> Response:
         return Document(site.kv(is_operator(request)))
@@ -232,20 +207,19 @@ def application(site: Site) -> Starlette:
         if _is_anthropic_client(request):
             return Document(anthropic.models(name, wanted))
         if wanted and wanted != name:
-            raise Refused(404, f"[model] no such model; choose {name!r}", "model_not_found")
+            raise no_model(wanted, name)
         model = {"id": name, "object": "model", "created": site.created, "owned_by": "mlxkv"}
         return Document(model if wanted else {"object": "list", "data": [model]})
 
     async def refuse(request: Request, error: Exception) -> Response:
-        path = request.scope["path"]
         if isinstance(error, HTTPException):  # of Starlette's router
-            text = "nothing here; see /v1/models, /v1/kv, /health, /metrics"
             if request.method == "POST":
                 error = Refused(404, "[path] nothing here to POST to")
             elif error.status_code == 405:
-                error = Refused(405, f"[{path}] takes POST")
+                error = Refused(405, f"[{request.scope['path']}] takes POST")
             else:
-                error = Refused(404, f"[path] {text}")
+                what = "nothing here; see /v1/models, /v1/kv, /health, /metrics"
+                error = Refused(404, f"[path] {what}")
         return refusal(request, error if isinstance(error, Refused) else fault(error))
 
     app = Starlette(

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pathlib import Path
 
-MODULES = [
-    "api",
-    "chats",
-    "dom",
-    "files",
-    "gauge",
-    "main",
-    "markdown",
-    "settings",
-    "sidebar",
-    "store",
-    "talk",
-    "turns",
-]
-KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "mjs": "text/javascript"}
-VENDORED = ("vendor/marked.esm.js", "vendor/purify.es.mjs")
+FOLDER = Path(__file__).with_name("page")
+KINDS = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+}
 # What is served, and nothing else of the folder: path of the URL -> path in the folder.
-PAGE = {
-    "/": "index.html",
-    **{
-        f"/page/{name}": name
-        for name in ("style.css", *(f"{one}.js" for one in MODULES), *VENDORED)
-    },
+PAGE = {"/": "index.html"} | {
+    f"/page/{name}": name
+    for path in sorted(FOLDER.rglob("*"))
+    if path.suffix in KINDS and (name := path.relative_to(FOLDER).as_posix()) != "index.html"
 }
 # A model's text is never script: no inline code, no markup from text but through DOMPurify's policy,
 # nothing fetched from elsewhere (an image in a reply would tell its server what was said).
@@ -43,6 +32,5 @@ HEADERS = {
 
 def read(path: str) -> tuple[bytes, str]:
     """The file at a path of `PAGE`, and its type."""
-    name = PAGE[path]
-    data = files("mlxkv.serve.http").joinpath("page").joinpath(*name.split("/")).read_bytes()
-    return data, KINDS[name.rpartition(".")[2]]
+    file = FOLDER / PAGE[path]
+    return file.read_bytes(), KINDS[file.suffix]

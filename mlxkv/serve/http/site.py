@@ -15,7 +15,6 @@ from mlxkv.serve.engine import Engine
 from mlxkv.serve.grammar import calls_of
 from mlxkv.serve.http.access import Keys
 from mlxkv.serve.http.request import Served
-from mlxkv.serve.http.talk import Talks
 from mlxkv.serve.http.wire import Limits
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
@@ -27,7 +26,7 @@ class Site:
     def __init__(self, options: ServeOptions, engine: Engine, metrics: Metrics):
         self.options, self.engine, self.metrics = options, engine, metrics
         self.loaded, self.keys = engine.wait_until_ready(), Keys()
-        self.talks, self.limits = Talks(engine), Limits(options.body_bytes, metrics.answered)
+        self.limits = Limits(options.body_bytes, metrics.answered)
         name = Path(self.loaded.name).expanduser()
         # The name of a local folder or file, but not where it lies.
         self.name = name.resolve().name if name.exists() else self.loaded.name

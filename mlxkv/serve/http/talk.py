@@ -12,7 +12,7 @@ from typing import Any
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.job import Job, Start, Token
-from mlxkv.serve.refusals import Refused, ending, fault
+from mlxkv.serve.refusals import Refused, fault
 
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
@@ -36,37 +36,17 @@ class Channel:
             pass
 
 
-class Talks:
-    """The requests under way, at most --max-requests. For the thread of the event loop."""
-
-    def __init__(self, engine: Engine):
-        self.engine, self._channels = engine, {}
-
-    @contextmanager
-    def admitted(self, channel: Channel | None = None):
-        """One of the requests in progress, if it is not one too many. Raises Refused."""
-        limit, metrics = self.engine.options.max_requests, self.engine.metrics
-        if metrics.active >= limit:
-            raise Refused(429, f"[--max-requests] {metrics.active} under way", "busy", retry=1)
-        metrics.add(active=1)
-        place = object()
-        if channel is not None:
-            self._channels[place] = channel
-        try:
-            yield
-        finally:
-            metrics.add(active=-1)
-            self._channels.pop(place, None)
-
-    @property
-    def under_way(self) -> int:
-        return len(self._channels)
-
-    def look(self) -> None:
-        """Tell clients whose requests the generation thread can no longer answer."""
-        if not self.engine.is_healthy:
-            for channel in list(self._channels.values()):
-                channel.put(ending())
+@contextmanager
+def admitted(engine: Engine):
+    """Count one of the requests in progress, if it is not one too many. Raises Refused."""
+    metrics = engine.metrics
+    if metrics.active >= engine.options.max_requests:
+        raise Refused(429, f"[--max-requests] {metrics.active} under way", "busy", retry=1)
+    metrics.add(active=1)
+    try:
+        yield
+    finally:
+        metrics.add(active=-1)
 
 
 class Talk:
@@ -74,37 +54,32 @@ class Talk:
     `time.monotonic`. respond: makes a response of the document of a reply that is no stream."""
 
     def __init__(
-        self, talks: Talks, reply: Reply, job: Job, arrival_time: float, respond: Callable
+        self, engine: Engine, reply: Reply, job: Job, arrival_time: float, respond: Callable
     ):
-        self._talks, self._engine, self._reply, self._job = talks, talks.engine, reply, job
+        self._engine, self._reply, self._job = engine, reply, job
         self._arrival_time, self._respond = arrival_time, respond
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        reply, metrics = self._reply, self._engine.metrics
+        reply, has_begun = self._reply, False
         channel = self._job.channel = Channel()
-        with self._talks.admitted(channel):
+        with admitted(self._engine):
             watch = asyncio.create_task(_watch(receive, channel))
-            has_begun = False
             try:
                 async with aclosing(self._pieces(channel)) as pieces:
                     async for data in pieces:
-                        if not reply.streams:
-                            continue
-                        if not has_begun:
-                            await send(
-                                {"type": "http.response.start", "status": 200, "headers": STREAM}
-                            )
+                        if reply.streams and not has_begun:
+                            head = {"type": "http.response.start", "status": 200}
+                            await send(head | {"headers": STREAM})
                             has_begun = True
-                        if data:
-                            await send(
-                                {"type": "http.response.body", "body": data, "more_body": True}
-                            )
+                        if reply.streams and data:
+                            body = {"type": "http.response.body", "body": data}
+                            await send(body | {"more_body": True})
                 if reply.streams:
                     await send({"type": "http.response.body", "body": b""})
                 else:
                     await self._respond(reply.document())(scope, receive, send)
             except Disconnect:
-                metrics.add(cut_off=1)
+                self._engine.metrics.add(cut_off=1)
             except Exception as error:
                 refused = error if isinstance(error, Refused) else fault(error)
                 if not has_begun:
@@ -118,14 +93,11 @@ class Talk:
     async def _pieces(self, channel: Channel) -> AsyncIterator[bytes]:
         """Yield the parts of a stream, b"" without one. Raises Disconnect, Refused, and what the engine has raised."""
         engine, reply, job = self._engine, self._reply, self._job
-        limit, first_token, count = engine.options.timeout, None, 0
+        limit, first_token, start = engine.options.timeout, None, None
         timeout = Refused(504, f"[--timeout] took more than {limit:g} s", "timeout")
         seconds = max(0.0, self._arrival_time + limit - time.monotonic())
         timer = asyncio.get_running_loop().call_later(seconds, channel.put, timeout)
-        start: Start | None = None
         try:
-            if engine.is_ending:
-                raise ending()
             engine.submit(job)
             while (item := await channel.get()) is not None:
                 if isinstance(item, Exception):
@@ -134,7 +106,6 @@ class Talk:
                     start = item
                     yield reply.begin(item)
                 elif isinstance(item, Token):
-                    count += 1
                     first_token = first_token or time.monotonic() - self._arrival_time
                     yield reply.take(item)
                 else:
@@ -147,7 +118,7 @@ class Talk:
                 engine.metrics.add(
                     prompt_tokens=start.prompt_tokens,
                     cached_tokens=start.cached_tokens,
-                    generated_tokens=count,
+                    generated_tokens=reply.count,
                 )
                 engine.metrics.took(first_token, time.monotonic() - self._arrival_time)
 
