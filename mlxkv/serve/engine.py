@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future
 from math import isfinite
 from queue import Empty, Queue
 from threading import Event, Thread
@@ -53,8 +52,7 @@ class Engine:
 
     ready: set when the model is loaded. problem: the error that ended the thread for good, or None. is_ending:
     whether it takes no more requests, and puts sessions away. is_batchable: whether requests are decoded together.
-    jobs: requests under way, by the batch's number. kv_bytes: of the tokens of requests under way.
-    kv_bytes_fp16: the same in plain 16-bit caches. kv_allocated: what their caches take, with room to grow.
+    jobs: requests under way, by the batch's number. kv_allocated: bytes that their caches take, with room to grow.
     vocabulary: tokens that the model knows.
     """
 
@@ -66,12 +64,10 @@ class Engine:
         self.memory: Memory | None = None
         self.sessions: Sessions | None = None
         self.jobs: dict[int, Job] = {}
-        self.kv_bytes = self.kv_bytes_fp16 = self.kv_allocated = 0
+        self.kv_allocated = 0
         self.ranks = Ranks()
-        # None: a count is asked for.
-        self.requests: Queue[Job | None] = Queue()
+        self.requests: Queue[Job] = Queue()
         self._active: set[Job] = set()  # that came out of it, and wait for the end of their reply
-        self._counts: Queue[tuple[Request, Future[int]]] = Queue()
         self._generator: BatchGenerator | SingleGenerator | None = None
         self._stop, self._measured, self._steps = False, 0.0, 1
         self._thread = Thread(target=self._run)
@@ -113,13 +109,7 @@ class Engine:
             except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
                 logging.exception("generation failed")
                 self.metrics.add(faults=1)
-                can_retry = False
-                try:
-                    can_retry = self._step_down(error)
-                # The GPU may raise again; clients that wait have to be told all the same.
-                except Exception:
-                    logging.exception("kernels were not switched off")
-                self._fail(error, can_retry)
+                self._fail(error)
                 if self.ranks.many:  # they are no longer in step
                     self.problem = MachineError(f"[serve] generation failed: {error}")
                     return
@@ -168,43 +158,35 @@ class Engine:
 
     def _step_down(self, error: Exception) -> bool:
         """Switch the kernels off that the error may come from. Returns whether there were any."""
-        if self.ranks.many:  # they end, and others may never come to what is under way here
+        try:
+            # Several processes end, and others may never come to what is under way here.
+            warning = None if self.ranks.many else step_down(self.loaded, error)
+        except Exception:  # the GPU may raise again
+            logging.exception("kernels were not switched off")
             return False
-        warning = step_down(self.loaded, error)
-        if warning is None:
-            return False
-        warn(warning)
-        self.sessions.forget()  # their caches hold on to the kernels
-        return True
+        if warning is not None:
+            warn(warning)
+            self.sessions.forget()  # their caches hold on to the kernels
+        return warning is not None
 
-    def _fail(self, error: Exception, can_retry: bool = False) -> None:
-        """Tell all clients that wait, and clear up for an empty batch.
-
-        can_retry: whether kernels were switched off, so that another attempt may succeed.
-        """
+    def _fail(self, error: Exception) -> None:
+        """Tell all clients that wait, and clear up for an empty batch."""
         message = f"[serve] generation failed: {type(error).__name__}: {faults.reason(error)}"
-        if can_retry:
+        if self._step_down(error):
             message += "; the kernels that failed are switched off: ask again"
-        for job in self._active:
-            job.put(MachineError(message))
-        self._active.clear()
+        self._tell(MachineError(message))
         self._drop_generator()
         self.memory.release_all()
         self.jobs.clear()
-        self.kv_bytes = self.kv_bytes_fp16 = self.kv_allocated = 0
+        self.kv_allocated = 0
         # A compiled sampler that raised while it was traced leaves a placeholder there (MLX 0.32).
         mx.random.seed(time.time_ns())
         mx.clear_cache()
 
     def _tell(self, error: Exception) -> None:
-        """End all requests that wait for something with an error."""
-        while not self.requests.empty():
-            if (job := self.requests.get_nowait()) is not None:
-                job.put(error)
-        while not self._counts.empty():
-            _, future = self._counts.get_nowait()
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+        """End the requests under way with an error; at the end of the server those that wait, too."""
+        while self.is_ending and not self.requests.empty():
+            self._active.add(self.requests.get_nowait())
         for job in self._active:
             job.put(error)
         self._active.clear()
@@ -223,14 +205,12 @@ class Engine:
 
     def _loop(self) -> None:
         while not self._stop:
-            while not self._counts.empty():
-                self._count(*self._counts.get_nowait())
             job, cancelled, steps = self._meet()
             if cancelled:
                 self._generator.remove(cancelled)
                 for uid in cancelled:
                     self._active.discard(self.remove(uid))
-                self._measure(now=True)
+                self.kv_allocated = self._generator.prompt_cache_nbytes
             if job is not None:
                 self._active.add(job)
                 self._begin(job)
@@ -263,18 +243,20 @@ class Engine:
         """The next request, if it may begin now; waits a while for one where none is under way."""
         try:
             if not self.jobs:
-                return self.requests.get(timeout=IDLE_SECONDS)
-            return self.requests.get_nowait() if self.is_batchable else None
+                job = self.requests.get(timeout=IDLE_SECONDS)
+            elif self.is_batchable:
+                job = self.requests.get_nowait()
+            else:
+                return None
         except Empty:
             return None
-
-    def _count(self, request: Request, future: Future[int]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
+        if not job.counts:
+            return job
         try:
-            future.set_result(len(self.prompts.read(request).tokens))
+            job.put(len(self.prompts.read(job.request).tokens))
         except Refused as error:
-            future.set_exception(error)
+            job.put(error)
+        return None
 
     def _begin(self, job: Job) -> None:
         """Put a request into the batch: with its tokens, memory for it, and a cache of the start of its prompt."""
@@ -375,7 +357,10 @@ class Engine:
             job.cache_tokens += 1
             if response.finish_reason is not None:
                 self.remove(response.uid)
-        self._measure(any(response.finish_reason for response in responses))
+        ends = any(response.finish_reason for response in responses)
+        if ends or time.monotonic() - self._measured > MEASURE_SECONDS:
+            self._measured = time.monotonic()
+            self.kv_allocated = generator.prompt_cache_nbytes
         for job, response in pairs:
             self._write(job, response)
 
@@ -418,16 +403,6 @@ class Engine:
             self.memory.release(job)
         return job
 
-    def _measure(self, now: bool = False) -> None:
-        """Note the size of the caches in use, a few times a second."""
-        if not now and time.monotonic() - self._measured < MEASURE_SECONDS:
-            return
-        self._measured = time.monotonic()
-        self.kv_allocated = self._generator.prompt_cache_nbytes
-        lengths = [job.cache_tokens for job in self.jobs.values()]
-        self.kv_bytes = sum(map(self.memory.in_use, lengths))
-        self.kv_bytes_fp16 = sum(map(self.memory.fp16, lengths))
-
     # -- for other threads
 
     def submit(self, job: Job) -> None:
@@ -445,15 +420,15 @@ class Engine:
             raise KeyboardInterrupt
         self.ranks.watch(self.options.timeout)
 
-    def count_tokens(self, request: Request) -> Future[int]:
-        """Count the tokens of a request's prompt between two steps: the tokenizer is the generation thread's. The
-        future raises Refused."""
-        future: Future[int] = Future()
-        self._counts.put((request, future))
-        self.requests.put(None)
-        if not self.is_healthy and future.set_running_or_notify_cancel():
-            future.set_exception(ending())
-        return future
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the tokens of requests under way, without room to grow."""
+        return sum(self.memory.in_use(job.cache_tokens) for job in list(self.jobs.values()))
+
+    @property
+    def kv_bytes_fp16(self) -> int:
+        """The same in plain 16-bit caches."""
+        return sum(self.memory.fp16(job.cache_tokens) for job in list(self.jobs.values()))
 
     def kv_document(self, job: Job) -> dict:
         """The `kv` field of a reply that has ended."""

@@ -45,7 +45,8 @@ class Token:
 class Job:
     """What the event loop and the generation thread tell each other.
 
-    tenant: whose prompt cache it uses. cancelled: nobody waits for the reply. channel: gets `Start`, numbers of tokens
+    tenant: whose prompt cache it uses. counts: whether only the tokens of its prompt are counted: then `channel` gets
+    their number, or an error. cancelled: nobody waits for the reply. channel: gets `Start`, numbers of tokens
     of the prompt (read, all), each `Token`, and None at the end; or an error.
     cached_tokens: of its prompt, found in a cache. cache_tokens: in its caches now. tokens, usage: of its caches at
     the end.
@@ -53,6 +54,7 @@ class Job:
 
     request: Request
     tenant: str = ""
+    counts: bool = False
     cancelled: bool = False
     channel: Any = field(default_factory=Queue, repr=False)
     text: ReplyText | None = None

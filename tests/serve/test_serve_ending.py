@@ -86,7 +86,7 @@ def test_who_comes_too_late_is_told(server, monkeypatch):
     def late(job):  # between its look and its request, which nobody takes up
         server.engine.is_ending = True
 
-    monkeypatch.setattr(server.engine, "submit", late)
+    monkeypatch.setattr(server.engine.requests, "put", late)
     status, _, data = send(server, "POST", "/v1/completions", {"prompt": "a"})
     assert (status, json.loads(data)["error"]["code"]) == (503, "ending")
     server.engine.is_ending = False

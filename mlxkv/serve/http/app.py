@@ -23,7 +23,7 @@ from mlxkv.serve.http import page
 from mlxkv.serve.http.access import check_host, given_key, locate, tenant
 from mlxkv.serve.http.request import Served, no_model
 from mlxkv.serve.http.site import Site
-from mlxkv.serve.http.talk import Talk, admitted
+from mlxkv.serve.http.talk import Channel, Talk, admitted, late
 from mlxkv.serve.http.wire import Limits
 from mlxkv.serve.job import Job
 from mlxkv.serve.refusals import Refused, fault
@@ -176,13 +176,17 @@ def application(site: Site) -> Starlette:
     async def count(request: Request) -> Response:
         body = await body_of(request, site.limits)
         parameters = await run_in_threadpool(anthropic.count, body, site.served)
-        limit = site.options.timeout
+        job = Job(parameters, counts=True, channel=Channel())
         with admitted(engine):
-            count = asyncio.wrap_future(engine.count_tokens(parameters))
+            engine.submit(job)
             try:
-                return Document({"input_tokens": await asyncio.wait_for(count, limit)})
+                async with asyncio.timeout(site.options.timeout):
+                    count = await job.channel.get()
             except TimeoutError:
-                raise Refused(504, f"[--timeout] took more than {limit:g} s", "timeout") from None
+                raise late(site.options.timeout) from None
+        if isinstance(count, Exception):
+            raise count
+        return Document({"input_tokens": count})
 
     async def files(request: Request) -> Response:
         data, kind = page.read(request.scope["path"])

@@ -36,6 +36,10 @@ class Channel:
             pass
 
 
+def late(seconds: float) -> Refused:
+    return Refused(504, f"[--timeout] took more than {seconds:g} s", "timeout")
+
+
 @contextmanager
 def admitted(engine: Engine):
     """Count one of the requests in progress, if it is not one too many. Raises Refused."""
@@ -94,9 +98,8 @@ class Talk:
         """Yield the parts of a stream, b"" without one. Raises Disconnect, Refused, and what the engine has raised."""
         engine, reply, job = self._engine, self._reply, self._job
         limit, first_token, start = engine.options.timeout, None, None
-        timeout = Refused(504, f"[--timeout] took more than {limit:g} s", "timeout")
-        seconds = max(0.0, self._arrival_time + limit - time.monotonic())
-        timer = asyncio.get_running_loop().call_later(seconds, channel.put, timeout)
+        end = self._arrival_time + limit
+        timer = asyncio.get_running_loop().call_at(end, channel.put, late(limit))
         try:
             engine.submit(job)
             while (item := await channel.get()) is not None:
