@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from importlib.metadata import version
 
@@ -10,7 +9,7 @@ from mlxkv.console import note, working
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.aliases import resolve
 from mlxkv.models.catalog.locate import require
-from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.options import ServeOptions, signature
 
 
 def serve(**given) -> None:
@@ -32,4 +31,4 @@ def serve(**given) -> None:
 
 
 # typer reads the options from the signature.
-serve.__signature__ = inspect.signature(ServeOptions, eval_str=True).replace(return_annotation=None)
+serve.__signature__ = signature()

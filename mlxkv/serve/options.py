@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 from typer import Option
 
@@ -23,108 +25,69 @@ from mlxkv.models.catalog.asked import (
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
+def option(default: Any, help: str, *names: str, **more: Any) -> Any:
+    """A field that is an option. names: where they are not that of the field."""
+    return dataclasses.field(default=default, metadata={"names": names, "help": help, **more})
+
+
 @dataclass(frozen=True)
 class ServeOptions:
     """The command line, in the order of `--help`. Sizes are texts such as 8GB. Raises UserError for
     values out of range."""
 
-    model: Annotated[
-        str,
-        Option(
-            "--model",
-            "-m",
-            help="An alias (mlxkv models), a hub name, a folder or a GGUF file.",
-            autocompletion=complete_model,
-        ),
-    ] = DEFAULT
-    kv: Annotated[
-        str,
-        Option(
-            "--kv",
-            help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.",
-            autocompletion=complete_kv,
-        ),
-    ] = "int4"
-    kv_memory: Annotated[
-        str | None,
-        Option(
-            "--kv-memory",
-            help="Most memory for all caches, in each process: 8GB. Default: half of the free memory.",
-        ),
-    ] = None
-    kv_disk: Annotated[
-        str | None, Option("--kv-disk", help="Folder for sessions that memory has no room for.")
-    ] = None
-    kv_disk_size: Annotated[
-        str, Option("--kv-disk-size", help="Most space there, for each model and preset.")
-    ] = "16GB"
-    host: Annotated[
-        str, Option("--host", help="Address; needs --api-key unless it is loopback.")
-    ] = "127.0.0.1"
-    port: Annotated[int, Option("--port", help="Port; 0 takes a free one.")] = 8080
-    api_key: Annotated[
-        list[str] | None,
-        Option(
-            "--api-key",
-            help="Key that clients must send; repeatable: one for each user, the operator's first. "
-            "Or set MLXKV_API_KEY, a key a line: process lists do not show it.",
-        ),
-    ] = None
-    allow_origin: Annotated[
-        list[str] | None,
-        Option("--allow-origin", help="Origin of a web page that may ask; repeatable."),
-    ] = None
-    max_tokens: Annotated[
-        int, Option("--max-tokens", help="Longest reply, unless the request names a length.")
-    ] = 512
-    max_body: Annotated[str, Option("--max-body", help="Largest request.")] = "8MB"
-    max_requests: Annotated[int, Option("--max-requests", help="Requests in progress at once.")] = (
-        64
+    model: str = option(
+        DEFAULT,
+        "An alias (mlxkv models), a hub name, a folder or a GGUF file.",
+        *("--model", "-m"),
+        autocompletion=complete_model,
     )
-    timeout: Annotated[float, Option("--timeout", help="Seconds for one request.")] = 600
-    batch: Annotated[int, Option("--batch", help="Replies decoded at once.")] = 32
-    prefill_batch: Annotated[int, Option("--prefill-batch", help="Prompts read at once.")] = 8
-    prefill_step: Annotated[
-        int | None, Option("--prefill-step", help="Tokens of a prompt read at once.")
-    ] = None
-    wired_limit: Annotated[
-        bool,
-        Option(
-            "--wired-limit",
-            help="Let MLX wire GPU memory. Off: macOS was reported to panic when that is set under load.",
-        ),
-    ] = False
-    reuse: Annotated[
-        bool, Option("--reuse/--no-reuse", help="Keep finished conversations for reuse.")
-    ] = True
-    think: Annotated[
-        bool | None,
-        Option("--think/--no-think", help="Have thinking models think, or not: enable_thinking."),
-    ] = None
-    chat_template_args: Annotated[
-        str | None,
-        Option("--chat-template-args", help="JSON for the chat template; requests may change it."),
-    ] = None
-    kv_strict: Annotated[
-        bool, Option("--kv-strict", help="Refuse a model with layers that stay uncompressed.")
-    ] = False
-    dtype: Annotated[
-        str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
-    ] = None
-    weights: Annotated[
-        int | None,
-        Option("--weights", help="8 rounds weights of 16 bits to 8. Default: as stored."),
-    ] = None
-    calibration: Annotated[
-        str | None,
-        Option(
-            "--calibration",
-            help="For calibrated presets: a file, or owner/name on the hub. Default: the model's.",
-        ),
-    ] = None
-    fold: Annotated[
-        bool, Option("--fold", help="Turn values by the weights, for calibrated presets.")
-    ] = False
+    kv: str = option(
+        "int4",
+        "Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.",
+        autocompletion=complete_kv,
+    )
+    kv_memory: str | None = option(
+        None,
+        "Most memory for all caches, in each process: 8GB. Default: half of the free memory.",
+    )
+    kv_disk: str | None = option(None, "Folder for sessions that memory has no room for.")
+    kv_disk_size: str = option("16GB", "Most space there, for each model and preset.")
+    host: str = option("127.0.0.1", "Address; needs --api-key unless it is loopback.")
+    port: int = option(8080, "Port; 0 takes a free one.")
+    api_key: list[str] | None = option(
+        None,
+        "Key that clients must send; repeatable: one for each user, the operator's first. "
+        "Or set MLXKV_API_KEY, a key a line: process lists do not show it.",
+    )
+    allow_origin: list[str] | None = option(None, "Origin of a web page that may ask; repeatable.")
+    max_tokens: int = option(512, "Longest reply, unless the request names a length.")
+    max_body: str = option("8MB", "Largest request.")
+    max_requests: int = option(64, "Requests in progress at once.")
+    timeout: float = option(600, "Seconds for one request.")
+    batch: int = option(32, "Replies decoded at once.")
+    prefill_batch: int = option(8, "Prompts read at once.")
+    prefill_step: int | None = option(None, "Tokens of a prompt read at once.")
+    wired_limit: bool = option(
+        False,
+        "Let MLX wire GPU memory. Off: macOS was reported to panic when that is set under load.",
+        "--wired-limit",
+    )
+    reuse: bool = option(True, "Keep finished conversations for reuse.", "--reuse/--no-reuse")
+    think: bool | None = option(
+        None, "Have thinking models think, or not: enable_thinking.", "--think/--no-think"
+    )
+    chat_template_args: str | None = option(
+        None, "JSON for the chat template; requests may change it."
+    )
+    kv_strict: bool = option(
+        False, "Refuse a model with layers that stay uncompressed.", "--kv-strict"
+    )
+    dtype: str | None = option(None, "float32, float16 or bfloat16. Default: as stored.")
+    weights: int | None = option(None, "8 rounds weights of 16 bits to 8. Default: as stored.")
+    calibration: str | None = option(
+        None, "For calibrated presets: a file, or owner/name on the hub. Default: the model's."
+    )
+    fold: bool = option(False, "Turn values by the weights, for calibrated presets.", "--fold")
 
     def __post_init__(self):
         if not 0 <= self.port < 1 << 16:
@@ -137,7 +100,7 @@ class ServeOptions:
                 raise UserError(f"[--{name.replace('_', '-')}] must be at least 1; got {value}")
         if not all(key.isascii() and key.strip() for key in self.api_keys):
             raise UserError("[--api-key] must be ASCII and not empty; got something else")
-        if not all(_sendable(key) for key in self.api_keys):
+        if not all(key == key.strip() and key.isprintable() for key in self.api_keys):
             raise UserError(
                 "[--api-key] begins or ends with a space, or has a line break or control character, "
                 "which no client can send; got one that does; choose another"
@@ -194,6 +157,16 @@ class ServeOptions:
         return user_path(self.kv_disk, "--kv-disk") if self.kv_disk else None
 
 
-def _sendable(key: str) -> bool:
-    """Return whether a header of HTTP can carry a key as it is."""
-    return key == key.strip() and key.isprintable()
+def signature() -> inspect.Signature:
+    """The options as arguments of a command, as typer reads them."""
+    hints = get_type_hints(ServeOptions)
+    parameters = []
+    for field in dataclasses.fields(ServeOptions):
+        more = dict(field.metadata)
+        names = more.pop("names") or (f"--{field.name.replace('_', '-')}",)
+        annotation = Annotated[hints[field.name], Option(*names, **more)]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(
+            inspect.Parameter(field.name, kind, default=field.default, annotation=annotation)
+        )
+    return inspect.Signature(parameters)

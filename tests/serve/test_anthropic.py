@@ -301,7 +301,7 @@ def test_blocks_become_messages():
     found = request(messages=chat, system=system).messages
     assert found == [
         {"role": "system", "content": "s"},
-        {"role": "user", "content": "a\nb"},
+        {"role": "user", "content": "a\n\nb"},
         {
             "role": "assistant",
             "content": "c",

@@ -13,7 +13,7 @@ import pytest
 from serving import get, serving, until
 
 from mlxkv.cli import main
-from mlxkv.serve.launch import server as servers
+from mlxkv.serve.launch import run as launching
 from mlxkv.serve.launch.tools import TOOLS
 
 ROOT = Path(__file__).parents[2]
@@ -149,19 +149,19 @@ def test_a_server_of_its_own_lives_as_long(fake, model_folder, monkeypatch, capf
     """With a key that nobody else has, on a port of its own; ended when the program has."""
     noted = fake("claude", code=5)
     started = []
-    plain = servers.Own.__init__
+    plain = subprocess.Popen
 
-    def watched(self, options):
-        plain(self, options)
-        started.append(self._process)
+    def watched(*args, **more):
+        started.append(plain(*args, **more))
+        return started[-1]
 
-    monkeypatch.setattr(servers.Own, "__init__", watched)
+    monkeypatch.setattr(launching.subprocess, "Popen", watched)
     assert main(["launch", "claude", "-m", str(model_folder), "--serve", "--kv-memory 64MB"]) == 5
     found = noted()
     assert found["models"] == ["random"] and len(found["env"]["ANTHROPIC_AUTH_TOKEN"]) > 20
-    (server,) = started
+    server, _ = started
     assert server.returncode == 0
-    assert servers.ask(found["url"], found["env"]["ANTHROPIC_AUTH_TOKEN"]) is None
+    assert launching.ask(found["url"], found["env"]["ANTHROPIC_AUTH_TOKEN"]) is None
     # One that cannot start is told in its own words.
     assert main(["launch", "claude", "-m", str(model_folder), "--serve", "--batch 0"]) == 1
     assert "[--batch] must be at least 1" in capfd.readouterr().err

@@ -123,16 +123,12 @@ def _message(where: str, message: dict) -> list[dict]:
     if role == "assistant":
         return [_assistant(blocks)]
     out: list[dict] = []
-    texts: list[str] = []
     for place, block in blocks:
         if block.get("type") == "tool_result":
-            if texts:
-                out.append({"role": role, "content": "\n".join(texts)})
-                texts = []
             out.append(_result(place, block))
         else:
-            texts.append(_text(place, block))
-    return [*out, {"role": role, "content": "\n".join(texts)}] if texts or not out else out
+            out.append({"role": role, "content": _text(place, block)})
+    return out or [{"role": role, "content": ""}]
 
 
 def _assistant(blocks: list[tuple[str, dict]]) -> dict:

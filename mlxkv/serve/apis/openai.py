@@ -51,9 +51,6 @@ class Completion(Reply):
         self._logprobs: list[dict] = []
         self._calls, self._offset = 0, 0
 
-    def start(self) -> None:
-        pass
-
     def add_parts(self, parts: list[tuple], token: Token) -> None:
         self._parts += parts
         if token.logprob is not None:

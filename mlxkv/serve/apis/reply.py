@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from abc import ABC, abstractmethod
 from typing import Any
 from uuid import uuid4
 
@@ -12,7 +11,6 @@ from mlx_lm.generate import TextStateMachine
 
 from mlxkv.serve.http.request import Request
 from mlxkv.serve.job import Start, Token
-from mlxkv.serve.refusals import Refused
 
 KINDS = {"normal": "text", "reasoning": "thinking"}  # by mlx-lm's names of states
 
@@ -61,29 +59,26 @@ def calls_of(parse: Any, text: str, tools: list | None) -> list[tuple[str, str, 
         parsed = parse(text, tools)
     except RecursionError as error:  # JSON of a model that never closes its brackets
         raise ValueError(str(error)) from None
-    calls = parsed if isinstance(parsed, list) else [parsed]
-    for call in calls:
-        named = isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]
-        if not named or not isinstance(call.get("arguments"), dict):
+    out = []
+    for call in parsed if isinstance(parsed, list) else [parsed]:
+        name = call.get("name") if isinstance(call, dict) else None
+        if not (isinstance(name, str) and name) or not isinstance(call.get("arguments"), dict):
             raise ValueError(f"a call needs a name and arguments; got {text.strip()[:80]!r}")
-    return [
-        (
-            str(call.get("id") or uuid4()),
-            call["name"],
-            json.dumps(call["arguments"], ensure_ascii=False),
-        )
-        for call in calls
-    ]
+        arguments = json.dumps(call["arguments"], ensure_ascii=False)
+        out.append((str(call.get("id") or uuid4()), name, arguments))
+    return out
 
 
-class Reply(ABC):
+class Reply:
     """The reply to one request, as an API says it.
 
-    streams: whether parts are written as they come; else `document` is the reply. model: its name in replies.
+    streams: whether parts are written as they come; else `document()` is the reply. model: its name in replies.
     prompt: of the request, once it is read. count: tokens of the reply. kv: of the field of that name.
     reason: "stop", "length" or "tool_calls". stop_word: the one that ended it, or None.
 
-    Methods that the server calls return the bytes that a stream sends.
+    Methods that the server calls return the bytes that a stream sends. An API has `start` (the reply begins),
+    `add_parts` (of the text, which a token completes), `end` (everything was said), `document` and `error_event`
+    (of an error behind the start of a stream).
     """
 
     def __init__(self, request: Request, streams: bool, model: str):
@@ -92,8 +87,6 @@ class Reply(ABC):
         self.count, self.kv = 0, None
         self.reason, self.stop_word = "stop", None
         self._has_calls, self._buffer = False, b""
-
-    # -- for the server
 
     def begin(self, prompt: Start) -> bytes:
         """The model reads the prompt."""
@@ -123,42 +116,25 @@ class Reply(ABC):
         self.end()
         return self._flush()
 
-    def _flush(self) -> bytes:
-        out, self._buffer = self._buffer, b""
-        return out
+    def start(self) -> None:
+        pass
 
     def event(self, document: dict, name: str = "") -> None:
         """Send a server-sent event."""
         if self.streams:
             self._buffer += event(document, name)
 
-    # -- for an API
-
-    @abstractmethod
-    def start(self) -> None:
-        """The reply begins: `started` has the counts of its prompt."""
-
-    @abstractmethod
-    def add_parts(self, parts: list[tuple], token: Token) -> None:
-        """Take the parts that a token completes."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Everything was said; `kv`, `reason` and `stop_word` are known."""
-
-    @abstractmethod
-    def document(self) -> dict:
-        """The whole reply."""
-
-    @abstractmethod
-    def error_event(self, refused: Refused) -> bytes:
-        """An error behind the start of a stream."""
+    def _flush(self) -> bytes:
+        out, self._buffer = self._buffer, b""
+        return out
 
 
 class Blocks(Reply):
     """A reply in blocks of text, of thoughts and of calls. Blank lines between blocks are no part of them.
 
     parts: of the whole reply so far: ["text" or "thinking", text], or ["call", id, name, arguments as JSON text].
+    An API has `add_text(kind, text, begins)`, where `begins` tells a part of another kind from more of the last one,
+    `add_call(id, name, arguments)` and `finish()`.
     """
 
     def __init__(self, *args: Any):
@@ -191,18 +167,6 @@ class Blocks(Reply):
         if self._blank and not self.parts:  # a reply of blanks alone is one
             self._extend("text", "", blank=True)
         self.finish()
-
-    @abstractmethod
-    def add_text(self, kind: str, text: str, begins: bool) -> None:
-        """Say text or thinking. begins: whether a part of another kind, or nothing, came before it."""
-
-    @abstractmethod
-    def add_call(self, id: str, name: str, arguments: str) -> None:
-        """Say a call of a tool."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Say that the reply is complete."""
 
 
 def event(document: dict, name: str = "") -> bytes:

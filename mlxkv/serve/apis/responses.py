@@ -150,6 +150,12 @@ def _text(where: str, content: object) -> str:
 # -- replies
 
 ECHOED = ("instructions", "max_output_tokens", "temperature", "top_p", "tool_choice", "tools")
+# New items, and names of texts, by the kind of a part.
+ITEMS = {
+    "text": {"type": "message", "id": "msg_", "status": "in_progress", "role": "assistant"},
+    "thinking": {"type": "reasoning", "id": "rs_", "summary": []},
+}
+TEXTS_OF = {"text": "output_text", "thinking": "reasoning_text"}
 
 
 class ResponsesReply(Blocks):
@@ -186,14 +192,11 @@ class ResponsesReply(Blocks):
 
     def add_text(self, kind: str, text: str, begins: bool) -> None:
         if begins:
-            self._begin(_message() if kind == "text" else _reasoning())
-            self._send(
-                "response.content_part.added", **self._at, content_index=0, part=_part(kind, "")
-            )
-        name = "output_text" if kind == "text" else "reasoning_text"
-        self._send(
-            f"response.{name}.delta", **self._at, content_index=0, delta=text, **_logprobs(kind)
-        )
+            self._begin(ITEMS[kind] | {"id": ITEMS[kind]["id"] + uuid4().hex, "content": []})
+            part = _part(kind, "")
+            self._send("response.content_part.added", **self._at, content_index=0, part=part)
+        name, more = f"response.{TEXTS_OF[kind]}.delta", _logprobs(kind)
+        self._send(name, **self._at, content_index=0, delta=text, **more)
 
     def add_call(self, id: str, name: str, arguments: str) -> None:
         id = id.replace("-", "")
@@ -219,15 +222,12 @@ class ResponsesReply(Blocks):
         if not self._open:
             return
         item, self._open = self._items[-1], False
-        kinds = {"message": "text", "reasoning": "thinking"}
-        if kind := kinds.get(item["type"]):
+        if kind := {"message": "text", "reasoning": "thinking"}.get(item["type"]):
             # The part before one that has just begun; the last one at the end.
             text = [said for what, said, *_ in self.parts if what == kind][-1]
-            part = _part(kind, text)
+            part, at = _part(kind, text), self._at | {"content_index": 0}
             item["content"] = [part]
-            name = "output_text" if kind == "text" else "reasoning_text"
-            at = self._at | {"content_index": 0}
-            self._send(f"response.{name}.done", **at, text=text, **_logprobs(kind))
+            self._send(f"response.{TEXTS_OF[kind]}.done", **at, text=text, **_logprobs(kind))
             self._send("response.content_part.done", **at, part=part)
         if "status" in item:
             item["status"] = status
@@ -281,24 +281,9 @@ class ResponsesReply(Blocks):
         return b"".join(event(self._numbered(kind, one), kind) for kind, one in events.items())
 
 
-def _message() -> dict:
-    return {
-        "type": "message",
-        "id": f"msg_{uuid4().hex}",
-        "status": "in_progress",
-        "role": "assistant",
-        "content": [],
-    }
-
-
-def _reasoning() -> dict:
-    return {"type": "reasoning", "id": f"rs_{uuid4().hex}", "summary": [], "content": []}
-
-
 def _part(kind: str, text: str) -> dict:
-    if kind == "thinking":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    more = {"annotations": [], "logprobs": []} if kind == "text" else {}
+    return {"type": TEXTS_OF[kind], "text": text} | more
 
 
 def _logprobs(kind: str) -> dict:

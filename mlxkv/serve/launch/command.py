@@ -53,10 +53,10 @@ def launch(
         more = shlex.split(serve)
     except ValueError as error:
         raise UserError(f"[--serve] {error}; got {serve[:60]!r}; close its quotes") from None
-    own = [*(("--model", model) if model else ()), *(("--kv", kv) if kv else ()), *more]
-    if url is not None and own:
+    options = [*(("--model", model) if model else ()), *(("--kv", kv) if kv else ()), *more]
+    if url is not None and options:
         raise UserError("[--url] its server has a model already; got --model, --kv or --serve, too")
-    if own and not model:
+    if options and not model:
         raise UserError(
             "[--model] needed to start a server; got --kv or --serve alone; see mlxkv models"
         )
@@ -64,4 +64,4 @@ def launch(
         resolve(model)
     from mlxkv.serve.launch.run import run
 
-    raise Exit(run(TOOLS[tool], url, api_key, own, list(ctx.args), dry_run))
+    raise Exit(run(TOOLS[tool], url, api_key, options, list(ctx.args), dry_run))

@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from http.client import HTTPException
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
 
 from mlxkv.console import note, on, say, working
 from mlxkv.errors import MachineError, UserError
-from mlxkv.serve.launch.server import USUAL, Own, ask, name_of
-from mlxkv.serve.launch.tools import KEY, Served, Start, Tool
+from mlxkv.serve.launch.tools import KEY, Served, Tool
 
+USUAL = "http://127.0.0.1:8080"
 LONGEST = 1 << 15  # tokens, in a dry run without a server, which would know
+ANSWER_SECONDS = 5.0
+END_SECONDS = 30.0  # sessions go to disk meanwhile
 
 
 def run(
-    tool: Tool, url: str | None, key: str | None, own: list[str], args: list[str], dry: bool
+    tool: Tool, url: str | None, key: str | None, options: list[str], args: list[str], dry: bool
 ) -> int:
-    """Start a program and return its exit code. own: options of a server to start. Raises UserError and
+    """Start a program and return its exit code. options: of a server to start. Raises UserError and
     MachineError."""
     program = shutil.which(tool.program)
     if program is None and not dry:
         raise MachineError(f"[launch] {tool.program} is not installed; {tool.install}")
+    if options and dry:
+        path = Path(model := options[options.index("--model") + 1]).expanduser()
+        name = path.resolve().name if path.exists() else model
+        say(shlex.join(["mlxkv", "serve", *options, "--port", "8080"]))
+        return _start(tool, program, Served(USUAL, "", name, LONGEST), args, dry)
+    if options:
+        with started(options) as served:
+            note(f"{served.model} at {served.url}, {served.longest} tokens")
+            return _start(tool, program, served, args, dry)
     if url is not None and urlsplit(url).scheme not in ("http", "https"):
         raise UserError(f"[--url] must begin with http:// or https://; got {url[:80]!r}")
     key = key or next(iter(os.environ.get(KEY, "").splitlines()), "")
-    if own:
-        return _with_own(tool, program, own, args, dry)
     where = (url or USUAL).rstrip("/").removesuffix("/v1")
     served = ask(where, key)
     if served is None and url is not None:
@@ -43,26 +64,75 @@ def run(
     return _start(tool, program, served, args, dry)
 
 
-def _with_own(tool: Tool, program: str | None, own: list[str], args: list[str], dry: bool) -> int:
-    if dry:
-        model = own[own.index("--model") + 1]
-        say(shlex.join(["mlxkv", "serve", *own, "--port", "8080"]))
-        return _start(tool, program, Served(USUAL, "", name_of(model), LONGEST), args, dry)
-    server = Own(own)
+def ask(url: str, key: str) -> Served | None:
+    """The server at a URL, None where no server of ours answers. Raises UserError for a wrong key."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with working("starting mlxkv serve"):
-            served = server.wait()
-        note(f"{served.model} at {served.url}, {served.longest} tokens")
-        return _start(tool, program, served, args, dry)
-    finally:
-        note("ending the server")
-        server.end()
+        # Not by a proxy: the server is asked for by its address.
+        with build_opener(ProxyHandler({})).open(
+            Request(f"{url}/v1/kv", headers=headers), timeout=ANSWER_SECONDS
+        ) as response:
+            about = json.loads(response.read(1 << 20))
+        return Served(url, key, str(about["model"]), int(about["longest_tokens"]))
+    except HTTPError as error:
+        if error.code in (401, 429):
+            raise UserError(
+                f"[--api-key] the server at {url} refuses this key; got "
+                f"{'one' if key else 'none'}; set --api-key or {KEY}"
+            ) from None
+        return None
+    except (OSError, HTTPException, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextmanager
+def started(options: list[str]) -> Iterator[Served]:
+    """A server on a free port of this machine, with a key of its own, as long as the block. Raises MachineError.
+
+    What it says goes to a file: a program that draws on the terminal would be written over."""
+    key = secrets.token_urlsafe(24)
+    with TemporaryFile() as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "mlxkv", "serve", "--port", "0", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {KEY: key},
+            start_new_session=True,  # Ctrl-C is for the program, and not for its server
+        )
+        try:
+            with working("starting mlxkv serve"):
+                served = _wait(server, log, key)
+            yield served
+        finally:
+            note("ending the server")
+            server.terminate()  # as Ctrl-C would: sessions are put away
+            try:
+                server.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+def _wait(server: subprocess.Popen, log: IO[bytes], key: str) -> Served:
+    """Wait until a server answers. Raises MachineError where it ends before that."""
+    while True:
+        ended = server.poll() is not None
+        # Reading by position must not move the server's.
+        lines = os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace").splitlines()
+        for line in lines:
+            if line.startswith("chat: ") and (served := ask(line.split()[1].rstrip("/"), key)):
+                return served
+        if ended:
+            reason = lines[-1] if lines else "no output"
+            raise MachineError(f"[launch] the server did not start: {reason}")
+        time.sleep(0.1)
 
 
 def _start(tool: Tool, program: str | None, served: Served, args: list[str], dry: bool) -> int:
     # A dry run shows no key. Without one the programs do not start; a server without keys reads none.
     key = ("..." if dry else served.key) if served.key else "mlxkv"
-    start: Start = tool.start(replace(served, key=key))
+    start = tool.start(replace(served, key=key))
     if dry:
         for name in start.unset:
             say(f"unset {name}")
@@ -76,7 +146,10 @@ def _start(tool: Tool, program: str | None, served: Served, args: list[str], dry
     before = on(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program
     try:
         child = subprocess.Popen(
-            [program, *start.args, *args], env=env | start.env, preexec_fn=_interruptible
+            [program, *start.args, *args],
+            env=env | start.env,
+            # Ignored signals stay so in a child.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         for number in (signal.SIGTERM, signal.SIGHUP):  # told to it; we end when it has
             on(number, lambda number, frame: child.send_signal(number))
@@ -88,7 +161,3 @@ def _start(tool: Tool, program: str | None, served: Served, args: list[str], dry
         signal.signal(signal.SIGINT, before)
         for number in (signal.SIGTERM, signal.SIGHUP):
             on(number, signal.SIG_DFL)
-
-
-def _interruptible() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored signals stay so in a child
