@@ -70,7 +70,7 @@ def _plane(words, high, i: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def planes(words, high, BITS: tl.constexpr, PLANES: tl.constexpr, ASM: tl.constexpr):
-    """All planes; with four of them the last four are repeats, not read."""
+    """All planes. ASM: by PTX, where there is some."""
     if ASM and BITS == 4 and PLANES == 8:
         return tl.inline_asm_elementwise(
             FOUR_BITS,
@@ -90,7 +90,7 @@ def planes(words, high, BITS: tl.constexpr, PLANES: tl.constexpr, ASM: tl.conste
             pack=2,
         )
     if ASM and BITS == 4 and PLANES == 4:
-        a, b, c, d = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             FOUR_BITS_SHORT,
             "=r,=r,=r,=r,r",
             [words],
@@ -98,18 +98,10 @@ def planes(words, high, BITS: tl.constexpr, PLANES: tl.constexpr, ASM: tl.conste
             is_pure=True,
             pack=2,
         )
-        return a, b, c, d, a, a, a, a
-    a = _plane(words, high, 0, BITS)
-    b = _plane(words, high, 1, BITS)
-    c = _plane(words, high, 2, BITS)
-    d = _plane(words, high, 3, BITS)
-    if PLANES == 4:
-        return a, b, c, d, a, a, a, a
-    e = _plane(words, high, 4, BITS)
-    f = _plane(words, high, 5, BITS)
-    g = _plane(words, high, 6, BITS)
-    h = _plane(words, high, 7, BITS)
-    return a, b, c, d, e, f, g, h
+    out = ()
+    for i in tl.static_range(PLANES):
+        out += (_plane(words, high, i, BITS),)
+    return out
 
 
 @triton.jit

@@ -23,63 +23,27 @@ LANES = tl.constexpr(8)  # rows of a matrix unit's result that lie in different 
 
 
 @triton.jit
-def _score(s, q, k, i: tl.constexpr, numbers, shift, sums, EACH: tl.constexpr, part):
-    """Add plane i to the scores s [T, N]. part: products of the group so far, without the offset's share. EACH
-    planes share a scale; after the last of them scale and bias are applied."""
-    if i % EACH == 0:
-        part = tl.zeros_like(s) - shift[None, :]
-    part = tl.dot(k, q, part)
-    if i % EACH == EACH - 1:
-        scale, bias = halves(numbers)
-        s += part * scale[:, None] + bias[:, None] * sums[None, :]
-    return s, part
-
-
-@triton.jit
-def _fold(q, numbers, i: tl.constexpr, inverse, shift, extra, BITS: tl.constexpr):
-    """q^T [J, N] of plane i with the scales of its channels, float16. shift, extra [J, N]: sums of the rounded
-    queries, and of their products with biases."""
-    scale, bias = halves(numbers)
-    folded = (q * (scale * inverse)[:, None]).to(tl.float16)
-    gain = tl.exp2(gain_bits(tl.zeros_like(numbers) + i, BITS).to(tl.float32))
-    return folded, shift + folded.to(tl.float32), extra + q * (bias * gain)[:, None]
-
-
-@triton.jit
-def _fold_all(
-    q0, q1, q2, q3, q4, q5, q6, q7, numbers, J: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr
-):  # fmt: skip
-    """Queries of a page with the scales of its channels, divided by the largest; that scale; what the offset of
-    codes, and what biases, add to a score [N]."""
+def _fold(q, numbers, J: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr):
+    """Queries of a page, by plane [J, N] float16, with the scales of its channels, divided by the largest; that scale;
+    what the offset of codes, and what biases, add to a score [N]."""
     j = tl.arange(0, J)
-    m0 = tl.load(numbers + j)
-    m1 = tl.load(numbers + J + j)
-    m2 = tl.load(numbers + 2 * J + j)
-    m3 = tl.load(numbers + 3 * J + j)
-    m4, m5, m6, m7 = m0, m1, m2, m3
-    if PLANES == 8:
-        m4 = tl.load(numbers + 4 * J + j)
-        m5 = tl.load(numbers + 5 * J + j)
-        m6 = tl.load(numbers + 6 * J + j)
-        m7 = tl.load(numbers + 7 * J + j)
-    # Non-negative scales are ordered as their bits.
-    low = tl.maximum(tl.maximum(m0 & 0xFFFF, m1 & 0xFFFF), tl.maximum(m2 & 0xFFFF, m3 & 0xFFFF))
-    high = tl.maximum(tl.maximum(m4 & 0xFFFF, m5 & 0xFFFF), tl.maximum(m6 & 0xFFFF, m7 & 0xFFFF))
-    largest = tl.max(tl.maximum(low, high), 0)
+    pairs, tops = (), tl.zeros([J], tl.int32)  # non-negative scales are ordered as their bits
+    for i in tl.static_range(PLANES):
+        pairs += (tl.load(numbers + i * J + j),)
+        tops = tl.maximum(tops, pairs[i] & 0xFFFF)
+    largest = tl.max(tops, 0)
     largest = tl.where(largest > 0, largest, 1).to(tl.int16).to(tl.float16, bitcast=True)
     largest = largest.to(tl.float32)
     inverse = 1.0 / largest
-    shift = tl.zeros([J, q0.shape[1]], tl.float32)
-    q0, shift, extra = _fold(q0, m0, 0, inverse, shift, shift, BITS)
-    q1, shift, extra = _fold(q1, m1, 1, inverse, shift, extra, BITS)
-    q2, shift, extra = _fold(q2, m2, 2, inverse, shift, extra, BITS)
-    q3, shift, extra = _fold(q3, m3, 3, inverse, shift, extra, BITS)
-    if PLANES == 8:
-        q4, shift, extra = _fold(q4, m4, 4, inverse, shift, extra, BITS)
-        q5, shift, extra = _fold(q5, m5, 5, inverse, shift, extra, BITS)
-        q6, shift, extra = _fold(q6, m6, 6, inverse, shift, extra, BITS)
-        q7, shift, extra = _fold(q7, m7, 7, inverse, shift, extra, BITS)
-    return q0, q1, q2, q3, q4, q5, q6, q7, largest, tl.sum(shift, 0) * OFFSET, tl.sum(extra, 0)
+    folded, shift = (), tl.zeros([J, q[0].shape[1]], tl.float32)
+    extra = shift
+    for i in tl.static_range(PLANES):
+        scale, bias = halves(pairs[i])
+        folded += ((q[i] * (scale * inverse)[:, None]).to(tl.float16),)
+        gain = tl.exp2(gain_bits(tl.zeros_like(j) + i, BITS).to(tl.float32))
+        shift += folded[i].to(tl.float32)
+        extra += q[i] * (bias * gain)[:, None]
+    return folded, largest, tl.sum(shift, 0) * OFFSET, tl.sum(extra, 0)
 
 
 @triton.jit
@@ -173,7 +137,7 @@ def attend_kernel(
 
 @triton.jit
 def _pages(
-    q, sums, factors, k_words, k_high, k_numbers, v_words, v_high, v_numbers,
+    queries, sums, factors, k_words, k_high, k_numbers, v_words, v_high, v_numbers,
     table, pages, split, splits, g, heads, mask, part_out, part_top, part_sum, rows, cap,
     R: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
     PAGE: tl.constexpr, CHANNEL: tl.constexpr,
@@ -187,26 +151,16 @@ def _pages(
     VE: tl.constexpr = V_PLANES // V_GROUPS
     n = tl.arange(0, N)
     kj, vj = tl.arange(0, KJ), tl.arange(0, VJ)
-    at_q = q + n[None, :] * R + kj[:, None]  # q^T of a plane [J, N]
-    q0 = tl.load(at_q)
-    q1 = tl.load(at_q + KJ)
-    q2 = tl.load(at_q + 2 * KJ)
-    q3 = tl.load(at_q + 3 * KJ)
-    q4, q5, q6, q7 = q0, q0, q0, q0
-    if K_PLANES == 8:
-        q4 = tl.load(at_q + 4 * KJ)
-        q5 = tl.load(at_q + 5 * KJ)
-        q6 = tl.load(at_q + 6 * KJ)
-        q7 = tl.load(at_q + 7 * KJ)
+    q = ()  # q^T of each plane [J, N]
+    for i in tl.static_range(K_PLANES):
+        q += (tl.load(queries + n[None, :] * R + i * KJ + kj[:, None]),)
     factor = tl.load(factors + n)
     top = tl.full([N], -float("inf"), tl.float32)
     total = tl.zeros([LANES, N], tl.float32)
-    o0 = tl.zeros([VJ, N], tl.float32)
-    o1, o2, o3, o4, o5, o6, o7 = o0, o0, o0, o0, o0, o0, o0
-    # Of a group of values: sums of weights and of biases. Only V_GROUPS of them are used.
-    t0, b0 = tl.zeros([16, N], tl.float32), tl.zeros([LANES, N], tl.float32)
-    t1, t2, t3, t4, t5, t6, t7 = t0, t0, t0, t0, t0, t0, t0
-    b1, b2, b3, b4, b5, b6, b7 = b0, b0, b0, b0, b0, b0, b0
+    # Of each plane of values a sum of the output; of each of their groups sums of weights and of biases.
+    out = (tl.zeros([VJ, N], tl.float32),) * V_PLANES
+    weights = (tl.zeros([16, N], tl.float32),) * V_GROUPS
+    biases = (tl.zeros([LANES, N], tl.float32),) * V_GROUPS
     ones = tl.full([16, T], 1.0, tl.float16)
     shifts = sums + K_GROUPS * N
     first = (split.to(tl.int64) * pages // splits).to(tl.int32)
@@ -224,57 +178,27 @@ def _pages(
                 vh = tl.load(v_high + place * (PAGE * VJ) + vj[:, None] * PAGE + t[None, :])
             vn = v_numbers + place * (V_GROUPS * PAGE) + t
 
-            k0, k1, k2, k3, k4, k5, k6, k7 = planes(kw, kh, K_BITS, K_PLANES, ASM)
+            k = planes(kw, kh, K_BITS, K_PLANES, ASM)
             if CHANNEL:
                 if turn * T % CHANNEL == 0:
                     kn = k_numbers + (place * (PAGE // CHANNEL) + turn * T // CHANNEL) * R
-                    f0, f1, f2, f3, f4, f5, f6, f7, largest, shift, extra = _fold_all(
-                        q0, q1, q2, q3, q4, q5, q6, q7, kn, KJ, K_BITS, K_PLANES
-                    )
+                    folded, largest, shift, extra = _fold(q, kn, KJ, K_BITS, K_PLANES)
                     scaled, extra = factor * largest, factor * extra
-                s = tl.dot(k0, f0, tl.zeros([T, N], tl.float32) - shift[None, :])
-                s = tl.dot(k1, f1, s)
-                s = tl.dot(k2, f2, s)
-                s = tl.dot(k3, f3, s)
-                if K_PLANES == 8:
-                    s = tl.dot(k4, f4, s)
-                    s = tl.dot(k5, f5, s)
-                    s = tl.dot(k6, f6, s)
-                    s = tl.dot(k7, f7, s)
+                s = tl.zeros([T, N], tl.float32) - shift[None, :]
+                for i in tl.static_range(K_PLANES):
+                    s = tl.dot(k[i], folded[i], s)
             else:
                 kn = k_numbers + place * (K_GROUPS * PAGE) + t
                 scaled, extra, s = factor, tl.zeros([N], tl.float32), tl.zeros([T, N], tl.float32)
-                m, u, w = tl.load(kn), tl.load(sums + n), tl.load(shifts + n)
-                s, part = _score(s, q0, k0, 0, m, w, u, KE, s)
-                if KE == 1:
-                    m = tl.load(kn + 1 // KE * PAGE)
-                    u, w = tl.load(sums + 1 // KE * N + n), tl.load(shifts + 1 // KE * N + n)
-                s, part = _score(s, q1, k1, 1, m, w, u, KE, part)
-                if KE <= 2:
-                    m = tl.load(kn + 2 // KE * PAGE)
-                    u, w = tl.load(sums + 2 // KE * N + n), tl.load(shifts + 2 // KE * N + n)
-                s, part = _score(s, q2, k2, 2, m, w, u, KE, part)
-                if KE == 1:
-                    m = tl.load(kn + 3 // KE * PAGE)
-                    u, w = tl.load(sums + 3 // KE * N + n), tl.load(shifts + 3 // KE * N + n)
-                s, part = _score(s, q3, k3, 3, m, w, u, KE, part)
-                if K_PLANES == 8:
-                    if KE <= 4:
-                        m = tl.load(kn + 4 // KE * PAGE)
-                        u, w = tl.load(sums + 4 // KE * N + n), tl.load(shifts + 4 // KE * N + n)
-                    s, part = _score(s, q4, k4, 4, m, w, u, KE, part)
-                    if KE == 1:
-                        m = tl.load(kn + 5 // KE * PAGE)
-                        u, w = tl.load(sums + 5 // KE * N + n), tl.load(shifts + 5 // KE * N + n)
-                    s, part = _score(s, q5, k5, 5, m, w, u, KE, part)
-                    if KE <= 2:
-                        m = tl.load(kn + 6 // KE * PAGE)
-                        u, w = tl.load(sums + 6 // KE * N + n), tl.load(shifts + 6 // KE * N + n)
-                    s, part = _score(s, q6, k6, 6, m, w, u, KE, part)
-                    if KE == 1:
-                        m = tl.load(kn + 7 // KE * PAGE)
-                        u, w = tl.load(sums + 7 // KE * N + n), tl.load(shifts + 7 // KE * N + n)
-                    s, part = _score(s, q7, k7, 7, m, w, u, KE, part)
+                for i in tl.static_range(K_PLANES):
+                    if i % KE == 0:  # a group begins: its products, without the offset's share
+                        at = i // KE * N + n
+                        numbers, sum = tl.load(kn + i // KE * PAGE), tl.load(sums + at)
+                        part = tl.zeros_like(s) - tl.load(shifts + at)[None, :]
+                    part = tl.dot(k[i], q[i], part)
+                    if i % KE == KE - 1:
+                        scale, bias = halves(numbers)
+                        s += part * scale[:, None] + bias[:, None] * sum[None, :]
             by, more = scaled, extra
             if CAPPED:
                 s = _capped(s * scaled[None, :] + extra[None, :], cap)
@@ -288,52 +212,21 @@ def _pages(
             decay = tl.exp2(top - higher)
             top = higher
             total = total * decay[None, :] + _some(p)
-            v0, v1, v2, v3, v4, v5, v6, v7 = planes(vw, vh, V_BITS, V_PLANES, ASM)
-            w, t0, b0 = _weigh(p, tl.load(vn), t0, b0, ones, decay)
-            o0 = _on(o0, decay, v0, w)
-            if VE == 1:
-                w, t1, b1 = _weigh(p, tl.load(vn + 1 // VE * PAGE), t1, b1, ones, decay)
-            o1 = _on(o1, decay, v1, w)
-            if VE <= 2:
-                w, t2, b2 = _weigh(p, tl.load(vn + 2 // VE * PAGE), t2, b2, ones, decay)
-            o2 = _on(o2, decay, v2, w)
-            if VE == 1:
-                w, t3, b3 = _weigh(p, tl.load(vn + 3 // VE * PAGE), t3, b3, ones, decay)
-            o3 = _on(o3, decay, v3, w)
-            if V_PLANES == 8:
-                if VE <= 4:
-                    w, t4, b4 = _weigh(p, tl.load(vn + 4 // VE * PAGE), t4, b4, ones, decay)
-                o4 = _on(o4, decay, v4, w)
-                if VE == 1:
-                    w, t5, b5 = _weigh(p, tl.load(vn + 5 // VE * PAGE), t5, b5, ones, decay)
-                o5 = _on(o5, decay, v5, w)
-                if VE <= 2:
-                    w, t6, b6 = _weigh(p, tl.load(vn + 6 // VE * PAGE), t6, b6, ones, decay)
-                o6 = _on(o6, decay, v6, w)
-                if VE == 1:
-                    w, t7, b7 = _weigh(p, tl.load(vn + 7 // VE * PAGE), t7, b7, ones, decay)
-                o7 = _on(o7, decay, v7, w)
+            v, new_out, new_weights, new_biases = planes(vw, vh, V_BITS, V_PLANES, ASM), (), (), ()
+            for i in tl.static_range(V_PLANES):
+                if i % VE == 0:
+                    numbers = tl.load(vn + i // VE * PAGE)
+                    w, sum, bias = _weigh(
+                        p, numbers, weights[i // VE], biases[i // VE], ones, decay
+                    )
+                    new_weights += (sum,)
+                    new_biases += (bias,)
+                new_out += (_on(out[i], decay, v[i], w),)
+            out, weights, biases = new_out, new_weights, new_biases
 
-    # A plane's sums are those of the first plane of its group.
-    if VE >= 2:
-        t1, t3, t5, t7 = t0, t2, t4, t6
-        b1, b3, b5, b7 = b0, b2, b4, b6
-    if VE >= 4:
-        t2, t3, t6, t7 = t0, t0, t4, t4
-        b2, b3, b6, b7 = b0, b0, b4, b4
-    if VE >= 8:
-        t4, t5, t6, t7 = t0, t0, t0, t0
-        b4, b5, b6, b7 = b0, b0, b0, b0
-    out, there = part_out + n[None, :] * R + vj[:, None], n < rows
-    _finish(out, there, o0, 0, t0, b0, V_BITS)
-    _finish(out + VJ, there, o1, 1, t1, b1, V_BITS)
-    _finish(out + 2 * VJ, there, o2, 2, t2, b2, V_BITS)
-    _finish(out + 3 * VJ, there, o3, 3, t3, b3, V_BITS)
-    if V_PLANES == 8:
-        _finish(out + 4 * VJ, there, o4, 4, t4, b4, V_BITS)
-        _finish(out + 5 * VJ, there, o5, 5, t5, b5, V_BITS)
-        _finish(out + 6 * VJ, there, o6, 6, t6, b6, V_BITS)
-        _finish(out + 7 * VJ, there, o7, 7, t7, b7, V_BITS)
+    at = part_out + n[None, :] * R + vj[:, None]
+    for i in tl.static_range(V_PLANES):
+        _finish(at + i * VJ, n < rows, out[i], i, weights[i // VE], biases[i // VE], V_BITS)
     tl.store(part_top + n, top)
     tl.store(part_sum + n, tl.sum(total, 0))
 
