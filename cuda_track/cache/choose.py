@@ -41,11 +41,13 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
         return "plain ops were asked for"
     if asked == METAL:
         return metal.why_not(config, dims)
-    if _asked[-1] != TRITON and device.type != "cuda":
+    return _why_no_triton(device) or launch.why_not(config, dims)
+
+
+def _why_no_triton(device: torch.device) -> str | None:
+    if device.type != "cuda" and not (_asked[-1] == TRITON and launch.interpreted()):
         return f"no Triton kernels on {device.type}"
-    if config.low:
-        return "low rank has no Triton kernel"
-    return launch.why_not(config, dims, device)
+    return launch.absent()
 
 
 def why_no_latents(
@@ -55,9 +57,7 @@ def why_no_latents(
     of their rotary keys. dims: of both."""
     if way(device) != TRITON:
         return "plain ops were asked for" if way(device) == OPS else f"no kernel on {device.type}"
-    if device.type != "cuda" and (_asked[-1] != TRITON or not launch.interpreted()):
-        return f"no Triton kernels on {device.type}"
-    return launch.absent() or layout.why_no_latents(spec, rotary, dims, page)
+    return _why_no_triton(device) or layout.why_no_latents(spec, rotary, dims, page)
 
 
 def store(
@@ -75,7 +75,7 @@ def store(
     if reason is None:
         if way(device) == METAL:
             return Records(config, codecs)
-        return Paged(config, codecs, seal=launch.seal)
+        return Paged(config, codecs)
     if _asked[-1] in (TRITON, METAL):
         raise UserError(f"[store] {way(device)} was asked for; got {reason}; choose ops")
     return Codes(config, codecs)

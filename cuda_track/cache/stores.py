@@ -6,7 +6,7 @@ restores what any store of either track saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 
 import torch
 
@@ -14,15 +14,13 @@ from cuda_track.cache.view import CodePages, Pair
 from cuda_track.codec.codec import Codec, Stored, codec
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.records import as_codes, to_records
-from cuda_track.kernels import layout
+from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool, PoolPages
 from cuda_track.mps.pages import RecordPages
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES, layout_of
 
 GROWTH = 16  # spare room is at most 1/16 of what is stored
-# codec, tensor [B, G, T, D], layout, the side of a pool, places of the pages
-Seal = Callable[[Codec, torch.Tensor, layout.SideLayout, Stored, list[int]], None]
 
 
 def codecs_of(
@@ -38,14 +36,21 @@ def codecs_of(
     )
 
 
-class Pages:
-    """Named tensors with the rows of all pages on axis 2, a fixed number for each page."""
+class _Arrays:
+    """Sealed pages in named tensors with the rows of all pages on axis 2, a fixed number for each page."""
 
-    def __init__(self):
+    def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec]):
+        self.config, self.codecs = config, codecs
         self.count = self.capacity = 0
-        self._arrays: Stored = {}
+        self._arrays: dict[Hashable, torch.Tensor] = {}
 
-    def append(self, encoded: Stored, count: int) -> None:
+    def _encoded(self, pair: Pair, count: int, start: int) -> dict[str, Stored]:
+        """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
+        stop = start + count * self.config.page
+        sides = zip(NAMES, self.codecs, pair, strict=True)
+        return {name: code.encode(x[:, :, start:stop]) for name, code, x in sides}
+
+    def _add(self, encoded: dict[Hashable, torch.Tensor], count: int) -> None:
         """Add `count` pages."""
         old, stop = self.count, self.count + count
         if stop > self.capacity:
@@ -56,31 +61,24 @@ class Pages:
                 self._arrays[name][:, :, old * rows : stop * rows] = x
         self.count = stop
 
-    def _grow(self, encoded: Stored, count: int) -> None:
-        spare, kept = max(0, self.count // GROWTH - count), self.read()
+    def _grow(self, encoded: dict[Hashable, torch.Tensor], count: int) -> None:
+        spare, held = max(0, self.count // GROWTH - count), self._between(0, self.count)
         for name, x in encoded.items():
             rows = x.shape[2] // count
             room = [x.new_zeros(*x.shape[:2], spare * rows, x.shape[3])] if spare else []
-            parts = [*([kept[name]] if self.count else []), x, *room]
+            parts = [*([held[name]] if self.count else []), x, *room]
             self._arrays[name] = torch.cat(parts, 2) if len(parts) > 1 else x
         self.capacity = self.count + count + spare
 
-    def read(self, start: int = 0, stop: int | None = None) -> Stored:
-        """The tensors of pages start .. stop - 1, of all by default."""
-        stop, out = self.count if stop is None else stop, {}
+    def _between(self, start: int, stop: int) -> dict[Hashable, torch.Tensor]:
+        """The tensors of pages start .. stop - 1."""
+        out = {}
         for name, x in self._arrays.items():
             rows = x.shape[2] // self.capacity
             out[name] = x[:, :, start * rows : stop * rows]
         return out
 
-    def truncate(self, count: int) -> None:
-        """Keep the first `count` pages; give back more room than growing leaves."""
-        kept = self.read(0, count) if self.capacity - count > count // GROWTH else None
-        self.count = count
-        if kept is not None:
-            self.restore(kept if count else {}, count)
-
-    def restore(self, arrays: Stored, count: int) -> None:
+    def _hold(self, arrays: dict[Hashable, torch.Tensor], count: int) -> None:
         """Hold copies of the tensors of exactly `count` pages."""
         for name, x in arrays.items():
             if x.shape[2] % count:
@@ -88,124 +86,84 @@ class Pages:
         self._arrays = {name: x.clone() for name, x in arrays.items()}
         self.count = self.capacity = count
 
+    def truncate(self, count: int) -> None:
+        """Keep the first `count` pages; give back more room than growing leaves."""
+        held = self._between(0, count) if self.capacity - count > count // GROWTH else None
+        self.count = count
+        if held is not None:
+            self._hold(held if count else {}, count)
+
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         if self.count:
-            self.restore({name: x[rows] for name, x in self.read().items()}, self.count)
+            held = self._between(0, self.count)
+            self._hold({name: x[rows] for name, x in held.items()}, self.count)
 
     def arrays(self) -> list[torch.Tensor]:
         """Return what is allocated, spare room included."""
         return list(self._arrays.values())
 
 
-class _Grown:
-    """A store that holds `Pages`, one set or one for each side."""
-
-    def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec], sets: int):
-        self.config, self.codecs = config, codecs
-        self._pages = tuple(Pages() for _ in range(sets))
-
-    @property
-    def count(self) -> int:
-        return self._pages[0].count
-
-    def _encoded(self, pair: Pair, count: int, start: int) -> list[Stored]:
-        stop = start + count * self.config.page
-        both = zip(self.codecs, pair, strict=True)
-        return [code.encode(x[:, :, start:stop]) for code, x in both]
-
-    def truncate(self, count: int) -> None:
-        for pages in self._pages:
-            pages.truncate(count)
-
-    def select(self, rows: torch.Tensor) -> None:
-        """Keep these rows of the batch, in this order."""
-        for pages in self._pages:
-            pages.select(rows)
-
-    def arrays(self) -> list[torch.Tensor]:
-        """Return what is allocated."""
-        return [x for pages in self._pages for x in pages.arrays()]
-
-
-class Codes(_Grown):
-    """Sealed pages for plain ops: a set of tensors for each side."""
-
-    def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec]):
-        super().__init__(config, codecs, sets=2)
+class Codes(_Arrays):
+    """Sealed pages for plain ops: the tensors of both sides, by (side, name)."""
 
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
-        encoded = self._encoded(pair, count, start)
-        for pages, x in zip(self._pages, encoded, strict=True):
-            pages.append(x, count)
+        self._add(_flat(self._encoded(pair, count, start)), count)
+
+    def _sides(self, start: int, stop: int) -> dict[str, Stored]:
+        out: dict[str, Stored] = {name: {} for name in NAMES}
+        for (side, name), x in self._between(start, stop).items():
+            out[side][name] = x
+        return out
 
     def read(self, start: int, stop: int) -> CodePages:
         """A snapshot of pages start .. stop - 1."""
-        stored = tuple(pages.read(start, stop) for pages in self._pages)
+        stored = tuple(self._sides(start, stop).values())
         return CodePages(self.codecs, stored, (stop - start) * self.config.page)
 
     @property
     def state(self) -> dict[str, Stored]:
-        return {name: pages.read() for name, pages in zip(NAMES, self._pages, strict=True)}
+        return self._sides(0, self.count)
 
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of any store."""
-        state = as_codes(state, self.codecs)
-        held = [state[name] for name in NAMES]
-        for x, pages in zip(held, self._pages, strict=True):
-            pages.restore(x, count)
+        self._hold(_flat(as_codes(state, self.codecs)), count)
 
 
-class Records(_Grown):
-    """Sealed pages in one buffer of page records; plain ops encode."""
+def _flat(sides: dict[str, Stored]) -> dict[Hashable, torch.Tensor]:
+    return {(side, name): x for side in NAMES for name, x in sides[side].items()}
 
-    def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec]):
-        super().__init__(config, codecs, sets=1)
-        self.layout = layout_of(codecs)
+
+class Records(_Arrays):
+    """Sealed pages in a buffer of page records, and one of headers if the format has any; plain ops encode."""
 
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
-        codes = dict(zip(NAMES, self._encoded(pair, count, start), strict=True))
-        self._pages[0].append(to_records(codes, self.codecs), count)
+        self._add(to_records(self._encoded(pair, count, start), self.codecs), count)
 
     def read(self, start: int, stop: int) -> RecordPages:
         """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""
-        pages = self._pages[0]
-        buffer, *headers = pages.read(start).values() if start else pages.arrays()
+        held = self._between(start, stop) if start else self._arrays
         tokens = (stop - start) * self.config.page
-        return RecordPages(
-            self.codecs, self.layout, buffer, headers[0] if headers else None, tokens
-        )
+        layout = layout_of(self.codecs)
+        return RecordPages(self.codecs, layout, held["records"], held.get("headers"), tokens)
 
     @property
     def state(self) -> Stored:
-        return self._pages[0].read()
+        return self._between(0, self.count)
 
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of any store."""
-        records = state if "records" in state else to_records(state, self.codecs)
-        self._pages[0].restore(records, count)
+        self._hold(state if "records" in state else to_records(state, self.codecs), count)
 
 
 class Paged:
-    """Sealed pages for Triton: a block table into a pool that other caches may share.
+    """Sealed pages for Triton: a block table into a pool that copies of the cache share."""
 
-    seal: encodes new tokens straight into the pool (`launch.seal`); None: plain ops do.
-    """
-
-    def __init__(
-        self,
-        config: CacheConfig,
-        codecs: tuple[Codec, Codec],
-        pool: Pool | None = None,
-        seal: Seal | None = None,
-    ):
-        self.config, self.codecs, self.pool, self.seal = config, codecs, pool or Pool(), seal
-        self.layouts = tuple(
-            layout.SideLayout(code.spec, code.dims, config.page, keys)
-            for code, keys in zip(codecs, (True, False), strict=True)
-        )
+    def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec], pool: Pool | None = None):
+        self.config, self.codecs, self.pool = config, codecs, pool or Pool()
+        self.layouts = layout.layouts(codecs)
         self.rows: list[list[int]] = []  # places of the pages of each row of the batch
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -217,22 +175,12 @@ class Paged:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
         stop = start + count * self.config.page
         pair = tuple(x[:, :, start:stop] for x in pair)
-        if self.seal is None:
-            encoded = zip(self.codecs, pair, self.layouts, strict=True)
-            self._take(tuple(at.arrange(code.encode(x)) for code, x, at in encoded))
-            return
         batch, heads, _, _ = pair[0].shape
         shapes = tuple(at.shapes(heads) for at in self.layouts)
         places = self.pool.reserve(batch * count, shapes, pair[0].device)
         for code, x, at, side in zip(self.codecs, pair, self.layouts, self.pool.sides, strict=True):
-            self.seal(code, x, at, side, places)
+            launch.seal(code, x, at, side, places)
         self._hand_out(places, batch, count)
-
-    def _take(self, sides: tuple[Stored, Stored]) -> None:
-        """Add pages [B, n, G, ...]."""
-        batch, count = sides[0]["words"].shape[:2]
-        pages = ({name: x.flatten(0, 1) for name, x in side.items()} for side in sides)
-        self._hand_out(self.pool.add(tuple(pages)), batch, count)
 
     def _hand_out(self, places: list[int], batch: int, count: int) -> None:
         """Add places of new pages to the table, row by row."""
@@ -278,16 +226,13 @@ class Paged:
         self.truncate(0)
         self.rows = new
 
-    def fork(self) -> Paged:
-        """A store of its own with the same pages."""
-        other = Paged(self.config, self.codecs, self.pool, self.seal)
+    def __deepcopy__(self, memo) -> Paged:
+        """A store with the same pages."""
+        other = Paged(self.config, self.codecs, self.pool)
         other.rows = [list(row) for row in self.rows]
         for row in other.rows:
             self.pool.hold(row)
         return other
-
-    def __deepcopy__(self, memo) -> Paged:
-        return self.fork()  # a copy of a cache shares its prefix
 
     def __del__(self):
         for row in self.rows:
@@ -306,6 +251,8 @@ class Paged:
         state = as_codes(state, self.codecs)
         self.truncate(0)
         self.rows = []
-        self._take(
-            tuple(at.arrange(state[name]) for name, at in zip(NAMES, self.layouts, strict=True))
-        )
+        pairs = zip(NAMES, self.layouts, strict=True)
+        sides = tuple(at.arrange(state[name]) for name, at in pairs)  # [B, n, G, ...]
+        batch, count = sides[0]["words"].shape[:2]
+        flat = tuple({name: x.flatten(0, 1) for name, x in side.items()} for side in sides)
+        self._hand_out(self.pool.add(flat), batch, count)

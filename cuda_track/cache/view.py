@@ -7,37 +7,26 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cuda_track.codec.codec import Codec, Stored
-from cuda_track.kernels.pool import PoolPages
-from cuda_track.mps.pages import RecordPages
+from cuda_track.codec.codec import Codec, Sealed, Stored
 from mlxkv.errors import UserError
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class CodePages:
-    """Pages as plain ops read them. tokens: in these pages."""
+class CodePages(Sealed):
+    """Pages of plain ops."""
 
     codecs: tuple[Codec, Codec]
     stored: tuple[Stored, Stored]
     tokens: int
-
-    @property
-    def parts(self) -> tuple[CodePages]:
-        """Runs of one transform."""
-        return (self,)
-
-    def decode(self, side: int, dtype: torch.dtype) -> torch.Tensor:
-        """Decode keys (side 0) or values (1): [B, G, T, D]."""
-        return self.codecs[side].decode(self.stored[side], dtype)
 
 
 @dataclass(frozen=True)
 class Parts:
     """Snapshots of runs of pages, in the order of their tokens."""
 
-    parts: tuple[CodePages | PoolPages | RecordPages, ...]
+    parts: tuple[Sealed, ...]
 
     @property
     def tokens(self) -> int:
@@ -68,7 +57,7 @@ class View:
 
     live: Pair
     sink: Pair | None = None
-    pages: CodePages | PoolPages | RecordPages | Parts | None = None
+    pages: Sealed | Parts | None = None
     observer: Callable[..., None] | None = field(default=None, repr=False)
 
     def __getattr__(self, name: str):

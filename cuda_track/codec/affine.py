@@ -63,11 +63,11 @@ def _min_max(spec: Affine, g: torch.Tensor) -> tuple[dict[str, torch.Tensor], to
 def _symmetric(
     spec: Affine, g: torch.Tensor, page: int
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    middle, most = 2 ** (spec.bits - 1), g.abs().amax(-1)
+    middle, largest = 2 ** (spec.bits - 1), g.abs().amax(-1)
     if spec.shared:  # by all kv heads and tokens of a page: [B, G, T, 1]
-        pages = most.unflatten(2, (-1, page))
-        most = pages.amax((1, 3), keepdim=True).expand_as(pages).flatten(2, 3)
-    scale = half(most / (middle - 1), HALF_MAX / middle)
+        pages = largest.unflatten(2, (-1, page))
+        largest = pages.amax((1, 3), keepdim=True).expand_as(pages).flatten(2, 3)
+    scale = half(largest / (middle - 1), HALF_MAX / middle)
     step = scale.float()[..., None]
     codes = ((g + middle * step) / step.where(step > 0, 1.0)).round().clamp(1, 2 * middle - 1)
     return {"scale": scale}, codes.where(step > 0, middle)  # a group of zeros: the middle code

@@ -27,11 +27,11 @@ def _coded(x: torch.Tensor, bits: int, corrected: bool) -> tuple[torch.Tensor, t
     """x: [..., R] float32 -> codes int32 [..., R], scale float16 [..., 1]."""
     norm, middle = _norm(x), 2 ** (bits - 1)
     # Levels lie alike on both sides of 0: sizes are compared, with boundaries times the norm.
-    size, above = x.abs(), torch.zeros_like(x, dtype=torch.int32)
+    size, passed_levels = x.abs(), torch.zeros_like(x, dtype=torch.int32)
     table = levels.sphere(x.shape[-1], bits)
     for boundary in (table[1:] + table[:-1])[middle:] / 2:
-        above += size > float(np.float32(boundary)) * norm
-    codes = torch.where(x > 0, middle + above, middle - 1 - above)
+        passed_levels += size > float(np.float32(boundary)) * norm
+    codes = torch.where(x > 0, middle + passed_levels, middle - 1 - passed_levels)
     if corrected:
         norm = norm / _norm(_levels(x.shape[-1], bits, x.device)[codes.long()])
     return codes, half(norm)

@@ -81,6 +81,26 @@ class Codec:
         return self.transform.down.ndim < 4 and len(set(self.transform.down.shape[-2:])) == 1
 
 
+class Sealed:
+    """Sealed pages as attention reads them: one run, of one transform.
+
+    codecs: of keys and of values. stored: their codes as plain ops read them. tokens: in these pages.
+    """
+
+    codecs: tuple[Codec, Codec]
+    stored: tuple[Stored, Stored]
+    tokens: int
+
+    @property
+    def parts(self) -> tuple[Sealed, ...]:
+        """Runs of one transform."""
+        return (self,)
+
+    def decode(self, side: int, dtype: torch.dtype) -> torch.Tensor:
+        """Decode keys (side 0) or values (1): [B, G, T, D]."""
+        return self.codecs[side].decode(self.stored[side], dtype)
+
+
 @cache
 def codec(side: Side, dims: int, page: int, device: torch.device) -> Codec:
     """The codec of a side that is not calibrated, shared by all layers."""

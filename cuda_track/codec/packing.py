@@ -52,8 +52,8 @@ def unpack(words: torch.Tensor, bits: int, dims: int) -> torch.Tensor:
     word, bit = _places(dims, bits, words.device)
     wide = words.long() & WORD
     low = wide[..., word]
-    after = wide[..., (word + 1).clamp(max=words.shape[-1] - 1)]
-    return (((low | (after << 32)) >> bit) & ((1 << bits) - 1)).int()
+    next_word = wide[..., (word + 1).clamp(max=words.shape[-1] - 1)]
+    return (((low | (next_word << 32)) >> bit) & ((1 << bits) - 1)).int()
 
 
 def signed(words: torch.Tensor) -> torch.Tensor:

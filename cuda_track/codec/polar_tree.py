@@ -27,9 +27,9 @@ WIDTH = TREE // 2 - 1  # angles of the upper levels for each 16 dims
 
 
 @cache
-def _books(given: tuple[tuple[float, ...], ...], device: torch.device) -> Books:
+def _books(books: tuple[tuple[float, ...], ...], device: torch.device) -> Books:
     """The codebooks of a spec; () for those of Gaussian vectors."""
-    books = given or (levels.angles(i, bits) for i, bits in enumerate(TREE_BITS, 1))
+    books = books or (levels.angles(i, bits) for i, bits in enumerate(TREE_BITS, 1))
     return [torch.tensor(np.asarray(book, np.float32), device=device) for book in books]
 
 
@@ -52,17 +52,17 @@ def _nearest(angles: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
     return code
 
 
-def _fitted(angles: torch.Tensor, there: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+def _fitted(angles: torch.Tensor, counted: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     """Fit codebooks [..., 1, 1, n] to angles [..., T, m] by k-means from `start` [n].
 
-    there: which angles count.
+    counted: the angles that count.
     """
     book = start.expand(*angles.shape[:-2], 1, 1, -1)
     for _ in range(TREE_STEPS):
-        near, old = _nearest(angles, book), book
-        members = [(near == i) & there for i in range(len(start))]
-        sums = torch.stack([angles.where(one, 0.0).sum((-1, -2)) for one in members], -1)
-        sizes = torch.stack([one.sum((-1, -2)) for one in members], -1)
+        nearest, old = _nearest(angles, book), book
+        members = [(nearest == i) & counted for i in range(len(start))]
+        sums = torch.stack([angles.where(member, 0.0).sum((-1, -2)) for member in members], -1)
+        sizes = torch.stack([member.sum((-1, -2)) for member in members], -1)
         means = (sums / sizes.clamp(min=1))[..., None, None, :]
         book = means.where(sizes[..., None, None, :] > 0, old)
     return book
@@ -124,8 +124,8 @@ def split(stored: dict[str, torch.Tensor], dims: int, page: int) -> torch.Tensor
     the angles of level 3 and of level 4 (the same for both halves of 16 dims), then both of level 2,
     two bits each.
     """
-    one, two, three, four = codes_of(stored, dims, page)
-    low = torch.stack([one & 3, one >> 2], -1).flatten(-2)
+    first, two, three, four = codes_of(stored, dims, page)
+    low = torch.stack([first & 3, first >> 2], -1).flatten(-2)
     two = two.unflatten(-1, (-1, 2))
     angles = torch.stack([three, four.repeat_interleave(2, -1), *two.unbind(-1)], -1)
     high = torch.stack([angles & 1, angles >> 1], -1).flatten(-3)
@@ -136,8 +136,8 @@ def join(codes: torch.Tensor, radii: torch.Tensor) -> dict[str, torch.Tensor]:
     """Invert `split`, with the radii [B, G, T, R/16]."""
     low, high = (codes & 3).unflatten(-1, (-1, 2)), (codes >> 2).unflatten(-1, (-1, 4, 2))
     three, four, *two = (high[..., 0] + 2 * high[..., 1]).unbind(-1)
-    one, two = low[..., 0] + 4 * low[..., 1], torch.stack(two, -1).flatten(-2)
-    return stored_of([one, two, three, four[..., ::2]], radii)
+    first, two = low[..., 0] + 4 * low[..., 1], torch.stack(two, -1).flatten(-2)
+    return stored_of([first, two, three, four[..., ::2]], radii)
 
 
 def decode(

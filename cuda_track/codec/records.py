@@ -77,11 +77,11 @@ def unpack(words: torch.Tensor, at: SideLayout) -> tuple[torch.Tensor, Stored]:
     codes = flat[..., :size].unflatten(-1, (TOKENS, -1)).flatten(-3, -2)
     numbers = {}
     if at.numbers:
-        there = words[..., at.code_words :].contiguous().view(torch.float16)
-        rest = torch.empty_like(there)
-        rest[..., _numbers(at, words.device)] = there
-        rest = rest.unflatten(-1, (len(at.numbers), TOKENS, -1))
-        numbers = {name: rest[..., i, :, :].flatten(-3, -2) for i, name in enumerate(at.numbers)}
+        halves = words[..., at.code_words :].contiguous().view(torch.float16)
+        ordered = torch.empty_like(halves)
+        ordered[..., _numbers(at, words.device)] = halves
+        ordered = ordered.unflatten(-1, (len(at.numbers), TOKENS, -1))
+        numbers = {name: ordered[..., i, :, :].flatten(-3, -2) for i, name in enumerate(at.numbers)}
     return codes[..., : at.dims], numbers
 
 
@@ -125,8 +125,8 @@ def to_records(state: dict[str, Stored], codecs: tuple[Codec, Codec]) -> Stored:
         words.append(pack(_unpacked(code, stored, at), numbers, at))
         if at.header_words:
             shared.append(pack_header(stored, at))
-    made = {"records": words, "headers": shared}
-    return {name: torch.cat(parts, -1) for name, parts in made.items() if parts}
+    named = {"records": words, "headers": shared}
+    return {name: torch.cat(parts, -1) for name, parts in named.items() if parts}
 
 
 def as_codes(state: dict, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:

@@ -40,7 +40,7 @@ def seal_rows() -> Iterator[Row]:
         for keys in (True, False):
             if layout.why_not(spec, dims, page, keys):
                 continue
-            at = layout.SideLayout(spec, dims, page, keys)
+            at = layout.PlaneLayout(spec, dims, page, keys)
             pool = Pool()
             places = pool.reserve(x.shape[0], (at.shapes(x.shape[1]),) * 2, x.device)
             launch.seal(TABLE.codec(whole, dims, page), x, at, pool.sides[0], places)
@@ -55,7 +55,7 @@ def attention_rows(table: str = "attention") -> Iterator[Row]:
     for case, it, spec in TABLE.attention_cases(table):
         mask = "causal" if it.mask is None else it.mask
         config = CacheConfig(*(Side(side.quantizer) for side in it.sides), page=it.page)
-        if launch.why_not(config, (it.dims, it.dims), it.q.device):
+        if launch.why_not(config, (it.dims, it.dims)):
             continue
         store = Paged(config, TABLE.given(it).pages.codecs)
         store.restore(dict(zip(NAMES, it.stored, strict=True)), it.pages)

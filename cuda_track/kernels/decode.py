@@ -53,7 +53,7 @@ def _weigh(p, numbers, total, biases, ones, decay):
     scale, bias = halves(numbers)
     weighed = (p * scale[:, None]).to(tl.float16)
     total = _on(total, decay, ones, weighed)
-    return weighed, total, biases * decay[None, :] + _some(p * bias[:, None])
+    return weighed, total, biases * decay[None, :] + _lane_sums(p * bias[:, None])
 
 
 @triton.jit
@@ -65,18 +65,18 @@ def _on(total, decay, a, b):
 
 
 @triton.jit
-def _some(x):
+def _lane_sums(x):
     """Sum x [T, N] to [LANES, N], without exchange between lanes."""
     return tl.sum(tl.reshape(x, [x.shape[0] // LANES, LANES, x.shape[1]]), 0)
 
 
 @triton.jit
-def _finish(out, there, o, i: tl.constexpr, total, biases, BITS: tl.constexpr):
+def _finish(out, exists, o, i: tl.constexpr, total, biases, BITS: tl.constexpr):
     """Store plane i of the output without offset and gain, with its biases, for rows that exist."""
     biases, offset = tl.sum(biases, 0), tl.sum(total, 0) * (OFFSET / 16)
     gain = tl.exp2(-gain_bits(tl.zeros_like(biases).to(tl.int32) + i, BITS).to(tl.float32))
     o = (o - offset[None, :]) * gain[None, :] + biases[None, :]
-    tl.store(out, o, mask=there[None, :])
+    tl.store(out, o, mask=exists[None, :])
 
 
 @triton.jit
@@ -199,19 +199,19 @@ def _pages(
                     if i % KE == KE - 1:
                         scale, bias = halves(numbers)
                         s += part * scale[:, None] + bias[:, None] * sum[None, :]
-            by, more = scaled, extra
+            by, shift_by = scaled, extra
             if CAPPED:
                 s = _capped(s * scaled[None, :] + extra[None, :], cap)
-                by, more = tl.full([N], 1.0, tl.float32), tl.zeros([N], tl.float32)
+                by, shift_by = tl.full([N], 1.0, tl.float32), tl.zeros([N], tl.float32)
             if MASKED:
-                seen = tl.load(mask + page * PAGE + t) != 0
-                s = tl.where(seen[:, None], s, -1e30)
+                visible = tl.load(mask + page * PAGE + t) != 0
+                s = tl.where(visible[:, None], s, -1e30)
 
-            higher = tl.maximum(top, tl.max(s, 0) * by + more)
-            p = tl.exp2(s * by[None, :] + (more - higher)[None, :])
+            higher = tl.maximum(top, tl.max(s, 0) * by + shift_by)
+            p = tl.exp2(s * by[None, :] + (shift_by - higher)[None, :])
             decay = tl.exp2(top - higher)
             top = higher
-            total = total * decay[None, :] + _some(p)
+            total = total * decay[None, :] + _lane_sums(p)
             v, new_out, new_weights, new_biases = planes(vw, vh, V_BITS, V_PLANES, ASM), (), (), ()
             for i in tl.static_range(V_PLANES):
                 if i % VE == 0:
@@ -262,23 +262,23 @@ def _windows(
         else:
             keys = sink_k + b * sink_row + g * sink_stride
             values = sink_v + b * sink_row + g * sink_stride
-        there = place < count
-        k = tl.load(keys + place[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
+        exists = place < count
+        k = tl.load(keys + place[:, None] * D + d[None, :], mask=exists[:, None], other=0.0)
         s = tl.dot(k.to(dtype), turned, input_precision="ieee") * scale
         if CAPPED:
             s = _capped(s, cap)
-        allowed = there[:, None] & ((place[:, None] < seen_by[None, :]) | (not live))
+        allowed = exists[:, None] & ((place[:, None] < seen_by[None, :]) | (not live))
         if MASKED:
             shift = tl.where(live, sink_tokens + paged, 0)
-            seen = tl.load(mask + shift + place, mask=there, other=0) != 0
-            allowed = allowed & seen[:, None]
+            visible = tl.load(mask + shift + place, mask=exists, other=0) != 0
+            allowed = allowed & visible[:, None]
         s = tl.where(allowed, s, -1e30)
         higher = tl.maximum(top, tl.max(s, 0))
         p = tl.where(allowed, tl.exp2(s - higher[None, :]), 0.0)
         decay = tl.exp2(top - higher)
         top = higher
         total = total * decay + tl.sum(p, 0)
-        v = tl.load(values + place[None, :] * D + d[:, None], mask=there[None, :], other=0.0)
+        v = tl.load(values + place[None, :] * D + d[:, None], mask=exists[None, :], other=0.0)
         out = tl.dot(v.to(dtype), p.to(dtype), out * decay[None, :], input_precision="ieee")
     tl.store(part_out + n[None, :] * D + d[:, None], out, mask=n[None, :] < rows)
     tl.store(part_top + n, top)

@@ -39,11 +39,11 @@ def _clipped(y, RANK: tl.constexpr):
     size = tl.abs(y).to(tl.int32, bitcast=True)
     limit = tl.zeros([y.shape[0]], tl.int32)
     for i in range(31):
-        tried = limit | (1 << (30 - i))
-        count = tl.sum((size >= tried[:, None]).to(tl.int32), 1)
-        limit = tl.where(count >= RANK, tried, limit)
-    most = limit.to(tl.float32, bitcast=True)[:, None]
-    return tl.minimum(tl.maximum(y, -most), most)
+        candidate = limit | (1 << (30 - i))
+        count = tl.sum((size >= candidate[:, None]).to(tl.int32), 1)
+        limit = tl.where(count >= RANK, candidate, limit)
+    limits = limit.to(tl.float32, bitcast=True)[:, None]
+    return tl.minimum(tl.maximum(y, -limits), limits)
 
 
 @triton.jit
@@ -52,17 +52,17 @@ def _half(x, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _over(x, whole: tl.constexpr, FUSED: tl.constexpr):
+def _over(x, divisor: tl.constexpr, FUSED: tl.constexpr):
     """x / whole, rounded as IEEE says; values that `_half` clips may be smaller. FUSED: by two fused
     multiply-adds, exact for every float32 and whole = 2^b - 1 (all mantissas tried), since division is a
     subroutine on the GPU."""
     if FUSED:
-        x = tl.minimum(x, HALF_MAX * whole)  # infinity would leave NaN as the rest
-        inverse = tl.full(x.shape, 1.0 / whole, tl.float32)
-        near = x * inverse
-        rest = tl.fma(near, tl.full(x.shape, -whole, tl.float32), x)
-        return tl.fma(rest, inverse, near)
-    return tl.div_rn(x, tl.zeros_like(x) + whole)
+        x = tl.minimum(x, HALF_MAX * divisor)  # infinity would leave NaN as the rest
+        inverse = tl.full(x.shape, 1.0 / divisor, tl.float32)
+        quotient = x * inverse
+        remainder = tl.fma(quotient, tl.full(x.shape, -divisor, tl.float32), x)
+        return tl.fma(remainder, inverse, quotient)
+    return tl.div_rn(x, tl.zeros_like(x) + divisor)
 
 
 @triton.jit

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from cuda_track.cache.view import CodePages, Pair
 from cuda_track.kernels import launch
-from cuda_track.kernels.arguments import rows_together
 from cuda_track.kernels.turn import merge_kernel
 from mlxkv.formats.affine import HALF_MAX
 
@@ -27,7 +26,7 @@ STAGES = 1  # of the pipeline over pages: two would spill
 
 @triton.jit
 def _decoded(
-    codes, scales, biases, t, there,
+    codes, scales, biases, t, exists,
     R: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, CHANNEL: tl.constexpr, SYMMETRIC: tl.constexpr,
 ):  # fmt: skip
     """The latents of tokens t [T], float16 [T, R], in the stored domain. codes: a little-endian bit stream per token;
@@ -38,15 +37,15 @@ def _decoded(
     if BITS == 3:  # a code may lie in two words
         first = tl.arange(0, R) * 3
         word, bit = first // 32, first % 32
-        low = tl.load(row + word[None, :], mask=there[:, None], other=0).to(tl.uint32)
-        after = tl.minimum(word + 1, WORDS - 1)
-        high = tl.load(row + after[None, :], mask=there[:, None], other=0).to(tl.uint32)
+        low = tl.load(row + word[None, :], mask=exists[:, None], other=0).to(tl.uint32)
+        next_word = tl.minimum(word + 1, WORDS - 1)
+        high = tl.load(row + next_word[None, :], mask=exists[:, None], other=0).to(tl.uint32)
         cut = (bit > 29)[None, :]
         spare = tl.where(cut, high << (32 - bit)[None, :], 0)
         code = ((low >> bit[None, :]) | spare) & 7
     else:
         EACH: tl.constexpr = 32 // BITS
-        words = tl.load(row + tl.arange(0, WORDS)[None, :], mask=there[:, None], other=0)
+        words = tl.load(row + tl.arange(0, WORDS)[None, :], mask=exists[:, None], other=0)
         shifts = (tl.arange(0, EACH) * BITS).to(tl.uint32)
         code = (words.to(tl.uint32)[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
         code = tl.reshape(code, [T, R])
@@ -58,21 +57,21 @@ def _decoded(
         return (code.to(tl.float32) * scale[None, :] + bias[None, :]).to(tl.float16)
     GROUPS: tl.constexpr = R // GROUP
     at = t[:, None].to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[None, :]
-    scale = tl.load(scales + at, mask=there[:, None], other=0.0).to(tl.float32)
+    scale = tl.load(scales + at, mask=exists[:, None], other=0.0).to(tl.float32)
     if SYMMETRIC:
         bias = -(1 << (BITS - 1)) * scale
     else:
-        bias = tl.load(biases + at, mask=there[:, None], other=0.0).to(tl.float32)
+        bias = tl.load(biases + at, mask=exists[:, None], other=0.0).to(tl.float32)
     grouped = tl.reshape(code.to(tl.float32), [T, GROUPS, GROUP])
     return tl.reshape(grouped * scale[:, :, None] + bias[:, :, None], [T, R]).to(tl.float16)
 
 
 @triton.jit
-def _added(s, x, seen, top, total, out):
+def _added(s, x, visible, top, total, out):
     """Running softmax: take scores s [H, T] in base-2 exponents and their values x [T, R] in."""
-    s = tl.where(seen[None, :], s, -1e30)
+    s = tl.where(visible[None, :], s, -1e30)
     higher = tl.maximum(top, tl.max(s, 1))
-    p = tl.where(seen[None, :], tl.exp2(s - higher[:, None]), 0.0)
+    p = tl.where(visible[None, :], tl.exp2(s - higher[:, None]), 0.0)
     decay = tl.exp2(top - higher)
     out = tl.dot(p.to(x.dtype), x, out * decay[:, None], input_precision="ieee")
     return higher, total * decay + tl.sum(p, 1), out
@@ -94,24 +93,24 @@ def _of_pages(
     last = ((split.to(tl.int64) + 1) * blocks // splits).to(tl.int32)
     for i in tl.range(first, last, num_stages=STAGES):
         t = i * T + tl.arange(0, T)
-        there = t < tokens
-        x = _decoded(codes, scales, biases, t, there, R, BITS, GROUP, CHANNEL, SYMMETRIC)
+        exists = t < tokens
+        x = _decoded(codes, scales, biases, t, exists, R, BITS, GROUP, CHANNEL, SYMMETRIC)
         place = t[:, None].to(tl.int64)
         if TURNED_BITS == 8:
             rows = turned + place * (N // 4) + (n // 4)[None, :]
-            word = tl.load(rows, mask=there[:, None], other=0).to(tl.uint32)
+            word = tl.load(rows, mask=exists[:, None], other=0).to(tl.uint32)
             code = (word >> (n % 4 * 8).to(tl.uint32)[None, :]) & 255
-            step = tl.load(steps + t, mask=there, other=0.0).to(tl.float32)
+            step = tl.load(steps + t, mask=exists, other=0.0).to(tl.float32)
             k = ((code.to(tl.float32) - 128.0) * step[:, None]).to(qt.dtype)
         else:
             rows = turned + place * N + n[None, :]
-            k = tl.load(rows, mask=there[:, None], other=0.0).to(qt.dtype)
+            k = tl.load(rows, mask=exists[:, None], other=0.0).to(qt.dtype)
         s = tl.dot(qt, tl.trans(k), input_precision="ieee") * scale
         s = tl.dot(q, tl.trans(x), s)
         if MASKED:
-            seen = tl.load(mask + t, mask=there, other=0)
-            there = there & (seen != 0)
-        top, total, out = _added(s, x, there, top, total, out)
+            visible = tl.load(mask + t, mask=exists, other=0)
+            exists = exists & (visible != 0)
+        top, total, out = _added(s, x, exists, top, total, out)
     return top, total, out
 
 
@@ -130,21 +129,21 @@ def _of_windows(
     for i in tl.range(part, sink_blocks + (n_live + T - 1) // T, parts, num_stages=1):
         in_sink = i < sink_blocks
         t = tl.where(in_sink, i, i - sink_blocks) * T + tl.arange(0, T)
-        there = t < tl.where(in_sink, n_sink, n_live)
+        exists = t < tl.where(in_sink, n_sink, n_live)
         if in_sink:
             row, turned_row = sink, sink_turned
         else:
             row, turned_row = live, live_turned
-        x = tl.load(row + t[:, None] * R + d[None, :], mask=there[:, None], other=0.0)
-        k = tl.load(turned_row + t[:, None] * N + n[None, :], mask=there[:, None], other=0.0)
+        x = tl.load(row + t[:, None] * R + d[None, :], mask=exists[:, None], other=0.0)
+        k = tl.load(turned_row + t[:, None] * N + n[None, :], mask=exists[:, None], other=0.0)
         x = x.to(q.dtype)
         s = tl.dot(qt, tl.trans(k.to(qt.dtype)), input_precision="ieee")
         s = tl.dot(q, tl.trans(x), s, input_precision="ieee") * scale
         if MASKED:
-            behind = tl.where(in_sink, 0, n_sink + tokens)
-            seen = tl.load(mask + behind + t, mask=there, other=0)
-            there = there & (seen != 0)
-        top, total, out = _added(s, x, there, top, total, out)
+            offset = tl.where(in_sink, 0, n_sink + tokens)
+            visible = tl.load(mask + offset + t, mask=exists, other=0)
+            exists = exists & (visible != 0)
+        top, total, out = _added(s, x, exists, top, total, out)
     return top, total, out
 
 
@@ -218,40 +217,40 @@ def attend(
     """
     batch, heads, _, dims = queries.shape
     device, spec, code = queries.device, pages.codecs[0].spec, pages.codecs[0]
-    stored, beside = pages.stored
+    stored, rotary_stored = pages.stored
     channel = spec.axis == "channel"
     group = spec.group_size(dims, code.page)
     tile = 16 if channel and group % 32 else 32
-    each = min(HEADS[1], max(HEADS[0], 1 << (heads - 1).bit_length()))
-    blocks = -(-heads // each)
+    block_heads = min(HEADS[1], max(HEADS[0], 1 << (heads - 1).bit_length()))
+    blocks = -(-heads // block_heads)
     split = launch._processors(device) * PROGRAMS // max(1, blocks * batch) - WINDOWS
     split = max(1, min(split, -(-pages.tokens // tile)), -(-pages.tokens // launch.LONGEST))
     parts = split + WINDOWS
     q = code.query(queries) * (scale * launch.LOG2E)
     q = q.clamp(-HALF_MAX, HALF_MAX).half().contiguous()
-    windows = [rows_together(x) for x in (*(sink or live), *live)]
-    exact = "values" in beside
-    rotary = rows_together(beside["values" if exact else "codes"])
-    steps = rotary if exact else rows_together(beside["scale"])
-    codes, scales = (rows_together(stored[name]) for name in ("codes", "scale"))
-    biases = scales if spec.symmetric else rows_together(stored["bias"])
-    seen = None if mask is None else mask.to(torch.uint8).contiguous()
+    windows = [launch.rows_together(x) for x in (*(sink or live), *live)]
+    exact = "values" in rotary_stored
+    rotary = launch.rows_together(rotary_stored["values" if exact else "codes"])
+    steps = rotary if exact else launch.rows_together(rotary_stored["scale"])
+    codes, scales = (launch.rows_together(stored[name]) for name in ("codes", "scale"))
+    biases = scales if spec.symmetric else launch.rows_together(stored["bias"])
+    visible = None if mask is None else mask.to(torch.uint8).contiguous()
     room = {"dtype": torch.float32, "device": device}
-    out = torch.empty(batch, parts, blocks * each, dims, **room)
-    top, total = (torch.empty(batch, parts, blocks * each, **room) for _ in range(2))
+    out = torch.empty(batch, parts, blocks * block_heads, dims, **room)
+    top, total = (torch.empty(batch, parts, blocks * block_heads, **room) for _ in range(2))
     kind = windows[2].dtype
     latent_kernel[(parts, blocks, batch)](
         *(q, queries.to(kind).contiguous(), turned.to(kind).contiguous()),
         *(codes, scales, biases, rotary, steps, *windows),
         *(x.stride(0) for x in (codes, scales, rotary, steps, *windows)),
-        *(q if seen is None else seen, 0 if seen is None else seen.shape[1]),
+        *(q if visible is None else visible, 0 if visible is None else visible.shape[1]),
         *(out, top, total),
         *(pages.tokens, 0 if sink is None else sink[0].shape[2], live[0].shape[2]),
         *(split, heads, scale * launch.LOG2E),
-        **{"R": dims, "N": turned.shape[3], "H": each, "T": tile, "BITS": spec.bits},
+        **{"R": dims, "N": turned.shape[3], "H": block_heads, "T": tile, "BITS": spec.bits},
         **{"GROUP": group, "CHANNEL": channel, "SYMMETRIC": spec.symmetric},
         TURNED_BITS=16 if exact else 8,
-        MASKED=seen is not None,
+        MASKED=visible is not None,
         WIDE=launch.interpreted() and kind == torch.bfloat16,
         STAGES=STAGES,
         num_warps=4 if dims <= 128 else 8,
@@ -259,12 +258,12 @@ def attend(
     up = None if code.transform is None else code.transform.up
     result = torch.empty_like(queries)
     block = min(dims, 64)
-    every = 1 << (parts - 1).bit_length()
+    slots = 1 << (parts - 1).bit_length()
     merge_kernel[(heads * (dims // block), 1, batch)](
         *(out, top, total, out if up is None else up.contiguous(), out, result),
         *(split, WINDOWS, heads, 1, 0),
-        **{"D": dims, "R": dims, "N": blocks * each, "SPLITS": every, "BLOCK": block},
-        CHUNK=min(launch.MERGED // dims, every),
+        **{"D": dims, "R": dims, "N": blocks * block_heads, "SPLITS": slots, "BLOCK": block},
+        CHUNK=min(launch.MERGED // dims, slots),
         **{"TURNED": up is not None, "SINKS": False, "CHAINED": False},
         num_warps=16 if up is not None else 4,
     )

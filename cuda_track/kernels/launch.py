@@ -7,23 +7,16 @@ new tokens --seal_kernel--> pages --unseal_kernel--> the stored domain, for pref
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 
 import torch
 
 from cuda_track.codec.codec import Codec, Stored
+from cuda_track.codec.transform import Transform
 from cuda_track.kernels import layout
-from cuda_track.kernels.arguments import (
-    SEAL_BLOCK,
-    SEAL_STAGES,
-    SEALED,
-    down_of,
-    given,
-    interpreted,
-    per_head,
-    rows_together,
-)
 from cuda_track.kernels.pool import PoolPages
 from mlxkv.formats.config import CacheConfig
 
@@ -33,6 +26,9 @@ WINDOWS, SLOTS = 3, 16  # programs of windows, where a head has so many times mo
 FEW = 132  # programs that merge, below which a row has several
 MANY = 256  # rows of queries, above which a program takes LEAST_ROWS before and after attention
 MERGED = 1 << 14  # numbers that a program which merges holds at a time
+SEALED = 128  # tokens that a program encodes at most
+SEAL_BLOCK, SEAL_STAGES = 32, 3  # dims that it multiplies at a time, and has in flight
+PARTS = 3  # of 16 bits, that make up a matrix of 32
 LONGEST = 4096  # tokens that a program sums at most: measured, and what `bench` checks
 LOG2E = math.log2(math.e)
 
@@ -40,19 +36,18 @@ LOG2E = math.log2(math.e)
 @cache
 def absent() -> str | None:
     """Return why there is no Triton here, or None."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "triton is not installed"
-    return None
+    return None if find_spec("triton") else "triton is not installed"
 
 
-def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) -> str | None:
+def interpreted() -> bool:
+    """Return whether Triton's kernels run in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:
     """Return why Triton does not read caches of `config` with heads of these dims, or None."""
-    if reason := absent():
-        return reason
-    if device.type != "cuda" and not interpreted():
-        return f"no Triton kernels on {device.type}"
+    if config.low:
+        return "low rank has no Triton kernel"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel"
     return layout.why_not(config.keys.quantizer, dims[0], config.page) or layout.why_not(
@@ -66,7 +61,7 @@ class Launch:
 
     warps: of a program. programs: on one multiprocessor, by which splits are sized. stages: of its
     pipeline. registers: of a thread at most, 0 for the compiler's choice. early: the next kernel may start
-    while it runs. asm: PTX unpacks codes.
+    while it runs.
     """
 
     warps: int = 1
@@ -74,25 +69,21 @@ class Launch:
     stages: int = 3
     registers: int = 0
     early: bool = False
-    asm: bool = True
 
 
-# By head dim and bits of the values, on an H200 (docs/results/cuda.md).
-LAUNCHES: dict[tuple[int, int], Launch] = {
-    (64, 4): Launch(1, 8, 5, 168),
-    (64, 2): Launch(1, 8, 5, 168),
-    (128, 4): Launch(1, 8, 5),
-    (128, 2): Launch(1, 8, 5),
-    (256, 4): Launch(2, 2, 5, early=True),
-    (256, 2): Launch(2, 2, 5, early=True),
+# By head dim, for values of 2 and 4 bits, on an H200 (docs/results/cuda.md).
+MEASURED = {
+    64: Launch(1, 8, 5, registers=168),
+    128: Launch(1, 8, 5),
+    256: Launch(2, 2, 5, early=True),
 }
 
 
 def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
     """The launch that was fastest on an H200, for few rows of queries; else as many warps
     as hold their part of the sums in registers (`tests/support/triton_compile.py`)."""
-    if padded == LEAST_ROWS and (dims, bits) in LAUNCHES:
-        return LAUNCHES[dims, bits]
+    if padded == LEAST_ROWS and bits in (2, 4):
+        return MEASURED[dims]
     warps = 4 if padded > LEAST_ROWS else 2 if dims > 128 else 1
     return Launch(warps, 10 // warps)
 
@@ -152,32 +143,28 @@ def attend(
     kv_heads = live[0].shape[1]
     rows = heads // kv_heads * new
     padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
-    key_side, value_side = pages.layouts
-    how = how or launch(dims, value_side.spec.bits, padded)
+    keys, values = pages.layouts
+    how = how or launch(dims, values.spec.bits, padded)
     queries = queries.contiguous()
-    turns = [None if code.transform is None else code.transform.up for code in pages.codecs]
-    groups = 1 if key_side.channel else key_side.groups  # of a token
-    coded = {"GROUPS": groups, "BITS": key_side.spec.bits, "PLANES": key_side.planes}
+    up_keys, up_values = (code.transform and code.transform.up for code in pages.codecs)
+    sides = [_constants(at) for at in pages.layouts]
     device, kw = queries.device, {"device": queries.device}
     chained = _chained(device)
-    parts, around = splits(
-        pages.table.shape[1], key_side.page, batch * kv_heads, device, how.programs
+    parts, around = splits(pages.table.shape[1], keys.page, batch * kv_heads, device, how.programs)
+    sizes = {"D": dims, "R": dims, "N": padded, **chained}
+    # AMD's compiler lacks float32 products in three parts of TF32, which kernels of many rows use.
+    many = batch * kv_heads * rows > MANY and dims <= 128 and torch.version.hip is None
+    first, last = (
+        (many_queries_kernel, many_merge_kernel) if many else (queries_kernel, merge_kernel)
     )
 
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
-    sums = torch.empty(batch, kv_heads, 2, groups, padded, dtype=torch.float32, **kw)
+    sums = torch.empty(batch, kv_heads, 2, sides[0]["GROUPS"], padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
-    # AMD's compiler lacks float32 products in three parts of TF32, which kernels of many rows use.
-    many = batch * kv_heads * rows > MANY and dims <= 128 and torch.version.hip is None
-    before, after = (
-        (many_queries_kernel, many_merge_kernel) if many else (queries_kernel, merge_kernel)
-    )
-    together = {"M": LEAST_ROWS} if many else {}
-    before[(padded // together.get("M", 1), kv_heads, batch)](
-        *(queries, given(turns[0], q), q, sums, factors, rows, scale * LOG2E, per_head(turns[0])),
-        **{"D": dims, "R": dims, "N": padded, "TURNED": turns[0] is not None, **coded},
-        **together,
-        **chained,
+    first[(padded // (LEAST_ROWS if many else 1), kv_heads, batch)](
+        *(queries, _or(up_keys, q), q, sums, factors, rows, scale * LOG2E, _stride(up_keys)),
+        **{**sizes, **sides[0], "TURNED": up_keys is not None},
+        **({"M": LEAST_ROWS} if many else {}),
         num_warps=8 if dims <= 128 else 16,
     )
 
@@ -186,21 +173,23 @@ def attend(
     top, total = (torch.empty(shape, dtype=torch.float32, **kw) for _ in range(2))
     live = tuple(map(rows_together, live))
     sink = tuple(map(rows_together, sink)) if sink is not None else live
-    seen = None if mask is None else mask.to(torch.uint8).contiguous()
-    codes, kinds = _read(pages, dims)
+    visible = None if mask is None else mask.to(torch.uint8).contiguous()
     attend_kernel[(parts + around, kv_heads, batch)](
         *(q, sums, factors, queries),
-        *codes,
+        *(x for side in pages.sides for x in _tensors(side)),
         *(pages.table, pages.counts, *sink, *live),
         *(0 if sink is live else sink[0].shape[2], live[0].shape[2]),
         *(sink[0].stride(1), live[0].stride(1), sink[0].stride(0), live[0].stride(0)),
-        *(given(seen, pages.table), 0 if seen is None else seen.shape[1]),
+        *(_or(visible, pages.table), 0 if visible is None else visible.shape[1]),
         *(out, top, total, pages.table.shape[1], parts, rows, new, scale * LOG2E),
         0.0 if softcap is None else softcap * LOG2E,
-        **{"N": padded, "T": key_side.turn, "PAGE": key_side.page, "WINDOW": 32, **kinds},
-        MASKED=seen is not None,
+        **{f"K_{name}": x for name, x in sides[0].items()},
+        **{f"V_{name}": x for name, x in sides[1].items()},
+        **{"R": dims, "N": padded, "T": keys.turn, "PAGE": keys.page, "WINDOW": 32},
+        CHANNEL=keys.channel_tokens,
+        MASKED=visible is not None,
         CAPPED=softcap is not None,
-        ASM=how.asm and not interpreted() and torch.version.hip is None,
+        ASM=not interpreted() and torch.version.hip is None,
         STAGES=how.stages,
         EARLY=how.early,
         WIDE=interpreted() and live[0].dtype == torch.bfloat16,
@@ -210,47 +199,75 @@ def attend(
     )
 
     result = torch.empty_like(queries)
-    every, block = 1 << (parts + around - 1).bit_length(), min(dims, 128)
+    slots, block = 1 << (parts + around - 1).bit_length(), min(dims, 128)
     if many:
-        grid, at_once = -(-rows // LEAST_ROWS), MERGED // LEAST_ROWS
+        grid, at_once, block_of = -(-rows // LEAST_ROWS), MERGED // LEAST_ROWS, {"M": LEAST_ROWS}
     else:
         while block > 64 and batch * kv_heads * rows * dims // block < FEW // 2:
             block //= 2
-        grid, at_once, together = rows * (dims // block), MERGED, {"BLOCK": block}
-    after[(grid, kv_heads, batch)](
-        *(out, top, total, given(turns[1], out), given(sink_logits, out), result),
-        *(parts, around, rows, new, per_head(turns[1])),
-        **{
-            "D": dims,
-            "R": dims,
-            "N": padded,
-            "SPLITS": every,
-            "CHUNK": min(at_once // dims, every),
-        },
-        **{"TURNED": turns[1] is not None, "SINKS": sink_logits is not None},
-        **together,
-        **chained,
+        grid, at_once, block_of = rows * (dims // block), MERGED, {"BLOCK": block}
+    last[(grid, kv_heads, batch)](
+        *(out, top, total, _or(up_values, out), _or(sink_logits, out), result),
+        *(parts, around, rows, new, _stride(up_values)),
+        **{**sizes, **block_of, "SPLITS": slots, "CHUNK": min(at_once // dims, slots)},
+        **{"TURNED": up_values is not None, "SINKS": sink_logits is not None},
         num_warps=16 if not many and grid * kv_heads * batch <= FEW else 8,
     )
     return result
 
 
-def _read(pages: PoolPages, dims: int) -> tuple[tuple, dict]:
-    """Return the tensors of codes and the constants that `attend_kernel` reads them by."""
-    codes, kinds = [], {"R": dims}
-    for letter, at, side in zip("KV", pages.layouts, pages.sides, strict=True):
-        codes += [side["words"], side.get("high", side["words"]), side["numbers"]]
-        groups = 1 if at.channel else at.groups
-        kinds |= {f"{letter}_BITS": at.spec.bits, f"{letter}_PLANES": at.planes}
-        kinds[f"{letter}_GROUPS"] = groups
-    keys = pages.layouts[0]
-    return tuple(codes), kinds | {"CHANNEL": keys.group if keys.channel else 0}
+def _constants(at: layout.PlaneLayout) -> dict[str, int]:
+    """The constants by which kernels read the codes of a side; GROUPS: of a token."""
+    groups = 1 if at.channel else at.groups
+    return {"BITS": at.spec.bits, "PLANES": at.planes, "GROUPS": groups}
+
+
+def _tensors(side: Stored) -> tuple[torch.Tensor, ...]:
+    """The tensors of a side; without a third bit its words stand in for those of the high one."""
+    return side["words"], side.get("high", side["words"]), side["numbers"]
+
+
+def _down_of(
+    transform: Transform | None, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, int, int]:
+    """(down, its stride of a head, parts that it is split into) for inputs of `dtype`; (None, 0, 0) without one."""
+    if transform is None:
+        return None, 0, 0
+    # Triton's interpreter multiplies the bits of bfloat16 as integers.
+    exact = dtype == torch.float16 or (dtype == torch.bfloat16 and not interpreted())
+    down = _parts(transform, dtype) if exact else transform.down
+    return down, down.stride(0) if transform.down.ndim == 3 else 0, PARTS if exact else 0
+
+
+@lru_cache(maxsize=512)
+def _parts(transform: Transform, dtype: torch.dtype) -> torch.Tensor:
+    """Split down [.., D, R] into a sum of parts of 16 bits, [.., PARTS, D, R], the largest first."""
+    remainder, out = transform.down, []
+    for _ in range(PARTS):
+        out.append(remainder.to(dtype))
+        remainder = remainder - out[-1].float()
+    return torch.stack(out, -3).contiguous()
+
+
+def _or(x: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """x, or a tensor that stands in for an argument that is not read."""
+    return stand_in if x is None else x
+
+
+def _stride(turn: torch.Tensor | None) -> int:
+    """The stride of a head in a transform, 0 where all heads share it."""
+    return turn.stride(0) if turn is not None and turn.ndim == 3 else 0
+
+
+def rows_together(x: torch.Tensor) -> torch.Tensor:
+    """x with the tokens of a head one after the other; there may be room behind them."""
+    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
 
 
 def seal(
     code: Codec,
     x: torch.Tensor,
-    at: layout.SideLayout,
+    at: layout.PlaneLayout,
     side: Stored,
     places: list[int] | torch.Tensor,
 ) -> None:
@@ -263,14 +280,13 @@ def seal(
     block = at.group if at.channel else math.gcd(tokens, SEALED)
     # Minima over the tokens of a channel cross warps: as few as hold its numbers in registers.
     wide = at.dims > 128 or block > SEALED if at.channel else block == SEALED
-    down, of_head, parts = down_of(code.transform, x.dtype)
+    down, of_head, parts = _down_of(code.transform, x.dtype)
     seal_kernel[(tokens // block, heads, batch)](
-        *(x, given(down, x), side["words"], side.get("high", side["words"]), side["numbers"]),
+        *(x, _or(down, x), *_tensors(side)),
         *(torch.as_tensor(places, device=x.device), x.stride(0), x.stride(1), of_head),
         tokens // at.page,
-        **{"D": dims, "R": at.dims, "T": block, "PAGE": at.page, "BITS": at.spec.bits},
-        **{"PLANES": at.planes, "GROUPS": at.groups, "SYMMETRIC": at.spec.symmetric},
-        CHANNEL=at.group if at.channel else 0,
+        **_constants(at) | {"GROUPS": at.groups, "CHANNEL": at.channel_tokens},
+        **{"D": dims, "R": at.dims, "T": block, "PAGE": at.page, "SYMMETRIC": at.spec.symmetric},
         **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
         **{"PARTS": parts, "BLOCK": SEAL_BLOCK, "FUSED": not interpreted()},
         num_warps=8 if wide else 4,
@@ -287,10 +303,9 @@ def unseal(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
     batch, heads, _, dims = out.shape
     most = pages.table.shape[1]
     unseal_kernel[(most * (at.page // at.turn), heads, batch)](
-        *(stored["words"], stored.get("high", stored["words"]), stored["numbers"]),
+        *_tensors(stored),
         *(pages.table, pages.counts, out, most, start, out.stride(0), out.stride(1)),
-        **{"R": dims, "T": at.turn, "PAGE": at.page, "BITS": at.spec.bits, "PLANES": at.planes},
-        **{"GROUPS": 1 if at.channel else at.groups, "KEYS": at.keys},
-        CHANNEL=at.group if at.channel else 0,
+        **{"R": dims, "T": at.turn, "PAGE": at.page, **_constants(at)},
+        **{"KEYS": at.keys, "CHANNEL": at.channel_tokens},
         num_warps=4,
     )

@@ -24,7 +24,7 @@ import torch
 
 from cuda_track.codec import packing
 from cuda_track.codec.affine import bias_of
-from cuda_track.codec.codec import Stored
+from cuda_track.codec.codec import Codec, Stored
 from mlxkv.formats.config import Affine, Fill
 
 LEAST = 16  # dims that a matrix unit sums over at least
@@ -37,7 +37,7 @@ WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 
 @dataclass(frozen=True)
-class SideLayout:
+class PlaneLayout:
     """The order of one side. spec: its format. dims: stored dims R. page: tokens of a page."""
 
     spec: Affine
@@ -55,6 +55,11 @@ class SideLayout:
         return self.spec.axis == "channel"
 
     @property
+    def channel_tokens(self) -> int:
+        """Tokens that share scales per channel; 0: scales are per token."""
+        return self.group if self.channel else 0
+
+    @property
     def groups(self) -> int:
         """Scales of a token, or of a channel of a page."""
         return (self.page if self.channel else self.dims) // self.group
@@ -68,10 +73,10 @@ class SideLayout:
     def planes(self) -> int:
         """Codes of a word. For 4 bits words of 16 bits unpack with the fewest instructions; groups then have
         to be multiples of their planes."""
-        most = min(PLANES, 32 // self.spec.bits, self.dims // LEAST)
+        planes = min(PLANES, 32 // self.spec.bits, self.dims // LEAST)
         if self.spec.bits == 4 and (self.channel or self.group % (self.dims // 4) == 0):
-            return min(most, 4)
-        return most
+            return min(planes, 4)
+        return planes
 
     @property
     def words(self) -> int:
@@ -79,9 +84,11 @@ class SideLayout:
         return self.dims // self.planes
 
     @cached_property
-    def fields(self) -> tuple[tuple[int, int], ...]:
-        """(lowest bit of the code, bits) of each set of words."""
-        return ((0, 2), (2, 1)) if self.spec.bits == 3 else ((0, self.spec.bits),)
+    def fields(self) -> dict[str, tuple[int, int]]:
+        """(lowest bit of the code, bits) of each set of words, by name."""
+        if self.spec.bits == 3:
+            return {"words": (0, 2), "high": (2, 1)}
+        return {"words": (0, self.spec.bits)}
 
     def dtype(self, bits: int) -> torch.dtype:
         """The type of words whose planes have `bits` bits."""
@@ -90,10 +97,7 @@ class SideLayout:
     def shapes(self, heads: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape of a page and dtype of the tensors of a side in a pool, by name."""
         words = (self.page, self.words) if self.keys else (self.words, self.page)
-        out = {
-            name: ((heads, *words), self.dtype(bits))
-            for name, (_, bits) in zip(("words", "high"), self.fields, strict=False)
-        }
+        out = {name: ((heads, *words), self.dtype(bits)) for name, (_, bits) in self.fields.items()}
         last = self.dims if self.channel else self.page
         return out | {"numbers": ((heads, self.groups, last), torch.int32)}
 
@@ -103,7 +107,7 @@ class SideLayout:
         batch, heads, tokens, _ = codes.shape
         planes = codes.view(batch, heads, -1, self.page, self.planes, self.words)
         out = {}
-        for name, (low, bits) in zip(("words", "high"), self.fields, strict=False):
+        for name, (low, bits) in self.fields.items():
             shifts = torch.arange(self.planes, device=codes.device)[:, None] * bits
             field = (planes >> low) & ((1 << bits) - 1)
             words = (field.long() << shifts).sum(-2)  # [B, G, N, T, J]
@@ -120,7 +124,7 @@ class SideLayout:
     def restore(self, pool: Stored) -> Stored:
         """Invert `arrange`."""
         codes = 0
-        for name, (low, bits) in zip(("words", "high"), self.fields, strict=False):
+        for name, (low, bits) in self.fields.items():
             words = pool[name].swapaxes(1, 2)
             words = (words if self.keys else words.mT).int()
             shifts = torch.arange(self.planes, device=words.device, dtype=torch.int32)[:, None]
@@ -132,6 +136,12 @@ class SideLayout:
         scale, bias = numbers.flatten().view(torch.float16).view(*numbers.shape, 2).unbind(-1)
         stored = {"codes": packing.pack(codes, self.spec.bits), "scale": scale.contiguous()}
         return stored if self.spec.symmetric else stored | {"bias": bias.contiguous()}
+
+
+def layouts(codecs: tuple[Codec, Codec]) -> tuple[PlaneLayout, PlaneLayout]:
+    """The layouts of keys and of values."""
+    pairs = zip(codecs, (True, False), strict=True)
+    return tuple(PlaneLayout(code.spec, code.dims, code.page, keys) for code, keys in pairs)
 
 
 def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
@@ -146,7 +156,7 @@ def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
         return "values with scales per channel have no Triton kernel"
     if dims not in DIMS:
         return f"Triton reads heads of {', '.join(map(str, DIMS))} dims; got {dims}"
-    at = SideLayout(spec, dims, page, keys)
+    at = PlaneLayout(spec, dims, page, keys)
     if at.channel and at.group & (at.group - 1):
         return f"groups of {at.group} tokens are no power of two"
     if at.channel and at.group > GROUP:

@@ -59,9 +59,9 @@ def many_merge_kernel(
     before(CHAINED)
     s, parts = tl.arange(0, SPLITS)[:, None], splits + windows
     first = head * parts * N + n
-    there = (s < parts) & (n < rows)[None, :]
-    tops = tl.load(part_top + first[None, :] + s * N, mask=there, other=-float("inf"))
-    sums = tl.load(part_sum + first[None, :] + s * N, mask=there, other=0.0)
+    exists = (s < parts) & (n < rows)[None, :]
+    tops = tl.load(part_top + first[None, :] + s * N, mask=exists, other=-float("inf"))
+    sums = tl.load(part_sum + first[None, :] + s * N, mask=exists, other=0.0)
     top = tl.max(tops, 0)
     top = tl.where(n < rows, top, 0.0)
     total = tl.where(n < rows, 0.0, 1.0)
@@ -72,15 +72,15 @@ def many_merge_kernel(
         total += tl.exp2(sink - top)
     total += tl.sum(tl.exp2(tops - top[None, :]) * sums, 0)
     dims = r if TURNED else d
-    many = tl.zeros([CHUNK, dims.shape[0], M], tl.float32)
+    partials = tl.zeros([CHUNK, dims.shape[0], M], tl.float32)
     row = first[None, None, :]
     for start in range(0, splits, CHUNK):
         c = start + tl.arange(0, CHUNK)[:, None, None]
         inside = (c < splits) & (n < rows)[None, None, :]
         of = tl.load(part_top + row + c * N, mask=inside, other=-float("inf"))
         part = part_out + (row + c * N) * R + dims[None, :, None]
-        many += tl.load(part, mask=inside, other=0.0) * tl.exp2(of - top[None, None, :])
-    y = tl.sum(many, 0)  # [dims, M]
+        partials += tl.load(part, mask=inside, other=0.0) * tl.exp2(of - top[None, None, :])
+    y = tl.sum(partials, 0)  # [dims, M]
     if TURNED:
         y = tl.dot(tl.trans(turn), y, input_precision="tf32x3")
     for w in range(windows):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cuda_track.codec.codec import Codec, Stored
-from cuda_track.kernels.layout import SideLayout
+from cuda_track.codec.codec import Codec, Sealed, Stored
+from cuda_track.kernels.layout import PlaneLayout
 
 GROWTH = 4  # spare room is a quarter of what is stored
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -43,17 +43,17 @@ class Pool:
             self.holders[place] = 1
         return places
 
-    def _grow(self, shapes: tuple[Shapes, Shapes], least: int, device) -> None:
+    def _grow(self, shapes: tuple[Shapes, Shapes], count: int, device) -> None:
         have = len(self.holders)
-        more = max(least, have // GROWTH, 8)
+        added = max(count, have // GROWTH, 8)
         for pool, new in zip(self.sides, shapes, strict=True):
             for name, (shape, dtype) in new.items():
-                room = torch.zeros(have + more, *shape, dtype=dtype, device=device)
+                room = torch.zeros(have + added, *shape, dtype=dtype, device=device)
                 if have:
                     room[:have] = pool[name]
                 pool[name] = room
-        self.holders += [0] * more
-        self._free += range(have + more - 1, have - 1, -1)
+        self.holders += [0] * added
+        self._free += range(have + added - 1, have - 1, -1)
 
     def hold(self, places: list[int]) -> None:
         for place in places:
@@ -72,7 +72,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class PoolPages:
+class PoolPages(Sealed):
     """A snapshot that attention reads.
 
     table: [B, most] int32, places of the pages of each row. counts: [B] int32, how many. tokens: of the longest
@@ -80,16 +80,11 @@ class PoolPages:
     """
 
     codecs: tuple[Codec, Codec]
-    layouts: tuple[SideLayout, SideLayout]
+    layouts: tuple[PlaneLayout, PlaneLayout]
     sides: tuple[Stored, Stored]
     table: torch.Tensor
     counts: torch.Tensor
     tokens: int
-
-    @property
-    def parts(self) -> tuple[PoolPages]:
-        """Runs of one transform."""
-        return (self,)
 
     @property
     def stored(self) -> tuple[Stored, Stored]:
@@ -99,7 +94,3 @@ class PoolPages:
             at.restore({name: x[places] for name, x in side.items()})
             for side, at in zip(self.sides, self.layouts, strict=True)
         )
-
-    def decode(self, side: int, dtype: torch.dtype) -> torch.Tensor:
-        """Decode keys (side 0) or values (1): [B, G, T, D]."""
-        return self.codecs[side].decode(self.stored[side], dtype)

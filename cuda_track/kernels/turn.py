@@ -76,15 +76,15 @@ def merge_kernel(
         top = tl.maximum(top, sink)
         total += tl.exp2(sink - top)
     total += tl.sum(tl.exp2(tops - top) * sums, 0)
-    many = tl.zeros([CHUNK, R if TURNED else BLOCK], tl.float32)
+    partials = tl.zeros([CHUNK, R if TURNED else BLOCK], tl.float32)
     dims = r if TURNED else d
     for start in range(0, splits, CHUNK):
         c = start + tl.arange(0, CHUNK)
         inside = c < splits
         of = tl.load(part_top + first + c * N, mask=inside, other=-float("inf"))
         part = part_out + (first + c * N)[:, None] * R + dims[None, :]
-        many += tl.load(part, mask=inside[:, None], other=0.0) * tl.exp2(of - top)[:, None]
-    y = tl.sum(many, 0)
+        partials += tl.load(part, mask=inside[:, None], other=0.0) * tl.exp2(of - top)[:, None]
+    y = tl.sum(partials, 0)
     if TURNED:
         y = tl.sum(turn * y[:, None], 0)
     for w in range(windows):

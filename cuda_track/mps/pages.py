@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cuda_track.codec import records
-from cuda_track.codec.codec import Codec, Stored
+from cuda_track.codec.codec import Codec, Sealed, Stored
 from cuda_track.mps import source
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import (
@@ -38,7 +38,7 @@ def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:
 
 
 @dataclass(frozen=True)
-class RecordPages:
+class RecordPages(Sealed):
     """A snapshot that attention reads: the first `tokens` / 16 records of `buffer`, [B, G, capacity, words], and
     the headers of the pages, if the format has any."""
 
@@ -49,11 +49,6 @@ class RecordPages:
     tokens: int
 
     @property
-    def parts(self) -> tuple[RecordPages]:
-        """Runs of one transform."""
-        return (self,)
-
-    @property
     def stored(self) -> tuple[Stored, Stored]:
         """The pages as plain ops read them."""
         state = {"records": self.buffer[:, :, : self.tokens // TOKENS]}
@@ -61,7 +56,3 @@ class RecordPages:
             state["headers"] = self.headers[:, :, : self.tokens // self.codecs[0].page]
         codes = records.to_codes(state, self.codecs)
         return tuple(codes[name] for name in NAMES)
-
-    def decode(self, side: int, dtype: torch.dtype) -> torch.Tensor:
-        """Decode keys (side 0) or values (1): [B, G, T, D]."""
-        return self.codecs[side].decode(self.stored[side], dtype)
