@@ -2,12 +2,15 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from mlxkv import console
+from mlxkv.chat import terminal
 from mlxkv.cli import main
 from mlxkv.errors import MachineError, UserError
 
@@ -105,3 +108,40 @@ def test_numbers_in_tables_are_not_broken(capsys, monkeypatch):
     rows = [["int4", "39.6 MiB", "a very long text that says what it is good for " * 2]] * 2
     console.print_table(["--kv", "cache", "use"], rows)
     assert capsys.readouterr().out.count("39.6 MiB") == 2
+
+
+def test_signals_wait_for_a_block():
+    came = []
+    before = {n: signal.signal(n, lambda n, _: came.append(n)) for n in console.ENDING}
+    try:
+        with console.unbroken():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.raise_signal(number)
+            assert came == []
+        assert came == [signal.SIGTERM]  # the first: it ends what the others would end
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+        with console.unbroken(), terminal.left_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        with pytest.raises(ZeroDivisionError), console.unbroken():
+            _ = 1 / 0
+        signal.raise_signal(signal.SIGTERM)
+        assert came == [signal.SIGTERM] * 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_elsewhere_than_in_the_main_thread_nothing_is_held():
+    def work() -> str:
+        with console.unbroken():
+            return "done"
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result() == "done"
+
+
+def test_a_chat_is_left_with_the_number_of_the_signal():
+    with pytest.raises(SystemExit) as found, terminal.left_by_signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert found.value.code == 128 + signal.SIGTERM

@@ -116,8 +116,9 @@ def run(options: ServeOptions) -> None:
     try:
         server = Server(options)
     except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
         raise MachineError(
-            f"[--port] cannot listen on {options.host}:{options.port}: {os.strerror(error.errno)}"
+            f"[--port] cannot listen on {options.host}:{options.port}: {reason}"
         ) from None
     loaded, memory = server.site.loaded, server.engine.memory
     loaded.tell(backend())

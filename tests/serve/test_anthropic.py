@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from saying import call, saying, write_thinker
+from saying import call
 from serving import get, send, serving, settled
 
 from mlxkv.serve.apis import anthropic as api
@@ -23,18 +23,6 @@ TOOL = {
 }
 ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
 SERVED = Served("m", "int4", longest=1000, max_tokens=512, vocabulary=260)
-
-
-@pytest.fixture(scope="module")
-def said() -> list[str]:
-    return [""]
-
-
-@pytest.fixture(scope="module")
-def running(said, tmp_path_factory):
-    folder = write_thinker(tmp_path_factory.mktemp("anthropic") / "caller")
-    with saying(folder, said) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -238,18 +226,6 @@ def test_either_header_has_the_key(model_folder):
                 client.messages.create(**body)
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_what_holds_for_other_routes_holds_here(running, path):
-    port = running.server_address[1]
-    elsewhere = {"Origin": "https://example.com"}
-    assert send(running, "POST", path, {}, elsewhere)[0] == 403
-    rebound = {"Host": f"evil.example:{port}"}
-    assert send(running, "POST", path, {}, rebound)[0] == 403
-    assert send(running, "POST", path, b"{" * 70)[0] == 400
-    assert send(running, "POST", path, b"[" * 70000)[0] == 400
-    assert get(running, "/health") == {"status": "ok"}
-
-
 def request(**body):
     return api.request_of({"messages": ASK} | body, SERVED)
 
@@ -269,51 +245,27 @@ def test_text_before_the_result_of_a_tool_stays_before_it():
 
 
 def test_blocks_become_messages():
+    def text(words: str) -> dict:
+        return {"type": "text", "text": words}
+
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [text("d")]}
+    wrong = {"type": "tool_result", "tool_use_id": "t2", "content": "e", "is_error": True}
+    use = {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    secret = {"type": "redacted_thinking", "data": "x"}
     chat = [
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "hm", "signature": "s"},
-                {"type": "redacted_thinking", "data": "x"},
-                {"type": "text", "text": "c"},
-                {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "t1",
-                    "content": [{"type": "text", "text": "d"}],
-                },
-                {"type": "tool_result", "tool_use_id": "t2", "content": "e", "is_error": True},
-                {"type": "text", "text": "f"},
-            ],
-        },
+        {"role": "user", "content": [text("a"), text("b")]},
+        {"role": "assistant", "content": [thought, secret, text("c"), use]},
+        {"role": "user", "content": [result, wrong, text("f")]},
         {"role": "user", "content": "g"},
     ]
-    system = [
-        {"type": "text", "text": "x-anthropic-billing-header: 7"},
-        {"type": "text", "text": "s"},
-    ]
-    found = request(messages=chat, system=system).messages
-    assert found == [
+    found = request(messages=chat, system=[text("x-anthropic-billing-header: 7"), text("s")])
+    call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    reply = {"role": "assistant", "content": "c", "reasoning_content": "hm", "tool_calls": [call]}
+    assert found.messages == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "a\n\nb"},
-        {
-            "role": "assistant",
-            "content": "c",
-            "reasoning_content": "hm",
-            "tool_calls": [
-                {
-                    "id": "t1",
-                    "type": "function",
-                    "function": {"name": "f", "arguments": '{"x": 1}'},
-                }
-            ],
-        },
+        reply,
         {"role": "tool", "content": "d", "tool_call_id": "t1"},
         {"role": "tool", "content": "Error: e", "tool_call_id": "t2"},
         {"role": "user", "content": "f\n\ng"},

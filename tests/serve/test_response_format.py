@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -55,32 +56,18 @@ def content(found: dict) -> str:
     return choice["message"]["content"]
 
 
+def shaped(server, form=FORMAT, messages=ASK, **more) -> str:
+    asked = {"messages": messages, "response_format": form, "max_tokens": 1000} | more
+    return content(post(server, CHAT, **asked))
+
+
 def test_a_reply_follows_the_schema(server):
     free = post(server, CHAT, messages=ASK, max_tokens=60)["choices"][0]["message"]["content"]
     with pytest.raises(ValueError):
         json.loads(free)  # it would not by itself
-    found = post(server, CHAT, messages=ASK, response_format=FORMAT, max_tokens=600)
-    valid(content(found))
-    # The same again from the cache, and drawn at a temperature.
-    assert content(
-        post(server, CHAT, messages=ASK, response_format=FORMAT, max_tokens=600)
-    ) == content(found)
-    drawn = [
-        valid(
-            content(
-                post(
-                    server,
-                    CHAT,
-                    messages=ASK,
-                    response_format=FORMAT,
-                    max_tokens=600,
-                    temperature=1.5,
-                    seed=seed,
-                )
-            )
-        )
-        for seed in range(5)
-    ]
+    valid(shaped(server))
+    assert shaped(server) == shaped(server)  # from the cache
+    drawn = [valid(shaped(server, temperature=1.5, seed=seed)) for seed in range(5)]
     assert len({json.dumps(one) for one in drawn}) > 1
 
 
@@ -88,6 +75,9 @@ def test_in_a_batch_each_has_its_own(server):
     """Some follow schemas, each its own, others are free: all say what they say alone."""
 
     def ask(i: int):
+        if i % 3 == 2:
+            free = post(server, CHAT, messages=ASK, max_tokens=40)
+            return free["choices"][0]["message"]["content"]
         schema = {
             "type": "object",
             "properties": {f"k{i}": {"type": "integer", "minimum": 0, "maximum": 999}},
@@ -95,19 +85,7 @@ def test_in_a_batch_each_has_its_own(server):
             "additionalProperties": False,
         }
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        if i % 3 == 2:
-            return post(server, CHAT, messages=ASK, max_tokens=40)["choices"][0]["message"][
-                "content"
-            ]
-        return content(
-            post(
-                server,
-                CHAT,
-                messages=[*ASK, *ASK][: 1 + i % 2],
-                max_tokens=1000,
-                response_format=form,
-            )
-        )
+        return shaped(server, form, [*ASK, *ASK][: 1 + i % 2])
 
     alone = [ask(i) for i in range(9)]
     for i in (0, 1, 3, 4, 6, 7):
@@ -117,26 +95,16 @@ def test_in_a_batch_each_has_its_own(server):
 
 
 def test_any_object_and_the_other_apis(server):
-    found = post(
-        server,
-        CHAT,
-        messages=ASK,
-        response_format={"type": "json_object"},
-        max_tokens=600,
-        temperature=1,
-        seed=3,
-    )
+    any_object = {"response_format": {"type": "json_object"}, "max_tokens": 600}
+    found = post(server, CHAT, messages=ASK, temperature=1, seed=3, **any_object)
     if found["choices"][0]["finish_reason"] == "stop":
         assert isinstance(json.loads(content(found)), dict)
     else:  # a random model may write strings without an end
         assert found["choices"][0]["message"]["content"].lstrip().startswith("{")
-    form = {"format": {"type": "json_schema", "schema": PERSON}}
+    form = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
     said = post(server, "/v1/messages", messages=ASK, output_config=form, max_tokens=600)
     valid(said["content"][0]["text"])
-    form = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
-    said = post(
-        server, "/v1/responses", input="Describe a person.", text=form, max_output_tokens=600
-    )
+    said = post(server, "/v1/responses", input="Describe.", text=form, max_output_tokens=600)
     valid(said["output"][0]["content"][0]["text"])
     plain = post(server, CHAT, messages=ASK, response_format={"type": "text"}, max_tokens=9)
     assert plain["choices"][0]["message"]["content"]
@@ -181,20 +149,21 @@ def test_behind_thinking_in_a_server(library, tmp_path, monkeypatch):
     valid(content(found))
 
 
+def schema(value) -> dict:
+    return {"type": "json_schema", "json_schema": {"schema": value}}
+
+
 @pytest.mark.parametrize(
     ("form", "said"),
     [
         (7, "response_format"),
         ({"type": "xml"}, "response_format"),
         ({"type": "json_schema"}, "must be a JSON schema"),
-        ({"type": "json_schema", "json_schema": {"schema": 7}}, "must be a JSON schema"),
-        ({"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}, "not a schema"),
-        (
-            {"type": "json_schema", "json_schema": {"schema": {"$ref": "https://example.com/x"}}},
-            "not a schema",
-        ),
-        ({"type": "json_schema", "json_schema": {"schema": {"x-guidance": {}}}}, "x-guidance"),
-        ({"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 70000]}}}, "characters"),
+        (schema(7), "must be a JSON schema"),
+        (schema({"type": "nonsense"}), "not a schema"),
+        (schema({"$ref": "https://example.com/x"}), "not a schema"),
+        (schema({"x-guidance": {}}), "x-guidance"),
+        (schema({"enum": ["a" * 70000]}), "characters"),
     ],
 )
 def test_what_is_no_schema_is_refused(server, form, said):
@@ -210,53 +179,17 @@ def test_without_the_library_it_is_refused(monkeypatch):
     assert grammar.of_format({"type": "text"}) is None and grammar.of_format(None) is None
 
 
-class Plain:
-    """A tokenizer's matcher that allows one token after the other."""
-
-    def __init__(self, *wanted: int):
-        self.wanted, self.taken = list(wanted), []
-
-    def is_stopped(self) -> bool:
-        return len(self.taken) == len(self.wanted)
-
-    def is_error(self) -> bool:
-        return False
-
-    def consume_token(self, token: int) -> None:
-        assert token == self.wanted[len(self.taken)]
-        self.taken.append(token)
-
-    def compute_bitmask(self) -> bytes:
-        return (1 << self.wanted[len(self.taken)]).to_bytes(8, "little")
-
-
 def allowed(logits: mx.array) -> list[int]:
     return [i for i, x in enumerate(logits[0].tolist()) if x > -1e30]
 
 
-def test_thinking_is_free_and_what_follows_is_not():
-    mask = grammar.Constraint(Plain(9, 11), ends=[2], after=(5, 6))
-    logits, seen = mx.zeros((1, 40)), [1, 2, 3]
-    found = []
-    for token in (None, 7, 5, 5, 6, 9, 11, 2, 0):
-        seen += [] if token is None else [token]
-        found.append(allowed(mask(mx.array(seen), logits)))
-    # The prompt, three tokens of thinking, its end, the two of the grammar, the end, and one step too many.
-    assert [len(one) for one in found[:4]] == 4 * [40]
-    assert found[4:] == [[9], [11], [2], [2], [2]]
-
-
 def test_a_grammar_that_fails_ends_the_reply(caplog):
-    class Broken(Plain):
-        def is_error(self):
-            return True
-
-        def get_error(self):
-            return "too complex"
-
-        def compute_bitmask(self):
-            return bytes(8)
-
-    mask = grammar.Constraint(Broken(9), ends=[2, 3])
+    broken = SimpleNamespace(
+        is_stopped=lambda: False,
+        is_error=lambda: True,
+        get_error=lambda: "too complex",
+        compute_bitmask=lambda: bytes(8),
+    )
+    mask = grammar.Constraint(broken, ends=[2, 3])
     assert allowed(mask(mx.array([1]), mx.zeros((1, 40)))) == [2, 3]
     assert "too complex" in caplog.text

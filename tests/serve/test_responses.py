@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from saying import call, saying, write_thinker
+from saying import call
 from serving import send
 
 from mlxkv.serve.apis import responses as api
@@ -26,18 +26,6 @@ TOOL = {
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Changes files."}
 ASK = "What is the weather in Oslo?"
 SERVED = Served("m", "int4", longest=1000, max_tokens=512, vocabulary=260)
-
-
-@pytest.fixture(scope="module")
-def said() -> list[str]:
-    return [""]
-
-
-@pytest.fixture(scope="module")
-def running(said, tmp_path_factory):
-    folder = write_thinker(tmp_path_factory.mktemp("responses") / "caller")
-    with saying(folder, said) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -34,27 +33,6 @@ def seeded(seed: int, temperature: float = 1.0, **settings) -> Seeded:
     plain = {"chat": False, "stream": False, "include_usage": False, "stop": [], "logprobs": False}
     more = {"top_logprobs": -1, "logit_bias": None, "temperature": temperature, "seed": seed}
     return Seeded(Request(**plain, **more, **settings), [])
-
-
-def chi_square(drawn, shares) -> float:
-    """Pearson's statistic of the tokens' counts."""
-    counts, total = Counter(drawn), len(drawn)
-    return sum((counts[i] - total * p) ** 2 / (total * p) for i, p in enumerate(shares))
-
-
-def test_draws_are_distributed_as_asked():
-    """Successive draws of one seed, pairs of them, and the first draws of many seeds."""
-    weights = [p**0.5 for p in SHARES]
-    shares = [w / sum(weights) for w in weights]
-    one = seeded(5, 2.0)
-    drawn = mx.concatenate([one(ROW) for _ in range(1500)]).tolist()
-    firsts = mx.concatenate([seeded(seed, 2.0)(ROW) for seed in range(700)])
-    # Quantiles of one in a thousand; behind them the degrees of freedom.
-    assert chi_square(drawn, shares) < 22.5  # 6
-    assert chi_square(firsts.tolist(), shares) < 22.5
-    few = [*shares[:2], sum(shares[2:])]
-    pairs = [3 * min(a, 2) + min(b, 2) for a, b in zip(drawn[::2], drawn[1::2], strict=True)]
-    assert chi_square(pairs, [a * b for a in few for b in few]) < 26.1  # 8
 
 
 @pytest.mark.parametrize(
@@ -146,16 +124,6 @@ def test_the_end_does_not_wait_for_a_reply_that_is_written_alone(one_by_one):
         until(lambda: server.engine.sessions.lookups)
         server.engine.stop_and_join()
         assert reply.result(60)["message"] == "[serve] is ending"
-
-
-def test_a_seed_that_is_served_alone_does_not_seed_the_others(one_by_one):
-    server = one_by_one
-
-    def unseeded() -> str:
-        complete(server, "x", 2, seed=1, temperature=1)
-        return text_of(complete(server, "abc", 24, temperature=2))
-
-    assert unseeded() != unseeded()
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])

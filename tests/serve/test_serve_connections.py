@@ -141,42 +141,6 @@ def test_requests_that_come_at_once_are_answered_in_their_order(echo):
     assert [part.split(b"\r\n\r\n")[1] for part in parts] == [b"/x a", b"/x ", b"/x bc", b"/x "]
 
 
-def test_a_request_byte_by_byte(echo):
-    with connect(echo) as line:
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for byte in sized(b"abc"):
-            line.sendall(bytes([byte]))
-        assert reply(line) == (200, b"/x abc")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        LAST,
-        b"GET /x HTTP/1.0\r\n" + HOST + b"\r\n",
-        b"GET /chunks HTTP/1.0\r\n" + HOST + b"\r\n",
-    ],
-)
-def test_connections_that_end_with_the_reply(echo, data):
-    with connect(echo) as line:
-        line.sendall(data)
-        assert reply(line)[0] == 200 and ended(line)
-
-
-def test_a_reply_of_unknown_length_comes_in_chunks(echo):
-    with connect(echo) as line:
-        for _ in range(2):
-            line.sendall(GET.replace(b"/x", b"/chunks"))
-            assert reply(line) == (200, b"/chunks ")
-
-
-def test_head_has_no_body(echo):
-    with connect(echo) as line:
-        line.sendall(GET.replace(b"GET", b"HEAD") + LAST)
-        got = whole(line)
-    assert got.count(b"/x") == 1 and got.count(b"HTTP/1.1 200") == 2
-
-
 def test_expectations(echo):
     """100 where a body is awaited; none where it will be refused."""
     with connect(echo) as line:
@@ -187,35 +151,6 @@ def test_expectations(echo):
     with connect(echo) as line:
         line.sendall(post(b"", b"Content-Length: 999999", b"Expect: 100-continue"))
         assert line.recv(100).startswith(b"HTTP/1.1 413")
-
-
-CODED = b"Transfer-Encoding: chunked"
-
-
-@pytest.mark.parametrize(
-    ("data", "status"),
-    [
-        (post(b"a", b"Content-Length: 1", CODED), 400),
-        (post(b"0\r\n\r\n", CODED, b"Content-Length: 5"), 400),
-        (post(b"0\r\n\r\n", CODED, version=b"1.0"), 400),
-        (post(b"", b"Content-Length: 999999999999999999"), 413),
-        (post(b"fffffff\r\n" + bytes(LIMIT + 9), CODED), 413),
-        (post(b"zz\r\n", CODED), 400),
-        (post(b""), 411),
-        (b"GET /x HTTP/2.0\r\n" + HOST + b"\r\n", 505),
-        (b"GET /x HTTP/1.1\r\n" + HOST + b"A: b\r\n" * 101 + b"\r\n", 431),
-        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n" + HOST + b"\r\n", 414),
-        (b"GET /" + b"a" * 200_000, 414),
-        (GET.replace(b"localhost", b"evil.example"), 403),
-        (GET.replace(b"GET", b"BREW"), 501),
-    ],
-    ids=lambda value: str(value)[:60] if isinstance(value, bytes) else "",
-)
-def test_what_is_refused_closes_the_connection(echo, data, status):
-    """The request that hides behind it is not read."""
-    with connect(echo) as line:
-        line.sendall(data + GET)
-        assert reply(line)[0] == status and ended(line)
 
 
 @pytest.mark.parametrize("coded", [False, True])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import subprocess
-import sys
 
 import crafted_files
 import mlx.core as mx
@@ -14,18 +12,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from read_caches import maker, memory_of, read
 
-from mlxkv import files
 from mlxkv.errors import UserError
 from mlxkv.models import load
 from mlxkv.serve.caches.disk import ASIDE, Disk
 from mlxkv.serve.caches.sessions import Sessions
 
 ROOM = 1 << 30
-
-
-@pytest.fixture(scope="module")
-def small(model_folder):
-    return load(str(model_folder), "int4")
 
 
 @pytest.fixture
@@ -83,25 +75,6 @@ def test_a_second_server_is_refused_until_the_first_has_ended(small, base):
     sessions.close()
     again = Disk(base, ROOM, small)
     assert [entry.tokens for entry in again.entries] == [[1] * 10]
-
-
-def test_a_process_that_is_killed_leaves_no_lock(base):
-    base.mkdir(mode=0o700)
-    held = "import os, sys, fcntl; n = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(n, fcntl.LOCK_EX)"
-    held += "; print('held', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", held, str(base)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes) as process:
-        assert process.stdout.readline() == b"held\n"
-        disk = Disk.__new__(Disk)
-        disk._handle, disk.folder = files.own_folder(base, "--kv-disk"), base
-        disk.close = lambda: None
-        with pytest.raises(UserError, match="another server"):
-            disk._lock()
-        process.kill()
-        process.wait()
-        disk._lock()
-        os.close(disk._handle)
 
 
 def test_odd_files_do_not_stop_a_start(small, base, good, caplog):

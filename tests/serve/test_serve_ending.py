@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
@@ -11,8 +10,6 @@ from threading import Thread
 import pytest
 from serving import ENDLESS, LONG, asking, complete, get, send, until
 
-from mlxkv import console
-from mlxkv.chat import terminal
 from mlxkv.serve import run
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.run import Server
@@ -90,40 +87,3 @@ def test_who_comes_too_late_is_told(server, monkeypatch):
     status, _, data = send(server, "POST", "/v1/completions", {"prompt": "a"})
     assert (status, json.loads(data)["error"]["code"]) == (503, "ending")
     server.engine.is_ending = False
-
-
-def test_signals_wait_for_a_block():
-    came = []
-    before = {n: signal.signal(n, lambda n, _: came.append(n)) for n in console.ENDING}
-    try:
-        with console.unbroken():
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                signal.raise_signal(number)
-            assert came == []
-        assert came == [signal.SIGTERM]  # the first: it ends what the others would end
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-        with console.unbroken(), terminal.left_by_signals():
-            signal.raise_signal(signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        with pytest.raises(ZeroDivisionError), console.unbroken():
-            _ = 1 / 0
-        signal.raise_signal(signal.SIGTERM)
-        assert came == [signal.SIGTERM] * 2
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def test_elsewhere_than_in_the_main_thread_nothing_is_held():
-    def work() -> str:
-        with console.unbroken():
-            return "done"
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(work).result() == "done"
-
-
-def test_a_chat_is_left_with_the_number_of_the_signal():
-    with pytest.raises(SystemExit) as found, terminal.left_by_signals():
-        signal.raise_signal(signal.SIGTERM)
-    assert found.value.code == 128 + signal.SIGTERM

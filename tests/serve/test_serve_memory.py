@@ -17,7 +17,7 @@ from serving import LONG, complete, get, refused, send, serving, text_of
 from small_models import TINY
 
 from mlxkv.errors import UserError
-from mlxkv.models import attach, load, prompt_cache
+from mlxkv.models import attach, load
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.refusals import Refused
@@ -108,11 +108,6 @@ def test_compressed_caches_are_promised_each_its_own(family, kv):
     assert batched.promised < 1.2 * (2 * short + batched.need(3000))
 
 
-@pytest.fixture(scope="module")
-def small(model_folder):
-    return load(str(model_folder), "int4")
-
-
 def test_the_least_recently_used_go_to_disk_and_come_back(small, tmp_path):
     memory = memory_of(small.model)
     disk = Disk(tmp_path, 1 << 30, small)
@@ -148,38 +143,6 @@ def test_a_longer_session_takes_the_place_of_its_start_on_disk(small, tmp_path):
         disk.save([7 + i, 2], read(small.model, 5))
     assert [entry.tokens[0] for entry in disk.entries] == [8, 9]
     assert disk.nbytes <= disk.limit
-
-
-def test_damaged_files_cost_a_session_and_nothing_else(small, tmp_path):
-    disk = Disk(tmp_path, 1 << 30, small)
-    for i in range(3):
-        disk.save([i] * 100, read(small.model, 100))
-    cut, changed, whole = (entry.path for entry in disk.entries)
-    cut.write_bytes(cut.read_bytes()[:-50])
-    data = bytearray(changed.read_bytes())
-    data[-3] ^= 1
-    changed.write_bytes(data)
-    (disk.folder / "other.safetensors").write_bytes(b"no such thing")
-    (disk.folder / ".x.1.safetensors").write_bytes(b"left behind by a kill")
-    disk.close()
-    again = Disk(tmp_path, 1 << 30, small)
-    assert {entry.path for entry in again.entries} == {changed, whole} and again.failed == 2
-    assert not (disk.folder / ".x.1.safetensors").exists()
-    sessions = Sessions(memory_of(small.model), maker(small), again)
-    assert sessions.fetch([1] * 100)[1] == 0
-    assert not changed.exists()
-    assert sessions.fetch([2] * 101)[1] == 100
-
-
-def test_a_full_disk_loses_the_session_and_leaves_no_file(small, tmp_path, monkeypatch):
-    disk = Disk(tmp_path, 1 << 30, small)
-
-    def full(file, cache, metadata):
-        file.write(b"a few bytes")
-
-    monkeypatch.setattr(prompt_cache, "save_prompt_cache", full)
-    disk.save([1, 2], read(small.model, 5))
-    assert disk.failed == 1 and disk.entries == [] and list(disk.folder.iterdir()) == []
 
 
 def test_a_folder_that_is_none(small, tmp_path):

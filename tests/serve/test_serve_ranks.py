@@ -8,18 +8,15 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Barrier
 from types import SimpleNamespace
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from random_model import write_model
@@ -202,42 +199,6 @@ def test_rank_0_decides_and_refuses_for_all():
     errors = both_do(decide(lambda r: 1 / 0), decide(None))
     assert [type(e) for e in errors] == [ZeroDivisionError, MachineError]
     assert "division by zero" in str(errors[1])
-
-
-def test_what_is_too_long_is_refused_before_it_is_read(monkeypatch):
-    alone = Solo()
-    alone.rank = 1
-    for size in (0, 2**56 - 1, ranks.MOST + 1):
-        said = mx.array(size.to_bytes(7, "little") + bytes(1 + ranks.SHORT))
-        monkeypatch.setattr(mx.distributed, "all_sum", lambda x, said=said: said)
-        with pytest.raises(MachineError, match="at once"):
-            Ranks.share(alone, None)
-
-
-def test_what_is_short_takes_one_sum(monkeypatch):
-    """Every sum that is read waits for the model's step under way."""
-    sums, lines = [], [SimpleQueue(), SimpleQueue()]
-
-    def meet(rank: int, x: mx.array) -> mx.array:
-        sums.append(x.size)
-        lines[rank].put(np.array(x))
-        return mx.array(np.array(x) + lines[1 - rank].get(timeout=PATIENCE))
-
-    def tell(rank: int, thing, ending: bool):
-        local.rank = rank
-        one = Solo()
-        one.rank, one.ending = rank, ending
-        return Ranks.share(one, thing if rank == 0 else None), one.ended
-
-    local = threading.local()
-    monkeypatch.setattr(mx.distributed, "all_sum", lambda x: meet(local.rank, x))
-    longest = "x" * (ranks.SHORT - 2)  # and two quotes
-    for thing, want in ((None, 1), ([], 1), (longest, 1), (longest + "y", 2), ([7] * 999, 2)):
-        sums.clear()
-        with ThreadPoolExecutor(2) as pool:
-            jobs = [pool.submit(tell, rank, thing, rank == 1) for rank in range(2)]
-            assert [job.result(PATIENCE) for job in jobs] == [(thing, True)] * 2
-        assert len(sums) == 2 * want
 
 
 def test_a_session_that_one_process_has_lost(tmp_path, loaded):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from saying import call, saying, write_thinker
-from serving import events, send, settled, until
+from serving import events, send, settled
 
 CAPITAL = "The capital of France is Paris. It is old.\n\nYes — naïve 😀 text."
 ASK = [{"role": "user", "content": "Tell me."}]
@@ -128,37 +127,6 @@ def test_generation_ends_with_the_stop_word_and_what_was_read_is_kept(server, sa
     assert not server.engine.jobs
     (held,) = [one for one in kept(server) if one[0][-count:] == tokens[:count]]
     assert {one.size() for one in held[1]} == {len(held[0])} == {last["kv"]["tokens"]}
-
-
-def test_log_probabilities_are_those_of_the_tokens_that_were_written(server, said):
-    said[0] = CAPITAL
-    _, _, last = reply(server, PATHS[1], ["l of Fr"], False, logprobs=True, top_logprobs=1)
-    found = last["choices"][0]["logprobs"]["content"]
-    assert len(found) == last["usage"]["completion_tokens"]
-
-
-def test_streams_of_one_batch_have_their_own_stop_words(server, said):
-    said[0] = CAPITAL
-    with ThreadPoolExecutor(8) as pool:
-        jobs = [
-            (stop, pool.submit(reply, server, path, stop, n % 2 == 0))
-            for n, stop in enumerate(STOPS)
-            for path in PATHS[:2]
-        ]
-        for stop, job in jobs:
-            assert job.result()[0] == before(CAPITAL, stop)[0]
-
-
-def test_a_request_that_is_served_alone(server, said, monkeypatch):
-    monkeypatch.setattr(server.engine, "is_batchable", False)
-    said[0] = "Other. " + CAPITAL
-    until(lambda: not server.engine.jobs)
-    for stop in STOPS:
-        for stream in (False, True):
-            text, reason, last = reply(server, PATHS[1], stop, stream)
-            assert (text, reason) == (before(said[0], stop)[0], "stop")
-    said[0] = "Is 2 <t"
-    assert reply(server, PATHS[1], [], False)[0] == said[0]
 
 
 def test_thoughts_and_calls_are_text_of_the_model(server, said):

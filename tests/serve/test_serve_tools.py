@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 
-import mlx.core as mx
 import pytest
-from random_model import write_model
-from serving import get, serving
-from tool_calls import ASK, TEMPLATE
+from saying import call
+from serving import get
+from tool_calls import ASK
 
-from mlxkv.serve import sampling
 from mlxkv.serve.apis.reply import Markup
 
 openai = pytest.importorskip("openai")
@@ -27,30 +25,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-
-
-def call(*functions) -> str:
-    return "".join(f"<tool_call>\n{json.dumps(one)}\n</tool_call>" for one in functions)
-
-
-@pytest.fixture(scope="module")
-def said() -> list[str]:
-    """What the model will say next."""
-    return [""]
-
-
-@pytest.fixture(scope="module")
-def running(said, tmp_path_factory):
-    folder = write_model(tmp_path_factory.mktemp("tools") / "caller", template=TEMPLATE)
-
-    def scripted(args, tokenizer):
-        left = [*tokenizer.encode(said[0], add_special_tokens=False), tokenizer.eos_token_id]
-        return lambda logprobs: mx.array([left.pop(0) if left else tokenizer.eos_token_id])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "sampler_of", scripted)
-        with serving(folder) as server:
-            yield server
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +116,3 @@ def test_a_fault_of_what_formats_is_told(ask, said, monkeypatch, stream):
     with pytest.raises(openai.APIError, match="KeyError"):
         found = ask(stream=stream)
         list(found)
-
-
-def test_another_model_is_not_there(client):
-    for kind in (client.chat.completions, client.completions):
-        body = {"messages": ASK} if kind is client.chat.completions else {"prompt": "a"}
-        with pytest.raises(openai.NotFoundError) as found:
-            kind.create(model="qwen3-4b", **body)
-        assert found.value.code == "model_not_found"
-        assert "'qwen3-4b'; choose 'caller'" in found.value.message

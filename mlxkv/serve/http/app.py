@@ -100,8 +100,7 @@ class Gate:
             raise _too_large(int(length), options.body_bytes)
         scope["path"], host = locate(target, headers)
         check_host(host, headers, options)
-        # A preflight has no key: it asks whether one may be sent.
-        if options.api_keys and scope["path"] not in OPEN and request.method != "OPTIONS":
+        if options.api_keys and scope["path"] not in OPEN:
             peer = request.client.host if request.client else ""
             self._site.keys.check(given_key(headers), options.api_keys, peer)
         if request.method not in METHODS:

@@ -1,0 +1,26 @@
+"""A server whose model says what tests have written down, and the caches of the same small model."""
+
+from __future__ import annotations
+
+import pytest
+from saying import saying, write_thinker
+
+from mlxkv.models import load
+
+
+@pytest.fixture(scope="session")
+def said() -> list[str]:
+    """What the model will say next."""
+    return [""]
+
+
+@pytest.fixture(scope="session")
+def running(said, tmp_path_factory):
+    folder = write_thinker(tmp_path_factory.mktemp("said") / "caller")
+    with saying(folder, said) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def small(model_folder):
+    return load(str(model_folder), "int4")
