@@ -8,22 +8,15 @@ from mlxkv import faults
 from mlxkv.errors import MachineError
 
 KINDS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    411: "invalid_request_error",
-    413: "invalid_request_error",
-    414: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
-    501: "invalid_request_error",
+    500: "server_error",
     503: "overloaded_error",
     504: "timeout_error",
-    505: "invalid_request_error",
-}
+}  # of others: invalid_request_error
 
 
 class Refused(Exception):
@@ -47,7 +40,7 @@ class Refused(Exception):
 
     def body(self) -> dict:
         """The JSON document that OpenAI's clients expect."""
-        kind = KINDS.get(self.status, "server_error")
+        kind = KINDS.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "code": self.code, "param": None}
         return {"error": error | self.details}
 

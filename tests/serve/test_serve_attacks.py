@@ -47,7 +47,7 @@ HEADS = {
     "target with an escape": (get(b"/\x1b[31m"), {400}),
     "target above the folder": (get(b"/../etc/passwd"), {404}),
     "target above the folder, encoded": (get(b"/%2e%2e/x"), {404}),
-    "target for another host": (get(b"http://evil.example/v1/kv"), {403}),
+    "target for another host": (get(b"http://evil.example/v1/kv"), {400}),
     "target of 9,000 bytes": (get(b"/" + b"a" * 9000), {414}),
     "two lengths": (post(LENGTH, b"Content-Length: 5"), {400}),
     "two lengths, the shorter first": (post(b"Content-Length: 5", LENGTH), {400}),

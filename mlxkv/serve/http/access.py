@@ -21,7 +21,6 @@ from mlxkv.serve.refusals import Refused
 FREE, RATE = 10, 1.0  # wrong keys that an address may send at once, and then each second
 ADDRESSES = 1024  # that are remembered: the latest
 HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^\s@:/?#\[\]\\]+)(:\d{0,5})?")
-ABSOLUTE = re.compile(r"https?://(?P<host>[^/?#]+)(?P<path>[^?#]*)", re.IGNORECASE)
 TOLD = 10.0  # seconds between lines of the log
 ROUNDS = 100_000  # a key cannot be guessed fast from the names of files
 
@@ -78,43 +77,33 @@ def _digest(key: str) -> bytes:
 def _network(peer: str) -> str:
     """An address, or for IPv6 the network of 64 bits that one customer has."""
     try:
-        found = ipaddress.ip_address(peer.partition("%")[0])
+        address = ipaddress.ip_address(peer.partition("%")[0])
     except ValueError:
         return peer
-    if found.version == 4:
-        return str(found)
-    return str(found.ipv4_mapped or ipaddress.ip_network((int(found) >> 64 << 64, 64)))
+    if address.version == 4:
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network((int(address) >> 64 << 64, 64)))
 
 
-def locate(target: str, headers: Message) -> tuple[str, str]:
-    """Path and host of a request: of its target, or of the header Host. Raises Refused."""
+def check_host(headers: Message, options: ServeOptions) -> None:
+    """Keep out web pages that were not allowed. Raises Refused."""
     host = headers.get("Host") or ""
-    if target.startswith("/"):
-        return target.partition("?")[0].partition("#")[0], host
-    found = ABSOLUTE.match(target)
-    if found is None or not HOST.fullmatch(found["host"]):
-        raise Refused(400, "[request] its target is no path")
-    return found["path"] or "/", found["host"]
-
-
-def check_host(host: str, headers: Message, options: ServeOptions) -> None:
-    """Keep out web pages that were not allowed. host: what the client calls this server. Raises Refused."""
-    found = HOST.fullmatch(host)
-    name = found["name"].strip("[]").lower() if found else ""
+    match = HOST.fullmatch(host)
+    name = match["name"].strip("[]").lower() if match else ""
     if options.local and name not in (*LOOPBACK, options.host):
         # DNS rebinding: a web page's own name that was made to point here.
         raise Refused(403, "[Host] this server is for this machine alone")
     origin = headers.get("Origin")
-    own = (f"http://{host}", f"https://{host}", *options.origins)
-    if origin is not None and origin not in own and "*" not in options.origins:
+    allowed = (f"http://{host}", f"https://{host}", *options.origins)
+    if origin is not None and origin not in allowed and "*" not in options.origins:
         raise Refused(403, f"[Origin] {origin[:80]} may not ask; see --allow-origin")
 
 
 def given_key(headers: Message) -> str:
     """The key in the header Authorization, or in Anthropic's x-api-key; "" for none."""
-    found = headers.get("Authorization") or headers.get("x-api-key") or ""
-    scheme, _, key = found.partition(" ")
-    return (key if scheme.lower() == "bearer" else found).strip()
+    value = headers.get("Authorization") or headers.get("x-api-key") or ""
+    scheme, _, key = value.partition(" ")
+    return (key if scheme.lower() == "bearer" else value).strip()
 
 
 # How much of a prompt was known already, and how fast the reply begins, tell what others have asked before. So nobody's

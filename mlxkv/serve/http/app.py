@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import unquote
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -20,7 +19,7 @@ from mlxkv.serve.apis import anthropic, openai, responses
 from mlxkv.serve.apis.anthropic import error_body as anthropic_error
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.http import page
-from mlxkv.serve.http.access import check_host, given_key, locate, tenant
+from mlxkv.serve.http.access import check_host, given_key, tenant
 from mlxkv.serve.http.request import Served, no_model
 from mlxkv.serve.http.site import Site
 from mlxkv.serve.http.talk import Channel, Talk, admitted, late
@@ -98,8 +97,9 @@ class Gate:
             raise Refused(411, "[Content-Length] missing")
         if length is not None and int(length) > options.body_bytes:
             raise _too_large(int(length), options.body_bytes)
-        scope["path"], host = locate(target, headers)
-        check_host(host, headers, options)
+        if not target.startswith("/"):
+            raise Refused(400, "[request] its target is no path")
+        check_host(headers, options)
         if options.api_keys and scope["path"] not in OPEN:
             peer = request.client.host if request.client else ""
             self._site.keys.check(given_key(headers), options.api_keys, peer)
@@ -206,7 +206,7 @@ def application(site: Site) -> Starlette:
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def models(request: Request) -> Response:
-        name, wanted = site.name, unquote(request.path_params.get("name", "").strip("/"))
+        name, wanted = site.name, request.path_params.get("name", "").strip("/")
         if _is_anthropic_client(request):
             return Document(anthropic.models(name, wanted))
         if wanted and wanted != name:
