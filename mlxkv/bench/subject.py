@@ -29,8 +29,7 @@ from mlxkv.models.catalog.sizes import COMPRESSED
 from mlxkv.models.hooks.held import layers_of
 from mlxkv.models.hooks.mark import mark
 from mlxkv.models.hooks.rebind import bind
-from mlxkv.models.loading.families import NotBuilt, classes_of
-from mlxkv.models.loading.outline import build
+from mlxkv.models.loading.outline import NotBuilt, build, classes_of
 
 GROUP = 64  # weights with one scale, as mlx-lm's converter quantises them
 # Of these a benchmark runs the true shape with random weights.

@@ -14,7 +14,6 @@ from mlxkv.models.catalog.gguf.config import memory
 from mlxkv.models.catalog.gguf.header import is_gguf
 from mlxkv.models.catalog.shapes import context_limit, estimated_layers, estimated_sizes
 from mlxkv.models.catalog.sizes import ModelPlan
-from mlxkv.models.loading import families
 from mlxkv.untrusted import Unsound
 
 
@@ -42,8 +41,7 @@ def read_plan(model: str, config: str | None) -> ModelPlan:
 def plan_of(config: dict, name: str = "", weights: int | None = None, more: str = "") -> ModelPlan:
     """The plan of a config.json. weights: bytes of the files, None where there are none. more: what is said of where
     a computed size comes from. Raises UserError for sizes that no model has."""
-    families.light()
-    from mlxkv.models.loading.outline import outline
+    from mlxkv.models.loading.outline import NotBuilt, outline
 
     estimate, source = "", f"computed from config.json {more}".strip()
     try:
@@ -51,7 +49,7 @@ def plan_of(config: dict, name: str = "", weights: int | None = None, more: str 
         layers, size, working = made.layers, made.weights, made.working
     except Unsound as error:
         raise UserError(f"[config.json] {error}; got {name}") from None
-    except families.NotBuilt as error:
+    except NotBuilt as error:
         estimate, source = str(error), "estimated from config.json"
         layers, size, working = _estimate(config, name)
     if weights:

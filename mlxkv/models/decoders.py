@@ -29,7 +29,7 @@ def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:
         return None
     slow = [r.kernel for r in reports if r.compressed and r.kernel.startswith(OPS)]
     whys = [kernel.removeprefix(f"{OPS} (").removesuffix(")") for kernel in slow]
-    failed = [why for why in whys if choose.FAILED in why or launch.OFF in why]
+    failed = [reason for reason in whys if choose.FAILED in reason or launch.OFF in reason]
     if failed:
         return f"! kernels are not used on this GPU: {failed[0]}; decoding is slow. {WHY}", True
     if whys:
@@ -55,12 +55,12 @@ def step_down(loaded: Loaded, error: Exception) -> str | None:
     # What was drawn from may be lost with the step.
     mx.random.seed(time.time_ns())
     mx.clear_cache()
-    instead = f"{OPS} ({launch.switched_off(first)})"
+    replacement = f"{OPS} ({launch.switched_off(first)})"
     if tiled:  # the portable body is tried as the caches are made
-        instead = f"{launch.backend()} kernels"
+        replacement = f"{launch.backend()} kernels"
     loaded.layers[:] = [
-        replace(r, kernel=instead) if r.compressed and not r.kernel.startswith(OPS) else r
+        replace(r, kernel=replacement) if r.compressed and not r.kernel.startswith(OPS) else r
         for r in loaded.layers
     ]
-    then = "portable kernels" if tiled else "plain ops, slowly,"
-    return f"! a kernel failed on this GPU: {reason}; from here on {then} decode. {WHY}"
+    slower = "portable kernels" if tiled else "plain ops, slowly,"
+    return f"! a kernel failed on this GPU: {reason}; from here on {slower} decode. {WHY}"

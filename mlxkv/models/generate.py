@@ -90,10 +90,10 @@ class _CheckedSampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:  # logprobs: [1, vocabulary]
         token = self.sampler(logprobs)
-        drawn = mx.take_along_axis(logprobs, token[..., None].astype(mx.int32), axis=-1)
-        broken = mx.logical_not(mx.isfinite(drawn)).any()
-        self.broken.append(broken)
-        return mx.depends([token], [broken])[0]
+        logprob = mx.take_along_axis(logprobs, token[..., None].astype(mx.int32), axis=-1)
+        is_bad = mx.logical_not(mx.isfinite(logprob)).any()
+        self.broken.append(is_bad)
+        return mx.depends([token], [is_bad])[0]
 
     def is_broken(self) -> bool:
         """Return whether the oldest flag is set."""
@@ -128,31 +128,31 @@ def stream(
     stats.prompt_tokens = stats.read_tokens = len(tokens)
     checked = _CheckedSampler(sampler or make_sampler())
 
-    def on_progress(done: int, total: int) -> None:
-        stats.held = done
+    def on_progress(count: int, total: int) -> None:
+        stats.held = count
         if progress:
-            progress(done, total)
-        if done < total and stop and stop():
+            progress(count, total)
+        if count < total and stop and stop():
             raise Stopped
 
     start = time.perf_counter()
-    asked = {"max_tokens": max_tokens, "sampler": checked, "prefill_step_size": prefill_step()}
+    options = {"max_tokens": max_tokens, "sampler": checked, "prefill_step_size": prefill_step()}
     if processors:
-        asked["logits_processors"] = list(processors)
+        options["logits_processors"] = list(processors)
     responses = stream_generate(
         loaded.model,
         loaded.tokenizer,
         list(tokens),
         prompt_cache=cache,
         prompt_progress_callback=on_progress,
-        **asked,
+        **options,
     )
     try:
         for response in responses:
-            now = time.perf_counter()
+            clock = time.perf_counter()
             if stats.generated_tokens == 0:
-                stats.prefill_seconds, start = now - start, now
-            stats.decode_seconds = now - start
+                stats.prefill_seconds, start = clock - start, clock
+            stats.decode_seconds = clock - start
             stats.generated_tokens += 1
             stats.held = len(tokens) + stats.generated_tokens
             if checked.is_broken():

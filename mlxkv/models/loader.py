@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +63,7 @@ class Loaded:
     notes: list[str] = field(default_factory=list)
     encode: str = encoding.KERNEL
     sampling: Sampling = field(default_factory=Sampling)
-    _told: bool = field(default=False, init=False, repr=False)
+    _has_spoken: bool = field(default=False, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.tokenizer))
@@ -76,7 +75,7 @@ class Loaded:
         )
 
     def report(self) -> list[str]:
-        """Return one line per kind of layer and one for decode steps, then the notes."""
+        """Return one line per kind of layer, then the notes."""
         return summarise(self.layers) + self.notes
 
     @property
@@ -86,13 +85,10 @@ class Loaded:
         return "built by Python: nothing is compressed" if steps is None else steps.state
 
     def tell_steps(self) -> None:
-        """Say on stderr, once, why decode steps are built by Python, where that is not as asked for, and
-        not in the report already."""
+        """Say on stderr, once, why decode steps are built by Python, where that is not as asked for."""
         steps = steps_of(self.model)
-        if steps is not None and steps.refused and not self._told:
-            self._told = True
-            if any(report.steps == steps.state for report in self.layers):
-                return
+        if steps is not None and steps.refused and not self._has_spoken:
+            self._has_spoken = True
             console.note(f"  decode steps are {steps.state}")
 
     def tell(self, backend: str = "", quiet: bool = False) -> None:
@@ -103,8 +99,8 @@ class Loaded:
             console.note(f"  {backend}: {line}" if backend and not i else f"  {line}")
         for line in versions.out_of_range():
             console.warn(f"! outside the range that mlxkv was tested with: {line}")
-        if found := not_used(self.layers):
-            line, loud = found
+        if advice := not_used(self.layers):
+            line, loud = advice
             if loud or not quiet:
                 (console.warn if loud else console.note)(line)
 
@@ -145,7 +141,6 @@ def load(
     source = resolve(name)
     require(source)
     folder = check(source.folder or fetch(source.repo))
-    _check_temp()
     rendering.RENDERER.start()  # it is ready by the time that the weights are
     model, full_config = reading.build(folder, dtype, weights, progress)
     size = 1 if group is None else group.size()
@@ -185,18 +180,6 @@ def load(
     )
 
 
-def _check_temp() -> None:
-    """Raise UserError where MLX has no folder for what it compiles: on a CPU its compiler reads files."""
-    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in the order of std::filesystem
-    name = next((name for name in names if os.environ.get(name) is not None), None)
-    folder = os.environ[name] if name else "/tmp"
-    if mx.default_device() == mx.Device(mx.cpu) and not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(
-            f"[{name or 'TMPDIR'}] no folder for temporary files, which MLX needs; got {folder!r}; set "
-            "TMPDIR to a folder that can be written"
-        )
-
-
 def _tokenizer(folder: Folder, config: dict):
     from mlx_lm.utils import load_tokenizer
 
@@ -214,8 +197,8 @@ def _tokenizer(folder: Folder, config: dict):
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         kind = type(error).__name__  # transformers reads config.json, too
-        what = "config.json" if kind.startswith("StrictDataclass") else "the tokenizer"
+        culprit = "config.json" if kind.startswith("StrictDataclass") else "the tokenizer"
         raise UserError(
-            f"[load] {what} cannot be loaded ({kind}: "
+            f"[load] {culprit} cannot be loaded ({kind}: "
             f"{first_line(error)}); got {folder.path}; fetch the model again"
         ) from error

@@ -21,6 +21,7 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.saved import session
 from mlxkv.formats.saved.session import Saved
 from mlxkv.models import restored
+from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.hooks.fold import match_fold
 from mlxkv.models.hooks.probe import leaves
 
@@ -71,9 +72,9 @@ def read(path: Path, loaded, follow: bool = True) -> Saved:
     head = session.read_header(path, follow)
     if path.suffix != session.ENDING:
         raise head.wrong("is not a session saved by mlxkv chat")
-    here = version("mlx-lm")
-    session.check(head, loaded.name, loaded.fingerprint, loaded.kv_name, loaded.kv, here)
-    saved = session.saved_of(head, None, vocabulary_of(loaded.config))
+    mlx_lm = version("mlx-lm")
+    session.check(head, loaded.name, loaded.fingerprint, loaded.kv_name, loaded.kv, mlx_lm)
+    saved = session.saved_of(head, None, text_config(loaded.config).get("vocab_size"))
     like = make_prompt_cache(loaded.model)
     if head.kinds != [type(cache).__name__ for cache in like]:  # mlx-lm makes what it is told
         raise head.wrong("has other caches than this model")
@@ -81,24 +82,18 @@ def read(path: Path, loaded, follow: bool = True) -> Saved:
         saved.cache = load_prompt_cache(str(path))
         match_fold(loaded.model, saved.cache)
         loaded.model(mx.array([[0]]), cache=like)  # for its shapes alone: nothing is computed
-        for (_, one), (_, other) in zip(leaves(saved.cache), leaves(like), strict=True):
-            restored.check(one, other, len(saved.tokens))
-            if isinstance(one, CompressedKVCache):
-                one.encode_by(loaded.encode)
+        for (_, restored_cache), (_, fresh) in zip(leaves(saved.cache), leaves(like), strict=True):
+            restored.check(restored_cache, fresh, len(saved.tokens))
+            if isinstance(restored_cache, CompressedKVCache):
+                restored_cache.encode_by(loaded.encode)
     except UserError as error:
         raise head.wrong(f"cannot be used: {error}") from None
     except Exception as error:  # what others wrote may make MLX and mlx-lm raise anything
-        said = session.shown(str(error))
+        reason = session.shown(str(error))
         raise head.wrong(
-            f"cannot be read by mlx-lm {here} ({type(error).__name__}: {said})"
+            f"cannot be read by mlx-lm {mlx_lm} ({type(error).__name__}: {reason})"
         ) from None
     return saved
-
-
-def vocabulary_of(config: dict) -> int | None:
-    """Tokens that a model knows, by its config.json, or None."""
-    text = config.get("text_config")
-    return config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
 
 
 def about(path: Path) -> tuple[list[int], bool]:

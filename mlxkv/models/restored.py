@@ -36,38 +36,40 @@ def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.ar
     keys, values = like.contents().live
     dims, heads = (keys.shape[3], values.shape[3]), keys.shape[1]
     token = tuple((1, heads, 1, dim) for dim in dims)
-    tree, held, maps, page, bases = cache.state, cache.contents(), like.layer_maps, {}, {}
-    runs = [] if held.store is None else getattr(held.store, "runs", [held.store])
+    tree, contents, maps, page, bases = cache.state, cache.contents(), like.layer_maps, {}, {}
+    runs = [] if contents.store is None else getattr(contents.store, "runs", [contents.store])
     if any(run.count for run in runs):
-        one = like.page_store(dims, keys.dtype)
-        one.append(tuple(mx.zeros((1, heads, like.config.page, dim)) for dim in dims), 1)
-        page = one.state
+        store = like.page_store(dims, keys.dtype)
+        store.append(tuple(mx.zeros((1, heads, like.config.page, dim)) for dim in dims), 1)
+        page = store.state
     if maps is not None:
         bases = {name: (1, heads, *getattr(maps, name).down.shape[-2:]) for name in NAMES}
     state.check_shapes(tree, like.config, token, page, [run.count for run in runs], bases)
     parts = [codes_of(run) for run in runs if run.count]
-    rest = {name: x for name, x in tree.get("pages", {}).items() if name.startswith("basis")}
-    rest |= {name: x for name, x in tree.items() if name not in ("header", "pages")}
-    exact = [x for _, x in tree_flatten(rest)]
+    exact_arrays = {
+        name: x for name, x in tree.get("pages", {}).items() if name.startswith("basis")
+    }
+    exact_arrays |= {name: x for name, x in tree.items() if name not in ("header", "pages")}
+    exact = [x for _, x in tree_flatten(exact_arrays)]
     _check_floats(exact)
     return exact + [x for _, x in tree_flatten(parts)]
 
 
 def _plain(cache, like) -> list[mx.array]:
     """The same for mlx-lm's own caches."""
-    found, wanted = (dict(tree_flatten(one.state)) for one in (cache, like))
-    if set(found) != set(wanted):
+    arrays_read, expected = (dict(tree_flatten(member.state)) for member in (cache, like))
+    if set(arrays_read) != set(expected):
         raise ValueError("parts of a cache missing, or too many")
     grows, arrays = hasattr(like, "offset"), []
-    for name, other in wanted.items():
-        if type(found[name]) is not type(other):
+    for name, array in expected.items():
+        if type(arrays_read[name]) is not type(array):
             raise ValueError("parts of a cache of other types")
-        if isinstance(other, mx.array):
-            arrays.append(found[name])
-            shapes = [_without_tokens(x.shape) if grows else x.shape for x in (arrays[-1], other)]
+        if isinstance(array, mx.array):
+            arrays.append(arrays_read[name])
+            shapes = [_without_tokens(x.shape) if grows else x.shape for x in (arrays[-1], array)]
             if shapes[0] != shapes[1]:
-                raise ValueError(f"numbers of shape {arrays[-1].shape}, not {other.shape}")
-            if mx.issubdtype(other.dtype, mx.floating):
+                raise ValueError(f"numbers of shape {arrays[-1].shape}, not {array.shape}")
+            if mx.issubdtype(array.dtype, mx.floating):
                 _check_floats(arrays[-1:])
     if any(getattr(cache, name, None) != getattr(like, name, None) for name in FIXED):
         raise ValueError("a cache with other settings")

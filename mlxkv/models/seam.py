@@ -1,8 +1,8 @@
 """Give a model of mlx-lm compressed caches (`attach`), and take them away (`detach`).
 
 After `attach`, mlx-lm's own `make_prompt_cache(model)` returns compressed caches, so everything in
-mlx-lm that makes or takes a prompt cache runs on them unchanged. `attach` takes six steps, which follow it here in
-their order: `examine`, `fit`, `turn_weights`, `choose_kernels`, `install`, `try_steps`.
+mlx-lm that makes or takes a prompt cache runs on them unchanged. `attach` takes five steps, which follow it here in
+their order: `examine`, `fit`, `turn_weights`, `choose_kernels`, `install`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,11 +27,9 @@ from mlxkv.cache.view import OPS, KernelPlan
 from mlxkv.codec import encoding, maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
-from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_rotary, parse_kv, stand_in
 from mlxkv.metal import launch
-from mlxkv.models.calibration import fitting
 from mlxkv.models.catalog.asked import check_fold
 from mlxkv.models.catalog.reports import (
     ASKED_FOR,
@@ -47,11 +46,14 @@ from mlxkv.models.catalog.reports import (
     ranges,
     with_own,
 )
-from mlxkv.models.compiled.weights import kept
+from mlxkv.models.compiled.weights import unchanged
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
-from mlxkv.models.hooks.mark import cached_part, mark, own_make_cache, steps_to_come, unmark
+from mlxkv.models.hooks.mark import cached_part, mark, own_make_cache, unmark
 from mlxkv.models.hooks.probe import INDEX_KEYS, PLAIN, Place, Shape, find, leaves
 from mlxkv.models.hooks.rebind import bind, release
+
+if TYPE_CHECKING:
+    from mlxkv.formats.calibration.artifact import Calibration
 
 Fitted = dict[Place, tuple[CacheConfig, LayerMaps | None]]  # of each compressed cache
 
@@ -68,10 +70,9 @@ def attach(
     """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm) as `kv` says: a preset's name, a pair or a
     configuration. A vision model of mlx-vlm is attached at its `language_model`, which makes the caches there.
 
-    Returns one report per cache; in all of them, whether the model's decode steps can be traced. Attaching
-    again replaces what was attached. A configuration that compresses nothing (`fp16`) leaves mlx-lm's own
-    caches. Copies of an attached model, deep or unpickled, are attached themselves. mlx-lm's `max_kv_size`,
-    and `kv_bits` on compressed layers, have no effect on an attached model, and warn.
+    Returns one report per cache. Attaching again replaces what was attached. A configuration that compresses nothing
+    (`fp16`) leaves mlx-lm's own caches. Copies of an attached model, deep or unpickled, are attached themselves.
+    mlx-lm's `max_kv_size`, and `kv_bits` on compressed layers, have no effect on an attached model, and warn.
 
     calibration: for a preset that needs one, a file or `owner/name` on the hub; by default the one
     that came with the model, or the user's own, or one that is made on the spot, for models that
@@ -117,8 +118,7 @@ def attach(
             warnings.warn(f"[attach] {message}", stacklevel=2)
         return reports
     install(model, slots, fitted, shapes, plans, encode)
-    # With several processes the model is cut to its share afterwards.
-    return reports if _is_shared(group) else try_steps(model, config, reports)
+    return reports
 
 
 def _check_model(model: nn.Module) -> None:
@@ -166,7 +166,7 @@ def examine(
     Raises UserError, with `strict`, where a layer that grows stays in full precision, and for settings that this
     model has no use for. The attention function must be rebound (`rebind.bind`).
     """
-    with kept(model):
+    with unchanged(model):
         reports, shapes = _examined(model, make_cache, config)
         if not shapes and (name := stand_in(config)):
             config = replace(parse_kv(name), name=f"{name} in place of {config.label}")
@@ -197,13 +197,13 @@ def _examined(
     else:
         reasons = {place: ASKED_FOR for place, _ in caches}
     by_layer: dict[int, list[LayerReport]] = {}
-    chosen = {}
+    compressed_shapes = {}
     for place, cache in caches:
         report = _judge(place[0], cache, shapes.get(place), reasons.get(place), config)
         if report.compressed:
-            chosen[place] = shapes[place]
+            compressed_shapes[place] = shapes[place]
         by_layer.setdefault(place[0], []).append(report)
-    return [_merge(parts) for parts in by_layer.values()], chosen
+    return [_merge(parts) for parts in by_layer.values()], compressed_shapes
 
 
 def _judge(
@@ -219,8 +219,8 @@ def _judge(
         return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
     sizes, label = (shape.heads, shape.key_dim, shape.value_dim), config.label
     if shape.latent:
-        if why := config.why_no_latents:
-            return LayerReport(index, LATENT, False, why)
+        if objection := config.why_no_latents:
+            return LayerReport(index, LATENT, False, objection)
         kind, label, config = LATENT, of_latents(config), config.of_latents
     return compressed(index, kind, config, label, sizes, UNKNOWN)
 
@@ -249,7 +249,11 @@ def fit(
     """For each compressed cache its config and maps, cut to this process's kv heads; every process holds all of a
     latent. The reports say clips and ranks. Raises UserError for a calibration that is missing or does not fit, for
     `fold` with several processes, and where the weights are folded for other maps."""
-    fitted = fitting.fit(model, config, shapes, calibration)
+    fitted = dict.fromkeys(shapes, (config, None))
+    if shapes and config.calibrated:
+        from mlxkv.models.calibration import fitting  # which reads texts, and the hub
+
+        fitted = fitting.fit(model, config, shapes, calibration)
     if _is_shared(group):
         if fold:
             raise UserError(
@@ -284,14 +288,14 @@ def turn_weights(
     return as_folded(model, fitted), reports
 
 
-def _with_fold(report: LayerReport, folded: Fold, asked: bool) -> LayerReport:
+def _with_fold(report: LayerReport, folded: Fold, tell_all: bool) -> LayerReport:
     """The report of a layer with what the weights do to its values; reasons why not only if `asked`."""
     places = [place for place in folded.reasons if place[0] == report.index]
     if not places or not report.compressed:
         return report
     worst = min(places, key=lambda place: place in folded.layer_maps)
     reason = folded.reasons[worst]
-    return replace(report, fold=reason) if asked or reason == FOLDED else report
+    return replace(report, fold=reason) if tell_all or reason == FOLDED else report
 
 
 # -- 4. choose_kernels: built and tried when a model is loaded, not in the middle of a prompt
@@ -303,14 +307,14 @@ def choose_kernels(
     """The plan of each cache, and the reports with the kernels that decode their layers here. Builds and tries all
     kernels that the caches of a model need, with a line of progress."""
     questions = {place: _question(*fitted[place], shape) for place, shape in shapes.items()}
-    asked = list(dict.fromkeys(questions.values()))
-    tried = {q: replace(q, config=selftest.stand_in(q.config, q.dims[0])) for q in asked}
-    unsettled = {q for q in tried.values() if not q.is_settled}
+    unique = list(dict.fromkeys(questions.values()))
+    stand_ins = {q: replace(q, config=selftest.stand_in(q.config, q.dims[0])) for q in unique}
+    unsettled = {q for q in stand_ins.values() if not q.is_settled}
     answers = {}
     with console.counted("building kernels", len(unsettled)) as step:
-        for q in asked:
-            if tried[q] in unsettled:
-                unsettled.remove(tried[q])
+        for q in unique:
+            if stand_ins[q] in unsettled:
+                unsettled.remove(stand_ins[q])
                 step()
             answers[q] = choose.plan(q.config, q.dims, q.dtype, q.case, q.latent, q.picked)
     plans = {place: answers[q] for place, q in questions.items()}
@@ -359,18 +363,6 @@ def _kind(config: CacheConfig, shape: Shape) -> type[CompressedKVCache]:
     if shape.latent:
         return IndexedLatentKVCache if shape.selects else LatentKVCache
     return AdaptiveKVCache if config.listens else CompressedKVCache
-
-
-# -- 6. try_steps: can decode steps be traced?
-
-
-def try_steps(
-    model: nn.Module, config: CacheConfig, reports: list[LayerReport]
-) -> list[LayerReport]:
-    """The reports with how decode steps of the attached model are made."""
-    with kept(model):
-        steps = steps_to_come(model, config.window + config.page + 1)
-    return [replace(report, steps=steps) for report in reports]
 
 
 # -- and back

@@ -6,21 +6,21 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.models.hooks.probe import leaves
 
 
-def cut_back(caches: list, held: int, left: int) -> bool:
-    """Cut caches that hold `held` tokens back to their first `left`. False, and nothing has changed, where one of
+def cut_back(caches: list, count: int, keep: int) -> bool:
+    """Cut caches that hold `count` tokens back to their first `keep`. False, and nothing has changed, where one of
     them cannot be cut there: a state, a sliding window that has moved on, a prompt whose tokens were chosen."""
-    each = [cache for _, cache in leaves(caches)]
-    if left < 1 or not all(_keeps(cache, held, left) for cache in each):
+    members = [cache for _, cache in leaves(caches)]
+    if keep < 1 or not all(_keeps(cache, count, keep) for cache in members):
         return False
-    for cache in each:
-        cache.trim(held - left)
+    for cache in members:
+        cache.trim(count - keep)
     return True
 
 
-def _keeps(cache, held: int, left: int) -> bool:
-    if left == held:
+def _keeps(cache, count: int, keep: int) -> bool:
+    if keep == count:
         return True
     if isinstance(cache, CompressedKVCache):
-        return cache.keeps(left)
+        return cache.keeps(keep)
     start = getattr(cache, "start_position", 0)
-    return cache.is_trimmable() and held - left <= cache.offset - start
+    return cache.is_trimmable() and count - keep <= cache.offset - start

@@ -25,50 +25,57 @@ class Turns:
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
-        own = [getattr(tokenizer, f"{name}_{end}", None) or "" for name, end in _REPLY]
-        template = str(getattr(tokenizer, "chat_template", None) or "") + " ".join(own)
+        marks = [getattr(tokenizer, f"{name}_{end}", None) or "" for name, end in _REPLY]
+        template = str(getattr(tokenizer, "chat_template", None) or "") + " ".join(marks)
         added = (getattr(tokenizer, "added_tokens_decoder", None) or {}).values()
         # Of the others not plain words, which a text has every right to.
         words = {
-            str(one)
-            for one in added
-            if one.special or (str(one) in template and not str(one).strip().isalnum())
+            str(token)
+            for token in added
+            if token.special or (str(token) in template and not str(token).strip().isalnum())
         }
         words |= set(getattr(tokenizer, "all_special_tokens", ()))
         # A normalizer may lower the case before it looks for a token.
-        folds = any(one.special and one.normalized for one in added) and _normalizes(tokenizer)
+        folds = any(token.special and token.normalized for token in added) and _normalizes(
+            tokenizer
+        )
         self.words = _finder(words, folds)
-        self.reply = _finder({word for word in words if not any(word in x for x in own)}, folds)
+        self.reply = _finder({word for word in words if not any(word in x for x in marks)}, folds)
 
-    def broken(self, chat: list[dict], *more: Any) -> tuple[str | None, list]:
+    def marked(self, chat: list[dict], *values: Any) -> tuple[str | None, list]:
         """Break such words in messages, and in other values that a template reads (tools). Returns the mark
-        and [messages, *more]; the mark is None, and they are the same, if there is nothing to break."""
-        found: list[str] = []
+        and [messages, *values]; the mark is None, and they are the same, if there is nothing to break."""
+        texts: list[str] = []
         chat = [_with_arguments(message) for message in chat]
-        self._each(chat, more, lambda text, words: found.append(text) if words.search(text) else 0)
-        if not found:
-            return None, [chat, *more]
-        every = json.dumps([chat, more], ensure_ascii=False, default=str)
-        mark = next((mark for mark in MARKS if mark not in every), None)
+        self._each_text(
+            chat, values, lambda text, words: texts.append(text) if words.search(text) else 0
+        )
+        if not texts:
+            return None, [chat, *values]
+        everything = json.dumps([chat, values], ensure_ascii=False, default=str)
+        mark = next((mark for mark in MARKS if mark not in everything), None)
         if mark is None:
             raise ValueError(
                 "every character of private use that could mark a place is in the text"
             )
-        return mark, self._each(chat, more, lambda text, words: words.sub(rf"\g<1>{mark}", text))
+        marked = self._each_text(chat, values, lambda text, words: words.sub(rf"\g<1>{mark}", text))
+        return mark, marked
 
-    def _each(self, chat: list[dict], more: tuple, change) -> list:
+    def _each_text(self, chat: list[dict], values: tuple, change) -> list:
         """A copy in which change(text, words) stands for every text."""
         if self.words is None:
-            return [chat, *more]
-        kinds = [self.reply if one.get("role") == "assistant" else self.words for one in chat]
-        out = [_mapped(one, change, words) for one, words in zip(chat, kinds, strict=True)]
-        return [out, *(_mapped(one, change, self.words) for one in more)]
+            return [chat, *values]
+        kinds = [
+            self.reply if message.get("role") == "assistant" else self.words for message in chat
+        ]
+        out = [_mapped(message, change, words) for message, words in zip(chat, kinds, strict=True)]
+        return [out, *(_mapped(value, change, self.words) for value in values)]
 
-    def render(self, chat: list[dict], **asked) -> list[str]:
-        """The text of the chat template, in pieces to encode one by one. asked: arguments of
+    def render(self, chat: list[dict], **options) -> list[str]:
+        """The text of the chat template, in pieces to encode one by one. options: arguments of
         `apply_chat_template`. Raises what the template raises."""
-        mark, (chat,) = self.broken(chat)
-        return pieces(self._tokenizer.apply_chat_template(chat, tokenize=False, **asked), mark)
+        mark, (chat,) = self.marked(chat)
+        return pieces(self._tokenizer.apply_chat_template(chat, tokenize=False, **options), mark)
 
     def encode(self, parts: list[str], add_special_tokens: bool = False) -> list[int]:
         """The tokens of a text in pieces."""
@@ -91,8 +98,8 @@ class Cut:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._turns.encode(pieces(text, self._mark), add_special_tokens)
 
-    def apply_chat_template(self, chat: list[dict], tokenize: bool = True, **asked):
-        text = self._tokenizer.apply_chat_template(chat, tokenize=False, **asked)
+    def apply_chat_template(self, chat: list[dict], tokenize: bool = True, **options):
+        text = self._tokenizer.apply_chat_template(chat, tokenize=False, **options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
@@ -117,10 +124,10 @@ def cut_front(parts: list[str], count: int) -> list[str]:
 
 def _finder(words: set[str], folds: bool) -> re.Pattern | None:
     """Finds the first characters of such words: to break behind each one breaks those that overlap, too."""
-    some = sorted(word for word in words if len(word) > 1 and not word.isspace())
-    if not some:
+    targets = sorted(word for word in words if len(word) > 1 and not word.isspace())
+    if not targets:
         return None
-    rests = "|".join(f"{re.escape(w[0])}(?={re.escape(w[1:])})" for w in some)
+    rests = "|".join(f"{re.escape(w[0])}(?={re.escape(w[1:])})" for w in targets)
     return re.compile(f"({rests})", re.IGNORECASE if folds else 0)
 
 
@@ -131,7 +138,7 @@ def _mapped(thing: Any, change, words: re.Pattern | None) -> Any:
         pairs = [(_mapped(k, change, words), _mapped(v, change, words)) for k, v in thing.items()]
         return dict(pairs)
     if isinstance(thing, list | tuple):
-        return [_mapped(one, change, words) for one in thing]
+        return [_mapped(item, change, words) for item in thing]
     return thing
 
 

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.console import human_bytes
+from mlxkv.models.hooks.probe import leaves
 
 BITS = 16  # of full precision
 NOTHING_YET = "nothing compressed yet (exact up to {} tokens)"
@@ -75,21 +76,22 @@ class Usage:
         cache = f"cache {human_bytes(self.kv_bytes)}"
         if self.tokens <= self.window or not self.window:
             return f"{cache}, {self.note}"
-        more = f" ({self.note})" if self.note else ""
-        return f"{cache}, 16 bits would be {human_bytes(self.kv_bytes_fp16)}{more}"
+        suffix = f" ({self.note})" if self.note else ""
+        return f"{cache}, 16 bits would be {human_bytes(self.kv_bytes_fp16)}{suffix}"
 
 
 def usage(caches: Sequence[Any]) -> Usage:
     """Measure the caches of one sequence, a layer each."""
-    leaves = _leaves(caches)
-    tokens = max((getattr(cache, "offset", 0) for cache in leaves), default=0)
-    ours = (cache.config.window for cache in leaves if isinstance(cache, CompressedKVCache))
+    tokens = max((getattr(cache, "offset", 0) for _, cache in leaves(caches)), default=0)
+    windows = (
+        cache.config.window for _, cache in leaves(caches) if isinstance(cache, CompressedKVCache)
+    )
     return Usage(
         tokens,
         sum(map(in_use, caches)),
         sum(map(in_16_bits, caches)),
         sum(cache.nbytes for cache in caches),
-        max(ours, default=0),
+        max(windows, default=0),
     )
 
 
@@ -103,8 +105,8 @@ def in_use(cache: Any) -> int:
     if (inner := getattr(cache, "caches", None)) is not None:
         return sum(map(in_use, inner))
     if isinstance(cache, CompressedKVCache):
-        held = tree_flatten({name: x for name, x in cache.state.items() if name != "header"})
-        return sum(x.nbytes for _, x in held)
+        arrays = tree_flatten({name: x for name, x in cache.state.items() if name != "header"})
+        return sum(x.nbytes for _, x in arrays)
     if (plain := _plain(cache)) is None:
         return cache.nbytes
     values, size, tokens = plain
@@ -132,14 +134,6 @@ def _plain(cache: Any) -> tuple[int, int, int] | None:
     if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4:
         return None
     numbers = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (keys, values))
-    most = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
-    tokens = min(cache.offset, most) if most else cache.offset
+    limit = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None)
+    tokens = min(cache.offset, limit) if limit else cache.offset
     return numbers, keys.dtype.size, tokens
-
-
-def _leaves(caches: Sequence[Any]) -> list[Any]:
-    out = []
-    for cache in caches:
-        inner = getattr(cache, "caches", None)
-        out += _leaves(inner) if inner is not None else [cache]
-    return out

@@ -54,7 +54,7 @@ class Prompts:
     def _chat(self, request: Request, messages: list[dict]) -> Prompt:
         extra = self._template | (request.chat_template_kwargs or {})
         # Special tokens in contents are text.
-        mark, (messages, tools, extra) = self._turns.broken(messages, request.tools, extra)
+        mark, (messages, tools, extra) = self._turns.marked(messages, request.tools, extra)
         tokenizer = self._tokenizer if mark is None else Cut(self._tokenizer, self._turns, mark)
         if not tokenizer.has_chat_template:
             text = "".join(f"{PLAIN.get(m['role'], '')}{m['content']}\n" for m in messages)

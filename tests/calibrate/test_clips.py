@@ -38,7 +38,7 @@ def judged(keys, values, queries, config, rotations, candidates=clips.CANDIDATES
     q, scale = mx.array(queries), keys.shape[-1] ** -0.5
     out = attend(q, view, scale, mask="causal")
     call = AttentionCall(view, ear.exact, q, scale, "causal", None, out)
-    clips._judge(trial, call, LayerPass(0), config, rotations, candidates)
+    clips._judge(trial, call, LayerPass(), config, rotations, candidates)
     return trial
 
 

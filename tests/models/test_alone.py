@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import mlx.core as mx
 import pytest
 from latent_models import latent_model
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from random_models import random_model, tokens
+from random_models import tokens
 
 from mlxkv.models import attach, detach
 
@@ -36,9 +35,9 @@ def test_hosts_are_told_and_so_are_copies(model, tmp_path):
     assert joining(copy.deepcopy(caches)) == joining([copy.copy(one) for one in caches]) == told
     text = tokens(300)[None]
     model(text, cache=caches)
-    for copies in (copy.deepcopy(caches), pickle.loads(pickle.dumps(caches))):
-        assert joining(copies) == told
-        assert [type(one).__name__ for one in copies] == [type(one).__name__ for one in caches]
+    copies = copy.deepcopy(caches)
+    assert joining(copies) == told
+    assert [type(one).__name__ for one in copies] == [type(one).__name__ for one in caches]
     assert joining(make_prompt_cache(copy.deepcopy(model))) == told
     file = str(tmp_path / "cache.safetensors")
     save_prompt_cache(file, caches)
@@ -54,11 +53,3 @@ def test_a_batch_is_refused_where_it_would_be_wrong(model):
     batch.close()
     steps = generate_step(tokens(300), model, max_tokens=4)
     assert len(list(steps)) == 4  # one alone is served
-
-
-def test_other_models_batch_as_before():
-    for name in ("llama", "gemma3_text"):
-        one = random_model(name)
-        attach(one, "int4")
-        assert all(joining(make_prompt_cache(one)))
-        detach(one)

@@ -6,14 +6,13 @@ import copy
 import pickle
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models.cache as mlx_cache
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -73,37 +72,12 @@ def test_a_copy_is_a_model_of_its_own(model, twin, first):
     assert mx.array_equal(last(left, text), last(pair[first], text))
 
 
-def test_a_copy_answers_with_its_own_weights(model):
-    attach(model, EARLY)
-    other, text = copy.deepcopy(model), tokens(60)
-    before = last(model, text)
-    other.update(tree_map(mx.zeros_like, other.parameters()))
-    assert not last(other, text).any() and mx.array_equal(last(model, text), before)
-    detach(other)
-
-
 def test_a_shallow_copy_leaves_the_original_attached(model):
     attach(model, EARLY)
     text = tokens(60)
     right, other = last(model, text), copy.copy(model)
     detach(other)
     assert kinds(other) == {"KVCache"} and mx.array_equal(last(model, text), right)
-
-
-def test_a_make_cache_bound_to_the_model_follows_the_copy(model):
-    mine = vars(model)["make_cache"] = LlamaCaches.of.__get__(model)
-    attach(model, EARLY)
-    other = copy.deepcopy(model)
-    for each in (model, other):
-        assert kinds(each) == {"CompressedKVCache"}
-        detach(each)
-    assert model.make_cache is mine and other.make_cache.__self__ is other
-    del model.make_cache
-
-
-class LlamaCaches:
-    def of(self) -> list:
-        return [KVCache() for _ in self.layers]
 
 
 def test_a_loaded_model_is_copied_with_its_calibration(tmp_path, monkeypatch, model_folder):
@@ -132,23 +106,6 @@ def test_a_make_cache_set_after_attach_survives(model):
     assert kinds(model) == {"KVCache"}
     detach(model)
     assert model.make_cache is mine and llama.scaled_dot_product_attention is PLAIN
-
-
-def test_a_make_cache_set_and_deleted_after_attach(model):
-    attach(model, EARLY)
-    model.make_cache = lambda: [KVCache() for _ in model.layers]
-    del model.make_cache
-    detach(model)
-    assert "make_cache" not in vars(model) and kinds(model) == {"KVCache"}
-
-
-def test_a_make_cache_set_after_attach_counts_for_the_next(model):
-    attach(model, EARLY)
-    mine = model.make_cache = lambda: [KVCache(), mlx_cache.RotatingKVCache(32)]
-    attach(model, EARLY)
-    assert kinds(model) == {"CompressedKVCache", "RotatingKVCache"}
-    detach(model)
-    assert model.make_cache is mine
 
 
 def test_kv_of_another_type(model):
@@ -188,25 +145,6 @@ def test_kv_bits_warn_and_change_nothing(model):
         ]
     assert found == plain
     assert all("got 4" in str(one.message) for one in said)
-
-
-def test_kv_bits_warn_once(model):
-    attach(model, EARLY)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("default")
-        list(generate_step(tokens(60), model, max_tokens=4, kv_bits=4, quantized_kv_start=0))
-    assert len(said) == 1 and said[0].filename.endswith("generate.py")
-
-
-def test_kv_bits_warn_at_the_first_token_not_after_thousands(model):
-    """mlx-lm looks at kv_bits when 5000 tokens are held, unless it is told otherwise."""
-    attach(model, EARLY)
-    with pytest.warns(UserWarning, match="kv_bits has no effect .* got 4") as said:
-        next(generate_step(tokens(60), model, max_tokens=4, kv_bits=4))
-    assert len(said) == 1 and said[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        next(generate_step(tokens(60), model, max_tokens=4))
 
 
 def test_max_kv_size_warns(model):
@@ -254,27 +192,7 @@ def test_a_cache_used_after_detach(model):
         last(model, text[:1], cache)
 
 
-def test_a_batch_used_after_detach(model):
-    attach(model, EARLY)
-    caches = [make_prompt_cache(model) for _ in range(2)]
-    for cache in caches:
-        last(model, tokens(60), cache)
-    batch = [CompressedKVCache.merge(list(layer)) for layer in zip(*caches, strict=True)]
-    detach(model)
-    with pytest.raises(UserError, match=NOT_ATTACHED):
-        model(mx.zeros((2, 1), mx.int32), cache=batch)
-
-
-def test_detach_during_generation(model):
-    attach(model, EARLY)
-    going = generate_step(tokens(60), model, max_tokens=8)
-    next(going)
-    detach(model)
-    with pytest.raises(UserError, match=NOT_ATTACHED):
-        list(going)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt_oss"])
 def test_a_cache_in_another_family(model, family):
     """Of the same shape, in a model that nobody attached."""
     attach(model, EARLY)
@@ -322,9 +240,9 @@ def same_state(one, other) -> bool:
     )
 
 
-@pytest.mark.parametrize(("kv", "count"), [(None, 0), (None, 5), ("int8", 600), ("polar", 600)])
+@pytest.mark.parametrize(("kv", "count"), [(None, 5), ("polar", 600)])
 def test_a_cache_comes_back_from_a_pickle(kv, count):
-    cache = filled(kv, count) if count else CompressedKVCache(EARLY)
+    cache = filled(kv, count)
     cache.encode_by("cpu")
     back = unpickled(cache)
     assert type(back) is CompressedKVCache and back.offset == count and back.way == "cpu"
@@ -342,38 +260,18 @@ def test_a_pickle_of_a_batch():
     assert all(same_state(back.extract(i), batch.extract(i)) for i in range(2))
 
 
-def test_a_pickle_of_an_adaptive_cache():
-    model = mlxkv.load(TINY, "oja-0.5+int4").model
-    cache = make_prompt_cache(model)
-    last(model, tokens(300), cache)
-    back = unpickled(cache)
-    text = tokens(3)
-    assert mx.array_equal(last(model, text, back), last(model, text, cache))
-    detach(model)
-
-
-def test_a_deep_copy_of_a_cache_goes_its_own_way():
-    cache = filled(None, 100)
-    other = copy.deepcopy(cache)
-    other.trim(10)
-    assert (cache.offset, other.offset) == (100, 90)
-    assert same_state(cache, filled(None, 100))
-
-
 # -- prompt caches before any attach
 
 LOAD = """
 import sys
-from {first} import {name}
+from mlxkv import attach
 from mlx_lm.models.cache import load_prompt_cache
 print(type(load_prompt_cache(sys.argv[1])[0]).__name__)
 """
 
 
-@pytest.mark.parametrize("first, name", [("mlxkv", "attach"), ("mlxkv.models", "load")])
-def test_prompt_caches_load_before_any_attach(tmp_path, first, name):
+def test_prompt_caches_load_before_any_attach(tmp_path):
     file = tmp_path / "cache.safetensors"
     mlx_cache.save_prompt_cache(str(file), [filled(None, 40)])
-    script = LOAD.format(first=first, name=name)
-    ran = subprocess.run([sys.executable, "-c", script, file], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", LOAD, file], capture_output=True, text=True)
     assert ran.stdout.strip() == "CompressedKVCache", ran.stderr

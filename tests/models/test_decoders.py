@@ -73,15 +73,6 @@ def test_reasons_are_one_short_line():
         assert faults.reason(RuntimeError(said)) == reason
 
 
-def test_no_memory_is_told_from_the_rest():
-    for said in (
-        "[metal::malloc] Attempting to allocate 9 bytes",
-        "... Insufficient Memory (0008)",
-    ):
-        assert faults.is_of_memory(RuntimeError(said))
-    assert not faults.is_of_memory(RuntimeError(LOST))
-
-
 def test_a_kernel_that_is_not_built_is_told_from_a_wrong_one():
     found = selftest.test(PRESETS["int4"], 64, mx.float16, unbuildable())
     assert not found.built and found.reason.startswith("program_source:1312:5: error: ")
@@ -98,7 +89,6 @@ def test_a_kernel_that_is_not_built_is_told_from_a_wrong_one():
 @pytest.mark.parametrize(
     ("family", "dtype", "tiles"),
     [
-        ("llama", mx.bfloat16, False),
         ("llama", mx.bfloat16, True),
         ("gpt_oss", mx.float32, False),  # sinks; MLX's experts are float32 alone on a CPU
     ],
@@ -177,7 +167,7 @@ def test_a_version_outside_the_range_is_one_line(folder, monkeypatch, capsys):
 # -- under way
 
 
-@pytest.mark.parametrize(("calls", "letters"), [(0, 90), (5, 90), (9, 256)])
+@pytest.mark.parametrize(("calls", "letters"), [(5, 90), (9, 256)])
 def test_a_gpu_error_in_a_reply_goes_on_by_plain_ops(folder, capsys, calls, letters):
     """At the first token, in the middle, in the middle of a letter."""
     lost = Failing("merge")
@@ -294,31 +284,3 @@ def test_what_is_under_way_is_waited_for_after_an_error(folder, monkeypatch, cap
         assert launch.factory() is lost and launch.switched_off(launch.TILES)
     streams = generation_stream, mx.default_stream(mx.default_device())
     assert [asked.count(stream) for stream in streams] == [2, 2] and len(asked) == 4
-
-
-def test_a_test_that_fails_leaves_nothing_under_way(monkeypatch):
-    asked = []
-    monkeypatch.setattr(mx, "synchronize", asked.append)
-    monkeypatch.setattr(selftest, "_found", {})
-    lost = Failing("unseal")
-    lost.left = 0
-    assert selftest.test(PRESETS["int4"], 64, mx.float16, lost).reason == LOST
-    assert asked == [mx.default_stream(mx.default_device())] * 2
-
-
-def test_clients_hear_of_a_fault_even_if_nothing_takes_over(folder, monkeypatch):
-    """What fails while kernels are switched off keeps no client waiting, nor ends the server."""
-    lost = Failing("merge")
-    with launch.using(lost), serving(folder) as server:
-        want = text_of(complete(server, LONG, 8))
-
-        def fails(loaded, error):
-            raise ValueError("while switching off")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("mlxkv.serve.engine.step_down", fails)
-            lost.left = 2
-            message = refused(server, 500, prompt=LONG + "!", max_tokens=8)["message"]
-        assert "Command buffer execution failed" in message and "switched off" not in message
-        lost.left = None
-        assert text_of(complete(server, LONG, 8)) == want

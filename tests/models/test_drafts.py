@@ -20,12 +20,9 @@ from mlxkv.models import load
 MOST = 15  # tokens that are drafted at once
 ROUNDS = 60
 KINDS = {
-    "int4": PRESETS["int4"],
     "naive": small(),
     "eight": small(INT8.keys, INT8.values, sink=0),
-    "bare": small(sink=0, recent=0),
     "kivi": PRESETS["kivi-int2"],
-    "srft": PRESETS["srft-int4"],
 }
 
 

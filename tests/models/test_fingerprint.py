@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from model_folders import WEIGHTS, folder, saved
 from safetensors.numpy import load_file, save_file
 from small_models import SOURCE, TINY

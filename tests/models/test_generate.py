@@ -66,14 +66,6 @@ def test_stop_during_the_prefill(loaded, monkeypatch):
     assert offsets(cache) == {32} == {stats.held}
 
 
-def test_a_reader_who_leaves_early_closes_the_loop(loaded):
-    cache, stats = make_prompt_cache(loaded.model), Stats()
-    pieces = stream(loaded, PROMPT, cache, max_tokens=50, stats=stats)
-    next(pieces), next(pieces)
-    pieces.close()
-    assert offsets(cache) == {52} == {stats.held}
-
-
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 def test_nan_in_the_logits_is_one_line(tmp_path, temp):
     from mlxkv.models import load

@@ -72,13 +72,6 @@ def test_logits(tmp_path, arch, tied):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_logits_of_codes(tmp_path, arch):
-    """Codes that MLX has, mixed as files mix them: what differs is the order of sums."""
-    want, got = pair(tmp_path, arch, ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-    np.testing.assert_allclose(got, want, atol=1e-3)
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_logits_of_k_quants(tmp_path, arch):
     """Scales of Q4_K and Q5_K and decoded numbers are rounded to float16."""
     want, got = pair(tmp_path, arch, K_QUANTS)
@@ -141,7 +134,7 @@ def test_weights_of_8_bits(tmp_path):
             load(str(file), weights=bits)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("arch", ["qwen2", "gemma3"])
 def test_linear_positions(tmp_path, arch):
     scaling = {"rope_type": "linear", "factor": 8.0}
     values = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0}

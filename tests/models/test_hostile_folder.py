@@ -7,12 +7,10 @@ import json
 import os
 import time
 
-import mlx.core as mx
 import pytest
 from model_folders import WEIGHTS, error_of, folder, saved
 
 from mlxkv.errors import UserError
-from mlxkv.models import load
 from mlxkv.models.catalog import numbers
 from mlxkv.models.catalog.folder import INDEX, check
 from mlxkv.untrusted import Unsound
@@ -133,11 +131,3 @@ def test_sizes_that_cannot_run(folder, changes):
 def test_an_index_of_odd_values(folder, value):
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": value, "b": "x"}}))
     assert f"{INDEX} names files by something else than texts" in error_of(folder)
-
-
-def test_no_folder_for_temporary_files(folder, monkeypatch):
-    monkeypatch.setenv("TMPDIR", "/nonexistent")
-    if mx.default_device() == mx.Device(mx.cpu):
-        assert error_of(folder).startswith("[TMPDIR] no folder for temporary files")
-    else:
-        load(str(folder))

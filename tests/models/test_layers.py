@@ -80,7 +80,6 @@ def test_a_line_per_kind_of_layer(reports):
     assert summarise(found) == [
         "layers 0, 2 (sliding window 16): full precision, small by nature",
         "layers 1, 3 (full attention): naive-int4, 4.5 bits per value, plain ops (no GPU here)",
-        "decode steps: replayed",
     ]
 
 

@@ -32,7 +32,6 @@ def test_a_folder_loads_and_is_attached(folder):
     assert (loaded.path, loaded.name, loaded.context) == (folder, str(folder), 512)
     assert loaded.report() == [
         "layers 0-1 (full attention): naive-int4, 4.5 bits per value, plain ops (no GPU here)",
-        "decode steps: replayed",
     ]
     assert loaded.tokenizer.encode("w3 w5") == [3, 5] and loaded.tokenizer.eos_token_ids == {0}
     assert type(make_prompt_cache(loaded.model)[0]).__name__ == "CompressedKVCache"
@@ -41,21 +40,13 @@ def test_a_folder_loads_and_is_attached(folder):
     assert mx.array_equal(loaded.model(text), random_model("llama")(text))
 
 
-@pytest.mark.parametrize("kv", ["fp16", "int4", "int8/int4"])
-def test_generating_text_by_mlx_lm(folder, kv):
-    loaded = load(str(folder), kv)
+def test_generating_text_by_mlx_lm(folder):
+    loaded = load(str(folder), "int8/int4")
     options = {"max_tokens": 6, "prompt": "w3 w5 w7 w9"}
     replies = list(stream_generate(loaded.model, loaded.tokenizer, **options))
     assert replies[-1].generation_tokens <= 6 and replies[-1].prompt_tokens == 4
     text = "".join(reply.text for reply in replies)
     assert generate(loaded.model, loaded.tokenizer, **options) == text
-    detach(loaded.model)
-
-
-def test_a_configuration_in_place_of_a_name(folder):
-    loaded = load(str(folder), PRESETS["srft-int4"])
-    assert loaded.kv_name == loaded.layers[0].reason
-    assert loaded.kv_name.startswith("srft + int4 symmetric")
     detach(loaded.model)
 
 
@@ -103,24 +94,6 @@ def test_matrices_by_columns_give_the_logits_of_matrices_by_rows(bits, tied, mon
             assert mx.array_equal(found, plain[name])
         if found.ndim == 2:
             assert np.array(found, copy=False).strides == (4, 4 * found.shape[0]), name
-
-
-def test_codes_of_a_large_model_stay_codes_on_a_cpu(monkeypatch):
-    model, _ = quantize_model(random_model("llama"), config_of("llama"), 32, 4)
-    monkeypatch.setattr(weights, "DECODED", 1000)
-    text = tokens(12)[None]
-    want = model(text)
-    weights.fit_cpu(model)
-    assert model.layers[0].self_attn.q_proj.bits == 4 and mx.array_equal(model(text), want)
-
-
-def test_asking_for_float32_decodes_codes_as_the_default_does(tmp_path):
-    model, config = quantize_model(random_model("llama"), config_of("llama"), 32, 8)
-    save(tmp_path, model, config)
-    loaded = load(str(tmp_path), "fp16", dtype="float32")
-    assert not hasattr(loaded.model.layers[0].self_attn.q_proj, "bits")
-    kept = load(str(tmp_path), "fp16", dtype="float16")
-    assert kept.model.layers[0].self_attn.q_proj.bits == 8
 
 
 def test_strict_reaches_attach(tmp_path):
@@ -208,73 +181,32 @@ def test_mistakes_in_the_options_cost_no_loading(monkeypatch):
     assert "unknown dtype; got 'int8'" in error_of("gemma-3-1b", dtype="int8")
 
 
+LONG = 131072
+
+
+def yarn(factor: float, original: int) -> dict:
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+
+
 def test_context_limit():
-    for config, limit in [
-        ({}, None),
-        ({"n_positions": 1024}, 1024),
-        ({"max_position_embeddings": 4096, "rope_scaling": None}, 4096),
-        (
-            {"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}},
-            16384,
-        ),
+    for positions, scaling, limit in [
+        (4096, None, 4096),
+        (4096, {"type": "linear", "factor": 4.0}, 16384),
         # Llama 3.1 and Phi name the extended length themselves.
-        (
-            {
-                "max_position_embeddings": 131072,
-                "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
-            },
-            131072,
-        ),
-        (
-            {
-                "max_position_embeddings": 131072,
-                "rope_scaling": {"type": "longrope", "long_factor": [1.0]},
-            },
-            131072,
-        ),
+        (LONG, {"rope_type": "llama3", "factor": 8.0}, LONG),
+        (LONG, {"type": "longrope", "long_factor": [1.0]}, LONG),
         # Qwen writes the plain length beside yarn, gpt-oss the extended one.
-        (
-            {
-                "max_position_embeddings": 40960,
-                "rope_scaling": {
-                    "rope_type": "yarn",
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 32768,
-                },
-            },
-            131072,
-        ),
-        (
-            {
-                "max_position_embeddings": 131072,
-                "rope_scaling": {
-                    "rope_type": "yarn",
-                    "factor": 32.0,
-                    "original_max_position_embeddings": 4096,
-                },
-            },
-            131072,
-        ),
-        (
-            {
-                "model_type": "gemma3",
-                "text_config": {
-                    "model_type": "gemma3_text",
-                    "max_position_embeddings": 131072,
-                    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-                },
-            },
-            131072,
-        ),
-        (
-            {
-                "max_position_embeddings": 100,
-                "rope_parameters": {"full_attention": {"rope_theta": 1.0}},
-            },
-            100,
-        ),
+        (40960, yarn(4.0, 32768), LONG),
+        (LONG, yarn(32.0, 4096), LONG),
     ]:
+        config = {"max_position_embeddings": positions, "rope_scaling": scaling}
         assert context_limit(config) == limit
+    assert context_limit({}) is None and context_limit({"n_positions": 1024}) == 1024
+    text = {"max_position_embeddings": LONG, "rope_scaling": {"type": "linear", "factor": 8.0}}
+    gemma = {"model_type": "gemma3", "text_config": text | {"model_type": "gemma3_text"}}
+    assert context_limit(gemma) == LONG
+    several = {"max_position_embeddings": 100, "rope_parameters": {"full": {"rope_theta": 1.0}}}
+    assert context_limit(several) == 100
 
 
 def test_the_package_itself_gives_load_attach_and_detach():
@@ -285,9 +217,3 @@ def test_the_package_itself_gives_load_attach_and_detach():
     assert {"load", "attach", "detach"} <= set(dir(mlxkv))
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         _ = mlxkv.lode
-
-
-def test_importing_the_package_imports_no_framework(with_torch):
-    code = "import sys, mlxkv; print([m for m in ('mlx', 'mlx_lm', 'torch', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

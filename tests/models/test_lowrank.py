@@ -5,13 +5,11 @@ import numpy as np
 import pytest
 from low_rank_cache import DIMS, KV_HEADS, RANK, close
 
-from mlxkv.codec.maps import sample
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import subspace
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import LowRank
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.presets import PRESETS
 from mlxkv.spec import oja as spec
 
 
@@ -64,17 +62,6 @@ def test_bases_that_follow_are_counted_on_top():
     assert parse_kv("oja-r96+transport/int4").basis_bytes(1, 128, 128) == 4 * 128 * 96
     assert parse_kv("int4/oja-r96+segments3").basis_bytes(1, 128, 128) == 3 * 4 * 128 * 96
     assert parse_kv("static-0.75").basis_bytes(8, 128, 128) == 0
-
-
-def test_more_dims_than_a_head_has_are_refused():
-    assert "rank 96 is more than the 64 dims" in parse_kv("oja-r96").why_not(64, 64)
-    assert parse_kv("oja-r64").why_not(64, 64) is None
-
-
-def test_kernels_are_tried_before_an_energy_has_become_a_rank():
-    made = parse_kv("oja-e0.9+int8")
-    assert made.fitted == ("pca 1.0 mixed",) * 2
-    assert sample(KV_HEADS, (DIMS, DIMS), made.fitted).keys.down.shape == (KV_HEADS, DIMS, DIMS)
 
 
 def test_bases_come_from_what_a_calibration_holds_already():
@@ -134,12 +121,3 @@ def test_models_run_on_it(tmp_path):
         step = mx.array([[3]])
         assert mx.array_equal(model(step, cache=again), model(step, cache=cache))
         detach(model)
-
-
-def test_plain_codes_are_per_token_and_presets_bring_theirs():
-    assert parse_kv("oja-0.75+int4") == parse_kv("oja-0.750+int4")  # a preset, and the grammar
-    for name, bits in (("static-0.5+int3", 3), ("oja-r96+int2", 2)):
-        sides = parse_kv(name).keys.quantizer, parse_kv(name).values.quantizer
-        assert {(q.bits, q.axis, q.group) for q in sides} == {(bits, "token", 64)}
-    made = parse_kv("static-0.5+kivi-int2")
-    assert (made.page, made.keys.quantizer) == (64, PRESETS["kivi-int2"].keys.quantizer)

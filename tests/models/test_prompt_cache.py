@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import resource
-import subprocess
-import sys
 
 import pytest
-from patience import PATIENCE
 
 from mlxkv import files
 from mlxkv.chat.session import Session
@@ -38,10 +33,6 @@ def test_a_session_comes_back_the_same(session, saved):
         assert getattr(again, name) == getattr(session, name)
     assert "".join(again.ask("go on")) == "".join(session.ask("go on"))
     assert again.stats.read_tokens == session.stats.read_tokens < again.stats.prompt_tokens
-
-
-def test_the_ending_may_be_left_out(session, saved):
-    Session(session.loaded).load(str(saved.with_suffix("")))
 
 
 def test_mlx_lm_reads_the_file(session, saved):
@@ -118,22 +109,10 @@ def test_truncated(session, saved, keep):
     refused(session, saved, "is not whole|is no safetensors file|not valid JSON")
 
 
-def test_bytes_appended(session, saved):
-    saved.write_bytes(saved.read_bytes() + b"x")
-    refused(session, saved, "is not whole: its header promises")
-
-
 def test_edited_tensors(session, saved):
     data = bytearray(saved.read_bytes())
     data[-40] ^= 1
     saved.write_bytes(data)
-    refused(session, saved, "changed after it was saved")
-
-
-def test_edited_header(session, saved):
-    data = saved.read_bytes()
-    assert data.count(b"question") >= 1
-    saved.write_bytes(data.replace(b"question", b"quesfion"))
     refused(session, saved, "changed after it was saved")
 
 
@@ -209,14 +188,3 @@ try:
 except Exception as error:
     print(json.dumps([type(error).__name__, str(error), len(session.tokens)]))
 """
-
-
-@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit on file sizes")
-def test_a_real_limit_on_the_file_size(model_folder, session, saved):
-    """The operating system refuses the write: as near to a full disk as a test gets."""
-    before = saved.read_bytes()
-    command = [sys.executable, "-c", LIMITED, str(model_folder), str(saved)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    kind, text, held = json.loads(done.stdout.splitlines()[-1])
-    assert kind == "MachineError" and "nothing was changed" in text and held > 0
-    assert saved.read_bytes() == before and os.listdir(saved.parent) == [saved.name]

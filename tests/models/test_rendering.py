@@ -29,9 +29,6 @@ EXCESSIVE = {
     "doubling": "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
     "{% endfor %}",
     "product": "{{ 'a' * 10000000000 }}",
-    "method": "{{ 'a'.center(10000000000) }}",
-    "filter": "{{ 'a' | center(10000000000) }}",
-    "format": "{{ '%09999999999d' % 1 }}",
     "lists": "{% for i in ([0] * 3000000000) %}{% endfor %}",
 }
 

@@ -69,14 +69,6 @@ def bpe(first: bool = False, llama: bool = False, **added) -> Tokenizer:
     return _with_marks(made, **added)
 
 
-def unigram() -> Tokenizer:
-    vocab = [("<unk>", 0.0), ("<s>", 0.0), ("\u2581", -3.0), ("\u2581the", -4.0)]
-    made = Tokenizer(models.Unigram([*vocab, *((c, -8.0) for c in ["\n", *CHARS[1:]])], unk_id=0))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
-    return _with_marks(made)
-
-
 def byte_level() -> Tokenizer:
     vocab = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {token: i for i, token in enumerate([*vocab, "im", "<|"])}
@@ -94,10 +86,8 @@ def _with_marks(made: Tokenizer, **added) -> Tokenizer:
 
 KINDS = {
     "always": bpe(),
-    "first": bpe(first=True),
     "llama": bpe(llama=True, normalized=False),
     "strip": bpe(first=True, lstrip=True, rstrip=True),
-    "unigram": unigram(),
     "bytes": byte_level(),
 }
 
@@ -112,7 +102,7 @@ def tokenizer(request) -> TokenizerWrapper:
 def read(tokenizer, chat: list[dict], **asked) -> list[int]:
     """The tokens of a chat, by the rule."""
     turns = Turns(tokenizer)
-    mark, (broken, tools) = turns.broken(chat, asked.pop("tools", None))
+    mark, (broken, tools) = turns.marked(chat, asked.pop("tools", None))
     one = tokenizer if mark is None else Cut(tokenizer, turns, mark)
     return one.apply_chat_template(broken, tools=tools, add_generation_prompt=True, **asked)
 
@@ -141,7 +131,7 @@ def test_other_text_is_encoded_as_ever(tokenizer):
         chat = [{"role": "system", "content": "the"}, *user(text)]
         plain = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
         assert read(tokenizer, chat) == plain
-        assert Turns(tokenizer).broken(chat)[0] is None
+        assert Turns(tokenizer).marked(chat)[0] is None
 
 
 def test_a_word_in_a_message_is_text(tokenizer):
@@ -157,14 +147,6 @@ def test_a_word_in_a_message_is_text(tokenizer):
             for role in ("system", "tool"):
                 found = marks_of(tokenizer, read(tokenizer, [{"role": role, "content": text}]))
                 assert found == PLAIN
-
-
-def test_what_a_byte_level_tokenizer_reads_is_what_was_written():
-    made = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<s>")
-    made.chat_template = TEMPLATE
-    text = f"a{FORGED} <think>\u00e9"
-    want = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-    assert made.decode(read(TokenizerWrapper(made), user(text))) == want
 
 
 def test_random_contents(tokenizer):
@@ -191,7 +173,7 @@ def test_tools_and_other_values_are_text(tokenizer):
     tools = [{"function": {"name": "f", "<|im_end|>": ["<|im_start|>", 1, None]}}]
     assert marks_of(tokenizer, read(tokenizer, user("a"), tools=tools)) == [*PLAIN[:2], *PLAIN]
     turns = Turns(tokenizer)
-    mark, (_, extra) = turns.broken(user("a"), {"date": "<s>", "n": 2})
+    mark, (_, extra) = turns.marked(user("a"), {"date": "<s>", "n": 2})
     assert extra == {"date": f"<{mark}s>", "n": 2}
 
 
@@ -203,22 +185,15 @@ def test_json_that_escapes_what_it_need_not(tokenizer):
     assert marks_of(tokenizer, found) == PLAIN[:2] and "ue0" not in tokenizer.decode(found)
 
 
-def test_plain_text_without_a_template_is_text(tokenizer):
-    """mlx-lm joins such chats by its own words, and encodes that."""
-    turns = Turns(tokenizer)
-    mark, (chat,) = turns.broken(user("a<|im_end|>"))
-    assert marks_of(tokenizer, Cut(tokenizer, turns, mark).encode(chat[0]["content"])) == []
-
-
 def test_a_tokenizer_without_such_tokens():
     turns = Turns(SimpleNamespace())
-    assert turns.words is None and turns.broken(user("<s>")) == (None, [user("<s>")])
+    assert turns.words is None and turns.marked(user("<s>")) == (None, [user("<s>")])
 
 
 def test_a_text_that_holds_every_mark():
     text = "".join(chr(code) for code in range(0xE000, 0xE040)) + "<s>"
     with pytest.raises(ValueError, match="private use"):
-        Turns(SimpleNamespace(all_special_tokens=["<s>"])).broken(user(text))
+        Turns(SimpleNamespace(all_special_tokens=["<s>"])).marked(user(text))
 
 
 def test_the_front_of_pieces():

@@ -92,13 +92,6 @@ def test_a_server_warms_up_where_it_decodes(folder, monkeypatch):
     assert len(warmed) == 1 and warmed[0] != get_ident()
 
 
-def test_some_steps_by_python_are_told_from_all(folder, on_a_gpu):
-    loaded = load(folder, "int4")
-    warm_up(loaded)
-    steps_of(loaded.model).refused[(int,)] = "no fixed form of int"
-    assert loaded.steps == "replayed, some built by Python: no fixed form of int"
-
-
 def test_steps_built_by_python_are_said_once(folder, on_a_gpu, monkeypatch, capsys):
     loaded = load(folder, "int4")
     monkeypatch.delitem(FORMS, type(new_cache(loaded)[0]))

@@ -72,9 +72,9 @@ def folders() -> list[Path]:
     return [Path(sys.prefix) / "models", cache_dir() / "models"]
 
 
-def target(beside: bool = False) -> Path:
-    """The folder that `mlxkv models get` writes to. beside: in the environment. Raises UserError."""
-    return folders()[0 if beside else -1]
+def target(in_environment: bool = False) -> Path:
+    """The folder that `mlxkv models get` writes to: of the environment, or of the user. Raises UserError."""
+    return folders()[0 if in_environment else -1]
 
 
 def kept(name: str) -> Path | None:

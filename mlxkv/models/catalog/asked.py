@@ -25,10 +25,10 @@ RESERVED = (
 
 def dtype_name(name: str | None) -> str | None:
     """One of DTYPES for a name that tools use ("fp16"); None stays None. Raises UserError."""
-    found = None if name is None else _DTYPE_NAMES.get(name.strip().lower(), name.strip().lower())
-    if found is not None and found not in DTYPES:
+    dtype = None if name is None else _DTYPE_NAMES.get(name.strip().lower(), name.strip().lower())
+    if dtype is not None and dtype not in DTYPES:
         raise UserError(f"[load] unknown dtype; got {name!r}; choose from {', '.join(DTYPES)}")
-    return found
+    return dtype
 
 
 def check_weights(bits: int | None) -> None:
@@ -40,8 +40,8 @@ def check_weights(bits: int | None) -> None:
 def check_fold(config: CacheConfig, fold: bool) -> None:
     """Raises UserError if `fold` is asked for and `config` has no calibrated map of values."""
     if fold and (not config.values.calibrated or config.values.cut):
-        found = ((name, one.values) for name, one in PRESETS.items())
-        choices = ", ".join(name for name, side in found if side.calibrated and not side.cut)
+        sides = ((name, preset.values) for name, preset in PRESETS.items())
+        choices = ", ".join(name for name, side in sides if side.calibrated and not side.cut)
         raise UserError(
             f"[--fold] folds calibrated maps of values into the weights; got {config.label}, which has "
             f"none; choose from {choices}"
@@ -60,14 +60,14 @@ def template_arguments(text: str | None, think: bool | None = None) -> dict:
     """Return what a chat template is given besides the messages: a JSON object, and `enable_thinking` for `think`.
     Raises UserError."""
     try:
-        found = json.loads(text) if text else {}
+        arguments = json.loads(text) if text else {}
     except ValueError as error:
-        found = error
-    if not isinstance(found, dict):
+        arguments = error
+    if not isinstance(arguments, dict):
         raise UserError(
             f"[--chat-template-args] must be a JSON object; got {text[:60]!r}; write it like "
             """'{"enable_thinking": false}'"""
         )
-    if taken := sorted(set(found) & set(RESERVED)):
-        raise UserError(f"[--chat-template-args] may not set {taken[0]!r}; leave it out")
-    return found if think is None else found | {"enable_thinking": think}
+    if reserved := sorted(set(arguments) & set(RESERVED)):
+        raise UserError(f"[--chat-template-args] may not set {reserved[0]!r}; leave it out")
+    return arguments if think is None else arguments | {"enable_thinking": think}

@@ -62,14 +62,14 @@ def check(path: Path) -> Folder:
         )
     _no_odd_files(path)
     weights = _weights(path)
-    headers = [check_safetensors(file) for file in weights]
+    headers = [_sound(file, untrusted.safetensors) for file in weights]
     try:
         numbers.check(config, sum(len(header.tensors) for header in headers))
     except Unsound as error:
         raise _fault(path / "config.json", str(error)) from None
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        needed = ", ".join(TOKENIZER_FILES)
-        raise UserError(f"[load] the tokenizer is missing; got {path}; it needs one of {needed}")
+        files = ", ".join(TOKENIZER_FILES)
+        raise UserError(f"[load] the tokenizer is missing; got {path}; it needs one of {files}")
     for name in (*OBJECTS, *VOCABULARIES):
         if (path / name).exists():
             _json(path / name, LARGE if name in VOCABULARIES else SMALL)
@@ -88,8 +88,8 @@ def _check_gguf(path: Path) -> Folder:
     return Folder(path, config, [path], [header])
 
 
-def _fault(file: Path, what: str) -> UserError:
-    return UserError(f"[load] {file.name} {what}; got {file}; fetch the file again")
+def _fault(file: Path, fault: str) -> UserError:
+    return UserError(f"[load] {file.name} {fault}; got {file}; fetch the file again")
 
 
 def _sound(file: Path, read, *args, **options):
@@ -105,9 +105,9 @@ def _sound(file: Path, read, *args, **options):
         raise _fault(file, str(error)) from None
 
 
-def _json(file: Path, most: int) -> dict:
+def _json(file: Path, limit: int) -> dict:
     # Some families write Infinity into their configuration.
-    data = _sound(file, untrusted.read_json, most, infinity=True)
+    data = _sound(file, untrusted.read_json, limit, infinity=True)
     if not isinstance(data, dict):
         raise _fault(file, f"is not a JSON object but a {type(data).__name__}")
     return data
@@ -136,28 +136,23 @@ def _weights(path: Path) -> list[Path]:
         named = list(table.values()) if isinstance(table, dict) else []
         if not all(isinstance(name, str) for name in named):
             raise _fault(path / INDEX, "names files by something else than texts")
-        if missing := sorted(set(named) - {file.name for file in files}):
+        if absent := sorted(set(named) - {file.name for file in files}):
             raise UserError(
-                f"[load] {len(missing)} of {len(set(named))} weight files are missing; got {path} "
-                f"without {missing[0][:80]}; fetch the model again"
+                f"[load] {len(absent)} of {len(set(named))} weight files are missing; got {path} "
+                f"without {absent[0][:80]}; fetch the model again"
             )
     if files:
         return files
-    others = sorted(
+    unusable = sorted(
         f.name for f in path.iterdir() if f.suffix in (".bin", ".gguf", ".pth", ".safetensors")
     )
-    if any(name.endswith(".gguf") for name in others):
+    if any(name.endswith(".gguf") for name in unusable):
         raise UserError(
             f"[load] a model of GGUF files is named by its file; got {path}; choose --model "
-            f"{path / next(name for name in others if name.endswith('.gguf'))}"
+            f"{path / next(name for name in unusable if name.endswith('.gguf'))}"
         )
-    what = f"only {others[0]}" if others else "no weights at all"
+    contents = f"only {unusable[0]}" if unusable else "no weights at all"
     raise UserError(
-        f"[load] model*.safetensors is missing; got {what} in {path}; convert the model with "
+        f"[load] model*.safetensors is missing; got {contents} in {path}; convert the model with "
         "mlx_lm.convert"
     )
-
-
-def check_safetensors(file: Path) -> Header:
-    """Return the header of a safetensors file. Raises UserError if it disagrees with the file's size."""
-    return _sound(file, untrusted.safetensors)

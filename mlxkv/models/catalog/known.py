@@ -34,14 +34,14 @@ _GEMMA3 = {
 }
 
 
-def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, inner: int, **more) -> dict:
+def _sizes(layers: int, width: int, heads: int, kv_heads: int, inner: int, **keys) -> dict:
     return {
         "num_hidden_layers": layers,
-        "hidden_size": hidden,
+        "hidden_size": width,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "intermediate_size": inner,
-        **more,
+        **keys,
     }
 
 
@@ -59,7 +59,7 @@ _GEMMA3N = {
 }
 
 
-def _gemma4(*sizes: int, **more) -> dict:
+def _gemma4(*sizes: int, **keys) -> dict:
     """Five layers of six slide; layers that see all have heads twice as wide, whose values are their keys."""
     text = {
         **{"model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512},
@@ -68,7 +68,7 @@ def _gemma4(*sizes: int, **more) -> dict:
         **{"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False},
         **{"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * (sizes[0] // 6)},
     }
-    return {"model_type": "gemma4", "text_config": text | _sizes(*sizes) | more}
+    return {"model_type": "gemma4", "text_config": text | _sizes(*sizes) | keys}
 
 
 def _gpt_oss(layers: int, experts: int) -> dict:
@@ -85,7 +85,7 @@ def _gpt_oss(layers: int, experts: int) -> dict:
     }
 
 
-def _qwen3_5(*sizes: int, **more) -> dict:
+def _qwen3_5(*sizes: int, **keys) -> dict:
     """Three layers of four have a state, of linear attention."""
     text = {
         **{"model_type": "qwen3_5_text", "head_dim": 256, "vocab_size": 248320},
@@ -93,8 +93,8 @@ def _qwen3_5(*sizes: int, **more) -> dict:
         **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
         **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "tie_word_embeddings": False},
     }
-    kind = "qwen3_5_moe" if "num_experts" in more else "qwen3_5"
-    return {"model_type": kind, "text_config": text | _sizes(*sizes) | more}
+    kind = "qwen3_5_moe" if "num_experts" in keys else "qwen3_5"
+    return {"model_type": kind, "text_config": text | _sizes(*sizes) | keys}
 
 
 _QWEN3_5_27B = _qwen3_5(64, 5120, 24, 4, 17408, linear_num_value_heads=48)

@@ -54,11 +54,12 @@ def require(source: Source) -> None:
 
 
 def locate(model: str) -> Place:
-    """Find a model by alias, folder or hub name."""
+    """Find a model by alias, folder or hub name: of the hub in its cache, else by config.json and the index
+    (kilobytes), which are downloaded."""
     source = resolve(model)
     if source.folder is not None:
         return _local(source.name, source.folder)
-    return _hub(source.repo)
+    return cached(source.repo) or _local(source.repo, fetch(source.repo, ["config.json", INDEX]))
 
 
 def _local(name: str, folder: Path) -> Place:
@@ -86,10 +87,3 @@ def cached(name: str) -> Place | None:
     if isinstance(config, str) and (weights := _weights(Path(config).parent)):
         return Place(name, Path(config), weights)
     return None
-
-
-def _hub(name: str) -> Place:
-    """Look in the hub's cache, else download config.json and the index (kilobytes)."""
-    if (place := cached(name)) is not None:
-        return place
-    return _local(name, fetch(name, ["config.json", INDEX]))

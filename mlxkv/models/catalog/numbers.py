@@ -50,13 +50,13 @@ def check(config: dict, tensors: int | None = None) -> None:
     except (TypeError, ValueError, ArithmeticError):
         raise Unsound("has a context length, scaling or model_type of no sound type") from None
     _insist_on_finite(text)
-    for name, (low, most) in BOUNDS.items():
+    for name, (low, high) in BOUNDS.items():
         values = text.get(name)
         if isinstance(values, str) and name == "sliding_window_pattern":
             continue  # exaone4 spells it out
         for value in values if isinstance(values, list) else [values]:
             if value is not None:
-                whole(_integer(value), name, low, most)
+                whole(_integer(value), name, low, high)
     deep = max((text[name] for name in DEPTH if isinstance(text.get(name), int)), default=0)
     if tensors is not None and (deep > max(LAYERS, tensors) or tensors > WIDE * (deep or LAYERS)):
         raise Unsound(f"names {deep} layers, but the weights have {tensors} tensors")
@@ -90,5 +90,5 @@ def check_names(text: dict) -> None:
         if LISTED.search(name) and isinstance(value, list | str) and len(value) > 4 * LAYERS:
             raise Unsound(f"names {len(value)} {name}")
         if COUNTED.search(name) and isinstance(value, int) and not isinstance(value, bool):
-            most = LAYERS if DEEP.search(name) else 1 << 24
-            whole(value, name, 0, most)
+            high = LAYERS if DEEP.search(name) else 1 << 24
+            whole(value, name, 0, high)

@@ -89,10 +89,10 @@ class Renderer:
                     f"the chat template takes more than {SECONDS:g} s of processor time or "
                     f"{MEMORY >> 20} MiB for one text"
                 )
-        found = json.loads(answer)
-        if "error" in found:
-            raise ValueError(found["error"])
-        return found["texts"], found["places"]
+        reply = json.loads(answer)
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        return reply["texts"], reply["places"]
 
     def _end(self) -> None:
         if self._process is not None and self._owner == os.getpid():
@@ -124,18 +124,18 @@ def bound(tokenizer: Any, path: Path) -> None:
         return
     original = call.__globals__[FUNCTION]
 
-    def render(**given) -> tuple[list[str], list]:
+    def render(**arguments) -> tuple[list[str], list]:
         try:
-            question = json.dumps(given).encode()
+            question = json.dumps(arguments).encode()
         except (TypeError, ValueError):  # functions as tools: of a program, not of a request
-            return original(**given)
+            return original(**arguments)
         return RENDERER.ask(question)
 
     # The same code, in which that one name means ours: nobody else's tokenizers change.
     names = {**call.__globals__, FUNCTION: render}
-    ours = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-    ours.__kwdefaults__ = call.__kwdefaults__
-    tokenizer.apply_chat_template = MethodType(ours, tokenizer)
+    method = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+    method.__kwdefaults__ = call.__kwdefaults__
+    tokenizer.apply_chat_template = MethodType(method, tokenizer)
     if not getattr(tokenizer, "chat_template", None):
         return
     try:
@@ -156,10 +156,10 @@ def serve() -> None:
     os.dup2(2, 1)  # for whatever prints
     _bound_memory()
     for line in sys.stdin.buffer:
-        given = json.loads(line)
+        arguments = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
         try:
-            texts, places = render_jinja_template(**given)
+            texts, places = render_jinja_template(**arguments)
             answer = {"texts": texts, "places": places}
         except MemoryError:
             os._exit(1)
@@ -176,16 +176,16 @@ def _bound_memory() -> None:
     looks every 20 ms, which a single huge allocation outruns until the time is up."""
     import resource
 
-    used = Path("/proc/self/statm")
-    if used.exists():
-        now = int(used.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        pages = int(statm.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (pages + MEMORY, pages + MEMORY))
         return
     unit = 1 if sys.platform == "darwin" else 1 << 10
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + MEMORY
+    limit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + MEMORY
 
     def watch() -> None:
-        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit < most:
+        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit < limit:
             time.sleep(0.02)
         os._exit(1)
 

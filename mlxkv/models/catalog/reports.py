@@ -32,7 +32,6 @@ class LayerReport:
     fold: "folded" where the weights turn the values, why they do not where that was asked for.
     clips: of keys and values, where the model's calibration has others than the preset.
     bases: bytes of the bases of a cache of low rank that follows the text, which come on top.
-    steps: how the decode steps of the whole model are made, and why; "" where that was not tried.
     """
 
     index: int
@@ -48,7 +47,6 @@ class LayerReport:
     fold: str = ""
     clips: tuple[float, float] | None = None
     bases: int = 0
-    steps: str = ""
 
 
 def compressed(
@@ -75,16 +73,16 @@ def of_latents(config: CacheConfig) -> str:
     return f"latent {config.label}{as_keys}, rotary keys {rotary}"
 
 
-def with_own(report: LayerReport, config: CacheConfig, own: CacheConfig) -> LayerReport:
+def with_own(report: LayerReport, config: CacheConfig, fitted: CacheConfig) -> LayerReport:
     """The report of a compressed layer whose calibration makes `own` of `config`: its clips, and the bits
     of the rank that its energy takes."""
     dims = report.key_dim, report.value_dim
-    clips = _clips_of(own)
+    clips = _clips_of(fitted)
     return replace(
         report,
         clips=clips if clips != _clips_of(config) else None,
-        bits_per_value=own.bits_per_value(*dims),
-        bases=own.basis_bytes(report.kv_heads, *dims),
+        bits_per_value=fitted.bits_per_value(*dims),
+        bases=fitted.basis_bytes(report.kv_heads, *dims),
     )
 
 
@@ -98,7 +96,7 @@ def left_out(reports: list[LayerReport]) -> list[LayerReport]:
 
 
 def summarise(reports: list[LayerReport]) -> list[str]:
-    """One line per kind of layer, after a loud one if nothing at all is compressed; one for decode steps."""
+    """One line per kind of layer, after a loud one if nothing at all is compressed."""
     lines = []
     groups: dict[tuple, list[LayerReport]] = {}
     for r in reports:
@@ -107,43 +105,43 @@ def summarise(reports: list[LayerReport]) -> list[str]:
     for (kind, compressed, reason, bits, kernel, fold, bases), members in groups.items():
         indices = [r.index for r in members]
         name = "layer" if len(indices) == 1 else "layers"
-        what = (
+        treatment = (
             f"{reason}, {bits:.3g} bits per value, {kernel}{_clips(members)}"
             if compressed
             else f"full precision, {reason}"
         )
         if bases:
-            what += f", on top bases of {human_bytes(bases)} per cache"
+            treatment += f", on top bases of {human_bytes(bases)} per cache"
         if fold == FOLDED:
-            what += ", values turned by the weights"
+            treatment += ", values turned by the weights"
         elif fold:
-            what += f", values turned at run time ({fold})"
-        lines.append(f"{name} {ranges(indices)} ({kind}): {what}")
+            treatment += f", values turned at run time ({fold})"
+        lines.append(f"{name} {ranges(indices)} ({kind}): {treatment}")
     if silent := nothing_compressed(reports):
         lines.insert(0, silent)
-    if steps := next((r.steps for r in reports if r.steps), ""):
-        lines.append(f"decode steps: {steps}")
     return lines
 
 
 def _clips(reports: list[LayerReport]) -> str:
     """The searched clips of layers that share a line, as ranges."""
-    if not (found := [r.clips for r in reports if r.clips]):
+    if not (pairs := [r.clips for r in reports if r.clips]):
         return ""
     keys, values = (
         "-".join(f"{x:g}".lstrip("0") for x in sorted({min(side), max(side)}))
-        for side in zip(*found, strict=True)
+        for side in zip(*pairs, strict=True)
     )
     return f", searched clips {keys} / {values}"
 
 
 def nothing_compressed(reports: list[LayerReport]) -> str | None:
     """The line to say if no layer is compressed though that was asked for, or None."""
-    out, asked = left_out(reports), any(r.reason == ASKED_FOR for r in reports)
-    if any(r.compressed for r in reports) or (asked and not out):
+    out, is_deliberate = left_out(reports), any(r.reason == ASKED_FOR for r in reports)
+    if any(r.compressed for r in reports) or (is_deliberate and not out):
         return None
-    why = out[0].reason if out else "no layer of this model has a cache that grows with the context"
-    return f"NOTHING IS COMPRESSED: {why}"
+    reason = (
+        out[0].reason if out else "no layer of this model has a cache that grows with the context"
+    )
+    return f"NOTHING IS COMPRESSED: {reason}"
 
 
 def ranges(indices: list[int]) -> str:

@@ -44,8 +44,8 @@ class LayerShape:
 
     def values(self, tokens: int) -> int:
         """Numbers that a plain cache holds after `tokens` tokens, states aside."""
-        kept = min(tokens, self.window) if self.window else tokens
-        return kept * self.kv_heads * (self.key_dim + self.value_dim)
+        count = min(tokens, self.window) if self.window else tokens
+        return count * self.kv_heads * (self.key_dim + self.value_dim)
 
 
 def text_config(config: dict) -> dict:
@@ -103,24 +103,24 @@ def estimated_layers(config: dict) -> list[LayerShape]:
 def estimated_sizes(config: dict) -> tuple[int, int]:
     """Weights of a usual decoder, dense or of experts, and bytes of working memory a token. Raises UserError."""
     config = text_config(config)
-    hidden, count, heads = (_number(config, *names) for names in (WIDTH, DEPTH, HEADS))
-    dim = int(config.get("head_dim") or hidden // heads)
+    width, count, heads = (_number(config, *names) for names in (WIDTH, DEPTH, HEADS))
+    dim = int(config.get("head_dim") or width // heads)
     attention = dim * 2 * (heads + int(config.get("num_key_value_heads") or heads))
-    inner = int(config.get("intermediate_size") or 4 * hidden)
+    inner = int(config.get("intermediate_size") or 4 * width)
     experts = int(next((config[name] for name in EXPERTS if config.get(name)), 0))
     if experts:
         inner = int(config.get("moe_intermediate_size") or inner)
     tables = 1 if config.get("tie_word_embeddings", True) else 2
-    layer = hidden * (attention + 3 * inner * (experts or 1))
+    layer = width * (attention + 3 * inner * (experts or 1))
     active = inner * int(config.get("num_experts_per_tok") or 1)
-    weights = count * layer + tables * int(config.get("vocab_size") or 0) * hidden
-    return weights, working_bytes(hidden, attention, active)
+    weights = count * layer + tables * int(config.get("vocab_size") or 0) * width
+    return weights, working_bytes(width, attention, active)
 
 
-def working_bytes(hidden: int, attention: int, inner: int) -> int:
+def working_bytes(width: int, attention: int, inner: int) -> int:
     """Working memory of one layer for a token of a prefill, in 16 bits: an estimate.
 
-    hidden: width of the residual. attention: numbers of its queries, keys, values and output. inner: width of what
+    width: of the residual. attention: numbers of its queries, keys, values and output. inner: width of what
     the layer projects down.
     """
-    return 2 * (4 * hidden + max(attention, 3 * inner))
+    return 2 * (4 * width + max(attention, 3 * inner))

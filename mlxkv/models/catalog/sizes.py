@@ -56,8 +56,8 @@ class Need:
 
 def stored(layer: LayerShape, kv: CacheConfig) -> CacheConfig:
     """Return what `attach` stores of a layer: of bits by direction their stand-in where keys need their mean."""
-    other = (layer.tied or layer.kind == "latent") and stand_in(kv)
-    return parse_kv(other) if other else kv
+    name = (layer.tied or layer.kind == "latent") and stand_in(kv)
+    return parse_kv(name) if name else kv
 
 
 def why_16_bits(layer: LayerShape, kv: CacheConfig) -> str | None:
@@ -99,13 +99,13 @@ def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
 def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
     """Return what `tokens` tokens need."""
     cache = sum(layer_bytes(layer, kv, tokens) for layer in plan.layers)
-    whole = sum(layer_bytes(layer, replace(kv, keep=1.0), tokens) for layer in plan.layers)
+    unpruned = sum(layer_bytes(layer, replace(kv, keep=1.0), tokens) for layer in plan.layers)
     one_layer = max(
         (2 * (layer.values(tokens) + tokens * layer.expanded) for layer in plan.layers), default=0
     )
     transient = plan.working * min(CHUNK, tokens) + one_layer
     values = sum(layer.values(tokens) for layer in plan.layers)
-    return Need(plan.weights, int(cache), transient, values, int(whole - cache), plan.state)
+    return Need(plan.weights, int(cache), transient, values, int(unpruned - cache), plan.state)
 
 
 def longest(plan: ModelPlan, kv: CacheConfig, usable: int) -> int:

@@ -46,9 +46,9 @@ class Ring(Form):
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
         return Window(arrays, numbers, self.is_full)
 
-    def commit(self, written: Sequence[mx.array]) -> None:
+    def commit(self, arrays: Sequence[mx.array]) -> None:
         cache = self.cache
-        cache.keys, cache.values = written
+        cache.keys, cache.values = arrays
         cache.offset += self.new
         cache._idx = self.at + self.new
 
@@ -73,8 +73,8 @@ class Plain(Form):
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
         return Window(arrays, numbers, False)
 
-    def commit(self, written: Sequence[mx.array]) -> None:
-        self.cache.keys, self.cache.values = written
+    def commit(self, arrays: Sequence[mx.array]) -> None:
+        self.cache.keys, self.cache.values = arrays
         self.cache.offset += self.new
 
 
@@ -87,8 +87,8 @@ def grow(cache, room: int) -> None:
     """Make room for so many tokens in the buffers of a cache of mlx-lm."""
     for name in ("keys", "values"):
         x = getattr(cache, name)
-        more = mx.zeros((*x.shape[:2], room - x.shape[2], x.shape[3]), x.dtype)
-        setattr(cache, name, mx.concatenate([x, more], axis=2))
+        zeros = mx.zeros((*x.shape[:2], room - x.shape[2], x.shape[3]), x.dtype)
+        setattr(cache, name, mx.concatenate([x, zeros], axis=2))
 
 
 class Window(StandIn):
@@ -102,7 +102,7 @@ class Window(StandIn):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         self._write(keys, values, self.place)
-        view = View(self.written, seen=self._seen)
+        view = View(self.written, seen=self._visible)
         self._pair = self.written if self._is_full else (view, view)
         return self._pair
 
@@ -114,7 +114,7 @@ class Window(StandIn):
             raise Untraceable("a window that is shorter than its cache")
         return super().make_mask(N, return_array)
 
-    def _seen(self, new: int) -> mx.array:
+    def _visible(self, new: int) -> mx.array:
         room = self._live[0].shape[2]
         return self._numbers.once(
             ("seen", room, new),
@@ -127,26 +127,26 @@ class Arrays(Form):
 
     def __init__(self, cache: ArraysCache, new: int):
         self.cache, self.new = cache, new
-        self.held = [i for i, x in enumerate(cache.cache) if x is not None]
-        self.others = [
+        self.filled = [i for i, x in enumerate(cache.cache) if x is not None]
+        self.extras = [
             n for n in ("left_padding", "lengths") if getattr(cache, n, None) is not None
         ]
-        self.key = Arrays, type(cache), len(cache.cache), *self.held, *self.others
+        self.key = Arrays, type(cache), len(cache.cache), *self.filled, *self.extras
         self.lockstep = Arrays
         self.arrays = self.of(cache)
         self.state = self.numbers = self.advance = ()
 
     def of(self, cache: ArraysCache) -> list[mx.array]:
         """The arrays that `cache` holds."""
-        own = [cache.cache[i] for i in self.held]
-        return own + [getattr(cache, name) for name in self.others]
+        states = [cache.cache[i] for i in self.filled]
+        return states + [getattr(cache, name) for name in self.extras]
 
     def give(self, cache: ArraysCache, arrays: Sequence[mx.array]) -> None:
         """The inverse of `of`."""
         cache.cache = list(cache.cache)
-        for i, x in zip(self.held, arrays, strict=False):
+        for i, x in zip(self.filled, arrays, strict=False):
             cache.cache[i] = x
-        for name, x in zip(self.others, arrays[len(self.held) :], strict=True):
+        for name, x in zip(self.extras, arrays[len(self.filled) :], strict=True):
             setattr(cache, name, x)
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> ArraysCache:
@@ -158,8 +158,8 @@ class Arrays(Form):
         self.give(out, arrays)
         return out
 
-    def commit(self, written: Sequence[mx.array]) -> None:
-        self.give(self.cache, written)
+    def commit(self, arrays: Sequence[mx.array]) -> None:
+        self.give(self.cache, arrays)
 
 
 @cache
@@ -167,7 +167,7 @@ def _stand_in(kind: type[ArraysCache]) -> type[ArraysCache]:
     """The class, with `written`."""
 
     def written(self) -> list[mx.array]:
-        if any(x is not None for i, x in enumerate(self.cache) if i not in self.form.held):
+        if any(x is not None for i, x in enumerate(self.cache) if i not in self.form.filled):
             raise NotYet("a state that was not there before")
         return self.form.of(self)
 
@@ -202,41 +202,41 @@ class _Padded(Form):
         self.arrays = [cache.keys, cache.values]
 
     @cached_property
-    def held(self) -> tuple[Integers, Integers]:
+    def lengths(self) -> tuple[Integers, Integers]:
         """The offsets and the padding of the sequences. Waits for the device, at the first step after
         sequences have come or gone; so it is asked for only when all caches take the step."""
-        cache, found = self.cache, _read.get(self.cache)
-        same = found is not None and found[0] == _stand(cache)
-        if same and found[1] is cache.offset and found[2] is cache.left_padding:
-            return found[3:]
+        cache, record = self.cache, _read.get(self.cache)
+        is_current = record is not None and record[0] == _stand(cache)
+        if is_current and record[1] is cache.offset and record[2] is cache.left_padding:
+            return record[3:]
         return tuple(cache.offset.tolist()), tuple(cache.left_padding.tolist())
 
     @property
     def state(self) -> tuple[int, Integers, Integers]:
-        return self.place, *self.held
+        return self.place, *self.lengths
 
     @cached_property
     def numbers(self) -> Integers:
-        offsets, padding = self.held
-        return self.place, *offsets, *(n - self.taken for n in padding)
+        offsets, padding = self.lengths
+        return self.place, *offsets, *(n - self.overwritten for n in padding)
 
     @property
-    def taken(self) -> int:
+    def overwritten(self) -> int:
         """Places of padding that this step overwrites."""
         return 0
 
     @property
     def advance(self) -> Integers:
-        batch = len(self.held[0])
-        return (self.new,) * (1 + batch) + (-self.taken,) * batch
+        batch = len(self.lengths[0])
+        return (self.new,) * (1 + batch) + (-self.overwritten,) * batch
 
     def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
         return _PaddedWindow(self, arrays, numbers)
 
-    def commit(self, written: Sequence[mx.array]) -> None:
-        cache, batch = self.cache, len(self.held[0])
+    def commit(self, arrays: Sequence[mx.array]) -> None:
+        cache, batch = self.cache, len(self.lengths[0])
         # New handles: mlx-lm writes in place into what layers would share.
-        cache.keys, cache.values, cache.offset, cache.left_padding = map(mx.array, written)
+        cache.keys, cache.values, cache.offset, cache.left_padding = map(mx.array, arrays)
         cache._idx = self.place + self.new
         self.stand()
         offsets, padding = self.numbers[1 : 1 + batch], self.numbers[1 + batch :]
@@ -267,20 +267,20 @@ class PaddedRing(_Padded):
         self.lockstep = PaddedRing, cache.max_size, self.rotated
 
     @property
-    def taken(self) -> int:
+    def overwritten(self) -> int:
         return int(self.rotated)
 
     @cached_property
     def is_full(self) -> bool:
         """Return whether the new token sees all that the ring holds."""
-        room, batch = self.arrays[0].shape[2], len(self.held[0])
+        room, batch = self.arrays[0].shape[2], len(self.lengths[0])
         return (self.rotated or self.place + 1 == room) and max(self.numbers[1 + batch :]) <= 0
 
     @cached_property
     def key(self):
         return PaddedRing, self.rotated, self.is_full
 
-    def seen(self, room: int, new: int, place: mx.array, padding: mx.array) -> mx.array:
+    def visible(self, room: int, new: int, place: mx.array, padding: mx.array) -> mx.array:
         columns = mx.arange(room)
         if not self.rotated:
             return (padding <= columns) & (columns <= place)
@@ -306,15 +306,15 @@ class PaddedPlain(_Padded):
         super().__init__(cache, new, cache._idx)
         self.lockstep = PaddedPlain
 
-    def seen(self, room: int, new: int, place: mx.array, padding: mx.array) -> mx.array:
+    def visible(self, room: int, new: int, place: mx.array, padding: mx.array) -> mx.array:
         columns = mx.arange(room)
         return (padding <= columns) & (columns <= place + mx.arange(new)[:, None])
 
 
-def _make_room(cache, tokens: int, most: int | None = None) -> None:
+def _make_room(cache, tokens: int, limit: int | None = None) -> None:
     """Have room for so many tokens, in whole steps as far as there are `most`, so that shapes are few."""
     room = whole_steps(max(tokens, cache.keys.shape[2]), cache.step)
-    room = room if most is None else min(room, most)
+    room = room if limit is None else min(room, limit)
     if room > cache.keys.shape[2]:
         grow(cache, room)
 
@@ -342,9 +342,9 @@ class _PaddedWindow(Window):
         self.written = *self.written, offset, self._padding
         return pair
 
-    def _seen(self, new: int) -> mx.array:
+    def _visible(self, new: int) -> mx.array:
         room, padding = self._live[0].shape[2], self._padding[:, None, None, None]
         return self._numbers.once(
             ("seen", room, new),
-            lambda: self._form.seen(room, new, self._numbers.array[0], padding),
+            lambda: self._form.visible(room, new, self._numbers.array[0], padding),
         )

@@ -13,7 +13,6 @@ from dataclasses import is_dataclass
 from threading import RLock
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
@@ -31,7 +30,7 @@ from mlxkv.cache.traced import Form, NotYet, Numbers, Own, StandIn, Untraceable,
 from mlxkv.errors import UserError
 from mlxkv.metal import launch, tiles
 from mlxkv.models.compiled.plain import Arrays, PaddedPlain, PaddedRing, Plain, Ring
-from mlxkv.models.compiled.weights import Assigned, Weights, held
+from mlxkv.models.compiled.weights import Assigned, Weights, content
 
 SWITCH = "MLXKV_COMPILE"  # an environment variable; 0: every step is built by Python
 MOST_TRACES = 64  # of one kind of step: beyond, all are dropped and made anew as they are needed
@@ -50,10 +49,10 @@ FORMS = {
 
 
 def _why_off() -> str | None:
-    asked = os.environ.get(SWITCH)
-    if asked == "0":
+    switch = os.environ.get(SWITCH)
+    if switch == "0":
         return f"{SWITCH}=0"
-    if launch.backend() == "cpu" and asked != "1":
+    if launch.backend() == "cpu" and switch != "1":
         # MLX would have a C++ compiler build some 26 kernels before the second token.
         return f"on a CPU they begin with a compiler; {SWITCH}=1 switches them on"
     return None
@@ -77,7 +76,7 @@ class Steps:
         self._weights: Weights | None = None
         self._counters = tiles.times_forgotten()
         self.lock = RLock()  # of the model, whose weights a trace replaces
-        self._waited = False  # whether the model's code has made places for arrays as it ran
+        self._allows_places = False  # whether the model's code has made places for arrays as it ran
 
     def forget(self) -> None:
         """Drop all traces. To be called in a thread that has made some, before it ends: the arrays in them
@@ -140,23 +139,23 @@ class Steps:
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = Kind(weights, call, self.compiles)
-        before = kind.traces
-        logits, written = kind(tokens, arrays, forms, caches, places, values, advances)
-        self.traced += kind.traces - before
+        traces = kind.traces
+        logits, outputs = kind(tokens, arrays, forms, caches, places, values, advances)
+        self.traced += kind.traces - traces
         if kind.traces > MOST_TRACES:
             del self._kinds[key]
-        for form, new in zip(forms, written, strict=True):
+        for form, new in zip(forms, outputs, strict=True):
             form.commit(new)
         self.replayed, self.waits_for = self.replayed + 1, None
         return logits if kind.output is None else kind.output(logits=logits)
 
     def _try(self, call: Callable, model, tokens, caches, error: Assigned) -> mx.array:
         """Take a step as it is, and see whether what the model's code assigns is what was there."""
-        before = list(map(held, error.places))
+        contents = list(map(content, error.places))
         logits = call(model, tokens, cache=caches)
-        if any(was is None for was in before) and not self._waited:
-            self._waited = True  # it may make them once
-        elif all(map(_same, before, map(held, error.places))):
+        if any(was is None for was in contents) and not self._allows_places:
+            self._allows_places = True  # it may make them once
+        elif all(map(_equal, contents, map(content, error.places))):
             self._weights.harmless(error.places)
         else:
             self.refused[tuple(map(type, caches))] = str(error)
@@ -176,7 +175,7 @@ class Kind:
     def __init__(self, weights: Weights, call: Callable, compiles: bool):
         self.weights, self.call, self.compiles, self.traces = weights, call, compiles, 0
         self.output: type | None = None
-        self._now: tuple | None = None
+        self._current: tuple | None = None
         self._shared: list[int] = []  # numbers of the caches that several layers read
         self._carried: dict[tuple[int, ...], mx.array] = {}
         self.run = mx.compile(self._trace) if compiles else self._trace
@@ -190,20 +189,20 @@ class Kind:
             for integers in values
         ]
         self._wait(forms)
-        self._now = forms, caches, places, advances
+        self._current = forms, caches, places, advances
         try:
             arrays = [form.arrays for form in forms]
-            logits, written, then = self.run(tokens, numbers, arrays, weights)
+            logits, outputs, advanced = self.run(tokens, numbers, arrays, weights)
         finally:
-            self._now = None
+            self._current = None
         pairs = zip(values, advances, strict=True)
-        after = (tuple(a + b for a, b in zip(*pair, strict=True)) for pair in pairs)
-        self._carried = dict(zip(after, then, strict=True))
-        return logits, written
+        states = (tuple(a + b for a, b in zip(*pair, strict=True)) for pair in pairs)
+        self._carried = dict(zip(states, advanced, strict=True))
+        return logits, outputs
 
     def _trace(self, tokens, numbers, arrays, weights):
         self.traces += 1
-        forms, caches, places, advances = self._now
+        forms, caches, places, advances = self._current
         groups = [Numbers(array) for array in numbers]
         stands = [
             form.standing_in(buffers, groups[place])
@@ -211,27 +210,27 @@ class Kind:
         ]
         queue = iter(stands)
         in_trace = [_in_place(cache, queue) for cache in caches]
-        before = mx.random.state[0]
+        seed = mx.random.state[0]
         with _reasons(), self.weights.replaced(weights):
             logits = self._logits(self.call(self.weights.model, tokens, cache=in_trace))
-        if mx.random.state[0] is not before:  # a replay would draw the same again
+        if mx.random.state[0] is not seed:  # a replay would draw the same again
             raise Untraceable("the model's code draws random numbers")
         self._shared = [i for i, stand in enumerate(stands) if getattr(stand, "shared", False)]
         self._wait(forms)
-        then = [
+        advanced = [
             array + mx.array(by, mx.int32) if by else array
             for array, by in zip(numbers, advances, strict=True)
         ]
-        return logits, [_written(stand) for stand in stands], then
+        return logits, [_outputs_of(stand) for stand in stands], advanced
 
     def _logits(self, out) -> mx.array:
         """The logits alone. Raises Untraceable where the model's code returns more."""
         if isinstance(out, mx.array):
             return out
         fields = vars(out) if is_dataclass(out) else {}
-        more = [name for name, x in fields.items() if name != "logits" and x is not None]
-        if more or not isinstance(fields.get("logits"), mx.array):
-            raise Untraceable(f"the model's code returns more than logits ({', '.join(more)})")
+        extras = [name for name, x in fields.items() if name != "logits" and x is not None]
+        if extras or not isinstance(fields.get("logits"), mx.array):
+            raise Untraceable(f"the model's code returns more than logits ({', '.join(extras)})")
         self.output = type(out)
         return out.logits
 
@@ -259,13 +258,13 @@ def _reasons() -> Iterator[None]:
         raise Untraceable(error) from None
 
 
-def _same(x: mx.array | None, y: mx.array | None) -> bool:
+def _equal(x: mx.array | None, y: mx.array | None) -> bool:
     if x is None or y is None or x.shape != y.shape:
         return False
     return mx.array_equal(x, y).item()
 
 
-def _written(stand: StandIn) -> list[mx.array]:
+def _outputs_of(stand: StandIn) -> list[mx.array]:
     if stand.written is None:
         raise Untraceable("a layer does not write to its cache")
     return list(stand.written)
@@ -309,71 +308,3 @@ def grouped(forms: Sequence[Form]):
         [form.numbers for form in members],
         tuple(form.advance for form in members),
     )
-
-
-# -- `trial`: whether decode steps of a model can be traced, known before its first token. Computes nothing.
-
-REPLAYED, BY_PYTHON, LATER = "replayed", "built by Python: ", "known from the first tokens on: "
-STEPS = 3  # after the prompt: mlx-lm cuts a window that is too long as it writes the next token
-
-
-class _Traced(Exception):
-    """The trace is there; MLX has nothing to join or to build."""
-
-
-def trial(model: nn.Module, call: Callable, caches: list, prompt: int) -> str:
-    """Return how decode steps over `caches`, which are empty, are made, for reports: REPLAYED, or BY_PYTHON or LATER
-    and the reason.
-
-    call: of the model's class. prompt: tokens, enough for caches to seal a page. MLX is lazy: graphs of the prompt
-    and of a step are built and thrown away. Whatever the model's code raises becomes a reason.
-    """
-    tokens = mx.zeros((1, 1), mx.int32)
-    for cache in _leaves(caches):
-        if isinstance(cache, CompressedKVCache):
-            cache.lazy = True
-    try:
-        _forms(caches)
-        call(model, mx.zeros((1, prompt), mx.int32), cache=caches)
-        for more in reversed(range(STEPS)):
-            try:
-                _trace(model, call, tokens, caches)
-            except NotYet:
-                if not more:
-                    raise
-                call(model, tokens, cache=caches)
-    except _Traced:
-        return REPLAYED
-    except Untraceable as error:
-        return f"{BY_PYTHON}{error}"
-    except (NotYet, Assigned) as error:
-        return f"{LATER}{error}"
-    except Exception as error:  # a foreign model may raise anything at all
-        return f"{LATER}a dry run fails ({type(error).__name__})"
-    raise AssertionError("a trace neither ends nor fails")
-
-
-def _leaves(caches: list) -> list:
-    return [leaf for cache in caches for leaf in getattr(cache, "caches", (cache,))]
-
-
-def _forms(caches: list) -> list:
-    return [form for cache in caches for form in forms_of(cache, 1)]
-
-
-def _trace(model: nn.Module, call: Callable, tokens: mx.array, caches: list) -> None:
-    """Raises _Traced, or why there is no trace."""
-    forms = _forms(caches)
-    if any(form.emulated for form in forms):
-        raise Untraceable("kernels of no GPU")
-    weights = Weights(model)
-    kind = Kind(weights, call, False)
-    trace = kind.run
-
-    def traced(*inputs) -> None:
-        trace(*inputs)
-        raise _Traced
-
-    kind.run = mx.compile(traced)
-    places, values, advances = grouped(forms)
-    kind(tokens, weights.arrays(), forms, caches, places, values, advances)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 Container = dict | list
-Place = tuple[Container, object]  # a container in a model, and the key, or the position, in it
+Spot = tuple[Container, object]  # a container in a model, and the key, or the position, in it
 Link = tuple[
     Container, object, Container, int
 ]  # the place of a container, or a tuple, and its length
@@ -19,7 +19,7 @@ Link = tuple[
 class Assigned(Exception):
     """In a trace, the model's code has put arrays in these places."""
 
-    def __init__(self, places: list[Place]):
+    def __init__(self, places: list[Spot]):
         super().__init__("the model's code changes its weights as it runs")
         self.places = places
 
@@ -37,27 +37,29 @@ class Weights:
         self._places, self._links = _walk(model)
         # Python numbers are constants of a trace: scales of adapters, the mode of training.
         numbers = [
-            (vars(one), name, value)
-            for one in model.modules()
-            for name, value in vars(one).items()
-            if isinstance(value, float) or (one is model and name == "_training")
+            (vars(module), name, value)
+            for module in model.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, float) or (module is model and name == "_training")
         ]
         self._numbers = tuple(zip(*numbers, strict=True)) or ((), (), ())
         # Apart, so that every step looks through them without a line of Python for each.
-        self._each = tuple(zip(*self._places, strict=True)) or ((), ())
+        self._columns = tuple(zip(*self._places, strict=True)) or ((), ())
         self._between = tuple(zip(*self._links, strict=True))
 
     def arrays(self) -> list[mx.array] | None:
         """Return what the places hold now; None where there are others: modules, or lists of them, have been
         replaced, arrays have come or gone, or a module's floats have changed."""
-        containers, keys, found, sizes = self._between
+        containers, keys, parts, sizes = self._between
         owners, names, numbers = self._numbers
         try:
             if not all(map(eq, map(getitem, owners, names), numbers)):
                 return None
-            if not all(map(is_, map(getitem, containers, keys), found)):
+            if not all(map(is_, map(getitem, containers, keys), parts)):
                 return None
-            return list(map(getitem, *self._each)) if all(map(eq, map(len, found), sizes)) else None
+            return (
+                list(map(getitem, *self._columns)) if all(map(eq, map(len, parts), sizes)) else None
+            )
         except (KeyError, IndexError):
             return None
 
@@ -65,41 +67,41 @@ class Weights:
     def replaced(self, traced: Sequence[mx.array]) -> Iterator[None]:
         """Inside, the model computes with `traced`. Raises Assigned where its code has put other arrays in
         places, or has made places. Whatever happens, the model is left as it was."""
-        before = [(one, _contents(one)) for _, _, one, _ in self._links]
+        snapshot = [(part, _contents(part)) for _, _, part, _ in self._links]
         for (container, key), x in zip(self._places, traced, strict=True):
             container[key] = x
         try:
             yield
-            known = {(id(c), key): x for (c, key), x in zip(self._places, traced, strict=True)}
+            inputs = {(id(c), key): x for (c, key), x in zip(self._places, traced, strict=True)}
             assigned = [
                 (c, key)
                 for c, key in _walk(self.model)[0]
-                if c[key] is not known.get((id(c), key)) and (id(c), key) not in self._harmless
+                if c[key] is not inputs.get((id(c), key)) and (id(c), key) not in self._harmless
             ]
             if assigned:
                 raise Assigned(assigned)
         finally:
-            for one, contents in before:
-                _put_back(one, *contents)
+            for part, contents in snapshot:
+                _put_back(part, *contents)
 
-    def harmless(self, places: Sequence[Place]) -> None:
+    def harmless(self, places: Sequence[Spot]) -> None:
         """Let the model's code assign these: it computes what is there already."""
         self._harmless |= {(id(container), key) for container, key in places}
 
 
 @contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Leave the model as it was, whatever its code assigns as it runs (mlx-vlm's models keep positions of the last
     prompt)."""
-    before = [(one, _contents(one)) for _, _, one, _ in _walk(model)[1]]
+    snapshot = [(part, _contents(part)) for _, _, part, _ in _walk(model)[1]]
     try:
         yield
     finally:
-        for one, contents in before:
-            _put_back(one, *contents)
+        for part, contents in snapshot:
+            _put_back(part, *contents)
 
 
-def held(place: Place) -> mx.array | None:
+def content(place: Spot) -> mx.array | None:
     """Return what a place holds; None where there is no such place."""
     container, key = place
     if isinstance(container, dict):
@@ -125,16 +127,16 @@ def _put_back(container: Container | tuple, items, attributes: dict | None) -> N
         vars(container).update(attributes)
 
 
-def _walk(model: nn.Module) -> tuple[list[Place], list[Link]]:
+def _walk(model: nn.Module) -> tuple[list[Spot], list[Link]]:
     """The places of arrays, and of the containers between them, the model first."""
     places, links, todo = [], [], [[model]]
     while todo:
         container = todo.pop()
         items = container.items() if isinstance(container, dict) else enumerate(container)
-        for key, one in items:
-            if isinstance(one, mx.array) and not isinstance(container, tuple):
+        for key, item in items:
+            if isinstance(item, mx.array) and not isinstance(container, tuple):
                 places.append((container, key))
-            elif isinstance(one, (dict, list, tuple)):
-                links.append((container, key, one, len(one)))
-                todo.append(one)
+            elif isinstance(item, (dict, list, tuple)):
+                links.append((container, key, item, len(item)))
+                todo.append(item)
     return places, links

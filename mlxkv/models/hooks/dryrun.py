@@ -31,14 +31,14 @@ LinearCall = tuple[nn.Module, mx.array, mx.array]  # a linear map, its input, it
 class CacheTrace:
     """What happened around one cache.
 
-    values: [1, G, T, D] of each update. calls: of attention. before: the linear maps called last
-    before an update. after: those called first after attention.
+    values: [1, G, T, D] of each update. calls: of attention. sources: the linear maps called last
+    before an update. readers: those called first after attention.
     """
 
     values: list[mx.array] = field(default_factory=list)
     calls: list[AttentionCall] = field(default_factory=list)
-    before: list[LinearCall] = field(default_factory=list)
-    after: list[LinearCall] = field(default_factory=list)
+    sources: list[LinearCall] = field(default_factory=list)
+    readers: list[LinearCall] = field(default_factory=list)
 
     @property
     def is_read_once(self) -> bool:
@@ -50,7 +50,7 @@ class CacheTrace:
         flat = joined(self.calls[0].out)
         takes = (
             module
-            for module, x, _ in self.after
+            for module, x, _ in self.readers
             if x.shape == flat.shape and mx.array_equal(x, flat.astype(x.dtype)).item()
         )
         return next(takes, None)
@@ -76,24 +76,24 @@ def run(model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place
     def linear(call: Callable, *args, **kwargs):
         y = call(*args, **kwargs)
         if args and isinstance(y, mx.array):
-            used = (call.args[0], args[0], y)
-            recent.append(used)
-            for one in open_:
-                one.after.append(used)
-            open_[:] = [one for one in open_ if len(one.after) < NEAR]
+            linear_call = (call.args[0], args[0], y)
+            recent.append(linear_call)
+            for trace in open_:
+                trace.readers.append(linear_call)
+            open_[:] = [trace for trace in open_ if len(trace.readers) < NEAR]
         return y
 
-    def updated(one: CacheTrace, keys: mx.array, values: mx.array) -> None:
-        one.values.append(values)
-        one.before = list(recent)
+    def updated(trace: CacheTrace, keys: mx.array, values: mx.array) -> None:
+        trace.values.append(values)
+        trace.sources = list(recent)
 
-    def attended(one: CacheTrace, call: AttentionCall) -> None:
-        one.calls.append(call)
-        open_.append(one)
+    def attended(trace: CacheTrace, call: AttentionCall) -> None:
+        trace.calls.append(call)
+        open_.append(trace)
 
     caches = make_cache()
-    for place, one in traces.items():
-        put(caches, place, PlainObserver(partial(attended, one), partial(updated, one)))
+    for place, entry in traces.items():
+        put(caches, place, PlainObserver(partial(attended, entry), partial(updated, entry)))
     maps = {id(m): m for layer in model.layers for m in layer.modules() if has_matrix(m)}
     hooked = []
     try:
@@ -101,9 +101,9 @@ def run(model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place
         logits = model(mx.arange(1, TOKENS + 1)[None], cache=caches)
     finally:
         restore_classes(hooked)
-    used = [pair[1:] for one in traces.values() for pair in (*one.before, *one.after)]
-    arrays = [(one.values, [call.out for call in one.calls]) for one in traces.values()]
-    mx.eval(logits, used, arrays)
+    pairs = [pair[1:] for entry in traces.values() for pair in (*entry.sources, *entry.readers)]
+    arrays = [(entry.values, [call.out for call in entry.calls]) for entry in traces.values()]
+    mx.eval(logits, pairs, arrays)
     return DryRun(traces, logits)
 
 
@@ -125,7 +125,9 @@ def sensitivities(
         traces = run(model, make_cache, places).traces
     except Exception:  # a foreign model may raise anything at all; identity serves as well
         return {}
-    targets = {place: one.output_projection() for place, one in traces.items() if one.is_read_once}
+    targets = {
+        place: trace.output_projection() for place, trace in traces.items() if trace.is_read_once
+    }
     return {p: _moment(target, traces[p]) for p, target in targets.items() if target is not None}
 
 

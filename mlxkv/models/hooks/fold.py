@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,8 +27,10 @@ from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.catalog.reports import FOLDED
-from mlxkv.models.hooks.dryrun import DryRun, LinearCall, run
 from mlxkv.models.hooks.probe import Place, leaves
+
+if TYPE_CHECKING:
+    from mlxkv.models.hooks.dryrun import DryRun, LinearCall
 
 # Largest relative rms change of an output projection or of the logits that rounding explains.
 # Measured on a CPU at up to 24 layers: 1.4e-6, 2.4e-3, 0.025; with heads mixed up: 1.3. Float32 leaves
@@ -140,18 +143,20 @@ def fold_values(
     make_cache: the model's own. The attention function must be rebound. A folded model stays as it
     is. What goes wrong in the model's own code becomes a reason, never an error.
     """
-    if (done := fold_of(model)) is not None:
-        return done
+    if (fold := fold_of(model)) is not None:
+        return fold
+    from mlxkv.models.hooks.dryrun import run
+
     places, reasons = list(rotations), {}
     try:
-        before = run(model, make_cache, places)
+        plain = run(model, make_cache, places)
     except Exception as error:  # a foreign model may raise anything at all
         reason = f"a dry run of the model failed ({type(error).__name__})"
         return Fold({}, dict.fromkeys(places, reason))
     sites = {}
     for place in places:
         try:
-            sites[place] = _site(before, place)
+            sites[place] = _site(plain, place)
         except Refused as refused:
             reasons[place] = str(refused)
     for place in _shared(sites):
@@ -161,7 +166,7 @@ def fold_values(
     try:
         for place, site in sites.items():
             replaced[place] = _replace(site, rotations[place].values)
-        reasons |= _check(replaced, before, lambda: run(model, make_cache, places), sites)
+        reasons |= _check(replaced, plain, lambda: run(model, make_cache, places), sites)
     except BaseException:
         _put_back(replaced, list(replaced))
         raise
@@ -175,24 +180,24 @@ def fold_values(
 
 def _put_back(replaced: dict[Place, Replaced], places: list[Place]) -> None:
     for place in places:
-        for module, name, before in replaced.pop(place):
-            module[name] = before
+        for module, name, array in replaced.pop(place):
+            module[name] = array
 
 
-def _site(found: DryRun, place: Place) -> Site:
+def _site(dry_run: DryRun, place: Place) -> Site:
     """Find the maps around one cache. Raises Refused."""
-    trace = found.traces[place]
+    trace = dry_run.traces[place]
     if not trace.is_read_once:
         raise Refused("its values are read more than once")
-    source, blocks = _source(trace.before, trace.values[0])
+    source, blocks = _source(trace.sources, trace.values[0])
     target = trace.output_projection()
     if target is None:
         raise Refused("a gate or a norm comes between attention and its output projection")
-    for module, what in ((source, "values"), (target, "outputs")):
+    for module, role in ((source, "values"), (target, "outputs")):
         if type(module) is not nn.Linear:
             kind = type(module).__name__
             kind = "are quantised" if "Quantized" in kind else f"belong to a {kind}"
-            raise Refused(f"the weights of {what} {kind}")
+            raise Refused(f"the weights of {role} {kind}")
     return Site(source, blocks, target)
 
 
@@ -204,12 +209,12 @@ def _source(linears: list[LinearCall], values: mx.array) -> tuple[nn.Module, tup
             continue
         blocks = y.astype(values.dtype).reshape(count, -1, dims).swapaxes(0, 1)  # [blocks, T, D]
         match = (blocks[None] == values[0][:, None]).all(axis=(2, 3))  # [G, blocks]
-        found = [[b for b, yes in enumerate(row) if yes] for row in match.tolist()]
-        if not all(found):
+        columns = [[b for b, yes in enumerate(row) if yes] for row in match.tolist()]
+        if not all(columns):
             continue
-        if any(len(row) > 1 for row in found) or len({row[0] for row in found}) < heads:
+        if any(len(row) > 1 for row in columns) or len({row[0] for row in columns}) < heads:
             raise Refused("kv heads share one value")
-        return module, tuple(row[0] for row in found)
+        return module, tuple(row[0] for row in columns)
     raise Refused(
         "values are not the output of a linear map (a norm or another change comes first)"
     )
@@ -247,49 +252,49 @@ def _replace(site: Site, turn: Transform) -> Replaced:
         out = [
             (m, name, m[name], change(m[name]).astype(m[name].dtype)) for m, name, change in plan
         ]
-        mx.eval([now for *_, now in out])  # one layer's float32 copies at a time
-    for module, name, _, now in out:
-        module[name] = now
-    return [(module, name, before) for module, name, before, _ in out]
+        mx.eval([turned_array for *_, turned_array in out])  # one layer's float32 copies at a time
+    for module, name, _, turned_array in out:
+        module[name] = turned_array
+    return [(module, name, array) for module, name, array, _ in out]
 
 
 def _check(
     replaced: dict[Place, Replaced],
-    before: DryRun,
-    again: Callable[[], DryRun],
+    plain: DryRun,
+    rerun: Callable[[], DryRun],
     sites: Mapping[Place, Site],
 ) -> dict[Place, str]:
     """Put back what changes the model beyond rounding, first the places that are to blame. Returns the
     reasons by place; what stays folded is left in `replaced`."""
-    bounds = {place: _bound(before, place, site) for place, site in sites.items()}
+    bounds = {place: _bound(plain, place, site) for place, site in sites.items()}
     reasons = {}
     while replaced:
-        after = again()
+        folded = rerun()
         for place in list(replaced):
-            pair = (_output(found, place, sites[place].target) for found in (before, after))
+            pair = (_output(dry_run, place, sites[place].target) for dry_run in (plain, folded))
             change = _change(*pair)
             if not change <= bounds[place]:
                 break
         else:
-            change = _change(before.logits, after.logits)
+            change = _change(plain.logits, folded.logits)
             if not change <= max(bounds[place] for place in replaced):
-                left = list(replaced)
-                _put_back(replaced, left)
-                reasons |= dict.fromkeys(left, f"the model's output changed by {change:.0%}")
+                places = list(replaced)
+                _put_back(replaced, places)
+                reasons |= dict.fromkeys(places, f"the model's output changed by {change:.0%}")
             return reasons
         _put_back(replaced, [place])
         reasons[place] = f"the output of its attention changed by {change:.0%}"
     return reasons
 
 
-def _bound(found: DryRun, place: Place, site: Site) -> float:
+def _bound(dry_run: DryRun, place: Place, site: Site) -> float:
     """The bound for the coarsest dtype of weights and values."""
     dtypes = (site.source.weight.dtype, site.target.weight.dtype)
-    return max(BOUNDS.get(x, 0.0) for x in (*dtypes, found.traces[place].values[0].dtype))
+    return max(BOUNDS.get(x, 0.0) for x in (*dtypes, dry_run.traces[place].values[0].dtype))
 
 
-def _output(found: DryRun, place: Place, target: nn.Module) -> mx.array:
-    return next(y for module, _, y in found.traces[place].after if module is target)
+def _output(dry_run: DryRun, place: Place, target: nn.Module) -> mx.array:
+    return next(y for module, _, y in dry_run.traces[place].readers if module is target)
 
 
 def _change(x: mx.array, y: mx.array) -> float:

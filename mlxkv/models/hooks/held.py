@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxkv.models.catalog.shapes import LayerShape
-from mlxkv.models.compiled.weights import kept
+from mlxkv.models.compiled.weights import unchanged
 from mlxkv.models.hooks import probe
 from mlxkv.models.hooks.mark import cached_part, own_make_cache
 from mlxkv.models.hooks.probe import PROMPT, Findings, Place, leaves
@@ -31,54 +31,54 @@ def layers_of(model: nn.Module) -> list[LayerShape]:
     model = cached_part(model)
     make, slots = own_make_cache(model), bind(model)
     try:
-        with kept(model):
+        with unchanged(model):
             caches, error = _run(model, make, PROMPT)
-            found = Findings({}, {}) if error else probe.find(model, make)
-            own = [place for place, cache in caches if type(cache).__name__ not in KINDS]
-            grown = _growth(model, make, own) if own and not error else {}
+            findings = Findings({}, {}) if error else probe.find(model, make)
+            odd = [place for place, cache in caches if type(cache).__name__ not in KINDS]
+            growing = _growth(model, make, odd) if odd and not error else {}
     finally:
         release(slots)
     expanded = _expanded(model)
-    held: dict[Place, LayerShape] = {}
+    shapes: dict[Place, LayerShape] = {}
     reached: dict[type, LayerShape] = {}
     for place, cache in caches:
         if getattr(cache, "keys", None) is not None and type(cache).__name__ in KINDS:
-            held[place] = _of_keys(place, cache, found, expanded)
-            reached[type(cache)] = held[place]
-        elif place in grown:
-            held[place] = grown[place]
+            shapes[place] = _of_keys(place, cache, findings, expanded)
+            reached[type(cache)] = shapes[place]
+        elif place in growing:
+            shapes[place] = growing[place]
         elif error is not None:
             if type(cache) not in reached:
                 raise error
-            held[place] = reached[type(cache)]
-    return list(held.values())
+            shapes[place] = reached[type(cache)]
+    return list(shapes.values())
 
 
 def _run(
     model: nn.Module, make_cache: Callable[[], list], tokens: int
 ) -> tuple[list[tuple[Place, object]], Exception | None]:
     """The model's own caches, with their places, behind a prompt of `tokens`; and what its code raised."""
-    caches, raised = make_cache(), None
+    caches, fault = make_cache(), None
     try:
         model(mx.zeros((1, tokens), mx.int32), cache=caches)
     except Exception as error:  # a foreign model may raise anything at all
-        raised = error
-    return [(place, cache) for place, cache in leaves(caches) if cache is not None], raised
+        fault = error
+    return [(place, cache) for place, cache in leaves(caches) if cache is not None], fault
 
 
-def _of_keys(place: Place, cache, found: Findings, expanded: int) -> LayerShape:
+def _of_keys(place: Place, cache, findings: Findings, expanded: int) -> LayerShape:
     """The shape of a cache of keys and values that has been written to."""
     kind, window = KINDS[type(cache).__name__]
     sizes = (cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3])
-    reason, shape = found.refused.get(place, ""), found.shapes.get(place)
-    more = {"window": getattr(cache, window)} if window else {}
+    reason, shape = findings.refused.get(place, ""), findings.shapes.get(place)
+    extras = {"window": getattr(cache, window)} if window else {}
     if reason == probe.INDEX_KEYS:
         kind = "index"
     elif shape is not None:
-        more |= {"queries": shape.queries, "tied": shape.sinks or shape.softcap is not None}
+        extras |= {"queries": shape.queries, "tied": shape.sinks or shape.softcap is not None}
         if shape.latent:
-            kind, more["expanded"] = "latent", expanded
-    return LayerShape(kind, *sizes, reason=reason, index=place[0], **more)
+            kind, extras["expanded"] = "latent", expanded
+    return LayerShape(kind, *sizes, reason=reason, index=place[0], **extras)
 
 
 def _growth(
@@ -91,12 +91,12 @@ def _growth(
     out = {}
     for place in places:
         sizes = [run[place].nbytes for run in runs]
-        each = (sizes[-1] - sizes[0]) // (FAR - NEAR)
-        name, kind = type(runs[0][place]).__name__, "own" if each else "state"
-        reason = f"mlxkv does not know the class {name}" if each else ""
-        state = sizes[0] - each * NEAR if each else sizes[0]
+        per_token = (sizes[-1] - sizes[0]) // (FAR - NEAR)
+        name, kind = type(runs[0][place]).__name__, "own" if per_token else "state"
+        reason = f"mlxkv does not know the class {name}" if per_token else ""
+        state = sizes[0] - per_token * NEAR if per_token else sizes[0]
         out[place] = LayerShape(
-            kind, int(each > 0), each // 2, state=state, reason=reason, index=place[0]
+            kind, int(per_token > 0), per_token // 2, state=state, reason=reason, index=place[0]
         )
     return out
 

@@ -12,7 +12,7 @@ from functools import cache, partial
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from mlxkv.models.compiled.step import BY_PYTHON, Steps, trial
+from mlxkv.models.compiled.step import Steps
 from mlxkv.models.hooks import rebind
 from mlxkv.models.hooks.probe import Place, leaves, put
 from mlxkv.models.hooks.rebind import MARK, Slot
@@ -27,19 +27,19 @@ from mlxkv.models.hooks.rebind import MARK, Slot
 def is_alone(caches: list, compressed: Container[Place]) -> bool:
     """Return whether of the model's own `caches` some of one kind are to be compressed and others are not."""
     kinds: dict[bool, set[str]] = {True: set(), False: set()}
-    for place, one in leaves(caches):
-        kinds[place in compressed].add(type(one).__name__)
+    for place, member in leaves(caches):
+        kinds[place in compressed].add(type(member).__name__)
     return bool(kinds[True] & kinds[False])
 
 
 def keep_alone(caches: list, compressed: Container[Place]) -> None:
     """Take the ways into a batch from those of `caches` that are compressed, and from lists that hold them."""
-    for place, one in leaves(caches):
+    for place, member in leaves(caches):
         if place in compressed:
-            one.alone = True
+            member.alone = True
             if len(place) > 1:
                 outer = caches[place[0]]
-                if not hasattr(type(outer), "alone"):
+                if not hasattr(outer, "alone"):
                     outer.__class__ = _alone(type(outer))
 
 
@@ -50,19 +50,8 @@ def _alone(kind: type) -> type:
     def absent(_):
         raise AttributeError("sequences of this model are read one at a time")
 
-    def __reduce__(self):
-        return _again, (kind, vars(self))
-
     ways = dict.fromkeys(("merge", "to_batch"), property(absent))
-    more = {"__reduce__": __reduce__, "__module__": kind.__module__, "alone": True}
-    return type(kind.__name__, (kind,), ways | more)
-
-
-def _again(kind: type, state: dict):
-    """Unpickle or copy a list of caches."""
-    out = object.__new__(_alone(kind))
-    vars(out).update(state)
-    return out
+    return type(kind.__name__, (kind,), ways | {"alone": True})
 
 
 _MAKE = "make_cache"
@@ -73,7 +62,7 @@ NewCache = partial  # (class, config, layer maps, plan, way): called, it makes a
 class Attachment:
     """What `attach` changed, and the `make_cache` of `model` from then on.
 
-    slots: of `bind`. new: what makes the caches of compressed places. before: the instance's own
+    slots: of `bind`. new: what makes the caches of compressed places. original: the instance's own
     make_cache, if it had one. alone: sequences are read one at a time (`is_alone`). steps: the model's decode steps,
     traced. Deep and unpickled copies of a model
     are attached themselves.
@@ -82,45 +71,44 @@ class Attachment:
     model: nn.Module = field(repr=False)
     slots: list[Slot]
     new: Mapping[Place, NewCache]
-    before: Callable[[], list] | None
+    original: Callable[[], list] | None
     alone: bool = False
     steps: Steps = field(default_factory=Steps, repr=False)
 
     def __call__(self) -> list:
         """As the model makes them, with compressed caches in their places."""
         _say_ignored(sys._getframe(1))
-        caches = self.own()
+        caches = self.plain_caches()
         for place, new in self.new.items():
             put(caches, place, new())
         if self.alone:
             keep_alone(caches, self.new)
         return caches
 
-    def own(self) -> list:
+    def plain_caches(self) -> list:
         """The caches of the model as it was before `attach`."""
         inherited = getattr(type(self.model), _MAKE, None)
-        make = self.before or (inherited and inherited.__get__(self.model)) or _plain(self.model)
+        make = self.original or (inherited and inherited.__get__(self.model)) or _plain(self.model)
         return make()
 
     def __deepcopy__(self, memo) -> Attachment:
-        model, before = deepcopy(self.model, memo), deepcopy(self.before, memo)
-        return Attachment(model, rebind.take(self.slots), self.new, before, self.alone)
+        model, make = deepcopy(self.model, memo), deepcopy(self.original, memo)
+        return Attachment(model, rebind.take(self.slots), self.new, make, self.alone)
 
     def __reduce__(self):
         # Kernels are chosen again where the model comes alive: they belong to a machine.
         kinds = {p: (new.func, *new.args[:2], None, new.args[3]) for p, new in self.new.items()}
-        return _attached, (self.model, self.slots, kinds, self.before, self.alone)
+        return _attached, (self.model, self.slots, kinds, self.original, self.alone)
 
 
-def _attached(model: nn.Module, slots: list[Slot], kinds: dict, before, alone: bool) -> Attachment:
+def _attached(model: nn.Module, slots: list[Slot], kinds: dict, make, alone: bool) -> Attachment:
     """Unpickle."""
     new = {p: partial(*k) for p, k in kinds.items()}
-    return Attachment(model, rebind.take(slots), new, before, alone)
+    return Attachment(model, rebind.take(slots), new, make, alone)
 
 
 def _say_ignored(caller) -> None:
-    """Warn where mlx-lm makes caches for a `max_kv_size`, which it hands to no model's make_cache, or for
-    `kv_bits` that would only be looked at after thousands of tokens (before, `to_quantized` warns)."""
+    """Warn where mlx-lm makes caches for a `max_kv_size`, which it hands to no model's make_cache."""
     if caller.f_code.co_name != "make_prompt_cache":
         return
     if (size := caller.f_locals.get("max_kv_size")) is not None:
@@ -128,16 +116,6 @@ def _say_ignored(caller) -> None:
             f"[attach] max_kv_size has no effect on an attached model, whose compressed caches keep every "
             f"token; got {size}; leave it out, or detach the model",
             stacklevel=4,
-        )
-    step = caller.f_back
-    if step is None or step.f_code.co_name != "generate_step":
-        return
-    bits, start = (step.f_locals.get(name) for name in ("kv_bits", "quantized_kv_start"))
-    if bits is not None and start:
-        warnings.warn(
-            f"[attach] kv_bits has no effect on layers that are compressed already; got {bits}; choose "
-            "their bits by attach(model, kv)",
-            stacklevel=5,
         )
 
 
@@ -173,17 +151,6 @@ def steps_of(model: nn.Module) -> Steps | None:
     return None if attachment is None else attachment.steps
 
 
-def steps_to_come(model: nn.Module, prompt: int) -> str:
-    """Return how decode steps of an attached model are going to be made, for reports (`trial`). prompt: tokens by
-    which its caches seal a page."""
-    attachment = vars(model)[MARK]
-    if off := attachment.steps.off:
-        return f"{BY_PYTHON}{off}"
-    if (call := rebind.original_call(model)) is None:
-        return f"{BY_PYTHON}the model's class is not found by its name"
-    return trial(model, call, attachment(), prompt)
-
-
 def unmark(model: nn.Module) -> list[Slot] | None:
     """Undo `mark`. Returns the slots to release, or None for a model that is not attached.
 
@@ -196,8 +163,8 @@ def unmark(model: nn.Module) -> list[Slot] | None:
     delattr(model, MARK)
     if vars(model).get(_MAKE) is attachment:
         delattr(model, _MAKE)
-        if attachment.before is not None:
-            setattr(model, _MAKE, attachment.before)
+        if attachment.original is not None:
+            setattr(model, _MAKE, attachment.original)
     return attachment.slots if attachment.model is model else []
 
 
@@ -213,5 +180,5 @@ def own_make_cache(model: nn.Module) -> Callable[[], list]:
     counts as its own."""
     make, attachment = getattr(model, _MAKE, None), vars(model).get(MARK)
     if attachment is not None and make is attachment:
-        return attachment.own
+        return attachment.plain_caches
     return make or _plain(model)

@@ -68,14 +68,15 @@ class Handle:
         return self
 
     def attended(
-        self, queries: mx.array, values: Handle, sinks: bool = False, softcap: float | None = None
+        self, queries, values, cache=None, scale: float = 1.0, mask=None, sinks=None, softcap=None
     ) -> mx.array:
-        """queries: [B, H, L, D] -> zeros [B, H, L, Dv]."""
+        """queries: [B, H, L, D] -> zeros [B, H, L, Dv]. mlx-lm's signature."""
         if type(values) is not Handle or values._cache is not self._cache:
             raise Misuse("attends with keys and values of different caches")
         self._cache.waiting = False
         shape = self._cache.shape
-        self._cache.shape = replace(shape, queries=queries.shape[1], sinks=sinks, softcap=softcap)
+        heads, has_sinks = queries.shape[1], sinks is not None
+        self._cache.shape = replace(shape, queries=heads, sinks=has_sinks, softcap=softcap)
         return mx.zeros((*queries.shape[:3], self._cache.mixed_dim), queries.dtype)
 
     def __getattr__(self, name: str):
@@ -130,10 +131,10 @@ def probe(
 
     The attention function must be rebound. Whatever goes wrong becomes a reason, never an error.
     """
-    found = Findings({}, {})
-    while left := [place for place in places if place not in found.refused]:
+    findings = Findings({}, {})
+    while pending := [place for place in places if place not in findings.refused]:
         caches = make_cache()
-        probes = [kind(place) for place in left]
+        probes = [kind(place) for place in pending]
         for cache in probes:
             put(caches, cache.place, cache)
         try:
@@ -142,17 +143,17 @@ def probe(
         except Exception as error:  # a foreign model may raise anything at all
             waiting = [cache for cache in probes if cache.waiting]
             for cache in waiting or probes:
-                found.refused[cache.place] = _reason(error, bool(waiting))
+                findings.refused[cache.place] = _reason(error, bool(waiting))
             continue
         for cache in probes:
             if cache.shape is None:
-                found.refused[cache.place] = "a dry run of the model never used this cache"
+                findings.refused[cache.place] = "a dry run of the model never used this cache"
             elif cache.waiting:
-                found.refused[cache.place] = "the model computes attention in its own way"
+                findings.refused[cache.place] = "the model computes attention in its own way"
             else:
-                found.shapes[cache.place] = cache.shape
+                findings.shapes[cache.place] = cache.shape
         break
-    return found
+    return findings
 
 
 def leaves(caches: list) -> list[tuple[Place, object]]:
@@ -205,12 +206,12 @@ INDEX_KEYS = "the keys of a sparse index stay in full precision"
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """The attention modules of `model` that attend to latents, in the order of layers."""
-    found = [
+    keyed = [
         ([(part.isdigit(), int(part) if part.isdigit() else part) for part in path.split(".")], m)
         for path, m in model.named_modules()
         if all(name in m for name in ABSORBED)
     ]
-    return [m for _, m in sorted(found, key=lambda pair: pair[0])]
+    return [m for _, m in sorted(keyed, key=lambda pair: pair[0])]
 
 
 def find_latents(
@@ -225,14 +226,14 @@ def find_latents(
         return None
     indexed = any(INDEX in m for m in modules)
     index = [place for place in places if indexed and len(place) > 1 and place[1]]
-    found = probe(
+    findings = probe(
         model,
         make_cache,
         [place for place in places if place not in index],
         _IndexedProbe if indexed else LatentProbe,
     )
-    found.refused |= dict.fromkeys(index, INDEX_KEYS)
-    return found
+    findings.refused |= dict.fromkeys(index, INDEX_KEYS)
+    return findings
 
 
 class LatentProbe(ProbeCache):
@@ -243,10 +244,10 @@ class LatentProbe(ProbeCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         if keys.shape[1] != 1 or values.shape[1] != 1:
             raise Misuse("caches keys of several heads beside latents")
-        one = Shape(
+        shape = Shape(
             1, keys.shape[3], values.shape[3], keys.dtype, latent=True, selects=self.selects
         )
-        self.shape = one if self.shape is None else replace(one, queries=self.shape.queries)
+        self.shape = shape if self.shape is None else replace(shape, queries=self.shape.queries)
         self.offset += keys.shape[2]
         rotary = mx.zeros((1, 1, self.offset, values.shape[3]), values.dtype)
         if self.selects or keys.shape[2] > 1:
@@ -316,6 +317,6 @@ def find(model: nn.Module, make_cache: Callable[[], list]) -> Findings:
     The attention function must be rebound (`rebind.bind`).
     """
     plain = [place for place, cache in leaves(make_cache()) if type(cache).__name__ == PLAIN]
-    if refused := refusal([file.__name__ for file in files_of(model)], mlx_lm_version):
-        return Findings({}, dict.fromkeys(plain, refused))
+    if reason := refusal([file.__name__ for file in files_of(model)], mlx_lm_version):
+        return Findings({}, dict.fromkeys(plain, reason))
     return find_latents(model, make_cache, plain) or probe(model, make_cache, plain)

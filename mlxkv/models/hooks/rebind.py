@@ -15,7 +15,6 @@ from mlx_lm.models.cache import CacheList
 from mlxkv.cache.attention import attend
 from mlxkv.cache.view import View
 from mlxkv.models.hooks.probe import Handle, files_of
-from mlxkv.models.hooks.taps import LatentObserver, ObservedView
 
 NAME = "scaled_dot_product_attention"
 PARAMETERS = ("cache", "scale", "mask", "sinks")  # of it, behind queries, keys and values
@@ -53,11 +52,6 @@ def _call_of(model: nn.Module) -> list[Slot]:
     cls = next(cls for cls in type(model).__mro__ if CALL in vars(cls))
     named = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
     return [(cls.__module__, f"{cls.__name__}.{CALL}")] if named and cls is not nn.Module else []
-
-
-def original_call(model: nn.Module) -> Callable | None:
-    """The call of the model's class as it was before `bind`; None where `bind` leaves it as it is."""
-    return next((_bound[slot].original for slot in _call_of(model)), None)
 
 
 def take(slots: list[Slot]) -> list[Slot]:
@@ -110,7 +104,7 @@ def stepped(original):
     @wraps(original)
     def __call__(self, *args, **kwargs):
         attachment = vars(self).get(MARK)
-        if attachment is None:
+        if attachment is None or attachment.steps.off:
             return original(self, *args, **kwargs)
         with attachment.steps.lock:  # while one thread traces, the weights are its placeholders
             if (step := _step_of(*args, **kwargs)) is not None:
@@ -123,11 +117,11 @@ def stepped(original):
 
 
 def _step_of(
-    inputs=None, cache=None, *others, inputs_embeds=None, logits_to_keep=None, **more
+    inputs=None, cache=None, *args, inputs_embeds=None, logits_to_keep=None, **kwargs
 ) -> tuple | None:
     """Tokens and caches of a call that gives nothing else; None for other calls. mlx-vlm says that there are
     no embeddings, and that it wants the logits of one token, of which there is one."""
-    if inputs is None or cache is None or others or more or inputs_embeds is not None:
+    if inputs is None or cache is None or args or kwargs or inputs_embeds is not None:
         return None
     if logits_to_keep and inputs.shape[-1] != 1:
         return None
@@ -139,20 +133,18 @@ def through(original):
 
     @wraps(original)
     def scaled_dot_product_attention(queries, keys, values, *args, **kwargs):
-        if isinstance(keys, ObservedView):
+        if hasattr(type(keys), "attended"):  # of what observes, or stands in a dry run
             return keys.attended(queries, values, *args, **kwargs)
         options = dict(zip(PARAMETERS, args, strict=False)) | kwargs if args else kwargs
         if isinstance(keys, View):
             return attend(
                 queries, keys, options.get("scale", 1.0), options.get("mask"), options.get("sinks")
             )
-        if type(keys) is Handle:
-            return keys.attended(queries, values, options.get("sinks") is not None)
         cache = options.get("cache")
         if isinstance(cache, CacheList):
             cache = cache.caches[0]
-        if isinstance(cache, LatentObserver):
-            cache.on_queries(queries, options["scale"])
+        if (on_queries := getattr(cache, "on_queries", None)) is not None:
+            on_queries(queries, options["scale"])
         return original(queries, keys, values, *args, **kwargs)
 
     return scaled_dot_product_attention
@@ -166,7 +158,7 @@ def through(original):
 
 def is_plain(view: View) -> bool:
     """Return whether nothing is sealed, so that its arrays are those of a plain cache, and nobody observes it."""
-    return isinstance(view, View) and view.plain and not isinstance(view, ObservedView)
+    return isinstance(view, View) and view.plain and not hasattr(type(view), "attended")
 
 
 # -- mx.fast of a file (plamo2)
@@ -247,9 +239,7 @@ class _Updated:
 
 
 def _capped(queries, keys: View | Handle, scale, mask, softcap: float) -> mx.array:
-    if type(keys) is Handle:
-        return keys.attended(queries, keys, softcap=softcap)
-    if isinstance(keys, ObservedView):
+    if hasattr(type(keys), "attended"):
         return keys.attended(queries, keys, scale=scale, mask=mask, softcap=softcap)
     return attend(queries, keys, scale, mask, softcap=softcap)
 

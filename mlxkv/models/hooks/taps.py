@@ -67,9 +67,9 @@ class LatentObserver(KVCache):
         self.on_queries, self.on_update = on_queries, on_update
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
-        found = super().update_and_fetch(keys, values)
+        pair = super().update_and_fetch(keys, values)
         self.on_update(keys, values)
-        return found
+        return pair
 
 
 @dataclass(frozen=True)
@@ -110,18 +110,12 @@ class AttentionCall:
 
 @dataclass
 class LayerPass:
-    """One pass through a layer.
+    """One pass through a layer, or one call of attention where the model does not call its layers as a whole.
 
-    index: of the layer in `model.layers`; of the cache where the model does not call its layers as
-    a whole. cache: position in the list of caches of the one that it was given, or None. calls: of
-    attention over observers. hidden: what the layer returned, or None where the model does not call
-    its layers as a whole. inputs: of the linear maps that were called after attention.
+    calls: of attention over observers. inputs: of the linear maps that were called after attention.
     """
 
-    index: int
-    cache: int | None = None
     calls: list[AttentionCall] = field(default_factory=list)
-    hidden: mx.array | None = None
     inputs: list[tuple[Callable, mx.array]] = field(default_factory=list)
 
     def projection(self, call: AttentionCall) -> Callable[[mx.array], mx.array] | None:
@@ -149,23 +143,21 @@ def observe(model: nn.Module, caches: list, on_pass: Callable[[LayerPass], None]
 
     Layers and their linear maps are instances of subclasses of their classes for that time.
     """
-    layers = _LayerObserver(caches, on_pass)
+    layers = _LayerObserver(on_pass)
     observers = [cache for _, cache in leaves(caches) if type(cache) is PlainObserver]
     hooked: list[tuple[nn.Module, type]] = []
     try:
-        for one in observers:
-            one.on_attention = layers.attention
-        for index, layer in {
-            id(x): (i, x) for i, x in reversed([*enumerate(model.layers)])
-        }.values():
+        for observer in observers:
+            observer.on_attention = layers.attention
+        for layer in {id(x): x for x in model.layers}.values():
             linear = [m for m in layer.modules() if m is not layer and has_matrix(m)]
             hooked += [hook(module, layers.linear) for module in linear]
-            hooked.append(hook(layer, partial(layers.layer, index)))
+            hooked.append(hook(layer, layers.layer))
         yield
     finally:
         restore_classes(hooked)
-        for one in observers:
-            one.on_attention = None
+        for observer in observers:
+            observer.on_attention = None
 
 
 def has_matrix(module: nn.Module) -> bool:
@@ -195,30 +187,26 @@ def restore_classes(hooked: list[tuple[nn.Module, type]]) -> None:
 class _LayerObserver:
     """Collects a LayerPass from the hooks of a layer, its linear maps and its attention."""
 
-    def __init__(self, caches: list, on_pass: Callable[[LayerPass], None]):
-        self.caches, self.on_pass = caches, on_pass
-        self.now: LayerPass | None = None
+    def __init__(self, on_pass: Callable[[LayerPass], None]):
+        self.on_pass = on_pass
+        self.current: LayerPass | None = None
 
-    def layer(self, index: int, call: Callable, *args, **kwargs):
-        given = {id(x) for x in (*args, *kwargs.values())}
-        cache = next((i for i, c in enumerate(self.caches) if id(c) in given), None)
-        one = self.now = LayerPass(index, cache)
+    def layer(self, call: Callable, *args, **kwargs):
+        layer_pass = self.current = LayerPass()
         try:
             out = call(*args, **kwargs)
         finally:
-            self.now = None
-        one.hidden = out[0] if isinstance(out, tuple) else out
-        self.on_pass(one)
+            self.current = None
+        self.on_pass(layer_pass)
         return out
 
     def linear(self, call: Callable, *args, **kwargs):
-        if self.now is not None and self.now.calls and args:
-            self.now.inputs.append((call, args[0]))
+        if self.current is not None and self.current.calls and args:
+            self.current.inputs.append((call, args[0]))
         return call(*args, **kwargs)
 
     def attention(self, call: AttentionCall) -> None:
-        if self.now is not None:
-            self.now.calls.append(call)
+        if self.current is not None:
+            self.current.calls.append(call)
         else:  # a model that calls the parts of its layers
-            cache = call.view.cache.index
-            self.on_pass(LayerPass(cache, cache, [call]))
+            self.on_pass(LayerPass([call]))

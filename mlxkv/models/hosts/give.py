@@ -23,8 +23,7 @@ from mlxkv.models.hosts import Options, ledger
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.seam import attach
 
-_PASSED_OVER = "_mlxkv_passed_over"  # on a model: it was said why it keeps its own caches
-_told: set[tuple] = set()  # reports that were printed: a server may load a model again
+_reports: set[tuple] = set()  # reports that were printed: a server may load a model again
 
 
 def give(
@@ -33,22 +32,21 @@ def give(
     name: str,
     folder: Path | None = None,
     tokenizer: Any = None,
-    group: Any = None,
 ) -> list[LayerReport] | None:
     """Attach `options.kv` to the language model of `model`. Returns the reports, or None where that cannot be: then
     one line says why, and the model stays as it was.
 
-    name, folder, tokenizer: of the model, by which its calibration is found or made. group: processes that share it.
+    name, folder, tokenizer: of the model, by which its calibration is found or made.
     """
     target = cached_part(model)
-    if vars(target).pop(_PASSED_OVER, False) or (group is None and ledger.knows(target)):
-        return None  # said already, or attached before it was shared
+    if getattr(getattr(target, "model", None), "pipeline_size", 1) > 1:
+        return _refuse("layers are dealt to processes (--pipeline)", options)
     try:
         if options.kv.calibrated and folder is not None:
             introduce(target, _origin(name, folder, tokenizer))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the report says it
-            reports = attach(target, options.kv, strict=options.strict, group=group)
+            reports = attach(target, options.kv, strict=options.strict)
     except UserError as error:
         return _refuse(str(error), options)
     except Exception as error:  # a model of others may raise anything
@@ -71,12 +69,6 @@ def _origin(name: str, folder: Path, tokenizer: Any) -> Origin:
     )
 
 
-def pass_over(model: nn.Module, reason: str, options: Options) -> None:
-    """Say why `model` keeps its own caches."""
-    _refuse(reason, options)
-    setattr(cached_part(model), _PASSED_OVER, True)
-
-
 def _refuse(reason: str, options: Options) -> None:
     if not options.strict:
         ledger.say(f"caches stay in full precision: {reason}")
@@ -94,9 +86,9 @@ def _tell(name: str, options: Options, reports: list[LayerReport]) -> None:
     lines = summarise(reports)
     asked_for = all(report.reason == ASKED_FOR for report in reports)
     key = name, options.kv.label, *lines
-    if key in _told:
+    if key in _reports:
         return
-    _told.add(key)
+    _reports.add(key)
     if not options.quiet:
         ledger.say(
             f"--kv {options.kv.label}: {name}"
@@ -106,5 +98,5 @@ def _tell(name: str, options: Options, reports: list[LayerReport]) -> None:
             console.note(f"  {line}")
     for line in versions.out_of_range():
         console.warn(f"! outside the range that mlxkv was tested with: {line}")
-    if (found := not_used(reports)) and (found[1] or not options.quiet):
-        (console.warn if found[1] else console.note)(found[0])
+    if (advice := not_used(reports)) and (advice[1] or not options.quiet):
+        (console.warn if advice[1] else console.note)(advice[0])

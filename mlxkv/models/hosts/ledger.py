@@ -28,14 +28,14 @@ class Account:
     """The caches of one attached model.
 
     kv: the preset. window: tokens that stay exact before a page is sealed. plain: bytes of a token in 16 bits,
-    of the compressed layers. most, tokens: bytes and tokens of the longest caches seen, over all compressed
+    of the compressed layers. bytes, tokens: of the longest caches seen, over all compressed
     layers and the sequences of a batch. without: calls of the model without a cache, of more than one token.
     """
 
     kv: str
     window: int
     plain: int
-    most: int = 0
+    bytes: int = 0
     tokens: int = 0
     sequences: int = 0
     without: int = 0
@@ -46,28 +46,32 @@ class Account:
         if caches is None:
             self.without += getattr(tokens, "ndim", 0) == 2 and tokens.shape[1] > 1
             return
-        each = leaves(caches) if isinstance(caches, (list, tuple)) else []
-        held = [one for _, one in each if isinstance(one, OURS)]
-        if not held:
+        pairs = leaves(caches) if isinstance(caches, (list, tuple)) else []
+        compressed = [cache for _, cache in pairs if isinstance(cache, OURS)]
+        if not compressed:
             return
-        counts = held[0].offsets if isinstance(held[0], BatchedKVCache) else [held[0].offset]
+        counts = (
+            compressed[0].offsets
+            if isinstance(compressed[0], BatchedKVCache)
+            else [compressed[0].offset]
+        )
         if (total := sum(counts)) < self.next:
             return
         self.tokens, self.sequences = total, len(counts)
         self.next = total + max(STEP, total // PART)
-        self.most = sum(map(_bytes, held))
+        self.bytes = sum(map(_bytes, compressed))
 
     def line(self) -> str | None:
         """'longest cache 530 tokens in 96.0 KiB; in 16 bits 265.0 KiB', or why there is none."""
         if not self.tokens:
-            why = "the program reads text without one" if self.without else "no model was run"
-            return f"--kv {self.kv}: no cache was filled, so nothing was compressed ({why})"
-        many = f" of {self.sequences} sequences" if self.sequences > 1 else ""
+            reason = "the program reads text without one" if self.without else "no model was run"
+            return f"--kv {self.kv}: no cache was filled, so nothing was compressed ({reason})"
+        sequences = f" of {self.sequences} sequences" if self.sequences > 1 else ""
         exact = ""
         if self.tokens <= self.window * self.sequences:
             exact = f" (nothing compressed yet: exact up to {self.window} tokens)"
         return (
-            f"--kv {self.kv}: longest cache {self.tokens:,} tokens{many} in {human_bytes(self.most)}, in 16 "
+            f"--kv {self.kv}: longest cache {self.tokens:,} tokens{sequences} in {human_bytes(self.bytes)}, in 16 "
             f"bits {human_bytes(self.plain * self.tokens)}{exact}"
         )
 
@@ -89,19 +93,14 @@ def say(text: str) -> None:
     note(f"[mlxkv] {one_line(text)}")
 
 
-def knows(model: nn.Module) -> bool:
-    """Return whether a model has an account."""
-    return _NAME in vars(model)
-
-
 def open_account(
     model: nn.Module, kv: CacheConfig, reports: list[LayerReport], quiet: bool
 ) -> None:
     """Watch the calls of an attached model from now on, and tell of them as the process ends unless `quiet`."""
-    ours = [report for report in reports if report.compressed]
-    if not ours:
+    compressed = [report for report in reports if report.compressed]
+    if not compressed:
         return
-    plain = sum(2 * one.kv_heads * (one.key_dim + one.value_dim) for one in ours)
+    plain = sum(2 * layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in compressed)
     account = Account(kv.label, kv.window, plain)
     if not ACCOUNTS and not quiet:
         atexit.register(tell)
@@ -122,13 +121,13 @@ def tell() -> None:
 
 def _watch(cls: type) -> None:
     """Have the calls of models of this class seen. Other models of it are as before."""
-    owner = next(one for one in cls.__mro__ if "__call__" in vars(one))
+    owner = next(base for base in cls.__mro__ if "__call__" in vars(base))
     call = vars(owner)["__call__"]
     if not hasattr(call, _SEEN):
-        owner.__call__ = _seen(call)
+        owner.__call__ = _observed(call)
 
 
-def _seen(call: Callable) -> Callable:
+def _observed(call: Callable) -> Callable:
     @wraps(call)
     def __call__(self, *args, **kwargs):
         out = call(self, *args, **kwargs)

@@ -32,7 +32,6 @@ class _Call(threading.local):
 
     depth = 0
     folder: Path | None = None
-    shards: bool = False
 
 
 _call = _Call()
@@ -85,24 +84,22 @@ def wrap(module: ModuleType, options: Options) -> None:
 def _wrapped(original: Callable, options: Options) -> Callable:
     @wraps(original)
     def loader(*args, **kwargs):
-        asked = args[0] if args else next((kwargs[n] for n in NAMES if n in kwargs), None)
+        name = args[0] if args else next((kwargs[n] for n in NAMES if n in kwargs), None)
         outermost = not _call.depth
         if outermost:
-            _call.folder, _call.shards = None, original.__name__ == "sharded_load"
+            _call.folder = None
         if original.__name__ == "load_model":
-            _call.folder = Path(asked) if isinstance(asked, (str, Path)) else None
+            _call.folder = Path(name) if isinstance(name, (str, Path)) else None
         # mlxkv gives the models that it loads caches of its own.
-        ours = sys._getframe(1).f_globals.get("__name__", "").startswith("mlxkv.")
+        is_inner = sys._getframe(1).f_globals.get("__name__", "").startswith("mlxkv.")
         _call.depth += 1
         try:
-            found = original(*args, **kwargs)
+            loaded = original(*args, **kwargs)
         finally:
             _call.depth -= 1
-        if outermost and not ours:
-            compress(found, str(asked), options)
-        elif _call.shards:
-            _before_it_is_shared(found, options)
-        return found
+        if outermost and not is_inner:
+            compress(loaded, str(name), options)
+        return loaded
 
     return loader
 
@@ -116,38 +113,12 @@ def _reader(original: Callable) -> Callable:
     return load_prompt_cache
 
 
-def compress(found: object, name: str, options: Options, group: object = None) -> None:
+def compress(loaded: object, name: str, options: Options) -> None:
     """Give the model that a loader returned, alone or first of a tuple, compressed caches, and say so."""
     from mlxkv.models.hosts.give import give
 
-    model, *more = found if isinstance(found, tuple) else (found,)
-    tokenizer = next((one for one in more if not isinstance(one, dict)), None)
-    give(model, options, name, _call.folder, tokenizer, group)
-
-
-def _before_it_is_shared(found: object, options: Options) -> None:
-    """Have a model of `sharded_load` compressed as it is cut to the share of this process: calibrations are
-    of whole models. Layers that are dealt to processes stay as they are."""
-    model = found[0] if isinstance(found, tuple) else found
-    folder = _call.folder
-    inner = getattr(model, "model", None)
-
-    def shard(group=None):
-        vars(model).pop("shard")
-        if group is not None and group.size() > 1:
-            _call.folder = folder
-            compress(model, str(folder), options, group)
-        return model.shard(group)
-
-    def pipeline(group):
-        vars(inner).pop("pipeline")
-        if group.size() > 1:
-            from mlxkv.models.hosts.give import pass_over
-
-            pass_over(model, "layers are dealt to processes (--pipeline)", options)
-        return inner.pipeline(group)
-
-    if hasattr(model, "shard"):
-        model.shard = shard
-    if hasattr(inner, "pipeline"):
-        inner.pipeline = pipeline
+    model, *companions = loaded if isinstance(loaded, tuple) else (loaded,)
+    tokenizer = next(
+        (companion for companion in companions if not isinstance(companion, dict)), None
+    )
+    give(model, options, name, _call.folder, tokenizer)

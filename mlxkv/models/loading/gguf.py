@@ -34,7 +34,7 @@ def read(
     names = {x: hub_name(x, "gemma3" if gemma else "") for x in header.tensors}
     tensors = {name: header.tensors[x] for x, name in names.items() if name is not None}
     source = {name: x for x, name in names.items()}
-    total, done = sum(x.span[1] - x.span[0] for x in tensors.values()), 0
+    total, count = sum(x.span[1] - x.span[0] for x in tensors.values()), 0
     for name, tensor in tensors.items():
         first, last = tensor.span
         kind = BY_NAME[tensor.dtype]
@@ -56,9 +56,9 @@ def read(
                 mx.eval(x, arrays[f"{stem}.scales"], arrays[f"{stem}.biases"])
                 modules[stem] = {"group_size": group, "bits": bits}
             arrays[name] = x
-        done += last - first
+        count += last - first
         if progress is not None:
-            progress(done, total)
+            progress(count, total)
     return arrays, modules
 
 

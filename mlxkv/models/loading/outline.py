@@ -7,9 +7,10 @@ refuses to compute anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from io import StringIO
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -23,7 +24,6 @@ from mlxkv.models.hooks.held import layers_of
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.probe import PROMPT
 from mlxkv.models.hooks.taps import hook, restore_classes
-from mlxkv.models.loading.families import NotBuilt, classes_of
 from mlxkv.untrusted import Unsound
 
 MODULES = 1 << 15  # of a model; the largest have some thousands
@@ -32,6 +32,10 @@ METHODS = {"mxfp4": (4, 32, "mxfp4"), "mxfp8": (8, 32, "mxfp8"), "modelopt": (4,
 PACKED = {"nvfp4-pack-quantized": (4, 16, "nvfp4"), "mxfp4-pack-quantized": (4, 32, "mxfp4")}
 PACKED |= {"pack-quantized": (4, 32, "affine")}
 T = TypeVar("T")
+
+
+class NotBuilt(Exception):
+    """Why mlx-lm makes no model of a config.json."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,20 @@ def outline(config: dict) -> Outline:
     return Outline(layers, weights, working_bytes(widths[0], max(heads, default=0), max(widths)))
 
 
+def classes_of(config: dict) -> tuple[type, type]:
+    """The classes of a model and of its arguments, as mlx-lm chooses them. Raises NotBuilt."""
+    from mlx_lm.utils import _get_classes
+
+    kind = str(config.get("model_type"))[:40]
+    try:
+        with redirect_stdout(StringIO()):
+            return _get_classes(config)
+    except ValueError:
+        raise NotBuilt(f"mlx-lm knows no model of type {kind!r}") from None
+    except (Exception, SystemExit) as error:  # a file that asks for another package leaves Python
+        raise NotBuilt(f"mlx-lm's {kind} cannot be used here ({type(error).__name__})") from None
+
+
 def build(config: dict) -> nn.Module:
     """The model of `config` with MLX's initial weights, none of them computed. Raises NotBuilt, Unsound, and what
     mlx-lm raises."""
@@ -86,8 +104,8 @@ def quantise(model: nn.Module, config: dict) -> None:
     values = _quantisation(config)
     if values is None:
         return
-    chosen = getattr(model, "quant_predicate", None)
-    kept = [
+    model_predicate = getattr(model, "quant_predicate", None)
+    exempt = [
         str(name) for name in values.get("modules_to_not_convert") or values.get("ignore") or ()
     ]
 
@@ -96,9 +114,9 @@ def quantise(model: nn.Module, config: dict) -> None:
             return values[path]
         if not hasattr(module, "to_quantized") or module.weight.shape[-1] % values["group_size"]:
             return False
-        if any(name in path or fnmatch(path, f"*{name}*") for name in kept):
+        if any(name in path or fnmatch(path, f"*{name}*") for name in exempt):
             return False
-        return True if chosen is None else chosen(path, module)
+        return True if model_predicate is None else model_predicate(path, module)
 
     nn.quantize(
         model, values["group_size"], values["bits"], mode=values["mode"], class_predicate=predicate
@@ -116,12 +134,12 @@ def _quantisation(config: dict) -> dict[str, Any] | None:
     if method is None and "bits" in values:  # a copy of `quantization`
         return {"mode": "affine", **values}
     if method in ("awq", "gptq"):
-        found = values.get("bits", 4), values.get("group_size", 128), "affine"
+        scheme = values.get("bits", 4), values.get("group_size", 128), "affine"
     else:
-        found = METHODS.get(method) or PACKED.get(values.get("format"))
-    if found is None:
+        scheme = METHODS.get(method) or PACKED.get(values.get("format"))
+    if scheme is None:
         return None
-    return values | dict(zip(("bits", "group_size", "mode"), found, strict=True))
+    return values | dict(zip(("bits", "group_size", "mode"), scheme, strict=True))
 
 
 @contextmanager
@@ -146,18 +164,18 @@ def _bounded() -> Iterator[None]:
 def _traced(model: nn.Module, run: Callable[[], T]) -> T:
     """Return what `run` returns, which sees `model` while MLX traces: nothing that depends on a weight can be
     computed."""
-    out, raised = [], []
+    out, faults = [], []
 
     def body() -> mx.array:
         try:
             out.append(run())
         except Exception as error:  # MLX puts weights back only where nothing is raised
-            raised.append(error)
+            faults.append(error)
         return mx.zeros(())
 
     mx.compile(body, inputs=model.state)()
-    if raised:
-        raise raised[0]
+    if faults:
+        raise faults[0]
     return out[0]
 
 

@@ -62,8 +62,8 @@ def divergence(loaded) -> float:
         :TOKENS
     ]
     full = _log_probabilities(loaded.model, own_make_cache(loaded.model)(), tokens)
-    ours = _log_probabilities(loaded.model, make_prompt_cache(loaded.model), tokens)
-    return float((mx.exp(full) * (full - ours)).sum(-1).mean())
+    compressed = _log_probabilities(loaded.model, make_prompt_cache(loaded.model), tokens)
+    return float((mx.exp(full) * (full - compressed)).sum(-1).mean())
 
 
 def _log_probabilities(model, cache: list, tokens: list[int]) -> mx.array:

@@ -37,22 +37,22 @@ def read(path: Path, name: str, vocabulary: int) -> Sampling:
     """Return the settings for the model `name` in the folder `path`; the usual ones where its makers say nothing.
     A value that no sampler can take counts as not said."""
     try:
-        said = untrusted.read_json(path / FILE, SMALL)
+        settings = untrusted.read_json(path / FILE, SMALL)
     except (OSError, ValueError):  # a GGUF file has none; Unsound is a ValueError
-        said = {}
-    said = said if isinstance(said, dict) else {}
-    if said.get("do_sample") is False:
+        settings = {}
+    settings = settings if isinstance(settings, dict) else {}
+    if settings.get("do_sample") is False:
         return Sampling()
-    if not said.get("do_sample") and "temperature" not in said:
-        said = PACKAGES[name].sampling if name in PACKAGES else {}
-    found = {key: said[key] for key in LIMITS if _takes(key, said.get(key))}
-    if said.get("do_sample") and "temperature" not in found:
-        found["temperature"] = 1.0  # as transformers
-    if found.get("top_k", 0) >= vocabulary:  # all of them, which mlx-lm's sampler refuses
-        del found["top_k"]
-    if found.get("repetition_penalty") == 1:
-        del found["repetition_penalty"]
-    return Sampling(**found) if found.get("temperature") else Sampling()
+    if not settings.get("do_sample") and "temperature" not in settings:
+        settings = PACKAGES[name].sampling if name in PACKAGES else {}
+    values = {key: settings[key] for key in LIMITS if _takes(key, settings.get(key))}
+    if settings.get("do_sample") and "temperature" not in values:
+        values["temperature"] = 1.0  # as transformers
+    if values.get("top_k", 0) >= vocabulary:  # all of them, which mlx-lm's sampler refuses
+        del values["top_k"]
+    if values.get("repetition_penalty") == 1:
+        del values["repetition_penalty"]
+    return Sampling(**values) if values.get("temperature") else Sampling()
 
 
 def _takes(key: str, value: object) -> bool:

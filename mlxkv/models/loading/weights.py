@@ -46,11 +46,11 @@ def build(
                 nn.quantize(model, class_predicate=lambda _, module: _rounded(module, bits))
             return model, config
         computed = getattr(mx, dtype or _usual(folder.config["dtype"]))
-        given, modules = gguf.read(folder, computed, bits, progress)
+        arrays, modules = gguf.read(folder, computed, bits, progress)
         model = classes[0](classes[1].from_dict(folder.config))
-        given = model.sanitize(given)
+        arrays = model.sanitize(arrays)
         nn.quantize(model, class_predicate=lambda path, _: modules.get(path, False))
-        model.load_weights(list(given.items()))
+        model.load_weights(list(arrays.items()))
         model.eval()
         return model, dict(folder.config)
     except Exception as error:  # mlx-lm raises anything when files are wrong
@@ -74,15 +74,15 @@ def read(model: nn.Module, progress: Callable[[int, int], None] | None) -> None:
     if progress is None:
         mx.eval(weights)
         return
-    total, done, some = sum(x.nbytes for x in weights), 0, []
+    total, count, batch = sum(x.nbytes for x in weights), 0, []
     progress(0, total)
     for x in weights:
-        some.append(x)
-        if sum(one.nbytes for one in some) >= AT_ONCE or x is weights[-1]:
-            mx.eval(some)
-            done += sum(one.nbytes for one in some)
-            progress(done, total)
-            some = []
+        batch.append(x)
+        if sum(array.nbytes for array in batch) >= AT_ONCE or x is weights[-1]:
+            mx.eval(batch)
+            count += sum(array.nbytes for array in batch)
+            progress(count, total)
+            batch = []
 
 
 def try_out(model: nn.Module, folder: Folder) -> None:
@@ -107,11 +107,11 @@ def _usual(stored: str) -> str:
     return "float32" if mx.default_device() == mx.Device(mx.cpu) else stored
 
 
-def set_dtype(model: nn.Module, wanted: str | None) -> list[str]:
+def set_dtype(model: nn.Module, dtype: str | None) -> list[str]:
     """Convert the weights if asked, or if 16 bits are slow here. Returns notes for the user."""
     have = str(dtype_of(model)).split(".")[-1]
-    if wanted is not None:
-        model.set_dtype(getattr(mx, wanted))
+    if dtype is not None:
+        model.set_dtype(getattr(mx, dtype))
         return []
     if _usual(have) == have:
         return []

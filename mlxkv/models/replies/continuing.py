@@ -18,7 +18,7 @@ def continued(tokenizer: Any, turns: Turns, prompt: tuple, reply: dict) -> tuple
     text, state = _text(tokenizer, state, reply)
     if not text:
         raise ValueError("continue_final_message needs a reply with text to go on with")
-    mark, (chat,) = turns.broken([{"role": "assistant", "content": text}])
+    mark, (chat,) = turns.marked([{"role": "assistant", "content": text}])
     tail = turns.encode(pieces(chat[0]["content"], mark))
     return tokens + tail, [*segments[:-1], segments[-1] + tail], state
 

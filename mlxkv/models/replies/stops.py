@@ -21,32 +21,32 @@ class StopMatcher:
     def __init__(self, words: Iterable[str]):
         self._words = list(words)
         self._longest = max(map(len, self._words), default=0)
-        self._held = ""
+        self._pending = ""
         self.word: str | None = None
 
     def feed(self, piece: str) -> str:
         """Text that no stop word can begin in: the end of what came may be held back. Empty once there was one."""
         if self.word is not None:
             return ""
-        text = self._held + piece
+        text = self._pending + piece
         start, _, word = self._first(text)
         tails = range(max(0, len(text) - self._longest + 1), start)
         safe = next((i for i in tails if self._begins(text[i:])), start)
         if word is not None and safe == start:
             self.word, safe, text = word, start, text[:start]
-        self._held = text[safe:]
+        self._pending = text[safe:]
         return text[:safe]
 
     def flush(self) -> str:
         """The text that was held back, where nothing comes behind it."""
-        text, self._held = self._held, ""
+        text, self._pending = self._pending, ""
         start, _, self.word = self._first(text) if self.word is None else (0, 0, self.word)
         return text[:start]
 
     def _first(self, text: str) -> tuple[int, int, str | None]:
         """Start, length and word of the first stop word; (len(text), 0, None) without any."""
-        found = ((text.find(word), len(word), word) for word in self._words)
-        return min((one for one in found if one[0] >= 0), default=(len(text), 0, None))
+        matches = ((text.find(word), len(word), word) for word in self._words)
+        return min((match for match in matches if match[0] >= 0), default=(len(text), 0, None))
 
     def _begins(self, tail: str) -> bool:
         return any(word.startswith(tail) for word in self._words)
@@ -58,13 +58,13 @@ class ReplyText:
     It stands where mlx-lm's batches take the stop sequences of a request, so the reply ends with the token that
     completes a stop word, as it does with one that ends the model's turn.
 
-    tokenizer: mlx-lm's wrapper. before: the last token of a prompt whose end is the start of the reply, else
+    tokenizer: mlx-lm's wrapper. prefix: the last token of a prompt whose end is the start of the reply, else
     none. Detokenizers drop a space at the start of what they take for a whole text; behind `before` it is kept.
     """
 
-    def __init__(self, tokenizer: Any, words: Iterable[str], before: Sequence[int] = ()):
+    def __init__(self, tokenizer: Any, words: Iterable[str], prefix: Sequence[int] = ()):
         self._tokenizer, self._detokenizer = tokenizer, tokenizer.detokenizer
-        self._before, self._start = tokenizer.decode(list(before)) if before else "", list(before)
+        self._prefix, self._start = tokenizer.decode(list(prefix)) if prefix else "", list(prefix)
         self._matcher, self._ready = StopMatcher(words), ""
 
     @property
@@ -100,7 +100,7 @@ class ReplyText:
     def _read(self) -> None:
         text = self._detokenizer.last_segment
         if text and self._start:
-            joint = self._tokenizer.decode(self._start)[len(self._before) :]
+            joint = self._tokenizer.decode(self._start)[len(self._prefix) :]
             if joint.startswith(" ") and not text.startswith(" "):
                 text = " " + text
             self._start = []

@@ -35,26 +35,29 @@ class Thinking:
         )
         self._cuts = bool(self.end) and self.end in template
 
-    def message(self, text: str, opened: bool = False) -> dict:
+    def message(self, text: str, is_open: bool = False) -> dict:
         """The message of the assistant for a text that the model wrote: `content`, and `reasoning_content` where it
-        thought. opened: the prompt ended with the mark that begins thoughts."""
-        begun = self.start and text.lstrip().startswith(self.start)
-        if not self.end or not (opened or begun) or (self._cuts and not self.names):
+        thought. is_open: the prompt ended with the mark that begins thoughts."""
+        begins = self.start and text.lstrip().startswith(self.start)
+        if not self.end or not (is_open or begins) or (self._cuts and not self.names):
             return {"role": "assistant", "content": text}
         thoughts, _, content = text.partition(self.end)
-        if begun:
+        if begins:
             thoughts = thoughts.lstrip().removeprefix(self.start)
         return {"role": "assistant", "content": content, NAMES[0]: thoughts}
 
     def named(self, chat: list[dict]) -> list[dict]:
         """The messages of a chat with the assistant's thoughts under the names that the template reads, and without
         thoughts where it reads none."""
-        return [self._named(one) if one.get("role") == "assistant" else one for one in chat]
+        return [
+            self._named(message) if message.get("role") == "assistant" else message
+            for message in chat
+        ]
 
     def _named(self, message: dict) -> dict:
         thoughts = next((message[name] for name in NAMES if message.get(name)), None)
-        rest = {key: value for key, value in message.items() if key not in NAMES}
+        plain = {key: value for key, value in message.items() if key not in NAMES}
         names = self.names if thoughts else ()
         if message.get("tool_calls") and message.get("content"):
             names = tuple(name for name in names if name != "thinking")  # gpt-oss refuses both
-        return rest | dict.fromkeys(names, thoughts)
+        return plain | dict.fromkeys(names, thoughts)

@@ -18,7 +18,6 @@ from mlxkv.untrusted import Header, Tensor, Unsound, whole
 
 MODELS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}
-BIAS = ("attn_q", "attn_k", "attn_v")
 # Names inside of a layer, without their ending.
 NAMES = {
     "attn_norm": "input_layernorm",
@@ -58,9 +57,9 @@ class Values:
         self._metadata = header.metadata
         self.kind = header.metadata.get("general.architecture")
         if self.kind not in MODELS:
-            got = self.kind[:60] if isinstance(self.kind, str) else "none"
+            name = self.kind[:60] if isinstance(self.kind, str) else "none"
             raise Unsound(
-                f"is of the architecture {got!r}, which is not read; those are {', '.join(MODELS)}"
+                f"is of the architecture {name!r}, which is not read; those are {', '.join(MODELS)}"
             )
 
     def whole(self, name: str, default: int | None = None) -> int:
@@ -106,9 +105,9 @@ def config(header: Header, factors: tuple[float, ...] | None = None) -> dict[str
         )
     if values.get("expert_count"):
         raise Unsound("has experts, which are not read; choose a model without them")
-    hidden, heads = values.whole("embedding_length"), values.whole("attention.head_count")
+    width, heads = values.whole("embedding_length"), values.whole("attention.head_count")
     dims = values.whole(
-        "attention.key_length", values.get("rope.dimension_count") or max(1, hidden // heads)
+        "attention.key_length", values.get("rope.dimension_count") or max(1, width // heads)
     )
     for name in ("rope.dimension_count", "attention.value_length"):
         if values.whole(name, dims) != dims:
@@ -120,7 +119,7 @@ def config(header: Header, factors: tuple[float, ...] | None = None) -> dict[str
     out = {
         "model_type": MODELS[values.kind],
         "architectures": [f"{CLASSES[values.kind]}ForCausalLM"],
-        "hidden_size": hidden,
+        "hidden_size": width,
         "intermediate_size": values.whole("feed_forward_length"),
         "num_hidden_layers": values.whole("block_count"),
         "num_attention_heads": heads,
@@ -152,14 +151,14 @@ def config(header: Header, factors: tuple[float, ...] | None = None) -> dict[str
     return out
 
 
-def _gemma(values: Values, known: dict[str, Any]) -> dict[str, Any]:
-    layers, pattern = known["num_hidden_layers"], values.get("attention.sliding_window_pattern")
+def _gemma(values: Values, config: dict[str, Any]) -> dict[str, Any]:
+    layers, pattern = config["num_hidden_layers"], values.get("attention.sliding_window_pattern")
     if isinstance(pattern, array):  # for each layer, whether it slides
-        found = next((i + 1 for i, slides in enumerate(pattern) if not slides), layers + 1)
-        if list(pattern) != [int((i + 1) % found != 0) for i in range(layers)]:
+        period = next((i + 1 for i, slides in enumerate(pattern) if not slides), layers + 1)
+        if list(pattern) != [int((i + 1) % period != 0) for i in range(layers)]:
             raise Unsound("has sliding layers in no regular pattern")
-        pattern = found
-    scale = known["hidden_size"] // known["num_attention_heads"]
+        pattern = period
+    scale = config["hidden_size"] // config["num_attention_heads"]
     base = values.real("rope.freq_base", values.get("rope.global.freq_base") or 1e6)
     local = values.real("rope.freq_base_swa", values.get("rope.local.freq_base") or 1e4)
     return {
@@ -168,17 +167,17 @@ def _gemma(values: Values, known: dict[str, Any]) -> dict[str, Any]:
         "rope_local_base_freq": local,
         "sliding_window": values.whole("attention.sliding_window"),
         "sliding_window_pattern": whole(6 if pattern is None else pattern, "pattern", 1, 1 << 16),
-        "query_pre_attn_scalar": scale if layers == GEMMA_27B else known["head_dim"],
+        "query_pre_attn_scalar": scale if layers == GEMMA_27B else config["head_dim"],
     }
 
 
 def _scaling(
-    values: Values, known: dict[str, Any], factors: tuple[float, ...] | None
+    values: Values, config: dict[str, Any], factors: tuple[float, ...] | None
 ) -> dict[str, Any] | None:
     """rope_scaling of config.json."""
     kind = values.get("rope.scaling.type")
     if factors is not None:
-        return _llama3(factors, known)
+        return _llama3(factors, config)
     if kind is None and values.kind == "gemma3" and values.get("vision.block_count"):
         return {"rope_type": "linear", "factor": 8.0}  # ollama's files do not say it
     if kind in (None, "none"):
@@ -187,26 +186,26 @@ def _scaling(
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor} if factor != 1 else None
     if kind == "yarn":
-        before = values.whole(
-            "rope.scaling.original_context_length", known["max_position_embeddings"]
+        original = values.whole(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
         )
         return {
             "rope_type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": before,
+            "original_max_position_embeddings": original,
         }
-    got = kind[:60] if isinstance(kind, str) else "none"
-    raise Unsound(f"scales positions by {got!r}, which is not read; those are linear and yarn")
+    name = kind[:60] if isinstance(kind, str) else "none"
+    raise Unsound(f"scales positions by {name!r}, which is not read; those are linear and yarn")
 
 
-def _llama3(factors: tuple[float, ...], known: dict[str, Any]) -> dict[str, Any]:
+def _llama3(factors: tuple[float, ...], config: dict[str, Any]) -> dict[str, Any]:
     """Llama 3's scaling, of which a file holds what it multiplies each wavelength by."""
-    dims, base, whole_factor = known["head_dim"], known["rope_theta"], max(factors)
-    low, high, before = 1.0, 4.0, 8192
+    dims, base, whole_factor = config["head_dim"], config["rope_theta"], max(factors)
+    low, high, original = 1.0, 4.0, 8192
     expected = []
     for i in range(dims // 2):
         length = 2 * pi * base ** (2 * i / dims)
-        smooth = min(1.0, max(0.0, (before / length - low) / (high - low)))
+        smooth = min(1.0, max(0.0, (original / length - low) / (high - low)))
         expected.append(1 / ((1 - smooth) / whole_factor + smooth))
     sound = len(factors) == len(expected) and all(isfinite(x) and x >= 1 for x in factors)
     if not sound or any(abs(log(x / y)) > 1e-3 for x, y in zip(factors, expected, strict=True)):
@@ -216,7 +215,7 @@ def _llama3(factors: tuple[float, ...], known: dict[str, Any]) -> dict[str, Any]
         "factor": float(f"{whole_factor:.6g}"),
         "low_freq_factor": low,
         "high_freq_factor": high,
-        "original_max_position_embeddings": before,
+        "original_max_position_embeddings": original,
     }
 
 
@@ -224,43 +223,43 @@ def hub_name(name: str, kind: str) -> str | None:
     """The hub's name of a tensor; None for one that is not part of the language model's weights."""
     if name in OUTSIDE:
         return OUTSIDE[name]
-    block, _, rest = name.partition(".")
-    layer, _, rest = rest.partition(".")
-    part, _, end = rest.rpartition(".")
-    found = (NAMES | GEMMA if kind == "gemma3" else NAMES).get(part)
-    if block != "blk" or found is None or not (layer.isascii() and layer.isdigit()):
+    block, _, tail = name.partition(".")
+    layer, _, tail = tail.partition(".")
+    part, _, end = tail.rpartition(".")
+    part_name = (NAMES | GEMMA if kind == "gemma3" else NAMES).get(part)
+    if block != "blk" or part_name is None or not (layer.isascii() and layer.isdigit()):
         return None
-    return f"model.layers.{layer}.{found}.{end}"
+    return f"model.layers.{layer}.{part_name}.{end}"
 
 
 def _shapes(c: dict[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
     """The tensors of a model by llama.cpp's names."""
-    hidden, inner = c["hidden_size"], c["intermediate_size"]
+    width, inner = c["hidden_size"], c["intermediate_size"]
     queries = c["num_attention_heads"] * c["head_dim"]
     keys = c["num_key_value_heads"] * c["head_dim"]
     layer = {
-        "attn_norm.weight": (hidden,),
-        "ffn_norm.weight": (hidden,),
-        "attn_q.weight": (queries, hidden),
-        "attn_k.weight": (keys, hidden),
-        "attn_v.weight": (keys, hidden),
-        "attn_output.weight": (hidden, queries),
-        "ffn_gate.weight": (inner, hidden),
-        "ffn_up.weight": (inner, hidden),
-        "ffn_down.weight": (hidden, inner),
+        "attn_norm.weight": (width,),
+        "ffn_norm.weight": (width,),
+        "attn_q.weight": (queries, width),
+        "attn_k.weight": (keys, width),
+        "attn_v.weight": (keys, width),
+        "attn_output.weight": (width, queries),
+        "ffn_gate.weight": (inner, width),
+        "ffn_up.weight": (inner, width),
+        "ffn_down.weight": (width, inner),
     }
     if kind in ("qwen3", "gemma3"):
-        layer |= {f"attn_{one}_norm.weight": (c["head_dim"],) for one in "qk"}
+        layer |= {f"attn_{letter}_norm.weight": (c["head_dim"],) for letter in "qk"}
     if kind == "gemma3":
-        layer |= {"post_attention_norm.weight": (hidden,), "post_ffw_norm.weight": (hidden,)}
+        layer |= {"post_attention_norm.weight": (width,), "post_ffw_norm.weight": (width,)}
     if kind == "qwen2" or c.get("attention_bias"):
-        layer |= {f"attn_{one}.bias": (queries if one == "q" else keys,) for one in "qkv"}
+        layer |= {f"attn_{letter}.bias": (queries if letter == "q" else keys,) for letter in "qkv"}
     if c.get("attention_bias"):
-        layer["attn_output.bias"] = (hidden,)
+        layer["attn_output.bias"] = (width,)
     out = {f"blk.{i}.{n}": s for i in range(c["num_hidden_layers"]) for n, s in layer.items()}
-    out |= {"token_embd.weight": (c["vocab_size"], hidden), "output_norm.weight": (hidden,)}
+    out |= {"token_embd.weight": (c["vocab_size"], width), "output_norm.weight": (width,)}
     if not c["tie_word_embeddings"]:
-        out["output.weight"] = (c["vocab_size"], hidden)
+        out["output.weight"] = (c["vocab_size"], width)
     return out
 
 
@@ -282,8 +281,8 @@ def _check_tensors(tensors: dict[str, Tensor], c: dict[str, Any], kind: str) -> 
 
 def _matrices(tensors: dict[str, Tensor]) -> list[tuple[Tensor, int]]:
     """Matrices with the bits of their codes, 0 for those that are decoded."""
-    every = [x for name, x in tensors.items() if not name.startswith(UNUSED)]
-    return [(x, CODES.get(x.dtype, 0)) for x in every if len(x.shape) == 2]
+    weights = [x for name, x in tensors.items() if not name.startswith(UNUSED)]
+    return [(x, CODES.get(x.dtype, 0)) for x in weights if len(x.shape) == 2]
 
 
 def _dtype(tensors: dict[str, Tensor]) -> str:
@@ -298,5 +297,7 @@ def _dtype(tensors: dict[str, Tensor]) -> str:
 def memory(header: Header) -> int:
     """Bytes of the weights as they are computed with."""
     plain = 32 if _dtype(header.tensors) == "float32" else 16
-    every = _matrices(header.tensors)
-    return int(sum(prod(x.shape) * (code + 32 / GROUP if code else plain) / 8 for x, code in every))
+    matrices = _matrices(header.tensors)
+    return int(
+        sum(prod(x.shape) * (code + 32 / GROUP if code else plain) / 8 for x, code in matrices)
+    )

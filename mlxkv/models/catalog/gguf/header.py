@@ -128,8 +128,8 @@ class _Reader:
         shape = struct.unpack(f"<{dims}Q", self.take(8 * dims))
         kind, offset = self.number("I"), self.number("Q")
         if kind not in KINDS:
-            known = ", ".join(kind.name for kind in KINDS.values())
-            raise Unsound(f"has a tensor of type {kind}, which is not read; those are {known}")
+            names = ", ".join(kind.name for kind in KINDS.values())
+            raise Unsound(f"has a tensor of type {kind}, which is not read; those are {names}")
         if shape[0] % KINDS[kind].block:
             raise Unsound("has a tensor whose rows are no whole number of blocks")
         return name, KINDS[kind], shape[::-1], offset
@@ -181,7 +181,7 @@ def _tensors(
         if last > size:
             raise Unsound(f"is not whole: its header promises {last} bytes, it has {size}")
         out[name] = Tensor(kind.name, shape, (first, last))
-    spans = sorted(one.span for one in out.values())
-    if any(one[1] > other[0] for one, other in zip(spans, spans[1:], strict=False)):
+    spans = sorted(tensor.span for tensor in out.values())
+    if any(span[1] > following[0] for span, following in zip(spans, spans[1:], strict=False)):
         raise Unsound("has tensors that overlap")
     return out

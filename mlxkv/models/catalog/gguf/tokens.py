@@ -25,11 +25,11 @@ _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2 = _WORDS + r"\p{N}" + _OTHERS
 LLAMA3 = _WORDS + r"\p{N}{1,3}" + _OTHERS
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = [rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{one}{_LOWER}{two}" for one, two in ("*+", "+*")]
+_CASED = [rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{upper}{_LOWER}{lower}" for upper, lower in ("*+", "+*")]
 _CASED_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEKKEN = "|".join(_CASED) + r"|\p{N}" + _CASED_OTHERS
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-GPT4O = "|".join(one + _SUFFIX for one in _CASED) + r"|\p{N}{1,3}" + _CASED_OTHERS
+GPT4O = "|".join(upper + _SUFFIX for upper in _CASED) + r"|\p{N}{1,3}" + _CASED_OTHERS
 GPT2, DIGITS = "gpt-2", "digits"  # the pattern of the ByteLevel step; each digit alone before it
 # By the name of the splitting in the file: the pattern. Other names of llama.cpp belong to other architectures.
 SPLITS = dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2"), QWEN2)
@@ -49,20 +49,20 @@ def vocabulary(metadata: dict[str, Any]) -> list[str]:
     tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
     model, split = _values(metadata, "model"), _split(metadata)
     if model not in ("gpt2", "llama"):
-        got = model[:60] if isinstance(model, str) else "none"
-        raise Unsound(f"has the tokenizer {got!r}, which is not read; those are gpt2 and llama")
+        label = model[:60] if isinstance(model, str) else "none"
+        raise Unsound(f"has the tokenizer {label!r}, which is not read; those are gpt2 and llama")
     if model == "gpt2" and split not in SPLITS:
-        got = split[:60] if isinstance(split, str) else "no name"
-        raise Unsound(f"splits text by {got!r}, which is not read; those are {', '.join(SPLITS)}")
+        label = split[:60] if isinstance(split, str) else "no name"
+        raise Unsound(f"splits text by {label!r}, which is not read; those are {', '.join(SPLITS)}")
     if not (isinstance(tokens, list) and tokens):
         raise Unsound("has no tokens")
     if not (isinstance(kinds, array) and len(kinds) == len(tokens)):
         raise Unsound("has no type for each of its tokens")
-    needed, form = ("merges", list) if model == "gpt2" else ("scores", array)
-    values = _values(metadata, needed)
+    required, form = ("merges", list) if model == "gpt2" else ("scores", array)
+    values = _values(metadata, required)
     if not isinstance(values, form) or (form is array and len(values) != len(tokens)):
-        raise Unsound(f"has no sound {needed} of its tokens")
-    if form is list and not all(" " in one[1:] for one in values):
+        raise Unsound(f"has no sound {required} of its tokens")
+    if form is list and not all(" " in merge[1:] for merge in values):
         raise Unsound("has merges that are no pairs")
     for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
         number = _values(metadata, f"{name}_token_id")
@@ -89,8 +89,8 @@ def end_tokens(metadata: dict[str, Any]) -> list[int]:
     """The tokens that end a reply: those that the file names, and control tokens that end turns elsewhere."""
     tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
     named = {_values(metadata, f"{name}_token_id") for name in ("eos", "eot", "eom")}
-    known = {i for i, x in enumerate(tokens) if x in ENDS and kinds[i] in (CONTROL, USER)}
-    return sorted((named | known) - {None})
+    control = {i for i, x in enumerate(tokens) if x in ENDS and kinds[i] in (CONTROL, USER)}
+    return sorted((named | control) - {None})
 
 
 def write(metadata: dict[str, Any], folder: Path) -> None:
@@ -146,7 +146,7 @@ def write(metadata: dict[str, Any], folder: Path) -> None:
         (folder / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
 
 
-def _bpe(vocab: dict[str, int], merges: list[str], **more: Any) -> dict[str, Any]:
+def _bpe(vocab: dict[str, int], merges: list[str], **settings: Any) -> dict[str, Any]:
     """merges: two tokens with a space between them, which are read faster than pairs."""
     plain = {
         "type": "BPE",
@@ -158,7 +158,7 @@ def _bpe(vocab: dict[str, int], merges: list[str], **more: Any) -> dict[str, Any
         "byte_fallback": False,
         "ignore_merges": False,
     }
-    return plain | more | {"vocab": vocab, "merges": merges}
+    return plain | settings | {"vocab": vocab, "merges": merges}
 
 
 def _byte_level(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -176,8 +176,8 @@ def _byte_level(metadata: dict[str, Any]) -> dict[str, Any]:
     pairs = []
     for merge in _values(metadata, "merges"):
         at = merge.index(" ", 1)
-        one, two = merge[:at], merge[at + 1 :]
-        if one in vocab and two in vocab and one + two in vocab:
+        head, tail = merge[:at], merge[at + 1 :]
+        if head in vocab and tail in vocab and head + tail in vocab:
             pairs.append(merge)
     return {
         "normalizer": {"type": "NFC"} if split in COMPOSED else None,
@@ -195,14 +195,14 @@ def _sentencepiece(metadata: dict[str, Any]) -> dict[str, Any]:
     kinds, scores = _values(metadata, "token_type"), _values(metadata, "scores")
     tokens = _values(metadata, "tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
-    found = []
+    merges = []
     for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if kind != NORMAL or " " in token:  # no text has a space when merges are looked for
             continue
         for cut in range(1, len(token)):
-            if (one := token[:cut]) in vocab and (two := token[cut:]) in vocab:
-                found.append((-scores[i], vocab[one], vocab[two], f"{one} {two}"))
-    found.sort()
+            if (head := token[:cut]) in vocab and (tail := token[cut:]) in vocab:
+                merges.append((-scores[i], vocab[head], vocab[tail], f"{head} {tail}"))
+    merges.sort()
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
     steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
@@ -218,7 +218,7 @@ def _sentencepiece(metadata: dict[str, Any]) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": steps},
         "model": _bpe(
             vocab,
-            [merge for *_, merge in found],
+            [merge for *_, merge in merges],
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
