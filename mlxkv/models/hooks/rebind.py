@@ -143,8 +143,8 @@ def through(original):
         cache = options.get("cache")
         if isinstance(cache, CacheList):
             cache = cache.caches[0]
-        if (on_queries := getattr(cache, "on_queries", None)) is not None:
-            on_queries(queries, options["scale"])
+        if hasattr(type(cache), "queried"):  # an observer of latents
+            cache.queried(queries, options["scale"])
         return original(queries, keys, values, *args, **kwargs)
 
     return scaled_dot_product_attention

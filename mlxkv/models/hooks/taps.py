@@ -66,6 +66,9 @@ class LatentObserver(KVCache):
         super().__init__()
         self.on_queries, self.on_update = on_queries, on_update
 
+    def queried(self, queries: mx.array, scale: float) -> None:
+        self.on_queries(queries, scale)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         pair = super().update_and_fetch(keys, values)
         self.on_update(keys, values)
