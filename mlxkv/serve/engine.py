@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from math import isfinite
+from math import isfinite, isqrt
 from queue import Empty, Queue
 from threading import Event, Thread
 from typing import Any
@@ -15,10 +15,11 @@ from mlx_lm.generate import BatchGenerator, make_text_state_machine
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import faults
-from mlxkv.console import warn
+from mlxkv.console import human_bytes, warn
 from mlxkv.errors import MachineError
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models import load, warm_up
+from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.decoders import step_down
 from mlxkv.models.generate import prefill_step, wired
 from mlxkv.models.hooks.mark import forget_steps
@@ -27,7 +28,7 @@ from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import Usage, window_of
 from mlxkv.serve import sampling
 from mlxkv.serve.caches.disk import Disk
-from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of
+from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of, used_memory
 from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.grammar import Grammars
 from mlxkv.serve.http.request import Request
@@ -44,6 +45,11 @@ IDLE_SECONDS = 0.1  # between two looks while nothing is asked for
 MEETING_SECONDS = 0.25  # of steps between two meetings of several processes
 MOST_STEPS = 64
 LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
+# Tokens x heads x context of one dispatch of attention. macOS ends what keeps the GPU for seconds: reports begin at
+# 65,536 keys for 2,048 tokens and 32 heads, which is twice as much.
+DISPATCH = 1 << 31
+LEAST_CHUNK = 32  # tokens
+CEILING = 0.9  # of the machine's memory
 LEAST_LOGPROB = -9999.0  # of what cannot come, as OpenAI writes it
 
 
@@ -137,9 +143,10 @@ class Engine:
         self._machine = make_text_state_machine(self.tokenizer)
         self._anchor = self.tokenizer.encode("a", add_special_tokens=False)
         self._prefill_step = options.prefill_step or prefill_step()
+        self._heads = text_config(loaded.config).get("num_attention_heads") or 32
         bound = options.memory_bytes
         if bound is None:
-            spare = int(USABLE * machine_memory()) - mx.get_active_memory()
+            spare = int(USABLE * machine_memory()) - used_memory()
             bound = max(LEAST_MEMORY, spare // 2)
         folder, disk = options.disk_folder, None
         if folder and options.reuse:
@@ -314,7 +321,13 @@ class Engine:
         """Make tokens of a request. For rank 0: templates may look at the clock. Raises Refused."""
         if job.cancelled:
             raise Refused(504, "[serve] given up before it began", "timeout")
-        prompt, limit = self.prompts.read(job.request), self.loaded.context
+        limit, chat = self.loaded.context, job.request
+        if chat.chat and self.options.overflow == "drop":
+            room = self.memory.longest(limit or 1 << 20)
+            reply = min(chat.max_tokens, room // 4)
+            prompt, job.dropped = self.prompts.fitting(chat, room - reply)
+        else:
+            prompt = self.prompts.read(chat)
         if not prompt.tokens:
             raise Refused(400, "[prompt] has no tokens; got an empty one", "invalid_value")
         if limit and len(prompt.tokens) >= limit:
@@ -336,11 +349,40 @@ class Engine:
             room = self.memory.longest(count + max_tokens) - count
             max_tokens = room if room > 0 else max_tokens  # else `promise` refuses it
         self.memory.promise(job, count + max_tokens)
+        try:
+            self._make_room(self.memory.need(count + max_tokens))
+        except Refused:
+            self.memory.release(job)
+            raise
         return max_tokens
+
+    def _make_room(self, need: int) -> None:
+        """Free memory where this machine has too little for so many bytes more: sessions that are kept, the least
+        recently used first. Raises Refused where that is not enough: macOS would swap, or end processes."""
+        ceiling = int(CEILING * machine_memory()) - need
+        used = self.ranks.most(used_memory())
+        if used <= ceiling:
+            return
+        self.sessions.shrink(max(0, self.sessions.nbytes - (used - ceiling)))
+        mx.clear_cache()
+        used = self.ranks.most(used_memory())
+        if used > ceiling:
+            raise Refused(
+                503,
+                f"[memory] the server takes {human_bytes(used)}, {human_bytes(need)} more would be above "
+                f"{CEILING:.0%} of this machine's memory; try again later, or ask for fewer tokens",
+                "memory_busy",
+                retry=10,
+            )
 
     def step(self) -> None:
         """Read a part of the prompts that wait, and write a token of each reply."""
         generator, jobs = self._generator, self.jobs
+        depths = [job.cache_tokens for job in jobs.values() if job.is_reading]
+        count = min(len(depths), self.options.prefill_batch)
+        generator.prefill_step_size = chunk_of(
+            self._prefill_step, count * self._heads, max(depths, default=0)
+        )
         progress, responses = generator.next()
         self.ranks.step(generator._generation_batch)
         if isinstance(generator, BatchGenerator):
@@ -348,6 +390,7 @@ class Engine:
         for part in progress:
             job = jobs[part.uid]
             job.cache_tokens = job.cached_tokens + part.progress[0]
+            job.is_reading = not part.end_of_prompt
             job.put(part.progress)
         ends = [part.uid for part in progress if part.end_of_segment and not part.end_of_prompt]
         for uid, (cache, tokens) in generator.extract_cache(ends).items():
@@ -439,6 +482,7 @@ class Engine:
             "preset": self.loaded.kv_name,
             "tokens": job.tokens,
             "cached_tokens": job.cached_tokens,
+            "dropped_messages": job.dropped,
             "exact_tokens": window,
             "bytes": used.kv_bytes,
             "bytes_fp16": used.kv_bytes_fp16,
@@ -466,6 +510,14 @@ def load_model(options: ServeOptions, group: mx.distributed.Group | None = None)
     loaded = load(options.model, *settings, weights=options.weights)
     warm_up(loaded)
     return loaded
+
+
+def chunk_of(step: int, heads: int, depth: int) -> int:
+    """Tokens of a prompt that are read at once behind `depth` others: `step`, or a power of two below it with which
+    tokens x heads x context stay within `DISPATCH`. heads: of all prompts that are read together."""
+    work = DISPATCH // max(1, heads)
+    chunk = (isqrt(depth * depth + 4 * work) - depth) // 2
+    return step if chunk >= step else max(LEAST_CHUNK, 1 << (chunk.bit_length() - 1))
 
 
 def finite(logprob: float) -> float | None:

@@ -48,6 +48,7 @@ class Job:
     tenant: whose prompt cache it uses. counts: whether only the tokens of its prompt are counted: then `channel` gets
     their number, or an error. cancelled: nobody waits for the reply. channel: gets `Start`, numbers of tokens
     of the prompt (read, all), each `Token`, and None at the end; or an error.
+    dropped: messages of the chat that the context had no room for. is_reading: whether its prompt is not read yet.
     cached_tokens: of its prompt, found in a cache. cache_tokens: in its caches now. tokens, usage: of its caches at
     the end.
     """
@@ -56,6 +57,8 @@ class Job:
     tenant: str = ""
     counts: bool = False
     cancelled: bool = False
+    dropped: int = 0
+    is_reading: bool = True
     channel: Any = field(default_factory=Queue, repr=False)
     text: ReplyText | None = None
     cached_tokens: int = 0

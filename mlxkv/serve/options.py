@@ -22,6 +22,8 @@ from mlxkv.models.catalog.asked import (
     template_arguments,
 )
 
+OVERFLOWS = ("refuse", "drop")
+LOG_LEVELS = ("error", "warning", "info", "debug")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -60,6 +62,9 @@ class ServeOptions:
         "Or set MLXKV_API_KEY, a key a line: process lists do not show it.",
     )
     allow_origin: list[str] | None = option(None, "Origin of a web page that may ask; repeatable.")
+    overflow: str = option(
+        "refuse", "A chat that is longer than the context: refuse, or drop its oldest turns."
+    )
     max_tokens: int = option(512, "Longest reply, unless the request names a length.")
     max_body: str = option("8MB", "Largest request.")
     max_requests: int = option(64, "Requests in progress at once.")
@@ -67,6 +72,9 @@ class ServeOptions:
     batch: int = option(32, "Replies decoded at once.")
     prefill_batch: int = option(8, "Prompts read at once.")
     prefill_step: int | None = option(None, "Tokens of a prompt read at once.")
+    log_level: str = option(
+        "info", "error, warning, info (a line for each reply) or debug (for each request)."
+    )
     wired_limit: bool = option(
         False,
         "Let MLX wire GPU memory. Off: macOS was reported to panic when that is set under load.",
@@ -98,6 +106,10 @@ class ServeOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"[--{name.replace('_', '-')}] must be at least 1; got {value}")
+        for name, choices in (("overflow", OVERFLOWS), ("log_level", LOG_LEVELS)):
+            if (value := getattr(self, name)) not in choices:
+                flag, known = name.replace("_", "-"), ", ".join(choices)
+                raise UserError(f"[--{flag}] unknown; got {value[:40]!r}; choose from {known}")
         if not all(key.isascii() and key.strip() for key in self.api_keys):
             raise UserError("[--api-key] must be ASCII and not empty; got something else")
         if not all(key == key.strip() and key.isprintable() for key in self.api_keys):

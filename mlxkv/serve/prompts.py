@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mlxkv.models.replies.continuing import continued
@@ -50,6 +51,33 @@ class Prompts:
             raise Refused(
                 400, f"[messages] the chat template refuses this: {error}"[:300], "invalid_value"
             ) from None
+
+    def fitting(self, request: Request, limit: int) -> tuple[Prompt, int]:
+        """The prompt of a chat in at most `limit` tokens, without the oldest turns behind the system's words, and how
+        many messages were dropped. The last question stays, whatever its length. Raises Refused.
+
+        Turns go by quarters of the limit, so that a chat that grows loses the same ones for a while: what is left
+        begins alike, and is found in a cache."""
+        messages = request.messages
+        first = next((i for i, one in enumerate(messages) if one["role"] != "system"), 0)
+        starts = [i for i, one in enumerate(messages) if one["role"] == "user" and i >= first]
+
+        def behind(start: int) -> Prompt:
+            return self.read(replace(request, messages=messages[:first] + messages[start:]))
+
+        prompt = self.read(request)
+        if len(prompt.tokens) <= limit or len(starts) < 2:
+            return prompt, 0
+        step = max(1, limit // 4)
+        excess = -(-(len(prompt.tokens) - limit) // step) * step
+        low, high = 1, len(starts) - 1
+        while low < high:  # the first start that drops so much
+            middle = (low + high) // 2
+            if len(prompt.tokens) - len(behind(starts[middle]).tokens) >= excess:
+                high = middle
+            else:
+                low = middle + 1
+        return behind(starts[low]), starts[low] - first
 
     def _chat(self, request: Request, messages: list[dict]) -> Prompt:
         extra = self._template | (request.chat_template_kwargs or {})

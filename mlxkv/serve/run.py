@@ -108,7 +108,11 @@ def run(options: ServeOptions) -> None:
     """Serve until Ctrl-C, SIGTERM or SIGHUP. A second one cuts replies short; sessions are put away then, too."""
     log = logging.StreamHandler()
     log.setFormatter(PlainLog())
-    logging.basicConfig(level=logging.WARNING, handlers=[log])
+    level = logging.ERROR if options.log_level == "error" else logging.WARNING
+    logging.basicConfig(level=level, handlers=[log])
+    logging.getLogger("mlxkv").setLevel(options.log_level.upper())
+    # Of the length of prompts, which is checked here.
+    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     group = mx.distributed.init()
     if group.rank():
         _follow(options)

@@ -20,7 +20,7 @@ class SingleGenerator:
     prompt that are read at once."""
 
     def __init__(self, model: Any, step: int, stream: mx.Stream):
-        self._model, self._step, self._stream = model, step, stream
+        self._model, self.prefill_step_size, self._stream = model, step, stream
         self._uid = 0
         self.close()
 
@@ -39,7 +39,7 @@ class SingleGenerator:
                     self.close()
                 return [], responses
             total = len(self._prompt)
-            part = self._prompt[self._done : min(self._done + self._step, total - 1)]
+            part = self._prompt[self._done : min(self._done + self.prefill_step_size, total - 1)]
             if part:
                 self._model(mx.array(part)[None], cache=self._cache)
                 mx.eval([layer.state for layer in self._cache])

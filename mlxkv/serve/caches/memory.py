@@ -15,8 +15,14 @@ from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.pages import GROWTH, most
 from mlxkv.console import human_bytes
 from mlxkv.formats.config import CacheConfig
+from mlxkv.machine import footprint
 from mlxkv.metal.lengths import grown
 from mlxkv.serve.refusals import Refused
+
+
+def used_memory() -> int:
+    """Bytes that this process takes: of MLX's arrays, or all of its own, whichever is more."""
+    return max(mx.get_active_memory(), footprint())
 
 
 @dataclass(frozen=True)

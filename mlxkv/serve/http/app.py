@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from mlxkv.serve.http.wire import Limits
 from mlxkv.serve.job import Job
 from mlxkv.serve.refusals import Refused, fault
 
+LOG = logging.getLogger("mlxkv.serve")
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 ALLOW = ", ".join(METHODS)
 TARGET, FIELDS = 8 << 10, 100  # bytes of a request's target; header fields
@@ -57,11 +59,13 @@ class Gate:
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         request = Request(scope, receive)
-        is_refused = False
+        start, status, is_refused = time.monotonic(), 0, False
 
         async def answer(message: dict) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                self._site.metrics.answered(message["status"])
+                status = message["status"]
+                self._site.metrics.answered(status)
                 if is_refused or not scope["wire"].is_complete:
                     # Where the next request begins is not known.
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
@@ -77,6 +81,12 @@ class Gate:
             pass
         except Exception:  # its reply was written
             logging.exception("a request failed")
+        finally:
+            counts = scope.get("counts", "")
+            level = logging.INFO if counts or status >= 400 else logging.DEBUG
+            seconds = time.monotonic() - start
+            line = f"{request.method[:20]} {scope['path'][:80]} {status or 'cut off'}{counts}"
+            LOG.log(level, f"{line}, {seconds:.2f} s")
 
     def _check(self, request: Request) -> None:
         """Look at the head of a request. Raises Refused."""

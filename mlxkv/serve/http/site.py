@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlxkv import __version__
+from mlxkv.machine import footprint
 from mlxkv.metal.launch import backend
 from mlxkv.models.usage import window_of
 from mlxkv.serve.engine import Engine
@@ -87,6 +88,7 @@ class Site:
                 "sessions_allocated_bytes": sessions.nbytes,
                 "sessions_allocated_bytes_apart": sessions.bytes_apart,
                 "mlx_bytes": mx.get_active_memory(),  # all arrays, weights too
+                "process_bytes": footprint(),
             },
             "sessions": {
                 "count": len(sessions),

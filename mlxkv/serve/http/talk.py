@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, contextmanager
@@ -93,6 +92,11 @@ class Talk:
             finally:
                 watch.cancel()
                 self._job.cancelled = True
+                if (prompt := reply.prompt) is not None:
+                    reused, dropped = prompt.cached_tokens, self._job.dropped
+                    scope["counts"] = f": {prompt.prompt_tokens} tokens in, {reused} reused, "
+                    scope["counts"] += f"{reply.count} out"
+                    scope["counts"] += f", {dropped} messages dropped" if dropped else ""
 
     async def _pieces(self, channel: Channel) -> AsyncIterator[bytes]:
         """Yield the parts of a stream, b"" without one. Raises Disconnect, Refused, and what the engine has raised."""
@@ -112,7 +116,6 @@ class Talk:
                     first_token = first_token or time.monotonic() - self._arrival_time
                     yield reply.take(item)
                 else:
-                    logging.info("prompt: %d of %d tokens", *item)
                     yield reply.wait(*item)
             yield reply.close(engine.kv_document(job), job.stop_word)
         finally:
