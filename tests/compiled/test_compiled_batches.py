@@ -11,9 +11,7 @@ import mlx.core as mx
 import pytest
 from batches import together
 from mlx_lm.models.cache import (
-    BatchKVCache,
     BatchRotatingKVCache,
-    KVCache,
     make_prompt_cache,
 )
 from on_emulator import make, make_tiles
@@ -179,23 +177,6 @@ def test_windows_of_mlx_lm_beside(family, monkeypatch):
             names = ("_idx", "_offset", "rotated")
             assert [getattr(ours, n) for n in names] == [getattr(plain, n) for n in names]
             assert ours.left_padding.tolist() == plain.left_padding.tolist()
-
-
-def test_layers_in_full_precision_beside(monkeypatch):
-    """mlx-lm's padded caches of all tokens, whose room grows in whole steps."""
-    model, steps = attached()
-    new, taken = vars(model)[MARK].new, noted(steps, monkeypatch)
-    for place in list(new):  # in one place, then in both: there, sequences may be padded
-        monkeypatch.setitem(new, place, KVCache)
-        lengths = (250, 250) if len({*new.values()}) == 2 else (250, 230)
-        pair = Pair(model, steps, lengths)
-        pair.say(10)
-        assert type(pair.ours[0]) is BatchKVCache and pair.ours[0].keys.shape[2] % 256 == 0
-        pair.each(lambda cache: cache.filter([1]))
-        pair.say(4, new=2)
-        pair.each(lambda cache: cache.trim(3))
-        pair.say(3)
-    assert len(taken) == 34
 
 
 @pytest.mark.slow

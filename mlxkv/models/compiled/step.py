@@ -15,7 +15,6 @@ from threading import RLock
 import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
-    BatchKVCache,
     BatchRotatingKVCache,
     CacheList,
     KVCache,
@@ -29,7 +28,7 @@ from mlxkv.cache.latent import BatchedLatentCache, LatentKVCache, OwnLatents, of
 from mlxkv.cache.traced import Form, NotYet, Numbers, Own, StandIn, Untraceable, Unused, of_batch
 from mlxkv.errors import UserError
 from mlxkv.metal import launch, tiles
-from mlxkv.models.compiled.plain import Arrays, PaddedPlain, PaddedRing, Plain, Ring
+from mlxkv.models.compiled.plain import Arrays, PaddedRing, Plain, Ring
 from mlxkv.models.compiled.weights import Assigned, Weights, content
 
 SWITCH = "MLXKV_COMPILE"  # an environment variable; 0: every step is built by Python
@@ -44,7 +43,6 @@ FORMS = {
     BatchedKVCache: of_batch,
     BatchedLatentCache: of_latent_batch,
     BatchRotatingKVCache: PaddedRing,
-    BatchKVCache: PaddedPlain,
 }
 
 
