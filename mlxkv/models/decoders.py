@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlxkv import faults
+from mlxkv import console, faults, versions
 from mlxkv.cache import choose, selftest
 from mlxkv.cache.view import OPS
 from mlxkv.metal import launch, tiles
@@ -35,6 +35,20 @@ def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:
     if whys:
         return f"  no kernel reads this format ({whys[0]}): decoding is by plain ops, slower", False
     return None
+
+
+def tell(lines: list[str], reports: list[LayerReport], quiet: bool) -> None:
+    """Print the lines of a report on stderr, and warnings about versions and kernels that are not used. quiet: the
+    warnings alone."""
+    for line in [] if quiet else lines:
+        console.note(f"  {line}")
+    for line in versions.out_of_range():
+        console.warn(f"! outside the range that mlxkv was tested with: {line}")
+    advice, loud = not_used(reports) or ("", False)
+    if loud:
+        console.warn(advice)
+    elif advice and not quiet:
+        console.note(advice)
 
 
 def step_down(loaded: Loaded, error: Exception) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxkv import console, versions
+from mlxkv import console
 from mlxkv.codec import encoding
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
@@ -29,7 +29,7 @@ from mlxkv.models.catalog.hub import fetch, first_line
 from mlxkv.models.catalog.locate import require
 from mlxkv.models.catalog.reports import LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit, text_config
-from mlxkv.models.decoders import not_used
+from mlxkv.models.decoders import tell
 from mlxkv.models.hooks.mark import steps_of
 from mlxkv.models.loading import shares
 from mlxkv.models.loading import weights as reading
@@ -94,15 +94,10 @@ class Loaded:
     def tell(self, backend: str = "", quiet: bool = False) -> None:
         """Print the report on stderr, and warnings about versions and kernels that are not used. quiet: the
         warnings alone."""
-        lines = [] if quiet else self.report()
-        for i, line in enumerate(lines):
-            console.note(f"  {backend}: {line}" if backend and not i else f"  {line}")
-        for line in versions.out_of_range():
-            console.warn(f"! outside the range that mlxkv was tested with: {line}")
-        if advice := not_used(self.layers):
-            line, loud = advice
-            if loud or not quiet:
-                (console.warn if loud else console.note)(line)
+        lines = self.report()
+        if backend:
+            lines[:1] = [f"{backend}: {line}" for line in lines[:1]]
+        tell(lines, self.layers, quiet)
 
 
 def load(

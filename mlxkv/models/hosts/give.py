@@ -11,13 +11,12 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlxkv import console, versions
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
 from mlxkv.models.catalog.reports import ASKED_FOR, LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit
-from mlxkv.models.decoders import not_used
+from mlxkv.models.decoders import tell
 from mlxkv.models.hooks.mark import cached_part
 from mlxkv.models.hosts import Options, ledger
 from mlxkv.models.origin import Origin, introduce
@@ -94,9 +93,4 @@ def _tell(name: str, options: Options, reports: list[LayerReport]) -> None:
             f"--kv {options.kv.label}: {name}"
             + (", in full precision as asked for" if asked_for else "")
         )
-        for line in [] if asked_for else lines:
-            console.note(f"  {line}")
-    for line in versions.out_of_range():
-        console.warn(f"! outside the range that mlxkv was tested with: {line}")
-    if (advice := not_used(reports)) and (advice[1] or not options.quiet):
-        (console.warn if advice[1] else console.note)(advice[0])
+    tell([] if asked_for else lines, reports, options.quiet)
