@@ -20,15 +20,13 @@ from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.chat.options import ChatOptions
 from mlxkv.chat.run import run
-from mlxkv.chat.session import Session
 from mlxkv.cli import main
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
-from mlxkv.formats.calibration import artifact
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
-from mlxkv.models import attach, detach, load, summarise
+from mlxkv.models import attach, detach, summarise
 from mlxkv.models.calibration import clips, measure
 from mlxkv.models.hooks import fold
 from mlxkv.models.hooks.fold import match_fold
@@ -321,21 +319,6 @@ def test_pages_of_values_that_come_rotated(factory):
         other = filled(turns, values)[0].update_and_fetch(keys[:, :, :1], values[:, :, :1])[0]
         assert not cache.layer_maps.folded
         assert rms(np.array(back), np.array(attention.attend(q, other, 0.125))) < 2e-2
-
-
-def test_sessions_are_saved_with_one_and_loaded_with_the_other(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(measure, "TOKENS", 600)
-    session = Session(load(str(model_folder), "oscar-int2", fold=True), max_tokens=4)
-    list(session.ask("a question " * 60))
-    path = session.save(str(tmp_path / "talk"))
-    tail = "".join(session.ask("go on"))
-    detach(session.loaded.model)
-    other = Session(load(str(model_folder), "oscar-int2"), max_tokens=4)
-    other.load(str(path))
-    assert "".join(other.ask("go on")) == tail
-    assert not any(cache.layer_maps.folded for cache in other.cache)
-    detach(other.loaded.model)
 
 
 def test_presets_without_calibrated_values_are_refused(capsys):

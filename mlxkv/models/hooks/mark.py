@@ -64,8 +64,8 @@ class Attachment:
 
     slots: of `bind`. new: what makes the caches of compressed places. original: the instance's own
     make_cache, if it had one. alone: sequences are read one at a time (`is_alone`). steps: the model's decode steps,
-    traced. Deep and unpickled copies of a model
-    are attached themselves.
+    traced. listeners: called with the arguments of each call of the model, behind it. Deep and unpickled copies of a
+    model are attached themselves.
     """
 
     model: nn.Module = field(repr=False)
@@ -74,6 +74,7 @@ class Attachment:
     original: Callable[[], list] | None
     alone: bool = False
     steps: Steps = field(default_factory=Steps, repr=False)
+    listeners: list[Callable] = field(default_factory=list, repr=False)
 
     def __call__(self) -> list:
         """As the model makes them, with compressed caches in their places."""

@@ -104,14 +104,20 @@ def stepped(original):
     @wraps(original)
     def __call__(self, *args, **kwargs):
         attachment = vars(self).get(MARK)
-        if attachment is None or attachment.steps.off:
+        if attachment is None:
             return original(self, *args, **kwargs)
-        with attachment.steps.lock:  # while one thread traces, the weights are its placeholders
-            if (step := _step_of(*args, **kwargs)) is not None:
-                out = attachment.steps(self, original, *step)
-                if out is not None:
-                    return out
-            return original(self, *args, **kwargs)
+        steps = attachment.steps
+        if steps.off:
+            out = original(self, *args, **kwargs)
+        else:
+            with steps.lock:  # while one thread traces, the weights are its placeholders
+                step = _step_of(*args, **kwargs)
+                out = None if step is None else steps(self, original, *step)
+                if out is None:
+                    out = original(self, *args, **kwargs)
+        for listen in attachment.listeners:
+            listen(*args, **kwargs)
+        return out
 
     return __call__
 

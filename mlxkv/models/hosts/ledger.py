@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any
 
 import mlx.nn as nn
@@ -17,6 +15,7 @@ from mlxkv.console import human_bytes, note, one_line
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.catalog.reports import LayerReport
 from mlxkv.models.hooks.probe import leaves
+from mlxkv.models.hooks.rebind import MARK
 from mlxkv.models.usage import in_use
 
 STEP, PART = 16, 16  # tokens more than the longest so far, or a 16th, until one is measured again
@@ -41,12 +40,12 @@ class Account:
     without: int = 0
     next: int = field(default=1, repr=False)
 
-    def see(self, tokens: Any, caches: Any) -> None:
-        """Note what `caches` hold after a call of the model with `tokens` [B, L]."""
-        if caches is None:
-            self.without += getattr(tokens, "ndim", 0) == 2 and tokens.shape[1] > 1
+    def see(self, inputs: Any = None, cache: Any = None, *args, **kwargs) -> None:
+        """Note what caches hold after a call of the model with tokens [B, L]."""
+        if cache is None:
+            self.without += getattr(inputs, "ndim", 0) == 2 and inputs.shape[1] > 1
             return
-        pairs = leaves(caches) if isinstance(caches, (list, tuple)) else []
+        pairs = leaves(cache) if isinstance(cache, (list, tuple)) else []
         compressed = [cache for _, cache in pairs if isinstance(cache, OURS)]
         if not compressed:
             return
@@ -84,8 +83,6 @@ def _bytes(cache: CompressedKVCache | BatchedKVCache) -> int:
 
 
 ACCOUNTS: list[Account] = []  # of all models of this process
-_NAME = "_mlxkv_account"
-_SEEN = "__mlxkv_seen__"
 
 
 def say(text: str) -> None:
@@ -105,8 +102,7 @@ def open_account(
     if not ACCOUNTS and not quiet:
         atexit.register(tell)
     ACCOUNTS.append(account)
-    setattr(model, _NAME, account)
-    _watch(type(model))
+    vars(model)[MARK].listeners.append(account.see)
 
 
 def tell() -> None:
@@ -117,25 +113,3 @@ def tell() -> None:
         except (OSError, ValueError):
             return
     sys.stderr.flush()
-
-
-def _watch(cls: type) -> None:
-    """Have the calls of models of this class seen. Other models of it are as before."""
-    owner = next(base for base in cls.__mro__ if "__call__" in vars(base))
-    call = vars(owner)["__call__"]
-    if not hasattr(call, _SEEN):
-        owner.__call__ = _observed(call)
-
-
-def _observed(call: Callable) -> Callable:
-    @wraps(call)
-    def __call__(self, *args, **kwargs):
-        out = call(self, *args, **kwargs)
-        account = vars(self).get(_NAME)
-        if account is not None:
-            caches = kwargs.get("cache", args[1] if len(args) > 1 else None)
-            account.see(args[0] if args else kwargs.get("inputs"), caches)
-        return out
-
-    setattr(__call__, _SEEN, True)
-    return __call__
