@@ -48,10 +48,9 @@ def said() -> list[str | None]:
     return [None]
 
 
-# Scales per token and per channel, which are cut back differently; int8 is int4 with wider codes, and every
-# preset is taken back in tests/models/test_taking_back.py.
-@pytest.fixture(scope="module", params=["int4", "kivi-int4"])
-def server(request, said, tmp_path_factory):
+@pytest.fixture(scope="module")
+def server(said, tmp_path_factory):
+    """With int4: every preset is taken back in tests/models/test_taking_back.py."""
     folder = tmp_path_factory.mktemp("loop") / "loop"
     shutil.copytree(TINY, folder)
     path = folder / "config.json"  # windows that have moved on cannot go back: these do not move
@@ -67,7 +66,7 @@ def server(request, said, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "sampler_of", scripted)
-        with serving(folder, kv=request.param, dtype="float32", prefill_step=256) as server:
+        with serving(folder, dtype="float32", prefill_step=256) as server:
             yield server
 
 

@@ -77,32 +77,18 @@ def test_a_program_finds_the_server(tool, fake, running, monkeypatch, capfd):
 def test_what_claude_is_told(fake, running):
     noted = fake("claude")
     assert main(["launch", "claude", "--url", running.url, "--api-key", "secret"]) == 0
-    env, longest = (
-        noted()["env"],
-        get(running, "/v1/kv", Authorization="Bearer secret")["longest_tokens"],
-    )
-    models = [
-        value for name, value in env.items() if name.startswith("ANTHROPIC") and "MODEL" in name
-    ]
-    assert models == 4 * ["random"]
+    env = noted()["env"]
+    longest = get(running, "/v1/kv", Authorization="Bearer secret")["longest_tokens"]
+    names = [name for name in env if name.startswith("ANTHROPIC") and "MODEL" in name]
+    assert [env[name] for name in names] == 4 * ["random"]
     assert env["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == str(longest) == "2048"
     assert env["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "512"
 
 
 def test_a_dry_run_starts_nothing_and_shows_no_key(fake, running, capfd):
     fake("codex", code=9)
-    args = [
-        "launch",
-        "codex",
-        "--url",
-        running.url,
-        "--api-key",
-        "secret",
-        "--dry-run",
-        "--",
-        "a b",
-    ]
-    assert main(args) == 0
+    args = ["launch", "codex", "--url", running.url, "--api-key", "secret"]
+    assert main([*args, "--dry-run", "--", "a b"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert "export MLXKV_API_KEY=..." in lines and "secret" not in "".join(lines)
     assert lines[-1].startswith("codex -c ") and lines[-1].endswith(" 'a b'")

@@ -89,20 +89,6 @@ def test_a_stream_says_the_same(server):
     assert parts[-1]["kv"]["bytes"] > 0 and parts[-2]["kv"]["bytes"] > 0
 
 
-def test_stop_logprobs_and_seeds(server):
-    whole = text_of(complete(server, "abc", 16))
-    word = whole[6:8]
-    cut = complete(server, "abc", 16, stop=[word])
-    assert text_of(cut) == whole[: whole.index(word)]
-    assert cut["choices"][0]["finish_reason"] == "stop"
-    found = complete(server, "abc", 3, logprobs=2)["choices"][0]["logprobs"]
-    assert len(found["tokens"]) == len(found["token_logprobs"]) == 3
-    assert all(0 < len(best) <= 2 for best in found["top_logprobs"])
-    drawn = [text_of(complete(server, "abc", 16, temperature=2, seed=s)) for s in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    settled(server)
-
-
 def test_a_prompt_that_is_all_in_the_cache(server):
     """The model has to read at least one token again."""
     first = text_of(complete(server, LONG + "x", 4))

@@ -9,6 +9,7 @@ from email.message import Message
 
 import pytest
 from serving import complete, get, send, serving
+from starlette.datastructures import Headers
 
 from mlxkv.errors import UserError
 from mlxkv.serve.command import serve
@@ -110,7 +111,8 @@ def head(**fields: str) -> Message:
 )
 def test_the_key_in_a_header(field, key):
     assert given_key(head(Authorization=field)) == key
-    assert given_key(head()) == ""
+    assert given_key(head()) == "" and given_key(Headers({"x-api-key": "a"})) == "a"
+    assert given_key(Headers({"x-api-key": "a", "Authorization": "b"})) == "b"
 
 
 @pytest.mark.parametrize(

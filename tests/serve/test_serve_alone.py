@@ -52,14 +52,6 @@ def test_a_seed_draws_what_mlx_lms_own_server_draws(how):
     assert got == want and len(set(want)) > 1
 
 
-def test_seeds_leave_the_draws_of_others_alone():
-    mx.random.seed(3)
-    want = mx.random.uniform(shape=(4,)).tolist()
-    mx.random.seed(3)
-    seeded(8, top_p=0.9)(ROW).item()
-    assert mx.random.uniform(shape=(4,)).tolist() == want
-
-
 def test_a_seed_says_the_same_alone_and_among_others(model_folder):
     """Also while an endless reply is written: mlx-lm would wait for its end."""
     with serving(model_folder) as server:

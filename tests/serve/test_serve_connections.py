@@ -11,6 +11,7 @@ from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
+from serving import until
 from starlette.requests import Request
 
 from mlxkv.serve.http import wire
@@ -105,13 +106,6 @@ def ended(line: socket.socket) -> bool:
         return not line.recv(1)
     except ConnectionError:
         return True
-
-
-def until(condition) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.003)
 
 
 def post(body: bytes, *fields: bytes, target: bytes = b"/x", version: bytes = b"1.1") -> bytes:

@@ -97,8 +97,10 @@ def test_a_disk_that_is_full(small, tmp_path):
     assert len(disk.entries) == 2 and disk.load(disk.entries[1]) is not None
 
 
-@pytest.mark.parametrize("where", ["fsync", "replace", "utime"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [("fsync", errno.ENOSPC), ("replace", errno.EIO), ("utime", errno.EROFS)],
+)
 def test_a_disk_that_fails(small, tmp_path, monkeypatch, where, number):
     disk = Disk(tmp_path, 1 << 30, small)
     disk.save([1] * 10, read(small.model, 10))

@@ -16,7 +16,6 @@ from read_caches import maker, memory_of, read
 from serving import LONG, complete, get, refused, send, serving, text_of
 from small_models import TINY
 
-from mlxkv.errors import UserError
 from mlxkv.models import attach, load
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
@@ -143,12 +142,6 @@ def test_a_longer_session_takes_the_place_of_its_start_on_disk(small, tmp_path):
         disk.save([7 + i, 2], read(small.model, 5))
     assert [entry.tokens[0] for entry in disk.entries] == [8, 9]
     assert disk.nbytes <= disk.limit
-
-
-def test_a_folder_that_is_none(small, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--kv-disk"):
-        Disk(tmp_path / "file", 1, small)
 
 
 def test_a_server_within_its_bound(model_folder, tmp_path):
