@@ -50,6 +50,9 @@ LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
 DISPATCH = 1 << 31
 LEAST_CHUNK = 32  # tokens
 CEILING = 0.9  # of the machine's memory
+FREED_MEMORY = (
+    1 << 30
+)  # bytes at the least that MLX may keep for the next arrays; it would keep any number
 LEAST_LOGPROB = -9999.0  # of what cannot come, as OpenAI writes it
 
 
@@ -148,6 +151,7 @@ class Engine:
         if bound is None:
             spare = int(USABLE * machine_memory()) - used_memory()
             bound = max(LEAST_MEMORY, spare // 2)
+        mx.set_cache_limit(max(FREED_MEMORY, bound // 2))
         folder, disk = options.disk_folder, None
         if folder and options.reuse:
             limit = options.disk_bytes
@@ -285,8 +289,6 @@ class Engine:
             processors.append(self.grammars.processor(request.grammar, thinks))
         parse = self.tokenizer.tool_parser
         job.put(Start(len(prompt.tokens), job.cached_tokens, self._machine, prompt.state, parse))
-        if not self.jobs and isinstance(self._generator, SingleGenerator) == self.is_batchable:
-            self._drop_generator()
         self._generator = self._generator or self._new_generator()
         (uid,) = self._generator.insert_segments(
             [_without_start(prompt.segments, job.cached_tokens)],
@@ -499,15 +501,9 @@ class Engine:
 
 def load_model(options: ServeOptions, group: mx.distributed.Group | None = None) -> Loaded:
     """Load the model of a server and build what decoding needs, in the thread that decodes."""
-    settings = (
-        options.kv,
-        options.kv_strict,
-        options.dtype,
-        options.calibration,
-        options.fold,
-        group,
-    )
-    loaded = load(options.model, *settings, weights=options.weights)
+    o = options
+    settings = (o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, group)
+    loaded = load(o.model, *settings, weights=o.weights)
     warm_up(loaded)
     return loaded
 

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from math import inf
 from threading import Lock
 
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
-
-
-class Histogram:
-    """Counts observations at or below each of `BUCKETS`."""
-
-    def __init__(self):
-        self.counts = [0] * len(BUCKETS)
-        self.total, self.sum = 0, 0.0
-
-    def add(self, seconds: float) -> None:
-        self.total += 1
-        self.sum += seconds
-        for i, bound in enumerate(BUCKETS):
-            self.counts[i] += seconds <= bound
 
 
 class Metrics:
@@ -31,7 +18,8 @@ class Metrics:
         self.responses: Counter[int] = Counter()  # by status
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.active = self.cut_off = self.faults = 0
-        self.first_token, self.duration = Histogram(), Histogram()
+        # Observations at or below each of `BUCKETS`, all of them, and their sum.
+        self.first_token, self.duration = ([0.0] * (len(BUCKETS) + 2) for _ in range(2))
 
     def add(self, **counts: int) -> None:
         """Add to counters by name."""
@@ -46,9 +34,11 @@ class Metrics:
     def took(self, first: float | None, whole: float) -> None:
         """Note the seconds to the first token, if there was one, and to the last."""
         with self._lock:
-            if first is not None:
-                self.first_token.add(first)
-            self.duration.add(whole)
+            for counts, seconds in ((self.first_token, first), (self.duration, whole)):
+                if seconds is not None:
+                    for i, bound in enumerate((*BUCKETS, inf)):
+                        counts[i] += seconds <= bound
+                    counts[-1] += seconds
 
     def text(self, gauges: Iterable[tuple[str, str, float]]) -> str:
         """The page of `/metrics`. gauges: (name, help, value) of numbers that are kept elsewhere."""
@@ -75,11 +65,10 @@ class Metrics:
                 ("first_token", "Seconds to the first token."),
                 ("duration", "Seconds to the end of a reply."),
             ):
-                found: Histogram = getattr(self, name)
-                pairs = zip(BUCKETS, found.counts, strict=True)
-                rows = [(f'_bucket{{le="{bound:g}"}}', count) for bound, count in pairs]
-                rows += [('_bucket{le="+Inf"}', found.total)]
-                rows += [("_sum", found.sum), ("_count", found.total)]
+                *counts, total, seconds = getattr(self, name)
+                pairs = zip((*BUCKETS, "+Inf"), (*counts, total), strict=True)
+                rows = [(f'_bucket{{le="{bound}"}}', count) for bound, count in pairs]
+                rows += [("_sum", seconds), ("_count", total)]
                 family(f"{name}_seconds", "histogram", text, rows)
         for name, text, value in gauges:
             family(name, "gauge", text, [("", value)])

@@ -40,7 +40,7 @@ class Server:
         self._asked, self._problem = 0, None
         try:
             self.site = Site(options, self.engine, self.metrics)
-            self.socket = self._listen(options)
+            self.socket = listen(options.host, options.port)
         except KeyboardInterrupt:  # nothing is there to lose, and loading stops for nobody
             os._exit(128 + signal.SIGINT)
         except BaseException:
@@ -54,13 +54,6 @@ class Server:
             allow_headers=["*"],
         )
         self.web = Web(gate, self.site.limits, self._tick, self._end)
-
-    @staticmethod
-    def _listen(options: ServeOptions) -> socket.socket:
-        try:
-            return listen(options.host, options.port)
-        except socket.gaierror as error:
-            raise UserError(f"[--host] no such address; got {options.host!r} ({error})") from None
 
     @property
     def url(self) -> str:
@@ -119,6 +112,8 @@ def run(options: ServeOptions) -> None:
         return
     try:
         server = Server(options)
+    except socket.gaierror as error:
+        raise UserError(f"[--host] no such address; got {options.host!r} ({error})") from None
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error
         raise MachineError(

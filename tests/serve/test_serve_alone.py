@@ -81,7 +81,9 @@ def one_by_one(model_folder):
         yield server
 
 
-def test_a_reply_that_is_served_alone_tells_the_size_of_its_caches(one_by_one, monkeypatch):
+def test_a_reply_that_is_served_alone_tells_the_size_of_its_caches(
+    one_by_one, model_folder, monkeypatch
+):
     """As in a batch, also where they are put away before the client's thread writes the size."""
     server, plain = one_by_one, Completion.close
 
@@ -92,9 +94,8 @@ def test_a_reply_that_is_served_alone_tells_the_size_of_its_caches(one_by_one, m
     with monkeypatch.context() as patch:
         patch.setattr(Completion, "close", late)
         alone = complete(server, LONG, 9)
-    server.engine.sessions.forget()
-    server.engine.is_batchable = True
-    assert complete(server, LONG, 9)["kv"] == alone["kv"]
+    with serving(model_folder) as batches:
+        assert complete(batches, LONG, 9)["kv"] == alone["kv"]
 
 
 def test_who_leaves_while_the_prompt_is_read_alone_gets_no_more_of_it(one_by_one, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import mlx.core as mx
 import pytest
 from serving import LONG, complete, get, post, refused, serving, settled
 
@@ -66,6 +67,11 @@ def test_a_machine_without_memory_refuses_before_it_swaps(model_folder, monkeypa
         assert complete(server, "a", 2)["usage"]["completion_tokens"] == 2
         assert get(server, "/v1/kv")["memory"]["process_bytes"] > 1 << 20
     assert 1 << 20 < footprint() < machine_memory()
+
+
+def test_freed_buffers_are_bounded(model_folder):
+    with serving(model_folder, kv_memory="4GB"):
+        assert mx.set_cache_limit(1 << 30) == 2 << 30
 
 
 @pytest.mark.parametrize("heads", [4, 32, 8 * 32])
