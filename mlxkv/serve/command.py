@@ -21,9 +21,10 @@ def serve(**given) -> None:
     # Batches of older ones have other words for where a reply ends.
     if (installed := version("mlx-lm")).startswith("0.31"):
         raise UserError(f"[serve] needs mlx-lm 0.32, for Python 3.11 and newer; got {installed}")
-    require(resolve(options.model))
+    for model in options.models:
+        require(resolve(model))
     if os.environ.get("MLX_RANK", "0") == "0":  # of several processes the first one speaks
-        note(f"{options.model.strip()} · --kv {options.kv.strip()}")
+        note(f"{options.models[0].strip()} · --kv {options.kv.strip()}")
     with working("importing MLX and mlx-lm"):
         from mlxkv.serve.run import run
 

@@ -495,6 +495,11 @@ class Engine:
         }
 
     @property
+    def is_busy(self) -> bool:
+        """Return whether requests are under way, or wait."""
+        return bool(self._active) or not self.requests.empty()
+
+    @property
     def is_healthy(self) -> bool:
         return self._thread.is_alive() and self.problem is None and not self.is_ending
 
@@ -503,7 +508,7 @@ def load_model(options: ServeOptions, group: mx.distributed.Group | None = None)
     """Load the model of a server and build what decoding needs, in the thread that decodes."""
     o = options
     settings = (o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, group)
-    loaded = load(o.model, *settings, weights=o.weights)
+    loaded = load(o.models[0], *settings, weights=o.weights)
     warm_up(loaded)
     return loaded
 

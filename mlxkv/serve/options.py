@@ -37,9 +37,10 @@ class ServeOptions:
     """The command line, in the order of `--help`. Sizes are texts such as 8GB. Raises UserError for
     values out of range."""
 
-    model: str = option(
-        DEFAULT,
-        "An alias (mlxkv models), a hub name, a folder or a GGUF file.",
+    model: list[str] | None = option(
+        None,
+        "An alias (mlxkv models), a hub name, a folder or a GGUF file; repeatable: others are loaded on first use. "
+        f"Default: {DEFAULT}.",
         *("--model", "-m"),
         autocompletion=complete_model,
     )
@@ -137,6 +138,11 @@ class ServeOptions:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models as they were asked for, the default one first."""
+        return (self.model,) if isinstance(self.model, str) else tuple(self.model or (DEFAULT,))
 
     @property
     def api_keys(self) -> tuple[str, ...]:

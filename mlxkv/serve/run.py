@@ -21,6 +21,7 @@ from mlxkv.models.loading import quality
 from mlxkv.serve import ranks
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.app import METHODS, Gate, application
+from mlxkv.serve.http.models import Models
 from mlxkv.serve.http.site import Site
 from mlxkv.serve.http.wire import Web, listen
 from mlxkv.serve.metrics import Metrics
@@ -40,6 +41,7 @@ class Server:
         self._asked, self._problem = 0, None
         try:
             self.site = Site(options, self.engine, self.metrics)
+            self.models = Models(self.site)
             self.socket = listen(options.host, options.port)
         except KeyboardInterrupt:  # nothing is there to lose, and loading stops for nobody
             os._exit(128 + signal.SIGINT)
@@ -48,7 +50,7 @@ class Server:
             raise
         self.server_address = self.socket.getsockname()
         gate = CORSMiddleware(
-            Gate(self.site, application(self.site)),
+            Gate(self.site, application(self.models)),
             allow_origins=options.origins,
             allow_methods=METHODS,
             allow_headers=["*"],
@@ -87,7 +89,8 @@ class Server:
                 "ending: replies have a few seconds, sessions are put away; again cuts replies short"
             )
         await self._settle(GRACE, lambda: self._asked > 1)
-        await asyncio.to_thread(self.engine.stop_and_join)
+        for site in (self.site, *self.models.loaded.values()):
+            await asyncio.to_thread(site.engine.stop_and_join)
         await self._settle(TOLD, lambda: False)
 
     async def _settle(self, seconds: float, hurry: Callable[[], bool]) -> None:
@@ -110,6 +113,8 @@ def run(options: ServeOptions) -> None:
     if group.rank():
         _follow(options)
         return
+    if group.size() > 1 and len(options.models) > 1:
+        raise UserError(f"[--model] one over several machines; got {', '.join(options.models)}")
     try:
         server = Server(options)
     except socket.gaierror as error:
@@ -135,6 +140,8 @@ def run(options: ServeOptions) -> None:
             "  one key: who has it can tell what others who have it asked (from times and reused tokens); "
             "give each user an --api-key, or let requests name a cache_salt"
         )
+    if others := server.models.names[1:]:
+        note(f"  loaded on first use: {', '.join(others)}")
     note(f"chat: {server.url}/   API: {server.url}/v1   Ctrl-C ends it")
     for number in ENDING:
         on(number, lambda *_: server.stop())  # what a handler raises can be lost

@@ -21,7 +21,8 @@ PATIENCE = 60.0  # seconds until a test gives up; never waited for on success
 
 @contextmanager
 def serving(model, kv: str = "int4", **options) -> Iterator[Server]:
-    server = Server(ServeOptions(model=str(model), kv=kv, port=0, **options))
+    models = [str(each) for each in (model if isinstance(model, list) else [model])]
+    server = Server(ServeOptions(model=models, kv=kv, port=0, **options))
     thread = Thread(target=server.serve)
     thread.start()
     try:

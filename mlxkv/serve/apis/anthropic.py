@@ -9,8 +9,8 @@ import json
 from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.fields import bad, call, document, field, joined, mistyped, named, objects
-from mlxkv.serve.http.request import Request, Served, check, no_model
+from mlxkv.serve.http.fields import bad, call, field, joined, mistyped, named, objects
+from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
 SAME = (
@@ -33,9 +33,8 @@ BILLING = "x-anthropic-billing-header:"
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}  # in OpenAI's words
 
 
-def read(raw: bytes, served: Served) -> MessagesReply:
+def read(body: dict, served: Served) -> MessagesReply:
     """The request in a body. Raises Refused."""
-    body = document(raw)
     return MessagesReply(
         request_of(body, served), field("", body, "stream", bool, False), served.model
     )
@@ -173,21 +172,18 @@ def _tool(where: str, tool: dict) -> dict:
     return {"type": "function", "function": function}
 
 
-def count(raw: bytes, served: Served) -> Request:
+def count(body: dict, served: Served) -> Request:
     """The request of /v1/messages/count_tokens. Raises Refused."""
-    body = document(raw)
-    body.pop("stream", None)
-    return request_of(body, served)
+    return request_of(body | {"stream": None}, served)
 
 
-def models(name: str, wanted: str) -> dict:
+def models(names: tuple[str, ...], name: str) -> dict:
     """Return what Anthropic's clients read at /v1/models, and behind it."""
-    one = {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-    if wanted:
-        if wanted != name:
-            raise no_model(wanted, name)
-        return one
-    return {"data": [one], "has_more": False, "first_id": name, "last_id": name}
+    model = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
+    if name:
+        return model | {"id": name, "display_name": name}
+    data = [model | {"id": each, "display_name": each} for each in names]
+    return {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 # -- replies

@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx_lm
 
 from mlxkv.serve.apis.reply import Reply, event
-from mlxkv.serve.http.fields import document
 from mlxkv.serve.http.request import Served, check
 from mlxkv.serve.job import Token
 from mlxkv.serve.refusals import Refused
@@ -19,14 +18,14 @@ from mlxkv.serve.refusals import Refused
 SPOKEN = ("text", "thinking")
 
 
-def chat(raw: bytes, served: Served) -> Completion:
+def chat(body: dict, served: Served) -> Completion:
     """The request for a chat in a body. Raises Refused."""
-    return Completion(check(document(raw), True, served), served.model)
+    return Completion(check(body, True, served), served.model)
 
 
-def text(raw: bytes, served: Served) -> Completion:
+def text(body: dict, served: Served) -> Completion:
     """The request for a text in a body. Raises Refused."""
-    return Completion(check(document(raw), False, served), served.model)
+    return Completion(check(body, False, served), served.model)
 
 
 @lru_cache(1)

@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.fields import bad, call, document, field, joined, mistyped, named, objects
+from mlxkv.serve.http.fields import bad, call, field, joined, mistyped, named, objects
 from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
@@ -28,9 +28,8 @@ TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", 
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-def read(raw: bytes, served: Served) -> ResponsesReply:
+def read(body: dict, served: Served) -> ResponsesReply:
     """The request in a body. Raises Refused."""
-    body = document(raw)
     request, customs = request_of(body, served)
     streams = field("", body, "stream", bool, False)
     return ResponsesReply(request, streams, served.model, body, customs)

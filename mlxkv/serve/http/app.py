@@ -21,6 +21,8 @@ from mlxkv.serve.apis.anthropic import error_body as anthropic_error
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.http import page
 from mlxkv.serve.http.access import check_host, given_key, tenant
+from mlxkv.serve.http.fields import document
+from mlxkv.serve.http.models import Models
 from mlxkv.serve.http.request import Served, no_model
 from mlxkv.serve.http.site import Site
 from mlxkv.serve.http.talk import Channel, Talk, admitted, late
@@ -33,7 +35,7 @@ METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 ALLOW = ", ".join(METHODS)
 TARGET, FIELDS = 8 << 10, 100  # bytes of a request's target; header fields
 OPEN = ("/health", *page.PAGE)  # without a key: nothing there belongs to a client
-REPLIES: dict[str, Callable[[bytes, Served], Reply]] = {
+REPLIES: dict[str, Callable[[dict, Served], Reply]] = {
     "/v1/chat/completions": openai.chat,
     "/chat/completions": openai.chat,
     "/v1/completions": openai.text,
@@ -162,9 +164,9 @@ async def body_of(request: Request, limits: Limits) -> bytes:
     return bytes(data)
 
 
-def application(site: Site) -> Starlette:
+def application(models: Models) -> Starlette:
     """The paths of a server."""
-    engine = site.engine
+    site = models.first
 
     def key(request: Request) -> str | None:
         """The API key of a request that was admitted, None where the server has none."""
@@ -174,20 +176,25 @@ def application(site: Site) -> Starlette:
         """Return whether this client may know what all of them do together: it has the first key, or nobody has one."""
         return key(request) in (None, *site.options.api_keys[:1])
 
+    async def document_of(request: Request) -> tuple[dict, Site]:
+        """Return the document in a request's body, and the site of the model that it names."""
+        body = await run_in_threadpool(document, await body_of(request, site.limits))
+        return body, await models.site(body.get("model"))
+
     async def reply(request: Request) -> Talk:
-        body = await body_of(request, site.limits)
+        body, here = await document_of(request)
         read = REPLIES[request.scope["path"]]
-        parsed: Reply = await run_in_threadpool(read, body, site.served)
+        parsed: Reply = await run_in_threadpool(read, body, here.served)
         user, salt = parsed.request.user, parsed.request.cache_salt
         job = Job(parsed.request, await run_in_threadpool(tenant, key(request), user, salt))
-        return Talk(engine, parsed, job, request.scope["wire"].arrival_time, Document)
+        return Talk(here.engine, parsed, job, request.scope["wire"].arrival_time, Document)
 
     async def count(request: Request) -> Response:
-        body = await body_of(request, site.limits)
-        parameters = await run_in_threadpool(anthropic.count, body, site.served)
+        body, here = await document_of(request)
+        parameters = await run_in_threadpool(anthropic.count, body, here.served)
         job = Job(parameters, counts=True, channel=Channel())
-        with admitted(engine):
-            engine.submit(job)
+        with admitted(here.engine):
+            here.engine.submit(job)
             try:
                 async with asyncio.timeout(site.options.timeout):
                     count = await job.channel.get()
@@ -202,12 +209,12 @@ def application(site: Site) -> Starlette:
         return Response(data, media_type=kind, headers=page.HEADERS)
 
     async def health(request: Request) -> Response:
-        if engine.is_healthy:
+        if site.engine.is_healthy:
             return Document({"status": "ok"})
         return Document({"status": "unavailable"}, 503)
 
     async def kv(request: Request) -> Response:
-        return Document(site.kv(is_operator(request)))
+        return Document({"models": models.names} | site.kv(is_operator(request)))
 
     async def metrics(request: Request) -> Response:
         if not is_operator(request):
@@ -215,14 +222,15 @@ def application(site: Site) -> Starlette:
         text = site.metrics.text(site.gauges())
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    async def models(request: Request) -> Response:
-        name, wanted = site.name, request.path_params.get("name", "").strip("/")
+    async def list_models(request: Request) -> Response:
+        name = request.path_params.get("name", "").strip("/")
+        if name and name not in models.names:
+            raise no_model(name[:80], models.names)
         if _is_anthropic_client(request):
-            return Document(anthropic.models(name, wanted))
-        if wanted and wanted != name:
-            raise no_model(wanted, name)
-        model = {"id": name, "object": "model", "created": site.created, "owned_by": "mlxkv"}
-        return Document(model if wanted else {"object": "list", "data": [model]})
+            return Document(anthropic.models(models.names, name))
+        model = {"object": "model", "created": site.created, "owned_by": "mlxkv"}
+        data = [{"id": each, **model} for each in models.names]
+        return Document({"id": name, **model} if name else {"object": "list", "data": data})
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):  # of Starlette's router
@@ -243,8 +251,8 @@ def application(site: Site) -> Starlette:
             Route("/health", health),
             Route("/v1/kv", kv),
             Route("/metrics", metrics),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", models),
+            Route("/v1/models", list_models),
+            Route("/v1/models/{name:path}", list_models),
         ],
         exception_handlers={HTTPException: refuse, Refused: refuse, Exception: refuse},
     )

@@ -20,6 +20,7 @@ from mlxkv.serve.refusals import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
+DEFAULT_NAMES = ("default", "default_model")
 STOPS, STOP_LENGTH = 16, 256
 LOGIT_BIASES = 1024
 NAME_LENGTH = 512
@@ -130,8 +131,8 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
             choices = f"; choose {json.dumps(values[0])}" if values else ", leave it out"
             raise bad(name, f"this server does not have it{choices}", body[name])
     model = body.get("model", served.model)
-    if model not in (served.model, "default_model", "default"):
-        raise no_model(str(model)[:80], served.model)
+    if model not in (served.model, *DEFAULT_NAMES):
+        raise no_model(str(model)[:80], (served.model,))
     kv = body.get("kv", served.kv)
     if kv != served.kv:  # a batch has one kind of cache
         raise bad("kv", f"this server's caches are {served.kv}; choose that, or start another", kv)
@@ -155,10 +156,9 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
     )
 
 
-def no_model(name: str, choice: str) -> Refused:
-    return Refused(
-        404, f"[model] no such model; got {name!r}; choose {choice!r}", "model_not_found"
-    )
+def no_model(name: str, names: tuple[str, ...]) -> Refused:
+    choices = " or ".join(map(repr, names))
+    return Refused(404, f"[model] no such model; got {name!r}; choose {choices}", "model_not_found")
 
 
 def _grammar(body: dict, content: dict, calls: Calls | None) -> str | None:

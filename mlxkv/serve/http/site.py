@@ -21,16 +21,20 @@ from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 
 
+def name_of(model: str) -> str:
+    """The name under which a model is asked for: of a local folder or file, but not where it lies."""
+    path = Path(model.strip()).expanduser()
+    return path.resolve().name if path.exists() else model.strip()
+
+
 class Site:
-    """What all requests share."""
+    """What all requests of a model share."""
 
     def __init__(self, options: ServeOptions, engine: Engine, metrics: Metrics):
         self.options, self.engine, self.metrics = options, engine, metrics
         self.loaded, self.keys = engine.wait_until_ready(), Keys()
         self.limits = Limits(options.body_bytes, metrics.answered)
-        name = Path(self.loaded.name).expanduser()
-        # The name of a local folder or file, but not where it lies.
-        self.name = name.resolve().name if name.exists() else self.loaded.name
+        self.name = name_of(self.loaded.name)
         self.created = int(time.time())
         self.served = Served(
             model=self.name,

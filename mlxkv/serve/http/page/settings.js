@@ -1,5 +1,6 @@
 // Settings of a chat, and those that new chats begin with.
-import { $ } from "./dom.js";
+import { $, h } from "./dom.js";
+import { server } from "./gauge.js";
 
 const KEY = "mlxkv.settings";
 
@@ -10,7 +11,11 @@ export function usual() {
 
 // Let the user change a chat's settings; changed() is called if something was saved.
 export function edit(chat, changed) {
-  const box = $("options"), { system = "", temperature, maxTokens, thinking = "" } = chat.settings;
+  const box = $("options"), { system = "", temperature, maxTokens, thinking = "", model = "" } = chat.settings;
+  const models = server.models || [];
+  $("models").hidden = models.length < 2;
+  $("for-model").replaceChildren(...models.map((text, i) => h("option", { value: i ? text : "", text })));
+  $("for-model").value = models.includes(model) ? model : "";
   $("system").value = system;
   $("temperature").value = temperature ?? "";
   $("max-tokens").value = maxTokens ?? "";
@@ -18,7 +23,7 @@ export function edit(chat, changed) {
   $("for-all").checked = false;
   box.firstElementChild.onsubmit = async () => {
     const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
-    const settings = { system: $("system").value.trim(), temperature: number("temperature"), maxTokens: number("max-tokens"), thinking: $("thinking").value };
+    const settings = { system: $("system").value.trim(), temperature: number("temperature"), maxTokens: number("max-tokens"), thinking: $("thinking").value, model: $("for-model").value };
     for (const name of Object.keys(settings)) if (settings[name] === "" || settings[name] === undefined) delete settings[name];
     if ($("for-all").checked) {
       try { localStorage.setItem(KEY, JSON.stringify(settings)); } catch { /* until the page closes */ }

@@ -22,7 +22,7 @@ export const running = (chat) => runs.has(chat.id);
 export const stop = (chat) => runs.get(chat.id)?.control.abort();
 export const underWay = () => [...runs.values()].filter(({ reply }) => reply).map(({ reply }) => plain(reply));
 
-const FIELDS = { temperature: "temperature", maxTokens: "max_tokens" };
+const FIELDS = { temperature: "temperature", maxTokens: "max_tokens", model: "model" };
 
 function body(chat, reply, more) {
   const { settings } = chat, out = { messages: chat.request(reply.parent), stream: true };
