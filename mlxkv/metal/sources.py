@@ -53,7 +53,7 @@ HEADERS = {  # files before a body; before the codes of tiles comes the machine'
     "attend": ("codes.h", "loads.h", "tree.h", "fill.h", "attend.h"),
     "unseal": ("codes.h", "loads.h", "tree.h", "fill.h", "unseal.h"),
     "attend_tile": ("codes.h", "tree.h", "fill.h", "tile.h", "tile_codes.h"),
-    "attend_latent": ("codes.h", "loads.h", "tile.h", "latent.h"),
+    "attend_latent": ("codes.h", "loads.h", "tile.h"),
     "whiten": (),
     "merge": (),
 }

@@ -259,6 +259,7 @@ def _kernel(
         "S": simdgroups,
         "STAGES": stages,
         "AHEAD": AHEAD_CUDA if make is mx.fast.cuda_kernel and simdgroups == SIMDGROUPS else AHEAD,
+        "POOLED": int(wide and make is not mx.fast.cuda_kernel),
         "RUNS": runs,
         "D": dims,
         "RK": stored[0],

@@ -77,9 +77,11 @@ inline void atomic_store_explicit(atomic_uint* at, uint value, memory_order_) {
 // A pointer to threadgroup memory (butterflies.h) is a plain pointer: `threadgroup` here declares memory.
 #define KV_PAIRS
 typedef float2* kv_pairs;
-// The same in latent.h.
+// The same in tile.h.
 #define KV_STAGE
 typedef const uint* kv_words;
+typedef const uint4* kv_quads;
+typedef float* kv_floats;
 
 namespace metal {
 inline float max(float a, float b) {

@@ -149,9 +149,12 @@ def metal_kernel(
 
 def tile_header(lane_map: str) -> str:
     """Header with the tile product: `simdgroup` as on Metal, `mma` with the lane map of CUDA."""
-    metal = Path(__file__).parents[3] / "mlxkv" / "metal" / "text" / "tile" / "tile_metal.h"
-    mma = Path(__file__).parent / "tile" / "mma.h"
-    return {"simdgroup": metal, "mma": mma}[lane_map].read_text(encoding="utf-8")
+    path = Path(__file__).parents[3] / "mlxkv" / "metal" / "text" / "tile" / "tile_metal.h"
+    metal = path.read_text(encoding="utf-8")
+    if lane_map == "simdgroup":
+        return metal
+    mma = (Path(__file__).parent / "tile" / "mma.h").read_text(encoding="utf-8")
+    return mma + metal[metal.index("// The records of a simdgroup") :]  # read in place as on Metal
 
 
 def check_sizes(kernel: Kernel, inputs: Any, shapes: Any, types: Any) -> None:

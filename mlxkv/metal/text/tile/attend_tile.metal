@@ -55,8 +55,7 @@ constexpr int ROW = 32 * (QB > OB ? QB : OB) + 8;
 constexpr int POOL = 1024 + 2 * S * WIDTH > 512 * S ? 1024 + 2 * S * WIDTH : 512 * S;
 constexpr float NOTHING = -1.0e30f;
 
-threadgroup float tile_rows[8 * ROW];
-threadgroup float pool[POOL];
+threadgroup uint4 pool_words[(POOL + 8 * ROW) / 4];
 threadgroup float tile_max[S * 8];
 threadgroup float tile_sum[S * 8];
 threadgroup float q_sums[HELD_K * 8];
@@ -66,6 +65,10 @@ threadgroup uint4 fill_k[3 * 2 * BK];  // `kv_fill_entry` of each block
 threadgroup uint4 fill_v[3 * 2 * BV];
 threadgroup uint fill_rows[2 * BK + 2 * BV];  // words before the row of each block
 #endif
+
+kv_floats pool = (kv_floats)pool_words;
+kv_floats tile_rows = pool + POOL;
+const kv_quads queries = (kv_quads)pool_words;
 
 const int lane = thread_index_in_simdgroup;
 const int group = simdgroup_index_in_threadgroup;
@@ -117,7 +120,7 @@ for (int n = 0; n < MINE; n++) {
   const int row = (thread_id + n * 32 * S) / (32 * QB);
   const int dim = (thread_id + n * 32 * S) % (32 * QB);
   mine[n] = row < tile_height && dim < D
-      ? float(q[(size_t(head) * rows + first_row + row) * D + dim])
+      ? float(q[((head * rows + first_row + row) * D) + dim])
       : 0.0f;
 }
 const bool turns = HAS_K && paged;
@@ -132,7 +135,7 @@ if (turns && group < 2 * BK) {
   }
 }
 KvPipe pipe = kv_pipe_start<RECORD, STAGES, S, STEP>(
-    (later ? records_2 : records) + (first_record + unit) * record_words, record_words,
+    later ? records_2 : records, (first_record + unit) * record_words, record_words,
     paged ? stop - unit : 0, group, lane);
 #if WITH_FILL
 for (int i = thread_id; i < 3 * 2 * BK; i += 32 * S) {
@@ -203,9 +206,8 @@ if (turns) {
 
 // Queries as the right factor: k-tile u of block j, word r holds dims 32 j + 8 t + 4 i + 2 u + r. Trees
 // decode neighbours together: dims 32 j + 8 t + 4 u + 2 r + i. Bits by direction (fill.h): dims 16 n + 4 t + 2 i + r.
-TileB q_tile[2 * QB];
-#pragma unroll
-for (int n = 0; n < 2 * QB; n++) {
+// They lie in `pool`, four words a lane and block (`kv_query`), and where registers are enough in those, too.
+for (int n = group; n < 2 * QB; n += S) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float pair[2];
@@ -226,8 +228,14 @@ for (int n = 0; n < 2 * QB; n++) {
       pair[1] *= weight;
     }
 #endif
-    q_tile[n].w[r] = kv_halves(pair[0], pair[1]);
+    pool[128 * (n / 2) + 4 * lane + 2 * (n % 2) + r] = as_type<float>(kv_halves(pair[0], pair[1]));
   }
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+TileB q_tile[POOLED ? 1 : 2 * QB];
+#pragma unroll
+for (int n = 0; n < (POOLED ? 0 : 2 * QB); n++) {
+  q_tile[n] = kv_query<1>(q_tile, queries, n, lane);
 }
 
 // After the outputs: a tile whose rows are the sums over tokens of the middle values of each group.

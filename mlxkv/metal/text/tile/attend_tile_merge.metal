@@ -49,7 +49,7 @@ for (int first = 0; first < 2 * OB; first += 4) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-const size_t slot0 = (size_t(head) * rows + first_row) * splits;  // + row * splits + split
+const int slot0 = (head * rows + first_row) * splits;  // + row * splits + split
 coherent(device) device float* partials = (coherent(device) device float*)partial_out;
 for (int i = thread_id; i < tile_height * WIDTH; i += 32 * S) {
   const int row = i / WIDTH;
@@ -64,7 +64,7 @@ if (thread_id < tile_height) {
   for (int n = 0; n < S; n++) {
     all += tile_sum[n * 8 + thread_id] * metal::fast::exp2(tile_max[n * 8 + thread_id] - peak);
   }
-  const size_t at = (slot0 + thread_id * splits + split) * STRIDE + WIDTH;
+  const int at = (slot0 + thread_id * splits + split) * STRIDE + WIDTH;
   partials[at] = peak;
   partials[at + 1] = all;
   partials[at + 2] = 0.0f;
@@ -86,7 +86,7 @@ if (arrived[0] + 1u == uint(splits)) {
   }
   // Weights of the splits, one row per simdgroup, in pool; sums after them.
   for (int row = group; row < tile_height; row += S) {
-    const size_t at = (slot0 + row * splits) * STRIDE + WIDTH;
+    const int at = (slot0 + row * splits) * STRIDE + WIDTH;
     float peaks[4];  // at most 128 splits
     float counts[4];
     float all = 0.0f;
@@ -238,7 +238,7 @@ if (arrived[0] + 1u == uint(splits)) {
     const int row = i / D;
     const int dim = i % D;
     const float of_pages = HAS_V ? 0.0f : tile_rows[row * ROW + dim];
-    out[(size_t(head) * rows + first_row + row) * D + dim] =
+    out[(head * rows + first_row + row) * D + dim] =
         T(of_pages + pool[1024 + (S + row) * WIDTH + dim]);
   }
 }

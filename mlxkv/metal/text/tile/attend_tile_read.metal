@@ -4,8 +4,8 @@ if (paged) {
   uint masks_v[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    masks_k[i] = uint(size[12 + i]);
-    masks_v[i] = uint(size[16 + i]);
+    masks_k[i] = POOLED ? kv_mask<BITS_K>(i) : uint(size[12 + i]);
+    masks_v[i] = POOLED ? kv_mask<BITS_V>(i) : uint(size[16 + i]);
   }
 #if WITH_PER_TOKEN
   if (OFFSETS_K) {
@@ -30,7 +30,7 @@ if (paged) {
             a.w[2 * r] = kv_halves(value, value);
             a.w[2 * r + 1] = 0u;
           }
-          tile_multiply(sums, a, q_tile[2 * j + u]);
+          tile_multiply(sums, a, kv_query<POOLED>(q_tile, queries, 2 * j + u, lane));
         }
       }
       if (group == 0 && g < (SYMMETRIC_K ? 1 : 2)) {
@@ -61,17 +61,12 @@ if (paged) {
         a.w[m] = kv_halves(-1024.0f, -1024.0f);
         middle.w[m] = m / 2 ? kv_halves(-higher, -higher) : kv_halves(-middle_of, -middle_of);
       }
-      tile_multiply(start_k, a, q_tile[n]);
-      tile_multiply(start_k, middle, q_tile[n]);
+      const TileB q = kv_query<POOLED>(q_tile, queries, n, lane);
+      tile_multiply(start_k, a, q);
+      tile_multiply(start_k, middle, q);
     }
   }
 #endif
-  if (FOLDED && group == 0) {  // every simdgroup reads them there when scales change
-#pragma unroll
-    for (int n = 0; n < 4 * BK; n++) {
-      pool[128 * (n / 4) + 4 * lane + n % 4] = as_type<float>(q_tile[n / 2].w[n % 2]);
-    }
-  }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 #if WITH_PER_TOKEN
   constexpr float SLOT = 64.0f;  // sums of 1024 times queries have to fit into halves
@@ -131,36 +126,66 @@ if (paged) {
   const device uint* page_numbers =
       (later ? headers_2 : headers) + first_record / PAGE_RECORDS * HEADER;
   // Where instructions are the limit, two records side by side hide each other's latency.
-  constexpr int PAIR = BITS_K + BITS_V < 7 && !(FOLDED && GROUP_K % 32) ? 2 : 1;
+  constexpr int PAIR = !POOLED && BITS_K + BITS_V < 7 && !(FOLDED && GROUP_K % 32) ? 2 : 1;
+  // Where registers are few, words are read as blocks need them.
+  constexpr int SOME_K = POOLED && !TREE_K && !PAIRS_K && !RAW_K;
+  constexpr int SOME_V = POOLED && !TREE_V && !RAW_V;
 #if WITH_CHANNEL
-  TileB folded[2 * BK];
+  // Those that registers do not hold lie behind the unscaled ones, the simdgroup's own.
+  constexpr int ROOM = (POOL + 8 * ROW - 1024) / (128 * S);
+  constexpr int KEPT = POOLED ? (BK > ROOM ? BK - ROOM : 1) : BK;  // blocks
+  TileB folded[2 * KEPT];
+  constexpr int ALL_K = POOLED ? 1 : BK;
+  const int other = 32 * (8 + group * (BK - KEPT) - KEPT);
   float start[2] = {0.0f, 0.0f};  // biases times queries, without the offsets of the codes
   int fold = unit;  // where scales change
 #endif
-  KvRecord record[2];
+  KvRecord record[PAIR];
   bool second = false;
   while (unit < stop) {
+    // Or a compiler would move what it reads of the pool in front of the loop, into registers, and the addresses.
+    const int mine = unit < 0 ? 0 : lane;
+    if (POOLED) {
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+    }
     const bool both = unit + 1 < stop;
     if (!second) {
       record[0] = kv_pipe_wait<RECORD, STAGES, S, STEP>(pipe);
-      record[1] = both ? kv_record_after(record[0], record_words) : record[0];  // or the last one again
     } else {
-      record[0] = record[1];
+      record[0] = kv_record_after(record[0], record_words);
+    }
+    if (PAIR == 2) {
+      record[PAIR - 1] = kv_record_after(record[0], both ? record_words : 0);  // or the last again
     }
 #if WITH_CHANNEL
     if (FOLDED && unit >= fold) {
       constexpr int RECORDS = GROUP_K / 16;
       constexpr int NAMES = SYMMETRIC_K ? 1 : 2;
-      fold = (unit / RECORDS + 1) * RECORDS;
-      const int place = unit;
-      const int at = place / RECORDS;
-      const device uint* header = page_numbers + size_t(place / PAGE_RECORDS) * HEADER;
+      fold = int((uint(unit) / RECORDS + 1) * RECORDS);
+      const uint place = unit;
+      const uint numbers = place / PAGE_RECORDS * (HEADER / 4) +
+          place / RECORDS % (PAGE / GROUP_K) * (NAMES * 4 * BK);
+      TileC sums = zero;
+#pragma unroll ALL_K
+      for (int j = 0; j < BK; j++) {
+        TileB two[2];
 #pragma unroll
-      for (int n = 0; n < 4 * BK; n++) {
-        folded[n / 2].w[n % 2] = as_type<uint>(pool[128 * (n / 4) + 4 * lane + n % 4]);
+        for (int u = 0; u < 2; u++) {
+          two[u] = kv_query<1>(two, queries, 2 * j + u, mine);
+        }
+        kv_fold<BITS_K, SYMMETRIC_K>(
+            (const device uint4*)page_numbers, numbers + 4 * j, 4 * BK, two, sums, lane);
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+#pragma unroll
+          for (int i = 0; i < KEPT; i++) {
+            folded[2 * i + n / 2].w[n % 2] = i == j ? two[n / 2].w[n % 2] : folded[2 * i + n / 2].w[n % 2];
+          }
+          if (j >= KEPT) {
+            pool[4 * (other + mine + 32 * j) + n] = as_type<float>(two[n / 2].w[n % 2]);
+          }
+        }
       }
-      const TileC sums = kv_fold<BK, BITS_K, SYMMETRIC_K>(
-          (const device uint4*)header + at % (PAGE / GROUP_K) * NAMES * 4 * BK, folded, lane);
       start[0] = sums.v[0];
       start[1] = sums.v[1];
     }
@@ -211,7 +236,7 @@ if (paged) {
           for (int m = 0; m < 4; m++) {
             a.w[m] = pairs[4 * e + 2 * (m % 2) + m / 2];
           }
-          s[e] = tile_product(n == 0 ? start_k : s[e], a, q_tile[n]);
+          s[e] = tile_product(n == 0 ? start_k : s[e], a, kv_query<POOLED>(q_tile, queries, n, mine));
         }
       }
     }
@@ -227,11 +252,12 @@ if (paged) {
 #else
       uint words[WORDS_K];
       uint scales[HELD_K];
-      if (!RAW_K) {
-        kv_read_words<WORDS_K, 32>(words, record[e], k_lane);
+      const KvRecord keys = kv_record_after(record[e], k_lane);
+      if (!RAW_K && !SOME_K) {
+        kv_read_words<WORDS_K, 32>(words, keys, 0);
       }
       if (!TREE_K && !RAW_K) {
-        kv_read_words<SLOTS_K, 1>(scales, record[e], 32 * WORDS_K + g * SLOTS_K);
+        kv_read_words<SLOTS_K, 1>(scales, kv_record_after(record[e], g * SLOTS_K), 32 * WORDS_K);
       }
       const int at = both ? unit + e : unit;  // position of the record
       const device uint* header = page_numbers + size_t(at / PAGE_RECORDS) * HEADER;
@@ -274,7 +300,7 @@ if (paged) {
           for (int m = 0; m < 4; m++) {
             a.w[m] = run[4 * (m % 2) + 2 * u + m / 2];
           }
-          tile_multiply(s[e], a, q_tile[2 * j + u]);
+          tile_multiply(s[e], a, kv_query<POOLED>(q_tile, queries, 2 * j + u, mine));
         }
       }
 #endif
@@ -297,8 +323,9 @@ if (paged) {
               kv_polar_pair<BITS_K>(
                   words, words, of, j, j + BK / 2, m % 2, 2 * u + m / 2, a.w[m], b.w[m]);
             }
-            tile_multiply(s[e], a, q_tile[2 * j + u]);
-            tile_multiply(s[e], b, q_tile[2 * (j + BK / 2) + u]);
+            tile_multiply(s[e], a, kv_query<POOLED>(q_tile, queries, 2 * j + u, mine));
+            tile_multiply(
+                s[e], b, kv_query<POOLED>(q_tile, queries, 2 * (j + BK / 2) + u, mine));
           }
         }
       }
@@ -311,6 +338,7 @@ if (paged) {
         }
 #pragma unroll
         for (int j = 0; j < BK; j++) {
+          kv_read_some<BK, WORDS_K, SOME_K>(words, keys, j);
 #pragma unroll
           for (int u = 0; u < 2; u++) {
             TileA a;
@@ -320,7 +348,11 @@ if (paged) {
                   words[kv_slot_word<BITS_K>(j, m % 2, 2 * u + m / 2)],
                   words[BITS_K == 3 ? kv_high_word(j) : 0], masks_k, j, m % 2, 2 * u + m / 2);
             }
-            tile_multiply(s[e], a, folded[2 * j + u]);
+            TileB q = folded[j < KEPT ? 2 * j + u : 0];
+            if (j >= KEPT) {
+              q = kv_query<1>(folded, queries, 2 * j + u, mine + other);
+            }
+            tile_multiply(s[e], a, q);
           }
         }
       }
@@ -328,7 +360,7 @@ if (paged) {
 #if WITH_HALVES
 #pragma unroll
       for (int j = 0; j < (RAW_K ? BK : 0); j++) {  // a block at a time: registers
-        kv_read_words<8, 32>(words, record[e], k_lane + 256 * j);
+        kv_read_words<8, 32>(words, keys, 256 * j);
 #pragma unroll
         for (int u = 0; u < 2; u++) {
           TileA a;
@@ -336,7 +368,7 @@ if (paged) {
           for (int m = 0; m < 4; m++) {
             a.w[m] = words[kv_slot_word<16>(0, m % 2, 2 * u + m / 2)];
           }
-          tile_multiply(s[e], a, q_tile[2 * j + u]);
+          tile_multiply(s[e], a, kv_query<POOLED>(q_tile, queries, 2 * j + u, mine));
         }
       }
 #endif
@@ -346,6 +378,7 @@ if (paged) {
         TileC c;
 #pragma unroll
         for (int j = n * GROUP_K / 32; j < BK && 32 * j / GROUP_K == n; j++) {
+          kv_read_some<BK, WORDS_K, SOME_K>(words, keys, j);
 #pragma unroll
           for (int u = 0; u < 2; u++) {
             TileA a;
@@ -363,7 +396,9 @@ if (paged) {
               }
 #endif
             }
-            c = tile_product(32 * j == n * GROUP_K && u == 0 ? zero : c, a, q_tile[2 * j + u]);
+            c = tile_product(
+                32 * j == n * GROUP_K && u == 0 ? zero : c, a,
+                kv_query<POOLED>(q_tile, queries, 2 * j + u, mine));
           }
         }
 #pragma unroll

@@ -65,11 +65,13 @@
     for (int e = 0; e < PAIR; e++) {
       uint words[WORDS_V];
       uint scales[2 * GROUPS_V];
-      if (!RAW_V) {
-        kv_read_words<WORDS_V, 32>(words, record[e], v_lane);
+      const KvRecord values = kv_record_after(record[e], v_lane);
+      if (!RAW_V && !SOME_V) {
+        kv_read_words<WORDS_V, 32>(words, values, 0);
       }
-      if (!TREE_V && !RAW_V) {
-        kv_read_words<2 * GROUPS_V, 1>(scales, record[e], v_scales_at);
+      const KvRecord numbers = kv_record_after(record[e], v_scales_at);
+      if (!TREE_V && !RAW_V && !SOME_V) {
+        kv_read_words<2 * GROUPS_V, 1>(scales, numbers, 0);
       }
       if (!SYMMETRIC_V) {
         TileA middle;
@@ -120,7 +122,7 @@
 #if WITH_HALVES
 #pragma unroll
       for (int j = 0; j < (RAW_V ? BV : 0); j++) {
-        kv_read_words<8, 32>(words, record[e], v_lane + 256 * j);
+        kv_read_words<8, 32>(words, values, 256 * j);
 #pragma unroll
         for (int u = 0; u < 2; u++) {
           TileA a;
@@ -134,6 +136,9 @@
 #endif
 #pragma unroll
       for (int n = 0; n < (TREE_V || RAW_V ? 0 : GROUPS_V); n++) {
+        if (SOME_V) {
+          kv_read_words<2, 1>(scales + 2 * n, numbers, 2 * n);
+        }
         TileB scaled;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -141,6 +146,7 @@
         }
 #pragma unroll
         for (int j = n * GROUP_V / 32; j < BV && 32 * j / GROUP_V == n; j++) {
+          kv_read_some<BV, WORDS_V, SOME_V>(words, values, j);
 #pragma unroll
           for (int u = 0; u < 2; u++) {
             TileA a;

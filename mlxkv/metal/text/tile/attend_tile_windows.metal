@@ -1,13 +1,19 @@
 // Fourth part of attend_tile: the windows, in threadgroups without records.
 } else {
   for (; unit < stop; unit += S) {
+    const int mine = unit < 0 ? 0 : lane;
+    if (POOLED) {
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+    }
     const bool in_sink = unit < sink_units;
     const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);
     const int tokens = (in_sink ? n_sink : n_live) - token0;
     const int position0 = in_sink ? token0 : total - n_live + token0;
     const size_t base = (size_t(head) * (in_sink ? size[3] : size[4]) + token0) * D;
-    const device uint* keys = (const device uint*)((in_sink ? sink_k : live_k) + base);
-    const device uint* values = (const device uint*)((in_sink ? sink_v : live_v) + base);
+    const device uint* keys =
+        (const device uint*)((in_sink ? sink_k : live_k) + (base + uint(g * D + 8 * t)));
+    const device uint* values =
+        (const device uint*)((in_sink ? sink_v : live_v) + (base + uint(2 * t * D + 4 * g)));
     TileC s[1];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -23,8 +29,7 @@
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         if (g + 8 * r < tokens && 32 * j + 8 * t < D) {
-          const uint4 w =
-              *(const device uint4*)(keys + ((g + 8 * r) * D + 32 * j + 8 * t) / 2);
+          const uint4 w = *(const device uint4*)(keys + (8 * r * D + 32 * j) / 2);
           x[4 * r] = w.x;
           x[4 * r + 1] = w.y;
           x[4 * r + 2] = w.z;
@@ -41,7 +46,7 @@
           a.w[m] = m / 2 ? kv_halves(kv_high<BF16>(x[at]), kv_high<BF16>(x[at + 2]))
                          : kv_halves(kv_low<BF16>(x[at]), kv_low<BF16>(x[at + 2]));
         }
-        tile_multiply(s[0], a, q_tile[2 * j + u]);
+        tile_multiply(s[0], a, kv_query<POOLED>(q_tile, queries, 2 * j + u, mine));
       }
     }
 #pragma unroll
@@ -68,7 +73,7 @@
       for (int n = 0; n < 4; n++) {
         const int token = 2 * t + 8 * (n / 2) + n % 2;
         if (token < tokens && 32 * j + 4 * g < D) {
-          const uint2 w = *(const device uint2*)(values + (token * D + 32 * j + 4 * g) / 2);
+          const uint2 w = *(const device uint2*)(values + ((8 * (n / 2) + n % 2) * D + 32 * j) / 2);
           x[2 * n] = w.x;
           x[2 * n + 1] = w.y;
         }

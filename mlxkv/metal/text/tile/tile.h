@@ -1,5 +1,24 @@
 // Helpers of bodies that multiply tiles, for every lane map. Comes after tile_*.h and codes.h.
 
+#ifndef KV_STAGE // cuda.h has its own
+typedef const threadgroup uint* kv_words;
+typedef const threadgroup uint4* kv_quads;
+typedef threadgroup float* kv_floats;
+#endif
+
+// k-tile n of the queries: of registers, or (POOLED) of threadgroup memory, where a lane has four words a block.
+template <int POOLED>
+inline TileB kv_query(const thread TileB* held, kv_quads pool, int n, int lane) {
+  if (!POOLED) {
+    return held[n];
+  }
+  const uint4 x = pool[32 * (n / 2) + lane];
+  TileB q;
+  q.w[0] = n % 2 ? x.z : x.x;
+  q.w[1] = n % 2 ? x.w : x.y;
+  return q;
+}
+
 // kv_pair puts the bits of a code below a leading one, one instruction for two codes: the half reads as
 // code + kv_offset, and sums are corrected for the offsets.
 template <int BITS>
@@ -9,8 +28,13 @@ constexpr float kv_offset(int p) {
                    : (p == 0 ? 1024.0f : p == 1 ? 256.0f : p == 2 ? 64.0f : 16.0f);
 }
 
-// The codes of slots (r, p, half 0) and (r, p, half 1) of block j as two halves. The masks are inputs: a
-// compiler would build constants again in every round of a loop.
+template <int BITS>
+constexpr uint kv_mask(int p) {
+  return BITS == 8 ? 0x00FF00FFu : BITS == 4 ? 0x000F000Fu << (4 * (p % 2)) : 0x00030003u << (2 * p);
+}
+
+// The codes of slots (r, p, half 0) and (r, p, half 1) of block j as two halves. The masks are inputs where registers
+// hold them: a compiler would build constants again in every round of a loop.
 template <int BITS>
 inline uint kv_pair(uint word, uint high, const thread uint* masks, int j, int r, int p) {
   if (BITS == 8) {
@@ -49,6 +73,20 @@ inline void kv_read_words(thread uint* to, KvRecord from, int first) {
     } else {
       to[m] = kv_read1(from, first + m * LANES);
     }
+  }
+}
+
+// The same as blocks need them (SOME): the words of block j and of those that share a load with it, once.
+template <int BLOCKS, int WORDS, int SOME>
+inline void kv_read_some(thread uint* to, KvRecord from, int j) {
+  constexpr int V = kv_vector(WORDS);
+  constexpr int EACH = WORDS % (BLOCKS * V) == 0 ? 1
+      : WORDS * 2 % (BLOCKS * V) == 0            ? 2
+      : WORDS * 4 % (BLOCKS * V) == 0            ? 4
+                                                 : BLOCKS;
+  constexpr int MANY = EACH * WORDS / BLOCKS;
+  if (SOME && j % EACH == 0) {
+    kv_read_words<MANY, 32>(to + j / EACH * MANY, from, j / EACH * MANY * 32);
   }
 }
 

@@ -40,50 +40,43 @@ inline uint kv_eighth(uint4 x, int u, int r) {
 }
 
 #if WITH_CHANNEL
-// Multiplies queries by the scales of the channels. Returns the part that all their scores share, as a tile of
-// equal rows: queries times middle values, minus the offset that kv_pair adds to codes around the middle
+// Multiplies the queries of a block by the scales of its channels. Adds to `sum` the part that all their scores share, a
+// tile of equal rows: queries times middle values, minus the offset that kv_pair adds to codes around the middle
 // one. Rounding errors of the products are then multiplied by small codes.
-// numbers: scales of all dims, then biases.
-template <int BK, int BITS, int SYMMETRIC>
-inline TileC kv_fold(const device uint4* numbers, thread TileB* q, int lane) {
-  TileC sum;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    sum.v[i] = 0.0f;
-  }
-#pragma unroll
-  for (int j = 0; j < BK; j++) {
-    const uint4 scale = numbers[4 * j + tile_b_row(lane, 0) / 2];
-    uint4 own = scale;
-    uint4 bias = scale;
-    if (!SYMMETRIC) {
-      own = numbers[4 * j + tile_column(lane) / 2];
-      bias = numbers[4 * BK + 4 * j + tile_column(lane) / 2];
-    }
+// numbers: from `at` on the scales of the block's dims, and `biases` vectors behind them the biases.
+template <int BITS, int SYMMETRIC>
+inline void kv_fold(
+    const device uint4* numbers, uint at, int biases, thread TileB* q, thread TileC& sum, int lane) {
+  if (!SYMMETRIC) {
+    const uint4 own = numbers[at + tile_column(lane) / 2];
+    const uint4 bias = numbers[at + biases + tile_column(lane) / 2];
     const uint middle = kv_halves(kv_middle<BITS>(), kv_middle<BITS>());
 #pragma unroll
     for (int u = 0; u < 2; u++) {
       TileA a;
-      TileA offset;
 #pragma unroll
       for (int m = 0; m < 4; m++) {
-        const float taken = -kv_offset<BITS>(2 * u + m / 2) - kv_middle<BITS>();
-        a.w[m] = kv_add_multiplied_halves(
-            kv_eighth(bias, u, m / 2), middle, kv_eighth(own, u, m / 2));
-        offset.w[m] = kv_halves(taken, taken);
+        a.w[m] =
+            kv_add_multiplied_halves(kv_eighth(bias, u, m / 2), middle, kv_eighth(own, u, m / 2));
       }
-      if (!SYMMETRIC) {
-        tile_multiply(sum, a, q[2 * j + u]);
-      }
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        q[2 * j + u].w[r] = kv_multiply_halves(
-            q[2 * j + u].w[r], tile_b_numbers(kv_eighth(scale, u, r), lane));
-      }
-      tile_multiply(sum, offset, q[2 * j + u]);
+      tile_multiply(sum, a, q[u]);
     }
   }
-  return sum;
+  const uint4 scale = numbers[at + tile_b_row(lane, 0) / 2];
+#pragma unroll
+  for (int u = 0; u < 2; u++) {
+    TileA offset;
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+      const float taken = -kv_offset<BITS>(2 * u + m / 2) - kv_middle<BITS>();
+      offset.w[m] = kv_halves(taken, taken);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      q[u].w[r] = kv_multiply_halves(q[u].w[r], tile_b_numbers(kv_eighth(scale, u, r), lane));
+    }
+    tile_multiply(sum, offset, q[u]);
+  }
 }
 #endif
 

@@ -145,11 +145,12 @@ inline void kv_pipe_fetch(KvPipe& pipe, int stage, int lane) {
   }
 }
 KV_PIPE
-inline KvPipe kv_pipe_start(const uint* first, int words, int count, int group, int lane) {
+inline KvPipe kv_pipe_start(
+    const uint* buffer, size_t at, int words, int count, int group, int lane) {
   extern __shared__ __align__(128) uint kv_pipe_words[];
   constexpr int BARRIERS = (2 * STAGES * S + 31) / 32 * 32;  // words
   KvPipe pipe;
-  pipe.next = first;
+  pipe.next = buffer + at;
   pipe.words = words;
   pipe.stages = metal::min(STAGES, STAGES * RECORD / words);
   pipe.left = count;

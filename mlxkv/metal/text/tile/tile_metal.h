@@ -102,26 +102,34 @@ inline uint tile_b_numbers(uint pair, uint lane) {
   return (tile_row(lane) % 2 ? pair >> 16 : pair & 0xFFFFu) * 0x10001u;
 }
 
-// The records of a simdgroup, every S-th pair, read in place.
-typedef const device uint* KvRecord;
+// The records of a simdgroup, every S-th pair, read in place: a buffer holds at most 2^32 words.
+struct KvRecord {
+  const device uint* buffer;
+  uint at;
+};
 inline uint kv_read1(KvRecord from, int word) {
-  return from[word];
+  return from.buffer[from.at + uint(word)];
 }
 inline uint2 kv_read2(KvRecord from, int word) {
-  return *(const device uint2*)(from + word);
+  return *(const device uint2*)(from.buffer + (from.at + uint(word)));
 }
 inline uint4 kv_read4(KvRecord from, int word) {
-  return *(const device uint4*)(from + word);
+  return *(const device uint4*)(from.buffer + (from.at + uint(word)));
+}
+inline KvRecord kv_record_after(KvRecord record, int words) {
+  record.at += uint(words);
+  return record;
 }
 struct KvPipe {
-  const device uint* next;
+  KvRecord next;
   int words;  // of a record
 };
 template <int RECORD, int STAGES, int S, int STEP>
 inline KvPipe kv_pipe_start(
-    const device uint* first, int words, int count, int group, int lane) {
+    const device uint* buffer, size_t at, int words, int count, int group, int lane) {
   KvPipe pipe;
-  pipe.next = first;
+  pipe.next.buffer = buffer;
+  pipe.next.at = uint(at);
   pipe.words = words;
   return pipe;
 }
@@ -131,8 +139,5 @@ inline KvRecord kv_pipe_wait(thread KvPipe& pipe) {
 }
 template <int RECORD, int STAGES, int S, int STEP>
 inline void kv_pipe_release(thread KvPipe& pipe, int lane) {
-  pipe.next += STEP * pipe.words;
-}
-inline KvRecord kv_record_after(KvRecord record, int words) {
-  return record + words;
+  pipe.next = kv_record_after(pipe.next, STEP * pipe.words);
 }

@@ -82,38 +82,3 @@ inline TileB tile_b_of(TileC c) {
   return b;
 }
 inline uint tile_b_numbers(uint pair, uint lane) { return pair; }
-
-// The records of a simdgroup, two by two, every S-th pair: read where they lie.
-typedef const device uint* KvRecord;
-inline uint kv_read1(KvRecord from, int word) {
-  return from[word];
-}
-inline uint2 kv_read2(KvRecord from, int word) {
-  return *(const device uint2*)(from + word);
-}
-inline uint4 kv_read4(KvRecord from, int word) {
-  return *(const device uint4*)(from + word);
-}
-struct KvPipe {
-  const device uint* next;
-  int words;  // of a record
-};
-template <int RECORD, int STAGES, int S, int STEP>
-inline KvPipe kv_pipe_start(
-    const device uint* first, int words, int count, int group, int lane) {
-  KvPipe pipe;
-  pipe.next = first;
-  pipe.words = words;
-  return pipe;
-}
-template <int RECORD, int STAGES, int S, int STEP>
-inline KvRecord kv_pipe_wait(thread KvPipe& pipe) {
-  return pipe.next;
-}
-template <int RECORD, int STAGES, int S, int STEP>
-inline void kv_pipe_release(thread KvPipe& pipe, int lane) {
-  pipe.next += STEP * pipe.words;
-}
-inline KvRecord kv_record_after(KvRecord record, int words) {
-  return record + words;
-}
