@@ -6,6 +6,8 @@
 #                  make planted ARGS=--all for every one, and for every text of Metal
 # make evidence    KL and questions of all presets on SmolLM2 and Gemma 3 270M (93 and 238 MB, once), or on MODEL=qwen3-4b;
 #                   goes on where it was stopped, and writes runs/evidence.md
+# make agx         builds Mesa's compiler for Apple's GPUs outside the tree (Debian; once, 12 minutes, 700 MB) and writes the
+#                  table of what each kernel takes there; make agx ARGS="int4 128,256" for some
 # make reference   write docs/reference/ from the code (seconds)
 # make pictures    draw the pictures of README.md and take the output of its commands anew (two minutes; rsvg-convert or Chromium)
 # All create .venv on the first call. Another Python: make test PYTHON=python3.12
@@ -20,7 +22,7 @@ ARGS ?=
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: chat demo test test-fast planted evidence reference pictures clean
+.PHONY: chat demo test test-fast planted evidence agx reference pictures clean
 
 # SmolLM2, downloaded once and kept in $(VENV)/models, unless ARGS name another model.
 ASKED = $(filter -m% --model%,$(ARGS))
@@ -51,6 +53,10 @@ evidence: $(VENV)/.installed
 	@$(BIN)/python -c "import matplotlib" 2>/dev/null || $(PIP) install "matplotlib>=3.9"
 	@$(BIN)/python -m experiments.evidence.pretrained $(if $(MODEL),"$(MODEL)") $(ARGS)
 	@$(BIN)/python -m experiments.evidence.pretrained_page --folder runs/evidence
+
+agx: $(VENV)/.tested
+	@nice bash tests/support/agx/build.sh
+	@PYTHONPATH=tests/support $(BIN)/python -m agx $(ARGS)
 
 reference: $(VENV)/.installed
 	@$(BIN)/python -m experiments.pages.reference

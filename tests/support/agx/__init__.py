@@ -1,0 +1,1 @@
+"""Kernels compiled for Apple's GPUs by Mesa's compiler: compiler.py; `make agx` builds it."""

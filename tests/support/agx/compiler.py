@@ -1,0 +1,241 @@
+"""Compile texts for an M1 or M2 by Mesa's compiler (`make agx`), and count what they take.
+
+What is approximated: the register allocator is Mesa's, not Apple's; a simdgroup matrix is two floats a lane and two
+multiply-adds, as Mesa has no instruction for it; no preamble of MLX's. docs/internals/apple.md: how far to trust it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from metal.parse import EXTENSIONS, translate
+from metal.parse import HERE as METAL
+from metal.signature import ATTRIBUTES, Kernel
+
+HERE = Path(__file__).parent
+FOLDER = Path(os.environ.get("MLXKV_AGX") or Path.home() / ".cache" / "mlxkv-agx")
+CLANG = FOLDER / "clang" / "usr"
+TOOL = FOLDER / "compile"
+TIMEOUT = 600
+FLAGS = [  # names tell which function is the kernel
+    *("-target", "spir64", "-Wno-everything", "-fno-discard-value-names"),
+]
+FRONT = [  # vectors of 16 would be refused later
+    *("-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-O2", "-S"),
+    *("-fno-vectorize", "-fno-slp-vectorize"),
+    *("-Xclang", f"-cl-ext={EXTENSIONS},+cl_khr_subgroups"),
+]
+BACK = ["-x", "ir", "-Xclang", "-disable-llvm-passes", "-c"]
+# What a text names, by OpenCL's words.
+SOURCES = {
+    "thread_index_in_simdgroup": "metal::metal_lane()",
+    "thread_index_in_threadgroup": "uint(::get_local_id(0))",
+    "simdgroup_index_in_threadgroup": "uint(::get_sub_group_id())",
+    "simdgroups_per_threadgroup": "{threads} / 32u",
+    "threads_per_simdgroup": "32u",
+    "thread_execution_width": "32u",
+    "threads_per_threadgroup": "(uint3)({threads}u, 1u, 1u)",
+    "thread_position_in_threadgroup": "(uint3)(uint(::get_local_id(0)), 0u, 0u)",
+    "threadgroup_position_in_grid": "(uint3)({group})",
+    "thread_position_in_grid": "(uint3)({place})",
+    "threadgroups_per_grid": "(uint3)(groups_x, groups_y, groups_z)",
+    "threads_per_grid": "(uint3)(groups_x * {threads}u, groups_y, groups_z)",
+}
+GROUP = ", ".join(f"uint(::get_group_id({i}))" for i in range(3))
+PLACE = ", ".join(f"uint(::get_global_id({i}))" for i in range(3))
+# Names of MLX's preamble. And functions of a text are all put into the kernel: Apple's compiler does so too.
+BEFORE = "typedef bfloat bfloat16_t;\ntypedef half float16_t;\n"
+BEFORE += "#undef inline\n#define inline inline __attribute__((always_inline))\n"
+# Instructions of a kind, by the starts of their names. Any other works on integers.
+KINDS = {
+    "float": "fadd fmul ffma hadd hmul hfma fcmp",
+    "special": "rcp rsqrt srsqrt log2 exp2 sin_pt floor ceil trunc roundeven",
+    "convert": "convert",
+    "move": "mov swap",
+    "shuffle": "shuffle quad_shuffle simd_ icmp_ballot fcmp_ballot",
+    "memory": "device_load device_store atomic uniform_store",
+    "threadgroup": "local_",
+    "spill": "stack_load stack_store",
+    "control": "if_ else_ while_ pop_exec push_exec jmp break begin_cf wait logical_end stop "
+    "threadgroup_barrier memory_barrier stack_adjust",
+}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop, but for loops inside it: instructions, and how many of them of each kind."""
+
+    instructions: int
+    kinds: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What a kernel takes. registers: 32-bit ones of a thread, of 128. spills, fills: instructions. scratch: bytes of a
+    thread. shared: bytes of a threadgroup. code: bytes. cycles: issue cycles of the whole text, as Mesa counts them.
+    threads: of a threadgroup, at most."""
+
+    registers: int
+    spills: int
+    fills: int
+    scratch: int
+    shared: int
+    code: int
+    instructions: int
+    cycles: int
+    threads: int
+    kinds: dict[str, int]
+    loops: tuple[Loop, ...]
+
+
+class CompileError(Exception):
+    """A step refused the text; its first error."""
+
+
+def why_not() -> str | None:
+    """Why nothing is compiled here, or None."""
+    return None if TOOL.exists() else "Mesa's compiler is not built here: make agx"
+
+
+def source(kernel: Kernel, threads: int) -> str:
+    """The text as C++ for OpenCL, for threadgroups of `threads`."""
+    values = {"threads": threads, "group": GROUP, "place": PLACE}
+    given = "".join(
+        f"const {ATTRIBUTES[name]} {name} = {SOURCES[name].format(**values)};\n"
+        for name in kernel.attributes
+    )
+    buffers = ",\n".join(re.sub(r" \[\[.*\]\]", "", x) for x in kernel.buffers)
+    library = [METAL / "words.h", HERE / "library.h", METAL / "vectors.h"]
+    before = "#define METAL_LEVEL 320\n" + "\n".join(x.read_text() for x in library) + BEFORE
+    head = f"__kernel __attribute__((reqd_work_group_size({threads}, 1, 1))) void"
+    counts = "uint groups_x, uint groups_y, uint groups_z"
+    return (
+        f"{before}{translate(kernel.header)}{head} {kernel.function()}(\n{buffers}, {counts}) {{\n"
+        f"{given}{kernel.source}\n}}\n"
+    )
+
+
+def takes(kernel: Kernel, threads: int) -> Takes:
+    """Compile a kernel and count. What was counted once is kept beside the compiler."""
+    text = source(kernel, threads)
+    digest = hashlib.sha256(_tools() + text.encode()).hexdigest()[:24]
+    kept = FOLDER / "kept" / f"{digest}.json"
+    if not kept.exists():
+        kept.parent.mkdir(exist_ok=True)
+        made = json.dumps(asdict(_counted(_compiled(text))))
+        kept.write_text(made)
+    made = json.loads(kept.read_text())
+    return Takes(**made | {"loops": tuple(Loop(**x) for x in made["loops"])})
+
+
+@cache
+def _tools() -> bytes:
+    return TOOL.read_bytes() + Path(__file__).read_bytes()
+
+
+def _compiled(text: str) -> str:
+    """What the compiler prints: its last form of the code, and numbers."""
+    clang = [CLANG / "lib/llvm-15/bin/clang", "-emit-llvm", *FLAGS]
+    with tempfile.TemporaryDirectory() as folder:
+        text_, ir, code, spirv = (Path(folder) / x for x in ("k.clcpp", "k.ll", "k.bc", "k.spv"))
+        text_.write_text(text, encoding="utf-8")
+        _run([*clang, *FRONT, "-o", ir, text_])
+        ir.write_text(_plain(ir.read_text()))
+        _run([*clang, *BACK, "-o", code, ir])
+        _run([CLANG / "bin/llvm-spirv-15", "--spirv-max-version=1.4", "-o", spirv, code])
+        return _run([TOOL, spirv])
+
+
+def _plain(ir: str) -> str:
+    """Without what SPIR-V 1.4 has no word for."""
+
+    def same(match: re.Match) -> str:
+        kind, value = match[1], match[2].rstrip(",")
+        if kind in ("float", "half"):
+            return f"= fadd {kind} {value}, -0.0"
+        zero = "zeroinitializer" if kind[0] == "<" else "false" if kind == "i1" else "0"
+        return f"= or {kind} {value}, {zero}"
+
+    ir = re.sub(r"= freeze (i\d+|<\d+ x i\d+>|float|half) (\S+)", same, ir)
+    return re.sub(r", !llvm.loop !\d+", "", ir)
+
+
+def _run(command: list) -> str:
+    libraries = f"{CLANG}/lib/x86_64-linux-gnu:{CLANG}/lib/llvm-15/lib"
+    switches = {"LD_LIBRARY_PATH": libraries, "AGX_MESA_DEBUG": "shaders,shaderdb,internal"}
+    environment = {**os.environ, **switches}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT)
+    if done.returncode:
+        errors = [x for x in done.stderr.splitlines() if "error" in x] or [done.stderr[-300:]]
+        raise CompileError(f"{Path(command[0]).name}: {done.returncode}: {errors[0]}")
+    return done.stdout + done.stderr
+
+
+def _counted(printed: str) -> Takes:
+    numbers = dict(re.findall(r"(\w+)=(\d+)", re.search(r"^TAKES.*", printed, re.M)[0]))
+    stats = re.findall(r"^SHADER-DB: .*", printed, re.M)[-1]
+    spills, fills = map(int, re.search(r"(\d+):(\d+) spills", stats).groups())
+    blocks = _blocks(printed)
+    kinds = sum((x for _, x in blocks.values()), Counter())
+    return Takes(
+        registers=-(-int(numbers["registers"]) // 2),
+        spills=spills,
+        fills=fills,
+        scratch=4 * int(numbers["scratch"]),
+        shared=int(numbers["shared"]),
+        code=int(numbers["code"]),
+        instructions=int(re.search(r"(\d+) inst", stats)[1]),
+        cycles=int(re.search(r"(\d+) alu", stats)[1]),
+        threads=int(numbers["threads"]),
+        kinds=dict(kinds),
+        loops=tuple(_loops(blocks)),
+    )
+
+
+Block = tuple[list[str], Counter]  # successors, kinds of its instructions
+
+
+def _blocks(printed: str) -> dict[str, Block]:
+    """The blocks of the kernel's last form, in their order. A short preamble is printed like a kernel."""
+    forms: list[dict[str, Block]] = []
+    for name, body, after in re.findall(r"^(block\d+) \{\n(.*?)^\}([^\n]*)", printed, re.M | re.S):
+        if not forms or name in forms[-1]:
+            forms.append({})
+        successors = re.findall(r"block\d+", after.split(" from")[0])
+        forms[-1][name] = successors, Counter(map(_kind, body.splitlines()))
+    most = max(map(len, forms))
+    return [x for x in forms if len(x) == most][-1]
+
+
+def _kind(line: str) -> str:
+    name = line.split(" = ")[-1].split()[0]
+    if name == "bitop" and line.endswith("#a"):
+        return "move"
+    for kind, starts in KINDS.items():
+        if name.startswith(tuple(starts.split())):
+            return kind
+    return "integer"
+
+
+def _loops(blocks: dict[str, Block]) -> list[Loop]:
+    """Every loop, in the order of their ends."""
+    order = list(blocks)
+    spans = []
+    for i, name in enumerate(order):
+        spans += [(order.index(x), i) for x in blocks[name][0] if order.index(x) <= i]
+    out = []
+    for first, last in spans:
+        within = [x for x in spans if first <= x[0] and x[1] <= last and x != (first, last)]
+        mine = [i for i in range(first, last + 1) if not any(a <= i <= b for a, b in within)]
+        kinds = sum((blocks[order[i]][1] for i in mine), Counter())
+        out.append(Loop(kinds.total(), dict(kinds)))
+    return out
