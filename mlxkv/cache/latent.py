@@ -21,17 +21,7 @@ from mlxkv.cache.compressed import STEP, CompressedKVCache
 from mlxkv.cache.contract import IntoBatch
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import LatentCodes
-from mlxkv.cache.traced import (
-    Form,
-    NotYet,
-    Numbers,
-    Own,
-    OwnStandIn,
-    Rows,
-    RowsStandIn,
-    Untraceable,
-    check_rows,
-)
+from mlxkv.cache.traced import Arrays, Form, NotYet, Numbers, Own, Rows, check_rows
 from mlxkv.cache.view import BY_OPS, KernelPlan, Pair, TracedLatents, View
 from mlxkv.errors import UserError
 from mlxkv.metal.launch import ahead, backend
@@ -278,47 +268,33 @@ class OwnLatents(Own):
         if self.rotary is not None:
             self.arrays, self.writes = [*self.arrays, self.rotary], 3
 
-    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> _LatentStandIn:
-        return _LatentStandIn(self, arrays, numbers)
-
-
-class _LatentStandIn(OwnStandIn):
-    def __init__(self, form: OwnLatents, arrays: Sequence[mx.array], numbers: Numbers):
-        self._rotary = None if form.rotary is None else arrays[-1]
-        super().__init__(form, arrays if self._rotary is None else arrays[:-1], numbers)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
+    def append(
+        self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
+    ) -> tuple[Arrays, tuple]:
         """Latents as a view, and the rotary keys of all tokens with room behind them."""
-        self._write(keys, values, 1)
-        latents, live = self.written
-        if in_order := self._rotary is not None:
-            at = self._numbers.places(0, values.shape)
-            turned = mx.put_along_axis(self._rotary, at, values.astype(live.dtype), axis=2)
-            self.written = latents, live, turned
+        exact = self.rotary is not None
+        written, (view, _) = super().append(arrays[:-1] if exact else arrays, numbers, keys, values)
+        live = written[1]
+        if exact:
+            at = numbers.places(0, values.shape)
+            rotary = mx.put_along_axis(arrays[-1], at, values.astype(live.dtype), axis=2)
+            written = *written, rotary
         else:
-            parts = [] if self._sink is None else [self._sink[1]]
-            turned = mx.concatenate([*parts, self._pages.decode_rotary(live.dtype), live], axis=2)
-        sink = self._sink and (self._sink[0],) * 2
-        numbers = self._numbers
-        counts = numbers.once("counts", lambda: numbers.array[2:5])
-        self._view = TracedLatents(
-            *((latents,) * 2, sink, self._pages),
-            seen=self._seen,
-            counts=counts,
-            width=turned.shape[2],
-            in_order=in_order,
+            parts = [] if view.sink is None else [view.sink[1]]
+            rotary = mx.concatenate([*parts, view.pages.decode_rotary(live.dtype), live], axis=2)
+        latents = TracedLatents(
+            *((written[0],) * 2, view.sink and (view.sink[0],) * 2, view.pages),
+            seen=view.seen,
+            counts=numbers.once("counts", lambda: numbers.array[2:5]),
+            width=rotary.shape[2],
+            in_order=exact,
             once=numbers.once,
         )
-        return self._view, turned
+        return written, (latents, rotary)
 
-    def keys_and_values(self):
-        raise Untraceable("layers share a cache of latents")
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+    def make_mask(self, N: int, return_array: bool, window_size: int | None):
         """None: one token sees all, whether an array is asked for or not."""
-        if N > 1 or window_size is not None:
-            return super().make_mask(N, return_array, window_size)
-        return None
+        return super().make_mask(N, return_array and N > 1, window_size)
 
 
 def of_latent_batch(cache: BatchedLatentCache, new: int) -> Form:
@@ -332,25 +308,14 @@ def of_latent_batch(cache: BatchedLatentCache, new: int) -> Form:
 class LatentRows(Rows):
     """Arrays of `OwnLatents` for each sequence."""
 
-    own = OwnLatents
+    row_form = OwnLatents
 
-    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> _LatentRowsStandIn:
-        return _LatentRowsStandIn(self.forms, arrays, numbers)
-
-
-class _LatentRowsStandIn(RowsStandIn):
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
+    def joined(self, views: Sequence[tuple]) -> tuple:
         """Latents as views, and the rotary keys of all sequences [B, 1, columns, N], with zeros behind the shorter."""
-        if self.written is not None:
-            raise Untraceable("a layer writes to its cache twice")
-        views, turned = zip(*self.each(keys, values), strict=True)
-        most = max(x.shape[2] for x in turned)
-        spare = ([(0, 0), (0, 0), (0, most - x.shape[2]), (0, 0)] for x in turned)
-        turned = mx.concatenate([mx.pad(x, room) for x, room in zip(turned, spare, strict=True)])
-        return View(views[0].live, rows=tuple((view, None) for view in views)), turned
+        columns = max(rotary.shape[2] for _, rotary in views)
+        rotary = mx.concatenate([_padded(x, columns) for _, x in views])
+        return super().joined(views)[0], rotary
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+    def make_mask(self, N: int, return_array: bool, window_size: int | None):
         """As of one sequence: what is not in use is out of sight (`TracedLatents`)."""
-        if N > 1 or window_size is not None:
-            return super().make_mask(N, return_array, window_size)
-        return None
+        return super().make_mask(N, return_array and N > 1, window_size)

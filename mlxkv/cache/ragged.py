@@ -90,7 +90,7 @@ class Ragged:
         self.offsets += [row.offset for row in rows]
         self.counts += [0 if row.live is None else row.live[0].shape[2] for row in rows]
         self.parted += parted
-        self.pages.join([(r.store.held, r.store.count) if r.store else ({}, 0) for r in rows])
+        self.pages.join([(r.store.state, r.store.count) if r.store else ({}, 0) for r in rows])
         return True
 
     def _takes(self, row: Contents) -> bool:
@@ -215,7 +215,7 @@ class Ragged:
         out.live = tuple(x[i : i + 1, :, : self.counts[i]] for x in self.live)
         if count := self.pages.counts[i]:
             out.store = self.store.empty()
-            out.store.take_over(self.pages.read(i=i), count)
+            out.store.restore(self.pages.read(i=i), count)
         return out
 
     def select(self, indices: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
-from mlxkv.cache.pages import Pages
+from mlxkv.cache.pages import Named, Pages
 from mlxkv.cache.view import (
     BY_OPS,
     PORTABLE,
@@ -31,7 +31,6 @@ from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES, record_layout
 from mlxkv.metal import attend, launch, seal
-from mlxkv.metal.lengths import grown
 
 
 class Form:
@@ -41,47 +40,14 @@ class Form:
 _forms: WeakValueDictionary[tuple, Form] = WeakValueDictionary()
 
 
-class _Store:
-    """way: how pages are encoded, of `encoding`."""
+class Store:
+    """Sealed pages and what encodes more of them. A subclass defines `encode` and `snapshot`.
 
-    def __init__(
-        self,
-        config: CacheConfig,
-        dims: tuple[int, int],
-        layer_maps: LayerMaps | None,
-        way: str,
-    ):
-        self.config, self.dims, self.way = config, dims, way
-        self.emulated = False  # whether its kernels are such that no trace can hold them
-        self.codecs = tuple(
-            Codec(side, dim, config.page, getattr(layer_maps, name))
-            if side.calibrated and layer_maps is not None
-            else codec(side, dim, config.page)
-            for name, side, dim in zip(NAMES, (config.keys, config.values), dims, strict=True)
-        )
-
-    def encode_by(self, way: str) -> None:
-        """Encode the next pages this way."""
-        self.way = way
-
-    @cached_property
-    def form(self) -> Form:
-        """The same for stores whose pages are read by the same code, with the same transforms."""
-        key = type(self), self.config, self.dims, *self._read_by
-        return _forms.setdefault(key, Form())
-
-    @property
-    def _read_by(self) -> tuple:
-        return tuple(code.transform for code in self.codecs)
-
-
-class Codes(_Store):
-    """Sealed pages for plain ops: the arrays of both sides, by (side, name).
-
-    sides: those that it holds.
+    plan: which kernels read them. emulated: whether no trace can hold these kernels. way: how pages are encoded, of
+    `encoding`.
     """
 
-    sides = NAMES
+    plan, emulated = BY_OPS, False
 
     def __init__(
         self,
@@ -90,87 +56,125 @@ class Codes(_Store):
         layer_maps: LayerMaps | None = None,
         way: str = encoding.KERNEL,
     ):
-        super().__init__(config, dims, layer_maps, way)
+        self.config, self.dims, self.way = config, dims, way
         self.pages = Pages()
-        self._whole: CodePages | None = None  # the last snapshot of all pages, until they change
+        self._all: CodePages | RecordPages | None = None  # the last `whole`, until pages change
+        self.codecs = tuple(
+            Codec(side, dim, config.page, getattr(layer_maps, name))
+            if side.calibrated and layer_maps is not None
+            else codec(side, dim, config.page)
+            for name, side, dim in zip(NAMES, (config.keys, config.values), dims, strict=True)
+        )
 
     def __deepcopy__(self, memo):
-        other = copy(self)
-        other.pages, other._whole = deepcopy(self.pages, memo), None
-        return other
+        return self._with_pages(deepcopy(self.pages, memo))
+
+    def empty(self) -> Store:
+        """A store of the same kind without pages."""
+        return self._with_pages(Pages())
+
+    def _with_pages(self, pages: Pages) -> Store:
+        store = copy(self)  # all but the pages is shared: MLX's kernel builders cannot be copied
+        store.pages, store._all = pages, None
+        return store
+
+    def encode_by(self, way: str) -> None:
+        """Encode the next pages this way."""
+        self.way = way
+
+    @cached_property
+    def form(self) -> Form:
+        """The same for stores whose pages are read by the same code, with the same transforms."""
+        transforms = (code.transform for code in self.codecs)
+        key = type(self), self.config, self.dims, *transforms, self.plan.body, self.plan.make
+        return _forms.setdefault(key, Form())
 
     @property
     def count(self) -> int:
         return self.pages.counts[0]
 
+    def encode(self, pair: Pair, tokens: int, start: int) -> Named:
+        """The arrays of whole pages: `tokens` of keys and values [B, G, T, D], from token `start` on."""
+        raise NotImplementedError
+
+    def snapshot(self, arrays: Named, tokens: int) -> CodePages | RecordPages:
+        """The first `tokens` of these arrays for attention to read."""
+        raise NotImplementedError
+
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
-        self._whole = None  # a hold on the arrays would have them copied
-        stop, encoded = start + count * self.config.page, {}
-        for side, code, x in zip(self.sides, self.codecs, pair, strict=False):
-            for name, y in code.encode(x[:, :, start:stop], self.way).items():
-                encoded[side, name] = y
-        self.pages.append(encoded, count)
+        self._all = None  # a hold on the arrays would have them copied
+        self.pages.append(self.encode(pair, count * self.config.page, start), count)
 
-    def _sides(self, start: int, stop: int) -> dict[str, Stored]:
-        return self._by_side(self.pages.read(start, stop))
-
-    def _by_side(self, held: dict) -> dict[str, Stored]:
-        """The codes among these arrays, by side and name."""
-        out: dict[str, Stored] = {name: {} for name in self.sides}
-        for key, x in held.items():
-            out[key[0]][key[1]] = x
-        return out
-
-    def read(self, start: int, stop: int) -> CodePages:
+    def read(self, start: int, stop: int) -> CodePages | RecordPages:
         """A snapshot of pages start .. stop - 1."""
-        held = self.pages.read(start, stop)
-        return self._snapshot(held, (stop - start) * self.config.page)
+        return self.snapshot(self.pages.read(start, stop), (stop - start) * self.config.page)
 
-    def whole(self) -> CodePages:
+    def whole(self) -> CodePages | RecordPages:
         """A snapshot of all pages."""
-        if self._whole is None:
-            self._whole = self.read(0, self.count)
-        return self._whole
+        if self._all is None:
+            self._all = self.read(0, self.count)
+        return self._all
 
     def make_room(self) -> None:
         """Have the room of steps of fixed shapes."""
-        if self.pages.capacity != grown(self.count):
-            self._whole = None  # a hold on the arrays
-            self.pages.make_room()
+        self._all = None
+        self.pages.make_room()
 
-    def room(self, arrays: Sequence[mx.array]) -> CodePages:
+    def room(self, arrays: Sequence[mx.array]) -> CodePages | RecordPages:
         """A snapshot of `arrays`, in the order of `self.arrays()`, with their spare room as pages of zeros."""
-        held = dict(zip(self.pages.arrays, arrays, strict=True))
-        return self._snapshot(held, self.pages.capacity * self.config.page)
-
-    def _snapshot(self, held: dict, tokens: int) -> CodePages:
-        """Return what attention reads of these arrays."""
-        return CodePages(self.codecs, tuple(self._by_side(held).values()), tokens)
+        named = dict(zip(self.pages.arrays, arrays, strict=True))
+        return self.snapshot(named, self.pages.capacity * self.config.page)
 
     def truncate(self, count: int) -> None:
-        self._whole = None
+        self._all = None
         self.pages.truncate(count)
 
     def arrays(self) -> list[mx.array]:
         """All allocated arrays."""
         return list(self.pages.arrays.values())
 
+
+class Codes(Store):
+    """Sealed pages for plain ops: the arrays of both sides, by (side, name).
+
+    sides: those that it holds.
+    """
+
+    sides = NAMES
+
+    def encode(self, pair: Pair, tokens: int, start: int) -> Named:
+        return {
+            (side, name): y
+            for side, code, x in zip(self.sides, self.codecs, pair, strict=False)
+            for name, y in code.encode(x[:, :, start : start + tokens], self.way).items()
+        }
+
+    def _by_side(self, arrays: Named) -> dict[str, Stored]:
+        """The codes among these arrays, by side and name."""
+        out: dict[str, Stored] = {name: {} for name in self.sides}
+        for (side, name), x in arrays.items():
+            out[side][name] = x
+        return out
+
+    def snapshot(self, arrays: Named, tokens: int) -> CodePages:
+        return CodePages(self.codecs, tuple(self._by_side(arrays).values()), tokens)
+
     @property
     def state(self) -> dict:
-        return self._sides(0, self.count)
+        return self._by_side(self.pages.read())
 
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of either store."""
-        self._whole = None
+        self._all = None
         if "records" in state:
             state = records.to_codes(state, self.codecs)
-        held = {}
+        arrays = {}
         for side, code in zip(self.sides, self.codecs, strict=False):
             if set(state[side]) != code.spec.tensors:
                 raise ValueError(f"arrays {', '.join(sorted(state[side]))} for {side}")
-            held |= {(side, name): x for name, x in state[side].items()}
-        self.pages.restore(held, count)
+            arrays |= {(side, name): x for name, x in state[side].items()}
+        self.pages.restore(arrays, count)
 
 
 class LatentCodes(Codes):
@@ -190,29 +194,13 @@ class LatentCodes(Codes):
         self.emulated = plan.make not in (None, mx.fast.metal_kernel, mx.fast.cuda_kernel)
         self.sides = NAMES[: 2 if config.rotary < 16 else 1]
 
-    def read(self, start: int, stop: int) -> LatentPages:
-        latents, *rotary = self._sides(start, stop).values()
-        tokens, beside = (stop - start) * self.config.page, None
-        if rotary:
-            beside = self.codecs[1], rotary[0]
-        return LatentPages(self.codecs[:1] * 2, (latents, latents), tokens, self.plan, beside)
-
-    def room(self, arrays: Sequence[mx.array]) -> LatentPages:
-        """As `Codes.room`."""
-        sides: dict[str, Stored] = {name: {} for name in self.sides}
-        for (side, name), x in zip(self.pages.arrays, arrays, strict=True):
-            sides[side][name] = x
-        latents, *rotary = sides.values()
-        tokens = self.pages.capacity * self.config.page
-        beside = (self.codecs[1], rotary[0]) if rotary else None
-        return LatentPages(self.codecs[:1] * 2, (latents, latents), tokens, self.plan, beside)
-
-    @property
-    def _read_by(self) -> tuple:
-        return *super()._read_by, self.plan.body, self.plan.make
+    def snapshot(self, arrays: Named, tokens: int) -> LatentPages:
+        latents, *rotary = self._by_side(arrays).values()
+        coded = (self.codecs[1], rotary[0]) if rotary else None
+        return LatentPages(self.codecs[:1] * 2, (latents, latents), tokens, self.plan, coded)
 
 
-class Records(_Store):
+class Records(Store):
     """Sealed pages for kernels that `make` builds, tiles or the portable ones: a buffer of page
     records, and one of headers for formats that have them."""
 
@@ -231,28 +219,13 @@ class Records(_Store):
         self.plan = KernelPlan(body, layout=self.layout, make=make)
         self.emulated = make not in (mx.fast.metal_kernel, mx.fast.cuda_kernel)
         self._sealer = seal.sealer(self.layout)
-        self.pages = Pages()
-
-    def __deepcopy__(self, memo):
-        other = copy(self)  # all but the pages is shared: MLX's kernel builders cannot be copied
-        other.pages = deepcopy(self.pages, memo)
-        return other
-
-    @property
-    def count(self) -> int:
-        return self.pages.counts[0]
-
-    def append(self, pair: Pair, count: int, start: int = 0) -> None:
-        """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
-        self.pages.append(self.encode(pair, count * self.config.page, start), count)
 
     def encode(self, pair: Pair, tokens: int, start: int) -> Stored:
-        """The arrays that `append` would add for whole pages."""
         layout, make, on_cpu = self.layout, self.plan.make, self.way != encoding.KERNEL
-        sides = tuple(zip(self.codecs, (layout.keys, layout.values), strict=True))
         if self._sealer is not None and not on_cpu:
             transforms = tuple(code.transform for code in self.codecs)
-            ranks = tuple(code.spec.clip_rank(at.dims) for code, at in sides)
+            sides = layout.keys, layout.values
+            ranks = self._clip_ranks(self.codecs, [side.dims for side in sides])
             return self._sealer(pair, layout, make, transforms, start, tokens, ranks)
         with mx.stream(mx.cpu if on_cpu else mx.default_device()):
             codes = {}
@@ -260,18 +233,15 @@ class Records(_Store):
                 codes[name] = code.encode(x[:, :, start : start + tokens], self.way)
             return records.to_records(codes, self.codecs)
 
-    def snapshot(self, held: Stored, tokens: int) -> RecordPages:
-        """Return what attention reads of the first `tokens` of these arrays."""
-        buffer, headers = held["records"], held.get("headers")
+    @staticmethod
+    def _clip_ranks(codecs: Sequence[Codec], dims: Sequence[int]) -> tuple[int, ...]:
+        return tuple(code.spec.clip_rank(d) for code, d in zip(codecs, dims, strict=True))
+
+    def snapshot(self, arrays: Stored, tokens: int) -> RecordPages:
+        buffer, headers = arrays["records"], arrays.get("headers")
         return RecordPages(self.codecs, self.plan, buffer, tokens, headers)
 
-    def empty(self) -> Records:
-        """A store of the same kind without pages."""
-        other = copy(self)
-        other.pages = Pages()
-        return other
-
-    def is_like(self, other: Codes | Records) -> bool:
+    def is_like(self, other: Store) -> bool:
         """Return whether the same kernels read the pages of both."""
         kinds = ((type(x), x.config, x.dims, x.way) for x in (self, other))
         return next(kinds) == next(kinds) and self.plan == other.plan
@@ -288,54 +258,25 @@ class Records(_Store):
             if old.transform is not new.transform:
                 x = x @ (old.transform.up @ new.transform.down)
             moved.append(x)
-        ranks = tuple(
-            code.spec.clip_rank(x.shape[3]) for code, x in zip(codecs, moved, strict=True)
-        )
+        ranks = self._clip_ranks(codecs, [x.shape[3] for x in moved])
         return {
             "records": seal.seal(tuple(moved), layout, make, (None, None), 0, pages.tokens, ranks)
         }
 
     def read(self, start: int, stop: int) -> RecordPages:
-        """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""
-        arrays = self.pages.read(start, stop) if start else self.pages.arrays
-        return self.snapshot(arrays, (stop - start) * self.config.page)
-
-    def whole(self) -> RecordPages:
-        """A snapshot of all pages."""
-        return self.read(0, self.count)
+        """As `Store.read`; from the first page on it copies nothing."""
+        if start:
+            return super().read(start, stop)
+        return self.snapshot(self.pages.arrays, stop * self.config.page)
 
     @property
-    def _read_by(self) -> tuple:
-        return *super()._read_by, self.plan.body, self.plan.make
-
-    def make_room(self) -> None:
-        """As `Codes.make_room`."""
-        self.pages.make_room()
-
-    def room(self, arrays: Sequence[mx.array]) -> RecordPages:
-        """As `Codes.room`."""
-        held = dict(zip(self.pages.arrays, arrays, strict=True))
-        return self.snapshot(held, self.pages.capacity * self.config.page)
-
-    def truncate(self, count: int) -> None:
-        self.pages.truncate(count)
-
-    def arrays(self) -> list[mx.array]:
-        """All allocated arrays."""
-        return list(self.pages.arrays.values())
-
-    @property
-    def held(self) -> dict:
-        """The arrays of its pages."""
+    def state(self) -> Stored:
+        """Return what has to be saved of its pages."""
         return self.pages.read()
-
-    @property
-    def state(self) -> dict:
-        """Return what has to be saved of them."""
-        return self.held
 
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of either store. Raises ValueError for records of another layout."""
+        self._all = None
         if "records" not in state:
             state = records.to_records(state, self.codecs)
         state = {name: state[name] for name in ("records", "headers") if name in state}
@@ -344,10 +285,6 @@ class Records(_Store):
             if x.shape[-1] != words[name]:
                 raise ValueError(f"{name} of {x.shape[-1]} words in place of {words[name]}")
         self.pages.restore(state, count)
-
-    def take_over(self, held: dict, count: int) -> None:
-        """Take over the `count` pages of `held`, of a store like this one."""
-        self.pages.restore(held, count)
 
 
 def codes_of(store: Codes | Records) -> dict[str, Stored]:

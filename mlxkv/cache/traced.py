@@ -1,17 +1,17 @@
 """Caches in a step of fixed shapes, which is traced once and replayed: whole buffers, and arrays that say how much of
 them is in use. The loop around it is `models.compiled`.
 
-`Form` is what a traced step has to know of one cache, and what it leaves in it.
-
-A step goes through three stages. On the host, `form` looks at a cache: its arrays, its numbers (how much of
-the arrays is in use), and what a trace takes for granted. In the trace, `standing_in` is what the model's code sees
-in place of the cache. On the host again, `commit` hands the arrays that were written back to the cache.
+A `Form` is a cache as the next step finds it. On the host it has arrays, numbers (how much of the arrays is in use),
+and what a trace takes for granted. In the trace, `StandIn` is what the model's code sees in place of the cache, and
+`Form.append` computes what it writes and reads. On the host again, `Form.commit` hands the arrays that were written
+back to the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 
 import mlx.core as mx
 
@@ -22,6 +22,8 @@ from mlxkv.cache.view import View
 from mlxkv.codec.transform import left
 from mlxkv.formats.records import TOKENS
 from mlxkv.metal.lengths import Division, Later, shared
+
+Arrays = Sequence[mx.array]
 
 
 class Untraceable(Exception):
@@ -35,25 +37,25 @@ class NotYet(Exception):
 class Numbers:
     """The integers of a cache in a step: an array in the trace, shared by caches that go in step.
 
-    array: int32. made: what layers have made of it, for others in the same step.
+    array: int32. results: what layers have made of it, for others in the same step.
     """
 
     def __init__(self, array: mx.array):
         self.array = array
-        self.made: dict[Hashable, object] = {}
+        self.results: dict[Hashable, object] = {}
 
     def once(self, key: Hashable, make: Callable[[], object]) -> object:
         """Return what `make` returned for this key in this step."""
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
+        if key not in self.results:
+            self.results[key] = make()
+        return self.results[key]
 
-    def places(self, first: int, shape: tuple[int, ...], each: bool = False) -> mx.array:
+    def places(self, first: int, shape: tuple[int, ...], by_row: bool = False) -> mx.array:
         """Return where new keys, or values, of this shape [B, G, L, D] go: the place that number `first` says, and
-        the next ones. each: B numbers from `first` on say it, one for each sequence."""
+        the next ones. by_row: B numbers from `first` on say it, one for each sequence."""
 
         def make() -> mx.array:
-            at = self.array[first : first + (shape[0] if each else 1)]
+            at = self.array[first : first + (shape[0] if by_row else 1)]
             at = at[:, None] + mx.arange(shape[2], dtype=mx.int32)
             return mx.broadcast_to(at[:, None, :, None], shape)
 
@@ -75,48 +77,32 @@ class Form:
     key: Hashable
     lockstep: Hashable
     state: Hashable
-    arrays: Sequence[mx.array]
+    arrays: Arrays
     numbers: tuple[int, ...]
     advance: tuple[int, ...]
 
-    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
+    def standing_in(self, arrays: Arrays, numbers: Numbers) -> StandIn:
         """Return what the model's code sees in the trace. arrays, numbers: in the trace."""
+        return StandIn(self, arrays, numbers)
+
+    def offset(self, numbers: Numbers) -> mx.array:
+        """The position of the first new token, int32: a scalar, number 0 unless overridden; or [B]."""
+        return numbers.once("offset", lambda: numbers.array[0])
+
+    def append(
+        self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
+    ) -> tuple[Arrays, tuple]:
+        """Return, in the trace, the arrays that the step writes and what `update_and_fetch` returns."""
         raise NotImplementedError
 
-    def commit(self, written: Sequence[mx.array]) -> None:
-        """Take over what the trace wrote (`StandIn.written`)."""
+    def make_mask(self, N: int, return_array: bool, window_size: int | None):
+        if return_array or window_size is not None:
+            raise Untraceable("the model's code asks compressed layers for a mask as an array")
+        return None if N == 1 else "causal"
+
+    def commit(self, written: Arrays) -> None:
+        """Take over what the trace wrote."""
         raise NotImplementedError
-
-
-class Unused(Form):
-    """A cache that holds nothing when others do: the model's code never asks for it."""
-
-    def __init__(self):
-        self.key = self.lockstep = Unused
-        self.arrays, self.state, self.numbers, self.advance = [], (), (), ()
-
-    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
-        return _UnusedStandIn()
-
-    def commit(self, written: Sequence[mx.array]) -> None:
-        pass
-
-
-def put(
-    pair: tuple, new: tuple, numbers: Numbers, first: int, each: bool = False
-) -> tuple[mx.array, mx.array]:
-    """The buffers [B, G, room, D] with new keys and values; first, each: as in `Numbers.places`.
-
-    By a scatter: a slice at a dynamic place takes MLX twice as many kernels. Raises Untraceable for
-    another batch or other heads, which a scatter would broadcast.
-    """
-    pairs = list(zip(pair, new, strict=True))
-    if any(x.shape[:2] + x.shape[3:] != old.shape[:2] + old.shape[3:] for old, x in pairs):
-        raise Untraceable("keys of another batch, or of other heads, than the cache holds")
-    return tuple(
-        mx.put_along_axis(old, numbers.places(first, x.shape, each), x.astype(old.dtype), axis=2)
-        for old, x in pairs
-    )
 
 
 class StandIn:
@@ -126,60 +112,86 @@ class StandIn:
     """
 
     shared = False
-    written: Sequence[mx.array] | None = None
-    _numbers: Numbers
-    _live: tuple[mx.array, mx.array]  # buffers of keys and values
+    written: Arrays | None = None
+
+    def __init__(self, form: Form, arrays: Arrays, numbers: Numbers):
+        self._form, self._arrays, self._numbers, self._views = form, arrays, numbers, None
 
     @property
     def offset(self) -> mx.array:
-        """The position of the first new token, int32: a scalar, number 0 unless overridden; or [B]."""
-        return self._numbers.once("offset", lambda: self._numbers.array[0])
+        return self._form.offset(self._numbers)
 
-    def _write(self, keys: mx.array, values: mx.array, first: int) -> None:
-        """Set `written` to the buffers with new keys and values; first: as in `Numbers.places`. Raises
-        Untraceable for a second time."""
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         if self.written is not None:
             raise Untraceable("a layer writes to its cache twice")
-        self.written = put(self._live, (keys, values), self._numbers, first)
+        self.written, self._views = self._form.append(self._arrays, self._numbers, keys, values)
+        return self._views
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
-        raise NotImplementedError
-
-    def keys_and_values(self):
+    def keys_and_values(self) -> tuple:
         """Return what `update_and_fetch` returned, for layers that share a cache (mlx-lm 0.32)."""
-        raise NotImplementedError
+        self.shared = True
+        return self._views
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        if return_array or window_size is not None:
-            raise Untraceable("the model's code asks compressed layers for a mask as an array")
-        return None if N == 1 else "causal"
+        return self._form.make_mask(N, return_array, window_size)
 
     def __getattr__(self, name: str):
-        if (
-            name.startswith("__") or name == "bits"
-        ):  # "bits": mlx-lm looks for its own quantized caches
+        if name.startswith("__") or name == "bits":  # mlx-lm looks for its own quantized caches
             raise AttributeError(name)
         raise Untraceable(f"the model's code uses .{name} of its cache")
+
+
+class Unused(Form):
+    """A cache that holds nothing when others do: the model's code never asks for it."""
+
+    def __init__(self):
+        self.key = self.lockstep = Unused
+        self.arrays, self.state, self.numbers, self.advance = [], (), (), ()
+
+    def standing_in(self, arrays: Arrays, numbers: Numbers) -> StandIn:
+        return _UnusedStandIn()
+
+    def commit(self, written: Arrays) -> None:
+        pass
 
 
 class _UnusedStandIn(StandIn):
     written = ()
 
+    def __init__(self):
+        pass
+
     @property
     def offset(self) -> mx.array:
         raise NotYet("nothing is read yet")
 
-    def _asked(self, *args, **kwargs):
+    def _wait(self, *args, **kwargs):
         raise NotYet("nothing is read yet")
 
-    update_and_fetch = keys_and_values = make_mask = _asked
+    update_and_fetch = keys_and_values = make_mask = _wait
 
 
-# -- The form of `CompressedKVCache`: its pages as they are, its live window in buffers of fixed room.
+def put(
+    pair: Arrays, new: tuple, numbers: Numbers, first: int, by_row: bool = False
+) -> tuple[mx.array, mx.array]:
+    """The buffers [B, G, room, D] with new keys and values; first, by_row: as in `Numbers.places`.
+
+    By a scatter: a slice at a dynamic place takes MLX twice as many kernels. Raises Untraceable for
+    another batch or other heads, which a scatter would broadcast.
+    """
+    pairs = list(zip(pair, new, strict=True))
+    if any(x.shape[:2] + x.shape[3:] != old.shape[:2] + old.shape[3:] for old, x in pairs):
+        raise Untraceable("keys of another batch, or of other heads, than the cache holds")
+    return tuple(
+        mx.put_along_axis(old, numbers.places(first, x.shape, by_row), x.astype(old.dtype), axis=2)
+        for old, x in pairs
+    )
 
 
 class Own(Form):
-    """Numbers: offset, live tokens before, then, of each sequence, records, sink tokens, live tokens
+    """A `CompressedKVCache`: its pages as they are, its live window in buffers of fixed room.
+
+    Numbers: offset, live tokens before, then, of each sequence, records, sink tokens, live tokens
     after, first record; in place of the records of plain ops, their tokens.
 
     writes: how many of its arrays, from the first on, a step writes.
@@ -218,50 +230,38 @@ class Own(Form):
         rows = batch if isinstance(self.store, Records) else 1
         return new, new, *(0, 0, new, 0) * rows
 
-    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
-        return OwnStandIn(self, arrays, numbers)
+    def append(
+        self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
+    ) -> tuple[Arrays, tuple]:
+        live = put(arrays[:2], (left(self.centre, keys), values), numbers, 1)
+        sink, pages = _parted(arrays, bool(self.n_sink), self.store.room)
+        division = Division(pages.tokens // TOKENS)
+        lengths = numbers.once(("lengths", division), lambda: Later(numbers.array[2:], division))
+        seen = partial(_seen, numbers, self.n_sink, pages.tokens, live[0].shape[2])
+        view = View(live, sink, pages, lengths=lengths, seen=seen)
+        return live, (view, view)
 
-    def commit(self, written: Sequence[mx.array]) -> None:
+    def commit(self, written: Arrays) -> None:
         self.cache.written(tuple(written), self.new)
 
 
-class OwnStandIn(StandIn):
-    def __init__(self, form: Own, arrays: Sequence[mx.array], numbers: Numbers):
-        self._numbers, self._live, self._centre = numbers, tuple(arrays[:2]), form.centre
-        windows = 4 if form.n_sink else 2
-        self._sink = tuple(arrays[2:windows]) or None
-        self._pages = form.store.room(arrays[windows:])
-        self._division = Division(self._pages.tokens // TOKENS)
-        self._view: View | None = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
-        self._write(left(self._centre, keys), values, 1)
-        lengths = self._numbers.once(
-            ("lengths", self._division), lambda: Later(self._numbers.array[2:], self._division)
-        )
-        self._view = View(self.written, self._sink, self._pages, lengths=lengths, seen=self._seen)
-        return self._view, self._view
-
-    def keys_and_values(self):
-        self.shared = True
-        return self._view, self._view
-
-    def _seen(self, new: int) -> mx.array:
-        sink = self._sink[0].shape[2] if self._sink else 0
-        pages, live = self._pages.tokens, self._live[0].shape[2]
-        return self._numbers.once(
-            ("seen", sink, pages, live, new),
-            lambda: _columns(sink, pages, live, new, self._numbers.array),
-        )
+def _parted(arrays: Arrays, has_sink: bool, pages: Callable[[Arrays], object]) -> tuple:
+    """The sink and the snapshot of the pages of arrays that begin with the live window."""
+    stop = 4 if has_sink else 2
+    return tuple(arrays[2:stop]) or None, pages(arrays[stop:])
 
 
-def _columns(sink: int, pages: int, live: int, new: int, numbers: mx.array) -> mx.array:
+def _seen(numbers: Numbers, sink: int, pages: int, live: int, new: int) -> mx.array:
     """[1, 1, L, sink + pages + live] bool: what each new token sees, with rooms of so many tokens."""
-    in_pages = mx.arange(pages) < numbers[2]
-    in_live = mx.arange(live)[None] <= numbers[1] + mx.arange(new)[:, None]
-    before = mx.concatenate([mx.ones((sink,), mx.bool_), in_pages])
-    before = mx.broadcast_to(before[None], (new, sink + pages))
-    return mx.concatenate([before, in_live], axis=1)[None, None]
+
+    def make() -> mx.array:
+        in_pages = mx.arange(pages) < numbers.array[2]
+        in_live = mx.arange(live)[None] <= numbers.array[1] + mx.arange(new)[:, None]
+        earlier = mx.concatenate([mx.ones((sink,), mx.bool_), in_pages])
+        earlier = mx.broadcast_to(earlier[None], (new, sink + pages))
+        return mx.concatenate([earlier, in_live], axis=1)[None, None]
+
+    return numbers.once(("seen", sink, pages, live, new), make)
 
 
 # -- The forms of `BatchedKVCache`: sequences in shared arrays, for kernels, or one after the other.
@@ -289,7 +289,7 @@ def check_rows(rows: Sequence[CompressedKVCache], kind: type[CompressedKVCache])
 
 
 class Together(Form):
-    """Build the form of sequences in shared arrays. Numbers, with one of each for every sequence: offsets, live tokens
+    """Sequences in shared arrays. Numbers, with one of each for every sequence: offsets, live tokens
     before, then records, sink tokens, live tokens after, and first record of one sequence after the other."""
 
     def __init__(self, cache: BatchedKVCache, new: int):
@@ -316,51 +316,24 @@ class Together(Form):
             rows += records, sink, live + self.new, at
         return tuple(rows)
 
-    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
-        return _TogetherStandIn(self, arrays, numbers)
+    def offset(self, numbers: Numbers) -> mx.array:
+        return numbers.once("offset", lambda: numbers.array[: self.batch])
 
-    def commit(self, written: Sequence[mx.array]) -> None:
+    def append(
+        self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
+    ) -> tuple[Arrays, tuple]:
+        pair = left(self.ragged.centre, keys), values
+        live = put(arrays[:2], pair, numbers, self.batch, by_row=True)
+        sink, pages = _parted(arrays, self.has_sink, self.ragged.room)
+        lengths = numbers.once(
+            "lengths", lambda: Later(numbers.array[2 * self.batch :], self.division)
+        )
+        view = View(live, sink, pages, lengths=lengths, seen=_not_by_kernels)
+        return live, (view, view)
+
+    def commit(self, written: Arrays) -> None:
         self.ragged.written(tuple(written), self.new)
         self.cache.finalize()
-
-
-class _BatchStandIn(StandIn):
-    _view: View | None = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
-        if self.written is not None:
-            raise Untraceable("a layer writes to its cache twice")
-        self._view = self._append(keys, values)
-        return self._view, self._view
-
-    def _append(self, keys: mx.array, values: mx.array) -> View:
-        """Set `written`; the view with the new tokens."""
-        raise NotImplementedError
-
-    def keys_and_values(self):
-        self.shared = True
-        return self._view, self._view
-
-
-class _TogetherStandIn(_BatchStandIn):
-    def __init__(self, form: Together, arrays: Sequence[mx.array], numbers: Numbers):
-        self._numbers, self._live = numbers, tuple(arrays[:2])
-        self._batch, self._division, self._centre = form.batch, form.division, form.ragged.centre
-        windows = 4 if form.has_sink else 2
-        self._sink = tuple(arrays[2:windows]) or None
-        self._pages = form.ragged.room(arrays[windows:])
-
-    @property
-    def offset(self) -> mx.array:
-        return self._numbers.once("offset", lambda: self._numbers.array[: self._batch])
-
-    def _append(self, keys: mx.array, values: mx.array) -> View:
-        pair = left(self._centre, keys), values
-        self.written = put(self._live, pair, self._numbers, self._batch, each=True)
-        lengths = self._numbers.once(
-            "lengths", lambda: Later(self._numbers.array[2 * self._batch :], self._division)
-        )
-        return View(self.written, self._sink, self._pages, lengths=lengths, seen=_not_by_kernels)
 
 
 def _not_by_kernels(new: int) -> mx.array:
@@ -368,12 +341,12 @@ def _not_by_kernels(new: int) -> mx.array:
 
 
 class Rows(Form):
-    """Build the form of separate caches, all with sealed pages: the arrays of `Own` for each."""
+    """Separate caches, all with sealed pages: the arrays of `row_form` for each."""
 
-    own: type[Own] = Own
+    row_form: type[Own] = Own
 
     def __init__(self, cache: BatchedKVCache, new: int):
-        self.cache, self.forms = cache, [self.own(row, new) for row in cache.rows]
+        self.cache, self.forms = cache, [self.row_form(row, new) for row in cache.rows]
         self.emulated = any(form.emulated for form in self.forms)
         self.seals = any(form.seals for form in self.forms)
         self.key = type(self), *(form.key for form in self.forms)
@@ -389,47 +362,41 @@ class Rows(Form):
     def advance(self) -> tuple[int, ...]:
         return tuple(n for form in self.forms for n in form.advance)
 
-    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
-        return RowsStandIn(self.forms, arrays, numbers)
+    def _by_row(self, numbers: Numbers) -> list[Numbers]:
+        counts = [len(form.numbers) for form in self.forms]
+        return numbers.once("rows", lambda: list(map(Numbers, _cut(numbers.array, counts))))
 
-    def commit(self, written: Sequence[mx.array]) -> None:
-        parts = _parts([form.writes for form in self.forms])
+    def offset(self, numbers: Numbers) -> mx.array:
+        def make() -> mx.array:
+            rows = zip(self.forms, self._by_row(numbers), strict=True)
+            return mx.stack([form.offset(group) for form, group in rows])
+
+        return numbers.once("offset", make)
+
+    def append(
+        self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
+    ) -> tuple[Arrays, tuple]:
+        written, views = [], []
+        parts = _cut(arrays, [len(form.arrays) for form in self.forms])
+        rows = zip(self.forms, parts, self._by_row(numbers), strict=True)
+        for i, (form, part, group) in enumerate(rows):
+            new, view = form.append(part, group, keys[i : i + 1], values[i : i + 1])
+            written += new
+            views.append(view)
+        return written, self.joined(views)
+
+    def joined(self, views: Sequence[tuple]) -> tuple:
+        """What `update_and_fetch` returns, of what it returns for each sequence."""
+        view = View(views[0][0].live, rows=tuple((row, None) for row, _ in views))
+        return view, view
+
+    def commit(self, written: Arrays) -> None:
+        parts = _cut(written, [form.writes for form in self.forms])
         for form, part in zip(self.forms, parts, strict=True):
-            form.commit(written[part])
+            form.commit(part)
         self.cache.finalize()
 
 
-class RowsStandIn(_BatchStandIn):
-    def __init__(self, forms: Sequence[Own], arrays: Sequence[mx.array], numbers: Numbers):
-        def split() -> list[Numbers]:
-            parts = _parts([len(form.numbers) for form in forms])
-            return [Numbers(numbers.array[part]) for part in parts]
-
-        self._numbers, parts = numbers, _parts([len(form.arrays) for form in forms])
-        self._rows = [
-            form.standing_in(arrays[part], group)
-            for form, part, group in zip(forms, parts, numbers.once("rows", split), strict=True)
-        ]
-
-    @property
-    def offset(self) -> mx.array:
-        return self._numbers.once("offset", lambda: mx.stack([row.offset for row in self._rows]))
-
-    def _append(self, keys: mx.array, values: mx.array) -> View:
-        views = [view for view, _ in self.each(keys, values)]
-        return View(views[0].live, rows=tuple((view, None) for view in views))
-
-    def each(self, keys: mx.array, values: mx.array) -> list[tuple]:
-        """Set `written`; what the stand-in of each sequence returns."""
-        out = [
-            row.update_and_fetch(keys[i : i + 1], values[i : i + 1])
-            for i, row in enumerate(self._rows)
-        ]
-        self.written = [x for row in self._rows for x in row.written]
-        return out
-
-
-def _parts(counts: Sequence[int]) -> list[slice]:
-    """Slices of so many, one behind the other."""
-    ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    return [slice(a, b) for a, b in pairwise(ends)]
+def _cut(items, counts: Sequence[int]) -> list:
+    """Slices of so many items, one behind the other."""
+    return [items[start:stop] for start, stop in pairwise(accumulate(counts, initial=0))]

@@ -23,11 +23,10 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from mlxkv.codec import records
 from mlxkv.codec.codec import Codec, Stored
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
-from mlxkv.formats.records import NAMES, TOKENS, RecordLayout
+from mlxkv.formats.records import TOKENS, RecordLayout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import latents
 from mlxkv.metal.launch import Factory
@@ -179,12 +178,6 @@ class RecordPages:
         return kernels.unseal_side(
             self.buffer, self.records, plan.layout, side == 0, dtype, plan.make, self.headers
         )
-
-    def _codes(self, side: int) -> Stored:
-        used = {"records": self.buffer[:, :, : self.records]}
-        if self.headers is not None:
-            used["headers"] = self.headers[:, :, : self.tokens // self.codecs[0].page]
-        return records.to_codes(used, self.codecs)[NAMES[side]]
 
 
 @dataclass(frozen=True)

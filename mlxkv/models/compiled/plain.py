@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -14,12 +14,41 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlxkv.cache.traced import Form, NotYet, Numbers, StandIn, Untraceable
+from mlxkv.cache.traced import Form, NotYet, Numbers, Untraceable, put
 from mlxkv.cache.view import View
 from mlxkv.metal.launch import backend
 
 
-class Ring(Form):
+class Buffers(Form):
+    """A form whose arrays are buffers of keys and values. first: which number says where new ones go. is_full: whether
+    all of the buffers is seen, without a mask."""
+
+    first, is_full = 1, False
+
+    def append(
+        self, arrays: Sequence[mx.array], numbers: Numbers, keys: mx.array, values: mx.array
+    ) -> tuple[Sequence[mx.array], tuple]:
+        pair = put(arrays[:2], (keys, values), numbers, self.first)
+        if self.is_full:
+            return pair, pair
+        view = View(pair, seen=partial(self.visible, numbers))
+        return pair, (view, view)
+
+    def make_mask(self, N: int, return_array: bool, window_size: int | None):
+        if window_size is not None and window_size < self.arrays[0].shape[2]:
+            raise Untraceable("a window that is shorter than its cache")
+        return super().make_mask(N, return_array, None)
+
+    def visible(self, numbers: Numbers, new: int) -> mx.array:
+        """Return the places that each of the new tokens sees, [L, room]."""
+        room = self.arrays[0].shape[2]
+        return numbers.once(
+            ("seen", room, new),
+            lambda: mx.arange(room)[None] <= numbers.array[1] + mx.arange(new)[:, None],
+        )
+
+
+class Ring(Buffers):
     """`RotatingKVCache`: new tokens overwrite the oldest, at a place that is a number. Before the ring is
     full, a mask hides what is not written yet. Numbers: offset, place."""
 
@@ -42,9 +71,6 @@ class Ring(Form):
         self.state = self.numbers = cache.offset, self.at
         self.advance = new, new
 
-    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
-        return Window(arrays, numbers, self.is_full)
-
     def commit(self, arrays: Sequence[mx.array]) -> None:
         cache = self.cache
         cache.keys, cache.values = arrays
@@ -52,7 +78,7 @@ class Ring(Form):
         cache._idx = self.at + self.new
 
 
-class Plain(Form):
+class Plain(Buffers):
     """`KVCache`: a buffer with a mask over what is not written yet. Numbers: offset, offset.
 
     Not for CUDA, where MLX's attention with a mask takes several times as long as without.
@@ -68,9 +94,6 @@ class Plain(Form):
         self.arrays = [cache.keys, cache.values]
         self.state = self.numbers = cache.offset, cache.offset
         self.advance = new, new
-
-    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
-        return Window(arrays, numbers, False)
 
     def commit(self, arrays: Sequence[mx.array]) -> None:
         self.cache.keys, self.cache.values = arrays
@@ -88,37 +111,6 @@ def grow(cache, room: int) -> None:
         x = getattr(cache, name)
         zeros = mx.zeros((*x.shape[:2], room - x.shape[2], x.shape[3]), x.dtype)
         setattr(cache, name, mx.concatenate([x, zeros], axis=2))
-
-
-class Window(StandIn):
-    """Numbers: offset, place. place: which number is the place."""
-
-    place = 1
-
-    def __init__(self, arrays: Sequence[mx.array], numbers: Numbers, is_full: bool):
-        self._numbers, self._live, self._is_full = numbers, tuple(arrays), is_full
-        self._pair = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
-        self._write(keys, values, self.place)
-        view = View(self.written, seen=self._visible)
-        self._pair = self.written if self._is_full else (view, view)
-        return self._pair
-
-    def keys_and_values(self):
-        return self._pair
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        if window_size is not None and window_size < self._live[0].shape[2]:
-            raise Untraceable("a window that is shorter than its cache")
-        return super().make_mask(N, return_array)
-
-    def _visible(self, new: int) -> mx.array:
-        room = self._live[0].shape[2]
-        return self._numbers.once(
-            ("seen", room, new),
-            lambda: mx.arange(room)[None] <= self._numbers.array[1] + mx.arange(new)[:, None],
-        )
 
 
 class Arrays(Form):
@@ -191,9 +183,11 @@ def _stand(cache: BatchRotatingKVCache) -> Integers:
     return cache._idx, cache._offset
 
 
-class PaddedRing(Form):
+class PaddedRing(Buffers):
     """`BatchRotatingKVCache`. Numbers: place; of each sequence its offset; of each its padding, as it is after this
     step."""
+
+    first = 0
 
     def __init__(self, cache: BatchRotatingKVCache, new: int):
         at, room = cache._idx, cache.keys.shape[2]
@@ -247,15 +241,33 @@ class PaddedRing(Form):
     def key(self):
         return PaddedRing, self.rotated, self.is_full
 
-    def visible(self, room: int, place: mx.array, padding: mx.array) -> mx.array:
-        columns = mx.arange(room)
-        if not self.rotated:
-            return (padding <= columns) & (columns <= place)
-        ages = columns - place - 1
-        return padding <= mx.where(ages < 0, ages + room, ages)  # the place is the newest
+    def offset(self, numbers: Numbers) -> mx.array:
+        stop = 1 + len(self.lengths[0])
+        return numbers.once("offset", lambda: numbers.array[1:stop])
 
-    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> StandIn:
-        return _PaddedWindow(self, arrays, numbers)
+    def _padding(self, numbers: Numbers) -> mx.array:
+        start = 1 + len(self.lengths[0])
+        return numbers.once("padding", lambda: numbers.array[start:])
+
+    def append(
+        self, arrays: Sequence[mx.array], numbers: Numbers, keys: mx.array, values: mx.array
+    ) -> tuple[Sequence[mx.array], tuple]:
+        pair, views = super().append(arrays, numbers, keys, values)
+        offset = numbers.once("next offset", lambda: self.offset(numbers) + 1)
+        return (*pair, offset, self._padding(numbers)), views
+
+    def visible(self, numbers: Numbers, new: int) -> mx.array:
+        room = self.arrays[0].shape[2]
+
+        def make() -> mx.array:
+            padding, place = self._padding(numbers)[:, None, None, None], numbers.array[0]
+            columns = mx.arange(room)
+            if not self.rotated:
+                return (padding <= columns) & (columns <= place)
+            ages = columns - place - 1
+            return padding <= mx.where(ages < 0, ages + room, ages)  # the place is the newest
+
+        return numbers.once(("seen", room), make)
 
     def commit(self, arrays: Sequence[mx.array]) -> None:
         cache, batch = self.cache, len(self.lengths[0])
@@ -266,33 +278,3 @@ class PaddedRing(Form):
         offsets, padding = self.numbers[1 : 1 + batch], self.numbers[1 + batch :]
         offsets = tuple(n + 1 for n in offsets)
         _read[cache] = _stand(cache), cache.offset, cache.left_padding, offsets, padding
-
-
-class _PaddedWindow(Window):
-    place = 0
-
-    def __init__(self, form: PaddedRing, arrays: Sequence[mx.array], numbers: Numbers):
-        super().__init__(arrays, numbers, form.is_full)
-        self._form, self._batch = form, arrays[0].shape[0]
-
-    @property
-    def offset(self) -> mx.array:
-        stop = 1 + self._batch
-        return self._numbers.once("offset", lambda: self._numbers.array[1:stop])
-
-    @property
-    def _padding(self) -> mx.array:
-        start = 1 + self._batch
-        return self._numbers.once("padding", lambda: self._numbers.array[start:])
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
-        pair = super().update_and_fetch(keys, values)
-        offset = self._numbers.once("next offset", lambda: self.offset + 1)
-        self.written = *self.written, offset, self._padding
-        return pair
-
-    def _visible(self, new: int) -> mx.array:
-        room, padding = self._live[0].shape[2], self._padding[:, None, None, None]
-        return self._numbers.once(
-            ("seen", room), lambda: self._form.visible(room, self._numbers.array[0], padding)
-        )
