@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
@@ -52,48 +53,48 @@ def update(
             sound = mx.isfinite(moment).all((-1, -2), keepdims=True)
             moment = mx.where(sound, moment, mx.eye(u.shape[-1]))
             step = mx.linalg.solve(moment, step.swapaxes(-1, -2)).swapaxes(-1, -2)
-        made = u + rate * step
-        sound = mx.isfinite(made).all((-1, -2), keepdims=True)
-        return mx.where(sound, orthonormal(mx.where(sound, made, u)), u)
+        stepped = u + rate * step
+        sound = mx.isfinite(stepped).all((-1, -2), keepdims=True)
+        return mx.where(sound, orthonormal(mx.where(sound, stepped, u)), u)
 
 
 def _updated(u: mx.array, x: mx.array, rate: float, make: Factory) -> mx.array:
     """`update` by the kernel: y^T y + r I = L L^T, and y (y^T y + r I)^-1 = (y L^-T) L^-1."""
     x = mx.pad(x, [(0, 0), (0, 0), (0, -x.shape[-2] % BATCH), (0, 0)])  # zeros teach nothing
     y, count = x @ u, x.shape[-2]
-    rest = x - y @ u.swapaxes(-1, -2)
-    both = whiten(y, make, RIDGE)
-    step = rest.swapaxes(-1, -2) @ (both[..., :count, :] @ both[..., count:, :].swapaxes(-1, -2))
-    made = u + rate * step
-    sound = mx.isfinite(made).all((-1, -2), keepdims=True)
-    return mx.where(sound, whiten(mx.where(sound, made, u), make), u)
+    residual = x - y @ u.swapaxes(-1, -2)
+    whitened = whiten(y, make, RIDGE)
+    step = residual.swapaxes(-1, -2) @ (
+        whitened[..., :count, :] @ whitened[..., count:, :].swapaxes(-1, -2)
+    )
+    stepped = u + rate * step
+    sound = mx.isfinite(stepped).all((-1, -2), keepdims=True)
+    return mx.where(sound, whiten(mx.where(sound, stepped, u), make), u)
 
 
-def taught(
-    now: LayerMaps, config: CacheConfig, batch: Pair, prompt: bool, heads: tuple[int, int]
+def next_basis(
+    basis: LayerMaps, config: CacheConfig, batch: Pair, prompt: bool, heads: tuple[int, int]
 ) -> LayerMaps:
     """`now` after a batch of keys and values [B, G, N, D], of a prompt or decoded. heads: (B, G)."""
-    made, todo = {}, []
+    bases, todo = {}, []
     for name, x in zip(("keys", "values"), batch, strict=True):
         side = getattr(config, name)
         if not side.follows:
             continue
         rate = side.low.prefill_rate if prompt else side.low.decode_rate
         if rate:
-            todo.append((name, whole(getattr(now, name), heads), x, rate, side.low.raw))
+            todo.append((name, per_head(getattr(basis, name), heads), x, rate, side.low.raw))
     if len(todo) == 2 and _alike(*todo):  # both in one kernel take the time of one
         (keys, *first), (values, *second) = todo
         u, x = (mx.concatenate(pair) for pair in zip(first[:2], second[:2], strict=True))
-        made[keys], made[values] = mx.split(_update(u, x, *first[2:]), 2)
+        bases[keys], bases[values] = mx.split(_update(u, x, *first[2:]), 2)
     else:
-        made |= {name: _update(*rest) for name, *rest in todo}
-    return replace(now, **{n: transform_of(u) for n, u in made.items()}) if made else now
+        bases |= {name: _update(*update) for name, *update in todo}
+    return replace(basis, **{n: transform_of(u) for n, u in bases.items()}) if bases else basis
 
 
-def _alike(one: tuple, other: tuple) -> bool:
-    return (
-        one[1].shape == other[1].shape and one[2].shape == other[2].shape and one[3:] == other[3:]
-    )
+def _alike(a: tuple, b: tuple) -> bool:
+    return a[1].shape == b[1].shape and a[2].shape == b[2].shape and a[3:] == b[3:]
 
 
 def _update(u: mx.array, x: mx.array, rate: float, raw: bool) -> mx.array:
@@ -102,7 +103,7 @@ def _update(u: mx.array, x: mx.array, rate: float, raw: bool) -> mx.array:
     return update(u, x, rate, raw, None if why_not(*u.shape[-2:], make) else make)
 
 
-def whole(transform: Transform, heads: tuple[int, int]) -> mx.array:
+def per_head(transform: Transform, heads: tuple[int, int]) -> mx.array:
     """U of a transform for each of (B, G)."""
     down = transform.down
     return mx.broadcast_to(down, (*heads, *down.shape[-2:]))
@@ -118,55 +119,6 @@ def transform_of(u: mx.array) -> Transform:
 # second run from the start of its buffer, and MLX would copy a slice.
 
 
-class Segments(Runs):
-    def __deepcopy__(self, memo):
-        other = copy(self)
-        other.runs = deepcopy(self.runs, memo)
-        other.bases = list(self.bases)
-        return other
-
-    @property
-    def dims(self) -> tuple[int, int]:
-        return self.runs[0].dims
-
-    def encode_by(self, way: str) -> None:
-        """Encode the next pages this way."""
-        self.make = partial(self.make, way=way)
-        for run in self.runs:
-            run.encode_by(way)
-
-    def whole(self) -> Parts | CodePages | RecordPages:
-        """A snapshot of all pages."""
-        parts = [run.whole() for run in self.runs if run.count]
-        return parts[0] if len(parts) == 1 else Parts(tuple(parts))
-
-    def _codes(self, run: Codes | Records) -> dict[str, Stored]:
-        return codes_of(run)
-
-    def _merged(self, run: Codes | Records, after: Codes | Records) -> dict:
-        return _merged(run, after)
-
-    def _parts(self, snapshots) -> Parts:
-        return Parts(tuple(snapshots))
-
-    def _taken(
-        self, codes: dict[str, Stored], begin: int, chosen: mx.array, count: int
-    ) -> tuple[dict[str, Stored], int]:
-        first = mx.broadcast_to(mx.arange(begin), (*chosen.shape[:2], begin))
-        at = mx.concatenate([first, begin + chosen], axis=2)
-        made = {n: {k: _taken(x, at, count) for k, x in codes[n].items()} for n in NAMES}
-        return made, at.shape[2]
-
-    def _counts(self, counts: list[int]) -> mx.array:
-        return mx.array(counts, mx.int32)
-
-    def _saved(self, basis: LayerMaps | None) -> Stored:
-        return {} if basis is None else saved(basis)
-
-    def _loaded(self, arrays: Stored) -> LayerMaps | None:
-        return loaded(self.start, arrays)
-
-
 def saved(basis: LayerMaps) -> Stored:
     """U of the sides whose basis belongs to this cache alone."""
     sides = {name: getattr(basis, name).down for name in NAMES}
@@ -178,18 +130,18 @@ def loaded(start: LayerMaps | None, arrays: Stored) -> LayerMaps | None:
     return replace(start, **{n: transform_of(u) for n, u in arrays.items()}) if arrays else start
 
 
-def _merged(run: Codes | Records, after: Codes | Records) -> dict:
+def _merged(run: Codes | Records, following: Codes | Records) -> dict:
     """The state of a run, transported into the basis of the next one, and of the next one together."""
     if not run.count:
-        return after.state
+        return following.state
     if type(run) is Records and run.layout.sealed_by_kernel:
-        moved = run.transported(after.codecs)
-        return _joined(moved, after.state) if after.count else moved
-    moved = transported(run, after.codecs)
-    if not after.count:
+        moved = run.transported(following.codecs)
+        return _joined(moved, following.state) if following.count else moved
+    moved = transported(run, following.codecs)
+    if not following.count:
         return moved
-    rest = codes_of(after)
-    return {name: _joined(moved[name], rest[name]) for name in NAMES}
+    codes = codes_of(following)
+    return {name: _joined(moved[name], codes[name]) for name in NAMES}
 
 
 def transported(run: Codes | Records, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
@@ -212,12 +164,56 @@ def _joined(first: Stored, second: Stored) -> Stored:
     return {k: mx.concatenate([x, second[k]], axis=2) for k, x in first.items()}
 
 
-def _taken(x: mx.array, at: mx.array, units: int) -> mx.array:
+def _rows(x: mx.array, at: mx.array, units: int) -> mx.array:
     """Rows of x [B, G, rows, W] that belong to the units `at` [B, G, N] of `units`."""
     batch, heads, rows, width = x.shape
-    each = rows // units
-    x = x.reshape(batch, heads, units, each * width)
+    size = rows // units
+    x = x.reshape(batch, heads, units, size * width)
     return mx.take_along_axis(x, at[..., None], axis=2).reshape(batch, heads, -1, width)
+
+
+class Segments(Runs):
+    _codes, _merged = staticmethod(codes_of), staticmethod(_merged)
+
+    def __deepcopy__(self, memo):
+        segments = copy(self)
+        segments.runs, segments.bases = deepcopy(self.runs, memo), list(self.bases)
+        return segments
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.runs[0].dims
+
+    def encode_by(self, way: str) -> None:
+        """Encode the next pages this way."""
+        self.make = partial(self.make, way=way)
+        for run in self.runs:
+            run.encode_by(way)
+
+    def read_all(self) -> Parts | CodePages | RecordPages:
+        """A snapshot of all pages."""
+        parts = [run.read_all() for run in self.runs if run.count]
+        return parts[0] if len(parts) == 1 else Parts(tuple(parts))
+
+    def _parts(self, snapshots: Sequence[CodePages | RecordPages]) -> Parts:
+        return Parts(tuple(snapshots))
+
+    def _taken(
+        self, codes: dict[str, Stored], begin: int, positions: mx.array, count: int
+    ) -> tuple[dict[str, Stored], int]:
+        first = mx.broadcast_to(mx.arange(begin), (*positions.shape[:2], begin))
+        at = mx.concatenate([first, begin + positions], axis=2)
+        rows = {n: {k: _rows(x, at, count) for k, x in codes[n].items()} for n in NAMES}
+        return rows, at.shape[2]
+
+    def _counts(self, counts: list[int]) -> mx.array:
+        return mx.array(counts, mx.int32)
+
+    def _saved(self, basis: LayerMaps | None) -> Stored:
+        return {} if basis is None else saved(basis)
+
+    def _loaded(self, arrays: Stored) -> LayerMaps | None:
+        return loaded(self.start, arrays)
 
 
 # -- how much attention the last queries of a prompt pay to each token: which tokens teach a basis (OjaKV,
@@ -257,8 +253,8 @@ def taken(x: mx.array, at: mx.array) -> mx.array:
 
 def votes(importance: mx.array, pool: int = POOL) -> mx.array:
     """[B, G, T]: the largest importance among `pool` neighbours."""
-    near = pool // 2
-    padded = mx.pad(importance, [(0, 0), (0, 0), (near, near)], constant_values=-mx.inf)
+    radius = pool // 2
+    padded = mx.pad(importance, [(0, 0), (0, 0), (radius, radius)], constant_values=-mx.inf)
     total = importance.shape[-1]
     out = importance
     for shift in range(pool):
@@ -275,8 +271,8 @@ def kept_pages(votes: mx.array, page: int, count: int) -> mx.array:
     """[B, G, count] pages, ascending, the same for all kv heads, by the votes of all their tokens."""
     batch, heads, total = votes.shape
     by_page = votes.reshape(batch, heads, total // page, page).sum((1, 3))
-    chosen = mx.sort(_largest(by_page, count), axis=-1)
-    return mx.broadcast_to(chosen[:, None], (batch, heads, count))
+    pages = mx.sort(_largest(by_page, count), axis=-1)
+    return mx.broadcast_to(pages[:, None], (batch, heads, count))
 
 
 def _largest(x: mx.array, count: int) -> mx.array:
@@ -324,7 +320,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         self._live, self._count = new, new[0].shape[2]
         self.offset += keys.shape[2]
         self._since = 0
-        pages = self._store.whole() if self._count_pages else None
+        pages = self._store.read_all() if self._count_pages else None
         view = View(new, self._sink, pages, plain=pages is None, observer=self._attended)
         self._pending, self._chunk = view, keys.shape[2]
         return view, view
@@ -341,7 +337,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         return mx.concatenate([first, second], axis=2)
 
     def _taught(self, batch: Pair, prompt: bool) -> LayerMaps:
-        return taught(self.basis, self.config, batch, prompt, batch[0].shape[:2])
+        return next_basis(self.basis, self.config, batch, prompt, batch[0].shape[:2])
 
     def view(self) -> View:
         """Return what attention reads, without appending anything."""

@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from mlxkv.cache.view import OPS, TILES, LatentPages, RecordPages, View
+from mlxkv.cache.view import OPS, TILES, LatentPages, Pair, RecordPages, View
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import tiles
 from mlxkv.metal.launch import backend
@@ -58,7 +58,7 @@ def attend(
     if pages is None or new > DECODE_TOKENS:
         read = _by_scratch
     elif isinstance(pages, LatentPages) and pages.reads(queries, mask, sink_logits, softcap):
-        read = _by_latents
+        return pages.attended(queries, view, scale, mask)  # whose caches have no observers
     elif pages.plan.body == OPS or isinstance(pages, LatentPages):
         read = _by_codes
     elif is_array or len(pages.parts) > RUNS:  # which no kernel takes
@@ -95,10 +95,6 @@ def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
     return mx.concatenate([nothing if x is None else x for x in out])
 
 
-def _by_latents(queries, view, scale, mask, sink_logits, softcap):
-    return view.pages.attended(queries, view, scale, mask)
-
-
 def _by_kernels(queries, view, scale, mask, sink_logits, softcap):
     """Walk records and windows: codes are read once, nothing is decoded. Kernels know which tokens a new one sees.
 
@@ -107,7 +103,7 @@ def _by_kernels(queries, view, scale, mask, sink_logits, softcap):
     batch, heads, new, dims = queries.shape
     sink, live = view.sink, view.buffers or view.live
     kv_heads, dtype = live[0].shape[1], live[0].dtype
-    pages, *more = view.pages.parts
+    pages, *later_runs = view.pages.parts
     plan, lengths = pages.plan, view.lengths
     if lengths is None:
         count = sink[0].shape[2] if sink else 0
@@ -125,7 +121,7 @@ def _by_kernels(queries, view, scale, mask, sink_logits, softcap):
             plan.make,
             sink_logits=sink_logits,
             headers=pages.headers,
-            second=_tile_run(more[0]) if more else None,
+            second=_tile_run(later_runs[0]) if later_runs else None,
             starts=view.starts,
             page=pages.codecs[0].page,
             softcap=softcap,
@@ -147,7 +143,7 @@ def _by_kernels(queries, view, scale, mask, sink_logits, softcap):
         up=first.up,
         sink_logits=sink_logits,
         headers=pages.headers,
-        second=_run(more[0], exact) if more else None,
+        second=_run(later_runs[0], exact) if later_runs else None,
         starts=view.starts,
         page=pages.codecs[0].page,
         softcap=softcap,
@@ -159,18 +155,11 @@ def _tile_run(pages: RecordPages) -> tiles.Run:
     return tiles.Run(pages.buffer, pages.records, pages.maps, pages.headers)
 
 
-def stored_query(pages: RecordPages, q: mx.array) -> mx.array:
-    """Queries [B, G, N, D] float32 in the domain of stored keys."""
-    key_map = pages.maps[0]
-    return q if key_map is None else key_map.query(q)
-
-
 def _run(pages: RecordPages, q: mx.array) -> kernels.Run:
     """q: [B, G, N, D] float32."""
-    values = pages.maps[1]
-    return kernels.Run(
-        stored_query(pages, q), pages.buffer, pages.records, values and values.up, pages.headers
-    )
+    keys, values = pages.maps
+    stored = q if keys is None else keys.query(q)
+    return kernels.Run(stored, pages.buffer, pages.records, values and values.up, pages.headers)
 
 
 def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
@@ -195,8 +184,8 @@ def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
         mask = view.visible(mask, new)
     if turns[0] is not None:
         q = turns[0].turned_query(q.reshape(batch, keys.shape[1], -1, dims)).reshape(queries.shape)
-    whole = view.plain or view.seen is not None or _is_fused(q, values)
-    if softcap is not None or not whole:
+    at_once = view.plain or view.seen is not None or _is_fused(q, values)
+    if softcap is not None or not at_once:
         out = _blocked(q, keys, values, scale, mask, sink_logits, softcap)
     else:
         out = mx.fast.scaled_dot_product_attention(
@@ -228,18 +217,18 @@ def _whole(view: View, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
 
 def _is_fused(queries: mx.array, values: mx.array) -> bool:
     """Return whether `mx.fast` SDPA prefills without a score matrix here."""
-    dims, where = queries.shape[-1], backend()
-    if values.shape[-1] != dims or (where == "cuda" and queries.dtype == mx.float32):
+    dims, device = queries.shape[-1], backend()
+    if values.shape[-1] != dims or (device == "cuda" and queries.dtype == mx.float32):
         return False
-    return dims in fused_dims(where)
+    return dims in fused_dims(device)
 
 
 @cache
-def fused_dims(where: str, mlx: str | None = None) -> set[int]:
+def fused_dims(device: str, mlx: str | None = None) -> set[int]:
     """Head dims of the fused prefill on this backend in a version of MLX, by default the installed one."""
     mlx = mlx or version("mlx")
     number = tuple(int(n) for n in re.findall(r"\d+", mlx)[:3])
-    table = FUSED_DIMS[where]
+    table = FUSED_DIMS[device]
     return table[max(since for since in table if since <= number)]
 
 
@@ -247,8 +236,8 @@ def _blocked(queries, keys, values, scale, mask, sink_logits, softcap=None):
     """SDPA by blocks of query rows, so that the score matrix stays below SCORE_BYTES, or has DECODE_TOKENS
     rows."""
     heads, new, total = queries.shape[1], queries.shape[2], keys.shape[2]
-    most = SCORE_BYTES if backend() == "cpu" else SCORE_BYTES_GPU
-    rows = max(DECODE_TOKENS, most // (4 * queries.shape[0] * heads * total))
+    score_bytes = SCORE_BYTES if backend() == "cpu" else SCORE_BYTES_GPU
+    rows = max(DECODE_TOKENS, score_bytes // (4 * queries.shape[0] * heads * total))
     out = []
     for start in range(0, new, rows):
         stop = min(start + rows, new)
@@ -302,23 +291,26 @@ def _by_codes(queries, view, scale, mask, sink_logits, softcap):
 
 def scores(q: mx.array, view: View) -> mx.array:
     """q: [B, G, N, D] float32 -> its products with the keys of sink, pages and live: [B, G, N, T]."""
-    parts = [run.scores(q) for run in view.pages.parts] if view.pages else []
-    if view.sink is not None:
-        parts.insert(0, q @ view.sink[0].astype(mx.float32).swapaxes(-1, -2))
-    parts.append(q @ view.live[0].astype(mx.float32).swapaxes(-1, -2))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+    return scorer(view)(q)
 
 
 def scorer(view: View) -> Callable[[mx.array], mx.array]:
     """`scores` for several q: what is decoded for them is decoded once."""
+
+    def exact(window: Pair) -> Callable[[mx.array], mx.array]:
+        keys = window[0].astype(mx.float32).swapaxes(-1, -2)
+        return lambda q: q @ keys
+
     parts = [run.scorer() for run in view.pages.parts] if view.pages else []
-    for at, window in ((0, view.sink), (len(parts) + 1, view.live)):
-        if window is not None:
-            keys = window[0].astype(mx.float32).swapaxes(-1, -2)
-            parts.insert(at, lambda q, keys=keys: q @ keys)
-    return lambda q: (
-        parts[0](q) if len(parts) == 1 else mx.concatenate([part(q) for part in parts], axis=-1)
-    )
+    if view.sink is not None:
+        parts.insert(0, exact(view.sink))
+    parts.append(exact(view.live))
+
+    def score(q: mx.array) -> mx.array:
+        out = [part(q) for part in parts]
+        return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
+
+    return score
 
 
 def masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:

@@ -35,7 +35,7 @@ class BatchedKVCache(Contract):
     def __init__(self, rows: Sequence[CompressedKVCache]):
         self._rows = list(rows)
         self._ragged: Ragged | None = None  # while there is one, `_rows` is empty
-        self._left: list[int] | None = None  # tokens to come before padding starts
+        self._text: list[int] | None = None  # tokens to come before padding starts
         self._new: list[int] | None = None  # of the last step, without padding
         # Padding on the left of each prompt: all of it, where columns of masks count it, and what is to come.
         self._padding: list[int] | None = None
@@ -45,22 +45,24 @@ class BatchedKVCache(Contract):
     def pad(self, left_padding: Sequence[int] | mx.array) -> None:
         """Expect padding on the left of each sequence, as in mlx-vlm's batches, whose masks have columns for it.
         Raises UserError where one holds tokens."""
-        wanted = left_padding.tolist() if isinstance(left_padding, mx.array) else list(left_padding)
-        if not any(wanted):
+        padding = (
+            left_padding.tolist() if isinstance(left_padding, mx.array) else list(left_padding)
+        )
+        if not any(padding):
             return
-        if len(wanted) != len(self.offsets) or any(self.offsets):
+        if len(padding) != len(self.offsets) or any(self.offsets):
             raise UserError(
                 "[BatchedKVCache] padding on the left comes before all tokens, for each sequence; got "
-                f"left_padding {wanted} for sequences of {self.offsets} tokens; pad on the right instead"
+                f"left_padding {padding} for sequences of {self.offsets} tokens; pad on the right instead"
             )
-        self._ahead = list(wanted)
-        self._padding = wanted
+        self._ahead = list(padding)
+        self._padding = padding
 
     @property
     def rows(self) -> list[CompressedKVCache]:
         """The sequences, each as a cache of its own until they are decoded together again."""
         if self._ragged is not None:
-            self._rows = [self._alone(i) for i in range(len(self.offsets))]
+            self._rows = [self._ragged.row(i) for i in range(len(self.offsets))]
             self._ragged = None
         return self._rows
 
@@ -72,7 +74,7 @@ class BatchedKVCache(Contract):
     @property
     def is_padded(self) -> bool:
         """Return whether padding may come with the next tokens."""
-        return self._left is not None or (self._ahead is not None and any(self._ahead))
+        return self._text is not None or (self._ahead is not None and any(self._ahead))
 
     @property
     def together(self) -> bool:
@@ -138,8 +140,8 @@ class BatchedKVCache(Contract):
     def _arriving(self, new: int) -> tuple[list[int], list[int]]:
         """`_parts`, of tokens that come now."""
         skips, counts = self._parts(new)
-        if self._left is not None:
-            self._left = [left - n for left, n in zip(self._left, counts, strict=True)]
+        if self._text is not None:
+            self._text = [text - n for text, n in zip(self._text, counts, strict=True)]
         if self._ahead is not None:
             self._ahead = [ahead - n for ahead, n in zip(self._ahead, skips, strict=True)]
         self._skips, self._new = skips, counts
@@ -159,8 +161,8 @@ class BatchedKVCache(Contract):
         """Return, of `new` tokens for each sequence, how many are padding on the left and how many are text."""
         skips = [min(new, ahead) for ahead in self._ahead or [0] * len(self.offsets)]
         counts = [new - skip for skip in skips]
-        if self._left is not None:
-            counts = [min(n, left) for n, left in zip(counts, self._left, strict=True)]
+        if self._text is not None:
+            counts = [min(n, text) for n, text in zip(counts, self._text, strict=True)]
         return skips, counts
 
     def _joins(self, keys: mx.array, values: mx.array) -> bool:
@@ -170,18 +172,13 @@ class BatchedKVCache(Contract):
         rows = self.rows
         if len(rows) < 2 or any(row.observes for row in rows):  # one alone has nothing to join
             return False
-        chosen = rows[0].plan((keys.shape[3], values.shape[3]), keys.dtype)
-        if chosen.body == OPS:
+        plan = rows[0].plan((keys.shape[3], values.shape[3]), keys.dtype)
+        if plan.body == OPS:
             return False
-        held = [row.contents() for row in rows]
-        self._ragged = Ragged.of(held, chosen, keys.shape[1], keys.dtype)
+        self._ragged = Ragged.of(rows, plan, keys.shape[1], keys.dtype)
         if self._ragged is not None:
-            self._kind, self._rows = type(rows[0]), []
+            self._rows = []
         return self._ragged is not None
-
-    def _alone(self, i: int) -> CompressedKVCache:
-        """A sequence of the shared arrays as a cache of its own, independent of them."""
-        return self._kind.from_contents(self._ragged.contents(i))
 
     def keys_and_values(self):
         """The view without appending anything (mlx-lm 0.32)."""
@@ -189,8 +186,8 @@ class BatchedKVCache(Contract):
             view = self._ragged.view()
         else:
             counts = self._new or [None] * len(self.offsets)
-            each = zip(self._rows, counts, strict=True)
-            rows = [(row.keys_and_values()[0], n) if n != 0 else None for row, n in each]
+            pairs = zip(self._rows, counts, strict=True)
+            rows = [(row.keys_and_values()[0], n) if n != 0 else None for row, n in pairs]
             view = self._batch_view(rows)
         return view, view
 
@@ -213,13 +210,13 @@ class BatchedKVCache(Contract):
     @property
     def _columns(self) -> int:
         """Columns that have come to each sequence of a padded batch, padding included."""
-        each = zip(self.offsets, self._padding, self._ahead, strict=True)
-        return max((tokens + all_ - ahead for tokens, all_, ahead in each), default=0)
+        parts = zip(self.offsets, self._padding, self._ahead, strict=True)
+        return max((tokens + all_ - ahead for tokens, all_, ahead in parts), default=0)
 
     def _keep_padding(self, keep: Sequence[int]) -> None:
         """Select what is known of padding. Columns that are padding for all that stay are dropped."""
-        if self._left is not None:
-            self._left = [self._left[i] for i in keep]
+        if self._text is not None:
+            self._text = [self._text[i] for i in keep]
         columns = 0 if self._padding is None else self._columns
         if self._ahead is not None:
             self._ahead = [self._ahead[i] for i in keep]
@@ -240,7 +237,7 @@ class BatchedKVCache(Contract):
         """The cache of one sequence, independent of this one."""
         if self._ragged is None:
             return deepcopy(self._rows[idx])
-        out = self._alone(range(len(self.offsets))[idx])
+        out = self._ragged.row(range(len(self.offsets))[idx])
         # Or it would hold the shared arrays, which then could not be written in place.
         mx.async_eval(out.arrays())
         return out
@@ -261,12 +258,12 @@ class BatchedKVCache(Contract):
             ]
             self._ragged = None
 
-    def extend(self, other: BatchedKVCache) -> None:
+    def extend(self, added: BatchedKVCache) -> None:
         """Add the sequences of another batch, which must not be used again."""
         self._new = self._padding = self._ahead = None
-        rows, joined = other.rows, False
+        rows, joined = added.rows, False
         if self._ragged is not None and not any(row.observes for row in rows):
-            joined = self._ragged.join([row.contents() for row in rows])
+            joined = self._ragged.join(rows)
         if not joined:
             self._rows = self.rows + rows
 
@@ -283,11 +280,11 @@ class BatchedKVCache(Contract):
         if right_padding is not None and any(right_padding):
             if lengths is None:
                 raise UserError("[BatchedKVCache] right_padding needs lengths; got none")
-            self._left = list(lengths)
+            self._text = list(lengths)
 
     def finalize(self) -> None:
         """The padded tokens have all been read."""
-        self._left = self._new = None
+        self._text = self._new = None
 
     # -- what it shares with the cache of one sequence
 
@@ -321,10 +318,10 @@ class BatchedKVCache(Contract):
 
     def __reduce__(self):
         rows = [self.extract(i) for i in range(len(self.offsets))]
-        own = {
+        attributes = {
             name: getattr(self, name) for name in ("_left", "_new", "_padding", "_ahead", "_skips")
         }
-        return type(self), (rows,), own
+        return type(self), (rows,), attributes
 
     @property
     def state(self) -> list:

@@ -78,46 +78,46 @@ def plan(
     """The fastest kernels that run here. The first question for a format builds them and tries them;
     the portable ones only where tiles do not run."""
     question = Question(config, dims, dtype, case, latent, picked)
-    asked = (config, dims, dtype, launch.state())
+    key = (config, dims, dtype, launch.state())
     if reason := _no_machine(question) or _no_records(question):
-        return KernelPlan(OPS, reason, asked=asked)
+        return KernelPlan(OPS, reason, question=key)
     make = launch.factory()
     if latent:
         if reason := _tiles_off() or latents.why_not_here(make):
-            return KernelPlan(OPS, reason, asked=asked)
+            return KernelPlan(OPS, reason, question=key)
         if reason := selftest.latent_fault(config, dims[0], dtype, make, question.heads):
-            return KernelPlan(OPS, f"{FAILED}: {reason}", asked=asked)
-        return KernelPlan(TILES, None, None, make, asked)
+            return KernelPlan(OPS, f"{FAILED}: {reason}", question=key)
+        return KernelPlan(TILES, None, None, make, key)
     layout = question.layout
     slower = _no_tiles(question)
     if slower is None:
-        return KernelPlan(TILES, None, layout, make, asked)
+        return KernelPlan(TILES, None, layout, make, key)
     if reason := _no_portable(question):
-        return KernelPlan(OPS, f"{FAILED}: {reason}", asked=asked)
-    return KernelPlan(PORTABLE, slower, layout, make, asked)
+        return KernelPlan(OPS, f"{FAILED}: {reason}", question=key)
+    return KernelPlan(PORTABLE, slower, layout, make, key)
 
 
 def current(
-    before: KernelPlan | None,
+    previous: KernelPlan | None,
     config: CacheConfig,
     dims: tuple[int, int],
     dtype: mx.Dtype,
     latent: bool = False,
 ) -> KernelPlan:
     """`before` where it still answers this question, else a new plan."""
-    if before is not None and before.asked == (config, dims, dtype, launch.state()):
-        return before
+    if previous is not None and previous.question == (config, dims, dtype, launch.state()):
+        return previous
     return plan(config, dims, dtype, latent=latent)
 
 
 def store(
-    chosen: KernelPlan, layer_maps: LayerMaps | None = None, way: str = encoding.KERNEL
+    plan: KernelPlan, layer_maps: LayerMaps | None = None, way: str = encoding.KERNEL
 ) -> Codes | Records:
     """An empty store as `plan` has chosen. layer_maps: of the layer, for calibrated sides."""
-    config, dims, *_ = chosen.asked
-    if chosen.body == OPS:
+    config, dims, *_ = plan.question
+    if plan.body == OPS:
         return Codes(config, dims, layer_maps, way)
-    return Records(config, dims, chosen.make, chosen.body == TILES, layer_maps, way)
+    return Records(config, dims, plan.make, plan.body == TILES, layer_maps, way)
 
 
 # -- parts of the decision: each answers a question by why not, or None
@@ -170,8 +170,8 @@ def _untrusted(question: Question, tiled: bool) -> str | None:
     """Return what the format itself, or the notes of earlier processes on a Mac, say."""
     layout, dims, dtype, make = question.layout, question.dims[0], question.dtype, launch.factory()
     if make is mx.fast.metal_kernel:
-        tried = selftest.stand_in(question.config, dims)
-        layout = record_layout(tried, *tried.dims(*question.dims))
+        trial = selftest.stand_in(question.config, dims)
+        layout = record_layout(trial, *trial.dims(*question.dims))
         trust.wait(layout, dims, dtype, tiled)
     if tiled:
         return tiles.why_not(layout, dims, dtype, make)
@@ -180,5 +180,5 @@ def _untrusted(question: Question, tiled: bool) -> str | None:
 
 def _fault(question: Question, tiled: bool) -> str | None:
     """Return what trying the kernels finds."""
-    it = question
-    return selftest.fault(it.config, it.dims[0], it.dtype, launch.factory(), tiled, it.case)
+    config, dims, dtype, case = question.config, question.dims[0], question.dtype, question.case
+    return selftest.fault(config, dims, dtype, launch.factory(), tiled, case)

@@ -20,7 +20,7 @@ from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.contract import Contract, IntoBatch, Snapshots, from_state
 from mlxkv.cache.pages import GROWTH
-from mlxkv.cache.stores import Codes, Contents, Records
+from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View
 from mlxkv.codec import encoding, maps
 from mlxkv.codec.maps import LayerMaps
@@ -46,6 +46,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     alone = False
     observes = False  # queries: then sequences are not decoded together
     lazy = False  # True: GPUs, too, compute nothing of a prompt before somebody asks for it
+    way, _plan = encoding.KERNEL, None
 
     def __init__(
         self,
@@ -80,11 +81,11 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def turn_values(self, folded: bool) -> None:
         """Map the values of the windows for a model whose weights map values (`folded`), or do not.
         Pages hold the same codes either way."""
-        before = self.layer_maps
-        if before is None or before.folded == folded:
+        old_maps = self.layer_maps
+        if old_maps is None or old_maps.folded == folded:
             return
-        self.layer_maps = maps.folded(before, folded)
-        turn = before.values.store if folded else before.values.restore
+        self.layer_maps = maps.folded(old_maps, folded)
+        turn = old_maps.values.store if folded else old_maps.values.restore
         for name in ("_live", "_sink", "_last"):
             if (pair := getattr(self, name)) is not None:
                 setattr(self, name, (pair[0], turn(pair[1]).astype(pair[1].dtype)))
@@ -152,7 +153,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def keys_and_values(self) -> tuple[View, View]:
         """The view without appending anything (mlx-lm 0.32)."""
         store = self._store
-        pages = store.whole() if store is not None and store.count else None
+        pages = store.read_all() if store is not None and store.count else None
         view = View(self._read_live(), self._sink, pages, pages is None, buffers=self._live)
         return view, view
 
@@ -208,13 +209,13 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
             capacity = min(self._room, -(-spare // STEP) * STEP)
             if self._roomy:
                 capacity = self._room + DECODE_TOKENS
-            grown = []
+            buffers = []
             for x in (keys, values):
-                grown.append(mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype))
+                buffers.append(mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype))
             if self._count:
-                for buffer, old in zip(grown, self._read_live(), strict=True):
+                for buffer, old in zip(buffers, self._read_live(), strict=True):
                     buffer[:, :, : self._count] = old
-            self._live = tuple(grown)
+            self._live = tuple(buffers)
         own_keys, own_values = self._live
         own_keys[:, :, self._count : end] = keys
         own_values[:, :, self._count : end] = values
@@ -263,6 +264,16 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def sink(self) -> Pair | None:
         """The first tokens, once they have left the live window."""
         return self._sink
+
+    @property
+    def live(self) -> Pair | None:
+        """The tokens of the live window, or None before there are any."""
+        return None if self._live is None else self._read_live()
+
+    @property
+    def last(self) -> Pair | None:
+        """The exact tokens of the page sealed last, or None."""
+        return self._last
 
     @property
     def count(self) -> int:
@@ -330,14 +341,14 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def state(self) -> dict:
         """All that has to be saved, as a tree of arrays. The header is JSON in bytes, which both
         contracts carry."""
-        one = self.layer_maps
-        extra, more = self._extra()
+        layer_maps = self.layer_maps
+        extra, arrays = self._extra()
         data = state.header(
             self.config,
             self.offset,
             self._count_pages,
-            calibration=one and (one.digest, one.layer),
-            folded=one is not None and one.folded,
+            calibration=layer_maps and (layer_maps.digest, layer_maps.layer),
+            folded=layer_maps is not None and layer_maps.folded,
             **extra,
         )
         return state.tree(
@@ -346,7 +357,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
             sink=self._sink,
             last=self._last,
             pages=self._store.state if self._count_pages else None,
-            more=more,
+            more=arrays,
         )
 
     def _extra(self) -> tuple[dict, dict]:
@@ -365,8 +376,13 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         header, self.config = state.read_header(data)
         self.layer_maps, folded = None, False
         if self.config.calibrated:
-            folded = _reads_folded(header, self.config.fitted)
-            self.layer_maps = _saved_maps(header, self.config.fitted)
+            saved = (
+                *state.calibration_of(header),
+                bool(header.get("folded")),
+                self.config.fitted,
+            )
+            folded = maps.reads_folded(*saved)
+            self.layer_maps = maps.find(*saved)
         self._clear()
         try:
             self._restore(header, tree)
@@ -421,8 +437,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
                 f"[CompressedKVCache] to_batch makes an empty batch; got a cache of {self.offset} tokens; "
                 "choose merge for caches that hold some"
             )
-        made = self.config, self.layer_maps, self._plan, self.way
-        batch = self.merge([type(self)(*made) for _ in left_padding])
+        batch = self.merge([self.like() for _ in left_padding])
         batch.pad(left_padding)
         return batch
 
@@ -441,7 +456,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         if self._store is not None:
             self._store.encode_by(way)
 
-    # -- what it holds, for caches of other forms
+    # -- for caches of other forms
 
     @property
     def joins(self) -> bool:
@@ -451,52 +466,31 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         keys, values = self._live
         return self.plan((keys.shape[3], values.shape[3]), keys.dtype).body != OPS
 
-    def contents(self) -> Contents:
-        """Return what it holds; the arrays are its own."""
-        return Contents(
-            config=self.config,
-            layer_maps=self.layer_maps,
-            plan=self._plan,
-            way=self.way,
-            offset=self.offset,
-            live=None if self._live is None else self._read_live(),
-            sink=self._sink,
-            last=self._last,
-            store=self._store,
-        )
+    def like(self) -> CompressedKVCache:
+        """An empty cache of the same kind."""
+        return type(self)(self.config, self.layer_maps, self._plan, self.way)
 
-    @classmethod
-    def from_contents(cls, held: Contents) -> CompressedKVCache:
-        """The inverse of `contents`: takes over sink and store, copies live."""
-        out = cls(held.config, held.layer_maps, held.plan, held.way)
-        out._sink, out._last, out._store = held.sink, held.last, held.store
-        if held.live is not None:
-            out._append(*held.live)
-        out.offset = held.offset
-        return out
+    def take_over(
+        self,
+        offset: int,
+        live: Pair,
+        sink: Pair | None,
+        last: Pair | None,
+        store: Codes | Records | None,
+    ) -> None:
+        """Hold these windows and pages of `offset` tokens; live is copied. For an empty cache."""
+        self._sink, self._last, self._store, self.offset = sink, last, store, offset
+        self._append(*live)
 
     @classmethod
     def from_state(cls, state: dict, meta_state: str = "") -> CompressedKVCache:
         """The cache that `state` describes."""
         out = cls.__new__(cls)
-        out.way, out._plan = encoding.KERNEL, None
         out.state = state
         return out
 
 
-def _alike(one: Pair, other: Pair) -> bool:
+def _alike(first: Pair, second: Pair) -> bool:
     """Return whether both have the same batch, heads and dims."""
-    (k, v), (x, y) = one, other
+    (k, v), (x, y) = first, second
     return k.shape[:2] == x.shape[:2] and k.shape[3] == x.shape[3] and v.shape[3] == y.shape[3]
-
-
-def _saved_maps(header: dict, kinds: maps.Kinds) -> LayerMaps:
-    """The maps that a state names."""
-    digest, layer = state.calibration_of(header)
-    return maps.find(digest, layer, bool(header.get("folded")), kinds)
-
-
-def _reads_folded(header: dict, kinds: maps.Kinds) -> bool:
-    """Return whether the models here read the values of a state in the stored domain (`maps.reads_folded`)."""
-    digest, layer = state.calibration_of(header)
-    return maps.reads_folded(digest, layer, bool(header.get("folded")), kinds)

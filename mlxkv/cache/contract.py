@@ -11,7 +11,6 @@ from types import MethodType
 
 import mlx.core as mx
 
-from mlxkv.codec import encoding
 from mlxkv.errors import UserError
 
 
@@ -22,8 +21,8 @@ class IntoBatch:
     def __init__(self, function: Callable):
         self._function = function
 
-    def __get__(self, one, kind: type):
-        if one is not None and one.alone:
+    def __get__(self, cache, kind: type):
+        if cache is not None and cache.alone:
             raise AttributeError("sequences of this model are read one at a time")
         return MethodType(self._function, kind)
 
@@ -72,8 +71,6 @@ class Snapshots:
 
     def prefix_cache_restore(self, snapshot: dict) -> None:
         """Hold what a snapshot holds. Also for an object made by `__new__`, as mlx-vlm makes them."""
-        if "way" not in vars(self):
-            self.way, self._plan = encoding.KERNEL, None
         self.state = snapshot["state"]
 
     def prefix_cache_reserve(self, min_capacity_tokens: int) -> tuple:

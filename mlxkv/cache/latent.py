@@ -42,21 +42,21 @@ class BatchedLatentCache(BatchedKVCache):
             raise UserError(
                 f"[BatchedLatentCache] the cache holds a batch of {len(self.offsets)}; got {keys.shape[0]}"
             )
-        new, before = keys.shape[2], self.size()
-        whole, latents, rotary = new > 1, [], []
+        new, tokens = keys.shape[2], self.size()
+        expands, latents, rotary = new > 1, [], []
         for i, (row, n) in enumerate(zip(self.rows, self._unpadded(new), strict=True)):
             if n:
-                found = row.append(keys[i : i + 1, :, :n], values[i : i + 1, :, :n], whole)
-                latents.append(found[0] if whole else (found[0], n))
-                rotary.append(found[1])
+                parts = row.append(keys[i : i + 1, :, :n], values[i : i + 1, :, :n], expands)
+                latents.append(parts[0] if expands else (parts[0], n))
+                rotary.append(parts[1])
             else:  # padding, which attention does not read
-                latents.append(keys[:1, :, :0] if whole else None)
+                latents.append(keys[:1, :, :0] if expands else None)
                 rotary.append(values[:1, :, :0])
         width = (
-            before + new if whole else self.size()
+            tokens + new if expands else self.size()
         )  # of the mask that was made, or of the longest
         rotary = mx.concatenate([_padded(x, width) for x in rotary])
-        if not whole:
+        if not expands:
             live = next(row[0].live for row in latents if row is not None)
             return View(live, rows=tuple(latents)), rotary
         return mx.concatenate([_padded(x, width) for x in latents]), rotary
@@ -99,8 +99,8 @@ class LatentKVCache(CompressedKVCache):
         """
         return self.append(keys, values, keys.shape[2] > 1)
 
-    def append(self, latents: mx.array, rotary: mx.array, whole: bool):
-        """As `update_and_fetch`; whole: latents come back as an array."""
+    def append(self, latents: mx.array, rotary: mx.array, expands: bool):
+        """As `update_and_fetch`; expands: latents come back as an array."""
         exact = self.config.rotary == 16
         # Otherwise `_update` refuses.
         if exact and (self.empty() or rotary.shape[:2] == self._live[1].shape[:2]):
@@ -111,7 +111,7 @@ class LatentKVCache(CompressedKVCache):
         view = _as_latents(view)
         if latents.shape[2] > DECODE_TOKENS and not self.lazy and backend() != "cpu":
             ahead(self.arrays())
-        return (decoded(view) if whole or self.selects else view), turned
+        return (decoded(view) if expands or self.selects else view), turned
 
     def keys_and_values(self) -> tuple[View, mx.array | None]:
         """The view and the rotary keys, without appending anything."""
@@ -144,9 +144,9 @@ class LatentKVCache(CompressedKVCache):
             return None
         room = self._sunk + self._store.pages.capacity * self.config.page + self._live[0].shape[2]
         if self._rotary.shape[2] != room:
-            held = self._rotary[:, :, : self.offset]
+            keys = self._rotary[:, :, : self.offset]
             spare = [(0, 0), (0, 0), (0, room - self.offset), (0, 0)]
-            self._rotary = mx.pad(held, spare)
+            self._rotary = mx.pad(keys, spare)
         return self._rotary
 
     def written(self, arrays: tuple[mx.array, ...], new: int) -> None:
@@ -177,10 +177,10 @@ class LatentKVCache(CompressedKVCache):
         mx.async_eval(pair)
         return pair
 
-    def cut(self, left: int) -> None:
+    def cut(self, count: int) -> None:
         rotary = self._rotary
-        super().cut(left)
-        self._rotary = rotary if left else None
+        super().cut(count)
+        self._rotary = rotary if count else None
 
     def turn_values(self, folded: bool) -> None:
         """Nothing: no value of a latent is turned by weights."""
@@ -202,10 +202,10 @@ class LatentKVCache(CompressedKVCache):
         parts = [x for x in parts if isinstance(x, mx.array)]
         if self._live is not None:
             parts.append(self._read_live()[1])
-        whole = mx.concatenate(parts, axis=2) if parts else None
-        if parts and whole.shape[2] != self.offset:
-            raise ValueError(f"rotary keys of {whole.shape[2]} tokens")
-        self._rotary = whole
+        keys = mx.concatenate(parts, axis=2) if parts else None
+        if parts and keys.shape[2] != self.offset:
+            raise ValueError(f"rotary keys of {keys.shape[2]} tokens")
+        self._rotary = keys
 
     @property
     def keys(self) -> mx.array:
@@ -249,8 +249,8 @@ def decoded(view: View) -> mx.array:
     parts = [view.sink[0]] if view.sink is not None else []
     if view.pages is not None:
         parts.append(view.pages.decode(0, live.dtype))
-    whole = mx.concatenate([*parts, live], axis=2) if parts else live
-    return mx.depends(whole, list(view.sealed)) if view.sealed else whole
+    latents = mx.concatenate([*parts, live], axis=2) if parts else live
+    return mx.depends(latents, list(view.sealed)) if view.sealed else latents
 
 
 # -- The forms of `LatentKVCache`, alone and in a batch: as those of `CompressedKVCache`, and the rotary keys that the
@@ -273,24 +273,24 @@ class OwnLatents(Own):
     ) -> tuple[Arrays, tuple]:
         """Latents as a view, and the rotary keys of all tokens with room behind them."""
         exact = self.rotary is not None
-        written, (view, _) = super().append(arrays[:-1] if exact else arrays, numbers, keys, values)
-        live = written[1]
+        buffers, (view, _) = super().append(arrays[:-1] if exact else arrays, numbers, keys, values)
+        live = buffers[1]
         if exact:
             at = numbers.places(0, values.shape)
             rotary = mx.put_along_axis(arrays[-1], at, values.astype(live.dtype), axis=2)
-            written = *written, rotary
+            buffers = *buffers, rotary
         else:
             parts = [] if view.sink is None else [view.sink[1]]
             rotary = mx.concatenate([*parts, view.pages.decode_rotary(live.dtype), live], axis=2)
         latents = TracedLatents(
-            *((written[0],) * 2, view.sink and (view.sink[0],) * 2, view.pages),
+            *((buffers[0],) * 2, view.sink and (view.sink[0],) * 2, view.pages),
             seen=view.seen,
             counts=numbers.once("counts", lambda: numbers.array[2:5]),
             width=rotary.shape[2],
             in_order=exact,
             once=numbers.once,
         )
-        return written, (latents, rotary)
+        return buffers, (latents, rotary)
 
     def make_mask(self, N: int, return_array: bool, window_size: int | None):
         """None: one token sees all, whether an array is asked for or not."""

@@ -63,10 +63,10 @@ class Pages:
         return out
 
     def __deepcopy__(self, memo):
-        other = copy(self)
-        other.starts, other.counts = list(self.starts), list(self.counts)
-        other.arrays = deepcopy(self.arrays, memo)
-        return other
+        pages = copy(self)
+        pages.starts, pages.counts = list(self.starts), list(self.counts)
+        pages.arrays = deepcopy(self.arrays, memo)
+        return pages
 
     @property
     def count(self) -> int:
@@ -104,15 +104,15 @@ class Pages:
 
     def make_room(self) -> None:
         """Have the room of steps of fixed shapes behind the only sequence."""
-        if self.capacity != (wanted := grown(self.counts[0])):
-            self._lay_out(self._parts(), wanted - self.counts[0])
+        if self.capacity != (capacity := grown(self.counts[0])):
+            self._lay_out(self._parts(), capacity - self.counts[0])
 
     def truncate(self, count: int) -> None:
         """Keep the first `count` pages of the only sequence; give back more room than growing leaves."""
-        kept = self.read(0, count) if self.capacity - count > count // GROWTH else None
+        arrays = self.read(0, count) if self.capacity - count > count // GROWTH else None
         self.counts[0] = count
-        if kept is not None:
-            self.restore(kept, count)
+        if arrays is not None:
+            self.restore(arrays, count)
 
     def restore(self, arrays: Named, count: int) -> None:
         """Hold one sequence, of exactly `count` pages."""
@@ -126,12 +126,12 @@ class Pages:
 
     def join(self, parts: Sequence[Part]) -> None:
         """Add sequences: into gaps, or all are laid out anew."""
-        before, places = self._parts(), []
+        earlier, places = self._parts(), []
         for _, count in parts:
             self.counts.append(count)
             places.append(self._gap(count))
             if places[-1] is None:
-                return self._lay_out([*before, *parts], self._room([*before, *parts]))
+                return self._lay_out([*earlier, *parts], self._room([*earlier, *parts]))
             self.starts.append(places[-1])
         for at, (stored, count) in zip(places, parts, strict=True):
             if count:
@@ -144,8 +144,11 @@ class Pages:
         self.counts = [self.counts[i] for i in indices]
         parts = self._parts()
         room = self._room(parts)
-        least = self.count + len(parts) * room
-        if self.capacity > grown(least - 1) and (self.capacity - least) * WASTE > self.capacity:
+        needed_pages = self.count + len(parts) * room
+        if (
+            self.capacity > grown(needed_pages - 1)
+            and (self.capacity - needed_pages) * WASTE > self.capacity
+        ):
             self._lay_out(parts, room)
 
     def _describe(self, arrays: Named, count: int) -> None:
@@ -162,21 +165,21 @@ class Pages:
         """Free pages behind each of several sequences."""
         return max(1, sum(count for _, count in parts) // (GROWTH * max(1, len(parts))))
 
-    def _rooms(self, least: int) -> list[int]:
+    def _rooms(self, at_least: int) -> list[int]:
         """Free pages behind each sequence, at least so many, by which several have a capacity that many
         others have, too."""
-        count, each, more = len(self.counts), least, 0
+        count, room, extra = len(self.counts), at_least, 0
         if self.is_shared:
-            taken = sum(self.counts) + count * least
-            spare, more = divmod(grown(taken - 1) - taken, count)
-            each += spare
-        return [each + (i < more) for i in range(count)]
+            filled = sum(self.counts) + count * at_least
+            spare, extra = divmod(grown(filled - 1) - filled, count)
+            room += spare
+        return [room + (i < extra) for i in range(count)]
 
     def _gap(self, count: int) -> int | None:
         """Return where `count` pages fit, with room behind them and behind the sequence before."""
-        taken = ((at, at + n) for at, n in zip(self.starts, self.counts, strict=False))
+        runs = ((at, at + n) for at, n in zip(self.starts, self.counts, strict=False))
         room, free = max(1, self.count // (GROWTH * len(self.counts))), 0
-        for start, stop in chain(sorted(taken), [(self.capacity, self.capacity)]):
+        for start, stop in chain(sorted(runs), [(self.capacity, self.capacity)]):
             at = free + room if free else 0
             if at + count + room <= start:
                 return at

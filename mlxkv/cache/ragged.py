@@ -4,7 +4,7 @@
 
 The cost of a new token does not depend on the number of sequences: one scatter for keys, one for
 values, one attention. Only sealing is work for each, once in a page of tokens. Every sequence holds
-what a cache of its own would (`stores.Contents`); pages are sealed when the next token comes, not
+what a cache of its own would; pages are sealed when the next token comes, not
 before, so that this step's attention still finds them as they were.
 """
 
@@ -12,31 +12,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
-from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.pages import Pages
-from mlxkv.cache.stores import Contents, Records
+from mlxkv.cache.stores import Records
 from mlxkv.cache.view import KernelPlan, Pair, RecordPages, View
 from mlxkv.codec.transform import left
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import TOKENS
 
+if TYPE_CHECKING:
+    from mlxkv.cache.compressed import CompressedKVCache
+
 
 class Ragged:
-    """Sequences that are numbered from 0. like: the contents of one of them. store: an empty one,
+    """Sequences that are numbered from 0. like: an empty cache of one. store: an empty one,
     which seals for all."""
 
-    def __init__(self, like: Contents, store: Records, heads: int, dtype: mx.Dtype):
-        self.like = replace(like, offset=0, live=None, sink=None, last=None, store=None)
+    def __init__(self, like: CompressedKVCache, store: Records, heads: int, dtype: mx.Dtype):
+        self.like = like
         self.config, self.layer_maps = like.config, like.layer_maps
         self.centre = self.layer_maps.centre if self.config.centred else None
         self.store, self.heads, self.dtype = store, heads, dtype
-        self.each = self.config.page // TOKENS  # records of a page
+        self.page_records = self.config.page // TOKENS  # records of a page
         self.pages = Pages.of_many(store.layout, self.config.page, heads)
         self.offsets: list[int] = []
         self.counts: list[int] = []  # live tokens
@@ -47,30 +50,30 @@ class Ragged:
         self.sink: Pair | None = self._windows([], self.config.sink) if self.config.sink else None
 
     def __deepcopy__(self, memo):
-        other = copy(self)  # the rest is never written in place
+        ragged = copy(self)  # the rest is never written in place
         for name in ("offsets", "counts", "parted", "keeps", "pages"):
-            setattr(other, name, deepcopy(getattr(self, name), memo))
-        return other
+            setattr(ragged, name, deepcopy(getattr(self, name), memo))
+        return ragged
 
     @classmethod
     def of(
         cls,
-        rows: Sequence[Contents],
+        rows: Sequence[CompressedKVCache],
         plan: KernelPlan,
         heads: int,
         dtype: mx.Dtype,
     ) -> Ragged | None:
-        """The sequences, whose caches must not be used again; None where they have no kernels, or not
+        """These sequences, whose caches must not be used again; None where they have no kernels, or not
         the same. plan, heads, dtype: of their next tokens."""
         store = next((row.store for row in rows if row.store is not None), None)
         if store is None:
             store = choose.store(plan, rows[0].layer_maps, rows[0].way)
         if not isinstance(store, Records):
             return None
-        out = cls(rows[0], store.empty(), heads, dtype)
+        out = cls(rows[0].like(), store.empty(), heads, dtype)
         return out if out.join(rows) else None
 
-    def join(self, rows: Sequence[Contents]) -> bool:
+    def join(self, rows: Sequence[CompressedKVCache]) -> bool:
         """Add sequences, whose caches must not be used again; False, and nothing has changed, if they
         are of another kind."""
         if not all(map(self._takes, rows)):
@@ -93,7 +96,7 @@ class Ragged:
         self.pages.join([(r.store.state, r.store.count) if r.store else ({}, 0) for r in rows])
         return True
 
-    def _takes(self, row: Contents) -> bool:
+    def _takes(self, row: CompressedKVCache) -> bool:
         if row.config != self.config or row.layer_maps is not self.layer_maps:
             return False
         if row.store is not None and not self.store.is_like(row.store):
@@ -113,8 +116,8 @@ class Ragged:
             out.append(parts[0] if len(parts) == 1 else mx.concatenate(parts))
         return out[0], out[1]
 
-    def _joined(self, ours: Pair, more: Pair) -> Pair:
-        pairs = zip(ours, more, strict=True)
+    def _joined(self, windows: Pair, added: Pair) -> Pair:
+        pairs = zip(windows, added, strict=True)
         return tuple(mx.concatenate([_padded(x, y.shape[2]), y]) for x, y in pairs)
 
     def _limit(self, parted: bool) -> int:
@@ -158,32 +161,32 @@ class Ragged:
     @property
     def lengths(self) -> tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]:
         """The first record of each sequence, and of each (records, sink tokens, live tokens)."""
-        pages, sink, each = self.pages, self.config.sink, self.each
-        records = (n * each for n in pages.counts)
+        pages, sink, page_records = self.pages, self.config.sink, self.page_records
+        records = (n * page_records for n in pages.counts)
         sinks = (sink if parted else 0 for parted in self.parted)
-        return tuple(n * each for n in pages.starts), tuple(
+        return tuple(n * page_records for n in pages.starts), tuple(
             zip(records, sinks, self.counts, strict=True)
         )
 
     def room(self, arrays: Sequence[mx.array]) -> RecordPages:
         """A snapshot of `arrays`, in the order of those of `pages`, with all room in them."""
-        held = dict(zip(self.pages.arrays, arrays, strict=True))
-        return self.store.snapshot(held, self.pages.capacity * self.config.page)
+        named = dict(zip(self.pages.arrays, arrays, strict=True))
+        return self.store.snapshot(named, self.pages.capacity * self.config.page)
 
     def settle(self) -> None:
         """Seal a page of each sequence whose live window is full."""
         full = [i for i, n in enumerate(self.counts) if n > self._limit(self.parted[i])]
         for parted in (True, False) if full else ():
-            if some := [i for i in full if self.parted[i] is parted]:
-                self._seal(some, 0 if parted else self.config.sink)
+            if rows := [i for i in full if self.parted[i] is parted]:
+                self._seal(rows, 0 if parted else self.config.sink)
 
-    def _seal(self, some: list[int], start: int) -> None:
+    def _seal(self, rows: list[int], start: int) -> None:
         """One page of each of these sequences, from live token `start` on, with what comes before as
         their sink."""
-        at, page = mx.array(some, mx.int32), self.config.page
-        live = self.live if len(some) == len(self.counts) else tuple(x[at] for x in self.live)
+        at, page = mx.array(rows, mx.int32), self.config.page
+        live = self.live if len(rows) == len(self.counts) else tuple(x[at] for x in self.live)
         encoded = self.store.encode(live, page, start)
-        for n, i in enumerate(some):
+        for n, i in enumerate(rows):
             self.pages.append({name: x[n : n + 1] for name, x in encoded.items()}, 1, i)
             self.parted[i] = self.keeps[i] = True
             self.counts[i] -= start + page
@@ -196,27 +199,28 @@ class Ragged:
         # No attention reads it: unevaluated, it would keep the windows of before.
         mx.async_eval(self.last)
         moved = (mx.roll(x, -(start + page), axis=2) for x in live)
-        if len(some) < len(self.counts):
+        if len(rows) < len(self.counts):
             moved = (_put(x, at, y) for x, y in zip(self.live, moved, strict=True))
         self.live = tuple(moved)
 
     # -- sequences come, go, and shrink
 
-    def contents(self, i: int) -> Contents:
-        """A sequence with pages and sink of its own."""
+    def row(self, i: int) -> CompressedKVCache:
+        """A sequence as a cache with windows and pages of its own."""
         self.settle()
-        out = replace(self.like, offset=self.offsets[i])
-        if not out.offset:
-            return out
+        cache, sink, last, store = self.like.like(), None, None, None
+        if not self.offsets[i]:
+            return cache
         if self.config.sink and self.parted[i]:
-            out.sink = tuple(mx.contiguous(x[i : i + 1]) for x in self.sink)
+            sink = tuple(mx.contiguous(x[i : i + 1]) for x in self.sink)
         if self.keeps[i]:
-            out.last = tuple(mx.contiguous(x[i : i + 1]) for x in self.last)
-        out.live = tuple(x[i : i + 1, :, : self.counts[i]] for x in self.live)
+            last = tuple(mx.contiguous(x[i : i + 1]) for x in self.last)
+        live = tuple(x[i : i + 1, :, : self.counts[i]] for x in self.live)
         if count := self.pages.counts[i]:
-            out.store = self.store.empty()
-            out.store.restore(self.pages.read(i=i), count)
-        return out
+            store = self.store.empty()
+            store.restore(self.pages.read(i=i), count)
+        cache.take_over(self.offsets[i], live, sink, last, store)
+        return cache
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep these sequences, in this order."""
@@ -234,8 +238,8 @@ class Ragged:
         """Drop the last n tokens of every sequence; False, and nothing has changed, unless all stay as
         caches that read only the other tokens: with `recent` live tokens, or without pages."""
         self.settle()
-        least = (self.config.recent if pages else 0 for pages in self.pages.counts)
-        if any(count - n <= low for count, low in zip(self.counts, least, strict=True)):
+        lowest = (self.config.recent if pages else 0 for pages in self.pages.counts)
+        if any(count - n <= low for count, low in zip(self.counts, lowest, strict=True)):
             return False
         self.counts = [count - n for count in self.counts]
         self.offsets = [offset - n for offset in self.offsets]
@@ -253,8 +257,8 @@ def window_tokens(config: CacheConfig) -> int:
 
 def _padded(x: mx.array, room: int) -> mx.array:
     """[B, G, room, D] of [B, G, T, D], with zeros behind."""
-    more = room - x.shape[2]
-    return mx.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)]) if more else x
+    spare = room - x.shape[2]
+    return mx.pad(x, [(0, 0), (0, 0), (0, spare), (0, 0)]) if spare else x
 
 
 def _put(x: mx.array, at: mx.array, rows: mx.array) -> mx.array:

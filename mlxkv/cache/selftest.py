@@ -29,7 +29,6 @@ PREFILL_BOUND = 0.02
 PAGES = 16  # enough for several splits to be merged
 # Widths of blocks with which bits by direction are tried, for any number of them: all widths, in other orders.
 TRIED = ((8, 3, 1, 4, 3, 2, 1), (4, 3, 2, 1, 3, 2, 1))
-TRIED_SHARE = 0.5  # of the pages, for any that is not all
 MOST_HEADS = 2  # kv heads of a trial; how many query heads read each is what kernels are built for
 
 
@@ -82,7 +81,7 @@ class Outcome:
 
 
 _Key = tuple[CacheConfig, int, mx.Dtype, Factory, bool]
-_found: dict[_Key, dict[Case, Outcome]] = {}
+_outcomes: dict[_Key, dict[Case, Outcome]] = {}
 
 
 def fault(
@@ -101,12 +100,12 @@ def stand_in(config: CacheConfig, dims: int) -> CacheConfig:
     """The config whose trial stands for this one: itself, but for bits by direction, whose kernels are the same for all
     widths (`metal.template`). Keys are tried with fewer stored dims than a head has."""
     sides = {}
-    for name, some, less in (("keys", TRIED[0], 1), ("values", TRIED[1], 0)):
+    for name, pattern, fewer in (("keys", TRIED[0], 1), ("values", TRIED[1], 0)):
         side = getattr(config, name)
         if not side.filled:
             return config
-        count = min(MOST_BLOCKS, max(1, dims // DIMS - less))
-        widths = sorted((some * (count // len(some) + 1))[:count], reverse=True)
+        count = min(MOST_BLOCKS, max(1, dims // DIMS - fewer))
+        widths = sorted((pattern * (count // len(pattern) + 1))[:count], reverse=True)
         sides[name] = replace(side, quantizer=Fill(1.0, tuple(widths)))
     return replace(config, **sides)
 
@@ -116,8 +115,8 @@ def is_known(
 ) -> bool:
     """Return whether either body has been tried in this process."""
     config = stand_in(config, dims)
-    found = (_found.get((config, dims, dtype, make, tiled), {}) for tiled in (False, True))
-    return any(one if case is None else case.small in one for one in found)
+    tables = (_outcomes.get((config, dims, dtype, make, tiled), {}) for tiled in (False, True))
+    return any(table if case is None else case.small in table for table in tables)
 
 
 def test(
@@ -134,21 +133,24 @@ def test(
     An exception of the kernels becomes the reason, never an error.
     """
     config = stand_in(config, dims)
-    known = _found.setdefault((config, dims, dtype, make, tiled), {})
-    if case is None and known:
-        return next((one for one in known.values() if one.reason), next(iter(known.values())))
+    outcomes = _outcomes.setdefault((config, dims, dtype, make, tiled), {})
+    if case is None and outcomes:
+        return next(
+            (outcome for outcome in outcomes.values() if outcome.reason),
+            next(iter(outcomes.values())),
+        )
     case = (case or CASE).small
-    if case not in known:
+    if case not in outcomes:
         on_trial, on_mac = nullcontext(), make is mx.fast.metal_kernel
         place = record_layout(config, *config.dims(dims, dims)), dims, dtype, tiled
         if on_mac:
             on_trial = trust.trial(*place)
         with on_trial:
-            found = _test(config, dims, dtype, make, tiled, case)
-        if on_mac and not (found.reason and faults.is_of_memory(RuntimeError(found.detail))):
-            trust.note(*place[:3], found.reason is None, tiled, found.reason)
-        known[case] = found
-    return known[case]
+            tested = _test(config, dims, dtype, make, tiled, case)
+        if on_mac and not (tested.reason and faults.is_of_memory(RuntimeError(tested.detail))):
+            trust.note(*place[:3], tested.reason is None, tiled, tested.reason)
+        outcomes[case] = tested
+    return outcomes[case]
 
 
 def _test(
@@ -165,7 +167,7 @@ def _test(
             halves = store.read(0, PAGES // 2), store.read(PAGES // 2, PAGES)
             runs.append(Parts(halves))
         views = [View(live, sink, pages) for pages in runs]
-        seen = [
+        steps_out = [
             attend(
                 *(queries[:, :, :n], view, dims**-0.5, None if n == 1 else "causal", logits),
                 softcap=case.softcap,
@@ -173,8 +175,8 @@ def _test(
             for n in steps
             for view in views
         ]
-        many = attend(queries, views[0], dims**-0.5, "causal", logits, case.softcap)
-        out = mx.concatenate(seen, axis=2), *_whole(views[-1], dtype), many
+        prefill = attend(queries, views[0], dims**-0.5, "causal", logits, case.softcap)
+        out = mx.concatenate(steps_out, axis=2), *_whole(views[-1], dtype), prefill
         mx.eval(out)
         return out
 
@@ -198,33 +200,35 @@ def _test(
         mx.eval(plain.arrays())
     start = time.perf_counter()
     try:
-        ours = seal(Records(config, (dims, dims), make, tiled, turned))
-        found = outputs(ours)
+        by_kernels = seal(Records(config, (dims, dims), make, tiled, turned))
+        results = outputs(by_kernels)
         seconds = time.perf_counter() - start
         with mx.stream(mx.cpu):
-            same = Codes(config, (dims, dims), turned)
-            same.restore(ours.state, PAGES)
-            expected = outputs(same)
-            whole = View(live, sink, None)
-            stored = [_whole(replace(whole, pages=x.read(0, PAGES)), dtype) for x in (same, plain)]
+            reference = Codes(config, (dims, dims), turned)
+            reference.restore(by_kernels.state, PAGES)
+            expected = outputs(reference)
+            windows = View(live, sink, None)
+            stored = [
+                _whole(replace(windows, pages=x.read(0, PAGES)), dtype) for x in (reference, plain)
+            ]
             mx.eval(stored)
     except Exception as error:  # a compiler or a driver may raise anything at all
         tiles.forget_counters()
-        spent = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         drain()
         built = not faults.is_of_build(error)
-        return Outcome({}, 0.0, faults.reason(error), built, spent, faults.text(error))
+        return Outcome({}, 0.0, faults.reason(error), built, elapsed, faults.text(error))
     names = ("attend", "keys", "values", "prefill")
-    errors = {name: _off(*two) for name, *two in zip(names, found, expected, strict=True)}
+    errors = {name: _off(*two) for name, *two in zip(names, results, expected, strict=True)}
     sides = list(zip(*stored, strict=True))
     errors["seal"] = max(_off(*two) for two in sides)
-    ties = sum(_far(*two) for two in sides) / 2
+    ties = sum(_share_off(*two) for two in sides) / 2
     bounds = dict.fromkeys(errors, BOUND) | {"prefill": PREFILL_BOUND}
     if any(
         side.calibrated
         or side.transform == "random"
         # The seal kernel has butterflies for these; where others seal, the rotation is a product.
-        or (side.transform != "none" and not ours.layout.sealed_by_kernel)
+        or (side.transform != "none" and not by_kernels.layout.sealed_by_kernel)
         for side in (config.keys, config.values)
     ):
         bounds["seal"] = SEAL_BOUND
@@ -242,16 +246,16 @@ def drain(*streams: mx.Stream) -> None:
                 mx.synchronize(stream)
 
 
-def _off(ours: mx.array, plain: mx.array) -> float:
-    ours, plain = ours.astype(mx.float32), plain.astype(mx.float32)
-    return mx.sqrt(mx.mean((ours - plain) ** 2) / mx.mean(plain**2)).item()
+def _off(result: mx.array, plain: mx.array) -> float:
+    result, plain = result.astype(mx.float32), plain.astype(mx.float32)
+    return mx.sqrt(mx.mean((result - plain) ** 2) / mx.mean(plain**2)).item()
 
 
-def _far(ours: mx.array, plain: mx.array) -> float:
+def _share_off(result: mx.array, plain: mx.array) -> float:
     """The share of values that differ by more than rounding."""
-    ours, plain = ours.astype(mx.float32), plain.astype(mx.float32)
-    far = mx.abs(ours - plain) > 0.05 * mx.sqrt(mx.mean(plain**2))
-    return mx.mean(far.astype(mx.float32)).item()
+    result, plain = result.astype(mx.float32), plain.astype(mx.float32)
+    off = mx.abs(result - plain) > 0.05 * mx.sqrt(mx.mean(plain**2))
+    return mx.mean(off.astype(mx.float32)).item()
 
 
 # -- Tests the kernel for latents on this machine before it is used, which also builds it.
@@ -314,11 +318,11 @@ def _latent_fault(
         expected = attend(queries, plain, dims**-0.5, added).astype(mx.float32)
         mx.eval(expected, view.live, view.sink, store.arrays(), queries, added)
     try:
-        ours = attend(queries, view, dims**-0.5, added).astype(mx.float32)
-        mx.eval(ours)
+        out = attend(queries, view, dims**-0.5, added).astype(mx.float32)
+        mx.eval(out)
     except Exception as error:  # a compiler or a driver may raise anything at all
         drain()
         return faults.reason(error)
     with mx.stream(mx.cpu):
-        off = mx.sqrt(mx.mean((ours - expected) ** 2) / mx.mean(expected**2)).item()
+        off = mx.sqrt(mx.mean((out - expected) ** 2) / mx.mean(expected**2)).item()
     return None if off <= BOUND else f"attention over latents is off by {off:.2g}"

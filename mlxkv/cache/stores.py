@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakValueDictionary
 
@@ -110,7 +109,7 @@ class Store:
         """A snapshot of pages start .. stop - 1."""
         return self.snapshot(self.pages.read(start, stop), (stop - start) * self.config.page)
 
-    def whole(self) -> CodePages | RecordPages:
+    def read_all(self) -> CodePages | RecordPages:
         """A snapshot of all pages."""
         if self._all is None:
             self._all = self.read(0, self.count)
@@ -241,15 +240,15 @@ class Records(Store):
         buffer, headers = arrays["records"], arrays.get("headers")
         return RecordPages(self.codecs, self.plan, buffer, tokens, headers)
 
-    def is_like(self, other: Store) -> bool:
+    def is_like(self, store: Store) -> bool:
         """Return whether the same kernels read the pages of both."""
-        kinds = ((type(x), x.config, x.dims, x.way) for x in (self, other))
-        return next(kinds) == next(kinds) and self.plan == other.plan
+        kinds = ((type(x), x.config, x.dims, x.way) for x in (self, store))
+        return next(kinds) == next(kinds) and self.plan == store.plan
 
     def transported(self, codecs: tuple[Codec, Codec]) -> dict[str, mx.array]:
         """Its pages, encoded again in the bases of `codecs`. For layouts that the kernel seals: plain ops
         would take some hundred operations a page."""
-        pages, layout, make, moved = self.whole(), self.layout, self.plan.make, []
+        pages, layout, make, moved = self.read_all(), self.layout, self.plan.make, []
         for i, (old, new) in enumerate(zip(self.codecs, codecs, strict=True)):
             x = attend.unseal_side(
                 *(pages.buffer, pages.records, layout, i == 0, mx.float32, make),
@@ -291,23 +290,3 @@ def codes_of(store: Codes | Records) -> dict[str, Stored]:
     """The arrays of plain ops for the pages of either store, which has some."""
     state = store.state
     return records.to_codes(state, store.codecs) if "records" in state else state
-
-
-@dataclass
-class Contents:
-    """What a cache holds, as `CompressedKVCache.contents` shows it.
-
-    layer_maps: of the layer. plan, way: kernels and encoding of stores that it makes. offset: tokens
-    read. live, sink: keys and values in full precision, [B, G, T, D], or None. last: exact tokens of
-    the page sealed last, or None. store: of the sealed pages, or None.
-    """
-
-    config: CacheConfig
-    layer_maps: LayerMaps | None
-    plan: KernelPlan | None
-    way: str
-    offset: int
-    live: Pair | None
-    sink: Pair | None
-    last: Pair | None
-    store: Codes | Records | None

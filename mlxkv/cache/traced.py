@@ -100,7 +100,7 @@ class Form:
             raise Untraceable("the model's code asks compressed layers for a mask as an array")
         return None if N == 1 else "causal"
 
-    def commit(self, written: Arrays) -> None:
+    def commit(self, arrays: Arrays) -> None:
         """Take over what the trace wrote."""
         raise NotImplementedError
 
@@ -151,7 +151,7 @@ class Unused(Form):
     def standing_in(self, arrays: Arrays, numbers: Numbers) -> StandIn:
         return _UnusedStandIn()
 
-    def commit(self, written: Arrays) -> None:
+    def commit(self, arrays: Arrays) -> None:
         pass
 
 
@@ -237,12 +237,12 @@ class Own(Form):
         sink, pages = _parted(arrays, bool(self.n_sink), self.store.room)
         division = Division(pages.tokens // TOKENS)
         lengths = numbers.once(("lengths", division), lambda: Later(numbers.array[2:], division))
-        seen = partial(_seen, numbers, self.n_sink, pages.tokens, live[0].shape[2])
-        view = View(live, sink, pages, lengths=lengths, seen=seen)
+        columns = partial(_columns, numbers, self.n_sink, pages.tokens, live[0].shape[2])
+        view = View(live, sink, pages, lengths=lengths, seen=columns)
         return live, (view, view)
 
-    def commit(self, written: Arrays) -> None:
-        self.cache.written(tuple(written), self.new)
+    def commit(self, arrays: Arrays) -> None:
+        self.cache.written(tuple(arrays), self.new)
 
 
 def _parted(arrays: Arrays, has_sink: bool, pages: Callable[[Arrays], object]) -> tuple:
@@ -251,7 +251,7 @@ def _parted(arrays: Arrays, has_sink: bool, pages: Callable[[Arrays], object]) -
     return tuple(arrays[2:stop]) or None, pages(arrays[stop:])
 
 
-def _seen(numbers: Numbers, sink: int, pages: int, live: int, new: int) -> mx.array:
+def _columns(numbers: Numbers, sink: int, pages: int, live: int, new: int) -> mx.array:
     """[1, 1, L, sink + pages + live] bool: what each new token sees, with rooms of so many tokens."""
 
     def make() -> mx.array:
@@ -298,7 +298,7 @@ class Together(Form):
         ragged.settle()
         store, config = ragged.store, ragged.config
         self.batch, pages = len(ragged.counts), ragged.pages
-        self.division = shared(tuple(n * ragged.each for n in pages.counts))
+        self.division = shared(tuple(n * ragged.page_records for n in pages.counts))
         self.has_sink = ragged.sink is not None
         self.seals = ragged.seals_after(new)
         self.emulated = store.emulated
@@ -331,8 +331,8 @@ class Together(Form):
         view = View(live, sink, pages, lengths=lengths, seen=_not_by_kernels)
         return live, (view, view)
 
-    def commit(self, written: Arrays) -> None:
-        self.ragged.written(tuple(written), self.new)
+    def commit(self, arrays: Arrays) -> None:
+        self.ragged.written(tuple(arrays), self.new)
         self.cache.finalize()
 
 
@@ -376,22 +376,22 @@ class Rows(Form):
     def append(
         self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
-        written, views = [], []
+        buffers, views = [], []
         parts = _cut(arrays, [len(form.arrays) for form in self.forms])
         rows = zip(self.forms, parts, self._by_row(numbers), strict=True)
         for i, (form, part, group) in enumerate(rows):
             new, view = form.append(part, group, keys[i : i + 1], values[i : i + 1])
-            written += new
+            buffers += new
             views.append(view)
-        return written, self.joined(views)
+        return buffers, self.joined(views)
 
     def joined(self, views: Sequence[tuple]) -> tuple:
         """What `update_and_fetch` returns, of what it returns for each sequence."""
         view = View(views[0][0].live, rows=tuple((row, None) for row, _ in views))
         return view, view
 
-    def commit(self, written: Arrays) -> None:
-        parts = _cut(written, [form.writes for form in self.forms])
+    def commit(self, arrays: Arrays) -> None:
+        parts = _cut(arrays, [form.writes for form in self.forms])
         for form, part in zip(self.forms, parts, strict=True):
             form.commit(part)
         self.cache.finalize()

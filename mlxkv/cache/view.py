@@ -5,20 +5,20 @@ Sealed pages are read through snapshots, which a store returns. All have the sam
     plan                 which code reads them (`KernelPlan`)
     tokens               in these pages
     parts                runs of pages of one transform, in the order of their tokens
-    decode(side, dtype)  keys (side 0) or values (1) as attention sees them
+    decode(side, dtype)  keys (side 0) or values (1) as attention sees them, [B, G, T, D]
 
-Snapshots of one run also have the parts of an attention over them:
+Snapshots of one run (`Run`) also have the parts of an attention over them. Shapes: q [B, G, N, D], p [B, G, N, T],
+both float32.
 
-    scores(q)            q . k^ for every token
-    scorer()             `scores` for several q: what is decoded for them is decoded once
-    mix(p)               sum_t p_t v^_t
+    scorer()             a function of q: q . k^ for every token, [B, G, N, T]; keys are decoded once for several q
+    mix(p)               sum_t p_t v^_t: [B, G, N, D] float32
     turns                transforms that lead into the stored domain, where attention may stay in it
-    between(sink, live)  keys and values of all tokens, pages in the stored domain
+    between(sink, live)  keys and values of all tokens, [B, G, T, R], pages in the stored domain, in the dtype of live
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -42,14 +42,14 @@ class KernelPlan:
     """Which code seals and reads the pages of one format on this machine.
 
     body: OPS, PORTABLE or TILES. reason: why no faster body, None for TILES. layout: of the page
-    records. make: builds the kernels. Both are None for OPS. asked: the question that `choose.plan` answered.
+    records. make: builds the kernels. Both are None for OPS. question: the one that `choose.plan` answered.
     """
 
     body: str
     reason: str | None = None
     layout: RecordLayout | None = None
     make: Factory | None = None
-    asked: tuple | None = field(default=None, compare=False, repr=False)
+    question: tuple | None = field(default=None, compare=False, repr=False)
 
     @property
     def label(self) -> str:
@@ -67,81 +67,68 @@ BY_OPS = KernelPlan(OPS)
 
 
 @dataclass(frozen=True)
-class CodePages:
-    """Pages as plain ops read them. tokens: in these pages."""
+class Run:
+    """Pages of one transform."""
 
     codecs: tuple[Codec, Codec]
-    stored: tuple[Stored, Stored]
-    tokens: int
-    plan: KernelPlan = BY_OPS
 
     @property
-    def parts(self) -> tuple[CodePages]:
+    def parts(self) -> tuple[Run]:
         return (self,)
 
     @property
     def turns(self) -> tuple[Transform | None, Transform | None] | None:
         """Transforms that turn windows, queries and outputs; None where one cannot be applied so."""
-        return _turns(self.codecs)
+        turns = self.codecs[0].turn, self.codecs[1].turn
+        is_pure = all(code.transform is turn for code, turn in zip(self.codecs, turns, strict=True))
+        return turns if is_pure else None
 
-    def scores(self, q: mx.array) -> mx.array:
-        """q [B, G, N, D] float32 -> q . k^ for every token: [B, G, N, T] float32."""
-        return self.codecs[0].scores(q, self.stored[0])
+
+@dataclass(frozen=True)
+class CodePages(Run):
+    """Pages as plain ops read them. tokens: in these pages."""
+
+    stored: tuple[Stored, Stored]
+    tokens: int
+    plan: KernelPlan = BY_OPS
 
     def scorer(self) -> Callable[[mx.array], mx.array]:
-        return self.scores
+        return lambda q: self.codecs[0].scores(q, self.stored[0])
 
     def mix(self, p: mx.array) -> mx.array:
-        """p [B, G, N, T] float32 -> sum_t p_t v^_t: [B, G, N, D] float32."""
         return self.codecs[1].mix(p, self.stored[1])
 
     def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
-        """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
         return self.codecs[side].decode(self.stored[side], dtype)
 
     def between(self, sink: Pair | None, live: Pair) -> Pair:
-        """Keys and values: sink, these pages in the stored domain, live: [B, G, T, R] in the dtype of
-        live."""
         pages = (
             code.decode_stored(stored, x.dtype)
             for code, stored, x in zip(self.codecs, self.stored, live, strict=True)
         )
-        return _joined(sink, pages, live)
+        parts = (pages, live) if sink is None else (sink, pages, live)
+        return tuple(mx.concatenate(part, axis=2) for part in zip(*parts, strict=True))
 
 
 @dataclass(frozen=True)
-class RecordPages:
+class RecordPages(Run):
     """Pages as kernels read them: the first `tokens` / 16 records of `buffer` [B, G, capacity, words],
     and the headers of the pages, where the format has any."""
 
-    codecs: tuple[Codec, Codec]
     plan: KernelPlan
     buffer: mx.array
     tokens: int
     headers: mx.array | None = None
 
     @property
-    def parts(self) -> tuple[RecordPages]:
-        return (self,)
-
-    @property
     def records(self) -> int:
         return self.tokens // TOKENS
-
-    @property
-    def turns(self) -> tuple[Transform | None, Transform | None] | None:
-        """As `CodePages.turns`."""
-        return _turns(self.codecs)
 
     @property
     def maps(self) -> tuple[Transform | None, Transform | None]:
         """Return how queries meet the codes of the keys, and how mixtures of values come back."""
         keys, values = self.codecs
         return keys.transform, values.transform
-
-    def scores(self, q: mx.array) -> mx.array:
-        """q [B, G, N, D] float32 -> q . k^ for every token: [B, G, N, T] float32."""
-        return self.scorer()(q)
 
     def scorer(self) -> Callable[[mx.array], mx.array]:
         turn = self.codecs[0].transform
@@ -151,25 +138,16 @@ class RecordPages:
         return lambda q: turn.query(q) @ keys  # queries are turned, not the many keys
 
     def mix(self, p: mx.array) -> mx.array:
-        """p [B, G, N, T] float32 -> sum_t p_t v^_t: [B, G, N, D] float32."""
         return p @ self.decode(1, mx.float32)
 
     def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
-        """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
         code = self.codecs[side]
         return code.restore(self._unsealed(side, code.work_dtype(dtype)), dtype)
 
     def between(self, sink: Pair | None, live: Pair) -> Pair:
-        """As `CodePages.between`."""
+        plan, dtype = self.plan, live[0].dtype
         return kernels.unseal(
-            self.buffer,
-            self.records,
-            self.plan.layout,
-            live[0].dtype,
-            self.plan.make,
-            sink,
-            live,
-            self.headers,
+            *(self.buffer, self.records, plan.layout, dtype, plan.make, sink, live, self.headers)
         )
 
     def _unsealed(self, side: int, dtype: mx.Dtype) -> mx.array:
@@ -199,9 +177,9 @@ class LatentPages(CodePages):
         if self.plan.body == OPS or queries.shape[2] != 1 or softcap is not None:
             return False
         turn = self.codecs[0].transform
-        whole = turn is None or turn.up.size == queries.shape[3] ** 2
+        is_square = turn is None or turn.up.size == queries.shape[3] ** 2
         added = mask is None or (isinstance(mask, mx.array) and mask.dtype != mx.bool_)
-        return whole and added and sink_logits is None
+        return is_square and added and sink_logits is None
 
     def attended(
         self,
@@ -262,17 +240,6 @@ class Parts:
 
 
 Snapshot = CodePages | RecordPages | Parts
-
-
-def _turns(codecs: tuple[Codec, Codec]) -> tuple[Transform | None, Transform | None] | None:
-    turns = codecs[0].turn, codecs[1].turn
-    same = all(code.transform is turn for code, turn in zip(codecs, turns, strict=True))
-    return turns if same else None
-
-
-def _joined(sink: Pair | None, pages: Iterable[mx.array], live: Pair) -> Pair:
-    parts = zip(pages, live, strict=True) if sink is None else zip(sink, pages, live, strict=True)
-    return tuple(mx.concatenate(part, axis=2) for part in parts)
 
 
 # -- what attention reads
@@ -391,9 +358,9 @@ class View:
             if not count:
                 out.append((View(windows, first, plain=True), None))
                 continue
-            each, headers = self.pages.codecs[0].page // TOKENS, self.pages.headers
+            page_records, headers = self.pages.codecs[0].page // TOKENS, self.pages.headers
             if headers is not None:
-                headers = headers[:, :, at // each : (at + count) // each]
+                headers = headers[:, :, at // page_records : (at + count) // page_records]
             buffer, tokens = self.pages.buffer[:, :, at : at + count], count * TOKENS
             pages = replace(self.pages, buffer=buffer, tokens=tokens, headers=headers)
             out.append((View(windows, first, pages), None))
@@ -438,14 +405,16 @@ class TracedLatents(View):
         """Rotary scores [B, H, 1, columns] in the order of the view, [B, H, 1, sink + pages + live], with what is not
         in use out of sight."""
         scores, live, batch = mask, self.live[0].shape[2], mask.shape[0]
-        before = self.tokens - live
+        columns = self.tokens - live
         if self.in_order:
 
             def places() -> mx.array:
                 at = self.counts[0] + self.counts[1] + mx.arange(live, dtype=mx.int32)
-                return mx.concatenate([mx.arange(before, dtype=mx.int32), at])
+                return mx.concatenate([mx.arange(columns, dtype=mx.int32), at])
 
-            scores = mx.take(scores, self.once(("places", before, live), places), axis=3)
+            scores = mx.take(scores, self.once(("places", columns, live), places), axis=3)
         lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
-        seen = self.seen(new)
-        return mx.where(seen if seen.shape[0] == 1 else seen[:batch], scores, lowest)
+        columns_seen = self.seen(new)
+        return mx.where(
+            columns_seen if columns_seen.shape[0] == 1 else columns_seen[:batch], scores, lowest
+        )

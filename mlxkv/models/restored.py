@@ -33,11 +33,11 @@ def check(cache, like, tokens: int) -> None:
 def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.array]:
     """Check all but the numbers, which it returns, those inside of page records, too."""
     state.check_config(cache.config, like.config)
-    keys, values = like.contents().live
+    keys, values = like.live
     dims, heads = (keys.shape[3], values.shape[3]), keys.shape[1]
     token = tuple((1, heads, 1, dim) for dim in dims)
-    tree, contents, maps, page, bases = cache.state, cache.contents(), like.layer_maps, {}, {}
-    runs = [] if contents.store is None else getattr(contents.store, "runs", [contents.store])
+    tree, sealed, maps, page, bases = cache.state, cache.store, like.layer_maps, {}, {}
+    runs = [] if sealed is None else getattr(sealed, "runs", [sealed])
     if any(run.count for run in runs):
         store = like.page_store(dims, keys.dtype)
         store.append(tuple(mx.zeros((1, heads, like.config.page, dim)) for dim in dims), 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import mlx.core as mx
-import pytest
 
 from mlxkv.cache import choose, selftest
 from mlxkv.cache.compressed import CompressedKVCache
@@ -49,19 +48,6 @@ def test_kernels_that_fail_their_test_are_not_chosen(monkeypatch):
     with launch.using(make):
         found = choose.plan(INT4, DIMS, mx.float16)
     assert found.body == OPS and found.reason == f"{choose.FAILED}: seal is off by 1"
-
-
-@pytest.mark.parametrize("count", (0, 40, 300))
-def test_a_cache_of_the_contents_of_another_is_the_same(count):
-    cache = CompressedKVCache(INT4, way="cpu")
-    if count:
-        cache.update_and_fetch(*pair(count))
-    twin = CompressedKVCache.from_contents(copy.deepcopy(cache).contents())
-    assert (twin.offset, twin.way, twin.config) == (cache.offset, "cpu", cache.config)
-    for _ in range(2):
-        assert all(map(mx.array_equal, twin.arrays(), cache.arrays()))
-        for one in (cache, twin):
-            one.update_and_fetch(*pair(100, 1))
 
 
 def test_steps_between_two_pages_share_one_snapshot():
