@@ -25,6 +25,7 @@ from on_emulator import make
 from mlxkv.cache import adaptive
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import _whole, attend
+from mlxkv.codec import maps
 from mlxkv.codec.maps import sample
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
@@ -210,11 +211,9 @@ def test_runs_are_bounded_and_keep_every_page(segments):
     ),
 )
 def test_saved_and_copied_caches_go_on_alike(name, monkeypatch):
-    from mlxkv.cache import compressed as plain
-
     one = cache(name)
     turns = one.layer_maps
-    monkeypatch.setattr(plain, "_saved_maps", lambda header, kinds: turns)
+    monkeypatch.setattr(maps, "find", lambda *_: turns)
     if turns is not None:
         object.__setattr__(turns, "digest", "sample")
     feed(one, 150)
@@ -233,10 +232,8 @@ def test_saved_and_copied_caches_go_on_alike(name, monkeypatch):
 
 def test_a_run_of_the_calibrations_basis_keeps_it_when_saved(monkeypatch):
     """Decoded before any prompt has taught: the first run is of the calibration, the second is not."""
-    from mlxkv.cache import compressed as plain
-
     one = cache("oja-r24+prompt+int8")
-    monkeypatch.setattr(plain, "_saved_maps", lambda header, kinds: one.layer_maps)
+    monkeypatch.setattr(maps, "find", lambda *_: one.layer_maps)
     feed(one, 100, seed=4, chunk=1)
     feed(one, 64, seed=9, chunk=64)
     assert [basis.keys.down.ndim for basis in one._store.bases] == [3, 4]
