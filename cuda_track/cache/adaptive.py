@@ -88,7 +88,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     @property
     def basis(self) -> LayerMaps | None:
         """Return the basis of the next page."""
-        return self._now or self.layer_maps
+        return self._basis or self.layer_maps
 
     def _new_store(self, live: Pair):
         if not self.config.listens:
@@ -125,13 +125,13 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
             )
         self._observe(queries, scale, lambda n: mask[..., -n:, :] if tensor else None)
 
-    def _own(self, x: torch.Tensor) -> torch.Tensor:
+    def _compact(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     def _joined(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return torch.cat([first, second], 2)
 
-    def _taught(self, batch: Pair, prompt: bool) -> LayerMaps:
+    def _next_basis(self, batch: Pair, prompt: bool) -> LayerMaps:
         return following.taught(self.basis, self.config, batch, prompt)
 
     def _saved(self, basis: LayerMaps | None) -> Stored:
@@ -142,7 +142,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
 
     def select(self, rows: torch.Tensor) -> None:
         super().select(rows)
-        self._now = runs.of_rows(self._now, rows)
+        self._basis = runs.of_rows(self._basis, rows)
         if self._queries is not None:
             self._queries = self._queries[0][rows], self._queries[1]
 

@@ -43,7 +43,7 @@ class Segments(Runs):
     def _parts(self, snapshots) -> Parts:
         return Parts(tuple(snapshots))
 
-    def _taken(
+    def _selected(
         self, codes: dict[str, Stored], begin: int, chosen: torch.Tensor, count: int
     ) -> tuple[dict[str, Stored], int]:
         first = torch.arange(begin, device=chosen.device).expand(*chosen.shape[:2], -1)

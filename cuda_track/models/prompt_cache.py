@@ -81,7 +81,7 @@ def load(path: Path, loaded: Loaded) -> Saved:
     except UserError as error:
         raise head.wrong(f"cannot be used: {error}") from None
     except Exception as error:  # what others wrote may make torch raise anything
-        said = session.shown(str(error))
+        said = session.printable(str(error))
         raise head.wrong(f"cannot be read ({type(error).__name__}: {said})") from None
     return saved
 

@@ -198,7 +198,7 @@ class Segments(Runs):
     def _parts(self, snapshots: Sequence[CodePages | RecordPages]) -> Parts:
         return Parts(tuple(snapshots))
 
-    def _taken(
+    def _selected(
         self, codes: dict[str, Stored], begin: int, positions: mx.array, count: int
     ) -> tuple[dict[str, Stored], int]:
         first = mx.broadcast_to(mx.arange(begin), (*positions.shape[:2], begin))
@@ -294,7 +294,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     @property
     def basis(self) -> LayerMaps | None:
         """The basis of the next page."""
-        return self._now or self.layer_maps
+        return self._basis or self.layer_maps
 
     def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
         if not self.config.listens:
@@ -336,7 +336,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     def _joined(self, first: mx.array, second: mx.array) -> mx.array:
         return mx.concatenate([first, second], axis=2)
 
-    def _taught(self, batch: Pair, prompt: bool) -> LayerMaps:
+    def _next_basis(self, batch: Pair, prompt: bool) -> LayerMaps:
         return next_basis(self.basis, self.config, batch, prompt, batch[0].shape[:2])
 
     def view(self) -> View:

@@ -28,10 +28,10 @@ def _encode(x: mx.array, bits: int, corrected: bool) -> tuple[mx.array, mx.array
     table, middle = levels.sphere(x.shape[-1], bits), 2 ** (bits - 1)
     norm = _norm(x)
     # By sizes, which are as many levels on either side of 0; boundaries go with the norm.
-    size, above = mx.abs(x), mx.zeros(x.shape, mx.uint32)
+    size, steps = mx.abs(x), mx.zeros(x.shape, mx.uint32)
     for boundary in (table[1:] + table[:-1])[middle:] / 2:
-        above = above + (size > float(boundary) * norm)
-    codes = mx.where(x > 0, middle + above, middle - 1 - above)
+        steps = steps + (size > float(boundary) * norm)
+    codes = mx.where(x > 0, middle + steps, middle - 1 - steps)
     if corrected:
         norm = norm / _norm(_levels(x.shape[-1], bits)[codes])
     return codes, half(norm)

@@ -58,14 +58,14 @@ class LayerMaps:
 
     def __reduce__(self):
         key = (self.digest, self.layer, self.kinds, self.folded)
-        return _known, (self.keys, self.values, self.centre, *key)
+        return _unpickled, (self.keys, self.values, self.centre, *key)
 
 
 Key = tuple[str, str, Kinds, bool]  # digest, layer, kinds, folded
 _at_hand: WeakValueDictionary[Key, LayerMaps] = WeakValueDictionary()
 
 
-def _known(keys: Transform, values: Transform, centre: Centre | None, *key) -> LayerMaps:
+def _unpickled(keys: Transform, values: Transform, centre: Centre | None, *key) -> LayerMaps:
     """Unpickle: maps at hand are shared, as copies do; others are at hand from here on."""
     layer_maps = LayerMaps(keys, values, *key, centre=centre)
     return _at_hand.setdefault(key, layer_maps) if layer_maps.digest else layer_maps
@@ -124,13 +124,13 @@ def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
     run of heads. Raises UserError where heads cannot be shared evenly."""
     sides, centre = [], layer_maps.centre
     if centre is not None:
-        mine = layers.share(len(centre.mean), rank, size, layer_maps.layer)
-        centre = Centre(centre.mean[mine])
+        part = layers.share(len(centre.mean), rank, size, layer_maps.layer)
+        centre = Centre(centre.mean[part])
     for side in (layer_maps.keys, layer_maps.values):
         heads = side.down.shape[0] if side.down.ndim == 3 else size
-        mine = layers.share(heads, rank, size, layer_maps.layer)
+        part = layers.share(heads, rank, size, layer_maps.layer)
         is_shared = side.down.ndim == 2
-        sides.append(side if is_shared else Transform(side.down[mine], side.up[mine]))
+        sides.append(side if is_shared else Transform(side.down[part], side.up[part]))
     digest = layer_maps.digest and f"{layer_maps.digest} {rank} of {size}"
     key = (digest, layer_maps.layer, layer_maps.kinds, layer_maps.folded)
     maps_of_rank = _at_hand.get(key) if digest else None

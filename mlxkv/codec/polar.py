@@ -80,7 +80,7 @@ def decode(
     """[B, G, T, R] in `dtype`."""
     radius, codes = _codes(spec, stored, dims, page)
     # One cosine and sine per code of an angle, not per token.
-    angles = _angles(stored, _every(spec))
+    angles = _angles(stored, _codes_of_angles(spec))
     parts = (
         radius * mx.take_along_axis(table, codes, axis=3)
         for table in (mx.cos(angles), mx.sin(angles))
@@ -91,7 +91,7 @@ def decode(
     return x.astype(dtype)
 
 
-def _every(spec: Polar) -> mx.array:
+def _codes_of_angles(spec: Polar) -> mx.array:
     """[2^angle, 1]: every code of an angle."""
     return mx.arange(2**spec.angle)[:, None]
 
@@ -109,15 +109,15 @@ def scores_by_tables(
     """`scores` without decoding a key: per page and pair a table of q (cos, sin) for every code of an
     angle, gathered by the codes, times the radius."""
     radius, codes = _codes(spec, stored, dims, page)
-    angles = _angles(stored, _every(spec))  # [B, G, P, 2^angle, R/2]
+    angles = _angles(stored, _codes_of_angles(spec))  # [B, G, P, 2^angle, R/2]
     cos, sin = mx.cos(angles), mx.sin(angles)
     out = []
     for row in q.split(
         q.shape[2], axis=2
     ):  # row by row: each gathers as many values as the keys have
         a, b = _halves(row[:, :, None])  # [B, G, 1, 1, R/2]
-        picked = mx.take_along_axis(a * cos + b * sin, codes, axis=3)
-        out.append((picked * radius).sum(-1).reshape(*q.shape[:2], 1, -1))
+        gathered = mx.take_along_axis(a * cos + b * sin, codes, axis=3)
+        out.append((gathered * radius).sum(-1).reshape(*q.shape[:2], 1, -1))
     return mx.concatenate(out, axis=2)
 
 

@@ -59,12 +59,12 @@ def _fitted(angles: mx.array, valid: mx.array, start: mx.array) -> mx.array:
     book = mx.broadcast_to(start, (*angles.shape[:-2], 1, 1, count))
     angles = mx.where(valid, angles, 0.0)
     for _ in range(TREE_STEPS):
-        near = _nearest(angles, book)
+        codes = _nearest(angles, book)
         means = []
         for i in range(count):
-            mine = mx.logical_and(near == i, valid)
-            number = mine.sum((-1, -2))
-            total = mx.where(mine, angles, 0.0).sum((-1, -2))
+            members = mx.logical_and(codes == i, valid)
+            number = members.sum((-1, -2))
+            total = mx.where(members, angles, 0.0).sum((-1, -2))
             old = book[..., 0, 0, i]
             means.append(mx.where(number > 0, total / mx.maximum(number, 1), old))
         book = mx.stack(means, -1)[..., None, None, :]

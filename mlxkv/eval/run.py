@@ -77,7 +77,7 @@ def cost(parts: list[Part], arms: Arms) -> str:
 
 def _demand(config: CacheConfig) -> tuple[bool, ...]:
     """Return how much a calibration has to hold for it: what older files lack comes first."""
-    return config.centred, config.scaled, bool(config.balanced or config.low)
+    return tuple(part in config.needs for part in ("centred", "scaled", "balanced"))
 
 
 def _spec(command: SimpleNamespace) -> plan.Spec:

@@ -13,8 +13,27 @@ MIN_GROUP = 16  # below this the scales outweigh the codes
 HALF_MAX = 65504.0  # the largest float16
 
 
+class Method:
+    """A quantizer. A subclass has `label`, for reports, and `tensors`, the names of the tensors of pages."""
+
+    label: str
+    tensors: set[str]
+
+    def bits_per_value(self, dims: int, page: int) -> float:
+        """Return stored bits per stored value."""
+        raise NotImplementedError
+
+    def why_not(self, dims: int, page: int) -> str | None:
+        """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
+        return None
+
+    def clip_rank(self, dims: int) -> int:
+        """Return which absolute value of a token is the limit, counted from the largest; 1 clips nothing."""
+        return 1
+
+
 @dataclass(frozen=True)
-class Full:
+class Full(Method):
     """Store values unchanged, in the model's own type."""
 
     @property
@@ -27,16 +46,11 @@ class Full:
         return {"values"}
 
     def bits_per_value(self, dims: int, page: int) -> float:
-        """Return 16.0, for a 16-bit model."""
-        return 16.0
-
-    def why_not(self, dims: int, page: int) -> str | None:
-        """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
-        return None
+        return 16.0  # for a 16-bit model
 
 
 @dataclass(frozen=True)
-class Affine:
+class Affine(Method):
     """Uniform codes: `x ~ scale * code + bias`, one 16-bit scale (and bias) per group.
 
     bits: bits per code: 2, 3, 4 or 8.
@@ -72,7 +86,6 @@ class Affine:
                 f'[Affine] clip {self.clip} is a share of a token: it needs axis "token"; '
                 f"got {self.axis!r}"
             )
-
         if self.shared and (
             not self.symmetric or self.group or self.axis != "token" or self.clip < 1
         ):
@@ -98,7 +111,6 @@ class Affine:
         return size + (" symmetric" if self.symmetric else "") + (" shared" if self.shared else "")
 
     def clip_rank(self, dims: int) -> int:
-        """Return which absolute value of a token is the limit, counted from the largest; 1 clips nothing."""
         return dims - min(floor(self.clip * dims + 1e-9), dims - 1)
 
     def group_size(self, dims: int, page: int) -> int:
@@ -107,7 +119,6 @@ class Affine:
         return min(self.group or axis_size, axis_size)
 
     def bits_per_value(self, dims: int, page: int) -> float:
-        """Return stored bits per value: codes in whole 32-bit words, 16-bit scales and biases."""
         words = -(-dims * self.bits // 32)
         numbers = 1 if self.symmetric else 2
         size = self.group_size(dims, page)
@@ -115,7 +126,6 @@ class Affine:
         return 32 * words / dims + 16 * numbers * scales
 
     def why_not(self, dims: int, page: int) -> str | None:
-        """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
         if self.axis == "channel" and page % self.group_size(dims, page):
             return f"a page of {page} tokens is no multiple of the group {self.group}"
         return None

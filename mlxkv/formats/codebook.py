@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxkv.errors import UserError
+from mlxkv.formats.affine import Method
 
 CODEBOOK_BITS = (1, 2, 3, 4)
 MIN_DIMS = 16  # with fewer, rotated coordinates do not look Gaussian
@@ -23,7 +24,7 @@ def _words(dims: int, bits: int) -> int:
 
 
 @dataclass(frozen=True)
-class Codebook:
+class Codebook(Method):
     """TurboQuant (arXiv 2504.19874), algorithm 1: `x ~ norm * levels[code]`, with a 16-bit norm per token.
 
     A random rotation turns any vector into a uniform point on the sphere; the levels are the best for
@@ -52,28 +53,22 @@ class Codebook:
         """Return why no kernel reads these codes, or None."""
         return "codes of 1 bit have no record" if self.bits == 1 else None
 
-    def clip_rank(self, dims: int) -> int:
-        """Return 1, as `Affine.clip_rank` does where nothing is clipped."""
-        return 1
-
     @property
     def label(self) -> str:
         norm = "corrected norm" if self.corrected else "norm"
         return f"codebook of {self.bits} bits, {norm} per token"
 
     def bits_per_value(self, dims: int, page: int) -> float:
-        """Return stored bits per value: codes in whole 32-bit words, a 16-bit norm."""
         return (32 * _words(dims, self.bits) + 16) / dims
 
     def why_not(self, dims: int, page: int) -> str | None:
-        """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
         if dims < MIN_DIMS:
             return f"a codebook needs {MIN_DIMS} dims or more to share a norm, here are {dims}"
         return None
 
 
 @dataclass(frozen=True)
-class PolarTree:
+class PolarTree(Method):
     """PolarQuant of Han et al. (arXiv 2502.02617): one 16-bit radius and 15 angles for each 16 dims.
 
     Pairs of dims take 4 bits of angle, pairs of radii 2 bits at each of three levels: 3.875 bits per value.
@@ -89,11 +84,11 @@ class PolarTree:
     def __post_init__(self):
         books = tuple(tuple(float(a) for a in book) for book in self.codebooks)
         object.__setattr__(self, "codebooks", books)
-        wanted = list(TREE_SIZES)
-        if books and [len(book) for book in books] != wanted:
-            got = ", ".join(str(len(book)) for book in books)
+        sizes = list(TREE_SIZES)
+        if books and [len(book) for book in books] != sizes:
+            counts = ", ".join(str(len(book)) for book in books)
             raise UserError(
-                f"[PolarTree] codebooks must have 16, 4, 4 and 4 angles; got {got}; choose those of "
+                f"[PolarTree] codebooks must have 16, 4, 4 and 4 angles; got {counts}; choose those of "
                 "codec.polar_tree.fit, or none"
             )
         if any(list(book) != sorted(book) for book in books):
@@ -114,13 +109,11 @@ class PolarTree:
         return {"first", "upper", "radii"} | ({"books"} if self.online else set())
 
     def bits_per_value(self, dims: int, page: int) -> float:
-        """Return stored bits per value: angles, 16-bit radii, and the online codebooks of a page."""
         angles = sum(bits / 2**level for level, bits in enumerate(TREE_BITS, 1))
         books = self.online * 16 * sum(2**bits for bits in TREE_BITS) / (dims * page)
         return angles + 16 / TREE + books
 
     def why_not(self, dims: int, page: int) -> str | None:
-        """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
         if dims % TREE:
             return f"a polar tree needs a multiple of {TREE} dims, here are {dims}"
         return None

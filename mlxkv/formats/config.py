@@ -6,6 +6,7 @@ Letters: `R` stored dims per token, `page` tokens encoded together.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import get_args
 
@@ -39,6 +40,20 @@ TRANSFORMS = (
     PCA,
     FILLED,
 )
+
+
+def needs_of(kinds: Iterable[str]) -> frozenset[str]:
+    """Return which parts a calibration has to hold for sides of these kinds (`Side.kind`): "balanced" maps, scales per
+    channel ("scaled"), means of keys ("centred"), "learned" maps. Older ones lack some."""
+    names = {kind.split()[0] for kind in kinds}
+    bases = {CENTRED.get(name, name) for name in names}
+    needs = {
+        "balanced": {BALANCED, PCA, FILLED} & bases,
+        "scaled": {SCALED} & bases,
+        "centred": names & set(CENTRED),
+        "learned": {LEARNED} & bases,
+    }
+    return frozenset(part for part, needed_by in needs.items() if needed_by)
 
 
 Quantizer = Full | Half | Affine | Codebook | PolarTree | Polar | Fill
@@ -264,35 +279,19 @@ class CacheConfig:
         return self.keys.calibrated or self.values.calibrated
 
     @property
-    def balanced(self) -> bool:
-        """Return whether a side needs the balanced transforms of a calibration."""
-        sides = (self.keys.transform, self.values.transform)
-        return bool({BALANCED, FILLED} & set(map(CENTRED.get, sides, sides)))
+    def needs(self) -> frozenset[str]:
+        """Return which parts a calibration has to hold, as `needs_of` names them."""
+        return needs_of(self.fitted)
 
     @property
     def centred(self) -> bool:
-        """Return whether keys are stored without their mean, which older calibrations lack."""
+        """Return whether keys are stored without their mean."""
         return self.keys.centred
-
-    @property
-    def low(self) -> bool:
-        """Return whether a side stores fewer dims."""
-        return PCA in (self.keys.transform, self.values.transform)
 
     @property
     def filled(self) -> bool:
         """Return whether a calibration gives a side bits by direction."""
         return self.keys.filled or self.values.filled
-
-    @property
-    def learned(self) -> bool:
-        """Return whether a side needs learned transforms, which a calibration has only with --learn."""
-        return LEARNED in (self.keys.transform, self.values.transform)
-
-    @property
-    def scaled(self) -> bool:
-        """Return whether a side needs scales per channel, which older calibrations lack."""
-        return SCALED in (self.keys.transform, self.values.transform)
 
     @property
     def fitted(self) -> tuple[str, str]:
@@ -396,10 +395,10 @@ class CacheConfig:
                     "[CacheConfig] compressed sliding windows are no longer read; got a window of "
                     f"{data['sliding']} tokens; read the text again"
                 )
-            more = ("keep", "whole_pages", "rotary")
-            kept = {name: data[name] for name in more if name in data}
+            optional = ("keep", "whole_pages", "rotary")
+            extras = {name: data[name] for name in optional if name in data}
             windows = {name: data[name] for name in ("sink", "recent", "page")}
-            return CacheConfig(**sides, **windows, **kept)
+            return CacheConfig(**sides, **windows, **extras)
         except UserError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:

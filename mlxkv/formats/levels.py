@@ -72,13 +72,13 @@ def _fixed_point(levels: np.ndarray, ends: tuple[float, float], density, centroi
     for _ in range(LLOYD):
         levels = cells(levels)[1]
     for _ in range(NEWTON):
-        edges, found, mass = cells(levels)
+        edges, centres, mass = cells(levels)
         slope = density(edges) / 2  # a boundary moves half as far as either level
         slope[[0, -1]] = 0.0
-        left, right = slope[:-1] * (found - edges[:-1]), slope[1:] * (edges[1:] - found)
-        down, up = left / mass, right / mass
+        lower, upper = slope[:-1] * (centres - edges[:-1]), slope[1:] * (edges[1:] - centres)
+        down, up = lower / mass, upper / mass
         jacobian = np.diag(down + up) + np.diag(up[:-1], 1) + np.diag(down[1:], -1)
-        step = np.linalg.solve(np.eye(len(levels)) - jacobian, found - levels)
+        step = np.linalg.solve(np.eye(len(levels)) - jacobian, centres - levels)
         levels = levels + step
     levels.flags.writeable = False
     return levels

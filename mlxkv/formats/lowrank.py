@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 from mlxkv.errors import UserError
+from mlxkv.formats.affine import Method
 
 TRANSPORT, SEGMENTS, STAY = "transport", "segments", "stay"
 STORED = (TRANSPORT, SEGMENTS, STAY)
@@ -36,7 +37,7 @@ ERRORS = {
 
 
 @dataclass(frozen=True)
-class Half:
+class Half(Method):
     """Store numbers in float16, whatever the model's type."""
 
     @property
@@ -49,16 +50,7 @@ class Half:
         return {"values"}
 
     def bits_per_value(self, dims: int, page: int) -> float:
-        """Return stored bits per stored value."""
         return 16.0
-
-    def why_not(self, dims: int, page: int) -> str | None:
-        """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
-        return None
-
-    def clip_rank(self, dims: int) -> int:
-        """Return 1, as `Affine.clip_rank` does where nothing is clipped."""
-        return 1
 
 
 @dataclass(frozen=True)
@@ -97,8 +89,8 @@ class LowRank:
     pinned: bool = False
 
     def __post_init__(self):
-        given = [x for x in (self.share, self.rank, self.energy) if x]
-        if len(given) != 1 or not (0 <= self.share <= 1 and 0 <= self.energy < 1):
+        sizes = [x for x in (self.share, self.rank, self.energy) if x]
+        if len(sizes) != 1 or not (0 <= self.share <= 1 and 0 <= self.energy < 1):
             raise UserError(
                 "[LowRank] needs one of share (above 0 and up to 1), rank, energy (below 1); got "
                 f"{self.share}, {self.rank}, {self.energy}"
@@ -149,7 +141,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Fill:
+class Fill(Method):
     """Codes whose bits differ by block of 16 stored dims: `x ~ scale * (code - (2^b - 1) / 2)`, one 16-bit scale per
     token and no bias; cells are `scale / GAINS[b]` wide.
 
@@ -179,8 +171,8 @@ class Fill:
 
     @property
     def label(self) -> str:
-        own = "/".join(map(str, self.widths))
-        bits = f"{own} bits" if own else f"{self.rate:g} bits a value in the mean,"
+        widths = "/".join(map(str, self.widths))
+        bits = f"{widths} bits" if widths else f"{self.rate:g} bits a value in the mean,"
         return f"{bits} by blocks of {DIMS} directions, a scale per token"
 
     @property
@@ -205,21 +197,15 @@ class Fill:
         return -(-DIMS * sum(self.widths) // 32)
 
     def bits_per_value(self, dims: int, page: int) -> float:
-        """Return stored bits per stored value: codes in whole 32-bit words and the scale of a token; or the rate that
-        was asked for, as long as no widths are allotted."""
+        """Return the rate that was asked for, as long as no widths are allotted."""
         return (32 * self.words + 16) / dims if self.widths else self.rate
 
     def why_not(self, dims: int, page: int) -> str | None:
-        """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
         if dims % DIMS:
             return f"blocks of {DIMS} directions do not divide {dims} dims"
         if self.widths and dims != self.dims:
             return f"widths of {self.dims} dims do not fit {dims}"
         return None
-
-    def clip_rank(self, dims: int) -> int:
-        """Return 1, as `Affine.clip_rank` does where nothing is clipped."""
-        return 1
 
 
 def joining(counts: list[int]) -> int:

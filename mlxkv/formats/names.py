@@ -94,14 +94,14 @@ def stand_in(config: CacheConfig) -> str | None:
     return "int3" if min(rates) >= 3 else "int2"
 
 
-def check_rotary(kv: CacheConfig, where: str = "--kv") -> None:
+def check_rotary(kv: CacheConfig, option: str = "--kv") -> None:
     """Raise UserError where `kv` says how rotary keys beside latents are stored. For models that have
     no latents to compress."""
     if not kv.asks_rotary and kv.rotary == 16:
         return
     label, without = kv.label, re.sub(r"\+rope(8|16)", "", kv.label)
     raise UserError(
-        f"[{where}] +rope{kv.rotary} is for rotary keys beside compressed latents (MLA), which this model has none "
+        f"[{option}] +rope{kv.rotary} is for rotary keys beside compressed latents (MLA), which this model has none "
         f"of; got {label!r}; choose {without if without != label else 'presets without it'}"
     )
 
@@ -109,8 +109,10 @@ def check_rotary(kv: CacheConfig, where: str = "--kv") -> None:
 def complete_kv(incomplete: str) -> list[str]:
     """Names for a shell that completes `--kv`, behind a comma or a slash, too."""
     start = max(incomplete.rfind(","), incomplete.rfind("/")) + 1
-    done, last = incomplete[:start], incomplete[start:]
-    return [done + name for name in dict.fromkeys((*PRESETS, *PICKS)) if name.startswith(last)]
+    given_text, last = incomplete[:start], incomplete[start:]
+    return [
+        given_text + name for name in dict.fromkeys((*PRESETS, *PICKS)) if name.startswith(last)
+    ]
 
 
 def parse_kv(text: str | CacheConfig) -> CacheConfig:
@@ -128,7 +130,7 @@ def parse_kv(text: str | CacheConfig) -> CacheConfig:
         name_part = name_part[: selection.start()]
         settings |= {"keep": float(selection["share"]), "whole_pages": selection["what"] == "pages"}
     names = name_part.split("/")
-    sides = [_one(name) for name in names]
+    sides = [_side(name) for name in names]
     if None in sides or len(sides) > 2:
         raise UserError(
             f"[--kv] unknown preset; got {text!r}; {_hint(names, sides)}choose from "
@@ -151,14 +153,14 @@ def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
     return f"did you mean {' or '.join(close)}? " if close else ""
 
 
-def _one(name: str) -> CacheConfig | None:
+def _side(name: str) -> CacheConfig | None:
     if name in PRESETS:
         return PRESETS[name]
     if match := ROTARY.search(name):
-        base = _one(name[: match.start()])
+        base = _side(name[: match.start()])
         return base and replace(base, rotary=int(match[1]), short_rotary=False, asks_rotary=True)
     if match := TUNED.search(name):
-        base = _one(name[: match.start()])
+        base = _side(name[: match.start()])
         return base and _tuned(base, match, name)
     method, dash, number_and_extras = name.partition("-")
     if method == FILL and dash:

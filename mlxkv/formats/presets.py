@@ -25,7 +25,7 @@ from mlxkv.formats.tile import Polar
 FULL = Side(Full())
 
 
-def _both(bits: int, transform: str, group: int = 64, symmetric: bool = False) -> CacheConfig:
+def _alike(bits: int, transform: str, group: int = 64, symmetric: bool = False) -> CacheConfig:
     side = Side(Affine(bits, group, symmetric), transform)
     return CacheConfig(side, side)
 
@@ -34,10 +34,10 @@ def _oscar(
     bits: int,
     keys: float = 1.0,
     values: float = 1.0,
-    how: str = CALIBRATED,
+    transform: str = CALIBRATED,
 ) -> CacheConfig:
     """Use the windows of the OSCAR paper. keys, values: clips where none were searched."""
-    sides = (Side(Affine(bits, 128, clip=clip), how) for clip in (keys, values))
+    sides = (Side(Affine(bits, 128, clip=clip), transform) for clip in (keys, values))
     return CacheConfig(*sides, sink=64, recent=256)
 
 
@@ -46,8 +46,8 @@ def _balanced(keys: Affine, values: Affine, **windows: int) -> CacheConfig:
     return CacheConfig(Side(keys, BALANCED), Side(values, BALANCED), **windows)
 
 
-def _turned(quantizer: Quantizer, how: str = "random") -> CacheConfig:
-    return CacheConfig(Side(quantizer, how), Side(quantizer, how))
+def _turned(quantizer: Quantizer, transform: str = "random") -> CacheConfig:
+    return CacheConfig(Side(quantizer, transform), Side(quantizer, transform))
 
 
 def _kivi(bits: int) -> CacheConfig:
@@ -101,7 +101,7 @@ def _widths(
 PRESETS: dict[str, CacheConfig] = {
     "fp16": CacheConfig(FULL, FULL),
     # int8 and int4 need no calibration. int3 and int2 do.
-    "int8": _both(8, "none"),
+    "int8": _alike(8, "none"),
     # Beside latents these three have rotary keys of 8 bits.
     "int4": _short(CacheConfig(Side(Affine(4, 64, axis="channel")), Side(Affine(4, 64)))),
     "int3": _short(  # better than 3 bits for both: keys are the sensitive half
@@ -109,26 +109,26 @@ PRESETS: dict[str, CacheConfig] = {
     ),
     "int2": _short(_balanced(Affine(2, 128, axis="channel"), Affine(2, 128, clip=0.94), page=128)),
     # Min-max in groups of 64 without a transform, as mlx-lm's --kv-bits.
-    **_widths("naive", (8, 4, 3, 2), lambda bits: _both(bits, "none")),
+    **_widths("naive", (8, 4, 3, 2), lambda bits: _alike(bits, "none")),
     # Sign-randomised Hadamard (QuaRot).
-    **_widths("hadamard", (8, 4, 3, 2), lambda bits: _both(bits, "hadamard")),
+    **_widths("hadamard", (8, 4, 3, 2), lambda bits: _alike(bits, "hadamard")),
     # Sign-randomised FFT, abs-max codes per group of 32 (SRFT paper, section 3, its kernel g32).
-    **_widths("srft", (8, 4, 3, 2), lambda bits: _both(bits, "srft", group=32, symmetric=True)),
+    **_widths("srft", (8, 4, 3, 2), lambda bits: _alike(bits, "srft", group=32, symmetric=True)),
     # One scale per token, and per page of all kv heads (section 4.1); groups of 16 (5.6).
-    "srft-int4+token": _both(4, "srft", group=0, symmetric=True),
-    "srft-int4+tensor": _turned(Affine(4, 0, True, shared=True), how="srft"),
-    "srft-int4+g16": _both(4, "srft", group=16, symmetric=True),
+    "srft-int4+token": _alike(4, "srft", group=0, symmetric=True),
+    "srft-int4+tensor": _turned(Affine(4, 0, True, shared=True), transform="srft"),
+    "srft-int4+g16": _alike(4, "srft", group=16, symmetric=True),
     # With a calibrated scale per channel behind the FFT: the deployment kernel (7.1), the fix for Qwen (5.6).
-    **_widths("srft-scaled", (8, 4, 3, 2), lambda bits: _both(bits, SCALED, 32, symmetric=True)),
+    **_widths("srft-scaled", (8, 4, 3, 2), lambda bits: _alike(bits, SCALED, 32, symmetric=True)),
     # Min-max codes, better at these widths.
-    "srft-int4+g64": _both(4, "srft"),
-    "srft-int3+g64": _both(3, "srft"),
-    "srft-int2+g32": _both(2, "srft", group=32),
+    "srft-int4+g64": _alike(4, "srft"),
+    "srft-int3+g64": _alike(3, "srft"),
+    "srft-int2+g32": _alike(2, "srft", group=32),
     # Calibrated rotations and the windows of the OSCAR paper; extras: smaller groups.
     **_widths("oscar", (4, 3), _oscar),
     "oscar-int2": _oscar(2, keys=0.96, values=0.92),
     # One rotation per layer, as its first release has; the second has one per kv head.
-    "oscar-int2+layer": _oscar(2, keys=0.96, values=0.92, how=SHARED),
+    "oscar-int2+layer": _oscar(2, keys=0.96, values=0.92, transform=SHARED),
     # Calibrated invertible maps that give what is stored and what reads it the same second moment; keys without
     # their mean; OSCAR's rotation of such keys.
     "balanced-int4": _balanced(Affine(4, 128), Affine(4, 128)),
@@ -138,14 +138,14 @@ PRESETS: dict[str, CacheConfig] = {
     "centred-int2": _centred(_balanced(Affine(2, 128, clip=0.92), Affine(2, 128, clip=0.94))),
     "oscar-int2+centred": _centred(_oscar(2, keys=0.96, values=0.92)),
     # Learned scales and rotations (SRFT paper, section 5), from mlxkv calibrate --learn.
-    **_widths("learned", (4, 3, 2), lambda bits: _both(bits, LEARNED)),
+    **_widths("learned", (4, 3, 2), lambda bits: _alike(bits, LEARNED)),
     # TurboQuant: a random rotation and the best codebook for it.
     **_widths("turbo", (4, 3, 2), lambda bits: _turned(Codebook(bits))),
     # PolarQuant (Han et al.): a random rotation, then radii and angles. The paper's row without preconditioning
     # reads a prompt as slowly as its online codebooks, so these are what it has.
     "polar-tree": _turned(PolarTree()),
     "polar-tree+online": _turned(PolarTree(online=True)),
-    "polar-tree+plain": _turned(PolarTree(online=True), how="none"),
+    "polar-tree+plain": _turned(PolarTree(online=True), transform="none"),
     # KIVI: keys per channel.
     **_widths("kivi", (4, 2), _kivi),
     # PolarQuant (Wu et al.): radius and angle of pairs of key channels.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mlxkv.errors import UserError
+from mlxkv.formats.affine import Method
 
 POLAR_BITS = (1, 2, 3, 4)
 POLAR_NUMBERS = ("radius_step", "radius_low", "angle_step", "angle_low")
@@ -16,7 +17,7 @@ LEAST_TILE = 32  # tokens: the standard deviation or range of fewer says little
 
 
 @dataclass(frozen=True)
-class Polar:
+class Polar(Method):
     """PolarQuant (Wu et al., arXiv 2502.00527): dims i and i + R/2, which RoPE turns together, as polar
     coordinates. For keys after RoPE, without a transform.
 
@@ -60,19 +61,12 @@ class Polar:
         return page
 
     def bits_per_value(self, dims: int, page: int) -> float:
-        """Return stored bits per value: codes in whole 32-bit words, four 16-bit numbers per pair and
-        page."""
         words = -(-dims * self.pair_bits // 64)
         return 32 * words / dims + 16 * 2 / page
 
     def why_not(self, dims: int, page: int) -> str | None:
-        """Return why `dims` stored dims in pages of `page` tokens cannot be encoded, or None."""
         if dims % 2:
             return f"polar takes pairs of dims; got {dims}"
-        return _why_no_tile(page)
-
-
-def _why_no_tile(page: int) -> str | None:
-    if page < LEAST_TILE:
-        return f"a page of {page} tokens is no tile; it takes {LEAST_TILE} at least"
-    return None
+        if page < LEAST_TILE:
+            return f"a page of {page} tokens is no tile; it takes {LEAST_TILE} at least"
+        return None

@@ -89,7 +89,7 @@ def read(path: Path, loaded, follow: bool = True) -> Saved:
     except UserError as error:
         raise head.wrong(f"cannot be used: {error}") from None
     except Exception as error:  # what others wrote may make MLX and mlx-lm raise anything
-        reason = session.shown(str(error))
+        reason = session.printable(str(error))
         raise head.wrong(
             f"cannot be read by mlx-lm {mlx_lm} ({type(error).__name__}: {reason})"
         ) from None

@@ -102,9 +102,9 @@ def _half(x: np.ndarray, limit: float = HALF_MAX) -> np.ndarray:
     return np.clip(x, -limit, limit).astype(np.float16).astype(np.float64)
 
 
-def group_size(group: int, whole: int) -> int:
+def group_size(group: int, size: int) -> int:
     """Return the values per scale of `whole` dims (or tokens of a page); group 0: all."""
-    return min(group or whole, whole)
+    return min(group or size, size)
 
 
 def _grouped(x: np.ndarray, group: int, axis: str) -> np.ndarray:

@@ -64,9 +64,9 @@ def regular(moment: np.ndarray) -> np.ndarray:
     """Give a second moment [D, D] full rank: raise channels without variance to DEAD of the largest, then
     replace SHRINK of the whole by its diagonal. This commutes with scaling channels (but for DEAD)."""
     variance = np.diagonal(moment)
-    raised = np.maximum(variance, DEAD * variance.max())
-    moment = (moment + moment.T) / 2 + np.diag(raised - variance)
-    return (1 - SHRINK) * moment + SHRINK * np.diag(raised)
+    floored = np.maximum(variance, DEAD * variance.max())
+    moment = (moment + moment.T) / 2 + np.diag(floored - variance)
+    return (1 - SHRINK) * moment + SHRINK * np.diag(floored)
 
 
 def balanced(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -118,8 +118,8 @@ def received(
         for head in range(heads):
             scores = k[head // group, : t + 1] @ q[head, t] * scale
             weights = np.exp(scores - scores.max())
-            far = weights[: max(0, t - away)] / weights.sum()
-            out[head // group, : len(far)] += far
+            weights_afar = weights[: max(0, t - away)] / weights.sum()
+            out[head // group, : len(weights_afar)] += weights_afar
     out[:, :sink] = 0
     return out
 

@@ -64,18 +64,18 @@ def rms(x: np.ndarray, spec: np.ndarray) -> float:
 
 
 def compare_codes(
-    table: str, case: str, codes: np.ndarray, spec: np.ndarray, near: np.ndarray
+    table: str, case: str, codes: np.ndarray, spec: np.ndarray, ties: np.ndarray
 ) -> Row:
     """Codes against the spec's; `near` is the packed bit mask of values at a rounding boundary."""
     gap = np.abs(codes.astype(np.int64) - spec)
-    at_boundary = np.unpackbits(near, count=spec.size).astype(bool).reshape(spec.shape)
+    at_boundary = np.unpackbits(ties, count=spec.size).astype(bool).reshape(spec.shape)
     allowed = (gap == 1) & at_boundary
     return Row(table, case, spec.size, int(allowed.sum()), int(((gap > 0) & ~allowed).sum()))
 
 
-def steps_off(ours: np.ndarray, spec: np.ndarray) -> int:
+def steps_off(values: np.ndarray, spec: np.ndarray) -> int:
     """Return how many float16 numbers are more than a step away; 0 has no steps."""
-    return int((np.abs(ours - spec) > np.spacing(np.abs(spec))).sum())
+    return int((np.abs(values - spec) > np.spacing(np.abs(spec))).sum())
 
 
 # How the pages of the calibrated cases are coded, and what the learned ones are judged by.
@@ -128,5 +128,5 @@ def filled_moments(dims: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def filled_sample(down: np.ndarray, up: np.ndarray) -> np.ndarray:
     """Return some numbers of maps [G, D, R] and [G, R, D], float32 [32]."""
-    both = (x.ravel()[np.linspace(0, x.size - 1, 16).astype(int)] for x in (down, up))
-    return np.concatenate(list(both)).astype(np.float32)
+    samples = (x.ravel()[np.linspace(0, x.size - 1, 16).astype(int)] for x in (down, up))
+    return np.concatenate(list(samples)).astype(np.float32)

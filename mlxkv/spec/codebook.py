@@ -59,8 +59,8 @@ def _cosine_integral(power: int, angle: np.ndarray) -> np.ndarray:
         return angle
     if power == 1:
         return np.sin(angle)
-    rest = _cosine_integral(power - 2, angle)
-    return (np.cos(angle) ** (power - 1) * np.sin(angle) + (power - 1) * rest) / power
+    lower = _cosine_integral(power - 2, angle)
+    return (np.cos(angle) ** (power - 1) * np.sin(angle) + (power - 1) * lower) / power
 
 
 def cells(boundaries: np.ndarray, dims: int) -> tuple[np.ndarray, np.ndarray]:
@@ -82,9 +82,9 @@ def sphere_levels(dims: int, bits: int) -> np.ndarray:
     count = 2**bits
     levels = (np.arange(count) + 0.5 - count / 2) * 5 / (count * np.sqrt(dims))
     for _ in range(10_000):
-        _, found = cells((levels[1:] + levels[:-1]) / 2, dims)
-        found = (found - found[::-1]) / 2
-        step, levels = np.abs(found - levels).max(), found
+        _, centres = cells((levels[1:] + levels[:-1]) / 2, dims)
+        centres = (centres - centres[::-1]) / 2
+        step, levels = np.abs(centres - levels).max(), centres
         if step < 1e-14:
             break
     return levels
@@ -107,11 +107,11 @@ def codebook_encode(
     norm = np.sqrt((x * x).sum(-1, keepdims=True))
     unit = x / np.where(norm > 0, norm, 1.0)
     middle = len(levels) // 2
-    above = np.searchsorted((levels[1:] + levels[:-1])[middle:] / 2, np.abs(unit), side="left")
-    codes = np.where(unit > 0, middle + above, middle - 1 - above).astype(np.uint8)
+    steps = np.searchsorted((levels[1:] + levels[:-1])[middle:] / 2, np.abs(unit), side="left")
+    codes = np.where(unit > 0, middle + steps, middle - 1 - steps).astype(np.uint8)
     if corrected:
-        chosen = levels[codes]
-        norm = norm / np.sqrt((chosen * chosen).sum(-1, keepdims=True))
+        unit_decoded = levels[codes]
+        norm = norm / np.sqrt((unit_decoded * unit_decoded).sum(-1, keepdims=True))
     return codes, affine._half(norm)
 
 

@@ -40,8 +40,8 @@ def ranks(moment: np.ndarray, energy: float) -> np.ndarray:
 
 def residual(x: np.ndarray, u: np.ndarray) -> np.ndarray:
     """Return the residual-energy ratio [G]: ||x - x U U^T||^2 / ||x||^2 of x [G, T, D]."""
-    rest = x - x @ u @ u.swapaxes(-1, -2)
-    return (rest**2).sum((-1, -2)) / (x**2).sum((-1, -2))
+    remainder = x - x @ u @ u.swapaxes(-1, -2)
+    return (remainder**2).sum((-1, -2)) / (x**2).sum((-1, -2))
 
 
 def overlap(u: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -71,11 +71,11 @@ def update(u: np.ndarray, x: np.ndarray, rate: float, raw: bool = False) -> np.n
     y = x @ u
     step = (x - y @ u.swapaxes(-1, -2)).swapaxes(-1, -2) @ y
     if not raw:
-        step = step @ np.linalg.inv(_raised(y.swapaxes(-1, -2) @ y))
+        step = step @ np.linalg.inv(_regular(y.swapaxes(-1, -2) @ y))
     return orthonormal(u + rate * step)
 
 
-def _raised(moment: np.ndarray) -> np.ndarray:
+def _regular(moment: np.ndarray) -> np.ndarray:
     size = moment.shape[-1]
     mean = np.trace(moment, axis1=-2, axis2=-1)[..., None, None] / size
     return moment + (RIDGE * mean + np.finfo(np.float32).tiny) * np.eye(size)
@@ -86,8 +86,8 @@ def importance(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
     last key of k [B, G, T, D] (section 5.2)."""
     new, total = q.shape[2], k.shape[2]
     s = scale * (q @ np.repeat(k, q.shape[1] // k.shape[1], 1).swapaxes(-1, -2))
-    seen = np.arange(total)[None] <= np.arange(total - new, total)[:, None]
-    s = np.where(seen, s, -np.inf)
+    visible = np.arange(total)[None] <= np.arange(total - new, total)[:, None]
+    s = np.where(visible, s, -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True))
     return p / p.sum(-1, keepdims=True)
 

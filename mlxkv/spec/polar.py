@@ -61,6 +61,6 @@ def scores(q: np.ndarray, stored: dict[str, np.ndarray], angle: int) -> np.ndarr
     angles = stored["angle_low"] + steps * stored["angle_step"]  # [..., 2^angle, R/2]
     table = a[..., None, :] * np.cos(angles)[..., None, :, :]
     table = table + b[..., None, :] * np.sin(angles)[..., None, :, :]
-    picked = np.take_along_axis(table, (stored["codes"] & (2**angle - 1))[..., None, :, :], -2)
+    gathered = np.take_along_axis(table, (stored["codes"] & (2**angle - 1))[..., None, :, :], -2)
     rho = stored["radius_low"] + ((stored["codes"] >> angle) + 0.5) * stored["radius_step"]
-    return (picked * rho[..., None, :, :]).sum(-1)
+    return (gathered * rho[..., None, :, :]).sum(-1)

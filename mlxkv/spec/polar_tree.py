@@ -83,19 +83,19 @@ def tree_decode(
 
 
 def fit_codebook(
-    angles: np.ndarray, there: np.ndarray, start: np.ndarray, steps: int
+    angles: np.ndarray, marked: np.ndarray, start: np.ndarray, steps: int
 ) -> np.ndarray:
     """Run Lloyd's k-means in one dimension from `start` [n] on the angles [m] marked by `there` (boolean [m]).
 
     A centroid without angles stays. The paper starts with random k-means++; the codebook of the density
     is closer, and the same every time.
     """
-    book, angles = start.copy(), angles[there]
+    book, angles = start.copy(), angles[marked]
     for _ in range(steps):
-        near = np.searchsorted((book[1:] + book[:-1]) / 2, angles, side="left")
+        codes = np.searchsorted((book[1:] + book[:-1]) / 2, angles, side="left")
         for i in range(len(book)):
-            if (near == i).any():
-                book[i] = angles[near == i].mean()
+            if (codes == i).any():
+                book[i] = angles[codes == i].mean()
     return book
 
 
@@ -116,12 +116,12 @@ def stored(
     books = [angle_codebook(level) for level in range(1, LEVELS + 1)]
     for b, g, n in np.ndindex(*x.shape[:2], pages):
         inside = slice(sink + n * page, sink + (n + 1) * page)
-        y, used = out[b, g, inside] @ turn, books
+        y, books_here = out[b, g, inside] @ turn, books
         if online:
             fitted, sizes = [], y
             for angle, book in zip(to_polar(y)[1], books, strict=True):
                 sizes = np.hypot(sizes[..., ::2], sizes[..., 1::2])
                 fitted.append(fit_codebook(angle, sizes > 0, book, 8))
-            used = [affine._half(book) for book in fitted]
-        out[b, g, inside] = tree_decode(*tree_encode(y, used), used) @ turn.T
+            books_here = [affine._half(book) for book in fitted]
+        out[b, g, inside] = tree_decode(*tree_encode(y, books_here), books_here) @ turn.T
     return out

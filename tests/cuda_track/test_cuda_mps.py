@@ -77,7 +77,7 @@ class Library:
 
 
 def filled(config: CacheConfig, dims: int, dtype=torch.float32, batch: int = 1):
-    turns = caches("static-r24+int4")[0].layer_maps if config.low else None
+    turns = caches("static-r24+int4")[0].layer_maps if config.keys.low else None
     made = CompressedKVCache(config, turns)
     torch.manual_seed(0)
     tokens = config.window + 2 * config.page + 5

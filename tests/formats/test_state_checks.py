@@ -77,9 +77,9 @@ def test_rows_that_no_cache_has_after_so_many_tokens(subtests):
 def test_rows_that_caches_have():
     state.check_rows(12, 10)
     state.check_rows(10, 10, place=10)
-    state.check_rows(8, 20, keep=4, most=8, place=4)
-    state.check_rows(8, 20, keep=4, most=8, place=8)
-    state.check_rows(10, 20, most=8, place=10)
+    state.check_rows(8, 20, keep=4, size=8, place=4)
+    state.check_rows(8, 20, keep=4, size=8, place=8)
+    state.check_rows(10, 20, size=8, place=10)
 
 
 def test_tokens_are_numbers_below_the_vocabulary():

@@ -58,7 +58,7 @@ from mlxkv.untrusted import Unsound, whole
 LARGEST = 1 << 30  # bytes; the maps of 80 layers with 8 kv heads of 128 dims have 340 MB
 FORMATS = (1, 2, 3, 4)  # that this version reads
 NAME = "mlxkv-calibration"
-_told: set[str] = set()  # warnings of this process
+_warnings: set[str] = set()  # warnings of this process
 
 
 def write(path: Path, calibration: Calibration) -> None:
@@ -90,22 +90,22 @@ def read(path: Path | str) -> Calibration:
                 entry.get("lacking") or (None, None),
             )
             for side, floored, clips, lacking in zip(SIDES, *parts, strict=True):
-                where = f"layer {name}, {side}"
+                place = f"layer {name}, {side}"
                 values, vectors = (tensors[f"{name}.{side}.{part}"] for part in TENSORS)
-                _check_basis(path, where, values, vectors, entry["kv_heads"])
-                _check_clips(path, where, clips)
+                _check_basis(path, place, values, vectors, entry["kv_heads"])
+                _check_clips(path, place, clips)
                 balance = None
                 if lacking is not None:
                     down, sigma = (tensors[f"{name}.{side}.{part}"] for part in MORE)
                     balance = Balance(down, sigma, whole(lacking, "lacking"))
-                    _check_balance(path, where, balance, values.shape)
+                    _check_balance(path, place, balance, values.shape)
                 peaks = tensors.get(f"{name}.{side}.{PEAKS}")
-                _check_peaks(path, where, peaks, values.shape)
+                _check_peaks(path, place, peaks, values.shape)
                 mean = tensors.get(f"{name}.{side}.{MEAN}") if side == "keys" else None
                 if mean is not None and mean.shape != (entry["kv_heads"], values.shape[1]):
-                    raise ValueError(f"{where}: shape {mean.shape}")
+                    raise ValueError(f"{place}: shape {mean.shape}")
                 if mean is not None:
-                    _check_numbers(path, where, mean)
+                    _check_numbers(path, place, mean)
                 floored = whole(floored, "floored")
                 sides[side] = Basis(values, vectors, floored, clips, balance, peaks, mean)
             layers[name] = Layer(whole(entry["kv_heads"], "kv_heads", 1), **sides)
@@ -158,52 +158,52 @@ def _open(path: Path, tensors: bool) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def _check_basis(
-    path: Path, where: str, values: np.ndarray, vectors: np.ndarray, kv_heads: int
+    path: Path, place: str, values: np.ndarray, vectors: np.ndarray, kv_heads: int
 ) -> None:
     heads, dims = values.shape
     if vectors.shape != (heads, dims, dims) or heads not in (1, kv_heads):
-        raise ValueError(f"{where}: shapes {values.shape}, {vectors.shape}")
-    _check_numbers(path, where, values, vectors)
+        raise ValueError(f"{place}: shapes {values.shape}, {vectors.shape}")
+    _check_numbers(path, place, values, vectors)
     if (values <= 0).any():
-        raise fault(path, f"holds eigenvalues that are not positive in {where}")
+        raise fault(path, f"holds eigenvalues that are not positive in {place}")
     if (off := matrices.off_orthonormal(vectors)) > ORTHONORMAL:
-        raise fault(path, f"is not orthonormal in {where}: off by {off:.2g}")
+        raise fault(path, f"is not orthonormal in {place}: off by {off:.2g}")
 
 
-def _check_balance(path: Path, where: str, found: Balance, shape: tuple[int, int]) -> None:
+def _check_balance(path: Path, place: str, transform: Balance, shape: tuple[int, int]) -> None:
     """Raise UserError or ValueError on a faulty transform. shape: the eigenvalues', already checked."""
-    if found.sigma.shape != shape or found.down.shape != (*shape, shape[1]):
-        raise ValueError(f"{where}: shapes {found.sigma.shape}, {found.down.shape}")
-    _check_numbers(path, where, found.sigma, found.down)
-    if (found.sigma <= 0).any():
-        raise fault(path, f"holds sigmas that are not positive in {where}")
-    if reason := balance.fault(found.down):
-        raise fault(path, f"holds a transform that is not invertible in {where}: {reason}")
+    if transform.sigma.shape != shape or transform.down.shape != (*shape, shape[1]):
+        raise ValueError(f"{place}: shapes {transform.sigma.shape}, {transform.down.shape}")
+    _check_numbers(path, place, transform.sigma, transform.down)
+    if (transform.sigma <= 0).any():
+        raise fault(path, f"holds sigmas that are not positive in {place}")
+    if reason := balance.fault(transform.down):
+        raise fault(path, f"holds a transform that is not invertible in {place}: {reason}")
 
 
-def _check_peaks(path: Path, where: str, peaks: np.ndarray | None, shape: tuple[int, int]) -> None:
+def _check_peaks(path: Path, place: str, peaks: np.ndarray | None, shape: tuple[int, int]) -> None:
     """Raise UserError or ValueError on faulty peaks. shape: the eigenvalues', already checked."""
     if peaks is None:
         return
     if peaks.shape != shape:
-        raise ValueError(f"{where}: shape {peaks.shape}")
-    _check_numbers(path, where, peaks)
+        raise ValueError(f"{place}: shape {peaks.shape}")
+    _check_numbers(path, place, peaks)
     if (peaks <= 0).any():
-        raise fault(path, f"holds peaks that are not positive in {where}")
+        raise fault(path, f"holds peaks that are not positive in {place}")
 
 
-def _check_numbers(path: Path, where: str, *many: np.ndarray) -> None:
-    for x in many:
+def _check_numbers(path: Path, place: str, *arrays: np.ndarray) -> None:
+    for x in arrays:
         if x.dtype != np.float32 or not np.isfinite(x).all():
-            raise fault(path, f"holds NaN, infinity or no float32 numbers in {where}")
+            raise fault(path, f"holds NaN, infinity or no float32 numbers in {place}")
 
 
-def _check_clips(path: Path, where: str, clips: Mapping[str, float]) -> None:
+def _check_clips(path: Path, place: str, clips: Mapping[str, float]) -> None:
     for form, clip in clips.items():
         if type(clip) not in (int, float) or not 0 < clip <= 1:  # NaN is neither
             raise fault(
                 path,
-                f"has a clip that is no share above 0 and up to 1 in {where}; got {form}: {clip}",
+                f"has a clip that is no share above 0 and up to 1 in {place}; got {form}: {clip}",
             )
 
 
@@ -212,9 +212,9 @@ def folder() -> Path:
     return console.cache_dir() / "calibration"
 
 
-def kept_path(fingerprint: str, more: str = "") -> Path:
-    """Return where the user's calibration of a model is kept. more: of its name, for one that stands beside it."""
-    return folder() / f"{names(fingerprint)[0]}{more}.safetensors"
+def kept_path(fingerprint: str, suffix: str = "") -> Path:
+    """Return where the user's calibration of a model is kept. suffix: of its name, for one that stands beside it."""
+    return folder() / f"{names(fingerprint)[0]}{suffix}.safetensors"
 
 
 def find(
@@ -242,17 +242,17 @@ def find(
 def tell_reach(calibration: Calibration, context: int | None) -> None:
     """Warn, once a process, where the context of a model is longer than its calibration holds for."""
     line = calibration.shortfall(context)
-    if line is not None and line not in _told:
-        _told.add(line)
+    if line is not None and line not in _warnings:
+        _warnings.add(line)
         console.warn(line)
 
 
 def with_digest(digest: str) -> Calibration | None:
     """Find the user's calibration with this digest, or None."""
-    return next((read(path) for path, header in _kept() if header.get("digest") == digest), None)
+    return next((read(path) for path, header in _headers() if header.get("digest") == digest), None)
 
 
-def _kept() -> Iterator[tuple[Path, dict]]:
+def _headers() -> Iterator[tuple[Path, dict]]:
     for path in sorted(folder().glob("*.safetensors")):
         try:
             yield path, _open(path, False)[0]

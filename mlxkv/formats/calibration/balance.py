@@ -91,8 +91,8 @@ def shrunk(moment: np.ndarray) -> tuple[np.ndarray, int]:
     correlation = moment / (size[:, None] * size[..., None])
     resolution = 8 * np.finfo(np.float32).eps * moment.shape[-1]  # moments are sums in float32
     lacking = int((np.linalg.eigvalsh(correlation) < resolution).sum())
-    raised = moment + eye * (raised_diagonal - diagonal)[:, None]
-    return (1 - SHRINK) * raised + SHRINK * eye * raised_diagonal[:, None], lacking
+    full = moment + eye * (raised_diagonal - diagonal)[:, None]
+    return (1 - SHRINK) * full + SHRINK * eye * raised_diagonal[:, None], lacking
 
 
 def mixed(down: np.ndarray, parts: str) -> tuple[np.ndarray, np.ndarray]:
@@ -111,6 +111,6 @@ def fault(down: np.ndarray) -> str | None:
     condition = float(np.linalg.cond(x).max())
     if not condition <= CONDITION:
         return f"a condition of {condition:.2g}"
-    forward, back = (y.astype(np.float32).astype(np.float64) for y in mixed(x, matrices.PARTS))
-    off = float(np.abs(forward @ back - np.eye(x.shape[-1])).max())
+    forward, inverse = (y.astype(np.float32).astype(np.float64) for y in mixed(x, matrices.PARTS))
+    off = float(np.abs(forward @ inverse - np.eye(x.shape[-1])).max())
     return None if off <= PRECISE else f"an inverse off by {off:.2g}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -37,6 +37,18 @@ FIELDS = {
     "version": str,
 }
 
+# What to say where a part is missing, and the options that make it.
+MISSING = {
+    "centred": ("holds no means of keys: an older version made it", ""),
+    "balanced": (
+        "holds no balanced transforms: an older version made it, or another --target than "
+        "attention, or it has learned ones",
+        "",
+    ),
+    "scaled": ("holds no scales per channel: an older version made it", ""),
+    "learned": ("holds no learned transforms", " --learn scale"),
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Basis:
@@ -64,10 +76,10 @@ class Basis:
         """Largest over smallest eigenvalue, of the worst kv head."""
         return float((self.values[:, -1] / self.values[:, 0]).max())
 
-    def is_like(self, other: Basis, form: str) -> bool:
+    def is_like(self, basis: Basis, form: str) -> bool:
         """Return whether `other` has the same transform that the clips of `form` were searched for."""
-        sides = [self, other]
-        if form.startswith(tuple(CENTRED)) and not _close(self.mean, other.mean):
+        sides = [self, basis]
+        if form.startswith(tuple(CENTRED)) and not _close(self.mean, basis.mean):
             return False
         if form.startswith(PAIRED):
             sides = [side.balance and side.balance.down for side in sides]
@@ -158,39 +170,26 @@ class Calibration:
     @property
     def balanced(self) -> bool:
         """Return whether every side has a balanced transform."""
-        return self.learned is None and self._paired
+        return self.learned is None and all(side.balance is not None for side in self.sides)
 
     @property
     def scaled(self) -> bool:
         """Return whether every side has the peaks that scales per channel are made from."""
-        return all(
-            getattr(layer, side).peaks is not None
-            for layer in self.layers.values()
-            for side in SIDES
-        )
+        return all(side.peaks is not None for side in self.sides)
 
     @property
     def centred(self) -> bool:
         """Return whether every layer has the mean of its keys."""
         return all(layer.keys.mean is not None for layer in self.layers.values())
 
-    def serves(self, config: CacheConfig) -> bool:
-        """Return whether it has what balanced, low-rank, scaled and centred sides of `config` need; learned maps are
-        always named by their file."""
-        needs = (
-            (config.balanced or config.low, self.balanced),
-            (config.scaled, self.scaled),
-            (config.centred, self.centred),
-        )
-        return all(has for is_needed, has in needs if is_needed)
-
     @property
-    def _paired(self) -> bool:
-        return all(
-            getattr(layer, side).balance is not None
-            for layer in self.layers.values()
-            for side in SIDES
-        )
+    def sides(self) -> list[Basis]:
+        """Keys and values of all layers."""
+        return [getattr(layer, side) for layer in self.layers.values() for side in SIDES]
+
+    def serves(self, config: CacheConfig) -> bool:
+        """Return whether it has what `config` needs; learned maps are always named by their file."""
+        return all(getattr(self, part) for part in config.needs - {"learned"})
 
     def _tensors(self) -> dict[str, np.ndarray]:
         out = {}
@@ -212,7 +211,7 @@ class Calibration:
         Returns the calibration and how many clips were left out because their transform has changed by more
         than two runs of one calibration differ.
         """
-        layers, lost = {}, 0
+        layers, dropped = {}, 0
         for name, layer in self.layers.items():
             sides = {}
             for side in SIDES:
@@ -221,10 +220,10 @@ class Calibration:
                 valid = {
                     form: clip for form, clip in clips.items() if basis.is_like(old_basis, form)
                 }
-                lost += len(clips) - len(valid)
+                dropped += len(clips) - len(valid)
                 sides[side] = replace(basis, clips={**valid, **basis.clips})
             layers[name] = replace(layer, **sides)
-        return replace(self, layers=layers), lost
+        return replace(self, layers=layers), dropped
 
     def header(self) -> dict:
         """Return the header of the file."""
@@ -266,28 +265,11 @@ class Calibration:
                     f"{words.format(*shape)}"
                 )
 
-    def check_balanced(self) -> None:
-        """Raise UserError if balanced transforms are missing."""
-        if not self.balanced:
-            raise self._fault(
-                "holds no balanced transforms: an older version made it, or another --target than "
-                "attention, or it has learned ones"
-            )
-
-    def check_scaled(self) -> None:
-        """Raise UserError if the peaks of channels are missing."""
-        if not self.scaled:
-            raise self._fault("holds no scales per channel: an older version made it")
-
-    def check_centred(self) -> None:
-        """Raise UserError if the means of keys are missing."""
-        if not self.centred:
-            raise self._fault("holds no means of keys: an older version made it")
-
-    def check_learned(self) -> None:
-        """Raise UserError if learned transforms are missing."""
-        if self.learned is None:
-            raise self._fault("holds no learned transforms", " --learn scale")
+    def check_parts(self, needs: Collection[str]) -> None:
+        """Raise UserError if one of these parts is missing (`config.needs_of`)."""
+        for part, (problem, options) in MISSING.items():
+            if part in needs and not getattr(self, part):
+                raise self._fault(problem, options)
 
     def _fault(self, problem: str, options: str = "") -> UserError:
         return fault(self.path or "it", problem, options)

@@ -19,11 +19,11 @@ from mlxkv.formats.config import (
     CALIBRATED,
     CENTRED,
     FILLED,
-    LEARNED,
     PCA,
     SCALED,
     SHARED,
     CacheConfig,
+    needs_of,
 )
 from mlxkv.formats.lowrank import LEAST, LowRank
 
@@ -33,15 +33,7 @@ Pair = tuple[np.ndarray, np.ndarray]  # down and up: [G or 1, D, R] and [G or 1,
 
 def check_kinds(calibration: Calibration, kinds: Kinds) -> None:
     """Raise UserError if the calibration lacks the maps of these kinds."""
-    if is_centred(kinds[0]):
-        calibration.check_centred()
-    kinds = tuple(CENTRED.get(name, name) for name in (kind.split()[0] for kind in kinds))
-    if {BALANCED, PCA, FILLED} & set(kinds):
-        calibration.check_balanced()
-    if SCALED in kinds:
-        calibration.check_scaled()
-    if LEARNED in kinds:
-        calibration.check_learned()
+    calibration.check_parts(needs_of(kinds))
 
 
 def is_centred(kind: str) -> bool:

@@ -54,14 +54,14 @@ class Learned:
 
     def check(self) -> None:
         """Raise UserError on unknown settings."""
-        for option, got, choices in (
+        for option, value, choices in (
             ("--learn", self.variant, VARIANTS),
             ("--base", self.base, BASES),
             ("--bits", self.bits, BITS),
         ):
-            if got not in choices:
+            if value not in choices:
                 names = ", ".join(map(str, choices))
-                raise UserError(f"[{option}] unknown; got {got!r}; choose from {names}")
+                raise UserError(f"[{option}] unknown; got {value!r}; choose from {names}")
         if self.steps < 1:
             raise UserError(f"[--steps] must be at least 1; got {self.steps}; choose 200 or more")
         _ = self.spec  # raises on a group that is too small
@@ -77,9 +77,9 @@ class Learned:
         kinds = {field.name: type(field.default) for field in fields(Learned)}
         if {name: type(x) for name, x in data.items()} != kinds:
             raise ValueError("learned")
-        made = Learned(**data)
+        learned = Learned(**data)
         try:
-            made.check()
+            learned.check()
         except UserError:
             raise ValueError("learned") from None
-        return made
+        return learned

@@ -51,16 +51,16 @@ class GoesBack:
     @property
     def trimmable(self) -> int:
         """Return how many of the last tokens `trim` takes back, though it may take all, too."""
-        return self.offset - self._least
+        return self.offset - self._shortest
 
     @property
-    def _least(self) -> int:
+    def _shortest(self) -> int:
         """The shortest start that can be kept, beside an empty one: nothing ends among tokens that were chosen
         for a prompt, or moved."""
         if not self.dropped:
             return self.pinned
-        chosen = self.dropped + self._sunk + self._chosen * self.config.page
-        return max(chosen, self.pinned)
+        fixed = self.dropped + self._sunk + self._fixed_pages * self.config.page
+        return max(fixed, self.pinned)
 
     @property
     def _sunk(self) -> int:
@@ -68,13 +68,13 @@ class GoesBack:
         return self._sink[0].shape[2] if self._sink else 0
 
     @property
-    def _chosen(self) -> int:
+    def _fixed_pages(self) -> int:
         """Pages that only go with the whole cache."""
         return 0
 
-    def keeps(self, left: int) -> bool:
+    def keeps(self, count: int) -> bool:
         """Return whether the first `left` tokens can be kept alone."""
-        return not left or left >= self._least
+        return not count or count >= self._shortest
 
     # -- going
 
@@ -94,38 +94,38 @@ class GoesBack:
                 f"got {n} to take back; choose at most {self.trimmable}, or all {self.offset}"
             )
 
-    def cut(self, left: int) -> None:
+    def cut(self, count: int) -> None:
         """Keep the first `left` tokens, a length of `keeps`."""
-        if left == self.offset:
+        if count == self.offset:
             return
         page = self.config.page
-        live = left - self.dropped - self._sunk - self._count_pages * page
+        live = count - self.dropped - self._sunk - self._count_pages * page
         out_of_order = self.dropped or self.pinned
-        if not left or (left <= self._sunk and not out_of_order):  # of the sink: live again
-            kept = tuple(x[:, :, :left] for x in self._sink) if left and self._sink else None
+        if not count or (count <= self._sunk and not out_of_order):  # of the sink: live again
+            sink = tuple(x[:, :, :count] for x in self._sink) if count and self._sink else None
             self._forget()
-            if kept is not None:
-                self._put_live(kept)
+            if sink is not None:
+                self._put_live(sink)
         elif self._last is not None and -page < live <= self.config.recent:
             self._unseal(live)
         elif live >= 0:
             self._count = live
         else:
             self._decode_end(self._count_pages + live // page, live % page)
-        self.offset = left
+        self.offset = count
 
     def _unseal(self, live: int) -> None:
         """Take the last seal back; `live` tokens stay behind its page (negative: fewer than the page)."""
-        kept = tuple(x[:, :, : self.config.page + live] for x in self._last_and_live())
+        pair = tuple(x[:, :, : self.config.page + live] for x in self._last_and_live())
         self._store.truncate(self._count_pages - 1)
         self._live, self._count, self._last = None, 0, None
-        self._put_live(kept)
+        self._put_live(pair)
 
     def _decode_end(self, pages: int, count: int) -> None:
         """Keep so many pages, and `count` tokens of the next one as live tokens."""
-        kept = self._decoded(pages, count) if count else None
+        pair = self._decoded(pages, count) if count else None
         self._store.truncate(pages)
         self._count, self._last = 0, None
-        if kept is not None:
+        if pair is not None:
             self._live = None
-            self._put_live(kept)
+            self._put_live(pair)

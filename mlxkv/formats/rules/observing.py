@@ -32,7 +32,7 @@ class Observing:
 
     def _start(self) -> None:
         """Nothing has been learned, dropped or observed."""
-        self._now = None  # the basis, once it has learned
+        self._basis = None  # the basis, once it has learned
         self._since = 0  # tokens decoded since it learned
         self._pending = None  # the view of a chunk of a prompt that attention has not read
         self._chunk = 0  # its tokens
@@ -56,7 +56,7 @@ class Observing:
         """Tokens [B, G, T, D] of both, one behind the other, in an array of its own."""
         raise NotImplementedError
 
-    def _taught(self, batch: Pair, prompt: bool):
+    def _next_basis(self, batch: Pair, prompt: bool):
         """The basis after a batch of keys and values [B, G, N, D], of a prompt or decoded."""
         raise NotImplementedError
 
@@ -88,16 +88,16 @@ class Observing:
             batch, heads, count, dims = last.shape
             kv_heads = view.live[0].shape[1]
             grouped = last.reshape(batch, kv_heads, heads // kv_heads, count, dims)
-            self._queries = self._own(grouped), scale
+            self._queries = self._compact(grouped), scale
         if self.config.follows:
             new = self._chunk
-            seen = self.importance(last, view, scale, rows(last.shape[2]))[..., -new:]
-            at = self.salient(seen, max(1, round(self.config.rule.salient * new)))
+            weights = self.importance(last, view, scale, rows(last.shape[2]))[..., -new:]
+            at = self.salient(weights, max(1, round(self.config.rule.salient * new)))
             self._teach(tuple(self.taken(x[:, :, -new:], at) for x in view.live), True)
         self._seal_rest()
         return True
 
-    def _own(self, x: Tensor) -> Tensor:
+    def _compact(self, x: Tensor) -> Tensor:
         """x, or a copy where it would hold a larger tensor."""
         return x
 
@@ -111,11 +111,11 @@ class Observing:
             self._teach(tuple(x[:, :, -count:] for x in self._read_live()), False)
 
     def _teach(self, batch: Pair, prompt: bool) -> None:
-        now = self._taught(batch, prompt)
-        if now is not self.basis:
-            self._now = now
+        basis = self._next_basis(batch, prompt)
+        if basis is not self.basis:
+            self._basis = basis
             if self._store is not None:
-                self._store.rebase(now)
+                self._store.rebase(basis)
 
     def _keep(self) -> None:
         """Drop the sealed tokens of the prompt that its last queries did not vote for."""
@@ -130,10 +130,10 @@ class Observing:
 
         def choose(first: int, count: int) -> tuple[Tensor, bool]:
             part = votes[..., sink + first * page :][..., : count * page]
-            left = max(1, round(self.config.keep * count))
+            pages = max(1, round(self.config.keep * count))
             if by_page:
-                return self.kept_pages(part, page, left), True
-            return self.kept(part, left * page), False
+                return self.kept_pages(part, page, pages), True
+            return self.kept(part, pages * page), False
 
         self.dropped += page * self._store.keep(choose, self._fixed)
         self._fixed = self._count_pages
@@ -153,23 +153,23 @@ class Observing:
         first = self._sink if out else tuple(x[:, :, :head] for x in pair)
         last = tuple(x[:, :, tail:] for x in pair)
         self._sink = tuple(self._joined(*two) for two in zip(first, last, strict=True))
-        rest = tuple(x[:, :, head:tail] for x in pair)
+        middle = tuple(x[:, :, head:tail] for x in pair)
         self._live, self._count, self._last = None, 0, None
         if head < tail:
-            self._put_live(rest)
+            self._put_live(middle)
         self.pinned = self.offset
 
     # -- the rest of the contract
 
     @property
-    def _chosen(self) -> int:
+    def _fixed_pages(self) -> int:
         """Pages of the prompt that tokens were chosen from."""
         return self._fixed if self.dropped else 0
 
-    def cut(self, left: int) -> None:
+    def cut(self, count: int) -> None:
         """As without selection; bases keep what they have learned."""
-        n = self.offset - left
-        super().cut(left)
+        n = self.offset - count
+        super().cut(count)
         if n:
             self._since = max(0, self._since - n)
             self._fixed = min(self._fixed, self._count_pages)
@@ -180,8 +180,8 @@ class Observing:
         if self.config.pinned:
             header |= {"pinned": self.pinned, "chunk": self._chunk}
         tree: dict = {}
-        if self._now is not None:
-            tree["basis"] = self._saved(self._now)
+        if self._basis is not None:
+            tree["basis"] = self._saved(self._basis)
         if self._queries is not None:
             tree["asked"], header["scale"] = self._queries
         return header, tree
@@ -190,7 +190,7 @@ class Observing:
         self._since, self.dropped, self._fixed = (header[n] for n in ("since", "dropped", "fixed"))
         self.pinned, self._chunk = (header.get(name, 0) for name in ("pinned", "chunk"))
         if "basis" in tree:
-            self._now = self._loaded(tree["basis"])
+            self._basis = self._loaded(tree["basis"])
         if ("asked" in tree) != ("scale" in header):
             raise ValueError("queries without their scale, or without queries")
         if "asked" in tree:
@@ -198,6 +198,6 @@ class Observing:
 
     def _own_arrays(self) -> list[Tensor]:
         """Return what is allocated beside windows and pages: the store counts the basis once there is one."""
-        asked = [] if self._queries is None else [self._queries[0]]
-        alone = self._now is not None and self._store is None
-        return [*asked, *(self._saved(self._now).values() if alone else ())]
+        queries = [] if self._queries is None else [self._queries[0]]
+        alone = self._basis is not None and self._store is None
+        return [*queries, *(self._saved(self._basis).values() if alone else ())]

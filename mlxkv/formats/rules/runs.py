@@ -26,9 +26,9 @@ class Runs:
     if it does not.
     """
 
-    def __init__(self, make: Callable, start, now, page: int, rule: LowRank | None):
+    def __init__(self, make: Callable, start, basis, page: int, rule: LowRank | None):
         self.make, self.start, self.page, self.rule = make, start, page, rule
-        self.runs, self.bases = [make(now)], [now]
+        self.runs, self.bases = [make(basis)], [basis]
 
     # -- what a track adds
 
@@ -36,7 +36,7 @@ class Runs:
         """The pages of a run as plain ops read them."""
         raise NotImplementedError
 
-    def _merged(self, run, after) -> dict:
+    def _merged(self, run, following) -> dict:
         """The state of `run`, transported into the basis of `after`, and of `after`."""
         raise NotImplementedError
 
@@ -44,7 +44,7 @@ class Runs:
         """One snapshot of several."""
         raise NotImplementedError
 
-    def _taken(self, codes: dict, begin: int, chosen: Tensor, count: int) -> tuple[dict, int]:
+    def _selected(self, codes: dict, begin: int, positions: Tensor, count: int) -> tuple[dict, int]:
         """Return the codes of the first `begin` of `count` units (pages or tokens) and of those `chosen` behind them,
         and how many units these are."""
         raise NotImplementedError
@@ -85,19 +85,19 @@ class Runs:
 
     def _turned(self, run, new):
         """The same codes, read by another basis."""
-        made = self.make(new)
+        store = self.make(new)
         if run.count:
-            made.restore(self._codes(run), run.count)
-        return made
+            store.restore(self._codes(run), run.count)
+        return store
 
     def _merge(self) -> None:
         """Transport a run into the basis of the next one."""
         at = joining([run.count for run in self.runs])
-        run, after = self.runs[at : at + 2]
-        made = self.make(self.bases[at + 1])
-        if count := run.count + after.count:
-            made.restore(self._merged(run, after), count)
-        self.runs[at : at + 2] = [made]
+        run, following = self.runs[at : at + 2]
+        store = self.make(self.bases[at + 1])
+        if count := run.count + following.count:
+            store.restore(self._merged(run, following), count)
+        self.runs[at : at + 2] = [store]
         del self.bases[at]
 
     def read(self, start: int, stop: int):
@@ -117,22 +117,24 @@ class Runs:
             run.truncate(min(pages, max(0, count - first)))
             first += pages
         last = len(self.runs) - 1
-        kept = [i for i, run in enumerate(self.runs) if run.count or i == last]
-        self.runs, self.bases = ([x[i] for i in kept] for x in (self.runs, self.bases))
+        places = [i for i, run in enumerate(self.runs) if run.count or i == last]
+        self.runs, self.bases = ([x[i] for i in places] for x in (self.runs, self.bases))
 
     def keep(self, choose: Choose, fixed: int) -> int:
         """Drop what `choose` leaves out of the pages from `fixed` on. Returns how many pages went."""
-        before, first = self.count, 0
+        total, first = self.count, 0
         for i, run in enumerate(self.runs):
             count, begin = run.count, max(0, fixed - first)
             if begin < count:
-                chosen, by_page = choose(first + begin, count - begin)
-                each = 1 if by_page else self.page
-                codes, left = self._taken(self._codes(run), begin * each, chosen, count * each)
+                positions, by_page = choose(first + begin, count - begin)
+                unit = 1 if by_page else self.page
+                codes, units = self._selected(
+                    self._codes(run), begin * unit, positions, count * unit
+                )
                 self.runs[i] = self.make(self.bases[i])
-                self.runs[i].restore(codes, left // each)
+                self.runs[i].restore(codes, units // unit)
             first += count
-        return before - self.count
+        return total - self.count
 
     @property
     def by_token(self) -> bool:
@@ -149,8 +151,8 @@ class Runs:
 
     def arrays(self) -> list[Tensor]:
         """Return what is allocated, without bases that all caches share."""
-        own = [x for basis in self.bases for x in self._saved(basis).values()]
-        return [x for run in self.runs for x in run.arrays()] + own
+        bases = [x for basis in self.bases for x in self._saved(basis).values()]
+        return [x for run in self.runs for x in run.arrays()] + bases
 
     @property
     def state(self) -> dict:
@@ -164,8 +166,8 @@ class Runs:
     def restore(self, state: dict, count: int) -> None:
         """Take over the pages of a state."""
         counts = state["counts"].tolist()
-        most = self.rule.runs if self.rule else 1
-        if sum(counts) != count or min(counts) < 0 or len(counts) > most:
+        longest = self.rule.runs if self.rule else 1
+        if sum(counts) != count or min(counts) < 0 or len(counts) > longest:
             raise ValueError(f"{sum(counts)} pages in {len(counts)} runs")
         self.runs, self.bases = [], []
         for i, pages in enumerate(counts):

@@ -65,14 +65,14 @@ class Saved:
     raw: bool = False
 
 
-def path_for(name: str, where: str) -> Path:
+def path_for(name: str, option: str) -> Path:
     """The file for a name the user typed; mlx reads the format from the ending. Raises UserError, `where` in
     brackets, for a name that no file can have."""
-    path = user_path(name, where)
+    path = user_path(name, option)
     if path.name in ("", ".."):
-        raise UserError(f"[{where}] not a name for a file; got {name!r}; write one, like notes")
+        raise UserError(f"[{option}] not a name for a file; got {name!r}; write one, like notes")
     if len(os.fsencode(path.name)) > LONGEST_NAME:
-        raise UserError(f"[{where}] the name is too long for a file; got {name[:60]!r}...")
+        raise UserError(f"[{option}] the name is too long for a file; got {name[:60]!r}...")
     return path if path.suffix == ENDING else path.with_name(path.name + ENDING)
 
 
@@ -113,12 +113,12 @@ class Header:
     entries: dict[str, str]
     kinds: list[str]
 
-    def wrong(self, what: str) -> UserError:
-        return wrong(self.path, what)
+    def wrong(self, problem: str) -> UserError:
+        return wrong(self.path, problem)
 
 
-def wrong(path: Path, what: str) -> UserError:
-    return UserError(f"[load] {str(path)!r} {what}")
+def wrong(path: Path, problem: str) -> UserError:
+    return UserError(f"[load] {str(path)!r} {problem}")
 
 
 def read_header(path: Path, follow: bool = True) -> Header:
@@ -141,9 +141,9 @@ def read_header(path: Path, follow: bool = True) -> Header:
     except Unsound as error:
         raise wrong(path, str(error)) from None
     except KeyError as error:
-        raise wrong(path, f"has parts missing ({shown(str(error))})") from None
-    if missing := [name for name in ENTRIES if name not in entries_read]:
-        raise wrong(path, f"has parts missing ({', '.join(missing)})")
+        raise wrong(path, f"has parts missing ({printable(str(error))})") from None
+    if absent := [name for name in ENTRIES if name not in entries_read]:
+        raise wrong(path, f"has parts missing ({', '.join(absent)})")
     return Header(path, entries_read, kinds)
 
 
@@ -166,7 +166,7 @@ def _check_tensors(tensors: dict[str, Tensor], kinds: list[str], flags: dict[str
                 raise Unsound("has a number or a name that is none")
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """A text from a file for an error: short, without control characters."""
     return "".join(c if c.isprintable() else "?" for c in text[:80])
 
@@ -187,31 +187,31 @@ def check(
         raise head.wrong("was changed after it was saved: the checksum differs")
     if not same_model(data["fingerprint"], fingerprint):
         raise head.wrong(
-            f"belongs to another model; got {shown(data['model'])}; this is {loaded_name}"
+            f"belongs to another model; got {printable(data['model'])}; this is {loaded_name}"
         )
     check_cache(head, kv_name, kv)
     if (wrote := data["mlx_lm_version"]).split(".")[:2] != mlx_lm.split(".")[:2]:
         raise head.wrong(
-            f"was saved with mlx-lm {shown(wrote)}; its cache format differs from that of mlx-lm {mlx_lm}"
+            f"was saved with mlx-lm {printable(wrote)}; its cache format differs from that of mlx-lm {mlx_lm}"
         )
 
 
 def check_version(head: Header) -> None:
     """Raise UserError unless this version reads such files."""
     if (version := head.entries["mlxkv_format"]) != FORMAT:
-        raise head.wrong(f"has session format {shown(version)}; this version reads {FORMAT}")
+        raise head.wrong(f"has session format {printable(version)}; this version reads {FORMAT}")
 
 
 def check_cache(head: Header, kv_name: str, kv: CacheConfig) -> None:
     """Raise UserError unless the file was saved with this cache."""
     data = head.entries
     try:
-        same = CacheConfig.from_dict(untrusted.parse(data["kv"])) == kv
+        is_same = CacheConfig.from_dict(untrusted.parse(data["kv"])) == kv
     except (Unsound, UserError):
         raise head.wrong("names a cache that this version does not know") from None
-    if not same:
+    if not is_same:
         raise head.wrong(
-            f"was saved with another cache; got --kv {shown(data['kv_name'])}; "
+            f"was saved with another cache; got --kv {printable(data['kv_name'])}; "
             f"this session runs --kv {kv_name}"
         )
 

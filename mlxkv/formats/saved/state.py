@@ -33,14 +33,14 @@ def header(
     pages: int,
     calibration: tuple[str, str] | None = None,
     folded: bool = False,
-    **more,
+    **extra,
 ) -> bytes:
     """The header of a cache. offset: tokens read. calibration: (digest, layer). folded: whether values are
-    stored as weights that apply the value map leave them. more: entries of a kind of cache."""
+    stored as weights that apply the value map leave them. extra: entries of a kind of cache."""
     data = {"version": VERSION, "config": config.as_dict(), "offset": offset, "pages": pages}
     if calibration is not None:
         data |= {"calibration": list(calibration), "folded": folded}
-    return json.dumps(data | more).encode()
+    return json.dumps(data | extra).encode()
 
 
 def read_header(data: bytes) -> tuple[dict, CacheConfig]:
@@ -161,17 +161,17 @@ def check_shape(name: str, x, shape: Shape) -> None:
 
 
 def check_rows(
-    rows: int, offset: int, keep: int = 0, most: int | None = None, place: int | None = None
+    rows: int, offset: int, keep: int = 0, size: int | None = None, place: int | None = None
 ) -> None:
     """Raise ValueError unless a cache of mlx-lm with so many rows may have read `offset` tokens.
 
-    most: of its window, in a rotating cache, with `keep` first ones. place: of the next token.
+    size: of its window, in a rotating cache, with `keep` first ones. place: of the next token.
     """
-    complete = rows >= (offset if most is None else min(offset, most - 1))
-    if most is None or offset <= rows:
+    complete = rows >= (offset if size is None else min(offset, size - 1))
+    if size is None or offset <= rows:
         sound = place in (None, offset)
     else:  # a window that has moved on: a ring whose next token goes to `place`, or in order
-        sound = keep <= place <= rows if rows == most else place == rows
+        sound = keep <= place <= rows if rows == size else place == rows
     if not complete or not sound or offset < 0:
         raise ValueError(f"{rows} tokens in a cache of {offset}")
 

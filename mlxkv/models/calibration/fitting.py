@@ -80,7 +80,7 @@ def fit(
     if not places or not config.calibrated:
         return dict.fromkeys(places, (config, None))
     origin = origin_of(model)
-    if config.learned and chosen is None and not (origin and origin.calibration):
+    if "learned" in config.needs and chosen is None and not (origin and origin.calibration):
         raise UserError(
             f"[attach] {config.label} needs learned transforms; got no calibration; make one with mlxkv "
             "calibrate --model MODEL --learn scale -o FILE, and name it by --calibration FILE"

@@ -32,13 +32,15 @@ class Mixed:
         for key, dims, case in tile_cases("fill"):
             spec, page = Fill(2.0, tuple(int(b) for b in case["widths"])), case["x"].shape[2]
             key, bits = f"fill.{key}", np.repeat(case["widths"], dims // len(case["widths"]))
-            made = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))
-            ours, theirs = (
+            stored = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))
+            computed, expected = (
                 spread(np.asarray(self.array(words), np.int64), bits)
-                for words in (made["codes"], self.tensor(case["codes"]))
+                for words in (stored["codes"], self.tensor(case["codes"]))
             )
-            yield compare_codes("encode", key, ours, theirs, mask_at(case["near"], ours.size))
-            off = self._off(made["scale"], case["scale"])
+            yield compare_codes(
+                "encode", key, computed, expected, mask_at(case["near"], computed.size)
+            )
+            off = self._off(stored["scale"], case["scale"])
             yield Row("encode", f"{key}.scale", case["scale"].size, wrong=off)
             yield from self._read_rows(spec, key, dims, case)
 
@@ -58,17 +60,20 @@ def fill_map_rows() -> Rows:
     """The bits that directions are given, and their maps: NumPy code that all backends share."""
     tensors, _ = read("fill_maps")
     for name in sorted({key.split(".")[0] for key in tensors}):
-        given = under(tensors, name)
-        dims, layers, rate = given["asked"]
+        tensors_of_case = under(tensors, name)
+        dims, layers, rate = tensors_of_case["asked"]
         sides = []
         for side in range(2 * int(layers)):
             moments = filled_moments(int(dims), 100 * int(name) + side)
             sides.append(balance.balance(*moments)[:2])
         kinds = ("keys", "values") * int(layers)
-        asked = [(kind, sigma) for kind, (_, sigma) in zip(kinds, sides, strict=True)]
-        for side, widths in enumerate(fill.allot(asked, float(rate))):
-            case, right = f"fill.{name}.{side}", tuple(int(b) for b in given[f"{side}.widths"])
+        sides_by_kind = [(kind, sigma) for kind, (_, sigma) in zip(kinds, sides, strict=True)]
+        for side, widths in enumerate(fill.allot(sides_by_kind, float(rate))):
+            case, right = (
+                f"fill.{name}.{side}",
+                tuple(int(b) for b in tensors_of_case[f"{side}.widths"]),
+            )
             yield Row("widths", case, len(right), wrong=int(widths != right))
-            some = given[f"{side}.some"]
-            error = rms(filled_sample(*fill.pair(*sides[side], right)), some)
-            yield Row("balances", case, some.size, rms=error, bound=BOUNDS["transforms"])
+            sample = tensors_of_case[f"{side}.some"]
+            error = rms(filled_sample(*fill.pair(*sides[side], right)), sample)
+            yield Row("balances", case, sample.size, rms=error, bound=BOUNDS["transforms"])
