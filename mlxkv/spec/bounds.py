@@ -63,10 +63,15 @@ def rms(x: np.ndarray, spec: np.ndarray) -> float:
     return error if np.isfinite(error) else float("inf")
 
 
+def close(table: str, case: str, values: np.ndarray, spec: np.ndarray, bound: float) -> Row:
+    """Numbers against the spec's."""
+    return Row(table, case, spec.size, rms=rms(values, spec), bound=bound)
+
+
 def compare_codes(
     table: str, case: str, codes: np.ndarray, spec: np.ndarray, ties: np.ndarray
 ) -> Row:
-    """Codes against the spec's; `near` is the packed bit mask of values at a rounding boundary."""
+    """Codes against the spec's; `ties` is the packed bit mask of values at a rounding boundary."""
     gap = np.abs(codes.astype(np.int64) - spec)
     at_boundary = np.unpackbits(ties, count=spec.size).astype(bool).reshape(spec.shape)
     allowed = (gap == 1) & at_boundary

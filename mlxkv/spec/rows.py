@@ -45,6 +45,7 @@ from mlxkv.spec.bounds import (
     Arrays,
     Row,
     by_dims,
+    close,
     compare_codes,
     keys,
     mask_at,
@@ -143,7 +144,7 @@ class Table(Mixed):
         """Keys [B, G, L, D] without their mean [G, D]."""
         raise NotImplementedError
 
-    def attend(self, it: Attention) -> Tensor:
+    def attend(self, call: Attention) -> Tensor:
         raise NotImplementedError
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -200,10 +201,10 @@ class Table(Mixed):
         tensors, _ = read("transforms")
         for key in keys(tensors, ".x"):
             name, dims = key.split(".")
-            made = self.transform(name, int(dims), 1)
-            y = made.store(self.floats(tensors[f"{key}.x"])[None, None])
-            spec, back = tensors[f"{key}.y"], self.array(made.restore(y))[0, 0]
-            error = max(rms(self.array(y)[0, 0], spec), rms(back, tensors[f"{key}.x"]))
+            transform = self.transform(name, int(dims), 1)
+            y = transform.store(self.floats(tensors[f"{key}.x"])[None, None])
+            spec, restored = tensors[f"{key}.y"], self.array(transform.restore(y))[0, 0]
+            error = max(rms(self.array(y)[0, 0], spec), rms(restored, tensors[f"{key}.x"]))
             yield Row("transforms", key, spec.size, rms=error, bound=BOUNDS["transforms"])
 
     def packing_rows(self) -> Rows:
@@ -212,8 +213,8 @@ class Table(Mixed):
             dims, bits = map(int, key.split("."))
             codes, words = tensors[f"{key}.codes"], tensors[f"{key}.words"]
             packed = self.words(self.pack(codes, bits))
-            back = self.unpack(self.tensor(words), bits, dims)
-            wrong = int((packed != words).sum() + (back != codes).sum())
+            unpacked = self.unpack(self.tensor(words), bits, dims)
+            wrong = int((packed != words).sum() + (unpacked != codes).sum())
             yield Row("packing", key, codes.size, wrong=wrong)
 
     def affine_rows(self) -> Rows:
@@ -223,8 +224,8 @@ class Table(Mixed):
             spec = Affine(int(bits), int(group), kind == "sym", axis)
             code, stored = self._encoded(Side(spec), tensors, int(dims))
             yield self._codes("encode", key, tensors, stored, spec.bits, int(dims))
-            given = self._stored(tensors, f"{key}.", spec.bits)
-            yield self._decoded(key, code, given, tensors[f"{key}.decoded"])
+            golden = self._stored(tensors, f"{key}.", spec.bits)
+            yield self._decoded(key, code, golden, tensors[f"{key}.decoded"])
 
     def clip_rows(self) -> Rows:
         tensors, _ = read("clip")
@@ -247,19 +248,21 @@ class Table(Mixed):
     def latent_rows(self) -> Rows:  # read as keys and as values, beside rotary scores
         tensors, header = read("latent")
         for key, side, dims in encode_cases(tensors, header):
-            own = under(tensors, key) | {"x": tensors[f"x.{dims}"]}
-            (_, made), bits = self._encoded(side, tensors, dims), side.quantizer.bits
-            yield self._codes("latent", key, tensors, made, bits, dims)
-            yield self._page_alone(key, dims, own, (side,) * 2, (self._stored(own, "", bits),) * 2)
+            case = under(tensors, key) | {"x": tensors[f"x.{dims}"]}
+            (_, encoded), bits = self._encoded(side, tensors, dims), side.quantizer.bits
+            yield self._codes("latent", key, tensors, encoded, bits, dims)
+            yield self._page_alone(
+                key, dims, case, (side,) * 2, (self._stored(case, "", bits),) * 2
+            )
 
     def attention_rows(self) -> Rows:
-        for case, it, spec in self.attention_cases():
-            yield self._attention(case, self.attend(it), spec)
+        for case, call, spec in self.attention_cases():
+            yield self._attention(case, self.attend(call), spec)
 
     def softcap_rows(self) -> Rows:
         """Attention whose scores are capped."""
-        for case, it, spec in self.attention_cases("softcap"):
-            yield self._attention(f"softcap.{case}", self.attend(it), spec)
+        for case, call, spec in self.attention_cases("softcap"):
+            yield self._attention(f"softcap.{case}", self.attend(call), spec)
 
     def attention_cases(
         self, table: str = "attention"
@@ -267,109 +270,110 @@ class Table(Mixed):
         """(case, what is given, the spec's output)."""
         tensors, header = read(table)
         for case, info in json.loads(header["cases"]).items():
-            given = under(tensors, case)
+            golden = under(tensors, case)
             sides, stored = [], []
             for letter, name in (("k", "keys"), ("v", "values")):
                 side = info[name]
                 spec = Affine(side["bits"], side["group"], side["symmetric"], side["axis"])
                 sides.append(Side(spec, side["transform"]))
-                stored.append(self._stored(given, f"{letter}.", side["bits"]))
+                stored.append(self._stored(golden, f"{letter}.", side["bits"]))
             live, sink = (
-                tuple(self.floats(given[f"{letter}.{part}"]) for letter in "kv")
+                tuple(self.floats(golden[f"{letter}.{part}"]) for letter in "kv")
                 for part in ("live", "sink")
             )
             mask = "causal" if info["mask"] == "causal" else None
             if info["mask"] in ("window", "additive"):
-                mask = self.tensor(given["mask"])
-            it = Attention(
-                q=self.floats(given["q"]),
+                mask = self.tensor(golden["mask"])
+            call = Attention(
+                q=self.floats(golden["q"]),
                 sides=tuple(sides),
                 stored=tuple(stored),
                 page=info["page"],
-                pages=given["k.codes"].shape[2] // info["page"],
+                pages=golden["k.codes"].shape[2] // info["page"],
                 live=live,
                 sink=sink if sink[0].shape[2] else None,
                 mask=mask,
-                sink_logits=self.floats(given["sinks"]) if "sinks" in given else None,
+                sink_logits=self.floats(golden["sinks"]) if "sinks" in golden else None,
                 softcap=info.get("softcap"),
             )
-            yield case, it, given["out"]
+            yield case, call, golden["out"]
 
     def oscar_rows(self) -> Rows:
         """Moments of a calibration, and pages behind the spec's rotations."""
-        for dims, given in by_dims("oscar"):
-            q, k, v = self._inputs(given)
+        for dims, golden in by_dims("oscar"):
+            q, k, v = self._inputs(golden)
             turns = {}
             for letter, rows in (("k", q), ("v", self.causal(q, k, v))):
-                yield self._moments(f"{dims}.{letter}", rows, given[f"{letter}.sigma"])
-                r = given[f"{letter}.r"]
+                yield self._moments(f"{dims}.{letter}", rows, golden[f"{letter}.sigma"])
+                r = golden[f"{letter}.r"]
                 turns[letter] = r, r.swapaxes(-1, -2)
-            yield from self._page_rows("oscar", CALIBRATED, dims, given, turns)
+            yield from self._page_rows("oscar", CALIBRATED, dims, golden, turns)
 
     def balanced_rows(self) -> Rows:
         """Moments of a calibration, and pages behind the spec's balanced transforms."""
-        for dims, given in by_dims("balanced"):
-            q, k, v = self._inputs(given)
+        for dims, golden in by_dims("balanced"):
+            q, k, v = self._inputs(golden)
             pairs = {}
             for letter, rows in (("k", k), ("v", v)):
                 case = f"balanced.{dims}.{letter}"
-                yield self._moments(case, rows, given[f"{letter}.noise"])
+                yield self._moments(case, rows, golden[f"{letter}.noise"])
                 if letter == "k":
-                    yield self._moments(f"{case}.reads", q, given["k.reads"])
-                pairs[letter] = given[f"{letter}.down"], given[f"{letter}.up"]
-            yield from self._page_rows("balanced", BALANCED, dims, given, pairs)
+                    yield self._moments(f"{case}.reads", q, golden["k.reads"])
+                pairs[letter] = golden[f"{letter}.down"], golden[f"{letter}.up"]
+            yield from self._page_rows("balanced", BALANCED, dims, golden, pairs)
 
     def scaled_rows(self) -> Rows:
         """Peaks of a calibration, pages behind SRFT and a scale per channel, and one scale for a whole page."""
-        for dims, given in by_dims("scaled"):
-            _, *both = self._inputs(given)
+        for dims, golden in by_dims("scaled"):
+            _, *inputs = self._inputs(golden)
             pairs = {}
-            for letter, x in zip("kv", both, strict=True):
-                spec, own = given[f"{letter}.peaks"], self.array(self.peaks(x))
-                error, case = rms(own, spec), f"scaled.{dims}.{letter}"
-                yield Row("peaks", case, spec.size, rms=error, bound=BOUNDS["transforms"])
-                pairs[letter] = given[f"{letter}.down"], given[f"{letter}.up"]
-            yield from self._page_rows("scaled", SCALED, dims, given, pairs, SCALED_SIDES)
-            spec, own = Affine(4, 0, symmetric=True, shared=True), under(given, "tensor")
-            page = own["codes"].shape[2]
-            stored = self.codec(Side(spec, "srft"), dims, page).encode(both[0][:, :, :page])
+            for letter, x in zip("kv", inputs, strict=True):
+                spec, peaks = golden[f"{letter}.peaks"], self.array(self.peaks(x))
+                yield close("peaks", f"scaled.{dims}.{letter}", peaks, spec, BOUNDS["transforms"])
+                pairs[letter] = golden[f"{letter}.down"], golden[f"{letter}.up"]
+            yield from self._page_rows("scaled", SCALED, dims, golden, pairs, SCALED_SIDES)
+            spec, expected = Affine(4, 0, symmetric=True, shared=True), under(golden, "tensor")
+            page = expected["codes"].shape[2]
+            stored = self.codec(Side(spec, "srft"), dims, page).encode(inputs[0][:, :, :page])
             codes = self.unpack(stored["codes"], spec.bits, dims)
-            row = compare_codes("seal", f"tensor.{dims}", codes, own["codes"], own["near"])
-            yield replace(row, wrong=row.wrong + self._off(stored["scale"], own["scale"]))
+            row = compare_codes(
+                "seal", f"tensor.{dims}", codes, expected["codes"], expected["near"]
+            )
+            yield replace(row, wrong=row.wrong + self._off(stored["scale"], expected["scale"]))
 
     def centred_rows(self) -> Rows:
         """Keys without their mean, pages behind the maps of what is left, and attention over such keys, exact."""
-        for dims, given in by_dims("centred"):
-            came, mean = self.tensor(given["k.came"]), self.floats(given["k.mean"])
-            own, spec, case = self.left(came, mean), given["k.x"], f"centred.{dims}"
-            wrong = steps_off(self.array(own).astype(np.float64), spec.astype(np.float64))
+        for dims, golden in by_dims("centred"):
+            full, mean = self.tensor(golden["k.came"]), self.floats(golden["k.mean"])
+            keys, spec, case = self.left(full, mean), golden["k.x"], f"centred.{dims}"
+            wrong = steps_off(self.array(keys).astype(np.float64), spec.astype(np.float64))
             yield Row("centred", case, spec.size, wrong=wrong)
-            pairs = {x: (given[f"{x}.down"], given[f"{x}.up"]) for x in "kv"}
-            yield from self._page_rows("centred", BALANCED, dims, given, pairs)
-            q, k, v = self._inputs(given)
-            exact, scale = given["exact"], dims**-0.5
+            pairs = {x: (golden[f"{x}.down"], golden[f"{x}.up"]) for x in "kv"}
+            yield from self._page_rows("centred", BALANCED, dims, golden, pairs)
+            q, k, v = self._inputs(golden)
+            exact, scale = golden["exact"], dims**-0.5
             out = self.over(q[:, :, -exact.shape[2] :], self.view((k, v)), scale)
             yield self._attention(f"{case}.exact", out, exact)  # of the keys as they came
 
     def _page_rows(
-        self, table: str, kind: str, dims: int, given: Arrays, pairs: dict, specs=PAGE_SIDES
+        self, table: str, kind: str, dims: int, golden: Arrays, pairs: dict, specs=PAGE_SIDES
     ) -> Rows:
         """Codes of a page behind pairs [G, D, D], and attention over the spec's own."""
-        q, k, v = self._inputs(given)
-        page = given["k.codes"].shape[2]
+        q, k, v = self._inputs(golden)
+        page = golden["k.codes"].shape[2]
         sides, turns, stored = [], [], []
         for letter, x in (("k", k), ("v", v)):
             spec, case = specs[letter], f"{table}.{dims}.{letter}"
             side, turn = Side(spec, kind), self.pair(*map(self.floats, pairs[letter]))
-            made = self.codec(side, dims, page, turn).encode(x[:, :, :page])
-            codes = self.unpack(made["codes"], spec.bits, dims)
-            near = given[f"{letter}.near"]
-            yield compare_codes("seal", case, codes, given[f"{letter}.codes"], near)
+            encoded = self.codec(side, dims, page, turn).encode(x[:, :, :page])
+            codes = self.unpack(encoded["codes"], spec.bits, dims)
+            ties = golden[f"{letter}.near"]
+            yield compare_codes("seal", case, codes, golden[f"{letter}.codes"], ties)
             sides.append(side)
             turns.append(turn)
-            stored.append(self._stored(given, f"{letter}.", spec.bits))
-        it = Attention(
-            q=q[:, :, -given["out"].shape[2] :],
+            stored.append(self._stored(golden, f"{letter}.", spec.bits))
+        call = Attention(
+            q=q[:, :, -golden["out"].shape[2] :],
             sides=tuple(sides),
             stored=tuple(stored),
             page=page,
@@ -378,67 +382,69 @@ class Table(Mixed):
             mask="causal",
             turns=tuple(turns),
         )
-        yield self._attention(f"{table}.{dims}", self.attend(it), given["out"])
+        yield self._attention(f"{table}.{dims}", self.attend(call), golden["out"])
 
     def codebook_rows(self) -> Rows:
         """Rotations, codes and scales of every width; a page alone."""
-        for dims, given in by_dims("codebook"):
-            x, page = self.floats(given["x"]), given["x"].shape[2]
-            made, spec = self.array(self.transform("random", dims, 0).down)[:3], given["rotation"]
-            yield Row("rotations", f"random.{dims}", spec.size, rms=rms(made, spec), bound=1e-6)
+        for dims, golden in by_dims("codebook"):
+            x, page = self.floats(golden["x"]), golden["x"].shape[2]
+            rotation, spec = (
+                self.array(self.transform("random", dims, 0).down)[:3],
+                golden["rotation"],
+            )
+            yield Row("rotations", f"random.{dims}", spec.size, rms=rms(rotation, spec), bound=1e-6)
             for bits in (1, 2, 3, 4):
-                key, own = f"{dims}.{bits}", under(given, str(bits))
+                key, expected = f"{dims}.{bits}", under(golden, str(bits))
                 stored = self.codec(Side(Codebook(bits), "random"), dims, page).encode(x)
                 codes = self.unpack(stored["codes"], bits, dims)
-                row = compare_codes("codebook", key, codes, own["codes"], own["near"])
-                yield replace(row, wrong=row.wrong + self._off(stored["scale"], own["scale"]))
+                row = compare_codes("codebook", key, codes, expected["codes"], expected["near"])
+                yield replace(row, wrong=row.wrong + self._off(stored["scale"], expected["scale"]))
                 side = Side(Codebook(bits, corrected=True), "random")
                 stored = self.codec(side, dims, page).encode(x)
-                wrong = self._off(stored["scale"], own["corrected"])
+                wrong = self._off(stored["scale"], expected["corrected"])
                 yield Row("codebook", f"{key}.corrected", page, wrong=wrong)
-            two = under(given, "2")
+            two = under(golden, "2")
             words = {"codes": self.pack(two["codes"], 2), "scale": self.tensor(two["scale"])}
             side = Side(Codebook(2), "random")
-            yield self._page_alone(f"codebook.{dims}", dims, given, (side, side), (words, words))
+            yield self._page_alone(f"codebook.{dims}", dims, golden, (side, side), (words, words))
 
     def polar_tree_rows(self) -> Rows:
         """Codes and radii; codebooks fitted to a page."""
-        for dims, given in by_dims("polar_tree"):
-            side, x, page = Side(PolarTree(), "random"), given["x"], given["x"].shape[2]
+        for dims, golden in by_dims("polar_tree"):
+            side, x, page = Side(PolarTree(), "random"), golden["x"], golden["x"].shape[2]
             code = self.codec(side, dims, page)
             stored = code.encode(self.floats(x))
-            for level, ours in enumerate(self.polar_tree.codes_of(stored, dims, page), 1):
-                spec, near = given[f"codes.{level}"], given[f"near.{level}"]
-                ours = self.array(ours).reshape(spec.shape)
-                yield compare_codes("polar-tree", f"{dims}.{level}", ours, spec, near)
-            spec = given["radii"]
+            for level, level_codes in enumerate(self.polar_tree.codes_of(stored, dims, page), 1):
+                spec, ties = golden[f"codes.{level}"], golden[f"near.{level}"]
+                level_codes = self.array(level_codes).reshape(spec.shape)
+                yield compare_codes("polar-tree", f"{dims}.{level}", level_codes, spec, ties)
+            spec = golden["radii"]
             wrong = self._off(stored["radii"], spec)
             yield Row("polar-tree", f"{dims}.radii", spec.size, wrong=wrong)
-            codes = [self.tensor(given[f"codes.{i}"]) for i in range(1, 5)]
+            codes = [self.tensor(golden[f"codes.{i}"]) for i in range(1, 5)]
             of_spec = self.polar_tree.stored_of(codes, self.tensor(spec))
-            yield self._decoded(f"polar-tree.{dims}", code, of_spec, given["decoded"])
+            yield self._decoded(f"polar-tree.{dims}", code, of_spec, golden["decoded"])
             both = (side, side), (of_spec, of_spec)
-            yield self._page_alone(f"polar-tree.{dims}", dims, given, *both)
+            yield self._page_alone(f"polar-tree.{dims}", dims, golden, *both)
         tensors, _ = read("polar_tree")
         for level, book in enumerate(self.polar_tree.fit(self.floats(tensors["online.x"])), 1):
             spec = tensors[f"online.book.{level}"]
-            error = rms(np.array(book), spec)
-            yield Row("levels", f"online.{level}", spec.size, rms=error, bound=FITTED_BOUND)
+            yield close("levels", f"online.{level}", np.array(book), spec, FITTED_BOUND)
 
     def polar_rows(self) -> Rows:
         """Codes of radii and angles (PolarQuant); what the spec's codes stand for."""
         for key, dims, case in tile_cases("polar"):
             radius, angle = map(int, key.split(".")[1:])
             spec, key, page = Polar(radius, angle), f"polar.{key}", case["x"].shape[2]
-            made = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))["codes"]
+            encoded = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))["codes"]
             pairs = [
                 self.unpack(x, spec.pair_bits, dims // 2)
-                for x in (made, self.tensor(case["codes"]))
+                for x in (encoded, self.tensor(case["codes"]))
             ]
             for name, shift, bits in (("radius", angle, radius), ("angle", 0, angle)):
                 codes, right = ((x >> shift) & (2**bits - 1) for x in pairs)
-                near = mask_at(case[f"near_{name}"], codes.size)
-                yield compare_codes("encode", f"{key}.{name}", codes, right, near)
+                ties = mask_at(case[f"near_{name}"], codes.size)
+                yield compare_codes("encode", f"{key}.{name}", codes, right, ties)
             yield from self._read_rows(spec, key, dims, case)
 
     def _read_rows(self, spec, key: str, dims: int, case: Arrays) -> Rows:
@@ -447,38 +453,36 @@ class Table(Mixed):
         stored = {name: self.tensor(case[name]) for name in spec.tensors}
         q, p = (self.floats(case[name]) for name in ("q", "p"))
         yield self._decoded(key, code, stored, case["decoded"])
-        for table, ours in (("scores", code.scores(q, stored)), ("mix", code.mix(p, stored))):
-            error = rms(self.array(ours), case[table])
-            yield Row(table, key, case[table].size, rms=error, bound=PRODUCT_BOUND)
+        for table, product in (("scores", code.scores(q, stored)), ("mix", code.mix(p, stored))):
+            yield close(table, key, self.array(product), case[table], PRODUCT_BOUND)
 
     def oja_rows(self) -> Rows:
         """Bases of low rank that follow the text, and the tokens that teach them or stay."""
-        for dims, given in by_dims("oja"):
-            yield from self._oja_rows(dims, given)
+        for dims, golden in by_dims("oja"):
+            yield from self._oja_rows(dims, golden)
 
-    def _oja_rows(self, dims: int, given: Arrays) -> Rows:
-        q, k, v = (self.floats(given[name]) for name in "qkv")
-        moment, u = given["moment"].astype(np.float64), given["u"]
+    def _oja_rows(self, dims: int, golden: Arrays) -> Rows:
+        q, k, v = (self.floats(golden[name]) for name in "qkv")
+        moment, u = golden["moment"].astype(np.float64), golden["u"]
 
-        def row(table: str, name: str, found, bound: str) -> Row:
-            spec = given[name]
-            found = found if isinstance(found, np.ndarray) else self.array(found)
-            error = rms(found, spec)
-            return Row(table, f"{dims}.{name}", spec.size, rms=error, bound=OJA_BOUNDS[bound])
+        def row(table: str, name: str, values, bound: str) -> Row:
+            spec = golden[name]
+            values = values if isinstance(values, np.ndarray) else self.array(values)
+            return close(table, f"{dims}.{name}", values, spec, OJA_BOUNDS[bound])
 
-        def same(name: str, found: np.ndarray) -> Row:
-            wrong = int((found != given[name]).sum())
-            return Row("salience", f"{dims}.{name}", given[name].size, wrong=wrong)
+        def equal(name: str, values: np.ndarray) -> Row:
+            wrong = int((values != golden[name]).sum())
+            return Row("salience", f"{dims}.{name}", golden[name].size, wrong=wrong)
 
-        made = subspace.basis(moment, u.shape[-1])
-        signs = np.sign((made * u).sum(-2, keepdims=True))  # of an eigenvector it is free
-        yield row("subspace", "u", made * signs, "basis")
-        yield same("ranks", subspace.ranks(moment, 0.95))
-        seen = self.salience.importance(q[:, :, -OJA_WINDOW:], self.view((k, v)), dims**-0.5)
-        batch = self.indices(given["salient"])
-        yield same("salient", self.array(self.salience.salient(seen, batch.shape[1])))
-        votes = self.salience.votes(seen)
-        yield same("kept", self.array(self.salience.kept(votes, given["kept"].shape[-1])))
+        basis = subspace.basis(moment, u.shape[-1])
+        signs = np.sign((basis * u).sum(-2, keepdims=True))  # of an eigenvector it is free
+        yield row("subspace", "u", basis * signs, "basis")
+        yield equal("ranks", subspace.ranks(moment, 0.95))
+        weights = self.salience.importance(q[:, :, -OJA_WINDOW:], self.view((k, v)), dims**-0.5)
+        batch = self.indices(golden["salient"])
+        yield equal("salient", self.array(self.salience.salient(weights, batch.shape[1])))
+        votes = self.salience.votes(weights)
+        yield equal("kept", self.array(self.salience.kept(votes, golden["kept"].shape[-1])))
         x, start = self.salience.taken(k, batch), self.floats(u)[None]
         update = self.following.update
         yield row("oja", "raw", update(start, x, RATES["pre"], raw=True)[0], "update")
@@ -487,9 +491,9 @@ class Table(Mixed):
         rows = self.array(x[0]).astype(np.float64)
         of_batch = np.einsum("gtd,gte->gde", rows, rows)
         yield row("subspace", "residual", subspace.residual(of_batch, u), "float16")
-        yield row("subspace", "overlap", subspace.overlap(u, given["one"]), "basis")
+        yield row("subspace", "overlap", subspace.overlap(u, golden["one"]), "basis")
 
-        old, new = (self.following.transform_of(self.floats(given[n])[None]) for n in ("u", "one"))
+        old, new = (self.following.transform_of(self.floats(golden[n])[None]) for n in ("u", "one"))
         side = Side(Half(), PCA, low=LowRank(rank=u.shape[-1], follows=True))
         config = CacheConfig(side, side, sink=0, recent=0, page=OJA_PAGE)
         store = self.segments(config, dims, old, k)
@@ -499,7 +503,7 @@ class Table(Mixed):
         moved = self.runs.transported(store.runs[0], store.runs[1].codecs)
         yield row("oja", "moved", moved[NAMES[0]]["values"][0], "float16")
         live = tuple(x[:, :, 2 * OJA_PAGE :] for x in (k, v))
-        last = q[:, :, -given["out"].shape[2] :]
+        last = q[:, :, -golden["out"].shape[2] :]
         out = self.over(last, self.view(live, store.read(0, 2)), dims**-0.5)
         yield row("attention", "out", out, "attention")
 
@@ -517,45 +521,44 @@ class Table(Mixed):
 
     def _decoded(self, key: str, code, stored: Stored, spec: np.ndarray) -> Row:
         """spec: values of evenly spaced tokens."""
-        found = self.decoded(code, stored)
-        error = rms(found[:, :, :: found.shape[2] // spec.shape[2]], spec)
-        return Row("decode", key, spec.size, rms=error, bound=BOUNDS["decode"])
+        values = self.decoded(code, stored)
+        values = values[:, :, :: values.shape[2] // spec.shape[2]]
+        return close("decode", key, values, spec, BOUNDS["decode"])
 
     def _attention(self, case: str, out: Tensor, spec: np.ndarray) -> Row:
-        error = rms(self.array(out), spec)
-        return Row("attention", case, spec.size, rms=error, bound=BOUNDS["attention"])
+        return close("attention", case, self.array(out), spec, BOUNDS["attention"])
 
-    def _page_alone(self, case: str, dims: int, given: Arrays, sides, stored) -> Row:
+    def _page_alone(self, case: str, dims: int, golden: Arrays, sides, stored) -> Row:
         """Attention over one page of given codes and nothing else."""
         nothing = self.floats(np.zeros((1, 1, 0, dims)))
-        it = Attention(
-            q=self.floats(given["q"]),
+        call = Attention(
+            q=self.floats(golden["q"]),
             sides=sides,
             stored=stored,
-            page=given["x"].shape[2],
+            page=golden["x"].shape[2],
             pages=1,
             live=(nothing, nothing),
-            mask=self.tensor(given["mask"]) if "mask" in given else None,
+            mask=self.tensor(golden["mask"]) if "mask" in golden else None,
         )
-        return self._attention(case, self.attend(it), given["out"])
+        return self._attention(case, self.attend(call), golden["out"])
 
-    def _stored(self, given: Arrays, prefix: str, bits: int) -> Stored:
+    def _stored(self, golden: Arrays, prefix: str, bits: int) -> Stored:
         """The spec's codes, scales and biases as the backend holds them."""
-        numbers = (name for name in ("scale", "bias") if f"{prefix}{name}" in given)
-        stored = {name: self.tensor(given[f"{prefix}{name}"]) for name in numbers}
-        return {"codes": self.pack(given[f"{prefix}codes"], bits), **stored}
+        numbers = (name for name in ("scale", "bias") if f"{prefix}{name}" in golden)
+        stored = {name: self.tensor(golden[f"{prefix}{name}"]) for name in numbers}
+        return {"codes": self.pack(golden[f"{prefix}codes"], bits), **stored}
 
-    def _inputs(self, given: Arrays) -> list[Tensor]:
-        return [self.floats(given[name]) for name in ("q", "k.x", "v.x")]
+    def _inputs(self, golden: Arrays) -> list[Tensor]:
+        return [self.floats(golden[name]) for name in ("q", "k.x", "v.x")]
 
     def _moments(self, case: str, rows: Tensor, spec: np.ndarray) -> Row:
         kv_heads, dims = spec.shape[:2]
         count = int(np.prod(tuple(rows.shape))) // (kv_heads * dims)
-        error = rms(self.array(self.moment(rows, kv_heads)) / count, spec)
-        return Row("moments", case, spec.size, rms=error, bound=BOUNDS["moments"])
+        moment = self.array(self.moment(rows, kv_heads)) / count
+        return close("moments", case, moment, spec, BOUNDS["moments"])
 
-    def _off(self, ours: Tensor, spec: np.ndarray) -> int:
-        return steps_off(self.array(ours), spec)
+    def _off(self, values: Tensor, spec: np.ndarray) -> int:
+        return steps_off(self.array(values), spec)
 
 
 # What all backends share is NumPy code: it is checked once, by `mlxkv doctor`.
@@ -563,45 +566,43 @@ class Table(Mixed):
 
 def shared_rows() -> Rows:
     """Rotations, balanced transforms, bits by direction, scales per channel and codebooks that are computed."""
-    for dims, given in by_dims("oscar"):
+    for dims, golden in by_dims("oscar"):
         for letter in "kv":
-            sigma, r = given[f"{letter}.sigma"], given[f"{letter}.r"]
+            sigma, r = golden[f"{letter}.sigma"], golden[f"{letter}.r"]
             error = rms(matrices.compose(matrices.eigenbasis(sigma.astype(np.float64))[1]), r)
             name = f"{dims}.{letter}"
             yield Row("rotations", name, r.size, rms=error, bound=BOUNDS["transforms"])
-    for dims, given in by_dims("balanced"):
+    for dims, golden in by_dims("balanced"):
         for letter in "kv":
-            moments = (given[f"{letter}.{n}"].astype(np.float64) for n in ("noise", "reads"))
+            moments = (golden[f"{letter}.{n}"].astype(np.float64) for n in ("noise", "reads"))
             down = balance.balance(*moments)[0]
-            pair = given[f"{letter}.down"], given[f"{letter}.up"]
+            pair = golden[f"{letter}.down"], golden[f"{letter}.up"]
             error = max(map(rms, balance.mixed(down, matrices.PARTS), pair))
             name = f"balanced.{dims}.{letter}"
             yield Row("balances", name, down.size, rms=error, bound=BOUNDS["transforms"])
-    for dims, given in by_dims("centred"):
+    for dims, golden in by_dims("centred"):
         noise, mean, reads = (
-            given[f"k.{n}"].astype(np.float64) for n in ("noise", "mean", "reads")
+            golden[f"k.{n}"].astype(np.float64) for n in ("noise", "mean", "reads")
         )
         down = balance.balance(balance.about_mean(noise, mean), reads)[0]
-        pair = given["k.down"], given["k.up"]
+        pair = golden["k.down"], golden["k.up"]
         error, name = max(map(rms, balance.mixed(down, matrices.PARTS), pair)), f"centred.{dims}.k"
         yield Row("balances", name, down.size, rms=error, bound=BOUNDS["transforms"])
     yield from fill_map_rows()
-    for dims, given in by_dims("scaled"):
+    for dims, golden in by_dims("scaled"):
         for letter in "kv":
-            made = layers.scaled(layers.channel_scale(given[f"{letter}.peaks"]))
-            pair = given[f"{letter}.down"], given[f"{letter}.up"]
-            error, name = max(map(rms, made, pair)), f"scaled.{dims}.{letter}"
-            yield Row("scales", name, made[0].size, rms=error, bound=BOUNDS["transforms"])
-    for dims, given in by_dims("codebook"):
+            maps = layers.scaled(layers.channel_scale(golden[f"{letter}.peaks"]))
+            pair = golden[f"{letter}.down"], golden[f"{letter}.up"]
+            error, name = max(map(rms, maps, pair)), f"scaled.{dims}.{letter}"
+            yield Row("scales", name, maps[0].size, rms=error, bound=BOUNDS["transforms"])
+    for dims, golden in by_dims("codebook"):
         for bits in (1, 2, 3, 4):
-            spec = given[f"{bits}.levels"]
-            error = rms(levels.sphere(dims, bits), spec)
-            yield Row("levels", f"{dims}.{bits}", spec.size, rms=error, bound=LEVELS_BOUND)
+            spec = golden[f"{bits}.levels"]
+            yield close("levels", f"{dims}.{bits}", levels.sphere(dims, bits), spec, LEVELS_BOUND)
     tensors, _ = read("polar_tree")
     for level, bits in enumerate(TREE_BITS, 1):
         spec = tensors[f"book.{level}"]
-        error = rms(levels.angles(level, bits), spec)
-        yield Row("levels", f"polar-tree.{level}", spec.size, rms=error, bound=LEVELS_BOUND)
+        yield close("levels", f"polar-tree.{level}", levels.angles(level, bits), spec, LEVELS_BOUND)
 
 
 def encode_cases(tensors: Arrays, header: dict[str, str]) -> Iterator[tuple[str, Side, int]]:

@@ -126,7 +126,7 @@ def test_one_token_comes_back_as_a_view_and_several_as_an_array(cache):
     assert rotary.shape == (1, 1, 190, ROTARY)
     view, rotary = cache.update_and_fetch(*(x[:, :, 190:191] for x in pair))
     assert isinstance(view, View) and rotary.shape[2] == 191
-    again, _ = cache.append(*(x[:, :, 191:192] for x in pair), whole=True)
+    again, _ = cache.append(*(x[:, :, 191:192] for x in pair), expands=True)
     out, q, bias = attended(cache, *cache.keys_and_values())
     plain = mx.fast.scaled_dot_product_attention(q, again, again, scale=SCALE, mask=bias)
     assert mx.allclose(out, plain, atol=1e-4)

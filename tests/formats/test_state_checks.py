@@ -64,10 +64,10 @@ def test_rows_that_no_cache_has_after_so_many_tokens(subtests):
         (9, 10, {}),  # a row too few
         (10, 10, {"place": 9}),
         (10, -1, {}),
-        (8, 20, {"keep": 4, "most": 8, "place": 3}),  # a ring goes on behind its first tokens
-        (8, 20, {"keep": 4, "most": 8, "place": 9}),
-        (10, 20, {"most": 8, "place": 9}),  # in order, and not at the end
-        (6, 20, {"most": 8, "place": 6}),
+        (8, 20, {"keep": 4, "size": 8, "place": 3}),  # a ring goes on behind its first tokens
+        (8, 20, {"keep": 4, "size": 8, "place": 9}),
+        (10, 20, {"size": 8, "place": 9}),  # in order, and not at the end
+        (6, 20, {"size": 8, "place": 6}),
     ]:
         with subtests.test(rows=rows, offset=offset, more=more):
             with pytest.raises(ValueError, match="tokens in a cache"):
