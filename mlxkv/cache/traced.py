@@ -386,7 +386,7 @@ class Rows(Form):
         return buffers, self.joined(views)
 
     def joined(self, views: Sequence[tuple]) -> tuple:
-        """What `update_and_fetch` returns, of what it returns for each sequence."""
+        """Join what `update_and_fetch` returns for each sequence into what it returns for all."""
         view = View(views[0][0].live, rows=tuple((row, None) for row, _ in views))
         return view, view
 
