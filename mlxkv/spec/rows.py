@@ -106,74 +106,31 @@ class Table(Mixed):
 
     # -- what a backend hands in
 
-    def tensor(self, x: np.ndarray) -> Tensor:
-        """x in its own type; words as the backend holds them."""
-        raise NotImplementedError
-
-    def array(self, x: Tensor) -> np.ndarray:
-        raise NotImplementedError
+    tensor: Callable[[np.ndarray], Tensor]  # in its own type; words as the backend holds them
+    array: Callable[[Tensor], np.ndarray]
+    pack: Callable[[np.ndarray, int], Tensor]  # of codes and bits
+    unpack: Callable[[Tensor, int, int], np.ndarray]  # of words, bits and dims
+    transform: Callable[[str, int, int], Any]  # of a name, dims and a seed
+    pair: Callable[[Tensor, Tensor], Any]  # the transform of two matrices, down and up
+    codec: Callable[..., Any]  # of a side, dims, the tokens of a page and, where given, a transform
+    decoded: Callable[[Any, Stored], np.ndarray]  # in the stored domain, [B, G, T, R] float32
+    left: Callable[[Tensor, Tensor], Tensor]  # keys [B, G, L, D] without their mean [G, D]
+    attend: Callable[[Attention], Tensor]
+    causal: Callable[[Tensor, Tensor, Tensor], Tensor]  # attention in full precision over q, k, v
+    peaks: Callable[[Tensor], Tensor]  # largest absolute values of channels after SRFT, [G, D]
+    moment: Callable[[Tensor, int], Tensor]  # sums x^T x of the rows of each kv head, [G, D, D]
+    view: Callable[..., Any]  # what attention reads: pages, where given, then live tokens
+    over: Callable[[Tensor, Any, float], Tensor]  # causal attention of queries over a view, scaled
+    # An empty store of pages in runs for a config and dims, whose basis is a transform on both sides.
+    segments: Callable[[CacheConfig, int, Any, Tensor], Any]
+    rotations: Callable[[Any], Any]  # a transform for keys and values
 
     def indices(self, x: np.ndarray) -> Tensor:
         return self.tensor(x)
 
-    def pack(self, codes: np.ndarray, bits: int) -> Tensor:
-        raise NotImplementedError
-
-    def unpack(self, words: Tensor, bits: int, dims: int) -> np.ndarray:
-        raise NotImplementedError
-
     def words(self, words: Tensor) -> np.ndarray:
         """Packed codes as files hold them, uint32."""
         return self.array(words)
-
-    def transform(self, name: str, dims: int, seed: int):
-        raise NotImplementedError
-
-    def pair(self, down: Tensor, up: Tensor):
-        """The transform of two matrices."""
-        raise NotImplementedError
-
-    def codec(self, side: Side, dims: int, page: int, turn=None):
-        raise NotImplementedError
-
-    def decoded(self, code, stored: Stored) -> np.ndarray:
-        """Values in the stored domain, [B, G, T, R] float32."""
-        raise NotImplementedError
-
-    def left(self, keys: Tensor, mean: Tensor) -> Tensor:
-        """Keys [B, G, L, D] without their mean [G, D]."""
-        raise NotImplementedError
-
-    def attend(self, call: Attention) -> Tensor:
-        raise NotImplementedError
-
-    def causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention in full precision."""
-        raise NotImplementedError
-
-    def peaks(self, x: Tensor) -> Tensor:
-        """The largest absolute values of the channels after SRFT, [G, D]."""
-        raise NotImplementedError
-
-    def moment(self, rows: Tensor, kv_heads: int) -> Tensor:
-        """Sums x^T x of the rows of each kv head, [G, D, D]."""
-        raise NotImplementedError
-
-    def view(self, live: tuple[Tensor, Tensor], pages=None):
-        """Return what attention reads: `pages`, then `live`."""
-        raise NotImplementedError
-
-    def over(self, q: Tensor, view, scale: float) -> Tensor:
-        """Causal attention over a view."""
-        raise NotImplementedError
-
-    def segments(self, config: CacheConfig, dims: int, turn, like: Tensor):
-        """An empty store of pages in runs, whose basis is `turn` on both sides."""
-        raise NotImplementedError
-
-    def rotations(self, turn):
-        """`turn` for keys and values."""
-        raise NotImplementedError
 
     def floats(self, x: np.ndarray) -> Tensor:
         return self.tensor(x.astype(np.float32))

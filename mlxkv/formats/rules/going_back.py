@@ -11,6 +11,7 @@ that is sealed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mlxkv.errors import UserError
@@ -30,21 +31,11 @@ class GoesBack:
 
     # -- what a track adds
 
-    def _forget(self) -> None:
-        """Hold nothing."""
-        raise NotImplementedError
-
-    def _put_live(self, pair: Pair) -> None:
-        """Append live tokens, where there are none."""
-        raise NotImplementedError
-
-    def _last_and_live(self) -> Pair:
-        """The exact tokens of the page sealed last, and the live ones behind them."""
-        raise NotImplementedError
-
-    def _decoded(self, page: int, count: int) -> Pair:
-        """The first `count` tokens of a sealed page as attention reads them, in the type of the live ones."""
-        raise NotImplementedError
+    _forget: Callable[[], None]  # hold nothing
+    _put_live: Callable[[Pair], None]  # append live tokens, where there are none
+    _last_and_live: Callable[[], Pair]  # exact tokens of the page sealed last, and live ones behind
+    # The first tokens, so many, of a sealed page as attention reads them, in the type of the live ones.
+    _decoded: Callable[[int, int], Pair]
 
     # -- how far
 

@@ -52,19 +52,13 @@ class Observing:
     kept: Callable[..., Tensor]
     kept_pages: Callable[..., Tensor]
 
-    def _joined(self, first: Tensor, second: Tensor) -> Tensor:
-        """Tokens [B, G, T, D] of both, one behind the other, in an array of its own."""
-        raise NotImplementedError
-
-    def _next_basis(self, batch: Pair, prompt: bool):
-        """The basis after a batch of keys and values [B, G, N, D], of a prompt or decoded."""
-        raise NotImplementedError
-
-    def _saved(self, basis) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-    def _loaded(self, arrays: dict[str, Tensor]):
-        raise NotImplementedError
+    # Tokens [B, G, T, D] of both, one behind the other, in an array of its own.
+    _joined: Callable[[Tensor, Tensor], Tensor]
+    _next_basis: Callable[
+        [Pair, bool], Any
+    ]  # after keys and values [B, G, N, D], of a prompt or not
+    _saved: Callable[..., dict[str, Tensor]]  # a basis
+    _loaded: Callable[[dict[str, Tensor]], Any]
 
     # -- queries
 

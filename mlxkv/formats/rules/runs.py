@@ -22,7 +22,7 @@ Choose = Callable[[int, int], tuple[Tensor, bool]]
 class Runs:
     """A store of stores: each run has one that `make` returns for its basis.
 
-    start: the basis of the calibration; now: of the next page. rule: how the basis follows the text, None
+    start: the basis of the calibration; basis: of the next page. rule: how the basis follows the text, None
     if it does not.
     """
 
@@ -32,33 +32,17 @@ class Runs:
 
     # -- what a track adds
 
-    def _codes(self, run) -> dict[str, dict[str, Tensor]]:
-        """The pages of a run as plain ops read them."""
-        raise NotImplementedError
-
-    def _merged(self, run, following) -> dict:
-        """The state of `run`, transported into the basis of `after`, and of `after`."""
-        raise NotImplementedError
-
-    def _parts(self, snapshots: Sequence):
-        """One snapshot of several."""
-        raise NotImplementedError
-
-    def _selected(self, codes: dict, begin: int, positions: Tensor, count: int) -> tuple[dict, int]:
-        """Return the codes of the first `begin` of `count` units (pages or tokens) and of those `chosen` behind them,
-        and how many units these are."""
-        raise NotImplementedError
-
-    def _counts(self, counts: list[int]) -> Tensor:
-        raise NotImplementedError
-
-    def _saved(self, basis) -> dict[str, Tensor]:
-        """The parts of a basis that belong to this cache alone."""
-        raise NotImplementedError
-
-    def _loaded(self, arrays: dict[str, Tensor]):
-        """Invert `_saved`."""
-        raise NotImplementedError
+    _codes: Callable[..., dict[str, dict[str, Tensor]]]  # the pages of a run as plain ops read them
+    _merged: Callable[
+        ..., dict
+    ]  # the state of a run, moved into the basis of the next, and of that
+    _parts: Callable[[Sequence], Any]  # one snapshot of several
+    _counts: Callable[[list[int]], Tensor]
+    _saved: Callable[..., dict[str, Tensor]]  # the parts of a basis that belong to this cache alone
+    _loaded: Callable[[dict[str, Tensor]], Any]  # the inverse of `_saved`
+    # The codes of the first `begin` of `count` units (pages or tokens) and of those at `positions`
+    # behind them, and how many units these are; of (codes, begin, positions, count).
+    _selected: Callable[[dict, int, Tensor, int], tuple[dict, int]]
 
     # -- pages
 
