@@ -39,7 +39,7 @@ class BatchedKVCache(Contract):
         self._new: list[int] | None = None  # of the last step, without padding
         # Padding on the left of each prompt: all of it, where columns of masks count it, and what is to come.
         self._padding: list[int] | None = None
-        self._ahead: list[int] | None = None
+        self._ahead = [0] * len(self._rows)
         self._skips: list[int] | None = None  # of the last step: padding on the left
 
     def pad(self, left_padding: Sequence[int] | mx.array) -> None:
@@ -74,7 +74,7 @@ class BatchedKVCache(Contract):
     @property
     def is_padded(self) -> bool:
         """Return whether padding may come with the next tokens."""
-        return self._text is not None or (self._ahead is not None and any(self._ahead))
+        return self._text is not None or any(self._ahead)
 
     @property
     def together(self) -> bool:
@@ -92,10 +92,8 @@ class BatchedKVCache(Contract):
     def offset(self) -> mx.array:
         """[B] tokens read by each sequence: where the positions of the next ones start. Padding to come on
         the left has positions below 0."""
-        if self._ahead is not None and any(self._ahead):
-            pairs = zip(self.offsets, self._ahead, strict=True)
-            return _offsets(*(tokens - ahead for tokens, ahead in pairs))
-        return _offsets(*self.offsets)
+        pairs = zip(self.offsets, self._ahead, strict=True)
+        return _offsets(*(tokens - ahead for tokens, ahead in pairs))
 
     @property
     def batch_size(self) -> int:
@@ -142,8 +140,7 @@ class BatchedKVCache(Contract):
         skips, counts = self._parts(new)
         if self._text is not None:
             self._text = [text - n for text, n in zip(self._text, counts, strict=True)]
-        if self._ahead is not None:
-            self._ahead = [ahead - n for ahead, n in zip(self._ahead, skips, strict=True)]
+        self._ahead = [ahead - n for ahead, n in zip(self._ahead, skips, strict=True)]
         self._skips, self._new = skips, counts
         return skips, counts
 
@@ -159,7 +156,7 @@ class BatchedKVCache(Contract):
 
     def _parts(self, new: int) -> tuple[list[int], list[int]]:
         """Return, of `new` tokens for each sequence, how many are padding on the left and how many are text."""
-        skips = [min(new, ahead) for ahead in self._ahead or [0] * len(self.offsets)]
+        skips = [min(new, ahead) for ahead in self._ahead]
         counts = [new - skip for skip in skips]
         if self._text is not None:
             counts = [min(n, text) for n, text in zip(counts, self._text, strict=True)]
@@ -218,8 +215,7 @@ class BatchedKVCache(Contract):
         if self._text is not None:
             self._text = [self._text[i] for i in keep]
         columns = 0 if self._padding is None else self._columns
-        if self._ahead is not None:
-            self._ahead = [self._ahead[i] for i in keep]
+        self._ahead = [self._ahead[i] for i in keep]
         if self._padding is None:
             return
         self._padding = [self._padding[i] for i in keep]
@@ -260,12 +256,13 @@ class BatchedKVCache(Contract):
 
     def extend(self, added: BatchedKVCache) -> None:
         """Add the sequences of another batch, which must not be used again."""
-        self._new = self._padding = self._ahead = None
+        self._new = self._padding = None
         rows, joined = added.rows, False
         if self._ragged is not None and not any(row.observes for row in rows):
             joined = self._ragged.join(rows)
         if not joined:
             self._rows = self.rows + rows
+        self._ahead = [0] * len(self.offsets)
 
     def prepare(
         self,

@@ -79,9 +79,9 @@ def plan(
     the portable ones only where tiles do not run."""
     question = Question(config, dims, dtype, case, latent, picked)
     key = (config, dims, dtype, launch.state())
-    if reason := _no_machine(question) or _no_records(question):
-        return KernelPlan(OPS, reason, question=key)
     make = launch.factory()
+    if reason := launch.absent() if make is None else _no_records(question):
+        return KernelPlan(OPS, reason, question=key)
     if latent:
         if reason := _tiles_off() or latents.why_not_here(make):
             return KernelPlan(OPS, reason, question=key)
@@ -89,10 +89,10 @@ def plan(
             return KernelPlan(OPS, f"{FAILED}: {reason}", question=key)
         return KernelPlan(TILES, None, None, make, key)
     layout = question.layout
-    slower = _no_tiles(question)
+    slower = _tiles_off() or _distrust(question, tiled=True)
     if slower is None:
         return KernelPlan(TILES, None, layout, make, key)
-    if reason := _no_portable(question):
+    if reason := _distrust(question, tiled=False):
         return KernelPlan(OPS, f"{FAILED}: {reason}", question=key)
     return KernelPlan(PORTABLE, slower, layout, make, key)
 
@@ -121,10 +121,6 @@ def store(
 
 
 # -- parts of the decision: each answers a question by why not, or None
-
-
-def _no_machine(question: Question) -> str | None:
-    return launch.absent() if launch.factory() is None else None
 
 
 def _no_records(question: Question) -> str | None:
@@ -156,29 +152,16 @@ def _tiles_off() -> str | None:
     return launch.switched_off(launch.TILES)
 
 
-def _no_tiles(question: Question) -> str | None:
-    if off := _tiles_off():
-        return off
-    return _untrusted(question, tiled=True) or _fault(question, tiled=True)
-
-
-def _no_portable(question: Question) -> str | None:
-    return _untrusted(question, tiled=False) or _fault(question, tiled=False)
-
-
-def _untrusted(question: Question, tiled: bool) -> str | None:
-    """Return what the format itself, or the notes of earlier processes on a Mac, say."""
-    layout, dims, dtype, make = question.layout, question.dims[0], question.dtype, launch.factory()
-    if make is mx.fast.metal_kernel:
-        trial = selftest.stand_in(question.config, dims)
-        layout = record_layout(trial, *trial.dims(*question.dims))
+def _distrust(question: Question, tiled: bool) -> str | None:
+    """Return what the format itself, the notes of earlier processes on a Mac, or trying the kernels say."""
+    config, dims, dtype, make = question.config, question.dims[0], question.dtype, launch.factory()
+    layout, on_mac, reason = question.layout, make is mx.fast.metal_kernel, None
+    if on_mac:
+        on_trial = selftest.stand_in(config, dims)
+        layout = record_layout(on_trial, *on_trial.dims(*question.dims))
         trust.wait(layout, dims, dtype, tiled)
     if tiled:
-        return tiles.why_not(layout, dims, dtype, make)
-    return trust.why_not(layout, dims, dtype, tiled) if make is mx.fast.metal_kernel else None
-
-
-def _fault(question: Question, tiled: bool) -> str | None:
-    """Return what trying the kernels finds."""
-    config, dims, dtype, case = question.config, question.dims[0], question.dtype, question.case
-    return selftest.fault(config, dims, dtype, launch.factory(), tiled, case)
+        reason = tiles.why_not(layout, dims, dtype, make)
+    elif on_mac:
+        reason = trust.why_not(layout, dims, dtype, tiled)
+    return reason or selftest.fault(config, dims, dtype, make, tiled, question.case)

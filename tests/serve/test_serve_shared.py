@@ -138,7 +138,9 @@ def test_the_bound_counts_them_once():
 @pytest.mark.parametrize("preset", ["int4", "srft-int4+g64"])
 def test_records_of_kernels_are_shared_too(monkeypatch, preset):
     """Pages in the layout of the kernels: one buffer of records, and headers if there are any."""
-    monkeypatch.setattr("mlxkv.cache.choose.store", lambda plan, *_: Records(*plan.asked[:2], make))
+    monkeypatch.setattr(
+        "mlxkv.cache.choose.store", lambda plan, *_: Records(*plan.question[:2], make)
+    )
     shelf, kept = Shelf(), []
     for own in range(2):
         cache = CompressedKVCache(PRESETS[preset])
