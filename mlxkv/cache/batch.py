@@ -316,7 +316,7 @@ class BatchedKVCache(Contract):
     def __reduce__(self):
         rows = [self.extract(i) for i in range(len(self.offsets))]
         attributes = {
-            name: getattr(self, name) for name in ("_left", "_new", "_padding", "_ahead", "_skips")
+            name: getattr(self, name) for name in ("_text", "_new", "_padding", "_ahead", "_skips")
         }
         return type(self), (rows,), attributes
 
