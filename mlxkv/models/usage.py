@@ -118,7 +118,7 @@ def in_16_bits(cache: Any) -> int:
     if (inner := getattr(cache, "caches", None)) is not None:
         return sum(map(in_16_bits, inner))
     if isinstance(cache, CompressedKVCache):
-        live = cache.contents().live
+        live = cache.live
         values = 0 if live is None else sum(x.shape[0] * x.shape[1] * x.shape[3] for x in live)
         return 2 * values * cache.offset
     if (plain := _plain(cache)) is None:

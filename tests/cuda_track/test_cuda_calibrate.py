@@ -76,7 +76,7 @@ def test_a_file_is_read_by_both(made, loaded, tmp_path):
 
 
 def test_an_older_file_warns_once(made, loaded, monkeypatch, capsys):
-    monkeypatch.setattr(artifact, "_told", set())
+    monkeypatch.setattr(artifact, "_warnings", set())
     for _ in range(2):
         seam.attach(loaded.model, "balanced-int2", replace(made, positions=None, tokens=900))
     assert capsys.readouterr().err.count("holds for positions up to 900") == 1

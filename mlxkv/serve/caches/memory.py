@@ -104,7 +104,7 @@ def shapes_of(caches: list) -> list[CacheShape]:
 
 def _shape(cache) -> CacheShape:
     if isinstance(cache, CompressedKVCache):
-        pair = cache.contents().live
+        pair = cache.live
         values = sum(x.shape[1] * x.shape[3] for x in pair)
         # All pages: tokens are dropped only after a prompt, and none of the reply.
         config, dims = cache.config, tuple(x.shape[3] for x in pair)
