@@ -6,7 +6,6 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from stored_spec import stored
 
 from mlxkv.cache import stores
@@ -208,58 +207,6 @@ def test_trimming_less_than_nothing_is_nothing():
     assert cache.offset == 100 == cache.keys_and_values()[0].tokens
 
 
-@pytest.mark.parametrize("left", (399, 350, 340, 15, 0))
-def test_trim_leaves_what_a_fresh_cache_holds(left):
-    """Seals are taken back: at 400 tokens the last page begins at 336, its exact tokens are kept."""
-    keys, values = tokens(500)
-    cache, fresh = CompressedKVCache(SMALL), CompressedKVCache(SMALL)
-    feed(cache, keys, values, [200] + [1] * 200)
-    assert cache.is_trimmable()
-    assert cache.trim(400 - left) == 400 - left
-    assert cache.offset == cache.size() == left
-    assert cache.empty() == (left == 0)
-    if left:
-        feed(fresh, keys, values, [left])
-        same(cache, fresh)
-    for one in (cache, fresh):
-        feed(one, keys, values, [60, 1, 39])
-    assert cache.offset == left + 100
-    same(cache, fresh)
-
-
-def same(cache, other):
-    """Both hold the same: pages as their codes say, all else exactly."""
-    for x, y in zip(seen(cache), seen(other), strict=True):
-        np.testing.assert_array_equal(x, y)
-    assert cache._count_pages == other._count_pages
-
-
-@pytest.mark.parametrize("left", (300, 200, 112, 80, 17))
-def test_a_trim_beyond_exact_tokens_leaves_what_was_read(left):
-    """SMALL seals pages of 32 tokens behind a sink of 16; at 400 the last one begins at 336."""
-    keys, values = tokens(500)
-    cache = CompressedKVCache(SMALL)
-    feed(cache, keys, values, [200] + [1] * 200)
-    before = [x[:, :, :left] for x in seen(cache)]
-    pages = (left - SMALL.sink) // SMALL.page
-    codes = copy.deepcopy(cache._store)
-    codes.truncate(pages)
-    assert cache.trimmable == 400 and cache.trim(400 - left) == 400 - left
-    assert cache._count_pages == (left - SMALL.sink) // SMALL.page
-    for x, y in zip(seen(cache), before, strict=True):
-        # A page alone is turned back by another order of sums than all pages at once.
-        np.testing.assert_allclose(x, y, atol=1e-5)
-    feed(cache, values, keys, [60, 1, 39])
-    assert cache.offset == left + 100
-    whole = SMALL.sink + (left - SMALL.sink) // SMALL.page * SMALL.page
-    kept = copy.deepcopy(cache._store)
-    kept.truncate(pages)
-    for (_, x), (_, y) in zip(tree_flatten(kept.state), tree_flatten(codes.state), strict=True):
-        np.testing.assert_array_equal(x, y)  # pages that stay are untouched
-    for x, y in zip(seen(cache), before, strict=True):
-        np.testing.assert_allclose(x[:, :, :whole], y[:, :, :whole], atol=1e-5)
-
-
 @pytest.mark.parametrize("left", (399, 300, 112, 17))
 def test_caches_that_are_cut_again_and_again(left):
     """What stays is encoded again each time, by codes that hold its values: it does not drift."""
@@ -307,28 +254,6 @@ def test_state_round_trip(name, length):
         a, b = (feed(c, keys, values, [1] * 40 + [60]) for c in (copy.deepcopy(cache), other))
         q = mx.array(np.random.default_rng(5).standard_normal((1, HEADS, 3, 64)), mx.float32)
         assert mx.array_equal(attend(q, a, 0.125), attend(q, b, 0.125))
-
-
-@pytest.mark.parametrize(
-    ("twin_of", "length"),  # plain; live full; live partly full
-    (
-        (copy.copy, 100),
-        (copy.copy, 336),
-        (copy.deepcopy, 300),
-        (lambda cache: CompressedKVCache.from_state(cache.state), 300),
-    ),
-)
-def test_a_copy_is_independent(twin_of, length):
-    keys, values = tokens(500)
-    cache = CompressedKVCache(SMALL)
-    feed(cache, keys, values, [length])
-    twin = twin_of(cache)
-    before = seen(cache)
-    for cut in (5, 40, length - 90):
-        twin.cut(twin.offset - cut)
-        feed(twin, values, keys, [3, 60])
-    for x, y in zip(seen(cache), before, strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 def test_states_with_parts_missing_or_cut_are_refused():

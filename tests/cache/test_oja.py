@@ -303,20 +303,6 @@ def test_pinned_tokens_cannot_be_taken_back_alone():
     feed(one, 40)
 
 
-def test_trim_is_exact():
-    one = cache("oja-r24+fast")
-    feed(one, 150)
-    feed(one, 40, seed=5, chunk=1)
-    whole = [_whole(one.keys_and_values()[0], mx.float32)[i] for i in (0, 1)]
-    for n in (3, 20, 70):
-        one.cut(one.offset - n)
-        left, sealed = _whole(one.keys_and_values()[0], mx.float32), one._sunk + one._paged
-        for x, y in zip(left, whole, strict=True):  # behind pages: exact again
-            assert mx.allclose(x[:, :, :sealed], y[:, :, :sealed], atol=1e-6)
-    assert one.trim(10**6) and one.offset == 0 and one.empty()
-    feed(one, 40)
-
-
 def test_moving_bases_of_full_rank_are_not_kept_by_anyone():
     """Not by a cache that has learned, either, but for those of its pages."""
     one, made = cache("oja-1.0+int8+segments3"), []
