@@ -349,12 +349,6 @@ def absorbed(
     return out @ up_values.swapaxes(-1, -2)
 
 
-def stored_latents(latents: np.ndarray, side: dict, sink: int, pages: int, page: int) -> np.ndarray:
-    """Return latents [B, 1, T, R] as attention sees them, as keys and as values: `stored` of one record.
-    The rotary keys stay exact."""
-    return stored(latents, side, sink, pages, page)
-
-
 def latent_readers(
     queries: np.ndarray, up_values: np.ndarray, covariance: np.ndarray, scale: float
 ) -> np.ndarray:

@@ -112,7 +112,7 @@ def test_a_decode_step_is_what_the_spec_computes(cache, chunks):
     out, q, bias = attended(cache, view, rotary)
     sink, pages = spec.split(total, SINK, RECENT, PAGE)
     assert pages == (cache.store.count if cache.store else 0)
-    seen = spec.stored_latents(whole[0], side_of(cache.config.keys), sink, pages, PAGE)
+    seen = spec.stored(whole[0], side_of(cache.config.keys), sink, pages, PAGE)
     expected = spec.attention(
         np.array(q, np.float64), seen, seen, SCALE, np.array(bias, np.float64)
     )

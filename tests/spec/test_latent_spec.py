@@ -68,7 +68,7 @@ def test_one_record_is_read_as_keys_and_as_values(given):
         "symmetric": True,
         "axis": "token",
     }
-    seen = affine.stored_latents(given["latents"], side, 8, 1, 16)
+    seen = affine.stored(given["latents"], side, 8, 1, 16)
     assert 0 < np.abs(seen - given["latents"]).max() < 1
     np.testing.assert_array_equal(seen[:, :, :8], given["latents"][:, :, :8])
     given["latents"] = seen
