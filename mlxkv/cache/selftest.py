@@ -279,24 +279,18 @@ def latent_fault(
     plain ops, once in a process. An exception becomes the reason."""
     key = config, dims, dtype, make, heads
     if key not in _latent_faults:
-        _latent_faults[key] = (
-            _latent_trusted(*key) if make is mx.fast.metal_kernel else _latent_fault(*key)
-        )
+        reason, on_mac = None, make is mx.fast.metal_kernel
+        place = ("latents", config, heads), dims, dtype, True
+        if on_mac:  # where earlier processes have left notes
+            trust.wait(*place)
+            reason = trust.why_not(*place)
+        if reason is None:
+            with trust.trial(*place) if on_mac else nullcontext():
+                reason = _latent_fault(*key)
+            if on_mac:
+                trust.note(*place[:3], reason is None, True, reason)
+        _latent_faults[key] = reason
     return _latent_faults[key]
-
-
-def _latent_trusted(
-    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, heads: int
-) -> str | None:
-    """As `_latent_fault`, with the notes of earlier processes on a Mac."""
-    place = ("latents", config, heads), dims, dtype, True
-    trust.wait(*place)
-    if reason := trust.why_not(*place):
-        return reason
-    with trust.trial(*place):
-        reason = _latent_fault(config, dims, dtype, make, heads)
-    trust.note(*place[:3], reason is None, True, reason)
-    return reason
 
 
 def _latent_fault(
