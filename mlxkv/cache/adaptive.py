@@ -287,8 +287,8 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     importance, salient, taken = map(staticmethod, (importance, salient, taken))
     votes, kept, kept_pages = map(staticmethod, (votes, kept, kept_pages))
 
-    def _clear(self) -> None:
-        super()._clear()
+    def _forget(self) -> None:
+        super()._forget()
         self._start()
 
     @property

@@ -21,7 +21,7 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.contract import Contract, IntoBatch, Snapshots, from_state
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import OPS, KernelPlan, Pair, View
+from mlxkv.cache.view import OPS, KernelPlan, Pair, View, joined
 from mlxkv.codec import encoding, maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Centre, left
@@ -60,9 +60,9 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         self.layer_maps = layer_maps if config.calibrated else None
         self.way = way
         self._plan = plan
-        self._clear()
+        self._forget()
 
-    def _clear(self):
+    def _forget(self) -> None:
         self.offset = 0
         self._live: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
@@ -160,12 +160,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def _behind_live(self, keys: mx.array, values: mx.array) -> Pair:
         """The live tokens and new ones."""
         self._check_new(keys, values)
-        if not self._count:
-            return keys, values
-        old_keys, old_values = self._read_live()
-        return mx.concatenate([old_keys, keys], axis=2), mx.concatenate(
-            [old_values, values], axis=2
-        )
+        return joined(self._read_live(), (keys, values)) if self._count else (keys, values)
 
     def _check_new(self, keys: mx.array, values: mx.array) -> None:
         """Raises UserError for another batch or another model's heads, or heads that were not calibrated."""
@@ -293,15 +288,11 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def is_trimmable(self) -> bool:
         return True
 
-    def _forget(self) -> None:
-        self._clear()
-
     def _put_live(self, pair: Pair) -> None:
         self._append(*pair)
 
     def _last_and_live(self) -> Pair:
-        pairs = zip(self._last, self._read_live(), strict=True)
-        return tuple(mx.concatenate(pair, axis=2) for pair in pairs)
+        return joined(self._last, self._read_live())
 
     def _decoded(self, page: int, count: int) -> Pair:
         pages, live = self._store.read(page, page + 1), self._live
@@ -383,12 +374,12 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
             )
             folded = maps.reads_folded(*saved)
             self.layer_maps = maps.find(*saved)
-        self._clear()
+        self._forget()
         try:
             self._restore(header, tree)
             self.turn_values(folded)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            self._clear()
+            self._forget()
             raise state.cut(error) from None
 
     def _restore(self, header: dict, tree: dict) -> None:

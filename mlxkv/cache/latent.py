@@ -83,8 +83,8 @@ class LatentKVCache(CompressedKVCache):
     selects = False
     joins = False
 
-    def _clear(self) -> None:
-        super()._clear()
+    def _forget(self) -> None:
+        super()._forget()
         self._rotary: mx.array | None = None  # a buffer of the rotary keys of all tokens
 
     # -- reading and writing

@@ -18,7 +18,7 @@ both float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -61,6 +61,11 @@ class KernelPlan:
 
 
 BY_OPS = KernelPlan(OPS)
+
+
+def joined(*pairs: Iterable[mx.array]) -> Pair:
+    """Keys and values [B, G, T, D] of all pairs, one behind the other."""
+    return tuple(mx.concatenate(parts, axis=2) for parts in zip(*pairs, strict=True))
 
 
 # -- sealed pages
@@ -106,8 +111,7 @@ class CodePages(Run):
             code.decode_stored(stored, x.dtype)
             for code, stored, x in zip(self.codecs, self.stored, live, strict=True)
         )
-        parts = (pages, live) if sink is None else (sink, pages, live)
-        return tuple(mx.concatenate(part, axis=2) for part in zip(*parts, strict=True))
+        return joined(pages, live) if sink is None else joined(sink, pages, live)
 
 
 @dataclass(frozen=True)
