@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -65,10 +65,19 @@ Key = tuple[str, str, Kinds, bool]  # digest, layer, kinds, folded
 _at_hand: WeakValueDictionary[Key, LayerMaps] = WeakValueDictionary()
 
 
+def _shared(key: Key, make: Callable[[], LayerMaps]) -> LayerMaps:
+    """The maps of this key that are at hand, or new ones. Those of no calibration are not shared."""
+    if not key[0]:
+        return make()
+    layer_maps = _at_hand.get(key)
+    if layer_maps is None:
+        layer_maps = _at_hand[key] = make()
+    return layer_maps
+
+
 def _unpickled(keys: Transform, values: Transform, centre: Centre | None, *key) -> LayerMaps:
     """Unpickle: maps at hand are shared, as copies do; others are at hand from here on."""
-    layer_maps = LayerMaps(keys, values, *key, centre=centre)
-    return _at_hand.setdefault(key, layer_maps) if layer_maps.digest else layer_maps
+    return _shared(key, lambda: LayerMaps(keys, values, *key, centre=centre))
 
 
 def of(
@@ -79,44 +88,33 @@ def of(
     kinds: `CacheConfig.fitted`. Raises UserError for kinds that the calibration does not have.
     """
     layers.check_kinds(calibration, kinds)
-    out = {}
-    for name in calibration.layers if names is None else names:
-        key = (calibration.digest, name, kinds, False)
-        layer_maps = _at_hand.get(key)
-        if layer_maps is None:
-            mean = layers.key_mean(calibration, kinds, name)
-            sides, centre = (
-                _sides(calibration, kinds, name),
-                None if mean is None else _centre(mean),
-            )
-            layer_maps = _at_hand[key] = LayerMaps(*sides, *key, centre=centre)
-        out[name] = layer_maps
-    return out
+    return {
+        name: _shared(
+            (calibration.digest, name, kinds, False), partial(_of_layer, calibration, kinds, name)
+        )
+        for name in (calibration.layers if names is None else names)
+    }
 
 
-def _sides(calibration: Calibration, kinds: Kinds, name: str) -> list[Transform]:
-    """The transforms of keys and of values of the layer `name`."""
-    layer, out = calibration.layers[name], []
+def _of_layer(calibration: Calibration, kinds: Kinds, name: str) -> LayerMaps:
+    layer, sides = calibration.layers[name], []
     triples = zip(kinds, SIDES, layers.pairs(calibration, kinds, name), strict=True)
     for kind, side, pair in triples:
-        scaled = kind == SCALED
-        out.append(
-            _scaled(layers.channel_scale(getattr(layer, side).peaks)) if scaled else _pair(*pair)
-        )
-    return out
+        if kind == SCALED:
+            sides.append(_scaled(layers.channel_scale(getattr(layer, side).peaks)))
+        else:
+            sides.append(_pair(*pair))
+    mean = layers.key_mean(calibration, kinds, name)
+    centre = None if mean is None else _centre(mean)
+    return LayerMaps(*sides, calibration.digest, name, kinds, centre=centre)
 
 
 def folded(layer_maps: LayerMaps, yes: bool = True) -> LayerMaps:
     """The same maps for weights that apply the value map (`yes`), or do not."""
     if layer_maps.folded == yes:
         return layer_maps
-    if not layer_maps.digest:  # of no calibration: not shared
-        return replace(layer_maps, folded=yes)
     key = (layer_maps.digest, layer_maps.layer, layer_maps.kinds, yes)
-    other_maps = _at_hand.get(key)
-    if other_maps is None:
-        other_maps = _at_hand[key] = replace(layer_maps, folded=yes)
-    return other_maps
+    return _shared(key, lambda: replace(layer_maps, folded=yes))
 
 
 def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
@@ -133,12 +131,7 @@ def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
         sides.append(side if is_shared else Transform(side.down[part], side.up[part]))
     digest = layer_maps.digest and f"{layer_maps.digest} {rank} of {size}"
     key = (digest, layer_maps.layer, layer_maps.kinds, layer_maps.folded)
-    maps_of_rank = _at_hand.get(key) if digest else None
-    if maps_of_rank is None:
-        maps_of_rank = LayerMaps(*sides, *key, centre=centre)
-        if digest:
-            _at_hand[key] = maps_of_rank
-    return maps_of_rank
+    return _shared(key, lambda: LayerMaps(*sides, *key, centre=centre))
 
 
 def reads_folded(digest: str, layer: str, folds: bool, kinds: Kinds) -> bool:
