@@ -46,7 +46,7 @@ def interpreted() -> bool:
 
 def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:
     """Return why Triton does not read caches of `config` with heads of these dims, or None."""
-    if config.low:
+    if config.keys.low or config.values.low:
         return "low rank has no Triton kernel"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel"
