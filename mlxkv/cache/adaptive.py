@@ -184,12 +184,6 @@ class Segments(Runs):
     def dims(self) -> tuple[int, int]:
         return self.runs[0].dims
 
-    def encode_by(self, way: str) -> None:
-        """Encode the next pages this way."""
-        self.make = partial(self.make, way=way)
-        for run in self.runs:
-            run.encode_by(way)
-
     def read_all(self) -> Parts | CodePages | RecordPages:
         """A snapshot of all pages."""
         parts = [run.read_all() for run in self.runs if run.count]
@@ -300,7 +294,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         if not self.config.listens:
             return super()._new_store(dims, dtype)
         plan = self.plan(dims, dtype)
-        make = partial(choose.store, plan, way=self.way)
+        make = partial(choose.store, plan)
         rule = self.config.rule
         return Segments(make, self.layer_maps, self.basis, self.config.page, rule)
 

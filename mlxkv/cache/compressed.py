@@ -22,7 +22,7 @@ from mlxkv.cache.contract import Contract, IntoBatch, Snapshots, from_state
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View, joined
-from mlxkv.codec import encoding, maps
+from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Centre, left
 from mlxkv.errors import UserError
@@ -39,26 +39,24 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
     layer_maps: of this layer, for a calibrated `config`. plan: its kernels, where they have been chosen
-    (`choose.plan`). way: how pages are encoded, of `encoding`.
+    (`choose.plan`).
     """
 
     # Whether other layers of the model have caches of the host, so that no mask fits a batch of both.
     alone = False
     observes = False  # queries: then sequences are not decoded together
     lazy = False  # True: GPUs, too, compute nothing of a prompt before somebody asks for it
-    way, _plan = encoding.KERNEL, None
+    _plan = None
 
     def __init__(
         self,
         config: CacheConfig,
         layer_maps: LayerMaps | None = None,
         plan: KernelPlan | None = None,
-        way: str = encoding.KERNEL,
     ):
         state.check_calibrated(config, layer_maps)
         self.config = config
         self.layer_maps = layer_maps if config.calibrated else None
-        self.way = way
         self._plan = plan
         self._forget()
 
@@ -186,7 +184,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     def page_store(self, dims: tuple[int, int], dtype: mx.Dtype) -> Codes | Records:
         """An empty store of pages of one transform."""
-        return choose.store(self.plan(dims, dtype), self.layer_maps, self.way)
+        return choose.store(self.plan(dims, dtype), self.layer_maps)
 
     def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
         return self.page_store(dims, dtype)
@@ -433,19 +431,13 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         return batch
 
     def __reduce__(self):
-        return from_state, (type(self), self.state, self.way, self.alone)
+        return from_state, (type(self), self.state, self.alone)
 
     def __copy__(self) -> CompressedKVCache:
         """As independent as a deep copy: writing in place must not change the other."""
         out = self.from_state(self.state)
-        out.way, out._plan, out.alone = self.way, self._plan, self.alone
+        out._plan, out.alone = self._plan, self.alone
         return out
-
-    def encode_by(self, way: str) -> None:
-        """Encode the next pages this way, of `encoding`."""
-        self.way = way
-        if self._store is not None:
-            self._store.encode_by(way)
 
     # -- for caches of other forms
 
@@ -459,7 +451,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     def like(self) -> CompressedKVCache:
         """An empty cache of the same kind."""
-        return type(self)(self.config, self.layer_maps, self._plan, self.way)
+        return type(self)(self.config, self.layer_maps, self._plan)
 
     def take_over(
         self,

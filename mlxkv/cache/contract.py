@@ -84,9 +84,8 @@ class Snapshots:
         return self.merge(rows)
 
 
-def from_state(cls: type, state: dict, way: str, alone: bool = False):
+def from_state(cls: type, state: dict, alone: bool = False):
     """Unpickle a cache of one sequence."""
     out = cls.from_state(state)
-    out.encode_by(way)
     out.alone = alone
     return out

@@ -161,7 +161,7 @@ class LatentKVCache(CompressedKVCache):
 
     def page_store(self, dims: tuple[int, int], dtype: mx.Dtype) -> LatentCodes:
         plan = BY_OPS if self.selects else self.plan(dims, dtype)
-        return LatentCodes(self._stored, dims, self.layer_maps, self.way, plan)
+        return LatentCodes(self._stored, dims, self.layer_maps, plan)
 
     # -- the rest of mlx-lm's contract
 

@@ -67,7 +67,7 @@ class Ragged:
         the same. plan, heads, dtype: of their next tokens."""
         store = next((row.store for row in rows if row.store is not None), None)
         if store is None:
-            store = choose.store(plan, rows[0].layer_maps, rows[0].way)
+            store = choose.store(plan, rows[0].layer_maps)
         if not isinstance(store, Records):
             return None
         out = cls(rows[0].like(), store.empty(), heads, dtype)

@@ -77,10 +77,6 @@ class Store:
         store.pages, store._all = pages, None
         return store
 
-    def encode_by(self, way: str) -> None:
-        """Encode the next pages this way."""
-        self.way = way
-
     @cached_property
     def form(self) -> Form:
         """The same for stores whose pages are read by the same code, with the same transforms."""
@@ -185,10 +181,9 @@ class LatentCodes(Codes):
         config: CacheConfig,
         dims: tuple[int, int],
         layer_maps: LayerMaps | None = None,
-        way: str = encoding.KERNEL,
         plan: KernelPlan = BY_OPS,
     ):
-        super().__init__(config, dims, layer_maps, way)
+        super().__init__(config, dims, layer_maps)
         self.plan = plan
         self.emulated = plan.make not in (None, mx.fast.metal_kernel, mx.fast.cuda_kernel)
         self.sides = NAMES[: 2 if config.rotary < 16 else 1]
@@ -242,7 +237,7 @@ class Records(Store):
 
     def is_like(self, store: Store) -> bool:
         """Return whether the same kernels read the pages of both."""
-        kinds = ((type(x), x.config, x.dims, x.way) for x in (self, store))
+        kinds = ((type(x), x.config, x.dims) for x in (self, store))
         return next(kinds) == next(kinds) and self.plan == store.plan
 
     def transported(self, codecs: tuple[Codec, Codec]) -> dict[str, mx.array]:

@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxkv import console
-from mlxkv.codec import encoding
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
@@ -61,7 +60,6 @@ class Loaded:
     fingerprint: str
     context: int | None = None
     notes: list[str] = field(default_factory=list)
-    encode: str = encoding.KERNEL
     sampling: Sampling = field(default_factory=Sampling)
     _has_spoken: bool = field(default=False, init=False, repr=False)
 
@@ -108,7 +106,6 @@ def load(
     calibration: Calibration | Path | str | None = None,
     fold: bool = False,
     group: mx.distributed.Group | None = None,
-    encode: str = encoding.KERNEL,
     progress: Callable[[int, int], None] | None = None,
     weights: int | None = None,
 ) -> Loaded:
@@ -152,7 +149,7 @@ def load(
     mark = fingerprint(folder)
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
-    layers = attach(model, config, strict, fold=fold, group=group, encode=encode)
+    layers = attach(model, config, strict, fold=fold, group=group)
     if size > 1:  # before weights are read, so that no process holds all of them
         shares.take(model, folder, group)
     return Loaded(
@@ -168,7 +165,6 @@ def load(
         fingerprint=mark,
         context=context,
         notes=notes,
-        encode=encode,
         sampling=read_sampling(
             folder.path, source.name, text_config(folder.config).get("vocab_size") or 0
         ),

@@ -16,7 +16,6 @@ from mlx_lm.models.cache import (
 )
 
 from mlxkv import files
-from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.saved import session
 from mlxkv.formats.saved.session import Saved
@@ -84,8 +83,6 @@ def read(path: Path, loaded, follow: bool = True) -> Saved:
         loaded.model(mx.array([[0]]), cache=like)  # for its shapes alone: nothing is computed
         for (_, restored_cache), (_, fresh) in zip(leaves(saved.cache), leaves(like), strict=True):
             restored.check(restored_cache, fresh, len(saved.tokens))
-            if isinstance(restored_cache, CompressedKVCache):
-                restored_cache.encode_by(loaded.encode)
     except UserError as error:
         raise head.wrong(f"cannot be used: {error}") from None
     except Exception as error:  # what others wrote may make MLX and mlx-lm raise anything

@@ -24,7 +24,7 @@ from mlxkv.cache.choose import Question
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
 from mlxkv.cache.view import OPS, KernelPlan
-from mlxkv.codec import encoding, maps
+from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
@@ -65,7 +65,6 @@ def attach(
     calibration: Calibration | Path | str | None = None,
     fold: bool = False,
     group: mx.distributed.Group | None = None,
-    encode: str = encoding.KERNEL,
 ) -> list[LayerReport]:
     """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm) as `kv` says: a preset's name, a pair or a
     configuration. A vision model of mlx-vlm is attached at its `language_model`, which makes the caches there.
@@ -87,8 +86,6 @@ def attach(
     group: the processes over which `model.shard(group)` of mlx-lm is to spread the model, afterwards:
     caches hold this process's kv heads, and calibrated maps are cut to them.
 
-    encode: how pages are encoded: "kernel", or on the CPU "cpu" or "cpu-columns".
-
     Where some layers of a kind are compressed and others are not (beside a sparse index), caches
     have no `merge` and no `to_batch`: no mask of a batch fits both, and hosts answer one request at a time.
 
@@ -99,7 +96,6 @@ def attach(
     """
     _check_model(model)
     model, config = cached_part(model), parse_kv(kv)
-    encoding.check(encode)
     check_fold(config, fold)
     make_cache, slots = own_make_cache(model), bind(model)
     try:
@@ -117,7 +113,7 @@ def attach(
         if message := nothing_compressed(reports):
             warnings.warn(f"[attach] {message}", stacklevel=2)
         return reports
-    install(model, slots, fitted, shapes, plans, encode)
+    install(model, slots, fitted, shapes, plans)
     return reports
 
 
@@ -351,11 +347,10 @@ def install(
     fitted: Fitted,
     shapes: Mapping[Place, Shape],
     plans: Mapping[Place, KernelPlan],
-    encode: str,
 ) -> None:
     """Record on the model how its compressed caches are made. slots: of `rebind.bind`."""
     kinds = {place: _kind(fitted[place][0], shape) for place, shape in shapes.items()}
-    mark(model, slots, {p: partial(kinds[p], *fitted[p], plans[p], encode) for p in shapes})
+    mark(model, slots, {p: partial(kinds[p], *fitted[p], plans[p]) for p in shapes})
 
 
 def _kind(config: CacheConfig, shape: Shape) -> type[CompressedKVCache]:

@@ -3,18 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make
-from small_models import TINY
 
-from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.codec import encoding
 from mlxkv.codec.maps import sample
 from mlxkv.codec.records import to_codes
-from mlxkv.errors import UserError
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models import attach, load, prompt_cache
 
 DIMS = 64
 PRODUCTS = (encoding.ROWS, encoding.COLUMNS)
@@ -63,17 +58,3 @@ def test_plain_ops_take_the_layout_too(pair):
         stores[-1].append(pair, 2)
     words = [np.array(store.state["keys"]["codes"]) for store in stores]
     assert np.mean(words[0] != words[1]) < 0.01
-
-
-def test_caches_of_an_attached_model_and_saved_ones_encode_as_asked(tmp_path):
-    loaded = load(TINY, "int4", encode=encoding.COLUMNS)
-    with pytest.raises(UserError, match="kernel, cpu, cpu-columns"):
-        attach(loaded.model, "int4", encode="gpu")
-    cache = make_prompt_cache(loaded.model)
-    loaded.model(mx.arange(300)[None], cache=cache)
-    path = prompt_cache.save(
-        str(tmp_path / "a"), prompt_cache.Saved(cache, list(range(300)), [], ""), loaded
-    )
-    for caches in (cache, prompt_cache.load(str(path), loaded).cache):
-        ours = [one for one in caches if isinstance(one, CompressedKVCache)]
-        assert ours and {(c.way, c._store.way) for c in ours} == {(encoding.COLUMNS,) * 2}

@@ -58,7 +58,7 @@ def test_the_kernel_is_one_dispatch_and_is_left_out_where_it_cannot_run():
     ours.append(pair(page, dims, 1), 1)
     assert len(built) == 1 and "seal_channel" in built[0]
     ours, *_ = stores("kivi", counted)
-    ours.encode_by(encoding.ROWS)
+    ours.way = encoding.ROWS
     ours.append(pair(page, dims, 1), 1)
     assert len(built) == 1
 

@@ -243,9 +243,8 @@ def same_state(one, other) -> bool:
 @pytest.mark.parametrize(("kv", "count"), [(None, 5), ("polar", 600)])
 def test_a_cache_comes_back_from_a_pickle(kv, count):
     cache = filled(kv, count)
-    cache.encode_by("cpu")
     back = unpickled(cache)
-    assert type(back) is CompressedKVCache and back.offset == count and back.way == "cpu"
+    assert type(back) is CompressedKVCache and back.offset == count
     assert back.config == cache.config and same_state(back, cache)
     x = mx.ones((1, 2, 1, 64), mx.bfloat16)
     for one in (cache, back):

@@ -29,7 +29,7 @@ def talk(family: str, kv: str, count: int = 400):
     """(a model as `prompt_cache` sees it, a session of it)."""
     model = random_model(family)
     attach(model, kv)
-    loaded = SimpleNamespace(model=model, config={"vocab_size": 64}, encode="kernel")
+    loaded = SimpleNamespace(model=model, config={"vocab_size": 64})
     loaded.name, loaded.fingerprint, loaded.kv_name, loaded.kv = "random", "f", kv, parse_kv(kv)
     cache, tokens = make_prompt_cache(model), mx.random.randint(0, 60, (1, count))
     for start in range(0, count, 128):

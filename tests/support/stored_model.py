@@ -67,7 +67,6 @@ def as_loaded(model, kv: str, config):
         fingerprint="5" * 16,
         kv_name=kv,
         kv=config,
-        encode="kernel",
     )
 
 

@@ -55,7 +55,7 @@ def _alone(kind: type) -> type:
 
 
 _MAKE = "make_cache"
-NewCache = partial  # (class, config, layer maps, plan, way): called, it makes a compressed cache
+NewCache = partial  # (class, config, layer maps, plan): called, it makes a compressed cache
 
 
 @dataclass(frozen=True, eq=False)
