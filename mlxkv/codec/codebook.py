@@ -37,11 +37,6 @@ def _encode(x: mx.array, bits: int, corrected: bool) -> tuple[mx.array, mx.array
     return codes, half(norm)
 
 
-def _decode(words: mx.array, scale: mx.array, bits: int, dims: int) -> mx.array:
-    """[..., R] float32."""
-    return _levels(dims, bits)[packing.unpack(words, bits, dims)] * scale.astype(mx.float32)
-
-
 def encode(spec: Codebook, x: mx.array, page: int) -> dict[str, mx.array]:
     """x: [B, G, T, R], T a whole number of pages."""
     codes, scale = _encode(x.astype(mx.float32), spec.bits, spec.corrected)
@@ -52,16 +47,6 @@ def decode(
     spec: Codebook, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
     """[B, G, T, R] in `dtype`."""
-    return _decode(stored["codes"], stored["scale"], spec.bits, dims).astype(dtype)
-
-
-def scores(
-    spec: Codebook, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
-) -> mx.array:
-    """q: [B, G, N, R] float32 -> q . x^ for every stored token: [B, G, N, T]."""
-    return q @ _decode(stored["codes"], stored["scale"], spec.bits, dims).swapaxes(-1, -2)
-
-
-def mix(spec: Codebook, p: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
-    """p: [B, G, N, T] float32 -> sum_t p_t x^_t: [B, G, N, R]."""
-    return p @ _decode(stored["codes"], stored["scale"], spec.bits, dims)
+    codes = packing.unpack(stored["codes"], spec.bits, dims)
+    x = _levels(dims, spec.bits)[codes] * stored["scale"].astype(mx.float32)
+    return x.astype(dtype)

@@ -57,12 +57,12 @@ class Codec:
     def __deepcopy__(self, memo):
         return self  # constant: copies of a cache share it
 
-    def encode(self, x: mx.array, way: str = encoding.ROWS, **helpers) -> Stored:
+    def encode(self, x: mx.array, way: str = encoding.ROWS) -> Stored:
         """x: [B, G, T, D], T a whole number of pages -> arrays with tokens (or groups of tokens) on
-        axis 2. way: of `encoding`. helpers: kernels for parts of the method, by name."""
+        axis 2. way: of `encoding`."""
         if self.transform is not None:
             x = encoding.rotated(self.transform.down, x, way)
-        return self.method.encode(self.spec, x, self.page, **helpers)
+        return self.method.encode(self.spec, x, self.page)
 
     def store(self, x: mx.array) -> mx.array:
         """x: [B, G, T, D] -> [B, G, T, R], the values that are quantised."""
@@ -100,21 +100,22 @@ class Codec:
     def decode(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
         """The vectors that attention sees: [B, G, T, D] in `dtype`."""
         work = self.work_dtype(dtype)
-        return self.restore(
-            self.method.decode(self.spec, stored, self.dims, self.page, work), dtype
-        )
+        return self.restore(self.decode_stored(stored, work), dtype)
 
     def scores(self, q: mx.array, stored: Stored) -> mx.array:
         """q: [B, G, N, D] -> q . k^ for every stored token: [B, G, N, T] float32."""
-        return self.method.scores(self.spec, self.query(q), stored, self.dims, self.page)
-
-    def query(self, q: mx.array) -> mx.array:
-        """q: [B, G, N, D] -> float32 queries in the stored domain, [B, G, N, R]."""
-        return q.astype(mx.float32) if self.transform is None else self.transform.query(q)
+        q = q.astype(mx.float32) if self.transform is None else self.transform.query(q)
+        if hasattr(self.method, "scores"):  # without decoding
+            return self.method.scores(self.spec, q, stored, self.dims, self.page)
+        return q @ self.decode_stored(stored, mx.float32).swapaxes(-1, -2)
 
     def mix(self, p: mx.array, stored: Stored) -> mx.array:
         """p: [B, G, N, T] -> sum_t p_t v^_t: [B, G, N, D] float32."""
-        x = self.method.mix(self.spec, p.astype(mx.float32), stored, self.dims, self.page)
+        p = p.astype(mx.float32)
+        if hasattr(self.method, "mix"):
+            x = self.method.mix(self.spec, p, stored, self.dims, self.page)
+        else:
+            x = p @ self.decode_stored(stored, mx.float32)
         return x if self.transform is None else self.transform.restore(x)
 
 

@@ -131,8 +131,3 @@ def join(spec: Polar, codes: mx.array) -> mx.array:
     """The inverse of `split`."""
     radii, angles = _halves(codes)
     return packing.pack((radii << spec.angle) + angles, spec.pair_bits)
-
-
-def mix(spec: Polar, p: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
-    """p: [B, G, N, T] float32 -> sum_t p_t x^_t: [B, G, N, R]."""
-    return p @ decode(spec, stored, dims, page, p.dtype)

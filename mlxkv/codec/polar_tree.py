@@ -157,16 +157,6 @@ def codes_of(stored: dict[str, mx.array], dims: int, page: int) -> list[mx.array
     return [first.reshape(*lead, -1, page, dims // 2), *parts]
 
 
-def _decode(spec: PolarTree, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
-    """[B, G, T, R] float32: from the radii down to the dims."""
-    codes = codes_of(stored, dims, page)
-    books = _page_books(stored["books"]) if spec.online else _books(spec.codebooks)
-    radii = stored["radii"].astype(mx.float32).reshape(*codes[-1].shape)
-    for code, book in zip(reversed(codes), reversed(books), strict=True):
-        radii = _split(radii, code, book)
-    return radii.reshape(*stored["radii"].shape[:3], dims)
-
-
 def _split(radii: mx.array, code: mx.array, book: mx.array) -> mx.array:
     """[..., m] radii -> [..., 2 m]: (r cos a, r sin a)."""
     pairs = mx.stack([mx.cos(book), mx.sin(book)], -1)  # few cosines, many looked up
@@ -182,19 +172,10 @@ def _split(radii: mx.array, code: mx.array, book: mx.array) -> mx.array:
 def decode(
     spec: PolarTree, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
-    """[B, G, T, R] in `dtype`."""
-    return _decode(spec, stored, dims, page).astype(dtype)
-
-
-def scores(
-    spec: PolarTree, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
-) -> mx.array:
-    """q: [B, G, N, R] float32 -> q . x^ for every stored token: [B, G, N, T]."""
-    return q @ _decode(spec, stored, dims, page).swapaxes(-1, -2)
-
-
-def mix(
-    spec: PolarTree, p: mx.array, stored: dict[str, mx.array], dims: int, page: int
-) -> mx.array:
-    """p: [B, G, N, T] float32 -> sum_t p_t x^_t: [B, G, N, R]."""
-    return p @ _decode(spec, stored, dims, page)
+    """[B, G, T, R] in `dtype`: from the radii down to the dims."""
+    codes = codes_of(stored, dims, page)
+    books = _page_books(stored["books"]) if spec.online else _books(spec.codebooks)
+    radii = stored["radii"].astype(mx.float32).reshape(*codes[-1].shape)
+    for code, book in zip(reversed(codes), reversed(books), strict=True):
+        radii = _split(radii, code, book)
+    return radii.reshape(*stored["radii"].shape[:3], dims).astype(dtype)

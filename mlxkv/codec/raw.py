@@ -23,13 +23,3 @@ def decode(
 ) -> mx.array:
     """[B, G, T, R] in `dtype`."""
     return stored["values"].astype(dtype)
-
-
-def scores(spec: Raw, q: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
-    """q: [B, G, N, R] -> q . x for every stored token: [B, G, N, T]."""
-    return q @ stored["values"].astype(q.dtype).swapaxes(-1, -2)
-
-
-def mix(spec: Raw, p: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
-    """p: [B, G, N, T] -> sum_t p_t x_t: [B, G, N, R]."""
-    return p @ stored["values"].astype(p.dtype)
