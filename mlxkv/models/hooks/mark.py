@@ -98,7 +98,7 @@ class Attachment:
 
     def __reduce__(self):
         # Kernels are chosen again where the model comes alive: they belong to a machine.
-        kinds = {p: (new.func, *new.args[:2], None, new.args[3]) for p, new in self.new.items()}
+        kinds = {p: (new.func, *new.args[:2]) for p, new in self.new.items()}
         return _attached, (self.model, self.slots, kinds, self.original, self.alone)
 
 
