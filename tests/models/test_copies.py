@@ -157,29 +157,6 @@ def test_max_kv_size_warns(model):
         next(generate_step(tokens(8), model, max_kv_size=32))
 
 
-# -- mlx-lm's prompt cache, which cuts caches back as far as it likes
-
-
-def test_a_prompt_that_goes_back_goes_on_behind_what_it_shares(model):
-    attach(model, EARLY)
-    text, cache, kept = tokens(120), make_prompt_cache(model), mlx_cache.LRUPromptCache()
-    last(model, text, cache)
-    kept.insert_cache("m", text.tolist(), cache)
-    near, far = [*text[:110].tolist(), 3], [*text[:60].tolist(), 3]
-    found, rest = kept.fetch_nearest_cache("m", near)
-    assert (found[0].offset, rest) == (110, [3])
-    fresh = make_prompt_cache(model)
-    last(model, text[:110], fresh)
-    ours, right = (last(model, mx.array(rest), one) for one in (found, fresh))
-    assert mx.allclose(ours, right, atol=1e-4)
-    found, rest = kept.fetch_nearest_cache("m", far)
-    assert (found[0].offset, rest) == (60, [3])
-    fresh = make_prompt_cache(model)
-    last(model, text[:60], fresh)
-    ours, right = (last(model, mx.array(rest), one) for one in (found, fresh))
-    assert mx.abs(ours - right).max() < 0.1 * mx.abs(right).max()
-
-
 # -- caches out of place
 
 

@@ -129,17 +129,6 @@ def test_memory_is_what_the_report_promises(family, model):
         assert figures.kv_bytes == len(ours) * (paged * 64 * 4.5 / 8 + exact)
 
 
-def test_a_saved_cache_goes_on(model, tmp_path):
-    text = tokens(120)
-    attach(model, EAGER)
-    cache = make_prompt_cache(model)
-    model(text[None, :110], cache=cache)
-    file = str(tmp_path / "cache.safetensors")
-    save_prompt_cache(file, cache)
-    wanted = model(text[None, 110:111], cache=cache)
-    assert mx.array_equal(model(text[None, 110:111], cache=load_prompt_cache(file)), wanted)
-
-
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear", "bailing_moe_v3"])
 def test_a_batch_says_what_each_says_alone(model):
     prompts, counts = [tokens(n, seed=n).tolist() for n in (70, 20, 130, 45)], [12, 16, 10, 14]

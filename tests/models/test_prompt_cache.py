@@ -174,17 +174,3 @@ def test_a_file_cut_short_without_an_error_is_noticed(session, saved, monkeypatc
     with pytest.raises(MachineError, match="is the disk full"):
         session.save(str(saved))
     assert saved.read_bytes() == before and os.listdir(saved.parent) == [saved.name]
-
-
-LIMITED = """
-import json, resource, sys
-from mlxkv.models import load
-from mlxkv.chat.session import Session
-session = Session(load(sys.argv[1], "fp16"), max_tokens=6)
-list(session.ask("hello"))
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-try:
-    session.save(sys.argv[2])
-except Exception as error:
-    print(json.dumps([type(error).__name__, str(error), len(session.tokens)]))
-"""

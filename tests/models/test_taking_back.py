@@ -46,16 +46,6 @@ def test_replies_taken_back_leave_what_was_read(model):
     assert mx.abs(ours - right).max() < 0.2 * mx.abs(right).max()
 
 
-def test_a_short_way_back_needs_no_reading(model):
-    cache, fresh = make_prompt_cache(model), make_prompt_cache(model)
-    read(model, cache, 0, PROMPT)
-    read(model, cache, PROMPT, PROMPT + 20, seed=1)
-    read(model, fresh, 0, PROMPT)
-    assert cut_back(cache, PROMPT + 20, PROMPT)
-    ours, theirs = (read(model, c, PROMPT, PROMPT + 4, seed=9) for c in (cache, fresh))
-    assert mx.array_equal(ours, theirs)  # the seal was taken back
-
-
 def test_layers_with_sliding_windows_decide_for_all():
     model = random_model("gemma3_text")
     attach(model, "int4")

@@ -7,12 +7,6 @@ from small_models import SOURCE, TINY
 from mlxkv.models import detach, load
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
-mlx_utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
-
-FILES = (
-    "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-    "tokenizer_config.json",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
