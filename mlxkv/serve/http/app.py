@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from mlxkv.serve.apis import anthropic, openai, responses
 from mlxkv.serve.apis.anthropic import error_body as anthropic_error
@@ -61,28 +60,30 @@ class Gate:
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         request = Request(scope, receive)
-        start, status, is_refused = time.monotonic(), 0, False
+        start, status, is_checked = time.monotonic(), 0, False
+        scope["app"] = self  # with which Starlette's router raises where there is no path
 
         async def answer(message: dict) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._site.metrics.answered(status)
-                if is_refused or not scope["wire"].is_complete:
+                if not is_checked or not scope["wire"].is_complete:
                     # Where the next request begins is not known.
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
         try:
             self._check(request)
+            is_checked = True
             await self._app(scope, receive, answer)
-        except Refused as error:
-            is_refused = True
-            await refusal(request, error)(scope, receive, answer)
         except ClientDisconnect:
             pass
-        except Exception:  # its reply was written
-            logging.exception("a request failed")
+        except Exception as error:
+            if status:  # its reply has begun
+                logging.exception("a request failed")
+            else:
+                await refusal(request, error)(scope, receive, answer)
         finally:
             counts = scope.get("counts", "")
             level = logging.INFO if counts or status >= 400 else logging.DEBUG
@@ -120,8 +121,16 @@ class Gate:
             raise Refused(501, f"[request] {method} is not known; choose from {ALLOW}")
 
 
-def refusal(request: Request, refused: Refused) -> Response:
+def refusal(request: Request, error: Exception) -> Response:
     """An error, as clients of this path read it."""
+    if isinstance(error, HTTPException):  # of Starlette's router
+        if request.method == "POST":
+            error = Refused(404, "[path] nothing here to POST to")
+        elif error.status_code == 405:
+            error = Refused(405, f"[{request.scope['path']}] takes POST")
+        else:
+            error = Refused(404, "[path] nothing here; see /v1/models, /v1/kv, /health, /metrics")
+    refused = error if isinstance(error, Refused) else fault(error)
     headers = {} if refused.retry is None else {"Retry-After": str(refused.retry)}
     if refused.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -164,7 +173,7 @@ async def body_of(request: Request, limits: Limits) -> bytes:
     return bytes(data)
 
 
-def application(models: Models) -> Starlette:
+def application(models: Models) -> Router:
     """The paths of a server."""
     site = models.first
 
@@ -232,19 +241,8 @@ def application(models: Models) -> Starlette:
         data = [{"id": each, **model} for each in models.names]
         return Document({"id": name, **model} if name else {"object": "list", "data": data})
 
-    async def refuse(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException):  # of Starlette's router
-            if request.method == "POST":
-                error = Refused(404, "[path] nothing here to POST to")
-            elif error.status_code == 405:
-                error = Refused(405, f"[{request.scope['path']}] takes POST")
-            else:
-                what = "nothing here; see /v1/models, /v1/kv, /health, /metrics"
-                error = Refused(404, f"[path] {what}")
-        return refusal(request, error if isinstance(error, Refused) else fault(error))
-
-    app = Starlette(
-        routes=[
+    return Router(
+        [
             *(Route(path, reply, methods=["POST"]) for path in REPLIES),
             Route(COUNT, count, methods=["POST"]),
             *(Route(path, files) for path in page.PAGE),
@@ -254,7 +252,5 @@ def application(models: Models) -> Starlette:
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", list_models),
         ],
-        exception_handlers={HTTPException: refuse, Refused: refuse, Exception: refuse},
+        redirect_slashes=False,
     )
-    app.router.redirect_slashes = False
-    return app
