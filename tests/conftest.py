@@ -86,7 +86,7 @@ QUICK = (
     "metal/test_tiles.py::test_attend_is_softmax_over_what_is_stored",
     "metal/test_tiles.py::test_the_reason_why_not",
     "run/test_run.py::test_chat_reads_stdin",
-    "run/test_run.py::test_the_exit_code_is_the_programs[start0]",
+    "run/test_run.py::test_the_exit_code_is_the_programs",
 )
 
 

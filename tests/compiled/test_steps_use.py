@@ -56,7 +56,7 @@ def test_mlx_lm_generates_the_same(attached, how):
     assert all(mx.abs(a[1] - b[1]).max() < 1e-4 for a, b in zip(ours, plain, strict=True))
 
 
-@pytest.mark.parametrize(("count", "draft_seed"), [(7, 0), (2, 1), (4, 1)])  # right, mostly wrong
+@pytest.mark.parametrize(("count", "draft_seed"), [(7, 0), (2, 1)])  # right, mostly wrong
 def test_a_draft_is_verified_by_traced_steps(attached, count, draft_seed):
     """Tokens are those of a run without traces, drafted or not."""
     model, draft = attached(), random_model("llama", draft_seed)

@@ -62,7 +62,20 @@ def fewer_layers(model) -> None:
     model.model.layers[1] = model.model.layers[0]
 
 
-CHANGES = [doubled, one_array, in_place, other_type, quantized, lora, a_bias, fewer_layers]
+class Turned(nn.Linear):
+    def __call__(self, x):
+        return x @ self.turned
+
+
+def renamed(model) -> None:
+    """One array goes and another comes: as many as before, under other names."""
+    linear = model.layers[0].mlp.down_proj
+    linear.turned = -linear.weight.T
+    del linear["weight"]
+    linear.__class__ = Turned
+
+
+CHANGES = [doubled, one_array, in_place, other_type, quantized, lora, a_bias, fewer_layers, renamed]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -92,13 +92,12 @@ def test_chat_reads_stdin():
     assert "nothing compressed yet: exact up to 192 tokens" in done.stderr
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_benchmark(batch):
-    words = "-p", 400, "-g", 8, "-n", 1, "-b", batch
+def test_benchmark():
+    words = "-p", 400, "-g", 8, "-n", 1, "-b", 2
     done = run("mlx_lm.benchmark", "--model", TINY, *words)
     assert done.returncode == 0 and "generation_tps" in done.stdout
     assert compressed(done.stderr)
-    assert held(done.stderr)[0] > 390 * batch
+    assert held(done.stderr)[0] > 390 * 2
 
 
 def test_a_program_that_keeps_no_cache_is_told_of(tmp_path):
@@ -121,8 +120,7 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def ask(port: int, prompt: str | list[dict]) -> dict:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def ask(port: int, messages: list[dict]) -> dict:
     body = {"messages": messages, "max_tokens": 8, "temperature": 0}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
@@ -133,67 +131,49 @@ def ask(port: int, prompt: str | list[dict]) -> dict:
         return json.load(reply)
 
 
-def test_server_answers_and_its_report_comes_from_a_thread(tmp_path):
-    port, log = free_port(), tmp_path / "stderr"
-    words = "mlx_lm.server", "--model", TINY, "--port", str(port)
-    command = [sys.executable, "-m", "mlxkv", "run", "--kv", "int4", "--", *words]
-    with log.open("w") as err, subprocess.Popen(command, stderr=err) as process:
+def served(log: Path, *words) -> tuple[list[dict], list[int]]:
+    """Replies of a server to the turns of a chat (asked again, edited, another question), and how many tokens it
+    finds again in each. log: a file for its stderr."""
+    port, replies = free_port(), []
+    system = {"role": "system", "content": LONG[:900]}
+    questions = "Who went out?", "Who went out?", "Who went home?", "Where is the mill?"
+    with (
+        log.open("w") as err,
+        subprocess.Popen([*words, "--port", str(port)], stderr=err) as process,
+    ):
         try:
             end = time.monotonic() + PATIENCE
             while "Starting httpd" not in log.read_text():
                 assert time.monotonic() < end and process.poll() is None, log.read_text()
                 time.sleep(0.1)
-            short, long = ask(port, "Hello"), ask(port, LONG[:900])
+            for question in questions:
+                replies.append(ask(port, [system, {"role": "user", "content": question}]))
         finally:
             process.terminate()
-    assert "How can I help" in short["choices"][0]["message"]["content"]
-    assert long["usage"]["prompt_tokens"] > 200
+    details = [reply["usage"].get("prompt_tokens_details") or {} for reply in replies]
+    return replies, [one.get("cached_tokens") or 0 for one in details]
+
+
+def test_a_server_finds_again_what_it_finds_in_full_precision(tmp_path):
+    """And its report comes from a thread."""
+    words, log = ("mlx_lm.server", "--model", TINY), tmp_path / "stderr"
+    _, alone = served(tmp_path / "alone", MLX_LM / words[0], *words[1:])
+    replies, ours = served(log, sys.executable, "-m", "mlxkv", "run", "--kv", "int4", "--", *words)
+    assert ours == alone and min(alone[1:]) > 100
+    for reply in replies:
+        assert reply["choices"][0]["message"]["content"]
+        assert reply["usage"]["prompt_tokens"] > 200
     assert log.read_text().count("[mlxkv] --kv int4: ") == 1
     assert "int4, 4.5 bits per value" in log.read_text()
 
 
-def found_again(*words) -> list[int]:
-    """Tokens that a server finds again in the turns of a chat: asked again, edited, another question."""
-    port, out = free_port(), []
-    system = {"role": "system", "content": LONG[:700]}
-    with subprocess.Popen([*words, "--port", str(port)], stderr=subprocess.DEVNULL) as process:
-        try:
-            end = time.monotonic() + PATIENCE
-            while True:
-                with socket.socket() as one:
-                    if not one.connect_ex(("127.0.0.1", port)):
-                        break
-                assert time.monotonic() < end and process.poll() is None
-                time.sleep(0.1)
-            for question in (
-                "Who went out?",
-                "Who went out?",
-                "Who went home?",
-                "Where is the mill?",
-            ):
-                messages = [system, {"role": "user", "content": question}]
-                details = ask(port, messages)["usage"].get("prompt_tokens_details") or {}
-                out.append(details.get("cached_tokens") or 0)
-        finally:
-            process.terminate()
-    return out
-
-
-def test_the_server_finds_again_what_it_finds_in_full_precision():
-    words = "mlx_lm.server", "--model", TINY
-    alone = found_again(MLX_LM / words[0], *words[1:])
-    ours = found_again(sys.executable, "-m", "mlxkv", "run", "--kv", "int4", "--", *words)
-    assert ours == alone and min(alone[1:]) > 100
-
-
-@pytest.mark.parametrize("kinds", [("int4", "int4"), ("int4", "int8"), ("fp16", "int4")])
-def test_a_saved_prompt_is_read_before_the_model_is_loaded(tmp_path, kinds):
+def test_a_saved_prompt_is_read_before_the_model_is_loaded(tmp_path):
     file = tmp_path / "prompt.safetensors"
     words = "mlx_lm.cache_prompt", "--model", TINY, "--prompt-cache-file", file, "--prompt", LONG
-    done = run("--kv", kinds[0], "--", *words)
+    done = run("--kv", "int4", "--", *words)
     assert done.returncode == 0 and file.exists(), done.stderr
     words = "mlx_lm.generate", "--prompt-cache-file", file, "--max-tokens", 8, "--prompt", "Who?"
-    done = run("--kv", kinds[1], "--", *words)
+    done = run("--kv", "int8", "--", *words)
     assert done.returncode == 0 and text_of(done.stdout).strip(), done.stderr
     assert "Traceback" not in done.stderr
 
@@ -225,10 +205,9 @@ def ends(tmp_path):
     return script
 
 
-@pytest.mark.parametrize("start", [[], ["--", "python"], ["--kv", "int2", "--"]])
-def test_the_exit_code_is_the_programs(ends, start):
-    assert run(*start, ends, "code").returncode == 7
-    words = run(*start, ends, "words")
+def test_the_exit_code_is_the_programs(ends):
+    assert run(ends, "code").returncode == 7
+    words = run("--kv", "int2", "--", "python", ends, "words")
     assert (words.returncode, words.stderr) == (1, "enough\n")
 
 
@@ -258,19 +237,19 @@ else:
 """
 
 
-@pytest.mark.parametrize("where", ["main", "thread"])
-def test_a_refusal_is_one_line_and_with_strict_the_end(tmp_path, where):
+def test_a_refusal_is_one_line_and_with_strict_the_end(tmp_path):
     """`learned` presets need a calibration of their own, which no model comes with."""
     script = tmp_path / "loads.py"
     script.write_text(LOADS)
     words = "--kv", "learned-int2"
-    done = run(*words, "--", script, TINY, where)
+    done = run(*words, "--", script, TINY, "main")
     assert done.returncode == 0 and done.stdout.splitlines()[0] == "KVCache"
     assert "[mlxkv] caches stay in full precision: [attach] learned-int2 needs" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    done = run(*words, "--strict", "--", script, TINY, where)
-    assert (done.returncode, done.stdout) == (2, "") and "[mlxkv] refused: " in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    for where in ("main", "thread"):
+        done = run(*words, "--strict", "--", script, TINY, where)
+        assert (done.returncode, done.stdout) == (2, "") and "[mlxkv] refused: " in done.stderr
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_no_report_with_quiet(tmp_path):
