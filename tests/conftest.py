@@ -53,7 +53,6 @@ def pytest_report_header() -> list[str]:
 # What takes more than about two seconds on a quiet core, by the start of its name below tests/.
 # `make test-fast` leaves it out, and with it what a test's own mark calls slow.
 SLOW = (
-    "bench/test_bench.py::test_kernels_in_the_emulator",
     "cache/test_cache_walk.py",
     "cache/test_ragged.py::test_any_walk",
     "calibrate/test_balanced.py::test_pages_are_led_back_by_the_inverse",

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from random_model import write_model
 from typer.main import get_command
 
 from experiments.evidence import cells
@@ -124,19 +123,6 @@ def test_chat_of_one_seed_repeats_itself(run, model_folder):
     assert first == again != other
 
 
-def test_chat_takes_what_is_not_text(run, model_folder):
-    options = ("chat", "--model", model_folder, "--max-tokens", "2", "--json")
-    assert last_json(run(*options, "--prompt", "a\udcffb")[0])["prompt_tokens"] > 3
-
-
-def test_chat_raw(run, tmp_path):
-    folder = write_model(tmp_path / "plain", template=None)
-    data = last_json(
-        run("chat", "--model", folder, "--raw", "--prompt", "abc", "--max-tokens", "2", "--json")[0]
-    )
-    assert data["prompt_tokens"] == 3
-
-
 def test_presets(run):
     out = run("presets")[0]
     rows = [line.split() for line in out.splitlines() if re.match(r" *(int\d|fill-[\d.]+) ", line)]
@@ -223,12 +209,6 @@ def test_what_commands_take_without_kv_are_picks():
     } == {}
 
 
-def test_no_preset_is_taken_for_another(subtests):
-    for name in PRESETS:
-        with subtests.test(name=name):
-            assert canonical(name) == name
-
-
 def test_lists_by_comma_and_sizes_without_a_unit(run):
     rows = last_json(run("fit", "--kv", "int4,Q8_0", "--kv", "fp16", "--memory", "16", "--json")[0])
     assert [row["preset"] for row in rows["presets"]] == ["int4", "int8", "fp16"]
@@ -273,9 +253,8 @@ def test_models(run):
 
 
 def test_doctor(run):
-    out = run("doctor")[0]
-    assert "cpu" in out and "mlx-lm" in out
-    data = last_json(run("doctor", "--json")[0])
+    out = run("doctor", "--json")[0]
+    data = last_json(out)
     assert data["versions"]["mlxkv"] == __version__
     assert sum(row["used"] for row in data["backends"]) == 1
     assert data["out_of_range"] == []

@@ -16,7 +16,6 @@ from mlxkv.chat.terminal import (
     interactive,
     prefill_bar,
     stop_on_interrupt,
-    wrapped,
 )
 from mlxkv.chat.typed import History
 from mlxkv.console import plain
@@ -143,12 +142,6 @@ def test_words_that_leave(loaded, word, monkeypatch, capsys):
     assert session.messages == []
 
 
-def test_help_says_how_to_write_many_lines_and_what_tab_does(loaded, monkeypatch, capsys):
-    talk(Session(loaded, max_tokens=4), ["/?"], monkeypatch)
-    out = " ".join(capsys.readouterr().out.split())
-    assert "Tab completes commands" in out and '"""' in out and "/save FILE" in out
-
-
 def test_what_was_read_before_a_stop_is_counted(loaded, monkeypatch):
     monkeypatch.setattr("mlxkv.models.generate.PREFILL_STEP_CPU", 64)
     session = Session(loaded, max_tokens=4)
@@ -156,17 +149,3 @@ def test_what_was_read_before_a_stop_is_counted(loaded, monkeypatch):
     assert list(session.ask("x" * 500, stop=lambda: next(asked, True))) == []
     assert session.stats.finish_reason == "stopped"
     assert session.stats.read_tokens == len(session.tokens) < 200
-
-
-def test_words_wrap_in_a_terminal_alone(loaded, monkeypatch, capsys):
-    session = Session(loaded)
-    text = "these words are longer than the line"
-    with wrapped(session) as write:
-        write(text)
-    assert capsys.readouterr().out == text
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "20")
-    with wrapped(session) as write:
-        for piece in (text[:17], text[17:]):
-            write(piece)
-    assert capsys.readouterr().out == "these words are\nlonger than the line"

@@ -29,11 +29,6 @@ def test_paired_shares_have_the_published_value():
     assert (found.low, found.high) == pytest.approx((0.0569, 0.3404), abs=6e-5)
 
 
-def test_students_quantiles():
-    for degrees, quantile in ((1, 12.706), (4, 2.776), (7, 2.365), (15, 2.131), (120, 1.980)):
-        assert intervals.student(0.975, degrees) == pytest.approx(quantile, abs=6e-4)
-
-
 def test_intervals_hold_the_truth_about_as_often_as_they_say(subtests):
     for texts in [8, 16]:
         with subtests.test(texts=texts):
@@ -53,35 +48,12 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(subtests):
                 assert 0.85 * rounds <= count <= 0.995 * rounds, name
 
 
-def test_the_interval_of_skewed_texts_reaches_further_up():
-    """The mean of few skewed texts is more often too small than too large."""
-    reach = []
-    for seed in range(12):
-        found = intervals.mean(np.exp(1.5 * np.random.default_rng(seed).standard_normal(12)))
-        reach.append(np.log(found.high / found.value) / np.log(found.value / found.low))
-    assert np.median(reach) > 1.3
-
-
-def test_pairing_sees_what_single_intervals_do_not():
-    hard = np.exp(np.random.default_rng(2).normal(0, 2, 12))
-    ours, theirs = hard, hard * np.linspace(1.05, 1.35, 12)
-    one, other = intervals.mean(ours), intervals.mean(theirs)
-    assert one.high > other.low  # they overlap
-    assert intervals.ratio(ours, theirs).high < 1
-
-
 def test_equal_numbers_have_no_width():
     assert intervals.mean([0.25] * 6) == Interval(0.25, 0.25, 0.25)
     assert intervals.mean([0.0] * 8) == Interval(0.0, 0.0, 0.0)
     assert intervals.ratio([0.0] * 8, [0.0] * 8).holds(1.0)
     found = intervals.ratio([0.1, 0.2, 0.3, 0.4, 0.5], [0.2, 0.4, 0.6, 0.8, 1.0])
     assert (found.low, found.high) == pytest.approx((0.5, 0.5))
-
-
-def test_one_text_that_is_all_of_the_mean_leaves_bounded_limits():
-    """The studentised bootstrap alone says 1e12 and more here."""
-    found = intervals.mean([1.9e-6, 2e-6, 2.2e-6, 2e-6, 9e-5])
-    assert found.low < 1e-5 and 9e-5 < found.high < 300 * found.value
 
 
 def test_few_texts_and_broken_ones_have_no_interval():

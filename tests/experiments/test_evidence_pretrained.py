@@ -7,7 +7,6 @@ import pytest
 from experiments.evidence import pretrained, questions
 from experiments.evidence.cells import ANSWERS, FORM, KL, read
 from mlxkv.errors import UserError
-from mlxkv.models import load
 from mlxkv.texts.corpus import passages
 
 GIVEN = ["--kv", "int4,naive-int4", "--contexts", "384", "--decode", "16"]
@@ -90,30 +89,6 @@ def test_forms_that_it_answers_are_asked_of_every_preset(
     assert all(set(r["right"]) == set(questions.NAMES) for r in answers)
     assert all(len(one) == questions.FEW for r in answers for one in r["right"].values())
     assert asked(model_folder, tmp_path, texts) == found
-
-
-def test_a_document_holds_its_facts_once(model_folder):
-    loaded = load(str(model_folder), "fp16")
-    text = loaded.tokenizer.encode("\n".join(passages("evaluation").values()))
-    made = questions.document(loaded, text, 0, 1200, 1200, questions.NAMES)
-    assert made.length == 1200 and set(made.spans) == set(questions.NAMES)
-    body = loaded.tokenizer.decode(made.tokens[:1200])
-    for form in questions.FORMS:
-        ((start, end),) = made.spans[form]
-        answer = loaded.tokenizer.decode(made.tokens[start:end]).strip()
-        assert body.count(answer) >= 1, form
-    with pytest.raises(ValueError, match=r"has room for"):
-        questions.document(loaded, text[:50], 0, 1200, 1200, questions.NAMES)
-
-
-def test_defaults_without_a_gpu_are_few(monkeypatch, tmp_path):
-    for backend, presets, contexts in (("cpu", 5, 1), ("metal", 21, 5)):
-        monkeypatch.setattr(pretrained, "backend", lambda backend=backend: backend)
-        args = pretrained._checked(
-            pretrained._parser().parse_args(["--out", str(tmp_path / "runs")])
-        )
-        assert (len(args.kv), len(args.contexts)) == (presets, contexts)
-        assert tuple(args.models) == pretrained.MODELS
 
 
 def test_slips_are_one_line(subtests, tmp_path):

@@ -50,21 +50,6 @@ def check_an_unknown_option_is_one_line(capsys, name):
     assert re.fullmatch(rf"\[{name}\] .*--bogus; --help lists the options\n", printed.err)
 
 
-def test_a_mistake_is_one_line(subtests, capsys):
-    for name, arguments, message in [
-        ("structure", "/no/such/folder", "[structure] no checkout of mlxkv"),
-    ]:
-        with subtests.test(name=name, arguments=arguments, message=message):
-            check_a_mistake_is_one_line(capsys, name, arguments, message)
-
-
-def check_a_mistake_is_one_line(capsys, name, arguments, message):
-    with pytest.raises(SystemExit) as ended:
-        console.run_tool(lambda: main_of(name)(arguments.split()))
-    lines = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and len(lines) == 1 and message in lines[0]
-
-
 def test_the_readme_lists_every_command():
     text = (HOME / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"`python -m experiments\.([\w.]+)", text)) == set(COMMANDS)

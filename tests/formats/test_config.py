@@ -15,7 +15,7 @@ from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 
-DIMS = (64, 80, 128, 192, 512)
+DIMS = (64, 80, 192)
 
 
 def test_bits_per_value_is_what_pages_take(subtests):

@@ -71,11 +71,6 @@ def test_models_read_the_corpus_in_turn(no_documentation):
     assert firsts == sorted(firsts) and firsts[-1] < len(whole) / 5
 
 
-def test_without_a_bos_token_none_is_put_first(no_documentation):
-    with_bos, without = (evaluation_tokens(model(bos=bos), 100).tokens for bos in (0, None))
-    assert with_bos[0] == 0 and with_bos[1:] == without[:99]
-
-
 def test_longer_texts_go_on_with_the_documentation():
     text = evaluation_tokens(model(), sizes() + 5000)
     assert re.fullmatch(r"corpus evaluation \+ pydoc \d+\.\d+\.\d+\S*", text.name)
@@ -173,13 +168,6 @@ def test_built_in_texts_have_nothing_in_common():
         assert text.startswith(corpus.passages("evaluation")[kind][:500])
 
 
-def test_a_count_below_one_is_refused(subtests):
-    for count in [0, -1]:
-        with subtests.test(count=count):
-            with pytest.raises(UserError, match=f"at least 1 token .* got {count}"):
-                evaluation_tokens(model(), count)
-
-
 def test_calibration_and_evaluation_share_no_topic():
     topics = TOPICS()
     shares = {split: documentation(split) for split in corpus.SPLITS}
@@ -211,11 +199,3 @@ def test_the_same_text_in_every_process():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root, env=env)
     assert done.stdout.strip() == sha256(calibration_text().encode()).hexdigest()
-
-
-def test_a_real_tokenizer(loaded):
-    """The random model has a byte tokenizer of the hub's form, whose first token is `<s>`."""
-    text = evaluation_tokens(loaded, 3000)
-    assert text.name == "corpus evaluation" and len(text.tokens) == 3000
-    assert text.tokens[0] == loaded.tokenizer.bos_token_id
-    assert loaded.tokenizer.decode(text.tokens[1:200]) in corpus.passages("evaluation")["prose"]
