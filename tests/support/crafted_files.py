@@ -11,27 +11,12 @@ from pathlib import Path
 
 DEEP = 100_000  # brackets
 NAMES = [
-    "nn",
-    "os",
-    "__builtins__",
-    "QuantizedKVCache",
-    "CacheList",
-    "CompressedKVCache",
-    "",
+    *("nn", "os", "__builtins__", "QuantizedKVCache", "CacheList", "CompressedKVCache", ""),
     "\x1b[31mred",
 ]
 ODD = [
-    "",
-    "5",
-    "null",
-    "{}",
-    "NaN",
-    "[1e999]",
-    "[-1]",
-    "[true]",
-    "[9999999999]",
-    "[" * DEEP,
-    "\x1b[31mred\x07",
+    *("", "5", "null", "{}", "NaN", "[1e999]", "[-1]", "[true]", "[9999999999]"),
+    *("[" * DEEP, "\x1b[31mred\x07"),
 ]
 SIZES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I32": 4, "U32": 4, "I64": 8}
 Tensor = tuple[str, list[int], bytes]
@@ -92,10 +77,24 @@ def signed(data: bytes) -> bytes:
     return data[:at] + hashlib.sha256(whole).hexdigest().encode() + data[at + 64 :]
 
 
+Edit = Callable[[Crafted], object]
+Edits = Iterator[tuple[str, Edit]]
+
+
+def put(name: str, kind: str | None = None, shape=None, data: bytes | None = None) -> Edit:
+    """An edit of one tensor."""
+    return lambda crafted: crafted.set(name, kind, shape, data)
+
+
+def entry(name: str, text: str) -> Edit:
+    """An edit of one entry of the metadata."""
+    return lambda crafted: crafted.metadata.update({name: text})
+
+
 def cases(good: bytes, every: int = 1) -> Iterator[tuple[str, bytes]]:
     """Yield (name, file) of everything that must not be used. every: only every so many of them."""
-    made = [*_cuts(good), *_heads(good), *_entries(good), *_kinds(good), *_tensors(good)]
-    made += [*_numbers(good), *_said(good)]
+    edits = [*_entries(good), *_kinds(good), *_tensors(good), *_numbers(good), *_said(good)]
+    made = [*_cuts(good), *_heads(good), *((name, _changed(good, edit)) for name, edit in edits)]
     for name, make in made[::every]:
         yield name, make()
 
@@ -103,10 +102,10 @@ def cases(good: bytes, every: int = 1) -> Iterator[tuple[str, bytes]]:
 Made = Iterator[tuple[str, Callable[[], bytes]]]
 
 
-def _changed(good: bytes, change: Callable[[Crafted], object]) -> Callable[[], bytes]:
+def _changed(good: bytes, edit: Edit) -> Callable[[], bytes]:
     def make() -> bytes:
         crafted = Crafted(good)
-        change(crafted)
+        edit(crafted)
         return crafted.file()
 
     return make
@@ -129,121 +128,101 @@ def _heads(good: bytes) -> Made:
         "not UTF-8": "\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
     }.items():
         yield f"header: {name}", lambda text=text: whole.file(text)
-    first = next(iter(whole.tensors))
+
+    def tensor(kind: str, shape: list[int], offsets: list) -> dict:
+        return {"dtype": kind, "shape": shape, "data_offsets": offsets}
+
+    first, nothing = next(iter(whole.tensors)), tensor("F32", [0], [0, 0])
     for name, change in {
         "metadata is a list": {"__metadata__": [1]},
         "metadata holds numbers": {"__metadata__": whole.metadata | {"0.tokens": 5}},
         "no entries of ours": {"__metadata__": {"a": "b"}},
         "a tensor is a list": {first: []},
-        "offsets are text": {first: {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}},
-        "offsets go back": {first: {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}},
-        "a shape is negative": {first: {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}},
-        "a shape is huge": {
-            first: {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 4]}
-        },
-        "a type is unknown": {first: {"dtype": "Q9", "shape": [1], "data_offsets": [0, 4]}},
-        "a type that no cache has": {"0.x": {"dtype": "C64", "shape": [0], "data_offsets": [0, 0]}},
-        "a tensor of no layer": {"99.x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}},
-        "20,000 tensors": {
-            f"0.x{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(20_000)
-        },
+        "offsets are text": {first: tensor("F32", [1], ["0", "4"])},
+        "offsets go back": {first: tensor("F32", [1], [8, 4])},
+        "a shape is negative": {first: tensor("F32", [-1, -1], [0, 4])},
+        "a shape is huge": {first: tensor("F32", [1 << 40, 1 << 40], [0, 4])},
+        "a type is unknown": {first: tensor("Q9", [1], [0, 4])},
+        "a type that no cache has": {"0.x": tensor("C64", [0], [0, 0])},
+        "a tensor of no layer": {"99.x": nothing},
+        "20,000 tensors": {f"0.x{i}": nothing for i in range(20_000)},
     }.items():
         yield f"header: {name}", lambda change=change: whole.file(whole.head() | change)
 
 
-def _entries(good: bytes) -> Made:
+def _entries(good: bytes) -> Edits:
+    whole = Crafted(good).metadata
     spared = ("0.mlxkv_checksum", "0.mlxkv_version", "0.trims")
-    for name in Crafted(good).metadata:
+    for name in whole:
         if name.startswith("0.") and name not in spared:
-            yield f"{name} is missing", _changed(good, lambda c, name=name: c.metadata.pop(name))
+            yield f"{name} is missing", lambda c, name=name: c.metadata.pop(name)
     for name in ("tokens", "messages", "kv", "raw"):
         for text in ODD:
             if (name, text) not in {("messages", "[]"), ("messages", "")} or not text:
-                put = _changed(good, lambda c, n=name, t=text: c.metadata.update({f"0.{n}": t}))
-                yield f"{name}: {text[:12]!r}", put
-    for name in ("mlxkv_format", "fingerprint", "mlx_lm_version", "model"):
-        if name != "model":
-            put = _changed(good, lambda c, n=name: c.metadata.update({f"0.{n}": "\x1b[31mred\x07"}))
-            yield f"{name}: escapes", put
-    tokens = json.loads(Crafted(good).metadata["0.tokens"])
-    for name, found in {
+                yield f"{name}: {text[:12]!r}", entry(f"0.{name}", text)
+    for name in ("mlxkv_format", "fingerprint", "mlx_lm_version"):
+        yield f"{name}: escapes", entry(f"0.{name}", "\x1b[31mred\x07")
+    tokens, kv = (json.loads(whole[f"0.{name}"]) for name in ("tokens", "kv"))
+    messages = {
+        "a role with escapes": [{"role": "\x1b[31m", "content": "a"}],
+        "content that is a list": [{"role": "user", "content": [1]}],
+        "a message with more": [{"role": "user", "content": "a", "tool_calls": "b"}],
+    }
+    for name, text in {
         "one token less": tokens[:-1],
         "one token more": [*tokens, 1],
         "no tokens": [],
         "a token beyond the vocabulary": [*tokens[:-1], 1 << 30],
     }.items():
-        put = _changed(good, lambda c, t=found: c.metadata.update({"0.tokens": json.dumps(t)}))
-        yield name, put
-    for name, found in {
-        "a role with escapes": [{"role": "\x1b[31m", "content": "a"}],
-        "content that is a list": [{"role": "user", "content": [1]}],
-        "a message with more": [{"role": "user", "content": "a", "tool_calls": "b"}],
-    }.items():
-        put = _changed(good, lambda c, m=found: c.metadata.update({"0.messages": json.dumps(m)}))
-        yield f"messages: {name}", put
-    kv = json.loads(Crafted(good).metadata["0.kv"])
+        yield name, entry("0.tokens", json.dumps(text))
+    for name, text in messages.items():
+        yield f"messages: {name}", entry("0.messages", json.dumps(text))
     for name, change in {
         "a page of 1e300": {"page": 1e300},
         "another sink": {"sink": kv["sink"] + 1},
         "keys of no method": {"keys": {"quantizer": {"method": "os"}}},
     }.items():
-        text = json.dumps(kv | change)
-        yield f"kv: {name}", _changed(good, lambda c, t=text: c.metadata.update({"0.kv": t}))
+        yield f"kv: {name}", entry("0.kv", json.dumps(kv | change))
 
 
-def _kinds(good: bytes) -> Made:
+def _kinds(good: bytes) -> Edits:
     whole = Crafted(good).metadata
     kinds = {name: kind for name, kind in whole.items() if name.startswith("1.")}
     for place in list(kinds)[:2]:
         for kind in NAMES:
             if kind != kinds[place]:
-                put = _changed(good, lambda c, p=place, k=kind: c.metadata.update({p: k}))
-                yield f"class {kind[:20]!r} for {kinds[place]}", put
-    last = f"1.{len(kinds) - 1}"
-    yield "a class missing", _changed(good, lambda c: c.metadata.pop(last))
-    more = {f"1.{len(kinds)}": "KVCache"}
-    yield "a class too many", _changed(good, lambda c: c.metadata.update(more))
+                yield f"class {kind[:20]!r} for {kinds[place]}", entry(place, kind)
+    yield "a class missing", lambda c: c.metadata.pop(f"1.{len(kinds) - 1}")
+    yield "a class too many", entry(f"1.{len(kinds)}", "KVCache")
 
 
-def _tensors(good: bytes) -> Made:
+def _tensors(good: bytes) -> Edits:
     whole = Crafted(good)
     seen: set[tuple] = set()
     for name, (kind, shape, data) in whole.tensors.items():
-        flat = (prod(shape),)
-        layer, _, rest = name.partition(".")
-        place = (whole.metadata[f"1.{layer}"], rest)
+        layer, _, part = name.partition(".")
+        place = (whole.metadata[f"1.{layer}"], part)
         if place in seen:
             continue
         seen.add(place)
-        yield f"{place} missing", _changed(good, lambda c, n=name: c.tensors.pop(n))
+        yield f"{place} missing", lambda c, name=name: c.tensors.pop(name)
         if len(shape) < 3:
             continue
         half = [*shape[:2], shape[2] // 2, *shape[3:]]
-        size = prod(half) * SIZES[kind]
-        cut = _changed(good, lambda c, n=name, h=half, d=data[:size]: c.set(n, shape=h, data=d))
-        if rest != "asked":  # of fewer heads: they choose other tokens
-            yield f"{place}: half the rows", cut
-        two = [2, *shape[1:]]
-        yield (
-            f"{place}: twice the batch",
-            _changed(good, lambda c, n=name, s=two, d=data * 2: c.set(n, shape=s, data=d)),
-        )
-        yield (
-            f"{place}: flat",
-            _changed(good, lambda c, n=name, s=flat: c.set(n, shape=s)),
-        )
-        yield f"{place}: empty", _changed(good, lambda c, n=name: c.set(n, shape=[0], data=b""))
+        if part != "asked":  # of fewer heads: they choose other tokens
+            cut = data[: prod(half) * SIZES[kind]]
+            yield f"{place}: half the rows", put(name, shape=half, data=cut)
+        yield f"{place}: twice the batch", put(name, shape=[2, *shape[1:]], data=data * 2)
+        yield f"{place}: flat", put(name, shape=(prod(shape),))
+        yield f"{place}: empty", put(name, shape=[0], data=b"")
         if kind in ("F16", "F32", "BF16"):
-            for what, value in (("NaN", b"\xff" * 4), ("infinity", b"\x00\x7c" * 2)):
-                if what == "infinity" and kind != "F16":
-                    value = struct.pack("<f", float("inf"))
-                bad = data[: len(data) - 4] + value
-                yield f"{place}: {what}", _changed(good, lambda c, n=name, d=bad: c.set(n, data=d))
-            other = {2: "I16", 4: "I32"}[SIZES[kind]]
-            yield f"{place}: integers", _changed(good, lambda c, n=name, k=other: c.set(n, k))
+            infinity = b"\x00\x7c" * 2 if kind == "F16" else struct.pack("<f", float("inf"))
+            for what, value in (("NaN", b"\xff" * 4), ("infinity", infinity)):
+                yield f"{place}: {what}", put(name, data=data[: len(data) - 4] + value)
+            yield f"{place}: integers", put(name, {2: "I16", 4: "I32"}[SIZES[kind]])
 
 
-def _numbers(good: bytes) -> Made:
+def _numbers(good: bytes) -> Edits:
     """Of mlx-lm's own caches: tokens, window, place of the next token."""
     whole = Crafted(good)
     flags = [name for name in whole.metadata if name.startswith("2.") and name[2:].endswith(".0")]
@@ -254,53 +233,42 @@ def _numbers(good: bytes) -> Made:
         if place in seen:
             continue
         seen.add(place)
-        kind, _, data = whole.tensors[name]
+        _, _, data = whole.tensors[name]
         value = int.from_bytes(data, "little", signed=True)
         others = {value + 1, -1, 1 << 30}
         if place != ("RotatingKVCache", "5"):  # a ring may begin anywhere
             others |= {value - 1, 0, value * 2} - {value}
         for other in sorted(others):
-            yield f"{place} is {other}", _changed(good, lambda c, n=name, v=other: c.number(n, v))
-        yield (
-            f"{place}: two numbers",
-            _changed(good, lambda c, n=name, d=data: c.set(n, shape=[2], data=d * 2)),
-        )
-        yield (
-            f"{place}: a float",
-            _changed(good, lambda c, n=name, v=value: c.set(n, "F32", [], struct.pack("<f", v))),
-        )
+            yield f"{place} is {other}", lambda c, n=name, v=other: c.number(n, v)
+        yield f"{place}: two numbers", put(name, shape=[2], data=data * 2)
+        yield f"{place}: a float", put(name, "F32", [], struct.pack("<f", value))
         for what in ("string", "os"):
-            put = _changed(good, lambda c, f=flag, w=what: c.metadata.update({f"{f[:-1]}1": w}))
-            yield f"{place} is called a {what!r}", put
-        gone = _changed(good, lambda c, f=flag: c.metadata.update({f: "9.9"}))
-        yield f"{place} is called another tensor's", gone
+            yield f"{place} is called a {what!r}", entry(f"{flag[:-1]}1", what)
+        yield f"{place} is called another tensor's", entry(flag, "9.9")
 
 
-def _said(good: bytes) -> Made:
+def _said(good: bytes) -> Edits:
     """The headers of compressed caches."""
     whole = Crafted(good)
     name = next((name for name in whole.tensors if name.endswith(".header")), None)
     if name is None:
         return
+
+    def say(**entries) -> Edit:
+        return lambda c: c.say(name, **entries)
+
     said = json.loads(whole.tensors[name][2])
     for text in [*ODD, "[]", '{"version":1e999}', '{"version":' + "[" * 5000]:
-        yield f"cache header: {text[:12]!r}", _changed(good, lambda c, t=text: c.text(name, t))
+        yield f"cache header: {text[:12]!r}", lambda c, text=text: c.text(name, text)
     for key in ("version", "config", "offset", "pages"):
-        yield f"cache header: no {key}", _changed(good, lambda c, k=key: c.say(name, **{k: None}))
+        yield f"cache header: no {key}", say(**{key: None})
         more = said[key] + 1 if key != "config" else 7
         for value in (-1, more, 1 << 40, "a", True):
-            put = _changed(good, lambda c, k=key, v=value: c.say(name, **{k: v}))
-            yield f"cache header: {key} {value!r}", put
+            yield f"cache header: {key} {value!r}", say(**{key: value})
     for key, value in {"sink": 1, "page": 1 << 20, "recent": 0, "keep": 0.5}.items():
-        if said["config"].get(key) == value:
-            continue
-        config = said["config"] | {key: value}
-        yield (
-            f"cache header: {key} {value}",
-            _changed(good, lambda c, v=config: c.say(name, config=v)),
-        )
-    long = "[" + " " * (2 << 20) + "]"
-    yield "cache header: 2 MiB", _changed(good, lambda c: c.text(name, long))
+        if said["config"].get(key) != value:
+            yield f"cache header: {key} {value}", say(config=said["config"] | {key: value})
+    yield "cache header: 2 MiB", lambda c: c.text(name, "[" + " " * (2 << 20) + "]")
 
 
 def odd_files(folder: Path, name: str) -> Iterator[tuple[str, Callable[[], None]]]:
