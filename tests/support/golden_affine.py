@@ -1,4 +1,4 @@
-"""Golden tensors of transforms, affine codes, packing and attention, and the inputs of other tables.
+"""Golden tensors of transforms, affine codes, packing, attention and latents, and the inputs of other tables.
 
 Inputs are float16-exact, so every backend starts from the same numbers.
 """
@@ -6,6 +6,7 @@ Inputs are float16-exact, so every backend starts from the same numbers.
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import numpy as np
 
@@ -54,6 +55,28 @@ def near(
     return ref._ungrouped(edge | unsure[..., None], axis, x.shape[-1])
 
 
+def coded(
+    key: str,
+    x: np.ndarray,
+    form: tuple[int, int, bool, str, float],
+    parts: tuple[str, ...] = ("codes", "scale", "bias", "near"),
+) -> tuple[dict, np.ndarray]:
+    """Encode x [..., T, D]: (these parts of what is stored, by "KEY.PART"; what it decodes to).
+
+    form: bits, group (0: the whole vector or page), symmetric, axis, clip. Symmetric codes have no bias.
+    """
+    bits, group, symmetric, axis, share = form
+    group = ref.group_size(group, x.shape[-1 if axis == "token" else -2])
+    codes, scale, bias = ref.affine_encode(x, bits, group, symmetric, axis, share)
+    made = {"codes": codes, "scale": scale.astype(np.float16)}
+    if not symmetric:
+        made["bias"] = bias.astype(np.float16)
+    if "near" in parts:
+        made["near"] = np.packbits(near(x, bits, group, symmetric, axis, share))
+    decoded = ref.affine_decode(codes, scale, bias, group, axis)
+    return {f"{key}.{name}": y for name, y in made.items() if name in parts}, decoded
+
+
 def transforms(rng) -> dict:
     out = {}
     for dims in DIMS:
@@ -71,30 +94,16 @@ def transforms(rng) -> dict:
 def affine(rng) -> dict:
     """Codes of untransformed inputs: every width, group and axis; group 0 is the whole vector or page."""
     out = {}
+    shapes = ("token", 16), ("token", 32), ("token", 0), ("channel", 32), ("channel", 0)
     for dims in (64, 80):
         x = inputs(rng, 1, 1, PAGE, dims)
         x[0, 0, 5] = 0.0  # a group of zeros
         x[0, 0, 6] = 1.5  # a constant group
         out[f"x.{dims}"] = x.astype(np.float16)
-        for bits in (2, 3, 4, 8):
-            for symmetric in (False, True):
-                for axis, group in (
-                    ("token", 16),
-                    ("token", 32),
-                    ("token", 0),
-                    ("channel", 32),
-                    ("channel", 0),
-                ):
-                    size = ref.group_size(group, dims if axis == "token" else PAGE)
-                    codes, scale, bias = ref.affine_encode(x, bits, size, symmetric, axis)
-                    key = f"{dims}.{bits}.{'sym' if symmetric else 'asym'}.{axis}.{group}"
-                    out[f"{key}.codes"] = codes
-                    out[f"{key}.scale"] = scale.astype(np.float16)
-                    if not symmetric:
-                        out[f"{key}.bias"] = bias.astype(np.float16)
-                    out[f"{key}.near"] = np.packbits(near(x, bits, size, symmetric, axis))
-                    decoded = ref.affine_decode(codes, scale, bias, size, axis)
-                    out[f"{key}.decoded"] = decoded[:, :, ::DECODED].astype(np.float32)
+        for bits, symmetric, (axis, group) in product((2, 3, 4, 8), (False, True), shapes):
+            key = f"{dims}.{bits}.{'sym' if symmetric else 'asym'}.{axis}.{group}"
+            made, decoded = coded(key, x, (bits, group, symmetric, axis, 1.0))
+            out |= made | {f"{key}.decoded": decoded[:, :, ::DECODED].astype(np.float32)}
     return out
 
 
@@ -117,14 +126,8 @@ def clip(rng) -> dict:
             (b, g, False, c) for b in (2, 3, 4) for g in (*whole, 64, 32) for c in (0.96, 0.92)
         ]
         for bits, group, symmetric, share in (*plain, (3, 0, True, 0.92), (4, 32, True, 0.88)):
-            size = ref.group_size(group, dims)
-            codes, scale, bias = ref.affine_encode(x, bits, size, symmetric, "token", share)
             key = f"{dims}.{bits}.{'sym' if symmetric else 'asym'}.{group}.{share * 100:.0f}"
-            out[f"{key}.codes"] = codes
-            out[f"{key}.scale"] = scale.astype(np.float16)
-            if not symmetric:
-                out[f"{key}.bias"] = bias.astype(np.float16)
-            out[f"{key}.near"] = np.packbits(near(x, bits, size, symmetric, "token", share))
+            out |= coded(key, x, (bits, group, symmetric, "token", share))[0]
     return out
 
 
@@ -157,15 +160,10 @@ def encode(rng) -> dict:
     for dims in (64, 96, 128, 256):
         x = inputs(rng, 1, 2, PAGE, dims)
         out[f"x.{dims}"] = x.astype(np.float16)
-        for name, (transform, bits, group, symmetric, axis, share) in SIDES.items():
-            if transform == "hadamard" and dims == 96:
-                continue
-            y = x @ ref.transform(transform, dims, 0)[0]
-            group = ref.group_size(group, dims if axis == "token" else PAGE)
-            codes, scale, _ = ref.affine_encode(y, bits, group, symmetric, axis, share)
-            out[f"{name}.{dims}.codes"] = codes
-            out[f"{name}.{dims}.scale"] = scale.astype(np.float16)
-            out[f"{name}.{dims}.near"] = np.packbits(near(y, bits, group, symmetric, axis, share))
+        for name, (transform, *form) in SIDES.items():
+            if transform != "hadamard" or dims != 96:
+                y = x @ ref.transform(transform, dims, 0)[0]
+                out |= coded(f"{name}.{dims}", y, form, ("codes", "scale", "near"))[0]
     return out
 
 
@@ -201,52 +199,68 @@ def softcap(rng) -> dict:
 def attention(rng, cases=None) -> dict:
     """Attention over given codes, so that no encoder's ties blur it."""
     out = {}
-    for case, (
-        dims,
-        heads,
-        kv_heads,
-        sink,
-        pages,
-        live,
-        new,
-        *names,
-        mask,
-        logits,
-        cap,
-    ) in ((case, (*row, None)[:12]) for case, row in (cases or CASES).items()):
-        total = sink + pages * PAGE + live
+    for case, row in (cases or CASES).items():
+        dims, heads, kv_heads, sink, pages, live, new, *names, mask, logits = row[:11]
+        total, body = sink + pages * PAGE + live, slice(sink, sink + pages * PAGE)
         q = rng.standard_normal((1, heads, new, dims)).astype(np.float16).astype(np.float64)
         out[f"{case}.q"] = q.astype(np.float16)
         whole = []
         for letter, name in zip("kv", names, strict=True):
-            x = inputs(rng, 1, kv_heads, total, dims)
-            transform, bits, group, symmetric, axis, _ = SIDES[name]
+            x, key = inputs(rng, 1, kv_heads, total, dims), f"{case}.{letter}"
+            transform, *form = SIDES[name]
             down, up = ref.transform(transform, dims, 0)
-            body = slice(sink, sink + pages * PAGE)
-            group = ref.group_size(group, dims if axis == "token" else PAGE)
-            codes, scale, bias = ref.affine_encode(
-                x[:, :, body] @ down, bits, group, symmetric, axis
-            )
-            out[f"{case}.{letter}.sink"] = x[:, :, :sink].astype(np.float16)
-            out[f"{case}.{letter}.live"] = x[:, :, body.stop :].astype(np.float16)
-            out[f"{case}.{letter}.codes"] = codes
-            out[f"{case}.{letter}.scale"] = scale.astype(np.float16)
-            if not symmetric:
-                out[f"{case}.{letter}.bias"] = bias.astype(np.float16)
-            x[:, :, body] = ref.affine_decode(codes, scale, bias, group, axis) @ up
+            out[f"{key}.sink"] = x[:, :, :sink].astype(np.float16)
+            out[f"{key}.live"] = x[:, :, body.stop :].astype(np.float16)
+            form[-1] = 1.0  # no clip
+            made, decoded = coded(key, x[:, :, body] @ down, form, ("codes", "scale", "bias"))
+            out |= made
+            x[:, :, body] = decoded @ up
             whole.append(x)
-        window = 50 if mask == "window" else None
-        m = None if mask == "none" else ref.causal_mask(new, total, window)
+        m = None
+        if mask != "none":
+            m = ref.causal_mask(new, total, 50 if mask == "window" else None)
         if mask == "additive":
-            m = np.where(m, rng.standard_normal(m.shape), -1e9)
+            m = np.where(m, rng.standard_normal(m.shape), -1e9).astype(np.float32)
         if mask in ("additive", "window"):
-            out[f"{case}.mask"] = m.astype(np.float32) if mask == "additive" else m
-            m = m.astype(np.float32).astype(np.float64) if mask == "additive" else m
+            out[f"{case}.mask"] = m
+        if mask == "additive":
+            m = m.astype(np.float64)
         sinks = None
         if logits:
             sinks = rng.standard_normal(heads).astype(np.float16).astype(np.float64)
             out[f"{case}.sinks"] = sinks.astype(np.float16)
+        cap = row[11] if len(row) > 11 else None
         out[f"{case}.out"] = ref.attention(q, *whole, dims**-0.5, m, sinks, cap).astype(np.float32)
+    return out
+
+
+HEADS, ROTARY, LATENT_PAGE = 2, 64, 32
+LATENT_SIDES = {  # transform, bits, group, symmetric, axis, clip
+    "token-int8": ("none", 8, 64, False, "token", 1.0),
+    "channel-int4": ("none", 4, 32, False, "channel", 1.0),
+    "srft-int4": ("srft", 4, 32, True, "token", 1.0),
+    "hadamard-int3": ("hadamard", 3, 64, False, "token", 1.0),
+}
+
+
+def latents(rng, dims: int = 512) -> dict:
+    """Codes of 512 latent dims, as nearly all models have, one page of which attention with absorbed queries reads
+    as keys and as values, with rotary scores beside."""
+    x = inputs(rng, 1, 1, LATENT_PAGE, dims)
+    x /= np.sqrt(
+        (x**2).mean(-1, keepdims=True)
+    )  # as kv_a_layernorm leaves them: of size 1, then weights
+    x = (x * np.exp(0.5 * rng.standard_normal(dims))).astype(np.float16).astype(np.float64)
+    out = {f"x.{dims}": x.astype(np.float16)}
+    q = rng.standard_normal((1, HEADS, 1, dims)).astype(np.float16).astype(np.float64)
+    q_pe, k_pe = (rng.standard_normal((1, n, t, ROTARY)) for n, t in ((HEADS, 1), (1, LATENT_PAGE)))
+    bias = ref.rotary_scores(q_pe, k_pe, ROTARY**-0.5).astype(np.float32)
+    for name, (transform, *form) in LATENT_SIDES.items():
+        down, up = ref.transform(transform, dims, 0)
+        made, decoded = coded(key := f"{name}.{dims}", x @ down, form)
+        given = q, decoded @ up, decoded @ up, dims**-0.5, bias.astype(np.float64)
+        out |= made | {f"{key}.q": q.astype(np.float16), f"{key}.mask": bias}
+        out[f"{key}.out"] = ref.attention(*given).astype(np.float32)
     return out
 
 
@@ -271,4 +285,5 @@ TABLES = {  # name: seed, maker, what the header says beside version and seed
     "clip": (SEED + 4, clip, {}),
     "attention": (SEED + 9, attention, {"cases": json.dumps(attention_cases(CASES))}),
     "softcap": (SEED + 40, softcap, {"cases": json.dumps(attention_cases(CAPPED))}),
+    "latent": (SEED + 40, latents, {"sides": json.dumps(LATENT_SIDES)}),
 }

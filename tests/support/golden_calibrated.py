@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from golden_affine import PAGE, SEED, inputs, near
+from golden_affine import PAGE, SEED, coded, inputs, near
 from golden_learned import learned
 
 from mlxkv.spec import affine as ref
@@ -44,6 +44,17 @@ def oscar(rng) -> dict:
     return out
 
 
+def balanced_pair(out: dict, key: str, noise: np.ndarray, reads: np.ndarray) -> list[np.ndarray]:
+    """The pair (down, up), each [G, D, D] float32, made from the moments of each kv head, which goes into `out`."""
+    made = []
+    for two in zip(noise, reads, strict=True):
+        two = (balanced_ref.regular(one.astype(np.float64)) for one in two)
+        made.append(balanced_ref.pair(balanced_ref.balanced(*two)[0]))
+    pair = [np.stack(x).astype(np.float32) for x in zip(*made, strict=True)]
+    out[f"{key}.down"], out[f"{key}.up"] = pair
+    return pair
+
+
 def balanced(rng) -> dict:
     """Balanced transforms: second moments of what is stored and of what reads it, the pair (down, up) of
     each kv head made from them in float32, codes after it, attention over such a page."""
@@ -64,13 +75,7 @@ def balanced(rng) -> dict:
         for letter, x in (("k", k), ("v", v)):
             both = [y.astype(np.float32) for y in (oscar_ref.own_target(x), reads[letter])]
             out[f"{dims}.{letter}.noise"], out[f"{dims}.{letter}.reads"] = both
-            made = []
-            for two in zip(*both, strict=True):
-                two = (balanced_ref.regular(one.astype(np.float64)) for one in two)
-                made.append(balanced_ref.pair(balanced_ref.balanced(*two)[0]))
-            pairs[letter] = tuple(np.stack(x).astype(np.float32) for x in zip(*made, strict=True))
-            for name, x in zip(("down", "up"), pairs[letter], strict=True):
-                out[f"{dims}.{letter}.{name}"] = x
+            pairs[letter] = balanced_pair(out, f"{dims}.{letter}", *both)
         out |= page(f"{dims}", q, {"k": k, "v": v}, pairs)
     return out
 
@@ -135,13 +140,7 @@ def centred(rng) -> dict:
         ]
         pairs = {}
         for letter, *both in zip("kv", (below, oscar_ref.own_target(v)), reads, strict=True):
-            made = []
-            for two in zip(*both, strict=True):
-                two = (balanced_ref.regular(one.astype(np.float64)) for one in two)
-                made.append(balanced_ref.pair(balanced_ref.balanced(*two)[0]))
-            pairs[letter] = tuple(np.stack(x).astype(np.float32) for x in zip(*made, strict=True))
-            for name, x in zip(("down", "up"), pairs[letter], strict=True):
-                out[f"{key}.{letter}.{name}"] = x
+            pairs[letter] = balanced_pair(out, f"{key}.{letter}", *both)
         out |= {f"{key}.k.came": came.astype(np.float16), f"{key}.k.mean": mean.astype(np.float32)}
         out |= {f"{key}.k.noise": noise, f"{key}.k.reads": reads[0]}
         out |= page(key, q, {"k": k, "v": v}, pairs)
@@ -159,19 +158,10 @@ def page(key: str, q, tensors: dict, pairs: dict, forms: dict = FORMS) -> dict:
     out, whole, dims, total = {f"{key}.q": q.astype(np.float16)}, [], q.shape[3], q.shape[2]
     for letter, (bits, group, symmetric, share) in forms.items():
         x, (down, up) = tensors[letter], (one.astype(np.float64) for one in pairs[letter])
-        stored = x[:, :, :PAGE] @ down
-        size = ref.group_size(group, dims)
-        codes, numbers, bias = ref.affine_encode(stored, bits, size, symmetric, "token", share)
-        out[f"{key}.{letter}.x"] = x.astype(np.float16)
-        out[f"{key}.{letter}.codes"] = codes
-        out[f"{key}.{letter}.scale"] = numbers.astype(np.float16)
-        if not symmetric:
-            out[f"{key}.{letter}.bias"] = bias.astype(np.float16)
-        unsure = near(stored, bits, size, symmetric, "token", share)
-        out[f"{key}.{letter}.near"] = np.packbits(unsure)
-        x = x.copy()
-        x[:, :, :PAGE] = ref.affine_decode(codes, numbers, bias, size, "token") @ up
-        whole.append(x)
+        form = bits, group, symmetric, "token", share
+        made, decoded = coded(f"{key}.{letter}", x[:, :, :PAGE] @ down, form)
+        out |= made | {f"{key}.{letter}.x": x.astype(np.float16)}
+        whole.append(np.concatenate([decoded @ up, x[:, :, PAGE:]], 2))
     mask = ref.causal_mask(3, total)
     result = ref.attention(q[:, :, -3:], *whole, dims**-0.5, mask)
     return out | {f"{key}.out": result.astype(np.float32)}

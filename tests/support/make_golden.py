@@ -10,7 +10,6 @@ import golden_affine
 import golden_calibrated
 import golden_codebook
 import golden_fill
-import golden_latent
 import golden_oja
 import golden_tile
 import numpy as np
@@ -23,7 +22,6 @@ TABLES = {
     **golden_calibrated.TABLES,
     **golden_codebook.TABLES,
     **golden_fill.TABLES,
-    **golden_latent.TABLES,
     **golden_oja.TABLES,
     **golden_tile.TABLES,
 }
