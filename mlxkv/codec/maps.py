@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -14,11 +15,13 @@ from mlxkv.codec import transform
 from mlxkv.codec.transform import Centre, Transform
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.calibration import artifact, layers
-from mlxkv.formats.calibration.artifact import SIDES, Calibration
-from mlxkv.formats.calibration.layers import Kinds
 from mlxkv.formats.config import CALIBRATED, CENTRED, FILLED, PCA, SCALED, SHARED
 from mlxkv.formats.lowrank import DIMS, LowRank
+
+if TYPE_CHECKING:  # without a calibrated preset nothing of calibrations is imported
+    from mlxkv.formats.calibration.artifact import Calibration
+
+Kinds = tuple[str, str]  # of keys and of values
 
 ROTATED: Kinds = (CALIBRATED, CALIBRATED)
 
@@ -87,6 +90,8 @@ def of(
 
     kinds: `CacheConfig.fitted`. Raises UserError for kinds that the calibration does not have.
     """
+    from mlxkv.formats.calibration import layers
+
     layers.check_kinds(calibration, kinds)
     return {
         name: _shared(
@@ -97,6 +102,9 @@ def of(
 
 
 def _of_layer(calibration: Calibration, kinds: Kinds, name: str) -> LayerMaps:
+    from mlxkv.formats.calibration import layers
+    from mlxkv.formats.calibration.artifact import SIDES
+
     layer, sides = calibration.layers[name], []
     triples = zip(kinds, SIDES, layers.pairs(calibration, kinds, name), strict=True)
     for kind, side, pair in triples:
@@ -120,6 +128,8 @@ def folded(layer_maps: LayerMaps, yes: bool = True) -> LayerMaps:
 def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
     """The maps of the kv heads of process `rank` of `size`; `model.shard` of mlx-lm gives each an equal
     run of heads. Raises UserError where heads cannot be shared evenly."""
+    from mlxkv.formats.calibration import layers
+
     sides, centre = [], layer_maps.centre
     if centre is not None:
         part = layers.share(len(centre.mean), rank, size, layer_maps.layer)
@@ -150,6 +160,8 @@ def find(digest: str, layer: str, folds: bool = False, kinds: Kinds = ROTATED) -
         return layer_maps
     if (layer_maps := _at_hand.get((digest, layer, kinds, not folds))) is not None:
         return folded(layer_maps, folds)
+    from mlxkv.formats.calibration import artifact
+
     calibration = artifact.with_digest(digest)
     if calibration is None or layer not in calibration.layers:
         raise UserError(
@@ -162,6 +174,8 @@ def find(digest: str, layer: str, folds: bool = False, kinds: Kinds = ROTATED) -
 @lru_cache(maxsize=8)
 def sample(heads: int, dims: tuple[int, int], kinds: Kinds = ROTATED) -> LayerMaps:
     """Random maps for heads of (key, value) dims, to try or time kernels with."""
+    from mlxkv.formats.calibration import layers
+
     sides = map(_random, kinds, (heads, heads), dims)
     mean = np.cos(np.arange(heads * dims[0])).reshape(heads, dims[0])
     return LayerMaps(
