@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ from safetensors.numpy import load_file, save
 from mlxkv import console, files, untrusted
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.calibration import balance
+from mlxkv.formats.calibration import balance as balances
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.contents import (
     FIELDS,
@@ -91,21 +92,31 @@ def read(path: Path | str) -> Calibration:
             )
             for side, floored, clips, lacking in zip(SIDES, *parts, strict=True):
                 place = f"layer {name}, {side}"
+                check = partial(_check_numbers, path, place)
                 values, vectors = (tensors[f"{name}.{side}.{part}"] for part in TENSORS)
-                _check_basis(path, place, values, vectors, entry["kv_heads"])
+                heads, dims = values.shape
+                if heads not in (1, entry["kv_heads"]):
+                    raise ValueError(f"{place}: {heads} heads")
+                check(values, (heads, dims), "eigenvalues")
+                check(vectors, (heads, dims, dims))
+                if (off := matrices.off_orthonormal(vectors)) > ORTHONORMAL:
+                    raise fault(path, f"is not orthonormal in {place}: off by {off:.2g}")
                 _check_clips(path, place, clips)
                 balance = None
                 if lacking is not None:
                     down, sigma = (tensors[f"{name}.{side}.{part}"] for part in MORE)
                     balance = Balance(down, sigma, whole(lacking, "lacking"))
-                    _check_balance(path, place, balance, values.shape)
-                peaks = tensors.get(f"{name}.{side}.{PEAKS}")
-                _check_peaks(path, place, peaks, values.shape)
+                    check(sigma, (heads, dims), "sigmas")
+                    check(down, (heads, dims, dims))
+                    if reason := balances.fault(down):
+                        raise fault(
+                            path, f"holds a transform that is not invertible in {place}: {reason}"
+                        )
+                if (peaks := tensors.get(f"{name}.{side}.{PEAKS}")) is not None:
+                    check(peaks, (heads, dims), "peaks")
                 mean = tensors.get(f"{name}.{side}.{MEAN}") if side == "keys" else None
-                if mean is not None and mean.shape != (entry["kv_heads"], values.shape[1]):
-                    raise ValueError(f"{place}: shape {mean.shape}")
                 if mean is not None:
-                    _check_numbers(path, place, mean)
+                    check(mean, (entry["kv_heads"], dims))
                 floored = whole(floored, "floored")
                 sides[side] = Basis(values, vectors, floored, clips, balance, peaks, mean)
             layers[name] = Layer(whole(entry["kv_heads"], "kv_heads", 1), **sides)
@@ -157,45 +168,17 @@ def _open(path: Path, tensors: bool) -> tuple[dict, dict[str, np.ndarray]]:
         raise fault(path, "is no safetensors file, or only part of one") from None
 
 
-def _check_basis(
-    path: Path, place: str, values: np.ndarray, vectors: np.ndarray, kv_heads: int
+def _check_numbers(
+    path: Path, place: str, x: np.ndarray, shape: tuple[int, ...], positive: str = ""
 ) -> None:
-    heads, dims = values.shape
-    if vectors.shape != (heads, dims, dims) or heads not in (1, kv_heads):
-        raise ValueError(f"{place}: shapes {values.shape}, {vectors.shape}")
-    _check_numbers(path, place, values, vectors)
-    if (values <= 0).any():
-        raise fault(path, f"holds eigenvalues that are not positive in {place}")
-    if (off := matrices.off_orthonormal(vectors)) > ORTHONORMAL:
-        raise fault(path, f"is not orthonormal in {place}: off by {off:.2g}")
-
-
-def _check_balance(path: Path, place: str, transform: Balance, shape: tuple[int, int]) -> None:
-    """Raise UserError or ValueError on a faulty transform. shape: the eigenvalues', already checked."""
-    if transform.sigma.shape != shape or transform.down.shape != (*shape, shape[1]):
-        raise ValueError(f"{place}: shapes {transform.sigma.shape}, {transform.down.shape}")
-    _check_numbers(path, place, transform.sigma, transform.down)
-    if (transform.sigma <= 0).any():
-        raise fault(path, f"holds sigmas that are not positive in {place}")
-    if reason := balance.fault(transform.down):
-        raise fault(path, f"holds a transform that is not invertible in {place}: {reason}")
-
-
-def _check_peaks(path: Path, place: str, peaks: np.ndarray | None, shape: tuple[int, int]) -> None:
-    """Raise UserError or ValueError on faulty peaks. shape: the eigenvalues', already checked."""
-    if peaks is None:
-        return
-    if peaks.shape != shape:
-        raise ValueError(f"{place}: shape {peaks.shape}")
-    _check_numbers(path, place, peaks)
-    if (peaks <= 0).any():
-        raise fault(path, f"holds peaks that are not positive in {place}")
-
-
-def _check_numbers(path: Path, place: str, *arrays: np.ndarray) -> None:
-    for x in arrays:
-        if x.dtype != np.float32 or not np.isfinite(x).all():
-            raise fault(path, f"holds NaN, infinity or no float32 numbers in {place}")
+    """Raise ValueError for another shape, UserError for numbers that are not float32 and finite. positive: what to call
+    numbers that have to be above 0."""
+    if x.shape != shape:
+        raise ValueError(f"{place}: shape {x.shape}")
+    if x.dtype != np.float32 or not np.isfinite(x).all():
+        raise fault(path, f"holds NaN, infinity or no float32 numbers in {place}")
+    if positive and (x <= 0).any():
+        raise fault(path, f"holds {positive} that are not positive in {place}")
 
 
 def _check_clips(path: Path, place: str, clips: Mapping[str, float]) -> None:
