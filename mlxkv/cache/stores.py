@@ -32,14 +32,14 @@ from mlxkv.formats.records import NAMES, record_layout
 from mlxkv.metal import attend, launch, seal
 
 
-class Form:
+class PageKind:
     """Stands for what a trace over pages takes for granted beside shapes."""
 
 
-_forms: WeakValueDictionary[tuple, Form] = WeakValueDictionary()
+_forms: WeakValueDictionary[tuple, PageKind] = WeakValueDictionary()
 
 
-class Store:
+class PageStore:
     """Sealed pages and what encodes more of them. A subclass defines `encode` and `snapshot`.
 
     plan: which kernels read them. emulated: whether no trace can hold these kernels. way: how pages are encoded, of
@@ -68,21 +68,21 @@ class Store:
     def __deepcopy__(self, memo):
         return self._with_pages(deepcopy(self.pages, memo))
 
-    def empty(self) -> Store:
+    def empty(self) -> PageStore:
         """A store of the same kind without pages."""
         return self._with_pages(Pages())
 
-    def _with_pages(self, pages: Pages) -> Store:
+    def _with_pages(self, pages: Pages) -> PageStore:
         store = copy(self)  # all but the pages is shared: MLX's kernel builders cannot be copied
         store.pages, store._all = pages, None
         return store
 
     @cached_property
-    def form(self) -> Form:
+    def form(self) -> PageKind:
         """The same for stores whose pages are read by the same code, with the same transforms."""
         transforms = (code.transform for code in self.codecs)
         key = type(self), self.config, self.dims, *transforms, self.plan.body, self.plan.make
-        return _forms.setdefault(key, Form())
+        return _forms.setdefault(key, PageKind())
 
     @property
     def count(self) -> int:
@@ -130,7 +130,7 @@ class Store:
         return list(self.pages.arrays.values())
 
 
-class Codes(Store):
+class Codes(PageStore):
     """Sealed pages for plain ops: the arrays of both sides, by (side, name).
 
     sides: those that it holds.
@@ -194,7 +194,7 @@ class LatentCodes(Codes):
         return LatentPages(self.codecs[:1] * 2, (latents, latents), tokens, self.plan, coded)
 
 
-class Records(Store):
+class Records(PageStore):
     """Sealed pages for kernels that `make` builds, tiles or the portable ones: a buffer of page
     records, and one of headers for formats that have them."""
 
@@ -235,7 +235,7 @@ class Records(Store):
         buffer, headers = arrays["records"], arrays.get("headers")
         return RecordPages(self.codecs, self.plan, buffer, tokens, headers)
 
-    def is_like(self, store: Store) -> bool:
+    def is_like(self, store: PageStore) -> bool:
         """Return whether the same kernels read the pages of both."""
         kinds = ((type(x), x.config, x.dims) for x in (self, store))
         return next(kinds) == next(kinds) and self.plan == store.plan
@@ -258,7 +258,7 @@ class Records(Store):
         }
 
     def read(self, start: int, stop: int) -> RecordPages:
-        """As `Store.read`; from the first page on it copies nothing."""
+        """As `PageStore.read`; from the first page on it copies nothing."""
         if start:
             return super().read(start, stop)
         return self.snapshot(self.pages.arrays, stop * self.config.page)

@@ -7,7 +7,7 @@ Sealed pages are read through snapshots, which a store returns. All have the sam
     parts                runs of pages of one transform, in the order of their tokens
     decode(side, dtype)  keys (side 0) or values (1) as attention sees them, [B, G, T, D]
 
-Snapshots of one run (`Run`) also have the parts of an attention over them. Shapes: q [B, G, N, D], p [B, G, N, T],
+Snapshots of one run (`PageRun`) also have the parts of an attention over them. Shapes: q [B, G, N, D], p [B, G, N, T],
 both float32.
 
     scorer()             a function of q: q . k^ for every token, [B, G, N, T]; keys are decoded once for several q
@@ -72,13 +72,13 @@ def joined(*pairs: Iterable[mx.array]) -> Pair:
 
 
 @dataclass(frozen=True)
-class Run:
+class PageRun:
     """Pages of one transform."""
 
     codecs: tuple[Codec, Codec]
 
     @property
-    def parts(self) -> tuple[Run]:
+    def parts(self) -> tuple[PageRun]:
         return (self,)
 
     @property
@@ -90,7 +90,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class CodePages(Run):
+class CodePages(PageRun):
     """Pages as plain ops read them. tokens: in these pages."""
 
     stored: tuple[Stored, Stored]
@@ -115,7 +115,7 @@ class CodePages(Run):
 
 
 @dataclass(frozen=True)
-class RecordPages(Run):
+class RecordPages(PageRun):
     """Pages as kernels read them: the first `tokens` / 16 records of `buffer` [B, G, capacity, words],
     and the headers of the pages, where the format has any."""
 
