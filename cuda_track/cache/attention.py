@@ -36,32 +36,24 @@ def attend(
     mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T].
     sink_logits: [H], of attention sinks (gpt-oss). softcap: scores are bent to stay below it (Gemma 2).
     """
-    if softcap is None or why_not(queries, view, mask) is None:
-        out = _attend(queries, view, scale, mask, sink_logits, softcap)
-    elif view.pages is None or queries.shape[2] > DECODE_TOKENS:
-        both = view.whole(queries.dtype)
-        out = _exact(queries, *both, scale, mask, sink_logits, softcap)
+    new, tensor = queries.shape[2], isinstance(mask, torch.Tensor)
+    extra = sink_logits, softcap
+    if why_not(queries, view, mask) is None:
+        row = causal_row(mask, new) if tensor else None
+        out = launch.attend(queries, view.pages, view.sink, view.live, scale, row, *extra)
+    elif (
+        type(view.pages) is RecordPages
+        and softcap is None
+        and metal.why_not(queries, mask, DECODE_TOKENS) is None
+    ):
+        out = metal.attend(queries, view.pages, view.sink, view.live, scale, sink_logits)
+    elif view.pages is not None and new <= DECODE_TOKENS:
+        out = decode_codes(queries, view, scale, mask, *extra)
     else:
-        out = _decode_codes(queries, view, scale, mask, sink_logits, softcap)
+        out = _prefill(queries, view, scale, mask, *extra)
     if view.observer is not None:
         view.observer(queries, scale, mask)
     return out
-
-
-def _attend(queries, view: View, scale, mask: Mask, sink_logits, softcap=None):
-    """softcap: for the Triton kernel alone."""
-    if why_not(queries, view, mask) is None:
-        tensor = isinstance(mask, torch.Tensor)
-        seen = causal_row(mask, queries.shape[2]) if tensor else None
-        windows = view.sink, view.live
-        return launch.attend(
-            queries, view.pages, *windows, scale, seen, sink_logits, softcap=softcap
-        )
-    if type(view.pages) is RecordPages and metal.why_not(queries, mask, DECODE_TOKENS) is None:
-        return metal.attend(queries, view.pages, view.sink, view.live, scale, sink_logits)
-    if view.pages is None or queries.shape[2] > DECODE_TOKENS:
-        return _prefill(queries, view, scale, mask, sink_logits)
-    return _decode_codes(queries, view, scale, mask, sink_logits)
 
 
 def why_not(queries: torch.Tensor, view: View, mask: Mask) -> str | None:
@@ -96,41 +88,25 @@ def causal_row(mask: torch.Tensor, new: int) -> torch.Tensor | None:
 _examined: list[tuple] = []  # (weak reference to the last mask, its version, the result)
 
 
-def _prefill(queries, view: View, scale, mask: Mask, sink_logits):
+def _prefill(queries, view: View, scale, mask: Mask, sink_logits, softcap):
     """Decode the pages of this one layer into a scratch for torch SDPA.
 
     If the transforms are square, windows, queries and outputs turn, not the pages: those are far more
     tokens. Else pages turn back, since windows lose nothing.
     """
+    args, dtype = (scale, mask, sink_logits, softcap), queries.dtype
     runs = view.pages.parts if view.pages else ()
     if len(runs) != 1 or not all(code.turns for code in runs[0].codecs):
-        return _plain(queries, *_whole(view, queries.dtype), scale, mask, sink_logits)
-    keys, values = (_between(view, side, queries.dtype) for side in (0, 1))
-    turns = [code.transform for code in view.pages.codecs]
-    kv_heads, shape = keys.shape[1], queries.shape
-    if turns[0] is not None:
-        queries = turns[0].turned_query(_heads_together(queries, kv_heads)).reshape(shape)
-    out = _plain(queries, keys, values, scale, mask, sink_logits)
-    if turns[1] is not None:
-        out = turns[1].turned_back(_heads_together(out, kv_heads)).reshape(out.shape)
+        return _plain(queries, *view.whole(dtype), *args)
+    keys, values = (_stored(view, side, dtype) for side in (0, 1))
+    (of_keys, of_values), kv_heads = (code.transform for code in runs[0].codecs), keys.shape[1]
+    if of_keys is not None:
+        rows = _heads_together(queries, kv_heads)
+        queries = of_keys.query(rows, dtype).reshape(queries.shape)
+    out = _plain(queries, keys, values, *args)
+    if of_values is not None:
+        out = of_values.restore(_heads_together(out, kv_heads), dtype).reshape(out.shape)
     return out
-
-
-def _whole(view: View, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of all tokens in the model's domain, [B, G, T, D] each; pages of a pool by its kernel."""
-    pages = view.pages
-    if type(pages) is not PoolPages:
-        return view.whole(dtype)
-    both = []
-    for side, code in enumerate(pages.codecs):
-        parts = [pair[side].to(dtype) for pair in view.windows]
-        batch, heads = parts[-1].shape[:2]
-        stored = parts[-1].new_empty(batch, heads, pages.tokens, code.dims)
-        launch.unseal(pages, side, stored, 0)
-        turn = code.transform
-        parts.insert(-1, stored if turn is None else turn.turned_back(stored))
-        both.append(torch.cat(parts, 2))
-    return tuple(both)
 
 
 def _heads_together(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -138,29 +114,31 @@ def _heads_together(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
 
 
-def _between(view: View, side: int, dtype: torch.dtype) -> torch.Tensor:
+def _stored(view: View, side: int, dtype: torch.dtype) -> torch.Tensor:
     """sink | pages | live in the stored domain: [B, G, T, R] in `dtype`."""
-    code, pages = view.pages.codecs[side], view.pages
-    windows = [pair[side].to(dtype) for pair in view.windows]
-    if code.transform is not None:
-        windows = [code.transform.turned(x) for x in windows]
-    if type(pages) is not PoolPages:
-        windows.insert(-1, code.decode_stored(pages.stored[side], dtype))
-        return torch.cat(windows, 2)
-    batch, heads, _, dims = windows[-1].shape
-    out = windows[-1].new_empty(batch, heads, view.tokens, dims)
-    start = 0 if view.sink is None else view.sink[0].shape[2]
-    if start:
-        out[:, :, :start] = windows[0]
-    launch.unseal(pages, side, out, start)
-    out[:, :, start + pages.tokens :] = windows[-1]
+    pages, code = view.pages, view.pages.codecs[side]
+    live = view.live[side]
+    out = live.new_empty(*live.shape[:2], view.tokens, code.dims, dtype=dtype)
+    first = 0 if view.sink is None else view.sink[side].shape[2]
+    last = first + pages.tokens
+    for start, pair in ((0, view.sink), (last, view.live)):
+        if pair is not None:
+            x = pair[side] if code.transform is None else code.transform.store(pair[side], dtype)
+            out[:, :, start : start + x.shape[2]] = x
+    if type(pages) is PoolPages:
+        launch.unseal(pages, side, out, first)
+    else:
+        out[:, :, first:last] = code.decode_stored(pages.stored[side], dtype)
     return out
 
 
-def _plain(queries, keys, values, scale, mask: Mask, sink_logits):
-    """Attend by torch SDPA, or by plain products where there are attention sinks."""
-    if sink_logits is not None:
-        return _exact(queries, keys, values, scale, mask, sink_logits)
+def _plain(queries, keys, values, scale, mask: Mask, sink_logits, softcap):
+    """Attend by torch SDPA, or by plain products where it is more than softmax."""
+    if sink_logits is not None or softcap is not None:
+        q = _heads_together(queries.float(), keys.shape[1]) * scale
+        scores = (q @ keys.float().mT).reshape(*queries.shape[:3], -1)
+        p = _softmax(scores, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
+        return (p @ values.float()).reshape(*queries.shape[:3], -1).to(queries.dtype)
     new, total = queries.shape[2], keys.shape[2]
     named = _is_causal(mask) and new > 1
     if named and new != total:
@@ -187,15 +165,7 @@ def _plain(queries, keys, values, scale, mask: Mask, sink_logits):
     )
 
 
-def _exact(queries, keys, values, scale, mask: Mask, sink_logits, softcap=None):
-    """softmax(scale q k^T + mask) v by plain products in float32, attention sinks included."""
-    q = _heads_together(queries.float(), keys.shape[1]) * scale
-    scores = (q @ keys.float().mT).reshape(*queries.shape[:3], -1)
-    p = _softmax(scores, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
-    return (p @ values.float()).reshape(*queries.shape[:3], -1).to(queries.dtype)
-
-
-def _decode_codes(queries, view: View, scale, mask: Mask, sink_logits, softcap=None):
+def decode_codes(queries, view: View, scale, mask: Mask, sink_logits=None, softcap=None):
     """Attend by products with codes: scores of all parts side by side, one softmax, mixtures."""
     p = weights(queries, view, scale, mask, sink_logits, softcap)
     p, out, start = _heads_together(p, view.live[0].shape[1]), 0.0, 0

@@ -113,7 +113,7 @@ def attend(
     else:
         added = (turned.float() @ view.rotary(torch.float32).mT) * scale
         added = attention.masked(added, mask)
-        out = attention._decode_codes(absorbed, view.latents, scale, added, None)
+        out = attention.decode_codes(absorbed, view.latents, scale, added)
     return out @ heads.values.mT
 
 

@@ -24,29 +24,20 @@ class Transform:
     down: torch.Tensor
     up: torch.Tensor
 
-    def store(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn x [B, G, T, D] into the stored domain, [B, G, T, R] float32."""
-        return x.float() @ self.down
+    def store(self, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Turn x [B, G, T, D] into the stored domain, [B, G, T, R] in `dtype`."""
+        return x.to(dtype) @ self._in(dtype)[0]
 
-    def restore(self, c: torch.Tensor) -> torch.Tensor:
-        """Turn c [B, G, T, R] back, [B, G, T, D] float32."""
-        return c.float() @ self.up
+    def restore(self, c: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Turn c [B, G, T, R] back, [B, G, T, D] in `dtype`."""
+        return c.to(dtype) @ self._in(dtype)[1]
 
-    def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Turn q [B, G, N, D] to [B, G, N, R] float32, so that q . restore(c) = query(q) . c."""
-        return q.float() @ self.up.mT
+    def query(self, q: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Turn q [B, G, N, D] to [B, G, N, R] in `dtype`, so that q . restore(c) = query(q) . c."""
+        return q.to(dtype) @ self._in(dtype)[1].mT
 
-    def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """`store` in the dtype of x."""
-        return x @ _cast(self, x.dtype)[0]
-
-    def turned_query(self, q: torch.Tensor) -> torch.Tensor:
-        """`query` in the dtype of q."""
-        return q @ _cast(self, q.dtype)[1].mT
-
-    def turned_back(self, x: torch.Tensor) -> torch.Tensor:
-        """`restore` in the dtype of x."""
-        return x @ _cast(self, x.dtype)[1]
+    def _in(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.down, self.up) if dtype == torch.float32 else _cast(self, dtype)
 
     def to(self, device: torch.device) -> Transform:
         """The transform on `device`; itself if it is there, since kernels cache what they derive from it."""
@@ -93,11 +84,7 @@ def _signs(dims: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(matrices.signs(dims, seed))
 
 
-MAKERS = {
-    "hadamard": hadamard,
-    "srft": srft,
-    "random": random,
-}
+MAKERS = {"hadamard": hadamard, "srft": srft, "random": random}
 
 
 @cache

@@ -127,8 +127,8 @@ def attend(
     scale: float,
     mask: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
-    how: Launch | None = None,
     softcap: float | None = None,
+    how: Launch | None = None,
 ) -> torch.Tensor:
     """Attend with queries [B, H, L, D], causal among the new tokens. Returns [B, H, L, D].
 
