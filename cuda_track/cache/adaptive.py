@@ -13,7 +13,6 @@ from cuda_track.cache.attention import DECODE_TOKENS, Mask, causal, masked, scor
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.cache.runs import Segments
 from cuda_track.cache.view import Pair, View
-from cuda_track.codec.codec import Stored
 from cuda_track.codec.maps import LayerMaps
 from mlxkv.errors import UserError
 from mlxkv.formats.rules.observing import BLOCK, POOL, Observing
@@ -133,12 +132,6 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
 
     def _next_basis(self, batch: Pair, prompt: bool) -> LayerMaps:
         return following.taught(self.basis, self.config, batch, prompt)
-
-    def _saved(self, basis: LayerMaps | None) -> Stored:
-        return runs.saved(basis)
-
-    def _loaded(self, arrays: Stored) -> LayerMaps | None:
-        return runs.loaded(self.layer_maps, arrays)
 
     def select(self, rows: torch.Tensor) -> None:
         super().select(rows)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from cuda_track.cache.following import transform_of
 from cuda_track.cache.stores import Codes, Paged, Records
 from cuda_track.cache.view import Parts
 from cuda_track.codec.codec import Codec, Stored
 from cuda_track.codec.maps import LayerMaps
 from mlxkv.formats.records import NAMES
-from mlxkv.formats.rules.runs import Runs
+from mlxkv.formats.rules.runs import Runs, loaded, saved
 
 Store = Codes | Paged | Records
 
@@ -59,25 +56,6 @@ class Segments(Runs):
 
     def _counts(self, counts: list[int]) -> torch.Tensor:
         return torch.tensor(counts, dtype=torch.int32)
-
-    def _saved(self, basis: LayerMaps | None) -> Stored:
-        return saved(basis)
-
-    def _loaded(self, arrays: Stored) -> LayerMaps | None:
-        return loaded(self.start, arrays)
-
-
-def saved(basis: LayerMaps | None) -> Stored:
-    """U of the sides whose basis belongs to this cache alone."""
-    if basis is None:
-        return {}
-    sides = {name: getattr(basis, name).down for name in NAMES}
-    return {name: u for name, u in sides.items() if u.ndim == 4}
-
-
-def loaded(start: LayerMaps | None, arrays: Stored) -> LayerMaps | None:
-    """Invert `saved`; start: of the calibration."""
-    return replace(start, **{n: transform_of(u) for n, u in arrays.items()}) if arrays else start
 
 
 def of_rows(basis: LayerMaps | None, rows: torch.Tensor) -> LayerMaps | None:

@@ -119,17 +119,6 @@ def transform_of(u: mx.array) -> Transform:
 # second run from the start of its buffer, and MLX would copy a slice.
 
 
-def saved(basis: LayerMaps) -> Stored:
-    """U of the sides whose basis belongs to this cache alone."""
-    sides = {name: getattr(basis, name).down for name in NAMES}
-    return {name: u for name, u in sides.items() if u.ndim == 4}
-
-
-def loaded(start: LayerMaps | None, arrays: Stored) -> LayerMaps | None:
-    """Invert `saved`; start: basis of the calibration."""
-    return replace(start, **{n: transform_of(u) for n, u in arrays.items()}) if arrays else start
-
-
 def _merged(run: Codes | Records, following: Codes | Records) -> dict:
     """The state of a run, transported into the basis of the next one, and of the next one together."""
     if not run.count:
@@ -202,12 +191,6 @@ class Segments(Runs):
 
     def _counts(self, counts: list[int]) -> mx.array:
         return mx.array(counts, mx.int32)
-
-    def _saved(self, basis: LayerMaps | None) -> Stored:
-        return {} if basis is None else saved(basis)
-
-    def _loaded(self, arrays: Stored) -> LayerMaps | None:
-        return loaded(self.start, arrays)
 
 
 # -- how much attention the last queries of a prompt pay to each token: which tokens teach a basis (OjaKV,
@@ -336,12 +319,6 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     def view(self) -> View:
         """Return what attention reads, without appending anything."""
         return self.keys_and_values()[0]
-
-    def _saved(self, basis: LayerMaps) -> Stored:
-        return saved(basis)
-
-    def _loaded(self, arrays: Stored) -> LayerMaps | None:
-        return loaded(self.layer_maps, arrays)
 
     # -- the rest of mlx-lm's contract
 

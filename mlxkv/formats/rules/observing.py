@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mlxkv.formats.rules.runs import loaded, saved
+
 WINDOW = 32  # last queries that choose tokens, where no basis follows
 POOL = 7  # tokens: neighbours of an important token stay too
 BLOCK = 8  # queries whose scores are computed at a time
@@ -57,8 +59,6 @@ class Observing:
     _next_basis: Callable[
         [Pair, bool], Any
     ]  # after keys and values [B, G, N, D], of a prompt or not
-    _saved: Callable[..., dict[str, Tensor]]  # a basis
-    _loaded: Callable[[dict[str, Tensor]], Any]
 
     # -- queries
 
@@ -175,7 +175,7 @@ class Observing:
             header |= {"pinned": self.pinned, "chunk": self._chunk}
         tree: dict = {}
         if self._basis is not None:
-            tree["basis"] = self._saved(self._basis)
+            tree["basis"] = saved(self._basis)
         if self._queries is not None:
             tree["asked"], header["scale"] = self._queries
         return header, tree
@@ -184,7 +184,7 @@ class Observing:
         self._since, self.dropped, self._fixed = (header[n] for n in ("since", "dropped", "fixed"))
         self.pinned, self._chunk = (header.get(name, 0) for name in ("pinned", "chunk"))
         if "basis" in tree:
-            self._basis = self._loaded(tree["basis"])
+            self._basis = loaded(self.layer_maps, tree["basis"])
         if ("asked" in tree) != ("scale" in header):
             raise ValueError("queries without their scale, or without queries")
         if "asked" in tree:
@@ -194,4 +194,4 @@ class Observing:
         """Return what is allocated beside windows and pages: the store counts the basis once there is one."""
         queries = [] if self._queries is None else [self._queries[0]]
         alone = self._basis is not None and self._store is None
-        return [*queries, *(self._saved(self._basis).values() if alone else ())]
+        return [*queries, *(saved(self._basis).values() if alone else ())]

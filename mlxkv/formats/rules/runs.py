@@ -9,9 +9,11 @@ read by the new one. Spec: `mlxkv.spec.oja.transported`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlxkv.formats.lowrank import STAY, LowRank, joining
+from mlxkv.formats.records import NAMES
 
 Tensor = Any  # of the track
 # (first page, pages) -> positions [B, G, N] that stay, and whether they count pages; else tokens, N a
@@ -38,8 +40,6 @@ class Runs:
     ]  # the state of a run, moved into the basis of the next, and of that
     _parts: Callable[[Sequence], Any]  # one snapshot of several
     _counts: Callable[[list[int]], Tensor]
-    _saved: Callable[..., dict[str, Tensor]]  # the parts of a basis that belong to this cache alone
-    _loaded: Callable[[dict[str, Tensor]], Any]  # the inverse of `_saved`
     # The codes of the first `begin` of `count` units (pages or tokens) and of those at `positions`
     # behind them, and how many units these are; of (codes, begin, positions, count).
     _selected: Callable[[dict, int, Tensor, int], tuple[dict, int]]
@@ -135,7 +135,7 @@ class Runs:
 
     def arrays(self) -> list[Tensor]:
         """Return what is allocated, without bases that all caches share."""
-        bases = [x for basis in self.bases for x in self._saved(basis).values()]
+        bases = [x for basis in self.bases for x in saved(basis).values()]
         return [x for run in self.runs for x in run.arrays()] + bases
 
     @property
@@ -144,7 +144,7 @@ class Runs:
         for i, (run, basis) in enumerate(zip(self.runs, self.bases, strict=True)):
             out[f"run{i}"] = run.state if run.count else {}
             if basis is not None:
-                out[f"basis{i}"] = self._saved(basis)
+                out[f"basis{i}"] = saved(basis)
         return out
 
     def restore(self, state: dict, count: int) -> None:
@@ -155,7 +155,19 @@ class Runs:
             raise ValueError(f"{sum(counts)} pages in {len(counts)} runs")
         self.runs, self.bases = [], []
         for i, pages in enumerate(counts):
-            self.bases.append(self._loaded(state.get(f"basis{i}", {})))
+            self.bases.append(loaded(self.start, state.get(f"basis{i}", {})))
             self.runs.append(self.make(self.bases[-1]))
             if pages:
                 self.runs[-1].restore(state[f"run{i}"], pages)
+
+
+def saved(basis) -> dict[str, Tensor]:
+    """The sides of a basis that belong to one cache alone: down [B, G, D, R], by name."""
+    sides = {} if basis is None else {name: getattr(basis, name).down for name in NAMES}
+    return {name: u for name, u in sides.items() if u.ndim == 4}
+
+
+def loaded(start, arrays: dict[str, Tensor]):
+    """Invert `saved`; start: the basis of the calibration."""
+    turns = {n: type(getattr(start, n))(u, u.swapaxes(-1, -2)) for n, u in arrays.items()}
+    return replace(start, **turns) if turns else start
