@@ -7,15 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from cuda_track.cache import choose
 from cuda_track.cache import latent as cache_latent
 from cuda_track.cache.latent import Heads, LatentKVCache, attend
 from cuda_track.codec import affine as codes
+from cuda_track.models import handing, latent, seam
+from experiments.families.building import build, families, not_built
+from experiments.families.found import EXACT
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine
 from mlxkv.formats.config import CacheConfig, Side
-from mlxkv.formats.names import parse_kv
 from mlxkv.spec import affine as spec
 
 pytest.importorskip(
@@ -176,52 +179,6 @@ def test_a_state_goes_on_and_trims(subtests):
                 torch.testing.assert_close(a[:, :, :125], b, rtol=0, atol=0)
 
 
-def test_mlx_and_torch_read_each_other_s_states(subtests):
-    for kv in ("int4", "int8+rope8", "hadamard-int3", "turbo-int4"):
-        with subtests.test(kv=kv):
-            check_mlx_and_torch_read_each_other_s_states(kv)
-
-
-def check_mlx_and_torch_read_each_other_s_states(kv):
-    mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
-    from mlxkv.cache.latent import LatentKVCache as Other
-
-    config = replace(parse_kv(kv), sink=4, recent=32, page=64).of_latents
-    given = random(1, 1, 300, 128, seed=5).half(), random(1, 1, 300, 32, seed=6).half()
-    ours, theirs = LatentKVCache(config), Other(config)
-    ours.update_and_fetch(*given)
-    theirs.update_and_fetch(*(mx.array(x.numpy()) for x in given))
-
-    def to_torch(x):
-        if isinstance(x, dict):
-            return {name: to_torch(y) for name, y in x.items()}
-        x = torch.from_numpy(np.array(x))
-        return x.view(torch.int32) if x.dtype == torch.uint32 else x
-
-    def to_mlx(x):
-        if isinstance(x, dict):
-            return {name: to_mlx(y) for name, y in x.items()}
-        return mx.array(x.view(torch.uint32).numpy() if x.dtype == torch.int32 else x.numpy())
-
-    from_them = LatentKVCache.from_state(to_torch(theirs.state))
-    from_us = Other.from_state(to_mlx(ours.state))
-    seen = [x.float().numpy() for x in from_them.view().whole(torch.float32)]
-    latents = cache_of_mlx(from_us)
-    assert rms(seen[0], np.array(latents[0])) < 1e-3
-    assert rms(seen[1], np.array(latents[1])) < 1e-3
-    mine = ours.view().whole(torch.float32)
-    assert rms(mine[0].numpy(), seen[0]) < 2e-2  # a tie may fall to the other code
-
-
-def cache_of_mlx(cache) -> tuple:
-    import mlx.core as mx
-
-    from mlxkv.cache.latent import decoded
-
-    view, rotary = cache.keys_and_values()
-    return decoded(view).astype(mx.float32), rotary.astype(mx.float32)
-
-
 # -- models of transformers
 
 FAMILIES = ("deepseek_v3", "deepseek_v2", "longcat_flash", "minicpm3", "kimi_linear")
@@ -238,31 +195,15 @@ def written(model, ids=None, **more):
 IDS = torch.randint(3, 100, (1, PROMPT), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture(scope="module")
-def tools():
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    from types import SimpleNamespace
-
-    from cuda_track.models import handing, latent, seam
-    from experiments.families.building import build
-    from experiments.families.found import EXACT, INT4
-
-    return SimpleNamespace(
-        seam=seam, build=build, exact=EXACT, int4=INT4, latent=latent, handing=handing
-    )
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lossless_pages_give_the_plain_logits(tools, family):
-    from experiments.families.building import families, not_built
-
+def test_lossless_pages_give_the_plain_logits(family):
     if reason := not_built(family):
         pytest.skip(f"{family}: {reason}")
     if family not in families():
         pytest.skip(f"{family}: this version of transformers has none")
-    model = tools.build(family)
+    model = build(family)
     right = written(model)
-    reports = tools.seam.attach(model, tools.exact)
+    reports = seam.attach(model, EXACT)
     ours = [r for r in reports if r.compressed]
     assert ours and {r.kind for r in ours} == {"latent attention"}
     assert {r.kv_heads for r in ours} == {1}
@@ -271,82 +212,64 @@ def test_lossless_pages_give_the_plain_logits(tools, family):
         assert (a - b).norm() < 1e-4 * a.norm()
     with torch.no_grad():  # and without any cache
         assert model(IDS, use_cache=False).logits.isfinite().all()
-    tools.seam.detach(model)
-    assert all(tools.latent.EXPAND not in vars(m) for m in tools.latent.modules_of(model))
+    seam.detach(model)
+    assert all(latent.EXPAND not in vars(m) for m in latent.modules_of(model))
     assert torch.equal(written(model).sequences, right.sequences)
 
 
-@pytest.mark.parametrize("kv", ("int8", "int8+rope8"))
-def test_int8_is_close_and_small(tools, kv):
-    model = tools.build("glm4_moe_lite")
-    ids = torch.randint(3, 100, (1, 300), generator=torch.Generator().manual_seed(4))
-    right = written(model, ids, max_new_tokens=4, min_new_tokens=4)
-    (report, *_) = tools.seam.attach(model, kv)
-    assert report.reason.startswith(f"latent {kv}") and report.bits_per_value < 16
-    got = written(model, ids, max_new_tokens=4, min_new_tokens=4)
-    for a, b in zip(right.logits, got.logits, strict=True):
-        assert (a - b).norm() < 0.05 * a.norm()
-    caches = [layer.cache for layer in tools.handing.cache_of(got).layers]
-    assert all(type(cache) is LatentKVCache for cache in caches)
-
-
-def test_batches_beams_drafts_and_copies(tools):
-    model = tools.build("deepseek_v3")
+def test_batches_beams_drafts_and_copies():
+    model = build("deepseek_v3")
     two, mask = IDS.repeat(2, 1), torch.ones(2, PROMPT, dtype=torch.long)
     mask[1, :7] = 0  # padded on the left
     padded = {"ids": two, "attention_mask": mask}
     right = [written(model, **padded), written(model, num_beams=3)]
-    tools.seam.attach(model, tools.exact)
+    seam.attach(model, EXACT)
     got = [written(model, **padded), written(model, num_beams=3)]
     for a, b in zip(right, got, strict=True):
         assert torch.equal(a.sequences, b.sequences)
     one = written(model).sequences
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        modules = tools.latent.modules_of(other)
-        assert all(vars(m)[tools.latent.EXPAND].module is m for m in modules)
+        modules = latent.modules_of(other)
+        assert all(vars(m)[latent.EXPAND].module is m for m in modules)
         assert torch.equal(written(other).sequences, one)
-        tools.seam.detach(other)
-    cache = tools.seam.new_cache(model)
+        seam.detach(other)
+    cache = seam.new_cache(model)
     with torch.no_grad():
-        whole = model(IDS, **tools.handing.handed(cache)).logits
+        whole = model(IDS, **handing.handed(cache)).logits
         cache.crop(-5)
-        again = model(IDS[:, -5:], **tools.handing.handed(cache)).logits
-        weights = model(
-            IDS[:, :1], output_attentions=True, **tools.handing.handed(cache)
-        ).attentions
+        again = model(IDS[:, -5:], **handing.handed(cache)).logits
+        weights = model(IDS[:, :1], output_attentions=True, **handing.handed(cache)).attentions
     torch.testing.assert_close(again, whole[:, -5:], rtol=0, atol=1e-4)
     assert weights is None or weights[0].shape[-1] == PROMPT + 1
 
 
-def test_caches_convert_both_ways(tools):
-    from transformers import DynamicCache
-
-    model = tools.build("glm4_moe_lite")
+def test_caches_convert_both_ways():
+    model = build("glm4_moe_lite")
     plain = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(IDS, **tools.handing.handed(plain))
-        right = model(IDS[:, :1], **tools.handing.handed(copy.deepcopy(plain))).logits
-        tools.seam.attach(model, tools.exact)
-        mine = tools.seam.compressed_from(model, plain)
+        model(IDS, **handing.handed(plain))
+        right = model(IDS[:, :1], **handing.handed(copy.deepcopy(plain))).logits
+        seam.attach(model, EXACT)
+        mine = seam.compressed_from(model, plain)
         back = DynamicCache(mine)
-        got = model(IDS[:, :1], **tools.handing.handed(mine)).logits
+        got = model(IDS[:, :1], **handing.handed(mine)).logits
     torch.testing.assert_close(got, right, rtol=0, atol=1e-4)
     torch.testing.assert_close(back.layers[0].keys, plain.layers[0].keys)
 
 
-def test_what_cannot_be_done_is_said_in_one_line(tools):
-    model = tools.build("deepseek_v3")
+def test_what_cannot_be_done_is_said_in_one_line():
+    model = build("deepseek_v3")
     for kv, line in (("int4+keep0.5", "are not selected"),):
         with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
-            reports = tools.seam.attach(model, kv)
+            reports = seam.attach(model, kv)
         assert all(line in r.reason for r in reports)
     for kv in ("int4+rope8", "int4+rope16"):
         with pytest.raises(UserError, match=r"\[attach\].*none of.*; choose int4$"):
-            tools.seam.attach(tools.build("llama"), kv)
+            seam.attach(build("llama"), kv)
     made = model.model.layers[0].self_attn
     made.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(made.kv_b_proj.out_features))
     with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED|cannot be absorbed"):
-        reports = tools.seam.attach(model, "int4")
+        reports = seam.attach(model, "int4")
     assert any("cannot be absorbed" in r.reason for r in reports)
-    tools.seam.detach(model)
-    assert all(tools.latent.EXPAND not in vars(m) for m in tools.latent.modules_of(model))
+    seam.detach(model)
+    assert all(latent.EXPAND not in vars(m) for m in latent.modules_of(model))

@@ -13,16 +13,7 @@ from mlxkv.codec import codec as mlx_codec
 from mlxkv.codec import maps as mlx_maps
 from mlxkv.codec import records as mlx_records
 from mlxkv.errors import UserError
-from mlxkv.formats.config import (
-    Affine,
-    Codebook,
-    Fill,
-    Half,
-    Polar,
-    PolarTree,
-    Side,
-)
-from mlxkv.formats.records import side_layout, why_no_record
+from mlxkv.formats.config import Fill, Side
 
 
 def test_maps_are_cut_alike(subtests):
@@ -47,41 +38,6 @@ def test_maps_are_cut_alike(subtests):
                 for name in ("keys", "values"):
                     down = getattr(mine, name).down.numpy()
                     assert np.array_equal(down, np.array(getattr(right, name).down))
-
-
-SPECS = (
-    *(Affine(bits, group) for bits in (2, 3, 4, 8) for group in (32, 0)),
-    *(Affine(4, 64, True), Affine(3, 0, axis="channel")),
-    *(Codebook(3), Polar(), PolarTree(), Half()),
-)
-
-
-def test_records_are_the_same_bits(subtests):
-    for spec in SPECS:
-        with subtests.test(spec=spec):
-            tried = 0
-            for dims in (64, 80, 96, 128):
-                for keys in (True, False):
-                    if why_no_record(spec, dims, 64, keys):
-                        continue
-                    at, rng = side_layout(spec, dims, 64, keys), np.random.default_rng(dims)
-                    codes = rng.integers(0, 2**at.bits, (2, 1, 64, dims)).astype(np.uint32)
-                    stored = {
-                        name: rng.standard_normal((2, 1, 64, at.groups)).astype(np.float16)
-                        for name in at.numbers
-                    }
-                    theirs = {name: mx.array(x) for name, x in stored.items()}
-                    right = np.array(mlx_records.pack(mx.array(codes), theirs, at)).view(np.int32)
-                    ours = {name: torch.from_numpy(x) for name, x in stored.items()}
-                    words = records.pack(torch.from_numpy(codes.astype(np.int64)), ours, at)
-                    assert np.array_equal(words.numpy(), right)
-                    back, numbers = records.unpack(words, at)
-                    assert np.array_equal(back.numpy(), codes)
-                    assert all(
-                        np.array_equal(numbers[name].numpy(), x) for name, x in stored.items()
-                    )
-                    tried += 1
-            assert tried
 
 
 def test_records_of_bits_by_direction_are_the_same_bits(subtests):
