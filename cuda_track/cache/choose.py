@@ -10,7 +10,7 @@ import torch
 
 from cuda_track.cache.stores import Codes, Paged, Records, codecs_of
 from cuda_track.codec.maps import LayerMaps
-from cuda_track.kernels import launch, layout
+from cuda_track.kernels import launch
 from cuda_track.mps import pages as metal
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
@@ -41,23 +41,9 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
         return "plain ops were asked for"
     if asked == METAL:
         return metal.why_not(config, dims)
-    return _why_no_triton(device) or launch.why_not(config, dims)
-
-
-def _why_no_triton(device: torch.device) -> str | None:
     if device.type != "cuda" and not (_asked[-1] == TRITON and launch.interpreted()):
         return f"no Triton kernels on {device.type}"
-    return launch.absent()
-
-
-def why_no_latents(
-    spec, rotary, dims: tuple[int, int], page: int, device: torch.device
-) -> str | None:
-    """Return why no kernel reads latents in a decode step, or None. spec, rotary: the formats of latents and
-    of their rotary keys. dims: of both."""
-    if way(device) != TRITON:
-        return "plain ops were asked for" if way(device) == OPS else f"no kernel on {device.type}"
-    return _why_no_triton(device) or layout.why_no_latents(spec, rotary, dims, page)
+    return launch.absent() or launch.why_not(config, dims)
 
 
 def store(

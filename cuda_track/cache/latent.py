@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cuda_track.cache import attention, choose
+from cuda_track.cache import attention
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.cache.stores import Codes, codecs_of
 from cuda_track.cache.view import CodePages, Pair, View
@@ -98,42 +98,18 @@ def attend(
 ) -> torch.Tensor:
     """queries: [B, H, L, D + N], with their rotary part behind -> [B, H, L, Dv]. mask: as in `attention.attend`.
 
-    The kernel reads one token's latents where it can (`why_not`), else products with codes do; many new tokens
-    decode the latents of this layer.
+    A few new tokens multiply with codes; many decode the latents of this layer.
     """
     if queries.shape[2] > attention.DECODE_TOKENS:
         return attention.attend(queries, expanded(view, queries.dtype), scale, mask)
-    heads, (plain, turned) = view.heads, _split(queries, view.heads)
-    absorbed = plain @ heads.keys
-    if why_not(queries, view, mask) is None:
-        from cuda_track.kernels import latents
-
-        seen = None if mask is None else mask[:, 0, 0]
-        out = latents.attend(absorbed, turned, view.pages, view.sink, view.live, scale, seen)
-    else:
-        added = (turned.float() @ view.rotary(torch.float32).mT) * scale
-        added = attention.masked(added, mask)
-        out = attention.decode_codes(absorbed, view.latents, scale, added)
+    heads = view.heads
+    plain, turned = queries.split([heads.keys.shape[1], queries.shape[3] - heads.keys.shape[1]], 3)
+    added = (turned.float() @ view.rotary(torch.float32).mT) * scale
+    added = attention.masked(added, mask)
+    out = attention.decode_codes(plain @ heads.keys, view.latents, scale, added)
     return out @ heads.values.mT
-
-
-def _split(queries: torch.Tensor, heads: Heads) -> tuple[torch.Tensor, torch.Tensor]:
-    return queries[..., : heads.keys.shape[1]], queries[..., heads.keys.shape[1] :]
 
 
 def expanded(view: LatentView, dtype: torch.dtype) -> View:
     """The keys and values of every head."""
     return View(view.heads.expand(*view.whole(dtype)))
-
-
-def why_not(queries: torch.Tensor, view: LatentView, mask: attention.Mask) -> str | None:
-    """Return why the kernel does not compute this attention, or None."""
-    if view.pages is None:
-        return "nothing is sealed yet"
-    if queries.shape[2] != 1:
-        return "the kernel takes one new token"
-    if isinstance(mask, torch.Tensor) and (mask.dtype != torch.bool or mask.shape[1] != 1):
-        return "the kernel takes one boolean row of a mask"
-    code, beside = view.pages.codecs
-    dims = view.live[0].shape[3], view.live[1].shape[3]
-    return choose.why_no_latents(code.spec, beside.spec, dims, code.page, queries.device)

@@ -9,7 +9,7 @@ import torch
 
 from cuda_track.cache.attention import DECODE_TOKENS, attend, why_not
 from cuda_track.cache.stores import Paged, Records
-from cuda_track.cache.view import CodePages, View
+from cuda_track.cache.view import View
 from cuda_track.codec import packing
 from cuda_track.codec.codec import Codec
 from cuda_track.golden.table import TABLE
@@ -17,7 +17,7 @@ from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool
 from cuda_track.mps import attend as metal_kernel
 from cuda_track.mps import pages as metal
-from mlxkv.formats.config import CacheConfig, Full, Side
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.records import NAMES
 from mlxkv.spec.bounds import (
     Row,
@@ -25,7 +25,7 @@ from mlxkv.spec.bounds import (
     read,
     rms,
 )
-from mlxkv.spec.rows import encode_cases, under
+from mlxkv.spec.rows import encode_cases
 
 WEIGHTS_BOUND = 2e-3  # queries and weights are float16 in the kernel of Triton
 HEAD = 64  # dims of a head, where golden tensors have none that Triton reads
@@ -65,27 +65,6 @@ def attention_rows(table: str = "attention") -> Iterator[Row]:
             yield _row(case, out, spec, WEIGHTS_BOUND, table)
 
 
-def latent_rows() -> Iterator[Row]:
-    """Attention over one page of latents. With a unit matrix of rotary keys, queries are the scores to add."""
-    from cuda_track.kernels import latents  # needs Triton
-
-    tensors, header = read("latent")
-    for key, side, dims in encode_cases(tensors, header):
-        given, page = under(tensors, key), tensors[f"x.{dims}"].shape[2]
-        q, added = (TABLE.floats(given[name]) for name in ("q", "mask"))
-        if page not in layout.ROTARY or layout.why_no_latents(
-            side.quantizer, Full(), (dims, page), page
-        ):
-            continue
-        stored = TABLE._stored(given, "", side.quantizer.bits)
-        unit = torch.eye(page, device=q.device)[None, None]
-        codecs = TABLE.codec(side, dims, page), TABLE.codec(Side(Full()), page, page)
-        pages = CodePages(codecs, (stored, {"values": unit}), page)
-        live = q.new_zeros(1, 1, 0, dims), unit[:, :, :0]
-        out = latents.attend(q, added / dims**-0.5, pages, None, live, dims**-0.5)
-        yield _row(key, out, given["out"], WEIGHTS_BOUND, "latent")
-
-
 def softcap_rows() -> Iterator[Row]:
     return attention_rows("softcap")
 
@@ -123,4 +102,4 @@ def _moved(x, device: torch.device):
     return tuple(_moved(y, device) for y in x) if isinstance(x, tuple) else x
 
 
-TABLES = (seal_rows, attention_rows, latent_rows, softcap_rows)
+TABLES = (seal_rows, attention_rows, softcap_rows)

@@ -30,7 +30,6 @@ from mlxkv.formats.config import Affine, Fill
 LEAST = 16  # dims that a matrix unit sums over at least
 PLANES = 8  # accumulators of a program
 DIMS = (64, 128, 256)
-RANKS, ROTARY = (64, 128, 256, 512), (16, 32, 64, 128)  # of latents, and of their rotary keys
 TURN = 64  # tokens that a program of one warp holds in registers
 GROUP = 256  # tokens that share scales per channel at most: one program seals them
 WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32}
@@ -165,27 +164,6 @@ def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
         return f"groups of {at.group} are no multiple of planes of {at.words} dims"
     if page & (page - 1):
         return f"a page of {page} tokens is no power of two"
-    return None
-
-
-def why_no_latents(spec, rotary, dims: tuple[int, int], page: int) -> str | None:
-    """Return why Triton does not read latents of (R, N) dims, one token at a time, or None. They keep the
-    order of files.
-
-    rotary: the format of rotary keys.
-    """
-    rank, turned = dims
-    if not isinstance(spec, Affine):
-        return "only affine codes of latents have a Triton kernel"
-    if rank not in RANKS:
-        return f"Triton reads latents of {', '.join(map(str, RANKS))} dims; got {rank}"
-    if turned not in ROTARY:
-        return f"Triton reads rotary keys of {', '.join(map(str, ROTARY))} dims; got {turned}"
-    if isinstance(rotary, Affine) and (rotary.bits != 8 or not rotary.symmetric):
-        return "rotary keys of other codes than 8 bits around zero have no Triton kernel"
-    group = spec.group_size(rank, page)
-    if group & (group - 1) or (spec.axis == "channel" and group % LEAST):
-        return f"groups of {group} have no Triton kernel for latents"
     return None
 
 

@@ -62,8 +62,7 @@ class Found:
             return LayerReport(index, self.kind, False, reason, kernel="sdpa", grows=self.grows)
         label, fitted = config.label, self.fitting(config)
         if self.latent:
-            label, codes = of_latents(config), (fitted.keys.quantizer, fitted.values.quantizer)
-            why_ops = choose.why_no_latents(*codes, self.sizes[1:], config.page, device)
+            label, why_ops = of_latents(config), "latents have no kernel"
         else:
             why_ops = choose.why_not(config, self.sizes[1:], device)
         if self.capped:

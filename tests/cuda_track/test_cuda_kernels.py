@@ -249,7 +249,6 @@ def test_the_golden_table():
     assert not bad, "\n".join(map(str, bad))
     assert sum(row.table == "attention" for row in rows) >= 4
     assert sum(row.table == "softcap" for row in rows) == 2
-    assert sum(row.table == "latent" for row in rows) == 4
     codes = [row for row in rows if row.table == "seal"]
     assert len(codes) > 30
     assert sum(row.differ for row in codes) < 1e-4 * sum(row.values for row in codes)
@@ -400,7 +399,7 @@ def test_kernels_compile_for_hopper(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 9
+    assert len(lines) == 8
     stacks = {line.split(":")[0]: int(re.search(r"(\d+) stack", line)[1]) for line in lines}
     if tuple(map(int, version("triton").split(".")[:2])) >= (3, 9):
         channels = [stacks.pop(f"attend int{bits} channels") for bits in (4, 2)]

@@ -1,4 +1,4 @@
-"""Latents (MLA) on torch and Triton: the cache, its attention, the kernel in Triton's interpreter, and whole models."""
+"""Latents (MLA) on torch: the cache, its attention, and whole models."""
 
 import copy
 import pickle
@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cuda_track.cache import choose
-from cuda_track.cache import latent as cache_latent
 from cuda_track.cache.latent import Heads, LatentKVCache, attend
 from cuda_track.codec import affine as codes
 from cuda_track.models import handing, latent, seam
@@ -20,10 +18,6 @@ from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.spec import affine as spec
-
-pytest.importorskip(
-    "cuda_track.kernels.interpreter"
-)  # which says how kernels are built; no Triton on a Mac
 
 torch.set_num_threads(1)
 H, D, V, R, N = 5, 24, 20, 64, 16
@@ -107,38 +101,6 @@ def test_attention_is_the_spec_s_over_what_is_stored(subtests):
             many = random(2, H, 20, D + N, seed=10)
             right = expected(view, of, many, scale, spec.causal_mask(20, view.tokens))
             assert rms(attend(many, view, scale, "causal"), right) < 1e-5
-
-
-def test_the_kernel_is_attention_over_what_is_stored(subtests):
-    for code, transform, rank, rotary, batch, count, dtype in [
-        (Affine(4, 16, axis="channel"), "none", 64, 16, 1, 5, torch.float32),
-        (Affine(4, 64, axis="channel"), "none", 512, 16, 1, 20, torch.float16),
-        (Affine(4, 32, True), "srft", 128, 16, 2, 8, torch.float32),
-        (Affine(3, 64), "hadamard", 64, 16, 1, 33, torch.float32),
-        (Affine(8, 64), "none", 128, 8, 1, 70, torch.bfloat16),
-        (Affine(2, 0), "hadamard", 128, 16, 1, 3, torch.float16),
-    ]:
-        with subtests.test(code=code, transform=transform, rank=rank):
-            page = 64 if code.group == 64 else 32
-            config = replace(config_of(code, transform, page=page), rotary=rotary)
-            turned = 64 if rank == 512 else 32
-            cache, _ = filled(config, 170, batch=batch, r=rank, n=turned, dtype=dtype)
-            of = heads(count, 32, 16, rank).to(dtype)
-            view = replace(cache.view(), heads=of)
-            q, scale = (
-                random(batch, count, 1, 32 + turned, seed=9, dtype=dtype),
-                (32 + turned) ** -0.5,
-            )
-            mask = torch.ones(batch, 1, 1, view.tokens, dtype=torch.bool)
-            mask[-1, ..., :7] = False  # padded on the left
-            bound = 2e-2 if dtype == torch.bfloat16 else 3e-3
-            with choose.using(choose.TRITON):
-                for seen in (None, mask):
-                    assert cache_latent.why_not(q, view, seen) is None
-                    right = expected(view, of, q, scale, None if seen is None else seen.numpy())
-                    assert rms(attend(q, view, scale, seen).float(), right) < bound
-            with choose.using(choose.OPS):
-                assert "plain ops" in cache_latent.why_not(q, view, None)
 
 
 # -- the cache

@@ -16,7 +16,6 @@ from triton.compiler import ASTSource
 
 from cuda_track.kernels.decode import attend_kernel
 from cuda_track.kernels.encode import seal_kernel
-from cuda_track.kernels.latents import STAGES, latent_kernel
 from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
 from cuda_track.kernels.turn import merge_kernel, queries_kernel
 from cuda_track.kernels.unsealing import unseal_kernel
@@ -52,13 +51,6 @@ TYPES = {
         **{"x": "*bf16", "down": "*bf16", "high": "*i8", "numbers": "*i32", "places": "*i64"},
     },
 }
-TYPES[latent_kernel] = {
-    **dict.fromkeys(("q_window", "q_turned", "turned", "steps"), "*bf16"),
-    **dict.fromkeys(("sink", "sink_turned", "live", "live_turned"), "*bf16"),
-    **dict.fromkeys(("q_pages", "scales", "biases"), "*fp16"),
-    **dict.fromkeys(("part_out", "part_top", "part_sum"), "*fp32"),
-    **{"codes": "*i32", "mask": "*u8", "scale": "fp32"},
-}
 TYPES[many_queries_kernel], TYPES[many_merge_kernel] = TYPES[queries_kernel], TYPES[merge_kernel]
 WORDS = {("int4", 128): "*i16", ("int2", 128): "*i16", ("int4", 64): "*i16"}
 STRIDES = ("_stride", "_row", "_head")  # multiples of 16 in every call
@@ -85,9 +77,6 @@ SHORT = {"BITS": 4, "PLANES": 4, "GROUPS": 1}
 TURN = {"D": 128, **SIZES, "TURNED": True, "CHAINED": True}
 SEAL = {"D": 128, "R": 128, "T": 128, "SYMMETRIC": False, "TURNED": True, "PARTS": 3, "BLOCK": 32}
 SEAL["FUSED"] = True
-LATENTS = {"R": 512, "N": 64, "H": 32, "T": 32, "BITS": 4, "GROUP": 64, "CHANNEL": True}
-LATENTS |= {"SYMMETRIC": False, "TURNED_BITS": 16, "MASKED": False, "WIDE": False}
-LATENTS["STAGES"] = STAGES
 BY_TOKEN, BY_CHANNEL = {"PAGE": 64, "CHANNEL": 0}, {"PAGE": 128, "CHANNEL": 128}
 
 
@@ -112,7 +101,6 @@ CASES = {
     "seal channels": (
         *(seal_kernel, {**SEAL, **INT2, **BY_CHANNEL, "RANK": 1, "KEYS": True}, ("int2", 128), 4),
     ),
-    "latents int4 channels": (latent_kernel, LATENTS, None, 8),
     "unseal": (
         *(unseal_kernel, {"R": 128, "T": 64, **INT2, **BY_TOKEN, "KEYS": False}, ("int2", 128), 4),
     ),
