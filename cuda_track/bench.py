@@ -40,7 +40,7 @@ CHECKED = 4096  # tokens
 BOUND = 8e-3
 
 
-def _both(bits: int, group: int) -> CacheConfig:
+def _per_token(bits: int, group: int) -> CacheConfig:
     side = Side(Affine(bits, group), "srft")
     return CacheConfig(side, side)
 
@@ -52,11 +52,11 @@ def _channels(bits: int, page: int) -> CacheConfig:
 
 
 FORMATS = {
-    "int8": _both(8, 64),
-    "int4": _both(4, 64),
+    "int8": _per_token(8, 64),
+    "int4": _per_token(4, 64),
     "int4-channels": _channels(4, 64),
-    "int3": _both(3, 128),
-    "int2": _both(2, 128),
+    "int3": _per_token(3, 128),
+    "int2": _per_token(2, 128),
     "int2-channels": _channels(2, 128),  # the preset int2, but for its transforms
 }
 
@@ -191,7 +191,7 @@ def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, launch: Launc
     sink, live = windows(config, shape, dtype)
     q, _ = _normal(shape.batch, shape.heads, 1, shape.dims, dtype=dtype)
     scale, launch = shape.dims**-0.5, replace(launch, programs=0)
-    out = kernels.attend(q, pages, sink, live, scale, how=launch).float()
+    out = kernels.attend(q, pages, sink, live, scale, tuned=launch).float()
     plain = CodePages(pages.codecs, pages.stored, pages.tokens)
     floats = (tuple(x.float() for x in pair) for pair in (live, sink))
     right = attend(q.float(), View(*floats, plain), scale)

@@ -36,14 +36,14 @@ def predictions(loaded: Loaded, tokens: list[int], decoded: int) -> torch.Tensor
     return torch.stack(out)
 
 
-def compared(ours: torch.Tensor, exact: torch.Tensor, truth: torch.Tensor) -> dict[str, float]:
+def compared(predicted: torch.Tensor, exact: torch.Tensor, truth: torch.Tensor) -> dict[str, float]:
     """Compare log probabilities [N, V]; truth: the tokens that followed, [N]."""
-    divergence = (exact.exp() * (exact - ours)).sum(-1)
+    divergence = (exact.exp() * (exact - predicted)).sum(-1)
     return {
-        "ppl": float((-ours.gather(-1, truth[:, None])).mean().exp()),
+        "ppl": float((-predicted.gather(-1, truth[:, None])).mean().exp()),
         "kl_mean": float(divergence.mean()),
         "kl_p99": float(divergence.quantile(0.99)),
-        "top1": float((ours.argmax(-1) == exact.argmax(-1)).float().mean()),
+        "top1": float((predicted.argmax(-1) == exact.argmax(-1)).float().mean()),
     }
 
 
@@ -55,8 +55,8 @@ def evaluate(loaded: Loaded, presets: list[str], tokens: list[int], decoded: int
     for name in presets:
         reports = attach(loaded.model, name, calibration)
         bits = [r.bits_per_value for r in reports if r.compressed]
-        found = compared(predictions(loaded, tokens, decoded), exact, truth)
-        out[name] = {"bits_per_value": sum(bits) / len(bits) if bits else 16.0, **found}
+        measured = compared(predictions(loaded, tokens, decoded), exact, truth)
+        out[name] = {"bits_per_value": sum(bits) / len(bits) if bits else 16.0, **measured}
     return out
 
 
@@ -67,24 +67,26 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=128, help="tokens that are decoded")
     parser.add_argument("--text", type=Path, help="what is read; by default the corpus of mlxkv")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    asked = parser.parse_args()
-    presets = asked.kv.split(",")
+    options = parser.parse_args()
+    presets = options.kv.split(",")
     for name in presets:
         parse_kv(name)
-    loaded = load(asked.model, "fp16", asked.dtype, asked.device)
-    text = asked.text.read_text() if asked.text else "\n\n".join(corpus.interleaved("evaluation"))
-    tokens = loaded.tokenizer(text)["input_ids"][: asked.context + asked.decode]
-    if asked.decode < 1 or len(tokens) <= asked.decode:
+    loaded = load(options.model, "fp16", options.dtype, options.device)
+    text = (
+        options.text.read_text() if options.text else "\n\n".join(corpus.interleaved("evaluation"))
+    )
+    tokens = loaded.tokenizer(text)["input_ids"][: options.context + options.decode]
+    if options.decode < 1 or len(tokens) <= options.decode:
         raise UserError(
             f"[eval] too little text; got {len(tokens)} tokens; choose less than --decode"
         )
-    found = evaluate(loaded, presets, tokens, asked.decode, asked.calibration)
-    context = len(tokens) - asked.decode
-    if asked.json:
-        print(json.dumps({"model": loaded.name, "context": context, "presets": found}))
+    measured = evaluate(loaded, presets, tokens, options.decode, options.calibration)
+    context = len(tokens) - options.decode
+    if options.json:
+        print(json.dumps({"model": loaded.name, "context": context, "presets": measured}))
         return
-    print(f"{loaded.name}, {asked.decode} tokens behind {context}")
-    for name, row in found.items():
+    print(f"{loaded.name}, {options.decode} tokens behind {context}")
+    for name, row in measured.items():
         print(f"{name:<18} " + "  ".join(f"{key} {value:.5g}" for key, value in row.items()))
 
 

@@ -33,8 +33,8 @@ def prompt_tokens(loaded: Loaded, prompt: str, raw: bool = False) -> list[int]:
     if raw or tokenizer.chat_template is None:
         return tokenizer(prompt)["input_ids"]
     messages = [{"role": "user", "content": prompt}]
-    made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    return made["input_ids"]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return rendered["input_ids"]
 
 
 def generate(
@@ -69,13 +69,15 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    asked = parser.parse_args()
-    loaded = load(asked.model, asked.kv, asked.dtype, asked.device, asked.calibration)
+    arguments = parser.parse_args()
+    loaded = load(
+        arguments.model, arguments.kv, arguments.dtype, arguments.device, arguments.calibration
+    )
     for line in summarise(loaded.layers):
         cli.note(line)
-    tokens = prompt_tokens(loaded, asked.prompt, asked.raw)
-    reply = generate(loaded, tokens, asked.max_tokens, asked.temp)
-    print(json.dumps(asdict(reply)) if asked.json else reply.text)
+    tokens = prompt_tokens(loaded, arguments.prompt, arguments.raw)
+    reply = generate(loaded, tokens, arguments.max_tokens, arguments.temp)
+    print(json.dumps(asdict(reply)) if arguments.json else reply.text)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def taken(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 def votes(importance: torch.Tensor, pool: int = POOL) -> torch.Tensor:
     """[B, G, T]: the largest importance among `pool` neighbours."""
-    near = pool // 2
-    return pad(importance, (near, near), value=-torch.inf).unfold(-1, pool, 1).amax(-1)
+    reach = pool // 2
+    return pad(importance, (reach, reach), value=-torch.inf).unfold(-1, pool, 1).amax(-1)
 
 
 def kept(votes: torch.Tensor, count: int) -> torch.Tensor:

@@ -77,11 +77,11 @@ def causal_row(mask: torch.Tensor, new: int) -> torch.Tensor | None:
         return None
     if new == 1:
         return mask[:, 0, 0]
-    seen = _examined[-1] if _examined else None
-    if seen is None or seen[0]() is not mask or seen[1] != mask._version:
+    examined = _examined[-1] if _examined else None
+    if examined is None or examined[0]() is not mask or examined[1] != mask._version:
         row = mask[:, :, -1:]
-        same = torch.equal(mask, row & causal(new, mask.shape[3], mask.device))
-        _examined[:] = [(ref(mask), mask._version, row[:, 0, 0] if same else None)]
+        is_causal = torch.equal(mask, row & causal(new, mask.shape[3], mask.device))
+        _examined[:] = [(ref(mask), mask._version, row[:, 0, 0] if is_causal else None)]
     return _examined[-1][2]
 
 

@@ -16,32 +16,32 @@ from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 
 OPS, TRITON, METAL = "ops", "triton", "metal"
-_asked = [""]  # "": what the device has
+_forced = [""]  # "": what the device has
 
 
 @contextmanager
 def using(way: str) -> Iterator[None]:
     """Make the caches inside take plain ops, or the kernels of `way` and nothing else."""
-    _asked.append(way)
+    _forced.append(way)
     try:
         yield
     finally:
-        _asked.pop()
+        _forced.pop()
 
 
 def way(device: torch.device) -> str:
     """Return whose kernels caches on `device` would take."""
-    return _asked[-1] or (METAL if device.type == "mps" else TRITON)
+    return _forced[-1] or (METAL if device.type == "mps" else TRITON)
 
 
 def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) -> str | None:
     """Return why a cache keeps its pages for plain ops, or None."""
-    asked = way(device)
-    if asked == OPS:
+    forced = way(device)
+    if forced == OPS:
         return "plain ops were asked for"
-    if asked == METAL:
+    if forced == METAL:
         return metal.why_not(config, dims)
-    if device.type != "cuda" and not (_asked[-1] == TRITON and launch.interpreted()):
+    if device.type != "cuda" and not (_forced[-1] == TRITON and launch.interpreted()):
         return f"no Triton kernels on {device.type}"
     return launch.absent() or launch.why_not(config, dims)
 
@@ -62,6 +62,6 @@ def store(
         if way(device) == METAL:
             return Records(config, codecs)
         return Paged(config, codecs)
-    if _asked[-1] in (TRITON, METAL):
+    if _forced[-1] in (TRITON, METAL):
         raise UserError(f"[store] {way(device)} was asked for; got {reason}; choose ops")
     return Codes(config, codecs)

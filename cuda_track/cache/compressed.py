@@ -76,9 +76,9 @@ class CompressedKVCache(GoesBack):
             self._append((keys, values))
             return self.view()
         live = self._with_live((keys, values))
-        before = self._view(live)
+        view = self._view(live)
         self._seal(live)
-        return before
+        return view
 
     def _check_batch(self, keys: torch.Tensor) -> None:
         if self._live is not None:
@@ -106,11 +106,11 @@ class CompressedKVCache(GoesBack):
         if self._live is None or end > self._live[0].shape[2]:
             spare = max(end, self._count + self._count // GROWTH)
             room = max(min(self._room, -(-spare // STEP) * STEP), end)
-            grown = tuple(x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in new)
+            buffers = tuple(x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in new)
             if self._count:
-                for buffer, old in zip(grown, self._read_live(), strict=True):
+                for buffer, old in zip(buffers, self._read_live(), strict=True):
                     buffer[:, :, : self._count] = old
-            self._live = grown
+            self._live = buffers
         for buffer, x in zip(self._live, new, strict=True):
             buffer[:, :, self._count : end] = x
         self._count = end
@@ -133,12 +133,12 @@ class CompressedKVCache(GoesBack):
 
     def _check_heads(self, heads: int) -> None:
         turns = (self.layer_maps.keys, self.layer_maps.values) if self.layer_maps else ()
-        made = {len(turn.down) for turn in turns if turn.down.ndim == 3}
+        head_counts = {len(turn.down) for turn in turns if turn.down.ndim == 3}
         if self.layer_maps and self.layer_maps.mean is not None:
-            made.add(len(self.layer_maps.mean))
-        if made - {heads}:
+            head_counts.add(len(self.layer_maps.mean))
+        if head_counts - {heads}:
             raise UserError(
-                f"[CompressedKVCache] transforms of {max(made)} kv heads; got keys of {heads}; choose "
+                f"[CompressedKVCache] transforms of {max(head_counts)} kv heads; got keys of {heads}; choose "
                 "a calibration of this model, shared as its heads are"
             )
 
@@ -187,7 +187,7 @@ class CompressedKVCache(GoesBack):
     def state(self) -> dict:
         """All that has to be saved, as a tree of tensors; the header is in bytes (`mlxkv.formats.saved.state`)."""
         named = self.layer_maps and (self.layer_maps.digest, self.layer_maps.layer)
-        extra, more = self._extra()
+        extra, extra_tree = self._extra()
         data = state.header(self.config, self.offset, self._count_pages, named, **extra)
         return state.tree(
             torch.frombuffer(bytearray(data), dtype=torch.uint8),
@@ -195,7 +195,7 @@ class CompressedKVCache(GoesBack):
             sink=self._sink,
             last=self._last,
             pages=self._store.state if self._count_pages else None,
-            more=more,
+            more=extra_tree,
         )
 
     def _extra(self) -> tuple[dict, dict]:

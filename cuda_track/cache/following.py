@@ -34,9 +34,9 @@ def update(u: torch.Tensor, x: torch.Tensor, rate: float, raw: bool = False) -> 
         # LAPACK refuses NaN.
         moment = torch.where(_sound(moment), moment, eye)
         step = torch.linalg.solve(moment, step.mT).mT
-    made = u + rate * step
-    sound = _sound(made)
-    return torch.where(sound, orthonormal(torch.where(sound, made, u)), u)
+    moved = u + rate * step
+    sound = _sound(moved)
+    return torch.where(sound, orthonormal(torch.where(sound, moved, u)), u)
 
 
 def orthonormal(a: torch.Tensor) -> torch.Tensor:
@@ -50,17 +50,17 @@ def _sound(x: torch.Tensor) -> torch.Tensor:
     return x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
 
 
-def taught(now: LayerMaps, config: CacheConfig, batch: Pair, prompt: bool) -> LayerMaps:
+def taught(basis: LayerMaps, config: CacheConfig, batch: Pair, prompt: bool) -> LayerMaps:
     """`now` after a batch of keys and values [B, G, N, D], of a prompt or decoded."""
-    made = {}
+    turns = {}
     for name, x in zip(NAMES, batch, strict=True):
         low = getattr(config, name).low
         rate = 0.0 if low is None else low.rate(prompt)
         if rate:
-            down = getattr(now, name).down
-            before = down.expand(*x.shape[:2], *down.shape[-2:]).to(x.device)
-            made[name] = transform_of(update(before, x, rate, low.raw))
-    return replace(now, **made) if made else now
+            down = getattr(basis, name).down
+            u = down.expand(*x.shape[:2], *down.shape[-2:]).to(x.device)
+            turns[name] = transform_of(update(u, x, rate, low.raw))
+    return replace(basis, **turns) if turns else basis
 
 
 def transform_of(u: torch.Tensor) -> Transform:

@@ -27,9 +27,9 @@ class Segments(Runs):
     def _codes(self, run: Store) -> dict[str, Stored]:
         return dict(zip(NAMES, run.read(0, run.count).stored, strict=True))
 
-    def _merged(self, run: Store, after: Store) -> dict:
-        parts = [transported(run, after.codecs)] if run.count else []
-        parts += [self._codes(after)] if after.count else []
+    def _merged(self, run: Store, next_run: Store) -> dict:
+        parts = [transported(run, next_run.codecs)] if run.count else []
+        parts += [self._codes(next_run)] if next_run.count else []
         if len(parts) == 1:
             return parts[0]
         return {
@@ -51,8 +51,10 @@ class Segments(Runs):
             units = units.take_along_dim(at[..., None], 2)
             return units.view(*units.shape[:3], -1, x.shape[3]).flatten(2, 3)
 
-        made = {name: {n: taken(x) for n, x in side.items()} for name, side in codes.items()}
-        return made, at.shape[2]
+        picked_codes = {
+            name: {n: taken(x) for n, x in side.items()} for name, side in codes.items()
+        }
+        return picked_codes, at.shape[2]
 
     def _counts(self, counts: list[int]) -> torch.Tensor:
         return torch.tensor(counts, dtype=torch.int32)

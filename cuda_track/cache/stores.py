@@ -27,10 +27,10 @@ def codecs_of(
     config: CacheConfig, dims: tuple[int, int], maps: LayerMaps | None, device: torch.device
 ) -> tuple[Codec, Codec]:
     """The codecs of keys and of values, for heads of these dims."""
-    made = maps and maps.to(device)
+    maps_here = maps and maps.to(device)
     return tuple(
-        Codec(side, dim, config.page, getattr(made, name), device)
-        if side.calibrated and made is not None
+        Codec(side, dim, config.page, getattr(maps_here, name), device)
+        if side.calibrated and maps_here is not None
         else codec(side, dim, config.page, device)
         for name, side, dim in zip(NAMES, (config.keys, config.values), dims, strict=True)
     )
@@ -62,11 +62,11 @@ class _Arrays:
         self.count = stop
 
     def _grow(self, encoded: dict[Hashable, torch.Tensor], count: int) -> None:
-        spare, held = max(0, self.count // GROWTH - count), self._between(0, self.count)
+        spare, stored = max(0, self.count // GROWTH - count), self._between(0, self.count)
         for name, x in encoded.items():
             rows = x.shape[2] // count
             room = [x.new_zeros(*x.shape[:2], spare * rows, x.shape[3])] if spare else []
-            parts = [*([held[name]] if self.count else []), x, *room]
+            parts = [*([stored[name]] if self.count else []), x, *room]
             self._arrays[name] = torch.cat(parts, 2) if len(parts) > 1 else x
         self.capacity = self.count + count + spare
 
@@ -88,16 +88,16 @@ class _Arrays:
 
     def truncate(self, count: int) -> None:
         """Keep the first `count` pages; give back more room than growing leaves."""
-        held = self._between(0, count) if self.capacity - count > count // GROWTH else None
+        stored = self._between(0, count) if self.capacity - count > count // GROWTH else None
         self.count = count
-        if held is not None:
-            self._hold(held if count else {}, count)
+        if stored is not None:
+            self._hold(stored if count else {}, count)
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         if self.count:
-            held = self._between(0, self.count)
-            self._hold({name: x[rows] for name, x in held.items()}, self.count)
+            stored = self._between(0, self.count)
+            self._hold({name: x[rows] for name, x in stored.items()}, self.count)
 
     def arrays(self) -> list[torch.Tensor]:
         """Return what is allocated, spare room included."""
@@ -144,10 +144,10 @@ class Records(_Arrays):
 
     def read(self, start: int, stop: int) -> RecordPages:
         """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""
-        held = self._between(start, stop) if start else self._arrays
+        stored = self._between(start, stop) if start else self._arrays
         tokens = (stop - start) * self.config.page
         layout = layout_of(self.codecs)
-        return RecordPages(self.codecs, layout, held["records"], held.get("headers"), tokens)
+        return RecordPages(self.codecs, layout, stored["records"], stored.get("headers"), tokens)
 
     @property
     def state(self) -> Stored:
@@ -198,8 +198,8 @@ class Paged:
     def read(self, start: int, stop: int) -> PoolPages:
         """A snapshot of pages start .. stop - 1."""
         if self._table is None:
-            most = self.count
-            rows = [row + row[-1:] * (most - len(row)) for row in self.rows]
+            longest = self.count
+            rows = [row + row[-1:] * (longest - len(row)) for row in self.rows]
             device = self.pool.sides[0]["words"].device
             self._table = (
                 torch.tensor(rows, dtype=torch.int32, device=device),
@@ -228,11 +228,11 @@ class Paged:
 
     def __deepcopy__(self, memo) -> Paged:
         """A store with the same pages."""
-        other = Paged(self.config, self.codecs, self.pool)
-        other.rows = [list(row) for row in self.rows]
-        for row in other.rows:
+        copied = Paged(self.config, self.codecs, self.pool)
+        copied.rows = [list(row) for row in self.rows]
+        for row in copied.rows:
             self.pool.hold(row)
-        return other
+        return copied
 
     def __del__(self):
         for row in self.rows:

@@ -38,11 +38,11 @@ def decode(
     spec: Polar, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """[B, G, T, R] in `dtype`."""
-    both = split(spec, stored["codes"], dims).float().unflatten(2, (-1, page))
+    levels = split(spec, stored["codes"], dims).float().unflatten(2, (-1, page))
     radius, angle = (
         stored[f"{name}_low"].float().unsqueeze(3)
         + (codes + 0.5) * stored[f"{name}_step"].float().unsqueeze(3)
-        for name, codes in zip(("radius", "angle"), _halves(both), strict=True)
+        for name, codes in zip(("radius", "angle"), _halves(levels), strict=True)
     )
     return in_range(
         torch.cat([radius * angle.cos(), radius * angle.sin()], -1).flatten(2, 3), dtype

@@ -52,7 +52,7 @@ def _nearest(angles: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
     return code
 
 
-def _fitted(angles: torch.Tensor, counted: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+def _fitted(angles: torch.Tensor, valid: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     """Fit codebooks [..., 1, 1, n] to angles [..., T, m] by k-means from `start` [n].
 
     counted: the angles that count.
@@ -60,7 +60,7 @@ def _fitted(angles: torch.Tensor, counted: torch.Tensor, start: torch.Tensor) ->
     book = start.expand(*angles.shape[:-2], 1, 1, -1)
     for _ in range(TREE_STEPS):
         nearest, old = _nearest(angles, book), book
-        members = [(nearest == i) & counted for i in range(len(start))]
+        members = [(nearest == i) & valid for i in range(len(start))]
         sums = torch.stack([angles.where(member, 0.0).sum((-1, -2)) for member in members], -1)
         sizes = torch.stack([member.sum((-1, -2)) for member in members], -1)
         means = (sums / sizes.clamp(min=1))[..., None, None, :]

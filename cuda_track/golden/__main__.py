@@ -21,35 +21,35 @@ def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows for the parity page")
-    asked = parser.parse_args()
-    device, by_triton = torch.device(asked.device), absent() is None
+    options = parser.parse_args()
+    device, by_triton = torch.device(options.device), absent() is None
     if interpreted() and by_triton:
         import cuda_track.kernels.interpreter  # noqa: F401 (it decides how kernels are built)
-    found = {"torch": [], "triton": []}
+    rows_by = {"torch": [], "triton": []}
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise UserError("[--device] no Metal here; got mps; choose cpu")
     if device.type == "mps":  # which has no float64
-        found["metal"] = [("", row) for row in kernels.metal_rows(device)]
+        rows_by["metal"] = [("", row) for row in kernels.metal_rows(device)]
     else:
         with device:
-            found["torch"] = list(TABLE.by_set())
+            rows_by["torch"] = list(TABLE.by_set())
             if by_triton and (device.type == "cuda" or interpreted()):
-                found["triton"] = [("", row) for table in kernels.TABLES for row in table()]
-    rows = [row for part in found.values() for _, row in part]
+                rows_by["triton"] = [("", row) for table in kernels.TABLES for row in table()]
+    rows = [row for part in rows_by.values() for _, row in part]
     for row in rows:
         if not row.ok:
             print(row)
-    if asked.json:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else asked.device
-        there = ("torch", "triton") if by_triton else ("torch",)
-        packages = ", ".join(f"{n} {version(n)}" for n in there)
+    if options.json:
+        name = torch.cuda.get_device_name() if device.type == "cuda" else options.device
+        packages_here = ("torch", "triton") if by_triton else ("torch",)
+        packages = ", ".join(f"{n} {version(n)}" for n in packages_here)
         data = {
-            kind: [{"set": where, **row.as_dict()} for where, row in part]
-            for kind, part in found.items()
+            kind: [{"set": name, **row.as_dict()} for name, row in part]
+            for kind, part in rows_by.items()
         }
-        asked.json.write_text(json.dumps({"device": name, "versions": packages, **data}))
+        options.json.write_text(json.dumps({"device": name, "versions": packages, **data}))
     bad, differ = sum(not row.ok for row in rows), sum(row.differ for row in rows)
-    print(f"{len(rows)} rows on {asked.device}, {bad} wrong, {differ} codes at a boundary differ")
+    print(f"{len(rows)} rows on {options.device}, {bad} wrong, {differ} codes at a boundary differ")
     sys.exit(1 if bad else 0)
 
 

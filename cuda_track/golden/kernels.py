@@ -34,8 +34,8 @@ METAL_BOUND = 1e-4  # float32; exponentials are those of the machine
 
 def seal_rows() -> Iterator[Row]:
     tensors, header = read("encode")
-    for key, whole, dims in encode_cases(tensors, header):
-        spec, x = whole.quantizer, TABLE.floats(tensors[f"x.{dims}"])
+    for key, side, dims in encode_cases(tensors, header):
+        spec, x = side.quantizer, TABLE.floats(tensors[f"x.{dims}"])
         page = x.shape[2]
         for keys in (True, False):
             if layout.why_not(spec, dims, page, keys):
@@ -43,7 +43,7 @@ def seal_rows() -> Iterator[Row]:
             at = layout.PlaneLayout(spec, dims, page, keys)
             pool = Pool()
             places = pool.reserve(x.shape[0], (at.shapes(x.shape[1]),) * 2, x.device)
-            launch.seal(TABLE.codec(whole, dims, page), x, at, pool.sides[0], places)
+            launch.seal(TABLE.codec(side, dims, page), x, at, pool.sides[0], places)
             side = {n: y[torch.tensor(places)][:, None] for n, y in pool.sides[0].items()}
             codes = packing.unpack(at.restore(side)["codes"], spec.bits, dims)
             case = f"{key}, {'keys' if keys else 'values'}"
@@ -52,16 +52,16 @@ def seal_rows() -> Iterator[Row]:
 
 
 def attention_rows(table: str = "attention") -> Iterator[Row]:
-    for case, it, spec in TABLE.attention_cases(table):
-        mask = "causal" if it.mask is None else it.mask
-        config = CacheConfig(*(Side(side.quantizer) for side in it.sides), page=it.page)
-        if launch.why_not(config, (it.dims, it.dims)):
+    for case, inputs, spec in TABLE.attention_cases(table):
+        mask = "causal" if inputs.mask is None else inputs.mask
+        config = CacheConfig(*(Side(side.quantizer) for side in inputs.sides), page=inputs.page)
+        if launch.why_not(config, (inputs.dims, inputs.dims)):
             continue
-        store = Paged(config, TABLE.given(it).pages.codecs)
-        store.restore(dict(zip(NAMES, it.stored, strict=True)), it.pages)
-        view = View(it.live, it.sink, store.read(0, store.count))
-        if why_not(it.q, view, mask) is None:
-            out = attend(it.q, view, it.scale, mask, it.sink_logits, it.softcap)
+        store = Paged(config, TABLE.given(inputs).pages.codecs)
+        store.restore(dict(zip(NAMES, inputs.stored, strict=True)), inputs.pages)
+        view = View(inputs.live, inputs.sink, store.read(0, store.count))
+        if why_not(inputs.q, view, mask) is None:
+            out = attend(inputs.q, view, inputs.scale, mask, inputs.sink_logits, inputs.softcap)
             yield _row(case, out, spec, WEIGHTS_BOUND, table)
 
 
@@ -71,21 +71,23 @@ def softcap_rows() -> Iterator[Row]:
 
 def metal_rows(device: torch.device) -> Iterator[Row]:
     """Attention over page records on `device`; inputs are made on the CPU."""
-    for case, it, spec in TABLE.attention_cases():
-        mask = "causal" if it.mask is None else _moved(it.mask, device)
-        dims, q = it.dims, it.q.to(device)
-        config = CacheConfig(*(Side(side.quantizer) for side in it.sides), page=it.page)
+    for case, inputs, spec in TABLE.attention_cases():
+        mask = "causal" if inputs.mask is None else _moved(inputs.mask, device)
+        dims, q = inputs.dims, inputs.q.to(device)
+        config = CacheConfig(*(Side(side.quantizer) for side in inputs.sides), page=inputs.page)
         if metal.why_not(config, (dims, dims)) or metal_kernel.why_not(q, mask, DECODE_TOKENS):
             continue
-        turns = (code.transform for code in TABLE.given(it).pages.codecs)
+        turns = (code.transform for code in TABLE.given(inputs).pages.codecs)
         codecs = tuple(
-            Codec(Side(side.quantizer), dims, it.page, turn and turn.to(device), device)
-            for side, turn in zip(it.sides, turns, strict=True)
+            Codec(Side(side.quantizer), dims, inputs.page, turn and turn.to(device), device)
+            for side, turn in zip(inputs.sides, turns, strict=True)
         )
         pages = Records(config, codecs)
-        pages.restore(dict(zip(NAMES, _moved(it.stored, device), strict=True)), it.pages)
-        view = View(*(_moved(x, device) for x in (it.live, it.sink)), pages.read(0, it.pages))
-        out = attend(q, view, it.scale, mask, _moved(it.sink_logits, device))
+        pages.restore(dict(zip(NAMES, _moved(inputs.stored, device), strict=True)), inputs.pages)
+        view = View(
+            *(_moved(x, device) for x in (inputs.live, inputs.sink)), pages.read(0, inputs.pages)
+        )
+        out = attend(q, view, inputs.scale, mask, _moved(inputs.sink_logits, device))
         yield _row(case, out, spec, METAL_BOUND)
 
 

@@ -61,10 +61,10 @@ def sets(rows: Rows) -> dict[Key, str]:
     return {(row["table"], row["case"]): row["set"] for row in rows}
 
 
-def line_of(row: dict, found: dict[Key, str]) -> Line:
+def line_of(row: dict, sets_by_row: dict[Key, str]) -> Line:
     """The line of a row of any backend. found: golden sets by row; other rows stand under their table."""
     case = row["case"].split(",")[0]  # behind a comma Triton names the side
-    name = found.get((row["table"], case), row["table"])  # MLX has more tables
+    name = sets_by_row.get((row["table"], case), row["table"])  # MLX has more tables
     parts = case.split(".")
     if name in ("affine", "clip"):
         return name, f"int{parts[1]} per {parts[3] if name == 'affine' else 'token, clipped'}"
@@ -87,23 +87,23 @@ def _short(x: float) -> str:
     return f"{x:.0e}" if x else "0"
 
 
-def page(columns: dict[str, Rows], found: dict[Key, str], said: list[str]) -> str:
+def page(columns: dict[str, Rows], sets_by_row: dict[Key, str], notes: list[str]) -> str:
     """Write the page in Markdown. columns: rows of each backend. said: lines about machines and versions."""
     lines: dict[Line, dict[str, list[dict]]] = {}
     for name, rows in columns.items():
         for row in rows or ():
-            lines.setdefault(line_of(row, found), {}).setdefault(name, []).append(row)
-    out = [HEAD, *(f"- {text}" for text in said), ""]
+            lines.setdefault(line_of(row, sets_by_row), {}).setdefault(name, []).append(row)
+    out = [HEAD, *(f"- {text}" for text in notes), ""]
     out.append("| " + " | ".join(["golden set", "method", "values", "bound", *columns]) + " |")
     out.append("|" + "---|" * (4 + len(columns)))
     for (name, method), by_column in lines.items():
-        most = max(by_column.values(), key=len)
-        bound = max(row["bound"] for row in most)
+        longest = max(by_column.values(), key=len)
+        bound = max(row["bound"] for row in longest)
         cells = [
             NOT_RUN if rows is None else cell(by_column.get(column, ()))
             for column, rows in columns.items()
         ]
-        values = str(sum(row["values"] for row in most))
+        values = str(sum(row["values"] for row in longest))
         row = [name, method, values, _short(bound) if bound else "-", *cells]
         out.append("| " + " | ".join(row) + " |")
     return "\n".join(out) + "\n"
@@ -113,31 +113,31 @@ def main() -> None:
     parser = cli.parser(__doc__)
     parser.add_argument("--gpu", type=Path, help="file that a machine with a GPU has written")
     parser.add_argument("-o", "--output", type=Path, default=PAGE)
-    asked = parser.parse_args()
-    gpu = _read(asked.gpu) if asked.gpu else {}
-    mlx, here = _doctor(), _torch()
-    used = next(row["name"] for row in mlx["backends"] if row["used"])
+    options = parser.parse_args()
+    gpu = _read(options.gpu) if options.gpu else {}
+    mlx, torch_rows = _doctor(), _torch()
+    device = next(row["name"] for row in mlx["backends"] if row["used"])
     columns = {
-        f"MLX, {used}": mlx["golden"],
-        "torch, CPU": here["torch"],
-        "Triton, interpreter": here["triton"] or None,
+        f"MLX, {device}": mlx["golden"],
+        "torch, CPU": torch_rows["torch"],
+        "Triton, interpreter": torch_rows["triton"] or None,
         "torch, GPU": gpu.get("torch"),
         "Triton, GPU": gpu.get("triton"),
     }
     versions = ", ".join(f"{n} {mlx['versions'][n]}" for n in ("mlxkv", "mlx", "numpy"))
-    said = [f"here: {versions}, {here['versions']}"]
-    said.append(f"GPU: {gpu['device']}, {gpu['versions']}" if gpu else f"GPU: {NOT_RUN} yet")
-    asked.output.write_text(page(columns, sets(here["torch"]), said), encoding="utf-8")
+    notes = [f"here: {versions}, {torch_rows['versions']}"]
+    notes.append(f"GPU: {gpu['device']}, {gpu['versions']}" if gpu else f"GPU: {NOT_RUN} yet")
+    options.output.write_text(page(columns, sets(torch_rows["torch"]), notes), encoding="utf-8")
     rows = [row for column in columns.values() for row in column or ()]
     wrong = sum(not row["ok"] for row in rows)
-    cli.note(f"{len(rows)} rows, {wrong} wrong: {asked.output}")
+    cli.note(f"{len(rows)} rows, {wrong} wrong: {options.output}")
     sys.exit(1 if wrong else 0)
 
 
 def _doctor() -> dict:
     """The report of `mlxkv doctor` on this machine."""
-    done = _run("-m", "mlxkv", "doctor", "--json")
-    return json.loads(done.stdout.splitlines()[-1])
+    process = _run("-m", "mlxkv", "doctor", "--json")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def _torch() -> dict:
@@ -151,11 +151,11 @@ def _torch() -> dict:
 
 def _run(*words: str | Path, **variables: str) -> subprocess.CompletedProcess:
     command = [sys.executable, *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
-    if not done.stdout:
-        last = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+    if not process.stdout:
+        last = (process.stderr.strip().splitlines() or ["no answer"])[-1]
         raise UserError(f"[parity] {words[1]} does not run here: {last}")
-    return done
+    return process
 
 
 def _read(path: Path) -> dict:

@@ -10,7 +10,7 @@ CAPABILITY = 9  # of the first GPUs that can
 
 
 @triton.jit
-def after(CHAINED: tl.constexpr):
+def wait_for_previous(CHAINED: tl.constexpr):
     """Wait until the previous kernel has ended and its writes are visible.
 
     Before this, read only what is older than the previous kernel, and write nothing: it may still be read.
@@ -21,7 +21,7 @@ def after(CHAINED: tl.constexpr):
 
 
 @triton.jit
-def before(CHAINED: tl.constexpr):
+def launch_next(CHAINED: tl.constexpr):
     """Let the next kernel start once every program has called this. Call it behind `after`."""
     if CHAINED:
         gdc_launch_dependents()

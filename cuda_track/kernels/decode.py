@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cuda_track.kernels.chained import after, before
+from cuda_track.kernels.chained import launch_next, wait_for_previous
 from cuda_track.kernels.codes import OFFSET, gain_bits, halves, planes
 
 LANES = tl.constexpr(8)  # rows of a matrix unit's result that lie in different lanes
@@ -86,19 +86,19 @@ def _capped(s, cap):
 
 
 # Sizes that grow with the context must not cause another compilation.
-COUNTS = ["sink_tokens", "live_tokens", "mask_row", "most", "splits", "rows", "new"]
+COUNTS = ["sink_tokens", "live_tokens", "mask_row", "row_pages", "splits", "rows", "new"]
 
 
 @triton.jit(do_not_specialize=COUNTS)
 def attend_kernel(
     q, sums, factors, plain,  # [B, G, N, R] float16, [B, G, 2, KG, N], [B, G, N], [B, H, L, D]
     k_words, k_high, k_numbers, v_words, v_high, v_numbers,
-    table, pages,  # [B, most] int32, [B] int32
+    table, pages,  # [B, row_pages] int32, [B] int32
     sink_k, sink_v, live_k, live_v,  # windows, [B, G, T, D]
     sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row,
     mask, mask_row,  # uint8 [B, tokens], or nothing
     part_out, part_top, part_sum,  # [B, G, S, N, R], [B, G, S, N] twice, S of splits and windows
-    most, splits, rows, new, plain_scale, cap,
+    row_pages, splits, rows, new, plain_scale, cap,
     R: tl.constexpr, N: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr,
     PAGE: tl.constexpr, CHANNEL: tl.constexpr,
     K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
@@ -112,8 +112,8 @@ def attend_kernel(
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     at = (head * tl.num_programs(0) + split) * N
-    after(CHAINED)
-    before(CHAINED and EARLY)
+    wait_for_previous(CHAINED)
+    launch_next(CHAINED and EARLY)
     if split >= splits:
         _windows(
             split - splits, tl.num_programs(0) - splits,
@@ -127,12 +127,12 @@ def attend_kernel(
         _pages(
             q + head * N * R, sums + head * 2 * K_GROUPS * N, factors + head * N,
             k_words, k_high, k_numbers, v_words, v_high, v_numbers,
-            table + b * most, tl.load(pages + b), split, splits, g, tl.num_programs(1),
+            table + b * row_pages, tl.load(pages + b), split, splits, g, tl.num_programs(1),
             mask + b * mask_row + sink_tokens, part_out + at * R, part_top + at, part_sum + at, rows, cap,
             R, N, T, PAGE, CHANNEL, K_BITS, K_PLANES, K_GROUPS, V_BITS, V_PLANES, V_GROUPS,
             MASKED, CAPPED, ASM, STAGES,
         )  # fmt: skip
-    before(CHAINED and not EARLY)
+    launch_next(CHAINED and not EARLY)
 
 
 @triton.jit

@@ -128,7 +128,7 @@ def attend(
     mask: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
     softcap: float | None = None,
-    how: Launch | None = None,
+    tuned: Launch | None = None,
 ) -> torch.Tensor:
     """Attend with queries [B, H, L, D], causal among the new tokens. Returns [B, H, L, D].
 
@@ -144,27 +144,29 @@ def attend(
     rows = heads // kv_heads * new
     padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
     keys, values = pages.layouts
-    how = how or launch(dims, values.spec.bits, padded)
+    tuned = tuned or launch(dims, values.spec.bits, padded)
     queries = queries.contiguous()
     up_keys, up_values = (code.transform and code.transform.up for code in pages.codecs)
     sides = [_constants(at) for at in pages.layouts]
     device, kw = queries.device, {"device": queries.device}
     chained = _chained(device)
-    parts, around = splits(pages.table.shape[1], keys.page, batch * kv_heads, device, how.programs)
+    parts, around = splits(
+        pages.table.shape[1], keys.page, batch * kv_heads, device, tuned.programs
+    )
     sizes = {"D": dims, "R": dims, "N": padded, **chained}
     # AMD's compiler lacks float32 products in three parts of TF32, which kernels of many rows use.
-    many = batch * kv_heads * rows > MANY and dims <= 128 and torch.version.hip is None
+    shared = batch * kv_heads * rows > MANY and dims <= 128 and torch.version.hip is None
     first, last = (
-        (many_queries_kernel, many_merge_kernel) if many else (queries_kernel, merge_kernel)
+        (many_queries_kernel, many_merge_kernel) if shared else (queries_kernel, merge_kernel)
     )
 
     q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
     sums = torch.empty(batch, kv_heads, 2, sides[0]["GROUPS"], padded, dtype=torch.float32, **kw)
     factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
-    first[(padded // (LEAST_ROWS if many else 1), kv_heads, batch)](
+    first[(padded // (LEAST_ROWS if shared else 1), kv_heads, batch)](
         *(queries, _or(up_keys, q), q, sums, factors, rows, scale * LOG2E, _stride(up_keys)),
         **{**sizes, **sides[0], "TURNED": up_keys is not None},
-        **({"M": LEAST_ROWS} if many else {}),
+        **({"M": LEAST_ROWS} if shared else {}),
         num_warps=8 if dims <= 128 else 16,
     )
 
@@ -190,17 +192,17 @@ def attend(
         MASKED=visible is not None,
         CAPPED=softcap is not None,
         ASM=not interpreted() and torch.version.hip is None,
-        STAGES=how.stages,
-        EARLY=how.early,
+        STAGES=tuned.stages,
+        EARLY=tuned.early,
         WIDE=interpreted() and live[0].dtype == torch.bfloat16,
-        num_warps=how.warps,
+        num_warps=tuned.warps,
         **chained,
-        **({"maxnreg": how.registers} if how.registers and not interpreted() else {}),
+        **({"maxnreg": tuned.registers} if tuned.registers and not interpreted() else {}),
     )
 
     result = torch.empty_like(queries)
     slots, block = 1 << (parts + around - 1).bit_length(), min(dims, 128)
-    if many:
+    if shared:
         grid, at_once, block_of = -(-rows // LEAST_ROWS), MERGED // LEAST_ROWS, {"M": LEAST_ROWS}
     else:
         while block > 64 and batch * kv_heads * rows * dims // block < FEW // 2:
@@ -211,7 +213,7 @@ def attend(
         *(parts, around, rows, new, _stride(up_values)),
         **{**sizes, **block_of, "SPLITS": slots, "CHUNK": min(at_once // dims, slots)},
         **{"TURNED": up_values is not None, "SINKS": sink_logits is not None},
-        num_warps=16 if not many and grid * kv_heads * batch <= FEW else 8,
+        num_warps=16 if not shared and grid * kv_heads * batch <= FEW else 8,
     )
     return result
 
@@ -301,10 +303,10 @@ def unseal(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
 
     at, stored = pages.layouts[side], pages.sides[side]
     batch, heads, _, dims = out.shape
-    most = pages.table.shape[1]
-    unseal_kernel[(most * (at.page // at.turn), heads, batch)](
+    longest_row = pages.table.shape[1]
+    unseal_kernel[(longest_row * (at.page // at.turn), heads, batch)](
         *_tensors(stored),
-        *(pages.table, pages.counts, out, most, start, out.stride(0), out.stride(1)),
+        *(pages.table, pages.counts, out, longest_row, start, out.stride(0), out.stride(1)),
         **{"R": dims, "T": at.turn, "PAGE": at.page, **_constants(at)},
         **{"KEYS": at.keys, "CHANNEL": at.channel_tokens},
         num_warps=4,

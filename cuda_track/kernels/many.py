@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cuda_track.kernels.chained import after, before
+from cuda_track.kernels.chained import launch_next, wait_for_previous
 from cuda_track.kernels.codes import OFFSET, gain_bits
 
 
@@ -23,7 +23,7 @@ def many_queries_kernel(
     n = tl.program_id(0) * M + tl.arange(0, M)
     r, d = tl.arange(0, R), tl.arange(0, D)
     gain = tl.exp2(gain_bits(r // (R // PLANES), BITS).to(tl.float32))
-    after(CHAINED)
+    wait_for_previous(CHAINED)
     x = tl.load(q + (head * rows + n)[None, :] * D + d[:, None], (n < rows)[None, :], 0.0)
     x = x.to(tl.float32)
     if TURNED:
@@ -38,7 +38,7 @@ def many_queries_kernel(
     at = sums + head * 2 * GROUPS * N + tl.arange(0, GROUPS)[:, None] * N + n[None, :]
     tl.store(at, tl.sum(tl.reshape(x * gain[:, None], [GROUPS, R // GROUPS, M]), 1))
     tl.store(at + GROUPS * N, tl.sum(tl.reshape(x, [GROUPS, R // GROUPS, M]), 1) * OFFSET)
-    before(CHAINED)
+    launch_next(CHAINED)
 
 
 @triton.jit(do_not_specialize=["splits", "windows", "rows", "new"])
@@ -55,8 +55,8 @@ def many_merge_kernel(
     r, d = tl.arange(0, R), tl.arange(0, D)
     if TURNED:
         turn = tl.load(up + g * up_head + r[:, None] * D + d[None, :])
-    after(CHAINED)
-    before(CHAINED)
+    wait_for_previous(CHAINED)
+    launch_next(CHAINED)
     s, parts = tl.arange(0, SPLITS)[:, None], splits + windows
     first = head * parts * N + n
     exists = (s < parts) & (n < rows)[None, :]

@@ -65,11 +65,6 @@ class Pool:
             if not self.holders[place]:
                 self._free.append(place)
 
-    @property
-    def used(self) -> int:
-        """Pages that are held."""
-        return len(self.holders) - len(self._free)
-
 
 @dataclass(frozen=True)
 class PoolPages(Sealed):

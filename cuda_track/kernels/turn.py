@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cuda_track.kernels.chained import after, before
+from cuda_track.kernels.chained import launch_next, wait_for_previous
 from cuda_track.kernels.codes import OFFSET, gain_bits
 
 
@@ -24,7 +24,7 @@ def queries_kernel(
     n, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     r, d = tl.arange(0, R), tl.arange(0, D)
-    after(CHAINED)
+    wait_for_previous(CHAINED)
     if TURNED:
         at = up + g * up_head + r[:, None] * D + d[None, :]
         turn = tl.load(at, mask=(n + 0 * r)[:, None] < rows, other=0.0)
@@ -42,7 +42,7 @@ def queries_kernel(
     at = sums + head * 2 * GROUPS * N + tl.arange(0, GROUPS) * N + n
     tl.store(at, tl.sum(tl.reshape(x * gain, [GROUPS, R // GROUPS]), 1))
     tl.store(at + GROUPS * N, tl.sum(tl.reshape(x, [GROUPS, R // GROUPS]), 1) * OFFSET)
-    before(CHAINED)  # late: programs of attention would take the room of these
+    launch_next(CHAINED)  # late: programs of attention would take the room of these
 
 
 @triton.jit(do_not_specialize=["splits", "windows", "rows", "new"])
@@ -63,8 +63,8 @@ def merge_kernel(
     r, d = tl.arange(0, R), tl.program_id(0) % SLICES * BLOCK + tl.arange(0, BLOCK)
     if TURNED:
         turn = tl.load(up + g * up_head + r[:, None] * D + d[None, :])
-    after(CHAINED)
-    before(CHAINED)
+    wait_for_previous(CHAINED)
+    launch_next(CHAINED)
     s, parts = tl.arange(0, SPLITS), splits + windows
     first = head * parts * N + n
     tops = tl.load(part_top + first + s * N, mask=s < parts, other=-float("inf"))

@@ -8,21 +8,21 @@ import triton.language as tl
 from cuda_track.kernels.codes import halves
 
 
-@triton.jit(do_not_specialize=["most", "start"])
+@triton.jit(do_not_specialize=["row_pages", "start"])
 def unseal_kernel(
-    words, high, numbers, table, pages, out,  # of one side; [B, most], [B]; [B, G, tokens, R]
-    most, start, out_row, out_head,
+    words, high, numbers, table, pages, out,  # of one side; [B, row_pages], [B]; [B, G, tokens, R]
+    row_pages, start, out_row, out_head,
     R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,
     PLANES: tl.constexpr, GROUPS: tl.constexpr, CHANNEL: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (most * PAGE / T, G, B): T tokens of a page, written from `start` on. CHANNEL: tokens of
+    """Grid (row_pages * PAGE / T, G, B): T tokens of a page, written from `start` on. CHANNEL: tokens of
     a page that share scales per channel, 0: scales are per token."""
     block, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     page = block // (PAGE // T)
     if page < tl.load(pages + b):
         J: tl.constexpr = R // PLANES
         t, r, j = block % (PAGE // T) * T + tl.arange(0, T), tl.arange(0, R), tl.arange(0, J)
-        place = tl.load(table + b * most + page).to(tl.int64) * tl.num_programs(1) + g
+        place = tl.load(table + b * row_pages + page).to(tl.int64) * tl.num_programs(1) + g
         if KEYS:
             at = place * (PAGE * J) + t[:, None] * J + j[None, :]
         else:
@@ -30,8 +30,8 @@ def unseal_kernel(
         plane = tl.arange(0, PLANES)[None, :, None]
         word = tl.load(words + at).to(tl.int32)[:, None, :]
         if BITS == 3:
-            above = tl.load(high + at).to(tl.int32)[:, None, :]
-            code = (word >> (plane * 2) & 3) | (above >> plane & 1) << 2
+            high_bits = tl.load(high + at).to(tl.int32)[:, None, :]
+            code = (word >> (plane * 2) & 3) | (high_bits >> plane & 1) << 2
         else:
             code = word >> (plane * BITS) & ((1 << BITS) - 1)
         x = code.to(tl.float32)

@@ -25,9 +25,9 @@ NAME, EAGER = "mlxkv", "mlxkv-eager"
 CAUSAL = "is_causal_alone"  # an attribute of masks that say nothing else
 
 
-def name_for(before: str) -> str:
+def name_for(implementation: str) -> str:
     """The implementation that stands in for `before`."""
-    return EAGER if before == "eager" else NAME
+    return EAGER if implementation == "eager" else NAME
 
 
 def attend_or_pass(
@@ -52,15 +52,17 @@ def attend_or_pass(
     mask: Mask = "causal" if attention_mask is None and causal else attention_mask
     if getattr(attention_mask, CAUSAL, False):
         mask = "causal" if new > 1 else None
-    own = partial(_own, module, scale, kwargs)
+    expected = partial(_expected, module, scale, kwargs)
     if isinstance(key, Handle):
 
-        def ours(q, k, v, mask):
-            if (seen := key.probe.latents) is not None:
-                return latent.attend(q, seen.to(q.dtype), scale, _biased(mask, bias, q, k))
+        def computed(q, k, v, mask):
+            if (latents := key.probe.latents) is not None:
+                return latent.attend(q, latents.to(q.dtype), scale, _biased(mask, bias, q, k))
             return attend(q, View((k, v)), scale, _biased(mask, bias, q, k), sinks, softcap)
 
-        out = probed(query, key, value, mask, own, ours, softcap is not None, sinks is not None)
+        out = probed(
+            query, key, value, mask, expected, computed, softcap is not None, sinks is not None
+        )
         return out.transpose(1, 2).contiguous(), None
     if plain and (eager or softcap is not None) and _eager(module) is not None:
         return _eager_of(module, query, key, value, mask, scale, kwargs)
@@ -78,15 +80,15 @@ def attend_or_pass(
             p = weights(query, latent.expanded(key, query.dtype), scale, mask)
         return out.transpose(1, 2).contiguous(), p
     out = attend(query, key, scale, mask, sinks, softcap)
-    asked = _weights_asked(module, kwargs)
-    p = weights(query, key, scale, mask, sinks, softcap) if asked else None
+    wanted_weights = _weights_asked(module, kwargs)
+    p = weights(query, key, scale, mask, sinks, softcap) if wanted_weights else None
     return out.transpose(1, 2).contiguous(), p
 
 
 def _is_causal(module: torch.nn.Module, kwargs: dict) -> bool:
     """As torch SDPA in transformers finds out."""
-    given = kwargs.get("is_causal")
-    return getattr(module, "is_causal", True) if given is None else given
+    is_causal = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
 
 def _weights_asked(module: torch.nn.Module, kwargs: dict) -> bool:
@@ -116,7 +118,7 @@ def _eager_of(module, query, key, value, mask: Mask, scale: float, kwargs: dict)
     return _eager(module)(module, query, key, value, added, scaling=scale, **kwargs)
 
 
-def _own(module, scale: float, kwargs: dict, query, key, value, mask: Mask) -> torch.Tensor:
+def _expected(module, scale: float, kwargs: dict, query, key, value, mask: Mask) -> torch.Tensor:
     """The model's own attention, [B, H, L, D]: its eager function, or SDPA where it has none."""
     if _eager(module) is None:
         added = matrix(mask, query.shape[2], key.shape[2], query.dtype, query.device)
@@ -143,8 +145,8 @@ def mask(
     # Static caches count in tensors: reading those would wait for the GPU.
     newest = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if mask_function is causal_mask_function and newest:
-        seen = kv_offset + kv_length
-        padded = attention_mask is not None and not attention_mask[:, :seen].all()
+        tokens = kv_offset + kv_length
+        padded = attention_mask is not None and not attention_mask[:, :tokens].all()
         if not padded:
             return None
     return sdpa_mask(

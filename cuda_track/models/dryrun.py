@@ -99,8 +99,8 @@ def probed(
     key: Handle,
     value,
     mask,
-    own: Callable,
-    ours: Callable,
+    expected: Callable,
+    computed: Callable,
     capped: bool,
     sinks: bool = False,
 ) -> torch.Tensor:
@@ -109,18 +109,18 @@ def probed(
     keys, values = _plain((key, value))
     if not isinstance(value, Handle) or value.probe is not probe:
         probe.refuse("the model attends with keys and values of different caches")
-        return own(query, keys, values, mask)
+        return expected(query, keys, values, mask)
     probe.waiting, probe.capped, probe.sinks = False, capped, sinks
     try:
-        gap = _gap(query, keys, values, mask, own, ours)
+        gap = _gap(query, keys, values, mask, expected, computed)
         if not gap < NEAR:
             probe.refuse(f"the model's attention is another function ({gap:.1%} apart)")
     except Exception as error:  # a foreign model may raise anything at all
         probe.refuse(_line(error))
-    return own(query, keys, values, mask)
+    return expected(query, keys, values, mask)
 
 
-def _gap(query, keys, values, mask, own: Callable, ours: Callable) -> float:
+def _gap(query, keys, values, mask, expected: Callable, computed: Callable) -> float:
     """Return how far apart two attentions are, relative, at scores up to PEAK."""
     # In float64, which Apple's GPUs lack: float32 may be TF32 on NVIDIA's.
     kind = torch.float32 if query.device.type == "mps" else torch.float64
@@ -128,8 +128,8 @@ def _gap(query, keys, values, mask, own: Callable, ours: Callable) -> float:
     heads = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     peak = (q @ heads.mT).abs().max() * q.shape[-1] ** -0.5
     q = q * (PEAK / peak.clamp(min=1e-6))
-    right, got = own(q, k, v, mask).float(), ours(q, k, v, mask).float()
-    return float((right - got).norm() / right.norm().clamp(min=1e-9))
+    right, actual = expected(q, k, v, mask).float(), computed(q, k, v, mask).float()
+    return float((right - actual).norm() / right.norm().clamp(min=1e-9))
 
 
 def matrix(
@@ -172,7 +172,7 @@ def _line(error: Exception) -> str:
 def _unchanged(model) -> Iterator[None]:
     """Put back what a forward pass may change: modes, attributes, buffers, random numbers."""
     modules = list(model.modules())
-    before = [(dict(vars(m)), dict(m._buffers)) for m in modules]
+    saved = [(dict(vars(m)), dict(m._buffers)) for m in modules]
     copies = [(x, x.clone()) for x in model.buffers() if x.numel() * x.element_size() <= SMALL]
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -181,7 +181,7 @@ def _unchanged(model) -> Iterator[None]:
                 module.training = False
             yield
         finally:
-            for module, (attributes, buffers) in zip(modules, before, strict=True):
+            for module, (attributes, buffers) in zip(modules, saved, strict=True):
                 vars(module).clear()
                 vars(module).update(attributes)
                 module._buffers.clear()

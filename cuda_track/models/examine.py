@@ -31,7 +31,7 @@ KV_HEADS = "num_key_value_heads", "num_global_key_value_heads"  # the second: Ge
 
 
 @dataclass(frozen=True)
-class Found:
+class Examined:
     """One cache of a model. kind: of its layer. sizes: kv heads in this process, key dim, value dim.
 
     latent: it holds latents and rotary keys (MLA). capped: scores are (softcap). sinks: a logit stands beside
@@ -71,7 +71,7 @@ class Found:
         return compressed(index, self.kind, fitted, label, self.sizes, kernel)
 
 
-def examine(model: PreTrainedModel, config: CacheConfig) -> list[Found]:
+def examine(model: PreTrainedModel, config: CacheConfig) -> list[Examined]:
     """Find what each cache of `model` is, by a dry run, and leave attention ours.
 
     A configuration that compresses nothing needs no run. Raises UserError for kv heads that the processes
@@ -81,7 +81,7 @@ def examine(model: PreTrainedModel, config: CacheConfig) -> list[Found]:
     try:
         layers = plain_layers(model)
     except Exception as error:  # configurations that name no layers
-        return [Found("unknown", True, f"transformers makes no cache for this model ({error})")]
+        return [Examined("unknown", True, f"transformers makes no cache for this model ({error})")]
     if not config.compresses:
         return [_of_class(layer) for layer in layers]
     growing = [i for i, layer in enumerate(layers) if replaceable(layer)]
@@ -100,41 +100,43 @@ def examine(model: PreTrainedModel, config: CacheConfig) -> list[Found]:
     ]
 
 
-def _of_probe(probe: dryrun.Probe, ranks: bool, shared: bool) -> Found:
+def _of_probe(probe: dryrun.Probe, ranks: bool, shared: bool) -> Examined:
     """ranks: whether the model's configuration speaks of latents. shared: whether several processes have the model."""
     reason = probe.verdict
     if not probe.calls and not probe.refused:
-        return Found("not used", False, "the model uses no cache of transformers")
+        return Examined("not used", False, "the model uses no cache of transformers")
     if probe.latents is not None:
         sizes = probe.sizes or (0, 0, 0)
-        more = "more than softmax over latents" if probe.capped or probe.sinks else None
+        refusal = "more than softmax over latents" if probe.capped or probe.sinks else None
         if shared:
-            more = "latents of a model in several processes: not supported"
-        return Found(LATENT, True, reason or more, sizes, latent=True)
+            refusal = "latents of a model in several processes: not supported"
+        return Examined(LATENT, True, reason or refusal, sizes, latent=True)
     if reason and ranks and probe.refused:
-        return Found(LATENT, True, f"latent cache that grows: not supported ({reason})")
-    return Found("full", True, reason, probe.sizes or (0, 0, 0), probe.capped, probe.sinks)
+        return Examined(LATENT, True, f"latent cache that grows: not supported ({reason})")
+    return Examined("full", True, reason, probe.sizes or (0, 0, 0), probe.capped, probe.sinks)
 
 
-def _of_class(layer, reason: str | None = None) -> Found:
+def _of_class(layer, reason: str | None = None) -> Examined:
     """Return what the class of a layer's cache says. reason: why a plain one that grows is not replaced."""
     state = holds_state(layer)
     if isinstance(layer, DynamicSlidingWindowLayer):
-        beside = " beside a state" if state else ""
-        return Found(f"sliding window {layer.sliding_window}{beside}", False, "small by nature")
+        suffix = " beside a state" if state else ""
+        return Examined(f"sliding window {layer.sliding_window}{suffix}", False, "small by nature")
     if has_class(layer, "DynamicIndexedLayer"):
-        return Found("indexed", True, "indexed cache that grows: not supported")
+        return Examined("indexed", True, "indexed cache that grows: not supported")
     if state and isinstance(layer, CacheLayerMixin):
-        return Found(
+        return Examined(
             "full beside a state", True, "a cache that grows beside a state: not supported"
         )
     if state:
-        return Found("state", False, "constant size")
+        return Examined("state", False, "constant size")
     if replaceable(layer):
-        return Found("full", True, reason)
+        return Examined("full", True, reason)
     if has_class(layer, "DummyLayer"):
-        return Found("no cache of its own", False, "nothing is stored")
-    return Found(f"cache of class {type(layer).__name__}", True, "mlxkv does not know this class")
+        return Examined("no cache of its own", False, "nothing is stored")
+    return Examined(
+        f"cache of class {type(layer).__name__}", True, "mlxkv does not know this class"
+    )
 
 
 def _check_share(model: PreTrainedModel) -> None:
@@ -155,18 +157,18 @@ def _takes_caches(model: PreTrainedModel) -> bool:
 
 def implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
     """The configurations of a model and of its parts, with the names of their attention functions."""
-    left = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
-    found: dict[int, PreTrainedConfig] = {}
-    while left:
-        config = left.pop()
-        if config is not None and id(config) not in found:
-            found[id(config)] = config
-            left += [getattr(config, name, None) for name in config.sub_configs]
-    return [(config, config._attn_implementation_internal) for config in found.values()]
+    queue = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    configs: dict[int, PreTrainedConfig] = {}
+    while queue:
+        config = queue.pop()
+        if config is not None and id(config) not in configs:
+            configs[id(config)] = config
+            queue += [getattr(config, name, None) for name in config.sub_configs]
+    return [(config, config._attn_implementation_internal) for config in configs.values()]
 
 
-def put_back(model: PreTrainedModel, before: list[tuple[PreTrainedConfig, str | None]]) -> None:
+def put_back(model: PreTrainedModel, names: list[tuple[PreTrainedConfig, str | None]]) -> None:
     """Undo what `examine` did to attention."""
     latent.release(model)
-    for config, name in before:
+    for config, name in names:
         config._attn_implementation_internal = name

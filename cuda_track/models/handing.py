@@ -32,12 +32,12 @@ def renamed(options: dict) -> Cache | None:
 
     Raises UserError for two caches.
     """
-    given = [x for x in (options.pop(name, None) for name in NAMES) if x is not None]
-    if len(given) > 1:
+    caches = [x for x in (options.pop(name, None) for name in NAMES) if x is not None]
+    if len(caches) > 1:
         raise UserError(
             "[generate] a model reads one cache; got cache and past_key_values; leave one of them out"
         )
-    if not given:
+    if not caches:
         return None
-    options |= handed(given[0])
-    return given[0]
+    options |= handed(caches[0])
+    return caches[0]

@@ -41,25 +41,25 @@ class Expanding:
         if isinstance(latents, LatentView):
             view = replace(latents, heads=heads_of(self.module))
             return view, view
-        own = partial(getattr(type(self.module), EXPAND), self.module)
+        expand = partial(getattr(type(self.module), EXPAND), self.module)
         if not isinstance(latents, Handle):
-            return own(latents, rotary)
+            return expand(latents, rotary)
         probe: Probe = latents.probe
         with torch._C.DisableTorchFunctionSubclass():
             pair = tuple(x.as_subclass(torch.Tensor) for x in (latents, rotary))
             probe.latents = LatentView(pair, heads=heads_of(self.module))
-            return tuple(Handle.of(x, probe) for x in own(*pair))
+            return tuple(Handle.of(x, probe) for x in expand(*pair))
 
 
 def heads_of(module: torch.nn.Module) -> Heads:
     """Return what the heads of `module` make of a latent. Raises ValueError where its weights cannot be absorbed."""
-    made = module.kv_b_proj
-    if type(made) is not torch.nn.Linear or made.bias is not None:
-        raise ValueError(f"weights of a {type(made).__name__} cannot be absorbed")
+    projection = module.kv_b_proj
+    if type(projection) is not torch.nn.Linear or projection.bias is not None:
+        raise ValueError(f"weights of a {type(projection).__name__} cannot be absorbed")
     sizes = module.qk_nope_head_dim, module.v_head_dim
-    keys, values = made.weight.view(-1, sum(sizes), module.kv_lora_rank).split(sizes, 1)
-    own = partial(getattr(type(module), EXPAND), module)
-    return Heads(keys, values, own)
+    keys, values = projection.weight.view(-1, sum(sizes), module.kv_lora_rank).split(sizes, 1)
+    expand = partial(getattr(type(module), EXPAND), module)
+    return Heads(keys, values, expand)
 
 
 def bind(model: PreTrainedModel) -> None:

@@ -99,14 +99,16 @@ class CompressedCache(Cache):
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CompressedLayer)):
             layer.crop(tokens_to_remove)  # layers of transformers may refuse: first
 
-    def cut_back(self, left: int) -> bool:
-        """Keep the first `left` tokens of all layers. False, and nothing has changed, where some layer cannot."""
-        held = self.get_seq_length()
-        if not 0 < left <= held or not all(_keeps(layer, held, left) for layer in self.layers):
+    def cut_back(self, length: int) -> bool:
+        """Keep the first `length` tokens of all layers. False, and nothing has changed, where some layer cannot."""
+        tokens = self.get_seq_length()
+        if not 0 < length <= tokens or not all(
+            _keeps(layer, tokens, length) for layer in self.layers
+        ):
             return False
-        if left < held:
+        if length < tokens:
             for layer in self.layers:
-                layer.crop(left - held)
+                layer.crop(length - tokens)
         return True
 
     def __iter__(self):
@@ -127,13 +129,13 @@ class CompressedCache(Cache):
         return sum(_bytes(layer) for layer in self.layers)
 
 
-def _keeps(layer, held: int, left: int) -> bool:
-    """Return whether a layer can keep the first `left` of `held` tokens."""
-    if left == held:
+def _keeps(layer, tokens: int, length: int) -> bool:
+    """Return whether a layer can keep the first `length` of `tokens` tokens."""
+    if length == tokens:
         return True
     if isinstance(layer, CompressedLayer):
-        return layer.cache.keeps(left)
-    full = getattr(layer, "is_sliding", False) and held >= layer.sliding_window
+        return layer.cache.keeps(length)
+    full = getattr(layer, "is_sliding", False) and tokens >= layer.sliding_window
     return not full and not holds_state(layer)
 
 

@@ -77,13 +77,13 @@ def load(
                 f"[load] transformers cannot read weights that MLX has quantized; got {name}; choose a model of "
                 "transformers: owner/name on the hub, or a folder"
             )
-    where = source.folder or source.repo
+    location = source.folder or source.repo
     logging.disable_progress_bar()
     kind = DTYPES[dtype] if dtype else torch.float32 if device.type == "cpu" else "auto"
     try:
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=kind)
-        tokenizer = AutoTokenizer.from_pretrained(where)
-        bound(tokenizer, Path(where))
+        model = AutoModelForCausalLM.from_pretrained(location, dtype=kind)
+        tokenizer = AutoTokenizer.from_pretrained(location)
+        bound(tokenizer, Path(location))
     except UserError:
         raise
     except (OSError, ValueError) as error:

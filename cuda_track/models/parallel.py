@@ -27,10 +27,10 @@ def share_of(model: PreTrainedModel) -> Share:
     return Share(mesh.get_local_rank(), size)
 
 
-def insist_on_one(model: PreTrainedModel, where: str, what: str) -> None:
+def insist_on_one(model: PreTrainedModel, command: str, action: str) -> None:
     """Raise UserError for a model in several processes."""
     if (size := share_of(model).size) > 1:
         raise UserError(
-            f"[{where}] {what} in one process only; got a model spread over {size}; load it "
+            f"[{command}] {action} in one process only; got a model spread over {size}; load it "
             "without tp_size"
         )

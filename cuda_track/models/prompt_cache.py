@@ -81,20 +81,20 @@ def load(path: Path, loaded: Loaded) -> Saved:
     except UserError as error:
         raise head.wrong(f"cannot be used: {error}") from None
     except Exception as error:  # what others wrote may make torch raise anything
-        said = session.printable(str(error))
-        raise head.wrong(f"cannot be read ({type(error).__name__}: {said})") from None
+        message = session.printable(str(error))
+        raise head.wrong(f"cannot be read ({type(error).__name__}: {message})") from None
     return saved
 
 
 def _cache(kinds: list[str], tensors: dict, tokens: int, loaded: Loaded) -> CompressedCache:
     """The caches of these classes, of so many tokens. Raises anything where they are none of this model's."""
     model = loaded.model
-    made = new_cache(model)
+    cache = new_cache(model)
     with torch.no_grad():  # for the shapes of its layers
-        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), **handed(made))
-    if kinds != [_class_of(layer) for layer in made.layers]:
+        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), **handed(cache))
+    if kinds != [_class_of(layer) for layer in cache.layers]:
         raise ValueError("other caches than those of this model")
-    for i, layer in enumerate(made.layers):
+    for i, layer in enumerate(cache.layers):
         tree = _tree({n[len(f"{i}.") :]: x for n, x in tensors.items() if n.startswith(f"{i}.")})
         if not isinstance(layer, CompressedLayer):
             restored.check_plain(tree, layer, tokens)
@@ -105,7 +105,7 @@ def _cache(kinds: list[str], tensors: dict, tokens: int, loaded: Loaded) -> Comp
             tree = latent.paired(tree, pairs=False)
         find = partial(_maps, layer.cache.layer_maps)
         layer.cache = layer.cache.from_state(tree, find, model.device)
-    return made
+    return cache
 
 
 def _maps(maps: LayerMaps, digest: str, *_) -> LayerMaps:

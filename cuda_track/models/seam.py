@@ -22,7 +22,7 @@ from cuda_track.codec import maps
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.models import latent
 from cuda_track.models.attending import EAGER, NAME
-from cuda_track.models.examine import Found, examine, implementations, put_back
+from cuda_track.models.examine import Examined, examine, implementations, put_back
 from cuda_track.models.handing import handed, renamed
 from cuda_track.models.layers import CompressedCache, CompressedLayer, filled
 from cuda_track.models.parallel import insist_on_one, share_of
@@ -44,14 +44,14 @@ class Attached:
     """What `attach` did to a model.
 
     kv: as given. fits: configuration and maps of each compressed layer. kinds: classes of their caches.
-    before: the names of the model's own attention functions, by part.
+    attention_names: of the model's own attention functions, by part.
     """
 
     kv: str | CacheConfig
     fits: dict[int, tuple[CacheConfig, LayerMaps | None]]
     kinds: dict[int, type[CompressedKVCache]]
     layers: list[LayerReport]
-    before: list
+    attention_names: list
     calibration: Calibration | None = None
 
 
@@ -66,8 +66,8 @@ def attach(
     calibration: for presets that need one; by default the one beside the model, else the user's own.
     Raises UserError; then the model is not attached. Warns if nothing at all is compressed.
     """
-    needed = ("config", "generate", "set_attn_implementation")  # wrappers of models hand them on
-    if not all(hasattr(model, name) for name in needed):
+    methods = ("config", "generate", "set_attn_implementation")  # wrappers of models hand them on
+    if not all(hasattr(model, name) for name in methods):
         raise UserError(
             f"[attach] not a model of transformers; got {type(model).__name__}; give one that "
             "AutoModelForCausalLM has loaded"
@@ -80,19 +80,21 @@ def attach(
     try:
         caches = examine(model, config)
         reports = [cache.report(i, config, model.device) for i, cache in enumerate(caches)]
-        chosen = {r.index: caches[r.index] for r in reports if r.compressed}
-        if not any(cache.latent for cache in chosen.values()):
+        compressible = {r.index: caches[r.index] for r in reports if r.compressed}
+        if not any(cache.latent for cache in compressible.values()):
             check_rotary(config, "attach")
-        fits, calibration_used = _fit(model, config, chosen, calibration)
+        fits, calibration_used = _fit(model, config, compressible, calibration)
     except BaseException:
         put_back(model, names_before)
         raise
     reports = [
-        with_own(r, chosen[r.index].fitting(config), fits[r.index][0]) if r.compressed else r
+        with_own(r, compressible[r.index].fitting(config), fits[r.index][0]) if r.compressed else r
         for r in reports
     ]
-    attachment = Attached(kv, fits, _kinds(chosen, config), reports, names_before, calibration_used)
-    if chosen:
+    attachment = Attached(
+        kv, fits, _kinds(compressible, config), reports, names_before, calibration_used
+    )
+    if compressible:
         vars(model)["generate"] = Generate(model, vars(model).get("generate"))
         model.init_continuous_batching = _no_batches
     else:
@@ -115,7 +117,7 @@ def detach(model: PreTrainedModel) -> None:
         vars(model)["generate"] = generate
     vars(model).pop("init_continuous_batching", None)
     if model.config._attn_implementation in (NAME, EAGER):  # else somebody has chosen another since
-        put_back(model, attachment.before)
+        put_back(model, attachment.attention_names)
     else:
         latent.release(model)
 
@@ -133,37 +135,39 @@ def new_cache(model: PreTrainedModel) -> CompressedCache:
     return filled(model, {i: attachment.kinds[i](*fit) for i, fit in attachment.fits.items()})
 
 
-def _kinds(chosen: dict[int, Found], config: CacheConfig) -> dict[int, type[CompressedKVCache]]:
+def _kinds(
+    compressible: dict[int, Examined], config: CacheConfig
+) -> dict[int, type[CompressedKVCache]]:
     plain = AdaptiveKVCache if config.listens else CompressedKVCache
-    return {i: LatentKVCache if cache.latent else plain for i, cache in chosen.items()}
+    return {i: LatentKVCache if cache.latent else plain for i, cache in compressible.items()}
 
 
 def _fit(
     model: PreTrainedModel,
     config: CacheConfig,
-    chosen: dict[int, Found],
-    given: Calibration | Path | str | None,
+    compressible: dict[int, Examined],
+    source: Calibration | Path | str | None,
 ) -> tuple[dict[int, tuple[CacheConfig, LayerMaps | None]], Calibration | None]:
     """The configuration and the maps of each layer, for the kv heads in this process."""
     share = share_of(model)
-    if not config.calibrated or not chosen:
-        return {i: (cache.fitting(config), None) for i, cache in chosen.items()}, None
+    if not config.calibrated or not compressible:
+        return {i: (cache.fitting(config), None) for i, cache in compressible.items()}, None
     sizes = {  # of the whole model
         str(i): (heads * share.size, *dims)
-        for i, (heads, *dims) in ((i, cache.sizes) for i, cache in chosen.items())
+        for i, (heads, *dims) in ((i, cache.sizes) for i, cache in compressible.items())
     }
-    calibration, model_fingerprint = _calibration(model, config, given)
+    calibration, model_fingerprint = _calibration(model, config, source)
     if calibration is None:
         raise UserError(
             f"[attach] {config.label} needs a calibration; got none; make one with python -m "
             "cuda_track.calibrate --model MODEL -o FILE, and name it by --calibration FILE"
         )
     calibration.check(sizes, model_fingerprint)
-    if config.keys.calibrated and not all(cache.latent for cache in chosen.values()):
+    if config.keys.calibrated and not all(cache.latent for cache in compressible.values()):
         artifact.tell_reach(calibration, context_limit(model.config.to_dict()))
-    configs = {str(i): cache.fitting(config) for i, cache in chosen.items()}
+    configs = {str(i): cache.fitting(config) for i, cache in compressible.items()}
     fits, configs_fitted = {}, layers.fitted(configs, calibration)
-    for i in chosen:
+    for i in compressible:
         name, config_of_layer = str(i), configs_fitted[str(i)]
         turns = maps.of(calibration, config_of_layer.fitted, [name])[name]
         if share.size > 1:
@@ -172,16 +176,16 @@ def _fit(
     return fits, calibration
 
 
-def _calibration(model, config: CacheConfig, given) -> tuple[Calibration | None, str | None]:
+def _calibration(model, config: CacheConfig, source) -> tuple[Calibration | None, str | None]:
     """(calibration, the fingerprint that it must have, None if it is not known)."""
     path = Path(model.config._name_or_path)
     model_fingerprint = getattr(model, "_mlxkv_fingerprint", None)
     if model_fingerprint is None and path.is_dir():
         model_fingerprint = fingerprint(folder.check(path))
-    if isinstance(given, Calibration):
-        return given, model_fingerprint
-    if given is not None:
-        return artifact.read(given), model_fingerprint
+    if isinstance(source, Calibration):
+        return source, model_fingerprint
+    if source is not None:
+        return artifact.read(source), model_fingerprint
     return (
         artifact.find(model_fingerprint, path, config) if model_fingerprint else None
     ), model_fingerprint
@@ -202,11 +206,11 @@ def compressed_from(model: PreTrainedModel, cache: DynamicCache) -> CompressedCa
         raise UserError(
             f"[cache] a model of {len(out.layers)} layers; got a cache of {len(cache.layers)}"
         )
-    for i, (mine, given) in enumerate(zip(out.layers, cache.layers, strict=True)):
-        if not isinstance(mine, CompressedLayer):
-            out.layers[i] = copy.deepcopy(given)
-        elif given.get_seq_length():
-            mine.update(given.keys, given.values)
+    for i, (layer, source) in enumerate(zip(out.layers, cache.layers, strict=True)):
+        if not isinstance(layer, CompressedLayer):
+            out.layers[i] = copy.deepcopy(source)
+        elif source.get_seq_length():
+            layer.update(source.keys, source.values)
     return out
 
 
@@ -222,32 +226,32 @@ class Generate:
         self.model, self.own = model, own
 
     def __call__(self, *args, **kwargs):
-        model, given = self.model, renamed(kwargs)
+        model, source = self.model, renamed(kwargs)
         if model.config._attn_implementation not in (NAME, EAGER):
             raise UserError(
                 "[generate] the attention of an attached model was exchanged; got "
                 f"{model.config._attn_implementation!r}; call attach(model, kv) again, or detach(model)"
             )
-        asked = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-        if self._asked("cache_implementation", asked, kwargs) not in (None, "hybrid"):
+        generation = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+        if self._option("cache_implementation", generation, kwargs) not in (None, "hybrid"):
             raise UserError(
                 "[generate] cache_implementation makes caches of transformers; got "
-                f"{self._asked('cache_implementation', asked, kwargs)!r} with a model that has compressed "
+                f"{self._option('cache_implementation', generation, kwargs)!r} with a model that has compressed "
                 "ones; leave it out, or detach(model) first"
             )
-        if self._asked("use_cache", asked, kwargs, model.generation_config) is False:
-            if isinstance(given, CompressedCache):
+        if self._option("use_cache", generation, kwargs, model.generation_config) is False:
+            if isinstance(source, CompressedCache):
                 raise UserError(
                     "[generate] use_cache=False reads no cache; got a compressed one; leave one of them out"
                 )
-        elif given is None:
+        elif source is None:
             cache = new_cache(model)
             kwargs |= handed(cache)
-            if self._asked("is_assistant", asked, kwargs):  # its windows are rolled back
+            if self._option("is_assistant", generation, kwargs):  # its windows are rolled back
                 cache.activate_past_recording()
             if model.generation_config.cache_implementation is not None:
                 kwargs["cache_implementation"] = None  # of the model's file: not asked for here
-        elif isinstance(given, DynamicCache):
+        elif isinstance(source, DynamicCache):
             warnings.warn(
                 "[generate] this cache is a DynamicCache: NOTHING IS COMPRESSED; give new_cache(model), "
                 "or compressed_from(model, cache)",
@@ -256,7 +260,7 @@ class Generate:
         return (self.own or MethodType(type(model).generate, model))(*args, **kwargs)
 
     @staticmethod
-    def _asked(name: str, *givers):
+    def _option(name: str, *givers):
         """The first value of an option: of the call's configuration, its own options, or the model's."""
         options = [x.get(name) if isinstance(x, dict) else getattr(x, name, None) for x in givers]
         return next((x for x in options if x is not None), None)

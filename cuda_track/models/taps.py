@@ -63,14 +63,14 @@ def _output(module: torch.nn.Module, query: torch.Tensor) -> torch.Tensor | None
 @contextmanager
 def observing(model: PreTrainedModel, observer: Callable[[Call], None]) -> Iterator[None]:
     """Call `observer` for every call of attention inside; attach the compressed cache again at the end."""
-    made = attached(model)
+    attachment = attached(model)
     detach(model)
-    before = model.config._attn_implementation
+    implementation = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     _observers.append(observer)
     try:
         yield
     finally:
         _observers.pop()
-        model.set_attn_implementation(before)
-        attach(model, made.kv, made.calibration)
+        model.set_attn_implementation(implementation)
+        attach(model, attachment.kv, attachment.calibration)

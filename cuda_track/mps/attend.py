@@ -83,13 +83,13 @@ def attend(
         ],
     )
     threads = 32 * min(8, width // BLOCK)
-    own = 1 if up is None else up.numel() // (values.dims * dims)
+    up_count = 1 if up is None else up.numel() // (values.dims * dims)
     (merged,) = launch(
         "merge",
         [
             *(out, stats, numbers if up is None else up),
             *(numbers if sink_logits is None else sink_logits.float(), numbers),
-            _ints(device, splits, page_splits, rows, heads, new, own, page_splits, 1),
+            _ints(device, splits, page_splits, rows, heads, new, up_count, page_splits, 1),
         ],
         {
             **{"T": kind, "WIDTH": width, "RV": values.dims, "D": dims},
@@ -107,8 +107,8 @@ def _side(at: SideLayout, suffix: str) -> dict[str, object]:
     float32 bits."""
     terms = np.zeros(MAX_TERMS, np.float32)
     if at.codebook:
-        found = levels.polynomial(at.dims, at.bits) / 2**at.bits
-        terms[: len(found)] = found
+        coefficients = levels.polynomial(at.dims, at.bits) / 2**at.bits
+        terms[: len(coefficients)] = coefficients
     return {
         **{f"BITS{suffix}": at.bits, f"GROUP{suffix}": at.group},
         **{f"SYMMETRIC{suffix}": int(at.symmetric), f"CHANNEL{suffix}": int(at.channel)},
@@ -131,10 +131,10 @@ def _numbers(scale: float, device: torch.device) -> torch.Tensor:
     return torch.tensor([scale * log2(e), log2(e), *[0.0] * 6], device=device)
 
 
-def why_not(queries: torch.Tensor, mask: torch.Tensor | str | None, most: int) -> str | None:
-    """Return why the kernel does not compute this attention, or None. most: new tokens that it takes."""
-    if queries.shape[2] > most:
-        return f"more than {most} new tokens are a prefill"
+def why_not(queries: torch.Tensor, mask: torch.Tensor | str | None, limit: int) -> str | None:
+    """Return why the kernel does not compute this attention, or None. limit: new tokens that it takes."""
+    if queries.shape[2] > limit:
+        return f"more than {limit} new tokens are a prefill"
     if isinstance(mask, torch.Tensor):
         return "the kernel takes no mask array"
     return None if mask is not None or queries.shape[2] == 1 else "without a causal mask"

@@ -33,43 +33,41 @@ ATTRIBUTES = {
 BEFORE = "#include <metal_stdlib>\nusing namespace metal;\ntypedef bfloat bfloat16_t;\n"
 Template = tuple[tuple[str, object], ...]
 Compile = Callable[[str], object]  # text -> library with a function per kernel
-_given: list[Compile] = []
+_compilers: list[Compile] = []
 
 
 @contextmanager
 def using(compiler: Compile) -> Iterator[None]:
     """Build the kernels inside by `compiler`, on any machine."""
-    _given.append(compiler)
+    _compilers.append(compiler)
     try:
         yield
     finally:
-        _given.pop()
+        _compilers.pop()
 
 
 def compiler() -> Compile | None:
     """The function that compiles Metal on this machine, or None."""
-    if _given:
-        return _given[-1]
+    if _compilers:
+        return _compilers[-1]
     return torch.mps.compile_shader if torch.backends.mps.is_available() else None
 
 
 def text(name: str, types: tuple[torch.dtype, ...], template: Template) -> str:
     """The whole text of the kernel `name`. types: of inputs, then of outputs."""
     inputs, outputs = SIGNATURES[name]
-    wanted = features(dict(template))
-    source, parameters = body(name, wanted), []
-    for i, (one, kind) in enumerate(zip((*inputs, *outputs), types, strict=True)):
+    enabled = features(dict(template))
+    source, parameters = body(name, enabled), []
+    for i, (name_of, kind) in enumerate(zip((*inputs, *outputs), types, strict=True)):
         space = "const device" if i < len(inputs) else "device"
-        written = "uint" if one in WORDS else TYPES[kind]
-        parameters.append(f"{space} {written}* {one} [[buffer({i})]]")
-    for one, kind in ATTRIBUTES.items():
-        if re.search(rf"\b{one}\b", source):
-            parameters.append(f"{kind} {one} [[{one}]]")
+        type_name = "uint" if name_of in WORDS else TYPES[kind]
+        parameters.append(f"{space} {type_name}* {name_of} [[buffer({i})]]")
+    for name_of, kind in ATTRIBUTES.items():
+        if re.search(rf"\b{name_of}\b", source):
+            parameters.append(f"{kind} {name_of} [[{name_of}]]")
     lines = ",\n".join(parameters)
     inside = constants(template) + source
-    return (
-        f"{BEFORE}{header(name, wanted=wanted)}kernel void mlxkv_{name}(\n{lines}) {{\n{inside}}}\n"
-    )
+    return f"{BEFORE}{header(name, wanted=enabled)}kernel void mlxkv_{name}(\n{lines}) {{\n{inside}}}\n"
 
 
 def constants(template: Template) -> str:
@@ -101,9 +99,9 @@ def launch(
     outputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
 ) -> list[torch.Tensor]:
     """Run one kernel. grid: in threads, a multiple of the threadgroup. outputs: shapes and dtypes."""
-    made = [torch.empty(shape, dtype=kind, device=inputs[0].device) for shape, kind in outputs]
-    buffers = [*(x.contiguous() for x in inputs), *made]
+    results = [torch.empty(shape, dtype=kind, device=inputs[0].device) for shape, kind in outputs]
+    buffers = [*(x.contiguous() for x in inputs), *results]
     types = tuple(x.dtype for x in buffers)
     run = _build(name, types, tuple(template.items()), compiler())
     run(*buffers, threads=list(grid), group_size=list(threadgroup))
-    return made
+    return results
