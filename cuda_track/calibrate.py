@@ -35,10 +35,7 @@ TOKENS = 8900  # about what the paper takes
 LEAST = 512
 WINDOW = 4096  # tokens that see each other
 SINK = 64  # first tokens of a window, which presets keep exact
-AWAY, EVERY = (
-    124,
-    8,
-)  # attention counts from farther queries, one in so many (`mlxkv.spec.balanced`)
+AWAY, EVERY = 124, 8  # attention counts from farther queries, one in so many: `mlxkv.spec.balanced`
 PROBES = 32  # tokens whose keys are compared from position to position
 
 
@@ -66,8 +63,8 @@ class Moments:
             if (heard := received(call)) is not None:
                 self._add(READ, keys[:, :, SINK:], heard[:, SINK:])
             for side, x in zip(SIDES, (call.keys, call.values), strict=True):
-                found = peaks(x[:, :, SINK:]).cpu().numpy()
-                self.peaks[side] = np.maximum(self.peaks.get(side, found), found)
+                largest = peaks(x[:, :, SINK:]).cpu().numpy()
+                self.peaks[side] = np.maximum(self.peaks.get(side, largest), largest)
         if self.output is None and call.output is not None:
             squares = call.output.double() @ call.output.double().mT
             dims = squares.shape[-1]
@@ -79,7 +76,7 @@ class Moments:
         if self.rotary is None or not len(self.rotary.pairs):
             return x.float()
         partner, *factors = self.rotary.wheel(-np.arange(x.shape[2]), x.shape[3])
-        cos, sin = (torch.from_numpy(one).float().to(x.device) for one in factors)
+        cos, sin = (torch.from_numpy(factor).float().to(x.device) for factor in factors)
         return x.float() * cos + x.float()[..., torch.from_numpy(partner).to(x.device)] * sin
 
     def _add(self, name: str, x: torch.Tensor, weights: torch.Tensor | None = None) -> None:
@@ -92,8 +89,8 @@ class Moments:
         count = np.float64(rows.shape[1])
         if weights is not None:
             count = weights.sum(1).double().cpu().numpy()
-        found = products(rows, centre, weights)
-        self.sums[name].add(*(one.cpu().numpy() for one in found), count)
+        added = products(rows, centre, weights)
+        self.sums[name].add(*(x.cpu().numpy() for x in added), count)
 
     def moment(self, name: str, where: str) -> np.ndarray:
         """The second moment [G, D, D], over positions. Raises MachineError for NaN or infinity."""
@@ -117,9 +114,9 @@ def products(
     rows: torch.Tensor, centre: torch.Tensor, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums of w y^T y [G, D, D] and of w y [G, D] over y = x - centre, of rows x [G, N, D]. weights: w [G, N]."""
-    left = rows - centre[:, None]
-    weighted = left if weights is None else left * weights[..., None]
-    return weighted.mT @ left, weighted.sum(1)
+    y = rows - centre[:, None]
+    weighted = y if weights is None else y * weights[..., None]
+    return weighted.mT @ y, weighted.sum(1)
 
 
 def received(call: Call) -> torch.Tensor | None:
@@ -133,12 +130,12 @@ def received(call: Call) -> torch.Tensor | None:
     group = queries.shape[1] // keys.shape[1]
     place = torch.arange(keys.shape[2], device=keys.device)
     out = torch.zeros(keys.shape[1:3], device=keys.device)
-    for some in at.split(64):
-        q = queries[0, :, some].float().unflatten(0, (-1, group)) * call.scale  # [G, H / G, N, D]
+    for block in at.split(64):
+        q = queries[0, :, block].float().unflatten(0, (-1, group)) * call.scale  # [G, H / G, N, D]
         scores = q @ keys[0, :, None].float().mT
-        scores = scores.masked_fill(place > some[:, None], float("-inf"))
-        far = scores.softmax(-1).masked_fill(place >= some[:, None] - AWAY, 0)
-        out += far.sum((1, 2))
+        scores = scores.masked_fill(place > block[:, None], float("-inf"))
+        p = scores.softmax(-1).masked_fill(place >= block[:, None] - AWAY, 0)
+        out += p.sum((1, 2))
     return out
 
 
@@ -190,8 +187,10 @@ def calibrate(
     if None in [rotaries[layer] for layer in moments]:
         positions = min(positions, len(windows(tokens, window)[0]))
     layers = {
-        str(i): Layer(one.kv_heads, *(_basis(one, side, f"layer {i}, {side}") for side in SIDES))
-        for i, one in sorted(moments.items())
+        str(i): Layer(
+            layer.kv_heads, *(_basis(layer, side, f"layer {i}, {side}") for side in SIDES)
+        )
+        for i, layer in sorted(moments.items())
     }
     return Calibration(
         fingerprint=loaded.fingerprint or "",
@@ -215,43 +214,43 @@ def rotations(
     themselves alone compute the same at every position."""
     from cuda_track.models.taps import observing
 
-    kept: dict[int, dict[int, np.ndarray]] = {}
+    keys_at: dict[int, dict[int, np.ndarray]] = {}
     ids = torch.tensor(tokens, device=model.device)[:, None]
     for t in rotary.positions(longest):
 
         def observe(call: Call, t: int = t) -> None:
-            kept.setdefault(call.layer, {})[t] = call.keys.float().flatten(0, 2).cpu().numpy()
+            keys_at.setdefault(call.layer, {})[t] = call.keys.float().flatten(0, 2).cpu().numpy()
 
         with observing(model, observe), torch.no_grad():
             at = torch.full_like(ids, t)
             model(ids, position_ids=at, use_cache=False, logits_to_keep=1)
     resolution = torch.finfo(model.dtype).eps
-    return {layer: rotary.measured(rows, resolution) for layer, rows in kept.items()}
+    return {layer: rotary.measured(rows, resolution) for layer, rows in keys_at.items()}
 
 
-def windows(tokens: Sequence[int], most: int) -> list[Sequence[int]]:
+def windows(tokens: Sequence[int], longest: int) -> list[Sequence[int]]:
     """Cut `tokens` into parts of one length, at most `most`; the last may be a little shorter."""
-    size = -(-len(tokens) // max(1, -(-len(tokens) // most)))
+    size = -(-len(tokens) // max(1, -(-len(tokens) // longest)))
     return [tokens[i : i + size] for i in range(0, len(tokens), size)]
 
 
-def _basis(moments: Moments, side: str, where: str) -> Basis:
-    mean = moments.moment(side, where)
-    values, vectors, floored = matrices.eigenbasis(mean)
-    pair = _balance(moments, side, where, mean)
-    found = moments.peaks.get(side)
-    if found is not None:
-        found = np.where(found > 0, found, 1.0).astype(np.float32)
-    values, vectors = values.astype(np.float32), vectors.astype(np.float32)
-    key_mean = moments.key_mean() if side == "keys" else None
-    if key_mean is not None:
-        key_mean = key_mean.astype(np.float32)
-    return Basis(values, vectors, floored, balance=pair, peaks=found, mean=key_mean)
+def _basis(moments: Moments, side: str, place: str) -> Basis:
+    moment, largest = moments.moment(side, place), moments.peaks.get(side)
+    values, vectors, floored = matrices.eigenbasis(moment)
+    mean = moments.key_mean() if side == "keys" else None
+    return Basis(
+        values.astype(np.float32),
+        vectors.astype(np.float32),
+        floored,
+        balance=_balance(moments, side, place, moment),
+        peaks=None if largest is None else np.where(largest > 0, largest, 1).astype(np.float32),
+        mean=None if mean is None else mean.astype(np.float32),
+    )
 
 
-def _balance(moments: Moments, side: str, where: str, queries: np.ndarray) -> Balance:
+def _balance(moments: Moments, side: str, place: str, queries: np.ndarray) -> Balance:
     """queries: their second moment, where `side` is keys."""
-    noise, reads = moments.moment(f"stored {side}", where), queries
+    noise, reads = moments.moment(f"stored {side}", place), queries
     if side == "values":
         eye = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape)
         reads = eye if moments.output is None else moments.output
@@ -271,15 +270,17 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--text", type=Path, help="what is read; by default the corpus of mlxkv")
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    asked = parser.parse_args()
-    loaded = load(asked.model, "fp16", asked.dtype, asked.device)
-    text = asked.text.read_text() if asked.text else "\n\n".join(corpus.interleaved("calibration"))
-    tokens = loaded.tokenizer(text, add_special_tokens=False)["input_ids"][: asked.tokens]
+    options = parser.parse_args()
+    loaded = load(options.model, "fp16", options.dtype, options.device)
+    text = (
+        options.text.read_text() if options.text else "\n\n".join(corpus.interleaved("calibration"))
+    )
+    tokens = loaded.tokenizer(text, add_special_tokens=False)["input_ids"][: options.tokens]
     window = min(WINDOW, getattr(loaded.model.config, "max_position_embeddings", None) or WINDOW)
-    name = asked.text.name if asked.text else "corpus calibration"
-    made = calibrate(loaded, tokens, name, window, loaded.tokenizer.bos_token_id)
-    artifact.write(asked.output, made)
-    cli.note(f"calibrated on {made.tokens} tokens: {asked.output}")
+    name = options.text.name if options.text else "corpus calibration"
+    calibration = calibrate(loaded, tokens, name, window, loaded.tokenizer.bos_token_id)
+    artifact.write(options.output, calibration)
+    cli.note(f"calibrated on {calibration.tokens} tokens: {options.output}")
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ class CompressedCache(Cache):
 
 
 def _keeps(layer, tokens: int, length: int) -> bool:
-    """Return whether a layer can keep the first `length` of `tokens` tokens."""
+    """Return whether a layer can keep the first `length` of so many tokens."""
     if length == tokens:
         return True
     if isinstance(layer, CompressedLayer):
