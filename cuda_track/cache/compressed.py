@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from cuda_track.cache.choose import store
-from cuda_track.cache.stores import GROWTH, Codes, Paged, Records
+from cuda_track.cache.stores import Codes, Paged, Records
 from cuda_track.cache.view import Pair, View
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.transform import Transform
@@ -23,7 +23,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.rules.going_back import GoesBack
 from mlxkv.formats.saved import state
 
-STEP = 256  # the live window grows by whole steps
+STEP, GROWTH = 256, 16  # the live window grows by whole steps, and by a share of what it holds
 FindMaps = Callable[[str, str, CacheConfig], LayerMaps]  # by digest and layer
 
 

@@ -20,7 +20,7 @@ from cuda_track.mps.pages import RecordPages
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES, layout_of
 
-GROWTH = 16  # spare room is at most 1/16 of what is stored
+Named = dict[Hashable, torch.Tensor]
 
 
 def codecs_of(
@@ -41,8 +41,8 @@ class _Arrays:
 
     def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec]):
         self.config, self.codecs = config, codecs
-        self.count = self.capacity = 0
-        self._arrays: dict[Hashable, torch.Tensor] = {}
+        self.count = 0
+        self._arrays: Named = {}
 
     def _encoded(self, pair: Pair, count: int, start: int) -> dict[str, Stored]:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
@@ -50,57 +50,38 @@ class _Arrays:
         sides = zip(NAMES, self.codecs, pair, strict=True)
         return {name: code.encode(x[:, :, start:stop]) for name, code, x in sides}
 
-    def _add(self, encoded: dict[Hashable, torch.Tensor], count: int) -> None:
+    def _add(self, encoded: Named, count: int) -> None:
         """Add `count` pages."""
-        old, stop = self.count, self.count + count
-        if stop > self.capacity:
-            self._grow(encoded, count)
-        else:
-            for name, x in encoded.items():
-                rows = x.shape[2] // count
-                self._arrays[name][:, :, old * rows : stop * rows] = x
-        self.count = stop
+        if self.count:
+            encoded = {name: torch.cat([self._arrays[name], x], 2) for name, x in encoded.items()}
+        self._arrays, self.count = encoded, self.count + count
 
-    def _grow(self, encoded: dict[Hashable, torch.Tensor], count: int) -> None:
-        spare, stored = max(0, self.count // GROWTH - count), self._between(0, self.count)
-        for name, x in encoded.items():
-            rows = x.shape[2] // count
-            room = [x.new_zeros(*x.shape[:2], spare * rows, x.shape[3])] if spare else []
-            parts = [*([stored[name]] if self.count else []), x, *room]
-            self._arrays[name] = torch.cat(parts, 2) if len(parts) > 1 else x
-        self.capacity = self.count + count + spare
-
-    def _between(self, start: int, stop: int) -> dict[Hashable, torch.Tensor]:
+    def _between(self, start: int, stop: int) -> Named:
         """The tensors of pages start .. stop - 1."""
         out = {}
         for name, x in self._arrays.items():
-            rows = x.shape[2] // self.capacity
+            rows = x.shape[2] // self.count
             out[name] = x[:, :, start * rows : stop * rows]
         return out
 
-    def _hold(self, arrays: dict[Hashable, torch.Tensor], count: int) -> None:
+    def _hold(self, arrays: Named, count: int) -> None:
         """Hold copies of the tensors of exactly `count` pages."""
         for name, x in arrays.items():
             if x.shape[2] % count:
                 raise ValueError(f"{x.shape[2]} rows of {name} in {count} pages")
-        self._arrays = {name: x.clone() for name, x in arrays.items()}
-        self.count = self.capacity = count
+        self._arrays, self.count = {name: x.clone() for name, x in arrays.items()}, count
 
     def truncate(self, count: int) -> None:
-        """Keep the first `count` pages; give back more room than growing leaves."""
-        stored = self._between(0, count) if self.capacity - count > count // GROWTH else None
-        self.count = count
-        if stored is not None:
-            self._hold(stored if count else {}, count)
+        """Keep the first `count` pages."""
+        if count < self.count:
+            self._hold(self._between(0, count) if count else {}, count)
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
-        if self.count:
-            stored = self._between(0, self.count)
-            self._hold({name: x[rows] for name, x in stored.items()}, self.count)
+        self._arrays = {name: x[rows] for name, x in self._arrays.items()}
 
     def arrays(self) -> list[torch.Tensor]:
-        """Return what is allocated, spare room included."""
+        """Return what is allocated."""
         return list(self._arrays.values())
 
 
@@ -131,7 +112,7 @@ class Codes(_Arrays):
         self._hold(_flat(as_codes(state, self.codecs)), count)
 
 
-def _flat(sides: dict[str, Stored]) -> dict[Hashable, torch.Tensor]:
+def _flat(sides: dict[str, Stored]) -> Named:
     return {(side, name): x for side in NAMES for name, x in sides[side].items()}
 
 

@@ -104,7 +104,7 @@ def probed(
     capped: bool,
     sinks: bool = False,
 ) -> torch.Tensor:
-    """Attend as `own` does, and note whether `ours` agrees. Both take (queries, keys, values, mask)."""
+    """Attend as `expected` does, and note whether `computed` agrees. Both take (queries, keys, values, mask)."""
     probe: Probe = key.probe
     keys, values = _plain((key, value))
     if not isinstance(value, Handle) or value.probe is not probe:
