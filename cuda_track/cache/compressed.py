@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.utils._pytree import tree_map
 
 from cuda_track.cache.choose import store
 from cuda_track.cache.stores import Codes, Paged, Records
@@ -224,7 +225,7 @@ class CompressedKVCache(GoesBack):
             maps = maps.to(device or maps.keys.down.device)
         out = cls(config, maps)
         try:
-            out._restore(header, _moved(tree, device))
+            out._restore(header, tree_map(lambda x: x.to(device), tree))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise state.cut(error) from None
         return out
@@ -252,9 +253,3 @@ class CompressedKVCache(GoesBack):
         if turn is not None:
             values = turn.to(values.device).restore(values).to(values.dtype)
         return keys.clone(), values.clone()
-
-
-def _moved(tree: dict, device: torch.device | None) -> dict:
-    return {
-        name: _moved(x, device) if isinstance(x, dict) else x.to(device) for name, x in tree.items()
-    }

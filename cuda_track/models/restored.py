@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import DynamicLayer
 
 from cuda_track.cache.compressed import CompressedKVCache
@@ -62,16 +63,11 @@ def check_plain(tree: dict, like: DynamicLayer, tokens: int) -> None:
 
 
 def _check_floats(tree: dict) -> None:
-    for x in tree.values():
-        if isinstance(x, dict):
-            _check_floats(x)
-        elif not x.is_floating_point():
-            raise ValueError("windows that are no floating-point numbers")
+    if not all(x.is_floating_point() for x in tree_leaves(tree)):
+        raise ValueError("windows that are no floating-point numbers")
 
 
 def _check_finite(tree: dict) -> None:
-    for x in tree.values():
-        if isinstance(x, dict):
-            _check_finite(x)
-        elif x.is_floating_point() and not torch.isfinite(x).all():
-            raise ValueError("numbers that are not finite")
+    floats = (x for x in tree_leaves(tree) if x.is_floating_point())
+    if not all(torch.isfinite(x).all() for x in floats):
+        raise ValueError("numbers that are not finite")

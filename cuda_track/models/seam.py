@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MethodType
 
@@ -43,16 +44,14 @@ _ATTACHED = "_mlxkv_attached"
 class Attached:
     """What `attach` did to a model.
 
-    kv: as given. fits: configuration and maps of each compressed layer. kinds: classes of their caches.
+    kv: as given. caches: makers of empty caches, by compressed layer. calibration: that was used, or None.
     attention_names: of the model's own attention functions, by part.
     """
 
     kv: str | CacheConfig
-    fits: dict[int, tuple[CacheConfig, LayerMaps | None]]
-    kinds: dict[int, type[CompressedKVCache]]
-    layers: list[LayerReport]
+    caches: dict[int, Callable[[], CompressedKVCache]]
+    calibration: Calibration | None
     attention_names: list
-    calibration: Calibration | None = None
 
 
 def attach(
@@ -78,22 +77,20 @@ def attach(
         insist_on_one(model, "attach", f"{config.label} runs")
     names_before = implementations(model)
     try:
-        caches = examine(model, config)
-        reports = [cache.report(i, config, model.device) for i, cache in enumerate(caches)]
-        compressible = {r.index: caches[r.index] for r in reports if r.compressed}
+        examined = examine(model, config)
+        reports = [cache.report(i, config, model.device) for i, cache in enumerate(examined)]
+        compressible = {r.index: examined[r.index] for r in reports if r.compressed}
         if not any(cache.latent for cache in compressible.values()):
             check_rotary(config, "attach")
         fits, calibration_used = _fit(model, config, compressible, calibration)
     except BaseException:
         put_back(model, names_before)
         raise
-    reports = [
-        with_own(r, compressible[r.index].fitting(config), fits[r.index][0]) if r.compressed else r
-        for r in reports
-    ]
-    attachment = Attached(
-        kv, fits, _kinds(compressible, config), reports, names_before, calibration_used
-    )
+    caches = {}
+    for i, cache in compressible.items():
+        kind = AdaptiveKVCache if config.listens else CompressedKVCache
+        caches[i] = partial(LatentKVCache if cache.latent else kind, *fits[i])
+        reports[i] = with_own(reports[i], cache.fitting(config), fits[i][0])
     if compressible:
         vars(model)["generate"] = Generate(model, vars(model).get("generate"))
         model.init_continuous_batching = _no_batches
@@ -101,14 +98,14 @@ def attach(
         put_back(model, names_before)
         if message := nothing_compressed(reports):
             warnings.warn(f"[attach] {message}", stacklevel=2)
-    setattr(model, _ATTACHED, attachment)
+    setattr(model, _ATTACHED, Attached(kv, caches, calibration_used, names_before))
     return reports
 
 
 def detach(model: PreTrainedModel) -> None:
     """Undo `attach`."""
     attachment: Attached | None = vars(model).pop(_ATTACHED, None)
-    if attachment is None or not attachment.fits:
+    if attachment is None or not attachment.caches:
         return
     generate = vars(model).pop("generate", None)
     if isinstance(generate, Generate):
@@ -131,15 +128,7 @@ def attached(model: PreTrainedModel) -> Attached:
 
 def new_cache(model: PreTrainedModel) -> CompressedCache:
     """An empty cache for `model.generate(cache=...)`, or `model(ids, **handed(cache))`."""
-    attachment = attached(model)
-    return filled(model, {i: attachment.kinds[i](*fit) for i, fit in attachment.fits.items()})
-
-
-def _kinds(
-    compressible: dict[int, Examined], config: CacheConfig
-) -> dict[int, type[CompressedKVCache]]:
-    plain = AdaptiveKVCache if config.listens else CompressedKVCache
-    return {i: LatentKVCache if cache.latent else plain for i, cache in compressible.items()}
+    return filled(model, {i: make() for i, make in attached(model).caches.items()})
 
 
 def _fit(
@@ -152,43 +141,32 @@ def _fit(
     share = share_of(model)
     if not config.calibrated or not compressible:
         return {i: (cache.fitting(config), None) for i, cache in compressible.items()}, None
-    sizes = {  # of the whole model
-        str(i): (heads * share.size, *dims)
-        for i, (heads, *dims) in ((i, cache.sizes) for i, cache in compressible.items())
-    }
-    calibration, model_fingerprint = _calibration(model, config, source)
-    if calibration is None:
+    path = Path(model.config._name_or_path)
+    mark = getattr(model, "_mlxkv_fingerprint", None)
+    if mark is None and path.is_dir():
+        mark = fingerprint(folder.check(path))
+    if source is None:
+        source = artifact.find(mark, path, config) if mark else None
+    elif not isinstance(source, Calibration):
+        source = artifact.read(source)
+    if source is None:
         raise UserError(
             f"[attach] {config.label} needs a calibration; got none; make one with python -m "
             "cuda_track.calibrate --model MODEL -o FILE, and name it by --calibration FILE"
         )
-    calibration.check(sizes, model_fingerprint)
+    sizes = {str(i): cache.sizes for i, cache in compressible.items()}
+    whole_model = {name: (heads * share.size, *dims) for name, (heads, *dims) in sizes.items()}
+    source.check(whole_model, mark)
     if config.keys.calibrated and not all(cache.latent for cache in compressible.values()):
-        artifact.tell_reach(calibration, context_limit(model.config.to_dict()))
+        artifact.tell_reach(source, context_limit(model.config.to_dict()))
     configs = {str(i): cache.fitting(config) for i, cache in compressible.items()}
-    fits, configs_fitted = {}, layers.fitted(configs, calibration)
-    for i in compressible:
-        name, config_of_layer = str(i), configs_fitted[str(i)]
-        turns = maps.of(calibration, config_of_layer.fitted, [name])[name]
+    fits = {}
+    for name, fitted in layers.fitted(configs, source).items():
+        turns = maps.of(source, fitted.fitted, [name])[name]
         if share.size > 1:
             turns = maps.cut(turns, share.rank, share.size)
-        fits[i] = config_of_layer, turns.to(model.device)
-    return fits, calibration
-
-
-def _calibration(model, config: CacheConfig, source) -> tuple[Calibration | None, str | None]:
-    """(calibration, the fingerprint that it must have, None if it is not known)."""
-    path = Path(model.config._name_or_path)
-    model_fingerprint = getattr(model, "_mlxkv_fingerprint", None)
-    if model_fingerprint is None and path.is_dir():
-        model_fingerprint = fingerprint(folder.check(path))
-    if isinstance(source, Calibration):
-        return source, model_fingerprint
-    if source is not None:
-        return artifact.read(source), model_fingerprint
-    return (
-        artifact.find(model_fingerprint, path, config) if model_fingerprint else None
-    ), model_fingerprint
+        fits[int(name)] = fitted, turns.to(model.device)
+    return fits, source
 
 
 def compressed_from(model: PreTrainedModel, cache: DynamicCache) -> CompressedCache:
@@ -197,11 +175,11 @@ def compressed_from(model: PreTrainedModel, cache: DynamicCache) -> CompressedCa
 
     Raises UserError for a cache of another model, or a preset that needs to see queries.
     """
-    if any(config.listens for config, _ in attached(model).fits.values()):
+    out = new_cache(model)
+    if any(isinstance(getattr(layer, "cache", None), AdaptiveKVCache) for layer in out.layers):
         raise UserError(
             "[cache] this preset observes queries, which a filled cache has not kept; read the prompt again"
         )
-    out = new_cache(model)
     if len(out.layers) != len(cache.layers):
         raise UserError(
             f"[cache] a model of {len(out.layers)} layers; got a cache of {len(cache.layers)}"
