@@ -12,12 +12,14 @@ from cuda_track.cache.attention import attend
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.cache.stores import codecs_of
 from cuda_track.codec import records
+from cuda_track.codec.codec import Codec
 from cuda_track.codec.records import as_codes
 from mlxkv.cache.attention import attend as mlx_attend
 from mlxkv.cache.compressed import CompressedKVCache as MlxCache
 from mlxkv.codec import records as mlx_records
 from mlxkv.codec.codec import Codec as MlxCodec
 from mlxkv.errors import UserError
+from mlxkv.formats.config import Fill, Side
 from mlxkv.formats.lowrank import Half
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
@@ -56,6 +58,30 @@ def test_page_records_are_the_same_words(subtests):
                 back = as_codes(ours, codecs)
                 for name, side in state.items():
                     assert all(torch.equal(back[name][n], to_torch(x)) for n, x in side.items())
+
+
+def test_records_of_bits_by_direction_are_the_same_bits(subtests):
+    for widths in [(4, 2), (8, 3, 1), (3, 3, 2, 1, 1), (4, 4, 3, 3, 2, 2, 1, 1)]:
+        with subtests.test(widths=widths):
+            spec, rng = Fill(2.0, widths), np.random.default_rng(len(widths))
+            x = rng.standard_normal((2, 1, 64, spec.dims)).astype(np.float32)
+            ours, theirs = (
+                Codec(Side(spec), spec.dims, 64),
+                MlxCodec(Side(spec), spec.dims, 64),
+            )
+            stored = ours.encode(torch.from_numpy(x))
+            codes = theirs.encode(mx.array(x))
+            right = mlx_records.to_records({"keys": codes, "values": codes}, (theirs, theirs))
+            mine = records.to_records({"keys": stored, "values": stored}, (ours, ours))
+            assert mine.keys() == right.keys()
+            for name, found in mine.items():
+                assert np.array_equal(
+                    found.numpy().view(np.int32), np.array(right[name]).view(np.int32)
+                )
+            back = records.as_codes(mine, (ours, ours))
+            for side in ("keys", "values"):
+                for name, found in back[side].items():
+                    assert np.array_equal(found.numpy(), stored[name].numpy())
 
 
 def test_records_of_float16_numbers_are_the_same_words():
