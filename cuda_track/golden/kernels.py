@@ -4,6 +4,7 @@ by Metal."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -44,8 +45,8 @@ def seal_rows() -> Iterator[Row]:
             pool = Pool()
             places = pool.reserve(x.shape[0], (at.shapes(x.shape[1]),) * 2, x.device)
             launch.seal(TABLE.codec(side, dims, page), x, at, pool.sides[0], places)
-            side = {n: y[torch.tensor(places)][:, None] for n, y in pool.sides[0].items()}
-            codes = packing.unpack(at.restore(side)["codes"], spec.bits, dims)
+            pages = {n: y[torch.tensor(places)][:, None] for n, y in pool.sides[0].items()}
+            codes = packing.unpack(at.restore(pages)["codes"], spec.bits, dims)
             case = f"{key}, {'keys' if keys else 'values'}"
             pair = TABLE.array(codes), tensors[f"{key}.codes"]
             yield compare_codes("seal", case, *pair, tensors[f"{key}.near"])
@@ -63,10 +64,6 @@ def attention_rows(table: str = "attention") -> Iterator[Row]:
         if why_not(inputs.q, view, mask) is None:
             out = attend(inputs.q, view, inputs.scale, mask, inputs.sink_logits, inputs.softcap)
             yield _row(case, out, spec, WEIGHTS_BOUND, table)
-
-
-def softcap_rows() -> Iterator[Row]:
-    return attention_rows("softcap")
 
 
 def metal_rows(device: torch.device) -> Iterator[Row]:
@@ -104,4 +101,4 @@ def _moved(x, device: torch.device):
     return tuple(_moved(y, device) for y in x) if isinstance(x, tuple) else x
 
 
-TABLES = (seal_rows, attention_rows, softcap_rows)
+TABLES = (seal_rows, attention_rows, partial(attention_rows, "softcap"))
