@@ -118,7 +118,7 @@ def load(
     the weights, for good; the model knows it, and cannot be calibrated then. group: processes that
     share the model (`model.shard` of mlx-lm): each keeps its part of the weights and of the kv heads.
     progress: called with (bytes read, all bytes) while weights are read. weights: 8 rounds matrices
-    to codes of 8 bits that are in none as stored; of a GGUF file those of types that MLX has no codes for.
+    to codes of 8 bits that are in none as stored; of a GGUF file the types that MLX has no codes for.
 
     Raises UserError, before anything heavy is done where that is possible, and MachineError for a
     full disk.

@@ -1,4 +1,4 @@
-"""Where a loaded model comes from, and the names of its caches in calibrations."""
+"""The origin of a loaded model, and the names of its caches in calibrations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ORIGIN = "_mlxkv_origin"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a loaded model comes from.
+    """The source of a loaded model.
 
     context: the longest context it was made for, in tokens, or None. calibration: the one that
     `load` was given, or None.

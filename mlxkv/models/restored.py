@@ -1,4 +1,4 @@
-"""Whether caches that were read from a file are caches of this model: kinds, shapes, counts and numbers.
+"""Check that caches read from a file are caches of this model: kinds, shapes, counts and numbers.
 
 Shapes come first, which cost nothing (MLX is lazy): only what fits is read at all.
 """

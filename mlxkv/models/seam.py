@@ -205,7 +205,7 @@ def _examined(
 def _judge(
     index: int, cache, shape: Shape | None, reason: str | None, config: CacheConfig
 ) -> LayerReport:
-    """The report of one cache. shape: None where it stays as it is. reason: why, or None for the rule's."""
+    """The report of one cache. shape: None where it is not compressed. reason: why, or None for the rule's."""
     name = type(cache).__name__
     rule = RULES.get(name) or Rule(f"cache of class {name}", True, "mlxkv does not know this class")
     kind = INDEX_KEYS if reason == INDEX_KEYS else rule.kind.format_map(vars(cache))

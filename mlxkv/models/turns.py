@@ -16,7 +16,7 @@ MARKS = [chr(code) for code in range(0xE000, 0xE040)]  # private use: in no temp
 
 
 class Turns:
-    """What a tokenizer takes for a token of its own in any text: its special tokens, and those of its added
+    """The words that a tokenizer takes for a token in any text: its special tokens, and the added
     tokens that its chat template writes (`<think>`, `<tool_call>`).
 
     words: finds their places in a text; None if there are none. reply: the same for messages of the

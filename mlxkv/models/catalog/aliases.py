@@ -1,4 +1,4 @@
-"""Short names for common models of the hub, and for those of packages.
+"""Short names for common models of the hub and of packages.
 
 No framework is imported here.
 """
@@ -97,7 +97,7 @@ DEFAULT, KV = "smollm2", "int4"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from: a folder or a GGUF file on this machine, or `owner/name` on the Hugging Face hub."""
+    """The place of a model: a folder or a GGUF file on this machine, or `owner/name` on the Hugging Face hub."""
 
     name: str
     folder: Path | None = None

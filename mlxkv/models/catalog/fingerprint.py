@@ -1,4 +1,4 @@
-"""Which model it is: a hash over its configuration, its tokenizer and some bytes of every tensor."""
+"""The identity of a model: a hash over its configuration, its tokenizer and some bytes of every tensor."""
 
 from __future__ import annotations
 

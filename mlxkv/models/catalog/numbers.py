@@ -78,7 +78,7 @@ def _insist_on_finite(values: dict) -> None:
 
 
 def _integer(value: Any) -> Any:
-    """4.0 -> 4; anything else as it is."""
+    """4.0 -> 4; anything else is returned."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

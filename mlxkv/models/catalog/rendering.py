@@ -115,7 +115,7 @@ atexit.register(RENDERER.end)
 
 def bound(tokenizer: Any, path: Path) -> None:
     """Make `tokenizer.apply_chat_template` of transformers render by `RENDERER`, and try it. A tokenizer with
-    a renderer of its own, in code of transformers, stays as it is.
+    a renderer of its own, in code of transformers, is left alone.
 
     path: the model's folder. Raises UserError for a template that takes too much for one word.
     """

@@ -1,4 +1,4 @@
-"""What happens to the cache of each layer, and how that is said. No framework is imported here."""
+"""Reports of each layer's cache, and their lines. No framework is imported here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CAPPED = "capped scores do not all shift alike, as keys without their mean ask f
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What happens to the cache of one layer.
+    """The treatment of one layer's cache.
 
     index: position in the model's list of caches; layers without a cache of their own do not count.
     kind: the sort of layer. reason: the preset if compressed, else why not.

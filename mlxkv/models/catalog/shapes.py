@@ -1,4 +1,4 @@
-"""What the caches of a model hold, and what config.json says of a model. No framework is imported here."""
+"""Shapes of the caches of a model, and facts of its config.json. No framework is imported here."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Steps:
         return logits if kind.output is None else kind.output(logits=logits)
 
     def _try(self, call: Callable, model, tokens, caches, error: Assigned) -> mx.array:
-        """Take a step as it is, and see whether what the model's code assigns is what was there."""
+        """Take a step by Python, and see whether what the model's code assigns is what was there."""
         contents = list(map(content, error.places))
         logits = call(model, tokens, cache=caches)
         if any(was is None for was in contents) and not self._allows_places:

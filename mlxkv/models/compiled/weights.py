@@ -25,7 +25,7 @@ class Assigned(Exception):
 
 
 class Weights:
-    """Where a model keeps its arrays.
+    """The places where a model keeps its arrays.
 
     MLX's own way to make them inputs of a compiled function (`inputs=`) leaves a model broken where its code
     raises in a trace, or assigns a weight.

@@ -1,4 +1,4 @@
-"""What observes and replaces parts of an mlx-lm model: its caches, its attention function, its weights.
+"""Observers and replacements of parts of an mlx-lm model: its caches, its attention function, its weights.
 Nothing here decides what a command does, and nothing else changes a model."""
 
 from mlx_lm.models import cache as _cache

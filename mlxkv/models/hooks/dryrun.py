@@ -29,7 +29,7 @@ LinearCall = tuple[nn.Module, mx.array, mx.array]  # a linear map, its input, it
 
 @dataclass
 class CacheTrace:
-    """What happened around one cache.
+    """The calls around one cache.
 
     values: [1, G, T, D] of each update. calls: of attention. sources: the linear maps called last
     before an update. readers: those called first after attention.

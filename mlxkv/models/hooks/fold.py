@@ -42,12 +42,12 @@ Replaced = list[tuple[nn.Module, str, mx.array]]  # a linear map, the name of it
 
 
 class Refused(Exception):
-    """Why the values of a cache stay turned at run time."""
+    """The reason why the values of a cache stay turned at run time."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where the values of one cache come from and go to.
+    """The linear maps that the values of one cache come from and go to.
 
     source: its output is [B, L, blocks, D], and block blocks[g] is the value of kv head g (a fused
     projection has others too). target: takes [B, L, H * D].
@@ -60,7 +60,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Fold:
-    """What the weights of a model do to values. layer_maps: by cache whose weights turn values.
+    """The turns that the weights of a model apply to values. layer_maps: by cache whose weights turn values.
     reasons: by cache that was tried, FOLDED or why not."""
 
     layer_maps: dict[Place, LayerMaps]

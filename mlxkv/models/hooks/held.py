@@ -1,4 +1,4 @@
-"""What the caches that a model makes for itself hold, found by dry runs that compute nothing."""
+"""The shapes of the caches that a model makes for itself, from dry runs that compute nothing."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ NewCache = partial  # (class, config, layer maps, plan): called, it makes a comp
 
 @dataclass(frozen=True, eq=False)
 class Attachment:
-    """What `attach` changed, and the `make_cache` of `model` from then on.
+    """The changes that `attach` made, and the `make_cache` of `model` from then on.
 
     slots: of `bind`. new: what makes the caches of compressed places. original: the instance's own
     make_cache, if it had one. alone: sequences are read one at a time (`is_alone`). steps: the model's decode steps,

@@ -27,7 +27,7 @@ class Misuse(AttributeError):
 
 @dataclass(frozen=True)
 class Shape:
-    """What one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers of `dtype`.
+    """The numbers that one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers of `dtype`.
 
     queries: query heads that read it, 0 if none did. sinks: whether it is read with attention sinks.
     latent: whether these are latents, and their rotary keys in place of values. selects:
@@ -262,7 +262,7 @@ class LatentProbe(ProbeCache):
 
 class _IndexedProbe(LatentProbe):
     selects = True
-    keys = mx.zeros(0)  # which the model's code ties to those of its index
+    keys = mx.zeros(0)  # which the model's code ties to its index
 
 
 # -- The families of mlx-lm that cannot be compressed, by their file in `mlx_lm/models`, and why.

@@ -163,7 +163,7 @@ def through(original):
 
 
 def is_plain(view: View) -> bool:
-    """Return whether nothing is sealed, so that its arrays are those of a plain cache, and nobody observes it."""
+    """Return whether nothing is sealed, so that its arrays are as in a plain cache, and nobody observes it."""
     return isinstance(view, View) and view.plain and not hasattr(type(view), "attended")
 
 

@@ -10,7 +10,7 @@ from mlxkv.formats.config import CacheConfig
 
 @dataclass(frozen=True)
 class Options:
-    """What `mlxkv run` was asked for. strict: end the process with exit code 2 where a layer that grows stays in
+    """The options of `mlxkv run`. strict: end the process with exit code 2 where a layer that grows stays in
     full precision. quiet: say only what is
     wrong."""
 

@@ -1,4 +1,4 @@
-"""What the caches of a program held, for one line on stderr as it ends."""
+"""The sizes of a program's caches, for one line on stderr as it ends."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ ACCOUNTS: list[Account] = []  # of all models of this process
 
 
 def say(text: str) -> None:
-    """Print a line on stderr, told apart from those of the program."""
+    """Print a line on stderr, told apart from the program's own."""
     note(f"[mlxkv] {one_line(text)}")
 
 

@@ -35,12 +35,12 @@ T = TypeVar("T")
 
 
 class NotBuilt(Exception):
-    """Why mlx-lm makes no model of a config.json."""
+    """The reason why mlx-lm makes no model of a config.json."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What a config.json comes to. weights: their bytes as stored. working: bytes a token of a prefill."""
+    """Sizes of a model. weights: their bytes as stored. working: bytes a token of a prefill."""
 
     layers: list[LayerShape]
     weights: int

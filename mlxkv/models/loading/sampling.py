@@ -1,4 +1,4 @@
-"""How the makers of a model want its replies drawn: generation_config.json, or what their model card says."""
+"""Sampling as the makers of a model recommend it: generation_config.json, or what their model card says."""
 
 from __future__ import annotations
 

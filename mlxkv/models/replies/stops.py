@@ -1,7 +1,7 @@
 """Stop words: the text of a reply ends before the first of them, whatever tokens it falls into.
 
 They are looked for in the text as the model writes it, thoughts and the markup of tool calls included, as vLLM
-and llama.cpp do: whoever names a word wants nothing behind it to be generated, and the place where thoughts or
+and llama.cpp do: a user who names a word wants nothing behind it to be generated, and the place where thoughts or
 calls end is part of the same text. `StopMatcher` knows text alone, `ReplyText` tokens.
 """
 

@@ -19,10 +19,10 @@ HARMONY = (
 
 
 class Thinking:
-    """How a model writes thoughts, and how its chat template reads them.
+    """The marks by which a model writes thoughts, and the names by which its chat template reads them.
 
-    start, end: the marks around thoughts in a reply; "" for a model that does not think. names: those of NAMES that
-    the template reads.
+    start, end: the marks around thoughts in a reply; "" for a model that does not think. names: the ones of
+    NAMES that the template reads.
     """
 
     def __init__(self, tokenizer: Any):

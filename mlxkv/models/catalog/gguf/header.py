@@ -28,7 +28,7 @@ STRING, ARRAY = 8, 9
 
 
 class Kind(NamedTuple):
-    """How numbers of a tensor are stored: `block` of them in `size` bytes."""
+    """A type of numbers in tensors: `block` of them in `size` bytes."""
 
     name: str
     block: int

@@ -2,7 +2,7 @@
 
 transformers reads GGUF tokenizers itself, but only beside torch, without the digits that SmolLM2 splits, and it
 adds no first token. Here the vocabulary is put into the form of the `tokenizers` library, and the splitting of
-text that the file only names is written out. Its patterns are those of the models' own tokenizer.json.
+text that the file only names is written out. Its patterns come from the models' own tokenizer.json.
 """
 
 from __future__ import annotations
