@@ -215,7 +215,7 @@ def _preset(name: str, kv: CacheConfig) -> tuple[str, str, str, str, str, str]:
 
 
 def _needs(kv: CacheConfig) -> str:
-    if kv.learned:
+    if "learned" in kv.needs:
         return "`mlxkv calibrate --learn`"
     return "`mlxkv calibrate`" if kv.calibrated else "nothing"
 

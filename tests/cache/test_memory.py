@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv.models import attach, detach
 
-TOKENS = 8192
+TOKENS = 6144
 
 
 @pytest.fixture(scope="module")

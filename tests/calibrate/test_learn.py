@@ -12,7 +12,6 @@ from mlxkv.formats.calibration.learned import BASES, VARIANTS, Learned
 from mlxkv.formats.config import Affine
 from mlxkv.models.calibration import learn, measure, moments, parametrization
 from mlxkv.spec import affine as ref
-from mlxkv.spec import learned as spec
 
 TOKENS = np.random.default_rng(0).integers(0, 64, 600).tolist()
 ALL = [(variant, BASES[i % len(BASES)]) for i, variant in enumerate(VARIANTS)]
@@ -67,18 +66,6 @@ def test_maps_start_at_the_base_and_stay_invertible(subtests):
                     np.testing.assert_allclose(
                         log.mean(-1), 0, atol=1e-5
                     )  # codes do not see a common factor
-
-
-def test_the_exponential_is_the_spec_at_all_angles(subtests):
-    for size in (0.01, 1.0, 10.0):
-        with subtests.test(size=size):
-            free = normal(2, 32, 32)
-            free *= size / np.linalg.norm(free - free.swapaxes(-1, -2), 2, axis=(-2, -1)).max()
-            wanted = np.stack([spec.exponential(x) for x in free])
-            np.testing.assert_allclose(
-                np.array(parametrization.exponential(mx.array(free))), wanted, atol=2e-5
-            )
-            np.testing.assert_allclose(np.linalg.det(wanted), 1)
 
 
 def test_what_is_learned_from_is_what_a_cache_gives_back(subtests):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from on_emulator import make
 
-from mlxkv.cache.stores import Codes, Records
+from mlxkv.cache.stores import Records
 from mlxkv.codec import encoding
 from mlxkv.codec.maps import sample
 from mlxkv.codec.records import to_codes
@@ -48,13 +48,3 @@ def test_products_write_the_records_of_the_kernel(subtests, pair):
                             assert np.mean(a != b) < 0.01, (side, name)
                         else:
                             np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3)
-
-
-def test_plain_ops_take_the_layout_too(pair):
-    config = PRESETS["int4"]
-    stores = []
-    for way in PRODUCTS:
-        stores.append(Codes(config, (DIMS, DIMS), way=way))
-        stores[-1].append(pair, 2)
-    words = [np.array(store.state["keys"]["codes"]) for store in stores]
-    assert np.mean(words[0] != words[1]) < 0.01

@@ -61,22 +61,6 @@ def test_distortion_is_that_of_the_method(subtests):
             assert off(decoded(PolarTree(), spiked, dims), spiked) == pytest.approx(0.032, rel=0.06)
 
 
-def test_online_codebooks_belong_to_their_page_and_head():
-    x = data(1, 2, 128, 64)
-    x[0, 1, 64:, ::2] *= 5
-    whole = Codec(Side(PolarTree(online=True)), 64, 64)
-    alone = whole.encode(mx.array(x[:, 1:, 64:]))
-    together = whole.encode(mx.array(x))
-    assert together["books"].shape == (1, 2, 2, 28)
-    assert mx.array_equal(together["books"][:, 1:, 1:], alone["books"])
-    assert mx.array_equal(together["upper"][:, 1:, 4:], alone["upper"])
-    want = ref.to_polar(x[0, 1, 64:].astype(np.float64))[1][0]
-    fitted = ref.fit_codebook(
-        want, np.ones(want.shape, bool), levels.angles(1, 4), polar_tree.TREE_STEPS
-    )
-    np.testing.assert_allclose(np.array(alone["books"])[0, 0, 0, :16], fitted, rtol=1e-3)
-
-
 def test_rows_of_zeros_and_what_is_no_number_stay_by_themselves():
     x = data(1, 1, 64, 64)
     x[0, 0, 3], x[0, 0, 5, 7] = 0.0, np.nan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from random_models import FAMILIES, tokens
 from stepping import prompted, small, steps_of
 
@@ -92,17 +92,6 @@ def test_several_tokens_at_every_stage_of_a_window(attached, prompt):
     assert twins.steps.traced and not twins.steps.refused
 
 
-def test_a_window_that_was_taken_back(attached):
-    twins, token = prompted(attached("gemma3_text", sliding_window=64), 34)
-    token = twins.speak(token, 4)
-    for _ in range(3):
-        for cache in (*twins.traced, *twins.plain):
-            assert cache.trim(3) == 3
-        token = twins.speak(token, 9)
-        twins.compare()
-    assert twins.steps.traced
-
-
 def test_a_window_longer_than_a_step_of_its_buffer(attached):
     """mlx-lm grows a ring by 256 tokens until it has its size."""
     twins, token = prompted(attached("gemma3_text", sliding_window=300), 250)
@@ -123,15 +112,6 @@ def test_caches_that_are_not_in_step(attached):
     twins.speak(token, 40)
     twins.compare()
     assert twins.steps.traced and not twins.steps.refused
-
-
-def test_lists_of_caches_hold_their_own(attached):
-    twins, token = prompted(attached("falcon_h1"))
-    twins.speak(token, 30)
-    for ours, plain in zip(twins.traced, twins.plain, strict=True):
-        assert type(ours) is CacheList and len(ours.caches) == len(plain.caches) == 2
-    twins.compare()
-    assert twins.steps.traced
 
 
 def test_layers_that_share_a_cache_read_the_same_where_a_page_is_sealed(attached):

@@ -73,17 +73,6 @@ def test_a_draft_is_verified_by_traced_steps(attached, count, draft_seed):
     assert ours == speculated("a test")
 
 
-def test_a_draft_model_of_the_same_class_that_is_attached(attached):
-    model, draft = attached(), attached(config=small(page=32))
-    found = speculative_generate_step(tokens(50), model, draft, num_draft_tokens=3, max_tokens=60)
-    ours = [int(token) for token, *_ in found]
-    assert steps_of(model).traced and steps_of(draft).traced
-    for one in (model, draft):
-        steps_of(one).off = "a test"
-    found = speculative_generate_step(tokens(50), model, draft, num_draft_tokens=3, max_tokens=60)
-    assert ours == [int(token) for token, *_ in found]
-
-
 # -- switches
 
 
@@ -189,26 +178,3 @@ def test_one_thread_then_another(attached):
         assert not faults
     go_on()
     assert not faults and not twins.steps.refused
-
-
-def test_streams(attached):
-    model = attached()
-    twins, token = prompted(model)
-    for stream in (mx.new_stream(mx.cpu), mx.default_stream(mx.cpu), mx.new_stream(mx.cpu)):
-        with mx.stream(stream):
-            token = twins.speak(token, 12)
-    twins.compare()
-    assert twins.steps.traced >= 3
-
-
-def test_several_conversations_by_turns(attached):
-    """One model, several caches of different lengths: steps carry nothing from one to the next."""
-    model = attached()
-    pairs = [prompted(model, count) for count in (40, 57, 58, 120)]
-    for i in range(60):
-        twins, token = pairs[i % 4 if i < 40 else 3 - i % 4]
-        at = next(n for n, pair in enumerate(pairs) if pair[0] is twins)
-        pairs[at] = twins, twins.read(token)
-    for twins, _ in pairs:
-        twins.compare()
-    assert not steps_of(model).refused

@@ -134,7 +134,7 @@ def walk(tmp_path, monkeypatch):
         detach(model)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_walk_leaves_the_same(walk, seed):
     random = Random(seed)
     sides = [INT4.keys, INT8.values, FULL]

@@ -122,11 +122,6 @@ def test_longest_is_the_last_that_fits():
     assert longest(model, kv, 2**50) == 40960
 
 
-def test_a_vision_model_has_its_text_config():
-    config = {"model_type": "gemma3", "text_config": GEMMA3_1B, "vocab_size": 262144}
-    assert layers_of(config) == layers_of(GEMMA3_1B)
-
-
 def test_sizes():
     assert parse_size("16GB", "x") == parse_size("16 GiB", "x") == 16 * 2**30
     assert parse_size("512M", "x") == 512 * 2**20

@@ -24,6 +24,7 @@ ROOT = repo_pages.ROOT
 BLOCKS = [block for page in outputs.pages() for block in repo_pages.blocks(page)]
 CODE = [block for block in BLOCKS if block.language in ("bash", "python")]
 # Not installed here: what a page only imports, where its block is not run.
+COMMAND = typer.main.get_command(app)
 ELSEWHERE = {"openai", "transformers", "torch"}
 TIMES = re.compile(r"\d[\d.,]* ?(?:s\b|ms\b|tokens/s)")
 
@@ -138,7 +139,7 @@ def check(words: list[str]) -> None:
         if words[1:2] == ["-m"]:
             assert find_spec(words[2]) is not None, words
     else:
-        command = typer.main.get_command(app)
+        command = COMMAND
         rest = words[1:]
         while rest and rest[0] in getattr(command, "commands", {}):
             command, rest = command.commands[rest[0]], rest[1:]
@@ -153,7 +154,7 @@ def check(words: list[str]) -> None:
             words
         )
         if words[1:] and words[1] not in ("-V", "--version", "-h", "--help"):
-            assert words[1] in typer.main.get_command(app).commands, words
+            assert words[1] in COMMAND.commands, words
 
 
 def test_what_does_not_exist_is_found(subtests):

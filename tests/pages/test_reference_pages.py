@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import typer.main
 
@@ -11,15 +12,17 @@ from mlxkv.cli import app
 from mlxkv.doctor.listing import LISTED
 from mlxkv.models.hooks.probe import REFUSED
 
+PAGES = cache(reference.pages)  # seconds
+
 
 def test_the_pages_are_what_the_code_writes():
-    for name, text in reference.pages().items():
+    for name, text in PAGES().items():
         kept = (reference.FOLDER / name).read_text(encoding="utf-8")
         assert kept == text, f"{name} is not what the code says; make reference"
 
 
 def test_nothing_is_left_out():
-    made = reference.pages()
+    made = PAGES()
     for name, command in reference.walk(typer.main.get_command(app), "mlxkv"):
         section = made["commands.md"].partition(f"## {name}\n")[2].partition("\n## ")[0]
         for param in command.params if name != "mlxkv" else ():
