@@ -171,12 +171,7 @@ def eager_mask(batch_size: int, q_length: int, kv_length: int, **kwargs) -> torc
     return out
 
 
-def attend_or_eager(*args, **kwargs):
-    """`attend_or_pass` of models that were loaded with eager attention."""
-    return attend_or_pass(*args, eager=True, **kwargs)
-
-
 AttentionInterface.register(NAME, attend_or_pass)
 AttentionMaskInterface.register(NAME, mask)
-AttentionInterface.register(EAGER, attend_or_eager)
+AttentionInterface.register(EAGER, partial(attend_or_pass, eager=True))
 AttentionMaskInterface.register(EAGER, eager_mask)
