@@ -17,7 +17,7 @@ from mlxkv.models.hooks.taps import (
     PlainObserver,
     has_matrix,
     hook,
-    joined,
+    reads,
     restore_classes,
 )
 
@@ -47,13 +47,8 @@ class CacheTrace:
 
     def output_projection(self) -> nn.Module | None:
         """The first linear map whose input is exactly the output of attention, or None."""
-        flat = joined(self.calls[0].out)
-        takes = (
-            module
-            for module, x, _ in self.readers
-            if x.shape == flat.shape and mx.array_equal(x, flat.astype(x.dtype)).item()
-        )
-        return next(takes, None)
+        out = self.calls[0].out
+        return next((module for module, x, _ in self.readers if reads(x, out)), None)
 
 
 @dataclass

@@ -127,11 +127,16 @@ class LayerPass:
         It is the first linear map whose input was exactly the output of attention, whatever its
         name. None where a gate or a norm comes between.
         """
-        flat = joined(call.out)
         for linear, x in self.inputs:
-            if x.shape == flat.shape and mx.array_equal(x, flat).item():
+            if reads(x, call.out):
                 return lambda heads, f=linear: f(joined(heads)) - f(mx.zeros_like(joined(heads)))
         return None
+
+
+def reads(x: mx.array, out: mx.array) -> bool:
+    """Return whether a linear map that was given `x` read exactly the output of attention, [B, H, L, Dv]."""
+    flat = joined(out)
+    return x.shape == flat.shape and mx.array_equal(x, flat.astype(x.dtype)).item()
 
 
 def joined(heads: mx.array) -> mx.array:
