@@ -77,11 +77,6 @@ class BatchedKVCache(Contract):
         return self._text is not None or any(self._ahead)
 
     @property
-    def together(self) -> bool:
-        """Return whether the last tokens of all sequences went into shared arrays."""
-        return self._ragged is not None
-
-    @property
     def offsets(self) -> list[int]:
         """Tokens read by each sequence."""
         if self._ragged is not None:

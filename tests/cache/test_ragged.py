@@ -141,7 +141,7 @@ class Walk:
         getattr(self, f"_{action}")()
         assert self.batch.offset.tolist() == [cache.offset for cache in self.caches]
         assert self.batch.size() == max(cache.offset for cache in self.caches)
-        if self.batch.together:  # what a server sets aside for them is enough
+        if self.batch.ragged is not None:  # what a server sets aside for them is enough
             assert self.shape.together
             need = sum(self.shape.bytes(cache.offset, 20) for cache in self.caches)
             assert self.batch.nbytes <= need
