@@ -200,7 +200,7 @@ class Segments(Runs):
 def importance(
     queries: mx.array, view: View, scale: float, mask: mx.array | None = None
 ) -> mx.array:
-    """[B, G, T] float32: the softmax scores of queries [B, H, w, D], which are those of the last tokens,
+    """[B, G, T] float32: the softmax scores of the last tokens' queries [B, H, w, D],
     summed over them and over the heads of a kv head. mask: of these queries; None: causal."""
     batch, heads, new, dims = queries.shape
     kv_heads, total = view.live[0].shape[1], view.tokens

@@ -45,7 +45,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     # Whether other layers of the model have caches of the host, so that no mask fits a batch of both.
     alone = False
     observes = False  # queries: then sequences are not decoded together
-    lazy = False  # True: GPUs, too, compute nothing of a prompt before somebody asks for it
+    lazy = False  # True: a GPU, too, computes a prompt only when its output is evaluated
     _plan = None
 
     def __init__(

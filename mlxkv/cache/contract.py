@@ -62,7 +62,7 @@ class Contract:
 
 
 class Snapshots:
-    """A mixin of the cache of one sequence: mlx-vlm's prefix cache keeps it as it is stored, codes and windows
+    """A mixin of the cache of one sequence: mlx-vlm's prefix cache keeps its state, codes and windows
     (`prefix_cache_snapshot`, `prefix_cache_restore`), and its batches are made of it."""
 
     def prefix_cache_snapshot(self) -> dict:

@@ -125,7 +125,7 @@ class LatentKVCache(CompressedKVCache):
         return None if self._rotary is None else self._rotary[:, :, : self.offset]
 
     def _write(self, rotary: mx.array) -> None:
-        """Put the rotary keys of the next tokens behind those of `offset` tokens."""
+        """Append the rotary keys of new tokens to the `offset` keys in the buffer."""
         end, old = self.offset + rotary.shape[2], self._rotary
         if old is None or end > old.shape[2]:
             room = -(-max(end, self.offset + self.offset // GROWTH) // STEP) * STEP
@@ -253,7 +253,7 @@ def decoded(view: View) -> mx.array:
     return mx.depends(latents, list(view.sealed)) if view.sealed else latents
 
 
-# -- The forms of `LatentKVCache`, alone and in a batch: as those of `CompressedKVCache`, and the rotary keys that the
+# -- The forms of `LatentKVCache`, alone and in a batch: the forms of `CompressedKVCache`, and the rotary keys that the
 # model's code multiplies.
 
 

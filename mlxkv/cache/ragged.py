@@ -169,7 +169,7 @@ class Ragged:
         )
 
     def room(self, arrays: Sequence[mx.array]) -> RecordPages:
-        """A snapshot of `arrays`, in the order of those of `pages`, with all room in them."""
+        """A snapshot of `arrays`, in the order of `pages.arrays`, spare room included."""
         named = dict(zip(self.pages.arrays, arrays, strict=True))
         return self.store.snapshot(named, self.pages.capacity * self.config.page)
 

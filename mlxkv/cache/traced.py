@@ -31,7 +31,7 @@ class Untraceable(Exception):
 
 
 class NotYet(Exception):
-    """This cache takes this step as it is; a later one may be traced."""
+    """This step cannot be traced; a later one may be."""
 
 
 class Numbers:

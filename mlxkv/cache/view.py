@@ -263,7 +263,7 @@ class View:
     Of a batch whose sequences differ in length, either
     rows: the view of each, to be read one after the other, with the number of new tokens that are its own (None:
         all); None where all are padding. `live` is of any of them. Or
-    starts: the first record of each in `pages`, which hold those of all.
+    starts: the first record of each in `pages`, which hold the records of all.
     skips: how many of the new tokens are padding on the left of each sequence. padding: how many columns of a mask are,
         where prompts were padded on the left.
 
@@ -336,7 +336,7 @@ class View:
 
     def check(self, mask: mx.array | str | None) -> None:
         """Raise UserError for a mask that does not fit: what the columns of buffers hold is not what a model's code
-        thinks, and columns of a batch are those of the longest sequence."""
+        thinks, and a batch has as many columns as its longest sequence."""
         if not isinstance(mask, mx.array):
             return
         if self.seen is not None:
@@ -391,7 +391,9 @@ class TracedLatents(View):
 
     def check(self, mask: mx.array | str | None) -> None:
         if not isinstance(mask, mx.array) or mask.shape[-2:] != (1, self.width):
-            raise UserError("[attend] this model's code adds no rotary scores to those of latents")
+            raise UserError(
+                "[attend] this model's code adds no rotary scores to the scores of latents"
+            )
 
     def sizes(self, rows: int, splits: int, *rooms: int) -> mx.array:
         """The kernel's sizes (`metal.latents.attend`), which all layers share."""

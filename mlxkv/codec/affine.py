@@ -182,7 +182,7 @@ def _product_pays(rows: int) -> bool:
 
 def _splits(spec: Affine, tokens: int) -> bool:
     """Return whether scores of so many tokens are products with planes of codes. For a CPU with the compiler that MLX
-    fuses by: else to split words takes longer than MLX's product, whose time is that of its single rows."""
+    fuses by: without it, splitting words takes longer than MLX's product, row by row."""
     if tokens < PLANE_TOKENS or 32 % spec.bits or mx.default_device() != mx.Device(mx.cpu):
         return False
     return _has_compiler()

@@ -122,7 +122,7 @@ class LowRank:
         return self.segments if self.stored == SEGMENTS else 1
 
     def rate(self, prompt: bool) -> float:
-        """Learning rate of Oja's rule, for tokens of a prompt or decoded ones; 0: the basis stays as it is."""
+        """Learning rate of Oja's rule, for tokens of a prompt or decoded ones; 0: the basis does not change."""
         if not self.follows:
             return 0.0
         return self.prefill_rate if prompt else self.decode_rate

@@ -116,7 +116,7 @@ def complete_kv(incomplete: str) -> list[str]:
 
 
 def parse_kv(text: str | CacheConfig) -> CacheConfig:
-    """Return the configuration that `--kv TEXT` names. One that is a configuration already stays as it is, but loses a
+    """Return the configuration that `--kv TEXT` names. A configuration is returned unchanged, but loses a
     name that stands for others. Raises UserError."""
     if isinstance(text, CacheConfig):
         return replace(text, name="") if text.name and parse_kv(text.name) != text else text

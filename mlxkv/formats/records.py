@@ -45,7 +45,7 @@ class SideLayout:
     corrected: as in `Codebook`; only sealing needs it.
     tree: 1: polar trees with the angles of `books`, the int32 bits of float32 numbers; 2: with the
         codebooks in the page's header.
-    shared: scales are those of whole pages, repeated for every token; only sealing needs to know.
+    shared: each page has one scale, repeated for every token; only sealing needs to know.
     widths: bits of each block of 16 dims (`Fill`), (): all codes have `bits`.
     """
 
@@ -370,7 +370,7 @@ class Part:
 @lru_cache(maxsize=256)
 def parts(widths: tuple[int, ...]) -> tuple[Part, ...]:
     """The parts of blocks of these widths, in the order in which they fill the words of a lane: codes of 8 and of 4
-    bits, the two low bits of those of 3 bits and codes of 2 bits, the third bits, codes of 1 bit."""
+    bits, the two low bits of 3-bit codes and codes of 2 bits, the third bits, codes of 1 bit."""
     out, place = [], 0
     for width, low, of in ((8, 0, (8,)), (4, 0, (4,)), (2, 0, (3, 2)), (1, 2, (3,)), (1, 0, (1,))):
         for block, bits in enumerate(widths):

@@ -149,7 +149,7 @@ class Table(Mixed):
         )
 
     def by_set(self) -> Iterator[tuple[str, Row]]:
-        """Every row with the golden set it belongs to, as it is computed."""
+        """Yield every row with its golden set."""
         for table in self.tables:
             for row in table():
                 yield table.__name__.removesuffix("_rows"), row

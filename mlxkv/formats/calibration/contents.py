@@ -142,7 +142,7 @@ class Calibration:
 
     @property
     def reach(self) -> int | None:
-        """Return how many positions it holds for, those of a window of an older file; None for all: no text
+        """Return how many positions it holds for (of an older file: its window); None for all: no text
         was read."""
         if self.positions is not None or not self.tokens:
             return self.positions
