@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from experiments.structure import circles, import_edges
@@ -100,13 +100,19 @@ def test_help_loads_no_framework(subtests, with_torch):
         with subtests.test(command=command):
             code = f"import sys; from mlxkv.cli import main; main('{command} --help'.split())"
             code += "; print('\\n' + ' '.join(sys.modules))"
-            start = time.perf_counter()
+            start = seconds_of_children()
             done = subprocess.run(
                 [sys.executable, "-c", code], capture_output=True, text=True, check=True
             )
             loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
             assert not loaded & (FRAMEWORKS | {"numpy", "matplotlib"})
-            assert time.perf_counter() - start < 10  # 0.3 s on a quiet machine
+            assert seconds_of_children() - start < 5  # of a processor: 0.3 s on a quiet machine
+
+
+def seconds_of_children() -> float:
+    """Return the processor time of all processes that have ended; the machine may be busy with others."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def test_folders_and_files_have_one_subject():
