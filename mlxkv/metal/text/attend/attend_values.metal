@@ -37,11 +37,14 @@
         (CHANNEL_V ? token_of_page / GROUP_V * (SYMMETRIC_V ? 1 : 2) * 32 * BV : 0);
 #endif
     uint words_v[WORDS_V];
-    if (!RAW_V) {
+    if (BITS_V < 8) {
       kv_load_lane<WORDS_V>(side, lane, words_v);
     }
 #pragma unroll
     for (int j = 0; j < BV; j++) {
+      if (BITS_V == 8) {  // a block at a time: registers
+        kv_load_some<WORDS_V, 4>(side, lane, 4 * j, words_v + (BITS_V == 8 ? 4 * j : 0));
+      }
       float steps[4];  // of the lane's dims
       float biases[4];
 #if WITH_HALVES

@@ -10,6 +10,7 @@ inline float kv_divide(float a, float b, float inverse) {
 inline float kv_inverse(float a) {
   return 1.0f / a;
 }
+constant constexpr int KV_ALL_GROUPS = 0; // a group at a time: registers, and code
 #endif
 
 // Loads a lane's values of block j, 8 with r = 0 and 8 with r = 1, untransformed: for keys one token and
@@ -182,12 +183,13 @@ inline float kv_limit(
   constexpr int N = kv_list(RANK);
   constexpr int BLOCKS = (DIMS + 31) / 32;
   constexpr int COUNT = KEYS ? 8 : 4; // dims of a lane in a block
+  constexpr int CHUNKS = KV_ALL_GROUPS ? (BLOCKS * COUNT + N - 1) / N : 1;
   float lists[KEYS ? N : 2 * N];
 #pragma unroll
   for (int half_ = 0; half_ < (KEYS ? 1 : 2); half_++) {
     thread float* one = lists + N * half_;
     float other[N];
-#pragma unroll
+#pragma unroll CHUNKS
     for (int first = 0; first < BLOCKS; first += N / COUNT) {
       float chunk[2 * N];
 #pragma unroll
@@ -261,14 +263,22 @@ inline void kv_seal_side(
     for (int n = 0; n < HELD; n++) {
       limits[n] = simd_shuffle(limit, ushort(KEYS ? 4 * g + n : 4 * n + t));
     }
+    if (!KV_ALL_GROUPS) {  // a compiler would keep the values beside the lists, and not read them again
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      x += limit < 0.0f;  // never
+    }
   }
 #endif
-  uint code_words[WORDS];
+  // Words are stored with their group, but for three bits of a single block, of which two share a word.
+  constexpr bool APART = BITS != 3 || GROUP_BLOCKS % 2 == 0;
+  constexpr int COUNT = APART ? kv_lane_words<BITS>(GROUP_BLOCKS) : WORDS;
+  constexpr int TOGETHER = KV_ALL_GROUPS || !APART ? GROUPS : 1;
+  uint code_words[COUNT];
 #pragma unroll
-  for (int m = 0; m < WORDS; m++) {
+  for (int m = 0; m < COUNT; m++) {
     code_words[m] = 0u;
   }
-#pragma unroll
+#pragma unroll TOGETHER
   for (int group = 0; group < GROUPS; group++) {
     float v[16 * GROUP_BLOCKS];
     float low[HELD]; // negated
@@ -343,6 +353,7 @@ inline void kv_seal_side(
       for (int s = 0; s < 16 / HELD * GROUP_BLOCKS; s++) {
         const int i = s / (16 / HELD);
         const int j = group * GROUP_BLOCKS + i;
+        const int of = APART ? i : j;
         if (j < BLOCKS) {
           const int slot = n * (16 / HELD) + s % (16 / HELD);
           const int r = slot / 8;
@@ -361,14 +372,23 @@ inline void kv_seal_side(
           const uint bits = DIMS % 32 == 0 || dim < DIMS ? as_type<uint>(code) : ZERO;
           const int shift = kv_slot_bit<BITS>(r, p, h);
           if (BITS == 3) {
-            code_words[kv_slot_word<BITS>(j, r, p)] += (bits & 3u) << shift;
-            code_words[kv_high_word(j)] += (bits >> 2 & 1u) << kv_high_bit(j, r, p, h);
+            code_words[kv_slot_word<BITS>(of, r, p)] += (bits & 3u) << shift;
+            code_words[kv_high_word(of)] += (bits >> 2 & 1u) << kv_high_bit(of, r, p, h);
           } else {
-            code_words[kv_slot_word<BITS>(j, r, p)] += (bits << shift) - (ZERO << shift);
+            code_words[kv_slot_word<BITS>(of, r, p)] += (bits << shift) - (ZERO << shift);
           }
         }
       }
     }
+    if (APART) {
+      kv_put<WORDS, COUNT>(out, code_words, lane, group * COUNT);
+#pragma unroll
+      for (int m = 0; m < COUNT; m++) {
+        code_words[m] = 0u;
+      }
+    }
   }
-  kv_put<WORDS, WORDS>(out, code_words, lane, 0);
+  if (!APART) {
+    kv_put<WORDS, COUNT>(out, code_words, lane, 0);
+  }
 }
