@@ -72,9 +72,10 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop, but for loops inside it: instructions, and how many of them of each kind."""
+    """A loop, but for loops inside it: instructions, issue cycles, and how many instructions of each kind."""
 
     instructions: int
+    cycles: int
     kinds: dict[str, int]
 
 
@@ -185,7 +186,7 @@ def _counted(printed: str) -> Takes:
     stats = re.findall(r"^SHADER-DB: .*", printed, re.M)[-1]
     spills, fills = map(int, re.search(r"(\d+):(\d+) spills", stats).groups())
     blocks = _blocks(printed)
-    kinds = sum((x for _, x in blocks.values()), Counter())
+    kinds = sum((x for _, x, *_ in blocks.values()), Counter())
     return Takes(
         registers=-(-int(numbers["registers"]) // 2),
         spills=spills,
@@ -201,7 +202,14 @@ def _counted(printed: str) -> Takes:
     )
 
 
-Block = tuple[list[str], Counter]  # successors, kinds of its instructions
+Block = tuple[
+    list[str], Counter, int, int
+]  # successors, kinds of instructions, cycles of both units
+# Issue cycles that are not 1, by the starts of names: Mesa's agx_performance.c; of 64-bit sums what
+# philipturner/metal-benchmarks measured. Those of a second unit, which runs beside the first, are apart.
+SLOW = {"shuffle": 2, "quad_shuffle": 2, "icmp_ballot": 2, "fcmp_ballot": 2}
+BESIDE = {"imad": 4, "bfi": 4, "bfeil": 4, "extr": 4, "asr": 4, "floor": 4, "exp2": 4, "log2": 4}
+BESIDE |= {"rcp": 6, "rsqrt": 8, "sin_pt_1": 4, "sin_pt_2": 4}
 
 
 def _blocks(printed: str) -> dict[str, Block]:
@@ -211,7 +219,9 @@ def _blocks(printed: str) -> dict[str, Block]:
         if not forms or name in forms[-1]:
             forms.append({})
         successors = re.findall(r"block\d+", after.split(" from")[0])
-        forms[-1][name] = successors, Counter(map(_kind, body.splitlines()))
+        lines = body.splitlines()
+        counts = Counter(map(_kind, lines))
+        forms[-1][name] = successors, counts, sum(map(_cycles, lines)), sum(map(_beside, lines))
     most = max(map(len, forms))
     return [x for x in forms if len(x) == most][-1]
 
@@ -226,6 +236,17 @@ def _kind(line: str) -> str:
     return "integer"
 
 
+def _cycles(line: str) -> int:
+    if _kind(line) == "control":
+        return 0
+    to, _, what = line.rpartition(" = ")
+    return 4 if what.startswith("iadd") and ":" in to else SLOW.get(what.split()[0], 1)
+
+
+def _beside(line: str) -> int:
+    return BESIDE.get(line.rpartition(" = ")[2].split()[0], 0)
+
+
 def _loops(blocks: dict[str, Block]) -> list[Loop]:
     """Every loop, in the order of their ends."""
     order = list(blocks)
@@ -237,5 +258,6 @@ def _loops(blocks: dict[str, Block]) -> list[Loop]:
         within = [x for x in spans if first <= x[0] and x[1] <= last and x != (first, last)]
         mine = [i for i in range(first, last + 1) if not any(a <= i <= b for a, b in within)]
         kinds = sum((blocks[order[i]][1] for i in mine), Counter())
-        out.append(Loop(kinds.total(), dict(kinds)))
+        cycles = max(sum(blocks[order[i]][unit] for i in mine) for unit in (2, 3))
+        out.append(Loop(kinds.total(), cycles, dict(kinds)))
     return out

@@ -1,0 +1,107 @@
+"""Predict decode attention on Apple's GPUs: bytes that `attend_tile` reads against instructions that it issues.
+
+From the project's root, after `make agx`: PYTHONPATH=tests/support python -m agx.roofline
+
+A prediction, nothing measured: the loop over records, by Mesa's code for G13, all issue slots filled, memory at its
+published rate, the ends (queries, windows, merge) left out. A product of 8 x 8 matrices is 512 multiply-adds, on 32
+lanes 16 cycles. A cell: issue time over memory's time (above 1 instructions are the limit), and time against bfloat16.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+
+from metal import texts
+
+from agx import compiler
+from agx.__main__ import chosen
+from mlxkv.formats.records import record_layout
+
+
+@dataclass(frozen=True)
+class Chip:
+    """cores of a GPU, GHz, GB/s."""
+
+    name: str
+    cores: int
+    clock: float
+    bandwidth: int
+
+
+CHIPS = (
+    Chip("M1", 8, 1.278, 68),
+    Chip("M1 Max", 32, 1.296, 400),
+    Chip("M2 Ultra", 76, 1.398, 800),
+    Chip("M3 Max", 40, 1.398, 400),
+    Chip("M4 Max", 40, 1.578, 546),
+)
+PRESETS = (
+    "int8",
+    "int4",
+    "int3",
+    "int2",
+)  # of fill-NUMBER the loop depends on the widths of a layer
+SCHEDULERS = 4  # of a core: each issues an instruction of 32 lanes in a cycle
+MATRIX, MODELLED = (
+    16,
+    2,
+)  # cycles of a product of 8 x 8 matrices, and of what stands for it in the code
+
+
+def cycles(preset: str, dims: int) -> float:
+    """Issue cycles of a simdgroup for a record of 16 tokens and up to 8 query rows."""
+    config = texts.config_of(preset, dims)
+    layout = record_layout(config, *config.dims(dims, dims))
+    keys, blocks, wide = layout.keys, -(-dims // 32), dims > 128
+    _, _, _, text = next(chosen([preset], [dims], ["attend_tile"]))
+    # Neither happens for every record: scales of channels change, and the running maximum is raised.
+    header = text.kernel.header.replace("if (simd_any(exceeds))", "if (false)")
+    source = text.kernel.source.replace("if (FOLDED && unit >= fold)", "if (false)")
+    assert header != text.kernel.header
+    usual = compiler.takes(replace(text.kernel, source=source, header=header), text.threads)
+    loop = _large(usual)[1]  # the first is that of the windows
+    at_once = 2 if keys.bits + layout.values.bits < 7 and not wide else 1
+    products = 4 * (4 * blocks + 2)
+    out = loop.cycles / at_once + products * (MATRIX - MODELLED)
+    if keys.channel:
+        whole = compiler.takes(replace(text.kernel, header=header), text.threads)
+        # Above 128 dims a loop of its own over blocks.
+        more = _large(whole)[1].cycles * blocks if wide else _large(whole)[1].cycles - loop.cycles
+        out += (more + 4 * 4 * blocks * (MATRIX - MODELLED)) * 16 / keys.group
+    return out
+
+
+def _large(took: compiler.Takes) -> list[compiler.Loop]:
+    return [x for x in took.loops if x.instructions >= 100]
+
+
+def main() -> None:
+    if reason := compiler.why_not():
+        sys.exit(f"[agx] {reason}")
+    print(
+        "| preset | dims | bytes a token | cycles a record | "
+        + " | ".join(x.name for x in CHIPS)
+        + " |"
+    )
+    print("|" + "---|" * (4 + len(CHIPS)))
+    for preset in PRESETS:
+        for dims in (64, 128, 256):
+            config = texts.config_of(preset, dims)
+            layout = record_layout(config, *config.dims(dims, dims))
+            read = 4 * (layout.words / 16 + layout.header_words / layout.page)
+            full, issue = 4 * dims, cycles(preset, dims)
+            cells = []
+            for chip in CHIPS:
+                memory = 16 * read / chip.bandwidth  # ns
+                instructions = issue / (SCHEDULERS * chip.cores * chip.clock)
+                gain = 16 * full / chip.bandwidth / max(memory, instructions)
+                cells.append(f"{instructions / memory:.2f}, {gain:.1f}x")
+            print(
+                f"| {preset} | {dims} | {read:.0f} | {issue:.0f} | {' | '.join(cells)} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
