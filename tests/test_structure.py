@@ -47,7 +47,7 @@ VAGUE_SHARE = {
     "cuda_track": 0.8,
     "metal": 9,
     "models": 2,
-    "serve": 7.2,
+    "serve": 5,
     "cache": 1,
     "codec": 1,
     "formats": 1,

@@ -362,16 +362,16 @@ class Engine:
         """Free memory where this machine has too little for so many bytes more: sessions that are kept, the least
         recently used first. Raises Refused where that is not enough: macOS would swap, or end processes."""
         ceiling = int(CEILING * machine_memory()) - need
-        used = self.ranks.most(used_memory())
-        if used <= ceiling:
+        bytes_used = self.ranks.most(used_memory())
+        if bytes_used <= ceiling:
             return
-        self.sessions.shrink(max(0, self.sessions.nbytes - (used - ceiling)))
+        self.sessions.shrink(max(0, self.sessions.nbytes - (bytes_used - ceiling)))
         mx.clear_cache()
-        used = self.ranks.most(used_memory())
-        if used > ceiling:
+        bytes_used = self.ranks.most(used_memory())
+        if bytes_used > ceiling:
             raise Refused(
                 503,
-                f"[memory] the server takes {human_bytes(used)}, {human_bytes(need)} more would be above "
+                f"[memory] the server takes {human_bytes(bytes_used)}, {human_bytes(need)} more would be above "
                 f"{CEILING:.0%} of this machine's memory; try again later, or ask for fewer tokens",
                 "memory_busy",
                 retry=10,
@@ -478,20 +478,20 @@ class Engine:
     def kv_document(self, job: Job) -> dict:
         """The `kv` field of a reply that has ended."""
         window = window_of(self.loaded)
-        used = job.usage or Usage(0, 0, 0, 0, window)
-        bits = used.figures["bits_per_value"]
+        measured = job.usage or Usage(0, 0, 0, 0, window)
+        bits = measured.figures["bits_per_value"]
         return {
             "preset": self.loaded.kv_name,
             "tokens": job.tokens,
             "cached_tokens": job.cached_tokens,
             "dropped_messages": job.dropped,
             "exact_tokens": window,
-            "bytes": used.kv_bytes,
-            "bytes_fp16": used.kv_bytes_fp16,
-            "allocated_bytes": used.allocated,
+            "bytes": measured.kv_bytes,
+            "bytes_fp16": measured.kv_bytes_fp16,
+            "allocated_bytes": measured.allocated,
             "bits_per_value": bits,
             "ratio": round(16 / bits, 3) if bits else None,
-            "note": used.note,
+            "note": measured.note,
         }
 
     @property

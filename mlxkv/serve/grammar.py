@@ -35,28 +35,28 @@ def _library():
     return llguidance
 
 
-def of_schema(where: str, schema: object) -> str:
-    """llguidance's grammar of a JSON schema. where: the field, for errors. Raises Refused."""
+def of_schema(path: str, schema: object) -> str:
+    """llguidance's grammar of a JSON schema. path: the field, for errors. Raises Refused."""
     library = _library()
     if library is None:
         raise Refused(
             400,
-            f"[{where}] needs a library for grammars that this server does not have; {INSTALL}",
+            f"[{path}] needs a library for grammars that this server does not have; {INSTALL}",
             "not_installed",
         )
     if not isinstance(schema, dict):
-        raise bad(where, "must be a JSON schema, an object", schema)
+        raise bad(path, "must be a JSON schema, an object", schema)
     text = json.dumps(schema)
     if len(text) > LONGEST:
-        raise bad(where, f"a schema of more than {LONGEST} characters")
+        raise bad(path, f"a schema of more than {LONGEST} characters")
     # Its words may change how grammars are read, beyond JSON schema.
     if "x-guidance" in schema:
-        raise bad(where, "x-guidance is not JSON schema")
+        raise bad(path, "x-guidance is not JSON schema")
     grammar = library.LLMatcher.grammar_from_json_schema(text, overrides=WHITESPACE)
     wrong, words = library.LLMatcher.validate_grammar_with_warnings(grammar)
     if wrong:
         reason = " ".join(" ".join(words).split())
-        raise bad(where, f"not a schema that can be followed: {reason}")
+        raise bad(path, f"not a schema that can be followed: {reason}")
     return grammar
 
 
@@ -71,8 +71,8 @@ def of_format(asked: Any) -> str | None:
         inner = asked.get("json_schema")
         schema = inner.get("schema", ANY_OBJECT) if isinstance(inner, dict) else None
         return of_schema("response_format.json_schema.schema", schema)
-    what = "must be an object whose type is text, json_object or json_schema"
-    raise bad("response_format", what, asked)
+    reason = "must be an object whose type is text, json_object or json_schema"
+    raise bad("response_format", reason, asked)
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,15 @@ def of_choice(choice: Any, tools: list[dict] | None, calls: Calls | None) -> str
     inner = choice.get("function") if isinstance(choice, dict) else None
     name = inner.get("name") if isinstance(inner, dict) else None
     if choice != "required" and not isinstance(name, str):
-        what = 'must be auto, none, required, or {"type": "function", ...}'
-        raise bad("tool_choice", what, choice)
+        reason = 'must be auto, none, required, or {"type": "function", ...}'
+        raise bad("tool_choice", reason, choice)
     functions = [tool["function"] for tool in tools or []]
     functions = [each for each in functions if name is None or each.get("name") == name]
     if not functions:
         raise bad("tool_choice", "names a tool that is not among the request's tools", choice)
     if calls is None:
-        what = "this model's tool calls are not JSON in marks; choose auto"
-        raise bad("tool_choice", what, choice)
+        reason = "this model's tool calls are not JSON in marks; choose auto"
+        raise bad("tool_choice", reason, choice)
     definitions: dict[str, Any] = {}
     schema = {"anyOf": [_call_schema(each, definitions) for each in functions]} | definitions
     of_schema("tools", schema)  # says in one line what cannot be followed

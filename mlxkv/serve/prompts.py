@@ -59,8 +59,10 @@ class Prompts:
         Turns go by quarters of the limit, so that a chat that grows loses the same ones for a while: what is left
         begins alike, and is found in a cache."""
         messages = request.messages
-        first = next((i for i, one in enumerate(messages) if one["role"] != "system"), 0)
-        starts = [i for i, one in enumerate(messages) if one["role"] == "user" and i >= first]
+        first = next((i for i, message in enumerate(messages) if message["role"] != "system"), 0)
+        starts = [
+            i for i, message in enumerate(messages) if message["role"] == "user" and i >= first
+        ]
 
         def behind(start: int) -> Prompt:
             return self.read(replace(request, messages=messages[:first] + messages[start:]))
@@ -103,7 +105,7 @@ class Prompts:
         if messages[-1]["role"] != "user":
             return Prompt(tokens, [tokens], state)
         first, last = 0, len(tokens)
-        count = next(i for i, one in enumerate(messages) if one["role"] != "system")
+        count = next(i for i, message in enumerate(messages) if message["role"] != "system")
         if count:
             system = render([*messages[:count], {"role": "user", "content": ""}], False)
             pairs = zip(system, tokens, strict=False)

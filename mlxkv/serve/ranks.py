@@ -57,16 +57,16 @@ class Ranks:
         # Reading a sum waits for all that the device was given before it: one sum, where the thing is short.
         data = json.dumps(thing, allow_nan=False).encode() if self.rank == 0 else b""
         head = len(data).to_bytes(_HEAD - 1, "little") + bytes([self.ending])
-        came = _summed(head + data[:SHORT].ljust(SHORT, b"\0"))
-        size = int.from_bytes(came[: _HEAD - 1], "little")
-        self.ended = self.ended or came[_HEAD - 1] > 0
+        received = _summed(head + data[:SHORT].ljust(SHORT, b"\0"))
+        size = int.from_bytes(received[: _HEAD - 1], "little")
+        self.ended = self.ended or received[_HEAD - 1] > 0
         if not 0 < size <= MOST:  # before anything is allocated
             raise MachineError(f"[serve] rank 0 tells {size} bytes at once; at most {MOST}")
-        came = came[_HEAD:][:size]
+        received = received[_HEAD:][:size]
         if size > SHORT:
-            came += _summed(data[SHORT:] or bytes(size - SHORT))
+            received += _summed(data[SHORT:] or bytes(size - SHORT))
         self.hear()
-        return thing if self.rank == 0 else json.loads(came)
+        return thing if self.rank == 0 else json.loads(received)
 
     def decide(self, work: Callable[[], T], read: Callable[[Any], T]) -> T:
         """Run `work` on rank 0 alone; return or raise in all processes what it returns or raises. read: makes it again
@@ -81,20 +81,20 @@ class Ranks:
                 error = raised
         refused = vars(error) if isinstance(error, Refused) else None
         fault = error and f"[serve] in rank 0: {type(error).__name__}: {error}"
-        told, refused, fault = self.share([result, refused, fault])
+        shared, refused, fault = self.share([result, refused, fault])
         if fault is not None:
             raise error or (Refused(**refused) if refused else MachineError(fault))
-        return result if self.rank == 0 else read(told)
+        return result if self.rank == 0 else read(shared)
 
     def together(self, make: Callable[[], T]) -> T:
         """Run `make` in each process and return its own result. Where it raises in one, all raise."""
-        made = error = None
+        result = error = None
         try:
-            made = make()
+            result = make()
         except Exception as raised:
             error = raised
         if self.least(error is None):
-            return made
+            return result
         raise error or MachineError("[serve] another process could not begin, and says why")
 
     def most(self, number: int) -> int:

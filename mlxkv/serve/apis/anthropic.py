@@ -47,10 +47,10 @@ def request_of(body: dict, served: Served) -> Request:
     asked = objects("messages", body.get("messages"))
     if not asked:
         raise bad("messages", "must be a list that is not empty", [])
-    for where, message in asked:
-        messages += _message(where, message)
+    for path, message in asked:
+        messages += _message(path, message)
     messages = joined(messages)
-    tools = [_tool(where, one) for where, one in objects("tools", body.get("tools") or [])]
+    tools = [_tool(path, one) for path, one in objects("tools", body.get("tools") or [])]
     plain = {name: body[name] for name in SAME if name in body}
     thinking = field("", body, "thinking", dict, {}).get("type")
     if thinking is not None:
@@ -98,27 +98,27 @@ def _system(system: object) -> list[dict]:
     if system is None or isinstance(system, str):
         text = system
     else:
-        texts = [_text(where, block) for where, block in objects("system", system)]
+        texts = [_text(path, block) for path, block in objects("system", system)]
         text = "\n".join(each for each in texts if not each.startswith(BILLING))
     return [{"role": "system", "content": text}] if text else []
 
 
-def _text(where: str, block: dict) -> str:
+def _text(path: str, block: dict) -> str:
     if block.get("type", "text") != "text":
-        raise bad(where, "only blocks of type text are taken", block.get("type"))
-    if (text := field(where, block, "text", str, None)) is None:
-        raise bad(f"{where}.text", "must be a text", None)
+        raise bad(path, "only blocks of type text are taken", block.get("type"))
+    if (text := field(path, block, "text", str, None)) is None:
+        raise bad(f"{path}.text", "must be a text", None)
     return text
 
 
-def _message(where: str, message: dict) -> list[dict]:
+def _message(path: str, message: dict) -> list[dict]:
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
-        raise bad(f"{where}.role", "unknown role; choose from user, assistant", role)
+        raise bad(f"{path}.role", "unknown role; choose from user, assistant", role)
     content = message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    blocks = objects(f"{where}.content", content)
+    blocks = objects(f"{path}.content", content)
     if role == "assistant":
         return [_assistant(blocks)]
     out: list[dict] = []
@@ -132,42 +132,42 @@ def _message(where: str, message: dict) -> list[dict]:
 
 def _assistant(blocks: list[tuple[str, dict]]) -> dict:
     texts, thoughts, calls = [], [], []
-    for where, block in blocks:
+    for path, block in blocks:
         kind = block.get("type")
         if kind == "thinking":
-            thoughts.append(field(where, block, "thinking", str, ""))
+            thoughts.append(field(path, block, "thinking", str, ""))
         elif kind == "tool_use":
-            arguments, id = field(where, block, "input", dict, {}), named(where, block, "id")
-            calls.append(call(where, id, named(where, block, "name"), arguments))
+            arguments, id = field(path, block, "input", dict, {}), named(path, block, "id")
+            calls.append(call(path, id, named(path, block, "name"), arguments))
         elif kind != "redacted_thinking":  # nobody but Anthropic can read that
-            texts.append(_text(where, block))
+            texts.append(_text(path, block))
     out: dict = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):
         out["reasoning_content"] = "\n".join(thoughts)
     return out | ({"tool_calls": calls} if calls else {})
 
 
-def _result(where: str, block: dict) -> dict:
+def _result(path: str, block: dict) -> dict:
     content = block.get("content")
     if content is None or isinstance(content, str):
         text = content or ""
     else:
-        text = "\n".join(_text(place, one) for place, one in objects(f"{where}.content", content))
-    if field(where, block, "is_error", bool, False):
+        text = "\n".join(_text(place, one) for place, one in objects(f"{path}.content", content))
+    if field(path, block, "is_error", bool, False):
         text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": named(where, block, "tool_use_id"), "content": text}
+    return {"role": "tool", "tool_call_id": named(path, block, "tool_use_id"), "content": text}
 
 
-def _tool(where: str, tool: dict) -> dict:
+def _tool(path: str, tool: dict) -> dict:
     """A tool in OpenAI's form."""
     if "input_schema" not in tool:
         kind = str(tool.get("type"))[:40]
-        what = f"{kind} runs on Anthropic's servers, and not here; leave it out, or give an input_schema"
-        raise bad(where, what)
+        reason = f"{kind} runs on Anthropic's servers, and not here; leave it out, or give an input_schema"
+        raise bad(path, reason)
     function = {
-        "name": named(where, tool, "name"),
-        "description": field(where, tool, "description", str, ""),
-        "parameters": field(where, tool, "input_schema", dict, {}),
+        "name": named(path, tool, "name"),
+        "description": field(path, tool, "description", str, ""),
+        "parameters": field(path, tool, "input_schema", dict, {}),
     }
     return {"type": "function", "function": function}
 

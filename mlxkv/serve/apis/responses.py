@@ -75,18 +75,18 @@ def _format(wanted: object) -> dict | None:
 
 def _tools(tools: list[tuple[str, dict]]) -> tuple[list[dict], set[str]]:
     out, customs = [], set()
-    for where, one in tools:
+    for path, one in tools:
         kind = one.get("type")
         if kind in ("function", "custom"):
-            name, about = named(where, one, "name"), field(where, one, "description", str, "")
-            schema = field(where, one, "parameters", dict, {})
+            name, about = named(path, one, "name"), field(path, one, "description", str, "")
+            schema = field(path, one, "parameters", dict, {})
             if kind == "custom":  # free text, where a template has arguments
                 customs.add(name)
                 schema = CUSTOM
             function = {"name": name, "description": about, "parameters": schema}
             out.append({"type": "function", "function": function})
         elif not isinstance(kind, str):
-            raise bad(f"{where}.type", "must be a text", kind)
+            raise bad(f"{path}.type", "must be a text", kind)
     return out, customs
 
 
@@ -99,45 +99,45 @@ def _messages(items: list[tuple[str, dict]]) -> list[dict]:
             out.append({"role": "assistant", "content": ""})
         return out[-1]
 
-    for where, item in items:
+    for path, item in items:
         kind = item.get("type", "message")
         if kind == "message":
-            role, text = item.get("role"), _text(where, item.get("content"))
+            role, text = item.get("role"), _text(path, item.get("content"))
             if role == "assistant" and not (message := assistant())["content"]:
                 message["content"] = text
             elif role in ("user", "system", "developer", "assistant"):
                 out.append({"role": "system" if role == "developer" else role, "content": text})
             else:
                 raise bad(
-                    f"{where}.role", "unknown role; choose from user, assistant, developer", role
+                    f"{path}.role", "unknown role; choose from user, assistant, developer", role
                 )
         elif kind == "reasoning":
-            if text := _text(where, item.get("content") or item.get("summary") or []):
+            if text := _text(path, item.get("content") or item.get("summary") or []):
                 assistant()["reasoning_content"] = text
         elif kind in ("function_call", "custom_tool_call"):
-            assistant().setdefault("tool_calls", []).append(_call(where, item, kind))
+            assistant().setdefault("tool_calls", []).append(_call(path, item, kind))
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            content = _text(where, item.get("output"))
-            id = named(where, item, "call_id")
+            content = _text(path, item.get("output"))
+            id = named(path, item, "call_id")
             out.append({"role": "tool", "tool_call_id": id, "content": content})
         else:
-            raise bad(where, f"items of type {str(kind)[:40]} are not read here")
+            raise bad(path, f"items of type {str(kind)[:40]} are not read here")
     return out
 
 
-def _call(where: str, item: dict, kind: str) -> dict:
+def _call(path: str, item: dict, kind: str) -> dict:
     if kind == "custom_tool_call":
-        arguments: object = {"input": field(where, item, "input", str, "")}
+        arguments: object = {"input": field(path, item, "input", str, "")}
     else:
-        arguments = field(where, item, "arguments", str, "") or "{}"
-    return call(where, named(where, item, "call_id"), named(where, item, "name"), arguments)
+        arguments = field(path, item, "arguments", str, "") or "{}"
+    return call(path, named(path, item, "call_id"), named(path, item, "name"), arguments)
 
 
-def _text(where: str, content: object) -> str:
+def _text(path: str, content: object) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for place, part in objects(f"{where}.content", content):
+    for place, part in objects(f"{path}.content", content):
         if part.get("type") not in TEXTS:
             raise bad(place, f"only text is read here; got {str(part.get('type'))[:40]}")
         texts.append(
@@ -223,7 +223,7 @@ class ResponsesReply(Blocks):
         item, self._open = self._items[-1], False
         if kind := {"message": "text", "reasoning": "thinking"}.get(item["type"]):
             # The part before one that has just begun; the last one at the end.
-            text = [said for what, said, *_ in self.parts if what == kind][-1]
+            text = [text for type, text, *_ in self.parts if type == kind][-1]
             part, at = _part(kind, text), self._at | {"content_index": 0}
             item["content"] = [part]
             self._send(f"response.{TEXTS_OF[kind]}.done", **at, text=text, **_logprobs(kind))

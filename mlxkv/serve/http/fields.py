@@ -16,17 +16,17 @@ _NOTHING = object()
 LOOKALIKES = {"min_tokens", "mode", "models", "repeat_penalty", "top_a"}
 
 
-def bad(where: str, what: str, got: object = _NOTHING) -> Refused:
+def bad(path: str, reason: str, got: object = _NOTHING) -> Refused:
     """A field whose value cannot be taken."""
     if got is not _NOTHING:
         shown = json.dumps(got, default=str)
-        what += f"; got {shown if len(shown) <= 80 else shown[:77] + '...'}"
-    return Refused(400, f"[{where}] {what}"[:300], "invalid_value")
+        reason += f"; got {shown if len(shown) <= 80 else shown[:77] + '...'}"
+    return Refused(400, f"[{path}] {reason}"[:300], "invalid_value")
 
 
 def document(raw: bytes) -> dict:
     """The JSON object in a body, of bounded depth. Raises Refused."""
-    what = None
+    reason = None
     try:
         body = json.loads(
             raw.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite_float
@@ -35,13 +35,13 @@ def document(raw: bytes) -> dict:
             raise RecursionError
         json.dumps(body, ensure_ascii=False).encode()  # raises at half of a surrogate pair
     except UnicodeError:
-        what = "not UTF-8, or text that is not Unicode"
+        reason = "not UTF-8, or text that is not Unicode"
     except RecursionError:
-        what = f"nested too deeply; at most {DEPTH} levels"
+        reason = f"nested too deeply; at most {DEPTH} levels"
     except ValueError as error:
-        what = f"not JSON: {error}"[:180]
-    if what is not None:
-        raise Refused(400, f"[body] {what}", "invalid_json")
+        reason = f"not JSON: {error}"[:180]
+    if reason is not None:
+        raise Refused(400, f"[body] {reason}", "invalid_json")
     if not isinstance(body, dict):
         raise bad("body", "must be a JSON object", body)
     return body
@@ -71,39 +71,39 @@ def mistyped(body: dict, taken: tuple[str, ...]) -> None:
     for name in body.keys() - LOOKALIKES - {*taken}:
         if close := get_close_matches(name[:40], taken, 1, cutoff=0.8):
             shown = json.dumps(name[:60])[1:-1]  # in one line
-            what = f"[{shown}] no such field; did you mean {close[0]}?"
-            raise Refused(400, what, "unknown_parameter")
+            reason = f"[{shown}] no such field; did you mean {close[0]}?"
+            raise Refused(400, reason, "unknown_parameter")
 
 
-def field(where: str, body: dict, name: str, kind: type, default: Any) -> Any:
-    """A field that may be missing or null. where: of the object, "" for the request. Raises Refused."""
+def field(path: str, body: dict, name: str, kind: type, default: Any) -> Any:
+    """A field that may be missing or null. path: of the object, "" for the request. Raises Refused."""
     value = body.get(name)
     if value is None:
         return default
     if type(value) is not kind:
-        raise bad(f"{where}.{name}" if where else name, f"must be {_KINDS[kind]}", value)
+        raise bad(f"{path}.{name}" if path else name, f"must be {_KINDS[kind]}", value)
     return value
 
 
-def objects(where: str, values: Any) -> list[tuple[str, dict]]:
+def objects(path: str, values: Any) -> list[tuple[str, dict]]:
     """The objects of a list, each with its place. Raises Refused."""
     if not isinstance(values, list):
-        raise bad(where, "must be a list", values)
+        raise bad(path, "must be a list", values)
     for i, value in enumerate(values):
         if not isinstance(value, dict):
-            raise bad(f"{where}.{i}", "must be an object", value)
-    return [(f"{where}.{i}", value) for i, value in enumerate(values)]
+            raise bad(f"{path}.{i}", "must be an object", value)
+    return [(f"{path}.{i}", value) for i, value in enumerate(values)]
 
 
-def named(where: str, body: dict, name: str) -> str:
+def named(path: str, body: dict, name: str) -> str:
     """A text that must be there and not empty. Raises Refused."""
-    value = field(where, body, name, str, "")
+    value = field(path, body, name, str, "")
     if not value:
-        raise bad(f"{where}.{name}", "must be a text that is not empty", body.get(name))
+        raise bad(f"{path}.{name}", "must be a text that is not empty", body.get(name))
     return value
 
 
-def call(where: str, id: str, name: str, arguments: object) -> dict:
+def call(path: str, id: str, name: str, arguments: object) -> dict:
     """A call of a tool in OpenAI's form, with its arguments as JSON text. Raises Refused."""
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -111,7 +111,7 @@ def call(where: str, id: str, name: str, arguments: object) -> dict:
     except (ValueError, RecursionError):
         read = None
     if not isinstance(read, dict) or not shallow(read):
-        raise bad(f"{where}.arguments", "must be a JSON object", arguments)
+        raise bad(f"{path}.arguments", "must be a JSON object", arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 

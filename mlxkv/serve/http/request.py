@@ -201,8 +201,8 @@ def _numbers(body: dict, served: Served) -> dict:
         out["top_p"] = max(out["top_p"], LEAST_TOP_P)
     penalty = out.get("repetition_penalty", 0)
     if 0 < penalty < LEAST_PENALTY:
-        what = f"must be 0 for none, or from {LEAST_PENALTY:g} to 100"
-        raise bad("repetition_penalty", what, penalty)
+        reason = f"must be 0 for none, or from {LEAST_PENALTY:g} to 100"
+        raise bad("repetition_penalty", reason, penalty)
     return out
 
 
@@ -254,16 +254,16 @@ def _chat(body: dict) -> dict:
     if not messages:
         raise bad("messages", "must be a list that is not empty", messages)
     tools = field("", body, "tools", list, [])
-    for where, tool in objects("tools", tools):
+    for path, tool in objects("tools", tools):
         if not isinstance(tool.get("function"), dict):
-            raise bad(where, "must be an object with a function", tool)
+            raise bad(path, "must be an object with a function", tool)
     extra = field("", body, "chat_template_kwargs", dict, {})
     if any(k in RESERVED or not isinstance(x, str | bool | int | float) for k, x in extra.items()):
         raise bad("chat_template_kwargs", "must be plain values, of names that are free", extra)
     more = field("", body, "continue_final_message", bool, False)
     if more and (len(messages) < 2 or messages[-1]["role"] != "assistant"):
-        what = "needs a last message of the assistant behind others"
-        raise bad("continue_final_message", what, more)
+        reason = "needs a last message of the assistant behind others"
+        raise bad("continue_final_message", reason, more)
     return {
         "messages": messages,
         "tools": tools or None,
@@ -272,33 +272,33 @@ def _chat(body: dict) -> dict:
     }
 
 
-def _message(where: str, message: dict) -> dict:
+def _message(path: str, message: dict) -> dict:
     role = message.get("role")
     if role not in ROLES:
-        raise bad(f"{where}.role", f"unknown role; choose from {', '.join(ROLES)}", role)
-    out = {"role": "system" if role == "developer" else role, "content": _content(where, message)}
-    texts = {name: field(where, message, name, str, None) for name in TEXTS}
+        raise bad(f"{path}.role", f"unknown role; choose from {', '.join(ROLES)}", role)
+    out = {"role": "system" if role == "developer" else role, "content": _content(path, message)}
+    texts = {name: field(path, message, name, str, None) for name in TEXTS}
     out |= {name: text for name, text in texts.items() if text is not None}
     if message.get("tool_calls"):
-        calls = objects(f"{where}.tool_calls", message["tool_calls"])
+        calls = objects(f"{path}.tool_calls", message["tool_calls"])
         out["tool_calls"] = [_tool_call(*each) for each in calls]
     return out
 
 
-def _content(where: str, message: dict) -> str:
+def _content(path: str, message: dict) -> str:
     """Text, its parts joined."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
-    for place, part in objects(f"{where}.content", content):
+    for place, part in objects(f"{path}.content", content):
         kind = part.get("type")
         if kind != "text" or not isinstance(part.get("text"), str):
-            what = "no images are taken" if "image" in str(kind) else "only parts with text are"
-            raise bad(place, what, part)
+            reason = "no images are taken" if "image" in str(kind) else "only parts with text are"
+            raise bad(place, reason, part)
     return "".join(part["text"] for part in content)
 
 
-def _tool_call(where: str, one: dict) -> dict:
-    function = field(where, one, "function", dict, {})
-    name = named(f"{where}.function", function, "name")
-    return call(where, str(one.get("id") or ""), name, function.get("arguments") or "{}")
+def _tool_call(path: str, one: dict) -> dict:
+    function = field(path, one, "function", dict, {})
+    name = named(f"{path}.function", function, "name")
+    return call(path, str(one.get("id") or ""), name, function.get("arguments") or "{}")
