@@ -456,14 +456,12 @@ class Engine:
         if not self.is_healthy:
             raise ending()
 
-    def check(self) -> None:
-        """Raise the error that ended the generation thread for good: KeyboardInterrupt, where another
-        process was asked to end."""
-        if self.problem is not None:
-            raise self.problem
-        if self.ranks.ended:
-            raise KeyboardInterrupt
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the generation thread has ended for good, or another process was asked to end. For the main
+        thread, again and again."""
         self.ranks.watch(self.options.timeout)
+        return self.problem is not None or self.ranks.ended
 
     @property
     def kv_bytes(self) -> int:

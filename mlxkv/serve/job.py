@@ -80,11 +80,6 @@ class Job:
     def put(self, item: Any) -> None:
         self.channel.put(item)
 
-    @property
-    def stop_word(self) -> str | None:
-        """The stop word that ended the reply, or None."""
-        return self.text.word if self.text is not None else None
-
     def measure(self, caches: list, tokens: int) -> None:
         """Note the size of the caches, which hold so many tokens."""
         self.usage, self.tokens = usage(caches), tokens

@@ -38,7 +38,7 @@ class Server:
     def __init__(self, options: ServeOptions):
         self.metrics = Metrics()
         self.engine = Engine(options, self.metrics)
-        self._asked, self._problem = 0, None
+        self._asked = 0
         try:
             self.site = Site(options, self.engine, self.metrics)
             self.models = Models(self.site)
@@ -66,22 +66,15 @@ class Server:
         """Serve until `stop`; then replies under way have `GRACE` seconds, and sessions are put away. Raises what has
         ended the engine."""
         asyncio.run(self.web.serve([self.socket]))
-        if self._problem is not None:
-            raise self._problem
+        if self.engine.problem is not None:
+            raise self.engine.problem
 
     def stop(self) -> None:
         """End `serve`; for any thread, and for signal handlers. Again: replies are cut short."""
         self._asked += 1
 
     def _tick(self) -> bool:
-        try:
-            self.engine.check()
-        except KeyboardInterrupt:  # another process was asked
-            return True
-        except Exception as error:
-            self._problem = error
-            return True
-        return self._asked > 0
+        return self.engine.has_ended or self._asked > 0
 
     async def _end(self) -> None:
         with suppress(OSError):  # the terminal is gone
@@ -155,9 +148,8 @@ def _follow(options: ServeOptions) -> None:
     engine = Engine(options, Metrics())
     ranks.follow(engine.ranks)
     engine.wait_until_ready()
-    try:
-        while True:
-            engine.check()
-            time.sleep(0.2)
-    except KeyboardInterrupt:
-        engine.stop_and_join()
+    while not engine.has_ended:
+        time.sleep(0.2)
+    engine.stop_and_join()
+    if engine.problem is not None:
+        raise engine.problem

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route, Router
 
 from mlxkv.serve.apis import anthropic, openai, responses
@@ -24,7 +22,7 @@ from mlxkv.serve.http.fields import document
 from mlxkv.serve.http.models import Models
 from mlxkv.serve.http.request import Served, no_model
 from mlxkv.serve.http.site import Site
-from mlxkv.serve.http.talk import Channel, Talk, admitted, late
+from mlxkv.serve.http.talk import Channel, Document, Talk, admitted, late
 from mlxkv.serve.http.wire import Limits
 from mlxkv.serve.job import Job
 from mlxkv.serve.refusals import Refused, fault
@@ -43,13 +41,6 @@ REPLIES: dict[str, Callable[[dict, Served], Reply]] = {
     "/responses": responses.read,
 }
 COUNT = "/v1/messages/count_tokens"
-
-
-class Document(JSONResponse):
-    """A document of JSON, in ASCII."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, allow_nan=False).encode()
 
 
 class Gate:
@@ -196,7 +187,7 @@ def application(models: Models) -> Router:
         parsed: Reply = await run_in_threadpool(read, body, here.served)
         user, salt = parsed.request.user, parsed.request.cache_salt
         job = Job(parsed.request, await run_in_threadpool(tenant, key(request), user, salt))
-        return Talk(here.engine, parsed, job, request.scope["wire"].arrival_time, Document)
+        return Talk(here.engine, parsed, job, request.scope["wire"].arrival_time)
 
     async def count(request: Request) -> Response:
         body, here = await document_of(request)

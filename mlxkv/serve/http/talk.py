@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, contextmanager
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.engine import Engine
@@ -14,6 +17,13 @@ from mlxkv.serve.job import Job, Start, Token
 from mlxkv.serve.refusals import Refused, fault
 
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+
+
+class Document(JSONResponse):
+    """A document of JSON, in ASCII."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
 
 
 class Disconnect(Exception):
@@ -54,13 +64,11 @@ def admitted(engine: Engine):
 
 class Talk:
     """The reply to one request, as an application of ASGI. arrival_time: of the request's first byte, by
-    `time.monotonic`. respond: makes a response of the document of a reply that is no stream."""
+    `time.monotonic`."""
 
-    def __init__(
-        self, engine: Engine, reply: Reply, job: Job, arrival_time: float, respond: Callable
-    ):
+    def __init__(self, engine: Engine, reply: Reply, job: Job, arrival_time: float):
         self._engine, self._reply, self._job = engine, reply, job
-        self._arrival_time, self._respond = arrival_time, respond
+        self._arrival_time = arrival_time
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         reply, has_begun = self._reply, False
@@ -80,7 +88,7 @@ class Talk:
                 if reply.streams:
                     await send({"type": "http.response.body", "body": b""})
                 else:
-                    await self._respond(reply.document())(scope, receive, send)
+                    await Document(reply.document())(scope, receive, send)
             except Disconnect:
                 self._engine.metrics.add(cut_off=1)
             except Exception as error:
@@ -117,7 +125,7 @@ class Talk:
                     yield reply.take(item)
                 else:
                     yield reply.wait(*item)
-            yield reply.close(engine.kv_document(job), job.stop_word)
+            yield reply.close(engine.kv_document(job), job.text.word)
         finally:
             timer.cancel()
             if start is not None:
