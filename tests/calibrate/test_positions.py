@@ -144,19 +144,15 @@ def test_position_0_is_before_rope(subtests, monkeypatch):
     for family, changes in KINDS:
         with subtests.test(family=family, changes=changes):
             with monkeypatch.context() as patch:
-                check_position_0_is_before_rope(patch, family, changes)
-
-
-def check_position_0_is_before_rope(patch, family, changes):
-    patch.setattr(moments, "received", lambda *args: None)
-    model = random_model(family, **changes)
-    first = measure.calibrate(model, TEXT[:512], positions=1).layers["0"]
-    patch.setattr(mx.fast, "rope", lambda x, *args, **more: x)
-    plain = measure.calibrate(model, TEXT[:512], positions=4096).layers["0"]
-    ours, law = moment(first.keys), moment(plain.keys)
-    np.testing.assert_allclose(ours, law, atol=2e-4 * np.abs(law).max())
-    law = plain.keys.mean
-    np.testing.assert_allclose(first.keys.mean, law, atol=2e-4 * np.abs(law).max())
+                patch.setattr(moments, "received", lambda *args: None)
+                model = random_model(family, **changes)
+                first = measure.calibrate(model, TEXT[:512], positions=1).layers["0"]
+                patch.setattr(mx.fast, "rope", lambda x, *args, **more: x)
+                plain = measure.calibrate(model, TEXT[:512], positions=4096).layers["0"]
+                ours, law = moment(first.keys), moment(plain.keys)
+                np.testing.assert_allclose(ours, law, atol=2e-4 * np.abs(law).max())
+                law = plain.keys.mean
+                np.testing.assert_allclose(first.keys.mean, law, atol=2e-4 * np.abs(law).max())
 
 
 def test_layers_that_do_not_turn_as_rope_does_hold_for_their_windows(model, monkeypatch):

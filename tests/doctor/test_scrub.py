@@ -33,18 +33,14 @@ def test_paths_with_spaces_and_names_in_capitals(subtests, monkeypatch, tmp_path
         ("'/' and / and ~", "'/' and / and ~"),
     ]:
         with subtests.test(text=text, shared=shared):
-            check_paths_with_spaces_and_names_in_capitals(monkeypatch, tmp_path, text, shared)
-
-
-def check_paths_with_spaces_and_names_in_capitals(monkeypatch, tmp_path, text, shared):
-    home = str(tmp_path / "Ada Love")
-    monkeypatch.setenv("HOME", home)
-    monkeypatch.setenv("LOGNAME", "ada.lovelace")
-    monkeypatch.setattr(platform, "node", lambda: "analytical.local")
-    assert clean(text.replace("@HOME@", home)) == shared
-    monkeypatch.setenv("HOME", "/home/ada")
-    if "@HOME@" not in text:
-        assert clean(text) == shared
+            home = str(tmp_path / "Ada Love")
+            monkeypatch.setenv("HOME", home)
+            monkeypatch.setenv("LOGNAME", "ada.lovelace")
+            monkeypatch.setattr(platform, "node", lambda: "analytical.local")
+            assert clean(text.replace("@HOME@", home)) == shared
+            monkeypatch.setenv("HOME", "/home/ada")
+            if "@HOME@" not in text:
+                assert clean(text) == shared
 
 
 def test_long_texts_are_cleaned_in_time():

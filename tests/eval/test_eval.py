@@ -182,16 +182,6 @@ def test_verdicts(subtests):
             assert found == colour and reason in why and bool(why) == bool(reason)
 
 
-def test_verdicts_of_retrieval_alone_need_its_interval():
-    lost = {"single": [0.0, -0.02, 0.02]}
-    row = {"retrieval_lost": lost, "retrieval_values": {"single": 200}}
-    assert verdict.judge(row) == ("green", "")
-    lost["single"] = [0.0, -0.08, 0.08]
-    assert verdict.judge(row)[0] == "open" and "green to amber" in verdict.judge(row)[1]
-    lost["single"] = [0.5, 0.2, 0.7]
-    assert verdict.judge(row)[0] == "red"
-
-
 def test_bad_options_are_one_line(subtests, tmp_path, monkeypatch, capsys):
     for options, words in [
         (["--kv", "int4,int5"], ["[--kv]", "int5", "int8"]),

@@ -126,13 +126,11 @@ def test_values_are_found_in_free_words(subtests, monkeypatch, loaded):
         ("", [False, False]),
     ]:
         with subtests.test(text=text, right=right):
-            check_values_are_found_in_free_words(monkeypatch, loaded, text, right)
-
-
-def check_values_are_found_in_free_words(monkeypatch, loaded, text, right):
-    monkeypatch.setattr(greedy, "reply", lambda *_: text)
-    question = Question("multi-value", "", "", ("1234567", "7654321"), ("a", "a"), (0.1, 0.2))
-    assert retrieval._found(loaded, [], [], question) == right
+            monkeypatch.setattr(greedy, "reply", lambda *_, text=text: text)
+            question = Question(
+                "multi-value", "", "", ("1234567", "7654321"), ("a", "a"), (0.1, 0.2)
+            )
+            assert retrieval._found(loaded, [], [], question) == right
 
 
 def test_what_cannot_be_asked(subtests, loaded):

@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
-
 from experiments import placement
-from mlxkv.errors import UserError
 from mlxkv.models import load
 
 
@@ -19,8 +16,3 @@ def test_a_table_on_a_random_model(model_folder, capsys, monkeypatch):
     assert len(nll["full precision"]) == 5 and "before RoPE" in err
     loaded = load(str(model_folder), "fp16")
     assert not any("Tap" in type(module).__name__ for module in loaded.model.modules())
-
-
-def test_too_few_texts():
-    with pytest.raises(UserError, match="--texts"):
-        placement.main(["--texts", "2"])

@@ -70,7 +70,18 @@ def test_every_fault_is_one_line(made, path, subtests):
     sound, peaks = values.balance, values.peaks
     flat = put(sound.down, sound.down[1, :, 8], (1, slice(None), 7))
     shear = put(sound.down, sound.down[0, :, 0] * (1 + 1e-3), (0, slice(None), 0))
+    vectors, eigenvalues = (getattr(made.layers["1"].keys, n) for n in ("vectors", "values"))
     for name, tensor, reason in (
+        ("keys.values", put(eigenvalues, np.nan, (0, 3)), "NaN, infinity .* in layer 1, keys"),
+        ("keys.values", -eigenvalues, "eigenvalues that are not positive"),
+        ("keys.vectors", put(vectors, np.inf, (0, 3)), "NaN, infinity .* in layer 1, keys"),
+        ("keys.vectors", vectors[:, :32], "parts missing"),
+        ("keys.vectors", vectors * np.float32(1 + 4e-5), "its digest differs"),
+        (
+            "keys.vectors",
+            vectors * np.float32(1 + 1e-4),
+            "is not orthonormal in layer 1, keys: off by",
+        ),
         ("values.down", put(sound.down, np.nan, (0, 3, 3)), "NaN, infinity .* in layer 1, values"),
         ("values.down", flat, "not invertible in layer 1, values: a condition of"),
         ("values.down", sound.down[:, :32], "parts missing"),
