@@ -43,7 +43,7 @@ RING_BYTES = 180 << 10  # of shared memory, which these generations of CUDA have
 RING_MOST = 196 << 10  # with what a threadgroup has besides
 RING_CAPABILITIES = (9, 10)
 MOST_STAGES = 6
-MASKS = {
+MASKS = {  # of codes in their slots, by bits; a sign is the highest bit of four
     0: (0, 0, 0, 0),  # of a table
     16: (0, 0, 0, 0),
     8: (0x00FF00FF, 0, 0, 0),
@@ -165,11 +165,6 @@ def _spread(one: Map, count: int) -> Map:
     """The map repeated for each of a batch, where another run of pages has one for each."""
     words, own = one
     return one if own == count else (mx.tile(words, (count // own, 1, 1, 1, 1)), count)
-
-
-def _masks(at: SideLayout) -> tuple[int, ...]:
-    """Masks of codes in their slots; a sign is the highest bit of four."""
-    return MASKS[at.bits]
 
 
 def _bits(value: float) -> int:
@@ -328,7 +323,7 @@ def _plan(
     size = (
         *(rows, splits[0], *rooms, new_tokens, window, heads, *strides),
         *(_bits(scale * LOG2E), _bits(LOG2E)),
-        *(*_masks(layout.keys), *_masks(layout.values)),
+        *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits]),
         *(first, capacity, more, own),
     )
     width = BLOCK * max(stored[1], own_blocks)

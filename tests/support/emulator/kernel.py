@@ -154,7 +154,11 @@ def tile_header(lane_map: str) -> str:
     if lane_map == "simdgroup":
         return metal
     mma = (Path(__file__).parent / "tile" / "mma.h").read_text(encoding="utf-8")
-    return mma + metal[metal.index("// The records of a simdgroup") :]  # read in place as on Metal
+    map_, halves, product, records = (
+        metal.index(x)
+        for x in ("inline uint tile_row", "inline uint kv_halves", "// C, 16 x 8", "// The records")
+    )
+    return metal[:map_] + metal[halves:product] + mma + metal[records:]
 
 
 def check_sizes(kernel: Kernel, inputs: Any, shapes: Any, types: Any) -> None:

@@ -1,14 +1,5 @@
-// The tiles of mlxkv/metal/text/tile/tile_cuda.h for the emulator: the lane map of mma.sync m16n8k16.
-struct TileA {
-  uint w[4];
-};
-struct TileB {
-  uint w[2];
-};
-struct TileC {
-  float v[4];
-};
-
+// The tiles of mlxkv/metal/text/tile/tile_cuda.h for the emulator: the lane map of mma.sync m16n8k16. What the maps share
+// is tile_metal.h's.
 inline uint tile_row(uint lane) { return lane / 4; }
 inline uint tile_column(uint lane) { return lane % 4 * 2; }
 inline uint tile_lane(uint row, uint column) { return row * 4 + column / 2; }
@@ -44,26 +35,6 @@ inline float tile_column_sum(float value) {
   value += simd_shuffle_xor(value, ushort(4));
   value += simd_shuffle_xor(value, ushort(8));
   return value + simd_shuffle_xor(value, ushort(16));
-}
-
-inline uint kv_halves(float low, float high) {
-  half2 pair;
-  pair.x = half(low);
-  pair.y = half(high);
-  return as_type<uint>(pair);
-}
-inline uint kv_both(uint a, uint b, int high) {
-  return high ? (a >> 16) | (b & 0xFFFF0000u) : (a & 0xFFFFu) | (b << 16);
-}
-inline uint kv_multiply_halves(uint a, uint b) {
-  return as_type<uint>(as_type<half2>(a) * as_type<half2>(b));
-}
-
-inline uint kv_add_halves(uint a, uint b) {
-  return as_type<uint>(as_type<half2>(a) + as_type<half2>(b));
-}
-inline uint kv_add_multiplied_halves(uint a, uint b, uint c) {
-  return as_type<uint>(as_type<half2>(a) + as_type<half2>(b) * as_type<half2>(c));
 }
 
 // What movmatrix does: word (row, pair) of an 8 x 8 of halves -> word of its transpose.
