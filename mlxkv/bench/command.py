@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from mlxkv.errors import UserError
 from mlxkv.models.catalog.aliases import DEFAULT
 
 Contexts = Annotated[str | None, typer.Option("--contexts", help="Tokens, by commas: 4k,32k.")]
@@ -36,10 +35,11 @@ bench = typer.Typer(
 
 
 @bench.callback(invoke_without_command=True)
-def check(context: typer.Context) -> None:
-    """Measure speed and memory here: of a model (decode), of the kernels alone."""
+def quick(context: typer.Context, model: Model = DEFAULT) -> None:
+    """Measure speed and memory here. Without a command: `decode` with one context of 1,024 tokens, two minutes
+    on two CPU cores."""
     if context.invoked_subcommand is None:
-        raise UserError("[bench] no command; choose from decode, kernels")
+        decode(model, contexts="1k", tokens=16, rounds=1)
 
 
 @bench.command()

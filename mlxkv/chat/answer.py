@@ -27,7 +27,6 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             strict=options.kv_strict,
             dtype=options.dtype,
             calibration=options.calibration,
-            fold=options.fold,
             progress=progress,
             weights=options.weights,
         )
@@ -124,5 +123,14 @@ def stats_line(session: Session) -> str:
     stats = session.stats
     return (
         f"[{stats.prompt_tokens} + {stats.generated_tokens} tokens · "
-        f"{stats.tokens_per_second:.1f} tokens/s · {session.usage().line()}]"
+        f"{stats.tokens_per_second:.1f} tokens/s · {memory_line(session)}]"
     )
+
+
+def memory_line(session: Session) -> str:
+    """Return what the cache takes and 16 bits would take, now and for the whole context of the model."""
+    usage, line = session.usage(), session.usage().line()
+    if not usage.window or usage.tokens >= session.limit:
+        return line
+    ahead = session.projected(session.limit)
+    return f"{line}; at {ahead.tokens:,} tokens {ahead.saving()}"

@@ -7,10 +7,10 @@ import inspect
 from mlxkv.chat.options import ChatOptions
 
 
-def chat(**given) -> None:
+def chat(**values) -> None:
     """Talk to a model in a terminal, or in one shot: mlxkv chat "Why is the sky blue?",
     cat notes.txt | mlxkv chat "Summarise"."""
-    options = ChatOptions(**given)
+    options = ChatOptions(**values)
     from mlxkv.chat.run import run
 
     run(options)

@@ -5,33 +5,32 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, zip_longest
-from typing import Any
 
 import mlx.core as mx
 
 from mlxkv.chat.chart import Chart
-from mlxkv.console import human_bytes, note, parse_tokens, print_json, say, working
+from mlxkv.console import note, parse_tokens, print_json, say, working
 from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical
 from mlxkv.metal.launch import backend
 from mlxkv.models import load
 from mlxkv.models.generate import new_cache, sampler_for, stream
 from mlxkv.models.hooks.mark import own_make_cache
-from mlxkv.models.usage import usage
+from mlxkv.models.usage import projected, usage
 from mlxkv.texts import corpus
 
-FACT = "Captain Miller sailed to Portugal in 1923."
-QUESTION = "According to the text, in which year did Captain Miller sail to Portugal?"
-YEAR, DEPTH = "1923", 0.7  # the share of the text before the fact
+FACT = "The secret ingredient of my grandmother's soup is saffron."
+QUESTION = "What is the secret ingredient of my grandmother's soup?"
+ANSWER, DEPTH = "saffron", 0.5  # what is asked for; the share of the text before the fact
 CHUNK = 128  # tokens that are read into one cache, then into the other
 SECONDS = 30.0  # of reading, about
 LEAST, MOST = 512, 7680  # tokens; of a text that this machine reads in that time
-ANSWER = 32  # tokens
+LONGEST = 32  # tokens of an answer
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,7 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
     """Load, read, ask, and show. length: of the text in tokens; None for what takes half a minute here."""
     with working(f"reading {model}") as progress:
         loaded = load(model, kv, progress=progress)
-    plain, packed = (
-        partial(halved, own_make_cache(loaded.model)),
-        partial(halved, new_cache, loaded),
-    )
+    plain, packed = own_make_cache(loaded.model), partial(new_cache, loaded)
     if not loaded.tokenizer.has_chat_template:
         raise UserError(f"[demo] needs a model that chats; got {model}; choose another")
     if not any(layer.compressed for layer in loaded.layers):
@@ -59,7 +55,10 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
     else:
         with working("trying how fast this machine reads"):
             count = _fitting(loaded, (plain(), packed()))
-    text = make_text(loaded, min(count, (loaded.context or MOST) - 2 * ANSWER))
+    most = (loaded.context or MOST) - 2 * LONGEST
+    if count > most:
+        note(f"{loaded.name} takes {loaded.context or MOST:,} tokens: the text is cut to {most:,}")
+    text = make_text(loaded, min(count, most))
     name = canonical(kv)
     if not as_json:
         say(
@@ -75,9 +74,9 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
             rows.append(row)
             chart.add(*row)
     seconds = time.perf_counter() - begun
-    full, compact = (usage(cache) for cache in caches.values())  # of what the chart shows
+    compact = usage(caches[name])  # of what the chart shows
     answers = {kind: _answer(loaded, text.tokens[-1:], cache) for kind, cache in caches.items()}
-    right = {kind: YEAR in answer for kind, answer in answers.items()}
+    right = {kind: ANSWER in answer.lower() for kind, answer in answers.items()}
     if as_json:
         data = {
             "model": loaded.name,
@@ -95,44 +94,29 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
     say(f"question: {QUESTION}")
     for kind, answer in answers.items():
         say(f"  {kind:<6} {'right' if right[kind] else 'WRONG'}: {answer}")
-    _memory(full.kv_bytes, compact, name)
-    note(f"[read twice in {seconds:.0f} s; more: mlxkv fit, mlxkv chat -m qwen3-4b]")
-
-
-def _memory(fp16: int, compact, name: str) -> None:
-    """Say what the caches take."""
-    bits = (
-        f"{compact.bits_per_value:.1f} bits per value, exact windows included"
-        if not compact.note
-        else compact.note
-    )
-    factor = f", {fp16 / compact.kv_bytes:.1f} times less" if compact.kv_bytes < fp16 else ""
+    say(f"cache: {compact.saving()}" + (f" ({compact.note})" if compact.note else ""))
+    if (limit := loaded.context or 0) > compact.tokens:
+        say(f"at all {limit:,} tokens of this model: {projected(caches[name], limit).saving()}")
     say(
-        f"memory: fp16 {human_bytes(fp16)}, {name} {human_bytes(compact.kv_bytes)}{factor} ({bits})"
+        "a longer text saves more: the first and last tokens stay exact, the others take "
+        f"{max(layer.bits_per_value for layer in loaded.layers if layer.compressed):g} bits"
+    )
+    note(
+        f"[read twice in {seconds:.0f} s; what fits your Mac: mlxkv fit -m llama-3.1-8b; "
+        "a model to keep: mlxkv chat -m qwen3-4b]"
     )
 
 
-def halved(make: Callable[..., list], *args) -> list:
-    """Make caches that store 16 bits where the model computes in 32, which is faster without a GPU: both are to
-    take the memory that they take elsewhere."""
-    caches = make(*args)
-    if backend() == "cpu":
-        for cache in caches:
-            if hasattr(cache, "update_and_fetch"):  # a cache of keys and values
-                cache.update_and_fetch = partial(_in_16_bits, cache.update_and_fetch)
-    return caches
-
-
-def _in_16_bits(
-    store: Callable[..., Any], keys: mx.array, values: mx.array, *args, **options
-) -> Any:
-    return store(keys.astype(mx.bfloat16), values.astype(mx.bfloat16), *args, **options)
+def story() -> str:
+    """Return the essays, stories and talks that come with mlxkv, some 7,000 tokens."""
+    parts = [corpus.passages(split) for split in reversed(corpus.SPLITS)]
+    return "\n\n".join(part[kind] for kind in ("prose", "dialogue") for part in parts)
 
 
 def make_text(loaded, length: int) -> Text:
     """Prose of about `length` tokens with FACT in it, and the question about that."""
-    encode, sentences, count = loaded.tokenizer.encode, [], 2 * ANSWER
-    for sentence in cycle(re.split(r"(?<=[.!?])\s+", corpus.passages("evaluation")["prose"])):
+    encode, sentences, count = loaded.tokenizer.encode, [], 2 * LONGEST
+    for sentence in cycle(re.split(r"(?<=[.!?])\s+", story())):
         count += len(encode(sentence, add_special_tokens=False)) + 1
         if count > length and sentences:
             break
@@ -175,5 +159,5 @@ def _fitting(loaded, sides: tuple[list, list]) -> int:
 
 def _answer(loaded, last: list[int], caches: list) -> str:
     """The likeliest answer, behind the last token of the prompt."""
-    pieces = stream(loaded, last, caches, sampler_for(0.0), max_tokens=ANSWER)
+    pieces = stream(loaded, last, caches, sampler_for(0.0), max_tokens=LONGEST)
     return "".join(piece.text for piece in pieces).strip()

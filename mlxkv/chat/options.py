@@ -11,7 +11,6 @@ from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical, complete_kv, parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model
 from mlxkv.models.catalog.asked import (
-    check_fold,
     check_sampling,
     check_weights,
     dtype_name,
@@ -95,9 +94,6 @@ class ChatOptions:
             help="For calibrated presets: a file, or owner/name on the hub. Default: the model's.",
         ),
     ] = None
-    fold: Annotated[
-        bool, Option("--fold", help="Turn values by the weights, for calibrated presets.")
-    ] = False
     json: Annotated[
         bool, Option("--json", help="Make the last line of stdout one JSON document.")
     ] = False
@@ -113,7 +109,7 @@ class ChatOptions:
         if not 0 <= self.seed < 2**64:
             raise UserError(f"[--seed] must be 0 or more, below 2^64; got {self.seed}")
         check_sampling(self.temp, self.top_p)
-        check_fold(parse_kv(self.preset), self.fold)
+        parse_kv(self.preset)
         dtype_name(self.dtype)
         check_weights(self.weights)
         _ = self.template  # raises where it is no JSON

@@ -39,19 +39,19 @@ def run(options: ChatOptions) -> None:
 
 def read_prompt(options: ChatOptions) -> str | None:
     """Return what is on stdin, where it is no terminal, and then the text of the command line; None to talk."""
-    asked, piped = options.asked, None
+    words, piped = options.asked, None
     if sys.stdin is None:  # closed, as in a job without a terminal
-        return asked or ""
+        return words or ""
     if not sys.stdin.isatty():
-        if asked is not None:
+        if words is not None:
             _say_that_it_waits()
         try:
             piped = sys.stdin.read().removesuffix("\n")
         except OSError:  # what a job has in its place may be closed or for writing only
             piped = ""
-    if asked is None or not piped:
-        return piped if asked is None else asked
-    return f"{piped}\n\n{asked}"
+    if words is None or not piped:
+        return piped if words is None else words
+    return f"{piped}\n\n{words}"
 
 
 def _say_that_it_waits() -> None:

@@ -14,7 +14,7 @@ from mlxkv.models.generate import Stats, new_cache, stream
 from mlxkv.models.replies.thinking import Thinking
 from mlxkv.models.taking_back import cut_back
 from mlxkv.models.turns import Turns, cut_front
-from mlxkv.models.usage import Usage, usage
+from mlxkv.models.usage import Usage, projected, usage
 
 THINKING = "enable_thinking"  # what chat templates of thinking models call their switch
 UNKNOWN = 1 << 20  # tokens of a reply of a model that names no context
@@ -257,6 +257,10 @@ class Session:
     def usage(self) -> Usage:
         """The measured memory of the caches."""
         return usage(self.cache)
+
+    def projected(self, tokens: int) -> Usage:
+        """Compute what the caches take once they hold `tokens` tokens."""
+        return projected(self.cache, tokens)
 
     def save(self, name: str):
         """Write the session to a file, completely or not at all. Returns the path."""

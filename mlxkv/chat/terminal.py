@@ -182,8 +182,11 @@ def _reply(session: Session, out: Console, prompt: str) -> None:
     ending = " · stopped" if stats.finish_reason == "stopped" else ""
     if (cut := session.cut_off) is not None:
         ending += f" · {cut}"
-    out.print(
-        f"\n[dim]{stats.generated_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s{ending}[/dim]"
+    memory = session.usage().saving()
+    _dim(
+        out,
+        f"\n{stats.generated_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s · "
+        f"cache {memory}{ending}",
     )
 
 
@@ -245,15 +248,19 @@ def _dim(out: Console, text: str) -> None:
 
 def _stats(session: Session) -> Table:
     stats, usage, loaded = session.stats, session.usage(), session.loaded
+    limit = f"{session.limit:,}" if session.limit else "unknown"
     rows = {
         "model": f"{loaded.name} · --kv {loaded.kv_name}",
-        "tokens held": f"{len(session.tokens)} of {session.limit or 'unknown'}",
+        "context": f"{len(session.tokens):,} of {limit} tokens, {usage.compressed:,} of them compressed",
         "last prompt": f"{stats.prompt_tokens} tokens, {stats.read_tokens} read anew "
         f"in {stats.prefill_seconds:.2f} s",
         "last reply": f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s",
-        "cache in use": f"{human_bytes(usage.kv_bytes)} (16 bits: {human_bytes(usage.kv_bytes_fp16)}"
-        + ("; exact tokens take 32 bits here)" if loaded.dtype == mx.float32 else ")"),
+        "cache": usage.saving(),
         "bits per value": usage.note or f"{usage.bits_per_value:.2f} measured, windows included",
+    }
+    if usage.window and 0 < usage.tokens < session.limit:
+        rows[f"at {limit} tokens"] = session.projected(session.limit).saving()
+    rows |= {
         "cache allocated": f"{human_bytes(usage.allocated)}, with room to grow",
         "decode steps": loaded.steps,
         "peak memory": human_bytes(mx.get_peak_memory()),

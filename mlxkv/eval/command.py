@@ -19,16 +19,33 @@ def evaluate(
         ),
     ] = DEFAULT,
     kv: Annotated[
-        str, typer.Option("--kv", help="Cache presets, by commas; fp16 is always added.")
-    ] = "int8,int4,fill-3,fill-2.25",
-    context: Annotated[str, typer.Option("--context", help="Tokens, by commas: 2k,8k.")] = "2k",
+        str | None,
+        typer.Option(
+            "--kv",
+            help="Cache presets, by commas; fp16 is always added. Default: int4; "
+            "--thorough: int8,int4,fill-3,fill-2.25.",
+        ),
+    ] = None,
+    thorough: Annotated[
+        bool,
+        typer.Option(
+            "--thorough",
+            help="More presets, longer and more texts, and questions about them: half an hour "
+            "without a GPU.",
+        ),
+    ] = False,
+    context: Annotated[
+        str | None,
+        typer.Option("--context", help="Tokens, by commas: 2k,8k. Default: 1k; --thorough: 2k."),
+    ] = None,
     tasks: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--tasks",
-            help="By commas: divergence (KL, next token), retrieval (answers).",
+            help="By commas: divergence (KL, next token), retrieval (answers). Default: divergence; "
+            "--thorough: both.",
         ),
-    ] = "divergence,retrieval",
+    ] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -40,19 +57,12 @@ def evaluate(
         str,
         typer.Option("--windows", help="Exact tokens SINK,RECENT of every preset, or own."),
     ] = "64,64",
-    decode: Annotated[
-        int, typer.Option("--decode", help="Tokens decoded one by one after each context and text.")
-    ] = 64,
     samples: Annotated[
-        int,
-        typer.Option(
-            "--samples", help="Texts, and documents with questions, that intervals come from."
-        ),
-    ] = 8,
-    questions: Annotated[
         int | None,
         typer.Option(
-            "--questions", help="Questions of each kind and context. Default: 32; 8 on a CPU."
+            "--samples",
+            help="Texts, and documents with questions, that intervals come from. Default: 5; "
+            "--thorough: 8.",
         ),
     ] = None,
     dtype: Annotated[
@@ -73,7 +83,8 @@ def evaluate(
         bool, typer.Option("--json", help="Make the last line of stdout one JSON document.")
     ] = False,
 ) -> None:
-    """Show what compressed caches cost: KL divergence, next token, answers about long texts."""
+    """Measure what compressed caches cost on a model: KL divergence, the next token, answers about
+    long texts. A few minutes on two CPU cores; a stopped run goes on where it was."""
     options = SimpleNamespace(**locals())
     from mlxkv.eval.run import run
 

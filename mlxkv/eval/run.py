@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,21 @@ SMALL = 1 << 30  # bytes of a model of which a second process costs little memor
 QUESTIONS, QUESTIONS_CPU = 32, 8  # of each kind
 
 
+@dataclass(frozen=True)
+class Level:
+    """Defaults of a run. decode: tokens decoded one by one after each context and text."""
+
+    kv: str
+    context: str
+    tasks: str
+    samples: int
+    decode: int
+
+
+QUICK = Level("int4", "1k", "divergence", LEAST, 32)
+THOROUGH = Level("int8,int4,fill-3,fill-2.25", "2k", "divergence,retrieval", 8, 64)
+
+
 def run(command: SimpleNamespace) -> int:
     """Run the command with the options of `command.evaluate`, by their names there.
 
@@ -40,12 +56,11 @@ def run(command: SimpleNamespace) -> int:
     folder = command.out or Path("mlxkv-eval") / Path(command.model).name
     start = time.perf_counter()
     arms, parts = plan.make(spec)
-    console.note("\n".join(arms.loaded.report()))
     calibrated = [name for name, config in arms.configs.items() if config.calibrated]
     if calibrated:  # make a calibration once, before several processes need it
         with arms.attached(max(calibrated, key=lambda name: _demand(arms.configs[name]))):
             pass
-    console.note(cost(parts, arms))
+    console.note(f"{cost(parts, arms)}; kept in {folder}: Ctrl-C and the same command go on")
     results = workers.compute(spec, arms, parts, folder, _jobs(arms.loaded.model))
     data = report.assemble(arms, spec.options, results, spec.windows)
     used = next(row for row in backends() if row["used"])
@@ -70,9 +85,8 @@ def cost(parts: list[Part], arms: Arms) -> str:
     if documents:
         tokens = sum(part.asks["context"] for part in documents)
         clauses.append(f"{len(documents)} documents of {tokens} tokens in all")
-    caches = f"{len(arms.names)} caches"
     hint = f"; --samples {LEAST} reads less" if max(len(texts), len(documents)) > LEAST else ""
-    return f"to read: {' and '.join(clauses)}, by {caches}{hint}" if clauses else caches
+    return f"to read: {' and '.join(clauses)}, by {len(arms.names)} caches{hint}"
 
 
 def _demand(config: CacheConfig) -> tuple[bool, ...]:
@@ -81,29 +95,30 @@ def _demand(config: CacheConfig) -> tuple[bool, ...]:
 
 
 def _spec(command: SimpleNamespace) -> plan.Spec:
-    names = tuple(dict.fromkeys(name.strip() for name in command.kv.split(",")))
+    level = THOROUGH if command.thorough else QUICK
+    names = tuple(dict.fromkeys(name.strip() for name in (command.kv or level.kv).split(",")))
     for name in names:
         parse_kv(name)  # a mistake in the last name must not cost the work on the first
-    lengths = [console.parse_tokens(text, "--context") for text in command.context.split(",")]
+    contexts = (command.context or level.context).split(",")
+    lengths = [console.parse_tokens(text, "--context") for text in contexts]
     if min(lengths) < SHORTEST:
         raise UserError(f"[--context] must be at least {SHORTEST} tokens; got {min(lengths)}")
-    for option in ("decode", "samples", "questions"):
-        number = getattr(command, option)
-        if number is not None and number < 1:
-            raise UserError(f"[--{option}] must be at least 1; got {number}; choose a larger one")
+    samples = level.samples if command.samples is None else command.samples
+    if samples < 1:
+        raise UserError(f"[--samples] must be at least 1; got {samples}; choose a larger one")
     sources.check(command.text)
     options = TaskOptions(
         contexts=tuple(dict.fromkeys(lengths)),
-        decode=command.decode,
-        questions=command.questions or (QUESTIONS_CPU if backend() == "cpu" else QUESTIONS),
+        decode=level.decode,
+        questions=QUESTIONS_CPU if backend() == "cpu" else QUESTIONS,
         texts=tuple(command.text),
-        samples=command.samples,
+        samples=samples,
     )
     retrieval.check(options)
     return plan.Spec(
         model=command.model,
         names=names,
-        tasks=_tasks(command.tasks),
+        tasks=_tasks(command.tasks or level.tasks),
         options=options,
         windows=_windows(command.windows),
         dtype=command.dtype,

@@ -9,12 +9,14 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from queue import Empty
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from mlxkv.console import note
 from mlxkv.eval import plan
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.store import Store
@@ -28,31 +30,33 @@ def compute(spec: plan.Spec, arms: Arms, parts: list[Part], folder: Path, jobs: 
     store = Store(folder)
     missing = {i: _missing(arms, part, store) for i, part in enumerate(parts)}
     missing = {i: names for i, names in missing.items() if names}
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    total = sum(parts[i].steps * len(names) for i, names in missing.items())
+    ended = 0
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
     with Progress(
-        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
     ) as bars:
-        ids = {
-            i: bars.add_task(_title(parts[i]), total=parts[i].steps * len(names), start=False)
-            for i, names in missing.items()
-        }
-
-        def advance(i: int, n: int) -> None:
-            bars.start_task(ids[i])
-            bars.advance(ids[i], n)
+        bar = bars.add_task("reading", total=total)
 
         def done(i: int, seconds: float) -> None:
-            bars.remove_task(ids[i])
+            nonlocal ended
+            ended += 1
             bars.console.print(f"{_title(parts[i])}: {seconds:.0f} s", highlight=False)
 
-        for i in range(len(parts)):
-            if i not in missing:
-                bars.console.print(f"{_title(parts[i])}: kept from before", highlight=False)
-        if min(jobs, len(missing)) > 1:
-            _side_by_side(spec, missing, folder, jobs, advance, done)
-        else:
-            for i, names in missing.items():
-                done(i, _run(arms, parts[i], names, store, lambda n, i=i: advance(i, n)))
+        if before := len(parts) - len(missing):
+            bars.console.print(f"{before} of {len(parts)} parts: kept from before", highlight=False)
+        try:
+            if min(jobs, len(missing)) > 1:
+                _side_by_side(spec, missing, folder, jobs, partial(bars.advance, bar), done)
+            else:
+                for i, names in missing.items():
+                    done(i, _run(arms, parts[i], names, store, partial(bars.advance, bar)))
+        except KeyboardInterrupt:
+            note(
+                f"stopped; {before + ended} of {len(parts)} parts are kept in {folder}, and the same "
+                "command goes on from there"
+            )
+            raise
     return {
         f"{part.task}-{part.name}": {name: store.read(arms, part, name) for name in arms.names}
         for part in parts
@@ -86,7 +90,7 @@ def _begin(spec: plan.Spec, folder: Path, queue) -> None:
 
 def _compute_here(i: int, names: list[str]) -> float:
     def progress(n: int) -> None:
-        _here["queue"].put((i, n))
+        _here["queue"].put(n)
 
     return _run(_here["arms"], _here["parts"][i], names, _here["store"], progress)
 
@@ -96,7 +100,7 @@ def _side_by_side(
     missing: dict[int, list[str]],
     folder: Path,
     jobs: int,
-    advance: Callable[[int, int], None],
+    advance: Callable[[int], None],
     done: Callable[[int, float], None],
 ) -> None:
     context = multiprocessing.get_context("spawn")  # MLX does not survive a fork
@@ -110,8 +114,8 @@ def _side_by_side(
             ended, _ = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
             while True:
                 try:
-                    advance(*queue.get_nowait())
-                except (Empty, KeyError):
+                    advance(queue.get_nowait())
+                except Empty:
                     break
             for future in ended:
                 done(waiting.pop(future), future.result())

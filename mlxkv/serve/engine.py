@@ -505,7 +505,7 @@ class Engine:
 def load_model(options: ServeOptions, group: mx.distributed.Group | None = None) -> Loaded:
     """Load the model of a server and build what decoding needs, in the thread that decodes."""
     o = options
-    settings = (o.kv, o.kv_strict, o.dtype, o.calibration, o.fold, group)
+    settings = (o.kv, o.kv_strict, o.dtype, o.calibration, False, group)
     loaded = load(o.models[0], *settings, weights=o.weights)
     warm_up(loaded)
     return loaded

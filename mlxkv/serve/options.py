@@ -16,7 +16,6 @@ from mlxkv.errors import UserError
 from mlxkv.formats.names import complete_kv, parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model
 from mlxkv.models.catalog.asked import (
-    check_fold,
     check_weights,
     dtype_name,
     template_arguments,
@@ -96,7 +95,6 @@ class ServeOptions:
     calibration: str | None = option(
         None, "For calibrated presets: a file, or owner/name on the hub. Default: the model's."
     )
-    fold: bool = option(False, "Turn values by the weights, for calibrated presets.", "--fold")
 
     def __post_init__(self):
         if not 0 <= self.port < 1 << 16:
@@ -123,7 +121,7 @@ class ServeOptions:
                 f"[--host] other machines may reach {self.host}; got no --api-key; "
                 "set one, or choose --host 127.0.0.1"
             )
-        check_fold(parse_kv(self.kv), self.fold)
+        parse_kv(self.kv)
         dtype_name(self.dtype)
         check_weights(self.weights)
         _ = self.template  # raises where it is no JSON

@@ -50,7 +50,7 @@ def test_the_first_line_comes_before_heavy_imports(with_torch, smollm2):
 
 
 WRONG = (
-    *("--temp -1", "--top-p 2", "--seed -1", "--max-tokens 0", "--kv int5", "--kv int4 --fold"),
+    *("--temp -1", "--top-p 2", "--seed -1", "--max-tokens 0", "--kv int5"),
     *("--kv int4+keep2", "--model tinny", "--dtype int8", "--chat-template-args [1]"),
     *('--chat-template-args {"tokenize":true}', "--load no-such-session", "--raw --system x"),
     "-p twice",

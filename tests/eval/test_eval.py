@@ -31,7 +31,7 @@ def spec(model_folder):
 
 
 @pytest.mark.slow
-def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
+def test_a_whole_run_on_a_random_model(model_folder, tmp_path, monkeypatch, capsys):
     """Every task; the report has what the tables promise."""
     out = tmp_path / "report"
     command = [
@@ -43,7 +43,9 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, capsys):
         "--context",
         "512,640",
     ]
-    options = ["--decode", "8", "--questions", "2", "--out", str(out), "--json"]
+    options = ["--tasks", "divergence,retrieval", "--out", str(out), "--json"]
+    monkeypatch.setattr(evaluation, "QUESTIONS_CPU", 2)
+    monkeypatch.setattr(evaluation, "QUICK", replace(evaluation.QUICK, decode=8))
     assert main([*command, *options, "--samples", "5"]) == 0
     printed = capsys.readouterr()
     brief = json.loads(printed.out.splitlines()[-1])
@@ -112,6 +114,19 @@ def test_a_killed_run_goes_on(spec, tmp_path, capsys):
     assert workers.compute(spec, arms, parts, tmp_path) == first
 
 
+def test_a_stopped_run_says_what_is_kept(spec, tmp_path, capsys):
+    arms, parts = plan.make(spec)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    stopping = [parts[0], Part(parts[1].task, parts[1].name, stop, 1, parts[1].asks)]
+    with pytest.raises(KeyboardInterrupt):
+        workers.compute(spec, arms, stopping, tmp_path)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "stopped; 1 of 2 parts are kept in" in said and "the same command goes on" in said
+
+
 def test_processes_side_by_side_find_the_same(spec, tmp_path):
     spec = plan.Spec(spec.model, ("int4",), ("divergence", "retrieval"), SMALL)
     arms, parts = plan.make(spec)
@@ -134,15 +149,14 @@ def shuffled(encode):
 def test_a_broken_cache_is_red(tmp_path, monkeypatch, capsys):
     """A cache that works is green, on the trained model."""
     command = ["eval", "--model", TINY, "--kv", "int8", "--context", "512", "--tasks", "divergence"]
-    command += ["--decode", "32", "--samples", "5", "--json", "--out"]
+    command += ["--json", "--out"]
     monkeypatch.setattr(evaluation, "_jobs", lambda model: 1)  # faults are in this process
     assert main([*command, str(tmp_path / "sound")]) == 0
     sound = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
-    assert sound["int8"]["verdict"] == sound["fp16"]["verdict"] == "green"
+    assert sound["int8"]["verdict"] == "green" and sound["fp16"]["verdict"] is None
     monkeypatch.setattr(Codec, "encode", shuffled(Codec.encode))
     assert main([*command, str(tmp_path / "broken")]) == 0
     broken = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
-    assert broken["fp16"]["verdict"] == "green"
     assert broken["int8"]["verdict"] == "red" and "mean KL" in broken["int8"]["reason"]
 
 
@@ -190,8 +204,6 @@ def test_bad_options_are_one_line(subtests, tmp_path, monkeypatch, capsys):
         (["--tasks", "divergence,speed"], ["[--tasks]", "speed", "retrieval"]),
         (["--tasks", "stages"], ["[--tasks]", "stages", "divergence"]),
         (["--windows", "64"], ["[--windows]", "64,64"]),
-        (["--decode", "0"], ["[--decode]", "at least 1"]),
-        (["--questions", "-1"], ["[--questions]", "at least 1"]),
         (["--samples", "0"], ["[--samples]", "at least 1"]),
         (["--text", "no-such-file.txt"], ["no-such-file.txt"]),
         (["--model", "no-such-model"], ["[--model]", "no-such-model"]),

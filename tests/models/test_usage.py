@@ -10,9 +10,9 @@ from read_caches import memory_of, read
 
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach
-from mlxkv.models.usage import usage
+from mlxkv.models.usage import projected, usage
 
-EXACT = 4  # bytes of a number in full precision here: random models run in 32 bits
+EXACT = 2  # bytes of a number in full precision, though random models run in 32 bits here
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,19 @@ def test_no_bits_above_16_without_a_sentence(count, kv, said):
     assert found.note == said
     assert (found.bits_per_value is None) == (said is not None)
     assert found.figures["bits_per_value"] is None or 4.5 < found.bits_per_value < 16
-    assert (said or "16 bits would be") in found.line()
-    assert ("16 bits would be" in found.line()) == (count > config.window and kv != "fp16")
+    assert (said or "instead of") in found.line()
+    assert ("saves" in found.line()) == (said is None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
+def test_a_projection_is_what_a_longer_text_takes(family):
+    model = random_model(family)
+    attach(model, "int4")
+    short, long = read(model, 5), usage(read(model, 900))
+    ahead = projected(short, 900)
+    assert (ahead.tokens, ahead.kv_bytes_fp16) == (900, long.kv_bytes_fp16)
+    assert ahead.kv_bytes == pytest.approx(long.kv_bytes, rel=1e-6)
+    assert long.compressed == 768 and ahead.kv_bytes < ahead.kv_bytes_fp16
 
 
 def test_full_precision_in_16_bits_takes_what_16_bits_take():

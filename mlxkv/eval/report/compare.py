@@ -70,6 +70,8 @@ def letters(part: dict[str, dict]) -> dict[str, str]:
     """Return letters for the presets, least KL first: those that share one are not told apart."""
     texts = _by_name(part)
     order = sorted(texts, key=lambda name: sum(texts[name]))
+    if len(order) < 2:
+        return {}
     return intervals.letters(order, intervals.apart(texts))
 
 

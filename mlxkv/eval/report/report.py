@@ -38,7 +38,8 @@ def assemble(
             for name, letters in compare.letters(part).items():
                 by_name[name]["letters"] = letters
         for row in by_name.values():
-            row["verdict"], row["reason"] = verdict.judge(row)
+            full = row is by_name[BASELINE]
+            row["verdict"], row["reason"] = (None, "") if full else verdict.judge(row)
     return {
         "mlxkv": __version__,
         "model": arms.loaded.name,
@@ -127,11 +128,10 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
         columns.append("MiB")
         makers.append(lambda r: words.mebibytes(r["kv_bytes_in_use"]))
     if "ppl" in first:
-        columns += ["ppl", "KL mean [95 %]", "", "KL 99 %", "top %", "prompt KL"]
+        columns += ["ppl", "KL mean [95 %]", "KL 99 %", "top %", "prompt KL"]
         makers += [
             lambda r: f"{r['ppl']:.4f}",
-            lambda r: f"{r['kl_mean']:.2g}{limits(r.get('kl_interval'))}",
-            lambda r: r.get("letters", ""),
+            lambda r: f"{r['kl_mean']:.2g}{limits(r.get('kl_interval'))} {r.get('letters', '')}",
             lambda r: f"{r['kl_p99']:.2g}",
             lambda r: f"{100 * r['top1']:.1f}{limits(r.get('top1_interval'), '.1f', 100)}",
             lambda r: f"{r['prompt_kl_mean']:.2g}{limits(r.get('prompt_kl_interval'))}",
@@ -140,7 +140,7 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
         columns.append(kind.replace("multi", "m"))
         makers.append(lambda r, kind=kind: _found(r, kind, r is first))
     columns.append("verdict")
-    makers.append(lambda r: r["verdict"])
+    makers.append(lambda r: r["verdict"] or "-")
     return columns, [[name, *(make(row) for make in makers)] for name, row in rows.items()]
 
 
@@ -153,12 +153,6 @@ def _found(row: dict, kind: str, is_first: bool) -> str:
     return f"{text} ~" if alike else text
 
 
-def reasons(data: dict, context: int) -> list[str]:
-    """Return a line per preset that is not green, with the reason."""
-    rows = data["rows"][str(context)].items()
-    return [f"{name}: {row['verdict']}, {row['reason']}" for name, row in rows if row["reason"]]
-
-
 def notes(data: dict) -> list[str]:
     """Return the lines that explain the table."""
     options = data["options"]
@@ -169,19 +163,27 @@ def notes(data: dict) -> list[str]:
     else:
         same = "which are equal" if len(sizes) < 2 else "NOT equal"
         windows = f"each preset's own, {same}"
-    return [
+    lines = [
         f"bits: per stored value in pages; in all: of the whole cache, 16 bits outside; MiB: bytes in use by the "
-        f"layers that grow; windows: {windows}",
-        f"ppl, KL, top (same likeliest token): {options['decode']} tokens decoded one by one after the context, "
-        f"means over {_texts(data)}; "
-        "prompt KL: its second half, read in chunks; KL in nats against fp16 on the same tokens",
-        "[95 %]: from resampling texts or documents; presets that share a letter are not told apart: the "
-        "interval of their ratio on the same texts holds 1",
-        f"single, m-: share of right values in percent, {options['questions']} questions of each kind, "
-        "with the wider of Wilson's interval and that of resampled documents; ~: not "
-        "told apart from fp16's",
-        f"verdict: {verdict.RULES}",
+        f"layers that grow; windows: {windows}"
     ]
+    if data["pairs"]:
+        lines.append(
+            f"ppl, KL, top (same likeliest token): {options['decode']} tokens decoded one by one after the "
+            f"context, means over {_texts(data)}; prompt KL: its second half, read in chunks; KL in nats "
+            "against fp16 on the same tokens"
+        )
+    if any("letters" in row for row in data["presets"].values()):
+        lines.append(
+            "[95 %]: from resampling texts; presets that share a letter are not told apart: the interval of "
+            "their ratio on the same texts holds 1"
+        )
+    if "retrieval" in data["presets"][BASELINE]:
+        lines.append(
+            f"single, m-: share of right values in percent, {options['questions']} questions of each kind, "
+            "with the wider of Wilson's interval and that of resampled documents; ~: not told apart from fp16's"
+        )
+    return [*lines, f"verdict: {verdict.RULES}"]
 
 
 def _texts(data: dict) -> str:
@@ -201,5 +203,7 @@ def show(data: dict) -> None:
             if indices:
                 cells = [[row[i] for i in indices] for row in rows]
                 console.print_table([columns[i] for i in indices], cells, title)
-        console.say("\n".join([*reasons(data, context), ""]))
+        for name, _, sentence in words.sentences(data, context):
+            console.say(f"{name}: {sentence}")
+        console.say("")
     console.say("\n".join(notes(data)))

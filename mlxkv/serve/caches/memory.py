@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
@@ -17,6 +17,7 @@ from mlxkv.console import human_bytes
 from mlxkv.formats.config import CacheConfig
 from mlxkv.machine import footprint
 from mlxkv.metal.lengths import grown
+from mlxkv.models.usage import page_bytes
 from mlxkv.serve.refusals import Refused
 
 
@@ -69,12 +70,12 @@ class CacheShape:
         where nobody needs the exact tokens of the page that was sealed last."""
         c = self.config
         if c is None:
-            return self.fixed + self.full * (min(tokens, self.window) if self.window else tokens)
+            return self.bytes_fp16(tokens)
         if tokens <= c.window:
-            return self.full * tokens
+            return self.half * tokens
         pages = c.pages_over(tokens - c.sink)
         exact = tokens - pages * c.page + (0 if rests and not c.listens else c.page)
-        return int(pages * self.page_bytes) + self.full * exact + self.bases
+        return int(pages * self.page_bytes) + self.half * exact + self.bases
 
     def bytes_fp16(self, tokens: int) -> int:
         """Bytes of the same tokens in 16 bits, by the same rule."""
@@ -104,16 +105,12 @@ def shapes_of(caches: list) -> list[CacheShape]:
 
 def _shape(cache) -> CacheShape:
     if isinstance(cache, CompressedKVCache):
-        pair = cache.live
+        config, pair = cache.config, cache.live
         values = sum(x.shape[1] * x.shape[3] for x in pair)
-        # All pages: tokens are dropped only after a prompt, and none of the reply.
-        config, dims = cache.config, tuple(x.shape[3] for x in pair)
-        packed = config.page * values * replace(config, keep=1.0).bits_per_value(*dims) / 8
         each, together = pair[0].dtype.size, cache.joins
-        bases, room = config.basis_bytes(pair[0].shape[1], *dims), 0
+        packed, room, dims = page_bytes(cache), 0, tuple(x.shape[3] for x in pair)
+        bases = config.basis_bytes(pair[0].shape[1], *dims)
         if isinstance(cache, LatentKVCache) and config.rotary == 16:
-            latents = dims[0] * config.keys.bits_per_value(dims[0], config.page) / 8
-            packed = config.page * (latents + each * dims[1])
             room = each * dims[1] * (config.window + STEP)
         return CacheShape(
             *(0, each * values, 2 * values, 0, False, config, packed, together, bases, room)

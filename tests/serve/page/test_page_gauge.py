@@ -14,10 +14,10 @@ ROWS = "[...document.querySelectorAll('#figures tbody tr')].map(r => [...r.cells
 def test_what_a_chat_takes_and_saves(tab):
     assert "no cache yet" in tab.until(FIGURES)
     tab.ask("hello")
-    tab.until(f"{MEMORY}.startsWith('5.0 MiB this chat · 16.0 MiB in 16 bits')")
-    tab.shows("document.querySelector('#level').style.width", "31.25%")
+    tab.until(f"{MEMORY} === '4,096 of 8,192 tokens · saves 69 %'")
+    tab.shows("document.querySelector('#level').style.width", "50%")
     meter = "document.querySelector('[role=meter]')"
-    tab.shows(f"{meter}.getAttribute('aria-valuetext')", "5.0 MiB, 16 bits would take 16.0 MiB")
+    tab.shows(f"{meter}.getAttribute('aria-valuetext')", "4,096 of 8,192 tokens of the context")
     tab.click("#gauge summary")
     rows = [
         ["This chat", "4,096", "5.0 MiB", "16.0 MiB", "69 %"],
@@ -37,7 +37,7 @@ def test_no_saving_is_claimed_where_nothing_is_compressed(tab, server):
     server.kv |= {"tokens": 30, "bytes": 240 << 10, "bytes_fp16": 120 << 10, "note": note}
     server.document["memory"] |= {"bytes": 240 << 10, "bytes_fp16": 120 << 10}
     tab.ask("hello")
-    tab.until(f"{MEMORY} === '240.0 KiB this chat · nothing compressed yet'")
+    tab.until(f"{MEMORY} === '30 of 8,192 tokens'")
     tab.until(f"{ROWS}.map(row => row[4]).join() === '–,–'")
     tab.until(f"{FIGURES}.includes('This chat: {note}.')")
     tab.until(f"{SMALL}.includes(' · cache 240.0 KiB · ')")

@@ -197,3 +197,34 @@ def test_the_address_names_the_chat(opened, server):
     two.turns_are("named", "You said: named")
     two.reload()
     two.turns_are("named", "You said: named")
+
+
+def test_chats_are_renamed_searched_and_saved(tab):
+    for text in ("apples", "pears", "plums", "figs", "dates"):
+        tab.button("New chat")
+        tab.turns_are()
+        tab.ask(text)
+    tab.button("Rename dates")
+    tab.js("document.querySelector('#chats input').value = 'Fruit of palms'")
+    tab.js("document.querySelector('#chats input').blur()")
+    tab.chats_are("Fruit of palms", "figs", "plums", "pears", "apples")
+    tab.js(
+        "globalThis.saved = null; URL.createObjectURL = (blob) => { globalThis.saved = blob; return '#'; }"
+    )
+    tab.button("Save Fruit of palms as Markdown")
+    tab.until("!!globalThis.saved")
+    text = "# Fruit of palms\n\n## You\n\ndates\n\n## Reply\n\nYou said: dates\n"
+    assert tab.js("globalThis.saved.text()") == text
+    search = "document.querySelector('#search').value = {!r}; document.querySelector('#search').oninput()"
+    tab.js(search.format("plum"))
+    tab.chats_are("plums")
+    tab.js(search.format("said: dates"))  # in what was said, too
+    tab.chats_are("Fruit of palms")
+
+
+def test_an_empty_chat_offers_prompts(tab, server):
+    tab.until("document.querySelectorAll('.examples button').length === 3")
+    tab.click(".examples button")
+    tab.until("document.querySelectorAll('.turn').length === 2")
+    tab.idle()
+    assert server.asked[0]["messages"][0]["content"].startswith("Explain what a KV cache is")

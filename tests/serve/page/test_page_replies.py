@@ -240,6 +240,7 @@ def test_editing_and_regenerating_keep_the_versions(tab, server):
     tab.sees("Anew")
     tab.idle()
     assert server.asked[-1]["messages"] == [{"role": "user", "content": "other"}]
+    assert server.asked[-1]["temperature"] > 0 and "temperature" not in server.asked[0]
     tab.button("Version before", ".assistant")
     tab.sees("You said: other")
     tab.button("Version before", ".user")

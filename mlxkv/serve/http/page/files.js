@@ -1,5 +1,6 @@
 // Text files that go with a message: dropped, pasted or picked.
-import { $, button, h, notice, size } from "./dom.js";
+import { $, button, count, h, notice, size } from "./dom.js";
+import { server } from "./gauge.js";
 
 const MOST = 4 << 20;  // bytes of one file; a request may have 8 MB unless the server was told otherwise
 let files = [], listener = () => {};
@@ -39,6 +40,8 @@ async function take(list) {
     if (text === null) refused.push(`${file.name} (${file.size > MOST ? `${size(file.size)}; at most ${size(MOST)}` : "not text"})`);
     else files.push({ name: file.name, size: file.size, text });
   }
+  const about = files.reduce((sum, file) => sum + file.text.length, 0) / 4;  // tokens, roughly
+  if (server.context && about > server.context) notice("files", `These files have about ${count(Math.round(about / 1000) * 1000)} tokens; this model takes ${count(server.context)}.`);
   if (refused.length) notice("files", `Not attached: ${refused.join(", ")}`);
   // Kept before it is shown: a page that is loaded again has whatever it showed.
   try { await listener(); } catch (error) { console.warn("not kept", error); }

@@ -25,10 +25,8 @@ export function note(kv) {
   return kv.note || (kv.bytes < kv.bytes_fp16 ? "" : "nothing compressed");
 }
 
-// "1.2 MiB, 16 bits would take 4.8 MiB", or why there is nothing to compare.
-function inWords(kv) {
-  return note(kv) ? `${size(kv.bytes)}, ${note(kv)}` : `${size(kv.bytes)}, 16 bits would take ${size(kv.bytes_fp16)}`;
-}
+// "64 %", or "" where nothing is saved.
+const saved = (kv) => (note(kv) ? "" : `${Math.round(100 * (1 - kv.bytes / kv.bytes_fp16))} %`);
 
 // Show the cache of a chat as its last reply told it, and the server's.
 export function show(kv) {
@@ -37,16 +35,17 @@ export function show(kv) {
   shown = seen;
   if (kv) rows.push(["This chat", count(kv.tokens), kv.bytes, kv.bytes_fp16, note(kv)]);
   if (all.bytes !== undefined) rows.push(["All chats here", "", all.bytes, all.bytes_fp16, all.bytes_fp16 && all.bytes < all.bytes_fp16 ? "" : "nothing saved yet"]);
-  const share = kv && !note(kv) ? Math.min(1, kv.bytes / kv.bytes_fp16) : kv ? 1 : 0;
-  $("memory").replaceChildren(...(kv
-    ? [h("b", { text: size(kv.bytes) }), h("span", { class: "wide", text: " this chat" }), ` · ${note(kv).replace(/ \(.*/, "") || `${size(kv.bytes_fp16)} in 16 bits`}`]
-    : ["Memory"]));
+  // The bar is how full the context is; nothing is said before there is a cache.
+  const whole = server.context, share = kv && whole ? Math.min(1, kv.tokens / whole) : 0;
+  const used = kv ? `${count(kv.tokens)}${whole ? ` of ${count(whole)}` : ""}` : "", gain = kv ? saved(kv) : "";
+  $("memory").replaceChildren(...(kv ? [h("b", { text: used }), h("span", { class: "wide", text: " tokens" }), gain ? ` · saves ${gain}` : ""] : ["Memory"]));
+  $("level").parentNode.hidden = !kv || !whole;
   $("level").style.width = `${100 * share}%`;
   $("level").parentNode.setAttribute("aria-valuenow", Math.round(100 * share));
-  $("level").parentNode.setAttribute("aria-valuetext", kv ? inWords(kv) : "no reply yet");
+  $("level").parentNode.setAttribute("aria-valuetext", kv ? `${used} tokens of the context` : "no reply yet");
   const head = ["", "Tokens", "In use", "In 16 bits", "Saved"].map((text) => (text ? h("th", { scope: "col", text }) : h("td")));
   const body = rows.map(([name, tokens, bytes, half, why]) => h("tr", {}, h("th", { scope: "row", text: name }), h("td", { text: tokens }),
-    h("td", { text: size(bytes) }), h("td", { text: size(half) }), h("td", { text: why ? "–" : `${Math.round(100 * (1 - bytes / half))} %` })));
+    h("td", { text: size(bytes) }), h("td", { text: size(half) }), h("td", { text: why ? "–" : saved({ bytes, bytes_fp16: half }) })));
   const lines = [];
   if (!kv) lines.push("This chat has no cache yet: its figures come with the first reply.");
   else if (note(kv)) lines.push(`This chat: ${note(kv)}.`);

@@ -7,9 +7,9 @@ import * as settings from "./settings.js";
 import * as sidebar from "./sidebar.js";
 import * as store from "./store.js";
 import { asked, claim, running, stop, talk, underWay } from "./talk.js";
-import { editor, turn, update } from "./turns.js";
+import { editor, hello, turn, update } from "./turns.js";
 
-const AT = "mlxkv.at", HELLO = "Chats stay in this browser. Drop text files here to ask about them.";
+const AT = "mlxkv.at";
 const open = new Map();  // chats with a reply under way, and the one on the screen
 let chat = Chat.fresh(settings.usual()), nodes = new Map(), wanted = new Set();
 
@@ -21,10 +21,11 @@ const acts = {
     if (open.has(id)) stop(open.get(id));
     if (id === chat.id) await acts.fresh(); else list();
   },
+  list: () => list(),
   settings: () => settings.edit(chat, show),
   // A reply that has nothing is written anew, any other gets a version beside it.
   retry: async (message) => {
-    if (answered(message) || message.reasoning || message.id !== chat.leaf) return reply(message.parent);
+    if (answered(message) || message.reasoning || message.id !== chat.leaf) return reply(message.parent, chat, undefined, true);
     await write(chat, Object.assign(chat.messages.get(message.id), { usage: undefined, kv: undefined }), false);
   },
   go: (message) => write(chat, chat.messages.get(message.id), true),
@@ -54,7 +55,7 @@ function show(end = false) {
     if (before.has(message.id)) update(node, message, chat, acts);
     nodes.set(message.id, node);
   }
-  const shown = nodes.size ? [...nodes.values()] : [log.querySelector(".hello") || h("p", { class: "hello", text: HELLO })];
+  const shown = nodes.size ? [...nodes.values()] : [log.querySelector(".hello") || hello(begin_with)];
   for (const node of [...log.children]) if (!shown.includes(node)) node.remove();
   shown.forEach((node, i) => { if (log.children[i] !== node) log.insertBefore(node, log.children[i] || null); });
   $("send").textContent = running(chat) ? "Stop" : "Send";
@@ -99,12 +100,15 @@ const draft = () => store.saveDraft(place(), $("text").value, files.attached());
 
 // -- sending
 
+const begin_with = (text) => { $("text").value = text; send(); };
+
 async function send() {
   const content = $("text").value.trim(), some = files.attached();
   if (running(chat) || (!content && !some.length)) return;
   const fresh = chat.unsaved, key = place();
   $("text").value = "";
   files.attach([]);
+  document.querySelector('#notices [data-kind="files"]')?.remove();
   grow();
   const on = chat, control = claim(on);
   const made = await on.add({ role: "user", content, files: some.length ? some : undefined, parent: on.leaf });
@@ -113,8 +117,8 @@ async function send() {
   await reply(made.id, on, control);
 }
 
-async function reply(parent, on = chat, control = claim(on)) {
-  if (control) await write(on, await on.add({ role: "assistant", parent, ...asked() }), false, control);
+async function reply(parent, on = chat, control = claim(on), varied = undefined) {
+  if (control) await write(on, await on.add({ role: "assistant", parent, varied, ...asked() }), false, control);
 }
 
 async function write(on, message, more, control = claim(on)) {

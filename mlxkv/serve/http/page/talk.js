@@ -23,11 +23,14 @@ export const stop = (chat) => runs.get(chat.id)?.control.abort();
 export const underWay = () => [...runs.values()].filter(({ reply }) => reply).map(({ reply }) => plain(reply));
 
 const FIELDS = { temperature: "temperature", maxTokens: "max_tokens", model: "model" };
+const VARIED = 0.8;  // of a reply that is asked for again and must differ
+const FEWEST = 10, SHORTEST = 0.2;  // tokens and seconds of a reply whose speed means something
 
 function body(chat, reply, more) {
   const { settings } = chat, out = { messages: chat.request(reply.parent), stream: true };
   for (const [own, name] of Object.entries(FIELDS)) if (settings[own] !== undefined) out[name] = settings[own];
   out.max_tokens ??= -1;  // until the context is full
+  if (reply.varied) out.temperature ??= VARIED;
   if (settings.thinking) out.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
   if (more) {  // a reply that was cut off is the start of what is asked for
     out.messages.push(said(reply));
@@ -82,7 +85,8 @@ export async function talk(chat, reply, control, changed, more = false) {
   }
   clearInterval(timer);
   if (usage) {
-    reply.rate = first ? usage.completion_tokens / ((performance.now() - first) / 1000) : undefined;
+    const took = (performance.now() - first) / 1000;
+    reply.rate = first && usage.completion_tokens >= FEWEST && took > SHORTEST ? (usage.completion_tokens - 1) / took : undefined;
     // What it held already was read as a prompt this time.
     reply.usage = { prompt_tokens: usage.prompt_tokens - before, completion_tokens: usage.completion_tokens + before };
   }

@@ -4,6 +4,16 @@ import { button, copy, count, h, seconds, size } from "./dom.js";
 import { note, server } from "./gauge.js";
 import { render } from "./markdown.js";
 
+const EXAMPLES = ["Explain what a KV cache is, in three sentences.", "Write a haiku about the sea.", "Give me three ideas for a quick dinner."];
+
+// What an empty chat shows: the model, and prompts to begin with. ask(text): sends one.
+export function hello(ask) {
+  return h("div", { class: "hello" },
+    h("h2", { text: "What would you like to know?" }),
+    h("div", { class: "examples" }, ...EXAMPLES.map((text) => button(text, () => ask(text)))),
+    h("p", { text: "Chats stay in this browser." }));
+}
+
 // The element of a message. acts: what the buttons do. chat: tells versions, and whether a reply runs.
 export function turn(message, chat, acts) {
   const mine = message.role === "user";
@@ -118,7 +128,7 @@ function foot(node, message, chat, acts) {
   const group = h("div", { class: "acts" });
   if (message.content) group.append(button("Copy", (event) => copy(message.content, event.currentTarget), { "aria-label": message.role === "user" ? "Copy message" : "Copy reply" }));
   if (!busy && message.role === "user") group.append(button("Edit", () => acts.edit(message)));
-  if (!busy && message.role === "assistant" && answered(message)) group.append(button("Regenerate", () => acts.retry(message), { title: chat.settings.temperature ? null : "At temperature 0 the same reply comes again: see Settings" }));
+  if (!busy && message.role === "assistant" && answered(message)) group.append(button("Regenerate", () => acts.retry(message), { title: chat.settings.temperature === 0 ? "At temperature 0 the same reply comes again: see Settings" : null }));
   if (versions.length > 1) {
     const to = (i) => () => acts.choose(versions[i], at);
     group.append(h("span", { class: "versions" },
