@@ -64,7 +64,7 @@ def test_there_has_to_be_a_start(server, messages):
 class Plain:
     """Stands for `Turns` with tokens that are characters."""
 
-    def broken(self, chat):
+    def marked(self, chat):
         return None, [chat]
 
     def encode(self, parts):
