@@ -59,4 +59,5 @@ def test_what_costs_registers_is_seen(subtests):
     _, _, _, text = next(chosen(["int4"], [256], ["attend_tile"]))
     source = text.kernel.source.replace("POOLED = 1", "POOLED = 0")
     assert source != text.kernel.source
-    assert compiler.takes(replace(text.kernel, source=source), text.threads).spills > 300
+    took = compiler.takes(replace(text.kernel, source=source), text.threads)
+    assert took.spills > SPILLS["attend_tile", 256]["int4"]
