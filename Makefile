@@ -9,7 +9,7 @@
 # make agx         builds Mesa's compiler for Apple's GPUs outside the tree (Debian; once, 12 minutes, 700 MB) and writes the
 #                  table of what each kernel takes there; make agx ARGS="int4 128,256" for some
 # make reference   write docs/reference/ from the code (seconds)
-# make pictures    draw the pictures of README.md and take the output of its commands anew (two minutes; rsvg-convert or Chromium)
+# make pictures    draw the picture of README.md and take the output of its commands anew (seconds)
 # All create .venv on the first call. Another Python: make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -63,7 +63,6 @@ reference: $(VENV)/.installed
 
 pictures: $(VENV)/.installed
 	@$(BIN)/python -m experiments.pages.memory
-	@$(BIN)/python -m experiments.pages.terminal
 	@$(BIN)/python -m experiments.pages.outputs
 
 clean:

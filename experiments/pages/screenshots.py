@@ -1,6 +1,6 @@
-"""Take the ten pictures of the chat page: `python -m experiments.pages.screenshots` (needs Chromium and Pillow).
+"""Take the pictures of the chat page: `python -m experiments.pages.screenshots` (needs Chromium and Pillow).
 
-SmolLM2 answers, except where a picture needs what it does not write (reasoning, Markdown, errors):
+SmolLM2 answers, except where a picture needs what it does not write (reasoning, Markdown):
 there a server says what is written below, and the page calls its model "scripted".
 """
 
@@ -23,6 +23,7 @@ from serving import serving  # noqa: E402
 from experiments.options import Parser  # noqa: E402
 from experiments.pages.memory import FOLDER  # noqa: E402
 from mlxkv import console  # noqa: E402
+from mlxkv.texts import corpus  # noqa: E402
 
 LAST = "[...document.querySelectorAll('.assistant')].at(-1)"
 REPLY = """The standard library can read it, and keeps the names of the columns:
@@ -81,47 +82,31 @@ def opened(browser: chromium.Browser, url: str, theme: str = "light") -> Tab:
 
 
 def embedded(browser: chromium.Browser, folder: Path) -> None:
-    with serving("smollm2", prefill_step=128) as server:
+    text = folder / "glass.txt"
+    text.write_text(corpus.passages("evaluation")["prose"][1200:3600], encoding="utf-8")
+    with serving("smollm2", max_tokens=100) as server:
         tab = opened(browser, server.url)
-        for text in ("Who are you?", "What is the capital of France?", "What is 17 plus 26?"):
-            tab.ask(text)
-        tab.take(folder / "page-chat.png")
+        tab.js("localStorage.setItem('mlxkv.settings', '{\"maxTokens\": 60}')")
         tab.fresh()
-        text = folder / "internals.md"
-        text.write_text(
-            (ROOT / "docs" / "internals" / "kernels.md").read_text(encoding="utf-8")[:7000],
-            encoding="utf-8",
-        )
         tab.drop_files(text)
         tab.until("!!document.querySelector('#attached li')")
-        tab.ask("Tell me a story.", wait=False)
-        tab.until(
-            "document.body.innerText.match(/Reading [\\d,]+ of [\\d,]+ tokens · about/)?.[0]", 120
-        )
-        tab.until("document.querySelector('progress').value > 1000", 300)
-        tab.take(folder / "page-reading.png")
-        tab.until("document.querySelector('#send').textContent === 'Send'", 300)
+        tab.ask("What is glass made from?")
+        tab.ask("Thank you!")
+        tab.until("document.querySelector('#memory').innerText.includes('saves')")
+        tab.take(folder / "page-chat.png")
         tab.click("#gauge summary")
         tab.until("document.querySelector('#figures table')?.textContent.includes('%') ?? false")
         tab.take(folder / "page-memory.png")
-        text.unlink()
-        tab.fresh()
-        tab.click("#settings")
-        tab.js(
-            "document.querySelector('#max-tokens').value = 24; document.querySelector('#save-options').click()"
-        )
-        tab.ask("Name the months of the year.")
-        tab.take(folder / "page-cut-off.png")
+        tab.click("#gauge summary")
         tab.theme("dark")
         tab.size(390, 700, phone=True)
         tab.until("innerWidth === 390")
         tab.take(folder / "page-phone.png")
-        tab.click("#open-side")
-        tab.take(folder / "page-phone-chats.png")
+    text.unlink()
 
 
 def written(browser: chromium.Browser, folder: Path) -> None:
-    with scripted() as server, tempfile.TemporaryDirectory() as temporary:
+    with scripted() as server:
         server.usage = {"prompt_tokens": 31, "completion_tokens": 118, "total_tokens": 149}
         server.kv |= {
             "tokens": 149,
@@ -139,20 +124,7 @@ def written(browser: chromium.Browser, folder: Path) -> None:
         tab = opened(browser, server.url, "dark")
         tab.ask("How do I read a CSV file in Python?")
         tab.take(folder / "page-markdown.png")
-        server.says(("status", 503, "[--kv-memory] 9000 tokens need 2.1 GiB of cache, the reply included; "
-                     "the bound is 2.0 GiB; ask for fewer tokens, or start the server with more"))  # fmt: skip
         tab.theme("light")
-        tab.ask("And one with a million rows? Show all of it.")
-        tab.take(folder / "page-retry.png")
-        notes = Path(temporary) / "notes.txt"
-        notes.write_text("The key is under the blue pot.\n" * 40, encoding="utf-8")
-        tab.fresh()
-        tab.ask("A chat to delete")
-        tab.js("document.querySelector('#chats .delete').click()")
-        tab.until("!!document.querySelector('.notice')")
-        tab.drop_files(notes)
-        tab.until("!!document.querySelector('#attached li')")
-        tab.take(folder / "page-undo-and-files.png")
         tab.size(1000, 760)
         tab.click("#settings")
         tab.js(
