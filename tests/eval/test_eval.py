@@ -267,7 +267,7 @@ def test_without_matplotlib_the_report_says_so(spec, tmp_path):
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from mlxkv.cli import main\n"
-        f"sys.exit(main(['eval', '--model', {spec.model!r}, '--tasks', 'divergence', '--decode', '8',"
+        f"sys.exit(main(['eval', '--model', {spec.model!r}, '--tasks', 'divergence',"
         f" '--samples', '1',"
         f" '--kv', 'int4', '--context', '512', '--out', {str(tmp_path)!r}]))"
     )
