@@ -17,7 +17,7 @@ from mlxkv.formats.calibration.rotary import Rotary
 from mlxkv.formats.calibration.sums import Sums
 from mlxkv.models import load
 from mlxkv.models.calibration import measure, moments
-from mlxkv.models.calibration.moments import grouped, products, received, turned
+from mlxkv.models.calibration.moments import far_attention, grouped, products, received, turned
 from mlxkv.models.hooks.taps import AttentionCall
 from mlxkv.models.origin import origin_of
 from mlxkv.spec import balanced
@@ -101,13 +101,13 @@ def test_attention_that_keys_get_is_the_laws(subtests):
                     None,
                     None,
                 )
-                more = received(call, 16)
-                assert (more is None) == (stop < 145)
-                if more is not None:
-                    found[:, :stop] += more
+                asked = far_attention(call, 16)
+                assert (asked is None) == (stop < 145)
+                if asked is not None:
+                    found[:, :stop] += (more := received(asked[1], 2))
             np.testing.assert_allclose(found[:, 16:], law[:, 16:], rtol=1e-4)
             for change in ({"sinks": mx.ones(4) * 3}, {"softcap": 0.1}):
-                other = received(replace(call, **change), 16)
+                other = received(far_attention(replace(call, **change), 16)[1], 2)
                 assert not np.allclose(other, more, rtol=1e-2)
 
 
@@ -144,7 +144,7 @@ def test_position_0_is_before_rope(subtests, monkeypatch):
     for family, changes in KINDS:
         with subtests.test(family=family, changes=changes):
             with monkeypatch.context() as patch:
-                patch.setattr(moments, "received", lambda *args: None)
+                patch.setattr(moments, "far_attention", lambda *args: None)
                 model = random_model(family, **changes)
                 first = measure.calibrate(model, TEXT[:512], positions=1).layers["0"]
                 patch.setattr(mx.fast, "rope", lambda x, *args, **more: x)

@@ -116,9 +116,9 @@ def test_files_that_are_none(path, tmp_path):
 
 
 HARM = {  # what the header says otherwise: (in place of what, the reason)
-    '"format": "4"': ('"format": 4', "has format 4; this version"),
-    '"format": true': ('"format": 4', "has format True"),
-    '"format": 1e999': ('"format": 4', "beyond all bounds"),
+    '"format": "5"': ('"format": 5', "has format 5; this version"),
+    '"format": true': ('"format": 5', "has format True"),
+    '"format": 1e999': ('"format": 5', "beyond all bounds"),
     '"floored": [-1': ('"floored": [0', "parts missing .*floored"),
     '"floored": [0.5': ('"floored": [0', "parts missing .*floored"),
     '"lacking": ["x"': ('"lacking": [null', "parts missing"),
@@ -158,8 +158,8 @@ def test_what_is_no_file(path):
 
 
 def test_another_version(path):
-    rewritten(path, {"format": 5})
-    refused(path, "has format 5; this version reads 1, 2, 3, 4")
+    rewritten(path, {"format": 6})
+    refused(path, "has format 6; this version reads 1, 2, 3, 4, 5")
 
 
 CLIPS = (

@@ -17,6 +17,9 @@ after SRFT with seed 0, from which presets with a scale per channel make their s
 Since format 4 the header has an entry `positions`: moments of keys are averages over so many positions, from 0
 (`mlxkv.spec.positions`), or null. Those of older files are of the positions of the text.
 
+Since format 5 there may be `LAYER.exchange` [2, G] of every layer, what errors of keys and of values cost the model
+(`mlxkv.spec.mixed.fill`), by which bits by direction are shared out. Without it all layers count alike.
+
 The header holds searched clips by layer, side and format: `"clips": [{"int2 g128": 0.9}, {"int2 g128":
 0.94}]`, or null where none were searched. The formats of other transforms than a rotation per
 kv head begin with their name: "balanced int2 g128", "learned int2 g64", "srft-scaled int4 g32 symmetric".
@@ -39,6 +42,7 @@ from mlxkv.formats import matrices
 from mlxkv.formats.calibration import balance as balances
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.contents import (
+    EXCHANGE,
     FIELDS,
     MEAN,
     MORE,
@@ -57,7 +61,7 @@ from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.untrusted import Unsound, whole
 
 LARGEST = 1 << 30  # bytes; the maps of 80 layers with 8 kv heads of 128 dims have 340 MB
-FORMATS = (1, 2, 3, 4)  # that this version reads
+FORMATS = (1, 2, 3, 4, 5)  # that this version reads
 NAME = "mlxkv-calibration"
 _warnings: set[str] = set()  # warnings of this process
 
@@ -119,7 +123,14 @@ def read(path: Path | str) -> Calibration:
                     check(mean, (entry["kv_heads"], dims))
                 floored = whole(floored, "floored")
                 sides[side] = Basis(values, vectors, floored, clips, balance, peaks, mean)
-            layers[name] = Layer(whole(entry["kv_heads"], "kv_heads", 1), **sides)
+            if (exchange := tensors.get(f"{name}.{EXCHANGE}")) is not None:
+                shape = len(SIDES), entry["kv_heads"]
+                _check_numbers(path, f"layer {name}", exchange, shape, "costs")
+            layers[name] = Layer(
+                whole(entry["kv_heads"], "kv_heads", 1), **sides, exchange=exchange
+            )
+        if len({layer.exchange is None for layer in layers.values()}) == 2:
+            raise ValueError(EXCHANGE)
         fields = {name: header[name] for name in FIELDS}
         positions = header["positions"] if header["format"] >= 4 else None
         if positions is not None:

@@ -18,11 +18,11 @@ from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import CENTRED, PAIRED, SCALED, CacheConfig
 from mlxkv.formats.saved.marks import same_model
 
-FORMAT = 4
+FORMAT = 5
 WINDOW = 4096  # most tokens of a window of older formats, which hold for its positions alone
 SIDES = ("keys", "values")
 TENSORS, MORE = ("values", "vectors"), ("down", "sigma")  # of every side; of a balanced transform
-PEAKS, MEAN = "peaks", "mean"
+PEAKS, MEAN, EXCHANGE = "peaks", "mean", "exchange"
 ORTHONORMAL = 1e-4  # largest entry of |U^T U - I| in a sound file
 FIELDS = {
     "fingerprint": str,
@@ -103,11 +103,22 @@ def _close(first: np.ndarray | None, second: np.ndarray | None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Calibration of one layer; kv_heads: G."""
+    """Calibration of one layer.
+
+    kv_heads: G. exchange: [2, G] float32, above 0, what errors cost the model: of one nat^2 of noise in the scores of
+        keys, and of values lost as a whole (`mlxkv.spec.mixed.fill`); None where that was not measured.
+    """
 
     kv_heads: int
     keys: Basis
     values: Basis
+    exchange: np.ndarray | None = None
+
+    def costs(self, side: str) -> np.ndarray | None:
+        """Return what errors of "keys" or "values" cost, [G] float64, or None."""
+        if self.exchange is None:
+            return None
+        return self.exchange[SIDES.index(side)].astype(np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +205,8 @@ class Calibration:
     def _tensors(self) -> dict[str, np.ndarray]:
         out = {}
         for name, layer in self.layers.items():
+            if layer.exchange is not None:
+                out[f"{name}.{EXCHANGE}"] = layer.exchange
             for side in SIDES:
                 basis = getattr(layer, side)
                 out |= {f"{name}.{side}.{part}": getattr(basis, part) for part in TENSORS}

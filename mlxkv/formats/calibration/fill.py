@@ -49,24 +49,37 @@ def curve(sigma: np.ndarray) -> list[Choice]:
     return [out[total] for total in sorted(out)]
 
 
-def weight(side: str, sigma: np.ndarray) -> float:
-    """Return what a cost of "keys" or "values" with sigma [G, D] counts: the error of a layer's output, over the
-    output; nothing where values are all 0, which every code stores."""
-    if side == "keys":
-        return 1 / sigma.size
-    squares = float((sigma**2).sum())
-    return 1 / squares if squares else 0.0
+def weighed(
+    side: str, sigma: np.ndarray, exchange: np.ndarray | None = None
+) -> tuple[float, np.ndarray]:
+    """Return a weight and the sigma [G, D] whose cost times it is what "keys" or "values" with this sigma cost.
+
+    exchange: what their noise costs by kv head, measured [G] (`Layer.exchange`). None: the error of a layer's output,
+    over the output; nothing where values are all 0, which every code stores.
+    """
+    squares = (sigma**2).sum(-1)
+    if exchange is None:
+        size = sigma.size if side == "keys" else float(squares.sum())
+        return 1 / size if size else 0.0, sigma
+    if len(sigma) < len(exchange):  # heads that share a map
+        exchange = exchange.sum(keepdims=True)
+    size = np.full_like(squares, sigma.shape[1]) if side == "keys" else squares
+    shares = exchange / np.where(size > 0, size, 1) * (size > 0)
+    return 1.0, sigma * np.sqrt(shares)[:, None]
 
 
 def allot(
-    sides: list[tuple[str, np.ndarray]], rate: float, heads: Sequence[int] | None = None
+    sides: list[tuple[str, np.ndarray]],
+    rate: float,
+    heads: Sequence[int] | None = None,
+    exchange: Sequence[np.ndarray | None] | None = None,
 ) -> list[Widths]:
     """Return the widths of least cost for all `sides`, "keys" or "values" with sigma [G, D], that share `rate` bits a
     value, those of all kv heads. Exact, as in `curve`: words are handed out side by side.
 
     heads: kv heads of each side, where those of a layer share a map and sigma is [1, D]; None for G. The cost of such
-    a side is what it is with the same sigma for each of its heads. Raises UserError where the rate is not even one bit
-    for the first block of each.
+    a side is what it is with the same sigma for each of its heads. exchange: of each side, as `weighed` takes it.
+    Raises UserError where the rate is not even one bit for the first block of each.
     """
     heads = [len(sigma) for _, sigma in sides] if heads is None else heads
     common = gcd(*heads)
@@ -74,13 +87,10 @@ def allot(
     values = sum(n * sigma.shape[1] for n, (_, sigma) in zip(heads, sides, strict=True))
     room = int((rate * values - SCALE * sum(heads) + 1e-9) // WORD)
     best, choices = np.zeros(max(room, 0) + 1), []  # least cost by words at most
-    curves = [
-        [
-            (weight(name, sigma) * cost, n * Fill(1.0, widths).words, widths)
-            for cost, widths in curve(sigma)
-        ]
-        for n, (name, sigma) in zip(heads, sides, strict=True)
-    ]
+    curves = []
+    for n, (name, sigma), costs in zip(heads, sides, exchange or [None] * len(sides), strict=True):
+        weight, weighed_sigma = weighed(name, sigma, costs)
+        curves.append([(weight * x, n * Fill(1.0, w).words, w) for x, w in curve(weighed_sigma)])
     for options in curves:
         least_costs, choice = np.full_like(best, np.inf), np.zeros(len(best), int)
         for i, (cost, words, _) in enumerate(options):

@@ -177,7 +177,9 @@ def with_widths(
             )
             sides.append((side, directions(basis, centred)[1].astype(np.float64)))
         heads = [calibration.layers[name].kv_heads for name, _ in places]
-        for (name, side), widths in zip(places, fill.allot(sides, rate, heads), strict=True):
+        exchange = [calibration.layers[name].costs(side) for name, side in places]
+        allotted_widths = fill.allot(sides, rate, heads, exchange)
+        for (name, side), widths in zip(places, allotted_widths, strict=True):
             old = getattr(out[name], side)
             allotted = replace(old, quantizer=replace(old.quantizer, widths=widths))
             out[name] = replace(out[name], **{side: allotted})

@@ -14,7 +14,7 @@ makes of errors in values.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
@@ -30,6 +30,7 @@ from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, contexts
 from mlxkv.models.calibration import TOKENS
+from mlxkv.models.calibration.exchange import Exchange, fisher
 from mlxkv.models.calibration.moments import PROBES, ROWS, Moments, Readers, Sample, rotations
 from mlxkv.models.hooks.dryrun import sensitivities
 from mlxkv.models.hooks.fold import refuse_folded
@@ -129,6 +130,9 @@ def _balance(
     return Balance(down.astype(np.float32), sigma.astype(np.float32), floored)
 
 
+LEAST_COST = (
+    1e-4  # of a layer's errors, as a share of the mean: a text may not read what another does
+)
 LEAST = 512  # tokens: fewer are too few for heads of 64 to 256 dims
 WINDOW = 4096  # tokens that see each other
 CORPUS = "corpus calibration"  # the name of the text that is read where none is named
@@ -200,6 +204,9 @@ def calibrate(
         elif target == "attention":
             for place, output in sensitivities(model, own, shapes).items():
                 moments[place].output = output
+            heads = {place: shape.heads for place, shape in shapes.items()}
+            for place, x in fisher(model, own, heads, tokens, [] if bos is None else [bos]).items():
+                moments[place].exchange = Exchange(x)
         if samples is not None:
             samples |= {layer_name(p): Sample(-(-len(tokens) // ROWS)) for p in moments}
             for place, one in moments.items():
@@ -212,12 +219,12 @@ def calibrate(
                     one.weights = mx.array(one.moment("keys").astype(np.float32))
     finally:
         release(slots)
-    layers = {}
+    layers, costs = {}, exchanges(moments)
     for place, one in moments.items():
         start = time.perf_counter()
         name = layer_name(place)
         bases = [basis(one, side, f"layer {name}, {side}", per_layer) for side in SIDES]
-        layers[name] = Layer(one.shape.heads, *bases)
+        layers[name] = Layer(one.shape.heads, *bases, costs.get(place))
         if timing is not None:
             timing[name] = one.seconds + time.perf_counter() - start
     if passes(target) and None in rotaries.values():
@@ -235,6 +242,24 @@ def calibrate(
         layers=layers,
         positions=positions,
     )
+
+
+def exchanges(moments: Mapping[Place, Moments]) -> dict[Place, np.ndarray]:
+    """Return what errors of keys and values of each layer cost, [2, G] float32, at least LEAST_COST of their mean; {}
+    where that was not measured in every layer."""
+    found = {
+        place: one.exchange.costs(one.moment("stored values"))
+        for place, one in moments.items()
+        if one.exchange is not None and "stored values" in one.sums
+    }
+    if len(found) < len(moments) or any(
+        x is None or not np.isfinite(x).all() for x in found.values()
+    ):
+        return {}
+    least = LEAST_COST * np.mean(np.concatenate([x.ravel() for x in found.values()]))
+    if not least > 0:
+        return {}
+    return {place: np.maximum(x, least).astype(np.float32) for place, x in found.items()}
 
 
 def windows(tokens: Sequence[int], most: int) -> list[Sequence[int]]:

@@ -22,6 +22,7 @@ from mlxkv.formats.calibration import rotary, sums
 from mlxkv.formats.calibration.artifact import SIDES
 from mlxkv.formats.calibration.rotary import Rotary, Span, drawn
 from mlxkv.formats.calibration.sums import KEYS, READ, Sums
+from mlxkv.models.calibration.exchange import Exchange
 from mlxkv.models.hooks.probe import Place, Shape, leaves, put
 from mlxkv.models.hooks.taps import AttentionCall
 
@@ -31,26 +32,31 @@ AWAY = 124  # tokens so near to a query are exact
 EVERY = 8  # one query in so many is asked: scores would cost as much as attention does
 
 
-def received(call: AttentionCall, sink: int) -> np.ndarray | None:
-    """Return the attention [G, T] that each key gets in one call from far queries, summed over its query heads; None
-    where no query is far from a key behind the first `sink`."""
+def far_attention(call: AttentionCall, sink: int) -> tuple[mx.array, mx.array] | None:
+    """Return the asked queries [C], by their index in the call, and the attention [B, H, C, T] that they give to far
+    tokens, 0 elsewhere; None where no query is far from a key behind the first `sink`."""
     keys, new = call.exact[0], call.queries.shape[2]
     total = keys.shape[2]
     at = np.arange(total - new, total)
     rows = np.flatnonzero((at % EVERY == 0) & (at - AWAY > sink))
     if not len(rows):
         return None
-    at, place = mx.array(at[rows])[:, None], mx.arange(total)
-    q = call.queries[:, :, mx.array(rows)].astype(mx.float32) * call.scale
+    rows, at, place = mx.array(rows), mx.array(at[rows])[:, None], mx.arange(total)
+    q = call.queries[:, :, rows].astype(mx.float32) * call.scale
     batch, heads, count, dims = q.shape
     q = q.reshape(batch, keys.shape[1], -1, dims)
     scores = q @ keys.astype(mx.float32).swapaxes(-1, -2)
     mask = place <= at
     if isinstance(call.mask, mx.array):
-        mask = call.mask[..., mx.array(rows), :] if call.mask.shape[-2] > 1 else call.mask
+        mask = call.mask[..., rows, :] if call.mask.shape[-2] > 1 else call.mask
     p = _softmax(scores.reshape(batch, heads, count, total), mask, call.sinks, call.softcap)
-    far = mx.where(place < at - AWAY, p, 0)
-    return np.array(far.reshape(batch, keys.shape[1], -1, total).sum((0, 2)), np.float64)
+    return rows, mx.where(place < at - AWAY, p, 0)
+
+
+def received(far: mx.array, kv_heads: int) -> np.ndarray:
+    """Return the attention [G, T] that each key gets in one call from far queries, summed over its query heads."""
+    batch, *_, total = far.shape
+    return np.array(far.reshape(batch, kv_heads, -1, total).sum((0, 2)), np.float64)
 
 
 # -- What reads the latents of a layer with MLA: the queries that meet them, and the map that makes values of them.
@@ -137,7 +143,9 @@ class Moments:
     queries at position 0. rotary: how they turn; None where it is not as RoPE does: they are summed as they are.
     spans: of positions to average over. peaks: [G, D] by side, of the channels after SRFT, behind the first tokens of
     a window, at the positions of the text. weights: Sigma_K of a first pass, for the surrogate. output: M_o of
-    `sensitivities`, or None. begun: tokens of this window. received: [G, T], the attention that its keys got, or None.
+    `sensitivities`, or None. exchange: what
+    errors of keys and values cost, or None. begun: tokens of this window. received: [G, T], the attention that its
+    keys got, or None.
     sample: the rows to keep, keys turned to positions of
     `spans`, or None. readers: of latents, or None; their values are rotary keys, which are stored as they are.
     seconds: spent on sums.
@@ -151,6 +159,7 @@ class Moments:
     peaks: dict[str, np.ndarray] = field(default_factory=dict)
     weights: mx.array | None = None
     output: np.ndarray | None = None
+    exchange: Exchange | None = None
     begun: int = 0
     received: np.ndarray | None = None
     sample: Sample | None = None
@@ -172,10 +181,13 @@ class Moments:
             self._add("keys", self._at_zero(call.queries, start))
         if self.target == "attention":
             self._add("values", call.out)
-            if (found := received(call, SINK)) is not None:
+            if (asked := far_attention(call, SINK)) is not None:
+                found = received(asked[1], self.shape.heads)
                 if self.received is not None:
                     found[:, : self.received.shape[1]] += self.received
                 self.received = found
+                if self.exchange is not None:
+                    self.exchange.add(call, *asked, SINK)
 
     def add_update(self, keys: mx.array, values: mx.array) -> None:
         """Add what a cache was handed, [B, G, L, D]; each token once."""

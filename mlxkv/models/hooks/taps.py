@@ -40,6 +40,10 @@ class PlainObserver(KVCache):
         """All keys and values so far, [B, G, T, D]."""
         return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
 
+    def handed_on(self, out: mx.array) -> mx.array:
+        """Return what the layer is given for the output [B, H, L, Dv] of attention."""
+        return out
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         super().update_and_fetch(keys, values)
         if self.on_update is not None:
@@ -90,7 +94,7 @@ class ObservedView(View):
             exact = self.cache.exact
             call = AttentionCall(self, exact, queries, scale, mask, sinks, out, softcap)
             self.cache.on_attention(call)
-        return out
+        return self.cache.handed_on(out)
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,24 @@ numbers the second moment of what was stored. The share f(b) of it is lost then,
     C = f(b) (sum of sigma)^2 / n,  and for 0 bits, where nothing is mixed, C = sum of sigma^2.
 
 For keys C is the variance of q . e, and the softmax sees q . e / sqrt(D) (models with another scale are
-treated as if they had this one). For values it is |e W_o|^2. With attention weights p, a key's error changes
-the output by p (v - o) W_o times the score's error, a value's by p e W_o: over the same sum of p^2, a layer's
-cost is
+treated as if they had this one). For values it is |e W_o|^2, whose whole is the sum of sigma_values^2.
+
+An error d of what attention of a kv head's query heads hands on changes the log-likelihood of a reply by g . d, and
+KL by d^T F d / 2 to first order, F = E g g^T over tokens that the model draws itself (Fisher's information). With
+attention weights p, a key's error changes the output by p (v - o) times the score's error, a value's by p e. So, summed
+over the tokens that are compressed and averaged over queries, with S the second moment of values, a layer costs
+
+    J = sum over kv heads of  a C_keys / D + b C_values / sum of sigma_values^2,
+    a = E sum of p^2 (v - o)^T F (v - o),    b = E sum of p^2  tr(F S).
+
+F is one for all query heads of a kv head, the sum of theirs, and errors of values are taken to lie in F as they do in
+W_o. Where a and b were not measured (older calibrations, models that cannot be differentiated, latents) a layer costs
 
     J = mean over kv heads of C_keys / D
       + sum over kv heads of C_values / sum over kv heads and directions of sigma_values^2,
 
-where the spread of values around the output is taken for their second moment: the squared error of a layer's
-output over its square. Widths are those of least sum of J over all layers whose bytes fit the budget of the
+the squared error of its output over the square of it. Widths are those of least sum of J over all layers whose bytes
+fit the budget of the
 model; all kv heads of a layer share them. Of equal sums those with fewer bits. Kv heads that share one map have its
 sigma, each: bytes and J are sums and means over heads, not over maps.
 
@@ -127,27 +136,72 @@ def stored_bits(widths: Widths) -> int:
     return 32 * -(-DIMS * sum(widths) // 32) + 16
 
 
-def weights(keys: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-    """Return what the costs of keys and of values count in J, for sigma [G, D] of both: values that are all 0 count
-    nothing."""
-    squares = float((values**2).sum())
-    return 1 / keys.size, 1 / squares if squares else 0.0
+def exchange(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    fisher: np.ndarray,
+    scale: float,
+    sink: int = 64,
+    away: int = 124,
+    every: int = 8,
+) -> np.ndarray:
+    """Return a and b [2, G] of one window: causal attention of q [H, T, D] over k [G, T, D] and v [G, T, Dv], F [G, Dv,
+    Dv]. Tokens behind the first `sink` that are more than `away` from a query are compressed; one query in `every`."""
+    (heads, tokens, _), kv_heads = q.shape, len(k)
+    spread, squares, count = np.zeros(kv_heads), np.zeros(kv_heads), 0
+    for t in range(0, tokens, every):
+        if t - away <= sink:
+            continue
+        count += heads // kv_heads
+        for head in range(heads):
+            g = head // (heads // kv_heads)
+            scores = k[g, : t + 1] @ q[head, t] * scale
+            p = np.exp(scores - scores.max())
+            p /= p.sum()
+            out = p @ v[g, : t + 1]
+            for token in range(sink, t - away):
+                d = v[g, token] - out
+                spread[g] += p[token] ** 2 * (d @ fisher[g] @ d)
+                squares[g] += p[token] ** 2
+    moment = v[:, sink:].swapaxes(-1, -2) @ v[:, sink:] / (tokens - sink)
+    return np.stack([spread, squares * np.einsum("gde,gde->g", fisher, moment)]) / count
+
+
+def layer_cost(
+    sides: tuple[np.ndarray, np.ndarray],
+    widths: tuple[Widths, Widths],
+    measured: np.ndarray | None = None,
+) -> float:
+    """Return J of a layer for sigma [G, D] of keys and of values, and a and b [2, G] where they were measured: values
+    that are all 0 cost nothing."""
+    (keys, values), squares = sides, (sides[1] ** 2).sum(-1)
+    if measured is None:
+        whole = squares.sum()
+        return cost(keys, widths[0]) / keys.size + (cost(values, widths[1]) / whole if whole else 0)
+    total = 0.0
+    for head, (a, b) in enumerate(measured.T):
+        part = slice(head, head + 1)
+        total += a * cost(keys[part], widths[0]) / keys.shape[1]
+        total += b * cost(values[part], widths[1]) / squares[head] if squares[head] else 0
+    return total
 
 
 def allotted(
-    layers: list[tuple[np.ndarray, np.ndarray]], rate: float
+    layers: list[tuple[np.ndarray, np.ndarray]],
+    rate: float,
+    measured: list[np.ndarray] | None = None,
 ) -> list[tuple[Widths, Widths]]:
     """Return the widths of keys and of values of each layer for sigma [G, D] of both and `rate` bits a value of
-    all kv heads. All that could be best are tried: for a few layers of few blocks."""
+    all kv heads; measured: a and b of each. All that could be best are tried: for a few layers of few blocks."""
     room = rate * sum(keys.size + values.size for keys, values in layers) + 1e-9
     best = [(0.0, 0, [])]
-    for sides in layers:
+    for sides, costs in zip(layers, measured or [None] * len(layers), strict=True):
         own = {}
         for k in patterns(sides[0].shape[1] // DIMS):
             for v in patterns(sides[1].shape[1] // DIMS):
                 bits = len(sides[0]) * stored_bits(k) + len(sides[1]) * stored_bits(v)
-                to_k, to_v = weights(*sides)
-                j = to_k * cost(sides[0], k) + to_v * cost(sides[1], v)
+                j = layer_cost(sides, (k, v), costs)
                 own[bits] = min(own.get(bits, (np.inf,)), (j, bits, (k, v)), key=lambda x: x[0])
         best = [(c + j, b + bits, [*w, both]) for c, b, w in best for j, bits, both in own.values()]
     return min((one for one in best if one[1] <= room), key=lambda one: one[:2])[2]

@@ -1,0 +1,142 @@
+"""Measure what errors of keys and of values cost the model, a kv head at a time. Spec: `mlxkv.spec.mixed.fill`.
+
+An error d of what attention hands on changes the log-likelihood of a reply by g . d, g its gradient, and KL by half
+of E (g . d)^2 to first order: by d^T F d / 2, where F = E g g^T over tokens that the model itself draws (Fisher's
+information). Letters: `B` batch, `G` kv heads, `H` query heads, `C` asked queries, `T` tokens, `Dv` dims of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxkv.models.hooks.probe import Place, put
+from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
+
+WINDOW, WINDOWS = (
+    256,
+    4,
+)  # tokens that are differentiated at once, which bounds memory; and how often
+FIRST = 64  # tokens of a window whose outputs are not asked
+RIDGE = 1e-6  # of the mean of F's diagonal: its root has to exist
+
+
+@dataclass
+class Exchange:
+    """Sums of one layer. fisher: F [G, Dv, Dv] of its outputs. keys, values: [G], of p^2 |v - out|^2 in F, and of p^2,
+    over all far tokens of `queries` queries."""
+
+    fisher: np.ndarray
+    keys: np.ndarray | float = 0.0
+    values: np.ndarray | float = 0.0
+    queries: int = 0
+    root: mx.array = field(init=False, repr=False)
+
+    def __post_init__(self):
+        size = np.trace(self.fisher, axis1=-2, axis2=-1) / self.fisher.shape[-1]
+        ridge = RIDGE * size[:, None, None] * np.eye(self.fisher.shape[-1])
+        self.root = mx.array(np.linalg.cholesky(self.fisher + ridge).astype(np.float32))
+
+    def add(self, call: AttentionCall, rows: mx.array, far: mx.array, sink: int) -> None:
+        """Add one call of attention: `rows` [C] of its queries, and what they give to far tokens, [B, H, C, T]."""
+        values = call.exact[1].astype(mx.float32) @ self.root
+        out = call.out[:, :, rows].astype(mx.float32)
+        batch, kv_heads, total, dims = values.shape
+        out = out.reshape(batch, kv_heads, -1, dims) @ self.root
+        squares = far.reshape(batch, kv_heads, -1, total)[..., sink:] ** 2
+        values = values[:, :, sink:]
+        apart = (values**2).sum(-1)[:, :, None] + (out**2).sum(-1, keepdims=True)
+        apart = mx.maximum(apart - 2 * out @ values.swapaxes(-1, -2), 0)
+        self.keys = self.keys + np.array((squares * apart).sum((0, 2, 3)), np.float64)
+        self.values = self.values + np.array(squares.sum((0, 2, 3)), np.float64)
+        self.queries += batch * out.shape[2]
+
+    def costs(self, moment: np.ndarray) -> np.ndarray | None:
+        """Return [2, G]: of one nat^2 of noise in the scores of keys, and of values lost as a whole. moment: the second
+        moment [G, Dv, Dv] of values. None where no query was far from anything."""
+        if not self.queries:
+            return None
+        size = np.einsum("gde,gde->g", self.fisher, moment)
+        return np.stack([self.keys, self.values * size]) / self.queries
+
+
+class ShiftedCache(PlainObserver):
+    """A plain cache whose attention is off by `shift` [B, H, L, Dv], or by nothing.
+
+    shape: of what attention returned last.
+    """
+
+    def __init__(self, shift: mx.array | None = None):
+        super().__init__()
+        self.shift, self.shape = shift, None
+
+    def handed_on(self, out: mx.array) -> mx.array:
+        self.shape = out.shape
+        return out if self.shift is None else out + self.shift.astype(out.dtype)
+
+
+def fisher(
+    model: nn.Module,
+    make_cache: Callable[[], list],
+    heads: dict[Place, int],
+    tokens: Sequence[int],
+    first: list[int],
+) -> dict[Place, np.ndarray]:
+    """Return F [G, Dv, Dv] float64 of each cache, the sum over the query heads of a kv head; nothing where the model
+    cannot be differentiated.
+
+    heads: kv heads by cache. first: ids in front of each window. The attention function must be rebound.
+    """
+    sums, count = dict.fromkeys(heads, 0.0), 0
+    try:
+        for i in range(WINDOWS):
+            part = list(tokens[i * WINDOW : (i + 1) * WINDOW])
+            if len(part) <= FIRST:
+                break
+            count += len(first) + len(part) - FIRST
+            for place, g in zip(
+                heads, _gradients(model, make_cache, heads, [*first, *part], i), strict=True
+            ):
+                _, h, _, dims = g.shape
+                g = g[0, :, FIRST:].reshape(
+                    heads[place], h * (g.shape[2] - FIRST) // heads[place], dims
+                )
+                sums[place] = sums[place] + np.array(g.swapaxes(-1, -2) @ g, np.float64)
+    except Exception:  # a foreign model may raise anything at all; equal layers serve, too
+        return {}
+    sound = all(np.ndim(x) and np.isfinite(x).all() and np.any(x) for x in sums.values())
+    return {place: x / count for place, x in sums.items()} if sound else {}
+
+
+def _gradients(
+    model: nn.Module,
+    make_cache: Callable[[], list],
+    places: Iterable[Place],
+    ids: list[int],
+    seed: int,
+) -> list[mx.array]:
+    """Return what the log-likelihood of tokens drawn by the model gains from each output of attention, float32."""
+    places, ids = list(places), mx.array(ids)[None]
+
+    def run(shifts: Sequence[mx.array | None]) -> tuple[mx.array, list[ShiftedCache]]:
+        caches, shifted = make_cache(), [ShiftedCache(shift) for shift in shifts]
+        for place, cache in zip(places, shifted, strict=True):
+            put(caches, place, cache)
+        return model(ids, cache=caches).astype(mx.float32), shifted
+
+    logits, plain = run([None] * len(places))
+    drawn = mx.random.categorical(logits, key=mx.random.key(seed))
+    mx.eval(drawn)
+
+    def likelihood(shifts: list[mx.array]) -> mx.array:
+        logits, _ = run(shifts)
+        chosen = mx.take_along_axis(logits, drawn[..., None], -1)[..., 0]
+        return (chosen - mx.logsumexp(logits, -1)).sum()
+
+    found = mx.grad(likelihood)([mx.zeros(cache.shape) for cache in plain])
+    mx.eval(found)
+    return found

@@ -1,0 +1,158 @@
+"""What errors of keys and values cost a model: the law, Fisher's information, and the bits that follow from them."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from random_models import random_model
+from turning import TEXT, data, seen_by
+
+from mlxkv.errors import UserError
+from mlxkv.formats.calibration import artifact, fill
+from mlxkv.formats.calibration.layers import fitted
+from mlxkv.formats.names import parse_kv
+from mlxkv.models.calibration import exchange, measure, moments
+from mlxkv.models.calibration.exchange import Exchange
+from mlxkv.models.hooks.mark import own_make_cache
+from mlxkv.models.hooks.probe import find
+from mlxkv.models.hooks.rebind import bind, release
+from mlxkv.models.hooks.taps import AttentionCall
+from mlxkv.spec.mixed import fill as spec
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+@pytest.fixture(scope="module")
+def made(model):
+    return measure.calibrate(model, TEXT)
+
+
+@pytest.fixture(scope="module")
+def information(model):
+    slots = bind(model)
+    try:
+        heads = {place: x.heads for place, x in find(model, own_make_cache(model)).shapes.items()}
+        yield heads, exchange.fisher(model, own_make_cache(model), heads, TEXT, [])
+    finally:
+        release(slots)
+
+
+def falling(heads, dims, spread, seed):
+    x = np.exp(spread * np.random.default_rng(seed).standard_normal((heads, dims)))
+    return np.sort(x)[:, ::-1]
+
+
+def test_sums_over_calls_are_the_laws():
+    q, k, v = data(4, 300, 64), data(2, 300, 64, seed=1), data(2, 300, 32, seed=2) + 1
+    root = data(2, 32, 32, seed=3)
+    fisher = (root @ root.swapaxes(-1, -2)).astype(np.float64)
+    law = spec.exchange(*(x.astype(np.float64) for x in (q, k, v)), fisher, 0.2, sink=16)
+    scores = np.where(np.tri(300, dtype=bool), 0.2 * q @ k.repeat(2, 0).swapaxes(-1, -2), -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    out = p / p.sum(-1, keepdims=True) @ v.repeat(2, 0)
+    found = Exchange(fisher)
+    for start, stop in ((0, 130), (130, 210), (210, 300)):
+        exact = mx.array(k[None, :, :stop]), mx.array(v[None, :, :stop])
+        part = (
+            mx.array(q[None, :, start:stop]),
+            mx.array(out[None, :, start:stop].astype(np.float32)),
+        )
+        call = AttentionCall(None, exact, part[0], 0.2, "causal", None, part[1])
+        if (asked := moments.far_attention(call, 16)) is not None:
+            found.add(call, *asked, 16)
+    tail = v[:, 16:].astype(np.float64)
+    np.testing.assert_allclose(found.costs(tail.swapaxes(-1, -2) @ tail / 284), law, rtol=1e-4)
+    assert Exchange(fisher).costs(fisher) is None  # no query was far
+
+
+def test_information_is_that_of_tokens_which_the_model_draws(model, information):
+    """KL of outputs that are off by a little, over that of nothing, is half of d^T F d."""
+    heads, found = information
+    (place, fisher), size = list(found.items())[-1], 3e-2
+    ids = TEXT[: exchange.WINDOW]
+    plain = model(mx.array(ids)[None]).astype(mx.float32)[0]
+    slots = bind(model)
+    try:
+        shifted = exchange.ShiftedCache()
+        total, expected, rng = 0.0, 0.0, np.random.default_rng(0)
+        for _ in range(6):
+            caches = own_make_cache(model)()
+            exchange.put(caches, place, shifted)
+            shifted.__init__()
+            noise = size * rng.standard_normal((1, 4, len(ids), 64)).astype(np.float32)
+            noise[:, :, : exchange.FIRST] = 0
+            shifted.shift = mx.array(noise)
+            off = model(mx.array(ids)[None], cache=caches).astype(mx.float32)[0]
+            logp, logq = (x - mx.logsumexp(x, -1, keepdims=True) for x in (plain, off))
+            total += (mx.exp(logp) * (logp - logq)).sum().item()
+            expected += size**2 / 2 * np.trace(fisher.sum(0)) * (len(ids) - exchange.FIRST)
+    finally:
+        release(slots)
+    assert shifted.shape == (1, 4, len(ids), 64)
+    assert total == pytest.approx(expected, rel=0.15)
+
+
+def test_what_cannot_be_differentiated_counts_alike(model, made, monkeypatch):
+    def broken(*args):
+        raise ValueError("no gradient")
+
+    monkeypatch.setattr(exchange.mx, "grad", broken)
+    plain = measure.calibrate(model, TEXT)
+    assert all(layer.exchange is None for layer in plain.layers.values())
+    assert all(layer.exchange.shape == (2, layer.kv_heads) for layer in made.layers.values())
+    assert plain.digest != made.digest
+
+
+def test_measured_costs_decide_about_bits_as_the_law_says():
+    layers = [(falling(2, 48, 1.5, 2 * n), falling(2, 48, 1.2, 2 * n + 1)) for n in range(3)]
+    measured = [np.exp(2 * data(2, 2, seed=n).astype(np.float64)) for n in range(3)]
+    sides = [pair for both in layers for pair in zip(artifact.SIDES, both, strict=True)]
+    costs = [row for one in measured for row in one]
+    found = fill.allot(sides, 2.5, exchange=costs)
+    assert list(zip(found[::2], found[1::2], strict=True)) == spec.allotted(layers, 2.5, measured)
+    assert found != fill.allot(sides, 2.5)
+    more = fill.allot(sides, 2.5, exchange=[costs[0] * 100, *costs[1:]])
+    assert sum(more[0]) > sum(found[0])
+    shared = fill.allot(sides[:1] + [("values", sides[1][1][:1])], 3, [2, 2], costs[:2])
+    assert shared and fill.weighed("values", np.zeros((2, 16)), costs[0])[1].max() == 0
+
+
+def test_a_file_holds_them_and_faults_are_named(made, tmp_path, subtests):
+    artifact.write(tmp_path / "a.safetensors", made)
+    back = artifact.read(tmp_path / "a.safetensors")
+    for name, layer in made.layers.items():
+        np.testing.assert_array_equal(back.layers[name].exchange, layer.exchange)
+    config = dict.fromkeys(made.layers, parse_kv("fill-2.25"))
+    assert fitted(config, back) == fitted(config, made)
+    equal = {n: replace(layer, exchange=None) for n, layer in made.layers.items()}
+    assert fitted(config, replace(made, layers=equal)) != fitted(config, made)
+    first, layer = next(iter(made.layers.items()))
+    for exchange_, words in {
+        (1.0, -1.0): "costs that are not positive",
+        (1.0, np.nan): "NaN, infinity",
+        (1.0,): "parts missing",
+        None: "parts missing",
+    }.items():
+        with subtests.test(words=words, exchange=exchange_):
+            changed = None
+            if exchange_ is not None:
+                changed = np.tile(np.float32(exchange_)[:, None], (1, layer.kv_heads))
+            layers = {**made.layers, first: replace(layer, exchange=changed)}
+            artifact.write(tmp_path / "b.safetensors", replace(made, layers=layers))
+            with pytest.raises(UserError, match=words):
+                artifact.read(tmp_path / "b.safetensors")
+
+
+def test_costs_of_a_layer_are_the_laws(model, made, information):
+    """Of the model's own queries, keys and values."""
+    _, fisher = information
+    for place, windows, layer in zip(
+        fisher, seen_by(model, TEXT, len(TEXT)), made.layers.values(), strict=True
+    ):
+        q, k, v = (x[0] for x in windows[0])
+        law = spec.exchange(q, k, v, fisher[place], 64**-0.5)
+        np.testing.assert_allclose(layer.exchange, law, rtol=2e-2)
