@@ -137,6 +137,6 @@ def _gradients(
         chosen = mx.take_along_axis(logits, drawn[..., None], -1)[..., 0]
         return (chosen - mx.logsumexp(logits, -1)).sum()
 
-    found = mx.grad(likelihood)([mx.zeros(cache.shape) for cache in plain])
-    mx.eval(found)
-    return found
+    gradients = mx.grad(likelihood)([mx.zeros(cache.shape) for cache in plain])
+    mx.eval(gradients)
+    return gradients

@@ -247,19 +247,19 @@ def calibrate(
 def exchanges(moments: Mapping[Place, Moments]) -> dict[Place, np.ndarray]:
     """Return what errors of keys and values of each layer cost, [2, G] float32, at least LEAST_COST of their mean; {}
     where that was not measured in every layer."""
-    found = {
+    costs = {
         place: one.exchange.costs(one.moment("stored values"))
         for place, one in moments.items()
         if one.exchange is not None and "stored values" in one.sums
     }
-    if len(found) < len(moments) or any(
-        x is None or not np.isfinite(x).all() for x in found.values()
+    if len(costs) < len(moments) or any(
+        x is None or not np.isfinite(x).all() for x in costs.values()
     ):
         return {}
-    least = LEAST_COST * np.mean(np.concatenate([x.ravel() for x in found.values()]))
+    least = LEAST_COST * np.mean(np.concatenate([x.ravel() for x in costs.values()]))
     if not least > 0:
         return {}
-    return {place: np.maximum(x, least).astype(np.float32) for place, x in found.items()}
+    return {place: np.maximum(x, least).astype(np.float32) for place, x in costs.items()}
 
 
 def windows(tokens: Sequence[int], most: int) -> list[Sequence[int]]:

@@ -181,13 +181,13 @@ class Moments:
             self._add("keys", self._at_zero(call.queries, start))
         if self.target == "attention":
             self._add("values", call.out)
-            if (asked := far_attention(call, SINK)) is not None:
-                found = received(asked[1], self.shape.heads)
+            if (far := far_attention(call, SINK)) is not None:
+                weights = received(far[1], self.shape.heads)
                 if self.received is not None:
-                    found[:, : self.received.shape[1]] += self.received
-                self.received = found
+                    weights[:, : self.received.shape[1]] += self.received
+                self.received = weights
                 if self.exchange is not None:
-                    self.exchange.add(call, *asked, SINK)
+                    self.exchange.add(call, *far, SINK)
 
     def add_update(self, keys: mx.array, values: mx.array) -> None:
         """Add what a cache was handed, [B, G, L, D]; each token once."""
@@ -244,8 +244,8 @@ class Moments:
         self.seconds += time.perf_counter() - start
 
     def _raise(self, side: str, x: mx.array) -> None:
-        found = np.array(peaks(x))
-        self.peaks[side] = np.maximum(self.peaks.get(side, found), found)
+        largest = np.array(peaks(x))
+        self.peaks[side] = np.maximum(self.peaks.get(side, largest), largest)
 
     def moment(self, name: str) -> np.ndarray:
         """Return the second moment [G, D, D] of a sum, over the positions of `spans`; of the "keys" of latents M."""
@@ -346,9 +346,9 @@ def rotations(
             if type(cache).__name__ in WITH_POSITIONS:
                 put(caches, place, PositionCache(t))
         model(tokens[:, None], cache=caches)
-        found = dict(leaves(caches))
+        caches_by_place = dict(leaves(caches))
         for place in places:
-            keys = found[place].keys
+            keys = caches_by_place[place].keys
             dtypes[place] = keys.dtype
             rows = keys.astype(mx.float32).reshape(-1, keys.shape[-1])
             kept[place][t] = np.array(rows)

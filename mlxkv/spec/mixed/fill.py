@@ -116,8 +116,8 @@ def error(bits: int) -> float:
 
 def patterns(blocks: int) -> list[Widths]:
     """Return the bits of `blocks` blocks, never rising, the first at least 1 bit; blocks of 0 bits are left out."""
-    found = combinations_with_replacement((*WIDTHS, 0), blocks)
-    return [tuple(b for b in one if b) for one in found if one[0]]
+    rows = combinations_with_replacement((*WIDTHS, 0), blocks)
+    return [tuple(b for b in row if b) for row in rows if row[0]]
 
 
 def cost(sigma: np.ndarray, widths: Widths) -> float:
@@ -177,8 +177,8 @@ def layer_cost(
     that are all 0 cost nothing."""
     (keys, values), squares = sides, (sides[1] ** 2).sum(-1)
     if measured is None:
-        whole = squares.sum()
-        return cost(keys, widths[0]) / keys.size + (cost(values, widths[1]) / whole if whole else 0)
+        size = squares.sum()
+        return cost(keys, widths[0]) / keys.size + (cost(values, widths[1]) / size if size else 0)
     total = 0.0
     for head, (a, b) in enumerate(measured.T):
         part = slice(head, head + 1)
