@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 from experiments.structure import circles, import_edges
@@ -167,3 +168,24 @@ def test_names_are_nouns_or_verbs():
             vague[place] = vague.get(place, 0) + (name.strip("_") in words)
     shares = {place: 100 * vague[place] / names[place] for place in names}
     assert {p: s for p, s in shares.items() if s > VAGUE_SHARE.get(p, 4.9)} == {}
+
+
+def test_names_of_our_modules_exist(with_torch):
+    """Of every `module.name` in mlxkv and cuda_track whose module is imported at the top of a file."""
+    for path in [path for top in ("mlxkv", "cuda_track") for path in (ROOT / top).rglob("*.py")]:
+        tree, modules = ast.parse(path.read_text(encoding="utf-8")), {}
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and under(str(node.module), "mlxkv", "cuda_track"):
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    if (ROOT / name.replace(".", "/")).with_suffix(".py").exists():
+                        modules[alias.asname or alias.name] = import_module(name)
+        bound = {
+            x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+        }
+        bound |= {x.arg for x in ast.walk(tree) if isinstance(x, ast.arg)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                module = node.value.id
+                if module in modules and module not in bound:
+                    assert hasattr(modules[module], node.attr), (path, node.lineno, node.attr)

@@ -77,7 +77,7 @@ def check_session(options: ChatOptions, source: Source) -> None:
         model_fingerprint = fingerprint(folder.check(source.folder))
         if not same_model(head.entries["fingerprint"], model_fingerprint):
             raise head.wrong(
-                f"belongs to another model; got {files.shown(head.entries['model'])}; this is "
+                f"belongs to another model; got {files.printable(head.entries['model'])}; this is "
                 f"{options.model.strip()}"
             )
     files.check_cache(head, options.preset, parse_kv(options.preset))
