@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mlxkv.errors import UserError
 from mlxkv.models.catalog.aliases import DEFAULT
 
 Contexts = Annotated[str | None, typer.Option("--contexts", help="Tokens, by commas: 4k,32k.")]
@@ -19,6 +20,14 @@ Model = Annotated[
         "--model",
         "-m",
         help="An alias, a folder, a hub name; gemma-3-1b, qwen2.5-1.5b, qwen3-4b, qwen3-8b: random weights.",
+    ),
+]
+OwnModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="An alias, a folder, a hub name; with a command it belongs behind that.",
     ),
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")]
@@ -35,11 +44,16 @@ bench = typer.Typer(
 
 
 @bench.callback(invoke_without_command=True)
-def quick(context: typer.Context, model: Model = DEFAULT) -> None:
+def quick(context: typer.Context, model: OwnModel = None) -> None:
     """Measure speed and memory here. Without a command: `decode` with one context of 1,024 tokens, two minutes
     on two CPU cores."""
     if context.invoked_subcommand is None:
-        decode(model, contexts="1k", tokens=16, rounds=1)
+        decode(model or DEFAULT, contexts="1k", tokens=16, rounds=1)
+    elif model is not None:
+        name = context.invoked_subcommand
+        raise UserError(
+            f"[--model] belongs behind {name}; got it in front; write mlxkv bench {name} --model {model}"
+        )
 
 
 @bench.command()

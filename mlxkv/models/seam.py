@@ -253,7 +253,7 @@ def fit(
     if _is_shared(group):
         if fold:
             raise UserError(
-                f"[--fold] changes the weights of a whole model; got a group of {group.size()} processes; "
+                f"[fold] changes the weights of a whole model; got a group of {group.size()} processes; "
                 "leave one of them out"
             )
         for place, (layer, turns) in fitted.items():

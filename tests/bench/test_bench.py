@@ -147,6 +147,10 @@ def test_an_unknown_bench_names_the_choices(capsys):
     assert "[bench]" in fails(capsys, "bench", "batch")
 
 
+def test_a_model_in_front_of_a_command_is_not_passed_over(capsys):
+    assert "decode --model some" in fails(capsys, "bench", "-m", "some", "decode")
+
+
 @pytest.mark.parametrize("fill", ["prefill", "direct"])
 def test_decode_prints_a_table_and_json(capsys, bare_folder, fill):
     options = ("--contexts", "300,400", "--tokens", "4", "--rounds", "1", "--fill", fill)

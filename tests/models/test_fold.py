@@ -320,7 +320,7 @@ def test_pages_of_values_that_come_rotated(factory):
 
 def test_presets_without_calibrated_values_are_refused():
     for kv in ("int4", "oscar-int2/int4"):
-        with pytest.raises(UserError, match=rf"\[--fold\] .*got {kv}"):
+        with pytest.raises(UserError, match=rf"\[fold\] .*got {kv}"):
             attach(random_model("llama"), kv, fold=True)
 
 

@@ -43,7 +43,7 @@ def check_fold(config: CacheConfig, fold: bool) -> None:
         sides = ((name, preset.values) for name, preset in PRESETS.items())
         choices = ", ".join(name for name, side in sides if side.calibrated and not side.cut)
         raise UserError(
-            f"[--fold] folds calibrated maps of values into the weights; got {config.label}, which has "
+            f"[fold] folds calibrated maps of values into the weights; got {config.label}, which has "
             f"none; choose from {choices}"
         )
 
