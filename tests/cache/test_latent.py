@@ -152,7 +152,8 @@ def test_one_record_serves_as_key_and_value():
     paged = cache.store.count * cache.config.page
     assert sum(x.nbytes for x in _leaves(cache.store.state)) == paged * RANK * 4.5 / 8
     held = usage.in_use(cache)
-    exact = 4 * (4096 - paged + cache.config.page) * RANK + 4 * (4096 + cache.config.page) * ROTARY
+    windows = 2 * (4096 - paged + cache.config.page) * (RANK + ROTARY)  # in 16 bits
+    exact = windows + 4 * paged * ROTARY
     assert held == paged * RANK * 4.5 / 8 + exact
     assert usage.in_16_bits(cache) == 2 * 4096 * (RANK + ROTARY)
     assert cache.nbytes < 1.15 * held

@@ -126,6 +126,7 @@ def test_a_file_holds_them_and_faults_are_named(made, tmp_path, subtests):
     back = artifact.read(tmp_path / "a.safetensors")
     for name, layer in made.layers.items():
         np.testing.assert_array_equal(back.layers[name].exchange, layer.exchange)
+        assert [layer.costs(side).tolist() for side in artifact.SIDES] == layer.exchange.tolist()
     config = dict.fromkeys(made.layers, parse_kv("fill-2.25"))
     assert fitted(config, back) == fitted(config, made)
     equal = {n: replace(layer, exchange=None) for n, layer in made.layers.items()}

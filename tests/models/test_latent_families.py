@@ -122,10 +122,10 @@ def test_memory_is_what_the_report_promises(family, model):
     paged = ours[0].store.count * 64
     assert paged >= 1500 - 192
     assert sum(x.nbytes for x in ours[0].store.state["keys"].values()) == paged * 64 * 4.5 / 8
-    if family not in (*HYBRIDS, "deepseek_v32"):  # windows are float32 here
+    if family not in (*HYBRIDS, "deepseek_v32"):  # windows count 16 bits
         figures = usage(cache)
         assert figures.kv_bytes_fp16 == len(ours) * 1500 * 80 * 2
-        exact = 4 * (1500 - paged + 64) * 80 + paged * (16 + 2)  # rotary keys: a byte each, a scale
+        exact = 2 * (1500 - paged + 64) * 80 + paged * (16 + 2)  # rotary keys: a byte each, a scale
         assert figures.kv_bytes == len(ours) * (paged * 64 * 4.5 / 8 + exact)
 
 

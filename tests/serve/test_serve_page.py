@@ -57,7 +57,7 @@ def talk(page) -> None:
     assert "tokens" in note and "0 tokens reused" in note
     ask(page, "Repeat it", 2)
     assert " 0 tokens reused" not in page.until(DONE)
-    page.until("document.querySelector('#memory').textContent.includes('this chat')")
+    page.until("document.querySelector('#memory').textContent.includes('of 8,192')")
     shot(page, "chat")
     # A long prompt tells how far it is read; then the reply is stopped, and goes on.
     page.js("document.querySelector('#new').click()")
