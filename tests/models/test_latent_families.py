@@ -144,7 +144,7 @@ def test_presets_that_make_no_sense_say_why(model):
         attach(model, "static-0.75")
     with pytest.raises(UserError, match="read as a value, too"):
         attach(model, CacheConfig(Side(Affine(2, 64), "oscar-centred"), TOKEN), strict=True)
-    with pytest.raises(UserError, match="--fold"):
+    with pytest.raises(UserError, match=r"\[fold\]"):
         attach(model, "oscar-int4", fold=True)
 
 
