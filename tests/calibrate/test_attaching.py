@@ -96,6 +96,6 @@ def test_maps_are_cut_to_the_heads_of_a_process():
     assert maps.cut(whole, 0, heads) is parts[0]
     with pytest.raises(UserError, match="cannot be shared by 5 processes"):
         attach(model, "oscar-int2", calibration=made, group=_Group(0, 5))
-    with pytest.raises(UserError, match="--fold"):
+    with pytest.raises(UserError, match=r"\[fold\]"):
         attach(model, "oscar-int2", calibration=made, fold=True, group=_Group(0, 2))
     assert "make_cache" not in vars(model)  # nothing was attached
