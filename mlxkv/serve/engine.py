@@ -347,7 +347,8 @@ class Engine:
         max_tokens, limit = job.request.max_tokens, self.loaded.context
         if limit:
             max_tokens = min(max_tokens, limit - count)
-        if job.request.shorten:
+        drops = job.request.chat and self.options.overflow == "drop"
+        if job.request.shorten or drops:
             room = self.memory.longest(count + max_tokens) - count
             max_tokens = room if room > 0 else max_tokens  # else `promise` refuses it
         self.memory.promise(job, count + max_tokens)
@@ -359,23 +360,29 @@ class Engine:
         return max_tokens
 
     def _make_room(self, need: int) -> None:
-        """Free memory where this machine has too little for so many bytes more: sessions that are kept, the least
-        recently used first. Raises Refused where that is not enough: macOS would swap, or end processes."""
-        ceiling = int(CEILING * machine_memory()) - need
-        bytes_used = self.ranks.most(used_memory())
-        if bytes_used <= ceiling:
+        """Free memory where what is promised would not fit into this machine: MLX's freed buffers, then sessions that
+        are kept, the least recently used first. need: of the last request. Raises Refused where that is not enough:
+        macOS would swap, or end processes."""
+        if self._excess() <= 0:
             return
-        self.sessions.shrink(max(0, self.sessions.nbytes - (bytes_used - ceiling)))
         mx.clear_cache()
-        bytes_used = self.ranks.most(used_memory())
-        if bytes_used > ceiling:
+        if (excess := self._excess()) > 0:
+            self.sessions.shrink(max(0, self.ranks.most(self.sessions.nbytes) - excess))
+            mx.clear_cache()
+        if self._excess() > 0:
             raise Refused(
                 503,
-                f"[memory] the server takes {human_bytes(bytes_used)}, {human_bytes(need)} more would be above "
+                f"[memory] the server takes {human_bytes(used_memory())}, {human_bytes(need)} more would be above "
                 f"{CEILING:.0%} of this machine's memory; try again later, or ask for fewer tokens",
                 "memory_busy",
                 retry=10,
             )
+
+    def _excess(self) -> int:
+        """Return by how many bytes caches that are promised would pass the ceiling, on the machine with least room:
+        all processes of a model take the same way."""
+        coming = max(0, self.memory.promised - self.kv_allocated)
+        return self.ranks.most(used_memory() + coming - int(CEILING * machine_memory()))
 
     def step(self) -> None:
         """Read a part of the prompts that wait, and write a token of each reply."""

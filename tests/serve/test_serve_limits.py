@@ -48,6 +48,14 @@ def test_the_oldest_turns_are_dropped_where_that_is_asked_for(model_folder, monk
         assert refused(server, 400, CHAT, messages=alone)["code"] == "context_length_exceeded"
 
 
+def test_a_reply_is_shorter_where_turns_were_dropped_for_memory(model_folder):
+    with serving(model_folder, overflow="drop") as server:
+        server.engine.memory.bound = server.engine.memory.need(1000)
+        reply = post(server, CHAT, messages=talk(24), max_tokens=700)
+        assert reply["kv"]["dropped_messages"] > 0
+        assert reply["usage"]["total_tokens"] <= server.engine.memory.longest(1 << 20)
+
+
 def test_a_chat_that_is_too_long_is_refused_else(model_folder):
     with serving(model_folder) as server:
         assert refused(server, 400, CHAT, messages=talk(24))["code"] == "context_length_exceeded"
@@ -67,6 +75,31 @@ def test_a_machine_without_memory_refuses_before_it_swaps(model_folder, monkeypa
         assert complete(server, "a", 2)["usage"]["completion_tokens"] == 2
         assert get(server, "/v1/kv")["memory"]["process_bytes"] > 1 << 20
     assert 1 << 20 < footprint() < machine_memory()
+
+
+def test_freed_buffers_go_before_what_is_kept(model_folder, monkeypatch):
+    with serving(model_folder) as server:
+        complete(server, LONG, 2)
+        assert settled(server)["sessions"]["count"] == 1
+        taken = [machine_memory()]
+        monkeypatch.setattr(engine, "used_memory", lambda: taken[0])
+        monkeypatch.setattr(engine.mx, "clear_cache", lambda: taken.__setitem__(0, 0))
+        assert complete(server, "a", 2)["usage"]["completion_tokens"] == 2
+        assert complete(server, LONG, 2)["kv"]["cached_tokens"] > 0
+
+
+def test_what_is_promised_to_others_counts(model_folder, monkeypatch):
+    """Requests that are admitted together, before their caches grow, do not pass the ceiling together."""
+    with serving(model_folder) as server:
+        mine = server.engine
+        need = mine.memory.need(1000)
+        free = machine_memory() - int(engine.CEILING * machine_memory()) + need * 3 // 2
+        monkeypatch.setattr(engine, "used_memory", lambda: machine_memory() - free)
+        for key, fits in (("first", True), ("second", False)):
+            mine.memory.promise(key, 1000)
+            assert (mine._excess() <= 0) == fits
+        mine.memory.release("first")
+        mine.memory.release("second")
 
 
 def test_freed_buffers_are_bounded(model_folder):
