@@ -488,6 +488,7 @@ class Engine:
         return {
             "preset": self.loaded.kv_name,
             "tokens": job.tokens,
+            "context": self.loaded.context,
             "cached_tokens": job.cached_tokens,
             "dropped_messages": job.dropped,
             "exact_tokens": window,
@@ -498,11 +499,6 @@ class Engine:
             "ratio": round(16 / bits, 3) if bits else None,
             "note": measured.note,
         }
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether requests are under way, or wait."""
-        return bool(self._active) or not self.requests.empty()
 
     @property
     def is_healthy(self) -> bool:

@@ -50,7 +50,7 @@ class ServeOptions:
     )
     kv_memory: str | None = option(
         None,
-        "Most memory for all caches, in each process: 8GB. Default: half of the free memory.",
+        "Most memory for the caches of each model, in each process: 8GB. Default: half of the free memory.",
     )
     kv_disk: str | None = option(None, "Folder for sessions that memory has no room for.")
     kv_disk_size: str = option("16GB", "Most space there, for each model and preset.")
@@ -120,6 +120,11 @@ class ServeOptions:
             raise UserError(
                 f"[--host] other machines may reach {self.host}; got no --api-key; "
                 "set one, or choose --host 127.0.0.1"
+            )
+        if self.calibration is not None and len(self.models) > 1:
+            raise UserError(
+                f"[--calibration] is for one model; got {len(self.models)}: {', '.join(self.models)}; "
+                "leave it out, or serve each by itself"
             )
         parse_kv(self.kv)
         dtype_name(self.dtype)

@@ -82,8 +82,8 @@ class Server:
                 "ending: replies have a few seconds, sessions are put away; again cuts replies short"
             )
         await self._settle(GRACE, lambda: self._asked > 1)
-        for site in (self.site, *self.models.loaded.values()):
-            await asyncio.to_thread(site.engine.stop_and_join)
+        await asyncio.to_thread(self.engine.stop_and_join)
+        await self.models.close()
         await self._settle(TOLD, lambda: False)
 
     async def _settle(self, seconds: float, hurry: Callable[[], bool]) -> None:

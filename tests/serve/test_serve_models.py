@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
+from threading import enumerate as threads
 
 import pytest
 from random_model import write_model
-from serving import ENDLESS, asking, complete, get, refused, send, serving, text_of, until
+from serving import ENDLESS, asking, complete, get, held, refused, send, serving, text_of, until
 
-from mlxkv.errors import UserError
+from mlxkv.errors import MachineError, UserError
 from mlxkv.machine import machine_memory
-from mlxkv.serve.http import models
+from mlxkv.serve import engine as engines
+from mlxkv.serve.http import app, models
+from mlxkv.serve.options import ServeOptions
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +40,8 @@ def test_each_request_gets_the_model_that_it_names(folders):
         assert list(server.models.loaded) == ["three", "two"]  # the latest last
         error = refused(server, 404, prompt="a", model="four")
         assert "choose 'one' or 'two' or 'three'" in error["message"]
-        engines = [site.engine for site in server.models.loaded.values()]
-    assert not any(engine.is_healthy for engine in engines)
+        sites = list(server.models.loaded.values())
+    assert not any(site.engine.is_healthy for site in sites)
 
 
 def test_a_model_goes_for_another_one_but_not_from_its_requests(folders, monkeypatch):
@@ -47,11 +53,11 @@ def test_a_model_goes_for_another_one_but_not_from_its_requests(folders, monkeyp
             assert line.recv(12).endswith(b" 200")
             assert refused(server, 503, prompt="a", model="three")["code"] == "memory_busy"
             assert list(server.models.loaded) == ["two"]
-        engine = server.models.loaded["two"].engine
-        until(lambda: not engine.is_busy)
+        site = server.models.loaded["two"]
+        until(lambda: not site.users)
         monkeypatch.setattr(models, "used_memory", lambda: used if server.models.loaded else 0)
         assert complete(server, "a", 2, model="three")["model"] == "three"
-        assert list(server.models.loaded) == ["three"] and not engine.is_healthy
+        assert list(server.models.loaded) == ["three"] and not site.engine.is_healthy
 
 
 def test_a_model_that_cannot_be_loaded_costs_its_requests_alone(folders, tmp_path):
@@ -70,3 +76,80 @@ def test_two_models_of_one_name_are_refused(folders, tmp_path):
     twin = write_model(tmp_path / "one")
     with pytest.raises(UserError, match=r"^\[--model\] two have one name; got one, one"):
         serving([folders[0], twin]).__enter__()
+
+
+def test_a_model_stays_for_a_request_that_its_engine_has_not_seen_yet(folders, monkeypatch):
+    with serving(folders) as server, ThreadPoolExecutor(1) as pool:
+        complete(server, "a", 2, model="two")
+        with held(monkeypatch, app, "tenant") as go:
+            job = pool.submit(complete, server, "a", 2, model="two")
+            until(lambda: server.models.loaded["two"].users)
+            used = machine_memory()
+            monkeypatch.setattr(models, "used_memory", lambda: used)
+            assert refused(server, 503, prompt="a", model="three")["code"] == "memory_busy"
+            go.set()
+            assert job.result()["model"] == "two"
+        until(lambda: not server.models.loaded["two"].users)
+
+
+def test_buffers_that_are_free_make_room_before_models_do(folders, monkeypatch):
+    with serving(folders) as server:
+        complete(server, "a", 2, model="two")
+        cleared = []
+        monkeypatch.setattr(models.mx, "clear_cache", lambda: cleared.append(1))
+        monkeypatch.setattr(models, "used_memory", lambda: 0 if cleared else machine_memory())
+        complete(server, "a", 2, model="three")
+        assert list(server.models.loaded) == ["two", "three"]
+
+
+def test_a_load_holds_up_no_other_model_and_waits_no_longer_than_a_request(folders, monkeypatch):
+    with serving(folders, timeout=20) as server, ThreadPoolExecutor(1) as pool:
+        complete(server, "a", 2, model="two")
+        with held(monkeypatch, models, "locate") as go:
+            job = pool.submit(complete, server, "a", 2, model="three")
+            until(server.models._lock.locked)
+            assert complete(server, "a", 2, model="two")["model"] == "two"
+            go.set()
+            assert job.result()["model"] == "three"
+        server.models.loaded.pop("three").engine.stop_and_join()
+        object.__setattr__(server.site.options, "timeout", 0.2)
+        with held(monkeypatch, models, "locate"):
+            assert refused(server, 504, prompt="a", model="three")["code"] == "timeout"
+        until(lambda: "three" in server.models.loaded)  # it is there for those who ask next
+
+
+def test_a_model_that_is_not_found_is_not_loaded(folders, monkeypatch):
+    def offline(_):
+        raise MachineError("the hub cannot be reached")
+
+    with serving(folders[:2]) as server:
+        monkeypatch.setattr(models, "locate", offline)
+        error = refused(server, 503, prompt="a", model="two")
+        assert error["code"] == "model_not_loaded" and "cannot be reached" in error["message"]
+
+
+def test_the_end_comes_while_a_model_is_loaded(folders, monkeypatch):
+    before = set(threads())
+    with serving(folders) as server, ThreadPoolExecutor(2) as pool:
+        with held(monkeypatch, engines, "load_model") as go:
+            jobs = [
+                pool.submit(send, server, "POST", "/v1/completions", {"prompt": "a", "model": name})
+                for name in ("two", "three")
+            ]
+            until(lambda: len(engine_threads(before)) == 2)  # of the first model, and of the next
+            server.stop()
+            server.stop()
+            until(lambda: server.models._has_ended)
+            go.set()
+            for status, _, data in (job.result() for job in jobs):
+                assert (status, json.loads(data)["error"]["code"]) == (503, "ending")
+    assert not engine_threads(before)
+
+
+def engine_threads(before: set[Thread]) -> list[Thread]:
+    return [each for each in threads() if each not in before and each.name.endswith("(_run)")]
+
+
+def test_a_calibration_is_for_one_model():
+    with pytest.raises(UserError, match=r"^\[--calibration\] is for one model; got 2: a, b; "):
+        ServeOptions(model=["a", "b"], calibration="c.json")

@@ -176,30 +176,34 @@ def application(models: Models) -> Router:
         """Return whether this client may know what all of them do together: it has the first key, or nobody has one."""
         return key(request) in (None, *site.options.api_keys[:1])
 
-    async def document_of(request: Request) -> tuple[dict, Site]:
-        """Return the document in a request's body, and the site of the model that it names."""
-        body = await run_in_threadpool(document, await body_of(request, site.limits))
-        return body, await models.site(body.get("model"))
+    async def document_of(request: Request) -> dict:
+        return await run_in_threadpool(document, await body_of(request, site.limits))
 
-    async def reply(request: Request) -> Talk:
-        body, here = await document_of(request)
-        read = REPLIES[request.scope["path"]]
-        parsed: Reply = await run_in_threadpool(read, body, here.served)
-        user, salt = parsed.request.user, parsed.request.cache_salt
-        job = Job(parsed.request, await run_in_threadpool(tenant, key(request), user, salt))
-        return Talk(here.engine, parsed, job, request.scope["wire"].arrival_time)
+    async def reply(request: Request) -> Callable:
+        body = await document_of(request)
+        read, arrival_time = REPLIES[request.scope["path"]], request.scope["wire"].arrival_time
+
+        async def answer(scope: dict, receive: Callable, send: Callable) -> None:
+            async with models.use(body.get("model")) as here:
+                parsed: Reply = await run_in_threadpool(read, body, here.served)
+                user, salt = parsed.request.user, parsed.request.cache_salt
+                job = Job(parsed.request, await run_in_threadpool(tenant, key(request), user, salt))
+                await Talk(here.engine, parsed, job, arrival_time)(scope, receive, send)
+
+        return answer
 
     async def count(request: Request) -> Response:
-        body, here = await document_of(request)
-        parameters = await run_in_threadpool(anthropic.count, body, here.served)
-        job = Job(parameters, counts=True, channel=Channel())
-        with admitted(here.engine):
-            here.engine.submit(job)
-            try:
-                async with asyncio.timeout(site.options.timeout):
-                    count = await job.channel.get()
-            except TimeoutError:
-                raise late(site.options.timeout) from None
+        body = await document_of(request)
+        async with models.use(body.get("model")) as here:
+            parameters = await run_in_threadpool(anthropic.count, body, here.served)
+            job = Job(parameters, counts=True, channel=Channel())
+            with admitted(here.engine):
+                here.engine.submit(job)
+                try:
+                    async with asyncio.timeout(site.options.timeout):
+                        count = await job.channel.get()
+                except TimeoutError:
+                    raise late(site.options.timeout) from None
         if isinstance(count, Exception):
             raise count
         return Document({"input_tokens": count})

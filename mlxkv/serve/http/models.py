@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import mlx.core as mx
@@ -17,7 +19,9 @@ from mlxkv.serve.caches.memory import used_memory
 from mlxkv.serve.engine import LEAST_MEMORY, Engine
 from mlxkv.serve.http.request import DEFAULT_NAMES, no_model
 from mlxkv.serve.http.site import Site, name_of
-from mlxkv.serve.refusals import Refused
+from mlxkv.serve.http.talk import late
+from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.refusals import Refused, ending
 
 
 class Models:
@@ -32,43 +36,86 @@ class Models:
         if len({*self.names}) <= len(others):
             raise UserError(f"[--model] two have one name; got {', '.join(self.names)}")
         self.loaded: dict[str, Site] = {}
-        self._lock = asyncio.Lock()
+        self._lock, self._has_ended = asyncio.Lock(), False
 
-    async def site(self, name: object) -> Site:
-        """The site of a model by the name in a request; it is loaded where it is not there. Raises Refused."""
+    @asynccontextmanager
+    async def use(self, name: object) -> AsyncIterator[Site]:
+        """Yield the site of a model by the name in a request; it stays loaded until the end of the block. It is loaded
+        where it is not there. Raises Refused."""
+        site = await self._site(name)
+        site.users += 1
+        try:
+            yield site
+        finally:
+            site.users -= 1
+
+    async def close(self) -> None:
+        """Unload all models but the first; one that is being loaded goes once it is there. No others are loaded."""
+        self._has_ended = True
+        async with self._lock:
+            for site in list(self.loaded.values()):
+                await asyncio.to_thread(site.engine.stop_and_join)
+
+    async def _site(self, name: object) -> Site:
         if not isinstance(name, str) or name in (self.first.name, *DEFAULT_NAMES):
             return self.first
         if name not in self._options:
             raise no_model(name[:80], self.names)
-        async with self._lock:
-            site = self.loaded.get(name)
-            if site is None or not site.engine.is_healthy:
-                site = await asyncio.to_thread(self._load, name)
-            self.loaded.pop(name, None)
-            self.loaded[name] = site
+        seconds = self.first.options.timeout
+        try:
+            async with asyncio.timeout(seconds):
+                while not self._is_ready(name):
+                    # Others may wait for it, too: it goes on where this request has no more time.
+                    load = asyncio.create_task(self._load(name))
+                    load.add_done_callback(lambda task: task.cancelled() or task.exception())
+                    await asyncio.shield(load)
+        except TimeoutError:
+            raise late(seconds) from None
+        if self._has_ended:
+            raise ending()
+        site = self.loaded[name] = self.loaded.pop(name)  # the latest last
         return site
 
-    def _load(self, name: str) -> Site:
-        options, site = self._options[name], None
-        place = locate(options.models[0])
-        self._make_room((place.weights or place.config.stat().st_size) + LEAST_MEMORY)
-        engine = Engine(options, self.first.metrics)
+    def _is_ready(self, name: str) -> bool:
+        return name in self.loaded and self.loaded[name].engine.is_healthy
+
+    async def _load(self, name: str) -> None:
+        """Load a model, unless that was done while this waited for others. Raises Refused."""
+        async with self._lock:
+            if self._has_ended:
+                raise ending()
+            if self._is_ready(name):
+                return
+            options = self._options[name]
+            try:
+                place = await asyncio.to_thread(locate, options.models[0])
+                size = place.weights or place.config.stat().st_size
+                await self._make_room(size + LEAST_MEMORY)
+                self.loaded[name] = await asyncio.to_thread(self._start, options)
+            except Refused:
+                raise
+            except Exception as error:
+                what = f"[model] {name} could not be loaded: {error}"
+                raise Refused(503, what[:300], "model_not_loaded") from None
+
+    def _start(self, options: ServeOptions) -> Site:
+        """Start the engine of a model. Raises what loading raises."""
+        engine, site = Engine(options, self.first.metrics), None
         try:
             site = Site(options, engine, self.first.metrics)
-        except Exception as error:
-            what = f"[model] {name} could not be loaded: {error}"
-            raise Refused(503, what[:300], "model_not_loaded") from None
         finally:
             if site is None:
                 engine.stop_and_join()
         return site
 
-    def _make_room(self, need: int) -> None:
+    async def _make_room(self, need: int) -> None:
         """Unload models that nobody uses now, until so many bytes are free. Raises Refused."""
+        mx.clear_cache()  # buffers that MLX has freed count as used
         free = int(USABLE * machine_memory()) - used_memory()
         for name in list(self.loaded):
-            if free < need and not self.loaded[name].engine.is_busy:
-                self.loaded.pop(name).engine.stop_and_join()
+            # Whether it is in use is asked in the event loop, which hands it out.
+            if free < need and not self.loaded[name].users:
+                await asyncio.to_thread(self.loaded.pop(name).engine.stop_and_join)
                 gc.collect()
                 mx.clear_cache()
                 free = int(USABLE * machine_memory()) - used_memory()

@@ -28,10 +28,11 @@ def name_of(model: str) -> str:
 
 
 class Site:
-    """What all requests of a model share."""
+    """What all requests of a model share. users: requests that it was given to, and whose replies have not ended."""
 
     def __init__(self, options: ServeOptions, engine: Engine, metrics: Metrics):
         self.options, self.engine, self.metrics = options, engine, metrics
+        self.users = 0
         self.loaded, self.keys = engine.wait_until_ready(), Keys()
         self.limits = Limits(options.body_bytes, metrics.answered)
         self.name = name_of(self.loaded.name)

@@ -50,3 +50,26 @@ def test_numbers_that_are_for_the_first_key_alone(tab, server):
     tab.until("document.querySelector('#preset').textContent === '--kv int4'")  # it has answered
     tab.until(f"{ROWS}.length === 1")
     assert "All chats" not in tab.js(FIGURES)
+
+
+def test_a_chat_on_another_model_has_the_context_of_that_model(tab, server):
+    server.document["models"] = ["scripted", "other"]
+    server.kv["context"] = 16384
+    tab.reload()
+    tab.until("document.querySelector('#model').textContent === 'scripted'")
+    tab.click("#settings")
+    tab.js("document.querySelector('#for-model').value = 'other'")
+    tab.button("Save")
+    tab.ask("hello")
+    assert server.asked[0]["model"] == "other"
+    tab.until(f"{MEMORY} === '4,096 of 16,384 tokens · saves 69 %'")
+    tab.until(f"{ROWS}.length === 1")  # others are about the first model
+    del server.kv["context"]
+    tab.ask("again")
+    tab.until(f"{MEMORY} === '4,096 tokens · saves 69 %'")
+    # The server was started without it.
+    server.document["models"] = ["scripted"]
+    tab.reload()
+    tab.ask("more")
+    assert "model" not in server.asked[2]
+    tab.until(f"{MEMORY} === '4,096 of 8,192 tokens · saves 69 %'")

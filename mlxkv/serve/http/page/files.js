@@ -1,6 +1,6 @@
 // Text files that go with a message: dropped, pasted or picked.
 import { $, button, count, h, notice, size } from "./dom.js";
-import { server } from "./gauge.js";
+import { context } from "./gauge.js";
 
 const MOST = 4 << 20;  // bytes of one file; a request may have 8 MB unless the server was told otherwise
 let files = [], listener = () => {};
@@ -41,7 +41,7 @@ async function take(list) {
     else files.push({ name: file.name, size: file.size, text });
   }
   const about = files.reduce((sum, file) => sum + file.text.length, 0) / 4;  // tokens, roughly
-  if (server.context && about > server.context) notice("files", `These files have about ${count(Math.round(about / 1000) * 1000)} tokens; this model takes ${count(server.context)}.`);
+  if (context && about > context) notice("files", `These files have about ${count(Math.round(about / 1000) * 1000)} tokens; this model takes ${count(context)}.`);
   if (refused.length) notice("files", `Not attached: ${refused.join(", ")}`);
   // Kept before it is shown: a page that is loaded again has whatever it showed.
   try { await listener(); } catch (error) { console.warn("not kept", error); }

@@ -3,7 +3,16 @@ import { ask } from "./api.js";
 import { $, count, h, size } from "./dom.js";
 
 export let server = {};  // the document of /v1/kv
+export let context;  // tokens that the model of the chat takes, where that is known
 let shown = "";
+
+// The model that a chat asks for: none, which is the first, where the server does not have it any more.
+export const modelOf = ({ settings: { model } }) => (!server.models || server.models.includes(model) ? model : undefined);
+
+const isFirst = (chat) => [undefined, server.model].includes(modelOf(chat));
+
+// The context of a chat's model; of others than the first a reply tells it.
+export const contextOf = (chat, kv) => kv?.context ?? (isFirst(chat) ? server.context : undefined);
 
 // Ask the server again.
 export async function refresh() {
@@ -28,18 +37,20 @@ export function note(kv) {
 // "64 %", or "" where nothing is saved.
 const saved = (kv) => (note(kv) ? "" : `${Math.round(100 * (1 - kv.bytes / kv.bytes_fp16))} %`);
 
-// Show the cache of a chat as its last reply told it, and the server's.
-export function show(kv) {
-  const all = server.memory || {}, rows = [], seen = JSON.stringify([kv, all, server.kv, server.context]);
+// Show the cache of a chat as its last reply told it, and the server's, which is about the first model.
+export function show(chat) {
+  const kv = chat.path().findLast((message) => message.kv)?.kv;
+  context = contextOf(chat, kv);
+  const all = (isFirst(chat) && server.memory) || {}, rows = [], seen = JSON.stringify([kv, all, server.kv, context]);
   if (seen === shown) return;
   shown = seen;
   if (kv) rows.push(["This chat", count(kv.tokens), kv.bytes, kv.bytes_fp16, note(kv)]);
   if (all.bytes !== undefined) rows.push(["All chats here", "", all.bytes, all.bytes_fp16, all.bytes_fp16 && all.bytes < all.bytes_fp16 ? "" : "nothing saved yet"]);
   // The bar is how full the context is; nothing is said before there is a cache.
-  const whole = server.context, share = kv && whole ? Math.min(1, kv.tokens / whole) : 0;
-  const used = kv ? `${count(kv.tokens)}${whole ? ` of ${count(whole)}` : ""}` : "", gain = kv ? saved(kv) : "";
+  const share = kv && context ? Math.min(1, kv.tokens / context) : 0;
+  const used = kv ? `${count(kv.tokens)}${context ? ` of ${count(context)}` : ""}` : "", gain = kv ? saved(kv) : "";
   $("memory").replaceChildren(...(kv ? [h("b", { text: used }), h("span", { class: "wide", text: " tokens" }), gain ? ` · saves ${gain}` : ""] : ["Memory"]));
-  $("level").parentNode.hidden = !kv || !whole;
+  $("level").parentNode.hidden = !kv || !context;
   $("level").style.width = `${100 * share}%`;
   $("level").parentNode.setAttribute("aria-valuenow", Math.round(100 * share));
   $("level").parentNode.setAttribute("aria-valuetext", kv ? `${used} tokens of the context` : "no reply yet");
@@ -54,6 +65,6 @@ export function show(kv) {
   if (room.length) lines.push(`Allocated, with room to grow: ${room.join(", ")}${once}.`);
   if (all.bound_bytes) lines.push(`Limit for all caches (--kv-memory): ${size(all.bound_bytes)}${all.promised_bytes ? `, ${size(all.promised_bytes)} set aside for replies under way` : ""}.`);
   lines.push("In use: the bytes that hold tokens. In 16 bits: what the same tokens take without compression.");
-  if (server.context) lines.push(`Context of this model: ${count(server.context)} tokens.`);
+  if (context) lines.push(`Context of this model: ${count(context)} tokens.`);
   $("figures").replaceChildren(...(rows.length ? [h("table", {}, h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...body))] : []), ...lines.map((text) => h("p", { text })));
 }

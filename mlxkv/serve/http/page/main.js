@@ -60,8 +60,7 @@ function show(end = false) {
   shown.forEach((node, i) => { if (log.children[i] !== node) log.insertBefore(node, log.children[i] || null); });
   $("send").textContent = running(chat) ? "Stop" : "Send";
   $("settings").classList.toggle("set", Object.keys(chat.settings).length > 0);
-  const last = chat.path().findLast((message) => message.kv);
-  gauge.show(last?.kv);
+  gauge.show(chat);
   if (end || near) log.scrollTop = log.scrollHeight;
 }
 
@@ -174,7 +173,7 @@ document.addEventListener("visibilitychange", () => { if (!document.hidden) poll
 async function poll() {
   if (document.hidden) return;
   await gauge.refresh();
-  gauge.show(chat.path().findLast((message) => message.kv)?.kv);
+  gauge.show(chat);
   // A reply of another tab that has gone quiet is shown as what it is.
   if ([...chat.messages.values()].some((m) => m.state === "running" && !m.live)) await changed({ chat: chat.id });
   else if ([...nodes.keys()].some((id) => chat.messages.get(id)?.live)) show();

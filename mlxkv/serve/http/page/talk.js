@@ -3,6 +3,7 @@ import { ask, events } from "./api.js";
 import { plain, said } from "./chats.js";
 import * as store from "./store.js";
 import { say } from "./dom.js";
+import { modelOf } from "./gauge.js";
 
 const BEAT = 700;  // ms between two savings of a reply that grows
 const runs = new Map();  // chat -> the AbortController of its reply, and the reply
@@ -22,13 +23,15 @@ export const running = (chat) => runs.has(chat.id);
 export const stop = (chat) => runs.get(chat.id)?.control.abort();
 export const underWay = () => [...runs.values()].filter(({ reply }) => reply).map(({ reply }) => plain(reply));
 
-const FIELDS = { temperature: "temperature", maxTokens: "max_tokens", model: "model" };
+const FIELDS = { temperature: "temperature", maxTokens: "max_tokens" };
 const VARIED = 0.8;  // of a reply that is asked for again and must differ
 const FEWEST = 10, SHORTEST = 0.2;  // tokens and seconds of a reply whose speed means something
 
 function body(chat, reply, more) {
   const { settings } = chat, out = { messages: chat.request(reply.parent), stream: true };
   for (const [own, name] of Object.entries(FIELDS)) if (settings[own] !== undefined) out[name] = settings[own];
+  const model = modelOf(chat);
+  if (model) out.model = model;
   out.max_tokens ??= -1;  // until the context is full
   if (reply.varied) out.temperature ??= VARIED;
   if (settings.thinking) out.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };

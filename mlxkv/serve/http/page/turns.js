@@ -1,7 +1,7 @@
 // One message on the screen, with what can be done with it.
 import { answered } from "./chats.js";
 import { button, copy, count, h, seconds, size } from "./dom.js";
-import { note, server } from "./gauge.js";
+import { contextOf, note } from "./gauge.js";
 import { render } from "./markdown.js";
 
 const EXAMPLES = ["Explain what a KV cache is, in three sentences.", "Write a haiku about the sea.", "Give me three ideas for a quick dinner."];
@@ -88,10 +88,10 @@ function ending(box, message, chat, acts) {
   if (!box) return;
   const { state } = message, some = answered(message) || message.reasoning;
   const { prompt_tokens: read = 0, completion_tokens: written = 0 } = message.usage || {};
-  const full = state === "cut" && server.context && read + written >= server.context;
+  const context = contextOf(chat, message.kv), full = state === "cut" && context && read + written >= context;
   let words = "";
   if (state === "cut") {
-    words = full ? `The context is full: ${count(server.context)} tokens. Begin a new chat.` : `Cut off at ${count(written)} tokens, the longest reply that was asked for.`;
+    words = full ? `The context is full: ${count(context)} tokens. Begin a new chat.` : `Cut off at ${count(written)} tokens, the longest reply that was asked for.`;
   } else if (WHY[state]) words = WHY[state](message);
   else if (state === "done" && !some) words = "The model ended its reply at once.";
   box.hidden = !words;
