@@ -367,7 +367,7 @@ class Engine:
             return
         mx.clear_cache()
         if (excess := self._excess()) > 0:
-            self.sessions.shrink(max(0, self.ranks.most(self.sessions.nbytes) - excess))
+            self.sessions.shrink(max(0, self.ranks.least(self.sessions.nbytes) - excess))
             mx.clear_cache()
         if self._excess() > 0:
             raise Refused(

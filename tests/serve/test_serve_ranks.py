@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, local
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -39,6 +39,8 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
 from mlxkv.serve import engine, ranks
 from mlxkv.serve.caches.disk import Disk
+from mlxkv.serve.caches.memory import CacheShape, Memory
+from mlxkv.serve.job import Job
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused
@@ -184,6 +186,38 @@ def test_a_folder_that_one_process_cannot_open(tmp_path, loaded):
     assert [disk.entries for disk in disks] == [[], []]
     errors = both_do(*[lambda r: r.together(lambda: Disk(tmp_path, 1 << 20, loaded, r))] * 2)
     assert all("another server keeps its sessions there" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(("ceiling", "kept", "room"), [(0.9, (300, 200), 50), (0.8, (0, 0), 0)])
+def test_machines_of_two_sizes_agree_on_what_is_too_much(ceiling, kept, room, monkeypatch):
+    """The first has room. The second has it, too, once sessions are gone, or has no session."""
+    machine, nbytes, rooms = local(), list(kept), []
+    monkeypatch.setattr(engine, "CEILING", ceiling)
+    monkeypatch.setattr(engine, "machine_memory", lambda: machine.size)
+    monkeypatch.setattr(engine, "used_memory", lambda: 800 + nbytes[machine.rank])
+
+    def work(ranks):
+        machine.rank, machine.size = ranks.rank, (4000, 1000)[ranks.rank]
+
+        def shrink(room: int) -> None:
+            rooms.append(room)
+            nbytes[ranks.rank] = min(nbytes[ranks.rank], room)
+
+        server = object.__new__(engine.Engine)
+        server.ranks, server.kv_allocated = ranks, 0
+        server.loaded = SimpleNamespace(context=None)
+        server.options = SimpleNamespace(overflow="refuse")
+        server.memory = Memory(1000, [CacheShape(fixed=50)], 1)
+        server.sessions = SimpleNamespace(nbytes=kept[ranks.rank], shrink=shrink)
+        request = SimpleNamespace(max_tokens=5, shorten=False, chat=False)
+        return server._reserve(Job(request), 5)
+
+    results = both_do(work, work)
+    assert rooms == [room] * 2
+    if any(kept):
+        assert results == [5, 5]
+    else:
+        assert [error.code for error in results] == ["memory_busy"] * 2
 
 
 def test_rank_0_decides_and_refuses_for_all():
