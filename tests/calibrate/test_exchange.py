@@ -5,7 +5,6 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from random_models import random_model
 from turning import TEXT, data, seen_by
 
 from mlxkv.errors import UserError
@@ -19,16 +18,6 @@ from mlxkv.models.hooks.probe import find
 from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.hooks.taps import AttentionCall
 from mlxkv.spec.mixed import fill as spec
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
-
-
-@pytest.fixture(scope="module")
-def made(model):
-    return measure.calibrate(model, TEXT)
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +85,17 @@ def test_information_is_that_of_tokens_which_the_model_draws(model, information)
     assert total == pytest.approx(expected, rel=0.15)
 
 
-def test_what_cannot_be_differentiated_counts_alike(model, made, monkeypatch):
+def test_what_cannot_be_differentiated_counts_alike(model, made, monkeypatch, capsys):
     def broken(*args):
-        raise ValueError("no gradient")
+        raise fault
 
     monkeypatch.setattr(exchange.mx, "grad", broken)
+    fault = ValueError("Not implemented for this kernel")
     plain = measure.calibrate(model, TEXT)
+    assert "alike in all layers: no gradient (Not implemented" in capsys.readouterr().err
+    fault = RuntimeError("CUDA: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory"):  # the GPU is lost
+        measure.calibrate(model, TEXT)
     assert all(layer.exchange is None for layer in plain.layers.values())
     assert all(layer.exchange.shape == (2, layer.kv_heads) for layer in made.layers.values())
     assert plain.digest != made.digest

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxkv import console, faults
 from mlxkv.models.hooks.probe import Place, put
 from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
 
@@ -65,9 +66,9 @@ class Exchange:
 
 
 class ShiftedCache(PlainObserver):
-    """A plain cache whose attention is off by `shift` [B, H, L, Dv], or by nothing.
+    """A plain cache that adds `shift` [B, H, L, Dv] to the output of attention; None adds nothing.
 
-    shape: of what attention returned last.
+    shape: of the last output.
     """
 
     def __init__(self, shift: mx.array | None = None):
@@ -86,8 +87,8 @@ def fisher(
     tokens: Sequence[int],
     first: list[int],
 ) -> dict[Place, np.ndarray]:
-    """Return F [G, Dv, Dv] float64 of each cache, the sum over the query heads of a kv head; nothing where the model
-    cannot be differentiated.
+    """Return F [G, Dv, Dv] float64 of each cache, the sum over the query heads of a kv head; {}, and a line on stderr,
+    where the model cannot be differentiated. Raises RuntimeError where the GPU is lost.
 
     heads: kv heads by cache. first: ids in front of each window. The attention function must be rebound.
     """
@@ -98,15 +99,16 @@ def fisher(
             if len(part) <= FIRST:
                 break
             count += len(first) + len(part) - FIRST
-            for place, g in zip(
-                heads, _gradients(model, make_cache, heads, [*first, *part], i), strict=True
-            ):
-                _, h, _, dims = g.shape
-                g = g[0, :, FIRST:].reshape(
-                    heads[place], h * (g.shape[2] - FIRST) // heads[place], dims
-                )
+            gradients = _gradients(model, make_cache, heads, [*first, *part], i)
+            for (place, kv_heads), g in zip(heads.items(), gradients, strict=True):
+                g = g[0, :, FIRST:].reshape(kv_heads, -1, g.shape[3])
                 sums[place] = sums[place] + np.array(g.swapaxes(-1, -2) @ g, np.float64)
-    except Exception:  # a foreign model may raise anything at all; equal layers serve, too
+    except Exception as error:  # a foreign model may raise anything at all; equal layers serve, too
+        if faults.is_of_lost_gpu(error):  # nothing that follows would be right
+            raise
+        console.note(
+            f"[calibrate] errors count alike in all layers: no gradient ({faults.reason(error)})"
+        )
         return {}
     sound = all(np.ndim(x) and np.isfinite(x).all() and np.any(x) for x in sums.values())
     return {place: x / count for place, x in sums.items()} if sound else {}

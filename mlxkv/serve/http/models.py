@@ -71,8 +71,6 @@ class Models:
                     await asyncio.shield(load)
         except TimeoutError:
             raise late(seconds) from None
-        if self._has_ended:
-            raise ending()
         site = self.loaded[name] = self.loaded.pop(name)  # the latest last
         return site
 

@@ -34,10 +34,9 @@ W_o. Where a and b were not measured (older calibrations, models that cannot be 
     J = mean over kv heads of C_keys / D
       + sum over kv heads of C_values / sum over kv heads and directions of sigma_values^2,
 
-the squared error of its output over the square of it. Widths are those of least sum of J over all layers whose bytes
-fit the budget of the
-model; all kv heads of a layer share them. Of equal sums those with fewer bits. Kv heads that share one map have its
-sigma, each: bytes and J are sums and means over heads, not over maps.
+the squared error of its output over the square of the output. Widths have the least sum of J over all layers whose
+bytes fit the budget of the model; all kv heads of a layer share them. Of equal sums the one with fewer bits wins. Kv
+heads that share one map have its sigma, each: bytes and J are sums and means over heads, not over maps.
 
 Each stored direction is scaled by 1 / (gain step_b sqrt(mean of sigma)), step_b for variance 1, so levels of a token
 of usual size are 1 apart in every width. Its scale r is the root mean square of gain step_b x over stored dims,
