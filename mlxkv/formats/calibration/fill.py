@@ -52,7 +52,7 @@ def curve(sigma: np.ndarray) -> list[Choice]:
 def weighed(
     side: str, sigma: np.ndarray, exchange: np.ndarray | None = None
 ) -> tuple[float, np.ndarray]:
-    """Return a weight and sigma [G, D]: the weight times the cost of that sigma is the share of J of "keys" or "values".
+    """Return a weight and sigma [G, D]: the weight times the cost of that sigma is what "keys" or "values" add to J.
 
     exchange: what their noise costs by kv head, measured [G] (`Layer.exchange`). None: the error of a layer's output,
     over the output; nothing where values are all 0, which every code stores.
