@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from experiments.structure import circles, import_edges
+from import_graph import circles, import_edges
 
 ROOT = Path(__file__).parents[1]
 # A room may import from the rows below its own. The last row may import from itself.

@@ -40,21 +40,6 @@ def read(files: Iterable[Path]) -> list[Row]:
     return list(newest.values())
 
 
-def current(measured: Iterable[Row]) -> list[Row]:
-    """Return the rows of the newest state of each model and text: after a model was trained further, or a
-    text was exchanged, what was measured before compares with nothing. Errors stay."""
-    measured, newest = list(measured), {}
-    for row in sorted(
-        (row for row in measured if "error" not in row), key=lambda r: r.get("when", 0)
-    ):
-        newest[_what(row)] = row.get("state")
-    return [row for row in measured if "error" in row or row.get("state") == newest[_what(row)]]
-
-
-def _what(row: Row) -> Key:
-    return tuple(row[name] for name in ("task", "split", "model", "text", "context"))
-
-
 def _lines(file: Path) -> Iterator[Row]:
     try:
         data = file.read_bytes()

@@ -7,20 +7,6 @@ from math import floor, log10
 from mlxkv.eval.intervals import Interval
 
 
-def number(figure: Interval | float) -> str:
-    """Format with three digits."""
-    value = figure.value if isinstance(figure, Interval) else figure
-    return f"{value:.3g}".replace("e-0", "e-")
-
-
-def ratio(figure: Interval) -> str:
-    text = f"{figure.value:.2f}" if figure.value < 100 else f"{figure.value:.3g}"
-    if not figure.known:
-        return text
-    limits = (f"{x:.2f}" if x < 100 else f"{x:.3g}" for x in (figure.low, figure.high))
-    return f"{text} [{', '.join(limits)}]"
-
-
 def divergence(figure: Interval | float) -> str:
     """Format KL (nats) with two digits, in full, with its limits."""
     if isinstance(figure, Interval):

@@ -1,16 +1,14 @@
 """Try every causal language model of transformers on compressed caches: `python -m experiments.families`.
 
-Each is built small, with random weights, in a process of its own: which layers are compressed, whether pages
+Each is built small, with random weights: which layers are compressed, whether pages
 that lose nothing give the plain model's logits, whether int4 runs. The exit code is 1 if one has a fault.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from experiments.families.building import families, not_built
-from experiments.families.checking import apart
-from experiments.families.found import NEAR, NEW, PROMPT, Family, Survey
+from experiments.families.building import families
+from experiments.families.checking import family
+from experiments.families.found import NEAR, NEW, PROMPT, Survey
 from mlxkv import console
 
 # One of each sort, for CI.
@@ -26,7 +24,6 @@ SHORT = (
     "mpt",
 )
 SHORT += ("nemotron_h", "qwen3_next", "xlnet")
-SECONDS = 60.0  # for one family
 HEAD = """# Families of transformers
 
 Which families of transformers run on compressed caches.
@@ -50,14 +47,8 @@ SURVEY = Survey(
 )
 
 
-def measure(names: Sequence[str]) -> Iterator[Family]:
-    for name in names:
-        reason = not_built(name)
-        yield Family(name, skipped=reason) if reason else apart(name, SECONDS)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    SURVEY.run(__doc__, arguments, families(), measure, SHORT)
+    SURVEY.run(__doc__, arguments, families(), family, SHORT)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,3 @@ NOT_BUILT = {
         "settings by layer in a model of several parts; its text part is here",
     ),
 }
-
-
-def not_built(family: str) -> str | None:
-    return NOT_BUILT.get(family)

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 from experiments.options import Parser, check_out
@@ -21,6 +25,7 @@ from mlxkv.versions import versions
 PROMPT, NEW = 45, 20  # tokens; pages are sealed while reading and while writing
 WINDOWS = {"sink": 4, "recent": 16, "page": 16}
 NEAR = 1e-3  # of the norm of the logits
+SECONDS = 120.0  # for one family
 
 
 class Lossless(CacheConfig):
@@ -70,6 +75,29 @@ def line(error: Exception) -> str:
     """An error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:160]
+
+
+def apart(
+    measure: Callable[[str], Family], names: Sequence[str], seconds: float = SECONDS
+) -> Iterator[Family]:
+    """Yield each family, measured in a process that may die of one: then the next gets another."""
+    make = partial(ProcessPoolExecutor, 1, get_context("spawn"))
+    pool = make()
+    try:
+        for name in names:
+            try:
+                result = pool.submit(measure, name).result(seconds)
+            except (BrokenProcessPool, TimeoutError) as error:
+                died = isinstance(error, BrokenProcessPool)
+                reason = "the process died" if died else f"more than {seconds:g} s"
+                result = Family(name, fault=reason)
+                for process in list((pool._processes or {}).values()):
+                    process.kill()
+                pool.shutdown(wait=False)
+                pool = make()
+            yield result
+    finally:
+        pool.shutdown()
 
 
 @dataclass(frozen=True)
@@ -133,11 +161,11 @@ class Survey:
         doc: str | None,
         arguments: list[str] | None,
         names: Collection[str],
-        measure: Callable[[Sequence[str]], Iterator[Family]],
+        measure: Callable[[str], Family],
         short: Sequence[str] = (),
     ) -> None:
-        """Run the command: measure the families named, or all, and write the page. short: for CI. Raises
-        MachineError if one has a fault."""
+        """Run the command: measure the families named, or all, in a process of their own, and write the page. short:
+        for CI. Raises MachineError if one has a fault."""
         parser = Parser(self.name, doc)
         parser.add_argument(
             "names", nargs="*", help="families, by the library's names; default: all"
@@ -151,7 +179,7 @@ class Survey:
             raise UserError(f"[{self.name}] no {self.kind} {unknown[0]!r} in this library")
         chosen = args.names or (short if short and args.short else list(names))
         results, start = [], time.perf_counter()
-        for family in measure(chosen):
+        for family in apart(measure, chosen):
             results.append(family)
             state = f"{len(family.compressed)} of {len(family.layers)} compressed"
             spent, start = time.perf_counter() - start, time.perf_counter()

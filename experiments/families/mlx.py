@@ -45,7 +45,7 @@ SURVEY = Survey(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    SURVEY.run(__doc__, arguments, families(), lambda names: map(family, names), SHORT)
+    SURVEY.run(__doc__, arguments, families(), family, SHORT)
 
 
 if __name__ == "__main__":

@@ -261,7 +261,3 @@ def _filled(x: mx.array) -> mx.array:
     if x.ndim == 2 and mx.issubdtype(x.dtype, mx.floating) and not mx.any(x).item():
         return mx.random.normal(x.shape) * x.shape[1] ** -0.5
     return x
-
-
-def not_built(family: str) -> str | None:
-    return NOT_BUILT.get(family)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 import warnings
 from dataclasses import replace
@@ -12,8 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from experiments.families.found import EXACT, INT4, NEAR, NEW, PROMPT, Family, line
-from experiments.families.mlx_building import VOCABULARY, build, not_built
-from mlxkv.errors import UserError
+from experiments.families.mlx_building import NOT_BUILT, VOCABULARY, build
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models import attach, detach
 from mlxkv.models.catalog.reports import LayerReport
@@ -22,8 +20,8 @@ from mlxkv.models.catalog.reports import LayerReport
 def family(name: str) -> Family:
     """Build `name` and compare it: plain, on lossless pages, on int4, and plain again after detach."""
     result = Family(name)
-    if reason := not_built(name):
-        return replace(result, skipped=reason)
+    if name in NOT_BUILT:
+        return replace(result, skipped=NOT_BUILT[name])
     try:
         model = build(name)
     except Exception as error:
@@ -51,10 +49,8 @@ def family(name: str) -> Family:
         detach(model)
         if not mx.array_equal(_written(model)[1], logits).item():
             return replace(result, fault="after detach the model is another")
-    except UserError as error:
-        return replace(result, fault=line(error))
     except Exception as error:
-        at = traceback.extract_tb(sys.exc_info()[2])[-1].name
+        at = traceback.extract_tb(error.__traceback__)[-1].name
         return replace(result, fault=f"{line(error)} at {at}")
     return result
 

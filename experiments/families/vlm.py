@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, TimeoutError
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from functools import partial
-from multiprocessing import get_context
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +16,7 @@ import mlx.nn as nn
 from experiments.families.found import NEW, PROMPT, Family, Survey, line
 from experiments.families.vlm_building import VOCABULARY, NotBuilt, build, families
 from mlxkv import console
+from mlxkv.eval.tasks.divergence import divergence
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach
 from mlxkv.models.hooks.mark import own_make_cache
@@ -30,7 +26,6 @@ SEALED = replace(
     INT4, sink=4, recent=16, page=16
 )  # pages are sealed while reading and while writing
 NEAR = 1e-4  # of the norm of the logits, while nothing is sealed
-SECONDS = 120.0  # for one family
 KL = 0.1  # mean over the tokens, in nats: more is a fault
 HEAD = """# Families of mlx-vlm
 
@@ -69,12 +64,6 @@ def written(model: nn.Module, text: list[int] | None = None) -> tuple[list[int],
     return tokens, mx.concatenate(rows)
 
 
-def divergence(plain: mx.array, ours: mx.array) -> float:
-    """The mean Kullback-Leibler divergence of the rows of logits, in nats."""
-    p, q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (plain, ours))
-    return (mx.exp(p) * (p - q)).sum(-1).mean().item()
-
-
 def compared(name: str, model: nn.Module) -> Family:
     """What one family does."""
     try:
@@ -94,7 +83,7 @@ def compared(name: str, model: nn.Module) -> Family:
             return replace(result, fault=f"other text before anything is sealed ({off:.1e})")
         if result.compressed:
             attach(model, SEALED)
-            result = replace(result, kl=divergence(plain, written(model, tokens)[1]))
+            result = replace(result, kl=divergence(plain, written(model, tokens)[1]).mean().item())
             if not result.kl <= KL:
                 result = replace(result, fault=f"KL {result.kl:.2g}")
         detach(model)
@@ -114,27 +103,6 @@ def family(name: str) -> Family:
         return Family(name, fault=line(error))
 
 
-def apart(names: Sequence[str]) -> Iterator[Family]:
-    """Yield each family, measured in a process that may die of one: then the next gets another."""
-    make = partial(ProcessPoolExecutor, 1, get_context("spawn"))
-    pool = make()
-    try:
-        for name in names:
-            try:
-                result = pool.submit(family, name).result(SECONDS)
-            except (BrokenProcessPool, TimeoutError) as error:
-                died = isinstance(error, BrokenProcessPool)
-                reason = "the process died" if died else f"more than {SECONDS:g} s"
-                result = Family(name, fault=reason)
-                for process in list((pool._processes or {}).values()):
-                    process.kill()
-                pool.shutdown(wait=False)
-                pool = make()
-            yield result
-    finally:
-        pool.shutdown()
-
-
 SURVEY = Survey(
     name="families.vlm",
     head=HEAD.format(prompt=PROMPT, new=NEW, near=NEAR, kl=KL, all=INT4.room(False)),
@@ -146,7 +114,7 @@ SURVEY = Survey(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    SURVEY.run(__doc__, arguments, families(), lambda names: apart(names))
+    SURVEY.run(__doc__, arguments, families(), family)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,11 @@ attention holds one score matrix of a layer while a prompt is read, heads x 2048
 (`quantized_scaled_dot_product_attention` in mlx_lm/models/base.py; a chunk's peak was 1.2 of that matrix on a
 CPU). It is smaller with a smaller `--prefill-step-size`. A Mac of N GB has .75 N GiB to use, as `fit` counts.
 
-Writes memory.svg and memory-dark.svg; --png to look at one of them, where a converter is found.
+Writes memory.svg and memory-dark.svg.
 """
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -208,30 +206,12 @@ def svg(colours: Colours) -> str:
     )
 
 
-def png(source: Path) -> None:
-    """Write SOURCE.png, twice as wide, by rsvg-convert or headless Chromium; say so where there is neither."""
-    out = source.with_suffix(".png")
-    if converter := shutil.which("rsvg-convert"):
-        command = [converter, "--zoom", "2", "--output", str(out), str(source)]
-    elif browser := next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None):
-        height = int(source.read_text(encoding="utf-8").split('height="')[1].split('"')[0])
-        command = [browser, "--headless", "--no-sandbox", "--force-device-scale-factor=2"]
-        command += [f"--window-size={WIDTH},{height}", f"--screenshot={out}", source.as_uri()]
-    else:
-        return print(f"{out.name}: not written; needs rsvg-convert or Chromium", file=sys.stderr)
-    subprocess.run(command, check=True, capture_output=True)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser("pages.memory", __doc__)
-    parser.add_argument("--png", action="store_true", help="write memory.png, too")
-    args = parser.parse_args(arguments)
+    Parser("pages.memory", __doc__).parse_args(arguments)
     for name, colours in (("memory", LIGHT), ("memory-dark", DARK)):
         path = FOLDER / f"{name}.svg"
         path.write_text(svg(colours), encoding="utf-8")
         print(f"{path.relative_to(FOLDER.parents[1])}: written", file=sys.stderr)
-    if args.png:
-        png(FOLDER / "memory.svg")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 commands.md: every command and option, from the typer app. presets.md: every preset, from the formats.
 families.md: which models are compressed and which are refused, from the tables of `mlxkv/models`. A test
-compares the pages with what this writes; `--check` does so without writing.
+compares the pages with what this writes.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from mlxkv.cache.choose import Question
 from mlxkv.cli import app, is_option, plain, value_of
 from mlxkv.doctor.listing import BITS, HEAD_DIM, LISTED, MEASURED, PAPERS
 from mlxkv.doctor.planning import plan_of
-from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import PICKS
 from mlxkv.formats.presets import COMPARED
@@ -51,17 +49,10 @@ KINDS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser("pages.reference", __doc__)
-    parser.add_argument("--check", action="store_true", help="compare; exit code 2 on a difference")
-    args = parser.parse_args(arguments)
+    Parser("pages.reference", __doc__).parse_args(arguments)
     for name, text in pages().items():
-        path = FOLDER / name
-        if args.check and (not path.exists() or path.read_text(encoding="utf-8") != text):
-            raise UserError(f"[pages.reference] {name} is not what the code says; make reference")
-        if not args.check:
-            FOLDER.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            print(f"{path.relative_to(FOLDER.parents[1])}: written", file=sys.stderr)
+        (FOLDER / name).write_text(text, encoding="utf-8")
+        console.note(f"docs/reference/{name}: written")
 
 
 def pages() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import warnings
 from dataclasses import replace
@@ -14,11 +15,15 @@ import mlx_lm.server  # noqa: F401 (all modules that hold what is replaced are i
 import mlx_lm.utils
 from mlx_lm.models import cache
 
-from experiments.fixtures import write_qwen2
 from experiments.peer_tests.names import KINDS
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach
 from mlxkv.models.catalog.reports import LayerReport
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
+
+from random_model import write_model  # noqa: E402
+from small_models import COPIED, TINY  # noqa: E402
 
 INT4 = PRESETS["int4"]
 CONFIGS = dict(zip(KINDS, (None, INT4, replace(INT4, sink=0, recent=0, page=16)), strict=True))
@@ -28,8 +33,12 @@ models = {"all": 0, "part": 0, "none": 0}  # how much of each model's caches tha
 
 def put(kind: str) -> None:
     """Models that tests fetch are one random model; with a kind of ours every model is attached."""
-    folder = write_qwen2(Path(os.environ["HF_HOME"]) / "model")
-    _replace(_local(mlx_lm.utils.load, folder))
+    folder = Path(os.environ["HF_HOME"]) / "model"  # random weights, layers that all see everything
+    changes = {"model_type": "qwen2", "hidden_size": 256, "num_attention_heads": 4}
+    write_model(folder, num_key_value_heads=2, vocab_size=3072, eos_token_id=[4, 2], **changes)
+    for name in COPIED:
+        shutil.copyfile(Path(TINY) / name, folder / name)
+    _replace(_local(mlx_lm.utils.load, str(folder)))
     if (kv := CONFIGS[kind]) is not None:
         _replace(_attached(cache.make_prompt_cache, kv))
 

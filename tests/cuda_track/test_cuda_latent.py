@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from cuda_track.cache.latent import Heads, LatentKVCache, attend
 from cuda_track.codec import affine as codes
 from cuda_track.models import handing, latent, seam
-from experiments.families.building import build, families, not_built
+from experiments.families.building import NOT_BUILT, build, families
 from experiments.families.found import EXACT
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine
@@ -159,7 +159,7 @@ IDS = torch.randint(3, 100, (1, PROMPT), generator=torch.Generator().manual_seed
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lossless_pages_give_the_plain_logits(family):
-    if reason := not_built(family):
+    if reason := NOT_BUILT.get(family):
         pytest.skip(f"{family}: {reason}")
     if family not in families():
         pytest.skip(f"{family}: this version of transformers has none")

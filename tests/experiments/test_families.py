@@ -1,16 +1,17 @@
 """The table of transformers' families: a dozen of them, and the page."""
 
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from experiments.families import __main__ as table
+from experiments.families import found, mlx_building
 from experiments.families import mlx as mlx_table
-from experiments.families import mlx_building
-from experiments.families.building import families, not_built
-from experiments.families.checking import apart
-from experiments.families.found import Family
+from experiments.families.building import NOT_BUILT, families
+from experiments.families.found import Family, apart
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models.catalog.reports import LayerReport
 
@@ -28,9 +29,8 @@ def test_one_of_each_sort_has_no_fault(tmp_path, with_torch):
 
 def test_a_fault_is_shown_and_ends_with_an_error(monkeypatch, capsys):
     layer = LayerReport(0, "full", False, "a | reason")
-    monkeypatch.setattr(
-        table, "apart", lambda name, _: Family(name, "X", "", (layer,), fault="bad")
-    )
+    bad = Family("llama", "X", "", (layer,), fault="bad")
+    monkeypatch.setattr(found, "apart", lambda measure, names: [bad for _ in names])
     with pytest.raises(MachineError, match="1 of 1 have a fault: llama"):
         table.main(["llama"])
     out = capsys.readouterr().out
@@ -48,21 +48,17 @@ def test_model_files_of_mlx_lm_have_no_fault(capsys):
 
 
 def test_every_model_file_of_mlx_lm_is_tried_or_says_why():
-    found = set(mlx_building.families())
-    assert {"llama", "gemma2", "lille-130m"} <= found and not {"base", "cache", "mla"} & found
-    assert set(mlx_building.NOT_BUILT) | set(mlx_building.OWN) | set(mlx_building.TEXT) <= found
+    files = set(mlx_building.families())
+    assert {"llama", "gemma2", "lille-130m"} <= files and not {"base", "cache", "mla"} & files
+    assert set(mlx_building.NOT_BUILT) | set(mlx_building.OWN) | set(mlx_building.TEXT) <= files
 
 
-def test_a_family_that_hangs_or_dies_is_a_fault(monkeypatch):
-    from experiments.families import checking
-
-    monkeypatch.setattr(checking, "family", lambda name: __import__("time").sleep(60))
-    assert apart("llama", 0.2).fault == "more than 0.2 s"
-    monkeypatch.setattr(checking, "family", lambda name: __import__("os")._exit(3))
-    assert apart("llama", 20).fault == "the process died"
+def test_a_family_that_hangs_or_dies_is_a_fault():
+    assert [family.fault for family in apart(time.sleep, [60], 0.2)] == ["more than 0.2 s"]
+    assert [family.fault for family in apart(os._exit, [3, 3], 60)] == 2 * ["the process died"]
 
 
 def test_names_are_those_of_transformers():
-    assert len(families()) > 150 and not not_built("llama")
+    assert len(families()) > 150 and "llama" not in NOT_BUILT
     with pytest.raises(UserError, match="no family 'lama'"):
         table.main(["lama"])

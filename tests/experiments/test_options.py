@@ -17,7 +17,6 @@ COMMANDS = sorted(
 )
 NEEDED = {
     "evidence.pretrained": [TINY],
-    "pages.smaller": ["x"],
     "peer_tests": ["--tests", "x"],
 }
 

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("mlx_vlm")
 
+from experiments.families import found as survey  # noqa: E402
 from experiments.families import vlm  # noqa: E402
 from experiments.families.found import Family  # noqa: E402
 from experiments.families.vlm import SURVEY, family  # noqa: E402
@@ -37,7 +38,7 @@ def test_what_is_not_compressed_runs_with_a_reason(subtests):
 def test_a_fault_is_shown_and_ends_with_an_error(monkeypatch, capsys):
     layer = LayerReport(0, "full", False, "a | reason")
     bad = Family("llama", layers=(layer,), fault="bad")
-    monkeypatch.setattr(vlm, "apart", lambda names: [bad for _ in names])
+    monkeypatch.setattr(survey, "apart", lambda measure, names: [bad for _ in names])
     with pytest.raises(MachineError, match="1 of 1 have a fault: llama"):
         vlm.main(["llama"])
     out = capsys.readouterr().out
