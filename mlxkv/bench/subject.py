@@ -22,7 +22,7 @@ from mlxkv.machine import machine
 from mlxkv.metal.gpu import backends
 from mlxkv.metal.launch import backend
 from mlxkv.models import attach, detach, load
-from mlxkv.models.calibration.measure import calibrate
+from mlxkv.models.calibration.measure import random
 from mlxkv.models.catalog import known
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.catalog.sizes import COMPRESSED
@@ -53,7 +53,7 @@ class Subject:
         calibration."""
         if self.weights != "random":
             return None
-        return spread(calibrate(self.model, target="random"))
+        return spread(random(self.model))
 
     @contextmanager
     def attached(self, preset: str) -> Iterator[list]:

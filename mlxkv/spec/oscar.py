@@ -51,14 +51,6 @@ def value_target(
     return out * kv_heads / (heads * len(q) * q.shape[2])
 
 
-def value_surrogate(k: np.ndarray, v: np.ndarray, sigma: np.ndarray) -> np.ndarray:
-    """Return V^T diag(w) V / T, w_t = k_t Sigma_K k_t^T scaled to mean 1: the released code's stand-in for
-    C_S (rotation/compute_kv_rotation.py, "sst"). k, v: [B, G, T, D], sigma: [G, D, D]."""
-    w = np.einsum("bgti,gij,bgtj->bgt", k, sigma, k)
-    w = w / w.mean(axis=(0, 2), keepdims=True)
-    return own_target(v * np.sqrt(w)[..., None])
-
-
 # --------------------------------------------------------------------------------------------------
 # The rotation of one head.
 

@@ -14,7 +14,7 @@ from mlxkv.cache import selftest
 from mlxkv.formats.calibration import layers
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
-from mlxkv.models.calibration.measure import calibrate
+from mlxkv.models.calibration.measure import random
 
 SHAPE = Shape(1, 2, 1, 64)
 
@@ -25,7 +25,7 @@ def widths(config):
 
 def test_layers_differ_and_get_bits_of_their_own():
     model = random_model("llama", num_hidden_layers=4)
-    made = spread(calibrate(model, target="random"))
+    made = spread(random(model))
     for n, layer in enumerate(made.layers.values()):
         found = falling(layer.kv_heads, 64, 2 * n)
         assert (np.diff(found) <= 0).all() and (np.diff(layer.keys.values) >= 0).all()

@@ -84,7 +84,7 @@ class _Group:
 
 def test_maps_are_cut_to_the_heads_of_a_process():
     model = random_model("qwen3")
-    made = measure.calibrate(model, target="random")
+    made = measure.random(model)
     whole = next(iter(maps.of(made).values()))
     heads = whole.keys.down.shape[0]
     parts = [maps.cut(whole, rank, heads) for rank in range(heads)]

@@ -198,29 +198,27 @@ def test_layers_share_a_budget_and_the_error_falls_with_it(model, made):
     assert errors == sorted(errors)[::-1] and errors[-1] < 0.01 < errors[0]
 
 
-def test_a_model_whose_layers_differ_in_kv_heads_keeps_the_rate(subtests):
-    for per_layer in [False, True]:
-        with subtests.test(per_layer=per_layer):
-            mx.random.seed(0)
-            args = {
-                "num_query_heads": [2, 4, 6],
-                "num_kv_heads": [1, 2, 6],
-                "ffn_multipliers": [1, 1, 1],
-            }
-            sizes = {
-                "num_transformer_layers": 3,
-                "model_dim": 64,
-                "vocab_size": 64,
-                "ffn_dim_divisor": 16,
-            }
-            one = openelm.Model(openelm.ModelArgs("openelm", head_dim=64, **sizes, **args))
-            for n, layer in enumerate(
-                one.layers
-            ):  # the first and the last are as easy and as hard as can be
-                layer.attn.qkv_proj.weight *= (0.2, 1, 5)[n]
-            found = measure.calibrate(one, TEXT, per_layer=per_layer)
-            for rate in (1.5, 2.25, 3):
-                reports = attach(one, f"fill-{rate}{WINDOWS}", calibration=found)
-                assert [r.kv_heads for r in reports] == args["num_kv_heads"]
-                assert rate - 0.25 < mean_bits(reports) <= rate + 1e-9
-                detach(one)
+def test_a_model_whose_layers_differ_in_kv_heads_keeps_the_rate():
+    mx.random.seed(0)
+    args = {
+        "num_query_heads": [2, 4, 6],
+        "num_kv_heads": [1, 2, 6],
+        "ffn_multipliers": [1, 1, 1],
+    }
+    sizes = {
+        "num_transformer_layers": 3,
+        "model_dim": 64,
+        "vocab_size": 64,
+        "ffn_dim_divisor": 16,
+    }
+    one = openelm.Model(openelm.ModelArgs("openelm", head_dim=64, **sizes, **args))
+    for n, layer in enumerate(
+        one.layers
+    ):  # the first and the last are as easy and as hard as can be
+        layer.attn.qkv_proj.weight *= (0.2, 1, 5)[n]
+    found = measure.calibrate(one, TEXT)
+    for rate in (1.5, 2.25, 3):
+        reports = attach(one, f"fill-{rate}{WINDOWS}", calibration=found)
+        assert [r.kv_heads for r in reports] == args["num_kv_heads"]
+        assert rate - 0.25 < mean_bits(reports) <= rate + 1e-9
+        detach(one)

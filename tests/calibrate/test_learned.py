@@ -120,16 +120,6 @@ def test_weights_take_the_learned_map_of_values():
     np.testing.assert_allclose(*outs, atol=2e-2 * np.abs(outs[0]).max())
 
 
-def test_one_map_for_all_heads_of_a_layer():
-    samples = {}
-    usual = measure.calibrate(llama(), TOKENS, samples=samples, per_layer=True)
-    ours, _ = learn.learn(usual, samples, dataclasses.replace(RECIPE, steps=2))
-    assert ours.layers["0"].keys.balance.down.shape == (1, 64, 64)
-    assert ours.layers["0"].kv_heads == 2 and ours.learned.rows == 2 * 536 * 7 // 8
-    attach(llama(), "learned-int2", calibration=ours)
-    detach(llama())
-
-
 def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path / "cache")
     text = tmp_path / "a.txt"

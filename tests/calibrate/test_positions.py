@@ -159,7 +159,7 @@ def test_layers_that_do_not_turn_as_rope_does_hold_for_their_windows(model, monk
     monkeypatch.setattr(measure, "rotations", lambda *args: dict.fromkeys(args[2]))
     made = measure.calibrate(model, TEXT, window=350)
     assert made.positions == 350
-    assert measure.calibrate(model, target="random").positions == 32768
+    assert measure.random(model).positions == 32768
 
 
 # -- files and models

@@ -63,9 +63,9 @@ def test_no_bits_above_16_without_a_sentence(count, kv, said):
     model = random_model("llama")
     config = parse_kv(kv)
     if config.calibrated:
-        from mlxkv.models.calibration.measure import calibrate
+        from mlxkv.models.calibration.measure import random
 
-        attach(model, config, calibration=calibrate(model, target="random"))
+        attach(model, config, calibration=random(model))
     else:
         attach(model, kv)
     found = usage(read(model, count))

@@ -49,17 +49,6 @@ def test_value_target_is_the_second_moment_of_attention_outputs(subtests):
             np.testing.assert_allclose(target, brute, atol=1e-12)
 
 
-def test_value_surrogate_weighs_values_by_the_energy_of_their_logits():
-    k, v, q = normal(1, 2, 7, 8), normal(1, 2, 7, 8, seed=1), normal(1, 4, 7, 8, seed=2)
-    sigma = spec.key_target(q, 2)
-    found = spec.value_surrogate(k, v, sigma)
-    for g in range(2):
-        w = np.array([k[0, g, t] @ sigma[g] @ k[0, g, t] for t in range(7)])
-        w *= 7 / w.sum()
-        brute = sum(w[t] * np.outer(v[0, g, t], v[0, g, t]) for t in range(7)) / 7
-        np.testing.assert_allclose(found[g], brute, atol=1e-12)
-
-
 def test_the_eigenbasis_minimises_the_frozen_error(subtests):
     """The theorem of section 3: for residuals that are diagonal in the ambient basis and ordered against the
     eigenvalues (a permutation orders them), no orthogonal basis does better."""

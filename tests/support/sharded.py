@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, load
-from mlxkv.models.calibration.measure import calibrate
+from mlxkv.models.calibration.measure import random
 
 
 def run(model) -> tuple[mx.array, int]:
@@ -30,7 +30,7 @@ def run(model) -> tuple[mx.array, int]:
 def main(folder: str, preset: str) -> None:
     group = mx.distributed.init(strict=True, backend="ring")
     model = load(folder, "fp16").model
-    needed = calibrate(model, target="random") if parse_kv(preset).calibrated else None
+    needed = random(model) if parse_kv(preset).calibrated else None
     attach(model, preset, calibration=needed)
     alone, whole = run(model)
     attach(model, preset, calibration=needed, group=group)

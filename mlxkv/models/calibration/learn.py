@@ -1,6 +1,6 @@
 """Learn transforms with Adam (SRFT paper, section 5): minimise the error of the codes on a sample.
 
-Per layer, side and kv head (or for all heads of a layer), over up to 4096 keys and values from one
+Per layer, side and kv head, over up to 4096 keys and values from one
 pass over some text. Rounding is a straight-through estimator; scales and biases of the codes are
 differentiated, so a smaller range of a group counts as a gain. Spec: `spec/learned.py`. Letters: `G`
 kv heads, `N` rows, `D` head dim.
@@ -80,8 +80,6 @@ def learn(
         sides, outcomes[name] = {}, {}
         for side in SIDES:
             x = samples[name].rows(side)
-            if made.per_layer:
-                x = x.reshape(1, -1, x.shape[-1])
             basis, outcome = _side(getattr(layer, side), x, learned, f"{name}, {side}", progress)
             sides[side], outcomes[name][side] = basis, outcome
             rows = max(rows, x.shape[1])

@@ -35,7 +35,7 @@ from mlxkv.models.calibration.moments import PROBES, ROWS, Moments, Readers, Sam
 from mlxkv.models.hooks.dryrun import sensitivities
 from mlxkv.models.hooks.fold import refuse_folded
 from mlxkv.models.hooks.mark import own_make_cache
-from mlxkv.models.hooks.probe import Place, find, leaves, modules_of, put
+from mlxkv.models.hooks.probe import Place, Shape, find, leaves, modules_of, put
 from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.hooks.taps import LatentObserver, PlainObserver
 from mlxkv.models.origin import Origin, layer_name, origin_of
@@ -44,53 +44,47 @@ from mlxkv.texts.sources import Text
 
 # -- Make the transforms of a layer's side from its moments. Spec: `spec/oscar.py`, `spec/balanced.py`.
 
-# What the bases are eigenvectors of: what attention reads (the paper), the same with the surrogate of
-# the released code for values, the cache itself, and two that need no text.
-TARGETS = ("attention", "surrogate", "tensor", "random", "none")
-WITHOUT_TEXT = ("random", "none")
 
-
-def basis(moments: Moments, side: str, where: str, per_layer: bool) -> Basis:
-    heads = 1 if per_layer else moments.shape.heads
-    dims = moments.shape.key_dim if side == "keys" else moments.shape.value_dim
-    if moments.target in WITHOUT_TEXT or (moments.readers and side == "values"):
-        if moments.target != "random":
-            vectors = np.broadcast_to(np.eye(dims), (heads, dims, dims))
-        else:
-            vectors = matrices.random_basis(heads, dims, dims)
-        vectors, ones = vectors.astype(np.float32), np.ones((heads, dims), np.float32)
-        none = np.zeros((moments.shape.heads, dims), np.float32) if side == "keys" else None
-        # Of moments I.
-        return Basis(ones, vectors, balance=Balance(vectors, ones), peaks=ones, mean=none)
-    mean = _mean(moments, side, where, per_layer)
+def basis(moments: Moments, side: str, where: str) -> Basis:
+    if moments.readers and side == "values":  # rotary keys, which no map turns
+        dims = moments.shape.value_dim
+        return _given(np.broadcast_to(np.eye(dims), (moments.shape.heads, dims, dims)), side)
+    mean = _mean(moments, side, where)
     values, vectors, floored = matrices.eigenbasis(mean)
     return Basis(
         values.astype(np.float32),
         vectors.astype(np.float32),
         floored,
-        balance=_balance(moments, side, where, per_layer, mean),
-        peaks=_peaks(moments, side, where, per_layer),
+        balance=_balance(moments, side, where, mean),
+        peaks=_peaks(moments, side, where),
         mean=_key_mean(moments, where) if side == "keys" else None,
     )
 
 
-def _mean(moments: Moments, name: str, where: str, per_layer: bool) -> np.ndarray:
-    """The second moment [G or 1, D, D] of a sum. Raises MachineError for NaN or infinity."""
+def _given(vectors: np.ndarray, side: str) -> Basis:
+    """The basis of these vectors [G, D, D] where all moments are I."""
+    vectors = vectors.astype(np.float32)
+    ones = np.ones(vectors.shape[:2], np.float32)
+    mean = np.zeros_like(ones) if side == "keys" else None
+    return Basis(ones, vectors, balance=Balance(vectors, ones), peaks=ones, mean=mean)
+
+
+def _mean(moments: Moments, name: str, where: str) -> np.ndarray:
+    """The second moment [G, D, D] of a sum. Raises MachineError for NaN or infinity."""
     mean = moments.moment(name)
     _check_finite(mean, where)
-    return mean.mean(0, keepdims=True) if per_layer else mean
+    return mean
 
 
-def _peaks(moments: Moments, side: str, where: str, per_layer: bool) -> np.ndarray | None:
-    """The peaks [G or 1, D] of a side; 1 for channels of zeros. None where windows ended in their first tokens.
+def _peaks(moments: Moments, side: str, where: str) -> np.ndarray | None:
+    """The peaks [G, D] of a side; 1 for channels of zeros. None where windows ended in their first tokens.
 
     Raises MachineError for NaN or infinity."""
-    found = moments.peaks.get(side)
-    if found is None:
+    peaks = moments.peaks.get(side)
+    if peaks is None:
         return None
-    _check_finite(found, where)
-    found = found.max(0, keepdims=True) if per_layer else found
-    return np.where(found > 0, found, 1.0).astype(np.float32)
+    _check_finite(peaks, where)
+    return np.where(peaks > 0, peaks, 1.0).astype(np.float32)
 
 
 def _key_mean(moments: Moments, where: str) -> np.ndarray | None:
@@ -110,19 +104,13 @@ def _check_finite(x: np.ndarray, where: str) -> None:
         )
 
 
-def _balance(
-    moments: Moments, side: str, where: str, per_layer: bool, queries: np.ndarray
-) -> Balance | None:
-    """The balanced transform of a side, or None. queries: their second moment, used for keys."""
-    if moments.target != "attention":
-        return None
-    noise = _mean(moments, f"stored {side}", where, per_layer)
+def _balance(moments: Moments, side: str, where: str, queries: np.ndarray) -> Balance:
+    """The balanced transform of a side. queries: their second moment, used for keys."""
+    noise = _mean(moments, f"stored {side}", where)
     reads = queries
     if side == "values":
         output = moments.output
         reads = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape) if output is None else output
-        if per_layer:
-            reads = reads.mean(0, keepdims=True)
     down, sigma, floored = balance.balance(noise, reads)
     if side == "values":  # the unit of errors is free: stored values keep their size
         size = np.trace(noise, axis1=-2, axis2=-1) / sigma.sum(-1)
@@ -142,12 +130,9 @@ Progress = Callable[[int], None]
 
 def calibrate(
     model: nn.Module,
-    tokens: Sequence[int] = (),
+    tokens: Sequence[int],
     *,
     text: str = "",
-    target: str = "attention",
-    parts: str = matrices.PARTS,
-    per_layer: bool = False,
     window: int = WINDOW,
     bos: int | None = None,
     positions: int | None = None,
@@ -159,49 +144,31 @@ def calibrate(
 
     tokens: the text, read in windows of `window` tokens that do not see each other, each after
     `bos`. positions: how many the calibration is to hold for; by default those of the model's context, or
-    DEFAULT_CONTEXT where that is not known. text: its name. target: one of TARGETS; the last two read no text.
-    parts: of U, H and P, those that the rotations use. per_layer: one rotation for all kv heads of a layer. progress:
-    called with the tokens done since the last call; they are read `passes(target)` times. timing:
-    filled with the seconds of sums and eigenvectors by layer. samples: filled with up to ROWS keys
+    DEFAULT_CONTEXT where that is not known. text: its name. progress: called with the tokens done since the last
+    call. timing: filled with the seconds of sums and eigenvectors by layer. samples: filled with up to ROWS keys
     and values per kv head by layer.
 
-    Raises UserError for unknown settings, too little text, a model with nothing to compress and one
-    with folded weights; MachineError for NaN or infinity in what a layer computes.
+    Raises UserError for too little text, a model with nothing to compress and one with folded weights; MachineError
+    for NaN or infinity in what a layer computes.
     """
     refuse_folded(model, "calibrate")
-    if target not in TARGETS:
-        raise UserError(f"[--target] unknown; got {target!r}; choose from {', '.join(TARGETS)}")
-    if not set(parts) <= set(matrices.PARTS):
-        raise UserError(f"[--parts] unknown; got {parts!r}; choose some of {matrices.PARTS}")
-    if target not in WITHOUT_TEXT and len(tokens) < LEAST:
+    if len(tokens) < LEAST:
         raise UserError(
             f"[calibrate] too little text; got {len(tokens)} tokens; choose at least {LEAST}, "
             f"better {TOKENS}"
         )
     own, slots = own_make_cache(model), bind(model)
     try:
-        found = find(model, own)
-        shapes = {p: s for p, s in found.shapes.items() if not (s.key_dim % 2 or s.value_dim % 2)}
-        if not shapes:
-            reason = next(iter(found.refused.values()), "no layer has a cache that grows")
-            raise UserError(f"[calibrate] this model has nothing to compress; got: {reason}")
-        origin = origin_of(model)
-        positions = positions or (origin and origin.context) or DEFAULT_CONTEXT
-        rotaries = dict.fromkeys(shapes)
-        if passes(target):
-            probes, longest = mx.array(tokens[:PROBES]), max(positions, window)
-            rotaries = rotations(model, own, shapes, probes, longest)
+        shapes = _compressible(model, own)
+        positions = positions or _positions(model)
+        probes, longest = mx.array(tokens[:PROBES]), max(positions, window)
+        rotaries = rotations(model, own, shapes, probes, longest)
         spans = contexts(positions)
-        moments = {p: Moments(shape, target, rotaries[p], spans) for p, shape in shapes.items()}
+        moments = {p: Moments(shape, rotaries[p], spans) for p, shape in shapes.items()}
         if all(shape.latent for shape in shapes.values()):
-            if target == "surrogate":
-                raise UserError(
-                    "[--target] a latent is read as a key and as a value; got surrogate, which weighs values "
-                    "by keys; choose attention"
-                )
             for one, module in zip(moments.values(), modules_of(model), strict=True):
                 one.readers = Readers(module, one.shape.key_dim)
-        elif target == "attention":
+        else:
             for place, output in sensitivities(model, own, shapes).items():
                 moments[place].output = output
             heads = {place: shape.heads for place, shape in shapes.items()}
@@ -211,32 +178,73 @@ def calibrate(
             samples |= {layer_name(p): Sample(-(-len(tokens) // ROWS)) for p in moments}
             for place, one in moments.items():
                 one.sample = samples[layer_name(place)]
-        for turn in range(passes(target)):
-            for part in windows(tokens, window):
-                _read(model, own, moments, part, [] if bos is None else [bos], progress)
-            if target == "surrogate" and not turn:
-                for one in moments.values():
-                    one.weights = mx.array(one.moment("keys").astype(np.float32))
+        for part in windows(tokens, window):
+            _read(model, own, moments, part, [] if bos is None else [bos], progress)
     finally:
         release(slots)
     layers, costs = {}, exchanges(moments)
     for place, one in moments.items():
         start = time.perf_counter()
         name = layer_name(place)
-        bases = [basis(one, side, f"layer {name}, {side}", per_layer) for side in SIDES]
+        bases = [basis(one, side, f"layer {name}, {side}") for side in SIDES]
         layers[name] = Layer(one.shape.heads, *bases, costs.get(place))
         if timing is not None:
             timing[name] = one.seconds + time.perf_counter() - start
-    if passes(target) and None in rotaries.values():
+    if None in rotaries.values():
         positions = min(positions, len(next(iter(windows(tokens, window)))))
+    return _calibration(model, "attention", tokens, text, layers, positions)
+
+
+def random(model: nn.Module) -> Calibration:
+    """Random rotations for all layers of `model` that could be compressed: for times of models with random weights.
+
+    Raises UserError as `calibrate`."""
+    own, slots = own_make_cache(model), bind(model)
+    try:
+        shapes = _compressible(model, own)
+    finally:
+        release(slots)
+    layers = {}
+    for place, shape in shapes.items():
+        dims = zip(SIDES, (shape.key_dim, shape.value_dim), strict=True)
+        bases = [_given(matrices.random_basis(shape.heads, d, d), side) for side, d in dims]
+        layers[layer_name(place)] = Layer(shape.heads, *bases)
+    return _calibration(model, "random", (), "", layers, _positions(model))
+
+
+def _compressible(model: nn.Module, make_cache: Callable[[], list]) -> dict[Place, Shape]:
+    """The shapes of caches that could be compressed. The attention function must be rebound. Raises UserError where
+    there are none."""
+    findings = find(model, make_cache)
+    shapes = {p: s for p, s in findings.shapes.items() if not (s.key_dim % 2 or s.value_dim % 2)}
+    if not shapes:
+        reason = next(iter(findings.refused.values()), "no layer has a cache that grows")
+        raise UserError(f"[calibrate] this model has nothing to compress; got: {reason}")
+    return shapes
+
+
+def _positions(model: nn.Module) -> int:
+    origin = origin_of(model)
+    return (origin and origin.context) or DEFAULT_CONTEXT
+
+
+def _calibration(
+    model: nn.Module,
+    target: str,
+    tokens: Sequence[int],
+    text: str,
+    layers: dict[str, Layer],
+    positions: int,
+) -> Calibration:
+    origin = origin_of(model)
     return Calibration(
         fingerprint=origin.fingerprint if origin else "",
         model=origin.name if origin else "",
         model_type=str(getattr(model, "model_type", "")),
         target=target,
-        parts="".join(part for part in matrices.PARTS if part in parts),
-        per_layer=per_layer,
-        tokens=len(tokens) if passes(target) else 0,
+        parts=matrices.PARTS,
+        per_layer=False,
+        tokens=len(tokens),
         text=text,
         text_digest=sha256(np.array(tokens, "<i4").tobytes()).hexdigest()[:16],
         layers=layers,
@@ -266,11 +274,6 @@ def windows(tokens: Sequence[int], most: int) -> list[Sequence[int]]:
     """Split `tokens` into parts of one length, at most `most`; the last may be a little shorter."""
     size = -(-len(tokens) // max(1, -(-len(tokens) // most)))
     return [tokens[i : i + size] for i in range(0, len(tokens), size or 1)]
-
-
-def passes(target: str) -> int:
-    """Return how often the text is read for `target`."""
-    return 0 if target in WITHOUT_TEXT else 2 if target == "surrogate" else 1
 
 
 def _read(

@@ -142,22 +142,17 @@ class Moments:
     sums: by name: keys, values (rows of the target), stored keys, stored values (what caches were handed); keys and
     queries at position 0. rotary: how they turn; None where it is not as RoPE does: they are summed as they are.
     spans: of positions to average over. peaks: [G, D] by side, of the channels after SRFT, behind the first tokens of
-    a window, at the positions of the text. weights: Sigma_K of a first pass, for the surrogate. output: M_o of
-    `sensitivities`, or None. exchange: what
-    errors of keys and values cost, or None. begun: tokens of this window. received: [G, T], the attention that its
-    keys got, or None.
-    sample: the rows to keep, keys turned to positions of
-    `spans`, or None. readers: of latents, or None; their values are rotary keys, which are stored as they are.
-    seconds: spent on sums.
+    a window, at the positions of the text. output: M_o of `sensitivities`, or None. exchange: what errors of keys and
+    values cost, or None. begun: tokens of this window. received: [G, T], the attention that its keys got, or None.
+    sample: the rows to keep, keys turned to positions of `spans`, or None. readers: of latents, or None; their values
+    are rotary keys, which are stored unchanged. seconds: spent on sums.
     """
 
     shape: Shape
-    target: str
     rotary: Rotary | None = None
     spans: Sequence[Span] = ()
     sums: dict[str, Sums] = field(default_factory=dict)
     peaks: dict[str, np.ndarray] = field(default_factory=dict)
-    weights: mx.array | None = None
     output: np.ndarray | None = None
     exchange: Exchange | None = None
     begun: int = 0
@@ -168,7 +163,7 @@ class Moments:
 
     def add_queries(self, queries: mx.array, scale: float) -> None:
         """Add the queries that meet latents, [B, H, L, D] (`LatentObserver`)."""
-        if self.target == "attention" and KEYS in self.sums:
+        if KEYS in self.sums:
             keys = self.sums[KEYS]
             mean = keys.mean()[0]
             covariance = keys.moment()[0] - np.outer(mean, mean)
@@ -176,30 +171,21 @@ class Moments:
 
     def add_attention(self, call: AttentionCall) -> None:
         """Add the queries and outputs of one call of attention, [B, H, L, D]."""
-        if self.target == "attention" or (self.target == "surrogate" and self.weights is None):
-            start = call.exact[0].shape[2] - call.queries.shape[2]
-            self._add("keys", self._at_zero(call.queries, start))
-        if self.target == "attention":
-            self._add("values", call.out)
-            if (far := far_attention(call, SINK)) is not None:
-                weights = received(far[1], self.shape.heads)
-                if self.received is not None:
-                    weights[:, : self.received.shape[1]] += self.received
-                self.received = weights
-                if self.exchange is not None:
-                    self.exchange.add(call, *far, SINK)
+        start = call.exact[0].shape[2] - call.queries.shape[2]
+        self._add("keys", self._at_zero(call.queries, start))
+        self._add("values", call.out)
+        if (far := far_attention(call, SINK)) is not None:
+            weights = received(far[1], self.shape.heads)
+            if self.received is not None:
+                weights[:, : self.received.shape[1]] += self.received
+            self.received = weights
+            if self.exchange is not None:
+                self.exchange.add(call, *far, SINK)
 
     def add_update(self, keys: mx.array, values: mx.array) -> None:
         """Add what a cache was handed, [B, G, L, D]; each token once."""
         start, skipped = self.begun, max(0, SINK - self.begun)
         self.begun += keys.shape[2]
-        if self.target == "tensor":
-            self._add("keys", self._at_zero(keys, start))
-            self._add("values", values)
-        elif self.weights is not None:
-            k = keys.astype(mx.float32)
-            energy = ((k @ self.weights) * k).sum(-1, keepdims=True)
-            self._add("values", values.astype(mx.float32) * mx.sqrt(mx.maximum(energy, 0)))
         if skipped >= keys.shape[2]:
             return
         keys, values, start = keys[:, :, skipped:], values[:, :, skipped:], start + skipped
@@ -249,7 +235,7 @@ class Moments:
 
     def moment(self, name: str) -> np.ndarray:
         """Return the second moment [G, D, D] of a sum, over the positions of `spans`; of the "keys" of latents M."""
-        if self.readers and name == "keys" and self.target == "attention":
+        if self.readers and name == "keys":
             return self.readers.whole(self.sums[name].moment())
         return sums.moment_over(self.sums, name, self.rotary, self.spans)
 
