@@ -1,5 +1,4 @@
-"""Run `mlxkv calibrate`: fit transforms to a model, search clips or learn maps, and write the result to a
-file."""
+"""Run `mlxkv calibrate`: fit transforms to a model, or learn maps, and write the result to a file."""
 
 from __future__ import annotations
 
@@ -12,12 +11,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.learned import Learned
-from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
-from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.models import load
-from mlxkv.models.calibration import clips
-from mlxkv.models.calibration.fitting import given
 from mlxkv.models.calibration.learn import Outcomes, learn, steps
 from mlxkv.models.calibration.measure import (
     LEAST,
@@ -29,7 +23,6 @@ from mlxkv.models.calibration.measure import (
 )
 from mlxkv.texts.sources import Text, calibration_tokens
 
-SEARCHED = "oscar-int2"
 COLUMNS = [
     "layer",
     "kv heads",
@@ -54,35 +47,26 @@ def run(options: CalibrateOptions) -> None:
 
 
 def run_fitting(options: CalibrateOptions) -> None:
-    """Fit rotations and balanced transforms, or take those of a file, then search clips if asked."""
-    base = given(options.calibration) if options.calibration else None
+    """Fit rotations and balanced transforms."""
     out = options.out and user_path(options.out, "--out")
     loaded = load(options.model, "fp16", dtype=options.dtype)
     text = _read(loaded, options)
     timing: dict[str, float] = {}
     start = time.perf_counter()
-    reading = {"window": min(WINDOW, loaded.context or WINDOW), "bos": bos_of(loaded.tokenizer)}
-    searched = searched_presets(options)
-    turns = len(searched) + (0 if base else 1)
-    trials = {}
-    with progress_bar(len(text.tokens) * turns) as progress:
-        calibration = base or calibrate(
+    with progress_bar(len(text.tokens)) as progress:
+        calibration = calibrate(
             loaded.model,
             text.tokens,
             text=text.name,
+            window=min(WINDOW, loaded.context or WINDOW),
+            bos=bos_of(loaded.tokenizer),
             progress=progress,
             timing=timing,
-            **reading,
         )
-        path = out or artifact.kept_path(calibration.fingerprint)
-        calibration = _with_kept_clips(calibration, path)
-        for name, config in searched.items():
-            calibration, trials[name] = clips.search(
-                loaded.model, calibration, config, text.tokens, progress=progress, **reading
-            )
+    path = out or artifact.kept_path(calibration.fingerprint)
     seconds = time.perf_counter() - start
     artifact.write(path, calibration)
-    report(calibration, path, seconds, timing, trials, options.json)
+    report(calibration, path, seconds, timing, options.json)
     used = artifact.find(calibration.fingerprint, loaded.path)
     if options.out is None and used.path != path:
         note(
@@ -118,53 +102,15 @@ def learned_path(fingerprint: str) -> Path:
     return artifact.kept_path(fingerprint, "-learned")
 
 
-def searched_presets(options: CalibrateOptions) -> dict[str, CacheConfig]:
-    """The presets for which clips are searched, by name."""
-    names = [name.strip() for name in (options.kv or SEARCHED).split(",")]
-    return {name: parse_kv(name) for name in names} if options.search_clip else {}
-
-
 def check(options: CalibrateOptions) -> None:
     """Raises UserError for settings that do not go together."""
-    _check_learning(options)
-    for option, value in (("--kv", options.kv), ("--calibration", options.calibration)):
-        if value is not None and not options.search_clip:
-            raise UserError(f"[{option}] is for a search of clips; got {value}; add --search-clip")
-    for name, config in searched_presets(options).items():
-        if reason := clips.why_not(config):
-            raise UserError(f"[--kv] got {name}; {reason}")
+    if options.learn is not None:
+        Learned(**options.learning).check()
+    elif options.learning:
+        name, value = next(iter(options.learning.items()))
+        raise UserError(f"[--{name}] is for learned transforms; got {value}; add --learn scale")
     if options.tokens < LEAST:
         raise UserError(f"[--tokens] too little text; got {options.tokens}; choose {LEAST} or more")
-
-
-def _check_learning(options: CalibrateOptions) -> None:
-    if options.learn is None:
-        if options.learning:
-            name, value = next(iter(options.learning.items()))
-            raise UserError(f"[--{name}] is for learned transforms; got {value}; add --learn scale")
-        return
-    Learned(**options.learning).check()
-    if options.search_clip:
-        raise UserError(
-            f"[--learn] got {options.learn} with --search-clip, which is for other transforms; leave "
-            "one of them out"
-        )
-
-
-def _with_kept_clips(calibration: Calibration, path: Path) -> Calibration:
-    """`made` with the clips of the file that it replaces, where the transforms are the same."""
-    if not path.exists() and path == artifact.kept_path(calibration.fingerprint):
-        path = artifact.kept_path(names(calibration.fingerprint)[-1])  # of an earlier version
-    try:
-        old = artifact.read(path)
-    except UserError:  # not there, or not worth keeping
-        return calibration
-    if not same_model(old.fingerprint, calibration.fingerprint) or old.parts != calibration.parts:
-        return calibration
-    calibration, lost = calibration.with_clips_of(old)
-    if lost:
-        note(f"{path} had clips for other rotations; they are gone")
-    return calibration
 
 
 def report(
@@ -172,7 +118,6 @@ def report(
     path: Path,
     seconds: float,
     timing: dict[str, float],
-    trials: dict[str, dict[str, clips.Trial]],
     as_json: bool,
 ) -> None:
     """Print a row per layer and where the file is; with --json one document."""
@@ -190,8 +135,6 @@ def report(
                     side: basis.balance and basis.balance.condition for side, basis in sides.items()
                 },
                 "seconds": round(timing.get(name, 0.0), 4),
-                "clips": {side: dict(basis.clips) for side, basis in sides.items()},
-                "clip_errors": {kv: outcomes[name].by_side() for kv, outcomes in trials.items()},
             }
         )
     size = path.stat().st_size
@@ -223,30 +166,11 @@ def report(
         ]
         for row in rows
     ]
-    for kv, outcomes in trials.items():
-        _report_clips(kv, outcomes)
     title = f"{calibration.model}: {calibration.tokens} tokens of {calibration.text}"
     print_table(COLUMNS, cells, title)
     say(f"{path}: {human_bytes(size)}, {seconds:.1f} s, digest {calibration.digest}")
     print("condition: largest over smallest eigenvalue, the worst kv head; balanced: largest over")
     print("smallest singular value of the balanced transform")
-
-
-def _report_clips(kv: str, outcomes: dict[str, clips.Trial]) -> None:
-    """Print the preset's clip and the chosen one per layer and side, with their errors."""
-    rows = []
-    choices = {side: clips.choose(outcomes, side) for side in SIDES}
-    for name, trial in outcomes.items():
-        row = [name]
-        for side in SIDES:
-            if not (errors := trial.errors(side)):
-                row += ["kept", ""]
-                continue
-            usual, best = next(iter(errors)), choices[side][name]  # the preset's own is tried first
-            row += [f"{usual:g} -> {best:g}", f"{errors[usual]:.2g} -> {errors[best]:.2g}"]
-        rows.append(row)
-    print_table(("layer", "clip K", "error", "clip V", "error"), rows, f"{kv}: clips")
-    print("error: of the attention output, relative energy, one side stored and the other exact")
 
 
 def report_learned(

@@ -50,7 +50,7 @@ def test_sums_over_calls_are_the_laws():
             mx.array(q[None, :, start:stop]),
             mx.array(out[None, :, start:stop].astype(np.float32)),
         )
-        call = AttentionCall(None, exact, part[0], 0.2, "causal", None, part[1])
+        call = AttentionCall(exact, part[0], 0.2, "causal", None, part[1])
         if (asked := moments.far_attention(call, 16)) is not None:
             found.add(call, *asked, 16)
     tail = v[:, 16:].astype(np.float64)
