@@ -68,10 +68,6 @@ def kernels(
     encode_tokens: Annotated[
         str | None, typer.Option("--encode-tokens", help="Tokens to encode at once.")
     ] = None,
-    encode: Annotated[
-        str,
-        typer.Option("--encode", help="Ways to encode, by commas: kernel, cpu, cpu-columns."),
-    ] = "kernel",
     json: Json = False,
 ) -> None:
     """Time decode attention, encode and unseal, each checked first, beside MLX's own attention."""
@@ -84,7 +80,6 @@ def kernels(
         calls=calls,
         rounds=rounds,
         encode_tokens=encode_tokens,
-        ways=encode,
         as_json=json,
     )
 

@@ -17,7 +17,6 @@ from mlxkv.cache import selftest
 from mlxkv.cache.selftest import Case
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, PORTABLE, TILES, KernelPlan
-from mlxkv.codec import encoding
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig, Fill
 from mlxkv.formats.records import RecordLayout, record_layout, side_layout, why_no_record
@@ -110,14 +109,12 @@ def current(
     return plan(config, dims, dtype, latent=latent)
 
 
-def store(
-    plan: KernelPlan, layer_maps: LayerMaps | None = None, way: str = encoding.KERNEL
-) -> Codes | Records:
+def store(plan: KernelPlan, layer_maps: LayerMaps | None = None) -> Codes | Records:
     """An empty store as `plan` has chosen. layer_maps: of the layer, for calibrated sides."""
     config, dims, *_ = plan.question
     if plan.body == OPS:
-        return Codes(config, dims, layer_maps, way)
-    return Records(config, dims, plan.make, plan.body == TILES, layer_maps, way)
+        return Codes(config, dims, layer_maps)
+    return Records(config, dims, plan.make, plan.body == TILES, layer_maps)
 
 
 # -- parts of the decision: each answers a question by why not, or None

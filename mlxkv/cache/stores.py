@@ -24,7 +24,7 @@ from mlxkv.cache.view import (
     Pair,
     RecordPages,
 )
-from mlxkv.codec import encoding, records
+from mlxkv.codec import records
 from mlxkv.codec.codec import Codec, Stored, codec
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
@@ -42,8 +42,7 @@ _forms: WeakValueDictionary[tuple, PageKind] = WeakValueDictionary()
 class PageStore:
     """Sealed pages and what encodes more of them. A subclass defines `encode` and `snapshot`.
 
-    plan: which kernels read them. emulated: whether no trace can hold these kernels. way: how pages are encoded, of
-    `encoding`.
+    plan: which kernels read them. emulated: whether no trace can hold these kernels.
     """
 
     plan, emulated = BY_OPS, False
@@ -53,9 +52,8 @@ class PageStore:
         config: CacheConfig,
         dims: tuple[int, int],
         layer_maps: LayerMaps | None = None,
-        way: str = encoding.KERNEL,
     ):
-        self.config, self.dims, self.way = config, dims, way
+        self.config, self.dims = config, dims
         self.pages = Pages()
         self._all: CodePages | RecordPages | None = None  # the last `whole`, until pages change
         self.codecs = tuple(
@@ -142,7 +140,7 @@ class Codes(PageStore):
         return {
             (side, name): y
             for side, code, x in zip(self.sides, self.codecs, pair, strict=False)
-            for name, y in code.encode(x[:, :, start : start + tokens], self.way).items()
+            for name, y in code.encode(x[:, :, start : start + tokens]).items()
         }
 
     def _by_side(self, arrays: Named) -> dict[str, Stored]:
@@ -205,9 +203,8 @@ class Records(PageStore):
         make: launch.Factory,
         tiled: bool = False,
         layer_maps: LayerMaps | None = None,
-        way: str = encoding.KERNEL,
     ):
-        super().__init__(config, dims, layer_maps, way)
+        super().__init__(config, dims, layer_maps)
         self.layout = record_layout(config, *(code.dims for code in self.codecs))
         body = TILES if tiled else PORTABLE
         self.plan = KernelPlan(body, layout=self.layout, make=make)
@@ -215,17 +212,16 @@ class Records(PageStore):
         self._sealer = seal.sealer(self.layout)
 
     def encode(self, pair: Pair, tokens: int, start: int) -> Stored:
-        layout, make, on_cpu = self.layout, self.plan.make, self.way != encoding.KERNEL
-        if self._sealer is not None and not on_cpu:
+        layout, make = self.layout, self.plan.make
+        if self._sealer is not None:
             transforms = tuple(code.transform for code in self.codecs)
             sides = layout.keys, layout.values
             ranks = self._clip_ranks(self.codecs, [side.dims for side in sides])
             return self._sealer(pair, layout, make, transforms, start, tokens, ranks)
-        with mx.stream(mx.cpu if on_cpu else mx.default_device()):
-            codes = {}
-            for name, x, code in zip(NAMES, pair, self.codecs, strict=True):
-                codes[name] = code.encode(x[:, :, start : start + tokens], self.way)
-            return records.to_records(codes, self.codecs)
+        codes = {}
+        for name, x, code in zip(NAMES, pair, self.codecs, strict=True):
+            codes[name] = code.encode(x[:, :, start : start + tokens])
+        return records.to_records(codes, self.codecs)
 
     @staticmethod
     def _clip_ranks(codecs: Sequence[Codec], dims: Sequence[int]) -> tuple[int, ...]:

@@ -2,6 +2,6 @@
 
 One method, one file (`affine`, `codebook`, `polar`, `polar_tree`, `raw`) with
 `encode`, `decode`, `scores` and `mix`. `codec` joins a method with its `transform`; `maps` has the
-transforms of a calibration, `packing` codes in words, `records` the page records that kernels read,
-`encoding` how pages are encoded. No kernel, no cache and no model is known here.
+transforms of a calibration, `packing` codes in words, `records` the page records that kernels read. No kernel, no
+cache and no model is known here.
 """

@@ -9,7 +9,6 @@ import mlx.core as mx
 from mlxkv.codec import (
     affine,
     codebook,
-    encoding,
     fill,
     polar,
     polar_tree,
@@ -57,12 +56,10 @@ class Codec:
     def __deepcopy__(self, memo):
         return self  # constant: copies of a cache share it
 
-    def encode(self, x: mx.array, way: str = encoding.ROWS) -> Stored:
+    def encode(self, x: mx.array) -> Stored:
         """x: [B, G, T, D], T a whole number of pages -> arrays with tokens (or groups of tokens) on
-        axis 2. way: of `encoding`."""
-        if self.transform is not None:
-            x = encoding.rotated(self.transform.down, x, way)
-        return self.method.encode(self.spec, x, self.page)
+        axis 2."""
+        return self.method.encode(self.spec, self.store(x), self.page)
 
     def store(self, x: mx.array) -> mx.array:
         """x: [B, G, T, D] -> [B, G, T, R], the values that are quantised."""

@@ -23,7 +23,6 @@ ATTEND_KEYS = {
     *("bound", "wrong", "copies"),
 }
 ENCODE_KEYS = {
-    "encode",
     *("what", "shape", "tokens", "preset", "by", "encode_ns_per_vector", "encode_gb_s"),
     *("encode_of_copy", "encode_gflop_s", "page_us", "unseal_gb_s", "unseal_of_copy"),
 }

@@ -12,7 +12,6 @@ from mlxkv.bench.spread import allotted
 from mlxkv.cache import choose
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.codec import encoding
 from mlxkv.formats.config import CacheConfig
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import seconds_of
@@ -34,13 +33,12 @@ def row(
     tokens: int,
     dtype: mx.Dtype,
     bandwidth: float,
-    way: str = encoding.KERNEL,
 ) -> dict:
-    """One row. tokens: whole pages. bandwidth: bytes per second, of a copy. way: of `mlxkv.codec.encoding`."""
+    """One row. tokens: whole pages. bandwidth: bytes per second, of a copy."""
     mx.random.seed(0)
     config, dims = allotted(config, shape.dims), (shape.dims, shape.dims)
     plan = choose.plan(config, dims, dtype)
-    new = partial(choose.store, plan, rotations(config, shape), way)
+    new = partial(choose.store, plan, rotations(config, shape))
     pages, calls = tokens // config.page, CALLS_CPU if backend() == "cpu" else CALLS
     inputs = [shape.pair(tokens, dtype) for _ in range(2)]
     mx.eval(inputs)
@@ -77,7 +75,6 @@ def row(
         "tokens": tokens,
         "preset": name,
         "by": plan.label,
-        "encode": way,
         "encode_ns_per_vector": 1e9 * seconds / vectors,
         "encode_gb_s": size / seconds / 1e9,
         "encode_of_copy": size / seconds / bandwidth,

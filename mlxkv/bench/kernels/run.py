@@ -12,7 +12,6 @@ from mlxkv.bench.kernels.case import Shape, parse_shape
 from mlxkv.bench.options import check_counts, parse_contexts
 from mlxkv.bench.show import print_machine
 from mlxkv.bench.subject import default_dtype, machine_in_use, short
-from mlxkv.codec import encoding
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Full
 from mlxkv.formats.config import CacheConfig
@@ -44,7 +43,6 @@ ENCODE_COLUMNS = (
     "tokens",
     "preset",
     "by",
-    "encode",
     "ns/vector",
     "GB/s",
     "of copy",
@@ -63,11 +61,9 @@ def run(
     calls: int,
     rounds: int,
     encode_tokens: str | None,
-    ways: str,
     as_json: bool,
 ) -> None:
-    """Measure and print. shapes, contexts, kv, ways: by commas. ways: of `mlxkv.codec.encoding`."""
-    compared = [encoding.check(way.strip()) for way in ways.split(",")]
+    """Measure and print. shapes, contexts, kv: by commas."""
     presets = {name: _preset(name) for name in kv.split(",")}
     cases = _cases(shapes, contexts, presets)
     batch = _encode_tokens(encode_tokens, max(config.page for config in presets.values()))
@@ -96,9 +92,7 @@ def run(
             bars.advance(bar)
         for name, config in presets.items():
             bars.update(bar, description=f"encode {name}")
-            for way in compared:
-                row = encode.row(name, config, ENCODE_SHAPE, batch, dtype, bandwidth, way)
-                encodes.append(row)
+            encodes.append(encode.row(name, config, ENCODE_SHAPE, batch, dtype, bandwidth))
             bars.advance(bar)
     link = _link(cases[0][0], dtype, calls)
     speeds = {"copy_gb_s": bandwidth / 1e9, "read_gb_s": reading / 1e9}
@@ -191,7 +185,6 @@ def _show_encode(rows: list[dict]) -> None:
             r["tokens"],
             r["preset"],
             r["by"],
-            r["encode"],
             f"{r['encode_ns_per_vector']:.2f}",
             f"{r['encode_gb_s']:.1f}",
             f"{r['encode_of_copy']:.2f}",
