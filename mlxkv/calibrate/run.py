@@ -13,14 +13,8 @@ from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.models import load
 from mlxkv.models.calibration.learn import Outcomes, learn, steps
-from mlxkv.models.calibration.measure import (
-    LEAST,
-    WINDOW,
-    bos_of,
-    calibrate,
-    calibrate_with_samples,
-    progress_bar,
-)
+from mlxkv.models.calibration.measure import LEAST, on_text, progress_bar
+from mlxkv.models.calibration.moments import Sample
 from mlxkv.texts.sources import Text, calibration_tokens
 
 COLUMNS = [
@@ -53,16 +47,7 @@ def run_fitting(options: CalibrateOptions) -> None:
     text = _read(loaded, options)
     timing: dict[str, float] = {}
     start = time.perf_counter()
-    with progress_bar(len(text.tokens)) as progress:
-        calibration = calibrate(
-            loaded.model,
-            text.tokens,
-            text=text.name,
-            window=min(WINDOW, loaded.context or WINDOW),
-            bos=bos_of(loaded.tokenizer),
-            progress=progress,
-            timing=timing,
-        )
+    calibration = on_text(loaded.model, loaded, text, timing=timing)
     path = out or artifact.kept_path(calibration.fingerprint)
     seconds = time.perf_counter() - start
     artifact.write(path, calibration)
@@ -80,7 +65,8 @@ def run_learning(options: CalibrateOptions) -> None:
     loaded = load(options.model, "fp16", dtype=options.dtype)
     text = _read(loaded, options)
     start = time.perf_counter()
-    calibration, samples = calibrate_with_samples(loaded, text)
+    samples: dict[str, Sample] = {}
+    calibration = on_text(loaded.model, loaded, text, samples=samples)
     learned = Learned(**options.learning)
     with progress_bar(steps(calibration, learned), "learning") as progress:
         calibration, outcomes = learn(calibration, samples, learned, progress)

@@ -91,7 +91,7 @@ class ChatOptions:
         str | None,
         Option(
             "--calibration",
-            help="For calibrated presets: a file, or owner/name on the hub. Default: the model's.",
+            help="For calibrated presets: a file. Default: the model's.",
         ),
     ] = None
     json: Annotated[

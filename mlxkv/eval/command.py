@@ -72,7 +72,7 @@ def evaluate(
         str | None,
         typer.Option(
             "--calibration",
-            help="For calibrated presets: a file, or owner/name on the hub. Default: the model's.",
+            help="For calibrated presets: a file. Default: the model's.",
         ),
     ] = None,
     out: Annotated[

@@ -73,7 +73,7 @@ def attach(
     (`fp16`) leaves mlx-lm's own caches. Copies of an attached model, deep or unpickled, are attached themselves.
     mlx-lm's `max_kv_size`, and `kv_bits` on compressed layers, have no effect on an attached model, and warn.
 
-    calibration: for a preset that needs one, a file or `owner/name` on the hub; by default the one
+    calibration: for a preset that needs one, a file; by default the one
     that came with the model, or the user's own, or one that is made on the spot, for models that
     `mlxkv.models.load` has loaded.
 
@@ -247,7 +247,7 @@ def fit(
     `fold` with several processes, and where the weights are folded for other maps."""
     fitted = dict.fromkeys(shapes, (config, None))
     if shapes and config.calibrated:
-        from mlxkv.models.calibration import fitting  # which reads texts, and the hub
+        from mlxkv.models.calibration import fitting  # which reads texts
 
         fitted = fitting.fit(model, config, shapes, calibration)
     if _is_shared(group):

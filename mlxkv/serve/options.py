@@ -92,9 +92,7 @@ class ServeOptions:
     )
     dtype: str | None = option(None, "float32, float16 or bfloat16. Default: as stored.")
     weights: int | None = option(None, "8 rounds weights of 16 bits to 8. Default: as stored.")
-    calibration: str | None = option(
-        None, "For calibrated presets: a file, or owner/name on the hub. Default: the model's."
-    )
+    calibration: str | None = option(None, "For calibrated presets: a file. Default: the model's.")
 
     def __post_init__(self):
         if not 0 <= self.port < 1 << 16:

@@ -19,32 +19,15 @@ from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.calibration import measure
-from mlxkv.models.catalog.aliases import REPO
-from mlxkv.models.catalog.hub import Words, fetch_file
 from mlxkv.models.hooks.fold import fold_of
 from mlxkv.models.hooks.probe import Place, Shape
 from mlxkv.models.origin import Origin, layer_name, origin_of, sizes
 
-FILE = f"{artifact.NAME}.safetensors"
-ON_THE_HUB = Words(
-    "calibration",
-    "no such file here and no such repository on the hub",
-    "the hub cannot be reached and this calibration is not on this machine",
-    "make one with mlxkv calibrate --model MODEL -o FILE",
-)
-
 
 def given(calibration: Calibration | Path | str) -> Calibration:
-    """Read a calibration from a file or folder on this machine, or from `owner/name` on the hub; one that
-    is read already is returned. Raises UserError."""
+    """Read a calibration from a file or folder; one that is read already is returned. Raises UserError."""
     if isinstance(calibration, Calibration):
         return calibration
-    if isinstance(calibration, str):
-        name = calibration.strip()
-        # A path that is not there stays a path: "calibrations/mine.safetensors" is no repository.
-        is_path = console.user_path(name, "--calibration").exists() or name.endswith(".safetensors")
-        if REPO.fullmatch(name) and not is_path:
-            calibration = fetch_file(name, FILE, ON_THE_HUB)
     return artifact.read(calibration)
 
 

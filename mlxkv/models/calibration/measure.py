@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,8 +40,10 @@ from mlxkv.models.hooks.probe import Place, Shape, find, leaves, modules_of, put
 from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.hooks.taps import LatentObserver, PlainObserver
 from mlxkv.models.origin import Origin, layer_name, origin_of
-from mlxkv.texts import corpus
-from mlxkv.texts.sources import Text
+from mlxkv.texts.sources import Text, calibration_tokens
+
+if TYPE_CHECKING:
+    from mlxkv.models.loader import Loaded
 
 # -- Make the transforms of a layer's side from its moments. Spec: `spec/oscar.py`, `spec/balanced.py`.
 
@@ -304,36 +307,24 @@ def _read(
             moments[place].end_window(cache.exact[0])
 
 
-def calibrate_with_samples(loaded, text: Text) -> tuple[Calibration, dict[str, Sample]]:
-    """Calibrate a loaded model and keep a sample of keys and values of each layer in the same pass, with a
-    progress bar on stderr."""
-    samples: dict[str, Sample] = {}
+def on_text(model: nn.Module, source: Loaded | Origin, text: Text, **filled) -> Calibration:
+    """Calibrate on a text with a progress bar on stderr. source: the model's tokenizer and context. filled: `timing`
+    and `samples` of `calibrate`."""
     with progress_bar(len(text.tokens)) as progress:
-        made = calibrate(
-            loaded.model,
+        return calibrate(
+            model,
             text.tokens,
             text=text.name,
-            window=min(WINDOW, loaded.context or WINDOW),
-            bos=bos_of(loaded.tokenizer),
+            window=min(WINDOW, source.context or WINDOW),
+            bos=bos_of(source.tokenizer),
             progress=progress,
-            samples=samples,
+            **filled,
         )
-    return made, samples
 
 
 def from_corpus(model: nn.Module, origin: Origin) -> Calibration:
-    """Calibrate on the corpus with default settings and a progress bar on stderr."""
-    text = "\n\n".join(corpus.interleaved("calibration"))
-    tokens = list(origin.tokenizer.encode(text, add_special_tokens=False))[:TOKENS]
-    with progress_bar(len(tokens)) as progress:
-        return calibrate(
-            model,
-            tokens,
-            text=CORPUS,
-            window=min(WINDOW, origin.context or WINDOW),
-            bos=bos_of(origin.tokenizer),
-            progress=progress,
-        )
+    """Calibrate with default settings, as `mlxkv calibrate` does."""
+    return on_text(model, origin, calibration_tokens(origin, TOKENS))
 
 
 @contextmanager
