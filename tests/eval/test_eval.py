@@ -138,8 +138,8 @@ def test_processes_side_by_side_find_the_same(spec, tmp_path):
 def shuffled(encode):
     """`Codec.encode` with the tokens of each page in another order."""
 
-    def wrong(self, x, way):
-        stored = encode(self, x, way)
+    def wrong(self, x):
+        stored = encode(self, x)
         return stored | {"codes": stored["codes"][:, :, ::-1]}
 
     return wrong

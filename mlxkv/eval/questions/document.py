@@ -15,15 +15,13 @@ QUERIES = 4  # keys in one question of "multi-query"
 
 @dataclass(frozen=True)
 class Question:
-    """values: in their order in `answer`. keys: of the values. depths: the places of their facts in
-    the text, 0 for its start and 1 for its end."""
+    """values: in their order in `answer`. keys: of the values."""
 
     kind: str
     question: str
     answer: str
     values: tuple[str, ...]
     keys: tuple[str, ...]
-    depths: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,6 @@ def rounds(rng: Random, items: Sequence, count: int) -> list:
     while len(out) < count:
         out += rng.sample(list(items), len(items))
     return list(islice(out, count))
-
-
-def depth_of(text: str) -> Callable[[str], float]:
-    """Return a function that gives the place of a sentence in the text, 0 .. 1."""
-    return lambda sentence: text.index(sentence) / len(text)
 
 
 def filler(source, room: int, measure: Callable[[str], int]) -> list[str]:

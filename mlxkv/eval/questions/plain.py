@@ -11,7 +11,6 @@ from mlxkv.eval.questions.document import (
     Document,
     Question,
     Sizes,
-    depth_of,
     filler,
     rounds,
     spread,
@@ -117,13 +116,11 @@ def document(rng: Random, length: int, questions: int, measure: Callable[[str], 
     groups = [[fact(p, v) for p in places for v in values[p]] for places in (single, near, several)]
     room = length - sum(measure(" " + sentence) for group in groups for sentence in group)
     text = _paragraphs(rng, spread(rng, filler(sentences(rng), room, measure), groups))
-    depth = depth_of(text)
     questions_asked: list[Question] = []
 
     def put(kind: str, pairs: list[tuple[str, str]], question: str, answer: str) -> None:
-        depths = tuple(depth(fact(*pair)) for pair in pairs)
         keys, values = zip(*((f"the {place}", code) for place, code in pairs), strict=True)
-        questions_asked.append(Question(kind, question, answer, values, keys, depths))
+        questions_asked.append(Question(kind, question, answer, values, keys))
 
     for kind, places in (("single", single), ("multi-key", near)):
         for place in rounds(rng, places, questions):
@@ -138,7 +135,7 @@ def document(rng: Random, length: int, questions: int, measure: Callable[[str], 
         clauses = listed([f"the access code of the {p} is {v}" for p, v in pairs])
         put("multi-query", pairs, question, f"{_upper(clauses)}.")
     for place in rounds(rng, several, questions):
-        codes_in_order = sorted(values[place], key=lambda code: depth(fact(place, code)))
+        codes_in_order = sorted(values[place], key=lambda code: text.index(fact(place, code)))
         question = f"What are all the access codes of the {place}?"
         answer = f"The access codes of the {place} are {listed(codes_in_order)}."
         put("multi-value", [(place, code) for code in codes_in_order], question, answer)

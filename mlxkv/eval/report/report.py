@@ -89,7 +89,7 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
         parts = {kind: results[f"retrieval-{kind}-{context}"][name] for kind in shares}
         row["retrieval_likelihood"] = {kind: part["likelihood"] for kind, part in parts.items()}
         row["retrieval_values"] = {
-            kind: sum(depth["asked"] for depth in part["depths"]) for kind, part in parts.items()
+            kind: sum(map(len, part["documents"])) for kind, part in parts.items()
         }
         base = {kind: results[f"retrieval-{kind}-{context}"][BASELINE] for kind in shares}
         row |= compare.retrieval(parts, base)

@@ -24,7 +24,6 @@ SEED = "retrieval-1"  # count it up when texts or scores change
 PER_TEXT = 16  # most questions of a kind about one text
 MARGIN = 200  # tokens of a context that question and answer may take
 SHORTEST = 512  # tokens with room for all kinds of facts, a question and its answer
-BINS = 5
 # Tokens of a greedy answer: a start, and a sentence per value.
 START, PER_VALUE = 16, 32
 
@@ -75,8 +74,8 @@ def pooled(results: dict[str, Results]) -> dict[str, Results]:
 def _pooled(kind: str, context: int, documents: list[dict]) -> dict:
     """Join one arm's results; "documents": of each, which values were found."""
     of_kind = [document["kinds"][kind] for document in documents]
-    right, likely, depths = (
-        [x for document in of_kind for x in document[key]] for key in ("right", "likely", "depths")
+    right, likely = (
+        [x for document in of_kind for x in document[key]] for key in ("right", "likely")
     )
     return {
         "kind": kind,
@@ -84,12 +83,10 @@ def _pooled(kind: str, context: int, documents: list[dict]) -> dict:
         "tokens": documents[-1]["tokens"],
         "questions": len(right),
         "values": _mean([value for question in right for value in question]),
-        "every": _mean([all(question) for question in right]),
         "likelihood": _mean([x for question in likely for value in question for x in value]),
         "documents": [
             [value for question in document["right"] for value in question] for document in of_kind
         ],
-        "depths": _bins(depths, right, likely),
         "kv_bytes": documents[-1]["kv_bytes"],
     }
 
@@ -138,10 +135,9 @@ def _run(
 
 
 def _measure(arms: Arms, loaded, name: str, document: Document, options, progress) -> dict:
-    """Return, by kind, of each question which values were found, how likely their tokens were, and how
-    deep they stood."""
+    """Return, by kind, of each question which values were found, and how likely their tokens were."""
     begin = prompts.prefix(loaded, document.text)
-    kinds = {kind: {"right": [], "likely": [], "depths": []} for kind in options.kinds}
+    kinds = {kind: {"right": [], "likely": []} for kind in options.kinds}
     tokens = nbytes = 0
     for kind, rows in kinds.items():
         for question in document.of(kind):
@@ -154,8 +150,8 @@ def _measure(arms: Arms, loaded, name: str, document: Document, options, progres
                 loaded, feed.branch(cache), question_tokens, answer, question.values
             )
             hits = _found(loaded, feed.branch(cache), question_tokens, question)
-            for key, value in (("right", hits), ("likely", log), ("depths", question.depths)):
-                rows[key].append(value)
+            rows["right"].append(hits)
+            rows["likely"].append(log)
             progress(1)
     return {"tokens": tokens, "kv_bytes": nbytes, "kinds": kinds}
 
@@ -173,27 +169,6 @@ def _found(loaded, cache: list, prompt: list[int], question: Question) -> list[b
     limit = START + PER_VALUE * len(question.values)
     line = not prompts.has_template(loaded)
     return named(greedy.reply(loaded, cache, prompt, limit, done, line))
-
-
-def _bins(depths: list, right: list, likely: list) -> list[dict]:
-    """Count asked and right values by the depth of their facts."""
-    out = []
-    for at in range(BINS):
-        hits, logs = [], []
-        for places, hits_of, log in zip(depths, right, likely, strict=True):
-            for depth, hit, log_of in zip(places, hits_of, log, strict=True):
-                if min(int(depth * BINS), BINS - 1) == at:
-                    hits.append(hit)
-                    logs += log_of
-        out.append(
-            {
-                "depth": (at + 0.5) / BINS,
-                "asked": len(hits),
-                "right": sum(hits),
-                "likelihood": _mean(logs) if logs else None,
-            }
-        )
-    return out
 
 
 def _mean(values: list) -> float:
