@@ -7,9 +7,15 @@ __version__ = "0.1.0"
 __all__ = ["attach", "detach", "load"]
 
 if sys.platform == "linux":
-    from mlxkv import blas
+    try:
+        from mlxkv import blas
 
-    blas.put_in_front()
+        blas.put_in_front()
+    except KeyboardInterrupt:
+        # Ctrl-C as a command starts: `mlxkv`, or Python with -m, which imports this before the module.
+        if sys.argv[0] == "-m" or sys.argv[0].endswith("/mlxkv"):
+            sys.exit(130)
+        raise
 
 
 def __getattr__(name: str):

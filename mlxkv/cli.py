@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+import sys
 import textwrap
 from difflib import get_close_matches
 from itertools import takewhile
@@ -17,7 +19,7 @@ from mlxkv import __version__
 from mlxkv.bench.command import bench
 from mlxkv.calibrate.command import calibrate
 from mlxkv.chat.command import chat
-from mlxkv.console import forgive, let_go, note, one_line, parse_tokens, working
+from mlxkv.console import forgive, is_full, let_go, note, one_line, parse_tokens, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
 from mlxkv.formats.names import complete_kv, parse_kv
@@ -51,7 +53,7 @@ EXAMPLES = {
     "presets": ("mlxkv presets", "mlxkv presets --all"),
     "models": ("mlxkv models", "mlxkv models get smollm2"),
     "get": ("mlxkv models get", "mlxkv models get smollm2"),
-    "fit": ("mlxkv fit -m llama-3.1-8b --context 128k --memory 16GB", "mlxkv fit -m qwen3-4b"),
+    "fit": ("mlxkv fit -m llama-3.1-8b --context 128k --memory 16GB", "mlxkv fit --memory 16GB"),
     "doctor": ("mlxkv doctor", "mlxkv doctor --all --share"),
     "eval": ("mlxkv eval -m qwen3-4b", "mlxkv eval -m qwen3-4b --kv int4,3 --thorough"),
     "bench": ("mlxkv bench -m qwen3-4b", "mlxkv bench kernels"),
@@ -62,6 +64,9 @@ EXAMPLES = {
     "kernels": ("mlxkv bench kernels", "mlxkv bench kernels --contexts 8k,32k --kv int8,int4"),
 }
 VALUES = {"int": "N", "float": "X", "path": "PATH"}  # by the start of a type's name
+SWITCHES = ("MLXKV_KERNELS", "MLXKV_TILES", "MLXKV_COMPILE")  # environment variables
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NUMBERS = {"N": ("a whole number", "write it like 12"), "X": ("a number", "write it like 0.5")}
 
 
 class _Page:
@@ -318,7 +323,15 @@ def get(
 
 @app.command(cls=Command)
 def fit(
-    model: Model = DEFAULT,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="An alias, a hub name, a folder or a GGUF file. Default: every alias.",
+            autocompletion=complete_model,
+        ),
+    ] = None,
     config: Annotated[
         str | None, typer.Option("--config", help="A config.json in place of --model.")
     ] = None,
@@ -340,7 +353,7 @@ def fit(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Estimate what fits in memory: bytes per preset, prefill included, and the longest context."""
+    """Estimate what fits in memory: the longest context by preset, of one model or all that have an alias."""
     from mlxkv.doctor.fit import run
 
     run(model=model, config=config, context=context, memory=memory, kv=kv or [], as_json=json)
@@ -376,24 +389,50 @@ for measure in bench.registered_commands:
 app.add_typer(bench, name="bench", cls=Commands)
 
 
-def _usage_line(error: Exception) -> str:
-    """Turn a usage error into one line that lists the choices."""
-    ctx = getattr(error, "ctx", None)
+def _usage_line(error: Exception, words: list[str]) -> str:
+    """Turn a usage error of typer into a line of ours. words: the command line."""
+    ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
     where = ctx.command.name if ctx and ctx.parent else "mlxkv"
+    example = f"write it like {EXAMPLES.get(where, EXAMPLES['mlxkv'])[0]}"
     text = " ".join(error.format_message().split()).rstrip(".")
-    if hasattr(error, "option_name"):
+    if hasattr(error, "possibilities"):
         params = ctx.command.params if ctx else []
         names = [opt for param in params for opt in param.opts if opt.startswith("--")]
         close = get_close_matches(error.option_name, names, n=1)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        text = f"no such option; got {error.option_name}; {hint}choose from {', '.join(names)}"
+        ending = f"did you mean {close[0]}? " if close else f"choose from {', '.join(names)}"
+        path = f"{ctx.command_path} --help lists them" if close and ctx else ""
+        text = f"no such option; got {error.option_name}; {ending}{path}"
+    elif hasattr(error, "option_name"):
+        needs = "requires" in text
+        where, text = error.option_name, "needs a value behind it" if needs else "takes no value"
+    elif param is not None and is_option(param):
+        kind, such = NUMBERS.get(value_of(param), ("such a value", "--help says"))
+        where, text = param.opts[0], f"not {kind}; got {_typed(words, param.opts)!r}; {such}"
+    elif param is not None:
+        text = f"{param.name.upper()} is missing; {example}"
+    elif extra := re.search(r"extra argument.*\((.*)\)", text):
+        text = f"takes no words without an option; got {extra[1]}; {example}"
     return f"[{where}] {text}"
+
+
+def _typed(words: list[str], names: list[str]) -> str:
+    """Return what was typed as the value of an option."""
+    for name in names:
+        for word, value in zip(words, [*words[1:], ""], strict=True):
+            if word == name:
+                return value
+            if word.startswith(f"{name}="):
+                return word.removeprefix(f"{name}=")
+    return ""
 
 
 def main(args: list[str] | None = None) -> int:
     """Run a command and return its exit code. Every failure is one line on stderr."""
     forgive()
     try:
+        for name in SWITCHES:
+            if (value := os.environ.get(name, "")) not in ("", "0", "1"):
+                raise UserError(f"[{name}] neither on nor off; got {value!r}; choose 0 or 1")
         code = app(args=args, prog_name="mlxkv", standalone_mode=False) or 0
         if callable(code):  # a program of others, which runs once typer is done
             code = code()
@@ -409,8 +448,10 @@ def main(args: list[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno == errno.EIO:  # the terminal was closed
             let_go()
             return 128 + 1  # as the signal of it, SIGHUP, which may come later than this
-        if hasattr(error, "format_message"):  # a usage error from typer's parser
-            line, code = _usage_line(error), 2
+        if getattr(error, "errno", None) in FULL and is_full():
+            line, code = f"[stdout] cannot be written to: {error.strerror}", 1
+        elif hasattr(error, "format_message"):  # a usage error from typer's parser
+            line, code = _usage_line(error, sys.argv[1:] if args is None else args), 2
         elif os.environ.get("MLXKV_TRACEBACK"):
             raise
         else:

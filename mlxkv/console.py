@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from mlxkv.errors import MachineError, UserError
 
@@ -59,8 +59,11 @@ _strict: dict[str, str] = {}  # how each stream took what it cannot write, befor
 
 
 def forgive() -> None:
-    """Have the streams replace what is not UTF-8, which must not end a chat."""
+    """Have the streams replace what is not UTF-8, which must not end a chat. A closed stream becomes the null device:
+    a file that is opened later would take its number."""
     for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 - for good
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
             _strict.setdefault(name, stream.errors)
@@ -86,17 +89,32 @@ def note(text: str) -> None:
     print(plain(text, lines=True), file=sys.stderr, flush=True)
 
 
+def is_full() -> bool:
+    """Return whether stdout takes nothing more, as on a full disk; then what waits is dropped."""
+    try:
+        print(flush=True)
+    except OSError:
+        _drop(sys.stdout)
+        return True
+    return False
+
+
 def let_go() -> None:
-    """Drop what a terminal that was closed did not take: Python would try again as it ends, and exit with 120."""
+    """Drop what a terminal that was closed did not take."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError as error:
             if error.errno != errno.EIO:  # such as a full disk
                 raise
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
-            os.close(null)
+            _drop(stream)
+
+
+def _drop(stream: TextIO) -> None:
+    """Lead a stream to the null device: Python would try again as it ends, and exit with 120."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def warn(text: str) -> None:

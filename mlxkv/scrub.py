@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import platform
 import re
 import time
@@ -41,6 +42,13 @@ def put(shared: dict, name: str, kind: str) -> Path:
     except OSError as error:
         raise MachineError(f"[--share] cannot write {file}: {error.strerror}") from None
     return file
+
+
+def check_place(name: str) -> None:
+    """Raise MachineError, before minutes of work, if `put` could not write the file `name`."""
+    file = user_path(name, "--share")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise MachineError(f"[--share] cannot write {file}; choose a file in a folder of yours")
 
 
 def default_file(data: dict, folder: Path, kind: str) -> Path:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
 from random_model import write_model
-from small_models import TINY
 
 from mlxkv.chat.session import Session
 from mlxkv.cli import main
@@ -24,7 +27,7 @@ def fails(capsys, monkeypatch):
     """Runs a command that must fail; returns the one line it says."""
 
     def run(*args: str, code: int = 2, stdin: str = "") -> str:
-        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         assert main([str(arg) for arg in args]) == code
         said = capsys.readouterr()
         assert said.out == ""
@@ -48,10 +51,16 @@ def chat(fails, model_folder):
 # What is typed behind `mlxkv`, and a part of the line that says what is wrong.
 SLIPS = (
     ("chta", "got 'chta'; did you mean chat? choose from chat, "),
-    ("chat --mdel x", "got --mdel; did you mean --model? choose from --model, --kv"),
-    ("chat --model", "--model"),
-    ("fit hello", "hello"),
-    ("chat --max-tokens many", "--max-tokens"),
+    ("chat --mdel x", "[chat] no such option; got --mdel; did you mean --model? mlxkv chat --help"),
+    ("presets --zz", "[presets] no such option; got --zz; choose from --all, --json"),
+    ("chat --model", "[--model] needs a value behind it"),
+    ("chat --json=x", "[--json] takes no value"),
+    ("fit hello", "[fit] takes no words without an option; got hello; write it like mlxkv fit -m "),
+    ("launch", "[launch] TOOL is missing; write it like mlxkv launch claude"),
+    ("chat --max-tokens many", "[--max-tokens] not a whole number; got 'many'; write it like 12"),
+    ("chat --max-tokens=1.5", "[--max-tokens] not a whole number; got '1.5'"),
+    ("chat --temp hot", "[--temp] not a number; got 'hot'; write it like 0.5"),
+    ("chat --temperature=", "[--temp] not a number; got ''"),
     (
         "chat hi --kv int5",
         "[--kv] unknown preset; got 'int5'; did you mean int8 or int4? choose from fp16, int8",
@@ -64,9 +73,11 @@ SLIPS = (
     ("chat hi --seed -1", "[--seed] must be 0 or more, below 2^64; got -1"),
     ("chat hi --seed 18446744073709551616", "below 2^64; got 18446744073709551616"),
     ("chat hi --top-p 1.5", "--top-p"),
-    ("chat hi -m no-such-model", "got 'no-such-model'; choose from "),
+    ("chat hi -m no-such-model", "got 'no-such-model'; choose a name that mlxkv models lists"),
+    ("chat hi -m qwen3-4c", "did you mean qwen3-4b or qwen3.5-4b or qwen3-8b? choose a name"),
     ("chat hi -m nobody/no-such-model-here", "nobody/no-such-model-here"),
     ("fit --context long", "--context"),
+    ("fit --context 64k", "[--context] is for one model; got 64k; add --model NAME"),
     ("fit --memory much", "--memory"),
     ("fit --kv int5", "--kv"),
     ("fit --model no-such-model", "no such model"),
@@ -85,10 +96,55 @@ def test_empty_prompt(chat):
     assert "empty prompt" in chat(stdin="\n")
 
 
-def test_no_stdin_at_all(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", None)
-    assert main(["chat", "-m", TINY]) == 2
-    assert capsys.readouterr().err.startswith("[chat] empty prompt")
+def test_switches_of_the_environment(fails, monkeypatch):
+    monkeypatch.setenv("MLXKV_KERNELS", "maybe")
+    assert fails("presets") == "[MLXKV_KERNELS] neither on nor off; got 'maybe'; choose 0 or 1"
+
+
+def test_a_server_without_room_for_a_request(fails, model_folder):
+    line = fails("serve", "-m", model_folder, "--port", "0", "--kv-memory", "1KB")
+    assert "no room for a single short request; got 1KB; 64 tokens need " in line
+
+
+def test_a_port_in_use(fails, model_folder):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = fails("serve", "-m", model_folder, "--port", port, code=1)
+    assert line.endswith("in use; choose another port, or 0 for a free one")
+
+
+# What a shell does to the streams, the exit code, and what stderr says.
+STREAMS = (
+    ("--version >&-", 0, ""),
+    ("--version 2>&-", 0, ""),
+    ("presets <&- >&- 2>&-", 0, ""),
+    ("chat <&-", 2, "[chat] empty prompt; pass --prompt TEXT or pipe some text in\n"),
+    ("--version >/dev/full", 1, "[stdout] cannot be written to: No space left on device\n"),
+    ("presets >/dev/full", 1, "[stdout] cannot be written to: No space left on device\n"),
+)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_streams_that_are_closed_or_full(subtests, smollm2):
+    for typed, code, said in STREAMS:
+        for unbuffered in ("", "1"):
+            with subtests.test(typed=typed, unbuffered=unbuffered):
+                env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+                line = f"exec {sys.executable} -m mlxkv {typed}"
+                done = subprocess.run(line, shell=True, env=env, capture_output=True, text=True)
+                assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_ctrl_c_while_it_starts(subtests, tmp_path):
+    """Modules that are imported first and later, in whose place Ctrl-C comes."""
+    for name in ("hashlib", "typer"):
+        with subtests.test(name=name):
+            (tmp_path / f"{name}.py").write_text("raise KeyboardInterrupt")
+            env = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
+            call = [sys.executable, "-m", "mlxkv", "--version"]
+            done = subprocess.run(call, env=env, capture_output=True, text=True)
+            assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+            (tmp_path / f"{name}.py").unlink()
 
 
 def test_prompt_longer_than_the_context(chat):

@@ -17,17 +17,6 @@ from mlxkv.models.calibration.measure import LEAST, on_text, progress_bar
 from mlxkv.models.calibration.moments import Sample
 from mlxkv.texts.sources import Text, calibration_tokens
 
-COLUMNS = [
-    "layer",
-    "kv heads",
-    "dims",
-    "condition K",
-    "condition V",
-    "floored",
-    "balanced K",
-    "balanced V",
-    "seconds",
-]
 LEARNED_COLUMNS = ["layer", "srft K", "error K", "gain K", "srft V", "error V", "gain V"]
 
 
@@ -44,6 +33,13 @@ def run_fitting(options: CalibrateOptions) -> None:
     """Fit rotations and balanced transforms."""
     out = options.out and user_path(options.out, "--out")
     loaded = load(options.model, "fp16", dtype=options.dtype)
+    first = artifact.find(loaded.fingerprint, loaded.path)
+    comes_with_model = first is not None and loaded.path in first.path.parents
+    if comes_with_model and out is None:
+        note(
+            f"{loaded.name} comes with {first.path}, which commands use before the new file; name that one by "
+            "--calibration"
+        )
     text = _read(loaded, options)
     timing: dict[str, float] = {}
     start = time.perf_counter()
@@ -52,11 +48,9 @@ def run_fitting(options: CalibrateOptions) -> None:
     seconds = time.perf_counter() - start
     artifact.write(path, calibration)
     report(calibration, path, seconds, timing, options.json)
-    used = artifact.find(calibration.fingerprint, loaded.path)
-    if options.out is None and used.path != path:
-        note(
-            f"{loaded.name} came with {used.path}, which goes first; use this one by --calibration"
-        )
+    if not options.json:
+        named = "" if out is None and not comes_with_model else f" --calibration {path}"
+        say(f"use it: mlxkv chat -m {options.model.strip()} --kv fill-3{named}")
 
 
 def run_learning(options: CalibrateOptions) -> None:
@@ -106,7 +100,7 @@ def report(
     timing: dict[str, float],
     as_json: bool,
 ) -> None:
-    """Print a row per layer and where the file is; with --json one document."""
+    """Print where the file is; with --json one document that has a row per layer."""
     rows = []
     for name, layer in calibration.layers.items():
         sides = {side: getattr(layer, side) for side in SIDES}
@@ -140,23 +134,10 @@ def report(
             }
         )
         return
-    cells = [
-        [
-            row["layer"],
-            row["kv_heads"],
-            " / ".join(map(str, dict.fromkeys(row["dims"]))),
-            *(f"{row['condition'][side]:.3g}" for side in SIDES),
-            sum(row["floored"].values()),
-            *("-" if x is None else f"{x:.3g}" for x in row["balanced"].values()),
-            f"{row['seconds']:.2f}",
-        ]
-        for row in rows
-    ]
-    title = f"{calibration.model}: {calibration.tokens} tokens of {calibration.text}"
-    print_table(COLUMNS, cells, title)
-    say(f"{path}: {human_bytes(size)}, {seconds:.1f} s, digest {calibration.digest}")
-    print("condition: largest over smallest eigenvalue, the worst kv head; balanced: largest over")
-    print("smallest singular value of the balanced transform")
+    say(
+        f"{path}: {calibration.tokens} tokens of {calibration.text}, {human_bytes(size)}, {seconds:.1f} s, digest "
+        f"{calibration.digest}"
+    )
 
 
 def report_learned(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import select
 import sys
 
 from mlxkv.chat.options import ChatOptions
-from mlxkv.console import note, working
+from mlxkv.console import human_bytes, note, working
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.saved import session as files
@@ -16,6 +17,7 @@ from mlxkv.models.catalog.aliases import Source, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.locate import require
 
+BROKEN = 0.1  # the share of letters that are no UTF-8 from which piped bytes are no text
 PATIENCE = 1.0  # seconds without text on stdin before the terminal says what is waited for
 
 
@@ -40,18 +42,29 @@ def run(options: ChatOptions) -> None:
 def read_prompt(options: ChatOptions) -> str | None:
     """Return what is on stdin, where it is no terminal, and then the text of the command line; None to talk."""
     words, piped = options.asked, None
-    if sys.stdin is None:  # closed, as in a job without a terminal
-        return words or ""
     if not sys.stdin.isatty():
         if words is not None:
             _say_that_it_waits()
         try:
-            piped = sys.stdin.read().removesuffix("\n")
+            piped = text_of(sys.stdin.buffer.read()).removesuffix("\n")
         except OSError:  # what a job has in its place may be closed or for writing only
             piped = ""
     if words is None or not piped:
         return piped if words is None else words
     return f"{piped}\n\n{words}"
+
+
+def text_of(data: bytes) -> str:
+    """Decode piped text: UTF-8, or UTF-16 that begins with its mark. Single bytes that are no UTF-8 are replaced.
+    Raises UserError for a file that is no text, such as a PDF."""
+    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    text = data.decode("utf-16" if wide else "utf-8-sig", "replace")
+    if "\0" in text or text.count("\ufffd") > BROKEN * len(text):
+        raise UserError(
+            f"[stdin] not text; got {human_bytes(len(data))} that begin with {data[:8]!r}; pipe plain text in "
+            "UTF-8: pdftotext FILE - makes it of a PDF"
+        )
+    return text.replace("\r\n", "\n")
 
 
 def _say_that_it_waits() -> None:

@@ -12,6 +12,7 @@ from mlxkv.console import human_bytes, note, print_json, print_table
 from mlxkv.doctor import states
 from mlxkv.doctor.states import Step
 from mlxkv.machine import machine
+from mlxkv.scrub import check_place
 from mlxkv.versions import out_of_range, versions
 
 OUTPUTS = ("attend", "keys", "values", "prefill")
@@ -44,6 +45,8 @@ def run(*, every: bool, share: str | None, as_json: bool) -> int:
     from mlxkv.doctor.share import write
     from mlxkv.metal.gpu import backends
 
+    if share:
+        check_place(share)
     # The table checks float32, and TF32 products are not float32.
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
     wrong = out_of_range()
@@ -74,11 +77,11 @@ def run(*, every: bool, share: str | None, as_json: bool) -> int:
     if as_json:
         print_json(data)
     else:
-        _show(data)
+        _show(data, every)
     return 1 if failed or wrong else 0
 
 
-def _show(data: dict) -> None:
+def _show(data: dict, every: bool) -> None:
     info = data["machine"]
     print(f"{info['chip']} · {human_bytes(info['memory_bytes'])} · {info['system']}")
     print(f"python {info['python']}")
@@ -98,10 +101,12 @@ def _show(data: dict) -> None:
     print_table(["backend", "found", "", "device"], rows)
     golden = data["golden"]
     used = next(row["name"] for row in data["backends"] if row["used"])
-    print_table(
-        ["golden table", "cases", "values", "ties", "wrong", "rms", "bound", "right"],
-        _by_table(golden),
-    )
+    if every:
+        print_table(
+            ["golden table", "cases", "values", "ties", "wrong", "rms", "bound", "right"],
+            _by_table(golden),
+        )
+        print("ties: codes one step off because the spec's value is at a rounding boundary")
     for row in golden:
         if not row["ok"]:
             print(
@@ -112,7 +117,6 @@ def _show(data: dict) -> None:
         print(f"kernels: not used: {reasons.pop()}")
     else:
         _show_kernels(data["kernels"], data["kernels_left"])
-    print("ties: codes one step off because the spec's value is at a rounding boundary")
     print(
         f"golden table: {sum(row['ok'] for row in golden)} of {len(golden)} cases right on {used}"
     )

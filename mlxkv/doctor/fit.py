@@ -12,12 +12,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from mlxkv.console import human_bytes, parse_size, parse_tokens, plain, print_json, print_table
+from mlxkv.console import (
+    human_bytes,
+    parse_size,
+    parse_tokens,
+    plain,
+    print_json,
+    print_table,
+    working,
+)
 from mlxkv.doctor.planning import read_plan
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import PICKS, canonical, check_rotary, parse_kv
 from mlxkv.machine import USABLE, machine_memory
+from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.shapes import LayerShape
 from mlxkv.models.catalog.sizes import ModelPlan, longest, need, why_16_bits
 
@@ -26,19 +35,25 @@ DEFAULT_CONTEXT = "32k"
 
 def run(
     *,
-    model: str,
+    model: str | None,
     config: str | None,
     context: str | None,
     memory: str | None,
     kv: list[str],
     as_json: bool,
 ) -> None:
-    """Estimate and print. kv: presets; names, also several by commas; empty for PICKS."""
+    """Estimate and print. model: None with no config either: every alias. kv: presets; names, also several by commas;
+    empty for PICKS."""
     tokens = parse_tokens(context or DEFAULT_CONTEXT, "--context")
     total = parse_size(memory, "--memory", "g") if memory else machine_memory()
     names = [canonical(name) for text in kv for name in text.split(",")]
     presets = {name: parse_kv(name) for name in (names or PICKS)}
-    plan = read_plan(model, config)
+    if model is None and config is None:
+        if context is not None:
+            raise UserError(f"[--context] is for one model; got {context}; add --model NAME")
+        every_alias(presets, total, as_json)
+        return
+    plan = read_plan(model or "", config)
     if not any(layer.kind == "latent" for layer in plan.layers):
         for cache in presets.values():
             check_rotary(cache)
@@ -82,6 +97,39 @@ def run(
             for row in rows
         ],
     )
+
+
+def every_alias(presets: dict[str, CacheConfig], total: int, as_json: bool) -> None:
+    """Print which aliases fit into `total` bytes of memory, the largest first, and the longest context of each."""
+    usable, rows = int(USABLE * total), []
+    with working("sizing models"):
+        for alias in HUB:
+            plan = read_plan(alias, None)
+            reach = {name: longest(plan, cache, usable) for name, cache in presets.items()}
+            about = {"model": alias, "weights_bytes": plan.weights, "context_limit": plan.limit}
+            rows.append(about | {"longest_context": reach})
+    rows.sort(key=lambda row: -row["weights_bytes"])
+    if as_json:
+        print_json({"memory_bytes": total, "usable_bytes": usable, "models": rows})
+        return
+    fitting = [row for row in rows if any(row["longest_context"].values())]
+    title = f"longest context in {human_bytes(total)}, of which {human_bytes(usable)} are counted as usable (75 %)"
+    print_table(
+        ["--model", "weights", "made for", *presets],
+        [
+            [
+                row["model"],
+                human_bytes(row["weights_bytes"]),
+                row["context_limit"],
+                *(tokens or "none" for tokens in row["longest_context"].values()),
+            ]
+            for row in fitting
+        ],
+        title,
+    )
+    if large := [row["model"] for row in rows if row not in fitting]:
+        print(f"too large: {', '.join(large)}")
+    print("any other model: mlxkv fit --model OWNER/NAME, or --config config.json")
 
 
 def _row(plan: ModelPlan, name: str, kv: CacheConfig, tokens: int, usable: int) -> dict:
@@ -131,7 +179,7 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
         print(f"  {group['count']} layers {text}{heads}", file=file)
     print(
         f"  weights {human_bytes(plan.weights)}, {plan.weights_source}\n"
-        f"  prefill transients {human_bytes(data['transient_bytes'])}, estimated\n"
+        f"  {human_bytes(data['transient_bytes'])} more while a prompt is read, estimated\n"
         f"  memory {human_bytes(data['memory_bytes'])}, "
         f"of which {human_bytes(data['usable_bytes'])} counted as usable (75 %)\n"
         f"  context {data['context']} tokens of {plan.limit or 'unknown'}",

@@ -133,10 +133,8 @@ def parse_kv(text: str | CacheConfig) -> CacheConfig:
     sides = [_side(name) for name in names]
     if None in sides or len(sides) > 2:
         raise UserError(
-            f"[--kv] unknown preset; got {text!r}; {_hint(names, sides)}choose from "
-            f"{', '.join(PICKS)}, others that `mlxkv presets --all` lists, KEYS/VALUES such as int8/int4, "
-            "fill-NUMBER such as fill-2.25, static-NUMBER and oja-NUMBER such as oja-r96+int4, any of them "
-            "with +keep0.5"
+            f"[--kv] unknown preset; got {text!r}; {_hint(names, sides)}choose from {', '.join(PICKS)}, a number of "
+            "bits such as 2.6, KEYS/VALUES such as int8/int4, or what mlxkv presets --all lists"
         )
     keys, values = sides[0], sides[-1]
     windows = keys if keys.compresses else values
@@ -200,7 +198,7 @@ def _filled(number: str, name: str) -> CacheConfig:
     match = NUMBER.fullmatch(number)
     if match is None or match["kind"] or not RATES[0] <= float(number) <= RATES[1]:
         raise UserError(
-            f"[--kv] no bits by direction of this name; got {name!r}; write fill-NUMBER, bits a value from "
+            f"[--kv] no such number of bits; got {name!r}; write fill-NUMBER, bits a value from "
             f"{RATES[0]:g} to {RATES[1]:g} with scales, such as fill-2.25"
         )
     return filled(float(number))

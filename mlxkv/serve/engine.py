@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import faults
 from mlxkv.console import human_bytes, warn
-from mlxkv.errors import MachineError
+from mlxkv.errors import MachineError, UserError
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models import load, warm_up
 from mlxkv.models.catalog.shapes import text_config
@@ -40,6 +40,7 @@ from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
 from mlxkv.serve.single import SingleGenerator
 
+SHORT = 64  # tokens of a request that every --kv-memory has to have room for
 MEASURE_SECONDS = 0.25
 IDLE_SECONDS = 0.1  # between two looks while nothing is asked for
 MEETING_SECONDS = 0.25  # of steps between two meetings of several processes
@@ -152,13 +153,18 @@ class Engine:
             spare = int(USABLE * machine_memory()) - used_memory()
             bound = max(LEAST_MEMORY, spare // 2)
         mx.set_cache_limit(max(FREED_MEMORY, bound // 2))
+        self.memory = Memory(
+            self.ranks.least(bound), shapes_of(caches), self._prefill_step, self.is_batchable
+        )
+        if options.kv_memory and (need := self.memory.need(SHORT)) > self.memory.bound:
+            raise UserError(
+                f"[--kv-memory] no room for a single short request; got {options.kv_memory}; {SHORT} tokens need "
+                f"{human_bytes(need)} of cache; choose more"
+            )
         folder, disk = options.disk_folder, None
         if folder and options.reuse:
             limit = options.disk_bytes
             disk = self.ranks.together(lambda: Disk(folder, limit, loaded, self.ranks))
-        self.memory = Memory(
-            self.ranks.least(bound), shapes_of(caches), self._prefill_step, self.is_batchable
-        )
         self.sessions = Sessions(
             self.memory,
             lambda: make_prompt_cache(loaded.model),

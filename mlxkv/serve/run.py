@@ -115,7 +115,8 @@ def run(options: ServeOptions) -> None:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error
         raise MachineError(
-            f"[--port] cannot listen on {options.host}:{options.port}: {reason}"
+            f"[--port] cannot listen on {options.host}:{options.port}: {reason}; choose another port, or 0 for a free "
+            "one"
         ) from None
     loaded, memory = server.site.loaded, server.engine.memory
     loaded.tell(backend())

@@ -165,7 +165,8 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     assert report["path"] == str(artifact.kept_path(load(str(model_folder)).fingerprint))
     out = tmp_path / "b.safetensors"
     assert main([*args, "-o", str(out)]) == 0
-    assert "condition K" in capsys.readouterr().out and artifact.read(out).target == "attention"
+    assert artifact.read(out).target == "attention"
+    assert f"--kv fill-3 --calibration {out}" in capsys.readouterr().out.splitlines()[-1]
     for more, message in (
         (["--target", "none"], "no such option; got --target"),
         (["--tokens", "3"], "choose 512 or more"),

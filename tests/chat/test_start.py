@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from mlxkv.chat.options import ChatOptions
-from mlxkv.chat.run import read_prompt
+from mlxkv.chat.run import read_prompt, text_of
 from mlxkv.chat.session import Session
 from mlxkv.cli import main
 from mlxkv.errors import UserError
@@ -92,8 +92,30 @@ class Terminal(io.StringIO):
     ],
 )
 def test_stdin_comes_before_the_text_of_the_command_line(options, piped, prompt, monkeypatch):
-    monkeypatch.setattr("sys.stdin", Terminal() if piped is None else io.StringIO(piped))
+    stdin = Terminal() if piped is None else io.TextIOWrapper(io.BytesIO(piped.encode()))
+    monkeypatch.setattr("sys.stdin", stdin)
     assert read_prompt(ChatOptions(**options)) == prompt
+
+
+def test_what_is_piped_is_text(subtests):
+    for data, text in (
+        (b"plain\r\ntext", "plain\ntext"),
+        ("für Ärzte".encode(), "für Ärzte"),
+        ("für Ärzte".encode("utf-8-sig"), "für Ärzte"),
+        ("für Ärzte".encode("utf-16"), "für Ärzte"),
+        ("a long text für Ärzte".encode("latin-1"), "a long text f\ufffdr \ufffdrzte"),
+        (b"", ""),
+    ):
+        with subtests.test(data=data):
+            assert text_of(data) == text
+    for data in (
+        b"%PDF-1.4\n\xe2\xe3\xcf\xd3 obj\n\0",
+        bytes(range(128, 256)),
+        b"\x89PNG\r\n\x1a\n\0",
+    ):
+        with subtests.test(data=data):
+            with pytest.raises(UserError, match=r"\[stdin\] not text; got .* begin with b'"):
+                text_of(data)
 
 
 def test_a_pipe_that_stays_open_is_waited_for_aloud(monkeypatch, capsys):

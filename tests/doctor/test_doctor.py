@@ -48,7 +48,7 @@ def ask(capsys):
         with launch.using(factory):
             code = main(["doctor", "--json", *options])
         data = json.loads(capsys.readouterr().out.splitlines()[-1])
-        command._show(data)
+        command._show(data, "--all" in options)
         return code, data, " ".join(capsys.readouterr().out.split())
 
     return ask
@@ -212,5 +212,10 @@ def test_a_shared_file_is_named_after_the_machine(monkeypatch, tmp_path, capsys)
             f"{count}.json"
         )
     assert len(list(tmp_path.glob("mlxkv-doctor-*.json"))) == 2
-    assert main(["doctor", "--share", str(tmp_path / "no" / "x.json")]) == 1
-    assert "[--share] cannot write" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("mlxkv.doctor.command.golden_rows", None)
+    for place in (tmp_path, tmp_path / "no" / "x.json"):
+        assert main(["doctor", "--share", str(place)]) == 1
+        assert f"[--share] cannot write {place}; choose" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from random_models import LATENT_ATTENTION
 
 from mlxkv.cli import main
 from mlxkv.console import human_bytes, parse_size, parse_tokens
+from mlxkv.doctor import fit
 from mlxkv.doctor.planning import plan_of
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
@@ -156,7 +157,25 @@ def test_the_command(config_file, capsys):
     assert main(args) == 0
     out = capsys.readouterr().out
     assert "36 layers keep the whole context: 8 kv heads x 128" in out
-    assert "prefill transients" in out and "longest context" in out
+    assert "more while a prompt is read" in out and "longest context" in out
+
+
+def test_every_alias_and_how_far_it_reaches(capsys, monkeypatch):
+    names = ("llama-3.1-8b", "qwen3-0.6b", "qwen3-coder-30b")
+    monkeypatch.setattr(fit, "HUB", names)
+    args = ["fit", "--memory", "16GB", "--kv", "fp16,int4"]
+    assert main([*args, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["models"]
+    assert [row["model"] for row in rows] == ["qwen3-coder-30b", "llama-3.1-8b", "qwen3-0.6b"]
+    assert rows[0]["longest_context"] == {"fp16": 0, "int4": 0}
+    assert main(["fit", "-m", "llama-3.1-8b", *args[1:], "--json"]) == 0
+    presets = json.loads(capsys.readouterr().out)["presets"]
+    reach = {row["preset"]: row["longest_context"] for row in presets}
+    assert rows[1]["longest_context"] == reach and 0 < reach["fp16"] < reach["int4"]
+    assert main(args) == 0
+    out = capsys.readouterr().out
+    assert "too large: qwen3-coder-30b\n" in out and "qwen3-coder-30b " not in out
+    assert out.index("llama-3.1-8b") < out.index("qwen3-0.6b")
 
 
 def test_a_context_beyond_the_model(config_file, capsys):

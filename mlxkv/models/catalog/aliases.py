@@ -170,6 +170,6 @@ def resolve(name: str) -> Source:
     close = get_close_matches(text.lower(), HUB, n=3)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UserError(
-        f"[--model] no such model; got {text[:60]!r}; {hint}choose from {', '.join(HUB)}, a folder, "
-        "a GGUF file, or owner/name on the hub"
+        f"[--model] no such model; got {text[:60]!r}; {hint}choose a name that mlxkv models lists, a folder, a GGUF "
+        "file, or owner/name on the hub"
     )
