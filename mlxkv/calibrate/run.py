@@ -33,7 +33,10 @@ def run_fitting(options: CalibrateOptions) -> None:
     """Fit rotations and balanced transforms."""
     out = options.out and user_path(options.out, "--out")
     loaded = load(options.model, "fp16", dtype=options.dtype)
-    first = artifact.find(loaded.fingerprint, loaded.path)
+    try:
+        first = artifact.find(loaded.fingerprint, loaded.path)
+    except UserError:  # a damaged one, which this may be made to replace
+        first = None
     comes_with_model = first is not None and loaded.path in first.path.parents
     if comes_with_model and out is None:
         note(

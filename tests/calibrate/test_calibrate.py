@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -163,6 +164,7 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     assert "fewer than 8900" in said.err
     assert report["tokens"] == 1600 and len(report["layers"]) == 2
     assert report["path"] == str(artifact.kept_path(load(str(model_folder)).fingerprint))
+    Path(report["path"]).write_bytes(b"damaged")
     out = tmp_path / "b.safetensors"
     assert main([*args, "-o", str(out)]) == 0
     assert artifact.read(out).target == "attention"
