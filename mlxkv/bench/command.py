@@ -91,13 +91,6 @@ def decode(
     kv: Kv = "fp16,int4",
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens to decode.")] = 64,
     rounds: Rounds = 2,
-    fill: Annotated[
-        str,
-        typer.Option(
-            "--fill",
-            help="prefill, direct (random keys and values), auto: direct above 32k (CPU: 1k).",
-        ),
-    ] = "auto",
     dtype: Dtype = None,
     bits: Bits = None,
     json: Json = False,
@@ -116,7 +109,6 @@ def decode(
         kv=kv,
         tokens=tokens,
         rounds=rounds,
-        fill=fill,
         dtype=dtype,
         bits=bits,
         as_json=json,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from statistics import median
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.generate import generate_step, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
@@ -21,7 +22,6 @@ from mlxkv.bench.options import (
     PAGED,
     REPLAYED,
     cache_config,
-    check_choice,
     check_counts,
     check_weights,
     parse_contexts,
@@ -29,7 +29,7 @@ from mlxkv.bench.options import (
 )
 from mlxkv.bench.show import print_machine, ratio_text, spread, weights_text
 from mlxkv.bench.subject import Subject, load_subject, machine_in_use, short
-from mlxkv.errors import MachineError, UserError
+from mlxkv.errors import MachineError
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import interleaved
 from mlxkv.models.generate import PREFILL_STEP
@@ -39,7 +39,6 @@ from mlxkv.versions import versions
 WARM = 4  # tokens decoded before the clock starts
 DIRECT_ABOVE, DIRECT_ABOVE_CPU = 32768, 1024  # longer contexts are filled without a prefill
 CONTEXTS, CONTEXTS_CPU = "4k,32k,128k", "1k,4k"
-FILLS = ("auto", "prefill", "direct")
 NUMBERS = (
     "prefill_seconds",
     "prefill_tokens_per_second",
@@ -72,7 +71,6 @@ def run(
     kv: str,
     tokens: int,
     rounds: int,
-    fill: str,
     dtype: str | None,
     bits: int | None,
     as_json: bool,
@@ -81,7 +79,6 @@ def run(
     presets = parse_presets(kv, (REPLAYED, PAGED, *MLX_LM))
     lengths = parse_contexts(contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS), 2)
     check_counts(tokens=tokens, rounds=rounds)
-    check_choice("fill", fill, FILLS)
     check_weights(dtype, bits)
     machine, installed = machine_in_use(), versions()
     subject = load_subject(model, dtype, bits)
@@ -95,7 +92,7 @@ def run(
                 subject,
                 context,
                 presets,
-                fill=_fill_of(fill, context),
+                fill=_fill_of(subject.model, context),
                 tokens=tokens,
                 rounds=rounds,
                 done=lambda: bars.advance(bar),
@@ -112,11 +109,13 @@ def run(
         console.print_json({"machine": machine, "versions": installed, "rows": rows})
 
 
-def _fill_of(fill: str, context: int) -> str:
-    if fill != "auto":
-        return fill
-    limit = DIRECT_ABOVE_CPU if backend() == "cpu" else DIRECT_ABOVE
-    return "direct" if context > limit else "prefill"
+def _fill_of(model: nn.Module, context: int) -> str:
+    """Return "direct" for long contexts, where all caches hold keys and values; else "prefill"."""
+    if context <= (DIRECT_ABOVE_CPU if backend() == "cpu" else DIRECT_ABOVE):
+        return "prefill"
+    shapes = layers_of(model)
+    pairs = all(s.kind in ("full", "sliding") for s in shapes)
+    return "direct" if pairs and len(shapes) == len(make_prompt_cache(model)) else "prefill"
 
 
 def _rows(
@@ -223,13 +222,7 @@ def measure(
 
 def fill_directly(cache: list, subject: Subject, tokens: int) -> None:
     """Put random keys and values of `tokens` tokens into every layer's cache, in chunks as a prefill."""
-    shapes = layers_of(subject.model)
-    if len(shapes) != len(cache) or any(s.kind not in ("full", "sliding") for s in shapes):
-        raise UserError(
-            "[--fill] this model has caches of other kinds than keys and values; got direct; "
-            "choose prefill"
-        )
-    for layer, shape in zip(cache, shapes, strict=True):
+    for layer, shape in zip(cache, layers_of(subject.model), strict=True):
         for start in range(0, tokens, PREFILL_STEP):
             count = min(PREFILL_STEP, tokens - start)
             keys, values = (

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from bench_workers import fails, said
 from mlx_lm.models import base
+from random_models import random_model
 from small_models import TINY
 
 from mlxkv.bench import decode, reference, subject
@@ -125,7 +126,6 @@ def test_decode_refuses(subtests, capsys):
         (("--kv", "fp16,int5"), ("[--kv]", "got 'int5'")),
         (("--tokens", "0"), ("[--tokens]", "got 0")),
         (("--rounds", "0"), ("[--rounds]", "got 0")),
-        (("--fill", "lazy"), ("[--fill]", "choose from auto, prefill, direct")),
         (("--dtype", "int8"), ("[--dtype]", "choose from float32")),
         (("--bits", "5"), ("[--bits]", "choose from 2, 3, 4")),
         (("--model", TINY, "--bits", "4"), ("[--bits]", "random weights")),
@@ -150,9 +150,9 @@ def test_a_model_in_front_of_a_command_is_not_passed_over(capsys):
     assert "decode --model some" in fails(capsys, "bench", "-m", "some", "decode")
 
 
-@pytest.mark.parametrize("fill", ["prefill", "direct"])
-def test_decode_prints_a_table_and_json(capsys, bare_folder, fill):
-    options = ("--contexts", "300,400", "--tokens", "4", "--rounds", "1", "--fill", fill)
+def test_decode_prints_a_table_and_json(capsys, bare_folder, monkeypatch):
+    monkeypatch.setattr(decode, "DIRECT_ABOVE_CPU", 300)
+    options = ("--contexts", "300,400", "--tokens", "4", "--rounds", "1")
     out, data = said(
         capsys, "bench", "decode", "--model", bare_folder, "--kv", "int4,fp16", *options, "--json"
     )
@@ -164,8 +164,9 @@ def test_decode_prints_a_table_and_json(capsys, bare_folder, fill):
     for row in rows:
         assert set(row) == DECODE_KEYS
         assert row["by"] == {"fp16": "MLX", "int4": "plain ops (no GPU here)"}[row["preset"]]
-        assert row["weights"] == "random" and row["fill"] == fill and row["runs"] == 2
-        assert (row["prefill_seconds"] is None) == (fill == "direct")
+        assert row["weights"] == "random" and row["runs"] == 2
+        assert row["fill"] == ("direct" if row["context"] > 300 else "prefill")
+        assert (row["prefill_seconds"] is None) == (row["fill"] == "direct")
         assert isinstance(row["peak_bytes"], int) and row["kv_bytes"] > 0
     for ours, plain in (rows[:2], rows[2:]):
         ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
@@ -186,6 +187,11 @@ def test_mlx_lm_s_own_codes_stand_beside(capsys, bare_folder):
     plain, codes = data["rows"]
     assert (codes["preset"], codes["by"]) == ("mlx-lm-kv4", "mlx-lm")
     assert codes["kv_bytes"] < plain["kv_bytes"] and codes["baseline_ratio"] > 0
+
+
+def test_states_are_never_filled_directly():
+    fills = [decode._fill_of(random_model(name), 1 << 17) for name in ("llama", "falcon_h1")]
+    assert fills == ["direct", "prefill"]
 
 
 def test_both_fills_leave_the_same_cache(subtests, gemma_folder):
