@@ -47,7 +47,9 @@ VAGUE = """one own found told asked held rest more what it there beside left kep
 VAGUE_SHARE = {
     "cuda_track": 0.8,
     "metal": 9,
-    "models": 2,
+    "models": 1,
+    "bench": 2.3,
+    "calibrate": 0,
     "serve": 5,
     "cache": 1,
     "codec": 1,

@@ -12,7 +12,7 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import Loaded, attach, detach
-from mlxkv.models.calibration.fitting import known
+from mlxkv.models.calibration.fitting import find_calibration
 from mlxkv.models.generate import new_cache
 
 BASELINE = "fp16"  # mlx-lm's own caches, with which every other arm is compared
@@ -113,7 +113,7 @@ class Arms:
         config = self.configs[name]
         if self._own is None or not self._own.serves(config):
             # Read the model's file only until it has been found.
-            self._own = known(self.loaded.model, config) or self._own
+            self._own = find_calibration(self.loaded.model, config) or self._own
         return self._own if self._own and self._own.serves(config) else None
 
     def stored(self, name: str, cache: list) -> int:

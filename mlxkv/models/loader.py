@@ -17,7 +17,7 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal.launch import backend
-from mlxkv.models.calibration.fitting import given
+from mlxkv.models.calibration.fitting import read_calibration
 from mlxkv.models.catalog import rendering
 from mlxkv.models.catalog.aliases import DEFAULT, KV, resolve
 from mlxkv.models.catalog.asked import check_fold, check_weights, dtype_name
@@ -129,7 +129,7 @@ def load(
     dtype = dtype_name(dtype)
     check_weights(weights)
     if calibration is not None:
-        calibration = given(calibration)
+        calibration = read_calibration(calibration)
     source = resolve(name)
     require(source)
     folder = check(source.folder or fetch(source.repo))

@@ -19,7 +19,7 @@ from mlxkv.eval.store import Store
 from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.formats.calibration import artifact
 from mlxkv.models import load
-from mlxkv.models.calibration.fitting import known
+from mlxkv.models.calibration.fitting import find_calibration
 
 ROOT = Path(__file__).parents[2]
 SMALL = TaskOptions(contexts=(512,), decode=16, questions=2, samples=2)
@@ -221,7 +221,7 @@ def test_bad_options_are_one_line(subtests, tmp_path, monkeypatch, capsys):
 def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
     """With --calibration FILE, other clips or rotations make a kept result unusable."""
     loaded = load(TINY, "fp16")
-    own = known(loaded.model)
+    own = find_calibration(loaded.model)
     part, files = Part("divergence", "512", lambda *_: {}, 1), {}
     layers = {
         name: replace(layer, keys=replace(layer.keys, clips={"int2 g128": 0.5}))

@@ -24,51 +24,47 @@ from mlxkv.models.hooks.probe import Place, Shape
 from mlxkv.models.origin import Origin, layer_name, origin_of, sizes
 
 
-def given(calibration: Calibration | Path | str) -> Calibration:
+def read_calibration(calibration: Calibration | Path | str) -> Calibration:
     """Read a calibration from a file or folder; one that is read already is returned. Raises UserError."""
-    if isinstance(calibration, Calibration):
-        return calibration
-    return artifact.read(calibration)
+    return calibration if isinstance(calibration, Calibration) else artifact.read(calibration)
 
 
-def known(model: nn.Module, config: CacheConfig | None = None) -> Calibration | None:
+def find_calibration(model: nn.Module, config: CacheConfig | None = None) -> Calibration | None:
     """The calibration that `model` was loaded with, that came with it, or that the user keeps; None if it
     has to be made, or made anew. config: one that serves it, unless it was named."""
     origin = origin_of(model)
     if origin is None or origin.calibration is not None:
         return origin and origin.calibration
-    found = artifact.find(origin.fingerprint, origin.folder, config)
-    return None if _outdated(model, found) else found
+    calibration = artifact.find(origin.fingerprint, origin.folder, config)
+    return None if _outdated(model, calibration) else calibration
 
 
-def _outdated(model: nn.Module, found: Calibration | None) -> bool:
-    """Return whether `found` was made by itself and kept, in a format that knows no positions, and can be made anew."""
-    if found is None or found.positions is not None or not found.tokens:
+def _outdated(model: nn.Module, calibration: Calibration | None) -> bool:
+    """Return whether a calibration was made on the spot, in a format that knows no positions, and can be made anew."""
+    if calibration is None or calibration.positions is not None or not calibration.tokens:
         return False
-    own = found.path.parent == artifact.folder() and found.text.startswith(measure.CORPUS)
-    return own and fold_of(model) is None
+    on_the_spot = calibration.text.startswith(measure.CORPUS)
+    return on_the_spot and calibration.path.parent == artifact.folder() and fold_of(model) is None
 
 
 def fit(
     model: nn.Module,
     config: CacheConfig,
     places: Mapping[Place, Shape],
-    chosen: Calibration | Path | str | None = None,
+    calibration: Calibration | Path | str | None = None,
 ) -> dict[Place, tuple[CacheConfig, LayerMaps | None]]:
-    """For each of `places`, `config` with the clips and ranks of its layer, and the layer's maps.
-
-    Without a calibrated side: `config` itself and None. chosen: the
-    calibration to use. Raises UserError for a calibration that is missing or does not fit.
+    """For each of `places`, `config`, which has a calibrated side, with the clips and ranks of its layer, and the
+    layer's maps. calibration: the one to use. Raises UserError for one that is missing or does not fit.
     """
-    if not places or not config.calibrated:
-        return dict.fromkeys(places, (config, None))
     origin = origin_of(model)
-    if "learned" in config.needs and chosen is None and not (origin and origin.calibration):
+    if "learned" in config.needs and calibration is None and not (origin and origin.calibration):
         raise UserError(
             f"[attach] {config.label} needs learned transforms; got no calibration; make one with mlxkv "
             "calibrate --model MODEL --learn scale -o FILE, and name it by --calibration FILE"
         )
-    calibration = given(chosen) if chosen is not None else known(model, config)
+    calibration = (
+        find_calibration(model, config) if calibration is None else read_calibration(calibration)
+    )
     if calibration is None and origin is None:
         raise UserError(
             f"[attach] {config.label} needs a calibration; got a model that mlxkv did not load; pass "
@@ -84,10 +80,10 @@ def fit(
     by_kinds: dict = {}
     for name, layer in fitted.items():
         by_kinds.setdefault(layer.fitted, {})[name] = layer
-    made: dict = {}
+    transforms: dict = {}
     for kinds, group in by_kinds.items():
-        made |= maps.of(calibration, kinds, group)
-    return {place: (fitted[name], made[name]) for name, place in names.items()}
+        transforms |= maps.of(calibration, kinds, group)
+    return {place: (fitted[name], transforms[name]) for name, place in names.items()}
 
 
 def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
@@ -98,14 +94,14 @@ def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
         console.note(f"{label}: no calibration of {origin.name} yet; making one, once")
     else:
         console.note(f"{label}: {old.path} is of an older version; making it anew, once")
-    made = measure.from_corpus(model, origin)
+    calibration = measure.from_corpus(model, origin)
     path = artifact.kept_path(origin.fingerprint)
     try:
         if old is not None:
             artifact.write(artifact.kept_path(origin.fingerprint, "-older"), old)
-        artifact.write(path, made)
+        artifact.write(path, calibration)
     except MachineError as error:
         console.note(f"{error}; it serves this run only")
     else:
-        console.note(f"calibrated on {made.tokens} tokens, kept in {path}")
-    return made
+        console.note(f"calibrated on {calibration.tokens} tokens, kept in {path}")
+    return calibration

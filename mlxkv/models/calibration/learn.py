@@ -64,19 +64,19 @@ Outcomes = dict[str, dict[str, Outcome]]  # by layer and side
 
 
 def learn(
-    made: Calibration,
+    calibration: Calibration,
     samples: Mapping[str, Sample],
     learned: Learned,
     progress: Progress | None = None,
 ) -> tuple[Calibration, Outcomes]:
-    """Return `made` with learned transforms in place of balanced ones, and the errors by layer and side.
+    """Return `calibration` with learned transforms in place of balanced ones, and the errors by layer and side.
 
     samples: of each layer, from `calibrate`. progress: called with 1 after each step of each layer
     and side. Raises UserError for unknown settings, MachineError for NaN or infinity.
     """
     learned.check()
     layers, outcomes, rows = {}, {}, 0
-    for name, layer in made.layers.items():
+    for name, layer in calibration.layers.items():
         sides, outcomes[name] = {}, {}
         for side in SIDES:
             x = samples[name].rows(side)
@@ -84,36 +84,36 @@ def learn(
             sides[side], outcomes[name][side] = basis, outcome
             rows = max(rows, x.shape[1])
         layers[name] = replace(layer, **sides)
-    kept = replace(learned, rows=rows - rows // HELD)
-    return replace(made, layers=layers, learned=kept, path=None), outcomes
+    learned = replace(learned, rows=rows - rows // HELD)
+    return replace(calibration, layers=layers, learned=learned, path=None), outcomes
 
 
-def steps(made: Calibration, learned: Learned) -> int:
+def steps(calibration: Calibration, learned: Learned) -> int:
     """Return how many steps `learn` reports to its progress."""
-    return len(made.layers) * len(SIDES) * learned.steps
+    return len(calibration.layers) * len(SIDES) * learned.steps
 
 
 def _side(
-    basis: Basis, x: mx.array, learned: Learned, where: str, progress: Progress | None
+    basis: Basis, x: mx.array, learned: Learned, label: str, progress: Progress | None
 ) -> tuple[Basis, Outcome]:
     start = time.perf_counter()
     count, dims = x.shape[1:]
     split = count - count // HELD
-    seen, held = x[:, :split], x[:, split:] if split < count else x
-    down = train(seen, learned, where, progress)
+    rows, last = x[:, :split], x[:, split:] if split < count else x
+    down = train(rows, learned, label, progress)
     if reason := fault(down):
-        raise MachineError(f"[learn] layer {where}: the map has {reason}; try fewer --steps")
-    stored = np.array(seen @ mx.array(down), np.float64)
+        raise MachineError(f"[learn] layer {label}: the map has {reason}; try fewer --steps")
+    stored = np.array(rows @ mx.array(down), np.float64)
     sigma = np.sqrt((stored**2).mean(1)).astype(np.float32)
     balance = Balance(down, np.maximum(sigma, np.finfo(np.float32).tiny))
     pairs = transform.make("srft", dims, 0), Transform(*map(mx.array, balance.pair("u")))
-    errors = [error(rows, learned.spec, pair) for rows in (seen, held) for pair in pairs]
+    errors = [error(part, learned.spec, pair) for part in (rows, last) for pair in pairs]
     outcome = Outcome(*errors, time.perf_counter() - start)
     return replace(basis, balance=balance), outcome
 
 
 def train(
-    x: mx.array, learned: Learned, where: str, progress: Progress | None = None
+    x: mx.array, learned: Learned, label: str, progress: Progress | None = None
 ) -> np.ndarray:
     """Learn down [G, D, D] float32 for rows x [G, N, D] float32; the base alone where that is better.
 
@@ -129,11 +129,11 @@ def train(
         name: optim.Adam(optim.cosine_decay(RATE[name], learned.steps), bias_correction=True)
         for name in params
     }
-    first, left = params, np.empty(0, np.int64)
+    first, queue = params, np.empty(0, np.int64)
     for _ in range(learned.steps):
-        if len(left) < min(BATCH, x.shape[1]):
-            left = order.permutation(x.shape[1])
-        batch, left = left[:BATCH], left[BATCH:]
+        if len(queue) < min(BATCH, x.shape[1]):
+            queue = order.permutation(x.shape[1])
+        batch, queue = queue[:BATCH], queue[BATCH:]
         _, gradients = step(params, x=mx.take(x, mx.array(batch), axis=1))
         params = {
             name: adam.apply_gradients({name: gradients[name]}, {name: params[name]})[name]
@@ -142,14 +142,14 @@ def train(
         mx.eval(params)
         if progress:
             progress(1)
-    before, after = (judge(one, x=x).item() for one in (first, params))
-    if not np.isfinite(before):
+    start, end = (judge(p, x=x).item() for p in (first, params))
+    if not np.isfinite(start):
         raise MachineError(
-            f"[learn] NaN or infinity in layer {where}; try another --dtype, or other text"
+            f"[learn] NaN or infinity in layer {label}; try another --dtype, or other text"
         )
-    kept = params if after < before else first  # also where it diverged to NaN
+    best = params if end < start else first  # also where it diverged to NaN
     with mx.stream(mx.cpu):  # GPUs may round the factors of float32 products to 11 bits
-        return np.array(parametrization.pair(kept, base)[0])
+        return np.array(parametrization.pair(best, base)[0])
 
 
 def loss(params: parametrization.Params, x: mx.array, base: mx.array, spec: Affine) -> mx.array:
@@ -158,9 +158,9 @@ def loss(params: parametrization.Params, x: mx.array, base: mx.array, spec: Affi
     return relative(coded(x @ down, spec) @ up, x)
 
 
-def relative(found: mx.array, x: mx.array) -> mx.array:
-    """|found - x|^2 / |x|^2 of [G, N, D], mean of the kv heads."""
-    off = ((found - x) ** 2).sum((1, 2)) / mx.maximum((x**2).sum((1, 2)), TINY)
+def relative(decoded: mx.array, x: mx.array) -> mx.array:
+    """|decoded - x|^2 / |x|^2 of [G, N, D], mean of the kv heads."""
+    off = ((decoded - x) ** 2).sum((1, 2)) / mx.maximum((x**2).sum((1, 2)), TINY)
     return off.mean()
 
 
@@ -184,5 +184,4 @@ def _group(x: mx.array, top: int) -> mx.array:
 def error(x: mx.array, spec: Affine, pair: Transform) -> float:
     """Relative error of what a cache decodes for x [G, N, D] behind `pair`."""
     codec = Codec(Side(spec, LEARNED), x.shape[-1], PAGE, pair)
-    back = codec.decode(codec.encode(x[None]), mx.float32)[0]
-    return relative(back, x).item()
+    return relative(codec.decode(codec.encode(x[None]), mx.float32)[0], x).item()

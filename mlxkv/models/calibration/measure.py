@@ -48,23 +48,23 @@ if TYPE_CHECKING:
 # -- Make the transforms of a layer's side from its moments. Spec: `spec/oscar.py`, `spec/balanced.py`.
 
 
-def basis(moments: Moments, side: str, where: str) -> Basis:
+def basis(moments: Moments, side: str, label: str) -> Basis:
     if moments.readers and side == "values":  # rotary keys, which no map turns
         dims = moments.shape.value_dim
-        return _given(np.broadcast_to(np.eye(dims), (moments.shape.heads, dims, dims)), side)
-    mean = _mean(moments, side, where)
+        return _unit_basis(np.broadcast_to(np.eye(dims), (moments.shape.heads, dims, dims)), side)
+    mean = _mean(moments, side, label)
     values, vectors, floored = matrices.eigenbasis(mean)
     return Basis(
         values.astype(np.float32),
         vectors.astype(np.float32),
         floored,
-        balance=_balance(moments, side, where, mean),
-        peaks=_peaks(moments, side, where),
-        mean=_key_mean(moments, where) if side == "keys" else None,
+        balance=_balance(moments, side, label, mean),
+        peaks=_peaks(moments, side, label),
+        mean=_key_mean(moments, label) if side == "keys" else None,
     )
 
 
-def _given(vectors: np.ndarray, side: str) -> Basis:
+def _unit_basis(vectors: np.ndarray, side: str) -> Basis:
     """The basis of these vectors [G, D, D] where all moments are I."""
     vectors = vectors.astype(np.float32)
     ones = np.ones(vectors.shape[:2], np.float32)
@@ -72,44 +72,44 @@ def _given(vectors: np.ndarray, side: str) -> Basis:
     return Basis(ones, vectors, balance=Balance(vectors, ones), peaks=ones, mean=mean)
 
 
-def _mean(moments: Moments, name: str, where: str) -> np.ndarray:
+def _mean(moments: Moments, name: str, label: str) -> np.ndarray:
     """The second moment [G, D, D] of a sum. Raises MachineError for NaN or infinity."""
     mean = moments.moment(name)
-    _check_finite(mean, where)
+    _check_finite(mean, label)
     return mean
 
 
-def _peaks(moments: Moments, side: str, where: str) -> np.ndarray | None:
+def _peaks(moments: Moments, side: str, label: str) -> np.ndarray | None:
     """The peaks [G, D] of a side; 1 for channels of zeros. None where windows ended in their first tokens.
 
     Raises MachineError for NaN or infinity."""
     peaks = moments.peaks.get(side)
     if peaks is None:
         return None
-    _check_finite(peaks, where)
+    _check_finite(peaks, label)
     return np.where(peaks > 0, peaks, 1.0).astype(np.float32)
 
 
-def _key_mean(moments: Moments, where: str) -> np.ndarray | None:
+def _key_mean(moments: Moments, label: str) -> np.ndarray | None:
     """The mean [G, D] of keys; None where windows ended in their first tokens. Raises MachineError."""
     mean = moments.key_mean()
     if mean is None:
         return None
-    _check_finite(mean, where)
+    _check_finite(mean, label)
     return mean.astype(np.float32)
 
 
-def _check_finite(x: np.ndarray, where: str) -> None:
+def _check_finite(x: np.ndarray, label: str) -> None:
     if not np.isfinite(x).all():
         raise MachineError(
-            f"[calibrate] NaN or infinity in {where}; the model computes them on this text; try "
+            f"[calibrate] NaN or infinity in {label}; the model computes them on this text; try "
             "another --dtype, or other text"
         )
 
 
-def _balance(moments: Moments, side: str, where: str, queries: np.ndarray) -> Balance:
+def _balance(moments: Moments, side: str, label: str, queries: np.ndarray) -> Balance:
     """The balanced transform of a side. queries: their second moment, used for keys."""
-    noise = _mean(moments, f"stored {side}", where)
+    noise = _mean(moments, f"stored {side}", label)
     reads = queries
     if side == "values":
         output = moments.output
@@ -160,39 +160,41 @@ def calibrate(
             f"[calibrate] too little text; got {len(tokens)} tokens; choose at least {LEAST}, "
             f"better {TOKENS}"
         )
-    own, slots = own_make_cache(model), bind(model)
+    make_cache, slots = own_make_cache(model), bind(model)
     try:
-        shapes = _compressible(model, own)
+        shapes = _compressible(model, make_cache)
         positions = positions or _positions(model)
         probes, longest = mx.array(tokens[:PROBES]), max(positions, window)
-        rotaries = rotations(model, own, shapes, probes, longest)
+        rotaries = rotations(model, make_cache, shapes, probes, longest)
         spans = contexts(positions)
         moments = {p: Moments(shape, rotaries[p], spans) for p, shape in shapes.items()}
         if all(shape.latent for shape in shapes.values()):
-            for one, module in zip(moments.values(), modules_of(model), strict=True):
-                one.readers = Readers(module, one.shape.key_dim)
+            for layer, module in zip(moments.values(), modules_of(model), strict=True):
+                layer.readers = Readers(module, layer.shape.key_dim)
         else:
-            for place, output in sensitivities(model, own, shapes).items():
+            for place, output in sensitivities(model, make_cache, shapes).items():
                 moments[place].output = output
             heads = {place: shape.heads for place, shape in shapes.items()}
-            for place, x in fisher(model, own, heads, tokens, [] if bos is None else [bos]).items():
+            for place, x in fisher(
+                model, make_cache, heads, tokens, [] if bos is None else [bos]
+            ).items():
                 moments[place].exchange = Exchange(x)
         if samples is not None:
             samples |= {layer_name(p): Sample(-(-len(tokens) // ROWS)) for p in moments}
-            for place, one in moments.items():
-                one.sample = samples[layer_name(place)]
+            for place, layer in moments.items():
+                layer.sample = samples[layer_name(place)]
         for part in windows(tokens, window):
-            _read(model, own, moments, part, [] if bos is None else [bos], progress)
+            _read(model, make_cache, moments, part, [] if bos is None else [bos], progress)
     finally:
         release(slots)
     layers, costs = {}, exchanges(moments)
-    for place, one in moments.items():
+    for place, layer in moments.items():
         start = time.perf_counter()
         name = layer_name(place)
-        bases = [basis(one, side, f"layer {name}, {side}") for side in SIDES]
-        layers[name] = Layer(one.shape.heads, *bases, costs.get(place))
+        bases = [basis(layer, side, f"layer {name}, {side}") for side in SIDES]
+        layers[name] = Layer(layer.shape.heads, *bases, costs.get(place))
         if timing is not None:
-            timing[name] = one.seconds + time.perf_counter() - start
+            timing[name] = layer.seconds + time.perf_counter() - start
     if None in rotaries.values():
         positions = min(positions, len(next(iter(windows(tokens, window)))))
     return _calibration(model, "attention", tokens, text, layers, positions)
@@ -202,15 +204,15 @@ def random(model: nn.Module) -> Calibration:
     """Random rotations for all layers of `model` that could be compressed: for times of models with random weights.
 
     Raises UserError as `calibrate`."""
-    own, slots = own_make_cache(model), bind(model)
+    make_cache, slots = own_make_cache(model), bind(model)
     try:
-        shapes = _compressible(model, own)
+        shapes = _compressible(model, make_cache)
     finally:
         release(slots)
     layers = {}
     for place, shape in shapes.items():
         dims = zip(SIDES, (shape.key_dim, shape.value_dim), strict=True)
-        bases = [_given(matrices.random_basis(shape.heads, d, d), side) for side, d in dims]
+        bases = [_unit_basis(matrices.random_basis(shape.heads, d, d), side) for side, d in dims]
         layers[layer_name(place)] = Layer(shape.heads, *bases)
     return _calibration(model, "random", (), "", layers, _positions(model))
 
@@ -259,23 +261,23 @@ def exchanges(moments: Mapping[Place, Moments]) -> dict[Place, np.ndarray]:
     """Return what errors of keys and values of each layer cost, [2, G] float32, at least LEAST_COST of their mean; {}
     where that was not measured in every layer."""
     costs = {
-        place: one.exchange.costs(one.moment("stored values"))
-        for place, one in moments.items()
-        if one.exchange is not None and "stored values" in one.sums
+        place: layer.exchange.costs(layer.moment("stored values"))
+        for place, layer in moments.items()
+        if layer.exchange is not None and "stored values" in layer.sums
     }
     if len(costs) < len(moments) or any(
         x is None or not np.isfinite(x).all() for x in costs.values()
     ):
         return {}
-    least = LEAST_COST * np.mean(np.concatenate([x.ravel() for x in costs.values()]))
-    if not least > 0:
+    floor = LEAST_COST * np.mean(np.concatenate([x.ravel() for x in costs.values()]))
+    if not floor > 0:
         return {}
-    return {place: np.maximum(x, least).astype(np.float32) for place, x in costs.items()}
+    return {place: np.maximum(x, floor).astype(np.float32) for place, x in costs.items()}
 
 
-def windows(tokens: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Split `tokens` into parts of one length, at most `most`; the last may be a little shorter."""
-    size = -(-len(tokens) // max(1, -(-len(tokens) // most)))
+def windows(tokens: Sequence[int], limit: int) -> list[Sequence[int]]:
+    """Split `tokens` into parts of one length, at most `limit`; the last may be a little shorter."""
+    size = -(-len(tokens) // max(1, -(-len(tokens) // limit)))
     return [tokens[i : i + size] for i in range(0, len(tokens), size or 1)]
 
 
@@ -289,12 +291,12 @@ def _read(
 ) -> None:
     """Run `first` and one window through the model, chunk by chunk; observers add to `moments`."""
     caches = make_cache()
-    for place, one in moments.items():
-        one.begun = 0
-        if one.readers is None:
-            put(caches, place, PlainObserver(one.add_attention, one.add_update))
+    for place, layer in moments.items():
+        layer.begun = 0
+        if layer.readers is None:
+            put(caches, place, PlainObserver(layer.add_attention, layer.add_update))
         else:
-            put(caches, place, LatentObserver(one.add_queries, one.add_update))
+            put(caches, place, LatentObserver(layer.add_queries, layer.add_update))
     for start in range(0, len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
         lead = [] if start else first
@@ -328,13 +330,13 @@ def from_corpus(model: nn.Module, origin: Origin) -> Calibration:
 
 
 @contextmanager
-def progress_bar(total: int, what: str = "calibrating") -> Iterator[Progress]:
+def progress_bar(total: int, title: str = "calibrating") -> Iterator[Progress]:
     """Show a bar on stderr that disappears at the end."""
     from rich.console import Console
     from rich.progress import Progress as Bars
 
     with Bars(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task(what, total=total)
+        bar = bars.add_task(title, total=total)
         yield partial(bars.advance, bar)
 
 

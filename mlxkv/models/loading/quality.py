@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxkv import __version__, console, files
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
-from mlxkv.models.calibration.fitting import known
+from mlxkv.models.calibration.fitting import find_calibration
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.texts import corpus
 
@@ -78,7 +78,7 @@ def _log_probabilities(model, cache: list, tokens: list[int]) -> mx.array:
 
 def _key(loaded) -> str:
     """Name what the result depends on."""
-    calibration = known(loaded.model, loaded.kv)
+    calibration = find_calibration(loaded.model, loaded.kv)
     parts = [loaded.fingerprint, str(loaded.dtype), __version__, loaded.kv.as_dict()]
     parts.append(calibration and calibration.digest)
     return sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
