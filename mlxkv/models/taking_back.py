@@ -9,6 +9,8 @@ from mlxkv.models.hooks.probe import leaves
 def cut_back(caches: list, count: int, keep: int) -> bool:
     """Cut caches that hold `count` tokens back to their first `keep`. False, and nothing has changed, where one of
     them cannot be cut there: a state, a sliding window that has moved on, a prompt whose tokens were chosen."""
+    if keep == count:
+        return keep > 0
     members = [cache for _, cache in leaves(caches)]
     if keep < 1 or not all(_keeps(cache, count, keep) for cache in members):
         return False
@@ -18,8 +20,6 @@ def cut_back(caches: list, count: int, keep: int) -> bool:
 
 
 def _keeps(cache, count: int, keep: int) -> bool:
-    if keep == count:
-        return True
     if isinstance(cache, CompressedKVCache):
         return cache.keeps(keep)
     start = getattr(cache, "start_position", 0)

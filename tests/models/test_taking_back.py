@@ -76,3 +76,12 @@ def test_nothing_to_take_back_is_nothing(model):
     read(model, cache, 0, 10)
     assert cut_back(cache, 10, 10) and cache[0].offset == 10
     assert not cut_back(cache, 10, 0)
+
+
+def test_states_cannot_be_cut_but_serve_whole():
+    """Linear attention, as in Qwen3.5: its states are those of the last token."""
+    model = random_model("qwen3_next")
+    attach(model, "int4")
+    cache = make_prompt_cache(model)
+    read(model, cache, 0, 10)
+    assert cut_back(cache, 10, 10) and not cut_back(cache, 10, 9)
