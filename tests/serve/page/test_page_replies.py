@@ -73,10 +73,12 @@ def test_markdown_is_shown_and_is_never_script(tab, server):
         "right: b.querySelectorAll('td')[1].getAttribute('align'), items: b.querySelectorAll('li').length, "
         "links: [...b.querySelectorAll('a')].map(a => [a.getAttribute('href'), a.rel, a.target]), "
         "live: b.querySelectorAll('script, img, iframe, input, [onerror], [style]').length, "
+        "coloured: [...b.querySelectorAll('pre span')].map(s => `${s.className} ${s.textContent}`), "
         f"text: b.innerText}}))({BODY})"
     )
     assert found["heading"] == "A title" and found["bold"] == "bold" and found["right"] == "right"
     assert found["code"] == 'print("hi")  # <b>\n' and found["language"] == "python"
+    assert found["coloured"] == ["is-func print", 'is-str "hi"', "is-cmnt # <b>"]
     assert found["items"] == 2 and "☑ done" in found["text"]
     assert found["live"] == 0 and "<script>alert(1)</script>" in found["text"]
     assert found["links"] == [

@@ -1,6 +1,7 @@
 // A model's Markdown as a document: parsed by marked, cleaned by DOMPurify, never trusted.
 import { Marked } from "./vendor/marked.esm.js";
 import DOMPurify from "./vendor/purify.es.mjs";
+import { colour } from "./code.js";
 import { button, copy, h } from "./dom.js";
 
 const escape = (text) => text.replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
@@ -66,6 +67,7 @@ function finish(fragment) {
     const code = block.querySelector("code") || block;
     const language = /language-([\w+#.-]{1,30})/.exec(code.className)?.[1] || "";
     code.removeAttribute("class");
+    colour(code, language.toLowerCase());
     const bar = h("div", { class: "head" }, h("span", { text: language || "code" }));
     bar.append(button("Copy", (event) => copy(code.textContent.replace(/\n$/, ""), event.currentTarget), { "aria-label": "Copy code" }));
     const frame = h("div", { class: "code" }, bar);
