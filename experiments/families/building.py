@@ -6,60 +6,40 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from experiments.families.sizes import named, sizes
+
 WINDOW = 512  # tokens of sliding windows, more than any text here
 LAYERS, HEADS, KV_HEADS, DIMS, HIDDEN = 4, 4, 2, 16, 64
 VOCABULARY = 120
 
 # Names of numbers in configurations -> small values.
-SMALL = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim_model", "emb_dim"), HIDDEN),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 96),
-    **dict.fromkeys(("ffn_hidden_size", "dim_ff", "dff", "n_inner", "d_inner", "d_ff"), 96),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("shared_intermediate_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("shared_experts_intermediate_size", "intermediate_size_mlp"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), LAYERS),
-    **dict.fromkeys(("decoder_layers", "encoder_layers", "num_decoder_layers"), 2),
-    **dict.fromkeys(("num_encoder_layers", "num_blocks", "depth"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), HEADS),
-    **dict.fromkeys(("attention_heads", "num_encoder_attention_heads"), HEADS),
-    **dict.fromkeys(("num_decoder_attention_heads", "swa_num_attention_heads"), HEADS),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), KV_HEADS),
-    **dict.fromkeys(("num_global_key_value_heads", "kv_n_heads"), KV_HEADS),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "global_head_dim", "kv_channels"), DIMS),
-    **dict.fromkeys(("dim_head", "v_head_dim", "qk_nope_head_dim", "d_kv"), DIMS),
-    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "index_head_dim"), DIMS),
-    **{"qk_head_dim": 2 * DIMS, "kv_lora_rank": 32, "q_lora_rank": 32, "o_lora_rank": 32},
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("moe_num_experts", "ffn_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_groups"), 1),
-    **dict.fromkeys(("num_shared_experts", "n_shared_experts", "moe_num_shared_experts"), 1),
-    **{"index_n_heads": 2, "index_topk": 1024, "o_groups": 2},
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("unpadded_vocab_size", "codebook_size"), VOCABULARY),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 1024),
-    **dict.fromkeys(("model_max_length", "max_source_positions", "max_target_positions"), 1024),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), WINDOW),
-    **dict.fromkeys(("local_attention", "window_size", "keep_window_size"), WINDOW),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), DIMS),
-    **{"mamba_d_state": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
-    **{"state_size": 16, "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16},
-    **{"mamba_chunk_size": 16, "chunk_size": 16, "n_mamba_heads": 2, "mamba_dt_rank": 8},
-    **{"hidden_size_per_layer_input": 8, "laurel_rank": 8, "embedding_size": HIDDEN},
-    **{"first_k_dense_replace": 1, "num_dense_layers": 1, "num_kv_shared_layers": 0},
-    **{
-        "query_pre_attn_scalar": DIMS,
-        "prompt_length": 8,
-        "block_size": 16,
-        "num_nextn_predict_layers": 0,
-    },
-    **dict.fromkeys(("image_size", "num_position_embeddings"), 64),
-    **dict.fromkeys(("out_hidden_size", "backbone_hidden_size"), HIDDEN),
-    **{"max_window_layers": 2, "time_step_rank": 8, "conv_kernel": 4},
-}
+SMALL = sizes(
+    layers=LAYERS, hidden=HIDDEN, inner=96, heads=HEADS, kv_heads=KV_HEADS, dims=DIMS, latent_dims=DIMS, rank=32,
+    experts=4, active=2, expert_inner=32, single=1, positions=1024, vocabulary=VOCABULARY,
+) | named(
+    (HIDDEN, "dim_model emb_dim embedding_size out_hidden_size backbone_hidden_size"),
+    (64, "intermediate_size_mlp shared_experts_intermediate_size image_size num_position_embeddings"),
+    (96, "d_ff d_inner decoder_ffn_dim dff dim_ff encoder_ffn_dim ffn_dim ffn_hidden_size"),
+    (32, "expert_ffn_hidden_size shared_intermediate_size o_lora_rank qk_head_dim"),
+    (2, "decoder_layers encoder_layers num_decoder_layers num_encoder_layers num_blocks depth max_window_layers"),
+    (HEADS, "attention_heads decoder_attention_heads encoder_attention_heads num_decoder_attention_heads"),
+    (HEADS, "num_encoder_attention_heads swa_num_attention_heads"),
+    (KV_HEADS, "kv_n_heads swa_num_key_value_heads num_global_key_value_heads index_n_heads n_mamba_heads"),
+    (KV_HEADS, "linear_num_heads linear_num_value_heads o_groups"),
+    (DIMS, "global_head_dim index_head_dim swa_head_dim kv_channels d_kv dim_head linear_head_dim"),
+    (DIMS, "query_pre_attn_scalar mamba_d_head mamba_head_dim"),
+    (16, "mamba_d_state state_size ssm_state_size mamba_chunk_size chunk_size block_size"),
+    (4, "ffn_num_experts conv_kernel"),
+    (2, "num_experts_per_token"),
+    (1, "n_groups num_expert_group moe_num_shared_experts"),
+    (0, "num_kv_shared_layers num_nextn_predict_layers"),
+    (8, "laurel_rank mamba_dt_rank time_step_rank prompt_length hidden_size_per_layer_input mamba_n_heads"),
+    (8, "mamba_num_heads"),
+    (128, "mamba_d_ssm"),
+    (WINDOW, "sliding_window sliding_window_size attention_chunk_size window_size keep_window_size local_attention"),
+    (1024, "max_seq_len max_source_positions max_target_positions index_topk"),
+    (VOCABULARY, "codebook_size unpadded_vocab_size vocab_size_per_layer_input"),
+)  # fmt: skip
 TOKENS_OF_CONFIG = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 

@@ -12,79 +12,57 @@ import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_flatten, tree_map
 
+from experiments.families.sizes import PLAIN as COMMON
+from experiments.families.sizes import named, sizes
+
 LAYERS, HEADS, KV_HEADS, DIMS, HIDDEN, VOCABULARY = 4, 4, 2, 32, 128, 128
 WINDOW = 512  # tokens of sliding windows, more than any text here
 KINDS = ["sliding_attention", "full_attention"] * 2
 
 # Arguments of models -> small values. A value is used where an argument has no default, or a number.
-SMALL = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim_model", "block_dim"), HIDDEN),
-    **dict.fromkeys(("embedding_size", "model_dim", "hidden_dim", "backbone_hidden_size"), HIDDEN),
-    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "n_inner", "block_ffn_dim"), 96),
-    **dict.fromkeys(("ff_intermediate_size", "mlp_hidden_size", "dense_intermediate_size"), 96),
-    **dict.fromkeys(("intermediate_size_mlp", "block_ff_dim", "moe_intermediate_size"), 64),
-    **dict.fromkeys(("expert_ffn_hidden_size", "shared_intermediate_size"), 64),
-    **dict.fromkeys(("shared_expert_intermediate_size", "share_expert_dim"), 64),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size",), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), LAYERS),
-    **dict.fromkeys(("num_transformer_layers",), LAYERS),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
-    **dict.fromkeys(("swa_num_attention_heads",), HEADS),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), KV_HEADS),
-    **dict.fromkeys(("swa_num_key_value_heads", "num_attention_groups"), KV_HEADS),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "swa_v_head_dim", "v_head_dim"), DIMS),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "rotary_dim", "index_head_dim"), DIMS),
-    **dict.fromkeys(
-        ("hidden_size_per_head", "kv_channels", "mamba_d_head", "global_head_dim"), DIMS
-    ),
-    **{"kv_lora_rank": 32, "q_lora_rank": 32, "o_lora_rank": 32, "o_groups": 2},
-    **{"index_n_heads": 2, "index_topk": 1024, "index_block_size": 16, "index_topk_blocks": 64},
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k"), 2),
-    **dict.fromkeys(("moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_groups", "moe_layer_freq"), 1),
-    **dict.fromkeys(("num_shared_experts", "n_shared_experts", "num_shared_expert"), 1),
-    **dict.fromkeys(("decoder_sparse_step", "group_norm_size"), 1),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "zero_expert_num"), 1),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "num_vocab"), VOCABULARY),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "block_size"), 1024),
-    **dict.fromkeys(("model_max_length",), 1024),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size"), WINDOW),
-    **dict.fromkeys(("attention_window_size", "loop_window_size", "attention_chunk_size"), WINDOW),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), DIMS),
-    **{"linear_conv_kernel_dim": 4, "conv_kernel": 4, "conv1d_width": 4, "conv_window": 2},
-    **{"conv_L_cache": 3, "state_size": 16, "ssm_state_size": 16, "mamba_d_state": 16},
-    **{"mamba_d_conv": 4, "mamba_expand": 2, "mamba_num_heads": 4, "mamba_head_dim": 16},
-    **{"mamba_n_heads": 8, "mamba_d_ssm": 128, "mamba_chunk_size": 16, "time_step_rank": 8},
-    **dict.fromkeys(("a_low_rank_dim", "decay_low_rank_dim", "gate_low_rank_dim"), 8),
-    **{"v_low_rank_dim": 8, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
-    **{"layer_group_size": 2, "sliding_window_pattern": 2, "full_attention_interval": 2},
-    **{"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1},
-    **{"expert_layer_period": 2, "dense_attention_every_n_layers": 2, "n_shared_head": 2},
-    **{"block_multiple_of": 16, "dim_model_base": 64, "cla_share_factor": 2},
-    **{"num_kv_reuse_layers": 1, "query_pre_attn_scalar": DIMS, "num_nextn_predict_layers": 0},
-}
+SMALL = sizes(
+    layers=LAYERS, hidden=HIDDEN, inner=96, heads=HEADS, kv_heads=KV_HEADS, dims=DIMS, latent_dims=DIMS, rank=32,
+    experts=4, active=2, expert_inner=64, single=1, positions=1024, vocabulary=VOCABULARY,
+) | named(
+    (HIDDEN, "block_dim hidden_dim model_dim dim_model backbone_hidden_size embedding_size"),
+    (96, "block_ffn_dim dense_intermediate_size ff_intermediate_size ffn_hidden_size mlp_hidden_size"),
+    (64, "block_ff_dim moe_shared_expert_intermediate_size share_expert_dim intermediate_size_mlp"),
+    (64, "expert_ffn_hidden_size shared_intermediate_size dim_model_base index_topk_blocks"),
+    (HEADS, "num_transformer_layers swa_num_attention_heads mamba_num_heads"),
+    (KV_HEADS, "n_kv_heads num_attention_groups swa_num_key_value_heads linear_num_value_heads index_n_heads"),
+    (DIMS, "global_head_dim index_head_dim kv_channels swa_head_dim swa_v_head_dim hidden_size_per_head"),
+    (DIMS, "query_pre_attn_scalar mamba_d_head o_lora_rank"),
+    (16, "mamba_d_state mamba_head_dim state_size ssm_state_size mamba_chunk_size index_block_size"),
+    (16, "block_multiple_of"),
+    (8, "a_low_rank_dim decay_low_rank_dim gate_low_rank_dim v_low_rank_dim hidden_size_per_layer_input"),
+    (8, "time_step_rank mamba_n_heads"),
+    (4, "linear_conv_kernel_dim mamba_d_conv conv_kernel conv1d_width"),
+    (3, "conv_L_cache"),
+    (2, "num_experts_per_token moe_top_k top_k_experts o_groups mamba_expand conv_window cla_share_factor"),
+    (2, "n_shared_head layer_group_size sliding_window_pattern full_attention_interval attn_layer_period"),
+    (2, "expert_layer_period dense_attention_every_n_layers"),
+    (1, "n_groups num_expert_group num_shared_expert moe_layer_freq zero_expert_num decoder_sparse_step"),
+    (1, "group_norm_size attn_layer_offset expert_layer_offset num_kv_reuse_layers"),
+    (0, "num_kv_shared_layers num_nextn_predict_layers"),
+    (128, "mamba_d_ssm"),
+    (WINDOW, "sliding_window sliding_window_size window_size attention_window_size loop_window_size"),
+    (WINDOW, "attention_chunk_size"),
+    (1024, "block_size n_ctx index_topk"),
+    (VOCABULARY, "num_vocab vocab_size_per_layer_input"),
+)  # fmt: skip
 # Arguments without a default that are no sizes.
 PLAIN = {
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), 1e-5),
-    **dict.fromkeys(("layernorm_epsilon",), 1e-5),
-    **dict.fromkeys(
-        ("attention_bias", "mlp_bias", "use_bias", "conv_bias", "use_conv_bias"), False
+    **COMMON,
+    **named(
+        (1e-5, "layernorm_epsilon"),
+        (False, "mamba_proj_bias tie_word_embeddings use_conv_bias add_swa_attention_sink_bias"),
+        (False, "add_full_attention_sink_bias linear_allow_neg_eigval"),
+        (True, "post_norm mla_scale_kv_lora mla_scale_q_lora"),
+        (1e4, "swa_rope_theta"),
     ),
-    **dict.fromkeys(("mamba_proj_bias", "tie_word_embeddings", "use_qkv_bias", "use_cla"), False),
-    **dict.fromkeys(("use_mixed_mlp_moe", "block_auto_adjust_ff_dim", "use_expert_bias"), False),
-    **dict.fromkeys(("add_swa_attention_sink_bias",), False),
-    **dict.fromkeys(("add_full_attention_sink_bias", "linear_allow_neg_eigval"), False),
-    **dict.fromkeys(("norm_topk_prob", "post_norm", "qk_norm", "use_qk_norm"), True),
-    **dict.fromkeys(("mla_scale_kv_lora", "mla_scale_q_lora"), True),
-    **dict.fromkeys(("rope_theta", "swa_rope_theta", "rotary_emb_base"), 1e4),
-    **dict.fromkeys(("routed_scaling_factor", "logits_scaling", "embedding_multiplier"), 1.0),
-    **dict.fromkeys(("residual_multiplier", "scale_depth", "scale_emb"), 1.0),
-    **{"attention_multiplier": DIMS**-0.5, "partial_rotary_factor": 0.5, "rotary_pct": 0.5},
-    **{"block_ffn_dim_multiplier": 1.0, "gegelu_limit": 20.0, "logits_soft_cap": 30.0},
-    **{"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-    **{"attention_method": "MLA", "zero_expert_type": "identity", "time_step_limit": (0.0, 1e3)},
+    **{"attention_multiplier": DIMS**-0.5, "gegelu_limit": 20.0, "logits_soft_cap": 30.0},
+    **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_method": "MLA"},
+    **{"zero_expert_type": "identity", "time_step_limit": (0.0, 1e3)},
     **{"layer_types": KINDS, "rope_scaling": None, "mlp_only_layers": []},
     **{"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
 }
