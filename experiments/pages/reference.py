@@ -18,10 +18,9 @@ from mlxkv import console
 from mlxkv.cache import selftest
 from mlxkv.cache.choose import Question
 from mlxkv.cli import app, is_option, plain, value_of
-from mlxkv.doctor.listing import BITS, HEAD_DIM, LISTED, MEASURED, PAPERS
+from mlxkv.doctor.listing import BITS, HEAD_DIM, LISTED, MEASURED, by_paper, stored
 from mlxkv.doctor.planning import plan_of
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import PICKS
 from mlxkv.formats.presets import COMPARED
 from mlxkv.models.catalog.aliases import HUB
 from mlxkv.models.catalog.known import CONFIGS
@@ -139,49 +138,27 @@ def presets() -> list[str]:
         "`int4+sink4+recent124`, `kivi-int2+g64`, `oja-r96+int4`; `+keep0.5` drops half of a prompt's tokens. "
         "`fill-2.25`, or any number of bits a value: [how the cache works](../README.md#how-the-cache-works).",
     ]
-    left = dict(LISTED)
-    for title, starts in (*PAPERS, ("others", ("",))):
-        names = [name for name in left if name.startswith(starts)]
-        if not names:
-            continue
+    for title, methods in by_paper():
         paper = next((number for word, number in ARXIV.items() if title.startswith(word)), None)
         lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
         if paper:
             lines += [f"Paper: [arXiv {paper}](https://arxiv.org/abs/{paper}).", ""]
         head = ["`--kv`", "bits", "stores", "needs", "decodes by", "what for"]
-        lines += table(head, _by_method([_preset(name, left.pop(name)) for name in names]))
+        lines += table(head, map(_method, methods))
     return lines
 
 
-def _by_method(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return one row for presets that differ in their bits alone."""
-    methods: dict[tuple, list[tuple[str, ...]]] = {}
-    for row in rows:
-        picked = row[0].strip("`") in PICKS
-        methods.setdefault(row if picked else tuple(BITS.sub("N", x) for x in row[2:]), []).append(
-            row
-        )
-    out = []
-    for alike in methods.values():
-        names, bits = (", ".join(row[i] for row in alike) for i in (0, 1))
-        stores = BITS.sub("N", alike[0][2]) if len(alike) > 1 else alike[0][2]
-        out.append((names, bits, stores, *alike[0][3:]))
-    return out
-
-
-def _preset(name: str, kv: CacheConfig) -> tuple[str, str, str, str, str, str]:
-    keys, values = (side.label.replace(" per token", "") for side in (kv.keys, kv.values))
-    stores = keys if keys == values else f"keys {keys}; values {values}"
+def _method(alike: list[dict]) -> tuple[str, ...]:
+    """Return the row of presets that differ in their bits alone."""
+    first, name = alike[0], alike[0]["name"]
+    stores, kv = stored(first), LISTED[name]
+    if len(alike) > 1:
+        stores = BITS.sub("N", stores)
     if kv.compresses and (kv.sink, kv.recent, kv.page) != (64, 64, 64):
         stores += f"; first {kv.sink} and last {kv.recent} exact, pages of {kv.page}"
-    return (
-        f"`{name}`",
-        f"{kv.bits_per_value(HEAD_DIM, HEAD_DIM):.2f}",
-        stores,
-        _needs(kv),
-        _body(kv),
-        _use(name, kv),
-    )
+    names = ", ".join(f"`{row['name']}`" for row in alike)
+    bits = ", ".join(f"{row['bits_per_value']:.2f}" for row in alike)
+    return names, bits, stores, _needs(kv), _body(kv), _use(name, kv)
 
 
 def _needs(kv: CacheConfig) -> str:

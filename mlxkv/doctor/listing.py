@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mlxkv.console import human_bytes, print_json, print_table
@@ -61,13 +62,13 @@ PAPERS = (
 
 def presets(as_json: bool, every: bool = False) -> None:
     """Print the presets to pick from, or every one. Bits per value are of pages, without windows."""
-    rows = [_preset(name, kv) for name, kv in LISTED.items()]
+    rows = {name: _preset(name, kv) for name, kv in LISTED.items()}
     if as_json:
-        print_json({"head_dim": HEAD_DIM, "presets": rows})
+        print_json({"head_dim": HEAD_DIM, "presets": list(rows.values())})
     elif every:
-        _every(rows)
+        _print_all()
     else:
-        _picks({row["name"]: row for row in rows})
+        _picks(rows)
 
 
 def _picks(rows: dict[str, dict]) -> None:
@@ -95,17 +96,22 @@ def _lost(measured: Measured) -> tuple[str, str]:
     )
 
 
-def _every(rows: list[dict]) -> None:
-    """Print all presets, by paper: a line for each method, with its widths."""
-    left = {row["name"]: row for row in rows}
+def by_paper() -> Iterator[tuple[str, list[list[dict]]]]:
+    """Yield the title of each paper with its presets: of each method a list of rows that differ in bits alone."""
+    rows = {name: _preset(name, kv) for name, kv in LISTED.items()}
     for title, starts in (*PAPERS, ("others", ("",))):
-        if not (names := [name for name in left if name.startswith(starts)]):
-            continue
+        methods: dict[tuple, list[dict]] = {}
+        for name in [name for name in rows if name.startswith(starts)]:
+            methods.setdefault(_method(rows[name]), []).append(rows.pop(name))
+        if methods:
+            yield title, list(methods.values())
+
+
+def _print_all() -> None:
+    """Print all presets, by paper: a line for each method, with its widths."""
+    for title, methods in by_paper():
         print(title)
-        widths: dict[tuple, list[dict]] = {}
-        for row in map(left.pop, names):
-            widths.setdefault(_method(row), []).append(row)
-        for alike in widths.values():
+        for alike in methods:
             print(_line(alike))
     print(
         "columns: --kv, bits per value with scales at head dim 128, without the exact windows; what is stored"
@@ -133,7 +139,7 @@ def _method(row: dict) -> tuple:
 def _line(alike: list[dict]) -> str:
     """Return the line of presets that differ in their bits alone: turbo-int{4,3,2}."""
     first, bits = alike[0], " ".join(f"{row['bits_per_value']:.2f}" for row in alike)
-    name, stores = first["name"], _stores(first)
+    name, stores = first["name"], stored(first)
     if len(alike) > 1:
         widths = ",".join(BITS.search(row["name"])[0] for row in alike)
         name, stores = BITS.sub(f"{{{widths}}}", name), BITS.sub("N", stores)
@@ -150,7 +156,8 @@ def _windows(row: dict) -> str:
     return f"; windows {sizes[0]} and {sizes[1]}, pages of {sizes[2]}"
 
 
-def _stores(row: dict) -> str:
+def stored(row: dict) -> str:
+    """Return what pages of a row hold: of keys, and of values where they differ."""
     keys, values = (row[side].replace(" per token", "") for side in ("keys", "values"))
     return keys if keys == values else f"keys {keys}; values {values}"
 
