@@ -44,13 +44,12 @@ def run_fitting(options: CalibrateOptions) -> None:
             "--calibration"
         )
     text = _read(loaded, options)
-    timing: dict[str, float] = {}
     start = time.perf_counter()
-    calibration = on_text(loaded.model, loaded, text, timing=timing)
+    calibration = on_text(loaded.model, loaded, text)
     path = out or artifact.kept_path(calibration.fingerprint)
     seconds = time.perf_counter() - start
     artifact.write(path, calibration)
-    report(calibration, path, seconds, timing, options.json)
+    report(calibration, path, seconds, options.json)
     if not options.json:
         named = "" if out is None and not comes_with_model else f" --calibration {path}"
         say(f"use it: mlxkv chat -m {options.model.strip()} --kv fill-3{named}")
@@ -100,7 +99,6 @@ def report(
     calibration: Calibration,
     path: Path,
     seconds: float,
-    timing: dict[str, float],
     as_json: bool,
 ) -> None:
     """Print where the file is; with --json one document that has a row per layer."""
@@ -117,7 +115,6 @@ def report(
                 "balanced": {
                     side: basis.balance and basis.balance.condition for side, basis in sides.items()
                 },
-                "seconds": round(timing.get(name, 0.0), 4),
             }
         )
     size = path.stat().st_size

@@ -13,7 +13,6 @@ makes of errors in values.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -140,7 +139,6 @@ def calibrate(
     bos: int | None = None,
     positions: int | None = None,
     progress: Progress | None = None,
-    timing: dict[str, float] | None = None,
     samples: dict[str, Sample] | None = None,
 ) -> Calibration:
     """Calibrate all layers of `model` (any model of mlx-lm) that could be compressed.
@@ -148,8 +146,7 @@ def calibrate(
     tokens: the text, read in windows of `window` tokens that do not see each other, each after
     `bos`. positions: how many the calibration is to hold for; by default those of the model's context, or
     DEFAULT_CONTEXT where that is not known. text: its name. progress: called with the tokens done since the last
-    call. timing: filled with the seconds of sums and eigenvectors by layer. samples: filled with up to ROWS keys
-    and values per kv head by layer.
+    call. samples: filled with up to ROWS keys and values per kv head by layer.
 
     Raises UserError for too little text, a model with nothing to compress and one with folded weights; MachineError
     for NaN or infinity in what a layer computes.
@@ -189,12 +186,9 @@ def calibrate(
         release(slots)
     layers, costs = {}, exchanges(moments)
     for place, layer in moments.items():
-        start = time.perf_counter()
         name = layer_name(place)
         bases = [basis(layer, side, f"layer {name}, {side}") for side in SIDES]
         layers[name] = Layer(layer.shape.heads, *bases, costs.get(place))
-        if timing is not None:
-            timing[name] = layer.seconds + time.perf_counter() - start
     if None in rotaries.values():
         positions = min(positions, len(next(iter(windows(tokens, window)))))
     return _calibration(model, "attention", tokens, text, layers, positions)
@@ -309,9 +303,14 @@ def _read(
             moments[place].end_window(cache.exact[0])
 
 
-def on_text(model: nn.Module, source: Loaded | Origin, text: Text, **filled) -> Calibration:
-    """Calibrate on a text with a progress bar on stderr. source: the model's tokenizer and context. filled: `timing`
-    and `samples` of `calibrate`."""
+def on_text(
+    model: nn.Module,
+    source: Loaded | Origin,
+    text: Text,
+    samples: dict[str, Sample] | None = None,
+) -> Calibration:
+    """Calibrate on a text with a progress bar on stderr. source: the model's tokenizer and context. samples: as of
+    `calibrate`."""
     with progress_bar(len(text.tokens)) as progress:
         return calibrate(
             model,
@@ -320,7 +319,7 @@ def on_text(model: nn.Module, source: Loaded | Origin, text: Text, **filled) -> 
             window=min(WINDOW, source.context or WINDOW),
             bos=bos_of(source.tokenizer),
             progress=progress,
-            **filled,
+            samples=samples,
         )
 
 

@@ -8,7 +8,6 @@ tokens, `D` head dim.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -145,7 +144,7 @@ class Moments:
     a window, at the positions of the text. output: M_o of `sensitivities`, or None. exchange: what errors of keys and
     values cost, or None. begun: tokens of this window. received: [G, T], the attention that its keys got, or None.
     sample: the rows to keep, keys turned to positions of `spans`, or None. readers: of latents, or None; their values
-    are rotary keys, which are stored unchanged. seconds: spent on sums.
+    are rotary keys, which are stored unchanged.
     """
 
     shape: Shape
@@ -159,7 +158,6 @@ class Moments:
     received: np.ndarray | None = None
     sample: Sample | None = None
     readers: Readers | None = None
-    seconds: float = 0.0
 
     def add_queries(self, queries: mx.array, scale: float) -> None:
         """Add the queries that meet latents, [B, H, L, D] (`LatentObserver`)."""
@@ -220,14 +218,11 @@ class Moments:
         return turned(keys, self.rotary, to - np.arange(start, start + count))
 
     def _add(self, name: str, x: mx.array) -> None:
-        mx.eval(x)  # outside of the time that is taken
-        start = time.perf_counter()
         rows = grouped(x, self.shape.heads)
         if name not in self.sums:
             self.sums[name] = Sums(np.array(rows.mean(1)))
         added = products(rows, mx.array(self.sums[name].centre))
         self.sums[name].add(*map(np.array, added), rows.shape[1])
-        self.seconds += time.perf_counter() - start
 
     def _raise(self, side: str, x: mx.array) -> None:
         largest = np.array(peaks(x))
