@@ -30,12 +30,11 @@ from mlxkv.serve import sampling
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of, used_memory
 from mlxkv.serve.caches.sessions import Sessions
-from mlxkv.serve.grammar import Grammars
+from mlxkv.serve.grammar import Constraint, Grammars
 from mlxkv.serve.http.request import Request
 from mlxkv.serve.job import Job, Start, Token
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
-from mlxkv.serve.prompts import Prompt, Prompts
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
 from mlxkv.serve.single import SingleGenerator
@@ -142,7 +141,6 @@ class Engine:
         logits = loaded.model(mx.array([[0]]), cache=caches)
         mx.eval(logits)
         self.vocabulary = logits.shape[-1]
-        self.prompts = Prompts(self.tokenizer, options.template)
         self.grammars = Grammars(self.tokenizer, self.vocabulary)
         self._machine = make_text_state_machine(self.tokenizer)
         self._anchor = self.tokenizer.encode("a", add_special_tokens=False)
@@ -267,19 +265,12 @@ class Engine:
                 return None
         except Empty:
             return None
-        if not job.counts:
-            return job
-        try:
-            job.put(len(self.prompts.read(job.request).tokens))
-        except Refused as error:
-            job.put(error)
-        return None
+        return None if job.cancelled else job
 
     def _begin(self, job: Job) -> None:
-        """Put a request into the batch: with its tokens, memory for it, and a cache of the start of its prompt."""
-        request = job.request
+        """Put a request into the batch: with memory for it, and a cache of the start of its prompt."""
+        request, prompt = job.request, job.prompt
         try:
-            prompt = self.ranks.decide(lambda: self._read(job), lambda data: Prompt(*data))
             max_tokens = self._reserve(job, len(prompt.tokens))
         except Exception as error:
             self._active.discard(job)
@@ -291,8 +282,7 @@ class Engine:
         job.text = ReplyText(self.tokenizer, request.stop, last)
         processors = sampling.processors_of(request)
         if request.grammar is not None:  # it has the last word
-            thinks = prompt.state == "reasoning"
-            processors.append(self.grammars.processor(request.grammar, thinks))
+            processors.append(job.constraint or self.constraint_of(job))
         parse = self.tokenizer.tool_parser
         job.put(Start(len(prompt.tokens), job.cached_tokens, self._machine, prompt.state, parse))
         self._generator = self._generator or self._new_generator()
@@ -324,28 +314,6 @@ class Engine:
                 prefill_step_size=self._prefill_step,
                 stream=stream,
             )
-
-    def _read(self, job: Job) -> Prompt:
-        """Make tokens of a request. For rank 0: templates may look at the clock. Raises Refused."""
-        if job.cancelled:
-            raise Refused(504, "[serve] given up before it began", "timeout")
-        limit, chat = self.loaded.context, job.request
-        if chat.chat and self.options.overflow == "drop":
-            room = self.memory.longest(limit or 1 << 20)
-            reply = min(chat.max_tokens, room // 4)
-            prompt, job.dropped = self.prompts.fitting(chat, room - reply)
-        else:
-            prompt = self.prompts.read(chat)
-        if not prompt.tokens:
-            raise Refused(400, "[prompt] has no tokens; got an empty one", "invalid_value")
-        if limit and len(prompt.tokens) >= limit:
-            raise Refused(
-                400,
-                f"[prompt] longer than the model's context; got {len(prompt.tokens)} tokens; it takes "
-                f"{limit}, the reply included",
-                "context_length_exceeded",
-            )
-        return prompt
 
     def _reserve(self, job: Job, count: int) -> int:
         """Set memory aside for a prompt of so many tokens and its reply. Returns the length of the longest reply.
@@ -462,6 +430,11 @@ class Engine:
         return job
 
     # -- for other threads
+
+    def constraint_of(self, job: Job) -> Constraint | None:
+        """Return what makes the reply follow the request's grammar, None without one."""
+        grammar, thinks = job.request.grammar, job.prompt.state == "reasoning"
+        return None if grammar is None else self.grammars.processor(grammar, thinks)
 
     def submit(self, job: Job) -> None:
         """Hand a request to the generation thread. Raises Refused where that has ended, or ends."""

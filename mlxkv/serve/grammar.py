@@ -55,8 +55,7 @@ def of_schema(path: str, schema: object) -> str:
     grammar = library.LLMatcher.grammar_from_json_schema(text, overrides=WHITESPACE)
     wrong, words = library.LLMatcher.validate_grammar_with_warnings(grammar)
     if wrong:
-        reason = " ".join(" ".join(words).split())
-        raise bad(path, f"not a schema that can be followed: {reason}")
+        raise bad(path, f"not a schema that can be followed: {' '.join(words)}")
     return grammar
 
 
@@ -154,12 +153,19 @@ class Grammars:
 
     def processor(self, grammar: str, thinks: bool) -> Constraint:
         """A logits processor for one reply. thinks: whether it begins with thinking, which is free."""
+        free = tuple(self._tokenizer.think_end_tokens or ()) if thinks else ()
+        return Constraint(self._matcher(grammar), self._words.eos_tokens, free)
+
+    def try_out(self, grammar: str) -> None:
+        """Build a grammar and the mask of its first step, which takes minutes for some."""
+        self._matcher(grammar).compute_bitmask()
+
+    def _matcher(self, grammar: str) -> Any:
         if self._words is None:  # some 100 ms for 150,000 tokens
             plain = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
             ends = sorted(self._tokenizer.eos_token_ids)
             self._words = _library().hf.from_tokenizer(plain, self._vocabulary, ends)
-        free = tuple(self._tokenizer.think_end_tokens or ()) if thinks else ()
-        return Constraint(_library().LLMatcher(self._words, grammar), self._words.eos_tokens, free)
+        return _library().LLMatcher(self._words, grammar, log_level=0)
 
 
 class Constraint:

@@ -9,9 +9,11 @@ from typing import Any
 
 from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import Usage, usage
+from mlxkv.serve.grammar import Constraint
 from mlxkv.serve.http.request import Request
+from mlxkv.serve.prompts import Prompt
 
-# Fields of requests that no process but rank 0 needs: messages become tokens there.
+# Fields of requests that no process but rank 0 needs.
 LOCAL_FIELDS = ("prompt", "messages", "tools", "chat_template_kwargs", "user", "cache_salt")
 
 
@@ -45,8 +47,8 @@ class Token:
 class Job:
     """What the event loop and the generation thread tell each other.
 
-    tenant: whose prompt cache it uses. counts: whether only the tokens of its prompt are counted: then `channel` gets
-    their number, or an error. cancelled: nobody waits for the reply. channel: gets `Start`, numbers of tokens
+    tenant: whose prompt cache it uses. constraint: makes the reply follow the request's grammar, where it has one.
+    cancelled: nobody waits for the reply. channel: gets `Start`, numbers of tokens
     of the prompt (read, all), each `Token`, and None at the end; or an error.
     dropped: messages of the chat that the context had no room for. is_reading: whether its prompt is not read yet.
     cached_tokens: of its prompt, found in a cache. cache_tokens: in its caches now. tokens, usage: of its caches at
@@ -54,10 +56,11 @@ class Job:
     """
 
     request: Request
+    prompt: Prompt
     tenant: str = ""
-    counts: bool = False
-    cancelled: bool = False
     dropped: int = 0
+    constraint: Constraint | None = None
+    cancelled: bool = False
     is_reading: bool = True
     channel: Any = field(default_factory=Queue, repr=False)
     text: ReplyText | None = None
@@ -67,15 +70,16 @@ class Job:
     usage: Usage | None = None
 
     def to_json(self) -> list:
-        """A request without its text, and its tenant."""
+        """A request without its text, its tokens and its tenant."""
         request = asdict(self.request)
-        return [{k: x for k, x in request.items() if k not in LOCAL_FIELDS}, self.tenant]
+        fields = {k: x for k, x in request.items() if k not in LOCAL_FIELDS}
+        return [fields, self.prompt, self.tenant]
 
     @classmethod
-    def from_json(cls, request: dict, tenant: str) -> Job:
+    def from_json(cls, request: dict, prompt: list, tenant: str) -> Job:
         if bias := request["logit_bias"]:  # keys of JSON are texts
             request["logit_bias"] = {int(token): value for token, value in bias.items()}
-        return cls(Request(**request), tenant)
+        return cls(Request(**request), Prompt(*prompt), tenant)
 
     def put(self, item: Any) -> None:
         self.channel.put(item)

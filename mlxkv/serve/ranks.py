@@ -4,7 +4,7 @@ Rank 0 has the clients. It decides, or all agree on, whatever depends on a clock
 bytes of one machine; each process derives the rest (which request fits, which session is found, which is evicted).
 What it tells is JSON, which runs no code.
 
-Collective: `share`, `decide`, `together`, `most`, `least`, `tokens`, `step` and `start` are for the
+Collective: `share`, `together`, `most`, `least`, `tokens`, `step` and `start` are for the
 generation thread, and every process has to make the same calls.
 """
 
@@ -16,14 +16,13 @@ import signal
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 
 from mlxkv import __version__, console
 from mlxkv.console import note
 from mlxkv.errors import MachineError
-from mlxkv.serve.refusals import Refused
 
 T = TypeVar("T")
 SHORT = 248  # bytes of JSON that travel with their length; longer ones take a second sum
@@ -67,24 +66,6 @@ class Ranks:
             received += _summed(data[SHORT:] or bytes(size - SHORT))
         self.hear()
         return thing if self.rank == 0 else json.loads(received)
-
-    def decide(self, work: Callable[[], T], read: Callable[[Any], T]) -> T:
-        """Run `work` on rank 0 alone; return or raise in all processes what it returns or raises. read: makes it again
-        of what JSON gives back."""
-        if not self.many:
-            return work()
-        result = error = None
-        if self.rank == 0:
-            try:
-                result = work()
-            except Exception as raised:
-                error = raised
-        refused = vars(error) if isinstance(error, Refused) else None
-        fault = error and f"[serve] in rank 0: {type(error).__name__}: {error}"
-        shared, refused, fault = self.share([result, refused, fault])
-        if fault is not None:
-            raise error or (Refused(**refused) if refused else MachineError(fault))
-        return result if self.rank == 0 else read(shared)
 
     def together(self, make: Callable[[], T]) -> T:
         """Run `make` in each process and return its own result. Where it raises in one, all raise."""

@@ -22,7 +22,8 @@ KINDS = {
 class Refused(Exception):
     """A request that gets an error instead of a reply.
 
-    status: of HTTP. code: a short name for programs. retry: seconds to wait before asking again.
+    message: in one line, whatever characters a template or a client has put into it. status: of HTTP. code: a short
+    name for programs. retry: seconds to wait before asking again.
     details: more fields of the error.
     """
 
@@ -35,8 +36,14 @@ class Refused(Exception):
         details: dict | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.message = "".join(
+            x if x.isprintable() else "\ufffd" for x in " ".join(message.split())
+        )
+        self.status, self.code = status, code
         self.retry, self.details = retry, details or {}
+
+    def __reduce__(self) -> tuple:
+        return Refused, (self.status, self.message, self.code, self.retry, self.details)
 
     def body(self) -> dict:
         """The JSON document that OpenAI's clients expect."""

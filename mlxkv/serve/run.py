@@ -17,8 +17,9 @@ from starlette.middleware.cors import CORSMiddleware
 from mlxkv.console import ENDING, PlainLog, human_bytes, note, on
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
+from mlxkv.models.catalog.rendering import RENDERER
 from mlxkv.models.loading import quality
-from mlxkv.serve import ranks
+from mlxkv.serve import ranks, reading
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.app import METHODS, Gate, application
 from mlxkv.serve.http.models import Models
@@ -37,6 +38,7 @@ class Server:
 
     def __init__(self, options: ServeOptions):
         self.metrics = Metrics()
+        reading.PROCESSES[0].start()  # it is ready by the time that the model is
         self.engine = Engine(options, self.metrics)
         self._asked = 0
         try:
@@ -82,7 +84,7 @@ class Server:
                 "ending: replies have a few seconds, sessions are put away; again cuts replies short"
             )
         await self._settle(GRACE, lambda: self._asked > 1)
-        await asyncio.to_thread(self.engine.stop_and_join)
+        await asyncio.to_thread(self.site.close)
         await self.models.close()
         await self._settle(TOLD, lambda: False)
 
@@ -118,6 +120,7 @@ def run(options: ServeOptions) -> None:
             f"[--port] cannot listen on {options.host}:{options.port}: {reason}; choose another port, or 0 for a free "
             "one"
         ) from None
+    RENDERER.end()  # requests are rendered where they are read
     loaded, memory = server.site.loaded, server.engine.memory
     loaded.tell(backend())
     if group.size() == 1:

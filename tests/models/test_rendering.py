@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -13,7 +14,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mlxkv.errors import UserError
 from mlxkv.models.catalog import rendering
-from mlxkv.models.catalog.rendering import RENDERER, Excess, Renderer, bound
+from mlxkv.models.catalog.bounded import Excess, Process
+from mlxkv.models.catalog.rendering import RENDERER, bound
 
 TALK = [
     {"role": "system", "content": "Be kind. \x1b\u202e😀 é"},
@@ -100,12 +102,12 @@ def test_excess_that_depends_on_the_messages(tokenizer, tmp_path):
 
 
 def test_threads_and_a_killed_process():
-    renderer = Renderer()
+    renderer = Process(rendering.__name__)
     question = b'{"conversations": [[{"role": "user", "content": "%d"}]], "chat_template": "%s"}'
     text = b"{{ messages[0].content }}"
 
     def ask(i: int) -> list[str]:
-        return renderer.ask(question % (i, text))[0]
+        return json.loads(renderer.ask(question % (i, text)))["texts"]
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(64))) == [[str(i)] for i in range(64)]
@@ -122,16 +124,15 @@ def test_nothing_around_the_process_chooses_its_modules(tmp_path, monkeypatch):
         (tmp_path / name).write_text("import os; os._exit(7)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    renderer = Renderer()
-    assert renderer.ask(b'{"conversations": [[{"role": "user"}]], "chat_template": "x"}')[0] == [
-        "x"
-    ]
+    renderer = Process(rendering.__name__)
+    question = b'{"conversations": [[{"role": "user"}]], "chat_template": "x"}'
+    assert json.loads(renderer.ask(question))["texts"] == ["x"]
     renderer.end()
 
 
 def test_the_process_ends_with_its_pipe():
     RENDERER.start()
-    renderer = Renderer()
+    renderer = Process(rendering.__name__)
     renderer.start()
     process = renderer._process
     process.stdin.close()

@@ -6,7 +6,7 @@ import logging
 
 import mlx.core as mx
 import pytest
-from serving import LONG, complete, get, post, refused, serving, settled
+from serving import LONG, complete, get, post, read_prompts, refused, serving, settled
 
 from mlxkv.errors import UserError
 from mlxkv.machine import footprint, machine_memory
@@ -27,18 +27,12 @@ def talk(turns: int) -> list[dict]:
 
 def test_the_oldest_turns_are_dropped_where_that_is_asked_for(model_folder, monkeypatch):
     with serving(model_folder, overflow="drop") as server:
-        prompts, fitting = [], server.engine.prompts.fitting
-
-        def spied(*args):
-            prompts.append(fitting(*args))
-            return prompts[-1]
-
-        monkeypatch.setattr(server.engine.prompts, "fitting", spied)
+        prompts = read_prompts(server, monkeypatch)
         counts = (3, 24, 25, 40)
         found = [post(server, CHAT, messages=talk(n), max_tokens=8) for n in counts]
         dropped = [one["kv"]["dropped_messages"] for one in found]
         assert dropped[0] == 0 < dropped[1] == dropped[2] < dropped[3]
-        for (prompt, _), turns, count in zip(prompts, counts, dropped, strict=True):
+        for prompt, turns, count in zip(prompts, counts, dropped, strict=True):
             text = server.engine.tokenizer.decode(prompt.tokens)
             kept = [i for i in range(turns) if f"\n{i}: All work" in text]
             assert "Be brief." in text and kept == list(range(count // 2, turns))

@@ -11,7 +11,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from threading import Barrier, local
 from types import SimpleNamespace
@@ -42,8 +41,8 @@ from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.memory import CacheShape, Memory
 from mlxkv.serve.job import Job
 from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.prompts import Prompt
 from mlxkv.serve.ranks import Ranks
-from mlxkv.serve.refusals import Refused
 from mlxkv.serve.run import Server
 
 PROMPTS = [f"{i} " + LONG[: 60 * i] for i in range(5)]
@@ -210,7 +209,7 @@ def test_machines_of_two_sizes_agree_on_what_is_too_much(ceiling, kept, room, mo
         server.memory = Memory(1000, [CacheShape(fixed=50)], 1)
         server.sessions = SimpleNamespace(nbytes=kept[ranks.rank], shrink=shrink)
         request = SimpleNamespace(max_tokens=5, shorten=False, chat=False)
-        return server._reserve(Job(request), 5)
+        return server._reserve(Job(request, Prompt([], [])), 5)
 
     results = both_do(work, work)
     assert rooms == [room] * 2
@@ -218,21 +217,6 @@ def test_machines_of_two_sizes_agree_on_what_is_too_much(ceiling, kept, room, mo
         assert results == [5, 5]
     else:
         assert [error.code for error in results] == ["memory_busy"] * 2
-
-
-def test_rank_0_decides_and_refuses_for_all():
-    def refuse():
-        raise Refused(400, "[prompt] no", "invalid_value")
-
-    def decide(work):
-        return lambda r: r.decide(work and partial(work, r), tuple)
-
-    assert both_do(decide(lambda r: (r.rank,)), decide(None)) == [(0,), (0,)]
-    errors = both_do(decide(lambda r: refuse()), decide(None))
-    assert [(e.status, e.code) for e in errors] == [(400, "invalid_value")] * 2
-    errors = both_do(decide(lambda r: 1 / 0), decide(None))
-    assert [type(e) for e in errors] == [ZeroDivisionError, MachineError]
-    assert "division by zero" in str(errors[1])
 
 
 def test_a_session_that_one_process_has_lost(tmp_path, loaded):

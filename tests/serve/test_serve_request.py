@@ -107,6 +107,45 @@ def test_fields_of_other_servers_change_nothing():
         assert check(GOOD | {name: {"anything": [1]}}, True) == want
 
 
+def test_a_request_has_so_many_fields_and_values():
+    few, many = [[[1] * 99] * count for count in (900, 1001)]
+    assert check_document(metadata=few)["metadata"] == few
+    with pytest.raises(Refused, match=r"^\[body\] at most 100000 values"):
+        check_document(metadata=many)
+    with pytest.raises(Refused, match=r"^\[body\] at most 256 fields; got 300"):
+        check_document(**{f"x{i}": 1 for i in range(300)})
+
+
+def check_document(**body) -> dict:
+    return fields.document(json.dumps(body).encode())
+
+
+HUGE = ("1e400", "-1e999", "Infinity", "-Infinity", "NaN", "1" + "0" * 400)
+PLACES = {
+    "metadata.a.1": '"metadata": {"a": [1, %s]}',
+    "tools.0.function.parameters.default": '"tools": [{"function": {"parameters": {"default": %s}}}]',
+    "response_format.json_schema.schema.maximum": '"response_format": {"json_schema": {"schema": {"maximum": %s}}}',
+    "text.format.x": '"text": {"format": {"x": %s}}',
+    "temperature": '"temperature": %s',
+    "messages.0.content.0.b": '"messages": [{"role": "user", "content": [{"b": %s}]}]',
+    "\ufffd": '"\\u001b": %s',
+}  # fmt: skip
+
+
+def test_numbers_that_are_none_are_refused_with_their_place(subtests):
+    for place, text in PLACES.items():
+        for number in HUGE:
+            with subtests.test(place, number=number[:9]), pytest.raises(Refused) as found:
+                parse(("{%s}" % (text % number)).encode(), True)
+            assert found.value.message.startswith(f"[{place}] must be a number from -1.79769e+308")
+    arguments = '{"a": [%s]}'
+    for number in HUGE:
+        call = {"function": {"name": "f", "arguments": arguments % number}}
+        with subtests.test("arguments", number=number[:9]), pytest.raises(Refused) as found:
+            check({"messages": [{"role": "assistant", "tool_calls": [call]}]}, True)
+        assert "tool_calls.0.arguments.a.0] must be a number" in found.value.message
+
+
 @pytest.mark.parametrize("depth", [fields.DEPTH - 2, fields.DEPTH + 1, 976, 980, 5000])
 def test_nested_bodies(depth):
     """Lists, objects, and arguments of calls that are JSON in a text."""
@@ -127,7 +166,7 @@ def test_nested_bodies(depth):
     if depth < fields.DEPTH:
         assert check(body, True)
     else:
-        with pytest.raises(Refused, match=r"arguments\] must be a JSON object"):
+        with pytest.raises(Refused, match=r"arguments\] must be a JSON object|nested too deeply"):
             check(body, True)
 
 

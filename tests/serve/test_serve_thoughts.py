@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from saying import write_thinker
-from serving import post, serving
+from serving import post, read_prompts, serving
 
 THOUGHT = "{% if m.NAME %}<think>{{ m.NAME }}</think>{% endif %}"
 TEMPLATE = (
@@ -21,17 +21,10 @@ def chat(**thoughts: str) -> list[dict]:
 
 def read(server, messages: list[dict]) -> str:
     """The prompt that the model read."""
-    read, tokenizer = [], server.engine.tokenizer
-    plain = server.engine.prompts.read
-
-    def spied(*asked):
-        read.append(plain(*asked))
-        return read[-1]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.engine.prompts, "read", spied)
+        prompts = read_prompts(server, patch)
         post(server, "/v1/chat/completions", messages=messages, max_tokens=1)
-    return tokenizer.decode(read[-1].tokens)
+    return server.engine.tokenizer.decode(prompts[-1].tokens)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])

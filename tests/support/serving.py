@@ -71,6 +71,19 @@ def held(monkeypatch, owner, name: str, kind: type = object) -> Iterator[Event]:
             go.set()
 
 
+def read_prompts(server: Server, monkeypatch) -> list:
+    """The list that gets the prompt of every request that the server reads from now on."""
+    prompts, plain = [], server.site.read
+
+    async def spied(*args):
+        result = await plain(*args)
+        prompts.append(result.prompt)
+        return result
+
+    monkeypatch.setattr(server.site, "read", spied)
+    return prompts
+
+
 def raw_post(body: bytes, length: int | None = None) -> bytes:
     """The bytes of a request. length: what its head says, where that is not true."""
     length = len(body) if length is None else length

@@ -38,17 +38,22 @@ class Completion(Reply):
 
     def __init__(self, request, model: str):
         super().__init__(request, request.stream, model)
-        kind = "chat.completion" if request.chat else "text_completion"
-        self._head = {
-            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid4()}",
-            "system_fingerprint": fingerprint(),
-            "object": f"{kind}.chunk" if request.chat and request.stream else kind,
-            "model": model,
-            "created": int(time.time()),
-        }
         self._parts: list[tuple] = []
         self._logprobs: list[dict] = []
         self._calls, self._offset = 0, 0
+
+    def start(self) -> None:
+        chat, kind = (
+            self.request.chat,
+            "chat.completion" if self.request.chat else "text_completion",
+        )
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4()}",
+            "system_fingerprint": fingerprint(),
+            "object": f"{kind}.chunk" if chat and self.streams else kind,
+            "model": self.model,
+            "created": int(time.time()),
+        }
 
     def add_parts(self, parts: list[tuple], token: Token) -> None:
         self._parts += parts

@@ -13,18 +13,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from mlxkv.serve.apis import anthropic, openai, responses
-from mlxkv.serve.apis.anthropic import error_body as anthropic_error
-from mlxkv.serve.apis.reply import Reply
+from mlxkv.serve.apis import anthropic
 from mlxkv.serve.http import page
 from mlxkv.serve.http.access import check_host, given_key, tenant
-from mlxkv.serve.http.fields import document
 from mlxkv.serve.http.models import Models
-from mlxkv.serve.http.request import Served, no_model
+from mlxkv.serve.http.request import no_model
 from mlxkv.serve.http.site import Site
-from mlxkv.serve.http.talk import Channel, Document, Talk, admitted, late
+from mlxkv.serve.http.talk import Document, Talk, admitted
 from mlxkv.serve.http.wire import Limits
 from mlxkv.serve.job import Job
+from mlxkv.serve.reading import COUNT, REPLIES
 from mlxkv.serve.refusals import Refused, fault
 
 LOG = logging.getLogger("mlxkv.serve")
@@ -32,15 +30,6 @@ METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 ALLOW = ", ".join(METHODS)
 TARGET, FIELDS = 8 << 10, 100  # bytes of a request's target; header fields
 OPEN = ("/health", *page.PAGE)  # without a key: nothing there belongs to a client
-REPLIES: dict[str, Callable[[dict, Served], Reply]] = {
-    "/v1/chat/completions": openai.chat,
-    "/chat/completions": openai.chat,
-    "/v1/completions": openai.text,
-    "/v1/messages": anthropic.read,
-    "/v1/responses": responses.read,
-    "/responses": responses.read,
-}
-COUNT = "/v1/messages/count_tokens"
 
 
 class Gate:
@@ -128,7 +117,7 @@ def refusal(request: Request, error: Exception) -> Response:
     if refused.status == 405:
         headers["Allow"] = ALLOW
     is_anthropic = request.scope["path"].startswith("/v1/messages") or _is_anthropic_client(request)
-    body = anthropic_error(refused) if is_anthropic else refused.body()
+    body = anthropic.error_body(refused) if is_anthropic else refused.body()
     return Document(body, refused.status, headers)
 
 
@@ -176,37 +165,27 @@ def application(models: Models) -> Router:
         """Return whether this client may know what all of them do together: it has the first key, or nobody has one."""
         return key(request) in (None, *site.options.api_keys[:1])
 
-    async def document_of(request: Request) -> dict:
-        return await run_in_threadpool(document, await body_of(request, site.limits))
-
     async def reply(request: Request) -> Callable:
-        body = await document_of(request)
-        read, arrival_time = REPLIES[request.scope["path"]], request.scope["wire"].arrival_time
+        raw, arrival_time = await body_of(request, site.limits), request.scope["wire"].arrival_time
 
         async def answer(scope: dict, receive: Callable, send: Callable) -> None:
-            async with models.use(body.get("model")) as here:
-                parsed: Reply = await run_in_threadpool(read, body, here.served)
-                user, salt = parsed.request.user, parsed.request.cache_salt
-                job = Job(parsed.request, await run_in_threadpool(tenant, key(request), user, salt))
-                await Talk(here.engine, parsed, job, arrival_time)(scope, receive, send)
+            with admitted(site.engine):
+                async with models.read(scope["path"], raw, arrival_time) as (here, read):
+                    asked, engine = read.reply.request, here.engine
+                    owner = await run_in_threadpool(
+                        tenant, key(request), asked.user, asked.cache_salt
+                    )
+                    job = Job(asked, read.prompt, owner, read.dropped)
+                    job.constraint = await run_in_threadpool(engine.constraint_of, job)
+                    await Talk(engine, read.reply, job, arrival_time)(scope, receive, send)
 
         return answer
 
     async def count(request: Request) -> Response:
-        body = await document_of(request)
-        async with models.use(body.get("model")) as here:
-            parameters = await run_in_threadpool(anthropic.count, body, here.served)
-            job = Job(parameters, counts=True, channel=Channel())
-            with admitted(here.engine):
-                here.engine.submit(job)
-                try:
-                    async with asyncio.timeout(site.options.timeout):
-                        count = await job.channel.get()
-                except TimeoutError:
-                    raise late(site.options.timeout) from None
-        if isinstance(count, Exception):
-            raise count
-        return Document({"input_tokens": count})
+        raw, arrival_time = await body_of(request, site.limits), request.scope["wire"].arrival_time
+        with admitted(site.engine):
+            async with models.read(COUNT, raw, arrival_time) as (_, tokens):
+                return Document({"input_tokens": tokens})
 
     async def files(request: Request) -> Response:
         data, kind = page.read(request.scope["path"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from difflib import get_close_matches
-from math import isfinite
 from typing import Any
 
 from mlxkv.serve.refusals import Refused
 
 DEPTH = 64  # lists and objects inside one another
+VALUES = 100_000  # of a body: a chat of a million tokens has fewer
+FIELDS = 256  # of a request
+FINITE = 1.7976931348623157e308  # the largest number of 64 bits
 _KINDS = {str: "a text", list: "a list", dict: "an object", bool: "true or false"}
 _NOTHING = object()
 # Fields of other servers and of newer clients, which change nothing here, though their names are close to ours.
@@ -25,14 +27,9 @@ def bad(path: str, reason: str, got: object = _NOTHING) -> Refused:
 
 
 def document(raw: bytes) -> dict:
-    """The JSON object in a body, of bounded depth. Raises Refused."""
-    reason = None
+    """The JSON object in a body, with numbers and depth that JSON's other readers have, too. Raises Refused."""
     try:
-        body = json.loads(
-            raw.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite_float
-        )
-        if isinstance(body, list | dict) and not shallow(body):
-            raise RecursionError
+        body = json.loads(raw.decode("utf-8"))
         json.dumps(body, ensure_ascii=False).encode()  # raises at half of a surrogate pair
     except UnicodeError:
         reason = "not UTF-8, or text that is not Unicode"
@@ -40,29 +37,40 @@ def document(raw: bytes) -> dict:
         reason = f"nested too deeply; at most {DEPTH} levels"
     except ValueError as error:
         reason = f"not JSON: {error}"[:180]
-    if reason is not None:
-        raise Refused(400, f"[body] {reason}", "invalid_json")
-    if not isinstance(body, dict):
-        raise bad("body", "must be a JSON object", body)
-    return body
+    else:
+        if not isinstance(body, dict):
+            raise bad("body", "must be a JSON object", body)
+        if len(body) > FIELDS:
+            raise bad("body", f"at most {FIELDS} fields", len(body))
+        check_values("body", body)
+        return body
+    raise Refused(400, f"[body] {reason}", "invalid_json")
 
 
-def shallow(value: object, depth: int = DEPTH) -> bool:
-    """Return whether the lists and objects of a list or object are nested at most `depth` deep."""
-    inside = value.values() if isinstance(value, dict) else value
-    return depth > 0 and all(
-        shallow(one, depth - 1) for one in inside if isinstance(one, list | dict)
-    )
-
-
-def _no_constant(name: str):
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite_float(text: str) -> float:
-    if isfinite(number := float(text)):
-        return number
-    raise ValueError(f"a number beyond all limits; got {text[:20]}")
+def check_values(path: str, value: dict) -> None:
+    """Raise Refused for lists and objects that are nested too deeply or hold too many values, and for numbers that are
+    none. path: of the object."""
+    values, count = [(path, value, DEPTH)], 0
+    while values:
+        path, value, depth = values.pop()
+        if isinstance(value, list | dict):
+            count += len(value)
+            if not depth or count > VALUES:
+                what = (
+                    f"at most {VALUES} values"
+                    if depth
+                    else f"nested too deeply; at most {DEPTH} levels"
+                )
+                raise Refused(400, f"[body] {what}", "invalid_json")
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            values += [
+                (f"{path[:200]}.{str(name)[:40]}", inner, depth - 1)
+                for name, inner in pairs
+                if isinstance(inner, list | dict | float | int)
+            ]
+        elif not abs(value) <= FINITE:
+            path = path.removeprefix("body.")
+            raise bad(path, f"must be a number from -{FINITE:g} to {FINITE:g}", value)
 
 
 def mistyped(body: dict, taken: tuple[str, ...]) -> None:
@@ -107,11 +115,12 @@ def call(path: str, id: str, name: str, arguments: object) -> dict:
     """A call of a tool in OpenAI's form, with its arguments as JSON text. Raises Refused."""
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
-        text = json.dumps(read, allow_nan=False)
     except (ValueError, RecursionError):
         read = None
-    if not isinstance(read, dict) or not shallow(read):
+    if not isinstance(read, dict):
         raise bad(f"{path}.arguments", "must be a JSON object", arguments)
+    check_values(f"{path}.arguments", read)
+    text = json.dumps(read)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 

@@ -21,6 +21,7 @@ from mlxkv.serve.http.request import DEFAULT_NAMES, no_model
 from mlxkv.serve.http.site import Site, name_of
 from mlxkv.serve.http.talk import late
 from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.reading import Read
 from mlxkv.serve.refusals import Refused, ending
 
 
@@ -49,12 +50,27 @@ class Models:
         finally:
             site.users -= 1
 
+    @asynccontextmanager
+    async def read(
+        self, path: str, raw: bytes, arrival_time: float
+    ) -> AsyncIterator[tuple[Site, Read | int]]:
+        """Yield the site of the model that the request in a body names, and the request; see `use`."""
+        others, seconds = self.names[1:], self.first.options.timeout
+        try:
+            async with asyncio.timeout_at(arrival_time + seconds):
+                result = await self.first.read(path, raw, others)
+        except TimeoutError:
+            raise late(seconds) from None
+        name = result if isinstance(result, str) else None
+        async with self.use(name) as site:
+            yield site, result if name is None else await site.read(path, raw)
+
     async def close(self) -> None:
         """Unload all models but the first; one that is being loaded goes once it is there. No others are loaded."""
         self._has_ended = True
         async with self._lock:
             for site in list(self.loaded.values()):
-                await asyncio.to_thread(site.engine.stop_and_join)
+                await asyncio.to_thread(site.close)
 
     async def _site(self, name: object) -> Site:
         if not isinstance(name, str) or name in (self.first.name, *DEFAULT_NAMES):
@@ -113,7 +129,7 @@ class Models:
         for name in list(self.loaded):
             # Whether it is in use is asked in the event loop, which hands it out.
             if free < need and not self.loaded[name].users:
-                await asyncio.to_thread(self.loaded.pop(name).engine.stop_and_join)
+                await asyncio.to_thread(self.loaded.pop(name).close)
                 gc.collect()
                 mx.clear_cache()
                 free = int(USABLE * machine_memory()) - used_memory()

@@ -19,6 +19,7 @@ from mlxkv.serve.http.request import Served
 from mlxkv.serve.http.wire import Limits
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.reading import Read, Reader
 
 
 def name_of(model: str) -> str:
@@ -46,6 +47,19 @@ class Site:
             calls=calls_of(self.loaded.tokenizer),
             sampling=self.loaded.sampling,
         )
+        self._reader = Reader(self.loaded.tokenizer, options.template, self.served)
+
+    async def read(self, path: str, raw: bytes, names: tuple[str, ...] = ()) -> Read | int | str:
+        """The request in a body, as `Reader.read` returns it. names: of other models. Raises Refused."""
+        context, room = self.loaded.context, None
+        if self.options.overflow == "drop":
+            room = self.engine.memory.longest(context or 1 << 20)
+        return await self._reader.read(path, raw, context, room, names)
+
+    def close(self) -> None:
+        """End the engine. Raises nothing."""
+        self.engine.stop_and_join()
+        self._reader.close()
 
     def kv(self, is_operator: bool = True) -> dict:
         """The document of /v1/kv. is_operator: with numbers that depend on what all clients ask."""

@@ -73,38 +73,37 @@ class Talk:
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         reply, has_begun = self._reply, False
         channel = self._job.channel = Channel()
-        with admitted(self._engine):
-            watch = asyncio.create_task(_watch(receive, channel))
-            try:
-                async with aclosing(self._pieces(channel)) as pieces:
-                    async for data in pieces:
-                        if reply.streams and not has_begun:
-                            head = {"type": "http.response.start", "status": 200}
-                            await send(head | {"headers": STREAM})
-                            has_begun = True
-                        if reply.streams and data:
-                            body = {"type": "http.response.body", "body": data}
-                            await send(body | {"more_body": True})
-                if reply.streams:
-                    await send({"type": "http.response.body", "body": b""})
-                else:
-                    await Document(reply.document())(scope, receive, send)
-            except Disconnect:
-                self._engine.metrics.add(cut_off=1)
-            except Exception as error:
-                refused = error if isinstance(error, Refused) else fault(error)
-                if not has_begun:
-                    raise refused from None
-                scope["wire"].cycle.keep_alive = False
-                await send({"type": "http.response.body", "body": reply.error_event(refused)})
-            finally:
-                watch.cancel()
-                self._job.cancelled = True
-                if (prompt := reply.prompt) is not None:
-                    reused, dropped = prompt.cached_tokens, self._job.dropped
-                    scope["counts"] = f": {prompt.prompt_tokens} tokens in, {reused} reused, "
-                    scope["counts"] += f"{reply.count} out"
-                    scope["counts"] += f", {dropped} messages dropped" if dropped else ""
+        watch = asyncio.create_task(_watch(receive, channel))
+        try:
+            async with aclosing(self._pieces(channel)) as pieces:
+                async for data in pieces:
+                    if reply.streams and not has_begun:
+                        head = {"type": "http.response.start", "status": 200}
+                        await send(head | {"headers": STREAM})
+                        has_begun = True
+                    if reply.streams and data:
+                        body = {"type": "http.response.body", "body": data}
+                        await send(body | {"more_body": True})
+            if reply.streams:
+                await send({"type": "http.response.body", "body": b""})
+            else:
+                await Document(reply.document())(scope, receive, send)
+        except Disconnect:
+            self._engine.metrics.add(cut_off=1)
+        except Exception as error:
+            refused = error if isinstance(error, Refused) else fault(error)
+            if not has_begun:
+                raise refused from None
+            scope["wire"].cycle.keep_alive = False
+            await send({"type": "http.response.body", "body": reply.error_event(refused)})
+        finally:
+            watch.cancel()
+            self._job.cancelled = True
+            if (prompt := reply.prompt) is not None:
+                reused, dropped = prompt.cached_tokens, self._job.dropped
+                scope["counts"] = f": {prompt.prompt_tokens} tokens in, {reused} reused, "
+                scope["counts"] += f"{reply.count} out"
+                scope["counts"] += f", {dropped} messages dropped" if dropped else ""
 
     async def _pieces(self, channel: Channel) -> AsyncIterator[bytes]:
         """Yield the parts of a stream, b"" without one. Raises Disconnect, Refused, and what the engine has raised."""

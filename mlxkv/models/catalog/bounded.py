@@ -1,0 +1,193 @@
+"""Work on what others wrote (templates, requests, schemas) in processes that end where it takes too long.
+
+A sandbox does not keep a template from loops without end, a text of a million digits from gigabytes of tokens, or a
+schema from a minute of compiling: only a process can be ended in the middle of them. Each serves one function of a
+module, starts when it is needed, and ends with its parent. (Counting steps by sys.settrace instead makes templates 3
+times slower, and does not see memory: 35 doublings fill any machine.)
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+PATIENCE = 60.0  # seconds by the clock beyond those of the processor, on a machine that is busy with other things
+# -I: neither this folder nor the environment choose what is imported, but this process' own path does. Torch, which
+# transformers would import, takes 180 MB.
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); sys.modules['torch'] = None; "
+    "from {} import prepare; from mlxkv.models.catalog.bounded import serve; serve(prepare())"
+)
+HEAD = struct.Struct(
+    "<Qdq"
+)  # bytes of what follows; seconds and bytes of memory that it may take, 0: any
+
+
+class Excess(ValueError):
+    """Something took more time or memory than it may."""
+
+
+class Process:
+    """A process that answers questions with what a module's `prepare()` returns: a function, bytes -> bytes. Safe to
+    use from several threads, one question at a time.
+
+    setup: questions by name, which every process is asked first: one that was ended is followed by another.
+    """
+
+    def __init__(self, module: str):
+        self._module = module
+        self.setup: dict[str, Callable[[], bytes]] = {}
+        self._process: subprocess.Popen | None = None
+        self._ready: set[str] = set()
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        atexit.register(self.end)
+
+    def start(self) -> None:
+        """Start the process unless it runs, without waiting until it is ready."""
+        with self._lock:
+            self._start()
+
+    def _start(self) -> subprocess.Popen:
+        if self._owner != os.getpid():  # after a fork it is the parent's
+            self._process, self._owner = None, os.getpid()
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", START.format(self._module), json.dumps(sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the parent
+            )
+            self._ready = set()
+        return self._process
+
+    def ask(self, question: bytes, seconds: float = 0, memory: int = 0) -> bytes:
+        """The answer to a question. seconds: of processor time that it may take, memory: bytes beyond those that the
+        process has; 0: any. Raises Excess."""
+        with self._lock:
+            process = self._start()
+            for name in self.setup.keys() - self._ready:
+                self._exchange(process, self.setup[name](), 0, 0)
+                self._ready.add(name)
+            return self._exchange(process, question, seconds, memory)
+
+    def forget(self, name: str, question: bytes) -> None:
+        """Take a name out of `setup`. question: is asked where the process has it."""
+        with self._lock:
+            self.setup.pop(name, None)
+            if name in self._ready and self._process is not None and self._process.poll() is None:
+                self._exchange(self._process, question, 0, 0)
+
+    def _exchange(
+        self, process: subprocess.Popen, question: bytes, seconds: float, memory: int
+    ) -> bytes:
+        watch = threading.Timer(PATIENCE + seconds, process.kill)
+        watch.daemon = True
+        watch.start()
+        answer = None
+        try:
+            _send(process.stdin, question, seconds, memory)
+            answer = _receive(process.stdout)
+        except OSError:
+            pass
+        except BaseException:  # Ctrl-C: the answer must not meet the next question
+            process.kill()
+            raise
+        finally:
+            watch.cancel()
+        if answer is None:
+            self._end()
+            raise Excess(f"takes more than {seconds:g} s of processor time or {memory >> 20} MiB")
+        return answer[0]
+
+    def _end(self) -> None:
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            for pipe in (self._process.stdin, self._process.stdout):
+                with suppress(OSError):
+                    pipe.close()
+            self._process.wait()
+            self._process = None
+
+    def end(self) -> None:
+        """End the process, if it runs."""
+        with self._lock:
+            self._end()
+
+
+def _send(file: BinaryIO, data: bytes, seconds: float = 0, memory: int = 0) -> None:
+    file.write(HEAD.pack(len(data), seconds, memory))
+    file.write(data)
+    file.flush()
+
+
+def _receive(file: BinaryIO) -> tuple[bytes, float, int] | None:
+    """Return what `_send` has sent; None where the file ends before that."""
+    head = file.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    size, seconds, memory = HEAD.unpack(head)
+    data = file.read(size)
+    return (data, seconds, memory) if len(data) == size else None
+
+
+def serve(answer: Callable[[bytes], bytes]) -> None:
+    """The process: answers questions from stdin on stdout."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # for whatever prints
+    bound = MemoryBound()
+    while (received := _receive(sys.stdin.buffer)) is not None:
+        question, seconds, memory = received
+        bound.set(memory)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # whose signal ends the process
+        try:
+            data = answer(question)
+        except MemoryError:
+            os._exit(1)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        bound.set(0)
+        _send(out, data)
+
+
+class MemoryBound:
+    """Ends this process where it takes more memory than it may. Linux refuses the memory; elsewhere a thread looks
+    every 20 ms, which a single huge allocation outruns until the time is up."""
+
+    def __init__(self):
+        self._statm = Path("/proc/self/statm")
+        self._limit = sys.maxsize
+        if not self._statm.exists():
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def set(self, memory: int) -> None:
+        """Bound what this process takes beyond what it has now, in bytes; 0: not."""
+        if self._statm.exists():
+            _, hard = resource.getrlimit(resource.RLIMIT_AS)
+            now = int(self._statm.read_text().split()[0]) * resource.getpagesize()
+            limit = hard if not memory else now + memory
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        else:
+            self._limit = self._peak() + memory if memory else sys.maxsize
+
+    def _peak(self) -> int:
+        unit = 1 if sys.platform == "darwin" else 1 << 10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    def _watch(self) -> None:
+        while self._peak() < self._limit:
+            time.sleep(0.02)
+        os._exit(1)

@@ -1,0 +1,158 @@
+"""Requests become tokens in processes of their own: what JSON, templates, schemas and tokenizers make of eight million
+bytes takes seconds and gigabytes, in which no stream of other clients may wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from starlette.concurrency import run_in_threadpool
+
+from mlxkv.errors import MachineError
+from mlxkv.models.catalog.bounded import Excess, Process
+from mlxkv.serve.apis import anthropic, openai, responses
+from mlxkv.serve.apis.reply import Reply
+from mlxkv.serve.grammar import Grammars
+from mlxkv.serve.http.fields import document
+from mlxkv.serve.http.request import DEFAULT_NAMES, Served
+from mlxkv.serve.prompts import Prompt, Prompts
+from mlxkv.serve.refusals import Refused, ending
+
+REPLIES: dict[str, Callable[[dict, Served], Reply]] = {
+    "/v1/chat/completions": openai.chat,
+    "/chat/completions": openai.chat,
+    "/v1/completions": openai.text,
+    "/v1/messages": anthropic.read,
+    "/v1/responses": responses.read,
+    "/responses": responses.read,
+}
+COUNT = "/v1/messages/count_tokens"
+SECONDS, PACE = (
+    3.0,
+    1 << 20,
+)  # of processor time for a request; bytes for which it has a second more
+MEMORY = 1 << 30  # bytes that one request may take
+LARGE = (
+    256 << 10
+)  # bytes of a body that is read in the second process, so that small ones do not wait for it
+PROCESSES = Process(__name__), Process(__name__)
+
+
+class Read(NamedTuple):
+    """A request that was read. dropped: messages of its chat that the context had no room for."""
+
+    reply: Reply
+    prompt: Prompt
+    dropped: int = 0
+
+
+class Reader:
+    """Reads the requests for one model. For the event loop.
+
+    tokenizer: mlx-lm's wrapper. template: what chat templates are given besides messages.
+    """
+
+    def __init__(self, tokenizer: Any, template: dict, served: Served):
+        self._served, self._key = served, uuid4().hex
+        self._lanes = [(process, asyncio.Lock()) for process in PROCESSES]
+        setup = _keep, self._key, tokenizer, template, served.vocabulary
+        for process in PROCESSES:
+            process.setup[self._key] = lambda: pickle.dumps(setup)
+
+    def close(self) -> None:
+        for process in PROCESSES:
+            process.forget(self._key, pickle.dumps((_drop, self._key)))
+
+    async def read(
+        self, path: str, raw: bytes, context: int | None, room: int | None, names: tuple = ()
+    ) -> Read | int | str:
+        """The request in a body; at COUNT the number of its tokens; the model that it names where that is not this
+        one, and others have `names`. context, room: tokens that the model takes at most, and the memory where a
+        chat that is too long loses its oldest turns. Raises Refused."""
+        process, lock = self._lanes[len(raw) > LARGE]
+        if self._key not in process.setup:
+            raise ending()
+        seconds = SECONDS + len(raw) // PACE
+        question = _read, self._key, path, raw, self._served, context, room, names
+
+        def ask() -> Any:
+            return pickle.loads(process.ask(pickle.dumps(question), seconds, MEMORY))
+
+        try:
+            async with lock:
+                result = await run_in_threadpool(ask)
+        except Excess as error:
+            raise Refused(400, f"[body] {error} to read", "too_complex") from None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+# -- in the process
+
+_kept: dict[str, tuple[Prompts, Grammars]] = {}
+
+
+def prepare() -> Callable[[bytes], bytes]:
+    """Return what answers in the process: a function of this module with its arguments, pickled -> what it returns."""
+
+    def answer(question: bytes) -> bytes:
+        function, *arguments = pickle.loads(question)
+        try:
+            result = function(*arguments)
+        except (Refused, MemoryError) as error:
+            if isinstance(error, MemoryError):
+                raise
+            result = error
+        except Exception as error:
+            result = MachineError(f"[serve] {type(error).__name__}: {error}")
+        return pickle.dumps(result)
+
+    return answer
+
+
+def _keep(key: str, tokenizer: Any, template: dict, vocabulary: int) -> None:
+    _kept[key] = Prompts(tokenizer, template), Grammars(tokenizer, vocabulary)
+
+
+def _drop(key: str) -> None:
+    del _kept[key]
+
+
+def _read(
+    key: str,
+    path: str,
+    raw: bytes,
+    served: Served,
+    context: int | None,
+    room: int | None,
+    names: tuple[str, ...],
+) -> Read | int | str:
+    (prompts, grammars), body = _kept[key], document(raw)
+    name = body.get("model")
+    if names and isinstance(name, str) and name not in (served.model, *DEFAULT_NAMES):
+        return name
+    if path == COUNT:
+        return len(prompts.read(anthropic.count(body, served)).tokens)
+    reply, dropped = REPLIES[path](body, served), 0
+    request = reply.request
+    if request.grammar is not None:
+        grammars.try_out(request.grammar)
+    if request.chat and room is not None:
+        prompt, dropped = prompts.fitting(request, room - min(request.max_tokens, room // 4))
+    else:
+        prompt = prompts.read(request)
+    count = len(prompt.tokens)
+    if not count:
+        raise Refused(400, "[prompt] has no tokens; got an empty one", "invalid_value")
+    if context and count >= context:
+        reason = f"got {count} tokens; it takes {context}, the reply included"
+        message = f"[prompt] longer than the model's context; {reason}"
+        raise Refused(400, message, "context_length_exceeded")
+    reply.request = replace(request, prompt="", messages=[], chat_template_kwargs=None)
+    return Read(reply, prompt, dropped)

@@ -1,0 +1,84 @@
+"""What takes long to read is read elsewhere: streams of other clients go on, and there is an end to it."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from serving import complete, get, refused, send, serving
+
+from mlxkv.serve import reading
+
+CHAT, COUNT = "/v1/chat/completions", "/v1/messages/count_tokens"
+MEGABYTE = 1_000_000
+OWN_SECONDS = 0.5  # of processor time, of the server's process and of its client here
+BOMB = {"allOf": [{"type": "string", "pattern": f"[a-z]{{{i},}}"} for i in range(1, 41)]}
+
+
+def chat(text: str = "Hi", **more) -> dict:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 1} | more
+
+
+def tool(parameters: dict) -> list[dict]:
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+def calls(count: int, arguments: str = "{}") -> dict:
+    call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [call] * count},
+    ]
+    return {"messages": messages}
+
+
+PAIRS = {f"k{i}": i for i in range(100_000)}
+HEAVY = {
+    "a word": (CHAT, chat("a" * MEGABYTE)),
+    "a word to go on with": ("/v1/completions", {"prompt": "a" * MEGABYTE}),
+    "digits": (CHAT, chat("1234567890" * (MEGABYTE // 10))),
+    "words to count": (COUNT, chat("so much " * (MEGABYTE // 8))),
+    "special tokens": (CHAT, chat("<s>" * (MEGABYTE // 3))),
+    "fields": (CHAT, chat(**PAIRS)),
+    "pairs": (CHAT, chat(metadata=PAIRS)),
+    "pairs of a tool": (CHAT, chat(tools=tool({"properties": PAIRS}))),
+    "pairs of a call": (CHAT, calls(1, json.dumps(PAIRS))),
+    "empty lists": (CHAT, chat(metadata=[[]] * 300_000)),
+    "calls": (CHAT, calls(15_000)),
+    "messages": (CHAT, {"messages": chat()["messages"] * 30_000}),
+    "parts": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 30_000}]}),
+    "stop words": (CHAT, chat(stop=["a"] * 90_000)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(model_folder):
+    with serving(model_folder) as running:
+        yield running
+
+
+@pytest.mark.slow
+def test_heavy_requests_are_read_in_another_process(server, subtests):
+    refused(server, 400, prompt="a" * (reading.LARGE + 1))  # which has started now
+    for name, (path, body) in HEAVY.items():
+        data = json.dumps({"model": "random", "max_tokens": 1} | body).encode()
+        with subtests.test(name):
+            start = time.process_time()
+            status, _, answer = send(server, "POST", path, data)
+            assert time.process_time() - start < OWN_SECONDS
+            assert status in (200, 400), answer[:200]
+
+
+@pytest.mark.parametrize("where", ["format", "property"])
+def test_a_schema_that_explodes_is_refused(server, monkeypatch, where):
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(reading, "SECONDS", 1)
+    schema = BOMB if where == "format" else {"type": "object", "properties": {"a": BOMB}}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    start = time.process_time()
+    error = refused(server, 400, CHAT, **chat(response_format=form))
+    assert time.process_time() - start < OWN_SECONDS
+    assert error["code"] == "too_complex" and "1 s of processor time" in error["message"]
+    monkeypatch.undo()
+    assert complete(server, "a", 1) and get(server, "/health") == {"status": "ok"}
