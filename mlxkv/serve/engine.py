@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from math import isfinite, isqrt
+from math import isqrt
 from queue import Empty, Queue
 from threading import Event, Thread
 from typing import Any
@@ -27,11 +27,11 @@ from mlxkv.models.loader import Loaded
 from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import Usage, window_of
 from mlxkv.serve import sampling
+from mlxkv.serve.apis.logprobs import LogProbs
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of, used_memory
 from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.grammar import Constraint, Grammars
-from mlxkv.serve.http.request import Request
 from mlxkv.serve.job import Job, Start, Token
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
@@ -53,7 +53,6 @@ CEILING = 0.9  # of the machine's memory
 FREED_MEMORY = (
     1 << 30
 )  # bytes at the least that MLX may keep for the next arrays; it would keep any number
-LEAST_LOGPROB = -9999.0  # of what cannot come, as OpenAI writes it
 
 
 class Engine:
@@ -143,7 +142,7 @@ class Engine:
         self.vocabulary = logits.shape[-1]
         self.grammars = Grammars(self.tokenizer, self.vocabulary)
         self._machine = make_text_state_machine(self.tokenizer)
-        self._anchor = self.tokenizer.encode("a", add_special_tokens=False)
+        self.logprobs = LogProbs(self.tokenizer)
         self._prefill_step = options.prefill_step or prefill_step()
         self._heads = text_config(loaded.config).get("num_attention_heads") or 32
         bound = options.memory_bytes
@@ -283,6 +282,8 @@ class Engine:
         processors = sampling.processors_of(request)
         if request.grammar is not None:  # it has the last word
             processors.append(job.constraint or self.constraint_of(job))
+        if request.logprobs:
+            processors.append(job.note_logits)
         parse = self.tokenizer.tool_parser
         job.put(Start(len(prompt.tokens), job.cached_tokens, self._machine, prompt.state, parse))
         self._generator = self._generator or self._new_generator()
@@ -393,7 +394,10 @@ class Engine:
     def _write(self, job: Job, response: Any) -> None:
         """Tell a client about a token of its reply; keep the caches of a reply that ends."""
         text, reason = job.text.take(response.finish_reason)
-        logprob = self._logprob(job.request, response) if job.request.logprobs else None
+        logprob = None
+        if job.request.logprobs:
+            logits, count = job.logits.popleft(), job.request.top_logprobs
+            logprob = self.logprobs.entry(response.token, logits, count)
         token = Token(text, reason, logprob)
         if response.finish_reason is None:
             job.put(token)
@@ -404,23 +408,6 @@ class Engine:
         job.put(token)
         job.put(None)
         self.sessions.keep(tokens, cache, job.tenant)
-
-    def _logprob(self, request: Request, response: Any) -> dict:
-        """The entry of a token in OpenAI's log-probabilities."""
-        count = max(0, request.top_logprobs)
-        logprobs = response.logprobs.astype(mx.float32)
-        best = mx.argpartition(-logprobs, kth=count - 1)[:count].tolist() if count else []
-        ids = [response.token, *best]
-        values = [finite(x) for x in logprobs[mx.array(ids)].tolist()]
-        entries = [self._entry(*pair) for pair in zip(ids, values, strict=True)]
-        top = sorted(entries[1:], key=lambda entry: -(entry["logprob"] or 0.0))
-        return entries[0] | {"top_logprobs": top}
-
-    def _entry(self, token: int, logprob: float | None) -> dict:
-        decode = self.tokenizer.decode  # inside of a text: at its start some drop a space
-        text = decode([*self._anchor, token])[len(decode(self._anchor)) :]
-        data = None if "\ufffd" in text else list(text.encode())  # a part of a character has none
-        return {"id": token, "token": text, "logprob": logprob, "bytes": data}
 
     def remove(self, uid: int) -> Job | None:
         """Release the memory of a job that is no longer in the batch."""
@@ -499,11 +486,6 @@ def chunk_of(step: int, heads: int, depth: int) -> int:
     work = DISPATCH // max(1, heads)
     chunk = (isqrt(depth * depth + 4 * work) - depth) // 2
     return step if chunk >= step else max(LEAST_CHUNK, 1 << (chunk.bit_length() - 1))
-
-
-def finite(logprob: float) -> float | None:
-    """A log-probability that JSON has: minus infinity is `LEAST_LOGPROB`, what is no number null."""
-    return max(logprob, LEAST_LOGPROB) if isfinite(logprob) or logprob < 0 else None
 
 
 def _without_start(segments: list[list[int]], count: int) -> list[list[int]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from queue import Queue
 from typing import Any
+
+import mlx.core as mx
 
 from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import Usage, usage
@@ -51,6 +54,7 @@ class Job:
     cancelled: nobody waits for the reply. channel: gets `Start`, numbers of tokens
     of the prompt (read, all), each `Token`, and None at the end; or an error.
     dropped: messages of the chat that the context had no room for. is_reading: whether its prompt is not read yet.
+    logits: of the tokens that come next, where probabilities were asked for: mlx-lm's have the rounding of 16 bits.
     cached_tokens: of its prompt, found in a cache. cache_tokens: in its caches now. tokens, usage: of its caches at
     the end.
     """
@@ -64,6 +68,7 @@ class Job:
     is_reading: bool = True
     channel: Any = field(default_factory=Queue, repr=False)
     text: ReplyText | None = None
+    logits: deque[mx.array] = field(default_factory=deque, repr=False)
     cached_tokens: int = 0
     cache_tokens: int = 0
     tokens: int = 0
@@ -83,6 +88,11 @@ class Job:
 
     def put(self, item: Any) -> None:
         self.channel.put(item)
+
+    def note_logits(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Keep logits [1, V], and return them: a processor of mlx-lm, which comes last."""
+        self.logits.append(logits[0])
+        return logits
 
     def measure(self, caches: list, tokens: int) -> None:
         """Note the size of the caches, which hold so many tokens."""

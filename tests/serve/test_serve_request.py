@@ -15,7 +15,7 @@ from request_bodies import BODIES, GOOD, SERVED, VOCABULARY, check
 from transformers import PreTrainedTokenizerBase
 
 from mlxkv.models.loading.sampling import Sampling
-from mlxkv.serve.engine import finite
+from mlxkv.serve.apis.logprobs import finite
 from mlxkv.serve.http import fields, request
 from mlxkv.serve.refusals import Refused
 

@@ -191,8 +191,8 @@ def test_log_probabilities_in_openais_two_formats(server, said, stream):
                 out += [choice["logprobs"]] if "logprobs" in choice else []
     steps = [step for part in steps for step in part["content"]]
     encoded = server.engine.tokenizer.encode(said[0], add_special_tokens=False)
-    assert [step["id"] for step in steps[:-1]] == encoded
-    spoken = [step["token"] for step in steps[:-1]]
+    assert [step["id"] for step in steps] == encoded  # without the end of the turn
+    spoken = [step["token"] for step in steps]
     assert "".join(spoken) == said[0] and bytes(steps[0]["bytes"]).decode() == spoken[0]
     for step in steps:
         best = [one["logprob"] for one in step["top_logprobs"]]
