@@ -26,6 +26,8 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 HEADS, DIMS = 2, 64
 CALIBRATED = (
     "oscar-int4",
@@ -110,7 +112,8 @@ def test_any_trim_leaves_what_was_read(name):
     cache = filled(name)
     before, held, page = shown(cache), cache.offset, cache.config.page
     live = cache._count
-    for n in range(1, held + 1):
+    # Pages end where n is 8 times an odd number.
+    for n in [n for n in range(1, held + 1) if n % 8 in (0, 1, 7) or n == held]:
         one = copy.deepcopy(cache)
         assert one.is_trimmable() and one.trim(n) == n and one.offset == held - n
         if n == held:
@@ -168,10 +171,10 @@ def test_small_caches_take_long_and_short_trims():
         assert cache.trim(n) == n and cache.offset == held
 
 
-@pytest.mark.parametrize("n", [10, 47, 90])
-@pytest.mark.parametrize("factory", [None, make])
+@pytest.mark.parametrize(("n", "factory"), [(47, None), (3, make), (10, make)])
 def test_sequences_of_a_batch_are_cut_alike(n, factory):
-    """One cut ends at another place of a page in each; by kernels they go on in shared arrays."""
+    """One cut ends at another place of a page in each. By kernels a short cut stays in the shared arrays; after
+    another they are built anew."""
     with launch.using(factory):
         rows = [CompressedKVCache(INT4) for _ in range(3)]
         for i, row in enumerate(rows):
@@ -195,10 +198,11 @@ def test_sequences_of_a_batch_are_cut_alike(n, factory):
             step(seed)
         assert (both.ragged is not None) == (factory is not None)
         assert both.is_trimmable() and both.trim(n) == n
+        assert (both.ragged is not None) == (n == 3)
         for row in rows:
             row.trim(n)
         assert both.offsets == [row.offset for row in rows]
-        for seed in range(20):
+        for seed in range(16):
             step(10 + seed)
         for i, row in enumerate(rows):
             assert both.extract(i)._count_pages == row._count_pages
