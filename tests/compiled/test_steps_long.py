@@ -18,11 +18,10 @@ PROMPT = "Tell me the whole story of the lighthouse, from its first stone on. " 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv", ["int4", "int2"])
-def test_a_long_text(kv):
+def test_a_long_text():
     """int2 has maps of its own for every layer. Caches hold the same behind the text, but for a code on a
     rounding tie here and there: keys are products in half precision."""
-    loaded = mlxkv.load(TINY, kv)
+    loaded = mlxkv.load(TINY, "int2")
     model, steps = loaded.model, steps_of(loaded.model)
     text, found = mx.array(loaded.tokenizer.encode(PROMPT)[:400]), []
     for off in (None, "a test"):

@@ -84,7 +84,7 @@ def test_the_same_codes_for_the_same_text(pair, tokens):
 @pytest.mark.slow
 def test_the_same_greedy_text(pair, tokens):
     ours, theirs = pair
-    count = 200 if ours.kv_name == "int4" else 60
+    count = 100 if ours.kv_name == "int4" else 60
     reply = generate(ours, tokens, count, min_new_tokens=count, eos_token_id=None)
     cache, model = mlx_generate.new_cache(theirs), theirs.model
     for start in range(0, len(tokens), 512):

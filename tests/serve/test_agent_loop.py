@@ -24,7 +24,7 @@ from mlxkv.serve.http.request import Served
 from mlxkv.texts.corpus import pieces
 
 TIE = 0.05  # nats between the two best tokens
-PAGES = 400  # tokens at the least that a loop holds in pages
+PAGES = 200  # tokens at the least that a loop holds in pages
 # The embedded model's turns, with tools: a model that says something of its own is needed here.
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}{% endif %}"
@@ -130,11 +130,11 @@ def turn(server, said, messages, words: str, path: str) -> dict:
 @pytest.mark.slow
 def test_a_loop_says_what_fresh_requests_say(server, said):
     COMPARED.clear()
-    texts = passages(600)
+    texts = passages(400)
     chat = [{"role": "user", "content": f"Read the files. {next(texts)}"}]
     grown = []
-    for i in range(4):
-        step = turn(server, said, chat, next(texts)[:300], f"file{i}")
+    for i in range(3):
+        step = turn(server, said, chat, next(texts)[:200], f"file{i}")
         grown.append(step.pop("found"))
         use = step["content"][0]
         result = {"type": "tool_result", "tool_use_id": use["id"], "content": next(texts)}
@@ -150,7 +150,7 @@ def test_a_loop_says_what_fresh_requests_say(server, said):
     edited += [{"role": "user", "content": "Who is in the story?"}]
     assert compare(server, edited) > PAGES
     # Compacted: the start and a summary.
-    short = [chat[0], {"role": "assistant", "content": f"In short: {next(texts)[:300]}"}]
+    short = [chat[0], {"role": "assistant", "content": f"In short: {next(texts)[:200]}"}]
     assert compare(server, [*short, {"role": "user", "content": "Go on."}]) > 0
     # And the long conversation once more, where it was left.
     assert compare(server, chat) > PAGES
