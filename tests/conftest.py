@@ -184,6 +184,15 @@ def loaded(model_folder):
 
 
 @pytest.fixture
+def trusted(monkeypatch):
+    """Kernels are used without the test that a machine gives them first, which takes longer than what is tested."""
+    from mlxkv.cache import selftest
+
+    monkeypatch.setattr(selftest, "fault", lambda *_, **__: None)
+    monkeypatch.setattr(selftest, "latent_fault", lambda *_, **__: None)
+
+
+@pytest.fixture
 def unbound(monkeypatch):
     """mlx-lm as it is: models that tests of other files left attached are set aside meanwhile."""
     from mlxkv.models.hooks import rebind

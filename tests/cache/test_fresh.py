@@ -26,6 +26,8 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
 from mlxkv.models.taking_back import cut_back
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 HEADS, KV_HEADS, DIMS = 4, 2, 64
 POOL = 4096  # tokens that walks draw from
 KINDS = (
@@ -218,4 +220,4 @@ def test_any_walk_leaves_what_a_fresh_cache_holds(kv, tmp_path):
 def test_any_walk_by_kernels(kv, tmp_path):
     """In the emulator; sequences decode in shared arrays there."""
     with launch.using(make):
-        walk(kv, str(tmp_path / "cache.safetensors"), 6)
+        walk(kv, str(tmp_path / "cache.safetensors"), 4)

@@ -34,6 +34,8 @@ from mlxkv.models.taking_back import cut_back
 from mlxkv.serve.caches.memory import shapes_of
 from mlxkv.spec import oja as spec
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 
 def test_no_factor_and_no_repetition_of_a_batch_changes_the_update():
     u, x = start(), data(40)
@@ -45,7 +47,7 @@ def test_no_factor_and_no_repetition_of_a_batch_changes_the_update():
     )
 
 
-@pytest.mark.parametrize(("tokens", "dims", "rank"), [(32, 32, 24), (9, 64, 40), (50, 48, 33)])
+@pytest.mark.parametrize(("tokens", "dims", "rank"), [(32, 32, 24), (9, 48, 33)])
 def test_the_kernel_updates_as_plain_ops_do(tokens, dims, rank):
     assert whiten.why_not(dims, rank, make) is None
     rng = np.random.default_rng(tokens)

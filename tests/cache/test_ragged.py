@@ -16,7 +16,6 @@ from random_models import random_model, tokens
 from samples import data, rms
 from small_cache import SMALL
 
-from mlxkv.cache import selftest
 from mlxkv.cache.attention import attend
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
@@ -35,10 +34,7 @@ CHANNELS = replace(SMALL, keys=Side(Affine(2, 32, axis="channel")), sink=0)
 BLOCKS = replace(SMALL, keys=Side(Fill(2.6, (4, 3, 2, 1))), values=Side(Fill(2.6, (3, 3, 2, 1))))
 
 
-@pytest.fixture(autouse=True)
-def kernels_are_trusted(monkeypatch):
-    """Their own test is another test's matter, and takes seconds."""
-    monkeypatch.setattr(selftest, "fault", lambda *_, **__: None)
+pytestmark = pytest.mark.usefixtures("trusted")
 
 
 def pair(batch: int, count: int, seed: int, dtype=mx.float32):

@@ -23,6 +23,8 @@ from mlxkv.models.calibration import measure, moments
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as spec
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}
 INT2, OSCAR = (
     dataclasses.replace(parse_kv(name), **WINDOWS)

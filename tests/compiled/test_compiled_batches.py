@@ -18,7 +18,7 @@ from on_emulator import make, make_tiles
 from random_models import random_model, tokens
 from small_cache import SMALL
 
-from mlxkv.cache import selftest, view
+from mlxkv.cache import view
 from mlxkv.cache.traced import Rows, Together, of_batch
 from mlxkv.metal import launch, tiles
 from mlxkv.models import attach
@@ -28,10 +28,7 @@ FACTORIES = {"ops": None, "portable": make, "tiles": make_tiles}
 HYBRID = {"gemma3_text": BatchRotatingKVCache, "gpt_oss": BatchRotatingKVCache}
 
 
-@pytest.fixture(autouse=True)
-def kernels_are_trusted(monkeypatch):
-    """Their own test is another test's matter, and takes seconds."""
-    monkeypatch.setattr(selftest, "fault", lambda *_, **__: None)
+pytestmark = pytest.mark.usefixtures("trusted")
 
 
 def by(name: str):

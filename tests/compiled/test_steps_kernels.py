@@ -25,6 +25,8 @@ from mlxkv.metal import launch
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 BODIES = {
     "portable": (make, mx.float32, PORTABLE),
     "tiles": (make_tiles, mx.float16, TILES),

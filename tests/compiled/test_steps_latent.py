@@ -20,6 +20,8 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 WINDOWS = {"sink": 4, "recent": 8, "page": 16}
 TOKEN, CHANNEL = Side(Affine(4, 32), "srft"), Side(Affine(4, 16, axis="channel"))
 INDEXED = "no fixed form of IndexedLatentKVCache"

@@ -16,6 +16,8 @@ from mlxkv.formats.records import record_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import gpu, launch, tiles
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 SMALL = CacheConfig(Side(Affine(4), "none"), Side(Affine(4), "none"), sink=40, recent=64, page=64)
 needs_emulator = pytest.mark.skipif(emulator.why_not() is not None, reason=str(emulator.why_not()))
 

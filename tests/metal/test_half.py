@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from on_emulator import make, make_mma, make_tiles
 from samples import data, rms, softmax
 
@@ -18,6 +19,8 @@ from mlxkv.formats.lowrank import Half
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.records import side_layout
 from mlxkv.metal import launch, tiles
+
+pytestmark = pytest.mark.usefixtures("trusted")
 
 PAGES, PAGE = 3, 32
 NAMES = ("keys", "values")

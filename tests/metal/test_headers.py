@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from methods import METHODS
 from on_emulator import make
 from samples import data, rms
@@ -15,6 +16,8 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import why_no_record
 from mlxkv.metal import launch
+
+pytestmark = pytest.mark.usefixtures("trusted")
 
 
 def stores(name, dims, pages=3, heads=2):

@@ -136,7 +136,7 @@ def check_attend(case, sinks, softcap=None, ramp=1):
     assert rms(out, spec) < bound
 
 
-def test_the_golden_table_holds_with_kernels():
+def test_the_golden_table_holds_with_kernels(trusted):
     with launch.using(make):
         rows = [*golden.attention_rows(), *golden.softcap_rows()]
     assert len(rows) == 14
@@ -150,7 +150,7 @@ def same_but_ties(x, spec):
     assert rms(x, spec) < 2e-2
 
 
-def test_a_cache_of_records_gives_what_a_cache_of_codes_gives():
+def test_a_cache_of_records_gives_what_a_cache_of_codes_gives(trusted):
     ours, plain = walk(make, mx.float32, TIES)
     assert type(ours._store) is Records
     assert type(plain._store) is Codes
@@ -163,7 +163,7 @@ def test_a_cache_of_records_gives_what_a_cache_of_codes_gives():
     same_but_ties(a[1], b[1])
 
 
-def test_each_store_reads_what_the_other_saved(subtests):
+def test_each_store_reads_what_the_other_saved(subtests, trusted):
     for start in (make, None):
         with subtests.test(start=start):
             keys, values = mx.array(data(1, 2, 200, 64)), mx.array(data(1, 2, 200, 64, seed=1))
@@ -186,7 +186,7 @@ def test_each_store_reads_what_the_other_saved(subtests):
                 assert mx.array_equal(x[:, :, : y.shape[2]], y)
 
 
-def test_what_has_no_kernel_says_why():
+def test_what_has_no_kernel_says_why(trusted):
     with launch.using(make):
         assert choose.plan(SMALL, (64, 64), mx.float32).body != OPS
         assert "values of 128 dims" in choose.plan(SMALL, (64, 128), mx.float32).reason
@@ -202,7 +202,7 @@ def test_what_has_no_kernel_says_why():
         assert choose.plan(SMALL, (64, 64), mx.float32).reason == "no GPU here"
 
 
-def test_an_environment_variable_keeps_to_plain_ops(monkeypatch):
+def test_an_environment_variable_keeps_to_plain_ops(monkeypatch, trusted):
     monkeypatch.setattr(launch, "backend", lambda: "metal")
     assert launch.factory() is mx.fast.metal_kernel
     monkeypatch.setenv(launch.SWITCH, "0")
@@ -223,7 +223,7 @@ def test_an_environment_variable_keeps_to_plain_ops(monkeypatch):
     assert rms(out, spec) < 2e-6
 
 
-def test_a_model_decodes_by_kernels_as_by_plain_ops():
+def test_a_model_decodes_by_kernels_as_by_plain_ops(trusted):
     """Through mlx-lm's own loop: prefill, decoding, pages sealed on the way; attention sinks too."""
     model, prompt = random_model("gpt_oss"), mx.arange(90) % 50
     spoken, kernels_named = [], []

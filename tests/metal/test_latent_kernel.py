@@ -77,7 +77,7 @@ def cache_of(kv: str | Side) -> LatentKVCache:
     return LatentKVCache(config.of_latents)
 
 
-def test_a_cache_s_steps_are_those_of_plain_ops(subtests):
+def test_a_cache_s_steps_are_those_of_plain_ops(subtests, trusted):
     for side in (
         Side(Affine(4, 32, axis="channel")),
         Side(Affine(4, 32, symmetric=True), "srft"),
@@ -98,7 +98,7 @@ def test_a_cache_s_steps_are_those_of_plain_ops(subtests):
             assert rms(ours, attend(q, plain, SCALE, added)) < 8e-4
 
 
-def test_what_it_does_not_compute_plain_ops_do():
+def test_what_it_does_not_compute_plain_ops_do(trusted):
     with launch.using(make_tiles):
         cache = cache_of(Side(Affine(4, 64)))
         cache.update_and_fetch(made(1, 1, 150, RANK), made(1, 1, 150, ROTARY))
@@ -151,7 +151,7 @@ def test_no_machine_and_a_failed_trial(monkeypatch):
         assert "is off by" in plan().label
 
 
-def test_a_model_decodes_by_it_as_by_plain_ops():
+def test_a_model_decodes_by_it_as_by_plain_ops(trusted):
     """Logits of single steps, of one sequence and of a merged batch."""
     model = latent_model("glm4_moe_lite")
     config = dataclasses.replace(

@@ -130,7 +130,7 @@ def test_scales_of_channels_change_inside_the_run_of_a_simdgroup(subtests, monke
             assert run(method, dims, 2, 1, mx.float16, factory, tiled=True, pages=9) < 3e-3
 
 
-def test_the_golden_tensors_hold_with_kernels():
+def test_the_golden_tensors_hold_with_kernels(trusted):
     with launch.using(make):
         rows = [row for row in golden.polar_tree_rows() if row.table == "attention"]
         codes = [row for row in golden.codebook_rows() if row.table == "attention"]

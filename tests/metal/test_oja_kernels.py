@@ -4,6 +4,7 @@ import gc
 from dataclasses import replace
 
 import mlx.core as mx
+import pytest
 from low_rank_cache import DIMS, HEADS, KV_HEADS, SCALE, close, config, data, feed, start
 from on_emulator import make, make_mma
 
@@ -14,6 +15,8 @@ from mlxkv.cache.view import OPS, TILES, Parts
 from mlxkv.codec.maps import sample
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch, tiles
+
+pytestmark = pytest.mark.usefixtures("trusted")
 
 
 def test_kernels_read_low_rank_and_two_bases_in_one_pass(subtests):

@@ -167,14 +167,14 @@ def test_queries_of_any_size_stay_finite():
         assert bool(mx.all(mx.isfinite(out.astype(mx.float32))))
 
 
-def test_a_cache_decodes_by_tiles_as_by_plain_ops(subtests):
+def test_a_cache_decodes_by_tiles_as_by_plain_ops(subtests, trusted):
     for factory in (make_tiles, make_mma):
         with subtests.test(factory=factory):
             cache, _ = walk(factory, mx.float16, TIES)
             assert cache._store.plan.body == TILES
 
 
-def test_a_model_decodes_by_tiles():
+def test_a_model_decodes_by_tiles(trusted):
     model, prompt = random_model("llama"), mx.arange(90) % 50
     model.set_dtype(mx.float16)
     spoken = []
@@ -223,7 +223,7 @@ def test_the_reason_why_not():
     assert tiles.why_not(many, 288, mx.float16, make_tiles) is not None
 
 
-def test_the_whole_head_of_a_group_of_128_rows_is_covered():
+def test_the_whole_head_of_a_group_of_128_rows_is_covered(trusted):
     """16 query heads a kv head, 8 new tokens: 16 tiles of rows."""
     case = (64, 16, 1, 8, 5, 16, 33, 4, 4, 0, mx.float16)
     out, spec = run(case, make_mma)

@@ -29,6 +29,8 @@ from mlxkv.models.hooks import fold
 from mlxkv.models.hooks.fold import match_fold
 from mlxkv.models.hooks.probe import leaves
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are sealed early
 INT4, INT2 = (
     dataclasses.replace(PRESETS[name], **WINDOWS) for name in ("oscar-int4", "oscar-int2")

@@ -19,6 +19,8 @@ from mlxkv.models import attach
 from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.caches.shelf import BLOCK, Kept, Shelf
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 COMMON = 900
 
 
