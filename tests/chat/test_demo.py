@@ -19,7 +19,7 @@ def shown(smollm2) -> dict:
     """The document of a short demo on SmolLM2."""
     out, sys.stdout = sys.stdout, io.StringIO()
     try:
-        assert main(["demo", "--tokens", "700", "--json"]) == 0
+        assert main(["demo", "--tokens", "512", "--json"]) == 0
         return json.loads(sys.stdout.getvalue().splitlines()[-1])
     finally:
         sys.stdout = out
@@ -32,7 +32,7 @@ def test_both_caches_answer_from_the_text(shown):
 
 def test_what_it_draws_was_measured(shown):
     first, last = shown["rows"][0], shown["rows"][-1]
-    assert last["tokens"] > 600
+    assert last["tokens"] > 440
     # Exact up to 192 tokens: the same bytes. Then int4 grows more slowly.
     assert first["tokens"] <= 192 and first["kv_bytes"] == first["kv_bytes_fp16"]
     assert last["kv_bytes"] < 0.8 * last["kv_bytes_fp16"]

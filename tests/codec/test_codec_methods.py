@@ -26,7 +26,7 @@ for _method in METHODS.values():
 
 def cases():
     for spec, page, turn in FORMATS.values():
-        for dims in (64, 80, 128):
+        for dims in (64, 80):
             side = Side(spec, turn_at(turn, dims))
             if not (side.why_not(dims, page) or spec.why_not(dims, page)):
                 yield side, dims, page

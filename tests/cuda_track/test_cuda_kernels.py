@@ -51,14 +51,14 @@ SIDES = {
 }
 # D, H, G, L, batch, keys, values, sink, live, mask, attention sinks
 CASES = {
-    "gqa": (128, 8, 2, 1, 1, "int4", "int4", 16, 21, False, False),
+    "gqa": (128, 4, 2, 1, 1, "int4", "int4", 16, 21, False, False),
     "odd draft": (64, 5, 1, 4, 1, "int4", "int4", 16, 9, False, True),
-    "draft": (64, 6, 2, 8, 1, "int4", "int2 g32", 16, 40, False, False),
-    "gemma": (256, 4, 1, 1, 1, "int4", "int4", 16, 33, False, False),
+    "draft": (64, 6, 2, 8, 1, "int4", "int2 g32", 16, 20, False, False),
+    "gemma": (256, 4, 1, 1, 1, "int4", "int4", 16, 17, False, False),
     "padded batch": (64, 4, 2, 1, 2, "int8", "int8", 16, 9, True, False),
     "gpt-oss": (64, 8, 1, 1, 1, "int4 g32", "int2", 16, 16, False, True),
-    "int2": (128, 4, 2, 1, 1, "int2", "int2", 16, 5, False, False),
-    "channels": (128, 4, 2, 1, 1, "int2 channels", "int2", 16, 21, False, False),
+    "int2": (64, 4, 1, 1, 1, "int2", "int2", 16, 5, False, False),
+    "channels": (64, 4, 1, 1, 1, "int2 channels", "int2", 16, 21, False, False),
     "runs of channels": (64, 4, 2, 2, 2, "int4 channels", "int4", 16, 9, False, True),
     "3 bits of channels": (64, 4, 2, 1, 2, "int3 channels", "int4", 16, 9, True, False),
 }
@@ -93,7 +93,7 @@ def test_attention_over_a_cache_of_each_method(subtests):
         with subtests.test(name=name):
             out, dims = [], 64
             torch.manual_seed(0)
-            new = [torch.randn(1, 2, 200, dims) for _ in "kv"]
+            new = [torch.randn(1, 2, 170, dims) for _ in "kv"]
             q = torch.randn(1, 4, 1, dims)
             for way in (choose.TRITON, choose.OPS):
                 with choose.using(way):
@@ -373,10 +373,8 @@ def test_an_infinite_number_is_sealed_as_plain_ops_do(name, monkeypatch):
     torch.testing.assert_close(found["scale"], right["scale"], rtol=2**-10, atol=0)
 
 
-@pytest.mark.parametrize("name", ("int4", "int3", "int2-channels"))
-def test_the_benchmark_checks_what_it_times(name, monkeypatch):
-    shape = bench.Shape(2, 4, 2, 64, 2 * 64)
-    config = bench.FORMATS[name]
+def test_the_benchmark_checks_what_it_times(monkeypatch):
+    shape, config = bench.Shape(2, 2, 1, 64, 2 * 64), bench.FORMATS["int4"]
     torch.manual_seed(0)
     assert bench.checked(config, shape, torch.float16, launch.Launch()) < bench.BOUND
     attend = launch.attend

@@ -48,7 +48,7 @@ def check(words, x, spec, at, down=None):
 CASES = [  # dims, bits, transform, dtype
     (128, 3, "srft", mx.float32),
     (64, 4, "random", mx.bfloat16),
-    (256, 2, "hadamard", mx.bfloat16),
+    (64, 2, "hadamard", mx.bfloat16),
     (40, 3, "none", mx.float32),
 ]
 

@@ -136,11 +136,11 @@ FACTORIES = [
 
 
 def test_attention_is_softmax_over_what_is_stored(subtests):
-    """Every shape by two of the bodies, and heads of 512 dims, as in Gemma 4, by the portable one."""
+    """Shapes by the bodies in turn, and heads of 512 dims, as in Gemma 4, by the portable one."""
     for i, shape in enumerate(ATTENDED):
-        for body in (FACTORIES[i % 4], FACTORIES[(i + 1) % 4]):
-            with subtests.test(shape=shape, body=body[:2]):
-                check_attention(*shape, *body)
+        body = FACTORIES[i % 4]
+        with subtests.test(shape=shape, body=body[:2]):
+            check_attention(*shape, *body)
     check_attention(512, (8, 4, 3, 2, 1), (4, 3, 2, 1, 1), 4, 2, 1, *FACTORIES[0])
 
 

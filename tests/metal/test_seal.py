@@ -45,8 +45,10 @@ def test_without_transform_it_is_its_plain_ops_twin_to_the_bit(subtests):
 
 def test_butterflies_give_what_the_matrix_of_the_spec_gives(subtests):
     for dims, dtype in [
-        *((64, mx.float32), (64, mx.float16), (64, mx.bfloat16)),
-        *((128, mx.bfloat16), (256, mx.float16), (512, mx.float32)),
+        (64, mx.float32),
+        (128, mx.bfloat16),
+        (256, mx.float16),
+        (512, mx.float32),
     ]:
         for name in ("hadamard", "srft"):
             with subtests.test(dims=dims, dtype=dtype, name=name):
@@ -66,8 +68,9 @@ def test_butterflies_give_what_the_matrix_of_the_spec_gives(subtests):
 def test_scales_per_channel_follow_the_butterflies(subtests):
     """SRFT paper, section 7.1: x lambda between the transform and the abs-max of a group, in one dispatch."""
     for dims, dtype in [
-        *((64, mx.float32), (64, mx.bfloat16), (128, mx.float16)),
-        *((256, mx.bfloat16), (512, mx.float32)),
+        (64, mx.float32),
+        (128, mx.float16),
+        (512, mx.bfloat16),
     ]:
         with subtests.test(dims=dims, dtype=dtype):
             pair = [data(2, 2, 32, dims, seed=i, dtype=dtype) for i in range(2)]
@@ -120,8 +123,9 @@ def matrix(dims, heads, rank=None, seed=0):
 
 def test_a_few_tokens_are_multiplied_by_a_square_matrix_in_the_kernel(subtests):
     for dims, heads, dtype in [
-        *((64, 2, mx.float32), (64, 0, mx.float16), (96, 0, mx.bfloat16)),
-        *((128, 2, mx.float16), (192, 2, mx.float32), (256, 0, mx.bfloat16)),
+        (64, 2, mx.float32),
+        (96, 0, mx.bfloat16),
+        (256, 2, mx.float16),
     ]:
         with subtests.test(dims=dims, heads=heads, dtype=dtype):
             made, other = matrix(dims, heads), matrix(dims, 2, seed=1)
@@ -148,7 +152,7 @@ def test_the_product_in_the_kernel_is_that_of_plain_ops(monkeypatch):
 
 
 def test_other_matrices_come_before_the_kernel(subtests):
-    for dims, rank, heads in [(80, 80, 0), (128, 96, 2), (96, 70, 0), (33, 33, 2), (64, 40, 0)]:
+    for dims, rank, heads in [(80, 80, 0), (128, 96, 2), (33, 33, 2)]:
         with subtests.test(dims=dims, rank=rank, heads=heads):
             made = matrix(dims, heads, rank)
             assert seal.seal_kind(made, dims, 64) is None

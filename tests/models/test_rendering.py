@@ -28,10 +28,7 @@ PLAIN = (
 )
 EXCESSIVE = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "doubling": "{% set n = namespace(x='aaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
-    "{% endfor %}",
     "product": "{{ 'a' * 10000000000 }}",
-    "lists": "{% for i in ([0] * 3000000000) %}{% endfor %}",
 }
 
 

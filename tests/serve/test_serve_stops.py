@@ -85,21 +85,21 @@ def kept(server) -> list[tuple[list[int], list]]:
     return [(session.tokens, session.cache) for session in server.engine.sessions.entries]
 
 
-@pytest.mark.parametrize("stop", STOPS, ids=repr)
-@pytest.mark.parametrize("path", PATHS)
-def test_the_text_ends_before_the_first_stop_word(server, said, path, stop):
+def test_the_text_ends_before_the_first_stop_word(server, said, subtests):
+    """In the three APIs in turn."""
     said[0] = CAPITAL
-    want, word = before(CAPITAL, stop)
-    for stream in (False, True):
-        text, reason, last = reply(server, path, stop, stream)
-        assert text == want
-        if path == "/v1/messages":
-            assert (reason, last["stop_sequence"]) == (
-                "stop_sequence" if word else "end_turn",
-                word,
-            )
-        else:
-            assert reason == "stop"
+    for i, stop in enumerate(STOPS):
+        path = PATHS[i % 3]
+        with subtests.test(stop=stop, path=path):
+            want, word = before(CAPITAL, stop)
+            for stream in (False, True):
+                text, reason, last = reply(server, path, stop, stream)
+                assert text == want
+                if path == "/v1/messages":
+                    reason_of = "stop_sequence" if word else "end_turn"
+                    assert (reason, last["stop_sequence"]) == (reason_of, word)
+                else:
+                    assert reason == "stop"
 
 
 @pytest.mark.parametrize("stop", [["!"], []], ids=str)

@@ -53,7 +53,7 @@ class Method:
 
 OWN_BOOKS = ((0.3, *(0.5 + 0.4 * i for i in range(15))),) + ((0.2, 0.6, 0.9, 1.3),) * 3
 METHODS = {
-    "affine": Method(Affine(4, 64), Affine(3, 64), 32, "srft", triton=True, preset="naive-int4"),
+    "affine": Method(Affine(4, 64), Affine(3, 64), 32, "srft", triton=True),
     "clipped": Method(
         Affine(2, 0, clip=0.92), Affine(2, 32, clip=0.92), turn="hadamard", dims=64, triton=True
     ),
@@ -80,7 +80,7 @@ METHODS = {
         Affine(3, 16, True, axis="channel"), Affine(4, 32, True, axis="channel"), 32, tiles=False
     ),
     "turbo": Method(Codebook(4), Codebook(2), turn="random", preset="turbo-int2"),
-    "turbo-int3": Method(Codebook(3), Affine(4, 32), turn="hadamard", preset="turbo-int3"),
+    "turbo-int3": Method(Codebook(3), Affine(4, 32), turn="hadamard"),
     "corrected": Method(
         Codebook(2, corrected=True), Codebook(3, corrected=True), turn="hadamard", dims=64
     ),
@@ -92,9 +92,7 @@ METHODS = {
         mps=False,
         preset="polar-tree+online",
     ),
-    "online, not turned": Method(
-        *(PolarTree(online=True), PolarTree(online=True)), mps=False, preset="polar-tree+plain"
-    ),
+    "online, not turned": Method(*(PolarTree(online=True), PolarTree(online=True)), mps=False),
     "fill": Method(
         *(
             Fill(2.9, (4, 3, 2, 1)),

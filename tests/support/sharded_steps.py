@@ -15,7 +15,7 @@ from mlxkv.models import attach, load
 from mlxkv.serve.ranks import Ranks
 
 WAYS = ((0, 0), (1, 1), (1, 0), (0, 1))  # who traces
-STEPS, PRESET = 24, "int4"
+STEPS, PRESET = 12, "int4"
 
 
 def decoded(model, ranks) -> list[int]:
