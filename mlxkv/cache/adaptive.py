@@ -173,10 +173,10 @@ class Segments(Runs):
     def dims(self) -> tuple[int, int]:
         return self.runs[0].dims
 
-    def read_all(self) -> Parts | CodePages | RecordPages:
-        """A snapshot of all pages."""
+    def read_all(self) -> Parts | CodePages | RecordPages | None:
+        """A snapshot of all pages, or None for none."""
         parts = [run.read_all() for run in self.runs if run.count]
-        return parts[0] if len(parts) == 1 else Parts(tuple(parts))
+        return Parts(tuple(parts)) if len(parts) > 1 else next(iter(parts), None)
 
     def _parts(self, snapshots: Sequence[CodePages | RecordPages]) -> Parts:
         return Parts(tuple(snapshots))
@@ -297,7 +297,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         self._live, self._count = new, new[0].shape[2]
         self.offset += keys.shape[2]
         self._since = 0
-        pages = self._store.read_all() if self._count_pages else None
+        pages = self._store and self._store.read_all()
         view = View(new, self._sink, pages, plain=pages is None, observer=self._attended)
         self._pending, self._chunk = view, keys.shape[2]
         return view, view

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 
 import mlx.core as mx
 
-from mlxkv.cache.view import OPS, TILES, LatentPages, Pair, RecordPages, View
+from mlxkv.cache.view import OPS, PORTABLE, TILES, LatentPages, Pair, View
+from mlxkv.formats.records import TOKENS
 from mlxkv.metal import attend as kernels
-from mlxkv.metal import tiles
+from mlxkv.metal import latents, tiles
 from mlxkv.metal.launch import backend
+from mlxkv.metal.lengths import Lengths, alone, together
 
 # Up to this many new tokens codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = kernels.MOST_NEW
@@ -48,25 +50,26 @@ def attend(
     array is one that `BatchedKVCache.make_mask` made. sink_logits: [H], of attention sinks (gpt-oss).
     softcap: scores are bent to stay below it (Gemma 2).
     """
-    new, pages, is_array = queries.shape[2], view.pages, isinstance(mask, mx.array)
-    if is_array or view.seen is not None:
+    if view.seen is not None or isinstance(mask, mx.array):
         view.check(mask)
-    if view.rows is not None or (view.starts is not None and is_array):
-        return _one_by_one(queries, view, scale, mask, sink_logits, softcap)
     if view.sealed:
         queries = mx.depends(queries, list(view.sealed))
-    if pages is None or new > DECODE_TOKENS:
-        read = _by_scratch
-    elif isinstance(pages, LatentPages) and pages.reads(queries, mask, sink_logits, softcap):
-        return pages.attended(queries, view, scale, mask)  # whose caches have no observers
-    elif pages.plan.body == OPS or isinstance(pages, LatentPages):
-        read = _by_codes
-    elif is_array or len(pages.parts) > RUNS:  # which no kernel takes
-        read = _by_scratch
-    else:
-        read = _by_kernels
-    out = read(queries, view, scale, mask, sink_logits, softcap)
+    way = _way(queries, view, mask, sink_logits, softcap)
+    out = WAYS[way](queries, view, scale, mask, sink_logits, softcap)
     return out if view.observer is None else view.observer(queries, out, scale, mask)
+
+
+def _way(queries, view, mask, sink_logits, softcap) -> str:
+    """Return which of `WAYS` reads this view: the one of its plan, where that can."""
+    pages, is_array = view.pages, isinstance(mask, mx.array)
+    if view.rows is not None or (view.starts is not None and is_array):
+        return ROWS
+    if pages is None or queries.shape[2] > DECODE_TOKENS:
+        return SCRATCH
+    if isinstance(pages, LatentPages):
+        return LATENTS if pages.reads(queries, mask, sink_logits, softcap) else OPS
+    body = pages.plan.body
+    return SCRATCH if body != OPS and (is_array or len(pages.parts) > RUNS) else body
 
 
 def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
@@ -95,71 +98,36 @@ def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
     return mx.concatenate([nothing if x is None else x for x in out])
 
 
-def _by_kernels(queries, view, scale, mask, sink_logits, softcap):
-    """Walk records and windows: codes are read once, nothing is decoded. Kernels know which tokens a new one sees.
+def _by_records(kernel, queries, view, scale, mask, sink_logits, softcap):
+    """Walk records and windows by `kernel`: codes are read once, nothing is decoded. It knows which tokens a new one
+    sees."""
+    sink, live, lengths = view.sink, view.buffers or view.live, view.lengths
+    runs = [pages.run for pages in view.pages.parts]
+    if not isinstance(lengths, Lengths):
+        heads, room, page = *runs[0].buffer.shape[1:3], view.pages.page // TOKENS
+        if lengths is None:
+            count, new = sink[0].shape[2] if sink else 0, view.live[0].shape[2]
+            lengths = alone(((runs[0].records, count, new),) * len(queries), heads * room, page)
+        else:
+            lengths = together(lengths, view.starts)
+    make = view.pages.plan.make
+    out = kernel(queries, runs, sink, live, lengths, scale, make, sink_logits, softcap)
+    return out.astype(queries.dtype)
 
-    queries: [B, H, L, D] -> [B, H, L, Dv].
-    """
-    batch, heads, new, dims = queries.shape
-    sink, live = view.sink, view.buffers or view.live
-    kv_heads, dtype = live[0].shape[1], live[0].dtype
-    pages, *later_runs = view.pages.parts
-    plan, lengths = pages.plan, view.lengths
-    if lengths is None:
-        count = sink[0].shape[2] if sink else 0
-        lengths = ((pages.records, count, view.live[0].shape[2]),) * batch
-    if plan.body == TILES:
-        return tiles.attend(
-            queries.astype(dtype),
-            pages.buffer,
-            plan.layout,
-            pages.maps,
-            sink,
-            live,
-            lengths,
-            scale,
-            plan.make,
-            sink_logits=sink_logits,
-            headers=pages.headers,
-            second=_tile_run(later_runs[0]) if later_runs else None,
-            starts=view.starts,
-            page=pages.codecs[0].page,
-            softcap=softcap,
-        ).astype(queries.dtype)
-    q = queries.reshape(batch, kv_heads, -1, dims)
-    exact = q.astype(mx.float32)
-    first = _run(pages, exact)
-    out = kernels.attend(
-        first.q_pages,
-        q.astype(dtype),
-        pages.buffer,
-        plan.layout,
-        sink,
-        live,
-        lengths,
-        scale,
-        new,
-        plan.make,
-        up=first.up,
-        sink_logits=sink_logits,
-        headers=pages.headers,
-        second=_run(later_runs[0], exact) if later_runs else None,
-        starts=view.starts,
-        page=pages.codecs[0].page,
-        softcap=softcap,
+
+def _by_latents(queries, view, scale, mask, sink_logits, softcap):
+    """One new token over latents, whose codes are read once for all heads. mask: added to the scores, or None."""
+    pages, live = view.pages, view.live[0]
+    shape = *queries.shape[:3], view.columns
+    if mask is None:
+        mask = mx.zeros(shape, live.dtype)
+    elif mask.shape != shape:
+        mask = mx.broadcast_to(mask, shape)
+    out = latents.attend(
+        *(queries, pages.codecs[0], pages.stored[0], pages.tokens, view.sink and view.sink[0]),
+        *(live, mask, scale, pages.plan.make, None if view.seen is None else view.sizes),
     )
-    return out.reshape(batch, heads, new, -1).astype(queries.dtype)
-
-
-def _tile_run(pages: RecordPages) -> tiles.Run:
-    return tiles.Run(pages.buffer, pages.records, pages.maps, pages.headers)
-
-
-def _run(pages: RecordPages, q: mx.array) -> kernels.Run:
-    """q: [B, G, N, D] float32."""
-    keys, values = pages.maps
-    stored = q if keys is None else keys.query(q)
-    return kernels.Run(stored, pages.buffer, pages.records, values and values.up, pages.headers)
+    return out.astype(queries.dtype)
 
 
 def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
@@ -273,7 +241,7 @@ def _by_codes(queries, view, scale, mask, sink_logits, softcap):
     sink, live = view.sink, view.live
     # All query heads of a kv head in one product: [B, G, H/G * L, D].
     q = (queries.astype(mx.float32) * scale).reshape(batch, live[0].shape[1], -1, dims)
-    s = scores(q, view).reshape(batch, heads, new, -1)
+    s = scorer(view)(q).reshape(batch, heads, new, -1)
     if view.seen is not None:
         mask = view.visible(mask, new)
     p = _softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
@@ -289,25 +257,23 @@ def _by_codes(queries, view, scale, mask, sink_logits, softcap):
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
-def scores(q: mx.array, view: View) -> mx.array:
-    """q: [B, G, N, D] float32 -> its products with the keys of sink, pages and live: [B, G, N, T]."""
-    return scorer(view)(q)
-
-
 def scorer(view: View) -> Callable[[mx.array], mx.array]:
-    """`scores` for several q: what is decoded for them is decoded once."""
+    """Return a function of q, [B, G, N, D] float32 -> its products with the keys of sink, pages and live,
+    [B, G, N, T]. What is decoded for them is decoded once."""
 
     def exact(window: Pair) -> Callable[[mx.array], mx.array]:
         keys = window[0].astype(mx.float32).swapaxes(-1, -2)
         return lambda q: q @ keys
 
-    parts = [run.scorer() for run in view.pages.parts] if view.pages else []
-    if view.sink is not None:
-        parts.insert(0, exact(view.sink))
+    parts = [] if view.sink is None else [exact(view.sink)]
+    for run in view.pages.parts if view.pages else ():
+        parts.append(run.scorer())
     parts.append(exact(view.live))
 
     def score(q: mx.array) -> mx.array:
-        out = [part(q) for part in parts]
+        out = []
+        for part in parts:
+            out.append(part(q))
         return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
 
     return score
@@ -342,3 +308,15 @@ def _softmax(scores, mask, sink_logits, softcap=None):
         sink_logits.astype(mx.float32)[None, :, None, None], (*scores.shape[:3], 1)
     )
     return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :total]
+
+
+# How attention reads a view, beside the bodies of plans: decoded into a scratch, or one sequence after the other.
+SCRATCH, ROWS, LATENTS = "scratch", "rows", "latents"
+WAYS = {
+    OPS: _by_codes,
+    PORTABLE: partial(_by_records, kernels.attend),
+    TILES: partial(_by_records, tiles.attend),
+    LATENTS: _by_latents,
+    SCRATCH: _by_scratch,
+    ROWS: _one_by_one,
+}

@@ -86,14 +86,13 @@ def plan(
             return KernelPlan(OPS, reason, question=key)
         if reason := selftest.latent_fault(config, dims[0], dtype, make, question.heads):
             return KernelPlan(OPS, f"{FAILED}: {reason}", question=key)
-        return KernelPlan(TILES, None, None, make, key)
-    layout = question.layout
+        return KernelPlan(TILES, None, make, key)
     slower = _tiles_off() or _distrust(question, tiled=True)
     if slower is None:
-        return KernelPlan(TILES, None, layout, make, key)
+        return KernelPlan(TILES, None, make, key)
     if reason := _distrust(question, tiled=False):
         return KernelPlan(OPS, f"{FAILED}: {reason}", question=key)
-    return KernelPlan(PORTABLE, slower, layout, make, key)
+    return KernelPlan(PORTABLE, slower, make, key)
 
 
 def current(

@@ -114,7 +114,9 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
         The view holds the new tokens exactly, also when they are sealed by this very call.
         """
-        views = self._update(self.arriving(keys), values)
+        if self.layer_maps is not None:
+            keys = self.arriving(keys)
+        views = self._update(keys, values)
         if keys.shape[2] > DECODE_TOKENS and not self.lazy and backend() != "cpu":
             ahead(self.arrays())
         return views
@@ -132,7 +134,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         return left(centre, keys)
 
     def _update(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
-        if self._count + keys.shape[2] <= self._room:
+        if self._count + keys.shape[2] <= self.config.room(self._sink is not None):
             if self._live is None or not _alike(self._live, (keys, values)):
                 self._check_new(keys, values)
             self._append(keys, values)
@@ -150,8 +152,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     def keys_and_values(self) -> tuple[View, View]:
         """The view without appending anything (mlx-lm 0.32)."""
-        store = self._store
-        pages = store.read_all() if store is not None and store.count else None
+        pages = self._store and self._store.read_all()
         view = View(self._read_live(), self._sink, pages, pages is None, buffers=self._live)
         return view, view
 

@@ -28,8 +28,9 @@ from mlxkv.codec import records
 from mlxkv.codec.codec import Codec, Stored, codec
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.records import NAMES, record_layout
-from mlxkv.metal import attend, launch, seal
+from mlxkv.formats.records import NAMES, TOKENS, record_layout
+from mlxkv.metal import launch, seal
+from mlxkv.metal.attend import Run, unseal_side
 
 
 class PageKind:
@@ -103,9 +104,9 @@ class PageStore:
         """A snapshot of pages start .. stop - 1."""
         return self.snapshot(self.pages.read(start, stop), (stop - start) * self.config.page)
 
-    def read_all(self) -> CodePages | RecordPages:
-        """A snapshot of all pages."""
-        if self._all is None:
+    def read_all(self) -> CodePages | RecordPages | None:
+        """A snapshot of all pages, or None for none."""
+        if self._all is None and self.count:
             self._all = self.read(0, self.count)
         return self._all
 
@@ -207,17 +208,17 @@ class Records(PageStore):
         super().__init__(config, dims, layer_maps)
         self.layout = record_layout(config, *(code.dims for code in self.codecs))
         body = TILES if tiled else PORTABLE
-        self.plan = KernelPlan(body, layout=self.layout, make=make)
+        self.plan = KernelPlan(body, make=make)
         self.emulated = make not in (mx.fast.metal_kernel, mx.fast.cuda_kernel)
+        self.transforms = tuple(code.transform for code in self.codecs)
         self._sealer = seal.sealer(self.layout)
 
     def encode(self, pair: Pair, tokens: int, start: int) -> Stored:
         layout, make = self.layout, self.plan.make
         if self._sealer is not None:
-            transforms = tuple(code.transform for code in self.codecs)
             sides = layout.keys, layout.values
             ranks = self._clip_ranks(self.codecs, [side.dims for side in sides])
-            return self._sealer(pair, layout, make, transforms, start, tokens, ranks)
+            return self._sealer(pair, layout, make, self.transforms, start, tokens, ranks)
         codes = {}
         for name, x, code in zip(NAMES, pair, self.codecs, strict=True):
             codes[name] = code.encode(x[:, :, start : start + tokens])
@@ -229,7 +230,8 @@ class Records(PageStore):
 
     def snapshot(self, arrays: Stored, tokens: int) -> RecordPages:
         buffer, headers = arrays["records"], arrays.get("headers")
-        return RecordPages(self.codecs, self.plan, buffer, tokens, headers)
+        run = Run(buffer, tokens // TOKENS, self.layout, self.transforms, headers)
+        return RecordPages(self.codecs, self.plan, run)
 
     def is_like(self, store: PageStore) -> bool:
         """Return whether the same kernels read the pages of both."""
@@ -241,10 +243,7 @@ class Records(PageStore):
         would take some hundred operations a page."""
         pages, layout, make, moved = self.read_all(), self.layout, self.plan.make, []
         for i, (old, new) in enumerate(zip(self.codecs, codecs, strict=True)):
-            x = attend.unseal_side(
-                *(pages.buffer, pages.records, layout, i == 0, mx.float32, make),
-                headers=pages.headers,
-            )
+            x = unseal_side(pages.run, i == 0, mx.float32, make)
             if old.transform is not new.transform:
                 x = x @ (old.transform.up @ new.transform.down)
             moved.append(x)

@@ -21,7 +21,7 @@ from mlxkv.cache.stores import Records
 from mlxkv.cache.view import View
 from mlxkv.codec.transform import left
 from mlxkv.formats.records import TOKENS
-from mlxkv.metal.lengths import Division, Later, shared
+from mlxkv.metal.lengths import Division, Lengths, shared
 
 Arrays = Sequence[mx.array]
 
@@ -236,7 +236,7 @@ class Own(Form):
         live = put(arrays[:2], (left(self.centre, keys), values), numbers, 1)
         sink, pages = _parted(arrays, bool(self.n_sink), self.store.room)
         division = Division(pages.tokens // TOKENS)
-        lengths = numbers.once(("lengths", division), lambda: Later(numbers.array[2:], division))
+        lengths = numbers.once(("lengths", division), lambda: Lengths(numbers.array[2:], division))
         columns = partial(_columns, numbers, self.n_sink, pages.tokens, live[0].shape[2])
         view = View(live, sink, pages, lengths=lengths, seen=columns)
         return live, (view, view)
@@ -326,7 +326,7 @@ class Together(Form):
         live = put(arrays[:2], pair, numbers, self.batch, by_row=True)
         sink, pages = _parted(arrays, self.has_sink, self.ragged.room)
         lengths = numbers.once(
-            "lengths", lambda: Later(numbers.array[2 * self.batch :], self.division)
+            "lengths", lambda: Lengths(numbers.array[2 * self.batch :], self.division)
         )
         view = View(live, sink, pages, lengths=lengths, seen=_not_by_kernels)
         return live, (view, view)

@@ -20,17 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import mlx.core as mx
 
 from mlxkv.codec.codec import Codec, Stored
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
-from mlxkv.formats.records import TOKENS, RecordLayout
+from mlxkv.formats.records import TOKENS
 from mlxkv.metal import attend as kernels
-from mlxkv.metal import latents
+from mlxkv.metal.attend import Run
 from mlxkv.metal.launch import Factory
-from mlxkv.metal.lengths import Later
+from mlxkv.metal.lengths import Lengths, Rows
 from mlxkv.metal.template import ints
 
 Pair = tuple[mx.array, mx.array]
@@ -41,13 +42,12 @@ OPS, PORTABLE, TILES = "plain ops", "kernels", "tile kernels"
 class KernelPlan:
     """Which code seals and reads the pages of one format on this machine.
 
-    body: OPS, PORTABLE or TILES. reason: why no faster body, None for TILES. layout: of the page
-    records. make: builds the kernels. Both are None for OPS. question: the one that `choose.plan` answered.
+    body: OPS, PORTABLE or TILES. reason: why no faster body, None for TILES. make: builds the kernels, None for OPS.
+    question: the one that `choose.plan` answered.
     """
 
     body: str
     reason: str | None = None
-    layout: RecordLayout | None = None
     make: Factory | None = None
     question: tuple | None = field(default=None, compare=False, repr=False)
 
@@ -78,6 +78,11 @@ class PageRun:
     codecs: tuple[Codec, Codec]
 
     @property
+    def page(self) -> int:
+        """Tokens that are sealed together."""
+        return self.codecs[0].page
+
+    @property
     def parts(self) -> tuple[PageRun]:
         return (self,)
 
@@ -98,7 +103,7 @@ class CodePages(PageRun):
     plan: KernelPlan = BY_OPS
 
     def scorer(self) -> Callable[[mx.array], mx.array]:
-        return lambda q: self.codecs[0].scores(q, self.stored[0])
+        return partial(self.codecs[0].scores, stored=self.stored[0])
 
     def mix(self, p: mx.array) -> mx.array:
         return self.codecs[1].mix(p, self.stored[1])
@@ -116,23 +121,14 @@ class CodePages(PageRun):
 
 @dataclass(frozen=True)
 class RecordPages(PageRun):
-    """Pages as kernels read them: the first `tokens` / 16 records of `buffer` [B, G, capacity, words],
-    and the headers of the pages, where the format has any."""
+    """Pages as kernels read them."""
 
     plan: KernelPlan
-    buffer: mx.array
-    tokens: int
-    headers: mx.array | None = None
+    run: Run
 
     @property
-    def records(self) -> int:
-        return self.tokens // TOKENS
-
-    @property
-    def maps(self) -> tuple[Transform | None, Transform | None]:
-        """Return how queries meet the codes of the keys, and how mixtures of values come back."""
-        keys, values = self.codecs
-        return keys.transform, values.transform
+    def tokens(self) -> int:
+        return self.run.records * TOKENS
 
     def scorer(self) -> Callable[[mx.array], mx.array]:
         turn = self.codecs[0].transform
@@ -149,17 +145,11 @@ class RecordPages(PageRun):
         return code.restore(self._unsealed(side, code.work_dtype(dtype)), dtype)
 
     def between(self, sink: Pair | None, live: Pair) -> Pair:
-        plan, dtype = self.plan, live[0].dtype
-        return kernels.unseal(
-            *(self.buffer, self.records, plan.layout, dtype, plan.make, sink, live, self.headers)
-        )
+        return kernels.unseal(self.run, live[0].dtype, self.plan.make, sink, live)
 
     def _unsealed(self, side: int, dtype: mx.Dtype) -> mx.array:
         """One side in the stored domain: [B, G, T, R]."""
-        plan = self.plan
-        return kernels.unseal_side(
-            self.buffer, self.records, plan.layout, side == 0, dtype, plan.make, self.headers
-        )
+        return kernels.unseal_side(self.run, side == 0, dtype, self.plan.make)
 
 
 @dataclass(frozen=True)
@@ -185,42 +175,6 @@ class LatentPages(CodePages):
         added = mask is None or (isinstance(mask, mx.array) and mask.dtype != mx.bool_)
         return is_square and added and sink_logits is None
 
-    def attended(
-        self,
-        queries: mx.array,
-        view: View,
-        scale: float,
-        mask: mx.array | None,
-    ) -> mx.array:
-        """Attention of one token: queries [B, H, 1, R] -> [B, H, 1, R]. mask: added to the scores,
-        broadcast to [B, H, 1, T]."""
-        batch, heads, _, dims = queries.shape
-        code, live = self.codecs[0], view.live[0]
-        q = queries.reshape(batch, 1, heads, dims)
-        exact = q.astype(mx.float32)
-        stored = exact if code.transform is None else code.transform.query(exact)
-        shape = batch, heads, 1, view.columns
-        if mask is None:
-            rotary = mx.zeros(shape, live.dtype)
-        else:
-            rotary = mask if mask.shape == shape else mx.broadcast_to(mask, shape)
-        out = latents.attend(
-            stored.reshape(batch, heads, dims),
-            q.reshape(batch, heads, dims),
-            self.stored[0],
-            code.spec,
-            code.page,
-            self.tokens,
-            None if view.sink is None else view.sink[0],
-            live,
-            rotary.reshape(batch, heads, -1),
-            scale,
-            self.plan.make,
-            None if code.transform is None else code.transform.up,
-            None if view.seen is None else view.sizes,
-        )
-        return out.reshape(batch, heads, 1, dims).astype(queries.dtype)
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -233,6 +187,10 @@ class Parts:
     @property
     def plan(self) -> KernelPlan:
         return self.parts[0].plan
+
+    @property
+    def page(self) -> int:
+        return self.parts[0].page
 
     @property
     def tokens(self) -> int:
@@ -284,7 +242,7 @@ class View:
     starts: tuple[int, ...] | None = None
     skips: tuple[int, ...] | None = None
     padding: tuple[int, ...] | None = None
-    lengths: tuple[tuple[int, int, int], ...] | Later | None = None
+    lengths: Rows | Lengths | None = None
     seen: Callable[[int], mx.array] | None = field(default=None, repr=False)
 
     @property
@@ -362,12 +320,13 @@ class View:
             if not count:
                 out.append((View(windows, first, plain=True), None))
                 continue
-            page_records, headers = self.pages.codecs[0].page // TOKENS, self.pages.headers
+            page_records, run = self.pages.codecs[0].page // TOKENS, self.pages.run
+            headers = run.headers
             if headers is not None:
                 headers = headers[:, :, at // page_records : (at + count) // page_records]
-            buffer, tokens = self.pages.buffer[:, :, at : at + count], count * TOKENS
-            pages = replace(self.pages, buffer=buffer, tokens=tokens, headers=headers)
-            out.append((View(windows, first, pages), None))
+            buffer = run.buffer[:, :, at : at + count]
+            run = Run(buffer, count, run.layout, run.transforms, headers)
+            out.append((View(windows, first, replace(self.pages, run=run)), None))
         return tuple(out)
 
 

@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import mlx.core as mx
 
+from mlxkv.codec.transform import Transform
 from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
-from mlxkv.metal.lengths import Known, Later, division, five, own_starts
+from mlxkv.metal.lengths import Lengths
 from mlxkv.metal.template import (
     Pair,
     cap_bits,
@@ -37,79 +39,72 @@ MOST_NEW = 8  # tokens that `attend` takes at once: more are a prefill
 TILE_ROWS, TILE_DIMS, TILE_ROWS_CUDA = 2, 128, 4
 
 
-def unseal(
-    buffer: mx.array,
-    count: int,
-    layout: RecordLayout,
-    dtype: mx.Dtype,
-    make: Factory,
-    sink: Pair | None = None,
-    live: Pair | None = None,
-    headers: mx.array | None = None,
-) -> Pair:
-    """(keys, values): sink, then the first `count` records of [B, G, capacity, words], then live, in
-    one dispatch.
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Pages of one transform for the kernels, the first `records` of buffer [B, G, capacity, words] in `layout`.
 
-    sink, live: (keys, values), [B, G, tokens, R] in `dtype`, or None. headers: [B, G, pages, header
-    words], for formats that have them. Returns [B, G, all tokens, R] each, in `dtype`.
+    transforms: of keys and of values, one for all heads, one per kv head, or one for each of the batch too; None for
+        none. headers: [B, G, pages, header words], for formats that have them. made: what kernels read in place of the
+        transforms.
     """
-    batch, heads = buffer.shape[:2]
-    tokens = count * TOKENS + sum(x[0].shape[2] for x in (sink, live) if x is not None)
-    rest = buffer, count, layout, dtype, make, sink, live, headers
-    keys, all_ = (
-        batch * heads * tokens * n
-        for n in (layout.keys.dims, layout.keys.dims + layout.values.dims)
-    )
+
+    buffer: mx.array
+    records: int
+    layout: RecordLayout
+    transforms: tuple[Transform | None, Transform | None] = (None, None)
+    headers: mx.array | None = None
+    made: dict = field(default_factory=dict, repr=False)
+
+
+def unseal(
+    run: Run, dtype: mx.Dtype, make: Factory, sink: Pair | None = None, live: Pair | None = None
+) -> Pair:
+    """(keys, values): sink, then the pages of `run` in their stored domain, then live, in one dispatch.
+
+    sink, live: (keys, values), [B, G, tokens, R] in `dtype`, or None. Returns [B, G, all tokens, R] each, in `dtype`.
+    """
+    batch, heads = run.buffer.shape[:2]
+    tokens = run.records * TOKENS + sum(x[0].shape[2] for x in (sink, live) if x is not None)
+    dims = run.layout.keys.dims, run.layout.values.dims
+    keys, all_ = (batch * heads * tokens * n for n in (dims[0], sum(dims)))
     # Values would lie where no wide store goes, or the array would be longer than MLX allows.
     if keys % 8 or all_ >= 1 << 31:
-        return _unseal(*rest, 0, 1)[0], _unseal(*rest, 1, 1)[0]
-    return tuple(_unseal(*rest, 0, 2))
+        return tuple(_unseal(run, dtype, make, sink, live, side, 1)[0] for side in range(2))
+    return tuple(_unseal(run, dtype, make, sink, live, 0, 2))
 
 
-def unseal_side(
-    buffer: mx.array,
-    count: int,
-    layout: RecordLayout,
-    keys: bool,
-    dtype: mx.Dtype,
-    make: Factory,
-    headers: mx.array | None = None,
-) -> mx.array:
-    """As `unseal`, one side without windows: [B, G, 16 count, R]."""
-    return _unseal(buffer, count, layout, dtype, make, None, None, headers, int(not keys), 1)[0]
+def unseal_side(run: Run, keys: bool, dtype: mx.Dtype, make: Factory) -> mx.array:
+    """As `unseal`, one side without windows: [B, G, 16 records, R]."""
+    return _unseal(run, dtype, make, None, None, int(not keys), 1)[0]
 
 
 def _unseal(
-    buffer: mx.array,
-    count: int,
-    layout: RecordLayout,
+    run: Run,
     dtype: mx.Dtype,
     make: Factory,
     sink: Pair | None,
     live: Pair | None,
-    headers: mx.array | None,
     first: int,
     sides: int,
 ) -> list[mx.array]:
     """Unseal `sides` sides from side `first` on, 0: keys, 1: values."""
-    batch, heads, capacity, words = buffer.shape
+    (batch, heads, capacity, _), layout, count = run.buffer.shape, run.layout, run.records
     n_sink, n_live = (0 if x is None else x[0].shape[2] for x in (sink, live))
     tokens = n_sink + count * TOKENS + n_live
     units = batch * heads * (count + sum(-(-n // TOKENS) for n in (n_sink, n_live)))
     empty = nothing(dtype), nothing(dtype)
     ranks = (layout.keys.dims, layout.values.dims)[first : first + sides]
     sizes = [batch * heads * tokens * rank for rank in ranks]
-    filled = bool(layout.keys.widths)
     (out,) = launch(
         "unseal",
         [
-            *(buffer, _shared(layout, headers)),
+            *(run.buffer, _shared(run)),
             *(*(sink or empty), *(live or empty)),
             ints(count, capacity, batch * heads, n_sink, n_live, first, 0, 0),
         ],
         {
             "T": dtype,
-            **({} if filled else _unseal_template(layout)),
+            **({} if layout.filled else _unseal_template(layout)),
             **sides_template(layout),
         },
         (32 * SIMDGROUPS * -(-units // SIMDGROUPS), sides, 1),
@@ -121,11 +116,11 @@ def _unseal(
     return [x.reshape(batch, heads, tokens, rank) for x, rank in zip(parts, ranks, strict=True)]
 
 
-def _shared(layout: RecordLayout, headers: mx.array | None) -> mx.array:
+def _shared(run: Run) -> mx.array:
     """Return what kernels read as headers: those of the pages, or the table of a layer's blocks, or nothing."""
-    if layout.keys.widths:
-        return fill_table(layout)
-    return nothing(mx.uint32) if headers is None else headers
+    if run.layout.filled:
+        return fill_table(run.layout)
+    return nothing(mx.uint32) if run.headers is None else run.headers
 
 
 @lru_cache(maxsize=256)
@@ -143,7 +138,7 @@ def _unseal_template(layout: RecordLayout) -> dict[str, object]:
 
 @lru_cache(maxsize=256)
 def _attend_template(layout: RecordLayout, dims: int) -> dict[str, object]:
-    filled = bool(layout.keys.widths)  # then one text serves all layers
+    filled = layout.filled  # then one text serves all layers
     return {
         "D": dims,
         "RK": dims if filled else layout.keys.dims,
@@ -155,99 +150,75 @@ def _attend_template(layout: RecordLayout, dims: int) -> dict[str, object]:
     }
 
 
-@dataclass(frozen=True)
-class Run:
-    """A second run of pages, behind the first, with a stored domain of its own. records: how many. The
-    rest as for `attend`."""
-
-    q_pages: mx.array
-    buffer: mx.array
-    records: int
-    up: mx.array | None = None
-    headers: mx.array | None = None
-
-
 def attend(
-    q_pages: mx.array,
-    q_window: mx.array,
-    buffer: mx.array,
-    layout: RecordLayout,
+    q: mx.array,
+    runs: Sequence[Run],
     sink: Pair | None,
     live: Pair,
-    lengths: Known | Later,
+    lengths: Lengths,
     scale: float,
-    new_tokens: int,
     make: Factory,
-    up: mx.array | None = None,
-    window: int = 0,
     sink_logits: mx.array | None = None,
-    headers: mx.array | None = None,
-    second: Run | None = None,
-    starts: tuple[int, ...] | None = None,
-    page: int = 0,
     softcap: float | None = None,
+    window: int = 0,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
-    q_pages: [B, G, N, RK] float32 in the stored domain; q_window: [B, G, N, D]; row i of a kv head
-        belongs to new token i % new_tokens, the last tokens of live.
-    buffer: [B, G, capacity, words]. headers: [B, G, pages, header words], for formats that have
-        them. sink, live: (keys, values), [B, G, tokens, D].
-    lengths: for each of the batch (records, sink tokens, live tokens), or `Later`, with the starts.
-    starts: where all of a batch share buffer [1, G, capacity, words] and headers, the first record
-        of each, the first of a page.
-    up: [RV, D], [G, RV, D] or [B, G, RV, D] float32, from the stored domain of the values to the
-        model's, or None. second: more records, behind these, in the same pass.
-    page: tokens that are sealed together, at least the layout's.
-    window: sliding window in tokens, 0 for none. sink_logits: [H] logits of attention sinks. softcap:
-        scores are bent to stay below it.
-    Returns [B, G, N, D] in the dtype of q_window.
+    q: [B, H, L, D], of the last L tokens of live. runs: one or two, one behind the other; where all of a batch share
+        buffers, [1, G, capacity, words], `lengths` says where each begins.
+    sink, live: (keys, values), [B, G, tokens, D].
+    sink_logits: [H] logits of attention sinks. softcap: scores are bent to stay below it. window: sliding window in
+        tokens, 0 for none.
+    Returns [B, H, L, D] in the dtype of live.
     """
-    batch, heads, rows, dims = q_window.shape
-    capacity, filled = buffer.shape[2], bool(layout.keys.widths)
+    (batch, _, new_tokens, dims), heads, dtype = q.shape, live[0].shape[1], live[0].dtype
+    run, *more_runs = runs
+    layout, capacity, filled = run.layout, run.buffer.shape[2], run.layout.filled
     window_units = sum(-(-x[0].shape[2] // TOKENS) for x in (sink, live) if x is not None)
     sink = sink or live  # never read: its length is 0
+    shape, q = q.shape, q.reshape(batch, heads, -1, dims)
+    rows = q.shape[2]
     tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, make)
     tiles = -(-rows // tile)
-    shared = division(lengths, starts, (page or layout.page) // TOKENS)
-    most = shared.records
-    starts = starts or own_starts(batch, heads, capacity)
-    more, runs = (second.records, 2) if second else (0, 1)
+    most = lengths.division.records
+    more = more_runs[0].records if more_runs else 0
     page_splits, window_splits = splits_for(
         most + more, window_units, batch * heads * tiles, gpu.cores(make)
     )
-    page_splits = max(runs, page_splits)
-    first = page_splits
-    if second:
+    page_splits = first = max(len(runs), page_splits)
+    q_pages, up = _turned(run, q.astype(mx.float32)), _up(run)
+    second, more_headers = nothing(mx.uint32), nothing(mx.uint32)
+    if more_runs:
         first = min(page_splits - 1, max(1, round(page_splits * most / (most + more))))
-        q_pages = mx.stack([q_pages, second.q_pages], axis=2)
-        up = _both_up(up, second.up, batch, heads)
-    after = second or Run(q_pages, nothing(mx.uint32), 0)
+        q_pages = mx.stack([q_pages, _turned(more_runs[0], q.astype(mx.float32))], axis=2)
+        up = _both_up(up, _up(more_runs[0]), batch, heads)
+        second = more_runs[0].buffer
+        if more_runs[0].headers is not None:
+            more_headers = more_runs[0].headers
     splits = page_splits + window_splits
     stored = dims if filled else layout.values.dims
     width = BLOCK * max(-(-stored // BLOCK), -(-dims // BLOCK))
-    tokens = (sink[0].shape[2], live[0].shape[2])
     numbers = exponents(scale)
     out, stats = launch(
         "attend",
         [
             q_pages,
-            q_window,
-            buffer,
-            _shared(layout, headers),
+            q.astype(dtype),
+            run.buffer,
+            _shared(run),
             *sink,
             *live,
             ints(
-                *(rows, page_splits, capacity, *tokens, new_tokens, window, heads),
-                *(first, after.buffer.shape[2] if second else 0, runs),
+                *(rows, page_splits, capacity, sink[0].shape[2], live[0].shape[2], new_tokens),
+                *(window, heads, first, second.shape[2] if more_runs else 0, len(runs)),
             ),
-            five(lengths, starts, more),
+            lengths.with_more(more),
             numbers,
-            after.buffer,
-            nothing(mx.uint32) if after.headers is None else after.headers,
+            second,
+            more_headers,
         ],
         {
-            "T": q_window.dtype,
+            "T": dtype,
             "QT": tile,
             "S": SIMDGROUPS,
             "CAP": cap_bits(softcap),
@@ -276,14 +247,14 @@ def attend(
                 rows,
                 heads,
                 new_tokens,
-                1 if up is None else up.size // (runs * layout.values.dims * dims),
+                1 if up is None else up.size // (len(runs) * layout.values.dims * dims),
                 first,
-                runs,
+                len(runs),
                 *((layout.values.dims, *[0] * 7) if filled else ()),
             ),
         ],
         {
-            "T": q_window.dtype,
+            "T": dtype,
             "WIDTH": width,
             "RV": 0 if filled else layout.values.dims,
             "D": dims,
@@ -292,10 +263,22 @@ def attend(
         },
         (threads * batch * heads * rows, 1, 1),
         (threads, 1, 1),
-        [((batch, heads, rows, dims), q_window.dtype)],
+        [((batch, heads, rows, dims), dtype)],
         make,
     )
-    return merged
+    return merged.reshape(shape)
+
+
+def _turned(run: Run, q: mx.array) -> mx.array:
+    """q: [B, G, N, D] float32 -> [B, G, N, R], in the stored domain of the keys."""
+    turn = run.transforms[0]
+    return q if turn is None else turn.query(q)
+
+
+def _up(run: Run) -> mx.array | None:
+    """Lead from the stored domain of the values to the model's: [RV, D], [G, RV, D] or [B, G, RV, D] float32."""
+    turn = run.transforms[1]
+    return None if turn is None else turn.up
 
 
 def rows_of_tile(dims: int, rows: int, make: Factory) -> int:

@@ -6,10 +6,11 @@ The body is text/tile/attend_latent.metal; `merge` joins its splits. Plain-ops t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import mlx.core as mx
 
+from mlxkv.codec.codec import Codec, Stored
 from mlxkv.formats.affine import Affine
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
@@ -57,33 +58,33 @@ def why_not_here(make: Factory) -> str | None:
 
 
 def attend(
-    q_pages: mx.array,
-    q_window: mx.array,
-    stored: Mapping[str, mx.array],
-    spec: Affine,
-    page: int,
+    q: mx.array,
+    code: Codec,
+    stored: Stored,
     tokens: int,
     sink: mx.array | None,
     live: mx.array,
     rotary: mx.array,
     scale: float,
     make: Factory,
-    up: mx.array | None = None,
     sizes: Callable[..., mx.array] | None = None,
 ) -> mx.array:
     """Attention of one new token a sequence over latents.
 
-    q_pages: [B, H, R] float32, absorbed queries in the stored domain. q_window: [B, H, R], in the model's.
-    stored: codes [B, 1, T, W], and scale and bias, of at least `tokens` tokens (`Affine.tensors`). page: its tokens.
+    q: [B, H, 1, R], absorbed queries. code: of affine codes, with a square transform or none.
+    stored: codes [B, 1, T, W], and scale and bias, of at least `tokens` tokens (`Affine.tensors`).
     sink, live: latents [B, 1, n, R] in full precision; no sink: None.
-    rotary: [B, H, all tokens], added to the scores. scale: of the products with latents.
-    up: [R, R] or [1, R, R] float32, from the stored domain to the model's, or None.
+    rotary: [B, H, 1, all tokens], added to the scores. scale: of the products with latents.
     sizes: in a step of fixed shapes, where `tokens`, live and rotary have spare room: makes the kernel's sizes of
         (rows, splits of pages, room of codes, columns of rotary, room of live), with the lengths that only the
         device knows.
-    Returns [B, H, R] in the dtype of live.
+    Returns [B, H, 1, R] in the dtype of live.
     """
-    batch, rows, dims = q_window.shape
+    batch, rows, _, dims = q.shape
+    spec, page, turn = code.spec, code.page, code.transform
+    q_pages, up = q.astype(mx.float32).swapaxes(1, 2), None
+    if turn is not None:
+        q_pages, up = turn.query(q_pages), turn.up
     dtype, on_cuda = live.dtype, make is mx.fast.cuda_kernel
     group = spec.group_size(dims, page)
     by_channel = spec.axis == "channel"
@@ -103,7 +104,7 @@ def attend(
     page_splits = _splits(page_blocks, groups * batch, make)
     each = -(-page_blocks // page_splits)
     splits = page_splits + min(MAX_SPLITS, -(-window_blocks // each))
-    rooms = stored["codes"].shape[2], rotary.shape[2], n_live
+    rooms = stored["codes"].shape[2], rotary.shape[3], n_live
     if sizes is None:
         lengths = ints(rows, page_splits, tokens, n_sink, n_live, *rooms, n_sink + tokens)
     else:
@@ -112,14 +113,14 @@ def attend(
     out, stats = launch(
         "attend_latent",
         [
-            q_pages,
-            q_window.astype(dtype),
+            q_pages.reshape(batch, rows, dims),
+            q.reshape(batch, rows, dims).astype(dtype),
             stored["codes"],
             stored["scale"],
             stored.get("bias", nothing(mx.float16)),
             live if sink is None else sink,
             live,
-            rotary.astype(dtype),
+            rotary.reshape(batch, rows, -1).astype(dtype),
             exponents(scale),
             lengths,
         ],
@@ -164,7 +165,7 @@ def attend(
         [((batch, rows, dims), dtype)],
         make,
     )
-    return merged
+    return merged.reshape(q.shape)
 
 
 def _splits(blocks: int, others: int, make: Factory) -> int:

@@ -7,20 +7,20 @@ Halves in, floats summed: for 16-bit model types.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import cycle
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
 
-from mlxkv.codec.transform import Transform
+from mlxkv.codec.transform import Transform, kept_with
 from mlxkv.formats import levels
-from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout, SideLayout
+from mlxkv.formats.records import BLOCK, RecordLayout, SideLayout
 from mlxkv.metal import gpu, trust
+from mlxkv.metal.attend import Run
 from mlxkv.metal.launch import Factory, build
-from mlxkv.metal.lengths import Division, Known, Later, behind, division, own_starts
+from mlxkv.metal.lengths import Division, Lengths
 from mlxkv.metal.template import (
     LOG2E,
     Pair,
@@ -96,17 +96,6 @@ def half_levels(at: SideLayout) -> tuple[int, ...]:
     return tuple(int(n) for n in np.repeat(words, 2).view(np.int32))
 
 
-@dataclass(frozen=True)
-class Run:
-    """A second run of pages, behind the first, with transforms of its own. records: how many. The rest as
-    for `attend`."""
-
-    buffer: mx.array
-    records: int
-    transforms: tuple[Transform | None, Transform | None]
-    headers: mx.array | None = None
-
-
 def _stored(layout: RecordLayout, dims: int) -> tuple[int, int]:
     """Stored dims of keys and of values as kernels see them: where a table says what differs by layer, as many as a
     head has."""
@@ -129,18 +118,14 @@ def tile_map(matrix: mx.array) -> mx.array:
 
 
 Map = tuple[mx.array | None, int]  # words, for how many heads; 0 where there is no transform
-_maps: WeakKeyDictionary[Transform, dict[bool, Map]] = WeakKeyDictionary()
 
 
-def _map(transform: Transform | None, keys: bool, room: int = 0) -> Map:
-    """The map of queries into the stored domain of the keys, or of stored values back. Kept as long as
-    the transform, if that follows the text. room: stored dims at least, the others zeros."""
+def _map(transform: Transform | None, keys: bool, room: int) -> Map:
+    """The map of queries into the stored domain of the keys, or of stored values back. room: stored dims at least, the
+    others zeros."""
     if transform is None or transform.up.ndim < 4:
         return _lasting(transform, keys, room)
-    made = _maps.setdefault(transform, {})
-    if keys not in made:  # not evaluated: it depends on tokens still being read
-        made[keys] = _made(transform, keys)
-    return made[keys]
+    return _following(transform, keys)
 
 
 @lru_cache(maxsize=512)
@@ -153,12 +138,27 @@ def _lasting(transform: Transform | None, keys: bool, room: int) -> Map:
     return out
 
 
+@kept_with
+def _following(transform: Transform, keys: bool) -> Map:
+    """The map of a transform that follows the text, not evaluated: it depends on tokens still being read."""
+    return _made(transform, keys)
+
+
 def _made(transform: Transform, keys: bool, room: int = 0) -> Map:
     up = transform.up
     if room > up.shape[-2]:
         up = mx.pad(up, [(0, 0)] * (up.ndim - 2) + [(0, room - up.shape[-2]), (0, 0)])
     words = tile_map(up if keys else up.swapaxes(-1, -2))
     return words, words.shape[0]
+
+
+def _maps(run: Run, dims: int) -> tuple[Map, Map]:
+    """The maps of keys and of values, which a run keeps. dims: head dim D, which maps of records of all sizes have."""
+    if not run.made:
+        room = dims if run.layout.keys.widths else 0
+        keys, values = run.transforms
+        run.made["tiles"] = _map(keys, True, room), _map(values, False, room)
+    return run.made["tiles"]
 
 
 def _spread(one: Map, count: int) -> Map:
@@ -281,25 +281,22 @@ def _kernel(
 def _plan(
     shape: tuple[int, ...],
     dtype: mx.Dtype,
-    rooms: tuple[int, int, int],
-    heads: int,
     layout: RecordLayout,
     counts: tuple[int, int],
     division: Division,
-    scale: float,
     make: Factory,
-    window: int,
-    has_sinks: bool,
-    splits: tuple[int, int] | None,
-    second: tuple[int, int] | None = None,
-    softcap: float | None = None,
+    rooms: tuple[int, int, int, int, int, int],
+    scores: tuple[float, float | None, bool, int],
 ):
-    """(kernel, sizes but for the lengths, the rest of the call), the same for all layers of a step.
+    """(kernel, sizes but for the lengths, the other arguments of the call), the same for all layers of a step.
 
-    rooms: records, or tokens, that the buffers of records, sink and live hold. counts: maps of keys
-        and of values. second: what the buffer of a second run holds, and its records.
+    shape: of the queries. counts: maps of keys and of values. rooms: kv heads, then records, or tokens, that the
+        buffers of records, sink, live and a second run hold, and the records of that. scores: scale, softcap, whether
+        there are logits of attention sinks, window.
     """
     batch, q_heads, new_tokens, dims = shape
+    heads, *rooms, capacity, more = rooms
+    scale, softcap, has_sinks, window = scores
     rows = q_heads // heads * new_tokens
     merges = batch * heads * -(-rows // ROWS)
     own_blocks = -(-dims // BLOCK)
@@ -310,24 +307,23 @@ def _plan(
     )
     strides = (size if n > 1 else 0 for n, size in zip(counts, sizes, strict=True))
     own = sum(bit for bit, n in zip((1, 2), counts, strict=True) if n > heads)
-    most, (capacity, more) = division.records, second or (0, 0)
+    most, runs = division.records, 2 if capacity else 1
     wide = _is_wide(layout, dims)
     busy = division.busy(merges)
     simdgroups = _simdgroups(layout, wide, busy, make)
-    splits = splits or splits_for(most + more, busy, simdgroups, wide, gpu.cores(make))
-    if second:
-        splits = max(2, splits[0]), splits[1]
-    first = splits[0]
-    if second:
-        first = min(splits[0] - 1, max(1, round(splits[0] * most / (most + more))))
+    page_splits, window_splits = splits_for(most + more, busy, simdgroups, wide, gpu.cores(make))
+    page_splits = first = max(runs, page_splits)
+    if runs > 1:
+        first = min(page_splits - 1, max(1, round(page_splits * most / (most + more))))
+    splits = page_splits + window_splits
     size = (
-        *(rows, splits[0], *rooms, new_tokens, window, heads, *strides),
+        *(rows, page_splits, *rooms, new_tokens, window, heads, *strides),
         *(_bits(scale * LOG2E), _bits(LOG2E)),
         *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits]),
         *(first, capacity, more, own),
     )
     width = BLOCK * max(stored[1], own_blocks)
-    mapped, runs = tuple(n > 0 for n in counts), 2 if second else 1
+    mapped = tuple(n > 0 for n in counts)
     return (
         _kernel(
             *(layout, dims, dtype, mapped, window > 0, has_sinks, simdgroups, runs, make),
@@ -336,34 +332,25 @@ def _plan(
         size,
         {
             "template": [],
-            "grid": (32 * simdgroups, sum(splits), merges),
+            "grid": (32 * simdgroups, splits, merges),
             "threadgroup": (32 * simdgroups, 1, 1),
-            "output_shapes": [shape, (batch * heads * rows, sum(splits), width + 4)],
+            "output_shapes": [shape, (batch * heads * rows, splits, width + 4)],
             "output_dtypes": [dtype, mx.float32],
         },
     )
 
 
-class _Counters:
-    """Arrays of zeros in which a kernel counts; it leaves them as zeros.
-
-    Each call takes the next of many, so that calls that run at the same time never share one.
-    """
-
-    def __init__(self, count: int = 256, each: int = 512):
-        self.each = each
-        slab = mx.zeros((count * each,), mx.uint32)
-        self._slots = [slab[i * each : (i + 1) * each] for i in range(count)]
-        mx.eval(self._slots)
-        self._next = cycle(self._slots)
-
-    def take(self, merges: int) -> mx.array:
-        return next(self._next) if merges <= self.each else mx.zeros((merges,), mx.uint32)
+COUNTERS, EACH = 256, 512  # calls that may run at the same time, and merges of one
 
 
 @lru_cache(maxsize=1)
-def _counters() -> _Counters:
-    return _Counters()
+def _counters() -> Iterator[mx.array]:
+    """Return arrays of zeros, again and again, in which a kernel counts; it leaves them as zeros. Each call takes the
+    next of many, so that calls that run at the same time never share one."""
+    slab = mx.zeros((COUNTERS * EACH,), mx.uint32)
+    slots = [slab[i * EACH : (i + 1) * EACH] for i in range(COUNTERS)]
+    mx.eval(slots)
+    return cycle(slots)
 
 
 _forgotten = [0]
@@ -382,58 +369,39 @@ def times_forgotten() -> int:
 
 def attend(
     q: mx.array,
-    buffer: mx.array,
-    layout: RecordLayout,
-    transforms: tuple[Transform | None, Transform | None],
+    runs: Sequence[Run],
     sink: Pair | None,
     live: Pair,
-    lengths: Known | Later,
+    lengths: Lengths,
     scale: float,
     make: Factory,
-    window: int = 0,
     sink_logits: mx.array | None = None,
-    splits: tuple[int, int] | None = None,
-    headers: mx.array | None = None,
-    starts: tuple[int, ...] | None = None,
-    second: Run | None = None,
-    page: int = 0,
     softcap: float | None = None,
+    window: int = 0,
 ) -> mx.array:
-    """Attention of a few new tokens over records and windows.
-
-    q: [B, H, L, D] in the model's domain and dtype; the other arguments as in `attend.attend`.
-    transforms: of keys and of values, one for all heads, one per kv head, or one for each of the batch
-        too. splits: threadgroups for the records and the windows of a head.
-    Returns [B, H, L, D] in the dtype of q.
-    """
+    """As `attend.attend`."""
     sink = sink or live  # never read: its length is 0
-    room = q.shape[3] if layout.keys.widths else 0
-    keys, values = _map(transforms[0], True, room), _map(transforms[1], False, room)
-    if room:
-        headers = fill_table(layout)
-    after = (None,) * 4
-    if second:
-        others = _map(second.transforms[0], True), _map(second.transforms[1], False)
+    run, more, counts, after = runs[0], None, (0, 0), ()
+    q, headers, (keys, values) = q.astype(live[0].dtype), run.headers, _maps(run, q.shape[3])
+    if run.layout.keys.widths:
+        headers = fill_table(run.layout)
+    if len(runs) > 1:
+        more, others = runs[1], _maps(runs[1], q.shape[3])
         most = [max(x[1], y[1]) for x, y in zip((keys, values), others, strict=True)]
-        keys, values = map(_spread, (keys, values), most)
-        after = (
-            second.buffer,
-            second.headers,
-            *(_spread(*x)[0] for x in zip(others, most, strict=True)),
-        )
-    own = own_starts(q.shape[0], buffer.shape[1], buffer.shape[2])
-    shared = division(lengths, starts, (page or layout.page) // TOKENS)
+        keys, values, *others = map(_spread, (keys, values, *others), most * 2)
+        counts = more.buffer.shape[2], more.records
+        after = more.buffer, more.headers, *(words for words, _ in others)
     kernel, numbers, call = _plan(
-        *(tuple(q.shape), q.dtype, (buffer.shape[2], sink[0].shape[2], live[0].shape[2])),
-        *(buffer.shape[1], layout, (keys[1], values[1])),
-        *(shared, scale, make, window),
-        *(sink_logits is not None, splits),
-        (second.buffer.shape[2], second.records) if second else None,
-        softcap,
+        *(tuple(q.shape), q.dtype, run.layout, (keys[1], values[1]), lengths.division, make),
+        (*run.buffer.shape[1:3], sink[0].shape[2], live[0].shape[2], *counts),
+        (scale, softcap, sink_logits is not None, window),
     )
-    sizes = behind(numbers, lengths, starts or own)
+    merges, empty = call["grid"][2], nothing(mx.uint32)
     logits = nothing() if sink_logits is None else sink_logits.astype(mx.float32)
-    counter = _counters().take(call["grid"][2])
-    inputs = [q, buffer, headers, *sink, *live, keys[0], values[0], logits, sizes, counter, *after]
-    empty = nothing(mx.uint32)
-    return kernel(inputs=[empty if x is None else x for x in inputs], **call)[0]
+    counter = next(_counters()) if merges <= EACH else mx.zeros((merges,), mx.uint32)
+    inputs = [q, run.buffer, headers, *sink, *live, keys[0], values[0], logits]
+    inputs += lengths.behind(numbers), counter, *(after or (None,) * 4)
+    for i, x in enumerate(inputs):
+        if x is None:
+            inputs[i] = empty
+    return kernel(inputs=inputs, **call)[0]

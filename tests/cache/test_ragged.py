@@ -25,6 +25,7 @@ from mlxkv.formats.config import Affine, Fill, Side
 from mlxkv.formats.records import record_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import launch
+from mlxkv.metal import lengths as known
 from mlxkv.models import attach
 from mlxkv.serve.caches.memory import shapes_of
 
@@ -104,16 +105,20 @@ def test_kernels_read_records_from_where_a_sequence_starts():
         rows = x.shape[2] // 6
         return x[:, :, first * rows : last * rows]
 
+    rows = (4, 0, 3), (2, 0, 3)
     # Pages 3 and 4 are those of the first sequence, page 1 that of the second, which has room behind.
     own = {name: mx.concatenate([pages(x, 3, 5), pages(x, 1, 3)]) for name, x in shared.items()}
     q, live = mx.array(data(2, KV_HEADS, 4, DIMS, seed=3)), pair(2, 3, 8)
     out = [
         kernels.attend(
-            *(q, q, arrays["records"], both, None, live, ((4, 0, 3), (2, 0, 3)), 0.125, 1, make),
-            headers=arrays["headers"],
-            starts=starts,
+            q.reshape(2, -1, 1, DIMS),
+            [kernels.Run(arrays["records"], 4, both, headers=arrays["headers"])],
+            *(None, live, lengths, 0.125, make),
         )
-        for arrays, starts in ((shared, (6, 2)), (own, None))
+        for arrays, lengths in (
+            (shared, known.together(rows, (6, 2))),
+            (own, known.alone(rows, KV_HEADS * own["records"].shape[2], 2)),
+        )
     ]
     assert mx.array_equal(*out)
 

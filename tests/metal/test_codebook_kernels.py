@@ -93,9 +93,9 @@ def test_what_is_no_number_stays_none_and_large_norms_stay_finite():
     x = data(1, 1, 16, 64)
     x[0, 0, 2, 5], x[0, 0, 7] = np.nan, 1e8
     whole = layout((Codebook(4),) * 2, (64, 64))
-    words = seal.seal([mx.array(x)] * 2, whole, make)
+    run = attend.Run(seal.seal([mx.array(x)] * 2, whole, make), 1, whole)
     for side in (True, False):
-        y = np.array(attend.unseal_side(words, 1, whole, side, mx.float32, make))[0, 0]
+        y = np.array(attend.unseal_side(run, side, mx.float32, make))[0, 0]
         assert np.isnan(y[2]).all()
         assert np.isfinite(np.delete(y, 2, 0)).all()
 

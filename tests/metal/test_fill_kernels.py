@@ -287,8 +287,7 @@ def test_a_ring_has_room_for_the_longest_records():
 def test_plans_say_what_has_no_kernel():
     with launch.using(make_tiles):
         plan = choose.plan(config_of((2, 1), (2, 1)), (64, 64), mx.float16)
-        assert plan.body != OPS and plan.layout.filled
-        assert not choose.plan(parse_kv("int4"), (64, 64), mx.float16).layout.filled
+        assert plan.body != OPS
         reason = choose.plan(parse_kv("fill-2.25"), (64, 64), mx.float16).reason
         assert reason == "a calibration has to give bits by direction their widths"
         beside = CacheConfig(Side(Fill(2.0, (2, 2, 2, 2))), Side(Affine(4)))

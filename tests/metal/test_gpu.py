@@ -145,7 +145,7 @@ def test_a_long_prefill_is_unsealed_a_side_at_a_time(monkeypatch):
     """MLX's arrays have fewer than 2^31 elements along a dim."""
     sides = []
 
-    def one(buffer, count, layout, dtype, make, sink, live, headers, first, number):
+    def one(run, dtype, make, sink, live, first, number):
         sides.append(number)
         return [None] * number
 
@@ -153,5 +153,5 @@ def test_a_long_prefill_is_unsealed_a_side_at_a_time(monkeypatch):
     layout = record_layout(SMALL, 128, 128)
     for tokens in (1 << 16, 1 << 20):
         buffer = mx.zeros((1, 8, tokens // 16, 0), mx.uint32)
-        kernels.unseal(buffer, tokens // 16, layout, mx.bfloat16, make)
+        kernels.unseal(kernels.Run(buffer, tokens // 16, layout), mx.bfloat16, make)
     assert sides == [2, 1, 1]

@@ -18,11 +18,13 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS
 from mlxkv.codec import affine
+from mlxkv.codec.transform import Transform
 from mlxkv.doctor.golden import TABLE as golden
 from mlxkv.formats.config import Affine, Polar, Side
 from mlxkv.formats.records import RecordLayout, side_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import launch, seal
+from mlxkv.metal.lengths import alone
 from mlxkv.models import attach, detach
 
 
@@ -65,8 +67,8 @@ def test_unseal_is_its_twin(subtests):
                 )
             )
             pair = [mx.array(data(1, 2, 48, dims, seed=i)) for i in range(2)]
-            buffer = seal.seal(pair, whole, make)
-            decoded = kernels.unseal_side(buffer, 2, whole, keys, mx.float32, make)
+            run = kernels.Run(seal.seal(pair, whole, make), 2, whole)
+            decoded = kernels.unseal_side(run, keys, mx.float32, make)
             spec = specs[0 if keys else 1]
             stored = affine.encode(spec, pair[0 if keys else 1], 16)
             plain = affine.decode(spec, stored, dims, 16, mx.float32)[:, :, :32]
@@ -98,34 +100,23 @@ def check_attend(case, sinks, softcap=None, ramp=1):
     x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
     x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
     buffer = seal.seal(x, whole, make)
+    up = mx.array(np.linalg.qr(data(dims, dims, seed=5))[0])
+    run = kernels.Run(buffer, count, whole, (None, Transform(up.T, up)))  # of count + 2 records
     paged = [
-        kernels.unseal_side(buffer, count + 2, whole, side, mx.float32, make)[:, :, : count * 16]
+        kernels.unseal_side(dataclasses.replace(run, records=count + 2), side, mx.float32, make)
         for side in (True, False)
     ]
+    paged = [x[:, :, : count * 16] for x in paged]
     shape = (1, kv_heads, n_sink + n_live + 7, dims)
     windows = [mx.array(data(*shape, seed=2 + i)).astype(dtype) for i in range(2)]
     sink = tuple(y[:, :, :n_sink] for y in windows) if n_sink else None
     live = tuple(y[:, :, n_sink:] for y in windows)  # 7 tokens more than are in use
     q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
-    grouped = q.reshape(1, kv_heads, -1, dims)
-    up = mx.array(np.linalg.qr(data(dims, dims, seed=5))[0])
     logits = mx.array(data(16, seed=6)[:heads]) if sinks else None
+    lengths = alone(((count, n_sink, n_live),), 0, 1)
     out = kernels.attend(
-        grouped.astype(mx.float32),
-        grouped,
-        buffer,
-        whole,
-        sink,
-        live,
-        ((count, n_sink, n_live),),
-        dims**-0.5,
-        new,
-        make,
-        up=up,
-        window=window,
-        sink_logits=logits,
-        softcap=softcap,
-    ).reshape(q.shape)
+        *(q, [run], sink, live, lengths, dims**-0.5, make, logits, softcap, window)
+    )
     paged[1] = paged[1] @ up
     keys, values = (
         mx.concatenate([w[:, :, :n_sink], p, w[:, :, n_sink : n_sink + n_live]], 2)

@@ -1,5 +1,8 @@
 """Tile kernels in the emulator, under both lane maps, against the spec's softmax and the plain ops."""
 
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step
@@ -17,6 +20,8 @@ from mlxkv.codec.transform import make as make_transform
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import RecordLayout
 from mlxkv.metal import attend, launch, seal, tiles
+from mlxkv.metal.attend import Run
+from mlxkv.metal.lengths import alone
 from mlxkv.models import attach, detach
 
 # D, H, G, L, records, sink, live, key bits, value bits, window, dtype
@@ -35,7 +40,16 @@ SHAPES = [
 BOUNDS = {mx.float16: 2e-3, mx.bfloat16: 6e-3}
 
 
-def run(
+@contextmanager
+def divided(splits):
+    """Kernels with so many threadgroups for the records and the windows of a head; None: as many as they choose."""
+    with mock.patch.object(tiles, "splits_for", lambda *_: splits) if splits else nullcontext():
+        tiles._plan.cache_clear()
+        yield
+    tiles._plan.cache_clear()
+
+
+def attended(
     case,
     factory,
     transform="srft",
@@ -56,10 +70,8 @@ def run(
     x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
     buffer = seal.seal(tuple(x), both, make)
     turn = transform if isinstance(transform, Transform) else make_transform(transform, dims, 0)
-    paged = [
-        attend.unseal_side(buffer, count + 2, both, side, mx.float32, make)[:, :, : count * 16]
-        for side in (True, False)
-    ]
+    run = Run(buffer, count, both, (turn, turn))
+    paged = [attend.unseal_side(run, side, mx.float32, make) for side in (True, False)]
     if turn is not None:
         paged = [turn.restore(p) for p in paged]
     shape = (1, kv_heads, n_sink + n_live + 7, dims)
@@ -68,11 +80,11 @@ def run(
     live = tuple(y[:, :, n_sink:] for y in windows)  # 7 tokens more than are in use
     q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
     logits = mx.array(3 * data(16, seed=6)[:heads]) if sinks else None
-    out = tiles.attend(
-        *(q, buffer, both, (turn, turn), sink, live, ((count, n_sink, n_live),), dims**-0.5),
-        *(factory, window, logits, splits),
-        softcap=softcap,
-    )
+    lengths = alone(((count, n_sink, n_live),), 0, 1)
+    with divided(splits):
+        out = tiles.attend(
+            *(q, [run], sink, live, lengths, dims**-0.5, factory, logits, softcap, window)
+        )
     keys, values = (
         mx.concatenate([w[:, :, :n_sink], p, w[:, :, n_sink : n_sink + n_live]], 2)
         for w, p in zip(windows, paged, strict=True)
@@ -83,9 +95,9 @@ def run(
 def test_scores_are_capped(subtests):
     for case, factory in [(SHAPES[0], make_tiles), (SHAPES[3], make_mma)]:
         with subtests.test(case=case, factory=factory):
-            out, spec = run(case, factory, softcap=0.7)
+            out, spec = attended(case, factory, softcap=0.7)
             assert rms(out, spec) < BOUNDS[case[-1]]
-            _, uncapped = run(case, factory)
+            _, uncapped = attended(case, factory)
             assert rms(uncapped, spec) > 0.05  # the cap matters here
 
 
@@ -94,7 +106,7 @@ def test_scores_that_grow_along_the_records(subtests):
     for factory in [make_tiles, make_mma]:
         with subtests.test(factory=factory):
             case = (64, 4, 1, 1, 40, 16, 20, 4, 4, 0, mx.float16)
-            out, spec = run(case, factory, splits=(1, 1), ramp=8)
+            out, spec = attended(case, factory, splits=(1, 1), ramp=8)
             assert rms(out, spec) < 1e-2
 
 
@@ -106,7 +118,7 @@ TURNS += [(SHAPES[0], make_tiles), (SHAPES[1], make_mma)]
 def test_attend_is_softmax_over_what_is_stored(subtests):
     for case, factory in TURNS:
         with subtests.test(case=case, factory=factory):
-            out, spec = run(case, factory)
+            out, spec = attended(case, factory)
             assert rms(out, spec) < BOUNDS[case[-1]]
 
 
@@ -126,7 +138,7 @@ def test_formats_splits_and_sinks(subtests):
                 options = OPTIONS[option]
                 factory = (make_mma, make_tiles)[(option + bits.bit_length() + (bits == 3)) % 2]
                 case = (64, 6, 2, 2, 21, 16, 20, bits, bits, 0, mx.float16)
-                out, spec = run(case, factory, **options)
+                out, spec = attended(case, factory, **options)
                 assert rms(out, spec) < (
                     1.2e-2 if bits == 2 else BOUNDS[mx.float16]
                 )  # kv_pair_near rounds more
@@ -137,7 +149,7 @@ def test_sixteen_simdgroups(monkeypatch):
     monkeypatch.setattr(tiles, "SIMDGROUPS", 16)
     tiles._plan.cache_clear()
     for case in (SHAPES[4], SHAPES[1], SHAPES[6]):
-        out, spec = run(case, make_mma, splits=(3, 1))
+        out, spec = attended(case, make_mma, splits=(3, 1))
         assert rms(out, spec) < BOUNDS[case[-1]]
     tiles._plan.cache_clear()
 
@@ -147,7 +159,7 @@ def test_a_matrix_for_each_kv_head():
     q = np.stack([np.linalg.qr(data(64, 64, seed=i))[0] for i in range(2)])
     turn = Transform(mx.array(q.swapaxes(1, 2).copy()), mx.array(q))
     for factory in (make_tiles, make_mma):
-        out, spec = run((64, 6, 2, 1, 9, 16, 20, 4, 4, 0, mx.float16), factory, turn)
+        out, spec = attended((64, 6, 2, 1, 9, 16, 20, 4, 4, 0, mx.float16), factory, turn)
         assert rms(out, spec) < BOUNDS[mx.float16]
 
 
@@ -161,9 +173,8 @@ def test_queries_of_any_size_stay_finite():
     live = tuple(mx.array(data(1, 1, 20, dims, seed=2)).astype(mx.float16) for _ in range(2))
     q = mx.full((1, 4, 1, dims), 200.0, mx.float16)
     for factory in (make_tiles, make_mma):
-        out = tiles.attend(
-            q, buffer, both, (None, None), None, live, ((count, 0, 20),), 1.0, factory
-        )
+        lengths = alone(((count, 0, 20),), 0, 1)
+        out = tiles.attend(q, [Run(buffer, count, both)], None, live, lengths, 1.0, factory)
         assert bool(mx.all(mx.isfinite(out.astype(mx.float32))))
 
 
@@ -226,7 +237,7 @@ def test_the_reason_why_not():
 def test_the_whole_head_of_a_group_of_128_rows_is_covered(trusted):
     """16 query heads a kv head, 8 new tokens: 16 tiles of rows."""
     case = (64, 16, 1, 8, 5, 16, 33, 4, 4, 0, mx.float16)
-    out, spec = run(case, make_mma)
+    out, spec = attended(case, make_mma)
     assert out.shape == (1, 16, 8, 64)
     assert rms(out, spec) < BOUNDS[mx.float16]
     with launch.using(make_tiles):
