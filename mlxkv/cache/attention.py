@@ -19,7 +19,7 @@ from mlxkv.formats.records import TOKENS
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import latents, tiles
 from mlxkv.metal.launch import backend
-from mlxkv.metal.lengths import Lengths, alone, together
+from mlxkv.metal.lengths import alone
 
 # Up to this many new tokens codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = kernels.MOST_NEW
@@ -62,7 +62,7 @@ def attend(
 def _way(queries, view, mask, sink_logits, softcap) -> str:
     """Return which of `WAYS` reads this view: the one of its plan, where that can."""
     pages, is_array = view.pages, isinstance(mask, mx.array)
-    if view.rows is not None or (view.starts is not None and is_array):
+    if view.rows is not None or (is_array and view.together):
         return ROWS
     if pages is None or queries.shape[2] > DECODE_TOKENS:
         return SCRATCH
@@ -103,13 +103,10 @@ def _by_records(kernel, queries, view, scale, mask, sink_logits, softcap):
     sees."""
     sink, live, lengths = view.sink, view.buffers or view.live, view.lengths
     runs = [pages.run for pages in view.pages.parts]
-    if not isinstance(lengths, Lengths):
-        heads, room, page = *runs[0].buffer.shape[1:3], view.pages.page // TOKENS
-        if lengths is None:
-            count, new = sink[0].shape[2] if sink else 0, view.live[0].shape[2]
-            lengths = alone(((runs[0].records, count, new),) * len(queries), heads * room, page)
-        else:
-            lengths = together(lengths, view.starts)
+    if lengths is None:
+        heads, room = runs[0].buffer.shape[1:3]
+        row = runs[0].records, sink[0].shape[2] if sink else 0, view.live[0].shape[2]
+        lengths = alone((row,) * len(queries), heads * room, view.pages.page // TOKENS)
     make = view.pages.plan.make
     out = kernel(queries, runs, sink, live, lengths, scale, make, sink_logits, softcap)
     return out.astype(queries.dtype)

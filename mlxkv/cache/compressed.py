@@ -134,7 +134,8 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         return left(centre, keys)
 
     def _update(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
-        if self._count + keys.shape[2] <= self.config.room(self._sink is not None):
+        room = self.config.room(self._sink is not None)
+        if self._count + keys.shape[2] <= room:
             if self._live is None or not _alike(self._live, (keys, values)):
                 self._check_new(keys, values)
             self._append(keys, values)

@@ -25,6 +25,7 @@ from mlxkv.cache.view import KernelPlan, Pair, RecordPages, View
 from mlxkv.codec.transform import left
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import TOKENS
+from mlxkv.metal.lengths import together
 
 if TYPE_CHECKING:
     from mlxkv.cache.compressed import CompressedKVCache
@@ -155,8 +156,8 @@ class Ragged:
         return self._view()
 
     def _view(self) -> View:
-        pages, (starts, lengths) = self.room(list(self.pages.arrays.values())), self.lengths
-        return View(self.live, self.sink, pages, starts=starts, lengths=lengths)
+        pages, (starts, rows) = self.room(list(self.pages.arrays.values())), self.lengths
+        return View(self.live, self.sink, pages, lengths=together(rows, starts))
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]:

@@ -31,7 +31,7 @@ from mlxkv.formats.records import TOKENS
 from mlxkv.metal import attend as kernels
 from mlxkv.metal.attend import Run
 from mlxkv.metal.launch import Factory
-from mlxkv.metal.lengths import Lengths, Rows
+from mlxkv.metal.lengths import Lengths
 from mlxkv.metal.template import ints
 
 Pair = tuple[mx.array, mx.array]
@@ -218,15 +218,14 @@ class View:
     buffers: the arrays that hold live, spare room included; kernels take them whole, uncopied.
     observer: called by attention with (queries, output, scale, mask), returns the output.
 
-    Of a batch whose sequences differ in length, either
+    Of a batch whose sequences differ in length, `lengths`, where `pages` hold the records of all; or
     rows: the view of each, to be read one after the other, with the number of new tokens that are its own (None:
-        all); None where all are padding. `live` is of any of them. Or
-    starts: the first record of each in `pages`, which hold the records of all.
+        all); None where all are padding. `live` is of any of them.
     skips: how many of the new tokens are padding on the left of each sequence. padding: how many columns of a mask are,
         where prompts were padded on the left.
 
     Where arrays have room that is not in use, in shared arrays or in a step of fixed shapes (`cache.traced`):
-    lengths: (records, sink tokens, live tokens) in use of each sequence, as numbers or on the device.
+    lengths: how much each sequence has in use.
     seen: of such a step, new tokens -> which columns of (sink | pages | live) each of them sees, boolean
         [B or 1, 1, L, T].
     """
@@ -239,24 +238,24 @@ class View:
     buffers: Pair | None = field(default=None, repr=False)
     observer: Callable[..., mx.array] | None = field(default=None, repr=False)
     rows: tuple[tuple[View, int | None] | None, ...] | None = None
-    starts: tuple[int, ...] | None = None
     skips: tuple[int, ...] | None = None
     padding: tuple[int, ...] | None = None
-    lengths: Rows | Lengths | None = None
+    lengths: Lengths | None = None
     seen: Callable[[int], mx.array] | None = field(default=None, repr=False)
 
     @property
-    def batched(self) -> bool:
-        """Return whether sequences of different lengths are read."""
-        return self.rows is not None or self.starts is not None
+    def together(self) -> bool:
+        """Return whether sequences of different lengths are in shared arrays, outside of a step of fixed shapes."""
+        return self.lengths is not None and self.seen is None
 
     @property
     def tokens(self) -> int:
         """Tokens of the longest sequence; the room for tokens in a step of fixed shapes."""
         if self.rows is not None:
             return max((row[0].tokens for row in self.rows if row is not None), default=0)
-        if self.starts is not None:
-            return max(records * TOKENS + sink + live for records, sink, live in self.lengths)
+        if self.together:
+            rows = self.lengths.rows
+            return max(records * TOKENS + sink + live for records, sink, live, _ in rows)
         sink = self.sink[0].shape[2] if self.sink else 0
         pages = self.pages.tokens if self.pages else 0
         return sink + pages + self.live[0].shape[2]
@@ -301,7 +300,8 @@ class View:
             raise UserError(
                 "[attend] this model's code makes a mask of its own for compressed layers"
             )
-        if self.batched and (mask.ndim != 4 or mask.shape[-1] < self.tokens):
+        batched = self.rows is not None or self.together
+        if batched and (mask.ndim != 4 or mask.shape[-1] < self.tokens):
             raise UserError(
                 f"[attach] this model's mask does not fit a batch; got shape {list(mask.shape)} for "
                 f"{self.tokens} tokens; serve its requests one at a time"
@@ -314,7 +314,7 @@ class View:
     def split(self) -> tuple[tuple[View, None], ...]:
         """`rows` of sequences in shared arrays."""
         out = []
-        for i, (at, (count, sink, live)) in enumerate(zip(self.starts, self.lengths, strict=True)):
+        for i, (count, sink, live, at) in enumerate(self.lengths.rows):
             windows = tuple(x[i : i + 1, :, :live] for x in self.live)
             first = tuple(x[i : i + 1] for x in self.sink) if sink else None
             if not count:

@@ -7,27 +7,62 @@ kernel, and to check the kernels.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from mlxkv.codec import fill, packing, polar, polar_tree
 from mlxkv.codec.codec import Codec, Stored
 from mlxkv.formats.records import (
     BLOCK,
-    HALF,
-    LANES,
-    NAMES,
     TOKENS,
     TREE_ANGLES,
-    Order,
     SideLayout,
     code_fields,
-    code_order,
     layout_of,
-    number_order,
-    value_orders,
-    vector,
+    number_places,
+    spans,
 )
+
+
+class _Places(NamedTuple):
+    """Where a side's codes and numbers stand, `code_fields` and `number_places` as indices for MLX.
+
+    fields: of each the lowest bit, the mask, the codes of each of its words and their shifts. words: [words, n], which
+        words of the fields, side by side, make each of a record; behind the last one stands 0.
+    codes: of each field the word of every code, its shift and its mask, 0 for codes that have no bits there.
+    numbers, back: the order of the numbers in memory, and its inverse.
+    """
+
+    fields: list[tuple[int, int, mx.array, mx.array]]
+    words: mx.array
+    codes: list[tuple[mx.array, mx.array, mx.array]]
+    numbers: mx.array
+    back: mx.array
+
+
+def _index(x: np.ndarray) -> mx.array:
+    return mx.array(x.astype(np.uint32))
+
+
+@lru_cache(maxsize=64)
+def _places(at: SideLayout) -> _Places:
+    fields, codes, size = [], [], TOKENS * at.blocks * BLOCK
+    for field in code_fields(at):
+        mask, shifts = (1 << field.width) - 1, np.arange(0, 32, field.width)
+        fields.append((field.low, mask << field.low, _index(field.codes), _index(shifts)))
+        word, shift, masks = np.zeros((3, size + 1), np.int64)  # with what is no code behind them
+        word[field.codes] = field.words[:, None]
+        shift[field.codes], masks[field.codes] = shifts, mask
+        codes.append(tuple(_index(x[:size]) for x in (word, shift, masks)))
+    parts = np.concatenate([field.words for field in code_fields(at)])
+    order = np.argsort(parts, kind="stable")
+    counts = np.bincount(parts, minlength=at.code_words)
+    words = np.full((at.code_words, counts.max()), len(parts))
+    words[np.arange(counts.max()) < counts[:, None]] = order
+    numbers = number_places(at) if at.numbers else np.zeros(0)
+    return _Places(fields, _index(words), codes, _index(numbers), _index(np.argsort(numbers)))
 
 
 def pack(codes: mx.array, stored: Stored, at: SideLayout) -> mx.array:
@@ -36,34 +71,43 @@ def pack(codes: mx.array, stored: Stored, at: SideLayout) -> mx.array:
     codes: [..., T, R] unsigned. stored: the float16 numbers of the record, [..., T, groups], by name.
     Returns words, [..., T/16, words].
     """
-    *lead, tokens, dims = codes.shape
-    records = tokens // TOKENS
+    (*lead, tokens, dims), places = codes.shape, _places(at)
+    shape = *lead, tokens // TOKENS
     codes = _padded(codes.astype(mx.uint32), at.blocks * BLOCK - dims)
-    codes = codes.reshape(*lead, records, TOKENS, at.blocks * BLOCK)
-    if at.widths:
-        words = _block_words(codes, at)
-    else:
-        words = _vectors(_words(_to_memory(codes, code_order(at)), at), at)
-    parts = [words.reshape(*lead, records, at.code_words)]
-    shape = (*lead, records, TOKENS, at.groups)
-    numbers = [stored[name].reshape(shape) for name in at.numbers]
-    return mx.concatenate([*parts, *_pack_numbers(numbers, at)], -1)
+    flat = _across(_padded(codes.reshape(*shape, -1), 1))  # behind the last code: 0
+    bits = [
+        ((flat[of] & mask) >> low << shifts[:, None]).sum(1)
+        for low, mask, of, shifts in places.fields
+    ]
+    words = mx.concatenate([*bits, mx.zeros_like(bits[0][:1])])[places.words].sum(1)
+    words = words.swapaxes(0, 1).reshape(*shape, -1)
+    if not at.numbers:
+        return words
+    numbers = mx.stack([stored[name].reshape(*shape, -1) for name in at.numbers], -2)
+    numbers = mx.take(numbers.reshape(*shape, -1), places.numbers, axis=-1)
+    return mx.concatenate([words, mx.contiguous(numbers).view(mx.uint32)], -1)
+
+
+def _across(x: mx.array) -> mx.array:
+    """[..., n] -> [n, all others]: MLX takes whole rows faster than single numbers."""
+    return mx.contiguous(x.reshape(-1, x.shape[-1]).swapaxes(0, 1))
 
 
 def unpack(words: mx.array, at: SideLayout) -> tuple[mx.array, Stored]:
     """Invert `pack`: [..., N, words] -> codes and numbers."""
-    *lead, records, _ = words.shape
-    if at.widths:
-        codes = _from_block_words(words[..., : at.code_words], at)
-    else:
-        slots = _from_words(_from_vectors(words[..., : at.code_words], at), at)
-        codes = _from_memory(slots, code_order(at))
-    codes = codes.reshape(*lead, records * TOKENS, at.blocks * BLOCK)
-    shape, numbers = (*lead, records * TOKENS, at.groups), []
-    if at.numbers:
-        numbers = _unpack_numbers(mx.contiguous(words[..., at.code_words :]).view(mx.float16), at)
-    numbers = {name: x.reshape(shape) for name, x in zip(at.numbers, numbers, strict=True)}
-    return codes[..., : at.dims], numbers
+    (*lead, records, _), places, out = words.shape, _places(at), None
+    across = _across(words[..., : at.code_words])
+    for (low, *_), (word, shift, mask) in zip(places.fields, places.codes, strict=True):
+        bits = ((across[word] >> shift[:, None]) & mask[:, None]) << low
+        out = bits if out is None else out | bits
+    codes = out.swapaxes(0, 1).reshape(*lead, records * TOKENS, at.blocks * BLOCK)[..., : at.dims]
+    if not at.numbers:
+        return codes, {}
+    numbers = mx.contiguous(words[..., at.code_words :]).view(mx.float16)
+    numbers = mx.take(numbers, places.back, axis=-1)
+    numbers = numbers.reshape(*lead, records, len(at.numbers), TOKENS, at.groups)
+    shape = *lead, records * TOKENS, at.groups
+    return codes, {name: numbers[..., i, :, :].reshape(shape) for i, name in enumerate(at.numbers)}
 
 
 def pack_header(stored: Stored, at: SideLayout) -> mx.array:
@@ -96,21 +140,19 @@ def unpack_header(words: mx.array, at: SideLayout) -> Stored:
 
 def to_codes(state: Stored, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
     """Records [B, G, N, words], and headers if there are any -> the tensors that plain ops read."""
-    layout, out, start, shared = layout_of(codecs), {}, 0, 0
-    for name, code, at in zip(NAMES, codecs, (layout.keys, layout.values), strict=True):
-        codes, numbers = unpack(state["records"][..., start : start + at.words], at)
+    out = {}
+    for (name, at, words, shared), code in zip(spans(layout_of(codecs)), codecs, strict=True):
+        codes, numbers = unpack(state["records"][..., words], at)
         if at.header_words:
-            words = state["headers"][..., shared : shared + at.header_words]
-            numbers |= unpack_header(words, at)
+            numbers |= unpack_header(state["headers"][..., shared], at)
         out[name] = _joined(code, codes, numbers, at)
-        start, shared = start + at.words, shared + at.header_words
     return out
 
 
 def to_records(state: dict[str, Stored], codecs: tuple[Codec, Codec]) -> Stored:
     """Invert `to_codes`."""
-    layout, words, shared = layout_of(codecs), [], []
-    for name, code, at in zip(NAMES, codecs, (layout.keys, layout.values), strict=True):
+    words, shared = [], []
+    for (name, at, _, _), code in zip(spans(layout_of(codecs)), codecs, strict=True):
         codes, numbers = _split(code, state[name], at)
         words.append(pack(codes, numbers, at))
         if at.header_words:
@@ -147,149 +189,6 @@ def _joined(code: Codec, codes: mx.array, numbers: Stored, at: SideLayout) -> St
     return {"codes": packing.pack(codes, at.bits), **numbers}
 
 
-def _pack_numbers(numbers: list[mx.array], at: SideLayout) -> list[mx.array]:
-    """[..., 16, groups] scales and biases -> words in memory order."""
-    if not numbers:
-        return []
-    lead = numbers[0].shape[:-2]
-    if at.keys:
-        moved = [_to_memory(mx.stack(numbers, -3), number_order(at), 3)]
-    else:
-        pairs = zip(numbers, value_orders(at), strict=True)
-        moved = [_to_memory(x, order) for x, order in pairs]
-    return [mx.contiguous(x.reshape(*lead, -1)).view(mx.uint32) for x in moved]
-
-
-def _unpack_numbers(numbers: mx.array, at: SideLayout) -> list[mx.array]:
-    """Invert `_pack_numbers`, of float16 numbers."""
-    lead = numbers.shape[:-1]
-    if at.keys:
-        order = number_order(at)
-        x = _from_memory(numbers.reshape(*lead, *order.in_memory), order)
-        return [x[..., i, :, :, :] for i in range(len(at.numbers))]
-    size, out = TOKENS * at.groups, []
-    for i, order in enumerate(value_orders(at)):
-        part = numbers[..., size * i : size * (i + 1)].reshape(*lead, *order.in_memory)
-        out.append(_from_memory(part, order))
-    return out
-
-
-def _to_memory(x: mx.array, order: Order, axes: int = 2) -> mx.array:
-    """The last `axes` axes of x, parted as `order.axes` says and moved into memory order."""
-    lead = x.shape[: x.ndim - axes]
-    return _moved(x.reshape(*lead, *order.axes), order.memory)
-
-
-def _from_memory(x: mx.array, order: Order) -> mx.array:
-    """Axes in memory order -> `order.axes`."""
-    return _moved(x, order.back)
-
-
-def _moved(x: mx.array, order: tuple[int, ...]) -> mx.array:
-    n = x.ndim - len(order)
-    return x.transpose(*range(n), *(n + i for i in order))
-
-
 def _padded(x: mx.array, count: int) -> mx.array:
     """Zeros behind the last axis: MLX copies where `count` is 0, too, so do not ask it."""
     return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count)]) if count else x
-
-
-def _sum_bits(x: mx.array, step: int) -> mx.array:
-    """[..., n, half] codes -> [...] words: entry i of a half at bit `step` * i."""
-    shift = mx.arange(x.shape[-2], dtype=mx.uint32)[:, None] * step
-    shift = shift + mx.array([0, 16], dtype=mx.uint32)
-    return (x << shift).sum((-1, -2))
-
-
-def _take_bits(words: mx.array, count: int, step: int, mask: int) -> mx.array:
-    """The inverse of `_sum_bits`."""
-    shift = mx.arange(count, dtype=mx.uint32)[:, None] * step
-    shift = shift + mx.array([0, 16], dtype=mx.uint32)
-    return (words[..., None, None] >> shift) & mask
-
-
-def _words(slots: mx.array, at: SideLayout) -> mx.array:
-    """[..., g, t, j, r, p, half] -> [..., lane, m]."""
-    lead = slots.shape[:-6]
-    x = slots.reshape(*lead, LANES, at.blocks, 2, 4, 2)
-    if at.bits == 4:
-        return _sum_bits(x, 4).reshape(*lead, LANES, -1)
-    if at.bits == 8:
-        x = x.reshape(*lead, LANES, at.blocks, 2, 2, 2, 2)  # p = (word, byte)
-        return _sum_bits(x, 8).reshape(*lead, LANES, -1)
-    if at.raw:
-        return _sum_bits(x[..., None, :], HALF).reshape(*lead, LANES, -1)
-    x = x.reshape(*lead, LANES, at.blocks, 8, 2)
-    if at.bits == 2:
-        return _sum_bits(x, 2)
-    if at.blocks % 2:
-        x = mx.pad(x, [(0, 0)] * (x.ndim - 3) + [(0, 1), (0, 0), (0, 0)])
-    pairs = x.reshape(*lead, LANES, -1, 2, 8, 2)
-    low = _sum_bits(pairs & 3, 2)  # [..., pair, 2]
-    high = _sum_bits((pairs >> 2).reshape(*lead, LANES, -1, 16, 2), 1)
-    return mx.concatenate([low, high[..., None]], -1).reshape(*lead, LANES, -1)
-
-
-def _from_words(words: mx.array, at: SideLayout) -> mx.array:
-    lead = words.shape[:-2]
-    if at.bits == 4:
-        x = _take_bits(words, 4, 4, 15)
-    elif at.bits == 8:
-        x = _take_bits(words, 2, 8, 255)
-    elif at.raw:
-        x = _take_bits(words, 1, HALF, 0xFFFF)
-    elif at.bits == 2:
-        x = _take_bits(words, 8, 2, 3)
-    else:
-        pairs = words.reshape(*lead, LANES, -1, 3)
-        low = _take_bits(pairs[..., :2], 8, 2, 3)
-        high = _take_bits(pairs[..., 2], 16, 1, 1).reshape(low.shape)
-        x = (low | (high << 2)).reshape(*lead, LANES, -1, 8, 2)[..., : at.blocks, :, :]
-    return x.reshape(*lead, 8, 4, at.blocks, 2, 4, 2)
-
-
-@lru_cache(maxsize=64)
-def _places(at: SideLayout) -> list[tuple[int, int, mx.array, mx.array, mx.array]]:
-    """(lowest bit, mask, words, codes, shifts) of each field of a side whose bits differ by block."""
-    return [
-        (
-            *(field.low, (1 << field.width) - 1),
-            *(mx.array(x.astype("uint32")) for x in (field.words, field.codes)),
-            mx.arange(0, 32, field.width, dtype=mx.uint32),
-        )
-        for field in code_fields(at)
-    ]
-
-
-def _block_words(codes: mx.array, at: SideLayout) -> mx.array:
-    """[..., 16, padded dims] -> [..., words]."""
-    flat = _padded(codes.reshape(*codes.shape[:-2], -1), 1)  # behind the last code: 0
-    words = mx.zeros((*flat.shape[:-1], at.code_words), mx.uint32)
-    for low, mask, places, of, shifts in _places(at):
-        bits = (mx.take(flat >> low, of, axis=-1) & mask) << shifts
-        words = words.at[..., places].add(bits.sum(-1))
-    return words
-
-
-def _from_block_words(words: mx.array, at: SideLayout) -> mx.array:
-    """Invert `_block_words`."""
-    size = TOKENS * at.blocks * BLOCK
-    flat = mx.zeros((*words.shape[:-1], size + 1), mx.uint32)
-    for low, mask, places, of, shifts in _places(at):
-        bits = (mx.take(words, places, axis=-1)[..., None] >> shifts) & mask
-        flat = flat.at[..., of.reshape(-1)].add(bits.reshape(*bits.shape[:-2], -1) << low)
-    return flat[..., :size]
-
-
-def _vectors(words: mx.array, at: SideLayout) -> mx.array:
-    """[..., lane, m] -> the order in memory: vectors of v words, lane by lane."""
-    v = vector(at.lane_words)
-    x = words.reshape(*words.shape[:-2], LANES, at.lane_words // v, v)
-    return x.swapaxes(-2, -3)
-
-
-def _from_vectors(words: mx.array, at: SideLayout) -> mx.array:
-    v = vector(at.lane_words)
-    x = words.reshape(*words.shape[:-1], at.lane_words // v, LANES, v)
-    return x.swapaxes(-2, -3).reshape(*words.shape[:-1], LANES, at.lane_words)

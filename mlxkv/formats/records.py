@@ -1,14 +1,14 @@
 """Describe page records: the physical order of codes and scales that the kernels read and files hold.
 
 A record holds 16 tokens of one kv head, keys and values together, as uint32 words. `metal/text/codes.h`
-explains the order in memory; the `Order`s below are the only other description. Both tracks pack and
+explains the order in memory; `code_fields` and `number_places` are the only other description. Both tracks pack and
 unpack by them (`codec/records.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -36,39 +36,49 @@ QUARTERS = 4
 class SideLayout:
     """Lay out one side, keys or values, of a record and of the page's header.
 
-    dims: stored dims R. bits, group, symmetric: as in `Affine`; with 16 bits float16 numbers take the
-        places of codes and there are no scales.
-    channel: scales (and biases) are per channel, in the page's header.
+    kind: what codes are. Affine: "token" with a scale per token and group, "channel" per channel, in the page's header,
+        "shared" with one for the page, repeated for every token (as only sealing needs to know), "blocks" with bits
+        that differ by block of 16 dims (`Fill`). "pairs": keys as radius and angle (`codes.h`). "codebook": indices
+        of levels beside the norm of a token, "corrected" as `Codebook` seals them. "tree": polar trees, "online tree"
+        with angles of their own for each page, in its header. "numbers": float16 numbers of 16 bits, without scales.
+    dims: stored dims R. bits, group, symmetric: as in `Affine`.
     page: tokens in a page, 0 without a header.
-    pairs: keys as radius and angle (`codes.h`).
-    codebook: codes are indices of levels, and the only number of a token is its norm.
-    corrected: as in `Codebook`; only sealing needs it.
-    tree: 1: polar trees with the angles of `books`, the int32 bits of float32 numbers; 2: with the
-        codebooks in the page's header.
-    shared: each page has one scale, repeated for every token; only sealing needs to know.
-    widths: bits of each block of 16 dims (`Fill`), (): all codes have `bits`.
+    books: angles of a "tree", the int32 bits of float32 numbers. widths: bits of each of "blocks", () for others.
     """
 
+    kind: str
+    keys: bool
     dims: int
     bits: int
     group: int
-    symmetric: bool
-    keys: bool
-    channel: bool = False
+    symmetric: bool = True
     page: int = 0
-    pairs: bool = False
-    codebook: bool = False
-    corrected: bool = False
-    tree: int = 0
     books: tuple[int, ...] = (0,)
-    shared: bool = False
     widths: tuple[int, ...] = ()
+
+    @property
+    def channel(self) -> bool:
+        """Return whether scales (and biases), or steps of pairs, are per channel, in the page's header."""
+        return self.kind in ("channel", "pairs")
+
+    @property
+    def pairs(self) -> bool:
+        return self.kind == "pairs"
+
+    @property
+    def codebook(self) -> bool:
+        return self.kind in ("codebook", "corrected")
+
+    @property
+    def tree(self) -> int:
+        """Return 1 for trees with the angles of `books`, 2 with the codebooks in the page's header, 0 for none."""
+        return {"tree": 1, "online tree": 2}.get(self.kind, 0)
 
     @property
     def sealed_by_kernel(self) -> bool:
         """Return whether the seal kernel can write it: the kernel sees one record, not a page, and multiplies by
         no projections."""
-        return not (self.header_words or self.tree or self.shared)
+        return not (self.header_words or self.tree or self.kind == "shared")
 
     @property
     def blocks(self) -> int:
@@ -160,38 +170,21 @@ Spec = Affine | Codebook | Fill | Half | Polar | PolarTree
 def side_layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
     """Make the layout of a side; the spec passes `why_no_record`."""
     if isinstance(spec, Codebook):
-        return SideLayout(
-            dims=dims,
-            bits=spec.bits,
-            group=dims,
-            symmetric=True,
-            keys=keys,
-            codebook=True,
-            corrected=spec.corrected,
-        )
+        kind = "corrected" if spec.corrected else "codebook"
+        return SideLayout(kind, keys, dims, spec.bits, dims)
     if isinstance(spec, PolarTree):
-        tree = SideLayout(dims=dims, bits=TREE_CODE, group=TREE, symmetric=True, keys=keys, tree=1)
         if spec.online:
-            return replace(tree, page=page, tree=2)
-        return replace(tree, books=_angles(spec))
+            return SideLayout("online tree", keys, dims, TREE_CODE, TREE, page=page)
+        return SideLayout("tree", keys, dims, TREE_CODE, TREE, books=_angles(spec))
     if isinstance(spec, Half):
-        return SideLayout(dims=dims, bits=HALF, group=dims, symmetric=True, keys=keys)
+        return SideLayout("numbers", keys, dims, HALF, dims)
     if isinstance(spec, Fill):
-        return SideLayout(
-            dims=dims, bits=0, group=dims, symmetric=True, keys=keys, widths=spec.widths
-        )
-    channel = spec.axis == "channel"
-    return SideLayout(
-        dims=dims,
-        bits=spec.bits,
-        group=spec.group_size(dims, page),
-        symmetric=spec.symmetric,
-        keys=keys,
-        channel=channel,
-        page=page if channel else 0,
-        pairs=isinstance(spec, Polar),
-        shared=isinstance(spec, Affine) and spec.shared,
-    )
+        return SideLayout("blocks", keys, dims, 0, dims, widths=spec.widths)
+    kind = "pairs" if isinstance(spec, Polar) else spec.axis
+    if isinstance(spec, Affine) and spec.shared:
+        kind = "shared"
+    group, header = spec.group_size(dims, page), page if spec.axis == "channel" else 0
+    return SideLayout(kind, keys, dims, spec.bits, group, spec.symmetric, header)
 
 
 def _angles(spec: PolarTree) -> tuple[int, ...]:
@@ -293,43 +286,10 @@ def layout_of(codecs: Sequence) -> RecordLayout:
     )
 
 
-@dataclass(frozen=True)
-class Order:
-    """Sizes of an array's axes for callers, and the permutation to memory order."""
-
-    axes: tuple[int, ...]
-    memory: tuple[int, ...]
-
-    @property
-    def in_memory(self) -> tuple[int, ...]:
-        """Return the sizes of the axes in memory order."""
-        return tuple(self.axes[n] for n in self.memory)
-
-    @property
-    def back(self) -> tuple[int, ...]:
-        """Return the inverse permutation."""
-        return tuple(self.memory.index(n) for n in range(len(self.memory)))
-
-
-def code_order(at: SideLayout) -> Order:
-    """Order codes [16 tokens, padded dims] as [g, t, j, r, p, half]: lane (g, t), block j (`codes.h`)."""
-    if at.keys:  # token (r, g), dim (j, t, half, p)
-        return Order((2, 8, at.blocks, 4, 2, 4), (1, 3, 2, 0, 5, 4))
-    # token (r, t, half), dim (j, g, p)
-    return Order((2, 4, 2, at.blocks, 8, 4), (4, 1, 3, 0, 5, 2))
-
-
-def number_order(at: SideLayout) -> Order:
-    """Order scales and biases of keys, [names, 16 tokens, groups]."""
-    return Order((len(at.numbers), 2, 8, at.groups), (2, 1, 0, 3))
-
-
-def value_orders(at: SideLayout) -> tuple[Order, ...]:
-    """Order each of `numbers` of values, [16 tokens, groups]: token (r, t, half)."""
-    memory = ((1, 3, 0, 2), (3, 1, 0, 2))
-    return tuple(
-        Order((2, 4, 2, at.groups), permutation) for permutation in memory[: len(at.numbers)]
-    )
+def _in_memory(axes: tuple[int, ...], memory: tuple[int, ...]) -> np.ndarray:
+    """Return which of the numbers of an array, flattened, stand one behind the other where its axes are in the order
+    `memory`."""
+    return np.arange(np.prod(axes)).reshape(axes).transpose(memory).ravel()
 
 
 def vector(words: int) -> int:
@@ -423,8 +383,12 @@ def code_fields(at: SideLayout) -> tuple[Field, ...]:
     """Return where the codes of a record stand: one field, of 3 bits two."""
     if at.widths:
         return _block_fields(at)
-    count, order = TOKENS * at.blocks * BLOCK, code_order(at)
-    slots = np.arange(count).reshape(order.axes).transpose(order.memory)
+    count = TOKENS * at.blocks * BLOCK
+    # [g, t, j, r, p, half]: lane (g, t), block j (`codes.h`).
+    if at.keys:  # token (r, g), dim (j, t, half, p)
+        slots = _in_memory((2, 8, at.blocks, 4, 2, 4), (1, 3, 2, 0, 5, 4))
+    else:  # token (r, t, half), dim (j, g, p)
+        slots = _in_memory((2, 4, 2, at.blocks, 8, 4), (4, 1, 3, 0, 5, 2))
     slots = slots.reshape(LANES, at.blocks, 8, 2)  # the last axis: halves of a word
     if at.bits != 3:
         places = _places(at, np.arange(at.lane_words))
@@ -452,14 +416,9 @@ def _places(at: SideLayout, words: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=64)
 def number_places(at: SideLayout) -> np.ndarray:
     """Return which of the float16 numbers, [names, 16 tokens, groups] flattened, stand one behind the other."""
-    size = TOKENS * at.groups
-    if at.keys:
-        orders, first = [number_order(at)], [0]
-    else:
-        orders = value_orders(at)
-        first = [i * size for i in range(len(orders))]
-    places = (
-        start + np.arange(np.prod(order.axes)).reshape(order.axes).transpose(order.memory).ravel()
-        for order, start in zip(orders, first, strict=True)
-    )
-    return np.concatenate(list(places))
+    if at.keys:  # token (r, g)
+        return _in_memory((len(at.numbers), 2, 8, at.groups), (2, 1, 0, 3))
+    # Scales, then biases; token (r, t, half).
+    axes, memory = (2, 4, 2, at.groups), ((1, 3, 0, 2), (3, 1, 0, 2))
+    parts = [i * np.prod(axes) + _in_memory(axes, memory[i]) for i in range(len(at.numbers))]
+    return np.concatenate(parts)

@@ -51,6 +51,11 @@ class Lengths:
     division: Division
     made: dict[Hashable, mx.array] = field(default_factory=dict, repr=False)
 
+    @property
+    def rows(self) -> list[tuple[int, int, int, int]]:
+        """The four `numbers` of each sequence, where they are known."""
+        return list(zip(*[iter(self.numbers)] * 4, strict=True))
+
     def behind(self, sizes: tuple[int, ...]) -> mx.array:
         """[n + 4 B] int32: `sizes`, then `numbers`."""
         if sizes not in self.made:
@@ -64,8 +69,7 @@ class Lengths:
         """[5 B + 4] int32: `numbers`, with `more` behind those of each sequence; four zeros behind."""
         if more not in self.made:
             if isinstance(self.numbers, tuple):
-                rows = zip(*[iter(self.numbers)] * 4, strict=True)
-                self.made[more] = ints(*(n for row in rows for n in (*row, more)), *[0] * 4)
+                self.made[more] = ints(*(n for row in self.rows for n in (*row, more)), *[0] * 4)
             else:
                 rows = self.numbers.reshape(-1, 4)
                 rows = mx.concatenate([rows, mx.full((rows.shape[0], 1), more, mx.int32)], axis=1)

@@ -131,7 +131,7 @@ def why_no_channels(layout: RecordLayout) -> str | None:
     keys, values = layout.keys, layout.values
     if not keys.channel or keys.pairs:
         return "keys without scales per channel alone"
-    if values.header_words or values.codebook or values.tree or values.raw or values.shared:
+    if values.kind not in ("token", "blocks"):
         return "values that are not min-max or abs-max codes per token"
     if keys.dims > CHANNEL_DIMS:
         return f"ranges of {keys.dims} channels do not fit in threadgroup memory"

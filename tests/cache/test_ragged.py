@@ -88,9 +88,10 @@ def test_each_gets_what_it_gets_alone(factory, config, dtype, bound):
         batch = BatchedKVCache.merge(caches)
         for seed, new in enumerate((1, 8, 1, 7, 8)):
             view = step(batch, caches, new, 100 * seed, bound, dtype)
-            assert view.starts is not None
+            assert view.together
         assert batch.offset.tolist() == [175, 25, 95]
-        assert len({count for count, _, _ in view.lengths}) == 3 and view.lengths[1][0] == 0
+        counts = [records for records, *_ in view.lengths.rows]
+        assert len(set(counts)) == 3 and counts[1] == 0
         assert all(is_same(batch.extract(i), cache) for i, cache in enumerate(caches))
 
 
@@ -150,7 +151,7 @@ class Walk:
     def _decode(self, new: int | None = None) -> None:
         new = new or self.random.choice((1, 1, 1, 5, 8))
         view = step(self.batch, self.caches, new, self.seed, 1e-5)
-        assert len(self.caches) == 1 or view.starts is not None
+        assert len(self.caches) == 1 or view.together
 
     def _join(self) -> None:
         more = filled(
@@ -261,7 +262,7 @@ def test_a_sink_without_pages_is_read_through_a_mask():
         caches[0].trim(SMALL.window + 1 - SMALL.sink - 5)
         batch = BatchedKVCache.merge(caches)
         view = step(batch, caches, 1, 0, 1e-5)
-        assert view.lengths[0] == (0, SMALL.sink, 6)
+        assert view.lengths.rows[0][:3] == (0, SMALL.sink, 6)
         queries = mx.array(data(2, HEADS, 1, DIMS, seed=3))
         got = attend(queries, view, 0.125, mx.zeros((2, 1, 1, view.tokens)))
         for i, cache in enumerate(caches):
@@ -276,7 +277,7 @@ def test_caches_of_other_kinds_stay_apart():
         batch = BatchedKVCache.merge([a, b, c])
         assert step(batch, [a, b, c], 1, 0, 1e-5).rows is not None
         batch.filter([0, 1])
-        assert step(batch, [a, b], 1, 50, 1e-5).starts is not None
+        assert step(batch, [a, b], 1, 50, 1e-5).together
         batch.extend(BatchedKVCache.merge([c]))
         assert step(batch, [a, b, c], 1, 90, 1e-5).rows is not None
     with launch.using(None):

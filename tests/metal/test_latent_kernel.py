@@ -15,7 +15,7 @@ from mlxkv.cache import choose, selftest
 from mlxkv.cache.attention import attend
 from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.view import BY_OPS, OPS, TILES
-from mlxkv.codec import affine
+from mlxkv.codec.codec import Codec
 from mlxkv.formats.affine import Affine
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
@@ -33,7 +33,7 @@ def made(*shape: int, seed: int = 0) -> mx.array:
 
 def test_it_is_attention_over_what_is_stored(subtests):
     for factory in (make_tiles, make_mma):
-        for code, rank, heads, batch, sink, dtype in [
+        for form, rank, heads, batch, sink, dtype in [
             (Affine(4, 64, axis="channel"), 512, 20, 1, 4, mx.bfloat16),
             (Affine(2, 32, True, "channel"), 64, 5, 2, 0, mx.float32),
             (Affine(8, 64), 128, 33, 1, 0, mx.float16),
@@ -42,30 +42,30 @@ def test_it_is_attention_over_what_is_stored(subtests):
         ]:
             with subtests.test(
                 factory=factory,
-                code=code,
+                form=form,
                 rank=rank,
                 heads=heads,
                 batch=batch,
                 sink=sink,
                 dtype=dtype,
             ):
-                page, tokens, live = 64, 128, 21
-                stored = affine.encode(code, made(batch, 1, tokens, rank), page)
-                pages = affine.decode(code, stored, rank, page, mx.float32)
+                code, tokens, live = Codec(Side(form), rank, 64), 128, 21
+                stored = code.encode(made(batch, 1, tokens, rank))
+                pages = code.decode(stored, mx.float32)
                 first = made(batch, 1, sink, rank, seed=1).astype(dtype) if sink else None
                 last = made(batch, 1, live, rank, seed=2).astype(dtype)
                 seen = [
                     np.array(x.astype(mx.float32)) for x in (first, pages, last) if x is not None
                 ]
-                q = made(batch, heads, rank, seed=3)
-                added = made(batch, heads, sink + tokens + live, seed=4).astype(dtype)
+                q = made(batch, heads, 1, rank, seed=3)
+                added = made(batch, heads, 1, sink + tokens + live, seed=4).astype(dtype)
                 out = latents.attend(
-                    q, q, stored, code, page, tokens, first, last, added, SCALE, factory
+                    q, code, stored, tokens, first, last, added, SCALE, factory
                 ).astype(mx.float32)
                 whole = np.concatenate(seen, axis=2).astype(np.float64)
-                bias = np.array(added.astype(mx.float32))[:, :, None]
-                expected = spec.attention(np.array(q)[:, :, None], whole, whole, SCALE, bias)
-                assert rms(out, mx.array(expected[:, :, 0].astype(np.float32))) < (
+                bias = np.array(added.astype(mx.float32))
+                expected = spec.attention(np.array(q), whole, whole, SCALE, bias)
+                assert rms(out, mx.array(expected.astype(np.float32))) < (
                     4e-3 if dtype == mx.bfloat16 else 8e-4
                 )
 
