@@ -79,10 +79,7 @@ def next_basis(
     bases, todo = {}, []
     for name, x in zip(("keys", "values"), batch, strict=True):
         side = getattr(config, name)
-        if not side.follows:
-            continue
-        rate = side.low.prefill_rate if prompt else side.low.decode_rate
-        if rate:
+        if side.low is not None and (rate := side.low.rate(prompt)):
             todo.append((name, per_head(getattr(basis, name), heads), x, rate, side.low.raw))
     if len(todo) == 2 and _alike(*todo):  # both in one kernel take the time of one
         (keys, *first), (values, *second) = todo

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.metadata import version
+from operator import attrgetter
 
 import mlx.core as mx
 
-from mlxkv.cache.view import OPS, PORTABLE, TILES, LatentPages, Pair, View
-from mlxkv.formats.records import TOKENS
+from mlxkv.cache.view import OPS, PORTABLE, TILES, LatentPages, Pair, Parts, View
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import latents, tiles
 from mlxkv.metal.launch import backend
@@ -69,7 +69,8 @@ def _way(queries, view, mask, sink_logits, softcap) -> str:
     if isinstance(pages, LatentPages):
         return LATENTS if pages.reads(queries, mask, sink_logits, softcap) else OPS
     body = pages.plan.body
-    return SCRATCH if body != OPS and (is_array or len(pages.parts) > RUNS) else body
+    several = isinstance(pages, Parts) and len(pages.parts) > RUNS
+    return SCRATCH if body != OPS and (is_array or several) else body
 
 
 def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
@@ -102,11 +103,11 @@ def _by_records(kernel, queries, view, scale, mask, sink_logits, softcap):
     """Walk records and windows by `kernel`: codes are read once, nothing is decoded. It knows which tokens a new one
     sees."""
     sink, live, lengths = view.sink, view.buffers or view.live, view.lengths
-    runs = [pages.run for pages in view.pages.parts]
+    runs = list(map(attrgetter("run"), view.pages.parts))
     if lengths is None:
         heads, room = runs[0].buffer.shape[1:3]
         row = runs[0].records, sink[0].shape[2] if sink else 0, view.live[0].shape[2]
-        lengths = alone((row,) * len(queries), heads * room, view.pages.page // TOKENS)
+        lengths = alone((row,) * len(queries), heads * room, runs[0].page)
     make = view.pages.plan.make
     out = kernel(queries, runs, sink, live, lengths, scale, make, sink_logits, softcap)
     return out.astype(queries.dtype)

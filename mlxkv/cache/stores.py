@@ -230,7 +230,8 @@ class Records(PageStore):
 
     def snapshot(self, arrays: Stored, tokens: int) -> RecordPages:
         buffer, headers = arrays["records"], arrays.get("headers")
-        run = Run(buffer, tokens // TOKENS, self.layout, self.transforms, headers)
+        page = self.config.page // TOKENS
+        run = Run(buffer, tokens // TOKENS, self.layout, page, self.transforms, headers)
         return RecordPages(self.codecs, self.plan, run)
 
     def is_like(self, store: PageStore) -> bool:

@@ -78,11 +78,6 @@ class PageRun:
     codecs: tuple[Codec, Codec]
 
     @property
-    def page(self) -> int:
-        """Tokens that are sealed together."""
-        return self.codecs[0].page
-
-    @property
     def parts(self) -> tuple[PageRun]:
         return (self,)
 
@@ -187,10 +182,6 @@ class Parts:
     @property
     def plan(self) -> KernelPlan:
         return self.parts[0].plan
-
-    @property
-    def page(self) -> int:
-        return self.parts[0].page
 
     @property
     def tokens(self) -> int:
@@ -320,12 +311,11 @@ class View:
             if not count:
                 out.append((View(windows, first, plain=True), None))
                 continue
-            page_records, run = self.pages.codecs[0].page // TOKENS, self.pages.run
-            headers = run.headers
+            run = self.pages.run
+            buffer, headers = run.buffer[:, :, at : at + count], run.headers
             if headers is not None:
-                headers = headers[:, :, at // page_records : (at + count) // page_records]
-            buffer = run.buffer[:, :, at : at + count]
-            run = Run(buffer, count, run.layout, run.transforms, headers)
+                headers = headers[:, :, at // run.page : (at + count) // run.page]
+            run = replace(run, buffer=buffer, records=count, headers=headers)
             out.append((View(windows, first, replace(self.pages, run=run)), None))
         return tuple(out)
 

@@ -127,9 +127,9 @@ def _bit_reversed(dims: int) -> np.ndarray:
     return dims - 1 - order
 
 
-def off_orthonormal(vectors: np.ndarray) -> float:
-    """Return the largest entry of |U^T U - I|."""
-    x = vectors.astype(np.float64)
+def off_orthonormal(vectors) -> float:
+    """Return the largest entry of |U^T U - I|, in float64, of an array of any framework."""
+    x = np.array(vectors, np.float64)
     return float(np.abs(x.swapaxes(-1, -2) @ x - np.eye(x.shape[-1])).max())
 
 

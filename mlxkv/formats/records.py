@@ -262,6 +262,7 @@ class RecordLayout:
         return max(TOKENS, self.keys.page, self.values.page)
 
 
+@lru_cache(maxsize=64)
 def record_layout(config: CacheConfig, key_dims: int, value_dims: int) -> RecordLayout:
     """Make the layout of a cache; both sides pass `why_no_record`, dims are stored dims (`CacheConfig.dims`)."""
     return RecordLayout(

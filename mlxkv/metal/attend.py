@@ -43,17 +43,19 @@ TILE_ROWS, TILE_DIMS, TILE_ROWS_CUDA = 2, 128, 4
 class Run:
     """Pages of one transform for the kernels, the first `records` of buffer [B, G, capacity, words] in `layout`.
 
+    page: records that are sealed together.
     transforms: of keys and of values, one for all heads, one per kv head, or one for each of the batch too; None for
-        none. headers: [B, G, pages, header words], for formats that have them. made: what kernels read in place of the
-        transforms.
+        none. headers: [B, G, pages, header words], for formats that have them. maps: what tiles read in place of the
+        transforms, once they have been asked for.
     """
 
     buffer: mx.array
     records: int
     layout: RecordLayout
+    page: int = 1
     transforms: tuple[Transform | None, Transform | None] = (None, None)
     headers: mx.array | None = None
-    made: dict = field(default_factory=dict, repr=False)
+    maps: list = field(default_factory=list, repr=False)
 
 
 def unseal(

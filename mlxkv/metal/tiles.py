@@ -154,11 +154,10 @@ def _made(transform: Transform, keys: bool, room: int = 0) -> Map:
 
 def _maps(run: Run, dims: int) -> tuple[Map, Map]:
     """The maps of keys and of values, which a run keeps. dims: head dim D, which maps of records of all sizes have."""
-    if not run.made:
-        room = dims if run.layout.keys.widths else 0
-        keys, values = run.transforms
-        run.made["tiles"] = _map(keys, True, room), _map(values, False, room)
-    return run.made["tiles"]
+    room = dims if run.layout.keys.widths else 0
+    keys, values = run.transforms
+    run.maps[:] = _map(keys, True, room), _map(values, False, room)
+    return run.maps
 
 
 def _spread(one: Map, count: int) -> Map:
@@ -382,7 +381,11 @@ def attend(
     """As `attend.attend`."""
     sink = sink or live  # never read: its length is 0
     run, more, counts, after = runs[0], None, (0, 0), ()
-    q, headers, (keys, values) = q.astype(live[0].dtype), run.headers, _maps(run, q.shape[3])
+    q, headers, (keys, values) = (
+        q.astype(live[0].dtype),
+        run.headers,
+        run.maps or _maps(run, q.shape[3]),
+    )
     if run.layout.keys.widths:
         headers = fill_table(run.layout)
     if len(runs) > 1:

@@ -13,6 +13,7 @@ import numpy as np
 
 from mlxkv import faults
 from mlxkv.formats.lowrank import RIDGE
+from mlxkv.formats.matrices import off_orthonormal
 from mlxkv.metal.launch import Factory, launch
 
 SIMDGROUPS = 16
@@ -26,12 +27,6 @@ def orthonormal(a: mx.array) -> mx.array:
     q, r = mx.linalg.qr(a.astype(mx.float32), stream=mx.cpu)
     positive = mx.diagonal(r, axis1=-2, axis2=-1) >= 0
     return q * mx.where(positive, 1.0, -1.0)[..., None, :]
-
-
-def off_orthonormal(u: mx.array) -> float:
-    """The largest entry of |U^T U - I|, in float64."""
-    x = np.array(u, np.float64)
-    return float(np.abs(x.swapaxes(-1, -2) @ x - np.eye(x.shape[-1])).max())
 
 
 def why_not(dims: int, rank: int, make: Factory | None) -> str | None:

@@ -101,7 +101,7 @@ def check_attend(case, sinks, softcap=None, ramp=1):
     x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
     buffer = seal.seal(x, whole, make)
     up = mx.array(np.linalg.qr(data(dims, dims, seed=5))[0])
-    run = kernels.Run(buffer, count, whole, (None, Transform(up.T, up)))  # of count + 2 records
+    run = kernels.Run(buffer, count, whole, 1, (None, Transform(up.T, up)))  # of count + 2 records
     paged = [
         kernels.unseal_side(dataclasses.replace(run, records=count + 2), side, mx.float32, make)
         for side in (True, False)

@@ -70,7 +70,7 @@ def attended(
     x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
     buffer = seal.seal(tuple(x), both, make)
     turn = transform if isinstance(transform, Transform) else make_transform(transform, dims, 0)
-    run = Run(buffer, count, both, (turn, turn))
+    run = Run(buffer, count, both, 1, (turn, turn))
     paged = [attend.unseal_side(run, side, mx.float32, make) for side in (True, False)]
     if turn is not None:
         paged = [turn.restore(p) for p in paged]
