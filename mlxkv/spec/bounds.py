@@ -21,7 +21,6 @@ BOUNDS = {"transforms": 2e-6, "decode": 1e-6, "attention": 5e-6, "moments": 5e-6
 # Of codebooks: an angle that changes sides moves a fitted one a little.
 LEVELS_BOUND, FITTED_BOUND = 1e-7, 3e-4
 PRODUCT_BOUND = 2e-6  # float32 sums over dims or tokens
-NORM_BOUND = 2**-10  # the norm of a part may be a float16 step off
 # Of low rank that follows. Pages are float16, where a product in float32 may round to the other side; a
 # small residual is the difference of large numbers.
 OJA_BOUNDS = {"basis": 2e-6, "update": 2e-5, "attention": 1e-4, "float16": 1e-3}

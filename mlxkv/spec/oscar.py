@@ -109,9 +109,3 @@ def rotation(target: np.ndarray, parts: str = "uhp") -> np.ndarray:
     """Return R [D, D] from a target [D, D]. parts: the factors U, H, P to use; P only with H."""
     basis = eigenbasis(target)[1] if "u" in parts else np.eye(len(target))
     return basis @ mixing(len(target), "p" in parts) if "h" in parts else basis
-
-
-def frozen_error(target: np.ndarray, basis: np.ndarray, variances: np.ndarray) -> float:
-    """Return tr(R^T Sigma R E), E = diag(variances [D]): the surrogate of section 3, the error of logits (or
-    outputs) if the error of the codes did not depend on the rotation."""
-    return float(np.trace(basis.T @ target @ basis @ np.diag(variances)))
