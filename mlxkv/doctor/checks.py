@@ -166,18 +166,16 @@ def speed(
     dims: int,
     make: launch.Factory,
     tiled: bool,
-    tokens: int = TOKENS,
-    calls: int = CALLS,
 ) -> dict:
     """attend_us, plain_us and speedup of one decode step: the best of three chains of dependent calls. Empty
     if this GPU cannot run it."""
     try:
-        x = mx.random.normal((3, 1, KV_HEADS, tokens, dims), mx.float16, key=mx.random.key(0))
+        x = mx.random.normal((3, 1, KV_HEADS, TOKENS, dims), mx.float16, key=mx.random.key(0))
         q = mx.random.normal((1, HEADS, 1, dims), mx.float16, key=mx.random.key(1))
         layer_maps = None
         if config.calibrated:
             layer_maps = sample(KV_HEADS, (dims, dims), config.fitted)
-        count, live = tokens // config.page, (x[2, :, :, :64], x[2, :, :, 64:128])
+        count, live = TOKENS // config.page, (x[2, :, :, :64], x[2, :, :, 64:128])
         ours = Records(config, (dims, dims), make, tiled, layer_maps)
         ours.append((x[0], x[1]), count)
         plain = Codes(config, (dims, dims), layer_maps)
@@ -185,7 +183,7 @@ def speed(
             plain.restore(ours.state, count)
             mx.eval(plain.arrays(), ours.arrays(), q)
         best = []
-        for store, steps in ((ours, calls), (plain, max(1, calls // 4))):
+        for store, steps in ((ours, CALLS), (plain, CALLS // 4)):
             view = View(tuple(map(mx.contiguous, live)), None, store.read(0, count))
             call = partial(attend, scale=dims**-0.5)
             times = [sum(chain(call, q, [view], n)) for n in (1, steps, steps, steps)][1:]

@@ -20,11 +20,10 @@ KEEP = 2**30  # bytes of the caches that `Prefixes` holds
 
 
 class Prefixes:
-    """Caches of the last texts that were read, so that the questions of several parts share one
-    prefill per arm. keep: bytes to hold; the oldest go first."""
+    """Caches of the last texts that were read, KEEP bytes at most, so that the questions of several parts share one
+    prefill per arm; the oldest go first."""
 
-    def __init__(self, keep: int = KEEP):
-        self.keep = keep
+    def __init__(self):
         self._held: OrderedDict[tuple, list] = OrderedDict()
 
     def read(self, loaded, name: str, tokens: Sequence[int]) -> list:
@@ -33,7 +32,7 @@ class Prefixes:
         key = (name, *tokens)
         cache = self._held.pop(key, None) or feed.prefill(loaded, tokens)
         self._held[key] = cache
-        while self._held and sum(map(_bytes, self._held.values())) > self.keep:
+        while self._held and sum(map(_bytes, self._held.values())) > KEEP:
             self._held.popitem(last=False)
         return cache
 
@@ -46,7 +45,8 @@ class Arms:
     """A model and the caches to compare: an arm is a cache preset or configuration, by name.
 
     presets: names, or {name: configuration}; BASELINE is always added. windows: (sink, recent) for
-        all arms, or None to keep each preset's own. calibrations: by arm; others use the model's own.
+        all arms, or None to keep each preset's own.
+    calibrations: by arm; others use the model's own.
     """
 
     def __init__(
@@ -54,10 +54,9 @@ class Arms:
         loaded: Loaded,
         presets: Iterable[str] | Mapping[str, CacheConfig],
         windows: tuple[int, int] | None = None,
-        calibrations: Mapping[str, Calibration] | None = None,
     ):
         self.loaded = loaded
-        self.calibrations = dict(calibrations or {})
+        self.calibrations: dict[str, Calibration] = {}
         asked = presets if isinstance(presets, Mapping) else {n: parse_kv(n) for n in presets}
         self.configs: dict[str, CacheConfig] = {BASELINE: parse_kv(BASELINE), **asked}
         if windows is not None:
@@ -118,4 +117,4 @@ class Arms:
 
     def stored(self, name: str, cache: list) -> int:
         """Return the allocated bytes of the layers that grow with the context."""
-        return feed.stored_by(self.reports[name], cache)
+        return feed.stored(self.reports[name], cache)

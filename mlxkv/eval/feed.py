@@ -20,11 +20,11 @@ def prefill(loaded, tokens: Sequence[int] | mx.array) -> list:
     return cache
 
 
-def extend(loaded, cache: list, tokens: Sequence[int] | mx.array, chunk: int = PREFILL) -> None:
+def extend(loaded, cache: list, tokens: Sequence[int] | mx.array) -> None:
     """Read `tokens` into a cache in chunks, as a prompt is read."""
     tokens = _batch(tokens)
-    for start in range(0, tokens.shape[1], chunk):
-        loaded.model(tokens[:, start : start + chunk], cache=cache)
+    for start in range(0, tokens.shape[1], PREFILL):
+        loaded.model(tokens[:, start : start + PREFILL], cache=cache)
         mx.eval([c.state for c in cache])
 
 
@@ -32,9 +32,8 @@ def log_probabilities(loaded, cache: list, tokens: Sequence[int] | mx.array) -> 
     """Return log probabilities after each of `tokens`, [T, vocabulary] float32, or [B, T, vocabulary] where
     tokens are [B, T], and extend the cache."""
     parts, batch = [], _batch(tokens)
-    at_once = DECODE
-    for start in range(0, batch.shape[1], at_once):
-        logits = loaded.model(batch[:, start : start + at_once], cache=cache).astype(mx.float32)
+    for start in range(0, batch.shape[1], DECODE):
+        logits = loaded.model(batch[:, start : start + DECODE], cache=cache).astype(mx.float32)
         parts.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.eval(parts[-1])
     logs = mx.concatenate(parts, axis=1)
@@ -58,12 +57,7 @@ def branch(cache: list) -> list:
     return copy.deepcopy(cache)
 
 
-def stored(loaded, cache: list) -> int:
-    """Return the allocated bytes of the layers that grow with the context. Sliding windows are left
-    out: they are the same for every preset."""
-    return stored_by(loaded.layers, cache)
-
-
-def stored_by(reports: list, cache: list) -> int:
-    """Return the same as `stored`, from the reports of `attach`."""
+def stored(reports: list, cache: list) -> int:
+    """Return the allocated bytes of the layers that grow with the context. Sliding windows are left out: they are the
+    same for every preset. reports: of `attach`."""
     return sum(cache[index].nbytes for index in {r.index for r in reports if r.grows})

@@ -19,7 +19,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-LEVEL = 0.95
+HIGH = 0.975  # the upper end of an interval of 95 %
 LEAST = 5  # fewer texts than this have no interval
 RESAMPLES = 10_000
 
@@ -45,7 +45,7 @@ class Interval:
         return [self.low, self.high] if self.known else None
 
 
-def mean(values: Sequence[float], level: float = LEVEL) -> Interval:
+def mean(values: Sequence[float]) -> Interval:
     """Return the mean over texts, [n]: of numbers that are not negative, such as KL, by the studentised
     bootstrap of the logarithm of the mean (Efron and Tibshirani, An Introduction to the Bootstrap,
     section 12.5)."""
@@ -61,19 +61,19 @@ def mean(values: Sequence[float], level: float = LEVEL) -> Interval:
     error = x.std(ddof=1) / sqrt(n) / average
     # A resample of one text many times has next to no error, and its quotient no bound: where one text
     # is nearly all of the mean, the limits are those of twice Student's.
-    bound = 2 * student((1 + level) / 2, n - 1)
+    bound = 2 * student(HIGH, n - 1)
     quotients = (np.log(means) - log(average)) / np.maximum(errors, error / 20)
-    low, high = np.quantile(quotients, [(1 - level) / 2, (1 + level) / 2]).clip(-bound, bound)
+    low, high = np.quantile(quotients, [1 - HIGH, HIGH]).clip(-bound, bound)
     return Interval(average, average * exp(-high * error), average * exp(-low * error))
 
 
-def share(values: Sequence[float], level: float = LEVEL) -> Interval:
+def share(values: Sequence[float]) -> Interval:
     """Return the mean over texts of numbers of either sign, [n], by widened percentiles."""
     x = np.asarray(values, dtype=np.float64)
-    return _widened(len(x), lambda draws: x[draws].mean(axis=-1), level, np.isfinite(x).all())
+    return _widened(len(x), lambda draws: x[draws].mean(axis=-1), np.isfinite(x).all())
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL) -> Interval:
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """Return mean(ours) / mean(theirs), both [n] over the same texts in the same order, by widened
     percentiles of its logarithm."""
     a, b = _paired(ours, theirs)
@@ -87,15 +87,15 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL) 
         means = (np.maximum(x[draws].mean(axis=-1), tiny) for x in (a, b))
         return np.subtract(*map(np.log, means))
 
-    logarithm = _widened(len(a), quotient, level, fine)
+    logarithm = _widened(len(a), quotient, fine)
     limits = (logarithm.low, logarithm.high) if logarithm.known else (None, None)
     return Interval(*(None if x is None else exp(x) for x in (logarithm.value, *limits)))
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL) -> Interval:
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """Return mean(ours) - mean(theirs), both [n] over the same texts in the same order."""
     a, b = _paired(ours, theirs)
-    return share(a - b, level)
+    return share(a - b)
 
 
 def _paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
@@ -105,14 +105,14 @@ def _paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[np.ndarray,
     return a, b
 
 
-def _widened(n: int, of: Callable[[np.ndarray], np.ndarray], level: float, fine: bool) -> Interval:
+def _widened(n: int, of: Callable[[np.ndarray], np.ndarray], fine: bool) -> Interval:
     """Percentiles of a bootstrap, moved outwards by what n - 1 degrees of freedom and the divisor n cost
     (Hesterberg, What Teachers Should Know about the Bootstrap, 2015, section 5.1). of: numbers [..] of
     draws [.., n]."""
     value = float(of(np.arange(n)))
     if n < LEAST or not fine:
         return Interval(value)
-    tail = NormalDist().cdf(-student((1 + level) / 2, n - 1) * sqrt(n / (n - 1)))
+    tail = NormalDist().cdf(-student(HIGH, n - 1) * sqrt(n / (n - 1)))
     low, high = np.quantile(of(_draws(n)), [tail, 1 - tail])
     return Interval(value, float(low), float(high))
 
@@ -133,34 +133,32 @@ def student(share: float, degrees: int) -> float:
     return float(sqrt(degrees) * np.tan(np.interp(share, area / area[-1], angles)))
 
 
-def wilson(right: int, count: int, level: float = LEVEL) -> Interval:
+def wilson(right: int, count: int) -> Interval:
     """Return the share of right answers with Wilson's score interval (Wilson 1927)."""
     if not count:
         return Interval(float("nan"))
-    z, p = NormalDist().inv_cdf((1 + level) / 2), right / count
+    z, p = NormalDist().inv_cdf(HIGH), right / count
     middle, scale = p + z * z / (2 * count), 1 + z * z / count
     half = z * sqrt(p * (1 - p) / count + (z / (2 * count)) ** 2)
     low, high = (middle - half) / scale, (middle + half) / scale
     return Interval(p, 0.0 if right == 0 else low, 1.0 if right == count else high)
 
 
-def found(documents: Sequence[Sequence[bool]], level: float = LEVEL) -> Interval:
+def found(documents: Sequence[Sequence[bool]]) -> Interval:
     """Return the share of right answers. documents: of each, whether its answers are right.
 
     Wilson's interval takes answers as independent, resampling documents does not: the wider limits
     of both."""
     answers = [bool(answer) for document in documents for answer in document]
-    plain = wilson(sum(answers), len(answers), level)
+    plain = wilson(sum(answers), len(answers))
     right, counts = (np.array([f(document) for document in documents], float) for f in (sum, len))
     drawn = _widened(
-        len(counts), lambda d: right[d].sum(-1) / np.maximum(counts[d].sum(-1), 1), level, True
+        len(counts), lambda d: right[d].sum(-1) / np.maximum(counts[d].sum(-1), 1), True
     )
     return _wider(plain, drawn)
 
 
-def lost(
-    ours: Sequence[Sequence[bool]], theirs: Sequence[Sequence[bool]], level: float = LEVEL
-) -> Interval:
+def lost(ours: Sequence[Sequence[bool]], theirs: Sequence[Sequence[bool]]) -> Interval:
     """Return the share that `theirs` answers rightly minus that of `ours`, on the same questions of the
     same documents: Newcombe's interval for paired shares (Statistics in Medicine 17, 1998, method 10)
     or what resampling documents gives, the wider limits of both."""
@@ -170,22 +168,20 @@ def lost(
         for a, b in zip(x, y, strict=True)
     ]
     counts = [sum(pair == (i, j) for pair in pairs) for i in (True, False) for j in (True, False)]
-    plain = newcombe(*counts, level=level)
+    plain = newcombe(*counts)
     gaps = [sum(y) - sum(x) for x, y in zip(ours, theirs, strict=True)]
     gap, count = np.array(gaps, float), np.array([len(x) for x in ours], float)
-    drawn = _widened(
-        len(gap), lambda d: gap[d].sum(-1) / np.maximum(count[d].sum(-1), 1), level, True
-    )
+    drawn = _widened(len(gap), lambda d: gap[d].sum(-1) / np.maximum(count[d].sum(-1), 1), True)
     return _wider(plain, drawn)
 
 
-def newcombe(both: int, first: int, second: int, none: int, level: float = LEVEL) -> Interval:
+def newcombe(both: int, first: int, second: int, none: int) -> Interval:
     """Return the share of a first method minus that of a second. both: answers right in both; first,
     second: right in that one alone; none: right in neither (Newcombe 1998, method 10)."""
     count = both + first + second + none
     if not count:
         return Interval(float("nan"))
-    a, b = wilson(both + first, count, level), wilson(both + second, count, level)
+    a, b = wilson(both + first, count), wilson(both + second, count)
     margins = (both + first) * (second + none) * (both + second) * (first + none)
     product = both * none - first * second
     if product > 0:  # corrected for continuity
@@ -207,7 +203,7 @@ def _wider(plain: Interval, drawn: Interval) -> Interval:
     return Interval(plain.value, min(plain.low, drawn.low), max(plain.high, drawn.high))
 
 
-def apart(texts: Mapping[str, Sequence[float]], level: float = LEVEL) -> set[frozenset[str]]:
+def apart(texts: Mapping[str, Sequence[float]]) -> set[frozenset[str]]:
     """Return the pairs of names whose ratio of means is told apart from 1. texts: by name, numbers over
     the same texts."""
     names = list(texts)
@@ -215,7 +211,7 @@ def apart(texts: Mapping[str, Sequence[float]], level: float = LEVEL) -> set[fro
         frozenset((a, b))
         for i, a in enumerate(names)
         for b in names[i + 1 :]
-        if not ratio(texts[a], texts[b], level).holds(1.0)
+        if not ratio(texts[a], texts[b]).holds(1.0)
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -75,10 +74,9 @@ def rows(
     calls: int,
     rounds: int,
     with_mlx_lm: bool,
-    turn: AbstractContextManager | None = None,
 ) -> list[dict]:
-    """One row per preset. All of them and the baselines are timed in one interleaved run inside `turn`,
-    after their kernels are built. bandwidth: bytes per second, of the memory."""
+    """One row per preset. All of them and the baselines are timed in one interleaved run, after
+    their kernels are built. bandwidth: bytes per second, of the memory."""
     mx.random.seed(0)
     step = DecodeStep(shape, tokens, dtype, calls)
     tasks = {SDPA: _sdpa(step)}
@@ -101,8 +99,7 @@ def rows(
                 failed[_mlx_lm_name(bits)] = lines[0][:120]
     for task in tasks.values():
         task()
-    with turn or nullcontext():
-        times = {k: middle(v) for k, v in interleaved(tasks, rounds).items()}
+    times = {k: middle(v) for k, v in interleaved(tasks, rounds).items()}
     for row, config in zip(out, presets.values(), strict=True):
         ours, plain = times.get(row["preset"]), times[SDPA]
         row["sdpa_us"], row["sdpa_build_us"] = 1e6 * plain.run, 1e6 * plain.build

@@ -27,13 +27,10 @@ def available() -> bool:
 
 
 @contextmanager
-def pyplot(where: str = "pictures") -> Iterator:
-    """Give `matplotlib.pyplot` with SETTINGS and without a window.
-
-    where: the option to name in the UserError that is raised if matplotlib is missing.
-    """
+def pyplot() -> Iterator:
+    """Give `matplotlib.pyplot` with SETTINGS and without a window. Raises UserError if matplotlib is missing."""
     if not available():
-        raise UserError(f"[{where}] needs matplotlib; pip install matplotlib")
+        raise UserError("[pictures] needs matplotlib; pip install matplotlib")
     import matplotlib
 
     matplotlib.use("svg")
