@@ -18,6 +18,7 @@ KEYS, READ = (
     "stored keys",
     "read keys",
 )  # those that caches would compress: all alike, and by their attention
+QUERIES, WEIGHED = "keys", "weighed queries"  # all alike, and by what errors of their scores cost
 
 
 @dataclass
@@ -54,9 +55,9 @@ class Sums:
 def moment_over(
     sums: Mapping[str, Sums], name: str, rotary: Rotary | None, spans: Sequence[Span]
 ) -> np.ndarray:
-    """Return the second moment [G, D, D] of a sum; over the positions of `spans` of "keys" and KEYS, if they turn."""
+    """Return the second moment [G, D, D] of a sum; over the positions of `spans` of keys and queries, if they turn."""
     moment = _halves(sums, Sums.moment) if name == KEYS else sums[name].moment()
-    turns = rotary is not None and name in ("keys", KEYS)
+    turns = rotary is not None and name in (QUERIES, WEIGHED, KEYS)
     return rotary.moment_over(moment, spans) if turns else moment
 
 

@@ -42,8 +42,11 @@ class Exchange:
         ridge = RIDGE * size[:, None, None] * np.eye(self.fisher.shape[-1])
         self.root = mx.array(np.linalg.cholesky(self.fisher + ridge).astype(np.float32))
 
-    def add(self, call: AttentionCall, rows: mx.array, far: mx.array, sink: int) -> None:
-        """Add one call of attention: `rows` [C] of its queries, and what they give to far tokens, [B, H, C, T]."""
+    def add(self, call: AttentionCall, rows: mx.array, far: mx.array, sink: int) -> mx.array:
+        """Add one call of attention: `rows` [C] of its queries, and what they give to far tokens, [B, H, C, T].
+
+        Return what a nat^2 of noise in the scores of each of these queries costs, [B, G, H / G C].
+        """
         values = call.exact[1].astype(mx.float32) @ self.root
         out = call.out[:, :, rows].astype(mx.float32)
         batch, kv_heads, total, dims = values.shape
@@ -52,9 +55,11 @@ class Exchange:
         values = values[:, :, sink:]
         apart = (values**2).sum(-1)[:, :, None] + (out**2).sum(-1, keepdims=True)
         apart = mx.maximum(apart - 2 * out @ values.swapaxes(-1, -2), 0)
-        self.keys = self.keys + np.array((squares * apart).sum((0, 2, 3)), np.float64)
+        costs = (squares * apart).sum(-1)
+        self.keys = self.keys + np.array(costs.sum((0, 2)), np.float64)
         self.values = self.values + np.array(squares.sum((0, 2, 3)), np.float64)
         self.queries += batch * out.shape[2]
+        return costs
 
     def costs(self, moment: np.ndarray) -> np.ndarray | None:
         """Return [2, G]: of one nat^2 of noise in the scores of keys, and of values lost as a whole. moment: the second
