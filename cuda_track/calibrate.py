@@ -23,7 +23,7 @@ from mlxkv.formats.calibration import artifact, balance, rotary, sums
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, Rotary, Span, contexts
-from mlxkv.formats.calibration.sums import KEYS, READ, Sums
+from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, Sums
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.texts import corpus
 
@@ -37,13 +37,16 @@ WINDOW = 4096  # tokens that see each other
 SINK = 64  # first tokens of a window, which presets keep exact
 AWAY, EVERY = 124, 8  # attention counts from farther queries, one in so many: `mlxkv.spec.balanced`
 PROBES = 32  # tokens whose keys are compared from position to position
+# Tokens that are differentiated at once, how often, and the first ones whose outputs are not asked.
+DIFFERENTIATED, TIMES, FIRST = 256, 4, 64
 
 
 @dataclass
 class Moments:
     """Sums of one layer; keys and queries at position 0. rotary: how they turn; None where it is not as RoPE does.
     spans: of positions to average over. peaks: [G, D] by side, of the channels after SRFT, behind the first tokens of
-    a window. output: how errors in values weigh, [G, D, D], or None."""
+    a window. output: how errors in values weigh, [G, D, D], or None. fisher: F [G, D, D] of `fisher`, or None; spread,
+    squares: [G], what the far tokens of `asked` queries cost (`mlxkv.formats.calibration.sums.costs`)."""
 
     kv_heads: int
     rotary: Rotary | None = None
@@ -51,6 +54,10 @@ class Moments:
     sums: dict[str, Sums] = field(default_factory=dict)
     peaks: dict[str, np.ndarray] = field(default_factory=dict)
     output: np.ndarray | None = None
+    fisher: np.ndarray | None = None
+    spread: np.ndarray | float = 0.0
+    squares: np.ndarray | float = 0.0
+    asked: int = 0
 
     def add(self, call: Call) -> None:
         """Add a whole window."""
@@ -60,8 +67,15 @@ class Moments:
         if keys.shape[2] > SINK:
             self._add(KEYS, keys[:, :, SINK:])
             self._add("stored values", call.values[:, :, SINK:])
-            if (heard := received(call)) is not None:
-                self._add(READ, keys[:, :, SINK:], heard[:, SINK:])
+            root = None if self.fisher is None else torch.from_numpy(sums.root(self.fisher))
+            if (heard := received(call, root)) is not None:
+                self._add(READ, keys[:, :, SINK:], heard.attention[:, SINK:])
+                if root is not None:
+                    rows = self._at_zero(call.queries)[:, :, heard.queries]
+                    self._add(WEIGHED, rows, heard.costs.flatten(1))
+                    self.spread = self.spread + heard.costs.double().sum((1, 2)).cpu().numpy()
+                    self.squares = self.squares + heard.squares.double().cpu().numpy()
+                    self.asked += heard.costs[0].numel()
             for side, x in zip(SIDES, (call.keys, call.values), strict=True):
                 largest = peaks(x[:, :, SINK:]).cpu().numpy()
                 self.peaks[side] = np.maximum(self.peaks.get(side, largest), largest)
@@ -99,6 +113,13 @@ class Moments:
             raise MachineError(f"[calibrate] NaN or infinity in {where}; try another --dtype")
         return moment
 
+    def costs(self) -> np.ndarray | None:
+        """What errors of keys and of values cost, [2, G]; None where that was not measured."""
+        if self.fisher is None or "stored values" not in self.sums:
+            return None
+        moment = self.moment("stored values", "stored values")
+        return sums.costs(self.fisher, self.spread, self.squares, self.asked, moment)
+
     def key_mean(self) -> np.ndarray | None:
         """The mean [G, D] of stored keys, over positions; None where there are none."""
         return sums.mean_over(self.sums, self.rotary, self.spans)
@@ -119,9 +140,21 @@ def products(
     return weighted.mT @ y, weighted.sum(1)
 
 
-def received(call: Call) -> torch.Tensor | None:
-    """The attention [G, T] that each key of a window gets from far queries, summed over its query heads; None where no
-    query is far from a key behind the first ones."""
+@dataclass(frozen=True)
+class Heard:
+    """What far queries of a window read. queries: [C], those asked. attention: [G, T] that each key gets from them.
+    costs: [G, H / G, C], of a nat^2 of noise in the scores of each. squares: [G], the sum of p^2; the last two of
+    tokens behind the first ones."""
+
+    queries: torch.Tensor
+    attention: torch.Tensor
+    costs: torch.Tensor
+    squares: torch.Tensor
+
+
+def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
+    """Ask one query in EVERY of a window; None where none is far from a key behind the first ones. root: L [G, D, D] of
+    F = L L^T; None for I."""
     queries, keys = call.queries, call.keys
     at = torch.arange(0, keys.shape[2], EVERY, device=keys.device)
     at = at[at - AWAY > SINK]
@@ -129,14 +162,67 @@ def received(call: Call) -> torch.Tensor | None:
         return None
     group = queries.shape[1] // keys.shape[1]
     place = torch.arange(keys.shape[2], device=keys.device)
-    out = torch.zeros(keys.shape[1:3], device=keys.device)
+    attention = torch.zeros(keys.shape[1:3], device=keys.device)
+    turn = torch.eye(call.out.shape[-1])[None] if root is None else root
+    values = call.values[0].float() @ turn.to(keys.device)  # [G, T, D]
+    out = call.out[0].float().unflatten(0, (-1, group)) @ turn.to(keys.device)[:, None]
+    costs, squares = [], torch.zeros(keys.shape[1], device=keys.device)
     for block in at.split(64):
         q = queries[0, :, block].float().unflatten(0, (-1, group)) * call.scale  # [G, H / G, N, D]
         scores = q @ keys[0, :, None].float().mT
         scores = scores.masked_fill(place > block[:, None], float("-inf"))
         p = scores.softmax(-1).masked_fill(place >= block[:, None] - AWAY, 0)
-        out += p.sum((1, 2))
-    return out
+        attention += p.sum((1, 2))
+        apart = torch.cdist(out[:, :, block], values[:, None, SINK:]) ** 2
+        p = p[..., SINK:] ** 2
+        costs.append((p * apart).sum(-1))
+        squares += p.sum((1, 2, 3))
+    return Heard(at, attention, torch.cat(costs, -1), squares)
+
+
+def fisher(
+    model: torch.nn.Module, layers: set[int], tokens: Sequence[int], bos: int | None = None
+) -> dict[int, np.ndarray]:
+    """F [G, D, D] of what attention of each of `layers` hands on, the sum over the query heads of a kv head: the second
+    moment of the gradient of the log-likelihood of tokens that the model draws (`mlxkv.spec.mixed.fill`). {}, and a
+    line on stderr, where the model cannot be differentiated."""
+    from cuda_track import cli
+    from cuda_track.models.taps import observing
+
+    totals: dict[int, np.ndarray | float] = dict.fromkeys(layers, 0.0)
+    first, count = [] if bos is None else [bos], 0
+    shifts: dict[int, torch.Tensor] = {}
+    heads: dict[int, int] = {}
+
+    def shifted(call: Call) -> torch.Tensor | None:
+        if call.layer not in layers:
+            return None
+        heads[call.layer] = call.keys.shape[1]
+        shifts[call.layer] = torch.zeros_like(call.out, requires_grad=True)
+        return shifts[call.layer]
+
+    try:
+        with observing(model, shifted), torch.enable_grad():
+            for i in range(TIMES):
+                part = list(tokens[i * DIFFERENTIATED : (i + 1) * DIFFERENTIATED])
+                if len(part) <= FIRST:
+                    break
+                ids = torch.tensor([[*first, *part]], device=model.device)
+                logits = model(ids, use_cache=False).logits[0].float()
+                seeded = torch.Generator(logits.device).manual_seed(i)
+                drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=seeded)
+                likelihood = logits.log_softmax(-1).gather(-1, drawn).sum()
+                gradients = torch.autograd.grad(likelihood, [shifts[layer] for layer in totals])
+                count += ids.shape[1] - FIRST
+                for layer, g in zip(totals, gradients, strict=True):
+                    g = g[0, :, FIRST:].double().reshape(heads[layer], -1, g.shape[-1])
+                    totals[layer] = totals[layer] + (g.mT @ g).cpu().numpy()
+    except (RuntimeError, NotImplementedError, KeyError) as error:  # equal layers serve, too
+        reason = str(error).partition("\n")[0]
+        cli.note(f"[calibrate] errors count alike in all layers: no gradient ({reason})")
+        return {}
+    sound = count and all(np.isfinite(x).all() and np.any(x) for x in totals.values())
+    return {layer: x / count for layer, x in totals.items()} if sound else {}
 
 
 def peaks(x: torch.Tensor) -> torch.Tensor:
@@ -172,11 +258,15 @@ def calibrate(
     positions = context_limit(model.config.to_dict()) or DEFAULT_CONTEXT
     rotaries, spans = rotations(model, tokens[:PROBES], max(positions, window)), contexts(positions)
     moments: dict[int, Moments] = {}
+    information = fisher(model, growing, tokens, bos)
 
     def observe(call: Call) -> None:
         if call.layer in growing:
-            new = Moments(call.keys.shape[1], rotaries[call.layer], spans)
-            moments.setdefault(call.layer, new).add(call)
+            if call.layer not in moments:
+                new = Moments(call.keys.shape[1], rotaries[call.layer], spans)
+                new.fisher = information.get(call.layer)
+                moments[call.layer] = new
+            moments[call.layer].add(call)
 
     with observing(model, observe), torch.no_grad():
         for part in windows(tokens, window):
@@ -186,9 +276,12 @@ def calibrate(
         raise UserError("[calibrate] this model has nothing to compress; got no layer that grows")
     if None in [rotaries[layer] for layer in moments]:
         positions = min(positions, len(windows(tokens, window)[0]))
+    costs = sums.floored({i: layer.costs() for i, layer in moments.items()})
     layers = {
         str(i): Layer(
-            layer.kv_heads, *(_basis(layer, side, f"layer {i}, {side}") for side in SIDES)
+            layer.kv_heads,
+            *(_basis(layer, side, f"layer {i}, {side}") for side in SIDES),
+            costs.get(i),
         )
         for i, layer in sorted(moments.items())
     }
@@ -242,16 +335,17 @@ def _basis(moments: Moments, side: str, place: str) -> Basis:
         values.astype(np.float32),
         vectors.astype(np.float32),
         floored,
-        balance=_balance(moments, side, place, moment),
+        balance=_balance(moments, side, place),
         peaks=None if largest is None else np.where(largest > 0, largest, 1).astype(np.float32),
         mean=None if mean is None else mean.astype(np.float32),
     )
 
 
-def _balance(moments: Moments, side: str, place: str, queries: np.ndarray) -> Balance:
-    """queries: their second moment, where `side` is keys."""
-    noise, reads = moments.moment(f"stored {side}", place), queries
-    if side == "values":
+def _balance(moments: Moments, side: str, place: str) -> Balance:
+    noise = moments.moment(f"stored {side}", place)
+    if side == "keys":
+        reads = moments.moment(sums.readers(moments.sums), place)
+    else:
         eye = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape)
         reads = eye if moments.output is None else moments.output
     down, sigma, floored = balance.balance(noise, reads)

@@ -31,7 +31,8 @@ class Call:
     output: torch.Tensor | None
 
 
-_observers: list[Callable[[Call], None]] = []
+Observer = Callable[[Call], torch.Tensor | None]  # what it returns is added to `out`
+_observers: list[Observer] = []
 
 
 def _observed(module, query, key, value, attention_mask, **kwargs):
@@ -44,7 +45,8 @@ def _observed(module, query, key, value, attention_mask, **kwargs):
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         mixed = out.swapaxes(1, 2)
         call = Call(module.layer_idx, query, key, value, mixed, scale, _output(module, query))
-        _observers[-1](call)
+        if (shift := _observers[-1](call)) is not None:
+            out = out + shift.swapaxes(1, 2).to(out.dtype)
     return out, weights
 
 
@@ -61,8 +63,9 @@ def _output(module: torch.nn.Module, query: torch.Tensor) -> torch.Tensor | None
 
 
 @contextmanager
-def observing(model: PreTrainedModel, observer: Callable[[Call], None]) -> Iterator[None]:
-    """Call `observer` for every call of attention inside; attach the compressed cache again at the end."""
+def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
+    """Call `observer` for every call of attention inside, and add what it returns to the output; attach the compressed
+    cache again at the end."""
     attachment = attached(model)
     detach(model)
     implementation = model.config._attn_implementation

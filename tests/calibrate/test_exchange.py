@@ -8,7 +8,7 @@ import pytest
 from turning import TEXT, data, seen_by
 
 from mlxkv.errors import UserError
-from mlxkv.formats.calibration import artifact, fill
+from mlxkv.formats.calibration import artifact, fill, sums
 from mlxkv.formats.calibration.layers import fitted
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.calibration import exchange, measure, moments
@@ -55,8 +55,11 @@ def test_sums_over_calls_are_the_laws():
             costs = np.array(found.add(call, *asked, 16)).reshape(4, -1)
             np.testing.assert_allclose(costs, weights[:, start + np.array(asked[0])], rtol=1e-3)
     tail = v[:, 16:].astype(np.float64)
-    np.testing.assert_allclose(found.costs(tail.swapaxes(-1, -2) @ tail / 284), law, rtol=1e-4)
-    assert Exchange(fisher).costs(fisher) is None  # no query was far
+    counts = found.keys, found.values, found.queries
+    ours = sums.costs(fisher, *counts, tail.swapaxes(-1, -2) @ tail / 284)
+    np.testing.assert_allclose(ours, law, rtol=1e-4)
+    assert sums.costs(fisher, 0, 0, 0, fisher) is None  # no query was far
+    assert sums.floored({0: ours, 1: None}) == {}
 
 
 def test_information_is_that_of_tokens_which_the_model_draws(model, information):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,9 @@ KEYS, READ = (
     "read keys",
 )  # those that caches would compress: all alike, and by their attention
 QUERIES, WEIGHED = "keys", "weighed queries"  # all alike, and by what errors of their scores cost
+
+
+Place = TypeVar("Place")  # of a layer
 
 
 @dataclass
@@ -71,9 +75,55 @@ def mean_over(
     return mean if rotary is None else rotary.mean_over(mean, spans)
 
 
+def readers(sums: Mapping[str, Sums]) -> str:
+    """Return the name of the sum of queries that balanced maps of keys are made for."""
+    weighed = sums.get(WEIGHED)
+    return WEIGHED if weighed and (weighed.weight > 0).all() else QUERIES
+
+
 def _halves(sums: Mapping[str, Sums], of: Callable[[Sums], np.ndarray]) -> np.ndarray:
     """Half of all stored keys alike, half by the attention that they get (`mlxkv.spec.balanced`)."""
     alike, read = sums[KEYS], sums.get(READ)
     if read is None or not (read.weight > 0).all():
         return of(alike)
     return (of(alike) + of(read)) / 2
+
+
+# -- What errors cost (`mlxkv.spec.mixed.fill`).
+
+LEAST_COST = (
+    1e-4  # of a layer's errors, as a share of the mean: a text may not read what another does
+)
+RIDGE = 1e-6  # of the mean of F's diagonal: its root has to exist
+
+
+def root(fisher: np.ndarray) -> np.ndarray:
+    """Return L [G, Dv, Dv] float32 with L L^T = F [G, Dv, Dv], where F has a ridge."""
+    size = np.trace(fisher, axis1=-2, axis2=-1) / fisher.shape[-1]
+    ridge = RIDGE * size[:, None, None] * np.eye(fisher.shape[-1])
+    return np.linalg.cholesky(fisher + ridge).astype(np.float32)
+
+
+def costs(
+    fisher: np.ndarray, keys: np.ndarray, values: np.ndarray, queries: int, moment: np.ndarray
+) -> np.ndarray | None:
+    """Return [2, G]: what one nat^2 of noise in the scores of keys costs, and values lost as a whole.
+
+    fisher: F [G, Dv, Dv]. keys, values: [G], the sums of p^2 |v - out|^2 in F, and of p^2, over all far tokens of
+    `queries` queries. moment: the second moment [G, Dv, Dv] of values. None where no query was far from anything.
+    """
+    if not queries:
+        return None
+    return np.stack([keys, values * np.einsum("gde,gde->g", fisher, moment)]) / queries
+
+
+def floored(by_layer: Mapping[Place, np.ndarray | None]) -> dict[Place, np.ndarray]:
+    """Return the costs [2, G] of each layer, float32, at least LEAST_COST of their mean; {} where one is missing."""
+    if any(x is None or not np.isfinite(x).all() for x in by_layer.values()):
+        return {}
+    least = LEAST_COST * np.mean(
+        np.concatenate([np.zeros(0), *(x.ravel() for x in by_layer.values())])
+    )
+    if not least > 0:
+        return {}
+    return {place: np.maximum(x, least).astype(np.float32) for place, x in by_layer.items()}

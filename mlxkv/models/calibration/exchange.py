@@ -15,6 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxkv import console, faults
+from mlxkv.formats.calibration import sums
 from mlxkv.models.hooks.probe import Place, put
 from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
 
@@ -23,7 +24,6 @@ WINDOW, WINDOWS = (
     4,
 )  # tokens that are differentiated at once, which bounds memory; and how often
 FIRST = 64  # tokens of a window whose outputs are not asked
-RIDGE = 1e-6  # of the mean of F's diagonal: its root has to exist
 
 
 @dataclass
@@ -38,9 +38,7 @@ class Exchange:
     root: mx.array = field(init=False, repr=False)
 
     def __post_init__(self):
-        size = np.trace(self.fisher, axis1=-2, axis2=-1) / self.fisher.shape[-1]
-        ridge = RIDGE * size[:, None, None] * np.eye(self.fisher.shape[-1])
-        self.root = mx.array(np.linalg.cholesky(self.fisher + ridge).astype(np.float32))
+        self.root = mx.array(sums.root(self.fisher))
 
     def add(self, call: AttentionCall, rows: mx.array, far: mx.array, sink: int) -> mx.array:
         """Add one call of attention: `rows` [C] of its queries, and what they give to far tokens, [B, H, C, T].
@@ -60,14 +58,6 @@ class Exchange:
         self.values = self.values + np.array(squares.sum((0, 2, 3)), np.float64)
         self.queries += batch * out.shape[2]
         return costs
-
-    def costs(self, moment: np.ndarray) -> np.ndarray | None:
-        """Return [2, G]: of one nat^2 of noise in the scores of keys, and of values lost as a whole. moment: the second
-        moment [G, Dv, Dv] of values. None where no query was far from anything."""
-        if not self.queries:
-            return None
-        size = np.einsum("gde,gde->g", self.fisher, moment)
-        return np.stack([self.keys, self.values * size]) / self.queries
 
 
 class ShiftedCache(PlainObserver):
@@ -97,7 +87,7 @@ def fisher(
 
     heads: kv heads by cache. first: ids in front of each window. The attention function must be rebound.
     """
-    sums, count = dict.fromkeys(heads, 0.0), 0
+    totals, count = dict.fromkeys(heads, 0.0), 0
     try:
         for i in range(WINDOWS):
             part = list(tokens[i * WINDOW : (i + 1) * WINDOW])
@@ -107,7 +97,7 @@ def fisher(
             gradients = _gradients(model, make_cache, heads, [*first, *part], i)
             for (place, kv_heads), g in zip(heads.items(), gradients, strict=True):
                 g = g[0, :, FIRST:].reshape(kv_heads, -1, g.shape[3])
-                sums[place] = sums[place] + np.array(g.swapaxes(-1, -2) @ g, np.float64)
+                totals[place] = totals[place] + np.array(g.swapaxes(-1, -2) @ g, np.float64)
     except Exception as error:  # a foreign model may raise anything at all; equal layers serve, too
         if faults.is_of_lost_gpu(error):  # nothing that follows would be right
             raise
@@ -115,8 +105,8 @@ def fisher(
             f"[calibrate] errors count alike in all layers: no gradient ({faults.reason(error)})"
         )
         return {}
-    sound = all(np.ndim(x) and np.isfinite(x).all() and np.any(x) for x in sums.values())
-    return {place: x / count for place, x in sums.items()} if sound else {}
+    sound = all(np.ndim(x) and np.isfinite(x).all() and np.any(x) for x in totals.values())
+    return {place: x / count for place, x in totals.items()} if sound else {}
 
 
 def _gradients(

@@ -25,7 +25,7 @@ import numpy as np
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.calibration import balance
+from mlxkv.formats.calibration import balance, sums
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, contexts
@@ -123,9 +123,6 @@ def _balance(moments: Moments, side: str, label: str) -> Balance:
     return Balance(down.astype(np.float32), sigma.astype(np.float32), floored)
 
 
-LEAST_COST = (
-    1e-4  # of a layer's errors, as a share of the mean: a text may not read what another does
-)
 LEAST = 512  # tokens: fewer are too few for heads of 64 to 256 dims
 WINDOW = 4096  # tokens that see each other
 CORPUS = "corpus calibration"  # the name of the text that is read where none is named
@@ -255,21 +252,9 @@ def _calibration(
 
 
 def exchanges(moments: Mapping[Place, Moments]) -> dict[Place, np.ndarray]:
-    """Return what errors of keys and values of each layer cost, [2, G] float32, at least LEAST_COST of their mean; {}
-    where that was not measured in every layer."""
-    costs = {
-        place: layer.exchange.costs(layer.moment("stored values"))
-        for place, layer in moments.items()
-        if layer.exchange is not None and "stored values" in layer.sums
-    }
-    if len(costs) < len(moments) or any(
-        x is None or not np.isfinite(x).all() for x in costs.values()
-    ):
-        return {}
-    floor = LEAST_COST * np.mean(np.concatenate([x.ravel() for x in costs.values()]))
-    if not floor > 0:
-        return {}
-    return {place: np.maximum(x, floor).astype(np.float32) for place, x in costs.items()}
+    """Return what errors of keys and values of each layer cost, [2, G] float32; {} where that was not measured in every
+    layer."""
+    return sums.floored({place: layer.costs() for place, layer in moments.items()})
 
 
 def windows(tokens: Sequence[int], limit: int) -> list[Sequence[int]]:

@@ -20,7 +20,7 @@ from mlxkv.codec import transform
 from mlxkv.formats.calibration import rotary, sums
 from mlxkv.formats.calibration.artifact import SIDES
 from mlxkv.formats.calibration.rotary import Rotary, Span, drawn
-from mlxkv.formats.calibration.sums import KEYS, QUERIES, READ, WEIGHED, Sums
+from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, Sums
 from mlxkv.models.calibration.exchange import Exchange
 from mlxkv.models.hooks.probe import Place, Shape, leaves, put
 from mlxkv.models.hooks.taps import AttentionCall
@@ -241,8 +241,14 @@ class Moments:
     def readers_of_keys(self) -> np.ndarray:
         """Return the second moment [G, D, D] of queries that balanced maps of keys are made for, by what errors of
         their scores cost where that was measured (`mlxkv.spec.mixed.fill`); of latents M."""
-        weighed = self.sums.get(WEIGHED)
-        return self.moment(WEIGHED if weighed and (weighed.weight > 0).all() else QUERIES)
+        return self.moment(sums.readers(self.sums))
+
+    def costs(self) -> np.ndarray | None:
+        """Return what errors of keys and of values cost, [2, G]; None where that was not measured."""
+        x = self.exchange
+        if x is None or "stored values" not in self.sums:
+            return None
+        return sums.costs(x.fisher, x.keys, x.values, x.queries, self.moment("stored values"))
 
     def key_mean(self) -> np.ndarray | None:
         """Return the mean [G, D] of stored keys over the positions of `spans`; None where there are none."""
