@@ -114,7 +114,7 @@ class Moments:
         return moment
 
     def costs(self) -> np.ndarray | None:
-        """What errors of keys and of values cost, [2, G]; None where that was not measured."""
+        """Return what errors of keys and of values cost, [2, G]; None where that was not measured."""
         if self.fisher is None or "stored values" not in self.sums:
             return None
         moment = self.moment("stored values", "stored values")
@@ -142,7 +142,7 @@ def products(
 
 @dataclass(frozen=True)
 class Heard:
-    """What far queries of a window read. queries: [C], those asked. attention: [G, T] that each key gets from them.
+    """Attention of far queries in a window. queries: [C], those asked. attention: [G, T] that each key gets from them.
     costs: [G, H / G, C], of a nat^2 of noise in the scores of each. squares: [G], the sum of p^2; the last two of
     tokens behind the first ones."""
 
@@ -183,8 +183,8 @@ def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
 def fisher(
     model: torch.nn.Module, layers: set[int], tokens: Sequence[int], bos: int | None = None
 ) -> dict[int, np.ndarray]:
-    """F [G, D, D] of what attention of each of `layers` hands on, the sum over the query heads of a kv head: the second
-    moment of the gradient of the log-likelihood of tokens that the model draws (`mlxkv.spec.mixed.fill`). {}, and a
+    """Return F [G, D, D] of what attention of each of `layers` hands on, the sum over the query heads of a kv head: the
+    second moment of the gradient of the log-likelihood of tokens that the model draws (`mlxkv.spec.mixed.fill`). {}, and a
     line on stderr, where the model cannot be differentiated."""
     from cuda_track import cli
     from cuda_track.models.taps import observing
