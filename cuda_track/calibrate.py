@@ -184,8 +184,8 @@ def fisher(
     model: torch.nn.Module, layers: set[int], tokens: Sequence[int], bos: int | None = None
 ) -> dict[int, np.ndarray]:
     """Return F [G, D, D] of what attention of each of `layers` hands on, the sum over the query heads of a kv head: the
-    second moment of the gradient of the log-likelihood of tokens that the model draws (`mlxkv.spec.mixed.fill`). {}, and a
-    line on stderr, where the model cannot be differentiated."""
+    second moment of the gradient of the log-likelihood of tokens that the model draws (`mlxkv.spec.mixed.fill`).
+    {}, and a line on stderr, where the model cannot be differentiated."""
     from cuda_track import cli
     from cuda_track.models.taps import observing
 
