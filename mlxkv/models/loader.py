@@ -35,6 +35,7 @@ from mlxkv.models.loading import weights as reading
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.loading.sampling import read as read_sampling
 from mlxkv.models.origin import Origin, introduce
+from mlxkv.models.replies.stops import turn_end
 from mlxkv.models.seam import attach
 
 
@@ -146,6 +147,8 @@ def load(
             reading.fit_cpu(model)
     tokenizer = _tokenizer(folder, full_config)
     rendering.bound(tokenizer._tokenizer, folder.path)
+    if (end := turn_end(tokenizer)) is not None:
+        tokenizer.add_eos_token(end)
     mark = fingerprint(folder)
     context = context_limit(folder.config)
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
@@ -175,7 +178,9 @@ def _tokenizer(folder: Folder, config: dict):
     from mlx_lm.utils import load_tokenizer
 
     extra = {"trust_remote_code": False}
-    eos = config.get("eos_token_id", text_config(config).get("eos_token_id"))
+    # generation_config.json, which mlx-lm puts into `config`, may name fewer than config.json.
+    named = [each.get("eos_token_id") for each in (config, text_config(config), folder.config)]
+    eos = [x for ids in named for x in (ids if isinstance(ids, list) else [ids]) if type(x) is int]
     try:
         if folder.is_gguf:
             with TemporaryDirectory() as place:

@@ -154,7 +154,28 @@ def _read_arguments(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     arguments = function["arguments"]
-    return call | {"function": function | {"arguments": json.loads(arguments or "{}")}}
+    try:
+        values = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):  # half of a call, or plain words: the chat goes on
+        values = {"arguments": arguments}
+    return call | {"function": function | {"arguments": values}}
+
+
+def with_texts(chat: list[dict]) -> list[dict]:
+    """Messages whose tool calls have their arguments as JSON texts, as some templates want them."""
+
+    def written(call: dict) -> dict:
+        text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return call | {"function": call["function"] | {"arguments": text}}
+
+    return [
+        message | {"tool_calls": [written(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in chat
+    ]
 
 
 def _normalizes(tokenizer) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mlxkv.models.replies.continuing import continued
 from mlxkv.models.replies.thinking import Thinking
-from mlxkv.models.turns import Cut, Turns
+from mlxkv.models.turns import Cut, Turns, with_texts
 from mlxkv.serve.http.request import Request
 from mlxkv.serve.refusals import Refused
 
@@ -96,7 +96,12 @@ class Prompts:
                 chat, add_generation_prompt=begins, tools=tools, tokenize=True, **extra
             )
 
-        tokens = render(messages, True)
+        try:
+            tokens = render(messages, True)
+        except Exception:  # most templates want the arguments of calls as objects, some as texts
+            if (texts := with_texts(messages)) == messages:
+                raise
+            messages, tokens = texts, render(texts, True)
         state = "normal"
         if tokenizer.has_thinking:
             opened = tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from random_model import TEMPLATE, write_model
 
+from mlxkv.models import load
 from mlxkv.models.replies.stops import ReplyText, StopMatcher
 
 LETTERS = st.text("abé😀 ", max_size=24)
@@ -126,3 +130,35 @@ def test_behind_a_start_a_space_is_text():
     assert written(" two", [" t"])[:3] == ("two", "stop", None)
     assert written(" two", [" t"], before=b"e") == ("", "stop", " t", 2)
     assert written(" two", ["x"], before=b"e")[0] == " two"
+
+
+START, END, LETTER = (
+    256,
+    257,
+    65,
+)  # "<s>", "</s>", which the tokenizer names as the end, and another
+# config.json, generation_config.json, what stands behind a turn in the template; and the ends of replies.
+ENDS = {
+    "one": (END, None, "", {END}),
+    "none": (None, None, "", {END}),
+    "a list": ([END, LETTER], None, "", {END, LETTER}),
+    "config.json names more": ([END, LETTER], END, "", {END, LETTER}),
+    "generation_config.json names more": (END, [END, LETTER], "", {END, LETTER}),
+    "each names its own": ([LETTER], [START], "", {START, END, LETTER}),
+    "the template alone": (END, END, "<s>\n", {START, END}),
+    "the template, behind a line": (END, END, "\n<s>", {START, END}),
+    "a thought of gpt-oss": (END, END, "<s><|channel|>", {END}),
+    "no special token": (END, END, "\nUser:", {END}),
+    "no number": (END, {"a": 1}, "", {END}),
+}
+
+
+def test_each_end_of_a_turn_ends_replies(tmp_path, subtests):
+    for i, (name, (config, generation, tail, ends)) in enumerate(ENDS.items()):
+        template = TEMPLATE.replace("</s>", tail) if tail else TEMPLATE
+        folder = write_model(tmp_path / str(i), template=template, eos_token_id=config)
+        if generation is not None:
+            text = json.dumps({"eos_token_id": generation})
+            (folder / "generation_config.json").write_text(text)
+        with subtests.test(name):
+            assert load(str(folder)).tokenizer.eos_token_ids == ends

@@ -48,7 +48,7 @@ def test_any_body_is_refused_in_one_line_or_has_the_right_types(body, chat):
     for message in out["messages"]:
         assert message["role"] in request.ROLES and type(message["content"]) is str
         for call in message.get("tool_calls", ()):
-            assert isinstance(json.loads(call["function"]["arguments"]), dict)
+            assert type(call["function"]["arguments"]) is str
 
 
 @settings(max_examples=100, deadline=None)
@@ -84,6 +84,17 @@ def test_names_that_are_almost_ours_are_refused(name, meant):
     said = found.value.message
     assert found.value.status == 400 and found.value.code == "unknown_parameter"
     assert said.isprintable() and said.startswith("[") and f"did you mean {meant}?" in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "<s>", "</tool_call>", "a b", "a\n", '"', "{{x}}", "<|im_end|>", "a" * 513, 7, None],
+)
+def test_names_that_end_a_call_are_no_names_of_tools(name):
+    with pytest.raises(Refused, match=r"^\[tools.0.function.name\] must be"):
+        check(GOOD | {"tools": [{"type": "function", "function": {"name": name}}]}, True)
+    for good in ("get_weather", "mcp__files-2.read:all/x@1", "wetter_für"):
+        assert check(GOOD | {"tools": [{"type": "function", "function": {"name": good}}]}, True)
 
 
 def test_fields_of_other_servers_change_nothing():
@@ -123,7 +134,7 @@ def check_document(**body) -> dict:
 HUGE = ("1e400", "-1e999", "Infinity", "-Infinity", "NaN", "1" + "0" * 400)
 PLACES = {
     "metadata.a.1": '"metadata": {"a": [1, %s]}',
-    "tools.0.function.parameters.default": '"tools": [{"function": {"parameters": {"default": %s}}}]',
+    "tools.0.function.parameters.default": '"tools": [{"function": {"name": "f", "parameters": {"default": %s}}}]',
     "response_format.json_schema.schema.maximum": '"response_format": {"json_schema": {"schema": {"maximum": %s}}}',
     "text.format.x": '"text": {"format": {"x": %s}}',
     "temperature": '"temperature": %s',
@@ -138,17 +149,11 @@ def test_numbers_that_are_none_are_refused_with_their_place(subtests):
             with subtests.test(place, number=number[:9]), pytest.raises(Refused) as found:
                 parse(("{%s}" % (text % number)).encode(), True)
             assert found.value.message.startswith(f"[{place}] must be a number from -1.79769e+308")
-    arguments = '{"a": [%s]}'
-    for number in HUGE:
-        call = {"function": {"name": "f", "arguments": arguments % number}}
-        with subtests.test("arguments", number=number[:9]), pytest.raises(Refused) as found:
-            check({"messages": [{"role": "assistant", "tool_calls": [call]}]}, True)
-        assert "tool_calls.0.arguments.a.0] must be a number" in found.value.message
 
 
 @pytest.mark.parametrize("depth", [fields.DEPTH - 2, fields.DEPTH + 1, 976, 980, 5000])
 def test_nested_bodies(depth):
-    """Lists, objects, and arguments of calls that are JSON in a text."""
+    """Lists and objects."""
     nested = (b"[" * depth + b"]" * depth, b'{"a":' * depth + b"1" + b"}" * depth)
     for inside in nested:
         raw = b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "metadata": %s}'
@@ -161,13 +166,6 @@ def test_nested_bodies(depth):
         with pytest.raises(Refused, match=r"\[(body|messages.0.content)"):
             raw = b'{"messages": [{"role": "user", "content": %s}]}'
             parse(raw % content, True)
-    call = {"function": {"name": "f", "arguments": nested[1].decode()}}
-    body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
-    if depth < fields.DEPTH:
-        assert check(body, True)
-    else:
-        with pytest.raises(Refused, match=r"arguments\] must be a JSON object|nested too deeply"):
-            check(body, True)
 
 
 @pytest.mark.parametrize("cold", [0, 1e-320, 1e-45, 1e-40, 1e-38, 1e-7, 9e-4])

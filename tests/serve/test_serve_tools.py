@@ -84,6 +84,7 @@ def test_calls_in_a_stream(ask, said):
 
 BROKEN = [
     *('{"name": "weather"}', "[1]", "7", '{"arguments": {}}', '{"name": "weather", "argu', "null"),
+    *('{"name": "weather", "arguments": {"a": 1e400}}', '{"name": "f", "arguments": {"a": [NaN]}}'),
 ]
 
 

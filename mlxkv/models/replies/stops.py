@@ -105,3 +105,19 @@ class ReplyText:
                 text = " " + text
             self._start = []
         self._ready += self._matcher.feed(text)
+
+
+def turn_end(tokenizer: Any) -> str | None:
+    """The special token with which a chat template ends the assistant's messages. None without one, and for templates
+    of gpt-oss, where it ends a thought, too. tokenizer: mlx-lm's wrapper."""
+    template, word = str(getattr(tokenizer, "chat_template", None) or ""), "continued"
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": word}]
+    if not template or "<|channel|>" in template:
+        return None
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # templates raise anything
+        return None
+    tail = text.rpartition(word)[2].lstrip()
+    ends = [token for token in tokenizer.all_special_tokens if tail.startswith(token)]
+    return max(ends, key=len, default=None)

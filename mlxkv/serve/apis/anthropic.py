@@ -138,7 +138,7 @@ def _assistant(blocks: list[tuple[str, dict]]) -> dict:
             thoughts.append(field(path, block, "thinking", str, ""))
         elif kind == "tool_use":
             arguments, id = field(path, block, "input", dict, {}), named(path, block, "id")
-            calls.append(call(path, id, named(path, block, "name"), arguments))
+            calls.append(call(id, named(path, block, "name"), arguments))
         elif kind != "redacted_thinking":  # nobody but Anthropic can read that
             texts.append(_text(path, block))
     out: dict = {"role": "assistant", "content": "\n".join(texts)}

@@ -64,7 +64,7 @@ def calls_of(parse: Any, text: str, tools: list | None) -> list[tuple[str, str, 
         name = call.get("name") if isinstance(call, dict) else None
         if not (isinstance(name, str) and name) or not isinstance(call.get("arguments"), dict):
             raise ValueError(f"a call needs a name and arguments; got {text.strip()[:80]!r}")
-        arguments = json.dumps(call["arguments"], ensure_ascii=False)
+        arguments = json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False)
         out.append((str(call.get("id") or uuid4()), name, arguments))
     return out
 

@@ -130,7 +130,7 @@ def _call(path: str, item: dict, kind: str) -> dict:
         arguments: object = {"input": field(path, item, "input", str, "")}
     else:
         arguments = field(path, item, "arguments", str, "") or "{}"
-    return call(path, named(path, item, "call_id"), named(path, item, "name"), arguments)
+    return call(named(path, item, "call_id"), named(path, item, "name"), arguments)
 
 
 def _text(path: str, content: object) -> str:

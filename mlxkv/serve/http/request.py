@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
@@ -24,6 +25,8 @@ DEFAULT_NAMES = ("default", "default_model")
 STOPS, STOP_LENGTH = 16, 256
 LOGIT_BIASES = 1024
 NAME_LENGTH = 512
+TOOL_MARKS = "_ . : / @ -"
+TOOL_NAME = re.compile(rf"[\w.:/@-]{{1,{NAME_LENGTH}}}")
 # Fields that may only have one of these values.
 ONLY: dict[str, tuple] = {
     "n": (1,),
@@ -257,6 +260,10 @@ def _chat(body: dict) -> dict:
     for path, tool in objects("tools", tools):
         if not isinstance(tool.get("function"), dict):
             raise bad(path, "must be an object with a function", tool)
+        name = named(f"{path}.function", tool["function"], "name")
+        if not TOOL_NAME.fullmatch(name):  # marks of calls and special tokens end the call
+            reason = f"must be letters, digits and {TOOL_MARKS}, at most {NAME_LENGTH}"
+            raise bad(f"{path}.function.name", reason, name)
     extra = field("", body, "chat_template_kwargs", dict, {})
     if any(k in RESERVED or not isinstance(x, str | bool | int | float) for k, x in extra.items()):
         raise bad("chat_template_kwargs", "must be plain values, of names that are free", extra)
@@ -301,4 +308,4 @@ def _content(path: str, message: dict) -> str:
 def _tool_call(path: str, one: dict) -> dict:
     function = field(path, one, "function", dict, {})
     name = named(f"{path}.function", function, "name")
-    return call(path, str(one.get("id") or ""), name, function.get("arguments") or "{}")
+    return call(str(one.get("id") or ""), name, function.get("arguments") or "{}")
