@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from samples import normal, off
 
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import UserError
@@ -13,16 +14,6 @@ from mlxkv.spec import codebook as ref
 
 DIMS = (64, 80, 96, 128, 256)
 PAPER = {1: 0.36, 2: 0.117, 3: 0.034, 4: 0.0095}  # Theorem 1, and its evaluation by simulation
-
-
-def data(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def off(y, x):
-    """Mean squared error, as a share."""
-    y, x = np.array(y, np.float64), np.array(x, np.float64)
-    return ((y - x) ** 2).sum() / (x**2).sum()
 
 
 def test_levels_are_centroids_between_midpoints(subtests):
@@ -63,7 +54,7 @@ def test_gaussian_numbers_are_those_of_the_spec():
 def test_distortion_is_that_of_the_paper(subtests):
     for bits in PAPER:
         with subtests.test(bits=bits):
-            x = mx.array(data(1, 1, 2048, 128))
+            x = mx.array(normal(1, 1, 2048, 128))
             code = Codec(Side(Codebook(bits), "random"), 128, 64)
             assert off(code.decode(code.encode(x), mx.float32), x) == pytest.approx(
                 PAPER[bits], rel=0.04
@@ -72,13 +63,13 @@ def test_distortion_is_that_of_the_paper(subtests):
             spikes = np.random.default_rng(1).permuted(
                 np.tile(np.arange(128) == 7, (2048, 1)), axis=1
             )
-            spiked = mx.array(data(1, 1, 2048, 128) * np.where(spikes, 50, 1).astype(np.float32))
+            spiked = mx.array(normal(1, 1, 2048, 128) * np.where(spikes, 50, 1).astype(np.float32))
             found = off(code.decode(code.encode(spiked), mx.float32), spiked)
             assert found == pytest.approx(PAPER[bits], rel=0.06)
 
 
 def test_rows_of_zeros_and_what_is_no_number_stay_by_themselves():
-    x = data(1, 1, 64, 64)
+    x = normal(1, 1, 64, 64)
     x[0, 0, 3], x[0, 0, 5, 7], x[0, 0, 6] = 0.0, np.nan, 1e30
     for spec in (Codebook(2), Codebook(2, corrected=True)):
         code = Codec(Side(spec, "random"), 64, 64)

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import torch
 from methods import METHODS, OWN_BOOKS, turn_at
+from samples import data
 from stored_spec import stored
 
 import cuda_track.codec
@@ -11,6 +12,7 @@ import mlxkv.codec.codec
 from cuda_track.codec.codec import Codec as TorchCodec
 from mlxkv.codec.codec import Codec
 from mlxkv.formats.config import Affine, Codebook, Full, Half, PolarTree, Side
+from mlxkv.spec.bounds import rms
 
 BACKENDS = {
     "mlx": (Codec, mx.array, np.array, mx.float32),
@@ -30,16 +32,6 @@ def cases():
             side = Side(spec, turn_at(turn, dims))
             if not (side.why_not(dims, page) or spec.why_not(dims, page)):
                 yield side, dims, page
-
-
-def data(*shape, seed=0):
-    x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    x[..., 3] *= 6
-    return x
-
-
-def rms(x, spec):
-    return np.sqrt(np.mean((np.asarray(x, np.float64) - spec) ** 2) / np.mean(spec**2))
 
 
 def test_every_format_has_a_method():

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from samples import normal, off
 
 from mlxkv.codec import polar_tree
 from mlxkv.codec.codec import Codec
@@ -13,16 +14,6 @@ from mlxkv.formats.presets import PRESETS
 from mlxkv.spec import polar_tree as ref
 
 DIMS = (64, 80, 96, 128, 256)
-
-
-def data(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def off(y, x):
-    """Mean squared error, as a share."""
-    y, x = np.array(y, np.float64), np.array(x, np.float64)
-    return ((y - x) ** 2).sum() / (x**2).sum()
 
 
 def decoded(spec, x, dims):
@@ -42,7 +33,7 @@ def test_codebooks_are_centroids_of_the_density_which_is_that_of_the_data(subtes
             for angle, low, high in zip(book, edges, edges[1:], strict=False):
                 inside = (fine >= low) & (fine <= high)
                 assert abs(np.average(fine[inside], weights=density[inside]) - angle) < 2e-4
-            _, angles = ref.to_polar(data(4000, 128).astype(np.float64))
+            _, angles = ref.to_polar(normal(4000, 128).astype(np.float64))
             found, _ = np.histogram(angles[level - 1], 40, (0, end), density=True)
             middles = (np.arange(40) + 0.5) * end / 40
             want = ref.angle_density(middles, level)
@@ -52,7 +43,7 @@ def test_codebooks_are_centroids_of_the_density_which_is_that_of_the_data(subtes
 def test_distortion_is_that_of_the_method(subtests):
     for dims in DIMS:
         with subtests.test(dims=dims):
-            x = data(1, 1, 1024, dims)
+            x = normal(1, 1, 1024, dims)
             assert off(decoded(PolarTree(), x, dims), x) == pytest.approx(0.032, rel=0.03)
             spikes = np.random.default_rng(1).permuted(
                 np.tile(np.arange(dims) == 7, (1024, 1)), axis=1
@@ -62,7 +53,7 @@ def test_distortion_is_that_of_the_method(subtests):
 
 
 def test_rows_of_zeros_and_what_is_no_number_stay_by_themselves():
-    x = data(1, 1, 64, 64)
+    x = normal(1, 1, 64, 64)
     x[0, 0, 3], x[0, 0, 5, 7] = 0.0, np.nan
     for spec in (PolarTree(), PolarTree(online=True)):
         y = np.array(decoded(spec, x, 64))[0, 0]
@@ -78,7 +69,7 @@ def test_bits_and_bad_values():
     assert "multiple of 16 dims, here are 72" in PRESETS["polar-tree"].why_not(72, 72)
     with pytest.raises(UserError, match="16, 4, 4 and 4 angles; got 2, 2"):
         PolarTree(((1, 2), (1, 2)))
-    good = polar_tree.fit(mx.array(data(256, 64)))
+    good = polar_tree.fit(mx.array(normal(256, 64)))
     with pytest.raises(UserError, match="must ascend"):
         PolarTree((good[0][::-1], *good[1:]))
     with pytest.raises(UserError, match="given or online"):

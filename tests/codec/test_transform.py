@@ -4,6 +4,7 @@ import weakref
 
 import mlx.core as mx
 import numpy as np
+from samples import normal
 
 from mlxkv.cache import adaptive
 from mlxkv.codec import affine, transform
@@ -11,10 +12,6 @@ from mlxkv.formats import matrices
 from mlxkv.formats.config import Affine
 from mlxkv.spec import affine as ref
 from mlxkv.spec import codebook as codebook_ref
-
-
-def data(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def test_matrices_are_those_of_the_spec(subtests):
@@ -42,7 +39,7 @@ def test_scaled_transforms_give_the_codes_of_the_spec(subtests):
     """SRFT, then lambda, then abs-max per group of 32 (SRFT paper, section 7.1)."""
     for per_head in (False, True):
         with subtests.test(per_head=per_head):
-            x = data(1, 2, 64, 128) * np.exp(data(128, seed=1))
+            x = normal(1, 2, 64, 128) * np.exp(normal(128, seed=1))
             down, up = ref.transform("srft", 128)
             scale = np.stack([ref.channel_scale(x[0, g] @ down) for g in range(2)])
             if not per_head:
@@ -63,7 +60,7 @@ def test_scaled_transforms_give_the_codes_of_the_spec(subtests):
                 off = np.abs(back[0, g] - spec) > 1e-4 * np.abs(spec).max()
                 assert off.mean() < 0.02  # a code at a boundary moves its whole token a little
             # q . x^ is the same before and after the transform
-            q = data(1, 2, 3, 128, seed=2)
+            q = normal(1, 2, 3, 128, seed=2)
             left = made.query(mx.array(q)) @ decoded.swapaxes(-1, -2)
             right = mx.array(q) @ mx.array(back).swapaxes(-1, -2)
             np.testing.assert_allclose(np.array(left), np.array(right), rtol=1e-4, atol=1e-3)
@@ -74,7 +71,7 @@ def test_words_are_in_the_order_of_mlx_quantize(subtests):
     for bits in (2, 3, 4, 8):
         for group in (32, 64):
             with subtests.test(bits=bits, group=group):
-                x = mx.array(data(1, 1, 64, 128))
+                x = mx.array(normal(1, 1, 64, 128))
                 stored = affine.encode(Affine(bits, group), x, 64)
                 theirs = mx.dequantize(
                     stored["codes"], stored["scale"], stored["bias"], group_size=group, bits=bits

@@ -146,9 +146,13 @@ def test_any_walk_leaves_the_same(walk, seed):
     assert one.steps.traced  # not all of it without
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_pages_of_every_method(walk, name):
-    """By plain ops, for which every method has pages; `dims` are those of its kernels."""
+# A method of each kind of pages.
+KINDS = ("affine", "kivi", "shared", "turbo", "corrected", "tree", "online", "fill", "polar")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_pages_of_every_kind(walk, name):
+    """By plain ops, for which every method has pages."""
     config = METHODS[name].config(64)
     one = walk(replace(config, sink=4, recent=8), seed=len(name), num_hidden_layers=1)
     one.next = one.read(one._text(2 * config.page))

@@ -28,6 +28,7 @@ from mlxkv.models.calibration import measure
 from mlxkv.models.hooks import fold
 from mlxkv.models.hooks.fold import match_fold
 from mlxkv.models.hooks.probe import leaves
+from mlxkv.spec.bounds import rms
 
 pytestmark = pytest.mark.usefixtures("trusted")
 
@@ -48,10 +49,6 @@ def logits(model, cache=None) -> np.ndarray:
     parts = [model(text[:, :90], cache=cache)]
     parts += [model(text[:, i : i + 1], cache=cache) for i in range(90, 100)]
     return np.array(mx.concatenate(parts, axis=1)[0])
-
-
-def rms(x, y) -> float:
-    return float(np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2)))
 
 
 def spoken(model) -> list[int]:

@@ -8,9 +8,14 @@ import numpy as np
 from mlxkv.spec import affine as ref
 
 
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal float32 values."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
 def data(*shape: int, seed: int = 0) -> np.ndarray:
     """Normal float32 values; channel 3 is six times as large, as in real keys."""
-    x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    x = normal(*shape, seed=seed)
     x[..., 3] *= 6
     return x
 
@@ -19,6 +24,12 @@ def rms(x: mx.array, spec: mx.array) -> float:
     """Root mean square error of x, relative to spec."""
     x, spec = (np.array(y.astype(mx.float32), np.float64) for y in (x, spec))
     return np.sqrt(np.mean((x - spec) ** 2) / np.mean(spec**2))
+
+
+def off(y, x) -> float:
+    """Mean squared error of y, as a share of the mean square of x."""
+    y, x = np.array(y, np.float64), np.array(x, np.float64)
+    return ((y - x) ** 2).sum() / (x**2).sum()
 
 
 def softmax(q, keys, values, scale, window=0, sinks=None, softcap=None) -> mx.array:
