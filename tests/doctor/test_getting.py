@@ -211,5 +211,4 @@ def test_what_the_environment_holds_comes_first(tmp_path, monkeypatch):
     monkeypatch.delenv("MLXKV_MODELS", raising=False)
     monkeypatch.setattr(aliases.sys, "prefix", str(tmp_path / "venv"))
     monkeypatch.setattr(aliases, "cache_dir", lambda: tmp_path / "cache")
-    assert aliases.target(in_environment=True) == tmp_path / "venv" / "models"
-    assert aliases.target() == tmp_path / "cache" / "models"
+    assert aliases.folders() == [tmp_path / name / "models" for name in ("venv", "cache")]

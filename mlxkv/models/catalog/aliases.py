@@ -18,9 +18,8 @@ from mlxkv.models.catalog.gguf.header import is_gguf
 
 # -- Models that a wheel of a Python package index holds as one GGUF file, and where their files are kept.
 #
-# One rule for every command: with MLXKV_MODELS set that folder is read and written; without it the folder `models`
-# in the environment, which `make chat` fills (`mlxkv models get --beside`), and then `models` in the user's cache
-# folder, which `mlxkv models get` fills. No framework is imported here.
+# One rule for every command: with MLXKV_MODELS set that folder is read and written; without it `models` in the user's
+# cache folder, which `mlxkv models get` fills, behind `models` in the environment. No framework is imported here.
 
 FOLDER = "MLXKV_MODELS"
 
@@ -66,15 +65,11 @@ PACKAGES = {
 
 
 def folders() -> list[Path]:
-    """Folders that may hold files of PACKAGES, in the order in which they are looked at. Raises UserError."""
+    """Folders that may hold files of PACKAGES, in the order in which they are looked at; `mlxkv models get` writes to
+    the last. Raises UserError."""
     if named := os.environ.get(FOLDER):
         return [user_path(named, FOLDER)]
     return [Path(sys.prefix) / "models", cache_dir() / "models"]
-
-
-def target(in_environment: bool = False) -> Path:
-    """The folder that `mlxkv models get` writes to: of the environment, or of the user. Raises UserError."""
-    return folders()[0 if in_environment else -1]
 
 
 def kept(name: str) -> Path | None:
