@@ -137,6 +137,15 @@ def test_the_tree_is_true():
         assert (ROOT / line.split()[0]).exists(), line
 
 
+def test_public_reports_name_tests_that_exist():
+    text = (ROOT / "docs/results/reports.md").read_text(encoding="utf-8")
+    names = re.findall(r"`(tests/\S+\.py)::(\w+)`", text)
+    assert len(names) > 25 and text.count("tests/") == len(names) + 1
+    for file, name in names:
+        code = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^def {name}\(", code, re.MULTILINE), (file, name)
+
+
 def test_docstrings_of_functions_begin_with_a_verb_or_a_noun():
     odd = re.compile(r"(?:What|Whether|Which|Why|How|Where|Whose|Who|Of|Those)\b")
     found = []

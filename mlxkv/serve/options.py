@@ -23,6 +23,7 @@ from mlxkv.models.catalog.asked import (
 
 OVERFLOWS = ("refuse", "drop")
 LOG_LEVELS = ("error", "warning", "info", "debug")
+PARENT = "MLXKV_PARENT"  # the variable with the process with which a server ends, however that ends
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 

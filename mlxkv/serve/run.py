@@ -26,7 +26,7 @@ from mlxkv.serve.http.models import Models
 from mlxkv.serve.http.site import Site
 from mlxkv.serve.http.wire import Web, listen
 from mlxkv.serve.metrics import Metrics
-from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.options import PARENT, ServeOptions
 
 GRACE = 5.0  # seconds for replies under way when the end is asked for; Docker kills after 10
 TOLD = 2.0  # seconds for their clients to read that they were cut off
@@ -41,6 +41,7 @@ class Server:
         reading.PROCESSES[0].start()  # it is ready by the time that the model is
         self.engine = Engine(options, self.metrics)
         self._asked = 0
+        self._parent = os.environ.get(PARENT)  # None: it ends by itself
         try:
             self.site = Site(options, self.engine, self.metrics)
             self.models = Models(self.site)
@@ -76,7 +77,8 @@ class Server:
         self._asked += 1
 
     def _tick(self) -> bool:
-        return self.engine.has_ended or self._asked > 0
+        has_parent = self._parent in (None, str(os.getppid()))
+        return self.engine.has_ended or self._asked > 0 or not has_parent
 
     async def _end(self) -> None:
         with suppress(OSError):  # the terminal is gone

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from serving import get, serving, until
@@ -104,6 +107,10 @@ def test_a_dry_run_starts_nothing_and_shows_no_key(fake, running, capfd):
         (["nope"], 2, "[launch] no such program; got 'nope'; choose from claude, opencode, codex"),
         (["codex"], 1, "[launch] codex is not installed; npm install -g @openai/codex"),
         (["claude", "--url", "ftp://x"], 2, "[--url] must begin with http:// or https://"),
+        (["claude", "--url", "http://[::1"], 2, "[--url] must begin with http:// or https://"),
+        (["claude", "--url", "http://[x]:1"], 2, "[--url] must begin with http:// or https://"),
+        (["claude", "--url", "http://a:99999"], 2, "[--url] must begin with http:// or https://"),
+        (["claude", "--url", "http://"], 2, "[--url] must begin with http:// or https://"),
         (["claude", "--url", "http://127.0.0.1:9"], 1, "[--url] no server of mlxkv answers"),
         (
             ["claude", "--url", "http://x", "-m", "tiny"],
@@ -122,6 +129,57 @@ def test_bad_input_is_one_line(args, code, said, fake, monkeypatch, capfd):
     assert main(["launch", *args]) == code
     (line,) = capfd.readouterr().err.splitlines()
     assert said in line
+
+
+DEEP = "[" * 100_000
+ANSWERS = {
+    "an infinite length": ('{"model": "m", "longest_tokens": 1e999}', 1, "no server of mlxkv"),
+    "no length": ('{"model": "m", "longest_tokens": -1}', 1, "no server of mlxkv"),
+    "a deep answer": (DEEP, 1, "no server of mlxkv"),
+    "a list": ("[]", 1, "no server of mlxkv"),
+    "a variable": ('{"model": "a{env:HOME}", "longest_tokens": 9}', 2, "[--model] its name"),
+    "a file": ('{"model": "{file:~/.ssh/id}", "longest_tokens": 9}', 2, "[--model] its name"),
+    "half of a pair": ('{"model": "a\\ud800", "longest_tokens": 9}', 2, "[--model] its name"),
+    "a zero": ('{"model": "a\\u0000b", "longest_tokens": 9}', 2, "[--model] its name"),
+    "a line": ('{"model": "a\\nb", "longest_tokens": 9}', 2, "[--model] its name"),
+    "elsewhere": (None, 1, "no server of mlxkv"),
+}
+
+
+@pytest.fixture
+def answering():
+    """A server that answers what `text` says, or leads elsewhere where that is None; `keys` are what it was sent."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            here.keys.append((self.path, self.headers["Authorization"]))
+            self.send_response(302 if here.text is None else 200)
+            if here.text is None:
+                self.send_header("Location", f"http://localhost:{here.server_port}/elsewhere")
+            self.end_headers()
+            self.wfile.write((here.text or "").encode())
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as here:
+        here.keys, here.text = [], ""
+        thread = Thread(target=here.serve_forever)
+        thread.start()
+        yield here
+        here.shutdown()
+        thread.join()
+
+
+def test_what_a_server_may_answer(answering, fake, capfd, subtests):
+    fake("opencode", code=9)
+    for name, (answering.text, code, said) in ANSWERS.items():
+        with subtests.test(name):
+            url = f"http://127.0.0.1:{answering.server_port}"
+            assert main(["launch", "opencode", "--url", url, "--api-key", "secret"]) == code
+            (line,) = capfd.readouterr().err.splitlines()
+            assert said in line
+    assert {path for path, _ in answering.keys} == {"/v1/kv"}
 
 
 def test_a_wrong_key_is_told(fake, running, capfd):
@@ -151,6 +209,35 @@ def test_a_server_of_its_own_lives_as_long(fake, model_folder, monkeypatch, capf
     # One that cannot start is told in its own words.
     assert main(["launch", "claude", "-m", str(model_folder), "--serve", "--batch 0"]) == 1
     assert "[--batch] must be at least 1" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_server_ends_with_a_launcher_that_is_killed(fake, model_folder, tmp_path):
+    fake("claude")
+    program = f"#!{sys.executable}\nimport os, time\n"
+    program += "print(os.environ['ANTHROPIC_BASE_URL'], flush=True)\ntime.sleep(60)\n"
+    (tmp_path / "bin" / "claude").write_text(program)
+    command = [sys.executable, "-m", "mlxkv", "launch", "claude", "-m", str(model_folder)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    ) as launched:
+        url = launched.stdout.readline().strip()
+        assert listens(url)
+        launched.kill()
+        until(lambda: not listens(url))
+        os.killpg(launched.pid, signal.SIGKILL)  # the program
+
+
+def listens(url: str) -> bool:
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.socket() as line:
+        return line.connect_ex((host, int(port))) == 0
 
 
 @pytest.mark.slow

@@ -52,6 +52,24 @@ def test_guesses_are_slowed_down(clock):
     assert keys.wrong == access.FREE + 1
 
 
+def test_guesses_do_not_lock_a_long_key_out(clock):
+    """Of others at the same address, behind a proxy for one."""
+    keys, long = Keys(), "k" * access.LONG
+
+    def status(given: str) -> int:
+        try:
+            keys.check(given, (long, "k" * (access.LONG - 1)), "10.0.0.1")
+        except Refused as refused:
+            return refused.status
+        return 200
+
+    for i in range(40):
+        assert status(f"guess {i}") == (401 if i < access.FREE else 429)
+        assert status(long) == 200
+    assert [status(long[:-1]), status(long + "k"), status("")] == [429, 429, 401]
+    assert keys.wrong == access.FREE
+
+
 def test_a_key_is_compared_whole(clock):
     keys = Keys()
     assert [tried(keys, given) for given in ("secret", "other")] == [200, 200]

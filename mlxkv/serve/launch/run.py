@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -20,11 +20,13 @@ from tempfile import TemporaryFile
 from typing import IO
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
+from mlxkv import untrusted
 from mlxkv.console import note, on, say, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.serve.launch.tools import KEY, Served, Tool
+from mlxkv.serve.options import PARENT
 
 USUAL = "http://127.0.0.1:8080"
 LONGEST = 1 << 15  # tokens, in a dry run without a server, which would know
@@ -44,13 +46,15 @@ def run(
         path = Path(model := options[options.index("--model") + 1]).expanduser()
         name = path.resolve().name if path.exists() else model
         say(shlex.join(["mlxkv", "serve", *options, "--port", "8080"]))
-        return _start(tool, program, Served(USUAL, "", name, LONGEST), args, dry)
+        return _start(tool, program, Served(USUAL, "", _sound(name), LONGEST), args, dry)
     if options:
         with started(options) as served:
             note(f"{served.model} at {served.url}, {served.longest} tokens")
             return _start(tool, program, served, args, dry)
-    if url is not None and urlsplit(url).scheme not in ("http", "https"):
-        raise UserError(f"[--url] must begin with http:// or https://; got {url[:80]!r}")
+    if url is not None and not _is_url(url):
+        raise UserError(
+            f"[--url] must begin with http:// or https://, and a host; got {url[:80]!r}"
+        )
     key = key or next(iter(os.environ.get(KEY, "").splitlines()), "")
     where = (url or USUAL).rstrip("/").removesuffix("/v1")
     served = ask(where, key)
@@ -64,16 +68,34 @@ def run(
     return _start(tool, program, served, args, dry)
 
 
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no address of IPv6, no number of a port
+        return False
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    def redirect_request(self, *args):
+        """Return that there is none: it would carry the key to another host."""
+        return None
+
+
 def ask(url: str, key: str) -> Served | None:
-    """The server at a URL, None where no server of ours answers. Raises UserError for a wrong key."""
+    """The server at a URL, None where no server of ours answers. Raises UserError for a wrong key, and for the name
+    of a model that programs would take for something else."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         # Not by a proxy: the server is asked for by its address.
-        with build_opener(ProxyHandler({})).open(
+        with build_opener(ProxyHandler({}), _NoRedirects).open(
             Request(f"{url}/v1/kv", headers=headers), timeout=ANSWER_SECONDS
         ) as response:
-            about = json.loads(response.read(1 << 20))
-        return Served(url, key, str(about["model"]), int(about["longest_tokens"]))
+            about = untrusted.parse(response.read(1 << 20))
+        name = _sound(str(about["model"]))
+        return Served(url, key, name, untrusted.whole(about["longest_tokens"], "longest_tokens"))
+    except UserError:
+        raise
     except HTTPError as error:
         if error.code in (401, 429):
             raise UserError(
@@ -83,6 +105,16 @@ def ask(url: str, key: str) -> Served | None:
         return None
     except (OSError, HTTPException, ValueError, KeyError, TypeError):
         return None
+
+
+def _sound(model: str) -> str:
+    """A model's name. Raises UserError where OpenCode would put a variable or a file into it ({env:HOME}), or no
+    configuration can hold it."""
+    if not model.isprintable() or re.search(r"\{(env|file):", model):
+        raise UserError(
+            f"[--model] its name would mean something else to the program; got {ascii(model)[:80]}; rename its folder"
+        )
+    return model
 
 
 @contextmanager
@@ -97,7 +129,7 @@ def started(options: list[str]) -> Iterator[Served]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=os.environ | {KEY: key},
+            env=os.environ | {KEY: key, PARENT: str(os.getpid())},
             start_new_session=True,  # Ctrl-C is for the program, and not for its server
         )
         try:
