@@ -13,7 +13,7 @@ from mlxkv.serve.refusals import Refused
 
 @pytest.mark.parametrize("kv", ["fp16", "int4"])
 def test_so_many_are_admitted_and_one_more_is_not(model_folder, kv):
-    with serving(model_folder, kv=kv, kv_memory="300KB", max_requests=4) as server:
+    with serving(model_folder, kv=kv, kv_memory="400KB", max_requests=4) as server:
         idle = get(server, "/v1/kv")
         most = idle["safe_tokens"]
         assert most == idle["longest_tokens"] < 2048

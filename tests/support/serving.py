@@ -16,7 +16,7 @@ from mlxkv.serve.run import Server
 
 LONG = "All work and no play. " * 14  # 308 tokens: several pages
 ENDLESS = {"prompt": "b", "max_tokens": 1500, "logit_bias": {"257": -100}}  # never the last token
-PATIENCE = 60.0  # seconds until a test gives up; never waited for on success
+PATIENCE = 300.0  # seconds until a test gives up; never waited for on success
 
 
 @contextmanager
