@@ -131,8 +131,8 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
     mistyped(body, TAKEN)
     for name, values in ONLY.items():
         if name in body and (type(body[name]), body[name]) not in [(type(x), x) for x in values]:
-            choices = f"; choose {json.dumps(values[0])}" if values else ", leave it out"
-            raise bad(name, f"this server does not have it{choices}", body[name])
+            only = f"only {json.dumps(values[0])} is supported" if values else "not supported"
+            raise bad(name, only, body[name])
     model = body.get("model", served.model)
     if model not in (served.model, *DEFAULT_NAMES):
         raise no_model(str(model)[:80], (served.model,))
