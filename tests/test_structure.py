@@ -46,7 +46,7 @@ VAGUE = """one own found told asked held rest more what it there beside left kep
     taught thrown torn tried used waited won"""
 VAGUE_SHARE = {
     "cuda_track": 0.8,
-    "metal": 9,
+    "metal": 1,
     "models": 1,
     "bench": 2.3,
     "calibrate": 0,

@@ -67,7 +67,9 @@ def text(name: str, types: tuple[torch.dtype, ...], template: Template) -> str:
             parameters.append(f"{kind} {name_of} [[{name_of}]]")
     lines = ",\n".join(parameters)
     inside = constants(template) + source
-    return f"{BEFORE}{header(name, wanted=enabled)}kernel void mlxkv_{name}(\n{lines}) {{\n{inside}}}\n"
+    return (
+        f"{BEFORE}{header(name, parts=enabled)}kernel void mlxkv_{name}(\n{lines}) {{\n{inside}}}\n"
+    )
 
 
 def constants(template: Template) -> str:

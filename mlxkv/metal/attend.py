@@ -182,16 +182,17 @@ def attend(
     rows = q.shape[2]
     tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, make)
     tiles = -(-rows // tile)
-    most = lengths.division.records
-    more = more_runs[0].records if more_runs else 0
+    first_count = lengths.division.records
+    second_count = more_runs[0].records if more_runs else 0
+    count = first_count + second_count
     page_splits, window_splits = splits_for(
-        most + more, window_units, batch * heads * tiles, gpu.cores(make)
+        count, window_units, batch * heads * tiles, gpu.cores(make)
     )
     page_splits = first = max(len(runs), page_splits)
     q_pages, up = _turned(run, q.astype(mx.float32)), _up(run)
     second, more_headers = nothing(mx.uint32), nothing(mx.uint32)
     if more_runs:
-        first = min(page_splits - 1, max(1, round(page_splits * most / (most + more))))
+        first = min(page_splits - 1, max(1, round(page_splits * first_count / count)))
         q_pages = mx.stack([q_pages, _turned(more_runs[0], q.astype(mx.float32))], axis=2)
         up = _both_up(up, _up(more_runs[0]), batch, heads)
         second = more_runs[0].buffer
@@ -214,7 +215,7 @@ def attend(
                 *(rows, page_splits, capacity, sink[0].shape[2], live[0].shape[2], new_tokens),
                 *(window, heads, first, second.shape[2] if more_runs else 0, len(runs)),
             ),
-            lengths.with_more(more),
+            lengths.with_more(second_count),
             numbers,
             second,
             more_headers,
@@ -286,25 +287,25 @@ def _up(run: Run) -> mx.array | None:
 def rows_of_tile(dims: int, rows: int, make: Factory) -> int:
     """Query rows of a threadgroup of `attend`, 1, 2 or 4, so that few kernels are built. dims: the largest
     of D and the stored dims."""
-    most = TILE_ROWS if dims <= TILE_DIMS else 1
+    limit = TILE_ROWS if dims <= TILE_DIMS else 1
     if make is mx.fast.cuda_kernel:
-        most = TILE_ROWS_CUDA
-    return next(n for n in (1, 2, 4) if rows <= n or n == most)
+        limit = TILE_ROWS_CUDA
+    return next(n for n in (1, 2, 4) if rows <= n or n == limit)
 
 
-def splits_for(records: int, windows: int, others: int, cores: int | None) -> tuple[int, int]:
+def splits_for(records: int, windows: int, head_tiles: int, cores: int | None) -> tuple[int, int]:
     """Return how many threadgroups share the records of a head, and how many its windows.
 
-    windows: units of 16 tokens. others: heads times tiles of rows. cores: of the GPU; None: enough for
+    windows: units of 16 tokens. head_tiles: heads times tiles of rows. cores: of the GPU; None: enough for
     splits of `SPLIT_RECORDS`.
     """
     if cores is None:
         return min(MAX_SPLITS, max(1, -(-records // SPLIT_RECORDS))), 1
-    most = MAX_SPLITS // 2  # of each, so that the merge can take both
-    pages = max(1, min(most, round(PER_CORE * cores / others), -(-records // FEW_RECORDS)))
+    limit = MAX_SPLITS // 2  # of each, so that the merge can take both
+    pages = max(1, min(limit, round(PER_CORE * cores / head_tiles), -(-records // FEW_RECORDS)))
     # Windows get splits of their own, each with at least as many units as a split of the records.
-    each = max(SIMDGROUPS, -(-records // pages))
-    return pages, max(1, min(most, -(-windows // each)))
+    least_units = max(SIMDGROUPS, -(-records // pages))
+    return pages, max(1, min(limit, -(-windows // least_units)))
 
 
 def _both_up(

@@ -35,8 +35,8 @@ def known_cores() -> int | None:
         text = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', text)
-    return max(1, int(found[1])) if found else None
+    match = re.search(r'"gpu-core-count"\s*=\s*(\d+)', text)
+    return max(1, int(match[1])) if match else None
 
 
 def _apple_cores() -> int:
@@ -61,11 +61,11 @@ def why_no_tiles() -> str | None:
 
 def backends() -> list[dict[str, object]]:
     """Each backend of MLX: found or not, and whether it is the one in use."""
-    found = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available(), "cpu": True}
+    available = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available(), "cpu": True}
     rows = []
-    for name, there in found.items():
+    for name, is_found in available.items():
         device = ""
         if name == backend():
             device = str(mx.device_info().get("device_name", ""))
-        rows.append({"name": name, "found": there, "used": name == backend(), "device": device})
+        rows.append({"name": name, "found": is_found, "used": name == backend(), "device": device})
     return rows

@@ -46,10 +46,10 @@ def why_not(spec, dims: int, page: int, dtype: mx.Dtype) -> str | None:
 def why_not_here(make: Factory) -> str | None:
     """Return why it does not run on this machine, or None."""
     if make is mx.fast.cuda_kernel:
-        found = mx.device_info().get("compute_capability_major", 0)
+        capability = mx.device_info().get("compute_capability_major", 0)
         return (
             None
-            if found >= CAPABILITY
+            if capability >= CAPABILITY
             else "the kernel for latents needs an A100 or its successors"
         )
     if make is mx.fast.metal_kernel:
@@ -88,8 +88,8 @@ def attend(
     dtype, on_cuda = live.dtype, make is mx.fast.cuda_kernel
     group = spec.group_size(dims, page)
     by_channel = spec.axis == "channel"
-    several = (on_cuda or getattr(make, "wide", False)) and not (by_channel and group % 32)
-    per = 2 if several else 1  # times 16 tokens of a block: CUDA has threadgroup memory for 32
+    is_wide = (on_cuda or getattr(make, "wide", False)) and not (by_channel and group % 32)
+    per = 2 if is_wide else 1  # times 16 tokens of a block: CUDA has threadgroup memory for 32
     block = 16 * per
     need = -(-rows // ROWS)
     groups = -(-need // MOST_TILES)
@@ -102,8 +102,8 @@ def attend(
     )
     window_blocks = -(-n_sink // block) + -(-WINDOW * -(-n_live // WINDOW) // block)
     page_splits = _splits(page_blocks, groups * batch, make)
-    each = -(-page_blocks // page_splits)
-    splits = page_splits + min(MAX_SPLITS, -(-window_blocks // each))
+    split_blocks = -(-page_blocks // page_splits)
+    splits = page_splits + min(MAX_SPLITS, -(-window_blocks // split_blocks))
     rooms = stored["codes"].shape[2], rotary.shape[3], n_live
     if sizes is None:
         lengths = ints(rows, page_splits, tokens, n_sink, n_live, *rooms, n_sink + tokens)
@@ -168,8 +168,8 @@ def attend(
     return merged.reshape(q.shape)
 
 
-def _splits(blocks: int, others: int, make: Factory) -> int:
-    """Return how many threadgroups share the blocks of the pages. others: threadgroups that read the same."""
+def _splits(blocks: int, readers: int, make: Factory) -> int:
+    """Return how many threadgroups share the blocks of the pages. readers: threadgroups that read the same."""
     cores = gpu.cores(make)
-    wanted = WANTED_CUDA if cores is None else PER_CORE * cores
-    return max(1, min(MAX_SPLITS, round(wanted / others), -(-blocks // LEAST_BLOCKS)))
+    target = WANTED_CUDA if cores is None else PER_CORE * cores
+    return max(1, min(MAX_SPLITS, round(target / readers), -(-blocks // LEAST_BLOCKS)))

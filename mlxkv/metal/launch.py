@@ -49,19 +49,19 @@ def backend() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-_given: list[Factory | None] = []
+_factories: list[Factory | None] = []
 TILES, KERNELS, OFF = "tiles", "kernels", "switched off after an error"
 _off: dict[str, str] = {}  # TILES or KERNELS -> the error that switched them off
 
 
-def switch_off(what: str, reason: str) -> None:
+def switch_off(part: str, reason: str) -> None:
     """Use no TILES, or no KERNELS at all, in this process from now on."""
-    _off[what] = reason
+    _off[part] = reason
 
 
-def switched_off(what: str) -> str | None:
+def switched_off(part: str) -> str | None:
     """Return why they are switched off, or None."""
-    return f"{OFF}: {_off[what]}" if what in _off else None
+    return f"{OFF}: {_off[part]}" if part in _off else None
 
 
 def factory() -> Factory | None:
@@ -69,8 +69,8 @@ def factory() -> Factory | None:
     once they are switched off."""
     if KERNELS in _off:
         return None
-    if _given:
-        return _given[-1]
+    if _factories:
+        return _factories[-1]
     if os.environ.get(SWITCH) == "0":
         return None
     return {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}.get(backend())
@@ -85,22 +85,22 @@ def absent() -> str:
     """Return why there is no factory."""
     if off := switched_off(KERNELS):
         return off
-    return f"{SWITCH}=0" if not _given and os.environ.get(SWITCH) == "0" else "no GPU here"
+    return f"{SWITCH}=0" if not _factories and os.environ.get(SWITCH) == "0" else "no GPU here"
 
 
 @contextmanager
 def using(make: Factory | None) -> Iterator[None]:
     """Have caches made inside use kernels built by `make` (None: plain ops), whatever the machine.
     Afterwards kernels are switched on or off as before."""
-    before = dict(_off)
+    earlier_off = dict(_off)
     _off.clear()
-    _given.append(make)
+    _factories.append(make)
     try:
         yield
     finally:
-        _given.pop()
+        _factories.pop()
         _off.clear()
-        _off.update(before)
+        _off.update(earlier_off)
 
 
 def include(name: str) -> str:
@@ -133,13 +133,13 @@ def build(name: str, template: Template, make: Factory, shared_memory: int = 0, 
     shared_memory, bounds: for CUDA alone, bytes of dynamic shared memory and launch bounds.
     """
     on_cuda = make is mx.fast.cuda_kernel
-    wanted = features(dict(template))
-    source = constants(template, on_cuda) + body(name, wanted)
-    head = header(name, on_cuda, wanted)
+    parts = features(dict(template))
+    source = constants(template, on_cuda) + body(name, parts)
+    head = header(name, on_cuda, parts)
     # MLX keeps compiled kernels by name.
     digest = sha256(f"{head}{source}{bounds}".encode()).hexdigest()[:12]
     if on_cuda:
-        switches = "".join(f"#define {one} {int(one in wanted)}\n" for one in FEATURES)
+        switches = "".join(f"#define {name} {int(name in parts)}\n" for name in FEATURES)
         source = constants(template, on_cuda) + "".join(map(include, bodies(name)))
         head = switches + "".join(map(include, headers(name, on_cuda)))
     options = {"shared_memory": shared_memory} if on_cuda else {}

@@ -44,12 +44,12 @@ class Lengths:
 
     numbers: [4 B], of each sequence records, sink tokens, live tokens and its first record; an int32 array where only
         the device knows them.
-    division: for which kernels are launched. made: arrays for the kernels of this step.
+    division: for which kernels are launched. arrays: for the kernels of this step.
     """
 
     numbers: tuple[int, ...] | mx.array
     division: Division
-    made: dict[Hashable, mx.array] = field(default_factory=dict, repr=False)
+    arrays: dict[Hashable, mx.array] = field(default_factory=dict, repr=False)
 
     @property
     def rows(self) -> list[tuple[int, int, int, int]]:
@@ -58,23 +58,23 @@ class Lengths:
 
     def behind(self, sizes: tuple[int, ...]) -> mx.array:
         """[n + 4 B] int32: `sizes`, then `numbers`."""
-        if sizes not in self.made:
+        if sizes not in self.arrays:
             if isinstance(self.numbers, tuple):
-                self.made[sizes] = ints(*sizes, *self.numbers)
+                self.arrays[sizes] = ints(*sizes, *self.numbers)
             else:
-                self.made[sizes] = mx.concatenate([ints(*sizes), self.numbers])
-        return self.made[sizes]
+                self.arrays[sizes] = mx.concatenate([ints(*sizes), self.numbers])
+        return self.arrays[sizes]
 
     def with_more(self, more: int) -> mx.array:
         """[5 B + 4] int32: `numbers`, with `more` behind those of each sequence; four zeros behind."""
-        if more not in self.made:
+        if more not in self.arrays:
             if isinstance(self.numbers, tuple):
-                self.made[more] = ints(*(n for row in self.rows for n in (*row, more)), *[0] * 4)
+                self.arrays[more] = ints(*(n for row in self.rows for n in (*row, more)), *[0] * 4)
             else:
                 rows = self.numbers.reshape(-1, 4)
                 rows = mx.concatenate([rows, mx.full((rows.shape[0], 1), more, mx.int32)], axis=1)
-                self.made[more] = mx.concatenate([rows.reshape(-1), mx.zeros(4, mx.int32)])
-        return self.made[more]
+                self.arrays[more] = mx.concatenate([rows.reshape(-1), mx.zeros(4, mx.int32)])
+        return self.arrays[more]
 
 
 @lru_cache(maxsize=256)
@@ -103,8 +103,10 @@ def grown(pages: int) -> int:
 @lru_cache(maxsize=256)
 def shared(records: tuple[int, ...]) -> Division:
     """The division for sequences of so many records in one buffer."""
-    most = max(records)
-    if not most:
+    longest = max(records)
+    if not longest:
         return Division(0)
-    step = max(STEPS, 1 << max(0, most.bit_length() - STEPS.bit_length()))
-    return Division(-(-most // step) * step, -(-PARTS * sum(records) // (len(records) * most)))
+    step = max(STEPS, 1 << max(0, longest.bit_length() - STEPS.bit_length()))
+    return Division(
+        -(-longest // step) * step, -(-PARTS * sum(records) // (len(records) * longest))
+    )

@@ -121,8 +121,8 @@ def seal_kind(transform: Transform | None, dims: int, tokens: int) -> int | None
     Of many tokens it is a product of MLX's, on matrix units where there are any."""
     kind = fast_kind(transform, dims)
     if kind is None and tokens <= DENSE_TOKENS and dims in DENSE_DIMS:
-        own = transform.down.ndim > 3  # one for each of a batch
-        return DENSE if transform.down.shape[-2:] == (dims, dims) and not own else None
+        by_sequence = transform.down.ndim > 3  # one for each of a batch
+        return DENSE if transform.down.shape[-2:] == (dims, dims) and not by_sequence else None
     return kind
 
 
@@ -158,12 +158,12 @@ def seal_channels(
     tokens = length - start if tokens is None else tokens
     count, at = tokens // TOKENS, layout.keys
     inputs, places = [], []
-    for x, transform, rank, most in zip(pair, transforms, ranks, (1, MAX_RANK), strict=True):
+    for x, transform, rank, limit in zip(pair, transforms, ranks, (1, MAX_RANK), strict=True):
         first = start
-        if transform is not None or rank > most:
+        if transform is not None or rank > limit:
             x, first = x[:, :, start : start + tokens], 0
             x = x if transform is None else transform.store(x)
-            x = affine.clip_rows(x.astype(mx.float32), rank) if rank > most else x
+            x = affine.clip_rows(x.astype(mx.float32), rank) if rank > limit else x
         inputs.append(x)
         places += [first, x.shape[2]]
     keys, values = inputs

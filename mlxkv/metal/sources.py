@@ -87,8 +87,8 @@ def features(template: Mapping[str, object]) -> Features:
     """The parts of the texts that these template values use; a value of either side is enough."""
     return frozenset(
         name
-        for name, (word, least) in FEATURES.items()
-        if any(template.get(word + side, 0) >= least for side in ("", "_K", "_V"))
+        for name, (word, minimum) in FEATURES.items()
+        if any(template.get(word + side, 0) >= minimum for side in ("", "_K", "_V"))
     )
 
 
@@ -96,10 +96,11 @@ def features(template: Mapping[str, object]) -> Features:
 def path(name: str) -> Traversable:
     """The file `name` in `text/` or one of its folders: names are unique."""
     home = files("mlxkv.metal").joinpath("text")
-    found = (
-        folder / name for folder in [home, *(each for each in home.iterdir() if each.is_dir())]
+    paths = (
+        folder / name
+        for folder in [home, *(folder for folder in home.iterdir() if folder.is_dir())]
     )
-    return next(one for one in found if one.is_file())
+    return next(file for file in paths if file.is_file())
 
 
 def read(name: str) -> str:
@@ -110,13 +111,13 @@ def read(name: str) -> str:
     return "\n".join(line.strip() for line in text.splitlines() if line.strip()) + "\n"
 
 
-def chosen(text: str, wanted: Features) -> str:
+def resolved(text: str, parts: Features) -> str:
     """The text with every `#if WITH_NAME` and `#if WITH_A || WITH_B` resolved."""
     out, open_ = [], []  # of each open condition: None for another's, else whether its lines stay
     for line in text.splitlines(keepends=True):
-        word, _, rest = line.strip().partition(" ")
-        if word == "#if" and rest.startswith("WITH_"):
-            open_.append(any(name.strip() in wanted for name in rest.split("||")))
+        word, _, condition = line.strip().partition(" ")
+        if word == "#if" and condition.startswith("WITH_"):
+            open_.append(any(name.strip() in parts for name in condition.split("||")))
             continue
         if word in ("#if", "#ifdef", "#ifndef"):
             open_.append(None)
@@ -143,11 +144,11 @@ def bodies(name: str) -> tuple[str, ...]:
     return BODIES.get(name, (f"{name}.metal",))
 
 
-def body(name: str, wanted: Features = ALL) -> str:
+def body(name: str, parts: Features = ALL) -> str:
     """The text of the body `name`."""
-    return chosen("".join(map(read, bodies(name))), wanted)
+    return resolved("".join(map(read, bodies(name))), parts)
 
 
-def header(name: str, on_cuda: bool = False, wanted: Features = ALL) -> str:
+def header(name: str, on_cuda: bool = False, parts: Features = ALL) -> str:
     """The text that stands before the body `name`."""
-    return chosen("".join(map(read, headers(name, on_cuda))), wanted)
+    return resolved("".join(map(read, headers(name, on_cuda))), parts)

@@ -46,8 +46,14 @@ def _filled(suffix: str) -> dict[str, object]:
     """`side_template` of any side whose blocks have widths of their own: a table tells them apart."""
     names = ("SYMMETRIC", "CHANNEL", "PER_TOKEN", "PAIRS", "CODEBOOK", "TREE")
     values = {f"{name}{suffix}": int(name == "SYMMETRIC") for name in names}
-    one = {"BITS": 2, "GROUP": DIMS * MOST_BLOCKS, "BOOKS": (0,), "C": _constants(()), "FILL": 1}
-    return values | {f"{name}{suffix}": value for name, value in one.items()}
+    other_values = {
+        "BITS": 2,
+        "GROUP": DIMS * MOST_BLOCKS,
+        "BOOKS": (0,),
+        "C": _constants(()),
+        "FILL": 1,
+    }
+    return values | {f"{name}{suffix}": value for name, value in other_values.items()}
 
 
 @lru_cache(maxsize=256)
@@ -124,18 +130,18 @@ def _entries(at: SideLayout, start: int) -> np.ndarray:
     words before its row in the record, 0 where it stands in the half row at the end; 9 the float that undoes
     `_second_step` in a tile; 10 the float (2^b - 1) / 2; 11 nothing.
     """
-    out, whole = np.zeros((MOST_BLOCKS, ENTRY), np.uint32), at.quarters // QUARTERS
+    out, full_rows = np.zeros((MOST_BLOCKS, ENTRY), np.uint32), at.quarters // QUARTERS
     for part in parts(at.widths):
         row, first, entry = start + LANES * part.row, 4 * part.quarter, out[part.block]
         if part.low:
-            flags = THIRD | (THIRD_HALF_ROW if part.row == whole else 0)
+            flags = THIRD | (THIRD_HALF_ROW if part.row == full_rows else 0)
             entry[1] |= SPECIAL
             entry[6], entry[7] = row, entry[7] | first | flags << 16
             continue
         bits = at.widths[part.block]
         step = _second_step(bits)
         place = 0 if bits == 8 else step  # of p = 1, once it is below the leading one
-        flags = (EIGHT if bits == 8 else 0) | (HALF_ROW if part.row == whole else 0)
+        flags = (EIGHT if bits == 8 else 0) | (HALF_ROW if part.row == full_rows else 0)
         second = first + {8: 0, 4: 8, 2: 4, 1: 1}[part.width]
         entry[6 if flags & HALF_ROW else 8] = row
         entry[0] = first
@@ -157,7 +163,7 @@ def fill_table(layout: RecordLayout) -> mx.array:
     head = [layout.words, layout.keys.words, *(x.dims for x in sides)]
     head += [*(len(x.widths) for x in sides), 0, 0]
     entries = (_entries(x, n).ravel() for x, n in zip(sides, (0, head[1]), strict=True))
-    return _kept(np.concatenate([np.array(head, np.uint32), *entries]))
+    return _shared_array(np.concatenate([np.array(head, np.uint32), *entries]))
 
 
 @lru_cache(maxsize=512)
@@ -169,12 +175,12 @@ def fill_sealing(at: SideLayout) -> mx.array:
         entry[:4] = GAINS[bits] * STEPS[bits], GAINS[bits], (2**bits - 1) / 2, bits
     head = np.zeros(HEAD, np.float32)
     head[:4] = len(at.widths), at.dims, at.code_words, 1 / at.dims
-    return _kept(np.concatenate([head, out.ravel()]))
+    return _shared_array(np.concatenate([head, out.ravel()]))
 
 
-def _kept(numbers: np.ndarray) -> mx.array:
+def _shared_array(numbers: np.ndarray) -> mx.array:
     """An array that all layers and threads may share."""
     with mx.stream(mx.cpu):
-        made = mx.array(numbers)
-        mx.eval(made)
-    return made
+        array = mx.array(numbers)
+        mx.eval(array)
+    return array

@@ -133,7 +133,7 @@ def _lasting(transform: Transform | None, keys: bool, room: int) -> Map:
     if transform is None:
         return None, 0
     with mx.stream(mx.cpu):
-        out = _made(transform, keys, room)
+        out = _map_of(transform, keys, room)
         mx.eval(out[0])
     return out
 
@@ -141,10 +141,10 @@ def _lasting(transform: Transform | None, keys: bool, room: int) -> Map:
 @kept_with
 def _following(transform: Transform, keys: bool) -> Map:
     """The map of a transform that follows the text, not evaluated: it depends on tokens still being read."""
-    return _made(transform, keys)
+    return _map_of(transform, keys)
 
 
-def _made(transform: Transform, keys: bool, room: int = 0) -> Map:
+def _map_of(transform: Transform, keys: bool, room: int = 0) -> Map:
     up = transform.up
     if room > up.shape[-2]:
         up = mx.pad(up, [(0, 0)] * (up.ndim - 2) + [(0, room - up.shape[-2]), (0, 0)])
@@ -160,10 +160,10 @@ def _maps(run: Run, dims: int) -> tuple[Map, Map]:
     return run.maps
 
 
-def _spread(one: Map, count: int) -> Map:
+def _spread(single: Map, count: int) -> Map:
     """The map repeated for each of a batch, where another run of pages has one for each."""
-    words, own = one
-    return one if own == count else (mx.tile(words, (count // own, 1, 1, 1, 1)), count)
+    words, heads = single
+    return single if heads == count else (mx.tile(words, (count // heads, 1, 1, 1, 1)), count)
 
 
 def _bits(value: float) -> int:
@@ -172,16 +172,16 @@ def _bits(value: float) -> int:
 
 def _is_wide(layout: RecordLayout, dims: int) -> bool:
     """Return whether a core has registers, or memory for records, for only 8 simdgroups."""
-    most = max(dims, *_stored(layout, dims))
-    return most > 128 or _ring_stage(layout, SIMDGROUPS) > RING_BYTES // 2
+    dims_limit = max(dims, *_stored(layout, dims))
+    return dims_limit > 128 or _ring_stage(layout, SIMDGROUPS) > RING_BYTES // 2
 
 
 def _simdgroups(layout: RecordLayout, wide: bool, merges: int, make: Factory) -> int:
     """Simdgroups of a threadgroup. Many on CUDA, so that few splits are merged, unless heads are many."""
-    few = merges * SIMDGROUPS_CUDA * 4 <= SIMDGROUPS_WANTED  # on CUDA alone
+    merges_fit = merges * SIMDGROUPS_CUDA * 4 <= SIMDGROUPS_WANTED  # on CUDA alone
     words = 0 if layout.keys.widths else layout.words  # one text for records of all sizes
     fits = not wide and SIMDGROUPS_CUDA * 4 * words * 4 <= RING_BYTES
-    return SIMDGROUPS_CUDA if make is mx.fast.cuda_kernel and few and fits else SIMDGROUPS
+    return SIMDGROUPS_CUDA if make is mx.fast.cuda_kernel and merges_fit and fits else SIMDGROUPS
 
 
 def splits_for(
@@ -189,15 +189,15 @@ def splits_for(
 ) -> tuple[int, int]:
     """Return how many threadgroups share the records of a head, and how many its windows. merges: heads
     times tiles of rows; cores: of an Apple GPU, None elsewhere."""
-    few = -(-records // (2 * simdgroups))
+    limit = -(-records // (2 * simdgroups))
     if cores is not None:  # windows come besides: they end early
         room = max(1, round(PER_CORE * cores / merges))
-        return max(1, min(MAX_SPLITS // 2, room, few)), 1
+        return max(1, min(MAX_SPLITS // 2, room, limit)), 1
     room = SIMDGROUPS_WANTED // simdgroups // merges
     if wide:  # a core holds half as many, and each leaves more to merge
         room = min(room // 2 if merges > 1 else room, MAX_SPLITS // 2)
     windows = 2 if room >= 16 and simdgroups < SIMDGROUPS_CUDA else 1
-    return max(1, min(MAX_SPLITS - windows, room - windows, few)), windows
+    return max(1, min(MAX_SPLITS - windows, room - windows, limit)), windows
 
 
 def _ring_stage(layout: RecordLayout, simdgroups: int) -> int:
@@ -209,21 +209,21 @@ def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> t
     """(stages, bytes of shared memory) of the ring of records."""
     if make is not mx.fast.cuda_kernel:
         return 1, 0
-    each = _ring_stage(layout, simdgroups)
+    stage = _ring_stage(layout, simdgroups)
     room = RING_BYTES if simdgroups == SIMDGROUPS_CUDA or wide else RING_BYTES // 2
     if layout.keys.widths:  # records of all sizes share a text, which finds how many stages fit
-        each = room // MOST_STAGES // 128 * 128
-    stages = max(1, min(MOST_STAGES, room // each))
-    return stages, stages * each + -(-stages * simdgroups * 8 // 128) * 128
+        stage = room // MOST_STAGES // 128 * 128
+    stages = max(1, min(MOST_STAGES, room // stage))
+    return stages, stages * stage + -(-stages * simdgroups * 8 // 128) * 128
 
 
 def _soon(layout: RecordLayout, wide: bool, make: Factory) -> dict[str, int]:
     """Return how many blocks of a side are read ahead where blocks have different widths."""
-    most = SOON_CUDA if make is mx.fast.cuda_kernel else SOON
-    return {"SOON": 0 if wide else most} if layout.keys.widths else {}
+    count = SOON_CUDA if make is mx.fast.cuda_kernel else SOON
+    return {"SOON": 0 if wide else count} if layout.keys.widths else {}
 
 
-def _held(layout: RecordLayout, simdgroups: int, stages: int, shared_memory: int) -> int:
+def _record_words(layout: RecordLayout, simdgroups: int, stages: int, shared_memory: int) -> int:
     """Words of a record, or for records of all sizes what a stage of the ring has for each."""
     if not layout.keys.widths:
         return layout.words
@@ -258,7 +258,7 @@ def _kernel(
         "D": dims,
         "RK": stored[0],
         "RV": stored[1],
-        "RECORD": _held(layout, simdgroups, stages, shared_memory),
+        "RECORD": _record_words(layout, simdgroups, stages, shared_memory),
         "PAGE": layout.page,
         "HEADER": layout.header_words,
         "HAS_K": int(mapped[0]),
@@ -294,7 +294,7 @@ def _plan(
         there are logits of attention sinks, window.
     """
     batch, q_heads, new_tokens, dims = shape
-    heads, *rooms, capacity, more = rooms
+    heads, *rooms, capacity, second_count = rooms
     scale, softcap, has_sinks, window = scores
     rows = q_heads // heads * new_tokens
     merges = batch * heads * -(-rows // ROWS)
@@ -305,21 +305,22 @@ def _plan(
         512 * own_blocks * stored[1],
     )
     strides = (size if n > 1 else 0 for n, size in zip(counts, sizes, strict=True))
-    own = sum(bit for bit, n in zip((1, 2), counts, strict=True) if n > heads)
-    most, runs = division.records, 2 if capacity else 1
+    by_sequence = sum(bit for bit, n in zip((1, 2), counts, strict=True) if n > heads)
+    first_count, runs = division.records, 2 if capacity else 1
     wide = _is_wide(layout, dims)
     busy = division.busy(merges)
     simdgroups = _simdgroups(layout, wide, busy, make)
-    page_splits, window_splits = splits_for(most + more, busy, simdgroups, wide, gpu.cores(make))
+    count = first_count + second_count
+    page_splits, window_splits = splits_for(count, busy, simdgroups, wide, gpu.cores(make))
     page_splits = first = max(runs, page_splits)
     if runs > 1:
-        first = min(page_splits - 1, max(1, round(page_splits * most / (most + more))))
+        first = min(page_splits - 1, max(1, round(page_splits * first_count / count)))
     splits = page_splits + window_splits
     size = (
         *(rows, page_splits, *rooms, new_tokens, window, heads, *strides),
         *(_bits(scale * LOG2E), _bits(LOG2E)),
         *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits]),
-        *(first, capacity, more, own),
+        *(first, capacity, second_count, by_sequence),
     )
     width = BLOCK * max(stored[1], own_blocks)
     mapped = tuple(n > 0 for n in counts)
@@ -352,18 +353,18 @@ def _counters() -> Iterator[mx.array]:
     return cycle(slots)
 
 
-_forgotten = [0]
+_resets = [0]
 
 
 def forget_counters() -> None:
     """Make new counters: a kernel that was stopped by an error may leave one that is not zero."""
     _counters.cache_clear()
-    _forgotten[0] += 1
+    _resets[0] += 1
 
 
 def times_forgotten() -> int:
     """Return how often counters were made anew: what holds older ones, as a trace does, has to go."""
-    return _forgotten[0]
+    return _resets[0]
 
 
 def attend(
@@ -380,7 +381,7 @@ def attend(
 ) -> mx.array:
     """As `attend.attend`."""
     sink = sink or live  # never read: its length is 0
-    run, more, counts, after = runs[0], None, (0, 0), ()
+    run, second, counts, second_inputs = runs[0], None, (0, 0), ()
     q, headers, (keys, values) = (
         q.astype(live[0].dtype),
         run.headers,
@@ -389,11 +390,11 @@ def attend(
     if run.layout.keys.widths:
         headers = fill_table(run.layout)
     if len(runs) > 1:
-        more, others = runs[1], _maps(runs[1], q.shape[3])
-        most = [max(x[1], y[1]) for x, y in zip((keys, values), others, strict=True)]
-        keys, values, *others = map(_spread, (keys, values, *others), most * 2)
-        counts = more.buffer.shape[2], more.records
-        after = more.buffer, more.headers, *(words for words, _ in others)
+        second, second_maps = runs[1], _maps(runs[1], q.shape[3])
+        heads = [max(x[1], y[1]) for x, y in zip((keys, values), second_maps, strict=True)]
+        keys, values, *second_maps = map(_spread, (keys, values, *second_maps), heads * 2)
+        counts = second.buffer.shape[2], second.records
+        second_inputs = second.buffer, second.headers, *(words for words, _ in second_maps)
     kernel, numbers, call = _plan(
         *(tuple(q.shape), q.dtype, run.layout, (keys[1], values[1]), lengths.division, make),
         (*run.buffer.shape[1:3], sink[0].shape[2], live[0].shape[2], *counts),
@@ -403,7 +404,7 @@ def attend(
     logits = nothing() if sink_logits is None else sink_logits.astype(mx.float32)
     counter = next(_counters()) if merges <= EACH else mx.zeros((merges,), mx.uint32)
     inputs = [q, run.buffer, headers, *sink, *live, keys[0], values[0], logits]
-    inputs += lengths.behind(numbers), counter, *(after or (None,) * 4)
+    inputs += lengths.behind(numbers), counter, *(second_inputs or (None,) * 4)
     for i, x in enumerate(inputs):
         if x is None:
             inputs[i] = empty

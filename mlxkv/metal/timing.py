@@ -38,10 +38,10 @@ def chain(
     start = time.perf_counter()
     for i in range(calls):
         q = first + call(q, copies[i % len(copies)])
-    built = time.perf_counter()
+    build_end = time.perf_counter()
     mx.eval(q)
     done = time.perf_counter()
-    return Chain((built - start) / calls, (done - built) / calls)
+    return Chain((build_end - start) / calls, (done - build_end) / calls)
 
 
 def middle(chains: Sequence[Chain]) -> Chain:

@@ -32,9 +32,9 @@ DEATHS = 2  # in a row, before what a process died of is not tried again
 # Seconds. An older mark belongs to another process of the same number, or to one that hangs.
 OLDEST = 600.0
 WAIT, NAP = 120.0, 0.2  # seconds that a start waits for another process, and between two looks
-_known: dict[str, dict] = {}  # rows by their key, as this process knows them
-_tried: set[str] = set()  # keys that this process is trying
-_waited: set[str] = set()  # keys that it has waited for
+_noted: dict[str, dict] = {}  # rows by their key, as this process knows them
+_trying: set[str] = set()  # keys that this process is trying
+_awaited: set[str] = set()  # keys that it has waited for
 _read = False
 
 
@@ -43,7 +43,7 @@ def _path() -> Path:
 
 
 @cache
-def _here() -> dict[str, str]:
+def _machine() -> dict[str, str]:
     """Return what notes are valid for: another GPU, compiler or text starts without any."""
     texts = "".join(header(name) + body(name) for name in sorted(SIGNATURES))
     return {
@@ -64,7 +64,7 @@ def _file() -> dict[str, dict]:
     """The rows on disk; none if the file is damaged, or of another version or GPU."""
     try:
         data = json.loads(untrusted.read(_path(), LONGEST))
-        rows = data["rows"] if data["here"] == _here() else {}
+        rows = data["rows"] if data["here"] == _machine() else {}
         return {str(k): dict(row) for k, row in rows.items() if isinstance(row["state"], str)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
@@ -73,16 +73,16 @@ def _file() -> dict[str, dict]:
 def _rows() -> dict[str, dict]:
     global _read
     if not _read:
-        _known.update(_file() | _known)
+        _noted.update(_file() | _noted)
         _read = True
-    return _known
+    return _noted
 
 
 def forget() -> None:
     """Read the file again at the next question."""
     global _read
-    _known.clear()
-    _waited.clear()
+    _noted.clear()
+    _awaited.clear()
     _read = False
 
 
@@ -106,16 +106,18 @@ def _alone() -> Iterator[None]:
 
 def _change(key: str, change: Callable[[dict | None], dict | None]) -> None:
     """Replace the row by what `change` returns, None for no row. Ignores a folder that cannot be written."""
-    own = _rows().get(key)
+    noted = _rows().get(key)
     with _alone():
         rows = _file()  # other processes may have written
-        row = change(rows.get(key) or (own if own and own["state"] in (PASSED, FAILED) else None))
-        for into in (_known, rows):
+        row = change(
+            rows.get(key) or (noted if noted and noted["state"] in (PASSED, FAILED) else None)
+        )
+        for into in (_noted, rows):
             into.pop(key, None)
             if row is not None:
                 into[key] = row
         with suppress(OSError), files.written(_path()) as file:
-            file.write(json.dumps({"here": _here(), "rows": rows}, indent=1).encode())
+            file.write(json.dumps({"here": _machine(), "rows": rows}, indent=1).encode())
 
 
 def state(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str | None:
@@ -123,13 +125,13 @@ def state(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str
     None: to be tried."""
     key = _key(layout, dims, dtype, tiled)
     row = _rows().get(key)
-    if row is not None and row["state"] == TRYING and key not in _tried:
-        _known.pop(key)
+    if row is not None and row["state"] == TRYING and key not in _trying:
+        _noted.pop(key)
         row = _file().get(key)  # the other process may be done by now
-        _known.update({} if row is None else {key: row})
+        _noted.update({} if row is None else {key: row})
     if row is None or row["state"] != TRYING:
         return row and row["state"]
-    if key in _tried:
+    if key in _trying:
         return None
     if not _is_left(row):
         return BUSY
@@ -140,9 +142,9 @@ def wait(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> None
     """Wait until no other process is trying them, WAIT seconds at most, and only once in a process: for
     starts, not for the middle of a reply."""
     key = _key(layout, dims, dtype, tiled)
-    if key in _waited or state(layout, dims, dtype, tiled) != BUSY:
+    if key in _awaited or state(layout, dims, dtype, tiled) != BUSY:
         return
-    _waited.add(key)
+    _awaited.add(key)
     console.note("another process is trying these kernels: waiting for it")
     end = time.monotonic() + WAIT
     while time.monotonic() < end and state(layout, dims, dtype, tiled) == BUSY:
@@ -163,8 +165,8 @@ def _deaths(row: dict | None) -> int:
     """Return how many processes in a row have died while they tried, by the row."""
     if row is None or row["state"] != TRYING:
         return 0
-    before = row.get("deaths")
-    return (before if isinstance(before, int) else 0) + _is_left(row)
+    deaths = row.get("deaths")
+    return (deaths if isinstance(deaths, int) else 0) + _is_left(row)
 
 
 def _is_alive(process: int) -> bool:
@@ -180,17 +182,17 @@ def _is_alive(process: int) -> bool:
 def why_not(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str | None:
     """Return why such kernels must not be tried here, or None. Portable ones that failed are tried again: only
     plain ops would be left."""
-    what, found = "tiles" if tiled else "kernels", state(layout, dims, dtype, tiled)
-    if found == DIED:
+    kernels, outcome = "tiles" if tiled else "kernels", state(layout, dims, dtype, tiled)
+    if outcome == DIED:
         return (
-            f"processes ended while they tried these {what}, {DEATHS} in a row; "
+            f"processes ended while they tried these {kernels}, {DEATHS} in a row; "
             "mlxkv doctor --all tries them again"
         )
-    if found == BUSY:
-        return f"another process is trying these {what}"
-    if found == FAILED and tiled:
-        said = _rows()[_key(layout, dims, dtype, tiled)].get("reason") or "no reason noted"
-        return f"tiles failed their test here: {said}; mlxkv doctor tries them again"
+    if outcome == BUSY:
+        return f"another process is trying these {kernels}"
+    if outcome == FAILED and tiled:
+        reason = _rows()[_key(layout, dims, dtype, tiled)].get("reason") or "no reason noted"
+        return f"tiles failed their test here: {reason}; mlxkv doctor tries them again"
     return None
 
 
@@ -211,22 +213,22 @@ def note(
 def trial(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> Iterator[None]:
     """Mark them as being tried by this process. At the end, restore the outcome that was known before, or
     keep the one that another process has written meanwhile."""
-    key, before = _key(layout, dims, dtype, tiled), None
+    key, earlier = _key(layout, dims, dtype, tiled), None
     mark = {"state": TRYING, "process": os.getpid(), "since": time.time()}
 
     def begin(row: dict | None) -> dict:
-        nonlocal before
-        before = row if row is not None and row["state"] in (PASSED, FAILED) else None
+        nonlocal earlier
+        earlier = row if row is not None and row["state"] in (PASSED, FAILED) else None
         return mark | {"deaths": _deaths(row)}
 
     def end(row: dict | None) -> dict | None:
-        ours = row is not None and {**row, "deaths": 0} == mark | {"deaths": 0}
-        return before if ours or row is None else row
+        is_own = row is not None and {**row, "deaths": 0} == mark | {"deaths": 0}
+        return earlier if is_own or row is None else row
 
     _change(key, begin)
-    _tried.add(key)
+    _trying.add(key)
     try:
         yield
     finally:
-        _tried.discard(key)
+        _trying.discard(key)
         _change(key, end)

@@ -66,22 +66,24 @@ def _numbers(ridge: float) -> mx.array:
 def _fault(dims: int, rank: int, make: Factory) -> str | None:
     """Return what is wrong with the kernel on this machine, or None."""
     rng = np.random.default_rng(0)
-    near = np.linalg.qr(rng.standard_normal((2, dims, rank)))[0]
-    near = mx.array((near + 0.03 * rng.standard_normal(near.shape)).astype(np.float32))
+    bases = np.linalg.qr(rng.standard_normal((2, dims, rank)))[0]
+    bases = mx.array((bases + 0.03 * rng.standard_normal(bases.shape)).astype(np.float32))
     try:
-        made, both = whiten(near, make), whiten(near, make, RIDGE)
-        mx.eval(made, both)
+        whitened, with_inverse = whiten(bases, make), whiten(bases, make, RIDGE)
+        mx.eval(whitened, with_inverse)
     except Exception as error:  # a compiler or a driver may raise anything at all
         return faults.reason(error)
-    apart = [off_orthonormal(made), mx.abs(made - orthonormal(near)).max().item()]
-    worst = np.max([*apart, _off_inverse(near, both)])  # which is NaN where one is
+    errors = [off_orthonormal(whitened), mx.abs(whitened - orthonormal(bases)).max().item()]
+    worst = np.max([*errors, _off_inverse(bases, with_inverse)])  # which is NaN where one is
     return None if worst <= BOUND else f"columns are off by {worst:.2g}"
 
 
-def _off_inverse(near: mx.array, both: mx.array) -> float:
+def _off_inverse(bases: mx.array, with_inverse: mx.array) -> float:
     """The largest error of an entry of `whiten` with RIDGE, in float64."""
-    x, rows, down = (np.array(y, np.float64) for y in (near, *mx.split(both, [near.shape[-2]], -2)))
+    x, rows, down = (
+        np.array(y, np.float64) for y in (bases, *mx.split(with_inverse, [bases.shape[-2]], -2))
+    )
     unit, moment = np.eye(x.shape[-1]), x.swapaxes(-1, -2) @ x
     moment += RIDGE * np.trace(moment, axis1=-2, axis2=-1)[:, None, None] / len(unit) * unit
-    apart = (down.swapaxes(-1, -2) @ moment @ down - unit, rows - x @ down)
-    return float(np.max([np.abs(y).max() for y in apart]))
+    errors = (down.swapaxes(-1, -2) @ moment @ down - unit, rows - x @ down)
+    return float(np.max([np.abs(y).max() for y in errors]))

@@ -278,7 +278,7 @@ def test_a_ring_has_room_for_the_longest_records():
         assert simdgroups == tiles._simdgroups(other, wide, busy, factory)
         stages, size = ring = tiles._ring(layout, simdgroups, wide, factory)
         assert ring == tiles._ring(other, simdgroups, wide, factory)
-        words = tiles._held(layout, simdgroups, *ring)
+        words = tiles._record_words(layout, simdgroups, *ring)
         barriers = -(-stages * simdgroups * 8 // 128) * 128
         assert simdgroups * stages * words * 8 + barriers <= size <= (227 - 40) << 10
         assert stages * words >= layout.words

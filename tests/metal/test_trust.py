@@ -107,9 +107,9 @@ def test_other_files_are_no_notes(subtests, folder):
 
 def test_notes_hold_for_one_gpu_compiler_and_text(folder, monkeypatch):
     trust.note(*place(INT4)[:3], False, reason="x")
-    here = trust._here()
+    here = trust._machine()
     for name in ("device", "system", "mlx", "mlxkv", "text"):
-        monkeypatch.setattr(trust, "_here", lambda name=name: here | {name: "another"})
+        monkeypatch.setattr(trust, "_machine", lambda name=name: here | {name: "another"})
         trust.forget()
         assert trust.state(*place(INT4)) is None, name
 
@@ -161,7 +161,7 @@ def test_what_another_process_tries_is_left_to_it(mac, monkeypatch):
         assert "another process" in tiles.why_not(*place(INT4)[:3], launch.factory())
         rows = trust._file()
         rows[trust._key(*place(INT4))] = {"state": trust.PASSED}  # as the other one writes it
-        data = {"here": trust._here(), "rows": rows}
+        data = {"here": trust._machine(), "rows": rows}
         trust._path().write_text(json.dumps(data))
         assert trust.state(*place(INT4)) == trust.PASSED
         assert tiles.why_not(*place(INT4)[:3], launch.factory()) is None
