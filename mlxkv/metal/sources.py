@@ -76,7 +76,6 @@ FEATURES = {
     "WITH_HALVES": ("BITS", 16),
     "WITH_TURN": ("KIND", 1),
     "WITH_CLIP": ("RANK", 2),
-    "WITH_CAP": ("CAP", 1),
     "WITH_FILL": ("FILL", 1),
 }
 Features = frozenset[str]

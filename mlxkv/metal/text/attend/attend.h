@@ -1,12 +1,10 @@
 // Softmax of attend over 16 tokens, of a record or a window, for QT query rows.
 
-#if WITH_CAP
 // c tanh(s / c), of scores s and a cap c in base-2 exponents.
 inline float kv_capped(float s, float cap) {
   const float e = metal::fast::exp2(s * (2.88539008f / cap));
   return cap - 2.0f * cap / (e + 1.0f);
 }
-#endif
 
 // Turns s, partial scores of tokens g and g + 8 in the four lanes of a token, into probabilities in all four.
 // The running maximum is raised only when exceeded by `lazy`; the N outputs of each row are then rescaled.
@@ -20,9 +18,9 @@ inline void kv_probabilities(
   for (int i = 0; i < 2 * QT; i++) {
     s[i] += simd_shuffle_xor(s[i], ushort(1));
     s[i] += simd_shuffle_xor(s[i], ushort(2));
-#if WITH_CAP
-    s[i] = kv_capped(s[i], cap);
-#endif
+    if (cap > 0.0f) {  // known when a kernel is built
+      s[i] = kv_capped(s[i], cap);
+    }
     const int token = g + 8 * (i % 2);
     const int position = position0 + token;
     const bool seen =

@@ -411,10 +411,10 @@ if (paged) {
 #endif
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-#if WITH_CAP
-        const float of_score = FOLDED ? 1.0f : KV_SCORE;
-        s[e].v[i] = kv_capped(s[e].v[i] * of_score, as_type<float>(CAP)) / of_score;
-#endif
+        if (CAP) {
+          const float of_score = FOLDED ? 1.0f : KV_SCORE;
+          s[e].v[i] = kv_capped(s[e].v[i] * of_score, as_type<float>(CAP)) / of_score;
+        }
         const int position = n_sink + 16 * (n_before + unit + e) + g + 8 * (i / 2);
         if ((e == 1 && !both) || (WINDOW && position < first_seen[i % 2])) {
           s[e].v[i] = -INFINITY;

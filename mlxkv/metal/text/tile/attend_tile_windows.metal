@@ -51,9 +51,9 @@
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-#if WITH_CAP
-      s[0].v[i] = kv_capped(s[0].v[i] * KV_SCORE, as_type<float>(CAP)) / KV_SCORE;
-#endif
+      if (CAP) {
+        s[0].v[i] = kv_capped(s[0].v[i] * KV_SCORE, as_type<float>(CAP)) / KV_SCORE;
+      }
       const int token = g + 8 * (i / 2);
       const int position = position0 + token;
       if (token >= tokens || position > last_seen[i % 2] || position < first_seen[i % 2]) {

@@ -90,13 +90,11 @@ inline void kv_read_some(thread uint* to, KvRecord from, int j) {
   }
 }
 
-#if WITH_CAP
 // c tanh(s / c), of scores s and a cap c in base-2 exponents.
 inline float kv_capped(float s, float cap) {
   const float e = metal::fast::exp2(s * (2.88539008f / cap));
   return cap - 2.0f * cap / (e + 1.0f);
 }
-#endif
 
 // The middle of the codes, a whole number. Values are centred on it before products: their sums run over many
 // tokens, and matrix units truncate below the last bit of a sum.
