@@ -5,6 +5,7 @@ bytes takes seconds and gigabytes, in which no stream of other clients may wait.
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,10 +62,16 @@ class Reader:
         self._served, self._key = served, uuid4().hex
         self._lanes = [(process, asyncio.Lock()) for process in PROCESSES]
         setup = _keep, self._key, tokenizer, template, served.vocabulary
+        try:
+            pickle.dumps(setup)
+        except Exception:  # a tokenizer of C++, which no other process can have
+            logging.warning("[serve] this model's tokenizer reads requests in the server itself")
+            _keep(*setup[1:])
         for process in PROCESSES:
             process.setup[self._key] = lambda: pickle.dumps(setup)
 
     def close(self) -> None:
+        _kept.pop(self._key, None)
         for process in PROCESSES:
             process.forget(self._key, pickle.dumps((_drop, self._key)))
 
@@ -81,7 +88,9 @@ class Reader:
         question = _read, self._key, path, raw, self._served, context, room, names
 
         def ask() -> Any:
-            return pickle.loads(process.ask(pickle.dumps(question), seconds, MEMORY))
+            data = pickle.dumps(question)
+            here = self._key in _kept
+            return pickle.loads(_answer(data) if here else process.ask(data, seconds, MEMORY))
 
         try:
             async with lock:
@@ -99,21 +108,22 @@ _kept: dict[str, tuple[Prompts, Grammars]] = {}
 
 
 def prepare() -> Callable[[bytes], bytes]:
-    """Return what answers in the process: a function of this module with its arguments, pickled -> what it returns."""
+    """Return what answers in the process."""
+    return _answer
 
-    def answer(question: bytes) -> bytes:
-        function, *arguments = pickle.loads(question)
-        try:
-            result = function(*arguments)
-        except (Refused, MemoryError) as error:
-            if isinstance(error, MemoryError):
-                raise
-            result = error
-        except Exception as error:
-            result = MachineError(f"[serve] {type(error).__name__}: {error}")
-        return pickle.dumps(result)
 
-    return answer
+def _answer(question: bytes) -> bytes:
+    """Call a function of this module. question: it and its arguments, pickled; so is what it returns or raises."""
+    function, *arguments = pickle.loads(question)
+    try:
+        result = function(*arguments)
+    except MemoryError:
+        raise
+    except Refused as refused:
+        result = refused
+    except Exception as error:
+        result = MachineError(f"[serve] {type(error).__name__}: {error}")
+    return pickle.dumps(result)
 
 
 def _keep(key: str, tokenizer: Any, template: dict, vocabulary: int) -> None:

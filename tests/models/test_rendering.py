@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mlxkv.errors import UserError
+from mlxkv.errors import MachineError, UserError
 from mlxkv.models.catalog import rendering
 from mlxkv.models.catalog.bounded import Excess, Process
 from mlxkv.models.catalog.rendering import RENDERER, bound
@@ -114,6 +114,12 @@ def test_threads_and_a_killed_process():
     assert ask(3) == ["3"] and renderer._process is not process
     renderer.end()
     renderer.end()
+
+
+def test_a_process_that_cannot_start_is_no_fault_of_a_template():
+    process = Process("no.such.module")
+    with pytest.raises(MachineError, match=r"^\[memory\] Python cannot start another process"):
+        process.ask(b"{}", 1, 1 << 30)
 
 
 def test_nothing_around_the_process_chooses_its_modules(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
@@ -9,6 +10,7 @@ import pytest
 from serving import complete, get, refused, send, serving
 
 from mlxkv.serve import reading
+from mlxkv.serve.refusals import Refused
 
 CHAT, COUNT = "/v1/chat/completions", "/v1/messages/count_tokens"
 MEGABYTE = 1_000_000
@@ -68,6 +70,19 @@ def test_heavy_requests_are_read_in_another_process(server, subtests):
             status, _, answer = send(server, "POST", path, data)
             assert time.process_time() - start < OWN_SECONDS
             assert status in (200, 400), answer[:200]
+
+
+def test_a_tokenizer_that_no_other_process_can_have_reads_here(server, monkeypatch):
+    tokenizer = server.engine.tokenizer
+    monkeypatch.setattr(tokenizer, "_odd", lambda: 0, raising=False)
+    reader = reading.Reader(tokenizer, {}, server.site.served)
+    data = json.dumps({"model": "random", "prompt": "abc", "max_tokens": 1}).encode()
+    result = asyncio.run(reader.read("/v1/completions", data, None, None))
+    assert result.prompt.tokens == tokenizer.encode("abc")
+    with pytest.raises(Refused, match=r"^\[body\] not JSON"):
+        asyncio.run(reader.read("/v1/completions", b"{", None, None))
+    reader.close()
+    assert not reading._kept
 
 
 @pytest.mark.parametrize("where", ["format", "property"])

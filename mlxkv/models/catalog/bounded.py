@@ -23,6 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from mlxkv.errors import MachineError
+
 PATIENCE = 60.0  # seconds by the clock beyond those of the processor, on a machine that is busy with other things
 # -I: neither this folder nor the environment choose what is imported, but this process' own path does. Torch, which
 # transformers would import, takes 180 MB.
@@ -30,6 +32,10 @@ START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); sys.modules['torch'] = None; "
     "from {} import prepare; from mlxkv.models.catalog.bounded import serve; serve(prepare())"
 )
+FAILED, TOO_MUCH = (
+    1,
+    3,
+)  # exit codes: Python's own, where modules could not be imported; of what takes too much
 HEAD = struct.Struct(
     "<Qdq"
 )  # bytes of what follows; seconds and bytes of memory that it may take, 0: any
@@ -110,7 +116,14 @@ class Process:
         finally:
             watch.cancel()
         if answer is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1)  # its exit code says why
+            has_failed = process.poll() == FAILED
             self._end()
+            if has_failed:
+                raise MachineError(
+                    "[memory] Python cannot start another process here; free memory, or end other programs"
+                )
             raise Excess(f"takes more than {seconds:g} s of processor time or {memory >> 20} MiB")
         return answer[0]
 
@@ -157,7 +170,7 @@ def serve(answer: Callable[[bytes], bytes]) -> None:
         try:
             data = answer(question)
         except MemoryError:
-            os._exit(1)
+            os._exit(TOO_MUCH)
         signal.setitimer(signal.ITIMER_PROF, 0)
         bound.set(0)
         _send(out, data)
@@ -190,4 +203,4 @@ class MemoryBound:
     def _watch(self) -> None:
         while self._peak() < self._limit:
             time.sleep(0.02)
-        os._exit(1)
+        os._exit(TOO_MUCH)
