@@ -17,7 +17,6 @@ from mlxkv.eval import plan, workers
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.intervals import LEAST
 from mlxkv.eval.report import page, report
-from mlxkv.eval.tasks import retrieval
 from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
@@ -114,7 +113,6 @@ def _spec(command: SimpleNamespace) -> plan.Spec:
         texts=tuple(command.text),
         samples=samples,
     )
-    retrieval.check(options)
     return plan.Spec(
         model=command.model,
         names=names,
