@@ -109,6 +109,7 @@ def test_what_is_piped_is_text(subtests):
         with subtests.test(data=data):
             assert text_of(data) == text
     for data in (
+        b"a long line with a zero \0 in it",
         b"%PDF-1.4\n\xe2\xe3\xcf\xd3 obj\n\0",
         bytes(range(128, 256)),
         b"\x89PNG\r\n\x1a\n\0",
