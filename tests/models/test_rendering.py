@@ -116,6 +116,19 @@ def test_threads_and_a_killed_process():
     renderer.end()
 
 
+def test_memory_that_a_text_took_is_given_back():
+    renderer = Process(rendering.__name__)
+    template = b"{%% set x = messages[0].content * %d %%}b"
+    question = b'{"conversations": [[{"role": "user", "content": "a"}]], "chat_template": "%s"}'
+    question %= template
+    pids = []
+    for size in (1, 1 << 20, 400 << 20, 1):
+        assert json.loads(renderer.ask(question % size, 60, 1 << 30))["texts"] == ["b"]
+        pids.append(renderer._process and renderer._process.pid)
+    assert pids[0] == pids[1] and pids[2] is None and pids[3]
+    renderer.end()
+
+
 def test_a_process_that_cannot_start_is_no_fault_of_a_template():
     process = Process("no.such.module")
     with pytest.raises(MachineError, match=r"^\[memory\] Python cannot start another process"):

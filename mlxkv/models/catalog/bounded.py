@@ -36,6 +36,7 @@ FAILED, TOO_MUCH = (
     1,
     3,
 )  # exit codes: Python's own, where modules could not be imported; of what takes too much
+KEPT = 256 << 20  # bytes; a process that took more is ended, since Python would keep them
 HEAD = struct.Struct(
     "<Qdq"
 )  # bytes of what follows; seconds and bytes of memory that it may take, 0: any
@@ -125,7 +126,10 @@ class Process:
                     "[memory] Python cannot start another process here; free memory, or end other programs"
                 )
             raise Excess(f"takes more than {seconds:g} s of processor time or {memory >> 20} MiB")
-        return answer[0]
+        data, _, taken = answer
+        if taken > KEPT:
+            self._end()
+        return data
 
     def _end(self) -> None:
         if self._process is not None and self._owner == os.getpid():
@@ -173,7 +177,7 @@ def serve(answer: Callable[[bytes], bytes]) -> None:
             os._exit(TOO_MUCH)
         signal.setitimer(signal.ITIMER_PROF, 0)
         bound.set(0)
-        _send(out, data)
+        _send(out, data, memory=bound.taken)
 
 
 class MemoryBound:
@@ -182,12 +186,13 @@ class MemoryBound:
 
     def __init__(self):
         self._statm = Path("/proc/self/statm")
-        self._limit = sys.maxsize
+        self._limit, self._rest = sys.maxsize, 0
         if not self._statm.exists():
             threading.Thread(target=self._watch, daemon=True).start()
 
     def set(self, memory: int) -> None:
         """Bound what this process takes beyond what it has now, in bytes; 0: not."""
+        self._rest = self._rest or (memory and self._peak())
         if self._statm.exists():
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
             now = int(self._statm.read_text().split()[0]) * resource.getpagesize()
@@ -196,7 +201,17 @@ class MemoryBound:
         else:
             self._limit = self._peak() + memory if memory else sys.maxsize
 
+    @property
+    def taken(self) -> int:
+        """The most bytes that questions with a bound have taken."""
+        return self._peak() - self._rest if self._rest else 0
+
     def _peak(self) -> int:
+        if (
+            self._statm.exists()
+        ):  # getrusage has that of the parent, too, from before this program began
+            status = self._statm.with_name("status").read_text()
+            return int(status.partition("VmHWM:")[2].split()[0]) << 10
         unit = 1 if sys.platform == "darwin" else 1 << 10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
