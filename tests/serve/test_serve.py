@@ -227,14 +227,15 @@ def test_a_fault_is_answered_and_the_next_request_is_served(server, monkeypatch)
     assert settled(server)["memory"]["active_bytes"] == 0
 
 
-def test_a_request_that_takes_too_long(server, change, monkeypatch):
+def test_a_reply_that_takes_too_long(server, monkeypatch):
+    """Once it was read, for which the server has all its time here."""
     plain = Engine.step
 
     def slow(self):
         time.sleep(0.01)
         return plain(self)
 
-    change(timeout=0.1)
+    monkeypatch.setattr(server.engine, "options", replace(server.engine.options, timeout=0.1))
     monkeypatch.setattr(Engine, "step", slow)
     assert refused(server, 504, **ENDLESS)["code"] == "timeout"
     settled(server)
