@@ -26,6 +26,17 @@ class CalibrateOptions:
         Option("--text", help="Text files in UTF-8. Default: text that comes with mlxkv."),
     ] = None
     tokens: Annotated[int, Option("--tokens", help="Tokens to read.")] = TOKENS
+    search_clip: Annotated[
+        bool, Option("--search-clip", help="Search the clips of each layer on the text.")
+    ] = False
+    kv: Annotated[
+        str | None,
+        Option("--kv", help="Presets to search clips for, with commas. Default: oscar-int2."),
+    ] = None
+    calibration: Annotated[
+        str | None,
+        Option("--calibration", help="With --search-clip: keep the rotations of this file."),
+    ] = None
     learn: Annotated[
         str | None,
         Option("--learn", help="For learned presets: scale, rotation, householder, ...+scale."),

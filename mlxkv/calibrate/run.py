@@ -1,4 +1,5 @@
-"""Run `mlxkv calibrate`: fit transforms to a model, or learn maps, and write the result to a file."""
+"""Run `mlxkv calibrate`: fit transforms to a model, search clips or learn maps, and write the result to a
+file."""
 
 from __future__ import annotations
 
@@ -11,12 +12,18 @@ from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.learned import Learned
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.saved.marks import names, same_model
 from mlxkv.models import load
+from mlxkv.models.calibration import clips
+from mlxkv.models.calibration.fitting import read_calibration
 from mlxkv.models.calibration.learn import Outcomes, learn, steps
-from mlxkv.models.calibration.measure import LEAST, on_text, progress_bar
+from mlxkv.models.calibration.measure import LEAST, WINDOW, bos_of, on_text, progress_bar
 from mlxkv.models.calibration.moments import Sample
 from mlxkv.texts.sources import Text, calibration_tokens
 
+SEARCHED = "oscar-int2"
 LEARNED_COLUMNS = ["layer", "srft K", "error K", "gain K", "srft V", "error V", "gain V"]
 
 
@@ -30,7 +37,8 @@ def run(options: CalibrateOptions) -> None:
 
 
 def run_fitting(options: CalibrateOptions) -> None:
-    """Fit rotations and balanced transforms."""
+    """Fit rotations and balanced transforms, or take those of a file, then search clips if asked."""
+    base = read_calibration(options.calibration) if options.calibration else None
     out = options.out and user_path(options.out, "--out")
     loaded = load(options.model, "fp16", dtype=options.dtype)
     try:
@@ -45,11 +53,19 @@ def run_fitting(options: CalibrateOptions) -> None:
         )
     text = _read(loaded, options)
     start = time.perf_counter()
-    calibration = on_text(loaded.model, loaded, text)
+    calibration = base or on_text(loaded.model, loaded, text)
     path = out or artifact.kept_path(calibration.fingerprint)
+    calibration, trials = _with_kept_clips(calibration, path), {}
+    if searched := searched_presets(options):
+        reading = {"window": min(WINDOW, loaded.context or WINDOW), "bos": bos_of(loaded.tokenizer)}
+        with progress_bar(len(text.tokens) * len(searched), "searching clips") as progress:
+            for name, config in searched.items():
+                calibration, trials[name] = clips.search(
+                    loaded.model, calibration, config, text.tokens, progress=progress, **reading
+                )
     seconds = time.perf_counter() - start
     artifact.write(path, calibration)
-    report(calibration, path, seconds, options.json)
+    report(calibration, path, seconds, trials, options.json)
     if not options.json:
         named = "" if out is None and not comes_with_model else f" --calibration {path}"
         say(f"use it: mlxkv chat -m {options.model.strip()} --kv fill-3{named}")
@@ -84,21 +100,60 @@ def learned_path(fingerprint: str) -> Path:
     return artifact.kept_path(fingerprint, "-learned")
 
 
+def searched_presets(options: CalibrateOptions) -> dict[str, CacheConfig]:
+    """The presets for which clips are searched, by name."""
+    names = [name.strip() for name in (options.kv or SEARCHED).split(",")]
+    return {name: parse_kv(name) for name in names} if options.search_clip else {}
+
+
 def check(options: CalibrateOptions) -> None:
     """Raises UserError for settings that do not go together."""
-    if options.learn is not None:
-        Learned(**options.learning).check()
-    elif options.learning:
-        name, value = next(iter(options.learning.items()))
-        raise UserError(f"[--{name}] is for learned transforms; got {value}; add --learn scale")
+    _check_learning(options)
+    for option, value in (("--kv", options.kv), ("--calibration", options.calibration)):
+        if value is not None and not options.search_clip:
+            raise UserError(f"[{option}] is for a search of clips; got {value}; add --search-clip")
+    for name, config in searched_presets(options).items():
+        if reason := clips.why_not(config):
+            raise UserError(f"[--kv] got {name}; {reason}")
     if options.tokens < LEAST:
         raise UserError(f"[--tokens] too little text; got {options.tokens}; choose {LEAST} or more")
+
+
+def _check_learning(options: CalibrateOptions) -> None:
+    if options.learn is None:
+        if options.learning:
+            name, value = next(iter(options.learning.items()))
+            raise UserError(f"[--{name}] is for learned transforms; got {value}; add --learn scale")
+        return
+    Learned(**options.learning).check()
+    if options.search_clip:
+        raise UserError(
+            f"[--learn] got {options.learn} with --search-clip, which is for other transforms; leave "
+            "one of them out"
+        )
+
+
+def _with_kept_clips(calibration: Calibration, path: Path) -> Calibration:
+    """`made` with the clips of the file that it replaces, where the transforms are the same."""
+    if not path.exists() and path == artifact.kept_path(calibration.fingerprint):
+        path = artifact.kept_path(names(calibration.fingerprint)[-1])  # of an earlier version
+    try:
+        old = artifact.read(path)
+    except UserError:  # not there, or not worth keeping
+        return calibration
+    if not same_model(old.fingerprint, calibration.fingerprint) or old.parts != calibration.parts:
+        return calibration
+    calibration, lost = calibration.with_clips_of(old)
+    if lost:
+        note(f"{path} had clips for other rotations; they are gone")
+    return calibration
 
 
 def report(
     calibration: Calibration,
     path: Path,
     seconds: float,
+    trials: dict[str, dict[str, clips.Trial]],
     as_json: bool,
 ) -> None:
     """Print where the file is; with --json one document that has a row per layer."""
@@ -115,6 +170,8 @@ def report(
                 "balanced": {
                     side: basis.balance and basis.balance.condition for side, basis in sides.items()
                 },
+                "clips": {side: dict(basis.clips) for side, basis in sides.items()},
+                "clip_errors": {kv: outcomes[name].by_side() for kv, outcomes in trials.items()},
             }
         )
     size = path.stat().st_size
@@ -138,6 +195,25 @@ def report(
         f"{path}: {calibration.tokens} tokens of {calibration.text}, {human_bytes(size)}, {seconds:.1f} s, digest "
         f"{calibration.digest}"
     )
+    for kv, outcomes in trials.items():
+        _report_clips(kv, outcomes)
+
+
+def _report_clips(kv: str, outcomes: dict[str, clips.Trial]) -> None:
+    """Print the preset's clip and the chosen one per layer and side, with their errors."""
+    rows = []
+    choices = {side: clips.choose(outcomes, side) for side in SIDES}
+    for name, trial in outcomes.items():
+        row = [name]
+        for side in SIDES:
+            if not (errors := trial.errors(side)):
+                row += ["kept", ""]
+                continue
+            usual, best = next(iter(errors)), choices[side][name]  # the preset's own is tried first
+            row += [f"{usual:g} -> {best:g}", f"{errors[usual]:.2g} -> {errors[best]:.2g}"]
+        rows.append(row)
+    print_table(("layer", "clip K", "error", "clip V", "error"), rows, f"{kv}: clips")
+    print("error: of the attention output, relative energy, one side stored and the other exact")
 
 
 def report_learned(

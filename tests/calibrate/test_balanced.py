@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from older_file import older
 from on_emulator import make, make_tiles
 from turning import TEXT, at_zero, data, moments_over, rms, seen_by, stored
 
@@ -19,7 +20,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
-from mlxkv.models.calibration import exchange, measure, moments
+from mlxkv.models.calibration import clips, exchange, measure, moments
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as spec
 from mlxkv.spec.mixed import fill
@@ -151,11 +152,29 @@ def test_a_clip_belongs_to_its_transform(model, made):
     """The same bits and group: a clip searched for rotations is not taken for a balanced side."""
     oscar, ours = (PRESETS[f"{name}-int2"] for name in ("oscar", "balanced"))
     assert ours.keys.format(64, 64) == "balanced int2 g64" != oscar.keys.format(64, 64)
-    layer, clips = made.layers["0"], {"balanced int2 g64": 0.9, "int2 g64": 0.8}
-    layers = {"0": dataclasses.replace(layer, keys=dataclasses.replace(layer.keys, clips=clips))}
-    both = dataclasses.replace(made, layers=made.layers | layers)
+    found, trials = clips.search(model, made, ours, TEXT, candidates=(0.9, 0.7))
+    basis = found.layers["0"].keys
+    assert set(basis.clips) == {"balanced int2 g64"} and set(trials) == {"0", "1"}
+    both = clips.search(model, found, oscar, TEXT, candidates=(0.9, 0.7))[0]
+    assert set(both.layers["0"].keys.clips) == {"balanced int2 g64", "int2 g64"}
     for config, form in ((ours, "balanced int2 g64"), (oscar, "int2 g64")):
         attach(model, config, calibration=both)
         cache = make_prompt_cache(model)[0]
-        assert cache.config.keys.quantizer.clip == clips[form]
+        assert cache.config.keys.quantizer.clip == both.layers["0"].keys.clips[form]
     detach(model)
+
+
+def test_clips_are_kept_where_the_transform_is_the_same(made):
+    marked = {"balanced int2 g64": 0.9, "int2 g64": 0.8}
+    layer = made.layers["0"]
+    clipped = dataclasses.replace(
+        made,
+        layers={
+            **made.layers,
+            "0": dataclasses.replace(layer, keys=dataclasses.replace(layer.keys, clips=marked)),
+        },
+    )
+    again, lost = made.with_clips_of(clipped)
+    assert again.layers["0"].keys.clips == marked and lost == 0
+    again, lost = older(made).with_clips_of(clipped)
+    assert again.layers["0"].keys.clips == {"int2 g64": 0.8} and lost == 1

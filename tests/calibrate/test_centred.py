@@ -109,6 +109,16 @@ def test_both_tracks_have_the_same_maps_and_means(made):
     assert again is maps.of(made, KINDS)["1"]
 
 
+def test_a_clip_belongs_to_its_mean(made):
+    form = INT2.keys.format(64, 16)
+    assert form.startswith("balanced-centred int2")
+    basis = made.layers["0"].keys
+    other = dataclasses.replace(basis, mean=basis.mean + 1)
+    assert basis.is_like(basis, form) and not basis.is_like(other, form)
+    assert basis.is_like(other, form.replace("-centred", ""))
+    assert not basis.is_like(dataclasses.replace(basis, mean=None), form)
+
+
 # -- configurations
 
 

@@ -50,7 +50,7 @@ def test_sums_over_calls_are_the_laws():
             mx.array(q[None, :, start:stop]),
             mx.array(out[None, :, start:stop].astype(np.float32)),
         )
-        call = AttentionCall(exact, part[0], 0.2, "causal", None, part[1])
+        call = AttentionCall(None, exact, part[0], 0.2, "causal", None, part[1])
         if (asked := moments.far_attention(call, 16)) is not None:
             costs = np.array(found.add(call, *asked, 16)).reshape(4, -1)
             np.testing.assert_allclose(costs, weights[:, start + np.array(asked[0])], rtol=1e-3)

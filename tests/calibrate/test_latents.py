@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from latent_models import latent_model
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import tokens
 
+from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.models import attach, detach
-from mlxkv.models.calibration import measure
+from mlxkv.models.calibration import clips, measure
 from mlxkv.models.calibration.moments import Readers
 from mlxkv.models.hooks.probe import modules_of
 from mlxkv.spec import affine as spec
@@ -75,5 +77,9 @@ def test_every_family_is_calibrated(subtests, tmp_path):
             assert 0 < lost["balanced"] < lost["none"] and lost["oscar"] > 0, lost
 
 
-def test_random_rotations_of_latents():
-    assert measure.random(latent_model("deepseek_v3")).layers
+def test_what_latents_cannot_be_calibrated_by():
+    model = latent_model("deepseek_v3")
+    made = measure.calibrate(model, TEXT)
+    with pytest.raises(UserError, match="a latent is both"):
+        clips.search(model, made, CacheConfig(*[Side(Affine(2, 64), "oscar")] * 2, **WINDOWS), TEXT)
+    assert measure.random(model).layers

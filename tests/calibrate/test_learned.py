@@ -150,6 +150,7 @@ def test_slips_of_the_command_are_one_line(subtests, capsys):
             ["--learn", "cayley"],
             "[--learn] unknown; got 'cayley'; choose from scale, rotation, hous",
         ),
+        (["--learn", "scale", "--search-clip"], "[--learn] got scale with --search-clip"),
         (["--bits", "3"], "[--bits] is for learned transforms; got 3; add --learn scale"),
         (["--learn", "scale", "--bits", "5"], "[--bits] unknown; got 5; choose from 2, 3, 4"),
         (["--learn", "scale", "--tokens", "5"], "[--tokens] too little text; got 5"),

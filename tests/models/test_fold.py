@@ -24,7 +24,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach, load, summarise
-from mlxkv.models.calibration import measure
+from mlxkv.models.calibration import clips, measure
 from mlxkv.models.hooks import fold
 from mlxkv.models.hooks.fold import match_fold
 from mlxkv.models.hooks.probe import leaves
@@ -218,6 +218,8 @@ def test_a_folded_model_is_not_calibrated(made):
     for attached in (True, False):
         with pytest.raises(UserError, match=r"\[calibrate\] the weights .* load the model again"):
             measure.calibrate(model, TEXT[:512])
+        with pytest.raises(UserError, match=r"\[search-clip\] the weights"):
+            clips.search(model, made, INT2, TEXT)
         if attached:
             detach(model)
 

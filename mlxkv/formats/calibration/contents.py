@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -15,7 +15,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.learned import Learned
-from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.config import CENTRED, PAIRED, SCALED, CacheConfig
 from mlxkv.formats.saved.marks import same_model
 
 FORMAT = 5
@@ -76,9 +76,29 @@ class Basis:
         """Largest over smallest eigenvalue, of the worst kv head."""
         return float((self.values[:, -1] / self.values[:, 0]).max())
 
+    def is_like(self, basis: Basis, form: str) -> bool:
+        """Return whether `other` has the same transform that the clips of `form` were searched for."""
+        sides = [self, basis]
+        if form.startswith(tuple(CENTRED)) and not _close(self.mean, basis.mean):
+            return False
+        if form.startswith(PAIRED):
+            sides = [side.balance and side.balance.down for side in sides]
+        elif form.startswith(SCALED):
+            sides = [side.peaks for side in sides]
+        else:
+            sides = [side.vectors for side in sides]
+        return _close(*sides)
+
     def rotation(self, parts: str) -> np.ndarray:
         """Return R [G, D, D] float32: stored = x @ R, x = stored @ R^T."""
         return matrices.compose(self.vectors.astype(np.float64), parts).astype(np.float32)
+
+
+def _close(first: np.ndarray | None, second: np.ndarray | None) -> bool:
+    """Return whether both are there, and differ by no more than two runs of one calibration."""
+    if first is None or second is None or first.shape != second.shape:
+        return False
+    return bool(np.abs(first - second).max() <= ORTHONORMAL * np.abs(first).max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +217,26 @@ class Calibration:
                 if basis.mean is not None:
                     out[f"{name}.{side}.{MEAN}"] = basis.mean
         return out
+
+    def with_clips_of(self, old: Calibration) -> tuple[Calibration, int]:
+        """Add the clips of `old` for formats without one here.
+
+        Returns the calibration and how many clips were left out because their transform has changed by more
+        than two runs of one calibration differ.
+        """
+        layers, dropped = {}, 0
+        for name, layer in self.layers.items():
+            sides = {}
+            for side in SIDES:
+                basis, old_basis = getattr(layer, side), getattr(old.layers.get(name), side, None)
+                clips = dict(old_basis.clips) if old_basis is not None else {}
+                valid = {
+                    form: clip for form, clip in clips.items() if basis.is_like(old_basis, form)
+                }
+                dropped += len(clips) - len(valid)
+                sides[side] = replace(basis, clips={**valid, **basis.clips})
+            layers[name] = replace(layer, **sides)
+        return replace(self, layers=layers), dropped
 
     def header(self) -> dict:
         """Return the header of the file."""

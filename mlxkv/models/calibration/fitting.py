@@ -88,7 +88,7 @@ def fit(
 
 def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
     """Make a calibration and keep it in the user's folder, if that can be written; one that is outdated stays beside
-    it, for saved sessions."""
+    it, for saved sessions, and hands over its clips."""
     old = artifact.find(origin.fingerprint, None)
     if old is None:
         console.note(f"{label}: no calibration of {origin.name} yet; making one, once")
@@ -96,6 +96,8 @@ def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
         console.note(f"{label}: {old.path} is of an older version; making it anew, once")
     calibration = measure.from_corpus(model, origin)
     path = artifact.kept_path(origin.fingerprint)
+    if old is not None:
+        calibration = calibration.with_clips_of(old)[0]
     try:
         if old is not None:
             artifact.write(artifact.kept_path(origin.fingerprint, "-older"), old)

@@ -151,7 +151,7 @@ def calibrate(
     Raises UserError for too little text, a model with nothing to compress and one with folded weights; MachineError
     for NaN or infinity in what a layer computes.
     """
-    refuse_folded(model)
+    refuse_folded(model, "calibrate")
     if len(tokens) < LEAST:
         raise UserError(
             f"[calibrate] too little text; got {len(tokens)} tokens; choose at least {LEAST}, "

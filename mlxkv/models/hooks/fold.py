@@ -82,12 +82,12 @@ def fold_of(model: nn.Module) -> Fold | None:
     return vars(model).get(_FOLD)
 
 
-def refuse_folded(model: nn.Module) -> None:
-    """Raises UserError where the weights turn values, for a calibration, which has to see them plain."""
+def refuse_folded(model: nn.Module, command: str) -> None:
+    """Raises UserError where the weights turn values, for what has to see them plain."""
     if fold_of(model) is not None:
         raise UserError(
-            "[calibrate] the weights of this model turn values (fold); got folded values; load the model "
-            "again without fold"
+            f"[{command}] the weights of this model turn values (fold); got folded values; load the "
+            "model again without fold"
         )
 
 
