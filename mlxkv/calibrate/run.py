@@ -143,8 +143,8 @@ def _with_kept_clips(calibration: Calibration, path: Path) -> Calibration:
         return calibration
     if not same_model(old.fingerprint, calibration.fingerprint) or old.parts != calibration.parts:
         return calibration
-    calibration, lost = calibration.with_clips_of(old)
-    if lost:
+    calibration, dropped = calibration.with_clips_of(old)
+    if dropped:
         note(f"{path} had clips for other rotations; they are gone")
     return calibration
 

@@ -45,17 +45,17 @@ QUERIES = 256  # of the last CHUNK tokens of a window, evenly spaced
 
 @dataclass
 class Trial:
-    """Errors of one layer. lost: energy of the error by side and clip. energy: of the exact outputs."""
+    """Errors of one layer. losses: energy of the error by side and clip. energy: of the exact outputs."""
 
-    lost: dict[str, dict[float, float]] = field(default_factory=lambda: {s: {} for s in SIDES})
+    losses: dict[str, dict[float, float]] = field(default_factory=lambda: {s: {} for s in SIDES})
     energy: float = 0.0
 
     def add(self, side: str, clip: float, error: float) -> None:
-        self.lost[side][clip] = self.lost[side].get(clip, 0.0) + error
+        self.losses[side][clip] = self.losses[side].get(clip, 0.0) + error
 
     def errors(self, side: str) -> dict[float, float]:
         """Relative errors of a side by clip, the preset's own clip first."""
-        return {clip: x / max(self.energy, 1e-30) for clip, x in self.lost[side].items()}
+        return {clip: x / max(self.energy, 1e-30) for clip, x in self.losses[side].items()}
 
     def by_side(self) -> dict[str, dict[str, float]]:
         """{side: {clip: error}} as plain data for JSON."""
@@ -74,7 +74,9 @@ def why_not(config: CacheConfig) -> str | None:
     if config.keys.searchable or config.values.searchable:
         return None
     names = ", ".join(
-        name for name, one in PRESETS.items() if one.keys.searchable or one.values.searchable
+        name
+        for name, preset in PRESETS.items()
+        if preset.keys.searchable or preset.values.searchable
     )
     return f"clips are searched for calibrated presets with affine codes; choose from {names}"
 
@@ -108,15 +110,15 @@ def search(
             f"[search-clip] too little text at once; got {len(parts[-1]) if parts else 0} tokens; "
             f"this preset keeps {config.window} exact, choose more than that"
         )
-    own, slots = own_make_cache(model), bind(model)
+    make_cache, slots = own_make_cache(model), bind(model)
     try:
-        found = {layer_name(p): (p, s) for p, s in find(model, own).shapes.items()}
-        if any(shape.latent for _, shape in found.values()):
+        shapes = {layer_name(p): (p, s) for p, s in find(model, make_cache).shapes.items()}
+        if any(shape.latent for _, shape in shapes.values()):
             raise UserError(
                 "[search-clip] clips are searched for keys and values apart, and a latent is both; got a model "
                 "with latents; leave it out"
             )
-        places = {name: found[name] for name in calibration.layers if name in found}
+        places = {name: shapes[name] for name in calibration.layers if name in shapes}
         origin = origin_of(model)
         calibration.check(sizes(dict(places.values())), origin and origin.fingerprint)
         rotations = of(calibration, config.fitted)
@@ -126,7 +128,7 @@ def search(
             _judge(trials[name], call, visit, config, rotations[name], candidates)
 
         for part in parts:
-            caches = own()
+            caches = make_cache()
             ears = {name: PlainObserver() for name in places}
             for name, ear in ears.items():
                 put(caches, places[name][0], ear)
@@ -136,7 +138,7 @@ def search(
     finally:
         release(slots)
     for name, trial in trials.items():
-        sums = [trial.energy, *(x for side in SIDES for x in trial.lost[side].values())]
+        sums = [trial.energy, *(x for side in SIDES for x in trial.losses[side].values())]
         if not np.isfinite(sums).all():
             raise MachineError(
                 f"[search-clip] NaN or infinity in the attention of layer {name}; try another "
@@ -178,18 +180,20 @@ def choose(trials: Mapping[str, Trial], side: str) -> dict[str, float]:
     the preset's and the layer's own best gains less than GAIN over it; else the layer's best. So most
     layers share kernels, and the noise of a short text does not set them apart.
     """
-    errors = {name: trial.errors(side) for name, trial in trials.items() if trial.lost[side]}
-    both = set.intersection(*(set(one) for one in errors.values())) if errors else set()
-    common = min(
-        sorted(both, reverse=True),
-        key=lambda clip: sum(log(max(one[clip], 1e-30)) for one in errors.values()),
+    errors = {name: trial.errors(side) for name, trial in trials.items() if trial.losses[side]}
+    common = set.intersection(*(set(layer) for layer in errors.values())) if errors else set()
+    overall = min(
+        sorted(common, reverse=True),
+        key=lambda clip: sum(log(max(layer[clip], 1e-30)) for layer in errors.values()),
         default=None,
     )
     out = {}
-    for name, one in errors.items():
-        own, best = next(iter(one)), trials[name].best(side)
-        agrees = common is not None and one[common] <= min(one[own], one[best] * (1 + GAIN))
-        out[name] = common if agrees else best
+    for name, layer in errors.items():
+        usual, best = next(iter(layer)), trials[name].best(side)
+        agrees = overall is not None and layer[overall] <= min(
+            layer[usual], layer[best] * (1 + GAIN)
+        )
+        out[name] = overall if agrees else best
     return out
 
 
