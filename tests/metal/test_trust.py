@@ -187,11 +187,12 @@ def test_a_mac_tries_tiles_as_a_model_is_loaded(mac):
 # -- several processes
 
 TRIES = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 import mlx.core as mx
 from mlxkv import console
 from mlxkv.metal import trust
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup hands on that it is ignored
 console.cache_dir = lambda: Path(sys.argv[1])
 layout, tasks = sys.argv[2], int(sys.argv[3])
 if tasks:
