@@ -23,7 +23,7 @@ from mlxkv.formats.calibration import artifact, balance, rotary, sums
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, Rotary, Span, contexts
-from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, Sums
+from mlxkv.formats.calibration.sums import KEYS, READ, Sums
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.texts import corpus
 
@@ -71,11 +71,9 @@ class Moments:
             if (heard := received(call, root)) is not None:
                 self._add(READ, keys[:, :, SINK:], heard.attention[:, SINK:])
                 if root is not None:
-                    rows = self._at_zero(call.queries)[:, :, heard.queries]
-                    self._add(WEIGHED, rows, heard.costs.flatten(1))
-                    self.spread = self.spread + heard.costs.double().sum((1, 2)).cpu().numpy()
+                    self.spread = self.spread + heard.spread.double().cpu().numpy()
                     self.squares = self.squares + heard.squares.double().cpu().numpy()
-                    self.asked += heard.costs[0].numel()
+                    self.asked += heard.asked
             for side, x in zip(SIDES, (call.keys, call.values), strict=True):
                 largest = peaks(x[:, :, SINK:]).cpu().numpy()
                 self.peaks[side] = np.maximum(self.peaks.get(side, largest), largest)
@@ -142,14 +140,13 @@ def products(
 
 @dataclass(frozen=True)
 class Heard:
-    """Attention of far queries in a window. queries: [C], those asked. attention: [G, T] that each key gets from them.
-    costs: [G, H / G, C], of a nat^2 of noise in the scores of each. squares: [G], the sum of p^2; the last two of
-    tokens behind the first ones."""
+    """Attention of far queries in a window. attention: [G, T] that each key gets from them. spread, squares: [G], the
+    sums of p^2 |v - out|^2 in F and of p^2 over tokens behind the first ones. asked: queries of a kv head."""
 
-    queries: torch.Tensor
     attention: torch.Tensor
-    costs: torch.Tensor
+    spread: torch.Tensor
     squares: torch.Tensor
+    asked: int
 
 
 def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
@@ -166,7 +163,7 @@ def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
     turn = torch.eye(call.out.shape[-1])[None] if root is None else root
     values = call.values[0].float() @ turn.to(keys.device)  # [G, T, D]
     out = call.out[0].float().unflatten(0, (-1, group)) @ turn.to(keys.device)[:, None]
-    costs, squares = [], torch.zeros(keys.shape[1], device=keys.device)
+    spread, squares = torch.zeros(2, keys.shape[1], device=keys.device)
     for block in at.split(64):
         q = queries[0, :, block].float().unflatten(0, (-1, group)) * call.scale  # [G, H / G, N, D]
         scores = q @ keys[0, :, None].float().mT
@@ -175,9 +172,9 @@ def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
         attention += p.sum((1, 2))
         apart = torch.cdist(out[:, :, block], values[:, None, SINK:]) ** 2
         p = p[..., SINK:] ** 2
-        costs.append((p * apart).sum(-1))
+        spread += (p * apart).sum((1, 2, 3))
         squares += p.sum((1, 2, 3))
-    return Heard(at, attention, torch.cat(costs, -1), squares)
+    return Heard(attention, spread, squares, group * len(at))
 
 
 def fisher(
@@ -344,7 +341,7 @@ def _basis(moments: Moments, side: str, place: str) -> Basis:
 def _balance(moments: Moments, side: str, place: str) -> Balance:
     noise = moments.moment(f"stored {side}", place)
     if side == "keys":
-        reads = moments.moment(sums.readers(moments.sums), place)
+        reads = moments.moment("keys", place)
     else:
         eye = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape)
         reads = eye if moments.output is None else moments.output

@@ -7,8 +7,7 @@ reach as it is to observe.
 Codes with one step for all stored dims err by as much in each of them, and the step grows with what
 is stored: noise N = tr(down^T Sigma down), Sigma the second moment of keys (values). A logit (an
 output) reads that error with sensitivity S = tr(up M up^T), M the second moment of queries (or W W^T
-of the output projection). Queries count by what errors of their scores cost the model, where that was measured
-(`mixed/fill.py`). The expected error is N S times a constant, and over all invertible maps
+of the output projection). The expected error is N S times a constant, and over all invertible maps
 
     N S >= (sum of sigma)^2,  sigma^2 the eigenvalues of Sigma M,
 

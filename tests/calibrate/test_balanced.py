@@ -20,10 +20,9 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
-from mlxkv.models.calibration import clips, exchange, measure, moments
+from mlxkv.models.calibration import clips, measure, moments
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as spec
-from mlxkv.spec.mixed import fill
 
 pytestmark = pytest.mark.usefixtures("trusted")
 
@@ -39,29 +38,12 @@ KINDS = (BALANCED, BALANCED)
 # Calibration
 
 
-@pytest.mark.parametrize("differentiated", (True, False))
-def test_streamed_balances_equal_those_of_the_spec(model, monkeypatch, differentiated):
-    """Keys and values without the first 64 of a window, W_o of the layer; keys and queries over all positions, keys
-    half by the attention that they get, queries by what errors of their scores cost, or all of them alike."""
+def test_streamed_balances_equal_those_of_the_spec(model, monkeypatch):
+    """Keys and values without the first 64 of a window, all queries, and W_o of the layer; keys and queries over all
+    positions, keys half by the attention that they get."""
     monkeypatch.setattr(measure, "CHUNK", 50)
-    information = []
-
-    def fisher(*args):
-        information[:] = (exchange.fisher(*args) if differentiated else {}).items()
-        return dict(information)
-
-    monkeypatch.setattr(measure, "fisher", fisher)
     found = measure.calibrate(model, TEXT, window=350)
     for index, windows in enumerate(seen_by(model, TEXT, 350)):
-        asked = np.concatenate([at_zero(q[0]) for q, _, _ in windows], 1)
-        if differentiated:
-            costs = [
-                fill.exchange(q[0], k[0], v[0], information[index][1], q.shape[-1] ** -0.5)[1]
-                for q, k, v in windows
-            ]
-            asked = fill.readers(asked, np.concatenate(costs, 1), 2)
-        else:
-            asked = fill.readers(asked, np.ones(asked.shape[:2]), 2)
         turned = ((at_zero(q), at_zero(k), v) for q, k, v in windows)
         q, k, v = (np.concatenate(parts, axis=2) for parts in zip(*turned, strict=True))
         late = np.arange(len(TEXT)) % 350 >= moments.SINK
@@ -70,7 +52,7 @@ def test_streamed_balances_equal_those_of_the_spec(model, monkeypatch, different
         w = w.T.reshape(heads, dims, -1)
         layer = found.layers[str(index)]
         for basis, x, reads in (
-            (layer.keys, k, asked),
+            (layer.keys, k, spec.oscar.key_target(q, 2)),
             (layer.values, v, spec.output_moment(w, 2)),
         ):
             noise = spec.oscar.own_target(x[:, :, late])

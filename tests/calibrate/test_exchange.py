@@ -39,7 +39,7 @@ def test_sums_over_calls_are_the_laws():
     q, k, v = data(4, 300, 64), data(2, 300, 64, seed=1), data(2, 300, 32, seed=2) + 1
     root = data(2, 32, 32, seed=3)
     fisher = (root @ root.swapaxes(-1, -2)).astype(np.float64)
-    law, weights = spec.exchange(*(x.astype(np.float64) for x in (q, k, v)), fisher, 0.2, sink=16)
+    law = spec.exchange(*(x.astype(np.float64) for x in (q, k, v)), fisher, 0.2, sink=16)
     scores = np.where(np.tri(300, dtype=bool), 0.2 * q @ k.repeat(2, 0).swapaxes(-1, -2), -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     out = p / p.sum(-1, keepdims=True) @ v.repeat(2, 0)
@@ -52,8 +52,7 @@ def test_sums_over_calls_are_the_laws():
         )
         call = AttentionCall(None, exact, part[0], 0.2, "causal", None, part[1])
         if (asked := moments.far_attention(call, 16)) is not None:
-            costs = np.array(found.add(call, *asked, 16)).reshape(4, -1)
-            np.testing.assert_allclose(costs, weights[:, start + np.array(asked[0])], rtol=1e-3)
+            found.add(call, *asked, 16)
     tail = v[:, 16:].astype(np.float64)
     counts = found.keys, found.values, found.queries
     ours = sums.costs(fisher, *counts, tail.swapaxes(-1, -2) @ tail / 284)
@@ -153,5 +152,5 @@ def test_costs_of_a_layer_are_the_laws(model, made, information):
         fisher, seen_by(model, TEXT, len(TEXT)), made.layers.values(), strict=True
     ):
         q, k, v = (x[0] for x in windows[0])
-        law, _ = spec.exchange(q, k, v, fisher[place], 64**-0.5)
+        law = spec.exchange(q, k, v, fisher[place], 64**-0.5)
         np.testing.assert_allclose(layer.exchange, law, rtol=2e-2)

@@ -19,7 +19,6 @@ KEYS, READ = (
     "stored keys",
     "read keys",
 )  # those that caches would compress: all alike, and by their attention
-QUERIES, WEIGHED = "keys", "weighed queries"  # all alike, and by what errors of their scores cost
 
 
 Place = TypeVar("Place")  # of a layer
@@ -59,9 +58,9 @@ class Sums:
 def moment_over(
     sums: Mapping[str, Sums], name: str, rotary: Rotary | None, spans: Sequence[Span]
 ) -> np.ndarray:
-    """Return the second moment [G, D, D] of a sum; over the positions of `spans` of keys and queries, if they turn."""
+    """Return the second moment [G, D, D] of a sum; over the positions of `spans` of "keys" and KEYS, if they turn."""
     moment = _halves(sums, Sums.moment) if name == KEYS else sums[name].moment()
-    turns = rotary is not None and name in (QUERIES, WEIGHED, KEYS)
+    turns = rotary is not None and name in ("keys", KEYS)
     return rotary.moment_over(moment, spans) if turns else moment
 
 
@@ -73,12 +72,6 @@ def mean_over(
         return None
     mean = _halves(sums, Sums.mean)
     return mean if rotary is None else rotary.mean_over(mean, spans)
-
-
-def readers(sums: Mapping[str, Sums]) -> str:
-    """Return the name of the sum of queries that balanced maps of keys are made for."""
-    weighed = sums.get(WEIGHED)
-    return WEIGHED if weighed and (weighed.weight > 0).all() else QUERIES
 
 
 def _halves(sums: Mapping[str, Sums], of: Callable[[Sums], np.ndarray]) -> np.ndarray:

@@ -7,8 +7,8 @@ moments averaged over the positions of the model's whole context (`spec/position
 text stands does not matter. Only second moments are kept, [G, D, D] per layer and side. Spec:
 `spec/oscar.py`. The value target V^T S^T S V is (S V)^T (S V), the second moment of the output of attention,
 so scores need not be kept. Balanced transforms (`formats/calibration/balance.py`) also use the moments of
-keys and values behind the first tokens of a window, which caches keep exact, of queries by what errors of their
-scores cost the model (`exchange`), and what the output projection makes of errors in values.
+keys and values behind the first tokens of a window, which caches keep exact, and what the output projection
+makes of errors in values.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def basis(moments: Moments, side: str, label: str) -> Basis:
         values.astype(np.float32),
         vectors.astype(np.float32),
         floored,
-        balance=_balance(moments, side, label),
+        balance=_balance(moments, side, label, mean),
         peaks=_peaks(moments, side, label),
         mean=_key_mean(moments, label) if side == "keys" else None,
     )
@@ -106,16 +106,13 @@ def _check_finite(x: np.ndarray, label: str) -> None:
         )
 
 
-def _balance(moments: Moments, side: str, label: str) -> Balance:
-    """The balanced transform of a side. Raises MachineError for NaN or infinity."""
+def _balance(moments: Moments, side: str, label: str, queries: np.ndarray) -> Balance:
+    """The balanced transform of a side. queries: their second moment, used for keys."""
     noise = _mean(moments, f"stored {side}", label)
-    if side == "keys":
-        reads = moments.readers_of_keys()
-        _check_finite(reads, label)
-    elif moments.output is None:
-        reads = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape)
-    else:
-        reads = moments.output
+    reads = queries
+    if side == "values":
+        output = moments.output
+        reads = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape) if output is None else output
     down, sigma, floored = balance.balance(noise, reads)
     if side == "values":  # the unit of errors is free: stored values keep their size
         size = np.trace(noise, axis1=-2, axis2=-1) / sigma.sum(-1)
