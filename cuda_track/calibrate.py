@@ -259,11 +259,9 @@ def calibrate(
 
     def observe(call: Call) -> None:
         if call.layer in growing:
-            if call.layer not in moments:
-                new = Moments(call.keys.shape[1], rotaries[call.layer], spans)
-                new.fisher = information.get(call.layer)
-                moments[call.layer] = new
-            moments[call.layer].add(call)
+            new = Moments(call.keys.shape[1], rotaries[call.layer], spans)
+            new.fisher = information.get(call.layer)
+            moments.setdefault(call.layer, new).add(call)
 
     with observing(model, observe), torch.no_grad():
         for part in windows(tokens, window):
@@ -332,17 +330,16 @@ def _basis(moments: Moments, side: str, place: str) -> Basis:
         values.astype(np.float32),
         vectors.astype(np.float32),
         floored,
-        balance=_balance(moments, side, place),
+        balance=_balance(moments, side, place, moment),
         peaks=None if largest is None else np.where(largest > 0, largest, 1).astype(np.float32),
         mean=None if mean is None else mean.astype(np.float32),
     )
 
 
-def _balance(moments: Moments, side: str, place: str) -> Balance:
-    noise = moments.moment(f"stored {side}", place)
-    if side == "keys":
-        reads = moments.moment("keys", place)
-    else:
+def _balance(moments: Moments, side: str, place: str, queries: np.ndarray) -> Balance:
+    """queries: their second moment, where `side` is keys."""
+    noise, reads = moments.moment(f"stored {side}", place), queries
+    if side == "values":
         eye = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape)
         reads = eye if moments.output is None else moments.output
     down, sigma, floored = balance.balance(noise, reads)
