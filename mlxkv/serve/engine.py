@@ -116,7 +116,7 @@ class Engine:
                 self._loop()
             except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
                 logging.exception("generation failed")
-                self.metrics.add(faults=1)
+                self.metrics.counts["faults"] += 1
                 self._fail(error)
                 if self.ranks.many:  # they are no longer in step
                     self.problem = MachineError(f"[serve] generation failed: {error}")

@@ -23,7 +23,6 @@ from mlxkv.serve import ranks, reading
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.app import METHODS, Gate, application
 from mlxkv.serve.http.models import Models
-from mlxkv.serve.http.site import Site
 from mlxkv.serve.http.wire import Web, listen
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import PARENT, ServeOptions
@@ -37,28 +36,27 @@ class Server:
     cannot listen."""
 
     def __init__(self, options: ServeOptions):
-        self.metrics = Metrics()
         reading.PROCESSES[0].start()  # it is ready by the time that the model is
-        self.engine = Engine(options, self.metrics)
         self._asked = 0
         self._parent = os.environ.get(PARENT)  # None: it ends by itself
         try:
-            self.site = Site(options, self.engine, self.metrics)
-            self.models = Models(self.site)
-            self.socket = listen(options.host, options.port)
+            self.models = models = Models(options)
         except KeyboardInterrupt:  # nothing is there to lose, and loading stops for nobody
             os._exit(128 + signal.SIGINT)
-        except BaseException:
-            self.engine.stop_and_join()
+        self.site, self.engine = models.first, models.first.engine
+        try:
+            self.socket = listen(options.host, options.port)
+        except OSError:
+            self.site.close()
             raise
         self.server_address = self.socket.getsockname()
         gate = CORSMiddleware(
-            Gate(self.site, application(self.models)),
+            Gate(options, models.keys, models.limits, application(models)),
             allow_origins=options.origins,
             allow_methods=METHODS,
             allow_headers=["*"],
         )
-        self.web = Web(gate, self.site.limits, self._tick, self._end)
+        self.web = Web(gate, models.limits, self._tick, self._end)
 
     @property
     def url(self) -> str:
@@ -93,7 +91,7 @@ class Server:
     async def _settle(self, seconds: float, hurry: Callable[[], bool]) -> None:
         """Wait for replies under way."""
         end = time.monotonic() + seconds
-        while self.metrics.active and time.monotonic() < end and not hurry():
+        while self.models.active and time.monotonic() < end and not hurry():
             await asyncio.sleep(0.02)
 
 

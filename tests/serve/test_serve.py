@@ -45,8 +45,8 @@ def change(server, monkeypatch):
 
     def change(**options) -> None:
         changed = replace(server.site.options, **options)
-        monkeypatch.setattr(server.site, "options", changed)
-        monkeypatch.setattr(server.engine, "options", changed)
+        for owner in (server.models, server.site, server.engine):
+            monkeypatch.setattr(owner, "options", changed)
 
     return change
 
@@ -113,9 +113,11 @@ def test_models_metrics_page(server):
     complete(server, "hi", 2)
     text = send(server, "GET", "/metrics")[2].decode()
     numbers = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-    assert float(numbers["mlxkv_generated_tokens_total"]) >= 2
-    assert float(numbers['mlxkv_first_token_seconds_bucket{le="+Inf"}']) >= 1
-    assert "mlxkv_kv_bound_bytes" in numbers and 'mlxkv_responses_total{status="200"}' in numbers
+    label = f'model="{model["id"]}"'
+    assert float(numbers[f"mlxkv_generated_tokens_total{{{label}}}"]) >= 2
+    assert float(numbers[f'mlxkv_first_token_seconds_bucket{{{label},le="+Inf"}}']) >= 1
+    assert f"mlxkv_kv_bound_bytes{{{label}}}" in numbers
+    assert 'mlxkv_responses_total{status="200"}' in numbers
     for path, kind in (
         ("/", "text/html"),
         ("/page/main.js", "text/javascript"),
@@ -169,13 +171,13 @@ def test_what_this_server_does_not_have(server):
 
 
 def test_a_client_that_hangs_up_frees_its_place(server):
-    before = server.metrics.cut_off
+    before = server.engine.metrics.counts["cut_off"]
     with asking(server, **ENDLESS, stream=True) as line:
         assert line.recv(10).startswith(b"HTTP")
         until(lambda: server.engine.jobs)
         (job,) = server.engine.jobs.values()
     settled(server)
-    until(lambda: server.metrics.cut_off == before + 1)
+    until(lambda: server.engine.metrics.counts["cut_off"] == before + 1)
     assert job.cache_tokens < ENDLESS["max_tokens"]  # nothing more is written
 
 
@@ -187,8 +189,8 @@ def test_who_leaves_while_waiting_is_forgotten(model_folder, monkeypatch):
             first = pool.submit(complete, server, "a", 3)
             until(lambda: server.engine.memory.promised)  # it is taken up
             with asking(server, prompt=LONG, max_tokens=1500):
-                until(lambda: server.metrics.active == 2)
-            until(lambda: server.metrics.cut_off == 1)
+                until(lambda: server.models.active == 2)
+            until(lambda: server.engine.metrics.counts["cut_off"] == 1)
         assert first.result()["usage"]["completion_tokens"] == 3
         assert settled(server)["sessions"]["lookups"] == 1
 
@@ -227,15 +229,14 @@ def test_a_fault_is_answered_and_the_next_request_is_served(server, monkeypatch)
     assert settled(server)["memory"]["active_bytes"] == 0
 
 
-def test_a_reply_that_takes_too_long(server, monkeypatch):
-    """Once it was read, for which the server has all its time here."""
+def test_a_reply_that_takes_too_long(server, change, monkeypatch):
     plain = Engine.step
 
     def slow(self):
         time.sleep(0.01)
         return plain(self)
 
-    monkeypatch.setattr(server.engine, "options", replace(server.engine.options, timeout=0.1))
+    change(timeout=1)
     monkeypatch.setattr(Engine, "step", slow)
     assert refused(server, 504, **ENDLESS)["code"] == "timeout"
     settled(server)
@@ -258,7 +259,7 @@ def test_too_many_requests(server, change, monkeypatch):
     change(max_requests=1)
     with ThreadPoolExecutor(1) as pool, held(monkeypatch, Engine, "step") as go:
         first = pool.submit(complete, server, "a", 2)
-        until(lambda: server.metrics.active)
+        until(lambda: server.models.active)
         status, headers, _ = send(server, "POST", "/v1/completions", {"prompt": "b"})
         assert status == 429 and headers["Retry-After"] == "1"
         go.set()

@@ -103,7 +103,7 @@ def test_who_leaves_while_the_prompt_is_read_alone_gets_no_more_of_it(one_by_one
     with held(monkeypatch, Job, "put", kind=tuple):  # between the parts of a prompt
         with asking(server, prompt="a" * 100, max_tokens=4):
             until(lambda: server.engine.sessions.lookups)
-        until(lambda: server.metrics.cut_off == 1)
+        until(lambda: server.engine.metrics.counts["cut_off"] == 1)
     found = settled(server)
     assert found["sessions"]["count"] == 0  # it would be the prompt's, read to its end
     assert text_of(complete(server, "b", 4, seed=1, temperature=1))

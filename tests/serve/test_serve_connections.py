@@ -8,7 +8,6 @@ import time
 from contextlib import contextmanager
 from http.client import HTTPResponse
 from threading import Event, Thread
-from types import SimpleNamespace
 
 import pytest
 from serving import until
@@ -17,7 +16,6 @@ from starlette.requests import Request
 from mlxkv.serve.http import wire
 from mlxkv.serve.http.access import Keys
 from mlxkv.serve.http.app import Gate, body_of
-from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 
 PATIENCE = 20.0
@@ -32,13 +30,11 @@ class Echo:
 
     def __init__(self):
         self.go, self.stopping = Event(), False
-        metrics = Metrics()
-        self.limits = wire.Limits(LIMIT, metrics.answered)
-        options = ServeOptions(max_body=f"{LIMIT}B")
-        site = SimpleNamespace(options=options, metrics=metrics, keys=Keys(), limits=self.limits)
+        self.limits = wire.Limits(LIMIT)
+        gate = Gate(ServeOptions(max_body=f"{LIMIT}B"), Keys(), self.limits, self.answer)
         self.socket = wire.listen("127.0.0.1", 0)
         self.server_address = self.socket.getsockname()
-        self.web = wire.Web(Gate(site, self.answer), self.limits, lambda: self.stopping, self.end)
+        self.web = wire.Web(gate, self.limits, lambda: self.stopping, self.end)
 
     @property
     def lines(self) -> dict:

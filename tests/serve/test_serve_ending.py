@@ -41,7 +41,7 @@ def test_replies_under_way_are_written_to_the_end(server, monkeypatch):
     monkeypatch.setattr(run, "GRACE", 60)
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(complete, server, LONG, 60, logit_bias={"257": -100})
-        until(lambda: server.metrics.active)
+        until(lambda: server.models.active)
         end(server)
         assert job.result()["usage"]["completion_tokens"] == 60
     assert len(server.engine.sessions) == 0 and server.engine.sessions.disk.saved > 0
@@ -53,7 +53,7 @@ def test_clients_are_told_when_their_time_is_over(server, monkeypatch):
     with asking(server, **ENDLESS, stream=True) as stream, ThreadPoolExecutor(1) as pool:
         whole = pool.submit(send, server, "POST", "/v1/completions", ENDLESS)
         assert b"200" in stream.recv(64)
-        until(lambda: server.metrics.active == 2)
+        until(lambda: server.models.active == 2)
         assert end(server) < 30
         got = b""
         while part := stream.recv(1 << 16):

@@ -15,7 +15,7 @@ from serving import ENDLESS, asking, complete, get, held, refused, send, serving
 from mlxkv.errors import MachineError, UserError
 from mlxkv.machine import machine_memory
 from mlxkv.serve import engine as engines
-from mlxkv.serve.http import app, models
+from mlxkv.serve.http import models, talk
 from mlxkv.serve.options import ServeOptions
 
 
@@ -38,6 +38,15 @@ def test_each_request_gets_the_model_that_it_names(folders):
         assert text_of(complete(server, "Hello", 12)) == text_of(found["one"])
         assert complete(server, "Hello", 12, model="two")["kv"]["cached_tokens"] > 0
         assert list(server.models.loaded) == ["three", "two"]  # the latest last
+        document = get(server, "/v1/kv")
+        assert document["model"] == "one" and list(document["others"]) == ["three", "two"]
+        assert all(document["others"][name]["sessions"]["count"] for name in names[1:])
+        lines = send(server, "GET", "/metrics")[2].decode().splitlines()
+        numbers = dict(line.rsplit(" ", 1) for line in lines if line[0] != "#")
+        for name in names:
+            tokens = found[name]["usage"]["completion_tokens"]
+            assert int(numbers[f'mlxkv_generated_tokens_total{{model="{name}"}}']) >= tokens
+            assert int(numbers[f'mlxkv_sessions_count{{model="{name}"}}']) > 0
         error = refused(server, 404, prompt="a", model="four")
         assert "choose 'one' or 'two' or 'three'" in error["message"]
         sites = list(server.models.loaded.values())
@@ -81,7 +90,7 @@ def test_two_models_of_one_name_are_refused(folders, tmp_path):
 def test_a_model_stays_for_a_request_that_its_engine_has_not_seen_yet(folders, monkeypatch):
     with serving(folders) as server, ThreadPoolExecutor(1) as pool:
         complete(server, "a", 2, model="two")
-        with held(monkeypatch, app, "tenant") as go:
+        with held(monkeypatch, talk, "tenant") as go:
             job = pool.submit(complete, server, "a", 2, model="two")
             until(lambda: server.models.loaded["two"].users)
             used = machine_memory()

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -15,13 +14,12 @@ from starlette.routing import Route, Router
 
 from mlxkv.serve.apis import anthropic
 from mlxkv.serve.http import page
-from mlxkv.serve.http.access import check_host, given_key, tenant
+from mlxkv.serve.http.access import Keys, check_host, given_key
 from mlxkv.serve.http.models import Models
 from mlxkv.serve.http.request import no_model
-from mlxkv.serve.http.site import Site
-from mlxkv.serve.http.talk import Document, Talk, admitted
+from mlxkv.serve.http.talk import Document, Talk
 from mlxkv.serve.http.wire import Limits
-from mlxkv.serve.job import Job
+from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import COUNT, REPLIES
 from mlxkv.serve.refusals import Refused, fault
 
@@ -35,8 +33,8 @@ OPEN = ("/health", *page.PAGE)  # without a key: nothing there belongs to a clie
 class Gate:
     """Checks where each request goes and who asks, before its body is read; writes the headers of all replies."""
 
-    def __init__(self, site: Site, app: Callable):
-        self._site, self._app = site, app
+    def __init__(self, options: ServeOptions, keys: Keys, limits: Limits, app: Callable):
+        self._options, self._keys, self._limits, self._app = options, keys, limits, app
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         request = Request(scope, receive)
@@ -47,7 +45,7 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._site.metrics.answered(status)
+                self._limits.responses[status] += 1
                 if not is_checked or not scope["wire"].is_complete:
                     # Where the next request begins is not known.
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
@@ -73,7 +71,7 @@ class Gate:
 
     def _check(self, request: Request) -> None:
         """Look at the head of a request. Raises Refused."""
-        options, headers, scope = self._site.options, request.headers, request.scope
+        options, headers, scope = self._options, request.headers, request.scope
         target = scope["raw_path"].decode()
         size = len(target) + len(scope["query_string"])
         if not scope["http_version"].startswith("1."):
@@ -95,7 +93,7 @@ class Gate:
         check_host(headers, options)
         if options.api_keys and scope["path"] not in OPEN:
             peer = request.client.host if request.client else ""
-            self._site.keys.check(given_key(headers), options.api_keys, peer)
+            self._keys.check(given_key(headers), options.api_keys, peer)
         if request.method not in METHODS:
             method = request.method[:20]
             raise Refused(501, f"[request] {method} is not known; choose from {ALLOW}")
@@ -155,55 +153,44 @@ async def body_of(request: Request, limits: Limits) -> bytes:
 
 def application(models: Models) -> Router:
     """The paths of a server."""
-    site = models.first
+    options, created = models.options, int(time.time())
 
     def key(request: Request) -> str | None:
         """The API key of a request that was admitted, None where the server has none."""
-        return given_key(request.headers) if site.options.api_keys else None
+        return given_key(request.headers) if options.api_keys else None
 
     def is_operator(request: Request) -> bool:
         """Return whether this client may know what all of them do together: it has the first key, or nobody has one."""
-        return key(request) in (None, *site.options.api_keys[:1])
+        return key(request) in (None, *options.api_keys[:1])
 
     async def reply(request: Request) -> Callable:
-        raw, arrival_time = await body_of(request, site.limits), request.scope["wire"].arrival_time
-
-        async def answer(scope: dict, receive: Callable, send: Callable) -> None:
-            with admitted(site.engine):
-                async with models.read(scope["path"], raw, arrival_time) as (here, read):
-                    asked, engine = read.reply.request, here.engine
-                    owner = await run_in_threadpool(
-                        tenant, key(request), asked.user, asked.cache_salt
-                    )
-                    job = Job(asked, read.prompt, owner, read.dropped)
-                    job.constraint = await run_in_threadpool(engine.constraint_of, job)
-                    await Talk(engine, read.reply, job, arrival_time)(scope, receive, send)
-
-        return answer
+        raw = await body_of(request, models.limits)
+        return Talk(models, raw, key(request), request.scope["wire"].arrival_time)
 
     async def count(request: Request) -> Response:
-        raw, arrival_time = await body_of(request, site.limits), request.scope["wire"].arrival_time
-        with admitted(site.engine):
-            async with models.read(COUNT, raw, arrival_time) as (_, tokens):
-                return Document({"input_tokens": tokens})
+        raw, arrival_time = (
+            await body_of(request, models.limits),
+            request.scope["wire"].arrival_time,
+        )
+        async with models.read(COUNT, raw, arrival_time) as (_, tokens):
+            return Document({"input_tokens": tokens})
 
     async def files(request: Request) -> Response:
         data, kind = page.read(request.scope["path"])
         return Response(data, media_type=kind, headers=page.HEADERS)
 
     async def health(request: Request) -> Response:
-        if site.engine.is_healthy:
+        if models.first.engine.is_healthy:
             return Document({"status": "ok"})
         return Document({"status": "unavailable"}, 503)
 
     async def kv(request: Request) -> Response:
-        return Document({"models": models.names} | site.kv(is_operator(request)))
+        return Document(models.kv(is_operator(request)))
 
     async def metrics(request: Request) -> Response:
         if not is_operator(request):
             raise Refused(403, "[/metrics] tells of all clients: it is for the first --api-key")
-        text = site.metrics.text(site.gauges())
-        return Response(text, media_type="text/plain; version=0.0.4")
+        return Response(models.metrics(), media_type="text/plain; version=0.0.4")
 
     async def list_models(request: Request) -> Response:
         name = request.path_params.get("name", "").strip("/")
@@ -211,7 +198,7 @@ def application(models: Models) -> Router:
             raise no_model(name[:80], models.names)
         if _is_anthropic_client(request):
             return Document(anthropic.models(models.names, name))
-        model = {"object": "model", "created": site.created, "owned_by": "mlxkv"}
+        model = {"object": "model", "created": created, "owned_by": "mlxkv"}
         data = [{"id": each, **model} for each in models.names]
         return Document({"id": name, **model} if name else {"object": "list", "data": data})
 

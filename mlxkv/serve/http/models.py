@@ -13,57 +13,63 @@ import mlx.core as mx
 
 from mlxkv.console import human_bytes
 from mlxkv.errors import UserError
-from mlxkv.machine import USABLE, machine_memory
+from mlxkv.machine import USABLE, footprint, machine_memory
 from mlxkv.models.catalog.locate import locate
+from mlxkv.serve import metrics
 from mlxkv.serve.caches.memory import used_memory
-from mlxkv.serve.engine import LEAST_MEMORY, Engine
+from mlxkv.serve.engine import LEAST_MEMORY
+from mlxkv.serve.http.access import Keys
 from mlxkv.serve.http.request import DEFAULT_NAMES, no_model
 from mlxkv.serve.http.site import Site, name_of
-from mlxkv.serve.http.talk import late
+from mlxkv.serve.http.wire import Limits
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import Read
 from mlxkv.serve.refusals import Refused, ending
 
 
 class Models:
-    """The models by name. For the event loop. first: the one that is always there. loaded: others that are there now,
-    the least recently used first. Raises UserError where two have one name."""
+    """The models by name. For the event loop. loaded: others than the first that are there now, the least recently used
+    first. active: requests in progress. Raises UserError where two models have one name, and what loading raises."""
 
-    def __init__(self, first: Site):
-        _, *others = first.options.models
-        self.first = first
-        self._options = {name_of(model): replace(first.options, model=model) for model in others}
-        self.names = (first.name, *self._options)
+    def __init__(self, options: ServeOptions):
+        self.options, self.limits, self.keys = options, Limits(options.body_bytes), Keys()
+        _, *others = options.models
+        first = metrics.Metrics()
+        self.first, self.active = Site(options, first), 0
+        self._options = {name_of(model): replace(options, model=model) for model in others}
+        self.names = (self.first.name, *self._options)
         if len({*self.names}) <= len(others):
+            self.first.close()
             raise UserError(f"[--model] two have one name; got {', '.join(self.names)}")
+        self._metrics = {name: metrics.Metrics() for name in self.names} | {self.first.name: first}
         self.loaded: dict[str, Site] = {}
         self._lock, self._has_ended = asyncio.Lock(), False
-
-    @asynccontextmanager
-    async def use(self, name: object) -> AsyncIterator[Site]:
-        """Yield the site of a model by the name in a request; it stays loaded until the end of the block. It is loaded
-        where it is not there. Raises Refused."""
-        site = await self._site(name)
-        site.users += 1
-        try:
-            yield site
-        finally:
-            site.users -= 1
 
     @asynccontextmanager
     async def read(
         self, path: str, raw: bytes, arrival_time: float
     ) -> AsyncIterator[tuple[Site, Read | int]]:
-        """Yield the site of the model that the request in a body names, and the request; see `use`."""
-        others, seconds = self.names[1:], self.first.options.timeout
+        """Yield the model that the request in a body names, which is loaded where it is not there and stays until the
+        end of the block, and the request. The block is one of the requests in progress, and has the time that is left
+        of `--timeout`. Raises Refused."""
+        seconds = self.options.timeout
+        if self.active >= self.options.max_requests:
+            raise Refused(429, f"[--max-requests] {self.active} under way", "busy", retry=1)
+        self.active += 1
         try:
             async with asyncio.timeout_at(arrival_time + seconds):
-                result = await self.first.read(path, raw, others)
+                result, site = await self.first.read(path, raw, self.names[1:]), self.first
+                if isinstance(result, str):
+                    site, result = await self._site(result), None
+                site.users += 1
+                try:
+                    yield site, await site.read(path, raw) if result is None else result
+                finally:
+                    site.users -= 1
         except TimeoutError:
-            raise late(seconds) from None
-        name = result if isinstance(result, str) else None
-        async with self.use(name) as site:
-            yield site, result if name is None else await site.read(path, raw)
+            raise Refused(504, f"[--timeout] took more than {seconds:g} s", "timeout") from None
+        finally:
+            self.active -= 1
 
     async def close(self) -> None:
         """Unload all models but the first; one that is being loaded goes once it is there. No others are loaded."""
@@ -72,21 +78,16 @@ class Models:
             for site in list(self.loaded.values()):
                 await asyncio.to_thread(site.close)
 
-    async def _site(self, name: object) -> Site:
-        if not isinstance(name, str) or name in (self.first.name, *DEFAULT_NAMES):
+    async def _site(self, name: str) -> Site:
+        if name in (self.first.name, *DEFAULT_NAMES):
             return self.first
         if name not in self._options:
             raise no_model(name[:80], self.names)
-        seconds = self.first.options.timeout
-        try:
-            async with asyncio.timeout(seconds):
-                while not self._is_ready(name):
-                    # Others may wait for it, too: it goes on where this request has no more time.
-                    load = asyncio.create_task(self._load(name))
-                    load.add_done_callback(lambda task: task.cancelled() or task.exception())
-                    await asyncio.shield(load)
-        except TimeoutError:
-            raise late(seconds) from None
+        while not self._is_ready(name):
+            # Others may wait for it, too: it goes on where this request has no more time.
+            load = asyncio.create_task(self._load(name))
+            load.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.shield(load)
         site = self.loaded[name] = self.loaded.pop(name)  # the latest last
         return site
 
@@ -105,22 +106,12 @@ class Models:
                 place = await asyncio.to_thread(locate, options.models[0])
                 size = place.weights or place.config.stat().st_size
                 await self._make_room(size + LEAST_MEMORY)
-                self.loaded[name] = await asyncio.to_thread(self._start, options)
+                self.loaded[name] = await asyncio.to_thread(Site, options, self._metrics[name])
             except Refused:
                 raise
             except Exception as error:
                 what = f"[model] {name} could not be loaded: {error}"
                 raise Refused(503, what[:300], "model_not_loaded") from None
-
-    def _start(self, options: ServeOptions) -> Site:
-        """Start the engine of a model. Raises what loading raises."""
-        engine, site = Engine(options, self.first.metrics), None
-        try:
-            site = Site(options, engine, self.first.metrics)
-        finally:
-            if site is None:
-                engine.stop_and_join()
-        return site
 
     async def _make_room(self, need: int) -> None:
         """Unload models that nobody uses now, until so many bytes are free. Raises Refused."""
@@ -141,3 +132,26 @@ class Models:
                 "memory_busy",
                 retry=10,
             )
+
+    def kv(self, is_operator: bool) -> dict:
+        """The document of /v1/kv: of the first model, and with it those of the others that are loaded."""
+        document = self.first.kv(is_operator)
+        if is_operator:
+            document |= {"active_requests": self.active}
+            document["memory"] |= _process_memory()
+        others = {name: site.kv(is_operator) for name, site in self.loaded.items()}
+        return {"models": self.names} | document | {"others": others}
+
+    def metrics(self) -> str:
+        """The page of /metrics."""
+        sites = {self.first.name: self.first} | self.loaded
+        documents = {name: site.kv() for name, site in sites.items()}
+        models = {name: (counts, documents.get(name, {})) for name, counts in self._metrics.items()}
+        gauges = {"active_requests": self.active, "wrong_keys": self.keys.wrong}
+        gauges |= {f"kv_{name}": value for name, value in _process_memory().items()}
+        return metrics.text(self.limits.responses, gauges, models)
+
+
+def _process_memory() -> dict[str, int]:
+    """Return the bytes of all models: MLX's arrays, weights too; and whatever the process takes."""
+    return {"mlx_bytes": mx.get_active_memory(), "process_bytes": footprint()}

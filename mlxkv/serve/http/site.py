@@ -1,22 +1,16 @@
-"""What all requests share: the model, its caches, keys, and the document of /v1/kv."""
+"""One model: its engine, its reader of requests, and its part of /v1/kv."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 
-import mlx.core as mx
-
 from mlxkv import __version__
-from mlxkv.machine import footprint
 from mlxkv.metal.launch import backend
 from mlxkv.models.usage import window_of
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.grammar import calls_of
-from mlxkv.serve.http.access import Keys
 from mlxkv.serve.http.request import Served
-from mlxkv.serve.http.wire import Limits
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import Read, Reader
@@ -29,25 +23,27 @@ def name_of(model: str) -> str:
 
 
 class Site:
-    """What all requests of a model share. users: requests that it was given to, and whose replies have not ended."""
+    """What all requests of a model share. users: requests that it was given to, and whose replies have not ended.
+    Raises what loading raises."""
 
-    def __init__(self, options: ServeOptions, engine: Engine, metrics: Metrics):
-        self.options, self.engine, self.metrics = options, engine, metrics
-        self.users = 0
-        self.loaded, self.keys = engine.wait_until_ready(), Keys()
-        self.limits = Limits(options.body_bytes, metrics.answered)
-        self.name = name_of(self.loaded.name)
-        self.created = int(time.time())
-        self.served = Served(
-            model=self.name,
-            kv=self.loaded.kv_name,
-            longest=self.loaded.context or 1 << 20,
-            max_tokens=options.max_tokens,
-            vocabulary=engine.vocabulary,
-            calls=calls_of(self.loaded.tokenizer),
-            sampling=self.loaded.sampling,
-        )
-        self._reader = Reader(self.loaded.tokenizer, options.template, self.served)
+    def __init__(self, options: ServeOptions, metrics: Metrics):
+        self.options, self.engine, self.users = options, Engine(options, metrics), 0
+        try:
+            self.loaded = self.engine.wait_until_ready()
+            self.name = name_of(self.loaded.name)
+            self.served = Served(
+                model=self.name,
+                kv=self.loaded.kv_name,
+                longest=self.loaded.context or 1 << 20,
+                max_tokens=options.max_tokens,
+                vocabulary=self.engine.vocabulary,
+                calls=calls_of(self.loaded.tokenizer),
+                sampling=self.loaded.sampling,
+            )
+            self._reader = Reader(self.loaded.tokenizer, options.template, self.served)
+        except Exception:
+            self.engine.stop_and_join()
+            raise
 
     async def read(self, path: str, raw: bytes, names: tuple[str, ...] = ()) -> Read | int | str:
         """The request in a body, as `Reader.read` returns it. names: of other models. Raises Refused."""
@@ -65,10 +61,6 @@ class Site:
         """The document of /v1/kv. is_operator: with numbers that depend on what all clients ask."""
         engine, loaded = self.engine, self.loaded
         memory, sessions, disk = engine.memory, engine.sessions, engine.sessions.disk
-        disk_document = None
-        if disk is not None:
-            counts = {"saved": disk.saved, "found": disk.found, "failed": disk.failed}
-            disk_document = {"files": len(disk.entries), "bytes": disk.nbytes, **counts}
         document = {
             "model": self.name,
             "kv": loaded.kv_name,
@@ -106,8 +98,6 @@ class Site:
                 "active_allocated_bytes": engine.kv_allocated,
                 "sessions_allocated_bytes": sessions.nbytes,
                 "sessions_allocated_bytes_apart": sessions.bytes_apart,
-                "mlx_bytes": mx.get_active_memory(),  # all arrays, weights too
-                "process_bytes": footprint(),
             },
             "sessions": {
                 "count": len(sessions),
@@ -118,18 +108,12 @@ class Site:
                 "tokens_found": sessions.tokens_found,
                 "evicted": sessions.evicted,
             },
-            "disk": disk_document,
-            "active_requests": self.metrics.active,
+            "disk": disk
+            and {
+                "files": len(disk.entries),
+                "bytes": disk.nbytes,
+                "saved": disk.saved,
+                "found": disk.found,
+                "failed": disk.failed,
+            },
         }
-
-    def gauges(self):
-        """Yield the numbers of /v1/kv for the metrics: (name, help, value)."""
-        document = self.kv()
-        yield "safe_tokens", "Of a request that is admitted now.", document["safe_tokens"]
-        for name, value in document["memory"].items():
-            yield f"kv_{name}", "Of KV caches (mlx: of all arrays).", value
-        for name, value in document["sessions"].items():
-            yield f"sessions_{name}", "Of the prompt cache.", value
-        for name, value in (document["disk"] or {}).items():
-            yield f"disk_{name}", "Of sessions on disk.", value
-        yield "wrong_keys", "API keys that were refused since the start.", self.keys.wrong

@@ -1,4 +1,4 @@
-"""One request for a reply: it is handed to the engine, and the reply is written as its tokens come."""
+"""One request for a reply: it is read and handed to the engine, and the reply is written as its tokens come."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.engine import Engine
+from mlxkv.serve.http.access import tenant
+from mlxkv.serve.http.models import Models
 from mlxkv.serve.job import Job, Start, Token
 from mlxkv.serve.refusals import Refused, fault
 
@@ -45,72 +48,53 @@ class Channel:
             pass
 
 
-def late(seconds: float) -> Refused:
-    return Refused(504, f"[--timeout] took more than {seconds:g} s", "timeout")
-
-
-@contextmanager
-def admitted(engine: Engine):
-    """Count one of the requests in progress, if it is not one too many. Raises Refused."""
-    metrics = engine.metrics
-    if metrics.active >= engine.options.max_requests:
-        raise Refused(429, f"[--max-requests] {metrics.active} under way", "busy", retry=1)
-    metrics.add(active=1)
-    try:
-        yield
-    finally:
-        metrics.add(active=-1)
-
-
 class Talk:
-    """The reply to one request, as an application of ASGI. arrival_time: of the request's first byte, by
-    `time.monotonic`."""
+    """The reply to the request in a body, as an application of ASGI. key: of the client. arrival_time: of the request's
+    first byte, by `time.monotonic`."""
 
-    def __init__(self, engine: Engine, reply: Reply, job: Job, arrival_time: float):
-        self._engine, self._reply, self._job = engine, reply, job
+    def __init__(self, models: Models, raw: bytes, key: str | None, arrival_time: float):
+        self._models, self._raw, self._key = models, raw, key
         self._arrival_time = arrival_time
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        reply, has_begun = self._reply, False
-        channel = self._job.channel = Channel()
-        watch = asyncio.create_task(_watch(receive, channel))
+        reply, has_begun = None, False
         try:
-            async with aclosing(self._pieces(channel)) as pieces:
-                async for data in pieces:
-                    if reply.streams and not has_begun:
-                        head = {"type": "http.response.start", "status": 200}
-                        await send(head | {"headers": STREAM})
-                        has_begun = True
-                    if reply.streams and data:
-                        body = {"type": "http.response.body", "body": data}
-                        await send(body | {"more_body": True})
-            if reply.streams:
-                await send({"type": "http.response.body", "body": b""})
-            else:
-                await Document(reply.document())(scope, receive, send)
+            async with self._models.read(scope["path"], self._raw, self._arrival_time) as (
+                site,
+                (reply, prompt, dropped),
+            ):
+                engine, asked = site.engine, reply.request
+                owner = await run_in_threadpool(tenant, self._key, asked.user, asked.cache_salt)
+                job = Job(asked, prompt, owner, dropped)
+                job.constraint = await run_in_threadpool(engine.constraint_of, job)
+                async with aclosing(self._pieces(engine, reply, job, scope, receive)) as pieces:
+                    async for data in pieces:
+                        if reply.streams and not has_begun:
+                            head = {"type": "http.response.start", "status": 200}
+                            await send(head | {"headers": STREAM})
+                            has_begun = True
+                        if reply.streams and data:
+                            body = {"type": "http.response.body", "body": data}
+                            await send(body | {"more_body": True})
+                if reply.streams:
+                    await send({"type": "http.response.body", "body": b""})
+                else:
+                    await Document(reply.document())(scope, receive, send)
         except Disconnect:
-            self._engine.metrics.add(cut_off=1)
+            engine.metrics.counts["cut_off"] += 1
         except Exception as error:
             refused = error if isinstance(error, Refused) else fault(error)
             if not has_begun:
                 raise refused from None
             scope["wire"].cycle.keep_alive = False
             await send({"type": "http.response.body", "body": reply.error_event(refused)})
-        finally:
-            watch.cancel()
-            self._job.cancelled = True
-            if (prompt := reply.prompt) is not None:
-                reused, dropped = prompt.cached_tokens, self._job.dropped
-                scope["counts"] = f": {prompt.prompt_tokens} tokens in, {reused} reused, "
-                scope["counts"] += f"{reply.count} out"
-                scope["counts"] += f", {dropped} messages dropped" if dropped else ""
 
-    async def _pieces(self, channel: Channel) -> AsyncIterator[bytes]:
+    async def _pieces(
+        self, engine: Engine, reply: Reply, job: Job, scope: dict, receive: Callable
+    ) -> AsyncIterator[bytes]:
         """Yield the parts of a stream, b"" without one. Raises Disconnect, Refused, and what the engine has raised."""
-        engine, reply, job = self._engine, self._reply, self._job
-        limit, first_token, start = engine.options.timeout, None, None
-        end = self._arrival_time + limit
-        timer = asyncio.get_running_loop().call_at(end, channel.put, late(limit))
+        channel, first_token, start = Channel(), None, None
+        job.channel, watch = channel, asyncio.create_task(_watch(receive, channel))
         try:
             engine.submit(job)
             while (item := await channel.get()) is not None:
@@ -126,14 +110,18 @@ class Talk:
                     yield reply.wait(*item)
             yield reply.close(engine.kv_document(job), job.text.word)
         finally:
-            timer.cancel()
+            watch.cancel()
+            job.cancelled = True
             if start is not None:
-                engine.metrics.add(
-                    prompt_tokens=start.prompt_tokens,
-                    cached_tokens=start.cached_tokens,
-                    generated_tokens=reply.count,
+                metrics, total, reused = engine.metrics, start.prompt_tokens, start.cached_tokens
+                metrics.counts.update(
+                    prompt_tokens=total, cached_tokens=reused, generated_tokens=reply.count
                 )
-                engine.metrics.took(first_token, time.monotonic() - self._arrival_time)
+                if first_token is not None:
+                    metrics.took("first_token", first_token)
+                metrics.took("duration", time.monotonic() - self._arrival_time)
+                scope["counts"] = f": {total} tokens in, {reused} reused, {reply.count} out"
+                scope["counts"] += f", {job.dropped} messages dropped" if job.dropped else ""
 
 
 async def _watch(receive: Callable, channel: Channel) -> None:

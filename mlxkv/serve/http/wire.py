@@ -13,6 +13,7 @@ import resource
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -64,13 +65,13 @@ def listen(host: str, port: int) -> socket.socket:
 class Limits:
     """What the connections of one server share. For the thread of the event loop.
 
-    body: bytes of a request. max_connections: of the server. count_status: is told the status of replies that no
-    application wrote. wires: the connections. bodies: those whose body arrives, the oldest first, with the timer that
-    ends it. pending_bytes: of them.
+    body: bytes of a request. max_connections: of the server. responses: by status. wires: the connections. bodies:
+    those whose body arrives, the oldest first, with the timer that ends it. pending_bytes: of them.
     """
 
-    def __init__(self, body: int, count_status: Callable[[int], None] = lambda status: None):
-        self.body, self.max_connections, self.count_status = body, connection_limit(), count_status
+    def __init__(self, body: int):
+        self.body, self.max_connections = body, connection_limit()
+        self.responses: Counter[int] = Counter()
         self.wires: set[Wire] = set()
         self.bodies: dict[Wire, asyncio.Timeout] = {}
         self.pending_bytes = 0
@@ -228,7 +229,7 @@ class Wire(H11Protocol):
         head = h11.Response(status_code=refused.status, headers=headers)
         for event in (head, h11.Data(data=data), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
-        self.limits.count_status(refused.status)
+        self.limits.responses[refused.status] += 1
         self.transport.close()
 
     def look(self, now: float) -> None:

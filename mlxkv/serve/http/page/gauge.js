@@ -9,10 +9,10 @@ let shown = "";
 // The model that a chat asks for: none, which is the first, where the server does not have it any more.
 export const modelOf = ({ settings: { model } }) => (!server.models || server.models.includes(model) ? model : undefined);
 
-const isFirst = (chat) => [undefined, server.model].includes(modelOf(chat));
+// What the server says of a chat's model, unless that is not loaded yet.
+const documentOf = (chat) => ([undefined, server.model].includes(modelOf(chat)) ? server : server.others?.[modelOf(chat)]);
 
-// The context of a chat's model; of others than the first a reply tells it.
-export const contextOf = (chat, kv) => kv?.context ?? (isFirst(chat) ? server.context : undefined);
+export const contextOf = (chat, kv) => kv?.context ?? documentOf(chat)?.context;
 
 // Ask the server again.
 export async function refresh() {
@@ -37,11 +37,11 @@ export function note(kv) {
 // "64 %", or "" where nothing is saved.
 const saved = (kv) => (note(kv) ? "" : `${Math.round(100 * (1 - kv.bytes / kv.bytes_fp16))} %`);
 
-// Show the cache of a chat as its last reply told it, and the server's, which is about the first model.
+// Show the cache of a chat as its last reply told it, and those of its model.
 export function show(chat) {
   const kv = chat.path().findLast((message) => message.kv)?.kv;
   context = contextOf(chat, kv);
-  const all = (isFirst(chat) && server.memory) || {}, rows = [], seen = JSON.stringify([kv, all, server.kv, context]);
+  const all = documentOf(chat)?.memory || {}, rows = [], seen = JSON.stringify([kv, all, server.kv, context]);
   if (seen === shown) return;
   shown = seen;
   if (kv) rows.push(["This chat", count(kv.tokens), kv.bytes, kv.bytes_fp16, note(kv)]);
