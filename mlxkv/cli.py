@@ -19,7 +19,7 @@ from mlxkv import __version__
 from mlxkv.bench.command import bench
 from mlxkv.calibrate.command import calibrate
 from mlxkv.chat.command import chat
-from mlxkv.console import forgive, is_full, let_go, note, one_line, parse_tokens, working
+from mlxkv.console import forgive, is_full, let_go, note, one_line, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
 from mlxkv.formats.names import complete_kv, parse_kv
@@ -45,7 +45,7 @@ SECTIONS = {
 EXAMPLES = {
     "mlxkv": ("mlxkv chat -m qwen3-4b", "mlxkv serve -m qwen3-4b"),
     "chat": ("mlxkv chat -m qwen3-4b", 'cat notes.txt | mlxkv chat -m qwen3-4b "Summarise"'),
-    "demo": ("mlxkv demo", "mlxkv demo -m qwen3-4b --kv 3 --tokens 16k"),
+    "demo": ("mlxkv demo", "mlxkv demo -m qwen3-4b --kv 3"),
     "serve": ("mlxkv serve -m qwen3-4b", "mlxkv serve -m gpt-oss-20b --kv-memory 8GB --port 8081"),
     "run": ("mlxkv run --kv int4 -- mlx_lm.chat --model MODEL", "mlxkv run -- python agent.py"),
     "launch": ("mlxkv launch claude -m qwen3-coder-30b", "mlxkv launch codex -m gpt-oss-20b"),
@@ -219,8 +219,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-MIN_DEMO = 512  # tokens of a text
-
 Model = Annotated[
     str,
     typer.Option(
@@ -255,24 +253,16 @@ def demo(
     kv: Annotated[
         str, typer.Option("--kv", help="The compressed one.", autocompletion=complete_kv)
     ] = "int4",
-    tokens: Annotated[
-        str | None,
-        typer.Option("--tokens", help="Length of the text: 4k. Default: half a minute of reading."),
-    ] = None,
     json: Json = False,
 ) -> None:
     """Read a long text into fp16 and int4 side by side, watch their memory grow, ask both for a fact.
     One minute, no network."""
     require(resolve(model))
     parse_kv(kv)
-    if tokens is not None and not parse_tokens(tokens, "--tokens") >= MIN_DEMO:
-        raise UserError(
-            f"[--tokens] too short to compress anything; got {tokens}; choose 1k or more"
-        )
     note(f"{model.strip()} · fp16 and --kv {kv.strip()}")
     with working("importing MLX and mlx-lm"):
         from mlxkv.chat.demo import run
-    run(model, kv, tokens, json)
+    run(model, kv, json)
 
 
 app.command("serve", cls=Command)(serve)
@@ -324,12 +314,9 @@ def fit(
         typer.Option(
             "--model",
             "-m",
-            help="An alias, a hub name, a folder or a GGUF file. Default: every alias.",
+            help="An alias, a hub name, a folder, a GGUF file or a config.json. Default: every alias.",
             autocompletion=complete_model,
         ),
-    ] = None,
-    config: Annotated[
-        str | None, typer.Option("--config", help="A config.json in place of --model.")
     ] = None,
     context: Annotated[
         str | None,
@@ -352,7 +339,7 @@ def fit(
     """Estimate what fits in memory: the longest context by preset, of one model or all that have an alias."""
     from mlxkv.doctor.fit import run
 
-    run(model=model, config=config, context=context, memory=memory, kv=kv or [], as_json=json)
+    run(model=model, context=context, memory=memory, kv=kv or [], as_json=json)
 
 
 @app.command(cls=ShareCommand)

@@ -195,15 +195,15 @@ def test_model_folder_with_a_broken_file(subtests, chat, tmp_path):
 
 def test_fit(fails, tmp_path):
     config = tmp_path / "config.json"
-    assert "no such file" in fails("fit", "--config", config)
+    assert "no such file" in fails("fit", "--model", config)
     config.write_text("{")
-    assert "is not valid JSON" in fails("fit", "--config", config)
+    assert "is not valid JSON" in fails("fit", "--model", config)
     config.write_text("[]")
-    assert "not the config" in fails("fit", "--config", config)
+    assert "not the config" in fails("fit", "--model", config)
     config.write_text('{"model_type": "bert"}')
-    assert "no hidden_size" in fails("fit", "--config", config)
+    assert "no hidden_size" in fails("fit", "--model", config)
     config.write_text(json.dumps({"num_hidden_layers": 2}))
-    assert "no hidden_size" in fails("fit", "--config", config)
+    assert "no hidden_size" in fails("fit", "--model", config)
 
 
 def test_interrupt_is_130(fails, monkeypatch, capsys):
@@ -237,7 +237,6 @@ def test_names_that_no_file_can_have(subtests, chat, fails):
             for command in (("chat", "--prompt", "hi"), ("fit",), ("eval",), ("calibrate",)):
                 line = fails(*command, "--model", name)
                 assert line.startswith("[--model] no file can have this name") and len(line) < 400
-            assert "no file can have this name" in fails("fit", "--config", name)
             assert "no file can have this name" in fails("calibrate", "--out", name)
 
 

@@ -244,7 +244,7 @@ def test_lists_by_comma_and_sizes_without_a_unit(run):
         with pytest.raises(UserError, match=r"\[--memory\] (a size needs a unit|not a size)"):
             parse_size(text, "--memory", "g")
     with pytest.raises(UserError, match="a size needs a unit; got '8'"):
-        ServeOptions(max_body="8")
+        parse_size("8", "x")
     assert parse_size("512B", "x") == 512 and parse_size("1KiB", "x") == 1024
 
 

@@ -11,6 +11,10 @@ from importlib import import_module
 from pathlib import Path
 
 from import_graph import circles, import_edges
+from typer.main import get_command
+
+from experiments.pages.reference import walk
+from mlxkv.cli import app, is_option
 
 ROOT = Path(__file__).parents[1]
 # A room may import from the rows below its own. The last row may import from itself.
@@ -128,6 +132,12 @@ def test_folders_and_files_have_one_subject():
     }:
         assert len([path for path in folder.glob("*.py") if path.stem != "__init__"]) <= 13, folder
         assert (folder / "__init__.py").read_text(encoding="utf-8").startswith('"""'), folder
+
+
+def test_no_more_options_than_that():
+    """A bound only falls."""
+    commands = walk(get_command(app), "mlxkv")
+    assert sum(is_option(param) for _, command in commands for param in command.params) <= 100
 
 
 def test_the_tree_is_true():

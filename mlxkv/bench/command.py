@@ -11,9 +11,6 @@ from mlxkv.models.catalog.aliases import DEFAULT
 
 Contexts = Annotated[str | None, typer.Option("--contexts", help="Tokens, by commas: 4k,32k.")]
 Kv = Annotated[str, typer.Option("--kv", help="Cache presets, by commas (mlxkv presets).")]
-Rounds = Annotated[
-    int, typer.Option("--rounds", help="Each round runs all presets twice: A B B A.")
-]
 Model = Annotated[
     str,
     typer.Option(
@@ -30,7 +27,6 @@ OwnModel = Annotated[
         help="An alias, a folder, a hub name; with a command it belongs behind that.",
     ),
 ]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")]
 Bits = Annotated[
     int | None, typer.Option("--bits", help="Quantise random weights, as mlx-lm does.")
 ]
@@ -58,26 +54,14 @@ def quick(context: typer.Context, model: OwnModel = None) -> None:
 
 @bench.command()
 def kernels(
-    shapes: Annotated[
-        str | None, typer.Option("--shapes", help="By commas: B1.H32.G8.D128,B1.H4.G1.D256.")
-    ] = None,
     contexts: Contexts = None,
     kv: Kv = "int4,fill-2.25",
-    calls: Annotated[int, typer.Option("--calls", help="Calls in a timed chain.")] = 64,
-    rounds: Rounds = 3,
     json: Json = False,
 ) -> None:
     """Time decode attention, encode and unseal, each checked first, beside MLX's own attention."""
     from mlxkv.bench.kernels.run import run
 
-    run(
-        shapes=shapes,
-        contexts=contexts,
-        kv=kv,
-        calls=calls,
-        rounds=rounds,
-        as_json=json,
-    )
+    run(contexts, kv, json)
 
 
 @bench.command()
@@ -86,8 +70,9 @@ def decode(
     contexts: Contexts = None,
     kv: Kv = "fp16,int4",
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens to decode.")] = 64,
-    rounds: Rounds = 2,
-    dtype: Dtype = None,
+    rounds: Annotated[
+        int, typer.Option("--rounds", help="Each round runs all presets twice: A B B A.")
+    ] = 2,
     bits: Bits = None,
     json: Json = False,
 ) -> None:
@@ -105,7 +90,6 @@ def decode(
         kv=kv,
         tokens=tokens,
         rounds=rounds,
-        dtype=dtype,
         bits=bits,
         as_json=json,
     )

@@ -22,8 +22,8 @@ from mlxkv.bench.options import (
     PAGED,
     REPLAYED,
     cache_config,
+    check_bits,
     check_counts,
-    check_weights,
     parse_contexts,
     parse_presets,
 )
@@ -71,7 +71,6 @@ def run(
     kv: str,
     tokens: int,
     rounds: int,
-    dtype: str | None,
     bits: int | None,
     as_json: bool,
 ) -> None:
@@ -79,9 +78,9 @@ def run(
     presets = parse_presets(kv, (REPLAYED, PAGED, *MLX_LM))
     lengths = parse_contexts(contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS), 2)
     check_counts(tokens=tokens, rounds=rounds)
-    check_weights(dtype, bits)
+    check_bits(bits)
     machine, installed = machine_in_use(), versions()
-    subject = load_subject(model, dtype, bits)
+    subject = load_subject(model, bits)
     print_machine(machine, installed)
     rows = []
     with Progress(console=Console(stderr=True), transient=True) as bars:

@@ -14,7 +14,6 @@ BASELINE = "fp16"
 REPLAYED, PAGED = "fp16-replayed", "fp16-pages"
 MLX_LM = {"mlx-lm-kv8": 8, "mlx-lm-kv4": 4}  # mlx-lm's own quantized cache: name -> kv_bits
 MLX_LM_GROUP = 64
-DTYPES = ("float32", "float16", "bfloat16")
 BITS = (2, 3, 4, 6, 8)
 
 
@@ -44,21 +43,15 @@ def parse_contexts(text: str, least: int, why: str = "too short to time") -> tup
     return tuple(lengths)
 
 
-def check_counts(**counts: int | None) -> None:
+def check_counts(**counts: int) -> None:
     """Raise UserError for a number below 1. Named like the options."""
     for name, number in counts.items():
-        if number is not None and number < 1:
+        if number < 1:
             raise UserError(f"[--{name}] must be at least 1; got {number}; choose a larger one")
 
 
-def check_choice(name: str, value: object, choices: tuple) -> None:
-    """Raise UserError for a value of option `name` that is none of `choices`; None is allowed."""
-    if value is not None and value not in choices:
-        texts = ", ".join(str(choice) for choice in choices)
-        raise UserError(f"[--{name}] unknown value; got {value}; choose from {texts}")
-
-
-def check_weights(dtype: str | None, bits: int | None) -> None:
-    """Check --dtype and --bits."""
-    check_choice("dtype", dtype, DTYPES)
-    check_choice("bits", bits, BITS)
+def check_bits(bits: int | None) -> None:
+    """Raise UserError for a value of --bits that mlx-lm has no codes for."""
+    if bits is not None and bits not in BITS:
+        choices = ", ".join(map(str, BITS))
+        raise UserError(f"[--bits] unknown value; got {bits}; choose from {choices}")

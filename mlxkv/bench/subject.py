@@ -89,23 +89,19 @@ class Subject:
         return ", ".join(dict.fromkeys(labels)) or "MLX"
 
 
-def load_subject(name: str, dtype: str | None, bits: int | None) -> Subject:
+def load_subject(name: str, bits: int | None) -> Subject:
     """The model `name`: one of CONFIGS, a folder (random weights if it holds none), or any name
-    that `load` knows.
-
-    dtype: None for what is stored, or `default_dtype()` for random weights. bits: quantise random
-    weights.
-    """
+    that `load` knows. bits: quantise random weights, which have `default_dtype()`."""
     config = CONFIGS.get(name) or _bare_config(Path(name))
     if config is not None:
-        kind = getattr(mx, dtype) if dtype else default_dtype()
-        return Subject(_random(config, kind, bits), config, "random", kind)
+        dtype = default_dtype()
+        return Subject(_random(config, dtype, bits), config, "random", dtype)
     if bits is not None:
         raise UserError(
             f"[--bits] quantises random weights; got --model {name}; choose --model from "
             f"{', '.join(CONFIGS)}, or leave --bits out"
         )
-    loaded = load(name, "fp16", dtype=dtype)
+    loaded = load(name, "fp16")
     return Subject(loaded.model, loaded.config, "loaded", loaded.dtype)
 
 

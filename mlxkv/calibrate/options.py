@@ -50,9 +50,6 @@ class CalibrateOptions:
     dtype: Annotated[
         str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
     ] = None
-    json: Annotated[
-        bool, Option("--json", help="Make the last line of stdout one JSON document.")
-    ] = False
 
     @property
     def learning(self) -> dict[str, str | int]:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from mlxkv.calibrate.options import CalibrateOptions
-from mlxkv.console import human_bytes, note, print_json, print_table, say, user_path
+from mlxkv.console import human_bytes, note, print_table, say, user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
@@ -65,10 +65,9 @@ def run_fitting(options: CalibrateOptions) -> None:
                 )
     seconds = time.perf_counter() - start
     artifact.write(path, calibration)
-    report(calibration, path, seconds, trials, options.json)
-    if not options.json:
-        named = "" if out is None and not comes_with_model else f" --calibration {path}"
-        say(f"use it: mlxkv chat -m {options.model.strip()} --kv fill-3{named}")
+    report(calibration, path, seconds, trials)
+    named = "" if out is None and not comes_with_model else f" --calibration {path}"
+    say(f"use it: mlxkv chat -m {options.model.strip()} --kv fill-3{named}")
 
 
 def run_learning(options: CalibrateOptions) -> None:
@@ -84,7 +83,7 @@ def run_learning(options: CalibrateOptions) -> None:
         calibration, outcomes = learn(calibration, samples, learned, progress)
     path = out or learned_path(calibration.fingerprint)
     artifact.write(path, calibration)
-    report_learned(calibration, path, time.perf_counter() - start, outcomes, options.json)
+    report_learned(calibration, path, time.perf_counter() - start, outcomes)
 
 
 def _read(loaded, options: CalibrateOptions) -> Text:
@@ -154,43 +153,14 @@ def report(
     path: Path,
     seconds: float,
     trials: dict[str, dict[str, clips.Trial]],
-    as_json: bool,
 ) -> None:
-    """Print where the file is; with --json one document that has a row per layer."""
-    rows = []
-    for name, layer in calibration.layers.items():
-        sides = {side: getattr(layer, side) for side in SIDES}
-        rows.append(
-            {
-                "layer": name,
-                "kv_heads": layer.kv_heads,
-                "dims": [basis.values.shape[1] for basis in sides.values()],
-                "condition": {side: basis.condition for side, basis in sides.items()},
-                "floored": {side: basis.floored for side, basis in sides.items()},
-                "balanced": {
-                    side: basis.balance and basis.balance.condition for side, basis in sides.items()
-                },
-                "clips": {side: dict(basis.clips) for side, basis in sides.items()},
-                "clip_errors": {kv: outcomes[name].by_side() for kv, outcomes in trials.items()},
-            }
-        )
-    size = path.stat().st_size
-    if floored := sum(sum(row["floored"].values()) for row in rows):
+    """Print where the file is, and what was tried of clips."""
+    layers = calibration.layers.values()
+    if floored := sum(getattr(layer, side).floored for layer in layers for side in SIDES):
         note(
             f"{floored} eigenvalues are below float32 resolution: raised to it, directions are free"
         )
-    if as_json:
-        about = {k: v for k, v in calibration.header().items() if k != "layers"}
-        print_json(
-            {
-                **about,
-                "path": str(path),
-                "bytes": size,
-                "seconds": round(seconds, 3),
-                "layers": rows,
-            }
-        )
-        return
+    size = path.stat().st_size
     say(
         f"{path}: {calibration.tokens} tokens of {calibration.text}, {human_bytes(size)}, {seconds:.1f} s, digest "
         f"{calibration.digest}"
@@ -217,21 +187,9 @@ def _report_clips(kv: str, outcomes: dict[str, clips.Trial]) -> None:
 
 
 def report_learned(
-    calibration: Calibration, path: Path, seconds: float, outcomes: Outcomes, as_json: bool
+    calibration: Calibration, path: Path, seconds: float, outcomes: Outcomes
 ) -> None:
-    """Print a row per layer and where the file is; with --json one document."""
-    if as_json:
-        about = {k: v for k, v in calibration.header().items() if k != "layers"}
-        rows = [
-            {
-                "layer": name,
-                **{side: vars(outcome) | {"gain": outcome.gain} for side, outcome in sides.items()},
-            }
-            for name, sides in outcomes.items()
-        ]
-        about_file = {"path": str(path), "bytes": path.stat().st_size, "seconds": round(seconds, 3)}
-        print_json({**about, **about_file, "layers": rows})
-        return
+    """Print a row per layer and where the file is."""
     cells = []
     for name, sides in outcomes.items():
         numbers = (

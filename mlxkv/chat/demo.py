@@ -14,7 +14,7 @@ from itertools import cycle, zip_longest
 import mlx.core as mx
 
 from mlxkv.chat.chart import Chart
-from mlxkv.console import note, parse_tokens, print_json, say, working
+from mlxkv.console import note, print_json, say, working
 from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical
 from mlxkv.metal.launch import backend
@@ -41,8 +41,8 @@ class Text:
     depth: float
 
 
-def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
-    """Load, read, ask, and show. length: of the text in tokens; None for what takes half a minute here."""
+def run(model: str, kv: str, as_json: bool) -> None:
+    """Load, read for half a minute, ask, and show."""
     with working(f"reading {model}") as progress:
         loaded = load(model, kv, progress=progress)
     plain, packed = own_make_cache(loaded.model), partial(new_cache, loaded)
@@ -50,15 +50,9 @@ def run(model: str, kv: str, length: str | None, as_json: bool) -> None:
         raise UserError(f"[demo] needs a model that chats; got {model}; choose another")
     if not any(layer.compressed for layer in loaded.layers):
         raise UserError(f"[demo] nothing is compressed; got {model} with --kv {kv}; choose others")
-    if length:
-        count = parse_tokens(length, "--tokens")
-    else:
-        with working("trying how fast this machine reads"):
-            count = _fitting(loaded, (plain(), packed()))
-    most = (loaded.context or MOST) - 2 * LONGEST
-    if count > most:
-        note(f"{loaded.name} takes {loaded.context or MOST:,} tokens: the text is cut to {most:,}")
-    text = make_text(loaded, min(count, most))
+    with working("trying how fast this machine reads"):
+        count = _fitting(loaded, (plain(), packed()))
+    text = make_text(loaded, min(count, (loaded.context or MOST) - 2 * LONGEST))
     name = canonical(kv)
     if not as_json:
         say(

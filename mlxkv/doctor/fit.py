@@ -36,24 +36,23 @@ DEFAULT_CONTEXT = "32k"
 def run(
     *,
     model: str | None,
-    config: str | None,
     context: str | None,
     memory: str | None,
     kv: list[str],
     as_json: bool,
 ) -> None:
-    """Estimate and print. model: None with no config either: every alias. kv: presets; names, also several by commas;
+    """Estimate and print. model: None for every alias. kv: presets; names, also several by commas;
     empty for PICKS."""
     tokens = parse_tokens(context or DEFAULT_CONTEXT, "--context")
     total = parse_size(memory, "--memory", "g") if memory else machine_memory()
     names = [canonical(name) for text in kv for name in text.split(",")]
     presets = {name: parse_kv(name) for name in (names or PICKS)}
-    if model is None and config is None:
+    if model is None:
         if context is not None:
             raise UserError(f"[--context] is for one model; got {context}; add --model NAME")
         every_alias(presets, total, as_json)
         return
-    plan = read_plan(model or "", config)
+    plan = read_plan(model)
     if not any(layer.kind == "latent" for layer in plan.layers):
         for cache in presets.values():
             check_rotary(cache)
@@ -104,7 +103,7 @@ def every_alias(presets: dict[str, CacheConfig], total: int, as_json: bool) -> N
     usable, rows = int(USABLE * total), []
     with working("sizing models"):
         for alias in HUB:
-            plan = read_plan(alias, None)
+            plan = read_plan(alias)
             reach = {name: longest(plan, cache, usable) for name, cache in presets.items()}
             about = {"model": alias, "weights_bytes": plan.weights, "context_limit": plan.limit}
             rows.append(about | {"longest_context": reach})
@@ -129,7 +128,7 @@ def every_alias(presets: dict[str, CacheConfig], total: int, as_json: bool) -> N
     )
     if large := [row["model"] for row in rows if row not in fitting]:
         print(f"too large: {', '.join(large)}")
-    print("any other model: mlxkv fit --model OWNER/NAME, or --config config.json")
+    print("any other model: mlxkv fit --model OWNER/NAME, or a config.json")
 
 
 def _row(plan: ModelPlan, name: str, kv: CacheConfig, tokens: int, usable: int) -> dict:

@@ -17,15 +17,14 @@ from mlxkv.models.catalog.sizes import ModelPlan
 from mlxkv.untrusted import Unsound
 
 
-def read_plan(model: str, config: str | None) -> ModelPlan:
-    """Finds config.json and the weights' size: a file, a local folder, the hub's cache, for an alias that is
-    not there its known shape, or the hub."""
-    if config is not None:
-        data = _read_config(user_path(config, "--config"), "--config")
-        return plan_of(data, str(config))
+def read_plan(model: str) -> ModelPlan:
+    """Finds config.json and the weights' size: that file itself, a local folder, the hub's cache, for an alias that
+    is not there its known shape, or the hub."""
     from mlxkv.models.catalog.locate import cached, locate
 
     alias = model.strip()
+    if alias.endswith(".json"):
+        return plan_of(_read_config(user_path(alias, "--model"), "--model"), alias)
     weights_here = alias in HUB and (resolve(alias).folder or cached(HUB[alias]))
     if alias in HUB and alias in known.CONFIGS and not weights_here:
         data = {"quantization": known.QUANTIZATION} | known.CONFIGS[alias]
@@ -74,7 +73,6 @@ def _estimate(config: dict, name: str) -> tuple[list, int, int]:
 
 
 def _read_config(path: Path, where: str) -> dict:
-    path = path / "config.json" if path.is_dir() else path
     try:
         data = untrusted.read_json(path, SMALL, infinity=True)
         if not isinstance(data, dict):

@@ -39,6 +39,7 @@ from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
 from mlxkv.serve.single import SingleGenerator
 
+PROMPTS = 8  # read at once
 SHORT = 64  # tokens of a request that every --kv-memory has to have room for
 MEASURE_SECONDS = 0.25
 IDLE_SECONDS = 0.1  # between two looks while nothing is asked for
@@ -143,7 +144,7 @@ class Engine:
         self.grammars = Grammars(self.tokenizer, self.vocabulary)
         self._machine = make_text_state_machine(self.tokenizer)
         self.logprobs = LogProbs(self.tokenizer)
-        self._prefill_step = options.prefill_step or prefill_step()
+        self._prefill_step = prefill_step()
         self._heads = text_config(loaded.config).get("num_attention_heads") or 32
         bound = options.memory_bytes
         if bound is None:
@@ -311,7 +312,7 @@ class Engine:
             return BatchGenerator(
                 self.loaded.model,
                 completion_batch_size=self.options.batch,
-                prefill_batch_size=self.options.prefill_batch,
+                prefill_batch_size=PROMPTS,
                 prefill_step_size=self._prefill_step,
                 stream=stream,
             )
@@ -363,7 +364,7 @@ class Engine:
         """Read a part of the prompts that wait, and write a token of each reply."""
         generator, jobs = self._generator, self.jobs
         depths = [job.cache_tokens for job in jobs.values() if job.is_reading]
-        count = min(len(depths), self.options.prefill_batch)
+        count = min(len(depths), PROMPTS)
         generator.prefill_step_size = chunk_of(
             self._prefill_step, count * self._heads, max(depths, default=0)
         )

@@ -67,12 +67,9 @@ class ServeOptions:
         "refuse", "A chat that is longer than the context: refuse, or drop its oldest turns."
     )
     max_tokens: int = option(512, "Longest reply, unless the request names a length.")
-    max_body: str = option("8MB", "Largest request.")
     max_requests: int = option(64, "Requests in progress at once.")
     timeout: float = option(600, "Seconds for one request.")
     batch: int = option(32, "Replies decoded at once.")
-    prefill_batch: int = option(8, "Prompts read at once.")
-    prefill_step: int | None = option(None, "Tokens of a prompt read at once.")
     log_level: str = option(
         "info", "error, warning, info (a line for each reply) or debug (for each request)."
     )
@@ -100,9 +97,9 @@ class ServeOptions:
             raise UserError(f"[--port] must be from 0 to 65535; got {self.port}")
         if not 0 < self.timeout < float("inf"):
             raise UserError(f"[--timeout] must be above 0, in seconds; got {self.timeout:g}")
-        for name in ("max_tokens", "max_requests", "batch", "prefill_batch", "prefill_step"):
+        for name in ("max_tokens", "max_requests", "batch"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value < 1:
                 raise UserError(f"[--{name.replace('_', '-')}] must be at least 1; got {value}")
         for name, choices in (("overflow", OVERFLOWS), ("log_level", LOG_LEVELS)):
             if (value := getattr(self, name)) not in choices:
@@ -129,7 +126,7 @@ class ServeOptions:
         dtype_name(self.dtype)
         check_weights(self.weights)
         _ = self.template  # raises where it is no JSON
-        _ = self.body_bytes, self.memory_bytes, self.disk_bytes  # raise where a text is no size
+        _ = self.memory_bytes, self.disk_bytes  # raise where a text is no size
 
     @property
     def local(self) -> bool:
@@ -159,10 +156,6 @@ class ServeOptions:
     def template(self) -> dict:
         """Return what chat templates are given besides messages."""
         return template_arguments(self.chat_template_args, self.think)
-
-    @property
-    def body_bytes(self) -> int:
-        return parse_size(self.max_body, "--max-body")
 
     @property
     def memory_bytes(self) -> int | None:

@@ -127,14 +127,14 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     args = ["calibrate", "--model", str(model_folder), "--text", str(text), "--tokens", "700"]
     args += ["--learn", "rotation+scale"]
     monkeypatch.setattr(command, "Learned", functools.partial(Learned, steps=3))
-    assert main([*args, "--bits", "3", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["learned"] | {"rows": 0} == Learned("rotation+scale", "srft", 3, 64, 3).as_dict()
-    assert [row["layer"] for row in report["layers"]] == ["0", "1"]
+    assert main([*args, "--bits", "3"]) == 0
     fingerprint = load(str(model_folder)).fingerprint
-    assert report["path"].endswith(f"{fingerprint[:16]}-learned.safetensors")
+    kept = artifact.read(command.learned_path(fingerprint))
+    wanted = Learned("rotation+scale", "srft", 3, 64, 3).as_dict()
+    assert kept.learned.as_dict() | {"rows": 0} == wanted and list(kept.layers) == ["0", "1"]
+    assert kept.path.name == f"{fingerprint[:16]}-learned.safetensors"
     assert not artifact.kept_path(fingerprint).exists()  # the model's own stays as it was
-    assert artifact.with_digest(report["digest"]) is not None  # for caches that were saved
+    assert artifact.with_digest(kept.digest) is not None  # for caches that were saved
     out = tmp_path / "b.safetensors"
     assert main([*args, "-o", str(out)]) == 0
     said = capsys.readouterr()

@@ -145,7 +145,7 @@ def config_file(tmp_path):
 
 
 def test_the_command(config_file, capsys):
-    args = ["fit", "--config", config_file, "--context", "32k", "--memory", "16GB"]
+    args = ["fit", "--model", config_file, "--context", "32k", "--memory", "16GB"]
     assert main([*args, "--kv", "fp16", "--kv", "int8/int4", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["context"], data["memory_bytes"]) == (32768, 16 * 2**30)
@@ -179,7 +179,7 @@ def test_every_alias_and_how_far_it_reaches(capsys, monkeypatch):
 
 
 def test_a_context_beyond_the_model(config_file, capsys):
-    assert main(["fit", "--config", config_file, "--context", "128k"]) == 2
+    assert main(["fit", "--model", config_file, "--context", "128k"]) == 2
     assert "takes 40960" in capsys.readouterr().err
 
 
@@ -187,7 +187,7 @@ def test_no_context_means_32k_or_what_the_model_takes(config_file, tmp_path, cap
     small = tmp_path / "small.json"
     small.write_text(json.dumps(QWEN3_4B | {"max_position_embeddings": 8192}))
     for path, tokens in ((config_file, 32768), (small, 8192)):
-        assert main(["fit", "--config", str(path), "--json"]) == 0
+        assert main(["fit", "--model", str(path), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["context"] == tokens
 
 
@@ -286,12 +286,12 @@ def test_deepseek_v2_caches_keys_and_values_of_every_head():
 def test_fit_says_what_latents_are(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(DEEPSEEK_V3))
-    main(["fit", "--config", str(path), "--kv", "int4,static-0.75", "--memory", "512g"])
+    main(["fit", "--model", str(path), "--kv", "int4,static-0.75", "--memory", "512g"])
     said = capsys.readouterr().out
     assert "61 layers keep a latent of 512 and a rotary key of 64 per token (MLA)" in said
     assert "static-0.75: some layers stay in 16 bits (a latent is of low rank already)" in said
     for kv in ("int4+rope8", "int4+rope16"):  # which models without latents refuse
-        assert main(["fit", "--config", str(path), "--kv", kv, "--memory", "512g"]) == 0
+        assert main(["fit", "--model", str(path), "--kv", kv, "--memory", "512g"]) == 0
         assert main(["fit", "--model", "qwen3-4b", "--kv", f"int8,{kv}"]) == 2
         (said,) = capsys.readouterr().err.splitlines()
         assert said.startswith("[--kv] +rope") and said.endswith(f"got '{kv}'; choose int4")

@@ -40,7 +40,7 @@ def test_bytes_of_700_tokens_are_those_of_mlx_lms_caches(subtests, tmp_path, cap
             case = REPORTED["small"][name]
             (tmp_path / "c.json").write_text(json.dumps(case["config"]))
             asked = [
-                "--config",
+                "--model",
                 str(tmp_path / "c.json"),
                 "--context",
                 "700",
@@ -99,14 +99,14 @@ def test_sizes_that_no_model_has(subtests, tmp_path, capsys):
         with subtests.test(changes=changes):
             path = tmp_path / "config.json"
             path.write_text(json.dumps(known.CONFIGS["qwen3-4b"] | changes))
-            assert main(["fit", "--config", str(path)]) == 2
+            assert main(["fit", "--model", str(path)]) == 2
             assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_what_mlx_lm_does_not_know_is_said_to_be_an_estimate(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(known.CONFIGS["qwen3-4b"] | {"model_type": "of_tomorrow"}))
-    assert main(["fit", "--config", str(path), "--json"]) == 0
+    assert main(["fit", "--model", str(path), "--json"]) == 0
     said = capsys.readouterr()
     assert "an estimate: mlx-lm makes no model of this" in said.err
     assert "of_tomorrow" in json.loads(said.out)["estimate"]

@@ -238,7 +238,7 @@ def test_fit_reads_the_header(tmp_path):
     """The plan has the sizes of the file; nothing behind the header is read."""
     made = tensors("qwen2", ["Q4_0", "Q6_K"])
     file = write_gguf(tmp_path / "x.gguf", "qwen2", made)
-    plan = read_plan(str(file), None)
+    plan = read_plan(str(file))
     assert [(x.kv_heads, x.key_dim) for x in plan.layers] == [(KV_HEADS, DIMS)] * LAYERS
     assert plan.limit == 1024
     counts = [(np.prod(x.shape), x.dtype) for x in check(file).headers[0].tensors.values()]

@@ -66,7 +66,7 @@ def server(said, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "sampler_of", scripted)
-        with serving(folder, dtype="float32", prefill_step=256) as server:
+        with serving(folder, dtype="float32", chunk=256) as server:
             yield server
 
 

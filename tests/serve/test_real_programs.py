@@ -82,7 +82,7 @@ def test_a_program_reads_a_file(program, tmp_path, monkeypatch):
         "PYTHONPATH": str(ROOT),
         "TERM": "dumb",
     }
-    with saying(folder, said, kv_memory="4GB", prefill_step=8192) as server:
+    with saying(folder, said, kv_memory="4GB", chunk=8192) as server:
         command = [sys.executable, "-m", "mlxkv", "launch", program, "--url", server.url, "--"]
         done = subprocess.run(
             [*command, *args, "What does note.txt say?"],

@@ -35,7 +35,7 @@ from mlxkv.serve.job import Job
 
 @pytest.fixture(scope="module")
 def server(model_folder):
-    with serving(model_folder, max_body="64KB") as running:
+    with serving(model_folder, body=64 << 10) as running:
         yield running
 
 
@@ -99,7 +99,7 @@ def test_a_prompt_that_is_all_in_the_cache(server):
 
 def test_many_at_once_get_what_each_gets_alone(server, model_folder):
     prompts = [f"{i} " + LONG[: 40 * i] for i in range(8)]
-    with serving(model_folder, batch=1, prefill_batch=1) as other:
+    with serving(model_folder, batch=1) as other:
         alone = [text_of(complete(other, p, 5 + i)) for i, p in enumerate(prompts)]
     with ThreadPoolExecutor(8) as pool:
         jobs = [pool.submit(complete, server, p, 5 + i) for i, p in enumerate(prompts)]

@@ -76,7 +76,7 @@ def test_a_seed_says_the_same_alone_and_among_others(model_folder):
 @pytest.fixture
 def one_by_one(model_folder):
     """A server that does not batch, as for models whose caches cannot be merged."""
-    with serving(model_folder, prefill_step=16) as server:
+    with serving(model_folder, chunk=16) as server:
         server.engine.is_batchable = False
         yield server
 

@@ -91,7 +91,7 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def server(model_folder):
-    with serving(model_folder, max_body="64KB") as running:
+    with serving(model_folder, body=64 << 10) as running:
         yield running
 
 

@@ -30,8 +30,9 @@ class Echo:
 
     def __init__(self):
         self.go, self.stopping = Event(), False
-        self.limits = wire.Limits(LIMIT)
-        gate = Gate(ServeOptions(max_body=f"{LIMIT}B"), Keys(), self.limits, self.answer)
+        self.limits = wire.Limits()
+        self.limits.body = LIMIT
+        gate = Gate(ServeOptions(), Keys(), self.limits, self.answer)
         self.socket = wire.listen("127.0.0.1", 0)
         self.server_address = self.socket.getsockname()
         self.web = wire.Web(gate, self.limits, lambda: self.stopping, self.end)

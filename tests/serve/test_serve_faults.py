@@ -26,7 +26,7 @@ from mlxkv.serve.caches.sessions import Sessions
 
 @pytest.fixture(scope="module")
 def server(model_folder):
-    with serving(model_folder, max_body="256KB") as running:
+    with serving(model_folder, body=256 << 10) as running:
         yield running
 
 

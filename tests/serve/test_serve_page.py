@@ -33,7 +33,7 @@ def shot(page, name: str) -> None:
 def test_a_conversation(tmp_path):
     browser = chromium.Browser(tmp_path / "profile")
     try:
-        with serving(TINY, prefill_step=256) as server:
+        with serving(TINY, chunk=256) as server:
             page = chromium.Page(browser, server.url)
             talk(page)
             assert page.errors == []

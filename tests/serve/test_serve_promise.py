@@ -41,7 +41,7 @@ def test_a_server_keeps_what_it_promised(kv, folder, request, used):
     for i in range(24):
         start, size = draw.choice((0, 0, 7, i)), round(4 * 400 ** draw.random())
         asked.append((TEXT[start : start + size], draw.choice((1, 9, 40))))
-    with serving(request.getfixturevalue(folder), kv=kv, prefill_step=100) as server:
+    with serving(request.getfixturevalue(folder), kv=kv, chunk=100) as server:
         with ThreadPoolExecutor(7) as pool:
             jobs = [pool.submit(complete, server, *one) for one in asked]
             assert all(job.result()["choices"] for job in jobs)
@@ -54,7 +54,7 @@ def test_a_server_keeps_what_it_promised(kv, folder, request, used):
 def test_short_ends_beside_long_beginnings(model_folder, kv, used, monkeypatch):
     """One request goes on from a session, others start from nothing: mlx-lm's batches pad the first by a
     chunk of the others."""
-    with serving(model_folder, kv=kv, prefill_step=400) as server:
+    with serving(model_folder, kv=kv, chunk=400) as server:
         complete(server, TEXT[:1000], 1)
         used.clear()
         prompts = [TEXT[:1004] + "?", *(f"{i}{TEXT[:size]}" for i, size in enumerate((410, 820)))]

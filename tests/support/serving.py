@@ -11,6 +11,9 @@ from email.message import Message
 from http.client import HTTPConnection
 from threading import Event, Thread
 
+from pytest import MonkeyPatch
+
+from mlxkv.serve.http import wire
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.run import Server
 
@@ -20,17 +23,23 @@ PATIENCE = 300.0  # seconds until a test gives up; never waited for on success
 
 
 @contextmanager
-def serving(model, kv: str = "int4", **options) -> Iterator[Server]:
+def serving(model, kv: str = "int4", body=None, chunk=None, **options) -> Iterator[Server]:
+    """body: most bytes of a request. chunk: tokens of a prompt that are read at once."""
     models = [str(each) for each in (model if isinstance(model, list) else [model])]
-    server = Server(ServeOptions(model=models, kv=kv, port=0, **options))
-    thread = Thread(target=server.serve)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        server.stop()  # in a hurry
-        thread.join()
+    with MonkeyPatch.context() as patch:
+        if body:
+            patch.setattr(wire, "BODY", body)
+        if chunk:
+            patch.setattr("mlxkv.serve.engine.prefill_step", lambda: chunk)
+        server = Server(ServeOptions(model=models, kv=kv, port=0, **options))
+        thread = Thread(target=server.serve)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+            server.stop()  # in a hurry
+            thread.join()
 
 
 def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -10,7 +9,6 @@ import mlx.core as mx
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.view import View
 from mlxkv.codec.maps import LayerMaps, sample
-from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 
 CHUNK = 8192  # tokens of one update of a cache
@@ -40,24 +38,6 @@ class Shape:
     def queries(self, dtype: mx.Dtype) -> mx.array:
         """Random queries of one token, [B, H, 1, D]."""
         return mx.random.normal((self.batch, self.heads, 1, self.dims), dtype)
-
-
-def parse_shape(text: str) -> Shape:
-    """Read 'B1.H32.G8.D128'. Raises UserError."""
-    match = re.fullmatch(r"B(\d+)\.H(\d+)\.G(\d+)\.D(\d+)", text.strip(), re.IGNORECASE)
-    numbers = [int(n) for n in match.groups()] if match else [0]
-    if not all(numbers):
-        raise UserError(
-            f"[--shapes] not a shape; got {text!r}; choose batch, query heads, kv heads and head "
-            "dim such as B1.H32.G8.D128"
-        )
-    shape = Shape(*numbers)
-    if shape.heads % shape.kv_heads:
-        raise UserError(
-            f"[--shapes] query heads must be a multiple of kv heads; got {text}; choose H a "
-            "multiple of G"
-        )
-    return shape
 
 
 def rotations(config: CacheConfig, shape: Shape) -> LayerMaps | None:

@@ -8,8 +8,8 @@ from rich.progress import Progress
 
 from mlxkv import console
 from mlxkv.bench.kernels import attend, encode
-from mlxkv.bench.kernels.case import Shape, parse_shape
-from mlxkv.bench.options import check_counts, parse_contexts
+from mlxkv.bench.kernels.case import Shape
+from mlxkv.bench.options import parse_contexts
 from mlxkv.bench.show import print_machine
 from mlxkv.bench.subject import default_dtype, machine_in_use, short
 from mlxkv.errors import UserError
@@ -22,6 +22,7 @@ from mlxkv.versions import versions
 
 SHAPES = (Shape(1, 32, 8, 128), Shape(1, 4, 1, 256), Shape(1, 16, 8, 64))
 BATCH_SHAPE, BATCH_CONTEXT = Shape(8, 32, 8, 128), 32768
+CALLS, ROUNDS = 64, 3  # calls in a timed chain; each round runs all presets twice
 CONTEXTS, CONTEXTS_CPU = "4k,32k,128k", "1k,4k"
 ENCODE_SHAPE, ENCODE_TOKENS, ENCODE_TOKENS_CPU = Shape(1, 8, 8, 128), 32768, 1024
 COLUMNS = (
@@ -53,20 +54,11 @@ ENCODE_COLUMNS = (
 )
 
 
-def run(
-    *,
-    shapes: str | None,
-    contexts: str | None,
-    kv: str,
-    calls: int,
-    rounds: int,
-    as_json: bool,
-) -> None:
-    """Measure and print. shapes, contexts, kv: by commas."""
+def run(contexts: str | None, kv: str, as_json: bool) -> None:
+    """Measure and print. contexts, kv: by commas."""
     presets = {name: _preset(name) for name in kv.split(",")}
-    cases = _cases(shapes, contexts, presets)
+    cases = _cases(contexts, presets)
     batch = ENCODE_TOKENS_CPU if backend() == "cpu" else ENCODE_TOKENS
-    check_counts(calls=calls, rounds=rounds)
     dtype, machine, installed = default_dtype(), machine_in_use(), versions()
     print_machine(machine, installed)
     rows, encodes = [], []
@@ -83,8 +75,8 @@ def run(
                 presets=presets,
                 dtype=dtype,
                 bandwidth=reading,
-                calls=calls,
-                rounds=rounds,
+                calls=CALLS,
+                rounds=ROUNDS,
                 with_mlx_lm=shape == cases[0][0],
             )
             mx.clear_cache()
@@ -97,10 +89,10 @@ def run(
                 )
             )
             bars.advance(bar)
-    link = _link(cases[0][0], dtype, calls)
+    link = _link(cases[0][0], dtype)
     speeds = {"copy_gb_s": bandwidth / 1e9, "read_gb_s": reading / 1e9}
     measured = {**speeds, "link_us": link, "dtype": short(dtype)}
-    _show(rows, measured, calls, rounds)
+    _show(rows, measured)
     _show_encode(encodes)
     if as_json:
         data = {"machine": machine | measured, "versions": installed, "rows": rows + encodes}
@@ -118,33 +110,28 @@ def _preset(name: str) -> CacheConfig:
     return config
 
 
-def _cases(
-    shapes: str | None, contexts: str | None, presets: dict[str, CacheConfig]
-) -> list[tuple[Shape, int]]:
+def _cases(contexts: str | None, presets: dict[str, CacheConfig]) -> list[tuple[Shape, int]]:
     text = contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS)
     shortest = max(config.window for config in presets.values()) + 1
     lengths = parse_contexts(text, shortest, why="nothing is compressed in so few tokens")
-    shapes_of = [parse_shape(name) for name in shapes.split(",")] if shapes else list(SHAPES)
-    for shape in shapes_of:
+    for shape in SHAPES:
         for name, config in presets.items():
             if reason := config.why_not(shape.dims, shape.dims):
-                raise UserError(
-                    f"[--shapes] {name} cannot store it: {reason}; got {shape}; choose another D"
-                )
-    cases = [(shape, length) for shape in shapes_of for length in lengths]
-    if not shapes and BATCH_CONTEXT in lengths:
+                raise UserError(f"[--kv] cannot store {shape}: {reason}; got {name}")
+    cases = [(shape, length) for shape in SHAPES for length in lengths]
+    if BATCH_CONTEXT in lengths:
         cases.append((BATCH_SHAPE, BATCH_CONTEXT))
     return cases
 
 
-def _link(shape: Shape, dtype: mx.Dtype, calls: int) -> float:
+def _link(shape: Shape, dtype: mx.Dtype) -> float:
     """Microseconds of the addition that links the calls in a chain."""
     first, zeros = shape.queries(dtype), mx.zeros(shape.queries(dtype).shape, dtype)
-    chains = [chain(lambda q, _: q, first * 1, [zeros], calls) for _ in range(6)]
+    chains = [chain(lambda q, _: q, first * 1, [zeros], CALLS) for _ in range(6)]
     return 1e6 * middle(chains[1:]).run
 
 
-def _show(rows: list[dict], measured: dict, calls: int, rounds: int) -> None:
+def _show(rows: list[dict], measured: dict) -> None:
     table = []
     for r in rows:
         start = (r["shape"], r["tokens"], r["preset"], r["by"])
@@ -163,8 +150,8 @@ def _show(rows: list[dict], measured: dict, calls: int, rounds: int) -> None:
     for reason in sorted({r["mlx_lm_reason"] for r in rows if r["mlx_lm_reason"]}):
         print(f"mlx-lm fails: {reason}")
     print(
-        f"us: per call of `attend`, in chains of {calls} where each result feeds the next query, "
-        f"median of {2 * rounds}; ratio: SDPA's time over ours, above 1 is faster\n"
+        f"us: per call of `attend`, in chains of {CALLS} where each result feeds the next query, "
+        f"median of {2 * ROUNDS}; ratio: SDPA's time over ours, above 1 is faster\n"
         f"every time includes {measured['link_us']:.1f} us for the addition that links the calls; "
         "build: Python builds the graph, not included in the other times\n"
         "floor: stored bytes over the bandwidth of reading; rms: against float32 attention over the "

@@ -86,8 +86,8 @@ class Gate:
             raise Refused(400, "[Transfer-Encoding] with a Content-Length, or in HTTP/1.0")
         if request.method == "POST" and not coded and length is None:
             raise Refused(411, "[Content-Length] missing")
-        if length is not None and int(length) > options.body_bytes:
-            raise _too_large(int(length), options.body_bytes)
+        if length is not None and int(length) > (most := self._limits.body):
+            raise _too_large(int(length), most)
         if not target.startswith("/"):
             raise Refused(400, "[request] its target is no path")
         check_host(headers, options)

@@ -32,7 +32,7 @@ class Models:
     first. active: requests in progress. Raises UserError where two models have one name, and what loading raises."""
 
     def __init__(self, options: ServeOptions):
-        self.options, self.limits, self.keys = options, Limits(options.body_bytes), Keys()
+        self.options, self.limits, self.keys = options, Limits(), Keys()
         _, *others = options.models
         first = metrics.Metrics()
         self.first, self.active = Site(options, first), 0

@@ -27,6 +27,7 @@ from mlxkv import __version__
 from mlxkv.serve.refusals import Refused
 
 HEAD = 64 << 10  # bytes of a request's head
+BODY = 8 << 20  # bytes of a request's body
 RESERVE = 256  # descriptors for other things
 MAX_CONNECTIONS = 8192  # where no limit is set
 SECONDS = 30.0  # for a request to arrive, and for each part of a reply to leave
@@ -65,12 +66,12 @@ def listen(host: str, port: int) -> socket.socket:
 class Limits:
     """What the connections of one server share. For the thread of the event loop.
 
-    body: bytes of a request. max_connections: of the server. responses: by status. wires: the connections. bodies:
+    body: most bytes of a request. max_connections: of the server. responses: by status. wires: the connections. bodies:
     those whose body arrives, the oldest first, with the timer that ends it. pending_bytes: of them.
     """
 
-    def __init__(self, body: int):
-        self.body, self.max_connections = body, connection_limit()
+    def __init__(self):
+        self.body, self.max_connections = BODY, connection_limit()
         self.responses: Counter[int] = Counter()
         self.wires: set[Wire] = set()
         self.bodies: dict[Wire, asyncio.Timeout] = {}
