@@ -35,11 +35,11 @@ HELP_ALL = "--help-all"
 WIDTH, COLUMN = 80, 27  # of a page; where the text about an option begins
 # Sections in their order. An option that stands in none of them is shown by --help-all alone.
 SECTIONS = {
-    "Model": "model system load think raw config text dtype:eval bits:decode",
+    "Model": "model system load think raw text dtype:eval bits:decode",
     "Sampling": "temp top_p seed max_tokens:chat",
     "Cache": "kv kv_memory kv_disk",
     "Server": "host port api_key allow_origin max_tokens:serve timeout url serve dry_run",
-    "What to run": "thorough context contexts tasks text tokens memory shapes every share",
+    "What to run": "thorough context contexts tasks text tokens memory every share",
     "Output": "prompt quiet json out version",
 }
 EXAMPLES = {
