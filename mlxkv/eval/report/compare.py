@@ -6,7 +6,6 @@ from math import exp
 
 from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE
-from mlxkv.eval.intervals import Interval
 
 
 def divergence(result: dict) -> dict:
@@ -86,8 +85,3 @@ def _by_name(part: dict[str, dict]) -> dict[str, list[float]]:
 def limits(ends: list[float] | None, form: str = ".2g", scale: float = 1.0) -> str:
     """Format an interval for a table: ' [1, 2]', or nothing if it is not known."""
     return "" if ends is None else f" [{', '.join(format(scale * x, form) for x in ends)}]"
-
-
-def known(row: dict, key: str, value: float) -> Interval:
-    """Return a number of a row with its interval."""
-    return Interval(value, *(row.get(f"{key}_interval") or (None, None)))
