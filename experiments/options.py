@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.machine import machine
 from mlxkv.metal.gpu import backends

@@ -25,6 +25,7 @@ from mlxkv.eval.command import evaluate
 from mlxkv.formats.names import complete_kv, parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model, resolve
 from mlxkv.models.catalog.locate import require
+from mlxkv.options import Json, Kv, Model
 from mlxkv.run import run
 from mlxkv.serve.command import serve
 from mlxkv.serve.launch.command import launch
@@ -219,19 +220,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        help="An alias (mlxkv models), a hub name, a folder or a GGUF file.",
-        autocompletion=complete_model,
-    ),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Make the last line of stdout one JSON document.")
-]
-
 
 @app.callback(invoke_without_command=True)
 def top(
@@ -250,9 +238,7 @@ app.command("chat", cls=Command)(chat)
 @app.command(cls=Command)
 def demo(
     model: Model = DEFAULT,
-    kv: Annotated[
-        str, typer.Option("--kv", help="The compressed one.", autocompletion=complete_kv)
-    ] = "int4",
+    kv: Kv = "int4",
     json: Json = False,
 ) -> None:
     """Read a long text into fp16 and int4 side by side, watch their memory grow, ask both for a fact.

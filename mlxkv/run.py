@@ -19,9 +19,10 @@ from typer import Argument, Option
 
 from mlxkv import console
 from mlxkv.errors import UserError
-from mlxkv.formats.names import complete_kv, parse_kv
+from mlxkv.formats.names import parse_kv
 from mlxkv.models.hosts import Options
 from mlxkv.models.hosts.wrap import watch
+from mlxkv.options import Kv
 
 # A program's own options for compressing its caches; --kv replaces what they ask for.
 THEIRS = ("--kv-bits", "--kv-quant-scheme", "--kv-k-bits", "--kv-v-bits")
@@ -42,14 +43,7 @@ def run(
             show_default=False,
         ),
     ] = None,
-    kv: Annotated[
-        str,
-        Option(
-            "--kv",
-            help="Cache preset (mlxkv presets), or KEYS/VALUES.",
-            autocompletion=complete_kv,
-        ),
-    ] = "int4",
+    kv: Kv = "int4",
     strict: Annotated[
         bool,
         Option("--strict", help="End with code 2 where a layer that grows stays uncompressed."),

@@ -8,6 +8,7 @@ import typer
 
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.aliases import DEFAULT
+from mlxkv.options import Json
 
 Contexts = Annotated[str | None, typer.Option("--contexts", help="Tokens, by commas: 4k,32k.")]
 Kv = Annotated[str, typer.Option("--kv", help="Cache presets, by commas (mlxkv presets).")]
@@ -30,7 +31,6 @@ OwnModel = Annotated[
 Bits = Annotated[
     int | None, typer.Option("--bits", help="Quantise random weights, as mlx-lm does.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Add one JSON document as the last line.")]
 
 bench = typer.Typer(
     add_completion=False,
@@ -84,12 +84,4 @@ def decode(
     """
     from mlxkv.bench.decode import run
 
-    run(
-        model=model,
-        contexts=contexts,
-        kv=kv,
-        tokens=tokens,
-        rounds=rounds,
-        bits=bits,
-        as_json=json,
-    )
+    run(model, contexts, kv, tokens, rounds, bits, json)

@@ -65,7 +65,6 @@ COLUMNS = (
 
 
 def run(
-    *,
     model: str,
     contexts: str | None,
     kv: str,

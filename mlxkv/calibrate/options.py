@@ -9,18 +9,14 @@ from typer import Option
 
 from mlxkv.models.calibration import TOKENS
 from mlxkv.models.catalog.aliases import DEFAULT
+from mlxkv.options import Dtype, Model
 
 
 @dataclass(frozen=True)
 class CalibrateOptions:
     """The command line, in the order of `--help`."""
 
-    model: Annotated[
-        str,
-        Option(
-            "--model", "-m", help="An alias (mlxkv models), a hub name, a folder or a GGUF file."
-        ),
-    ] = DEFAULT
+    model: Model = DEFAULT
     text: Annotated[
         list[str] | None,
         Option("--text", help="Text files in UTF-8. Default: text that comes with mlxkv."),
@@ -47,9 +43,7 @@ class CalibrateOptions:
     out: Annotated[
         str | None, Option("-o", "--out", help="File. Default: where calibrated presets look.")
     ] = None
-    dtype: Annotated[
-        str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
-    ] = None
+    dtype: Dtype = None
 
     @property
     def learning(self) -> dict[str, str | int]:

@@ -8,14 +8,15 @@ from typing import Annotated
 from typer import Argument, Option
 
 from mlxkv.errors import UserError
-from mlxkv.formats.names import canonical, complete_kv, parse_kv
-from mlxkv.models.catalog.aliases import DEFAULT, complete_model
+from mlxkv.formats.names import canonical, parse_kv
+from mlxkv.models.catalog.aliases import DEFAULT
 from mlxkv.models.catalog.asked import (
     check_sampling,
     check_weights,
     dtype_name,
     template_arguments,
 )
+from mlxkv.options import Calibration, Dtype, Json, Kv, Model
 
 
 @dataclass(frozen=True)
@@ -26,23 +27,8 @@ class ChatOptions:
         list[str] | None,
         Argument(help="Answer this and leave; text on stdin comes before it.", show_default=False),
     ] = None
-    model: Annotated[
-        str,
-        Option(
-            "--model",
-            "-m",
-            help="An alias (mlxkv models), a hub name, a folder or a GGUF file.",
-            autocompletion=complete_model,
-        ),
-    ] = DEFAULT
-    kv: Annotated[
-        str,
-        Option(
-            "--kv",
-            help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.",
-            autocompletion=complete_kv,
-        ),
-    ] = "int4"
+    model: Model = DEFAULT
+    kv: Kv = "int4"
     prompt: Annotated[
         str | None, Option("--prompt", "-p", help="The same as the text without an option.")
     ] = None
@@ -80,23 +66,13 @@ class ChatOptions:
         False
     )
     load: Annotated[str | None, Option("--load", help="Go on with a saved session.")] = None
-    dtype: Annotated[
-        str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
-    ] = None
+    dtype: Dtype = None
     weights: Annotated[
         int | None,
         Option("--weights", help="8 rounds weights of 16 bits to 8. Default: as stored."),
     ] = None
-    calibration: Annotated[
-        str | None,
-        Option(
-            "--calibration",
-            help="For calibrated presets: a file. Default: the model's.",
-        ),
-    ] = None
-    json: Annotated[
-        bool, Option("--json", help="Make the last line of stdout one JSON document.")
-    ] = False
+    calibration: Calibration = None
+    json: Json = False
 
     def __post_init__(self):
         if self.text and self.prompt is not None:

@@ -9,15 +9,11 @@ from typing import Annotated
 import typer
 
 from mlxkv.models.catalog.aliases import DEFAULT
+from mlxkv.options import Calibration, Dtype, Json, Model
 
 
 def evaluate(
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model", "-m", help="An alias (mlxkv models), a hub name, a folder or a GGUF file."
-        ),
-    ] = DEFAULT,
+    model: Model = DEFAULT,
     kv: Annotated[
         str | None,
         typer.Option(
@@ -65,23 +61,13 @@ def evaluate(
             "--thorough: 8.",
         ),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, float16 or bfloat16.")
-    ] = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            "--calibration",
-            help="For calibrated presets: a file. Default: the model's.",
-        ),
-    ] = None,
+    dtype: Dtype = None,
+    calibration: Calibration = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Folder of the report; a stopped run goes on from it."),
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Make the last line of stdout one JSON document.")
-    ] = False,
+    json: Json = False,
 ) -> None:
     """Measure what compressed caches cost on a model: KL divergence, the next token, answers about
     long texts. A few minutes on two CPU cores; a stopped run goes on where it was."""

@@ -1,0 +1,36 @@
+"""Options that several commands share, as typer reads them from a signature. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from typer import Option
+
+from mlxkv.formats.names import complete_kv
+from mlxkv.models.catalog.aliases import complete_model
+
+Model = Annotated[
+    str,
+    Option(
+        "--model",
+        "-m",
+        help="An alias (mlxkv models), a hub name, a folder or a GGUF file.",
+        autocompletion=complete_model,
+    ),
+]
+Kv = Annotated[
+    str,
+    Option(
+        "--kv",
+        help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.",
+        autocompletion=complete_kv,
+    ),
+]
+Dtype = Annotated[
+    str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
+]
+Calibration = Annotated[
+    str | None,
+    Option("--calibration", help="For calibrated presets: a file. Default: the model's."),
+]
+Json = Annotated[bool, Option("--json", help="Make the last line of stdout one JSON document.")]
