@@ -16,7 +16,7 @@ TASKS = ("divergence", "retrieval")
 
 @dataclass(frozen=True)
 class Spec:
-    """All that a worker process needs to know, as plain data.
+    """What is evaluated.
 
     tasks: of TASKS. windows: as for `Arms`. calibration: a file or hub name, for calibrated presets; the
     model's own by default.
@@ -32,7 +32,7 @@ class Spec:
 
 
 def make(spec: Spec) -> tuple[Arms, list[Part]]:
-    """Load the model; return arms and parts, in the order of TASKS, the same in every process."""
+    """Load the model; return arms and parts, in the order of TASKS."""
     loaded = load(spec.model, "fp16", dtype=spec.dtype, calibration=spec.calibration)
     options = spec.options
     longest = max(options.contexts)

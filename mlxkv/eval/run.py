@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlxkv import console
 from mlxkv.errors import UserError
@@ -27,7 +23,6 @@ from mlxkv.texts import sources
 from mlxkv.versions import versions
 
 SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to seal
-SMALL = 1 << 30  # bytes of a model of which a second process costs little memory
 QUESTIONS, QUESTIONS_CPU = 32, 8  # of each kind
 
 
@@ -56,11 +51,11 @@ def run(command: SimpleNamespace) -> int:
     start = time.perf_counter()
     arms, parts = plan.make(spec)
     calibrated = [name for name, config in arms.configs.items() if config.calibrated]
-    if calibrated:  # make a calibration once, before several processes need it
+    if calibrated:  # make a calibration for all of them, before the first result names one
         with arms.attached(max(calibrated, key=lambda name: _demand(arms.configs[name]))):
             pass
     console.note(f"{cost(parts, arms)}; kept in {folder}: Ctrl-C and the same command go on")
-    results = workers.compute(spec, arms, parts, folder, _jobs(arms.loaded.model))
+    results = workers.compute(arms, parts, folder)
     data = report.assemble(arms, spec.options, results, spec.windows)
     used = next(row for row in backends() if row["used"])
     data["machine"] = machine() | {"backend": used["name"], "device": used["device"]}
@@ -143,9 +138,3 @@ def _windows(text: str) -> tuple[int, int] | None:
             f"[--windows] not two numbers; got {text!r}; write SINK,RECENT such as 64,64, or own"
         )
     return int(numbers[0]), int(numbers[1])
-
-
-def _jobs(model: nn.Module) -> int:
-    """Return 2 for a small model on a CPU, where one process uses only one of the cores."""
-    small = sum(x.nbytes for _, x in tree_flatten(model.parameters())) < SMALL
-    return 2 if small and backend() == "cpu" and (os.cpu_count() or 1) > 1 else 1

@@ -96,10 +96,10 @@ def check_page(out: Path) -> None:
 
 def test_a_killed_run_goes_on(spec, tmp_path, capsys):
     arms, parts = plan.make(spec)
-    first = workers.compute(spec, arms, parts, tmp_path)
+    first = workers.compute(arms, parts, tmp_path)
     calls = []
     watched = [Part(p.task, p.name, lambda *a: calls.append(a), p.steps, p.asks) for p in parts]
-    assert workers.compute(spec, arms, watched, tmp_path) == first
+    assert workers.compute(arms, watched, tmp_path) == first
     assert not calls
     assert "kept from before" in capsys.readouterr().err
     # A result that was cut while it was written, and one of another question, are done again.
@@ -111,7 +111,7 @@ def test_a_killed_run_goes_on(spec, tmp_path, capsys):
     assert Store(tmp_path).read(arms, parts[0], "fp16") == first["divergence-512-1"]["fp16"]
     other = Part("divergence", "512", parts[0].run, 1, {"text": "another"})
     assert Store(tmp_path).read(arms, other, "fp16") is None
-    assert workers.compute(spec, arms, parts, tmp_path) == first
+    assert workers.compute(arms, parts, tmp_path) == first
 
 
 def test_a_stopped_run_says_what_is_kept(spec, tmp_path, capsys):
@@ -122,16 +122,9 @@ def test_a_stopped_run_says_what_is_kept(spec, tmp_path, capsys):
 
     stopping = [parts[0], Part(parts[1].task, parts[1].name, stop, 1, parts[1].asks)]
     with pytest.raises(KeyboardInterrupt):
-        workers.compute(spec, arms, stopping, tmp_path)
+        workers.compute(arms, stopping, tmp_path)
     said = " ".join(capsys.readouterr().err.split())
     assert "stopped; 1 of 2 parts are kept in" in said and "the same command goes on" in said
-
-
-def test_processes_side_by_side_find_the_same(spec, tmp_path):
-    arms, parts = plan.make(spec)
-    one = workers.compute(spec, arms, parts, tmp_path / "one")
-    two = workers.compute(spec, arms, parts, tmp_path / "two", jobs=2)
-    assert one == two
 
 
 def shuffled(encode):
@@ -149,7 +142,6 @@ def test_a_broken_cache_is_red(tmp_path, monkeypatch, capsys):
     """A cache that works is green, on the trained model."""
     command = ["eval", "--model", TINY, "--kv", "int8", "--context", "512", "--tasks", "divergence"]
     command += ["--json", "--out", str(tmp_path)]
-    monkeypatch.setattr(evaluation, "_jobs", lambda model: 1)  # faults are in this process
     assert main(command) == 0
     sound = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
     assert sound["int8"]["verdict"] == "green" and sound["fp16"]["verdict"] is None
