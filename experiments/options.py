@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from mlxkv.errors import UserError
-from mlxkv.machine import machine
-from mlxkv.metal.gpu import backends
-from mlxkv.versions import versions
+from mlxkv.machine import versions
+from mlxkv.metal.gpu import machine_in_use
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,9 +46,8 @@ def check_out(out: Path | None) -> None:
 
 def made_on(start: float) -> dict:
     """Return machine, versions and seconds since `start` (perf_counter), for a document."""
-    used = next(row for row in backends() if row["used"])
     return {
-        "machine": machine() | {"backend": used["name"], "device": used["device"]},
+        "machine": machine_in_use(),
         "versions": versions(),
         "seconds": round(time.perf_counter() - start, 1),
     }

@@ -301,7 +301,7 @@ def test_a_wrong_golden_row_fails_the_doctor(monkeypatch, capsys):
 
 
 def test_a_version_outside_the_range_fails_the_doctor(monkeypatch, capsys):
-    monkeypatch.setattr("mlxkv.versions.requires", lambda name: ["mlx>=99", "rich>=1"])
+    monkeypatch.setattr("mlxkv.machine.requires", lambda name: ["mlx>=99", "rich>=1"])
     monkeypatch.setattr("mlxkv.doctor.command.golden_rows", lambda step, every=False: [])
     assert main(["doctor"]) == 1
     assert "outside the tested range: mlx " in capsys.readouterr().out

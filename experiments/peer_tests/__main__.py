@@ -24,8 +24,7 @@ from experiments.options import Parser, check_out, words
 from experiments.peer_tests import names
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
-from mlxkv.machine import machine
-from mlxkv.versions import versions
+from mlxkv.machine import machine, versions
 
 SUITES = ("test_models", "test_prompt_cache", "test_generate", "test_server")
 ROOT = Path(__file__).parents[2]

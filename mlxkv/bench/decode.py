@@ -28,13 +28,14 @@ from mlxkv.bench.options import (
     parse_presets,
 )
 from mlxkv.bench.show import print_machine, ratio_text, spread, weights_text
-from mlxkv.bench.subject import Subject, load_subject, machine_in_use, short
+from mlxkv.bench.subject import Subject, load_subject, short
 from mlxkv.errors import MachineError
+from mlxkv.machine import versions
+from mlxkv.metal.gpu import machine_in_use
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import interleaved
 from mlxkv.models.generate import PREFILL_STEP
 from mlxkv.models.hooks.held import layers_of
-from mlxkv.versions import versions
 
 WARM = 4  # tokens decoded before the clock starts
 DIRECT_ABOVE, DIRECT_ABOVE_CPU = 32768, 1024  # longer contexts are filled without a prefill

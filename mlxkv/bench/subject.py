@@ -18,8 +18,6 @@ from mlxkv.bench.spread import allotted, spread
 from mlxkv.cache import choose
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
-from mlxkv.machine import machine
-from mlxkv.metal.gpu import backends
 from mlxkv.metal.launch import backend
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration.measure import random
@@ -113,12 +111,6 @@ def default_dtype() -> mx.Dtype:
 def short(dtype: mx.Dtype) -> str:
     """'bfloat16'"""
     return str(dtype).split(".")[-1]
-
-
-def machine_in_use() -> dict[str, object]:
-    """`machine()` with the backend in use and its device."""
-    used = next(row for row in backends() if row["used"])
-    return machine() | {"backend": used["name"], "device": used["device"]}
 
 
 def _bare_config(folder: Path) -> dict | None:

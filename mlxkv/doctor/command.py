@@ -11,9 +11,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from mlxkv.console import human_bytes, note, print_json, print_table
 from mlxkv.doctor import states
 from mlxkv.doctor.states import Step
-from mlxkv.machine import machine
+from mlxkv.machine import machine, out_of_range, versions
 from mlxkv.scrub import check_place
-from mlxkv.versions import out_of_range, versions
 
 OUTPUTS = ("attend", "keys", "values", "prefill")
 

@@ -16,11 +16,10 @@ from mlxkv.eval.report import page, report
 from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.machine import machine
-from mlxkv.metal.gpu import backends
+from mlxkv.machine import versions
+from mlxkv.metal.gpu import machine_in_use
 from mlxkv.metal.launch import backend
 from mlxkv.texts import sources
-from mlxkv.versions import versions
 
 SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to seal
 QUESTIONS, QUESTIONS_CPU = 32, 8  # of each kind
@@ -57,9 +56,7 @@ def run(command: SimpleNamespace) -> int:
     console.note(f"{cost(parts, arms)}; kept in {folder}: Ctrl-C and the same command go on")
     results = workers.compute(arms, parts, folder)
     data = report.assemble(arms, spec.options, results, spec.windows)
-    used = next(row for row in backends() if row["used"])
-    data["machine"] = machine() | {"backend": used["name"], "device": used["device"]}
-    data["versions"] = versions()
+    data |= {"machine": machine_in_use(), "versions": versions()}
     data["seconds"] = round(time.perf_counter() - start, 1)
     page.write(data, folder)
     report.show(data)

@@ -10,6 +10,7 @@ from functools import cache
 
 import mlx.core as mx
 
+from mlxkv.machine import machine
 from mlxkv.metal.launch import Factory, backend
 
 # Cores where macOS does not say, by the last letter of MLX's architecture name (applegpu_g13s): phone, base,
@@ -69,3 +70,9 @@ def backends() -> list[dict[str, object]]:
             device = str(mx.device_info().get("device_name", ""))
         rows.append({"name": name, "found": is_found, "used": name == backend(), "device": device})
     return rows
+
+
+def machine_in_use() -> dict[str, object]:
+    """`machine()` with the backend in use and its device."""
+    row = next(row for row in backends() if row["used"])
+    return machine() | {"backend": row["name"], "device": row["device"]}

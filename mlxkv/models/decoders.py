@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlxkv import console, faults, versions
+from mlxkv import console, faults
 from mlxkv.cache import choose, selftest
 from mlxkv.cache.view import OPS
+from mlxkv.machine import out_of_range
 from mlxkv.metal import launch, tiles
 from mlxkv.models.catalog.reports import LayerReport
 
@@ -42,7 +43,7 @@ def tell(lines: list[str], reports: list[LayerReport], quiet: bool) -> None:
     warnings alone."""
     for line in [] if quiet else lines:
         console.note(f"  {line}")
-    for line in versions.out_of_range():
+    for line in out_of_range():
         console.warn(f"! outside the range that mlxkv was tested with: {line}")
     advice, loud = not_used(reports) or ("", False)
     if loud:

@@ -158,7 +158,7 @@ def test_what_has_no_kernel_is_said_mildly(folder):
 
 
 def test_a_version_outside_the_range_is_one_line(folder, monkeypatch, capsys):
-    monkeypatch.setattr("mlxkv.versions.requires", lambda name: ["mlx>=99", "rich>=1"])
+    monkeypatch.setattr("mlxkv.machine.requires", lambda name: ["mlx>=99", "rich>=1"])
     assert main(["chat", "--model", str(folder), "--prompt", "hello", "--max-tokens", "2"]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("!")]
     assert len(said) == 1 and "tested with: mlx " in said[0] and "wanted >=99" in said[0]

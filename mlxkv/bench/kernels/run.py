@@ -11,14 +11,15 @@ from mlxkv.bench.kernels import attend, encode
 from mlxkv.bench.kernels.case import Shape
 from mlxkv.bench.options import parse_contexts
 from mlxkv.bench.show import print_machine
-from mlxkv.bench.subject import default_dtype, machine_in_use, short
+from mlxkv.bench.subject import default_dtype, short
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Full
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_rotary, parse_kv
+from mlxkv.machine import versions
+from mlxkv.metal.gpu import machine_in_use
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import chain, copy_bandwidth, middle, read_bandwidth
-from mlxkv.versions import versions
 
 SHAPES = (Shape(1, 32, 8, 128), Shape(1, 4, 1, 256), Shape(1, 16, 8, 64))
 BATCH_SHAPE, BATCH_CONTEXT = Shape(8, 32, 8, 128), 32768
