@@ -23,7 +23,7 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
     return x.square().sum(-1, keepdim=True).sqrt()
 
 
-def _coded(x: torch.Tensor, bits: int, corrected: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _coded(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """x: [..., R] float32 -> codes int32 [..., R], scale float16 [..., 1]."""
     norm, middle = _norm(x), 2 ** (bits - 1)
     # Levels lie alike on both sides of 0: sizes are compared, with boundaries times the norm.
@@ -32,8 +32,6 @@ def _coded(x: torch.Tensor, bits: int, corrected: bool) -> tuple[torch.Tensor, t
     for boundary in (table[1:] + table[:-1])[middle:] / 2:
         passed_levels += size > float(np.float32(boundary)) * norm
     codes = torch.where(x > 0, middle + passed_levels, middle - 1 - passed_levels)
-    if corrected:
-        norm = norm / _norm(_levels(x.shape[-1], bits, x.device)[codes.long()])
     return codes, half(norm)
 
 
@@ -44,7 +42,7 @@ def _values(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor
 
 def encode(spec: Codebook, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     """x: [B, G, T, R], T a whole number of pages."""
-    codes, scale = _coded(x.float(), spec.bits, spec.corrected)
+    codes, scale = _coded(x.float(), spec.bits)
     return {"codes": packing.pack(codes, spec.bits), "scale": scale}
 
 

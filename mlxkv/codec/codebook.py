@@ -23,7 +23,7 @@ def _norm(x: mx.array) -> mx.array:
     return mx.sqrt((x * x).sum(-1, keepdims=True))
 
 
-def _encode(x: mx.array, bits: int, corrected: bool) -> tuple[mx.array, mx.array]:
+def _encode(x: mx.array, bits: int) -> tuple[mx.array, mx.array]:
     """x: [..., R] float32 -> codes uint32 [..., R], scale float16 [..., 1]."""
     table, middle = levels.sphere(x.shape[-1], bits), 2 ** (bits - 1)
     norm = _norm(x)
@@ -32,14 +32,12 @@ def _encode(x: mx.array, bits: int, corrected: bool) -> tuple[mx.array, mx.array
     for boundary in (table[1:] + table[:-1])[middle:] / 2:
         steps = steps + (size > float(boundary) * norm)
     codes = mx.where(x > 0, middle + steps, middle - 1 - steps)
-    if corrected:
-        norm = norm / _norm(_levels(x.shape[-1], bits)[codes])
     return codes, half(norm)
 
 
 def encode(spec: Codebook, x: mx.array, page: int) -> dict[str, mx.array]:
     """x: [B, G, T, R], T a whole number of pages."""
-    codes, scale = _encode(x.astype(mx.float32), spec.bits, spec.corrected)
+    codes, scale = _encode(x.astype(mx.float32), spec.bits)
     return {"codes": packing.pack(codes, spec.bits), "scale": scale}
 
 

@@ -31,12 +31,9 @@ class Codebook(Method):
     the coordinates of such a point.
 
     bits: bits per coordinate, 1 to 4.
-    corrected: divide the stored norm by the norm of the decoded unit vector, which is below 1. No preset
-        does: on two models of 8 million weights it helped only where little was lost anyway.
     """
 
     bits: int
-    corrected: bool = False
 
     def __post_init__(self):
         if self.bits not in CODEBOOK_BITS:
@@ -55,8 +52,7 @@ class Codebook(Method):
 
     @property
     def label(self) -> str:
-        norm = "corrected norm" if self.corrected else "norm"
-        return f"codebook of {self.bits} bits, {norm} per token"
+        return f"codebook of {self.bits} bits, norm per token"
 
     def bits_per_value(self, dims: int, page: int) -> float:
         return (32 * _words(dims, self.bits) + 16) / dims

@@ -388,6 +388,7 @@ class CacheConfig:
             for name in ("keys", "values"):
                 side = dict(data[name])
                 quantizer, low = dict(side.pop("quantizer")), side.pop("low", None)
+                quantizer.pop("corrected", None)  # of norms, in files of earlier versions
                 side["low"] = LowRank(**low) if low else None
                 sides[name] = Side(methods[quantizer.pop("method")](**quantizer), **side)
             if data.get("sliding"):

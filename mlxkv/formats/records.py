@@ -39,7 +39,7 @@ class SideLayout:
     kind: what codes are. Affine: "token" with a scale per token and group, "channel" per channel, in the page's header,
         "shared" with one for the page, repeated for every token (as only sealing needs to know), "blocks" with bits
         that differ by block of 16 dims (`Fill`). "pairs": keys as radius and angle (`codes.h`). "codebook": indices
-        of levels beside the norm of a token, "corrected" as `Codebook` seals them. "tree": polar trees, "online tree"
+        of levels beside the norm of a token. "tree": polar trees, "online tree"
         with angles of their own for each page, in its header. "numbers": float16 numbers of 16 bits, without scales.
     dims: stored dims R. bits, group, symmetric: as in `Affine`.
     page: tokens in a page, 0 without a header.
@@ -67,7 +67,7 @@ class SideLayout:
 
     @property
     def codebook(self) -> bool:
-        return self.kind in ("codebook", "corrected")
+        return self.kind == "codebook"
 
     @property
     def tree(self) -> int:
@@ -170,8 +170,7 @@ Spec = Affine | Codebook | Fill | Half | Polar | PolarTree
 def side_layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
     """Make the layout of a side; the spec passes `why_no_record`."""
     if isinstance(spec, Codebook):
-        kind = "corrected" if spec.corrected else "codebook"
-        return SideLayout(kind, keys, dims, spec.bits, dims)
+        return SideLayout("codebook", keys, dims, spec.bits, dims)
     if isinstance(spec, PolarTree):
         if spec.online:
             return SideLayout("online tree", keys, dims, TREE_CODE, TREE, page=page)

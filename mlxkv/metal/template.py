@@ -66,7 +66,7 @@ def sealing_template(at: SideLayout, suffix: str) -> dict[str, object]:
     """Further template values for sealing. B: the boundaries above 0 between levels."""
     table = levels.sphere(at.dims, at.bits) if at.codebook else np.zeros(2)
     middles = (table[1:] + table[:-1])[len(table) // 2 :] / 2
-    return {f"CORRECTED{suffix}": int(at.kind == "corrected"), f"B{suffix}": _constants(middles)}
+    return {f"B{suffix}": _constants(middles)}
 
 
 def cap_bits(softcap: float | None) -> int:

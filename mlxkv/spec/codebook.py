@@ -94,14 +94,11 @@ def sphere_levels(dims: int, bits: int) -> np.ndarray:
 # Codes.
 
 
-def codebook_encode(
-    x: np.ndarray, levels: np.ndarray, corrected: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+def codebook_encode(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Encode x [..., R] into codes (uint8 [..., R]) and scale ([..., 1], float64 holding float16 values).
 
     Alg. 1: norm = ||x||, code = the nearest level to x / norm, at a boundary the one nearer to 0, at
     0 the lower middle one; scale = norm. Vectors of zeros get scale 0.
-    corrected: scale = norm / ||levels of the codes||, so that the decoded vector has the norm of x.
     """
     x = np.asarray(x, np.float64)
     norm = np.sqrt((x * x).sum(-1, keepdims=True))
@@ -109,9 +106,6 @@ def codebook_encode(
     middle = len(levels) // 2
     steps = np.searchsorted((levels[1:] + levels[:-1])[middle:] / 2, np.abs(unit), side="left")
     codes = np.where(unit > 0, middle + steps, middle - 1 - steps).astype(np.uint8)
-    if corrected:
-        unit_decoded = levels[codes]
-        norm = norm / np.sqrt((unit_decoded * unit_decoded).sum(-1, keepdims=True))
     return codes, affine._half(norm)
 
 
@@ -126,7 +120,6 @@ def stored(
     pages: int,
     page: int,
     bits: int,
-    corrected: bool = False,
     seed: int = 0,
 ) -> np.ndarray:
     """Return x [B, G, T, D] as attention sees it, as `affine.stored` does. seed: of the rotation."""
@@ -134,6 +127,6 @@ def stored(
     turn, levels = random_rotation(dims, seed), sphere_levels(dims, bits)
     for b, g, n in np.ndindex(*x.shape[:2], pages):
         inside = slice(sink + n * page, sink + (n + 1) * page)
-        codes, scale = codebook_encode(out[b, g, inside] @ turn, levels, corrected)
+        codes, scale = codebook_encode(out[b, g, inside] @ turn, levels)
         out[b, g, inside] = codebook_decode(codes, scale, levels) @ turn.T
     return out

@@ -356,10 +356,6 @@ class Table(Mixed):
                 codes = self.unpack(stored["codes"], bits, dims)
                 row = compare_codes("codebook", key, codes, expected["codes"], expected["near"])
                 yield replace(row, wrong=row.wrong + self._off(stored["scale"], expected["scale"]))
-                side = Side(Codebook(bits, corrected=True), "random")
-                stored = self.codec(side, dims, page).encode(x)
-                wrong = self._off(stored["scale"], expected["corrected"])
-                yield Row("codebook", f"{key}.corrected", page, wrong=wrong)
             two = under(golden, "2")
             words = {"codes": self.pack(two["codes"], 2), "scale": self.tensor(two["scale"])}
             side = Side(Codebook(2), "random")

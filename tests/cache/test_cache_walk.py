@@ -26,7 +26,7 @@ SIDES = (
     Side(Affine(2, 32, symmetric=True), "srft"),
     Side(Affine(4, 16, axis="channel")),
     FULL,
-    Side(Codebook(3, corrected=True), "random"),
+    Side(Codebook(3), "random"),
     Side(PolarTree(), "random"),
     Side(PolarTree(online=True), "random", seed=1),
 )

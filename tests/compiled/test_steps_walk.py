@@ -147,7 +147,7 @@ def test_any_walk_leaves_the_same(walk, seed):
 
 
 # A method of each kind of pages.
-KINDS = ("affine", "kivi", "shared", "turbo", "corrected", "tree", "online", "fill", "polar")
+KINDS = ("affine", "kivi", "shared", "turbo", "codebooks", "tree", "online", "fill", "polar")
 
 
 @pytest.mark.parametrize("name", KINDS)

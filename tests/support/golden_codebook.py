@@ -46,11 +46,12 @@ def codebook(rng) -> dict:
         for bits in (1, 2, 3, 4):
             key, levels = f"{dims}.{bits}", codebook_ref.sphere_levels(dims, bits)
             codes, scale = codebook_ref.codebook_encode(y, levels)
-            _, corrected = codebook_ref.codebook_encode(y, levels, corrected=True)
             out[f"{key}.levels"] = levels.astype(np.float32)
             out[f"{key}.codes"], out[f"{key}.near"] = codes, near(unit, levels)
             out[f"{key}.scale"] = scale.astype(np.float16)
-            out[f"{key}.corrected"] = corrected.astype(np.float16)
+            # Norms over those of decoded vectors, which nothing stores; the set stays as it was written.
+            decoded = np.sqrt((levels[codes] ** 2).sum(-1, keepdims=True))
+            out[f"{key}.corrected"] = ref._half(norm / decoded).astype(np.float16)
         levels = codebook_ref.sphere_levels(dims, 2)
         decoded = codebook_ref.codebook_decode(*codebook_ref.codebook_encode(y, levels), levels)
         q = rng.standard_normal((1, 2, 1, dims)).astype(np.float16).astype(np.float64)

@@ -81,9 +81,7 @@ METHODS = {
     ),
     "turbo": Method(Codebook(4), Codebook(2), turn="random", preset="turbo-int2"),
     "turbo-int3": Method(Codebook(3), Affine(4, 32), turn="hadamard"),
-    "corrected": Method(
-        Codebook(2, corrected=True), Codebook(3, corrected=True), turn="hadamard", dims=64
-    ),
+    "codebooks": Method(Codebook(2), Codebook(3), turn="hadamard", dims=64),
     "tree": Method(PolarTree(), PolarTree(), turn="random", mps=False),
     "tree of its own": Method(PolarTree(OWN_BOOKS), PolarTree(), mps=False),
     "online": Method(

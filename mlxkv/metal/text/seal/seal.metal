@@ -6,9 +6,9 @@
 // size: [records per head, heads, first token of the keys, their capacity, the same of the values,
 // matrices of the keys, of the values]
 // Template: S simdgroups of a threadgroup, TILE pairs of floats for each; per side T, D, BITS (16: float16
-// numbers), GROUP, SYMMETRIC, CODEBOOK (codes are indices of levels, with coefficients C as in `kv_level` and
-// boundaries B above 0), CORRECTED (norms divided by the norm of the levels), KIND (0 none, 1 Hadamard, 2 real
-// Fourier, 3 any matrix, 4 real Fourier and a scale per channel), RANK (`Affine.clip_rank`, 64 at most).
+// numbers), GROUP, SYMMETRIC, CODEBOOK (codes are indices of levels with boundaries B above 0), KIND (0 none,
+// 1 Hadamard, 2 real Fourier, 3 any matrix, 4 real Fourier and a scale per channel), RANK (`Affine.clip_rank`,
+// 64 at most).
 #if WITH_FILL
 // Tables and sizes have what differs by layer; transforms come before.
 const int dims_k = int(table_k[1]);
@@ -24,14 +24,10 @@ constexpr int record_words = SIDE_K + SIDE_V;
 #endif
 
 #if WITH_CODEBOOK
-float levels_k[8];
-float levels_v[8];
 float boundaries_k[8];
 float boundaries_v[8];
 #pragma unroll
 for (int i = 0; i < 8; i++) {
-  levels_k[i] = as_type<float>(C_K[i]);
-  levels_v[i] = as_type<float>(C_V[i]);
   boundaries_k[i] = as_type<float>(B_K[i]);
   boundaries_v[i] = as_type<float>(B_V[i]);
 }
@@ -69,8 +65,8 @@ if (unit < size[0] * size[1]) {
 #endif
 #if WITH_CODEBOOK
     if (CODEBOOK_K) {
-      kv_seal_codebook<T_K, BITS_K, D_K, 1, KIND_K, CORRECTED_K>(
-          from, table, tiles + simdgroup * TILE, boundaries_k, levels_k, out, lane);
+      kv_seal_codebook<T_K, BITS_K, D_K, 1, KIND_K>(
+          from, table, tiles + simdgroup * TILE, boundaries_k, out, lane);
     }
 #endif
     if (BITS_K != 16 && !CODEBOOK_K) {
@@ -87,8 +83,8 @@ if (unit < size[0] * size[1]) {
 #endif
 #if WITH_CODEBOOK
     if (CODEBOOK_V) {
-      kv_seal_codebook<T_V, BITS_V, D_V, 0, KIND_V, CORRECTED_V>(
-          from, table, tiles + simdgroup * TILE, boundaries_v, levels_v, out + SIDE_K, lane);
+      kv_seal_codebook<T_V, BITS_V, D_V, 0, KIND_V>(
+          from, table, tiles + simdgroup * TILE, boundaries_v, out + SIDE_K, lane);
     }
 #endif
     if (BITS_V != 16 && !CODEBOOK_V) {

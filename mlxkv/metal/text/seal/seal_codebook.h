@@ -1,10 +1,10 @@
 // Encodes one side of a record by a codebook, by one simdgroup: x [16, DIMS] to codes and norms at `out`.
-// boundaries: between levels above 0, for vectors of norm 1; levels: as in `kv_level`. KIND: `kv_seal_side`.
+// boundaries: between levels above 0, for vectors of norm 1. KIND: `kv_seal_side`.
 #if WITH_CODEBOOK
-template <typename T, int BITS, int DIMS, int KEYS, int KIND, int CORRECTED>
+template <typename T, int BITS, int DIMS, int KEYS, int KIND>
 inline void kv_seal_codebook(
     const device T* x, const device float* table, kv_pairs tile, const thread float* boundaries,
-    const thread float* levels, device uint* out, int lane) {
+    device uint* out, int lane) {
   constexpr int BLOCKS = (DIMS + 31) / 32;
   constexpr int WORDS = kv_lane_words<BITS>(BLOCKS);
   constexpr int HELD = KEYS ? 2 : 4; // tokens of a lane, as in `kv_seal_side`
@@ -17,7 +17,6 @@ inline void kv_seal_codebook(
   int zero[1];
   const bool empty = kv_turn<T, DIMS, KEYS, KIND>(x, table, tile, at, back, zero, lane);
   float norms[HELD];
-  float chosen[HELD]; // sums of the squares of levels, in steps of `kv_level`
 #pragma unroll
   for (int n = 0; n < HELD; n++) {
     norms[n] = 0.0f;
@@ -39,7 +38,6 @@ inline void kv_seal_codebook(
 #pragma unroll
   for (int n = 0; n < HELD; n++) {
     norms[n] = simd_shuffle(norm, ushort(KEYS ? 4 * g + n : 4 * n + t));
-    chosen[n] = 0.0f;
   }
   uint code_words[WORDS];
 #pragma unroll
@@ -63,11 +61,6 @@ inline void kv_seal_codebook(
         above += size > boundaries[i] * norms[KEYS ? s / 8 : s / 4] ? 1u : 0u;
       }
       uint code = v[s] > 0.0f ? MIDDLE + above : MIDDLE - 1u - above;
-      if (CORRECTED) {
-        const float level = kv_level<BITS>(kv_one_plus<BITS>(code), levels);
-        const float square_ = DIMS % 32 == 0 || dim < DIMS ? level * level : 0.0f;
-        chosen[KEYS ? s / 8 : s / 4] += square_;
-      }
       code = DIMS % 32 == 0 || dim < DIMS ? code : 0u;
       const int shift = kv_slot_bit<BITS>(r, p, h);
       if (BITS == 3) {
@@ -79,14 +72,10 @@ inline void kv_seal_codebook(
     }
   }
   kv_put<WORDS, WORDS>(out, code_words, lane, 0);
-  float length = norm;
-  if (CORRECTED) {
-    length = norm / (float(1 << BITS) * metal::sqrt(kv_together<KEYS, 1>(chosen, lane)));
-  }
   if (KEYS ? t < 2 : g < 4) {
     device ushort* numbers = (device ushort*)(out + 32 * WORDS);
     // NaN stays NaN.
-    const half scale = half(length > 65504.0f ? 65504.0f : length);
+    const half scale = half(norm > 65504.0f ? 65504.0f : norm);
     numbers[kv_number<KEYS>(kv_ranged<KEYS>(lane), 0, 0, 1, 1)] = as_type<ushort>(scale);
   }
 }
