@@ -122,7 +122,7 @@ def keep(file: Path, name: str, folder: Path) -> Path:
         {k: _rounded(v) for k, v in row.items() if k in KEPT} | {"model": name}
         for row in sorted(rows.read([file]), key=rows.key)
     ]
-    lines = [json.dumps(row, separators=(",", ":")) for row in rows.gathered(kept_rows)]
+    lines = [json.dumps(row, separators=(",", ":")) for row in kept_rows]
     target = folder / f"{name}.jsonl.gz"
     folder.mkdir(parents=True, exist_ok=True)
     target.write_bytes(gzip.compress("\n".join([*lines, ""]).encode(), mtime=0))

@@ -20,6 +20,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -159,48 +160,59 @@ class Subject:
         """Return the tokens of a context: fewer where the model has no more positions behind them."""
         return min(context, self.positions - self.args.decode)
 
-    # -- KL
-
-    def read_texts(self, job: Job) -> None:
-        length = self.length(job.context)
-        count = length + self.args.decode + 1
-        long_enough = {name: self.texts.tokens(self.loaded, name, count) for name in self.names}
-        for name, tokens in long_enough.items():
-            if tokens is None:
-                self.row(
-                    job, BASELINE, name, {"short": len(self.texts.encoded(self.loaded, name))}, ""
-                )
-        tokens_of = {name: tokens for name, tokens in long_enough.items() if tokens is not None}
-        for batch in _batches(list(tokens_of), self._at_once(length)):
+    def _measure(self, job: Job, tokens_of: dict[str, list[int]], read, score) -> None:
+        """Measure the presets of a job on texts that have no result, batch by batch. read: (loaded, names) -> what full
+        precision computes. score: (loaded, preset, names, that) -> numbers of each text."""
+        at_once = self._at_once(self.length(job.context), scored=job.task == KL)
+        for batch in _batches(list(tokens_of), at_once):
             missing = self._left(job, {name: tokens_of[name] for name in batch})
             if not missing:
                 continue
             arms = self.arms(job.windows)
             with arms.attached(BASELINE) as loaded:
-                context = exact.Context.read(loaded, [tokens_of[name] for name in batch], length)
-                base = exact.logits(loaded, context, context.stored(loaded))
+                base = read(loaded, batch)
             for preset, states in missing.items():
                 start = time.perf_counter()
-
-                def measured(preset=preset, context=context, base=base, batch=batch, arms=arms):
+                try:
                     with arms.attached(preset) as loaded:
-                        cache = context.stored(loaded)
-                        size = arms.stored(preset, cache) // len(batch)
-                        result = exact.logits(loaded, context, cache)
-                    return [
-                        self._scored(context, base, result, i) | {"kv_bytes": size}
-                        for i in range(len(batch))
-                    ]
-
-                result = self._tried(measured, preset)
+                        result = score(loaded, preset, batch, base)
+                except Exception as error:
+                    result = [{"error": self._failure(error, preset)}] * len(batch)
+                finally:
+                    gc.collect()
                 seconds = round((time.perf_counter() - start) / len(batch), 2)
-                for i, name in enumerate(batch):
-                    numbers = (
-                        {"error": result}
-                        if isinstance(result, str)
-                        else result[i] | {"seconds": seconds}
-                    )
-                    self.row(job, preset, name, numbers, states[name])
+                for name, numbers in zip(batch, result, strict=True):
+                    more = {} if "error" in numbers else {"seconds": seconds}
+                    self.row(job, preset, name, numbers | more, states[name])
+
+    # -- KL
+
+    def read_texts(self, job: Job) -> None:
+        length = self.length(job.context)
+        tokens_of = {}
+        for name in self.names:
+            tokens = self.texts.tokens(self.loaded, name, length + self.args.decode + 1)
+            if tokens is None:
+                count = len(self.texts.encoded(self.loaded, name))
+                self.row(job, BASELINE, name, {"short": count}, "")
+            else:
+                tokens_of[name] = tokens
+
+        def read(loaded, names):
+            context = exact.Context.read(loaded, [tokens_of[name] for name in names], length)
+            return context, exact.logits(loaded, context, context.stored(loaded))
+
+        def score(loaded, preset, names, base):
+            context, logits = base
+            cache = context.stored(loaded)
+            size = self.arms(job.windows).stored(preset, cache) // len(names)
+            result = exact.logits(loaded, context, cache)
+            return [
+                self._scored(context, logits, result, i) | {"kv_bytes": size}
+                for i in range(len(names))
+            ]
+
+        self._measure(job, tokens_of, read, score)
 
     def _scored(self, context: exact.Context, base: mx.array, logits: mx.array, i: int) -> dict:
         true = context.tokens[i, context.length + 1 :]
@@ -223,35 +235,18 @@ class Subject:
         if not forms:
             return
         documents = self._documents(job.context, self.documents, forms)
-        for batch in _batches(
-            list(documents), self._at_once(self.length(job.context), scored=False)
-        ):
-            missing = self._left(job, {f"document-{i + 1}": documents[i].tokens for i in batch})
-            if not missing:
-                continue
-            arms = self.arms(job.windows)
-            with arms.attached(BASELINE) as loaded:
-                context = self._read(loaded, [documents[i] for i in batch])
-            for preset, states in missing.items():
-                start = time.perf_counter()
 
-                def measured(preset=preset, context=context, batch=batch, arms=arms):
-                    with arms.attached(preset) as loaded:
-                        result = exact.likely(loaded, context, context.stored(loaded))
-                    return [
-                        _right(documents[i], *(x[k] for x in result)) for k, i in enumerate(batch)
-                    ]
+        def read(loaded, names):
+            return self._read(loaded, [documents[name] for name in names])
 
-                result = self._tried(measured, preset)
-                seconds = round((time.perf_counter() - start) / len(batch), 2)
-                for k, i in enumerate(batch):
-                    numbers = (
-                        {"error": result}
-                        if isinstance(result, str)
-                        else result[k] | {"seconds": seconds}
-                    )
-                    name = f"document-{i + 1}"
-                    self.row(job, preset, name, numbers, states[name])
+        def score(loaded, preset, names, context):
+            likely = exact.likely(loaded, context, context.stored(loaded))
+            return [
+                _right(documents[name], *(x[k] for x in likely)) for k, name in enumerate(names)
+            ]
+
+        tokens_of = {name: asked.tokens for name, asked in documents.items()}
+        self._measure(job, tokens_of, read, score)
 
     def forms(self, context: int) -> tuple[str, ...]:
         """Return the forms of question that full precision answers at this context. One process tries them all, on
@@ -268,15 +263,15 @@ class Subject:
             if row is None or row.get("state") != state:
                 right = {form: [] for form in questions.NAMES}
                 with self.arms(OURS).attached(BASELINE) as loaded:
-                    for batch in _batches(
-                        list(documents), self._at_once(self.length(context), scored=False)
-                    ):
-                        read = self._read(loaded, [documents[i] for i in batch])
+                    at_once = self._at_once(self.length(context), scored=False)
+                    for batch in _batches(list(documents.values()), at_once):
+                        read = self._read(loaded, batch)
                         likely = exact.likely(loaded, read, read.stored(loaded))
-                        for k, i in enumerate(batch):
-                            answers = _right(documents[i], *(x[k] for x in likely))["right"]
-                            for form, answers_of_form in answers.items():
-                                right[form] += answers_of_form
+                        for k, asked in enumerate(batch):
+                            for form, answers in _right(asked, *(x[k] for x in likely))[
+                                "right"
+                            ].items():
+                                right[form] += answers
                 shares = {form: sum(x) / len(x) if x else 0.0 for form, x in right.items()}
                 row = self.row(
                     job,
@@ -291,21 +286,19 @@ class Subject:
 
     def _documents(
         self, context: int, places: Sequence[int], forms: Sequence[str]
-    ) -> dict[int, Asked]:
-        """Return documents, of one length whatever the forms: shorter than the context where the model has no more
-        positions for the questions behind them."""
+    ) -> dict[str, Asked]:
+        """Return documents by name, of one length whatever the forms: shorter than the context where the model has no
+        more positions for the questions behind them."""
         room = (
             questions.ROOM * len(questions.NAMES) * (questions.per_form(context) + questions.SHOTS)
         )
         length = min(context, self.positions - room)
         out = {}
         for i in places:
-            text = self.texts.encoded(self.loaded, f"document-{i + 1}")
-            try:
-                asked = document(self.loaded, text, i, length, context, forms)
-            except ValueError:  # the text is too short for this model
-                continue
-            out[i] = asked
+            name = f"document-{i + 1}"
+            text = self.texts.encoded(self.loaded, name)
+            with suppress(ValueError):  # the text is too short for this model
+                out[name] = document(self.loaded, text, i, length, context, forms)
         return out
 
     def _read(self, loaded, documents: Sequence[Asked]) -> exact.Context:
@@ -383,27 +376,18 @@ class Subject:
         self.known[rows.key(row)] = row
         return row
 
-    def _tried(self, measured, preset: str) -> list[dict] | str:
-        """Return what `measured` does, or the reason why it failed. Raises MachineError where all that follows would
-        fail, too."""
-        try:
-            return measured()
-        except Exception as error:
-            reason = faults.reason(error)
-            if faults.is_of_memory(error):  # what fails after it says something else
-                raise MachineError(
-                    f"[evidence] memory ran out with {preset}; got {reason}; what was measured is kept, the same "
-                    "command goes on, with fewer processes on a GPU"
-                ) from error
-            if faults.is_of_lost_gpu(error):
-                raise MachineError(
-                    f"[evidence] the GPU failed with {preset}; got {reason}; what was measured is kept, the same "
-                    "command goes on"
-                ) from error
-            console.note(f"{self.name}, {preset}: {type(error).__name__}: {reason}")
-            return f"{type(error).__name__}: {reason}"
-        finally:
-            gc.collect()
+    def _failure(self, error: Exception, preset: str) -> str:
+        """Return the reason in a line. Raises MachineError where all that follows would fail, too."""
+        reason = faults.reason(error)
+        memory = faults.is_of_memory(error)
+        if memory or faults.is_of_lost_gpu(error):  # what fails after it says something else
+            said = "memory ran out" if memory else "the GPU failed"
+            raise MachineError(
+                f"[evidence] {said} with {preset}; got {reason}; what was measured is kept, the same command goes on"
+                + (", with fewer processes on a GPU" if memory else "")
+            ) from error
+        console.note(f"{self.name}, {preset}: {type(error).__name__}: {reason}")
+        return f"{type(error).__name__}: {reason}"
 
 
 def _per_token(loaded) -> list[mx.array]:

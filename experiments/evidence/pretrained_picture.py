@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Mapping
-from hashlib import sha256
 
 from experiments.evidence.cells import OURS, Cells
 from mlxkv.eval.arms import BASELINE
@@ -18,10 +15,6 @@ COLOURS = {"ours": "#0b5cad", "mlx-lm": "#c2410c", "papers": "#6b7280"}
 LABELS = {"ours": "mlxkv's presets", "mlx-lm": "mlx-lm's codes", "papers": "methods of papers"}
 MOST_BITS = 5.3  # 8 bits would press the others together
 OWN = ("int", "fill-", "centred-")
-OFTEN = 3  # times that a style is written, before it becomes a class
-COORDINATE = re.compile(r'(?<=[ "\n])(-?\d+\.\d)\d+(?=[ "\n])')
-AROUND = re.compile(r"[ \t]*\n[ \t]*")  # a break of a line
-STYLE = re.compile(r' style="([^"]+)"')
 
 
 def drawn(models: Mapping[str, Cells], names: Mapping[str, str]) -> dict[str, str]:
@@ -59,7 +52,7 @@ def against_bits(models: Mapping[str, Cells], names: Mapping[str, str]) -> str:
             axes[0, 0].plot([], [], "o", color=COLOURS[kind], label=label)
         figure.legend(loc="upper center", ncol=3, bbox_to_anchor=(0.5, 1.05))
         figure.tight_layout()
-        return smaller(plots.svg(figure))
+        return plots.svg(figure)
 
 
 def _labelled(figure, axis, points: Mapping[str, tuple[float, float]]) -> None:
@@ -147,7 +140,7 @@ def against_context(models: Mapping[str, Cells], names: Mapping[str, str]) -> st
             _at_the_ends(figure, axis, ends)
         axes[0, 0].set_ylabel("mean KL over texts (nats)")
         figure.tight_layout()
-        return smaller(plots.svg(figure))
+        return plots.svg(figure)
 
 
 def _at_the_ends(figure, axis, ends: Mapping[str, tuple[float, float, str]]) -> None:
@@ -168,17 +161,3 @@ def _at_the_ends(figure, axis, ends: Mapping[str, tuple[float, float, str]]) -> 
             va="center",
             color=colour,
         )
-
-
-def smaller(svg: str) -> str:
-    """Return a picture of matplotlib's in fewer bytes: coordinates keep one decimal, lines are not indented, and styles
-    that come again and again become classes, named by what they say, so that several pictures may stand in one page."""
-    svg = AROUND.sub("\n", svg)
-    text = re.sub(r'(?<=[ "\n])(-?\d+)\.0(?=[ "\n])', r"\1", COORDINATE.sub(r"\1", svg))
-    counts = Counter(STYLE.findall(text))
-    names = {s: f"s{sha256(s.encode()).hexdigest()[:6]}" for s, n in counts.items() if n >= OFTEN}
-    if not names or "</style>" not in text:
-        return text
-    text = STYLE.sub(lambda m: f' class="{names[m[1]]}"' if m[1] in names else m[0], text)
-    rules = "".join(f".{name}{{{style}}}\n" for style, name in sorted(names.items()))
-    return text.replace("</style>", rules + "</style>", 1)

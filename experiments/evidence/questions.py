@@ -12,35 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from experiments.evidence.words import COLOURS, PEOPLE, PLACES, THINGS
+from experiments.evidence.words import COLOURS, PEOPLE, PLACES, THINGS, VERBS
 
 SEED = "pretrained-2"  # count it up when documents or questions change
-SHOTS, ASKED, FEW = (
-    1,
-    5,
-    1,
-)  # examples and questions of a form; FEW: in documents of less than LONG tokens
+# Examples and questions of a form; FEW: in documents of less than LONG tokens.
+SHOTS, ASKED, FEW = 1, 5, 1
 LONG = 3072
 ROOM = 44  # tokens of a question with its answer, at most
 FAR = 0.85  # facts stand in the first share of a document
 CUE, GOES_ON = 24, 6  # tokens of a passage that are repeated, and that have to follow
 LEAST = 0.8  # share that full precision has to answer
 PASSAGE = "passage"
-VERBS = (
-    "load",
-    "read",
-    "write",
-    "scale",
-    "merge",
-    "split",
-    "count",
-    "check",
-    "clean",
-    "sort",
-    "trim",
-    "pack",
-    "send",
-)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from mlxkv.errors import UserError
 Row = dict
 Key = tuple
 IDENTITY = ("task", "split", "model", "preset", "windows", "text", "context")
-TEXTS = "texts"  # of a line that holds the rows of several
 
 
 def key(row: Row) -> Key:
@@ -50,52 +49,11 @@ def _lines(file: Path) -> Iterator[Row]:
         ) from None
     for line in text.splitlines():
         try:
-            parts = spread(json.loads(line))
-            for row in parts:
-                key(row)
+            row = json.loads(line)
+            key(row)
         except (ValueError, KeyError, TypeError):
             continue  # a process was ended while it wrote
-        yield from parts
-
-
-def gathered(measured: Iterable[Row]) -> list[Row]:
-    """Return rows that differ in their texts and numbers alone as one: lists of what differs, under "texts" the texts.
-    Rows of questions and errors stay."""
-    out: list[Row] = []
-    groups: dict[Key, list[Row]] = {}
-    for row in measured:
-        if row["task"] != "kl" or "error" in row:
-            out.append(row)
-            continue
-        like = (*(row[name] for name in IDENTITY if name != "text"), tuple(row))
-        if like not in groups:
-            groups[like] = []
-            out.append({"task": row["task"], TEXTS: groups[like]})
-        groups[like].append(row)
-    return [_joined(row[TEXTS]) if TEXTS in row else row for row in out]
-
-
-def _joined(group: list[Row]) -> Row:
-    first = group[0]
-    same = [name for name in first if all(row[name] == first[name] for row in group)]
-    lists = {name: [row[name] for row in group] for name in first if name not in same}
-    texts = lists.pop("text", [first["text"]] * len(group))
-    return {name: first[name] for name in same if name != "text"} | {TEXTS: texts} | lists
-
-
-def spread(row: Row) -> list[Row]:
-    """Invert `gathered`: the rows of one line. A list as long as the texts is a number of each."""
-    if TEXTS not in row:
-        return [row]
-    texts = row[TEXTS]
-    lists = {name for name, value in row.items() if isinstance(value, list)}
-    if any(len(row[name]) != len(texts) for name in lists):
-        raise ValueError("lists of unequal lengths")
-    return [
-        {name: value[i] if name in lists else value for name, value in row.items() if name != TEXTS}
-        | {"text": text}
-        for i, text in enumerate(texts)
-    ]
+        yield row
 
 
 def append(file: Path, row: Row) -> None:

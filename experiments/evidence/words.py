@@ -25,3 +25,5 @@ mirror pillow blanket umbrella bottle knife plate bell doll puzzle camera compas
 notebook pencil pen purse scarf shovel sponge stamp towel whistle violin radio ticket magnet marble mask medal
 feather flag axe apron button crown glove jar kettle pot
 """.split()
+
+VERBS = "load read write scale merge split count check clean sort trim pack send".split()
