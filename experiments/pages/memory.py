@@ -11,13 +11,13 @@ Writes memory.svg and memory-dark.svg.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.options import Parser
 from mlxkv import console
 from mlxkv.doctor.planning import plan_of
+from mlxkv.eval.report import plots
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import USABLE
 from mlxkv.models.catalog.known import CONFIGS, QUANTIZATION
@@ -28,27 +28,17 @@ CONTEXT = 131072  # the limit of all three models
 GIB = 2**30
 MACS = (16, 32, 64, 128)
 # Shapes of published config.json files; the first is the alias llama-3.1-8b.
-LLAMA_70B = CONFIGS["llama-3.1-8b"] | {
-    "hidden_size": 8192,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "intermediate_size": 28672,
-}
+LLAMA_8B = CONFIGS["llama-3.1-8b"]
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672,
+}  # fmt: skip
 MISTRAL_24B = {
-    "model_type": "mistral",
-    "rms_norm_eps": 1e-5,
-    "hidden_size": 5120,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 32768,
-    "vocab_size": 131072,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": CONTEXT,
-}
+    "model_type": "mistral", "rms_norm_eps": 1e-5, "hidden_size": 5120, "num_hidden_layers": 40,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 32768,
+    "vocab_size": 131072, "tie_word_embeddings": False, "max_position_embeddings": CONTEXT,
+}  # fmt: skip
 MODELS = {
-    "Llama 3.1 8B": CONFIGS["llama-3.1-8b"],
+    "Llama 3.1 8B": LLAMA_8B,
     "Mistral Small 3.2 24B": MISTRAL_24B,
     "Llama 3.3 70B": LLAMA_70B,
 }
@@ -100,118 +90,64 @@ def _bar(plan: ModelPlan, name: str) -> Bar:
     return Bar(name, *(size / GIB for size in (plan.weights, stored, working, scores)))
 
 
-@dataclass(frozen=True)
-class Colours:
-    paper: str
-    ink: str
-    quiet: str
-    weights: str
-    stored: str
-    working: str
-    scores: str
-
-
-LIGHT = Colours("#ffffff", "#1f2328", "#59636e", "#c4ccd6", "#0969da", "#80b8f5", "#cf222e")
-DARK = Colours("#0d1117", "#f0f6fc", "#9198a1", "#4a5462", "#4493f8", "#1f4f8f", "#ff7b72")
-WIDTH, LEFT, SCALE = 830, 118, 6.05  # SCALE: pixels a GiB
-ROW, THICK = 24, 15
+PARTS = ("weights", "stored", "working", "scores")
+LABELS = (
+    "weights",
+    "KV cache",
+    "work of reading a prompt",
+    "mlx-lm's score matrix while it reads (its step: 2048)",
+)
+# Paper, ink, quiet text, and each of PARTS.
+LIGHT = ("#ffffff", "#1f2328", "#59636e", "#c4ccd6", "#0969da", "#80b8f5", "#cf222e")
+DARK = ("#0d1117", "#f0f6fc", "#9198a1", "#4a5462", "#4493f8", "#1f4f8f", "#ff7b72")
+TITLE = "Memory for a context of 131,072 tokens, by cache"
 NOTE = "Computed as mlxkv fit does, not measured. Weights in 4 bits. A bar that ends left of a Mac's line fits it."
-FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 
-def svg(colours: Colours) -> str:
+def svg(colours: tuple[str, ...]) -> str:
     """The picture."""
-    body: list[str] = []
-
-    def text(x: float, y: float, words: str, colour: str, more: str = "") -> None:
-        body.append(f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" {more}>{words}</text>')
-
-    def block(x: float, y: float, width: float, colour: str, more: str = "") -> None:
-        body.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{THICK}" fill="{colour}" {more}/>'
+    paper, ink, quiet, *fills = colours
+    with plots.pyplot() as plt:
+        plt.rcParams.update({"font.size": 11, "text.color": ink, "font.family": "sans-serif"})
+        figure, axis = plt.subplots(figsize=(10, 6), facecolor=paper)
+        axis.set_axis_off()
+        y = 0.0
+        for name, config in MODELS.items():
+            axis.text(-17, y, name, weight="bold")
+            for bar in bars(config):
+                y, x = y - 1, 0.0
+                ours = "normal" if bar.cache in ("fp16", MLX_LM) else "bold"
+                axis.text(-1, y, bar.cache, ha="right", va="center", weight=ours)
+                for part, fill in zip(PARTS, fills, strict=True):
+                    if size := getattr(bar, part):
+                        hatch = {"alpha": 0.3, "hatch": "//"} if part == "scores" else {}
+                        axis.barh(y, size, 0.62, x, color=fill, **hatch)
+                        x += size
+                axis.text(
+                    x + 1, y, bar.said, va="center", weight=ours, backgroundcolor=paper, zorder=3
+                )
+            y -= 1.6
+        for size in MACS[:-1]:
+            x = USABLE * size
+            axis.plot([x, x], [0.9, y + 1.2], ":", color=quiet, linewidth=1)
+            axis.text(x, 1.1, f"{size} GB Mac", color=quiet, ha="center")
+        for place, (label, fill) in enumerate(zip(LABELS, fills, strict=True)):
+            axis.barh(0, 0, color=fill, label=label, alpha=0.3 if place == 3 else 1)
+        axis.text(-17, 4.6, TITLE, weight="bold", size=14)
+        axis.text(-17, 3.8, NOTE, color=quiet)
+        axis.set_ylim(top=5.5)
+        axis.legend(
+            **{"loc": "upper left", "bbox_to_anchor": (-0.17, 0.935), "ncol": 4, "labelcolor": ink},
+            **{"columnspacing": 1, "handlelength": 1},
         )
-
-    hatched = f'fill-opacity=".22" stroke="{colours.scores}" stroke-dasharray="3 2"'
-    bold = 'font-weight="600"'
-    halo = f'stroke="{colours.paper}" stroke-width="5" paint-order="stroke"'
-    text(
-        14,
-        28,
-        "Memory for a context of 131,072 tokens, by cache",
-        colours.ink,
-        f'{bold} font-size="17"',
-    )
-    text(14, 48, NOTE, colours.quiet)
-    x = 14.0
-    for words, colour, more, width in (
-        ("weights", colours.weights, "", 78),
-        ("KV cache", colours.stored, "", 86),
-        ("work of reading a prompt", colours.working, "", 182),
-        (
-            "mlx-lm's score matrix while it reads (its default step, 2048)",
-            colours.scores,
-            hatched,
-            0,
-        ),
-    ):
-        block(x, 60, 15, colour, more)
-        text(x + 21, 72, words, colours.ink)
-        x += width + 21
-    top, y = 106, 128.0
-    for name, config in MODELS.items():
-        text(14, y, name, colours.ink, bold)
-        y += 10
-        for bar in bars(config):
-            ours = bar.cache not in ("fp16", MLX_LM)
-            text(
-                LEFT - 8,
-                y + 12,
-                bar.cache,
-                colours.ink,
-                f'text-anchor="end" {bold if ours else ""}',
-            )
-            x = float(LEFT)
-            for size, colour, more in (
-                (bar.weights, colours.weights, ""),
-                (bar.stored, colours.stored, ""),
-                (bar.working, colours.working, ""),
-                (bar.scores, colours.scores, hatched),
-            ):
-                if size:
-                    block(x, y, size * SCALE, colour, more)
-                    x += size * SCALE
-            text(x + 7, y + 12, bar.said, colours.ink, f"{halo} {bold if ours else ''}")
-            y += ROW
-        y += 26
-    bottom = y - 36
-    lines = []
-    for size in MACS[:-1]:
-        x = LEFT + USABLE * size * SCALE
-        lines.append(
-            f'<path d="M{x:.1f} {top}V{bottom:.0f}" stroke="{colours.quiet}" stroke-dasharray="2 4"/>'
-            f'<text x="{x:.1f}" y="{top - 5}" fill="{colours.quiet}" text-anchor="middle">{size} GB Mac</text>'
-        )
-    height = int(bottom + 12)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-            f'height="{height}" font-family="{FONT}" font-size="13" role="img">',
-            "<title>Memory for 131,072 tokens: weights, KV cache and working memory</title>",
-            f'<rect width="{WIDTH}" height="{height}" rx="8" fill="{colours.paper}"/>',
-            *lines,
-            *body,
-            "</svg>",
-            "",
-        ]
-    )
+        return plots.svg(figure)
 
 
 def main(arguments: list[str] | None = None) -> None:
     Parser("pages.memory", __doc__).parse_args(arguments)
     for name, colours in (("memory", LIGHT), ("memory-dark", DARK)):
-        path = FOLDER / f"{name}.svg"
-        path.write_text(svg(colours), encoding="utf-8")
-        print(f"{path.relative_to(FOLDER.parents[1])}: written", file=sys.stderr)
+        (FOLDER / f"{name}.svg").write_text(svg(colours), encoding="utf-8")
+        console.note(f"docs/pictures/{name}.svg: written")
 
 
 if __name__ == "__main__":
