@@ -27,6 +27,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 from mlxkv import blas  # noqa: E402 - before anything imports MLX
 
 
+def pytest_configure(config) -> None:
+    """Prepare what the processes of a run share, before workers of pytest-xdist start."""
+    import mlx_header
+
+    if not hasattr(config, "workerinput"):
+        mlx_header.precompile()
+
+
 def pytest_report_header() -> list[str]:
     import mlx.core as mx
 

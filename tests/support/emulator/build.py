@@ -73,9 +73,17 @@ def cache_dir() -> Path:
 def _base() -> str:
     """Stamp of the compiler and of every file of the emulator that a build reads."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True)
-    parts = [version.stdout, *COMMON, *WATCHED, *_half_flags()]
+    parts = [version.stdout, *_flags(False), *_flags(True)]
     parts += [path.read_text() for path in sorted(CPP.glob("*"))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@functools.cache
+def _flags(checks: bool) -> list[str]:
+    """The flags of a kernel."""
+    # The core supplies the functions of the sanitizers: no runtime of theirs is linked.
+    own = ["-Og", *WATCHED, "-nodefaultlibs"] if checks else ["-O2"]
+    return [*COMMON, *_half_flags(), "-fPIC", "-shared", *GARBAGE, *own]
 
 
 @functools.cache
@@ -110,13 +118,28 @@ def runner() -> Path:
     path = cache_dir() / f"core-{_base()[:20]}"
     if not path.exists():
         _prune(cache_dir())
-        sources = [str(source) for source in sorted(CPP.glob("*.cpp"))]
+        whole = path.with_name(f"{path.name}.{os.getpid()}.cpp")  # headers are read once
+        whole.write_text("".join(f'#include "{x.name}"\n' for x in sorted(CPP.glob("*.cpp"))))
         system = ["-rdynamic", "-ldl"]
         if platform.system() == "Darwin":
             system = ["-D_XOPEN_SOURCE=700", "-D_DARWIN_C_SOURCE", "-Wno-deprecated-declarations"]
-        flags = [*COMMON, *_half_flags(), "-O2", "-fno-omit-frame-pointer"]
-        compile_to([compiler(), *flags, *sources, *system], path)
+        flags = [*COMMON, *_half_flags(), f"-I{CPP}", "-O2", "-fno-omit-frame-pointer"]
+        try:
+            compile_to([compiler(), *flags, str(whole), *system], path)
+        finally:
+            whole.unlink(missing_ok=True)
     return path
+
+
+@functools.cache
+def _headers(checks: bool) -> list[Path]:
+    """The folders of metal.h: precompiled, and the text, which is read where a compiler takes only that."""
+    folder = cache_dir() / f"headers-{_base()[:20]}-{int(checks)}"
+    header = folder / "metal.h.gch"
+    if can_check() and not header.exists():
+        folder.mkdir(exist_ok=True)
+        compile_to([compiler(), *_flags(checks), "-x", "c++-header", str(CPP / "metal.h")], header)
+    return [folder, CPP]
 
 
 def library(text: str, checks: bool) -> Path:
@@ -127,9 +150,7 @@ def library(text: str, checks: bool) -> Path:
         return path
     source = path.with_name(f"{path.stem}.{os.getpid()}.cpp")
     source.write_text(text, encoding="utf-8")
-    flags = [*COMMON, *_half_flags(), f"-I{CPP}", "-fPIC", "-shared", *GARBAGE]
-    # The core supplies the functions of the sanitizers: no runtime of theirs is linked.
-    flags += ["-O1", *WATCHED, "-nodefaultlibs"] if checks else ["-O2"]
+    flags = [*_flags(checks), *(f"-I{folder}" for folder in _headers(checks))]
     undefined = (
         ["-lm", "-lc", "-lgcc"]
         if platform.system() == "Linux"
