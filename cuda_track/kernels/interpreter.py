@@ -18,3 +18,22 @@ def _with_index(tensor, scope) -> None:
 
 
 interpreter._patch_lang_tensor = _with_index
+
+# Triton patches its language anew at each call of a function inside a kernel, thousands of times in one: a third of
+# the time. Once a kernel is enough, since nothing undoes it before the kernel ends.
+_patch_lang, _restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
+_patched: set = set()
+
+
+def _once(fn):
+    if fn not in _patched:
+        _patched.add(fn)
+        return _patch_lang(fn)
+
+
+def _end(scope) -> None:
+    _restore(scope)
+    _patched.clear()
+
+
+interpreter._patch_lang, interpreter._LangPatchScope.restore = _once, _end
