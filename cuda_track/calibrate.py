@@ -23,7 +23,7 @@ from mlxkv.formats.calibration import artifact, balance, rotary, sums
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, Rotary, Span, contexts
-from mlxkv.formats.calibration.sums import KEYS, READ, Sums
+from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, Sums
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.texts import corpus
 
@@ -62,7 +62,8 @@ class Moments:
     def add(self, call: Call) -> None:
         """Add a whole window."""
         keys = self._at_zero(call.keys)
-        self._add("keys", self._at_zero(call.queries))
+        queries = self._at_zero(call.queries)
+        self._add("keys", queries)
         self._add("values", call.out)
         if keys.shape[2] > SINK:
             self._add(KEYS, keys[:, :, SINK:])
@@ -71,9 +72,10 @@ class Moments:
             if (heard := received(call, root)) is not None:
                 self._add(READ, keys[:, :, SINK:], heard.attention[:, SINK:])
                 if root is not None:
-                    self.spread = self.spread + heard.spread.double().cpu().numpy()
+                    self.spread = self.spread + heard.costs.double().sum(1).cpu().numpy()
                     self.squares = self.squares + heard.squares.double().cpu().numpy()
-                    self.asked += heard.asked
+                    self.asked += heard.costs.shape[1]
+                    self._add(WEIGHED, queries[:, :, heard.asked], heard.costs)
             for side, x in zip(SIDES, (call.keys, call.values), strict=True):
                 largest = peaks(x[:, :, SINK:]).cpu().numpy()
                 self.peaks[side] = np.maximum(self.peaks.get(side, largest), largest)
@@ -118,6 +120,10 @@ class Moments:
         moment = self.moment("stored values", "stored values")
         return sums.costs(self.fisher, self.spread, self.squares, self.asked, moment)
 
+    def weighed_queries(self) -> np.ndarray | None:
+        """The second moment [G, D, D] of queries by what errors of their scores cost, over positions, or None."""
+        return sums.weighed_over(self.sums, self.rotary, self.spans)
+
     def key_mean(self) -> np.ndarray | None:
         """The mean [G, D] of stored keys, over positions; None where there are none."""
         return sums.mean_over(self.sums, self.rotary, self.spans)
@@ -140,13 +146,14 @@ def products(
 
 @dataclass(frozen=True)
 class Heard:
-    """Attention of far queries in a window. attention: [G, T] that each key gets from them. spread, squares: [G], the
-    sums of p^2 |v - out|^2 in F and of p^2 over tokens behind the first ones. asked: queries of a kv head."""
+    """Attention of far queries in a window. asked: [N], their tokens. attention: [G, T] that each key gets from them.
+    costs: [G, H / G N], of a nat^2 of noise in their scores: the sum of p^2 |v - out|^2 in F over tokens behind the
+    first ones. squares: [G], of p^2."""
 
+    asked: torch.Tensor
     attention: torch.Tensor
-    spread: torch.Tensor
+    costs: torch.Tensor
     squares: torch.Tensor
-    asked: int
 
 
 def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
@@ -163,7 +170,7 @@ def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
     turn = torch.eye(call.out.shape[-1])[None] if root is None else root
     values = call.values[0].float() @ turn.to(keys.device)  # [G, T, D]
     out = call.out[0].float().unflatten(0, (-1, group)) @ turn.to(keys.device)[:, None]
-    spread, squares = torch.zeros(2, keys.shape[1], device=keys.device)
+    squares, costs = torch.zeros(keys.shape[1], device=keys.device), []
     for block in at.split(64):
         q = queries[0, :, block].float().unflatten(0, (-1, group)) * call.scale  # [G, H / G, N, D]
         scores = q @ keys[0, :, None].float().mT
@@ -172,9 +179,9 @@ def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
         attention += p.sum((1, 2))
         apart = torch.cdist(out[:, :, block], values[:, None, SINK:]) ** 2
         p = p[..., SINK:] ** 2
-        spread += (p * apart).sum((1, 2, 3))
+        costs.append((p * apart).sum(-1))
         squares += p.sum((1, 2, 3))
-    return Heard(attention, spread, squares, group * len(at))
+    return Heard(at, attention, torch.cat(costs, -1).flatten(1), squares)
 
 
 def fisher(
@@ -326,6 +333,7 @@ def _basis(moments: Moments, side: str, place: str) -> Basis:
     moment, largest = moments.moment(side, place), moments.peaks.get(side)
     values, vectors, floored = matrices.eigenbasis(moment)
     mean = moments.key_mean() if side == "keys" else None
+    queries = moments.weighed_queries() if side == "keys" else None
     return Basis(
         values.astype(np.float32),
         vectors.astype(np.float32),
@@ -333,6 +341,7 @@ def _basis(moments: Moments, side: str, place: str) -> Basis:
         balance=_balance(moments, side, place, moment),
         peaks=None if largest is None else np.where(largest > 0, largest, 1).astype(np.float32),
         mean=None if mean is None else mean.astype(np.float32),
+        queries=None if queries is None else queries.astype(np.float32),
     )
 
 

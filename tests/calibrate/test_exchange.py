@@ -5,7 +5,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from turning import TEXT, data, seen_by
+from turning import TEXT, at_zero, data, moments_over, seen_by
 
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, fill, sums
@@ -39,7 +39,7 @@ def test_sums_over_calls_are_the_laws():
     q, k, v = data(4, 300, 64), data(2, 300, 64, seed=1), data(2, 300, 32, seed=2) + 1
     root = data(2, 32, 32, seed=3)
     fisher = (root @ root.swapaxes(-1, -2)).astype(np.float64)
-    law = spec.exchange(*(x.astype(np.float64) for x in (q, k, v)), fisher, 0.2, sink=16)
+    law, weights = spec.exchange(*(x.astype(np.float64) for x in (q, k, v)), fisher, 0.2, sink=16)
     scores = np.where(np.tri(300, dtype=bool), 0.2 * q @ k.repeat(2, 0).swapaxes(-1, -2), -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     out = p / p.sum(-1, keepdims=True) @ v.repeat(2, 0)
@@ -52,7 +52,8 @@ def test_sums_over_calls_are_the_laws():
         )
         call = AttentionCall(None, exact, part[0], 0.2, "causal", None, part[1])
         if (asked := moments.far_attention(call, 16)) is not None:
-            found.add(call, *asked, 16)
+            costs = np.array(found.add(call, *asked, 16)).reshape(4, -1)
+            np.testing.assert_allclose(costs, weights[:, start + np.array(asked[0])], rtol=1e-3)
     tail = v[:, 16:].astype(np.float64)
     counts = found.keys, found.values, found.queries
     ours = sums.costs(fisher, *counts, tail.swapaxes(-1, -2) @ tail / 284)
@@ -100,6 +101,7 @@ def test_what_cannot_be_differentiated_counts_alike(model, made, monkeypatch, ca
     with pytest.raises(RuntimeError, match="illegal memory"):  # the GPU is lost
         measure.calibrate(model, TEXT)
     assert all(layer.exchange is None for layer in plain.layers.values())
+    assert all(layer.keys.queries is None for layer in plain.layers.values())
     assert all(layer.exchange.shape == (2, layer.kv_heads) for layer in made.layers.values())
     assert plain.digest != made.digest
 
@@ -123,6 +125,7 @@ def test_a_file_holds_them_and_faults_are_named(made, tmp_path, subtests):
     back = artifact.read(tmp_path / "a.safetensors")
     for name, layer in made.layers.items():
         np.testing.assert_array_equal(back.layers[name].exchange, layer.exchange)
+        np.testing.assert_array_equal(back.layers[name].keys.queries, layer.keys.queries)
         assert [layer.costs(side).tolist() for side in artifact.SIDES] == layer.exchange.tolist()
     config = dict.fromkeys(made.layers, parse_kv("fill-2.25"))
     assert fitted(config, back) == fitted(config, made)
@@ -145,12 +148,50 @@ def test_a_file_holds_them_and_faults_are_named(made, tmp_path, subtests):
                 artifact.read(tmp_path / "b.safetensors")
 
 
-def test_costs_of_a_layer_are_the_laws(model, made, information):
+def test_costs_of_a_layer_and_its_queries_are_the_laws(model, information, monkeypatch):
     """Of the model's own queries, keys and values."""
+    monkeypatch.setattr(measure, "CHUNK", 50)
     _, fisher = information
+    found = measure.calibrate(model, TEXT, window=350)
     for place, windows, layer in zip(
-        fisher, seen_by(model, TEXT, len(TEXT)), made.layers.values(), strict=True
+        fisher, seen_by(model, TEXT, 350), found.layers.values(), strict=True
     ):
-        q, k, v = (x[0] for x in windows[0])
-        law = spec.exchange(q, k, v, fisher[place], 64**-0.5)
-        np.testing.assert_allclose(layer.exchange, law, rtol=2e-2)
+        windows = [[x[0] for x in window] for window in windows]
+        laws = [spec.exchange(*window, fisher[place], 64**-0.5) for window in windows]
+        np.testing.assert_allclose(layer.exchange, np.mean([x for x, _ in laws], 0), rtol=2e-2)
+        queries = np.concatenate([at_zero(q) for q, _, _ in windows], 1)
+        weights = np.concatenate([w for _, w in laws], 1)
+        law = moments_over(spec.readers(queries, weights, 2))
+        alike = moments_over(spec.readers(queries, np.ones_like(weights), 2))
+        off, usual = (np.abs(law - x).max() for x in (layer.keys.queries, alike))
+        assert layer.keys.queries.dtype == np.float32 and layer.values.queries is None
+        assert off < 2e-3 * np.abs(law).max() and off < usual / 20
+
+
+def test_faulty_moments_of_queries_are_named(made, tmp_path, subtests):
+    first, layer = next(iter(made.layers.items()))
+    lopsided = layer.keys.queries.copy()
+    lopsided[0, 0, 1] += np.abs(lopsided).max()
+    for fault, (queries, words) in {
+        "less than nothing": (-layer.keys.queries, "no second moment of queries in layer 0, keys"),
+        "nothing": (0 * layer.keys.queries, "no second moment"),
+        "not symmetric": (lopsided, "no second moment"),
+        "no number": (np.nan * layer.keys.queries, "NaN, infinity"),
+        "of fewer heads": (layer.keys.queries[:1], "parts missing"),
+    }.items():
+        with subtests.test(fault=fault):
+            keys = replace(layer.keys, queries=queries)
+            layers = {**made.layers, first: replace(layer, keys=keys)}
+            artifact.write(tmp_path / "b.safetensors", replace(made, layers=layers))
+            with pytest.raises(UserError, match=words):
+                artifact.read(tmp_path / "b.safetensors")
+
+
+def test_clips_of_centred_maps_are_those_for_the_same_queries(made):
+    keys = made.layers["0"].keys
+    for queries, same in ((keys.queries, True), (2 * keys.queries, False), (None, False)):
+        other = replace(keys, queries=queries)
+        assert keys.is_like(other, "balanced-centred int2 g32") == same
+        assert keys.is_like(other, "balanced int2 g32")
+    older = replace(keys, queries=None)
+    assert older.is_like(older, "balanced-centred int2 g32")

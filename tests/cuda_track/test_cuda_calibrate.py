@@ -57,6 +57,8 @@ def test_moments_are_those_of_mlx(loaded, tokens, monkeypatch):
     assert made.positions == right.positions > 640
     for name, layer in right.layers.items():
         assert np.allclose(made.layers[name].exchange, layer.exchange, rtol=1e-2)
+        mine, other = made.layers[name].keys.queries, layer.keys.queries
+        assert np.abs(mine - other).max() < 1e-2 * np.abs(other).max()
         for side in SIDES:
             ours, exact = getattr(made.layers[name], side), getattr(layer, side)
             assert np.allclose(ours.values, exact.values, rtol=1e-3)

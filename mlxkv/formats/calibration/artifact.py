@@ -18,7 +18,9 @@ Since format 4 the header has an entry `positions`: moments of keys are averages
 (`mlxkv.spec.positions`), or null. Those of older files are of the positions of the text.
 
 Since format 5 there may be `LAYER.exchange` [2, G] of every layer, what errors of keys and of values cost the model
-(`mlxkv.spec.mixed.fill`), by which bits by direction are shared out. Without it all layers count alike.
+(`mlxkv.spec.mixed.fill`), by which bits by direction are shared out; without it all layers count alike. And
+`LAYER.keys.queries` [G or 1, D, D], the second moment of queries by what errors of their scores cost, for which maps of
+centred keys are made; without it all queries count alike.
 
 The header holds searched clips by layer, side and format: `"clips": [{"int2 g128": 0.9}, {"int2 g128":
 0.94}]`, or null where none were searched. The formats of other transforms than a rotation per
@@ -48,6 +50,7 @@ from mlxkv.formats.calibration.contents import (
     MORE,
     ORTHONORMAL,
     PEAKS,
+    QUERIES,
     SIDES,
     TENSORS,
     Basis,
@@ -118,11 +121,18 @@ def read(path: Path | str) -> Calibration:
                         )
                 if (peaks := tensors.get(f"{name}.{side}.{PEAKS}")) is not None:
                     check(peaks, (heads, dims), "peaks")
-                mean = tensors.get(f"{name}.{side}.{MEAN}") if side == "keys" else None
+                mean, queries = (
+                    tensors.get(f"{name}.{side}.{part}") if side == "keys" else None
+                    for part in (MEAN, QUERIES)
+                )
                 if mean is not None:
                     check(mean, (entry["kv_heads"], dims))
+                if queries is not None:
+                    check(queries, (heads, dims, dims))
+                    if not balances.is_moment(queries):
+                        raise fault(path, f"holds no second moment of queries in {place}")
                 floored = whole(floored, "floored")
-                sides[side] = Basis(values, vectors, floored, clips, balance, peaks, mean)
+                sides[side] = Basis(values, vectors, floored, clips, balance, peaks, mean, queries)
             if (exchange := tensors.get(f"{name}.{EXCHANGE}")) is not None:
                 shape = len(SIDES), entry["kv_heads"]
                 _check_numbers(path, f"layer {name}", exchange, shape, "costs")

@@ -19,6 +19,7 @@ SHRINK = (
 DEAD = 1e-8  # least variance of a channel, as a share of the largest
 FLOOR = 1e-4  # least sigma, as a share of the largest
 PRECISE = 1e-3  # largest entry of |down @ up - I| in a sound float32 pair
+ROUNDING = 1e-4  # of a second moment in a sound file, as a share of its largest entry
 CONDITION = 1e6  # largest singular value of a sound `down` over its smallest
 
 
@@ -103,6 +104,18 @@ def mixed(down: np.ndarray, parts: str) -> tuple[np.ndarray, np.ndarray]:
     if "u" not in parts:
         down = np.broadcast_to(np.eye(dims), down.shape)
     return down @ mix, mix.swapaxes(-1, -2) @ np.linalg.inv(down)
+
+
+def is_moment(x: np.ndarray) -> bool:
+    """Return whether x [G, D, D] is symmetric and positive semidefinite, up to what float32 rounds."""
+    largest = np.abs(x).max((-2, -1), keepdims=True).astype(np.float64)
+    if (np.abs(x - x.swapaxes(-1, -2)) > ROUNDING * largest).any():
+        return False
+    try:
+        np.linalg.cholesky(x + ROUNDING * largest * np.eye(x.shape[-1]))
+    except np.linalg.LinAlgError:
+        return False
+    return True
 
 
 def fault(down: np.ndarray) -> str | None:

@@ -22,7 +22,7 @@ FORMAT = 5
 WINDOW = 4096  # most tokens of a window of older formats, which hold for its positions alone
 SIDES = ("keys", "values")
 TENSORS, MORE = ("values", "vectors"), ("down", "sigma")  # of every side; of a balanced transform
-PEAKS, MEAN, EXCHANGE = "peaks", "mean", "exchange"
+PEAKS, MEAN, QUERIES, EXCHANGE = "peaks", "mean", "queries", "exchange"
 ORTHONORMAL = 1e-4  # largest entry of |U^T U - I| in a sound file
 FIELDS = {
     "fingerprint": str,
@@ -61,6 +61,8 @@ class Basis:
     balance: the balanced or learned transform, None in files without.
     peaks: largest absolute values [G, D] after SRFT, above 0, None in files without.
     mean: of keys, [G, D] of every kv head even where they share the rest; None for values, and in files without.
+    queries: the second moment [G, D, D] of queries by what errors of their scores cost (`mlxkv.spec.mixed.fill`); None
+        for values, and where that was not measured.
     """
 
     values: np.ndarray
@@ -70,6 +72,7 @@ class Basis:
     balance: Balance | None = None
     peaks: np.ndarray | None = None
     mean: np.ndarray | None = None
+    queries: np.ndarray | None = None
 
     @property
     def condition(self) -> float:
@@ -79,8 +82,11 @@ class Basis:
     def is_like(self, basis: Basis, form: str) -> bool:
         """Return whether `other` has the same transform that the clips of `form` were searched for."""
         sides = [self, basis]
-        if form.startswith(tuple(CENTRED)) and not _close(self.mean, basis.mean):
-            return False
+        if form.startswith(tuple(CENTRED)):
+            if not _close(self.mean, basis.mean):
+                return False
+            if not (self.queries is basis.queries is None or _close(self.queries, basis.queries)):
+                return False
         if form.startswith(PAIRED):
             sides = [side.balance and side.balance.down for side in sides]
         elif form.startswith(SCALED):
@@ -212,10 +218,9 @@ class Calibration:
                 out |= {f"{name}.{side}.{part}": getattr(basis, part) for part in TENSORS}
                 if basis.balance is not None:
                     out |= {f"{name}.{side}.{p}": getattr(basis.balance, p) for p in MORE}
-                if basis.peaks is not None:
-                    out[f"{name}.{side}.{PEAKS}"] = basis.peaks
-                if basis.mean is not None:
-                    out[f"{name}.{side}.{MEAN}"] = basis.mean
+                for part in (PEAKS, MEAN, QUERIES):
+                    if (x := getattr(basis, part)) is not None:
+                        out[f"{name}.{side}.{part}"] = x
         return out
 
     def with_clips_of(self, old: Calibration) -> tuple[Calibration, int]:

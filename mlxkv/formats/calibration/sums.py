@@ -19,6 +19,7 @@ KEYS, READ = (
     "stored keys",
     "read keys",
 )  # those that caches would compress: all alike, and by their attention
+WEIGHED = "weighed queries"  # by what errors of their scores cost
 
 
 Place = TypeVar("Place")  # of a layer
@@ -58,10 +59,20 @@ class Sums:
 def moment_over(
     sums: Mapping[str, Sums], name: str, rotary: Rotary | None, spans: Sequence[Span]
 ) -> np.ndarray:
-    """Return the second moment [G, D, D] of a sum; over the positions of `spans` of "keys" and KEYS, if they turn."""
+    """Return the second moment [G, D, D] of a sum; over the positions of `spans` of keys and queries, if they turn."""
     moment = _halves(sums, Sums.moment) if name == KEYS else sums[name].moment()
-    turns = rotary is not None and name in ("keys", KEYS)
+    turns = rotary is not None and name in ("keys", KEYS, WEIGHED)
     return rotary.moment_over(moment, spans) if turns else moment
+
+
+def weighed_over(
+    sums: Mapping[str, Sums], rotary: Rotary | None, spans: Sequence[Span]
+) -> np.ndarray | None:
+    """Return the second moment [G, D, D] of WEIGHED over the positions of `spans`; None where there are none."""
+    weighed = sums.get(WEIGHED)
+    if weighed is None or not (weighed.weight > 0).all():
+        return None
+    return moment_over(sums, WEIGHED, rotary, spans)
 
 
 def mean_over(

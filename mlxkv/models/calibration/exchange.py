@@ -40,8 +40,11 @@ class Exchange:
     def __post_init__(self):
         self.root = mx.array(sums.root(self.fisher))
 
-    def add(self, call: AttentionCall, rows: mx.array, far: mx.array, sink: int) -> None:
-        """Add one call of attention: `rows` [C] of its queries, and what they give to far tokens, [B, H, C, T]."""
+    def add(self, call: AttentionCall, rows: mx.array, far: mx.array, sink: int) -> mx.array:
+        """Add one call of attention: `rows` [C] of its queries, and what they give to far tokens, [B, H, C, T].
+
+        Return what a nat^2 of noise in the scores of each of these queries costs, [G, B H / G C].
+        """
         values = call.exact[1].astype(mx.float32) @ self.root
         out = call.out[:, :, rows].astype(mx.float32)
         batch, kv_heads, total, dims = values.shape
@@ -50,9 +53,11 @@ class Exchange:
         values = values[:, :, sink:]
         apart = (values**2).sum(-1)[:, :, None] + (out**2).sum(-1, keepdims=True)
         apart = mx.maximum(apart - 2 * out @ values.swapaxes(-1, -2), 0)
-        self.keys = self.keys + np.array((squares * apart).sum((0, 2, 3)), np.float64)
+        costs = (squares * apart).sum(-1)
+        self.keys = self.keys + np.array(costs.sum((0, 2)), np.float64)
         self.values = self.values + np.array(squares.sum((0, 2, 3)), np.float64)
         self.queries += batch * out.shape[2]
+        return costs.swapaxes(0, 1).reshape(kv_heads, -1)
 
 
 class ShiftedCache(PlainObserver):

@@ -7,8 +7,8 @@ moments averaged over the positions of the model's whole context (`spec/position
 text stands does not matter. Only second moments are kept, [G, D, D] per layer and side. Spec:
 `spec/oscar.py`. The value target V^T S^T S V is (S V)^T (S V), the second moment of the output of attention,
 so scores need not be kept. Balanced transforms (`formats/calibration/balance.py`) also use the moments of
-keys and values behind the first tokens of a window, which caches keep exact, and what the output projection
-makes of errors in values.
+keys and values behind the first tokens of a window, which caches keep exact, of queries by what errors of their
+scores cost the model (`exchange`), and what the output projection makes of errors in values.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def basis(moments: Moments, side: str, label: str) -> Basis:
         balance=_balance(moments, side, label, mean),
         peaks=_peaks(moments, side, label),
         mean=_key_mean(moments, label) if side == "keys" else None,
+        queries=_weighed_queries(moments, label) if side == "keys" else None,
     )
 
 
@@ -96,6 +97,15 @@ def _key_mean(moments: Moments, label: str) -> np.ndarray | None:
         return None
     _check_finite(mean, label)
     return mean.astype(np.float32)
+
+
+def _weighed_queries(moments: Moments, label: str) -> np.ndarray | None:
+    """The second moment [G, D, D] of queries by what errors of their scores cost, or None. Raises MachineError."""
+    weighed = moments.weighed_queries()
+    if weighed is None:
+        return None
+    _check_finite(weighed, label)
+    return weighed.astype(np.float32)
 
 
 def _check_finite(x: np.ndarray, label: str) -> None:

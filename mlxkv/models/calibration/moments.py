@@ -20,7 +20,7 @@ from mlxkv.codec import transform
 from mlxkv.formats.calibration import rotary, sums
 from mlxkv.formats.calibration.artifact import SIDES
 from mlxkv.formats.calibration.rotary import Rotary, Span, drawn
-from mlxkv.formats.calibration.sums import KEYS, READ, Sums
+from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, Sums
 from mlxkv.models.calibration.exchange import Exchange
 from mlxkv.models.hooks.probe import Place, Shape, leaves, put
 from mlxkv.models.hooks.taps import AttentionCall
@@ -138,13 +138,13 @@ class Sample:
 class Moments:
     """Sums of one layer.
 
-    sums: by name: keys, values (rows of the target), stored keys, stored values (what caches were handed); keys and
-    queries at position 0. rotary: how they turn; None where it is not as RoPE does: they are summed as they are.
-    spans: of positions to average over. peaks: [G, D] by side, of the channels after SRFT, behind the first tokens of
-    a window, at the positions of the text. output: M_o of `sensitivities`, or None. exchange: what errors of keys and
-    values cost, or None. begun: tokens of this window. received: [G, T], the attention that its keys got, or None.
-    sample: the rows to keep, keys turned to positions of `spans`, or None. readers: of latents, or None; their values
-    are rotary keys, which are stored unchanged.
+    sums: by name: keys, values (rows of the target), weighed queries, stored keys, stored values (what caches were
+    handed); keys and queries at position 0. rotary: how they turn; None where it is not as RoPE does: they are summed
+    as they are. spans: of positions to average over. peaks: [G, D] by side, of the channels after SRFT, behind the
+    first tokens of a window, at the positions of the text. output: M_o of `sensitivities`, or None. exchange: what
+    errors of keys and values cost, or None. begun: tokens of this window. received: [G, T], the attention that its
+    keys got, or None. sample: the rows to keep, keys turned to positions of `spans`, or None. readers: of latents, or
+    None; their values are rotary keys, which are stored unchanged.
     """
 
     shape: Shape
@@ -178,7 +178,10 @@ class Moments:
                 weights[:, : self.received.shape[1]] += self.received
             self.received = weights
             if self.exchange is not None:
-                self.exchange.add(call, *far, SINK)
+                costs = self.exchange.add(call, *far, SINK)
+                at = start + np.array(far[0])
+                queries = turned(call.queries[:, :, far[0]], self.rotary, -at)
+                self._add(WEIGHED, queries, costs)
 
     def add_update(self, keys: mx.array, values: mx.array) -> None:
         """Add what a cache was handed, [B, G, L, D]; each token once."""
@@ -217,12 +220,13 @@ class Moments:
         to = drawn(self.sample.seen, count, self.spans) if self.spans else 0
         return turned(keys, self.rotary, to - np.arange(start, start + count))
 
-    def _add(self, name: str, x: mx.array) -> None:
+    def _add(self, name: str, x: mx.array, weights: mx.array | None = None) -> None:
         rows = grouped(x, self.shape.heads)
         if name not in self.sums:
             self.sums[name] = Sums(np.array(rows.mean(1)))
-        added = products(rows, mx.array(self.sums[name].centre))
-        self.sums[name].add(*map(np.array, added), rows.shape[1])
+        added = products(rows, mx.array(self.sums[name].centre), weights)
+        count = rows.shape[1] if weights is None else np.array(weights, np.float64).sum(1)
+        self.sums[name].add(*map(np.array, added), count)
 
     def _raise(self, side: str, x: mx.array) -> None:
         largest = np.array(peaks(x))
@@ -240,6 +244,11 @@ class Moments:
         if x is None or "stored values" not in self.sums:
             return None
         return sums.costs(x.fisher, x.keys, x.values, x.queries, self.moment("stored values"))
+
+    def weighed_queries(self) -> np.ndarray | None:
+        """Return the second moment [G, D, D] of queries by what errors of their scores cost, over the positions of
+        `spans`; None where that was not measured."""
+        return sums.weighed_over(self.sums, self.rotary, self.spans)
 
     def key_mean(self) -> np.ndarray | None:
         """Return the mean [G, D] of stored keys over the positions of `spans`; None where there are none."""

@@ -29,7 +29,12 @@ over the tokens that are compressed and averaged over queries, with S the second
     a = E sum of p^2 (v - o)^T F (v - o),    b = E sum of p^2  tr(F S).
 
 F is one for all query heads of a kv head, the sum of theirs, and errors of values are taken to lie in F as they do in
-W_o. Where a and b were not measured (older calibrations, models that cannot be differentiated, latents) a layer costs
+W_o. A query counts by what noise in its scores costs, w = sum of p^2 (v - o)^T F (v - o) over the tokens that it reads:
+then C_keys is a mean over queries of weight w, and the second moment of queries that keys' maps are made for is
+
+    M = E w q q^T / E w.
+
+Where a and b were not measured (older calibrations, models that cannot be differentiated, latents) a layer costs
 
     J = mean over kv heads of C_keys / D
       + sum over kv heads of C_values / sum over kv heads and directions of sigma_values^2,
@@ -144,11 +149,12 @@ def exchange(
     sink: int = 64,
     away: int = 124,
     every: int = 8,
-) -> np.ndarray:
-    """Return a and b [2, G] of one window: causal attention of q [H, T, D] over k [G, T, D] and v [G, T, Dv], F [G, Dv,
-    Dv]. Tokens behind the first `sink` that are more than `away` from a query are compressed; one query in `every`."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a and b [2, G] and w [H, T] of one window: causal attention of q [H, T, D] over k [G, T, D] and v [G, T,
+    Dv], F [G, Dv, Dv]. Tokens behind the first `sink` that are more than `away` from a query are compressed; one query
+    in `every`."""
     (heads, tokens, _), kv_heads = q.shape, len(k)
-    spread, squares, count = np.zeros(kv_heads), np.zeros(kv_heads), 0
+    w, squares, count = np.zeros((heads, tokens)), np.zeros(kv_heads), 0
     for t in range(0, tokens, every):
         if t - away <= sink:
             continue
@@ -161,10 +167,17 @@ def exchange(
             out = p @ v[g, : t + 1]
             for token in range(sink, t - away):
                 d = v[g, token] - out
-                spread[g] += p[token] ** 2 * (d @ fisher[g] @ d)
+                w[head, t] += p[token] ** 2 * (d @ fisher[g] @ d)
                 squares[g] += p[token] ** 2
     moment = v[:, sink:].swapaxes(-1, -2) @ v[:, sink:] / (tokens - sink)
-    return np.stack([spread, squares * np.einsum("gde,gde->g", fisher, moment)]) / count
+    spread = w.reshape(kv_heads, -1).sum(-1)
+    return np.stack([spread, squares * np.einsum("gde,gde->g", fisher, moment)]) / count, w
+
+
+def readers(q: np.ndarray, w: np.ndarray, kv_heads: int) -> np.ndarray:
+    """Return M [G, D, D] of queries q [H, T, D] that count w [H, T]."""
+    sums = np.einsum("ht,htd,hte->hde", w, q, q).reshape(kv_heads, -1, *q.shape[-1:] * 2).sum(1)
+    return sums / w.reshape(kv_heads, -1).sum(-1)[:, None, None]
 
 
 def layer_cost(
