@@ -119,7 +119,6 @@ class Subject:
         self._arms: dict[str, Arms] = {}
         index, of = args.share
         self.names = texts.names[index - 1 :: of][: args.texts_at_most]
-        self.documents = list(range(args.documents))[index - 1 :: of]
         self.known = {
             rows.key(row): row for row in (rows.read([self.file]) if self.file.exists() else ())
         }
@@ -234,7 +233,9 @@ class Subject:
         forms = self.forms(job.context)
         if not forms:
             return
-        documents = self._documents(job.context, self.documents, forms)
+        index, of = self.args.share
+        places = questions.places(job.context, self.args.documents)[index - 1 :: of]
+        documents = self._documents(job.context, places, forms)
 
         def read(loaded, names):
             return self._read(loaded, [documents[name] for name in names])
@@ -256,7 +257,8 @@ class Subject:
             known_rows = {
                 rows.key(r): r for r in (rows.read([self.file]) if self.file.exists() else ())
             }
-            documents = self._documents(context, list(range(self.args.documents)), questions.NAMES)
+            places = questions.places(context, self.args.documents)
+            documents = self._documents(context, places, questions.NAMES)
             tokens = [document.tokens for document in documents.values()]
             state = self._state(tokens, BASELINE, OURS)
             row = known_rows.get(rows.key(self._identity(job, BASELINE, "all")))
@@ -295,10 +297,11 @@ class Subject:
         length = min(context, self.positions - room)
         out = {}
         for i in places:
-            name = f"document-{i + 1}"
-            text = self.texts.encoded(self.loaded, name)
+            text = self.texts.encoded(self.loaded, f"document-{i % DOCUMENTS + 1}")
+            text = text[: len(text) - i // DOCUMENTS * context]
             with suppress(ValueError):  # the text is too short for this model
-                out[name] = document(self.loaded, text, i, length, context, forms)
+                asked = document(self.loaded, text, i, length, context, forms)
+                out[f"document-{i + 1}"] = asked
         return out
 
     def _read(self, loaded, documents: Sequence[Asked]) -> exact.Context:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from experiments.evidence.texts import DOCUMENTS
 from experiments.evidence.words import COLOURS, PEOPLE, PLACES, THINGS, VERBS
 
 SEED = "pretrained-2"  # count it up when documents or questions change
 # Examples and questions of a form; FEW: in documents of less than LONG tokens.
 SHOTS, ASKED, FEW = 1, 5, 1
 LONG = 3072
+SHORT_TIMES = 4  # documents of less than LONG tokens from each text
 ROOM = 44  # tokens of a question with its answer, at most
 FAR = 0.85  # facts stand in the first share of a document
 CUE, GOES_ON = 24, 6  # tokens of a passage that are repeated, and that have to follow
@@ -126,6 +128,12 @@ class Asked:
 def per_form(context: int) -> int:
     """Return how many questions of a form count in a document."""
     return ASKED if context >= LONG else FEW
+
+
+def places(context: int, documents: int) -> list[int]:
+    """Return the numbers of all documents that are asked; behind DOCUMENTS come others of the same texts."""
+    times = SHORT_TIMES if context < LONG else 1
+    return [i + DOCUMENTS * time for time in range(times) for i in range(documents)]
 
 
 def document(

@@ -66,7 +66,7 @@ def test_a_text_that_is_too_short_is_said_and_left_out(model_folder, texts, tmp_
 
 
 def asked(model, out, texts, *more):
-    options = ["--contexts", "1200", "--documents", "2", "--texts-at-most", "1", *more]
+    options = ["--contexts", "1200", "--documents", "1", "--texts-at-most", "1", *more]
     return run(model, out, texts, *options)[1]
 
 
@@ -74,7 +74,7 @@ def test_forms_that_full_precision_fails_are_refused(model_folder, texts, tmp_pa
     found = asked(model_folder, tmp_path, texts)
     (form,) = [row for row in found if row["task"] == FORM]
     assert set(form["shares"]) == set(questions.NAMES) and max(form["shares"].values()) < 0.8
-    assert form["asked"] == 2 and not [row for row in found if row["task"] == ANSWERS]
+    assert form["asked"] == 4 and not [row for row in found if row["task"] == ANSWERS]
 
 
 def test_forms_that_it_answers_are_asked_of_every_preset(
@@ -84,8 +84,9 @@ def test_forms_that_it_answers_are_asked_of_every_preset(
     found = asked(model_folder, tmp_path, texts)
     answers = [row for row in found if row["task"] == ANSWERS]
     assert {(r["preset"], r["text"]) for r in answers} == {
-        (p, f"document-{i}") for p in ("fp16", "int4", "naive-int4") for i in (1, 2)
+        (p, f"document-{i}") for p in ("fp16", "int4", "naive-int4") for i in (1, 9, 17, 25)
     }
+    assert len({r["answer_nll"]["passage"] for r in answers if r["preset"] == "fp16"}) == 4
     assert all(set(r["right"]) == set(questions.NAMES) for r in answers)
     assert all(len(one) == questions.FEW for r in answers for one in r["right"].values())
     assert asked(model_folder, tmp_path, texts) == found
