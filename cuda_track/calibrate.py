@@ -121,7 +121,7 @@ class Moments:
         return sums.costs(self.fisher, self.spread, self.squares, self.asked, moment)
 
     def weighed_queries(self) -> np.ndarray | None:
-        """The second moment [G, D, D] of queries by what errors of their scores cost, over positions, or None."""
+        """The second moment [G, D, D] of queries, half by what errors of their scores cost, over positions, or None."""
         return sums.weighed_over(self.sums, self.rotary, self.spans)
 
     def key_mean(self) -> np.ndarray | None:

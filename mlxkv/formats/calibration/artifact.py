@@ -19,8 +19,8 @@ Since format 4 the header has an entry `positions`: moments of keys are averages
 
 Since format 5 there may be `LAYER.exchange` [2, G] of every layer, what errors of keys and of values cost the model
 (`mlxkv.spec.mixed.fill`), by which bits by direction are shared out; without it all layers count alike. And
-`LAYER.keys.queries` [G or 1, D, D], the second moment of queries by what errors of their scores cost, for which maps of
-centred keys are made; without it all queries count alike.
+`LAYER.keys.queries` [G or 1, D, D], the second moment of queries, half by what errors of their scores cost, for which
+maps of centred keys are made; without it all queries count alike.
 
 The header holds searched clips by layer, side and format: `"clips": [{"int2 g128": 0.9}, {"int2 g128":
 0.94}]`, or null where none were searched. The formats of other transforms than a rotation per

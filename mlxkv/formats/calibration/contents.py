@@ -61,8 +61,8 @@ class Basis:
     balance: the balanced or learned transform, None in files without.
     peaks: largest absolute values [G, D] after SRFT, above 0, None in files without.
     mean: of keys, [G, D] of every kv head even where they share the rest; None for values, and in files without.
-    queries: the second moment [G, D, D] of queries by what errors of their scores cost (`mlxkv.spec.mixed.fill`); None
-        for values, and where that was not measured.
+    queries: the second moment [G, D, D] of queries, half by what errors of their scores cost (`mlxkv.spec.mixed.fill`);
+        None for values, and where that was not measured.
     """
 
     values: np.ndarray

@@ -68,11 +68,12 @@ def moment_over(
 def weighed_over(
     sums: Mapping[str, Sums], rotary: Rotary | None, spans: Sequence[Span]
 ) -> np.ndarray | None:
-    """Return the second moment [G, D, D] of WEIGHED over the positions of `spans`; None where there are none."""
+    """Return the second moment [G, D, D] of queries over the positions of `spans`, half of all alike, half of WEIGHED;
+    None where there are none of these."""
     weighed = sums.get(WEIGHED)
     if weighed is None or not (weighed.weight > 0).all():
         return None
-    return moment_over(sums, WEIGHED, rotary, spans)
+    return sum(moment_over(sums, name, rotary, spans) for name in ("keys", WEIGHED)) / 2
 
 
 def mean_over(

@@ -100,7 +100,7 @@ def _key_mean(moments: Moments, label: str) -> np.ndarray | None:
 
 
 def _weighed_queries(moments: Moments, label: str) -> np.ndarray | None:
-    """The second moment [G, D, D] of queries by what errors of their scores cost, or None. Raises MachineError."""
+    """The second moment [G, D, D] of queries, half by what errors cost, or None. Raises MachineError."""
     weighed = moments.weighed_queries()
     if weighed is None:
         return None

@@ -246,8 +246,8 @@ class Moments:
         return sums.costs(x.fisher, x.keys, x.values, x.queries, self.moment("stored values"))
 
     def weighed_queries(self) -> np.ndarray | None:
-        """Return the second moment [G, D, D] of queries by what errors of their scores cost, over the positions of
-        `spans`; None where that was not measured."""
+        """Return the second moment [G, D, D] of queries over the positions of `spans`, half of it by what errors of
+        their scores cost; None where that was not measured."""
         return sums.weighed_over(self.sums, self.rotary, self.spans)
 
     def key_mean(self) -> np.ndarray | None:

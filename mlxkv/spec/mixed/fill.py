@@ -29,11 +29,13 @@ over the tokens that are compressed and averaged over queries, with S the second
     a = E sum of p^2 (v - o)^T F (v - o),    b = E sum of p^2  tr(F S).
 
 F is one for all query heads of a kv head, the sum of theirs, and errors of values are taken to lie in F as they do in
-W_o. A query counts by what noise in its scores costs, w = sum of p^2 (v - o)^T F (v - o) over the tokens that it reads:
-then C_keys is a mean over queries of weight w, and the second moment of queries that keys' maps are made for is
+W_o. For half of their weight queries count by what noise in their scores costs, w = sum of p^2 (v - o)^T F (v - o)
+over the tokens that they read: the second moment of queries that keys' maps are made for is
 
-    M = E w q q^T / E w.
+    M = (E q q^T + E w q q^T / E w) / 2.
 
+All of it would leave queries that read hardly anything far (w near 0) with so much noise that thousands of far tokens
+together get attention: what was lost at 32K on Qwen2.5 (docs/results/positions.md).
 Where a and b were not measured (older calibrations, models that cannot be differentiated, latents) a layer costs
 
     J = mean over kv heads of C_keys / D
@@ -175,9 +177,13 @@ def exchange(
 
 
 def readers(q: np.ndarray, w: np.ndarray, kv_heads: int) -> np.ndarray:
-    """Return M [G, D, D] of queries q [H, T, D] that count w [H, T]."""
-    sums = np.einsum("ht,htd,hte->hde", w, q, q).reshape(kv_heads, -1, *q.shape[-1:] * 2).sum(1)
-    return sums / w.reshape(kv_heads, -1).sum(-1)[:, None, None]
+    """Return M [G, D, D] of queries q [H, T, D] that cost w [H, T]."""
+    halves = []
+    for weights in (np.ones_like(w), w):
+        squares = np.einsum("ht,htd,hte->hde", weights, q, q)
+        squares = squares.reshape(kv_heads, -1, *squares.shape[1:]).sum(1)
+        halves.append(squares / weights.reshape(kv_heads, -1).sum(-1)[:, None, None])
+    return sum(halves) / 2
 
 
 def layer_cost(
