@@ -35,7 +35,7 @@ over the tokens that they read: the second moment of queries that keys' maps are
     M = (E q q^T + E w q q^T / E w) / 2.
 
 All of it would leave queries that read hardly anything far (w near 0) with so much noise that thousands of far tokens
-together get attention: what was lost at 32K on Qwen2.5 (docs/results/positions.md).
+together may get attention; KL doubled at 32K on Qwen2.5 (docs/results/positions.md).
 Where a and b were not measured (older calibrations, models that cannot be differentiated, latents) a layer costs
 
     J = mean over kv heads of C_keys / D
