@@ -270,7 +270,7 @@ def test_bodies_that_arrive_at_once_are_bounded(monkeypatch):
         for line in lines:
             line.close()
         until(lambda: not server.lines["arriving"])
-        assert server.limits.pending_bytes == 0
+        assert server.limits.bodies == {}
 
 
 def test_a_client_that_does_not_read_keeps_nobody_out():

@@ -9,7 +9,18 @@ import json
 from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.fields import bad, call, field, joined, mistyped, named, objects
+from mlxkv.serve.http.fields import (
+    bad,
+    call,
+    field,
+    joined,
+    mistyped,
+    named,
+    objects,
+    text_of,
+    texts_of,
+    tool,
+)
 from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
@@ -95,20 +106,10 @@ def _format(body: dict) -> dict | None:
 
 
 def _system(system: object) -> list[dict]:
-    if system is None or isinstance(system, str):
-        text = system
-    else:
-        texts = [_text(path, block) for path, block in objects("system", system)]
-        text = "\n".join(each for each in texts if not each.startswith(BILLING))
-    return [{"role": "system", "content": text}] if text else []
-
-
-def _text(path: str, block: dict) -> str:
-    if block.get("type", "text") != "text":
-        raise bad(path, "only blocks of type text are taken", block.get("type"))
-    if (text := field(path, block, "text", str, None)) is None:
-        raise bad(f"{path}.text", "must be a text", None)
-    return text
+    if not isinstance(system, str):
+        texts = texts_of("system", system)
+        system = "\n".join(text for text in texts if not text.startswith(BILLING))
+    return [{"role": "system", "content": system}] if system else []
 
 
 def _message(path: str, message: dict) -> list[dict]:
@@ -126,7 +127,7 @@ def _message(path: str, message: dict) -> list[dict]:
         if block.get("type") == "tool_result":
             out.append(_result(place, block))
         else:
-            out.append({"role": role, "content": _text(place, block)})
+            out.append({"role": role, "content": text_of(place, block)})
     return out or [{"role": role, "content": ""}]
 
 
@@ -140,7 +141,7 @@ def _assistant(blocks: list[tuple[str, dict]]) -> dict:
             arguments, id = field(path, block, "input", dict, {}), named(path, block, "id")
             calls.append(call(id, named(path, block, "name"), arguments))
         elif kind != "redacted_thinking":  # nobody but Anthropic can read that
-            texts.append(_text(path, block))
+            texts.append(text_of(path, block))
     out: dict = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):
         out["reasoning_content"] = "\n".join(thoughts)
@@ -148,28 +149,18 @@ def _assistant(blocks: list[tuple[str, dict]]) -> dict:
 
 
 def _result(path: str, block: dict) -> dict:
-    content = block.get("content")
-    if content is None or isinstance(content, str):
-        text = content or ""
-    else:
-        text = "\n".join(_text(place, one) for place, one in objects(f"{path}.content", content))
+    text = "\n".join(texts_of(f"{path}.content", block.get("content")))
     if field(path, block, "is_error", bool, False):
         text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": named(path, block, "tool_use_id"), "content": text}
 
 
-def _tool(path: str, tool: dict) -> dict:
-    """A tool in OpenAI's form."""
-    if "input_schema" not in tool:
-        kind = str(tool.get("type"))[:40]
+def _tool(path: str, asked: dict) -> dict:
+    if "input_schema" not in asked:
+        kind = str(asked.get("type"))[:40]
         reason = f"{kind} runs on Anthropic's servers, and not here; leave it out, or give an input_schema"
         raise bad(path, reason)
-    function = {
-        "name": named(path, tool, "name"),
-        "description": field(path, tool, "description", str, ""),
-        "parameters": field(path, tool, "input_schema", dict, {}),
-    }
-    return {"type": "function", "function": function}
+    return tool(path, asked, "input_schema")
 
 
 def count(body: dict, served: Served) -> Request:
@@ -208,7 +199,6 @@ class MessagesReply(Blocks):
     def __init__(self, *args):
         super().__init__(*args)
         self._id = f"msg_{uuid4().hex}"
-        self._blocks, self._open = 0, ""
 
     def _send(self, kind: str, **fields) -> None:
         self.event({"type": kind, **fields}, kind)
@@ -222,31 +212,25 @@ class MessagesReply(Blocks):
 
     def add_text(self, kind: str, text: str, begins: bool) -> None:
         if begins:
-            self._begin(kind, {"type": kind, kind: ""} | _signed(kind))
+            self._begin({"type": kind, kind: ""} | _signed(kind))
         self._delta(f"{kind}_delta", **{kind: text})
 
     def add_call(self, id: str, name: str, arguments: str) -> None:
-        self._begin("call", {"type": "tool_use", "id": _tool_id(id), "name": name, "input": {}})
+        self._begin({"type": "tool_use", "id": _tool_id(id), "name": name, "input": {}})
         self._delta("input_json_delta", partial_json=arguments)
 
-    def _begin(self, kind: str, block: dict) -> None:
-        self._close()
-        self._open = kind
-        self._send("content_block_start", index=self._blocks, content_block=block)
+    def _begin(self, block: dict) -> None:
+        self._send("content_block_start", index=len(self.parts) - 1, content_block=block)
 
     def _delta(self, kind: str, **fields) -> None:
-        self._send("content_block_delta", index=self._blocks, delta={"type": kind, **fields})
+        self._send("content_block_delta", index=len(self.parts) - 1, delta={"type": kind, **fields})
 
-    def _close(self) -> None:
-        if self._open == "thinking":
-            self._delta("signature_delta", **_signed("thinking"))
-        if self._open:
-            self._send("content_block_stop", index=self._blocks)
-            self._blocks += 1
-        self._open = ""
+    def end_part(self, kind: str, text: str, is_last: bool) -> None:
+        if kind == "thinking":
+            self._delta("signature_delta", **_signed(kind))
+        self._send("content_block_stop", index=len(self.parts) - 1)
 
     def finish(self) -> None:
-        self._close()
         why = {"stop_reason": self._why, "stop_sequence": self.stop_word}
         self._send("message_delta", delta=why, usage=self._usage(), kv=self.kv)
         self._send("message_stop")

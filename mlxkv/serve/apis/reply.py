@@ -134,7 +134,7 @@ class Blocks(Reply):
 
     parts: of the whole reply so far: ["text" or "thinking", text], or ["call", id, name, arguments as JSON text].
     An API has `add_text(kind, text, begins)`, where `begins` tells a part of another kind from more of the last one,
-    `add_call(id, name, arguments)` and `finish()`.
+    `add_call(id, name, arguments)`, `end_part(kind, text, is_last)`, called where a part is complete, and `finish()`.
     """
 
     def __init__(self, *args: Any):
@@ -146,7 +146,7 @@ class Blocks(Reply):
         for kind, *values in parts:
             if kind == "call":
                 self._blank = ""
-                self.parts.append([kind, *values])
+                self._begin_part(kind, *values)
                 self.add_call(*values)
             else:
                 self._extend(kind, *values)
@@ -158,7 +158,7 @@ class Blocks(Reply):
             if not text.strip() and not blank:
                 self._blank = text
                 return
-            self.parts.append([kind, ""])
+            self._begin_part(kind, "")
         if text:
             self.parts[-1][1] += text
             self.add_text(kind, text, begins)
@@ -166,7 +166,16 @@ class Blocks(Reply):
     def end(self) -> None:
         if self._blank and not self.parts:  # a reply of blanks alone is one
             self._extend("text", "", blank=True)
+        self._end_part(is_last=True)
         self.finish()
+
+    def _begin_part(self, *part: str) -> None:
+        self._end_part()
+        self.parts.append([*part])
+
+    def _end_part(self, is_last: bool = False) -> None:
+        if self.parts:
+            self.end_part(*self.parts[-1][:2], is_last)
 
 
 def event(document: dict, name: str = "") -> bytes:

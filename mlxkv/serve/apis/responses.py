@@ -12,7 +12,17 @@ from typing import Any
 from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.fields import bad, call, field, joined, mistyped, named, objects
+from mlxkv.serve.http.fields import (
+    bad,
+    call,
+    field,
+    joined,
+    mistyped,
+    named,
+    objects,
+    texts_of,
+    tool,
+)
 from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
@@ -78,13 +88,10 @@ def _tools(tools: list[tuple[str, dict]]) -> tuple[list[dict], set[str]]:
     for path, one in tools:
         kind = one.get("type")
         if kind in ("function", "custom"):
-            name, about = named(path, one, "name"), field(path, one, "description", str, "")
-            schema = field(path, one, "parameters", dict, {})
+            out.append(tool(path, one, "parameters"))
             if kind == "custom":  # free text, where a template has arguments
-                customs.add(name)
-                schema = CUSTOM
-            function = {"name": name, "description": about, "parameters": schema}
-            out.append({"type": "function", "function": function})
+                customs.add(one["name"])
+                out[-1]["function"]["parameters"] = CUSTOM
         elif not isinstance(kind, str):
             raise bad(f"{path}.type", "must be a text", kind)
     return out, customs
@@ -134,16 +141,7 @@ def _call(path: str, item: dict, kind: str) -> dict:
 
 
 def _text(path: str, content: object) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for place, part in objects(f"{path}.content", content):
-        if part.get("type") not in TEXTS:
-            raise bad(place, f"only text is read here; got {str(part.get('type'))[:40]}")
-        texts.append(
-            field(place, part, "refusal" if part["type"] == "refusal" else "text", str, "")
-        )
-    return "".join(texts)
+    return "".join(texts_of(f"{path}.content", content, TEXTS))
 
 
 # -- replies
@@ -171,7 +169,6 @@ class ResponsesReply(Blocks):
         }
         self._customs, self._number = customs, 0
         self._items: list[dict] = []
-        self._open = False
 
     def _send(self, kind: str, **fields) -> None:
         self.event(self._numbered(kind, fields), kind)
@@ -212,24 +209,18 @@ class ResponsesReply(Blocks):
         self._items[-1][field] = text
 
     def _begin(self, item: dict) -> None:
-        self._close()
         self._items.append(item)
-        self._open = True
         self._send("response.output_item.added", output_index=len(self._items) - 1, item=item)
 
-    def _close(self, status: str = "completed") -> None:
-        if not self._open:
-            return
-        item, self._open = self._items[-1], False
-        if kind := {"message": "text", "reasoning": "thinking"}.get(item["type"]):
-            # The part before one that has just begun; the last one at the end.
-            text = [text for type, text, *_ in self.parts if type == kind][-1]
+    def end_part(self, kind: str, text: str, is_last: bool) -> None:
+        item = self._items[-1]
+        if kind != "call":
             part, at = _part(kind, text), self._at | {"content_index": 0}
             item["content"] = [part]
             self._send(f"response.{TEXTS_OF[kind]}.done", **at, text=text, **_logprobs(kind))
             self._send("response.content_part.done", **at, part=part)
         if "status" in item:
-            item["status"] = status
+            item["status"] = self._status if is_last else "completed"
         self._send("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     @property
@@ -237,7 +228,6 @@ class ResponsesReply(Blocks):
         return "incomplete" if self.reason == "length" else "completed"
 
     def finish(self) -> None:
-        self._close(self._status)
         self._send(f"response.{self._status}", response=self.document())
 
     def document(self) -> dict:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -129,25 +128,16 @@ def _too_large(count: int, limit: int) -> Refused:
 
 
 async def body_of(request: Request, limits: Limits) -> bytes:
-    """The bytes of a request's body. Raises Refused, and ClientDisconnect where the client has left."""
-    data, wire, has_more = bytearray(), request.scope["wire"], True
+    """The bytes of a request's body. Raises Refused, and ClientDisconnect where the client has left or was refused."""
+    data, wire = bytearray(), request.scope["wire"]
     try:
-        async with asyncio.timeout_at(wire.deadline) as timer:
-            limits.bodies[wire] = timer
-            while has_more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                data += message["body"]
-                has_more = message["more_body"]
-                if len(data) > limits.body:
-                    raise _too_large(len(data), limits.body)
-                timer.reschedule(wire.deadline)
-                limits.add_body(wire, len(message["body"]))
-    except TimeoutError:
-        raise wire.refusal or wire.late() from None
+        async for part in request.stream():
+            data += part
+            if len(data) > limits.body:
+                raise _too_large(len(data), limits.body)
+            limits.add_body(wire, len(part))
     finally:
-        limits.end_body(wire)
+        limits.bodies.pop(wire, None)
     return bytes(data)
 
 

@@ -111,6 +111,35 @@ def named(path: str, body: dict, name: str) -> str:
     return value
 
 
+def text_of(path: str, part: dict, kinds: tuple[str, ...] = ("text",)) -> str:
+    """The text of a part, whose type is one of `kinds`. Raises Refused."""
+    kind = part.get("type", "text")
+    if kind not in kinds:
+        reason = "no images are taken" if "image" in str(kind) else "only parts with text are"
+        raise bad(path, reason, kind)
+    name = "refusal" if kind == "refusal" else "text"
+    if (text := field(path, part, name, str, None)) is None:
+        raise bad(f"{path}.{name}", "must be a text", None)
+    return text
+
+
+def texts_of(path: str, content: object, kinds: tuple[str, ...] = ("text",)) -> list[str]:
+    """The texts of a content, which is one or has parts, of these types. Raises Refused."""
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    return [text_of(place, part, kinds) for place, part in objects(path, content)]
+
+
+def tool(path: str, body: dict, schema: str) -> dict:
+    """A tool in OpenAI's form. schema: the name of the field with its parameters. Raises Refused."""
+    function = {
+        "name": named(path, body, "name"),
+        "description": field(path, body, "description", str, ""),
+        "parameters": field(path, body, schema, dict, {}),
+    }
+    return {"type": "function", "function": function}
+
+
 def call(id: str, name: str, arguments: object) -> dict:
     """A call of a tool in OpenAI's form, with its arguments as text: JSON, unless the model wrote none."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)

@@ -16,7 +16,7 @@ from typing import Any
 from mlxkv.models.catalog.asked import RESERVED
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.serve.grammar import Calls, of_choice, of_format
-from mlxkv.serve.http.fields import bad, call, field, mistyped, named, objects
+from mlxkv.serve.http.fields import bad, call, field, mistyped, named, objects, texts_of
 from mlxkv.serve.refusals import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -283,26 +283,14 @@ def _message(path: str, message: dict) -> dict:
     role = message.get("role")
     if role not in ROLES:
         raise bad(f"{path}.role", f"unknown role; choose from {', '.join(ROLES)}", role)
-    out = {"role": "system" if role == "developer" else role, "content": _content(path, message)}
+    content = "".join(texts_of(f"{path}.content", message.get("content")))
+    out = {"role": "system" if role == "developer" else role, "content": content}
     texts = {name: field(path, message, name, str, None) for name in TEXTS}
     out |= {name: text for name, text in texts.items() if text is not None}
     if message.get("tool_calls"):
         calls = objects(f"{path}.tool_calls", message["tool_calls"])
         out["tool_calls"] = [_tool_call(*each) for each in calls]
     return out
-
-
-def _content(path: str, message: dict) -> str:
-    """Text, its parts joined."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    for place, part in objects(f"{path}.content", content):
-        kind = part.get("type")
-        if kind != "text" or not isinstance(part.get("text"), str):
-            reason = "no images are taken" if "image" in str(kind) else "only parts with text are"
-            raise bad(place, reason, part)
-    return "".join(part["text"] for part in content)
 
 
 def _tool_call(path: str, one: dict) -> dict:

@@ -66,16 +66,15 @@ def listen(host: str, port: int) -> socket.socket:
 class Limits:
     """What the connections of one server share. For the thread of the event loop.
 
-    body: most bytes of a request. max_connections: of the server. responses: by status. wires: the connections. bodies:
-    those whose body arrives, the oldest first, with the timer that ends it. pending_bytes: of them.
+    body: most bytes of a request. max_connections: of the server. responses: by status. wires: the connections.
+    bodies: bytes that came of each body that arrives, the oldest first.
     """
 
     def __init__(self):
         self.body, self.max_connections = BODY, connection_limit()
         self.responses: Counter[int] = Counter()
         self.wires: set[Wire] = set()
-        self.bodies: dict[Wire, asyncio.Timeout] = {}
-        self.pending_bytes = 0
+        self.bodies: dict[Wire, int] = {}
         self._log_time = -60.0
 
     def make_room(self) -> bool:
@@ -95,25 +94,18 @@ class Limits:
 
     def add_body(self, wire: Wire, count: int) -> None:
         """Note that bytes of a body came. The oldest is refused where all of them together are too much."""
-        wire.pending_bytes += count
-        self.pending_bytes += count
-        if self.pending_bytes > BODIES * self.body:
-            oldest, timer = next(iter(self.bodies.items()))
-            oldest.refusal = Refused(503, "[serve] too much arrives at once", "busy", retry=1)
-            self.end_body(oldest)
-            timer.reschedule(0)
-
-    def end_body(self, wire: Wire) -> None:
-        self.bodies.pop(wire, None)
-        self.pending_bytes -= wire.pending_bytes
-        wire.pending_bytes = 0
+        self.bodies[wire] = self.bodies.get(wire, 0) + count
+        if sum(self.bodies.values()) > BODIES * self.body:
+            oldest = next(iter(self.bodies))
+            del self.bodies[oldest]
+            oldest.refuse(Refused(503, "[serve] too much arrives at once", "busy", retry=1))
 
 
 class Wire(H11Protocol):
     """One connection, with one request at a time.
 
     since: when it came to the state that it has, by `time.monotonic`. arrival_time: of the first byte of the request,
-    or None. byte_count: of the request. refusal: why its body is read no further, where it is not late.
+    or None. byte_count: of the request.
     """
 
     def __init__(self, limits: Limits, **settings: Any):
@@ -122,8 +114,7 @@ class Wire(H11Protocol):
         self.app = self._answer
         self.since, self.is_ending = time.monotonic(), False
         self.arrival_time: float | None = None
-        self.byte_count = self.pending_bytes = 0
-        self.refusal: Refused | None = None
+        self.byte_count = 0
         self._write_block_time: float | None = None  # since when the client reads nothing
 
     async def _answer(self, scope: dict, receive: Callable, send: Callable) -> None:
@@ -161,7 +152,6 @@ class Wire(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(Lingering(transport, self))
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         count = len(self.limits.wires)
         if count >= self.limits.max_connections and not self.limits.make_room():
             self.refuse(Refused(503, f"[serve] {count} connections", "busy", retry=1))
@@ -194,7 +184,7 @@ class Wire(H11Protocol):
     def on_response_complete(self) -> None:
         if self.is_ending:
             return
-        self.arrival_time, self.byte_count, self.refusal = None, 0, None
+        self.arrival_time, self.byte_count = None, 0
         self.since = time.monotonic()
         if self.conn.trailing_data[0]:  # the next one came with it
             self.arrival_time = self.since
@@ -207,13 +197,6 @@ class Wire(H11Protocol):
         if status == 431 and b"\n" not in self.conn.trailing_data[0]:
             status = 414
         self.refuse(Refused(status, f"[request] {error or msg}"[:200], "invalid_request"))
-
-    def late(self) -> Refused:
-        """Log that a request did not arrive in time, and return what its client reads."""
-        text = f"[request] did not arrive in {SECONDS:g} s; got {self.byte_count} bytes"
-        peer = self.client[0] if self.client else "a client"
-        logging.warning(f"{text} from {peer}; it is closed")
-        return Refused(408, text, "timeout")
 
     def refuse(self, refused: Refused) -> None:
         """Answer a request that no application answers, and close the connection."""
@@ -242,8 +225,11 @@ class Wire(H11Protocol):
             self.transport.close()
         elif state == "ending" and now > self.since + SECONDS + self.byte_count / PACE:
             self.abort()
-        elif state == "arriving" and self.is_between and now > self.deadline:
-            self.refuse(self.late())
+        elif state == "arriving" and now > self.deadline:
+            text = f"[request] did not arrive in {SECONDS:g} s; got {self.byte_count} bytes"
+            peer = self.client[0] if self.client else "a client"
+            logging.warning(f"{text} from {peer}; it is closed")
+            self.refuse(Refused(408, text, "timeout"))
 
 
 class Lingering:
