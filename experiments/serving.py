@@ -123,8 +123,8 @@ def reuse(model: str, rounds: int, tokens: int) -> dict[str, list]:
     return {what: min(rows) for what, rows in found.items()}
 
 
-def per_second(ask: Callable[[HTTPConnection], None], port: int, clients: int) -> float:
-    """Requests a second of several clients, each with a connection that stays open."""
+def burst(ask: Callable[[HTTPConnection], None], port: int, clients: int) -> tuple[int, float]:
+    """Requests of several clients, each with a connection that stays open, and the seconds that they took."""
 
     def client() -> int:
         line, count = HTTPConnection("127.0.0.1", port, timeout=60), 0
@@ -138,7 +138,7 @@ def per_second(ask: Callable[[HTTPConnection], None], port: int, clients: int) -
         start = time.perf_counter()
         end = start + BURST_SECONDS
         counts = [job.result() for job in [pool.submit(client) for _ in range(clients)]]
-        return sum(counts) / (time.perf_counter() - start)
+        return sum(counts), time.perf_counter() - start
 
 
 def _health(line: HTTPConnection) -> None:
@@ -152,7 +152,7 @@ def _complete(line: HTTPConnection) -> None:
 
 
 def load(model: str, rounds: int) -> dict[str, float]:
-    """The best of all rounds, by what was measured."""
+    """The best of all rounds, by what was measured; of memory the most."""
     found: dict[str, list[float]] = {}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(CONNECTIONS + 256, hard)), hard))
@@ -170,14 +170,17 @@ def load(model: str, rounds: int) -> dict[str, float]:
                     stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
                 _health(HTTPConnection("127.0.0.1", server.port, timeout=60))  # all are accepted
                 mib = (server.memory() - memory) / (1 << 20)
-                note(f"memory of {CONNECTIONS:,} idle connections, MiB", mib)
+                note(f"memory of {CONNECTIONS:,} idle connections, MiB", -mib)
                 before = server.processor()
                 time.sleep(IDLE_SECONDS)
                 note("processor meanwhile, %", 100 * (server.processor() - before) / IDLE_SECONDS)
             for name, ask in (("/health", _health), ("completions of a token", _complete)):
                 for clients in CLIENTS:
-                    rate = per_second(ask, server.port, clients)
-                    note(f"{name}, {clients} at once, 1/s", -rate)
+                    before = server.processor()
+                    count, seconds = burst(ask, server.port, clients)
+                    note(f"{name}, {clients} at once, 1/s", -count / seconds)
+                    each = 1000 * (server.processor() - before) / count
+                    note(f"{name}, {clients} at once, ms of processor", each)
     return {what: abs(min(values)) for what, values in found.items()}
 
 

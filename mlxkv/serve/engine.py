@@ -25,7 +25,7 @@ from mlxkv.models.generate import prefill_step, wired
 from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
 from mlxkv.models.replies.stops import ReplyText
-from mlxkv.models.usage import Usage, window_of
+from mlxkv.models.usage import usage, window_of
 from mlxkv.serve import sampling
 from mlxkv.serve.apis.logprobs import LogProbs
 from mlxkv.serve.caches.disk import Disk
@@ -51,9 +51,8 @@ LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
 DISPATCH = 1 << 31
 LEAST_CHUNK = 32  # tokens
 CEILING = 0.9  # of the machine's memory
-FREED_MEMORY = (
-    1 << 30
-)  # bytes at the least that MLX may keep for the next arrays; it would keep any number
+# Bytes at the least that MLX may keep for the next arrays; it would keep any number.
+FREED_MEMORY = 1 << 30
 
 
 class Engine:
@@ -128,8 +127,11 @@ class Engine:
         self.sessions.close()
 
     def _load(self) -> str:
-        """Load the model, build what decoding needs, and return the model's fingerprint."""
-        self.loaded = load_model(self.options, self.ranks.group)
+        """Load the model, build what decoding needs, in the thread that decodes, and return the model's fingerprint."""
+        o = self.options
+        settings = (o.kv, o.kv_strict, o.dtype, o.calibration, False, self.ranks.group)
+        self.loaded = load(o.models[0], *settings, weights=o.weights)
+        warm_up(self.loaded)
         return self.loaded.fingerprint
 
     def _prepare(self) -> None:
@@ -405,7 +407,7 @@ class Engine:
             return
         self._active.discard(job)
         tokens, cache = response.all_tokens[:], response.prompt_cache
-        job.measure(cache, len(tokens))
+        job.tokens, job.usage = len(tokens), usage(cache)
         job.put(token)
         job.put(None)
         self.sessions.keep(tokens, cache, job.tenant)
@@ -437,20 +439,9 @@ class Engine:
         self.ranks.watch(self.options.timeout)
         return self.problem is not None or self.ranks.ended
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the tokens of requests under way, without room to grow."""
-        return sum(self.memory.in_use(job.cache_tokens) for job in list(self.jobs.values()))
-
-    @property
-    def kv_bytes_fp16(self) -> int:
-        """The same in plain 16-bit caches."""
-        return sum(self.memory.fp16(job.cache_tokens) for job in list(self.jobs.values()))
-
     def kv_document(self, job: Job) -> dict:
         """The `kv` field of a reply that has ended."""
-        window = window_of(self.loaded)
-        measured = job.usage or Usage(0, 0, 0, 0, window)
+        measured = job.usage
         bits = measured.figures["bits_per_value"]
         return {
             "preset": self.loaded.kv_name,
@@ -458,7 +449,7 @@ class Engine:
             "context": self.loaded.context,
             "cached_tokens": job.cached_tokens,
             "dropped_messages": job.dropped,
-            "exact_tokens": window,
+            "exact_tokens": window_of(self.loaded),
             "bytes": measured.kv_bytes,
             "bytes_fp16": measured.kv_bytes_fp16,
             "allocated_bytes": measured.allocated,
@@ -470,15 +461,6 @@ class Engine:
     @property
     def is_healthy(self) -> bool:
         return self._thread.is_alive() and self.problem is None and not self.is_ending
-
-
-def load_model(options: ServeOptions, group: mx.distributed.Group | None = None) -> Loaded:
-    """Load the model of a server and build what decoding needs, in the thread that decodes."""
-    o = options
-    settings = (o.kv, o.kv_strict, o.dtype, o.calibration, False, group)
-    loaded = load(o.models[0], *settings, weights=o.weights)
-    warm_up(loaded)
-    return loaded
 
 
 def chunk_of(step: int, heads: int, depth: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxkv.models.replies.stops import ReplyText
-from mlxkv.models.usage import Usage, usage
+from mlxkv.models.usage import Usage
 from mlxkv.serve.grammar import Constraint
 from mlxkv.serve.http.request import Request
 from mlxkv.serve.prompts import Prompt
@@ -93,7 +93,3 @@ class Job:
         """Keep logits [1, V], and return them: a processor of mlx-lm, which comes last."""
         self.logits.append(logits[0])
         return logits
-
-    def measure(self, caches: list, tokens: int) -> None:
-        """Note the size of the caches, which hold so many tokens."""
-        self.usage, self.tokens = usage(caches), tokens

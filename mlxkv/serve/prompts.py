@@ -29,8 +29,7 @@ class Prompt(NamedTuple):
 
 
 class Prompts:
-    """Makes tokens of requests. template: what chat templates are given besides messages. For the generation
-    thread, whose own the tokenizer is."""
+    """Makes tokens of requests. template: what chat templates are given besides messages."""
 
     def __init__(self, tokenizer: Any, template: dict):
         self._tokenizer, self._template = tokenizer, template

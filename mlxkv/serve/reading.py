@@ -33,14 +33,12 @@ REPLIES: dict[str, Callable[[dict, Served], Reply]] = {
     "/responses": responses.read,
 }
 COUNT = "/v1/messages/count_tokens"
-SECONDS, PACE = (
-    3.0,
-    1 << 20,
-)  # of processor time for a request; bytes for which it has a second more
+SECONDS = 3.0  # of processor time for a request
+PACE = 1 << 20  # bytes for which it has a second more
 MEMORY = 1 << 30  # bytes that one request may take
 LARGE = (
     256 << 10
-)  # bytes of a body that is read in the second process, so that small ones do not wait for it
+)  # bytes of a body that is read in the second process: small ones do not wait for it
 PROCESSES = Process(__name__), Process(__name__)
 
 
@@ -148,7 +146,7 @@ def _read(
     if names and isinstance(name, str) and name not in (served.model, *DEFAULT_NAMES):
         return name
     if path == COUNT:
-        return len(prompts.read(anthropic.count(body, served)).tokens)
+        return len(prompts.read(anthropic.request_of(body, served)).tokens)
     reply, dropped = REPLIES[path](body, served), 0
     request = reply.request
     if request.grammar is not None:

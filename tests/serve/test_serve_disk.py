@@ -14,7 +14,7 @@ from read_caches import maker, memory_of, read
 
 from mlxkv.errors import UserError
 from mlxkv.models import load
-from mlxkv.serve.caches.disk import ASIDE, Disk
+from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
 
 ROOM = 1 << 30
@@ -111,19 +111,16 @@ def test_crafted_files_cost_a_session_and_no_request(small, base, good):
             path.unlink()
 
 
-def test_a_bad_session_is_set_aside_until_the_next_start(small, base, good):
+def test_a_bad_session_is_removed(small, base, good):
     folder, (name, content) = place(base, small), good
     crafted = crafted_files.Crafted(content)
     crafted.metadata["1.0"] = "nn"
     (folder / name).write_bytes(crafted.file())
     disk = Disk(base, ROOM, small)
     assert disk.load(disk.entries[0]) is None and disk.entries == []
-    assert os.listdir(folder) == [name + ASIDE] and disk.failed == 1
+    assert os.listdir(folder) == [] and disk.failed == 1
     disk.save([3] * 150, read(small.model, 150))  # it may come again
     assert disk.load(disk.entries[0]) is not None
-    disk.close()
-    again = Disk(base, ROOM, small)
-    assert os.listdir(folder) == [name] and len(again.entries) == 1
 
 
 def test_a_file_that_was_replaced_by_another_session(small, base, good):

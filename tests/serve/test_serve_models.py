@@ -140,7 +140,7 @@ def test_a_model_that_is_not_found_is_not_loaded(folders, monkeypatch):
 def test_the_end_comes_while_a_model_is_loaded(folders, monkeypatch):
     before = set(threads())
     with serving(folders) as server, ThreadPoolExecutor(2) as pool:
-        with held(monkeypatch, engines, "load_model") as go:
+        with held(monkeypatch, engines, "warm_up") as go:
             jobs = [
                 pool.submit(send, server, "POST", "/v1/completions", {"prompt": "a", "model": name})
                 for name in ("two", "three")

@@ -163,11 +163,6 @@ def _tool(path: str, asked: dict) -> dict:
     return tool(path, asked, "input_schema")
 
 
-def count(body: dict, served: Served) -> Request:
-    """The request of /v1/messages/count_tokens. Raises Refused."""
-    return request_of(body | {"stream": None}, served)
-
-
 def models(names: tuple[str, ...], name: str) -> dict:
     """Return what Anthropic's clients read at /v1/models, and behind it."""
     model = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}

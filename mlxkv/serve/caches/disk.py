@@ -28,7 +28,6 @@ from mlxkv.models import prompt_cache
 from mlxkv.serve.ranks import Ranks
 
 SUFFIX = session.ENDING
-ASIDE = ".bad"  # the ending of files that could not be used, which stay until the next start
 WHERE = "--kv-disk"
 
 
@@ -108,11 +107,11 @@ class Disk:
 
     def _scan(self) -> list[Session]:
         """Read the headers of all files, the oldest first. Sweeps away what servers have left that were killed
-        while saving, and what was set aside before."""
+        while saving."""
         dated = []
         for name in os.listdir(self._handle):
             is_draft = name.startswith(".") and name.endswith((files.DRAFT, SUFFIX))
-            if is_draft or name.endswith(ASIDE):
+            if is_draft:
                 self._remove(name)
             elif name.endswith(SUFFIX):
                 with suppress(OSError):
@@ -194,7 +193,7 @@ class Disk:
         return None, 0
 
     def load(self, entry: Session) -> list | None:
-        """Read a cache. None if it cannot be used: then the file is set aside."""
+        """Read a cache. None if it cannot be used: then the file is removed."""
         cache = None
         try:
             saved = prompt_cache.read(entry.path, self.loaded, follow=False)
@@ -203,13 +202,9 @@ class Disk:
             cache = saved.cache
         except Exception as error:  # whatever it is, the request is read afresh
             self.failed += 1
-            logging.warning(f"a session could not be used, it is set aside: {error}")
-            self.entries.remove(entry)
-            name, at = entry.path.name, self._handle
-            with suppress(OSError):
-                os.replace(name, name + ASIDE, src_dir_fd=at, dst_dir_fd=at)
+            logging.warning(f"a session could not be used, it is removed: {error}")
         if not self._ranks.least(cache is not None):
-            self._drop([entry] if cache is not None else [])
+            self._drop([entry])
             return None
         self.found += 1
         entry.trims = can_trim_prompt_cache(cache)  # files of earlier versions do not tell

@@ -50,9 +50,7 @@ class CacheShape:
         if self.config is None:
             return self.fixed + self.full * self._room(tokens, chunk, padded)
         c = self.config
-        pages = (
-            max(0, tokens - c.sink) // c.page
-        )  # a cache that was trimmed may have no exact tokens
+        pages = max(0, tokens - c.sink) // c.page  # one that was trimmed may have no exact tokens
         if self.together:
             held = ragged.window_tokens(c)
             # One that runs alone grows as `grown` says, and several together fill up to such a number.

@@ -105,17 +105,6 @@ class Sessions:
         """Their size if each had its own copy."""
         return sum(session.nbytes for session in list(self.entries))
 
-    @property
-    def bytes_in_use(self) -> int:
-        """Bytes of the tokens that are held, without room to grow."""
-        counts = [len(session.tokens) for session in list(self.entries)]
-        return sum(self.memory.in_use(count, rests=True) for count in counts)
-
-    @property
-    def bytes_fp16(self) -> int:
-        """The same in plain 16-bit caches."""
-        return sum(self.memory.fp16(len(session.tokens)) for session in list(self.entries))
-
     def shrink(self, room: int | None = None) -> None:
         """Evict the least recently used until the rest fits into `room` bytes (default: the memory's)."""
         room = self.memory.room if room is None else room

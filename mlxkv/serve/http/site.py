@@ -80,19 +80,24 @@ class Site:
         }
         if not is_operator:
             return document
+        # Bytes of the tokens that are held, by the rule of `models.usage`; 16 bits by the same.
+        active = [job.cache_tokens for job in list(engine.jobs.values())]
+        kept = [len(session.tokens) for session in list(sessions.entries)]
+        bytes_active = sum(map(memory.in_use, active))
+        bytes_kept = sum(memory.in_use(tokens, rests=True) for tokens in kept)
+        fp16_active, fp16_kept = sum(map(memory.fp16, active)), sum(map(memory.fp16, kept))
         return document | {
             # The same beside what is promised now: a request of so many tokens is admitted.
             "safe_tokens": memory.longest(self.served.longest, beside=True),
             "memory": {
                 "bound_bytes": memory.bound,
                 "promised_bytes": memory.promised,
-                # Of the tokens that are held, by the rule of `models.usage`; 16 bits by the same.
-                "bytes": engine.kv_bytes + sessions.bytes_in_use,
-                "bytes_fp16": engine.kv_bytes_fp16 + sessions.bytes_fp16,
-                "active_bytes": engine.kv_bytes,
-                "active_bytes_fp16": engine.kv_bytes_fp16,
-                "sessions_bytes": sessions.bytes_in_use,
-                "sessions_bytes_fp16": sessions.bytes_fp16,
+                "bytes": bytes_active + bytes_kept,
+                "bytes_fp16": fp16_active + fp16_kept,
+                "active_bytes": bytes_active,
+                "active_bytes_fp16": fp16_active,
+                "sessions_bytes": bytes_kept,
+                "sessions_bytes_fp16": fp16_kept,
                 # With room to grow; parts that sessions share count once, or (apart) each time.
                 "allocated_bytes": engine.kv_allocated + sessions.nbytes,
                 "active_allocated_bytes": engine.kv_allocated,
