@@ -1,7 +1,8 @@
 """Measure `mlxkv serve` from outside: `python -m experiments.serving --model MODEL`. Linux, for /proc.
 
     reuse   seconds to the first token of a prompt that is new, of one that begins with it (another question about the
-            same text), of other chats behind one system prompt, and once more after a restart, from --kv-disk
+            same text), of other chats behind one system prompt, and once more after a restart, from --kv-disk; and the
+            share of their bytes that these caches take, since what they have in common is stored once
     load    start-up; requests a second by 1 and by 8 clients, of /health and of completions of one token; memory and
             processor time with 2,000 connections that wait
 
@@ -54,6 +55,12 @@ class Running:
                 yield json.loads(data[6:])
         line.close()
 
+    def get(self, path: str) -> dict:
+        """Return a document."""
+        line = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        line.request("GET", path)
+        return json.loads(line.getresponse().read())
+
     def memory(self) -> int:
         """Return the bytes that the process has in memory."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
@@ -96,8 +103,8 @@ def first_token(server: Running, salt: int, *messages: str) -> tuple[float, floa
     return seconds, processor, usage["prompt_tokens"], cached
 
 
-def reuse(model: str, rounds: int, tokens: int) -> dict[str, list]:
-    """Rows of `first_token`, the fastest of all rounds, by what was asked."""
+def reuse(model: str, rounds: int, tokens: int) -> tuple[dict[str, list], float]:
+    """Rows of `first_token`, the fastest of all rounds, by what was asked; and the share of bytes."""
     text = "\n\n".join(corpus.interleaved("evaluation"))[: 10 * tokens // 3]
     rule = f"You answer questions about this text.\n\n{text}"
     found: dict[str, list] = {}
@@ -116,11 +123,14 @@ def reuse(model: str, rounds: int, tokens: int) -> dict[str, list]:
                 ask("a system prompt, new", server, rounds + i, rule, QUESTIONS[0])
                 for question in QUESTIONS[1:]:
                     ask("another chat behind it", server, rounds + i, rule, question)
+            memory = server.get("/v1/kv")["memory"]
+            bytes_apart = memory["sessions_allocated_bytes_apart"]
+            share = memory["sessions_allocated_bytes"] / bytes_apart
         with started(model, *options) as server:
             for i in range(rounds):
                 ask("the text after a restart", server, i, "Be brief.", document + QUESTIONS[2])
                 ask("and once more", server, i, "Be brief.", document + QUESTIONS[0] + "?")
-    return {what: min(rows) for what, rows in found.items()}
+    return {what: min(rows) for what, rows in found.items()}, share
 
 
 def burst(ask: Callable[[HTTPConnection], None], port: int, clients: int) -> tuple[int, float]:
@@ -196,12 +206,13 @@ def main(argv: list[str] | None = None) -> None:
     at_least("--rounds", args.rounds, 1)
     start, document = time.perf_counter(), {}
     if "reuse" in args.measures:
-        document["reuse"] = reuse(args.model, args.rounds, args.tokens)
+        document["reuse"], share = reuse(args.model, args.rounds, args.tokens)
         console.say(
             "| first token | clock | processor | prompt, reused tokens |\n|---|---|---|---|"
         )
         for what, (seconds, processor, total, cached) in document["reuse"].items():
             console.say(f"| {what} | {seconds:.2f} s | {processor:.2f} s | {total}, {cached} |")
+        console.say(f"all sessions take {share:.0%} of the bytes of separate copies")
     if "load" in args.measures:
         document["load"] = load(args.model, args.rounds)
         for what, value in document["load"].items():

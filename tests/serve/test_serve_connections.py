@@ -117,6 +117,15 @@ def sized(body: bytes) -> bytes:
 # -- requests
 
 
+def test_small_replies_leave_at_once():
+    with running() as server, connect(server) as line:
+        line.sendall(GET)
+        assert reply(line)[0] == 200
+        (one,) = server.limits.wires
+        there = one.transport.get_extra_info("socket")
+        assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_one_connection_has_many_requests(echo):
     with connect(echo) as line:
         for i in range(5):

@@ -68,6 +68,13 @@ def nearest(
     return sorted(usable, key=lambda pair: (-pair[0], len(pair[1].tokens)))
 
 
+def replaced(sessions: list[Session], new: Session) -> list[Session]:
+    """Those in whose place a new one serves: its starts, where it can be cut back to them, and itself."""
+    ids = np.array(new.tokens, np.int64)
+    starts = [x for x in sessions if x.tenant == new.tenant and x.shared(ids) == len(x.tokens)]
+    return starts if new.trims else [x for x in starts if len(x.tokens) == len(ids)]
+
+
 class Disk:
     """Files of one model and preset in a folder below `base`, of at most `limit` bytes together: the least
     recently used are removed first. loaded: the model. ranks: of several processes each has a folder of its own, and
@@ -153,9 +160,7 @@ class Disk:
             return
         self.saved += 1
         entry = Session(tokens, tenant, can_trim_prompt_cache(cache), size, path=path)
-        if entry.trims:  # else a start of it serves where it cannot: a window has moved on
-            starts = nearest(self.entries, tokens, tenant)
-            self._drop([each for count, each in starts if count == len(each.tokens)])
+        self._drop(replaced(self.entries, entry))
         self.entries.append(entry)
         self._bound()
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 
-import numpy as np
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache
 
 from mlxkv.models.taking_back import cut_back
-from mlxkv.serve.caches.disk import Disk, Session, nearest
+from mlxkv.serve.caches.disk import Disk, Session, nearest, replaced
 from mlxkv.serve.caches.memory import Memory
 from mlxkv.serve.caches.shelf import Shelf
 
@@ -83,17 +82,10 @@ class Sessions:
 
     def _insert(self, tokens: list[int], cache: list, tenant: str) -> None:
         self.shelf.put(tokens, cache, tenant)
-        trims, ids = can_trim_prompt_cache(cache), np.array(tokens, np.int64)
-
-        def is_needless(session: Session) -> bool:
-            """Return whether the new one serves in its place."""
-            count = len(session.tokens)
-            is_start = session.tenant == tenant and session.shared(ids) == count
-            return is_start and (trims or count == len(tokens))
-
-        self.entries = [session for session in self.entries if not is_needless(session)]
-        size = sum(layer.nbytes for layer in cache)
-        self.entries.append(Session(tokens, tenant, trims, size, cache=cache))
+        trims, size = can_trim_prompt_cache(cache), sum(layer.nbytes for layer in cache)
+        session = Session(tokens, tenant, trims, size, cache=cache)
+        needless = replaced(self.entries, session)
+        self.entries = [*(each for each in self.entries if each not in needless), session]
 
     @property
     def nbytes(self) -> int:
