@@ -69,7 +69,7 @@ def nearest(
 
 
 def replaced(sessions: list[Session], new: Session) -> list[Session]:
-    """Those in whose place a new one serves: its starts, where it can be cut back to them, and itself."""
+    """Return those in whose place a new one serves: its starts, where it can be cut back to them, and itself."""
     ids = np.array(new.tokens, np.int64)
     starts = [x for x in sessions if x.tenant == new.tenant and x.shared(ids) == len(x.tokens)]
     return starts if new.trims else [x for x in starts if len(x.tokens) == len(ids)]
