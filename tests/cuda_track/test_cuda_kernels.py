@@ -386,9 +386,8 @@ def test_kernels_compile_for_hopper(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 8
+    assert len(lines) == 7
     stacks = {line.split(":")[0]: int(re.search(r"(\d+) stack", line)[1]) for line in lines}
     if tuple(map(int, version("triton").split(".")[:2])) >= (3, 9):
-        channels = [stacks.pop(f"attend int{bits} channels") for bits in (4, 2)]
-        assert max(channels) <= 64, lines
+        assert stacks.pop("attend int2 channels") <= 64, lines
     assert sum(stacks.values()) <= 8, lines

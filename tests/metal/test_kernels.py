@@ -8,7 +8,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make
 from random_models import random_model
-from record_sides import pack_side, unpack_side
+from record_sides import pack_side, seal_by_ops, unpack_side
 from samples import data, rms, softmax
 from small_cache import ATTEND, SMALL, TIES, layout, walk
 
@@ -95,18 +95,13 @@ def test_scores_that_grow_along_the_records():
 def check_attend(case, sinks, softcap=None, ramp=1):
     """ramp: how much larger the last stored keys are than the first."""
     dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, window, dtype = case
-    both = layout(k_bits, 64, False, dims, True), layout(v_bits, 32, True, dims, False)
-    whole = RecordLayout(*both)
+    specs = Affine(k_bits, 64), Affine(v_bits, 32, True)
     x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
     x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
-    buffer = seal.seal(x, whole, make)
+    buffer, whole, held = seal_by_ops(x, specs)
     up = mx.array(np.linalg.qr(data(dims, dims, seed=5))[0])
     run = kernels.Run(buffer, count, whole, 1, (None, Transform(up.T, up)))  # of count + 2 records
-    paged = [
-        kernels.unseal_side(dataclasses.replace(run, records=count + 2), side, mx.float32, make)
-        for side in (True, False)
-    ]
-    paged = [x[:, :, : count * 16] for x in paged]
+    paged = [y[:, :, : count * 16] for y in held]
     shape = (1, kv_heads, n_sink + n_live + 7, dims)
     windows = [mx.array(data(*shape, seed=2 + i)).astype(dtype) for i in range(2)]
     sink = tuple(y[:, :, :n_sink] for y in windows) if n_sink else None

@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from on_emulator import make
-from record_sides import pack_side
+from record_sides import seal_by_ops
 from sealing import INT2, INT3, INT4, INT8, check, data, layout, orthogonal, seal_and_check
 
-from mlxkv.codec import affine, packing, transform
+from mlxkv.codec import transform
 from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import Affine
 from mlxkv.metal import seal
@@ -20,10 +20,7 @@ def test_without_transform_it_is_its_plain_ops_twin_to_the_bit(subtests):
     for dims, bits, group, symmetric in [
         (64, 4, 32, True),
         (80, 3, 64, False),
-        (96, 8, 0, False),
         (128, 2, 32, False),
-        (128, 4, 64, False),
-        (256, 3, 64, False),
         (512, 4, 64, False),
         (40, 4, 0, True),
         (33, 8, 0, False),
@@ -34,13 +31,8 @@ def test_without_transform_it_is_its_plain_ops_twin_to_the_bit(subtests):
             pair = [data(1, 2, 48, dims, seed=i) for i in range(2)]
             pair[0][0, 0, 5] = 0.0  # groups of zeros, and of one value
             pair[1][0, 1, 7] = 1000.3
-            whole = layout((spec, spec), (dims, dims))
-            twins = []
-            for x, at in zip(pair, (whole.keys, whole.values), strict=True):
-                stored = affine.encode(spec, x, 16)
-                codes = packing.unpack(stored["codes"], bits, dims)
-                twins.append(pack_side(codes, stored["scale"], stored.get("bias"), at))
-            assert mx.array_equal(seal.seal(pair, whole, make), mx.concatenate(twins, -1))
+            twin, whole, _ = seal_by_ops(pair, (spec, spec))
+            assert mx.array_equal(seal.seal(pair, whole, make), twin)
 
 
 def test_butterflies_give_what_the_matrix_of_the_spec_gives(subtests):
@@ -68,8 +60,7 @@ def test_butterflies_give_what_the_matrix_of_the_spec_gives(subtests):
 def test_scales_per_channel_follow_the_butterflies(subtests):
     """SRFT paper, section 7.1: x lambda between the transform and the abs-max of a group, in one dispatch."""
     for dims, dtype in [
-        (64, mx.float32),
-        (128, mx.float16),
+        (64, mx.float16),
         (512, mx.bfloat16),
     ]:
         with subtests.test(dims=dims, dtype=dtype):
@@ -109,11 +100,10 @@ def test_a_token_a_hundred_times_larger_leaves_the_other_of_its_pair_alone(subte
 
 def test_impulses_come_out_as_the_rows_of_the_matrix():
     """Each entry of the matrix, seen through 8 bits: a fault in one twiddle cannot hide."""
-    for name in ("hadamard", "srft"):
-        for dims in (64, 256):
-            x = mx.eye(dims)[None, None]
-            pair, made = (x, x), transform.make(name, dims, 1)
-            seal_and_check(pair, (INT8, INT8), (made, made))
+    for name, dims in (("hadamard", 256), ("srft", 64)):
+        x = mx.eye(dims)[None, None]
+        pair, made = (x, x), transform.make(name, dims, 1)
+        seal_and_check(pair, (INT8, INT8), (made, made))
 
 
 def matrix(dims, heads, rank=None, seed=0):
@@ -123,7 +113,6 @@ def matrix(dims, heads, rank=None, seed=0):
 
 def test_a_few_tokens_are_multiplied_by_a_square_matrix_in_the_kernel(subtests):
     for dims, heads, dtype in [
-        (64, 2, mx.float32),
         (96, 0, mx.bfloat16),
         (256, 2, mx.float16),
     ]:

@@ -9,6 +9,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_mma, make_tiles
 from random_models import random_model
+from record_sides import seal_by_ops
 from samples import data, rms, softmax
 from small_cache import SMALL, TIES, layout, walk
 
@@ -17,9 +18,10 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.view import TILES
 from mlxkv.codec.transform import Transform
 from mlxkv.codec.transform import make as make_transform
+from mlxkv.formats.config import Affine
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import RecordLayout
-from mlxkv.metal import attend, launch, seal, tiles
+from mlxkv.metal import launch, tiles
 from mlxkv.metal.attend import Run
 from mlxkv.metal.lengths import alone
 from mlxkv.models import attach, detach
@@ -61,17 +63,13 @@ def attended(
 ):
     """(output, what softmax over the decoded pages gives). ramp: how much larger the last stored keys are."""
     dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, window, dtype = case
-    (k_group, k_symmetric), (v_group, v_symmetric) = formats
-    both = RecordLayout(
-        layout(k_bits, k_group, bool(k_symmetric), dims, True),
-        layout(v_bits, v_group, bool(v_symmetric), dims, False),
-    )
+    specs = [Affine(b, g, bool(s)) for b, (g, s) in zip((k_bits, v_bits), formats, strict=True)]
     x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
     x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
-    buffer = seal.seal(tuple(x), both, make)
+    buffer, both, held = seal_by_ops(x, specs)
     turn = transform if isinstance(transform, Transform) else make_transform(transform, dims, 0)
     run = Run(buffer, count, both, 1, (turn, turn))
-    paged = [attend.unseal_side(run, side, mx.float32, make) for side in (True, False)]
+    paged = [y[:, :, : count * 16] for y in held]
     if turn is not None:
         paged = [turn.restore(p) for p in paged]
     shape = (1, kv_heads, n_sink + n_live + 7, dims)
@@ -110,9 +108,8 @@ def test_scores_that_grow_along_the_records(subtests):
             assert rms(out, spec) < 1e-2
 
 
-# Lane maps of CUDA and Metal in turn, of the first shapes both.
+# Lane maps of CUDA and Metal in turn.
 TURNS = [(case, (make_mma, make_tiles)[i % 2]) for i, case in enumerate(SHAPES)]
-TURNS += [(SHAPES[0], make_tiles), (SHAPES[1], make_mma)]
 
 
 def test_attend_is_softmax_over_what_is_stored(subtests):
@@ -167,9 +164,8 @@ def test_queries_of_any_size_stay_finite():
     """Offsets of codes are multiplied with the queries' sums: halves must hold them."""
     case = (64, 4, 1, 1, 9, 16, 20, 4, 4, 0, mx.float16)
     dims, count = case[0], case[4]
-    both = RecordLayout(*(layout(4, 64, False, dims, side) for side in (True, False)))
     x = mx.array(data(1, 1, count * 16, dims))
-    buffer = seal.seal((x, x), both, make)
+    buffer, both, _ = seal_by_ops((x, x), (Affine(4, 64), Affine(4, 64)))
     live = tuple(mx.array(data(1, 1, 20, dims, seed=2)).astype(mx.float16) for _ in range(2))
     q = mx.full((1, 4, 1, dims), 200.0, mx.float16)
     for factory in (make_tiles, make_mma):

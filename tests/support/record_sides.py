@@ -1,6 +1,9 @@
-"""One side of page records, by codes, scales and biases."""
+"""One side of page records, by codes, scales and biases; both, by plain ops."""
 
-from mlxkv.codec import records
+import mlx.core as mx
+
+from mlxkv.codec import affine, packing, records
+from mlxkv.formats.records import RecordLayout, side_layout
 
 
 def pack_side(codes, scale, bias, at):
@@ -12,3 +15,16 @@ def unpack_side(words, at):
     """[..., N, words] -> codes, scale, bias (None where the format has none)."""
     codes, numbers = records.unpack(words, at)
     return codes, numbers["scale"], numbers.get("bias")
+
+
+def seal_by_ops(pair, specs):
+    """Seal keys and values [B, G, T, R] without a transform: (records, their layout, the numbers that they hold)."""
+    sides = zip(pair, specs, (True, False), strict=True)
+    whole = RecordLayout(*(side_layout(spec, x.shape[-1], 64, keys) for x, spec, keys in sides))
+    words, held = [], []
+    for x, spec, at in zip(pair, specs, (whole.keys, whole.values), strict=True):
+        stored = affine.encode(spec, x, 16)
+        codes = packing.unpack(stored["codes"], spec.bits, at.dims)
+        words.append(pack_side(codes, stored["scale"], stored.get("bias"), at))
+        held.append(affine.decode(spec, stored, at.dims, 16, mx.float32))
+    return mx.concatenate(words, -1), whole, held

@@ -85,10 +85,6 @@ CASES = {
     "attend int2 channels": (
         *(attend_kernel, {**SIZES, **PAGES, **both(INT2), **BY_CHANNEL}, ("int2", 128), 1),
     ),
-    "attend int4 channels": (
-        *(attend_kernel, {**SIZES, **PAGES, **both(SIDE), "K_GROUPS": 1, "CHANNEL": 64}),
-        *(("int4", 128), 1),
-    ),
     "queries of many": (many_queries_kernel, {**TURN, **SIDE, "M": 8}, None, 8),
     "merge of many": (
         many_merge_kernel,
