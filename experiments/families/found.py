@@ -43,7 +43,8 @@ class Family:
     """Result of one family.
 
     built: name of its class. skipped: why nothing was compared. layers: reports. exact: distance of the logits
-    to the plain model's with lossless pages. int4: whether int4 runs. fault: what is wrong.
+    to the plain model's with lossless pages. int4, kl: whether int4 runs, and its divergence from the plain
+    model in nats (mlx-vlm). fault: what is wrong.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Family:
     layers: tuple[LayerReport, ...] = ()
     exact: float | None = None
     int4: bool = False
+    kl: float | None = None
     fault: str = ""
 
     @property
@@ -102,13 +104,16 @@ class Survey:
     """All families of one library.
 
     name: of the experiment. head: of its page. kind: "family" or "file". plain: clause about those without
-    compressed layers. skipped: about those that were not compared. classes: whether names of classes are a column.
+    compressed layers. skipped: about those that were not compared. column, cell: the last of the table, and its
+    text for a family. classes: whether names of classes are a column.
     """
 
     name: str
     head: str
     plain: str
     skipped: str
+    column: str
+    cell: Callable[[Family], str]
     kind: str = "family"
     classes: bool = False
 
@@ -124,7 +129,6 @@ class Survey:
             "compressed",
             "the rest",
             "equal",
-            "int4",
         ]
         versions_used = ", ".join(f"{name} {number}" for name, number in versions().items())
         plural = "files" if self.kind == "file" else "families"
@@ -134,8 +138,8 @@ class Survey:
                 f"{len(results)} {plural}: {len(built)} built and compared, {len(compressed)} of them with "
                 f"compressed layers, {len(built) - len(compressed)} {self.plain}; {len(faults)} with a fault. "
                 f"{len(skipped)} {self.skipped}\n",
-                _line(columns),
-                "|" + "---|" * len(columns),
+                _line([*columns, self.column]),
+                "|" + "---|" * (len(columns) + 1),
                 *(self._row(family) for family in sorted(built, key=lambda family: family.name)),
                 "\n## Not compared\n",
                 _line([self.kind, "why"]),
@@ -148,8 +152,7 @@ class Survey:
     def _row(self, family: Family) -> str:
         count = f"{ranges(family.compressed)} of {len(family.layers)}" if family.compressed else "-"
         cells = [family.name, *([family.built] if self.classes else []), count, family.why or "-"]
-        runs = "yes" if family.int4 else "-"
-        cells += [f"**{family.fault}**", ""] if family.fault else ["yes", runs]
+        cells += [f"**{family.fault}**", ""] if family.fault else ["yes", self.cell(family)]
         return _line(cells)
 
     def run(
@@ -158,7 +161,7 @@ class Survey:
         arguments: list[str] | None,
         names: Collection[str],
         measure: Callable[[str], Family],
-        short: Sequence[str],
+        short: Sequence[str] = (),
     ) -> None:
         """Run the command: measure the families named, or all, in a process of their own, and write the page. short:
         for CI. Raises MachineError if one has a fault."""
@@ -166,13 +169,14 @@ class Survey:
         parser.add_argument(
             "names", nargs="*", help="families, by the library's names; default: all"
         )
-        parser.add_argument("--short", action="store_true", help="the part that CI runs")
+        if short:
+            parser.add_argument("--short", action="store_true", help="the part that CI runs")
         parser.add_argument("--out", type=Path, help="write the table here")
         args = parser.parse_args(arguments)
         check_out(args.out)
         if unknown := [name for name in args.names if name not in names]:
             raise UserError(f"[{self.name}] no {self.kind} {unknown[0]!r} in this library")
-        chosen = args.names or (short if args.short else list(names))
+        chosen = args.names or (short if short and args.short else list(names))
         results, start = [], time.perf_counter()
         for family in apart(measure, chosen):
             results.append(family)

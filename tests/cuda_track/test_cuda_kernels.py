@@ -14,6 +14,7 @@ import torch
 from emulator import build
 from methods import METHODS, names
 
+from cuda_track import bench
 from cuda_track.cache import choose
 from cuda_track.cache.attention import attend, why_not
 from cuda_track.cache.compressed import CompressedKVCache
@@ -369,6 +370,15 @@ def test_an_infinite_number_is_sealed_as_plain_ops_do(name, monkeypatch):
     right = code.encode(x)
     assert right["scale"].max() == 65504 and torch.equal(found["bias"], right["bias"])
     torch.testing.assert_close(found["scale"], right["scale"], rtol=2**-10, atol=0)
+
+
+def test_the_benchmark_checks_what_it_times(monkeypatch):
+    shape, config = bench.Shape(2, 2, 1, 64, 2 * 64), bench.FORMATS["int4"]
+    torch.manual_seed(0)
+    assert bench.checked(config, shape, torch.float16, launch.Launch()) < bench.BOUND
+    attend = launch.attend
+    monkeypatch.setattr(launch, "attend", lambda *a, **k: attend(*a, **k) * 1.01)
+    assert bench.checked(config, shape, torch.float16, launch.Launch()) > bench.BOUND
 
 
 @pytest.mark.slow

@@ -1,0 +1,61 @@
+"""The table of mlx-vlm's families: a dozen of them, and the page."""
+
+import pytest
+
+pytest.importorskip("mlx_vlm")
+
+from experiments.families import found as survey  # noqa: E402
+from experiments.families import vlm  # noqa: E402
+from experiments.families.found import Family  # noqa: E402
+from experiments.families.vlm import SURVEY, family  # noqa: E402
+from experiments.families.vlm_building import families  # noqa: E402
+from mlxkv.errors import MachineError, UserError  # noqa: E402
+from mlxkv.models.catalog.reports import LayerReport  # noqa: E402
+
+FULL = ["qwen3", "qwen2_5_vl", "smollm3"]
+MIXED = ["gemma4", "gpt_oss", "qwen3_5", "falcon_h1", "deepseek_v3"]
+
+
+@pytest.mark.slow
+def test_the_text_is_that_of_plain_caches(subtests):
+    """While nothing is sealed; behind it the divergence of 4 bits is bounded."""
+    for name in FULL + MIXED:
+        with subtests.test(name=name):
+            found = family(name)
+            assert not found.fault and not found.skipped
+            assert 0 < found.kl < vlm.KL
+            assert len(found.compressed) == len(found.layers) if name in FULL else found.compressed
+
+
+def test_what_is_not_compressed_runs_with_a_reason(subtests):
+    for name in ["gemma2", "mamba2"]:
+        with subtests.test(name=name):
+            found = family(name)
+            assert not found.fault and not found.skipped and found.kl is None
+            assert not found.compressed and found.why
+
+
+def test_a_fault_is_shown_and_ends_with_an_error(monkeypatch, capsys):
+    layer = LayerReport(0, "full", False, "a | reason")
+    bad = Family("llama", layers=(layer,), fault="bad")
+    monkeypatch.setattr(survey, "apart", lambda measure, names: [bad for _ in names])
+    with pytest.raises(MachineError, match="1 of 1 have a fault: llama"):
+        vlm.main(["llama"])
+    out = capsys.readouterr().out
+    assert "| llama | - | 0 (full: a / reason) | **bad** |  |" in out and "1 with a fault" in out
+
+
+def test_names_are_those_of_mlx_vlm():
+    assert len(families()) > 150
+    with pytest.raises(UserError, match="no family 'lama'"):
+        vlm.main(["lama"])
+
+
+def test_the_page_counts():
+    skipped, plain = Family("a", skipped="no | language model"), Family("b")
+    text = SURVEY.page([skipped, plain], "command")
+    assert (
+        "2 families: 1 built and compared, 0 of them with compressed layers, 1 run as they are"
+        in text
+    )
+    assert "| a | no / language model |" in text
