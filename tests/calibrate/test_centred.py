@@ -88,6 +88,21 @@ def test_maps_are_made_for_what_is_left_without_the_mean(model, made):
             assert spec.cost(raw[g].astype(np.float64), left, reads[g]) > 1.05 * least
 
 
+def test_maps_are_made_for_the_queries_that_a_calibration_holds(made):
+    keys = made.layers["0"].keys
+    rows = np.random.default_rng(0).standard_normal((2, 40, 64)) * np.geomspace(1, 30, 64)
+    reads = rows.swapaxes(1, 2) @ rows
+    layer = dataclasses.replace(keys, queries=reads.astype(np.float32))
+    down, sigma = layers.directions(layer, True)
+    noise = layers.subspace.stored_moment(keys.balance)
+    for g, mean in enumerate(keys.mean.astype(np.float64)):
+        left = spec.regular(spec.about_mean(noise[g], mean))
+        best, exact = spec.balanced(left, spec.regular(reads[g]))
+        np.testing.assert_allclose(sigma[g] / sigma[g].sum(), exact / exact.sum(), atol=1e-4)
+        assert spec.cost(down[g], left, reads[g]) < 1.01 * spec.cost(best, left, reads[g])
+    assert np.abs(layers.directions(keys, True)[1] / sigma - 1).max() > 0.5
+
+
 def test_both_tracks_have_the_same_maps_and_means(made):
     for kinds in (KINDS, ("oscar-centred", "oscar")):
         ours, theirs = maps.of(made, kinds)["1"], torch_maps.of(made, kinds)["1"]
