@@ -30,15 +30,7 @@ pytestmark = pytest.mark.usefixtures("trusted")
 
 HEADS, KV_HEADS, DIMS = 4, 2, 64
 POOL = 4096  # tokens that walks draw from
-KINDS = (
-    "int4",
-    "int8",
-    "polar",
-    "turbo-int3",
-    "int8/int4",
-    "oja-0.5+int4",
-    "int4+keep0.5",
-)
+KINDS = ("int4", "int8", "polar", "turbo-int3", "int8/int4", "oja-0.5+int4", "int4+keep0.5")
 
 
 @lru_cache

@@ -7,18 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from low_rank_cache import (
-    DIMS,
-    HEADS,
-    KV_HEADS,
-    RANK,
-    SCALE,
-    cache,
-    close,
-    data,
-    feed,
-    start,
-)
+from low_rank_cache import DIMS, HEADS, KV_HEADS, RANK, SCALE, cache, close, data, feed, start
 from mlx_lm.models.cache import KVCache
 from on_emulator import make
 
@@ -133,10 +122,7 @@ def test_the_first_chunk_teaches_before_it_is_sealed():
     seen = spec.importance(np.array(q[:, :, -32:], np.float64), np.array(k, np.float64), SCALE)
     at = spec.salient(seen, round(0.05 * 128))[0]
     turns = sample(KV_HEADS, (DIMS, DIMS), one.config.fitted)
-    for x, now, was in (
-        (k, one.basis.keys, turns.keys),
-        (v, one.basis.values, turns.values),
-    ):
+    for x, now, was in ((k, one.basis.keys, turns.keys), (v, one.basis.values, turns.values)):
         expected = spec.update(
             np.array(was.down, np.float64), np.array(x[0], np.float64)[:, at], 0.1
         )
@@ -352,12 +338,7 @@ def test_selection_keeps_what_the_last_queries_look_at_and_positions():
 
 @pytest.mark.parametrize(
     "name",
-    (
-        "kivi-int2+keep0.5",
-        "turbo-int2+keep0.5",
-        "polar-tree+keep0.5",
-        "oja-r24+srft-int3+keep0.5",
-    ),
+    ("kivi-int2+keep0.5", "turbo-int2+keep0.5", "polar-tree+keep0.5", "oja-r24+srft-int3+keep0.5"),
 )
 def test_selection_goes_with_every_format(name):
     """Where tokens share scales, whole pages go."""

@@ -29,14 +29,7 @@ from mlxkv.models import attach, detach
 pytestmark = pytest.mark.usefixtures("trusted")
 
 HEADS, DIMS = 2, 64
-CALIBRATED = (
-    "oscar-int4",
-    "int2",
-    "static-0.75+int4",
-    "centred-int3",
-    "oja-0.75",
-    "oja-0.5+int4",
-)
+CALIBRATED = ("oscar-int4", "int2", "static-0.75+int4", "centred-int3", "oja-0.75", "oja-0.5+int4")
 INT4 = replace(parse_kv("naive-int4"), sink=4, recent=16, page=16)
 
 

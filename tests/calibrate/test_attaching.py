@@ -4,9 +4,7 @@ import dataclasses
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import (
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
 
 from mlxkv.cache.adaptive import AdaptiveKVCache

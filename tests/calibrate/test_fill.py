@@ -200,17 +200,8 @@ def test_layers_share_a_budget_and_the_error_falls_with_it(model, made):
 
 def test_a_model_whose_layers_differ_in_kv_heads_keeps_the_rate():
     mx.random.seed(0)
-    args = {
-        "num_query_heads": [2, 4, 6],
-        "num_kv_heads": [1, 2, 6],
-        "ffn_multipliers": [1, 1, 1],
-    }
-    sizes = {
-        "num_transformer_layers": 3,
-        "model_dim": 64,
-        "vocab_size": 64,
-        "ffn_dim_divisor": 16,
-    }
+    args = {"num_query_heads": [2, 4, 6], "num_kv_heads": [1, 2, 6], "ffn_multipliers": [1, 1, 1]}
+    sizes = {"num_transformer_layers": 3, "model_dim": 64, "vocab_size": 64, "ffn_dim_divisor": 16}
     one = openelm.Model(openelm.ModelArgs("openelm", head_dim=64, **sizes, **args))
     for n, layer in enumerate(
         one.layers

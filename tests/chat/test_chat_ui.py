@@ -11,12 +11,7 @@ import pytest
 from rich.console import Console
 
 from mlxkv.chat.session import Session
-from mlxkv.chat.terminal import (
-    LONG_PROMPT,
-    interactive,
-    prefill_bar,
-    stop_on_interrupt,
-)
+from mlxkv.chat.terminal import LONG_PROMPT, interactive, prefill_bar, stop_on_interrupt
 from mlxkv.chat.typed import History
 from mlxkv.console import plain
 

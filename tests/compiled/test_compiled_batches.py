@@ -10,10 +10,7 @@ from copy import deepcopy
 import mlx.core as mx
 import pytest
 from batches import together
-from mlx_lm.models.cache import (
-    BatchRotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import BatchRotatingKVCache, make_prompt_cache
 from on_emulator import make, make_tiles
 from random_models import random_model, tokens
 from small_cache import SMALL

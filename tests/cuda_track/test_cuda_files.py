@@ -65,10 +65,7 @@ def test_records_of_bits_by_direction_are_the_same_bits(subtests):
         with subtests.test(widths=widths):
             spec, rng = Fill(2.0, widths), np.random.default_rng(len(widths))
             x = rng.standard_normal((2, 1, 64, spec.dims)).astype(np.float32)
-            ours, theirs = (
-                Codec(Side(spec), spec.dims, 64),
-                MlxCodec(Side(spec), spec.dims, 64),
-            )
+            ours, theirs = (Codec(Side(spec), spec.dims, 64), MlxCodec(Side(spec), spec.dims, 64))
             stored = ours.encode(torch.from_numpy(x))
             codes = theirs.encode(mx.array(x))
             right = mlx_records.to_records({"keys": codes, "values": codes}, (theirs, theirs))

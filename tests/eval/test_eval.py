@@ -221,11 +221,7 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
         name: replace(layer, keys=replace(layer.keys, clips={"int2 g128": 0.5}))
         for name, layer in own.layers.items()
     }
-    changed = {
-        "own": own,
-        "clips": replace(own, layers=layers),
-        "parts": replace(own, parts="u"),
-    }
+    changed = {"own": own, "clips": replace(own, layers=layers), "parts": replace(own, parts="u")}
     for name, made in changed.items():
         files[name] = tmp_path / f"{name}.safetensors"
         artifact.write(files[name], made)

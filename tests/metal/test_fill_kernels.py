@@ -110,10 +110,7 @@ def test_zeros_and_huge_numbers_are_sealed_as_plain_ops_do():
     turns = sample(1, (64, 64), config.fitted)
     x = data(1, 1, PAGE, 64)
     x[0, 0, 3], x[0, 0, 7], x[0, 0, 9] = 0, x[0, 0, 7] * 1e6, x[0, 0, 9] * 1e-7
-    made = (
-        Records(config, (64, 64), make, False, turns),
-        Codes(config, (64, 64), turns),
-    )
+    made = (Records(config, (64, 64), make, False, turns), Codes(config, (64, 64), turns))
     for store in made:
         store.append((mx.array(x), mx.array(x)), 1)
     assert same(sealed.codes_of(made[0]), made[1].state)

@@ -36,12 +36,7 @@ def test_without_transform_it_is_its_plain_ops_twin_to_the_bit(subtests):
 
 
 def test_butterflies_give_what_the_matrix_of_the_spec_gives(subtests):
-    for dims, dtype in [
-        (64, mx.float32),
-        (128, mx.bfloat16),
-        (256, mx.float16),
-        (512, mx.float32),
-    ]:
+    for dims, dtype in [(64, mx.float32), (128, mx.bfloat16), (256, mx.float16), (512, mx.float32)]:
         for name in ("hadamard", "srft"):
             with subtests.test(dims=dims, dtype=dtype, name=name):
                 pair = [data(2, 2, 32, dims, seed=i, dtype=dtype) for i in range(2)]
@@ -59,10 +54,7 @@ def test_butterflies_give_what_the_matrix_of_the_spec_gives(subtests):
 
 def test_scales_per_channel_follow_the_butterflies(subtests):
     """SRFT paper, section 7.1: x lambda between the transform and the abs-max of a group, in one dispatch."""
-    for dims, dtype in [
-        (64, mx.float16),
-        (512, mx.bfloat16),
-    ]:
+    for dims, dtype in [(64, mx.float16), (512, mx.bfloat16)]:
         with subtests.test(dims=dims, dtype=dtype):
             pair = [data(2, 2, 32, dims, seed=i, dtype=dtype) for i in range(2)]
             pair[0][1, 0, 3] = 0.0
@@ -112,10 +104,7 @@ def matrix(dims, heads, rank=None, seed=0):
 
 
 def test_a_few_tokens_are_multiplied_by_a_square_matrix_in_the_kernel(subtests):
-    for dims, heads, dtype in [
-        (96, 0, mx.bfloat16),
-        (256, 2, mx.float16),
-    ]:
+    for dims, heads, dtype in [(96, 0, mx.bfloat16), (256, 2, mx.float16)]:
         with subtests.test(dims=dims, heads=heads, dtype=dtype):
             made, other = matrix(dims, heads), matrix(dims, 2, seed=1)
             assert seal.seal_kind(made, dims, 64) == seal.DENSE

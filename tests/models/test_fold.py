@@ -94,10 +94,7 @@ def test_folded_weights_say_the_same(family, changes):
     assert rms(logits(model), plain_weights) < 1e-4  # still folded: the same function
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    (("llama", mx.float16), ("gemma3_text", mx.bfloat16)),
-)
+@pytest.mark.parametrize(("family", "dtype"), (("llama", mx.float16), ("gemma3_text", mx.bfloat16)))
 def test_16_bit_weights(family, dtype):
     model = random_model(family)
     made = measure.calibrate(model, TEXT[:512])

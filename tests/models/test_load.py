@@ -31,7 +31,7 @@ def test_a_folder_loads_and_is_attached(folder):
     assert (loaded.kv, loaded.kv_name) == (PRESETS["naive-int4"], "naive-int4")
     assert (loaded.path, loaded.name, loaded.context) == (folder, str(folder), 512)
     assert loaded.report() == [
-        "layers 0-1 (full attention): naive-int4, 4.5 bits per value, plain ops (no GPU here)",
+        "layers 0-1 (full attention): naive-int4, 4.5 bits per value, plain ops (no GPU here)"
     ]
     assert loaded.tokenizer.encode("w3 w5") == [3, 5] and loaded.tokenizer.eos_token_ids == {0}
     assert type(make_prompt_cache(loaded.model)[0]).__name__ == "CompressedKVCache"

@@ -35,9 +35,7 @@ TEMPLATE = (
     '"arguments": {{ tool_call.arguments | tojson }}}\n</tool_call>{% endfor %}'
     "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
-TOOLS = [
-    {"name": "read", "description": "Reads a file.", "input_schema": {"type": "object"}},
-]
+TOOLS = [{"name": "read", "description": "Reads a file.", "input_schema": {"type": "object"}}]
 SALTS = count()
 COMPARED: list[bool] = []  # whether a reply is that of a fresh request, to the last token
 

@@ -258,8 +258,7 @@ def test_blocks_become_messages():
 
 
 @pytest.mark.parametrize(
-    ("thinking", "wanted"),
-    [("enabled", True), ("adaptive", True), ("disabled", False)],
+    ("thinking", "wanted"), [("enabled", True), ("adaptive", True), ("disabled", False)]
 )
 def test_thinking_is_told_to_the_template(thinking, wanted):
     found = request(thinking={"type": thinking}).chat_template_kwargs

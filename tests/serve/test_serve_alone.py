@@ -7,18 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_sampler
-from serving import (
-    ENDLESS,
-    LONG,
-    asking,
-    complete,
-    held,
-    refused,
-    serving,
-    settled,
-    text_of,
-    until,
-)
+from serving import ENDLESS, LONG, asking, complete, held, refused, serving, settled, text_of, until
 
 from mlxkv.serve.apis.openai import Completion
 from mlxkv.serve.http.request import Request

@@ -98,8 +98,7 @@ def test_a_disk_that_is_full(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "number"),
-    [("fsync", errno.ENOSPC), ("replace", errno.EIO), ("utime", errno.EROFS)],
+    ("where", "number"), [("fsync", errno.ENOSPC), ("replace", errno.EIO), ("utime", errno.EROFS)]
 )
 def test_a_disk_that_fails(small, tmp_path, monkeypatch, where, number):
     disk = Disk(tmp_path, 1 << 30, small)

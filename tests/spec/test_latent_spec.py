@@ -49,10 +49,7 @@ def test_rotary_keys_are_a_part_of_each_head_s_key():
     )
     v = rng.standard_normal((1, HEADS, TOKENS, VALUES))
     joined = affine.attention(
-        np.concatenate([q, q_pe], -1),
-        np.concatenate([k, np.repeat(k_pe, HEADS, 1)], -1),
-        v,
-        SCALE,
+        np.concatenate([q, q_pe], -1), np.concatenate([k, np.repeat(k_pe, HEADS, 1)], -1), v, SCALE
     )
     split = affine.attention(q, k, v, SCALE, affine.rotary_scores(q_pe, k_pe, SCALE))
     np.testing.assert_allclose(split, joined, rtol=1e-10)

@@ -76,5 +76,5 @@ def _step_near(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 TABLES = {  # name: seed, maker, what the header says beside version and seed
-    "polar": (20271, polar, {"seed": "20271"}),
+    "polar": (20271, polar, {"seed": "20271"})
 }

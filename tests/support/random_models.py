@@ -92,12 +92,7 @@ MAMBA = {
     "num_experts": 2,
     "num_experts_per_tok": 1,
 }
-FALCON_H1 = {
-    "mamba_d_ssm": 32,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 8,
-    "mamba_d_state": 16,
-}
+FALCON_H1 = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 16}
 
 # What each family adds to BASE. The ones below the line cannot be compressed, or only in part.
 FAMILIES: dict[str, dict] = {

@@ -61,12 +61,7 @@ def small(config):
 def as_loaded(model, kv: str, config):
     """What `prompt_cache` reads of a loaded model."""
     return SimpleNamespace(
-        config={},
-        model=model,
-        name="stored",
-        fingerprint="5" * 16,
-        kv_name=kv,
-        kv=config,
+        config={}, model=model, name="stored", fingerprint="5" * 16, kv_name=kv, kv=config
     )
 
 

@@ -6,16 +6,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from mlxkv.formats.config import (
-    Affine,
-    Codebook,
-    Fill,
-    Full,
-    Half,
-    Polar,
-    PolarTree,
-    Side,
-)
+from mlxkv.formats.config import Affine, Codebook, Fill, Full, Half, Polar, PolarTree, Side
 from mlxkv.spec import affine as ref
 from mlxkv.spec import codebook, polar
 from mlxkv.spec import polar_tree as tree
@@ -30,10 +21,7 @@ def _fill(x: np.ndarray, spec: Fill) -> np.ndarray:
     return fill.decode(*fill.encode(x, spec.widths), spec.widths)
 
 
-TILES = {
-    Polar: _polar,
-    Fill: _fill,
-}  # [..., page, R] -> the same, decoded
+TILES = {Polar: _polar, Fill: _fill}  # [..., page, R] -> the same, decoded
 
 
 def stored(x: np.ndarray, side: Side, sink: int, pages: int, page: int) -> np.ndarray:

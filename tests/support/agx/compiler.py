@@ -27,7 +27,7 @@ CLANG = FOLDER / "clang" / "usr"
 TOOL = FOLDER / "compile"
 TIMEOUT = 600
 FLAGS = [  # names tell which function is the kernel
-    *("-target", "spir64", "-Wno-everything", "-fno-discard-value-names"),
+    *("-target", "spir64", "-Wno-everything", "-fno-discard-value-names")
 ]
 FRONT = [  # vectors of 16 would be refused later
     *("-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc", "-O2", "-S"),

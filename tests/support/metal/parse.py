@@ -39,10 +39,7 @@ WARNINGS = [  # and in the first text of each shape: these take as long as all t
     *("-Wall", *FEW, "-Wpre-c++17-compat", "-Wuninitialized", "-Wsometimes-uninitialized"),
     *("-Wreturn-type", "-Winfinite-recursion"),
 ]
-OF_RULE = {
-    "-Wpre-c++17-compat": "wording",
-    "-Wc++17-extensions": "wording",
-}
+OF_RULE = {"-Wpre-c++17-compat": "wording", "-Wc++17-extensions": "wording"}
 SCOPE = re.compile("(program scope|static local) variable must reside in constant address space")
 
 

@@ -48,10 +48,7 @@ kv_put(out, at, float(a.thread_elements()[0]));
 kept[at] = T(y);
 }
 """
-INPUTS = (
-    *(("x", "bfloat16_t"), ("words", "uint32_t"), ("scale", "float")),
-    ("size", "int32_t"),
-)
+INPUTS = (*(("x", "bfloat16_t"), ("words", "uint32_t"), ("scale", "float")), ("size", "int32_t"))
 OUTPUTS = (("out", "float"), ("kept", "bfloat16_t"))
 BASE = Kernel("mlxkv_base", tuple(Input(*x, False, False) for x in INPUTS), OUTPUTS, SOURCE, HEADER)
 FENCE = "atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_device);\n"
