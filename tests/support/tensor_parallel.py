@@ -20,10 +20,8 @@ from small_models import COPIED, TINY
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from cuda_track.calibrate import calibrate
-from cuda_track.models import seam
-from cuda_track.models.handing import handed
-from cuda_track.models.loader import load
 from mlxkv.errors import UserError
+from mlxkv.torch import attach, detach, handed, load, new_cache
 
 PRESETS = ("int4", "balanced-int3", "static-0.75+int4")
 DECODED = 6
@@ -56,8 +54,8 @@ def codes_of(cache) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def run(model, kv: str, ids: torch.Tensor, calibration):
-    seam.attach(model, kv, calibration)
-    cache, out = seam.new_cache(model), []
+    attach(model, kv, calibration)
+    cache, out = new_cache(model), []
     logits = model(ids, **handed(cache)).logits[:, -1]
     first, codes = logits, codes_of(cache)
     while len(out) < DECODED:
@@ -77,7 +75,7 @@ def worker(rank: int, loaded, ids, calibration, alone: dict, folder: Path) -> No
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=2))
     model = type(model).maybe_distribute_model(model, config, mesh)
-    found = {}
+    found = {"mlx": "mlx.core" in sys.modules}
     for kv, (first, codes, text) in alone.items():
         logits, own, out = run(model, kv, ids, calibration)
         right = [x[:, rank : rank + 1] for x in codes]
@@ -91,7 +89,7 @@ def worker(rank: int, loaded, ids, calibration, alone: dict, folder: Path) -> No
         }
     for kv in ("oja-0.75+int4", "int4+keep0.5"):
         try:
-            seam.attach(model, kv)
+            attach(model, kv)
         except UserError as error:
             found[kv] = str(error)
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -105,7 +103,7 @@ def main(folder: Path) -> None:
     ids = torch.randint(5, 3000, (1, 330), generator=random)
     calibration = calibrate(loaded, torch.randint(5, 3000, (600,), generator=random).tolist())
     alone = {kv: run(loaded.model, kv, ids, calibration) for kv in PRESETS}
-    seam.detach(loaded.model)
+    detach(loaded.model)
     fork = multiprocessing.get_context("fork")
     ranks = [
         fork.Process(target=worker, args=(rank, loaded, ids, calibration, alone, folder))
