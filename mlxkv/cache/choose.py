@@ -53,18 +53,6 @@ class Question:
         """Return whether any machine has kernels for such pages."""
         return _no_records(self) is None
 
-    @property
-    def is_settled(self) -> bool:
-        """Return whether `plan` would build nothing."""
-        make = launch.factory()
-        if make is None or not self.has_kernels:
-            return True
-        if self.latent:
-            if _tiles_off() or latents.why_not_here(make):
-                return True
-            return selftest.is_latent_known(self.config, self.dims[0], self.dtype, make, self.heads)
-        return selftest.is_known(self.config, self.dims[0], self.dtype, make, self.case)
-
 
 def plan(
     config: CacheConfig,
@@ -155,7 +143,6 @@ def _distrust(question: Question, tiled: bool) -> str | None:
     if on_mac:
         on_trial = selftest.stand_in(config, dims)
         layout = record_layout(on_trial, *on_trial.dims(*question.dims))
-        trust.wait(layout, dims, dtype, tiled)
     if tiled:
         reason = tiles.why_not(layout, dims, dtype, make)
     elif on_mac:

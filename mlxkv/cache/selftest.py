@@ -110,15 +110,6 @@ def stand_in(config: CacheConfig, dims: int) -> CacheConfig:
     return replace(config, **sides)
 
 
-def is_known(
-    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, case: Case | None = None
-) -> bool:
-    """Return whether either body has been tried in this process."""
-    config = stand_in(config, dims)
-    tables = (_outcomes.get((config, dims, dtype, make, tiled), {}) for tiled in (False, True))
-    return any(table if case is None else case.small in table for table in tables)
-
-
 def test(
     config: CacheConfig,
     dims: int,
@@ -265,13 +256,6 @@ _LatentKey = tuple[CacheConfig, int, mx.Dtype, Factory, int]
 _latent_faults: dict[_LatentKey, str | None] = {}
 
 
-def is_latent_known(
-    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, heads: int
-) -> bool:
-    """Return whether it has been tried in this process."""
-    return (config, dims, dtype, make, heads) in _latent_faults
-
-
 def latent_fault(
     config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, heads: int = LATENT_HEADS
 ) -> str | None:
@@ -282,7 +266,6 @@ def latent_fault(
         reason, on_mac = None, make is mx.fast.metal_kernel
         place = ("latents", config, heads), dims, dtype, True
         if on_mac:  # where earlier processes have left notes
-            trust.wait(*place)
             reason = trust.why_not(*place)
         if reason is None:
             with trust.trial(*place) if on_mac else nullcontext():

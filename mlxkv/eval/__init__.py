@@ -1,6 +1,6 @@
 """`mlxkv eval`: measure what a compressed cache costs in quality, with the cache in the loop.
 
-    command, run, plan   the options, the run, its parts; workers and store compute and keep them
+    command, run, store  the options, the run, its results as they are computed and kept
     arms, feed           a model with several caches, and how it reads through them
     tasks/  questions/  report/
 

@@ -11,7 +11,7 @@ the ratio of two means of the same texts 91 to 94 with widened percentiles
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import exp, log, sqrt
@@ -201,18 +201,6 @@ def _wider(plain: Interval, drawn: Interval) -> Interval:
     if not (plain.known and drawn.known):
         return plain
     return Interval(plain.value, min(plain.low, drawn.low), max(plain.high, drawn.high))
-
-
-def apart(texts: Mapping[str, Sequence[float]]) -> set[frozenset[str]]:
-    """Return the pairs of names whose ratio of means is told apart from 1. texts: by name, numbers over
-    the same texts."""
-    names = list(texts)
-    return {
-        frozenset((a, b))
-        for i, a in enumerate(names)
-        for b in names[i + 1 :]
-        if not ratio(texts[a], texts[b]).holds(1.0)
-    }
 
 
 def letters(names: Sequence[str], pairs: set[frozenset[str]]) -> dict[str, str]:

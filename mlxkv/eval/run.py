@@ -9,18 +9,21 @@ from types import SimpleNamespace
 
 from mlxkv import console
 from mlxkv.errors import UserError
-from mlxkv.eval import plan, workers
+from mlxkv.eval import store
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.intervals import LEAST
 from mlxkv.eval.report import page, report
+from mlxkv.eval.tasks import divergence, retrieval
 from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import versions
 from mlxkv.metal.gpu import machine_in_use
 from mlxkv.metal.launch import backend
+from mlxkv.models import load
 from mlxkv.texts import sources
 
+TASKS = ("divergence", "retrieval")
 SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to seal
 QUESTIONS, QUESTIONS_CPU = 32, 8  # of each kind
 
@@ -45,17 +48,24 @@ def run(command: SimpleNamespace) -> int:
 
     Options are checked before the model is loaded. Returns the exit code.
     """
-    spec = _spec(command)
+    level = THOROUGH if command.thorough else QUICK
+    names = tuple(dict.fromkeys(name.strip() for name in (command.kv or level.kv).split(",")))
+    for name in names:
+        parse_kv(name)  # a mistake in the last name must not cost the work on the first
+    options, windows = _options(command, level), _windows(command.windows)
+    tasks = _tasks(command.tasks or level.tasks)
     folder = command.out or Path("mlxkv-eval") / Path(command.model).name
     start = time.perf_counter()
-    arms, parts = plan.make(spec)
+    loaded = load(command.model, "fp16", dtype=command.dtype, calibration=command.calibration)
+    arms = Arms(loaded, names, windows)
+    parts = parts_of(arms, tasks, options)
     calibrated = [name for name, config in arms.configs.items() if config.calibrated]
     if calibrated:  # make a calibration for all of them, before the first result names one
         with arms.attached(max(calibrated, key=lambda name: _demand(arms.configs[name]))):
             pass
     console.note(f"{cost(parts, arms)}; kept in {folder}: Ctrl-C and the same command go on")
-    results = workers.compute(arms, parts, folder)
-    data = report.assemble(arms, spec.options, results, spec.windows)
+    results = store.computed(arms, parts, folder)
+    data = report.assemble(arms, options, results, windows)
     data |= {"machine": machine_in_use(), "versions": versions()}
     data["seconds"] = round(time.perf_counter() - start, 1)
     page.write(data, folder)
@@ -85,11 +95,23 @@ def _demand(config: CacheConfig) -> tuple[bool, ...]:
     return tuple(part in config.needs for part in ("centred", "scaled", "balanced"))
 
 
-def _spec(command: SimpleNamespace) -> plan.Spec:
-    level = THOROUGH if command.thorough else QUICK
-    names = tuple(dict.fromkeys(name.strip() for name in (command.kv or level.kv).split(",")))
-    for name in names:
-        parse_kv(name)  # a mistake in the last name must not cost the work on the first
+def parts_of(arms: Arms, tasks: tuple[str, ...], options: TaskOptions) -> list[Part]:
+    """Return what is to be computed, in the order of TASKS. Raises UserError."""
+    loaded, longest = arms.loaded, max(options.contexts)
+    if loaded.context and longest > loaded.context:
+        raise UserError(
+            f"[--context] longer than {loaded.name} was made for; got {longest}; "
+            f"choose {loaded.context} or less"
+        )
+    parts: list[Part] = []
+    if "divergence" in tasks:
+        parts += divergence.parts(arms, options)
+    if "retrieval" in tasks:
+        parts += retrieval.parts(arms, options)
+    return parts
+
+
+def _options(command: SimpleNamespace, level: Level) -> TaskOptions:
     contexts = (command.context or level.context).split(",")
     lengths = [console.parse_tokens(text, "--context") for text in contexts]
     if min(lengths) < SHORTEST:
@@ -98,30 +120,20 @@ def _spec(command: SimpleNamespace) -> plan.Spec:
     if samples < 1:
         raise UserError(f"[--samples] must be at least 1; got {samples}; choose a larger one")
     sources.check(command.text)
-    options = TaskOptions(
+    return TaskOptions(
         contexts=tuple(dict.fromkeys(lengths)),
         decode=level.decode,
         questions=QUESTIONS_CPU if backend() == "cpu" else QUESTIONS,
         texts=tuple(command.text),
         samples=samples,
     )
-    return plan.Spec(
-        model=command.model,
-        names=names,
-        tasks=_tasks(command.tasks or level.tasks),
-        options=options,
-        windows=_windows(command.windows),
-        dtype=command.dtype,
-        calibration=command.calibration,
-    )
 
 
 def _tasks(text: str) -> tuple[str, ...]:
     tasks = tuple(dict.fromkeys(task.strip() for task in text.split(",")))
     for task in tasks:
-        if task not in plan.TASKS:
-            choices = ", ".join(plan.TASKS)
-            raise UserError(f"[--tasks] unknown task; got {task!r}; choose from {choices}")
+        if task not in TASKS:
+            raise UserError(f"[--tasks] unknown task; got {task!r}; choose from {', '.join(TASKS)}")
     return tasks
 
 

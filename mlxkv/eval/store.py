@@ -1,19 +1,23 @@
-"""Keep results on disk, one file per part and arm, so that a killed run can go on."""
+"""Keep results on disk, one file per part and arm, so that a killed run can go on; compute what is missing, with a
+bar."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from urllib.parse import quote
 
 import mlx.core as mx
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from mlxkv import __version__
+from mlxkv import __version__, console
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.tasks.part import Part
+from mlxkv.eval.tasks.part import Part, Results
 from mlxkv.metal.launch import backend
 
 FORMAT = 1
@@ -42,9 +46,7 @@ class Store:
         data = {"of": _of(arms, part, name), "result": result}
         file = self._file(part, name)
         try:
-            scratch = file.with_suffix(
-                f".{os.getpid()}.tmp"
-            )  # another process may write the same result
+            scratch = file.with_suffix(f".{os.getpid()}.tmp")
             scratch.write_text(json.dumps(data), encoding="utf-8")
             os.replace(scratch, file)
         except OSError as error:
@@ -67,4 +69,41 @@ def _of(arms: Arms, part: Part, name: str) -> dict:
         "mlxkv": __version__,
         "mlx": mx.__version__,
         "backend": backend(),
+    }
+
+
+def computed(arms: Arms, parts: list[Part], folder: Path) -> dict[str, Results]:
+    """Return the results of all parts, by "TASK-NAME". Results that `folder` holds are not computed again."""
+    store = Store(folder)
+    missing = {}
+    for part in parts:
+        if names := [name for name in arms.names if store.read(arms, part, name) is None]:
+            missing[f"{part.task} {part.name}"] = part, names
+    total = sum(part.steps * len(names) for part, names in missing.values())
+    ended = len(parts) - len(missing)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    with Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bars:
+        bar = bars.add_task("reading", total=total)
+        if ended:
+            bars.console.print(f"{ended} of {len(parts)} parts: kept from before", highlight=False)
+        try:
+            for title, (part, names) in missing.items():
+                start = time.perf_counter()
+                results = part.run(arms, names, lambda steps: bars.advance(bar, steps))
+                for name in names:
+                    store.write(arms, part, name, results[name])
+                ended += 1
+                seconds = time.perf_counter() - start
+                bars.console.print(f"{title}: {seconds:.0f} s", highlight=False)
+        except KeyboardInterrupt:
+            console.note(
+                f"stopped; {ended} of {len(parts)} parts are kept in {folder}, and the same "
+                "command goes on from there"
+            )
+            raise
+    return {
+        f"{part.task}-{part.name}": {name: store.read(arms, part, name) for name in arms.names}
+        for part in parts
     }

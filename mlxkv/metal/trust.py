@@ -26,15 +26,13 @@ import mlx.core as mx
 from mlxkv import __version__, console, files, untrusted
 from mlxkv.metal.launch import SIGNATURES, body, header
 
-PASSED, FAILED, TRYING, DIED, BUSY = "passed", "failed", "trying", "died", "busy"
+PASSED, FAILED, TRYING, DIED = "passed", "failed", "trying", "died"
 LONGEST = 1 << 20  # bytes of a file that is read
 DEATHS = 2  # in a row, before what a process died of is not tried again
 # Seconds. An older mark belongs to another process of the same number, or to one that hangs.
 OLDEST = 600.0
-WAIT, NAP = 120.0, 0.2  # seconds that a start waits for another process, and between two looks
 _noted: dict[str, dict] = {}  # rows by their key, as this process knows them
 _trying: set[str] = set()  # keys that this process is trying
-_awaited: set[str] = set()  # keys that it has waited for
 _read = False
 
 
@@ -82,7 +80,6 @@ def forget() -> None:
     """Read the file again at the next question."""
     global _read
     _noted.clear()
-    _awaited.clear()
     _read = False
 
 
@@ -121,8 +118,8 @@ def _change(key: str, change: Callable[[dict | None], dict | None]) -> None:
 
 
 def state(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str | None:
-    """PASSED, FAILED, DIED (with the processes that tried them), BUSY (another process is trying them), or
-    None: to be tried."""
+    """PASSED, FAILED, DIED (with the processes that tried them), or None: to be tried, as another process may be doing
+    now."""
     key = _key(layout, dims, dtype, tiled)
     row = _rows().get(key)
     if row is not None and row["state"] == TRYING and key not in _trying:
@@ -131,24 +128,7 @@ def state(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str
         _noted.update({} if row is None else {key: row})
     if row is None or row["state"] != TRYING:
         return row and row["state"]
-    if key in _trying:
-        return None
-    if not _is_left(row):
-        return BUSY
-    return DIED if _deaths(row) >= DEATHS else None
-
-
-def wait(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> None:
-    """Wait until no other process is trying them, WAIT seconds at most, and only once in a process: for
-    starts, not for the middle of a reply."""
-    key = _key(layout, dims, dtype, tiled)
-    if key in _awaited or state(layout, dims, dtype, tiled) != BUSY:
-        return
-    _awaited.add(key)
-    console.note("another process is trying these kernels: waiting for it")
-    end = time.monotonic() + WAIT
-    while time.monotonic() < end and state(layout, dims, dtype, tiled) == BUSY:
-        time.sleep(NAP)
+    return DIED if key not in _trying and _deaths(row) >= DEATHS else None
 
 
 def _is_left(row: dict) -> bool:
@@ -188,8 +168,6 @@ def why_not(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> s
             f"processes ended while they tried these {kernels}, {DEATHS} in a row; "
             "mlxkv doctor --all tries them again"
         )
-    if outcome == BUSY:
-        return f"another process is trying these {kernels}"
     if outcome == FAILED and tiled:
         reason = _rows()[_key(layout, dims, dtype, tiled)].get("reason") or "no reason noted"
         return f"tiles failed their test here: {reason}; mlxkv doctor tries them again"

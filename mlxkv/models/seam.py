@@ -297,6 +297,9 @@ def _with_fold(report: LayerReport, folded: Fold, tell_all: bool) -> LayerReport
 # -- 4. choose_kernels: built and tried when a model is loaded, not in the middle of a prompt
 
 
+_tried: set[tuple[Question, launch.Factory]] = set()  # in this process
+
+
 def choose_kernels(
     fitted: Fitted, shapes: Mapping[Place, Shape], reports: list[LayerReport]
 ) -> tuple[dict[Place, KernelPlan], list[LayerReport]]:
@@ -305,12 +308,13 @@ def choose_kernels(
     questions = {place: _question(*fitted[place], shape) for place, shape in shapes.items()}
     unique = list(dict.fromkeys(questions.values()))
     stand_ins = {q: replace(q, config=selftest.stand_in(q.config, q.dims[0])) for q in unique}
-    unsettled = {q for q in stand_ins.values() if not q.is_settled}
-    answers = {}
-    with console.counted("building kernels", len(unsettled)) as step:
+    make, answers = launch.factory(), {}
+    new = {(q, make) for q in stand_ins.values() if make and q.has_kernels} - _tried
+    _tried.update(new)
+    with console.counted("building kernels", len(new)) as step:
         for q in unique:
-            if stand_ins[q] in unsettled:
-                unsettled.remove(stand_ins[q])
+            if (stand_ins[q], make) in new:
+                new.remove((stand_ins[q], make))
                 step()
             answers[q] = choose.plan(q.config, q.dims, q.dtype, q.case, q.latent, q.picked)
     plans = {place: answers[q] for place, q in questions.items()}

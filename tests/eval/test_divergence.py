@@ -99,16 +99,17 @@ def test_fewer_bits_diverge_more_and_progress_adds_up(arms, tokens):
     assert stored[0] > stored[1] > stored[2]
 
 
-def test_texts_are_pooled_token_by_token(arms, tokens):
+def test_texts_are_pooled_token_by_token(arms, tokens, monkeypatch):
     """Means over two texts are means over all their tokens; each text keeps its own."""
     texts = [Text("one", tokens), Text("two", tokens[::-1])]
     options = TaskOptions(contexts=(CONTEXT,), decode=DECODE)
 
-    def texts_of(count):
+    def texts_of(loaded, count, *_):
         assert count == CONTEXT + DECODE + 1
         return texts
 
-    parts = divergence.parts(arms, options, texts_of)
+    monkeypatch.setattr(divergence.sources, "evaluation_texts", texts_of)
+    parts = divergence.parts(arms, options)
     names = ["fp16", "int4"]
     found = {f"{p.task}-{p.name}": p.run(arms, names, lambda n: None) for p in parts}
     assert set(found) == {f"divergence-{CONTEXT}-1", f"divergence-{CONTEXT}-2"}

@@ -12,10 +12,10 @@ from small_models import TINY
 
 from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
-from mlxkv.eval import plan, workers
 from mlxkv.eval import run as evaluation
+from mlxkv.eval.arms import Arms
 from mlxkv.eval.report import verdict
-from mlxkv.eval.store import Store
+from mlxkv.eval.store import Store, computed
 from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.formats.calibration import artifact
 from mlxkv.models import load
@@ -26,8 +26,10 @@ SMALL = TaskOptions(contexts=(512,), decode=16, questions=2, samples=2)
 
 
 @pytest.fixture
-def spec(model_folder):
-    return plan.Spec(str(model_folder), ("int4",), ("divergence",), SMALL)
+def planned(model_folder):
+    """Arms and parts."""
+    arms = Arms(load(str(model_folder), "fp16"), ("int4",), (64, 64))
+    return arms, evaluation.parts_of(arms, ("divergence",), SMALL)
 
 
 @pytest.mark.slow
@@ -94,12 +96,12 @@ def check_page(out: Path) -> None:
     assert "====== KL divergence statistics ======" in text
 
 
-def test_a_killed_run_goes_on(spec, tmp_path, capsys):
-    arms, parts = plan.make(spec)
-    first = workers.compute(arms, parts, tmp_path)
+def test_a_killed_run_goes_on(planned, tmp_path, capsys):
+    arms, parts = planned
+    first = computed(arms, parts, tmp_path)
     calls = []
     watched = [Part(p.task, p.name, lambda *a: calls.append(a), p.steps, p.asks) for p in parts]
-    assert workers.compute(arms, watched, tmp_path) == first
+    assert computed(arms, watched, tmp_path) == first
     assert not calls
     assert "kept from before" in capsys.readouterr().err
     # A result that was cut while it was written, and one of another question, are done again.
@@ -111,18 +113,18 @@ def test_a_killed_run_goes_on(spec, tmp_path, capsys):
     assert Store(tmp_path).read(arms, parts[0], "fp16") == first["divergence-512-1"]["fp16"]
     other = Part("divergence", "512", parts[0].run, 1, {"text": "another"})
     assert Store(tmp_path).read(arms, other, "fp16") is None
-    assert workers.compute(arms, parts, tmp_path) == first
+    assert computed(arms, parts, tmp_path) == first
 
 
-def test_a_stopped_run_says_what_is_kept(spec, tmp_path, capsys):
-    arms, parts = plan.make(spec)
+def test_a_stopped_run_says_what_is_kept(planned, tmp_path, capsys):
+    arms, parts = planned
 
     def stop(*_):
         raise KeyboardInterrupt
 
     stopping = [parts[0], Part(parts[1].task, parts[1].name, stop, 1, parts[1].asks)]
     with pytest.raises(KeyboardInterrupt):
-        workers.compute(arms, stopping, tmp_path)
+        computed(arms, stopping, tmp_path)
     said = " ".join(capsys.readouterr().err.split())
     assert "stopped; 1 of 2 parts are kept in" in said and "the same command goes on" in said
 
@@ -227,8 +229,7 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
         artifact.write(files[name], made)
 
     def arms(file):
-        spec = plan.Spec(TINY, ("oscar-int2", "int4"), (), SMALL, calibration=str(file))
-        return plan.make(spec)[0]
+        return Arms(load(TINY, "fp16", calibration=str(file)), ("oscar-int2", "int4"), (64, 64))
 
     first, store = arms(files["own"]), Store(tmp_path)
     for name in ("oscar-int2", "int4"):
@@ -239,9 +240,9 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
         assert kept["oscar-int2"] == ({"kl": 1} if name == "own" else None), name
 
 
-def test_an_out_that_cannot_be_written(spec, tmp_path, capsys):
+def test_an_out_that_cannot_be_written(model_folder, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    command = ["eval", "--model", spec.model, "--tasks", "divergence", "--context", "512"]
+    command = ["eval", "--model", str(model_folder), "--tasks", "divergence", "--context", "512"]
     assert main([*command, "--out", str(tmp_path / "file")]) == 2
     assert "[--out]" in capsys.readouterr().err.splitlines()[-1]
 
@@ -253,11 +254,11 @@ def test_a_context_longer_than_the_model_was_made_for_is_refused(capsys):
     assert f"longer than {TINY} was made for; got 1022976; choose 8192" in line
 
 
-def test_without_matplotlib_the_report_says_so(spec, tmp_path):
+def test_without_matplotlib_the_report_says_so(model_folder, tmp_path):
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from mlxkv.cli import main\n"
-        f"sys.exit(main(['eval', '--model', {spec.model!r}, '--tasks', 'divergence',"
+        f"sys.exit(main(['eval', '--model', {str(model_folder)!r}, '--tasks', 'divergence',"
         f" '--samples', '1',"
         f" '--kv', 'int4', '--context', '512', '--out', {str(tmp_path)!r}]))"
     )

@@ -114,10 +114,3 @@ def test_letters_are_shared_exactly_by_what_is_not_told_apart():
         for i, x in enumerate(names):
             for y in names[i + 1 :]:
                 assert bool(set(found[x]) & set(found[y])) == (pair(x, y) not in apart)
-
-
-def test_apart_takes_pairs_whose_ratio_excludes_one():
-    hard = [0.1, 0.5, 0.2, 2.0, 0.7, 0.3, 0.9, 0.4]
-    texts = {"a": hard, "b": [1.01 * x + 0.02 * (-1) ** i for i, x in enumerate(hard)]}
-    texts["c"] = [3 * x for x in hard]
-    assert intervals.apart(texts) == {pair("a", "c"), pair("b", "c")}

@@ -17,7 +17,7 @@ from mlxkv.eval import feed
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.questions import plain, prompts
 from mlxkv.eval.questions.document import KINDS, QUERIES, Question
-from mlxkv.eval.tasks import greedy, retrieval
+from mlxkv.eval.tasks import answers, retrieval
 from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models import load
 
@@ -126,14 +126,14 @@ def test_values_are_found_in_free_words(subtests, monkeypatch, loaded):
         ("", [False, False]),
     ]:
         with subtests.test(text=text, right=right):
-            monkeypatch.setattr(greedy, "reply", lambda *_, text=text: text)
+            monkeypatch.setattr(answers, "greedy", lambda *_, text=text: text)
             question = Question("multi-value", "", "", ("1234567", "7654321"), ("a", "a"))
             assert retrieval._found(loaded, [], [], question) == right
 
 
 def test_replies_stop_where_they_should(loaded):
     def ask(limit, **how):
-        return greedy.reply(loaded, feed.prefill(loaded, [5, 6, 7]), [8, 9], limit, **how)
+        return answers.greedy(loaded, feed.prefill(loaded, [5, 6, 7]), [8, 9], limit, **how)
 
     loaded.tokenizer.eos_token_ids = {258}  # never written here
     text = ask(12)
@@ -148,4 +148,4 @@ def test_replies_stop_where_they_should(loaded):
 def test_broken_logits_are_a_fault(tmp_path):
     loaded = load(str(write_model(tmp_path / "poison", poison=True)), "fp16")
     with pytest.raises(MachineError, match="NaN or infinity in the logits"):
-        greedy.reply(loaded, feed.prefill(loaded, [1, 2]), [3], 4)
+        answers.greedy(loaded, feed.prefill(loaded, [1, 2]), [3], 4)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from threading import Thread
 
 import mlx.core as mx
 import pytest
@@ -18,7 +17,7 @@ from patience import PATIENCE
 from mlxkv.cache import choose, selftest
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import record_layout
-from mlxkv.metal import launch, tiles, trust
+from mlxkv.metal import launch, trust
 
 INT4, INT8 = PRESETS["srft-int4+g64"], PRESETS["int8"]
 DIMS = (64, 64)
@@ -152,19 +151,12 @@ def test_what_a_process_died_of_is_not_tried_again(mac):
         assert why.startswith(choose.FAILED) and "mlxkv doctor --all" in why
 
 
-def test_what_another_process_tries_is_left_to_it(mac, monkeypatch):
-    built = []
-    monkeypatch.setattr(trust, "WAIT", 0.0)
-    with mac(counting(built, tiles=True)):
-        mark(os.getppid())
-        assert trust.state(*place(INT4)) == trust.BUSY
-        assert "another process" in tiles.why_not(*place(INT4)[:3], launch.factory())
-        rows = trust._file()
-        rows[trust._key(*place(INT4))] = {"state": trust.PASSED}  # as the other one writes it
-        data = {"here": trust._machine(), "rows": rows}
-        trust._path().write_text(json.dumps(data))
+def test_what_another_process_tries_is_tried_here_too(mac):
+    with mac(counting([], tiles=True)):
+        mark(os.getppid(), deaths=1)
+        assert trust.state(*place(INT4)) is None
+        assert choose.plan(INT4, DIMS, mx.float16).label == "tile kernels"
         assert trust.state(*place(INT4)) == trust.PASSED
-        assert tiles.why_not(*place(INT4)[:3], launch.factory()) is None
 
 
 def test_a_mac_tries_tiles_as_a_model_is_loaded(mac):
@@ -243,36 +235,6 @@ def test_no_note_is_lost_between_processes(folder):
     for i in range(many):
         for j in range(count):
             assert trust.state(f"x{i} {j}", 64, mx.float16) == trust.PASSED
-
-
-def test_a_start_waits_for_another_process(mac, monkeypatch, capsys):
-    monkeypatch.setattr(trust, "NAP", 0.01)
-    with mac(counting([], tiles=True)):
-        mark(os.getppid())
-        path, shown = trust._path(), trust._path().read_text()
-        rows = {trust._key(*place(INT4)): {"state": trust.PASSED}}
-
-        def found() -> None:
-            time.sleep(0.2)
-            path.write_text(json.dumps(json.loads(shown) | {"rows": rows}))
-
-        (other := Thread(target=found)).start()
-        assert choose.plan(INT4, DIMS, mx.float16).label == "tile kernels"
-        other.join()
-    assert capsys.readouterr().err.count("another process is trying these kernels") == 1
-
-
-def test_a_start_waits_once_and_not_for_ever(mac, monkeypatch):
-    naps = []
-    monkeypatch.setattr(trust, "WAIT", 0.05)
-    monkeypatch.setattr(trust, "NAP", 0.0123)
-    monkeypatch.setattr(trust.time, "sleep", lambda s, nap=time.sleep: (naps.append(s), nap(s)))
-    with mac(counting([], tiles=True)):
-        mark(os.getppid())
-        assert choose.plan(INT4, DIMS, mx.float16).label == "kernels"
-        assert 0 < naps.count(trust.NAP) <= 6
-        naps.clear()
-        assert choose.plan(INT4, DIMS, mx.float16).label == "kernels" and trust.NAP not in naps
 
 
 def test_an_old_mark_is_a_death(subtests, folder):

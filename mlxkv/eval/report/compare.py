@@ -65,13 +65,15 @@ def pairs(part: dict[str, dict]) -> list[dict]:
     return out
 
 
-def letters(part: dict[str, dict]) -> dict[str, str]:
-    """Return letters for the presets, least KL first: those that share one are not told apart."""
+def letters(part: dict[str, dict], compared: list[dict]) -> dict[str, str]:
+    """Return letters for the presets, least KL first: those that share one are not told apart. compared: by `pairs`."""
     texts = _by_name(part)
     order = sorted(texts, key=lambda name: sum(texts[name]))
     if len(order) < 2:
         return {}
-    return intervals.letters(order, intervals.apart(texts))
+    return intervals.letters(
+        order, {frozenset((x["of"], x["to"])) for x in compared if x["told_apart"]}
+    )
 
 
 def _by_name(part: dict[str, dict]) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from mlxkv.errors import MachineError
-from mlxkv.eval.report import pictures, plots, report, words
+from mlxkv.eval.report import pictures, plots, report, verdict
 from mlxkv.eval.tasks.statistics import block
 
 PICTURE = "report.svg"
@@ -31,7 +31,7 @@ def markdown(data: dict, picture: bool) -> str:
     for context in data["contexts"]:
         columns, rows = report.table(data, context)
         out += [f"## {context} tokens", ""]
-        for name, colour, sentence in words.sentences(data, context):
+        for name, colour, sentence in verdict.sentences(data, context):
             out += [f"- **{_plain(name)}** ({colour}): {_plain(sentence)}"]
         out += ["", *_table(columns, rows), ""]
     out += [f"- {_plain(line)}" for line in report.notes(data)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlxkv import __version__, console
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.intervals import Interval
-from mlxkv.eval.report import compare, verdict, words
+from mlxkv.eval.report import compare, verdict
 from mlxkv.eval.report.compare import limits
 from mlxkv.eval.tasks import divergence, retrieval
 from mlxkv.eval.tasks.part import TaskOptions
@@ -34,8 +34,8 @@ def assemble(
     pairs = {}
     for context, by_name in rows.items():
         if part := results.get(f"divergence-{context}"):
-            pairs[str(context)] = compare.pairs(part)
-            for name, letters in compare.letters(part).items():
+            pairs[str(context)] = compared = compare.pairs(part)
+            for name, letters in compare.letters(part, compared).items():
                 by_name[name]["letters"] = letters
         for row in by_name.values():
             full = row is by_name[BASELINE]
@@ -126,7 +126,7 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
     makers = [lambda r: f"{r['bits_per_value']:.2f}", lambda r: f"{r['bits_with_windows']:.2f}"]
     if "kv_bytes_in_use" in first:
         columns.append("MiB")
-        makers.append(lambda r: words.mebibytes(r["kv_bytes_in_use"]))
+        makers.append(lambda r: verdict.mebibytes(r["kv_bytes_in_use"]))
     if "ppl" in first:
         columns += ["ppl", "KL mean [95 %]", "KL 99 %", "top %", "prompt KL"]
         makers += [
@@ -203,7 +203,7 @@ def show(data: dict) -> None:
             if indices:
                 cells = [[row[i] for i in indices] for row in rows]
                 console.print_table([columns[i] for i in indices], cells, title)
-        for name, _, sentence in words.sentences(data, context):
+        for name, _, sentence in verdict.sentences(data, context):
             console.say(f"{name}: {sentence}")
         console.say("")
     console.say("\n".join(notes(data)))

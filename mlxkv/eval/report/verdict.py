@@ -1,8 +1,11 @@
-"""Judge a preset as green, amber or red where its intervals allow it, by rules that the report prints."""
+"""Judge a preset as green, amber or red where its intervals allow it, by rules that the report prints, and say it in
+sentences."""
 
 from __future__ import annotations
 
 from math import isfinite
+
+from mlxkv.eval.arms import BASELINE
 
 # The first rule that fails decides. Retrieval: the share below fp16 in any kind.
 LIMITS = {
@@ -14,6 +17,13 @@ RULES = (
     "green: mean KL at most 0.01, same top at least 97 %, retrieval not shown to be more than 3 points below fp16; "
     "amber: 0.1, 90 %, 10 points; red: worse; open: the 95 % intervals reach from one to another"
 )
+
+VERDICTS = {
+    "green": "as good as full precision, by every measure here",
+    "amber": "close to full precision: some replies will differ, few for the worse",
+    "red": "not as good as full precision",
+    OPEN: "not decided: too little was read for a verdict",
+}
 
 
 def judge(row: dict) -> tuple[str, str]:
@@ -86,3 +96,42 @@ def _left(row: dict, lost: float, colour: str) -> str:
 
 def _points(share: float) -> str:
     return f"{100 * share:.0f} points"
+
+
+def sentences(data: dict, context: int) -> list[tuple[str, str, str]]:
+    """Return (preset, verdict, sentences) of every preset but full precision at a context."""
+    rows = data["rows"][str(context)]
+    base = rows[BASELINE]
+    return [
+        (name, row["verdict"], _said(row, base)) for name, row in rows.items() if name != BASELINE
+    ]
+
+
+def _said(row: dict, base: dict) -> str:
+    clauses = [VERDICTS[row["verdict"]].capitalize() + "."]
+    if row["reason"]:
+        clauses.append(f"Why: {row['reason']}.")
+    if "kv_bytes_in_use" in row:
+        factor = base["kv_bytes_in_use"] / row["kv_bytes_in_use"]
+        clauses.append(
+            f"Its cache takes {mebibytes(row['kv_bytes_in_use'])} MiB where full precision takes "
+            f"{mebibytes(base['kv_bytes_in_use'])}: {factor:.1f} times less."
+        )
+    if "top1" in row:
+        clauses.append(
+            f"The likeliest next token is the same {100 * row['top1']:.1f} % of the time."
+        )
+    if "retrieval" in row:
+        kinds = row["retrieval"]
+        share, full = (
+            sum(shares[k] for k in kinds) / len(kinds) for shares in (kinds, base["retrieval"])
+        )
+        clauses.append(
+            f"It finds {100 * share:.0f} % of the facts asked for; full precision {100 * full:.0f} %."
+        )
+    return " ".join(clauses)
+
+
+def mebibytes(count: float) -> str:
+    size = count / 2**20
+    return f"{size:.2f}" if size < 10 else f"{size:,.0f}"

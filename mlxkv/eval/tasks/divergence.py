@@ -8,7 +8,6 @@ with the same weights, in step with full precision. Each of several texts is a p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -19,19 +18,20 @@ from mlxkv.eval.tasks.statistics import Tokens, joined, summary
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.generate import prefill_step
 from mlxkv.models.hooks.held import layers_of
-from mlxkv.texts.sources import Text
+from mlxkv.texts import sources
 
 LOGITS = 1 << 27  # most numbers in the logits of one chunk
 LOWEST = -1e30
 LEGS = ("prompt", "decode")
 
 
-def parts(arms: Arms, options: TaskOptions, texts_of: Callable[[int], list[Text]]) -> list[Part]:
-    """Return one part per context and text; `pooled` joins their results. texts_of(count): texts of
-    `count` tokens each, that have nothing in common."""
+def parts(arms: Arms, options: TaskOptions) -> list[Part]:
+    """Return one part per context and text; `pooled` joins their results. The texts have nothing in common."""
     out = []
     for context in options.contexts:
-        for at, text in enumerate(texts_of(context + options.decode + 1)):
+        count = context + options.decode + 1
+        texts = sources.evaluation_texts(arms.loaded, count, options.samples, options.texts)
+        for at, text in enumerate(texts):
 
             def run(arms: Arms, names: list[str], progress: Progress, text=text, context=context):
                 results = measure(arms, names, text.tokens, context, progress)

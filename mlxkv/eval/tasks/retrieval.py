@@ -16,7 +16,7 @@ from mlxkv.eval import feed
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.questions import plain, prompts
 from mlxkv.eval.questions.document import Document, Question
-from mlxkv.eval.tasks import answers, greedy
+from mlxkv.eval.tasks import answers
 from mlxkv.eval.tasks.part import Part, Results, TaskOptions
 
 SEED = "retrieval-1"  # count it up when texts or scores change
@@ -155,7 +155,7 @@ def _found(loaded, cache: list, prompt: list[int], question: Question) -> list[b
 
     limit = START + PER_VALUE * len(question.values)
     line = not prompts.has_template(loaded)
-    return named(greedy.reply(loaded, cache, prompt, limit, done, line))
+    return named(answers.greedy(loaded, cache, prompt, limit, done, line))
 
 
 def _mean(values: list) -> float:
