@@ -17,8 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from mlxkv import __version__
 from mlxkv.bench.command import bench
-from mlxkv.calibrate.command import calibrate
-from mlxkv.chat.command import chat
+from mlxkv.calibrate.options import calibrate
+from mlxkv.chat.options import chat
 from mlxkv.console import forgive, is_full, let_go, note, one_line, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate

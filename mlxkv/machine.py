@@ -44,9 +44,8 @@ def footprint() -> int:
     """Bytes of memory that this process takes: phys_footprint on macOS, where it counts what is compressed and what
     the GPU holds, resident bytes on Linux; 0 where neither is told."""
     if sys.platform == "darwin":
-        about = ctypes.create_string_buffer(
-            512
-        )  # rusage_info_v0: a UUID, seven numbers, ri_phys_footprint
+        # rusage_info_v0: a UUID, seven numbers, ri_phys_footprint.
+        about = ctypes.create_string_buffer(512)
         if ctypes.CDLL(None).proc_pid_rusage(os.getpid(), 0, about):
             return 0
         return int.from_bytes(about.raw[72:80], sys.byteorder)

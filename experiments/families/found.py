@@ -4,13 +4,17 @@ no framework of models."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+
+import numpy as np
 
 from experiments.options import Parser, check_out
 from mlxkv import console
@@ -74,6 +78,53 @@ def line(error: Exception) -> str:
     """An error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:160]
+
+
+def examined(
+    name: str,
+    not_built: Mapping[str, str],
+    build: Callable,
+    written: Callable,
+    attach: Callable,
+    detach: Callable,
+    shown: CacheConfig,
+) -> Family:
+    """Build `name` and compare it: plain, on lossless pages, on int4, and plain again after detach. written: a model ->
+    greedy tokens and their logits [NEW, V]. shown: the configuration whose reports the table has."""
+    warnings.simplefilter("ignore")
+    result = Family(name)
+    if name in not_built:
+        return replace(result, skipped=not_built[name])
+    try:
+        model = build(name)
+        result = replace(result, built=type(model).__name__)
+    except Exception as error:
+        return replace(result, skipped=f"is not built: {line(error)}")
+    try:
+        plain, logits = written(model)
+    except Exception as error:
+        return replace(result, skipped=f"does not run by itself: {line(error)}")
+    if not np.isfinite(logits).all():
+        return replace(result, skipped="its logits are no numbers with random weights by itself")
+    try:
+        reports = {EXACT: attach(model, EXACT)}
+        tokens, ours = written(model)
+        gap = float(np.linalg.norm(ours - logits) / np.linalg.norm(logits))
+        result = replace(result, exact=gap)
+        if tokens != plain or not gap < NEAR:
+            return replace(result, fault=f"lossless pages: logits {gap:.1e} apart")
+        reports[INT4] = attach(model, INT4)
+        if not np.isfinite(written(model)[1]).all():
+            return replace(result, fault="int4: logits are not finite")
+        runs = any(report.compressed for report in reports[INT4])
+        result = replace(result, layers=tuple(reports[shown]), int4=runs)
+        detach(model)
+        if not np.array_equal(written(model)[1], logits):
+            return replace(result, fault="after detach the model is another")
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1].name
+        return replace(result, fault=f"{line(error)} at {at}")
+    return result
 
 
 def apart(

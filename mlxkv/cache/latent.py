@@ -52,9 +52,7 @@ class BatchedLatentCache(BatchedKVCache):
             else:  # padding, which attention does not read
                 latents.append(keys[:1, :, :0] if expands else None)
                 rotary.append(values[:1, :, :0])
-        width = (
-            tokens + new if expands else self.size()
-        )  # of the mask that was made, or of the longest
+        width = tokens + new if expands else self.size()  # of the mask, or of the longest
         rotary = mx.concatenate([_padded(x, width) for x in rotary])
         if not expands:
             live = next(row[0].live for row in latents if row is not None)

@@ -112,9 +112,8 @@ def scores_by_tables(
     angles = _angles(stored, _codes_of_angles(spec))  # [B, G, P, 2^angle, R/2]
     cos, sin = mx.cos(angles), mx.sin(angles)
     out = []
-    for row in q.split(
-        q.shape[2], axis=2
-    ):  # row by row: each gathers as many values as the keys have
+    # Row by row: each gathers as many values as the keys have.
+    for row in q.split(q.shape[2], axis=2):
         a, b = _halves(row[:, :, None])  # [B, G, 1, 1, R/2]
         gathered = mx.take_along_axis(a * cos + b * sin, codes, axis=3)
         out.append((gathered * radius).sum(-1).reshape(*q.shape[:2], 1, -1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 import mlx.core as mx
@@ -12,22 +13,16 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import View
 from mlxkv.codec.maps import sample
-from mlxkv.doctor.states import (
-    DID_NOT_RUN,
-    NONE,
-    NOT_BUILT,
-    NOT_TRIED,
-    RIGHT,
-    WRONG,
-    Step,
-    name,
-)
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.records import record_layout, why_no_record
 from mlxkv.metal import launch, tiles, trust, whiten
 from mlxkv.metal.timing import chain
 
+Step = Callable[[str], None]  # takes the name of what is computed next
+RIGHT, WRONG, NOT_BUILT, DID_NOT_RUN = "right", "wrong", "not built", "did not run"
+NOT_TRIED, NONE = "not tried", "none"
+FAILED = (WRONG, NOT_BUILT, DID_NOT_RUN)
 # One number of bits by direction stands for all: the kernels are the same (`selftest.stand_in`).
 NEEDED, DIMS = ("int4", "int8", "fill-2.25", "int2", "int3"), (128, 64, 256)
 # With --all: other forms of these, then a preset of every other method, at one head dim.
@@ -191,3 +186,39 @@ def speed(
     except (RuntimeError, ValueError):  # no room, or a product that MLX lacks on this GPU
         return {}
     return {"attend_us": best[0], "plain_us": best[1], "speedup": best[1] / best[0]}
+
+
+# -- what the rows say, counted
+
+
+def name(row: dict) -> str:
+    return f"{row['preset']} at head dim {row['head_dim']}, {row['body']}"
+
+
+def tried(rows: list[dict]) -> list[dict]:
+    """Rows that should run here and were tried."""
+    return [row for row in rows if row["should_run"] and row["state"] != NOT_TRIED]
+
+
+def right(rows: list[dict]) -> int:
+    """Return how many rows are right."""
+    return sum(row["state"] == RIGHT for row in rows)
+
+
+def failed(rows: list[dict]) -> list[dict]:
+    """Rows that should run here and failed."""
+    return [row for row in rows if row["should_run"] and row["state"] in FAILED]
+
+
+def left(rows: list[dict], needed: tuple[str, ...]) -> dict | None:
+    """Rows that were not tried: their number, names (only of the presets `needed`) and estimated seconds.
+    None: all were tried."""
+    untried = [row for row in rows if row["should_run"] and row["state"] == NOT_TRIED]
+    spent = [row["spent"] for row in rows if row["spent"] is not None]
+    if not untried:
+        return None
+    return {
+        "rows": len(untried),
+        "names": [name(row) for row in untried if row["preset"] in needed],
+        "seconds": sum(spent) / len(spent) * len(untried) if spent else None,
+    }

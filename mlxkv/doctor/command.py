@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mlxkv.console import human_bytes, note, print_json, print_table
-from mlxkv.doctor import states
-from mlxkv.doctor.states import Step
+from mlxkv.doctor import checks
+from mlxkv.doctor.checks import Step
 from mlxkv.machine import machine, out_of_range, versions
 from mlxkv.scrub import check_place
 
@@ -40,7 +40,6 @@ def run(*, every: bool, share: str | None, as_json: bool) -> int:
 
     every: try all kernels. share: a file to write for an issue, "" for `scrub.default_file`.
     """
-    from mlxkv.doctor import checks
     from mlxkv.doctor.share import write
     from mlxkv.metal.gpu import backends
 
@@ -69,8 +68,8 @@ def run(*, every: bool, share: str | None, as_json: bool) -> int:
 
         data["golden"] = golden_rows(step, every)
         data["kernels"] = checks.rows(step, every)
-    data["kernels_left"] = states.left(data["kernels"], checks.NEEDED)
-    failed = [row for row in data["golden"] if not row["ok"]] + states.failed(data["kernels"])
+    data["kernels_left"] = checks.left(data["kernels"], checks.NEEDED)
+    failed = [row for row in data["golden"] if not row["ok"]] + checks.failed(data["kernels"])
     if share is not None:
         note(f"written: {write(data, share)}")
     if as_json:
@@ -127,7 +126,7 @@ def _show_kernels(kernels: list[dict], untried: dict | None) -> None:
             row["preset"],
             row["head_dim"],
             row["body"],
-            row["state"] if row["state"] != states.NONE else "-",
+            row["state"] if row["state"] != checks.NONE else "-",
             *(f"{row['errors'][n]:.1e}" if row.get("errors") else "" for n in OUTPUTS),
             f"{row['ties']:.1e}" if row.get("errors") else "",
             f"{row['attend_us']:.0f}" if row["attend_us"] else "",
@@ -136,7 +135,7 @@ def _show_kernels(kernels: list[dict], untried: dict | None) -> None:
             f"{row['seconds']:.1f}" if row["seconds"] is not None else "",
         ]
         for row in kernels
-        if row["state"] != states.NOT_TRIED
+        if row["state"] != checks.NOT_TRIED
     ]
     heads = [f"rms {name}" for name in OUTPUTS]
     print_table(
@@ -156,14 +155,14 @@ def _show_kernels(kernels: list[dict], untried: dict | None) -> None:
     )
     reasons: dict[str, list[str]] = {}
     for row in kernels:
-        if row["reason"] and row["state"] != states.NOT_TRIED:
+        if row["reason"] and row["state"] != checks.NOT_TRIED:
             mark = "WRONG: " if row["should_run"] else ""
             name = f"{row['preset']} {row['head_dim']} {row['body']}"
             reasons.setdefault(f"{mark}{{}}: {row['reason']}", []).append(name)
     for reason, names in reasons.items():
         print(reason.replace("{}", ", ".join(names), 1))
-    tried = states.tried(kernels)
-    print(f"kernels: {states.right(tried)} of {len(tried)} that should run here are right")
+    tried = checks.tried(kernels)
+    print(f"kernels: {checks.right(tried)} of {len(tried)} that should run here are right")
     if untried:
         names = f" ({'; '.join(untried['names'])}, and other methods)" if untried["names"] else ""
         duration = f", about {untried['seconds']:.0f} s" if untried["seconds"] else ""

@@ -21,11 +21,8 @@ DEVICE = (
     "compute_capability_major",
     "compute_capability_minor",
 )
-PRODUCTS = (
-    "chip",
-    "device_name",
-    "format",
-)  # names of products: "Max" may also be the name of a user
+# Names of products: "Max" may also be the name of a user.
+PRODUCTS = ("chip", "device_name", "format")
 
 
 def document(data: dict) -> dict:

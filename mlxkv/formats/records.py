@@ -366,9 +366,8 @@ def _block_fields(at: SideLayout) -> tuple[Field, ...]:
             token, dim = block_slot(at.keys, lane, r, p, half)
             row, bit = part.row + (r if part.width == 8 else 0), block_bit(part, r, p, half)
             word = LANES * row + lane
-            if (
-                row == full_rows
-            ):  # half a row: the low quarters of both halves of a word, for two lanes
+            # Half a row: the low quarters of both halves of a word, for two lanes.
+            if row == full_rows:
                 word, bit = LANES * row + lane // 2, bit % 16 + 8 * half + 16 * (lane % 2)
             codes = words.setdefault(word, np.full(32 // part.width, empty))
             codes[bit // part.width] = token * dims + DIMS * part.block + dim

@@ -187,9 +187,7 @@ def _tokenizer(folder: Folder, config: dict):
                 tokens.write(folder.headers[0].metadata, Path(place))
                 return load_tokenizer(Path(place), extra, eos_token_ids=eos)
         return load_tokenizer(folder.path, extra, eos_token_ids=eos)
-    except (
-        BaseException
-    ) as error:  # the tokenizer libraries raise bare Exception, and panics of Rust
+    except BaseException as error:  # of any kind, panics of Rust among them
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         kind = type(error).__name__  # transformers reads config.json, too

@@ -17,14 +17,8 @@ VERSION = 2
 LONGEST = 1 << 20  # bytes of a header
 PARTS = {"header", "live", "sink", "last", "pages", "basis", "asked", "rotary"}  # of a state
 Shape = tuple[int, ...]
-COUNTS = (
-    "since",
-    "dropped",
-    "fixed",
-    "pinned",
-    "settled",
-    "chunk",
-)  # of caches that observe queries
+# Of caches that observe queries.
+COUNTS = ("since", "dropped", "fixed", "pinned", "settled", "chunk")
 
 
 def header(
@@ -113,9 +107,8 @@ def check_shapes(
     for name in ("live", "sink", "last"):
         if (pair := window(tree, name)) is not None:
             count = {"sink": config.sink, "last": config.page}.get(name, pair[0].shape[2])
-            if (
-                name == "sink" and config.pinned
-            ):  # with the last tokens of a prompt, or a short one as a whole
+            # With the last tokens of a prompt, or a short one as a whole.
+            if name == "sink" and config.pinned:
                 count = min(pair[0].shape[2], config.sink + config.pinned)
             for x, shape in zip(pair, token, strict=True):
                 check_shape(name, x, (*shape[:2], count, *shape[3:]))

@@ -32,14 +32,11 @@ START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); sys.modules['torch'] = None; "
     "from {} import prepare; from mlxkv.models.catalog.bounded import serve; serve(prepare())"
 )
-FAILED, TOO_MUCH = (
-    1,
-    3,
-)  # exit codes: Python's own, where modules could not be imported; of what takes too much
+# Exit codes: Python's own, where modules could not be imported; of what takes too much.
+FAILED, TOO_MUCH = 1, 3
 KEPT = 256 << 20  # bytes; a process that took more is ended, since Python would keep them
-HEAD = struct.Struct(
-    "<Qdq"
-)  # bytes of what follows; seconds and bytes of memory that it may take, 0: any
+# Bytes of what follows; seconds and bytes of memory that it may take, 0: any.
+HEAD = struct.Struct("<Qdq")
 
 
 class Excess(ValueError):
@@ -207,9 +204,8 @@ class MemoryBound:
         return self._peak() - self._rest if self._rest else 0
 
     def _peak(self) -> int:
-        if (
-            self._statm.exists()
-        ):  # getrusage has that of the parent, too, from before this program began
+        # getrusage has that of the parent, too, from before this program began.
+        if self._statm.exists():
             status = self._statm.with_name("status").read_text()
             return int(status.partition("VmHWM:")[2].split()[0]) << 10
         unit = 1 if sys.platform == "darwin" else 1 << 10

@@ -84,9 +84,8 @@ def release(slots: list[Slot]) -> None:
             continue
         del _bound[slot]
         owner, name = _place(slot)
-        if (
-            getattr(owner, name, None) is bound.wrapper
-        ):  # else patched by somebody since: theirs stays
+        # Else patched by somebody since: theirs stays.
+        if getattr(owner, name, None) is bound.wrapper:
             setattr(owner, name, bound.original)
 
 

@@ -59,9 +59,7 @@ def outline(config: dict) -> Outline:
         weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
     except (NotBuilt, Unsound):
         raise
-    except (
-        Exception
-    ) as error:  # mlx-lm raises anything where keys are missing or do not fit together
+    except Exception as error:  # of any kind, where keys are missing or do not fit together
         raise NotBuilt(f"{type(error).__name__}: {first_line(error)[:80]}") from error
     heads = [2 * x.key_dim * (x.queries + x.kv_heads) for x in layers]
     return Outline(layers, weights, working_bytes(widths[0], max(heads, default=0), max(widths)))
