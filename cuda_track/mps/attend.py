@@ -58,8 +58,7 @@ def attend(
         [
             *(pages.codecs[0].query(q), q.to(kind), pages.buffer, headers, *windows),
             _ints(
-                *(device, rows, page_splits, capacity, *tokens, new, 0, heads),
-                *(page_splits, 0, 1),
+                *(device, rows, page_splits, capacity, *tokens, new, heads), *(page_splits, 0, 1)
             ),
             *(
                 _ints(device, *(n for at in starts for n in (*lengths, at, 0)), *[0] * 4),

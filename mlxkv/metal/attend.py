@@ -162,15 +162,13 @@ def attend(
     make: Factory,
     sink_logits: mx.array | None = None,
     softcap: float | None = None,
-    window: int = 0,
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
     q: [B, H, L, D], of the last L tokens of live. runs: one or two, one behind the other; where all of a batch share
         buffers, [1, G, capacity, words], `lengths` says where each begins.
     sink, live: (keys, values), [B, G, tokens, D].
-    sink_logits: [H] logits of attention sinks. softcap: scores are bent to stay below it. window: sliding window in
-        tokens, 0 for none.
+    sink_logits: [H] logits of attention sinks. softcap: scores are bent to stay below it.
     Returns [B, H, L, D] in the dtype of live.
     """
     (batch, _, new_tokens, dims), heads, dtype = q.shape, live[0].shape[1], live[0].dtype
@@ -213,7 +211,7 @@ def attend(
             *live,
             ints(
                 *(rows, page_splits, capacity, sink[0].shape[2], live[0].shape[2], new_tokens),
-                *(window, heads, first, second.shape[2] if more_runs else 0, len(runs)),
+                *(heads, first, second.shape[2] if more_runs else 0, len(runs)),
             ),
             lengths.with_more(second_count),
             numbers,

@@ -21,14 +21,7 @@ from mlxkv.metal import gpu, trust
 from mlxkv.metal.attend import Run
 from mlxkv.metal.launch import Factory, build
 from mlxkv.metal.lengths import Division, Lengths
-from mlxkv.metal.template import (
-    LOG2E,
-    Pair,
-    cap_bits,
-    fill_table,
-    nothing,
-    side_template,
-)
+from mlxkv.metal.template import LOG2E, Pair, cap_bits, fill_table, nothing, side_template
 
 SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
 ROWS = 8  # query rows of a threadgroup
@@ -237,7 +230,6 @@ def _kernel(
     dims: int,
     dtype: mx.Dtype,
     mapped: tuple[bool, bool],
-    has_window: bool,
     has_sinks: bool,
     simdgroups: int,
     runs: int,
@@ -263,7 +255,6 @@ def _kernel(
         "HEADER": layout.header_words,
         "HAS_K": int(mapped[0]),
         "HAS_V": int(mapped[1]),
-        "WINDOW": int(has_window),
         "HAS_SINKS": int(has_sinks),
         "CAP": cap_bits(softcap),
         **_soon(layout, wide, make),
@@ -285,25 +276,22 @@ def _plan(
     division: Division,
     make: Factory,
     rooms: tuple[int, int, int, int, int, int],
-    scores: tuple[float, float | None, bool, int],
+    scores: tuple[float, float | None, bool],
 ):
     """(kernel, sizes but for the lengths, the other arguments of the call), the same for all layers of a step.
 
     shape: of the queries. counts: maps of keys and of values. rooms: kv heads, then records, or tokens, that the
         buffers of records, sink, live and a second run hold, and the records of that. scores: scale, softcap, whether
-        there are logits of attention sinks, window.
+        there are logits of attention sinks.
     """
     batch, q_heads, new_tokens, dims = shape
     heads, *rooms, capacity, second_count = rooms
-    scale, softcap, has_sinks, window = scores
+    scale, softcap, has_sinks = scores
     rows = q_heads // heads * new_tokens
     merges = batch * heads * -(-rows // ROWS)
     own_blocks = -(-dims // BLOCK)
     stored = [-(-n // BLOCK) for n in _stored(layout, dims)]
-    sizes = (
-        512 * own_blocks * stored[0],
-        512 * own_blocks * stored[1],
-    )
+    sizes = (512 * own_blocks * stored[0], 512 * own_blocks * stored[1])
     strides = (size if n > 1 else 0 for n, size in zip(counts, sizes, strict=True))
     by_sequence = sum(bit for bit, n in zip((1, 2), counts, strict=True) if n > heads)
     first_count, runs = division.records, 2 if capacity else 1
@@ -317,7 +305,7 @@ def _plan(
         first = min(page_splits - 1, max(1, round(page_splits * first_count / count)))
     splits = page_splits + window_splits
     size = (
-        *(rows, page_splits, *rooms, new_tokens, window, heads, *strides),
+        *(rows, page_splits, *rooms, new_tokens, heads, *strides),
         *(_bits(scale * LOG2E), _bits(LOG2E)),
         *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits]),
         *(first, capacity, second_count, by_sequence),
@@ -325,10 +313,7 @@ def _plan(
     width = BLOCK * max(stored[1], own_blocks)
     mapped = tuple(n > 0 for n in counts)
     return (
-        _kernel(
-            *(layout, dims, dtype, mapped, window > 0, has_sinks, simdgroups, runs, make),
-            softcap,
-        ),
+        _kernel(*(layout, dims, dtype, mapped, has_sinks, simdgroups, runs, make), softcap),
         size,
         {
             "template": [],
@@ -377,7 +362,6 @@ def attend(
     make: Factory,
     sink_logits: mx.array | None = None,
     softcap: float | None = None,
-    window: int = 0,
 ) -> mx.array:
     """As `attend.attend`."""
     sink = sink or live  # never read: its length is 0
@@ -398,7 +382,7 @@ def attend(
     kernel, numbers, call = _plan(
         *(tuple(q.shape), q.dtype, run.layout, (keys[1], values[1]), lengths.division, make),
         (*run.buffer.shape[1:3], sink[0].shape[2], live[0].shape[2], *counts),
-        (scale, softcap, sink_logits is not None, window),
+        (scale, softcap, sink_logits is not None),
     )
     merges, empty = call["grid"][2], nothing(mx.uint32)
     logits = nothing() if sink_logits is None else sink_logits.astype(mx.float32)

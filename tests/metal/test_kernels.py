@@ -89,12 +89,12 @@ def test_scores_are_capped(subtests):
 
 def test_scores_that_grow_along_the_records():
     """The running maximum is raised again and again, and what was summed before shrinks."""
-    check_attend((64, 4, 1, 1, 80, 16, 20, 4, 4, 0, mx.float16), False, ramp=8)
+    check_attend((64, 4, 1, 1, 80, 16, 20, 4, 4, mx.float16), False, ramp=8)
 
 
 def check_attend(case, sinks, softcap=None, ramp=1):
     """ramp: how much larger the last stored keys are than the first."""
-    dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, window, dtype = case
+    dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, dtype = case
     specs = Affine(k_bits, 64), Affine(v_bits, 32, True)
     x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
     x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
@@ -109,15 +109,13 @@ def check_attend(case, sinks, softcap=None, ramp=1):
     q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
     logits = mx.array(data(16, seed=6)[:heads]) if sinks else None
     lengths = alone(((count, n_sink, n_live),), 0, 1)
-    out = kernels.attend(
-        *(q, [run], sink, live, lengths, dims**-0.5, make, logits, softcap, window)
-    )
+    out = kernels.attend(*(q, [run], sink, live, lengths, dims**-0.5, make, logits, softcap))
     paged[1] = paged[1] @ up
     keys, values = (
         mx.concatenate([w[:, :, :n_sink], p, w[:, :, n_sink : n_sink + n_live]], 2)
         for w, p in zip(windows, paged, strict=True)
     )
-    spec = softmax(q, keys, values, dims**-0.5, window, logits, softcap)
+    spec = softmax(q, keys, values, dims**-0.5, logits, softcap)
     bound = {mx.float32: 2e-6, mx.float16: 5e-4, mx.bfloat16: 4e-3}[dtype]
     assert rms(out, spec) < bound
 
@@ -205,7 +203,7 @@ def test_an_environment_variable_keeps_to_plain_ops(monkeypatch, trusted):
         mask = mx.arange(200)[None] >= 150  # no kernel: still right
         out = attend(q, view, 0.125, mask)
     keys, values = attention._whole(view, mx.float32)
-    spec = softmax(q, keys[:, :, 150:], values[:, :, 150:], 0.125, 0, None)
+    spec = softmax(q, keys[:, :, 150:], values[:, :, 150:], 0.125)
     assert rms(out, spec) < 2e-6
 
 

@@ -43,7 +43,7 @@ def run(method, dims, heads, new, dtype, factory, tiled=False, pages=3):
     assert view.pages.plan.body != OPS
     out = attend(q, view, dims**-0.5, mask, logits)
     keys, values = attention._whole(View(live, sink, plain.read(0, pages)), mx.float32)
-    return rms(out, softmax(q, keys, values, dims**-0.5, 0, logits))
+    return rms(out, softmax(q, keys, values, dims**-0.5, logits))
 
 
 def test_which_methods_have_kernels(subtests):

@@ -26,18 +26,18 @@ from mlxkv.metal.attend import Run
 from mlxkv.metal.lengths import alone
 from mlxkv.models import attach, detach
 
-# D, H, G, L, records, sink, live, key bits, value bits, window, dtype
+# D, H, G, L, records, sink, live, key bits, value bits, dtype
 SHAPES = [
-    (64, 4, 1, 1, 4, 16, 20, 4, 4, 0, mx.float16),
-    (64, 6, 1, 8, 5, 16, 33, 4, 2, 0, mx.bfloat16),
-    (96, 10, 2, 3, 3, 0, 17, 3, 8, 0, mx.float16),
-    (80, 2, 2, 4, 4, 16, 63, 2, 3, 70, mx.float16),
-    (128, 4, 1, 1, 63, 16, 1, 8, 4, 0, mx.float16),
-    (128, 8, 2, 1, 37, 64, 31, 2, 2, 0, mx.bfloat16),
-    (128, 16, 1, 2, 3, 1, 5, 4, 4, 0, mx.float16),
-    (256, 4, 1, 2, 19, 5, 31, 4, 4, 0, mx.float16),
-    (192, 3, 3, 1, 2, 16, 16, 4, 3, 0, mx.float16),
-    (40, 16, 1, 1, 3, 16, 7, 4, 4, 0, mx.float16),
+    (64, 4, 1, 1, 4, 16, 20, 4, 4, mx.float16),
+    (64, 6, 1, 8, 5, 16, 33, 4, 2, mx.bfloat16),
+    (96, 10, 2, 3, 3, 0, 17, 3, 8, mx.float16),
+    (80, 2, 2, 4, 4, 16, 63, 2, 3, mx.float16),
+    (128, 4, 1, 1, 63, 16, 1, 8, 4, mx.float16),
+    (128, 8, 2, 1, 37, 64, 31, 2, 2, mx.bfloat16),
+    (128, 16, 1, 2, 3, 1, 5, 4, 4, mx.float16),
+    (256, 4, 1, 2, 19, 5, 31, 4, 4, mx.float16),
+    (192, 3, 3, 1, 2, 16, 16, 4, 3, mx.float16),
+    (40, 16, 1, 1, 3, 16, 7, 4, 4, mx.float16),
 ]
 BOUNDS = {mx.float16: 2e-3, mx.bfloat16: 6e-3}
 
@@ -62,7 +62,7 @@ def attended(
     ramp=1,
 ):
     """(output, what softmax over the decoded pages gives). ramp: how much larger the last stored keys are."""
-    dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, window, dtype = case
+    dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, dtype = case
     specs = [Affine(b, g, bool(s)) for b, (g, s) in zip((k_bits, v_bits), formats, strict=True)]
     x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
     x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
@@ -80,14 +80,12 @@ def attended(
     logits = mx.array(3 * data(16, seed=6)[:heads]) if sinks else None
     lengths = alone(((count, n_sink, n_live),), 0, 1)
     with divided(splits):
-        out = tiles.attend(
-            *(q, [run], sink, live, lengths, dims**-0.5, factory, logits, softcap, window)
-        )
+        out = tiles.attend(*(q, [run], sink, live, lengths, dims**-0.5, factory, logits, softcap))
     keys, values = (
         mx.concatenate([w[:, :, :n_sink], p, w[:, :, n_sink : n_sink + n_live]], 2)
         for w, p in zip(windows, paged, strict=True)
     )
-    return out, softmax(q, keys, values, dims**-0.5, window, logits, softcap)
+    return out, softmax(q, keys, values, dims**-0.5, logits, softcap)
 
 
 def test_scores_are_capped(subtests):
@@ -103,7 +101,7 @@ def test_scores_that_grow_along_the_records(subtests):
     """The running maximum is raised again and again, and what was summed before shrinks."""
     for factory in [make_tiles, make_mma]:
         with subtests.test(factory=factory):
-            case = (64, 4, 1, 1, 40, 16, 20, 4, 4, 0, mx.float16)
+            case = (64, 4, 1, 1, 40, 16, 20, 4, 4, mx.float16)
             out, spec = attended(case, factory, splits=(1, 1), ramp=8)
             assert rms(out, spec) < 1e-2
 
@@ -134,7 +132,7 @@ def test_formats_splits_and_sinks(subtests):
             with subtests.test(option=option, bits=bits):
                 options = OPTIONS[option]
                 factory = (make_mma, make_tiles)[(option + bits.bit_length() + (bits == 3)) % 2]
-                case = (64, 6, 2, 2, 21, 16, 20, bits, bits, 0, mx.float16)
+                case = (64, 6, 2, 2, 21, 16, 20, bits, bits, mx.float16)
                 out, spec = attended(case, factory, **options)
                 assert rms(out, spec) < (
                     1.2e-2 if bits == 2 else BOUNDS[mx.float16]
@@ -156,13 +154,13 @@ def test_a_matrix_for_each_kv_head():
     q = np.stack([np.linalg.qr(data(64, 64, seed=i))[0] for i in range(2)])
     turn = Transform(mx.array(q.swapaxes(1, 2).copy()), mx.array(q))
     for factory in (make_tiles, make_mma):
-        out, spec = attended((64, 6, 2, 1, 9, 16, 20, 4, 4, 0, mx.float16), factory, turn)
+        out, spec = attended((64, 6, 2, 1, 9, 16, 20, 4, 4, mx.float16), factory, turn)
         assert rms(out, spec) < BOUNDS[mx.float16]
 
 
 def test_queries_of_any_size_stay_finite():
     """Offsets of codes are multiplied with the queries' sums: halves must hold them."""
-    case = (64, 4, 1, 1, 9, 16, 20, 4, 4, 0, mx.float16)
+    case = (64, 4, 1, 1, 9, 16, 20, 4, 4, mx.float16)
     dims, count = case[0], case[4]
     x = mx.array(data(1, 1, count * 16, dims))
     buffer, both, _ = seal_by_ops((x, x), (Affine(4, 64), Affine(4, 64)))
@@ -232,7 +230,7 @@ def test_the_reason_why_not():
 
 def test_the_whole_head_of_a_group_of_128_rows_is_covered(trusted):
     """16 query heads a kv head, 8 new tokens: 16 tiles of rows."""
-    case = (64, 16, 1, 8, 5, 16, 33, 4, 4, 0, mx.float16)
+    case = (64, 16, 1, 8, 5, 16, 33, 4, 4, mx.float16)
     out, spec = attended(case, make_mma)
     assert out.shape == (1, 16, 8, 64)
     assert rms(out, spec) < BOUNDS[mx.float16]
@@ -244,4 +242,4 @@ def test_the_whole_head_of_a_group_of_128_rows_is_covered(trusted):
         q = mx.array(data(1, 32, 8, 64)).astype(mx.float16)
         got = attention.attend(q, view, 0.125, "causal")
     keys, values = attention._whole(view, mx.float32)
-    assert rms(got, softmax(q, keys, values, 0.125, 0, None)) < BOUNDS[mx.float16]
+    assert rms(got, softmax(q, keys, values, 0.125)) < BOUNDS[mx.float16]

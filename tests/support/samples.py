@@ -32,9 +32,9 @@ def off(y, x) -> float:
     return ((y - x) ** 2).sum() / (x**2).sum()
 
 
-def softmax(q, keys, values, scale, window=0, sinks=None, softcap=None) -> mx.array:
+def softmax(q, keys, values, scale, sinks=None, softcap=None) -> mx.array:
     """Causal attention by the spec. sinks: attention sink logits [H]."""
     q, keys, values = (np.array(y.astype(mx.float32), np.float64) for y in (q, keys, values))
-    mask = ref.causal_mask(q.shape[2], keys.shape[2], window or None)
+    mask = ref.causal_mask(q.shape[2], keys.shape[2])
     sinks = None if sinks is None else np.array(sinks, np.float64)
     return mx.array(ref.attention(q, keys, values, scale, mask, sinks, softcap).astype(np.float32))

@@ -17,17 +17,17 @@ SMALL = CacheConfig(
 )
 TIES = 5e-3  # rms of an output when one code, on a rounding tie, falls to the other side
 
-# D, H, G, L, records, sink, live, key bits, value bits, window, dtype
+# D, H, G, L, records, sink, live, key bits, value bits, dtype
 ATTEND = [
-    (64, 4, 1, 1, 4, 16, 20, 4, 4, 0, mx.float16),
-    (64, 6, 1, 8, 5, 16, 33, 4, 2, 0, mx.bfloat16),
-    (96, 10, 2, 3, 3, 0, 17, 3, 8, 0, mx.float32),
-    (80, 2, 2, 4, 4, 16, 63, 2, 3, 70, mx.float32),
-    (128, 4, 1, 1, 17, 16, 1, 8, 4, 0, mx.float32),
-    (64, 6, 2, 1, 0, 0, 40, 4, 4, 0, mx.float32),
-    (256, 4, 1, 2, 3, 5, 31, 4, 4, 0, mx.float16),
-    (192, 3, 3, 1, 2, 16, 16, 4, 3, 0, mx.float32),
-    (40, 16, 1, 1, 3, 16, 7, 4, 4, 0, mx.float32),
+    (64, 4, 1, 1, 4, 16, 20, 4, 4, mx.float16),
+    (64, 6, 1, 8, 5, 16, 33, 4, 2, mx.bfloat16),
+    (96, 10, 2, 3, 3, 0, 17, 3, 8, mx.float32),
+    (80, 2, 2, 4, 4, 16, 63, 2, 3, mx.float32),
+    (128, 4, 1, 1, 17, 16, 1, 8, 4, mx.float32),
+    (64, 6, 2, 1, 0, 0, 40, 4, 4, mx.float32),
+    (256, 4, 1, 2, 3, 5, 31, 4, 4, mx.float16),
+    (192, 3, 3, 1, 2, 16, 16, 4, 3, mx.float32),
+    (40, 16, 1, 1, 3, 16, 7, 4, 4, mx.float32),
 ]
 
 

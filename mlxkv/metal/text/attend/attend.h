@@ -11,7 +11,7 @@ inline float kv_capped(float s, float cap) {
 template <int QT, int N>
 inline void kv_probabilities(
     thread float* s, thread float* top, thread float* sum, thread float* o,
-    const thread int* first_seen, const thread int* last_seen, int position0, int tokens, int g,
+    const thread int* last_seen, int position0, int tokens, int g,
     float lazy, float cap) {
   bool exceeds = false;
 #pragma unroll
@@ -24,7 +24,7 @@ inline void kv_probabilities(
     const int token = g + 8 * (i % 2);
     const int position = position0 + token;
     const bool seen =
-        token < tokens && position <= last_seen[i / 2] && position >= first_seen[i / 2];
+        token < tokens && position <= last_seen[i / 2];
     s[i] = seen ? s[i] : -INFINITY;
     exceeds = exceeds || s[i] > top[i / 2] + lazy;
   }

@@ -11,8 +11,8 @@
 //          have buffers of their own, or lie side by side in one.
 // records_2, headers_2 [heads, ..]: a second run of pages after the first, in its own stored domain
 // sink_k, sink_v, live_k, live_v [heads, tokens, D], of type T
-// size     [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
-//           kv heads, page splits of the first run, capacity of the second, runs]
+// size     [rows, page splits, record capacity, sink capacity, live capacity, new tokens, kv heads,
+//           page splits of the first run, capacity of the second, runs]
 // lengths  [batch, 5]: records, sink tokens, live tokens, first record, records of the second run
 // Row i of a head belongs to new token i % L, the last L tokens of live.
 constexpr int BK = (RK + 31) / 32;
@@ -84,9 +84,8 @@ const int split = threadgroup_position_in_grid.y;
 const bool paged = split < page_splits;
 const int splits = threads_per_grid.y;
 const int new_tokens = size[5];
-const int window = size[6];
-const int batch = head / size[7];
-const bool second = paged && split >= size[8];
+const int batch = head / size[6];
+const bool second = paged && split >= size[7];
 const int n_before = second ? lengths[5 * batch] : 0;  // records
 const int n_records = lengths[5 * batch + (second ? 4 : 0)];
 const int n_sink = lengths[5 * batch + 1];
@@ -94,11 +93,11 @@ const int n_live = lengths[5 * batch + 2];
 const int total = n_sink + 16 * (lengths[5 * batch] + lengths[5 * batch + 4]) + n_live;
 const device uint* run = second ? records_2 : records;
 const device uint* run_headers = second ? headers_2 : headers;
-const int capacity = size[second ? 9 : 2];
+const int capacity = size[second ? 8 : 2];
 // The kv head's first record, whole pages from the start of the buffer.
-const size_t first_record = size_t(head % size[7]) * capacity +
-    (second ? size_t(batch) * size[7] * capacity : size_t(lengths[5 * batch + 3]));
-const size_t q_run = (size_t(head) * (paged ? size[10] : 1) + (second ? 1 : 0)) * rows;
+const size_t first_record = size_t(head % size[6]) * capacity +
+    (second ? size_t(batch) * size[6] * capacity : size_t(lengths[5 * batch + 3]));
+const size_t q_run = (size_t(head) * (paged ? size[9] : 1) + (second ? 1 : 0)) * rows;
 
 const int q_dims = 32 * (paged ? BK : BD);
 const int q_width = paged ? key_dims : D;
@@ -117,14 +116,12 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 float o[QT * OB * 4];
 float top[QT];
 float sum[QT];
-int first_seen[QT];  // first position in the row's sliding window
 int last_seen[QT];
 #pragma unroll
 for (int q = 0; q < QT; q++) {
   top[q] = NOTHING;
   sum[q] = 0.0f;
   last_seen[q] = total - new_tokens + (first_row + q) % new_tokens;
-  first_seen[q] = window > 0 ? last_seen[q] - window + 1 : 0;
 }
 #pragma unroll
 for (int i = 0; i < QT * OB * 4; i++) {
@@ -148,9 +145,9 @@ KvTree tree_v = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)he
 
 const int sink_units = (n_sink + 15) / 16;
 const int units = paged ? n_records : sink_units + (n_live + 15) / 16;
-const int run_splits = second ? page_splits - size[8] : size[8];
+const int run_splits = second ? page_splits - size[7] : size[7];
 const int parts = paged ? run_splits : splits - page_splits;
-const int part = split - (paged ? (second ? size[8] : 0) : page_splits);
+const int part = split - (paged ? (second ? size[7] : 0) : page_splits);
 // Pairs: whole pages, because the simdgroups divide a page and share its table.
 const int unit_of_parts = PAIRS_K && paged ? PAGE_RECORDS : 1;
 const int each = ((units + parts - 1) / parts + unit_of_parts - 1) / unit_of_parts * unit_of_parts;

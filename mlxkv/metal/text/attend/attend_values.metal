@@ -1,6 +1,6 @@
 // Third part of attend: probabilities, and their products with the values of the record.
     kv_probabilities<QT, OB * 4>(
-        s, top, sum, o, first_seen, last_seen, position0, 16, g, LAZY, as_type<float>(CAP));
+        s, top, sum, o, last_seen, position0, 16, g, LAZY, as_type<float>(CAP));
     // Outputs: tokens 2 t + 8 r + h, dims 32 j + 4 g + p.
     float p_values[QT * 4];  // move from the lanes of the keys to those of the values
 #pragma unroll

@@ -45,7 +45,7 @@
       }
     }
     kv_probabilities<QT, OB * 4>(
-        s, top, sum, o, first_seen, last_seen, position0, tokens, g, LAZY, as_type<float>(CAP));
+        s, top, sum, o, last_seen, position0, tokens, g, LAZY, as_type<float>(CAP));
     const device T* values = (in_sink ? sink_v : live_v) + at_window;
     // A token at a time: the values of all would not fit in registers.
 #pragma unroll 1

@@ -5,7 +5,7 @@
 // q [heads, rows, D] of type T, in the model's domain. Records, headers, windows, lengths and the inputs of a
 // second run of pages (RUNS = 2): as in attend.metal
 // map_k: model's -> stored domain, of q; map_v: stored -> model's: tiles of halves (tiles.py), HAS_K, HAS_V
-// size: [rows, page splits, record capacity, sink capacity, live capacity, new tokens, window,
+// size: [rows, page splits, record capacity, sink capacity, live capacity, new tokens,
 //   kv heads, words of map_k per head, of map_v (0: one for all), scale log2(e) as bits, log2(e) as
 //   bits, 4 masks of keys, 4 of values, page splits of the first run, capacity of the second, its
 //   records, bits: each sequence has maps of its own (1: of keys, 2: of values), then per batch:
@@ -86,20 +86,18 @@ const int split = threadgroup_position_in_grid.y;
 const int splits = threads_per_grid.y;
 const bool paged = split < page_splits;
 const int new_tokens = size[5];
-const int window = WINDOW ? size[6] : 0;
-const int kv_head = head % size[7];
-const int batch = head / size[7];
-const int n_first = size[24 + 4 * batch];
-const int n_sink = size[25 + 4 * batch];
-const int n_live = size[26 + 4 * batch];
-const int total = n_sink + 16 * (n_first + (RUNS == 2 ? size[22] : 0)) + n_live;
-const bool later = RUNS == 2 && paged && split >= size[20];  // in the second run
-const int n_before = later ? n_first : 0;  // records
-const int n_records = later ? size[22] : n_first;
+const int kv_head = head % size[6];
+const int batch = head / size[6];
+const int n_first = size[23 + 4 * batch];
+const int n_sink = size[24 + 4 * batch];
+const int n_live = size[25 + 4 * batch];
+const int total = n_sink + 16 * (n_first + (RUNS == 2 ? size[21] : 0)) + n_live;
+const bool later = RUNS == 2 && paged && split >= size[19];  // in the second run
+const int n_records = later ? size[21] : n_first;
 const size_t first_record = later
-    ? size_t(head) * size[21]
-    : size_t(kv_head) * size[2] + size[27 + 4 * batch];
-const int first_splits = RUNS == 2 ? size[20] : page_splits;
+    ? size_t(head) * size[20]
+    : size_t(kv_head) * size[2] + size[26 + 4 * batch];
+const int first_splits = RUNS == 2 ? size[19] : page_splits;
 
 const int sink_units = (n_sink + 15) / 16;
 const int units = paged ? n_records : sink_units + (n_live + 15) / 16;
@@ -125,7 +123,7 @@ for (int n = 0; n < MINE; n++) {
 }
 const bool turns = HAS_K && paged;
 const device uint* map = (later ? map_k_2 : map_k) +
-    size_t(size[23] & 1 ? head : kv_head) * size[8] + (4 * g + t) * 4;
+    size_t(size[22] & 1 ? head : kv_head) * size[7] + (4 * g + t) * 4;
 constexpr int AHEAD_K = 8;
 uint4 ahead[AHEAD_K];
 if (turns && group < 2 * BK) {
@@ -152,7 +150,7 @@ for (int i = thread_id; i < 2 * BK + 2 * BV; i += 32 * S) {
 for (int n = 0; n < MINE; n++) {
   const int i = thread_id + n * 32 * S;
   if (i < 8 * 32 * QB) {
-    const float scale = as_type<float>(size[10]) / (FOLDED && paged ? 1.0f : KV_SCORE);
+    const float scale = as_type<float>(size[9]) / (FOLDED && paged ? 1.0f : KV_SCORE);
     tile_rows[i / (32 * QB) * ROW + i % (32 * QB)] = mine[n] * scale;
   }
 }
@@ -247,14 +245,12 @@ constexpr int EXTRA = SYMMETRIC_V ? 0 : 1;
 TileC o[2 * OB + EXTRA];
 float top[2];
 float sum[2];
-int first_seen[2];
 int last_seen[2];
 #pragma unroll
 for (int i = 0; i < 2; i++) {
   top[i] = NOTHING;
   sum[i] = 0.0f;
   last_seen[i] = total - new_tokens + (first_row + 2 * t + i) % new_tokens;
-  first_seen[i] = WINDOW ? last_seen[i] - window + 1 : 0;
 }
 #pragma unroll
 for (int n = 0; n < 2 * OB + EXTRA; n++) {

@@ -103,7 +103,7 @@ if (arrived[0] + 1u == uint(splits)) {
     float logit = NOTHING;
     if (HAS_SINKS) {
       const int q_row = first_row + row;
-      logit = sinks[kv_head * (rows / new_tokens) + q_row / new_tokens] * as_type<float>(size[11]);
+      logit = sinks[kv_head * (rows / new_tokens) + q_row / new_tokens] * as_type<float>(size[10]);
       peak = metal::max(peak, logit);
     }
 #pragma unroll
@@ -198,7 +198,7 @@ if (arrived[0] + 1u == uint(splits)) {
 #pragma unroll 1
       for (int m = group; m < 2 * BD; m += S) {
         const device uint* map = (r == 1 ? map_v_2 : map_v) +
-            size_t(size[23] & 2 ? head : kv_head) * size[9] + (m * 2 * BV * 32 + 4 * g + t) * 4;
+            size_t(size[22] & 2 ? head : kv_head) * size[8] + (m * 2 * BV * 32 + 4 * g + t) * 4;
         TileC c;
 #pragma unroll
         for (int i = 0; i < 4; i++) {

@@ -4,8 +4,8 @@ if (paged) {
   uint masks_v[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    masks_k[i] = POOLED ? kv_mask<BITS_K>(i) : uint(size[12 + i]);
-    masks_v[i] = POOLED ? kv_mask<BITS_V>(i) : uint(size[16 + i]);
+    masks_k[i] = POOLED ? kv_mask<BITS_K>(i) : uint(size[11 + i]);
+    masks_v[i] = POOLED ? kv_mask<BITS_V>(i) : uint(size[15 + i]);
   }
 #if WITH_PER_TOKEN
   if (OFFSETS_K) {
@@ -415,8 +415,7 @@ if (paged) {
           const float of_score = FOLDED ? 1.0f : KV_SCORE;
           s[e].v[i] = kv_capped(s[e].v[i] * of_score, as_type<float>(CAP)) / of_score;
         }
-        const int position = n_sink + 16 * (n_before + unit + e) + g + 8 * (i / 2);
-        if ((e == 1 && !both) || (WINDOW && position < first_seen[i % 2])) {
+        if (e == 1 && !both) {
           s[e].v[i] = -INFINITY;
         }
       }

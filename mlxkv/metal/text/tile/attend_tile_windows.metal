@@ -56,7 +56,7 @@
       }
       const int token = g + 8 * (i / 2);
       const int position = position0 + token;
-      if (token >= tokens || position > last_seen[i % 2] || position < first_seen[i % 2]) {
+      if (token >= tokens || position > last_seen[i % 2]) {
         s[0].v[i] = -INFINITY;
       }
     }
