@@ -236,11 +236,7 @@ app.command("chat", cls=Command)(chat)
 
 
 @app.command(cls=Command)
-def demo(
-    model: Model = DEFAULT,
-    kv: Kv = "int4",
-    json: Json = False,
-) -> None:
+def demo(model: Model = DEFAULT, kv: Kv = "int4", json: Json = False) -> None:
     """Read a long text into fp16 and int4 side by side, watch their memory grow, ask both for a fact.
     One minute, no network."""
     require(resolve(model))
@@ -315,9 +311,7 @@ def fit(
     kv: Annotated[
         list[str] | None,
         typer.Option(
-            "--kv",
-            help="Only these presets, by commas (or repeated).",
-            autocompletion=complete_kv,
+            "--kv", help="Only these presets, by commas (or repeated).", autocompletion=complete_kv
         ),
     ] = None,
     json: Json = False,

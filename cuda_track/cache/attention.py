@@ -214,10 +214,7 @@ def masked(scores: torch.Tensor, mask: Mask) -> torch.Tensor:
 
 
 def _softmax(
-    scores: torch.Tensor,
-    mask: Mask,
-    sink_logits: torch.Tensor | None,
-    softcap: float | None = None,
+    scores: torch.Tensor, mask: Mask, sink_logits: torch.Tensor | None, softcap: float | None = None
 ) -> torch.Tensor:
     """Softmax of scores [B, H, L, T] float32; the column of attention sinks takes part and is dropped."""
     if softcap is not None:

@@ -47,10 +47,7 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
 
 
 def store(
-    config: CacheConfig,
-    dims: tuple[int, int],
-    device: torch.device,
-    maps: LayerMaps | None = None,
+    config: CacheConfig, dims: tuple[int, int], device: torch.device, maps: LayerMaps | None = None
 ) -> Codes | Paged | Records:
     """An empty store for heads of these (key, value) dims.
 

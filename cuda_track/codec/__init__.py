@@ -4,15 +4,7 @@ Codes, transforms and calibrated maps of both tracks are described in `mlxkv.for
 """
 
 from cuda_track.codec import affine, codebook, fill, polar, polar_tree, raw
-from mlxkv.formats.config import (
-    Affine,
-    Codebook,
-    Fill,
-    Full,
-    Half,
-    Polar,
-    PolarTree,
-)
+from mlxkv.formats.config import Affine, Codebook, Fill, Full, Half, Polar, PolarTree
 
 METHODS = {
     Full: raw,

@@ -20,12 +20,7 @@ from cuda_track.mps import attend as metal_kernel
 from cuda_track.mps import pages as metal
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.records import NAMES
-from mlxkv.spec.bounds import (
-    Row,
-    compare_codes,
-    read,
-    rms,
-)
+from mlxkv.spec.bounds import Row, compare_codes, read, rms
 from mlxkv.spec.rows import encode_cases
 
 WEIGHTS_BOUND = 2e-3  # queries and weights are float16 in the kernel of Triton

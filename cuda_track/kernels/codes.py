@@ -82,21 +82,11 @@ def planes(words, high, BITS: tl.constexpr, PLANES: tl.constexpr, ASM: tl.conste
         )
     if ASM and BITS == 2 and PLANES == 8:
         return tl.inline_asm_elementwise(
-            TWO_BITS,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r",
-            [words],
-            (tl.float16,) * 8,
-            is_pure=True,
-            pack=2,
+            TWO_BITS, "=r,=r,=r,=r,=r,=r,=r,=r,r", [words], (tl.float16,) * 8, is_pure=True, pack=2
         )
     if ASM and BITS == 4 and PLANES == 4:
         return tl.inline_asm_elementwise(
-            FOUR_BITS_SHORT,
-            "=r,=r,=r,=r,r",
-            [words],
-            (tl.float16,) * 4,
-            is_pure=True,
-            pack=2,
+            FOUR_BITS_SHORT, "=r,=r,=r,=r,r", [words], (tl.float16,) * 4, is_pure=True, pack=2
         )
     out = ()
     for i in tl.static_range(PLANES):

@@ -10,13 +10,7 @@ from cuda_track.codec import records
 from cuda_track.codec.codec import Codec, Sealed, Stored
 from cuda_track.mps import source
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.records import (
-    NAMES,
-    TOKENS,
-    RecordLayout,
-    side_layout,
-    why_no_record,
-)
+from mlxkv.formats.records import NAMES, TOKENS, RecordLayout, side_layout, why_no_record
 
 
 def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:

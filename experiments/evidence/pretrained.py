@@ -461,11 +461,7 @@ def _parser() -> Parser:
     add("--kv", type=words, help="presets by commas")
     add("--out", type=Path, default=Path("runs/evidence"), help="folder of results")
     add("--texts", type=Path, help="folder of texts; default: OUT/texts, made there")
-    add(
-        "--contexts",
-        type=words,
-        help="tokens, by commas, the most important first",
-    )
+    add("--contexts", type=words, help="tokens, by commas, the most important first")
     add("--decode", type=int, help="tokens after each context")
     add("--documents", type=int, help="of questions; 0: none")
     add("--texts-at-most", type=int, help="for a short trial")

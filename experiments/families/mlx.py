@@ -12,16 +12,7 @@ from experiments.families.mlx_checking import family
 from mlxkv import console
 
 # One of each sort, for CI.
-SHORT = (
-    "gemma2",
-    "gpt_oss",
-    "jamba",
-    "llama",
-    "mamba2",
-    "minimax_m3_vl",
-    "olmo",
-    "stablelm",
-)
+SHORT = ("gemma2", "gpt_oss", "jamba", "llama", "mamba2", "minimax_m3_vl", "olmo", "stablelm")
 HEAD = """# Families of mlx-lm
 
 Which model files of mlx-lm run on compressed caches.

@@ -160,12 +160,7 @@ def medians(runs: list[dict]) -> dict:
 
 
 def measure(
-    subject: Subject,
-    preset: str,
-    context: int,
-    fill: str,
-    tokens: int,
-    steps_apart: int = 0,
+    subject: Subject, preset: str, context: int, fill: str, tokens: int, steps_apart: int = 0
 ) -> dict:
     """Fill a fresh cache with `context` tokens, decode WARM tokens, then time `tokens` more.
 

@@ -367,11 +367,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         header, self.config = state.read_header(data)
         self.layer_maps, folded = None, False
         if self.config.calibrated:
-            saved = (
-                *state.calibration_of(header),
-                bool(header.get("folded")),
-                self.config.fitted,
-            )
+            saved = (*state.calibration_of(header), bool(header.get("folded")), self.config.fitted)
             folded = maps.reads_folded(*saved)
             self.layer_maps = maps.find(*saved)
         self._forget()

@@ -168,10 +168,7 @@ class LatentKVCache(CompressedKVCache):
         start = self._sunk + page * self.config.page
         turned = self._rotary if self.config.rotary == 16 else pages.decode_rotary(rotary.dtype)
         first = start if self.config.rotary == 16 else 0
-        pair = (
-            pages.decode(0, latents.dtype)[:, :, :count],
-            turned[:, :, first : first + count],
-        )
+        pair = (pages.decode(0, latents.dtype)[:, :, :count], turned[:, :, first : first + count])
         mx.async_eval(pair)
         return pair
 

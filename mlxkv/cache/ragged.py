@@ -58,11 +58,7 @@ class Ragged:
 
     @classmethod
     def of(
-        cls,
-        rows: Sequence[CompressedKVCache],
-        plan: KernelPlan,
-        heads: int,
-        dtype: mx.Dtype,
+        cls, rows: Sequence[CompressedKVCache], plan: KernelPlan, heads: int, dtype: mx.Dtype
     ) -> Ragged | None:
         """These sequences, whose caches must not be used again; None where they have no kernels, or not
         the same. plan, heads, dtype: of their next tokens."""

@@ -49,10 +49,7 @@ class PageStore:
     plan, emulated = BY_OPS, False
 
     def __init__(
-        self,
-        config: CacheConfig,
-        dims: tuple[int, int],
-        layer_maps: LayerMaps | None = None,
+        self, config: CacheConfig, dims: tuple[int, int], layer_maps: LayerMaps | None = None
     ):
         self.config, self.dims = config, dims
         self.pages = Pages()

@@ -149,10 +149,7 @@ def _with_kept_clips(calibration: Calibration, path: Path) -> Calibration:
 
 
 def report(
-    calibration: Calibration,
-    path: Path,
-    seconds: float,
-    trials: dict[str, dict[str, clips.Trial]],
+    calibration: Calibration, path: Path, seconds: float, trials: dict[str, dict[str, clips.Trial]]
 ) -> None:
     """Print where the file is, and what was tried of clips."""
     layers = calibration.layers.values()

@@ -256,10 +256,7 @@ def _folded_mix(spec, p, stored, dims, group):
     ones = mx.ones((*codes.shape[:4], dims // FOLDED), p.dtype)
     p = p.reshape(*p.shape[:3], -1, group).swapaxes(2, 3)  # [B, G, T/g, N, g]
     out = mx.quantized_matmul(
-        *(p, codes, ones, -middle * ones),
-        transpose=False,
-        group_size=FOLDED,
-        bits=spec.bits,
+        *(p, codes, ones, -middle * ones), transpose=False, group_size=FOLDED, bits=spec.bits
     )  # [B, G, T/g, N, R]
     out = (out * scale[:, :, :, None]).sum(2)
     if spec.symmetric:

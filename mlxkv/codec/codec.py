@@ -6,26 +6,9 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlxkv.codec import (
-    affine,
-    codebook,
-    fill,
-    polar,
-    polar_tree,
-    raw,
-    transform,
-)
+from mlxkv.codec import affine, codebook, fill, polar, polar_tree, raw, transform
 from mlxkv.codec.transform import Transform
-from mlxkv.formats.config import (
-    Affine,
-    Codebook,
-    Fill,
-    Full,
-    Half,
-    Polar,
-    PolarTree,
-    Side,
-)
+from mlxkv.formats.config import Affine, Codebook, Fill, Full, Half, Polar, PolarTree, Side
 
 METHODS = {
     Full: raw,

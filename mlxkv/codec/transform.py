@@ -134,11 +134,7 @@ def random(dims: int, seed: int) -> Transform:
     return Transform(mx.array(down), mx.array(np.ascontiguousarray(down.T)))
 
 
-MAKERS = {
-    "hadamard": hadamard,
-    SRFT: srft,
-    "random": random,
-}
+MAKERS = {"hadamard": hadamard, SRFT: srft, "random": random}
 
 
 @cache

@@ -156,12 +156,7 @@ def _try_whiten(row: dict, make: launch.Factory) -> None:
     row["built"] = True if wrong or reason is None else None
 
 
-def speed(
-    config: CacheConfig,
-    dims: int,
-    make: launch.Factory,
-    tiled: bool,
-) -> dict:
+def speed(config: CacheConfig, dims: int, make: launch.Factory, tiled: bool) -> dict:
     """attend_us, plain_us and speedup of one decode step: the best of three chains of dependent calls. Empty
     if this GPU cannot run it."""
     try:

@@ -34,12 +34,7 @@ DEFAULT_CONTEXT = "32k"
 
 
 def run(
-    *,
-    model: str | None,
-    context: str | None,
-    memory: str | None,
-    kv: list[str],
-    as_json: bool,
+    *, model: str | None, context: str | None, memory: str | None, kv: list[str], as_json: bool
 ) -> None:
     """Estimate and print. model: None for every alias. kv: presets; names, also several by commas;
     empty for PICKS."""

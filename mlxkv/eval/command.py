@@ -50,8 +50,7 @@ def evaluate(
         ),
     ] = None,
     windows: Annotated[
-        str,
-        typer.Option("--windows", help="Exact tokens SINK,RECENT of every preset, or own."),
+        str, typer.Option("--windows", help="Exact tokens SINK,RECENT of every preset, or own.")
     ] = "64,64",
     samples: Annotated[
         int | None,

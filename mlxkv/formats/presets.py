@@ -31,10 +31,7 @@ def _alike(bits: int, transform: str, group: int = 64, symmetric: bool = False) 
 
 
 def _oscar(
-    bits: int,
-    keys: float = 1.0,
-    values: float = 1.0,
-    transform: str = CALIBRATED,
+    bits: int, keys: float = 1.0, values: float = 1.0, transform: str = CALIBRATED
 ) -> CacheConfig:
     """Use the windows of the OSCAR paper. keys, values: clips where none were searched."""
     sides = (Side(Affine(bits, 128, clip=clip), transform) for clip in (keys, values))

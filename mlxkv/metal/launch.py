@@ -18,16 +18,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlxkv.metal import sources
-from mlxkv.metal.sources import (
-    FEATURES,
-    SIGNATURES,
-    bodies,
-    body,
-    features,
-    header,
-    headers,
-    read,
-)
+from mlxkv.metal.sources import FEATURES, SIGNATURES, bodies, body, features, header, headers, read
 
 Template = tuple[tuple[str, object], ...]
 TYPES = {  # on Metal, on CUDA

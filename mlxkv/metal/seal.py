@@ -15,14 +15,7 @@ from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import SCALED
 from mlxkv.formats.records import TOKENS, RecordLayout
 from mlxkv.metal.launch import Factory, launch
-from mlxkv.metal.template import (
-    Pair,
-    fill_sealing,
-    ints,
-    nothing,
-    sealing_template,
-    side_template,
-)
+from mlxkv.metal.template import Pair, fill_sealing, ints, nothing, sealing_template, side_template
 
 SIMDGROUPS = 4  # of a threadgroup
 TILES = 2048  # pairs of floats in the threadgroup memory of a seal: 16 KiB, or one tile

@@ -16,10 +16,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seal": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
     "seal_channel": (("keys", "values", "size"), ("records", "headers")),
     "whiten": (("rows", "numbers"), ("out",)),
-    "unseal": (
-        ("records", "headers", "sink_k", "sink_v", "live_k", "live_v", "size"),
-        ("out",),
-    ),
+    "unseal": (("records", "headers", "sink_k", "sink_v", "live_k", "live_v", "size"), ("out",)),
     "attend": (
         (
             *("q_pages", "q_window", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),

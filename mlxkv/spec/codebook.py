@@ -114,14 +114,7 @@ def codebook_decode(codes: np.ndarray, scale: np.ndarray, levels: np.ndarray) ->
     return scale * levels[codes]
 
 
-def stored(
-    x: np.ndarray,
-    sink: int,
-    pages: int,
-    page: int,
-    bits: int,
-    seed: int = 0,
-) -> np.ndarray:
+def stored(x: np.ndarray, sink: int, pages: int, page: int, bits: int, seed: int = 0) -> np.ndarray:
     """Return x [B, G, T, D] as attention sees it, as `affine.stored` does. seed: of the rotation."""
     out, dims = np.array(x, np.float64), x.shape[-1]
     turn, levels = random_rotation(dims, seed), sphere_levels(dims, bits)

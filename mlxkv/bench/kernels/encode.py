@@ -27,12 +27,7 @@ FOOTNOTE = (
 
 
 def row(
-    name: str,
-    config: CacheConfig,
-    shape: Shape,
-    tokens: int,
-    dtype: mx.Dtype,
-    bandwidth: float,
+    name: str, config: CacheConfig, shape: Shape, tokens: int, dtype: mx.Dtype, bandwidth: float
 ) -> dict:
     """One row. tokens: whole pages. bandwidth: bytes per second, of a copy."""
     mx.random.seed(0)

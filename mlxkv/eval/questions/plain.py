@@ -6,15 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import isqrt
 from random import Random
 
-from mlxkv.eval.questions.document import (
-    QUERIES,
-    Document,
-    Question,
-    Sizes,
-    filler,
-    rounds,
-    spread,
-)
+from mlxkv.eval.questions.document import QUERIES, Document, Question, Sizes, filler, rounds, spread
 
 NEAR = 12  # most words on each side of near-identical keys
 ADJECTIVES = (

@@ -172,12 +172,7 @@ def printable(text: str) -> str:
 
 
 def check(
-    head: Header,
-    loaded_name: str,
-    fingerprint: str,
-    kv_name: str,
-    kv: CacheConfig,
-    mlx_lm: str,
+    head: Header, loaded_name: str, fingerprint: str, kv_name: str, kv: CacheConfig, mlx_lm: str
 ) -> None:
     """Raise UserError unless the file is a whole session of the model with this fingerprint, saved with
     this cache, in the format of this version of mlx-lm."""

@@ -60,7 +60,7 @@ PACKAGES = {
         repo="HuggingFaceTB/SmolLM2-135M-Instruct",
         # The model card of SmolLM2-135M-Instruct, "How to use": generate(..., temperature=0.2, top_p=0.9).
         sampling={"temperature": 0.2, "top_p": 0.9},
-    ),
+    )
 }
 
 

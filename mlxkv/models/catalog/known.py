@@ -6,12 +6,7 @@ from __future__ import annotations
 
 # As the conversions that the aliases name are quantised.
 QUANTIZATION = {"bits": 4, "group_size": 64}
-_QWEN = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
+_QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936, "tie_word_embeddings": True}
 _QWEN3 = _QWEN | {"model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40960}
 _LLAMA = {
     "model_type": "llama",

@@ -7,12 +7,7 @@ from functools import cache, cached_property, partial
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    ArraysCache,
-    BatchRotatingKVCache,
-    KVCache,
-    RotatingKVCache,
-)
+from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from mlxkv.cache.traced import Form, NotYet, Numbers, Untraceable, put
 from mlxkv.cache.view import View

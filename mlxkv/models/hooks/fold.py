@@ -134,9 +134,7 @@ def _values_map(rotations: LayerMaps) -> tuple[str, str, str]:
 
 
 def fold_values(
-    model: nn.Module,
-    make_cache: Callable[[], list],
-    rotations: Mapping[Place, LayerMaps],
+    model: nn.Module, make_cache: Callable[[], list], rotations: Mapping[Place, LayerMaps]
 ) -> Fold:
     """Fold what can be folded, record it on the model and return it with the reasons for the rest.
 

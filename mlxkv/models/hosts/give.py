@@ -26,11 +26,7 @@ _reports: set[tuple] = set()  # reports that were printed: a server may load a m
 
 
 def give(
-    model: nn.Module,
-    options: Options,
-    name: str,
-    folder: Path | None = None,
-    tokenizer: Any = None,
+    model: nn.Module, options: Options, name: str, folder: Path | None = None, tokenizer: Any = None
 ) -> list[LayerReport] | None:
     """Attach `options.kv` to the language model of `model`. Returns the reports, or None where that cannot be: then
     one line says why, and the model stays as it was.

@@ -12,10 +12,7 @@ from typing import Any
 # What chat templates call the thoughts of a message: Qwen3 and GLM; Gemma 4; gpt-oss.
 NAMES = ("reasoning_content", "reasoning", "thinking")
 # The marks of gpt-oss, which mlx-lm's tokenizers do not name.
-HARMONY = (
-    "<|channel|>analysis<|message|>",
-    "<|end|><|start|>assistant<|channel|>final<|message|>",
-)
+HARMONY = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
 
 
 class Thinking:

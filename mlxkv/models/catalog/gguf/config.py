@@ -189,11 +189,7 @@ def _scaling(
         original = values.whole(
             "rope.scaling.original_context_length", config["max_position_embeddings"]
         )
-        return {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": original,
-        }
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     name = kind[:60] if isinstance(kind, str) else "none"
     raise Unsound(f"scales positions by {name!r}, which is not read; those are linear and yarn")
 
