@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from difflib import get_close_matches
 from itertools import takewhile
 from typing import Annotated
@@ -17,8 +19,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from mlxkv import __version__
 from mlxkv.bench.command import bench
-from mlxkv.calibrate.options import calibrate
-from mlxkv.chat.options import chat
+from mlxkv.calibrate.options import CalibrateOptions
+from mlxkv.chat.options import ChatOptions
 from mlxkv.console import forgive, is_full, let_go, note, one_line, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
@@ -232,7 +234,26 @@ def top(
         print(ctx.get_help())
 
 
-app.command("chat", cls=Command)(chat)
+def taking(kind: type) -> Callable[[Callable], Callable]:
+    """Have typer read the options of a command from a dataclass."""
+
+    def declared(command: Callable) -> Callable:
+        signature = inspect.signature(kind, eval_str=True)
+        command.__signature__ = signature.replace(return_annotation=None)
+        return command
+
+    return declared
+
+
+@app.command(cls=Command)
+@taking(ChatOptions)
+def chat(**values) -> None:
+    """Talk to a model in a terminal, or in one shot: mlxkv chat "Why is the sky blue?",
+    cat notes.txt | mlxkv chat "Summarise"."""
+    options = ChatOptions(**values)
+    from mlxkv.chat.run import run
+
+    run(options)
 
 
 @app.command(cls=Command)
@@ -250,7 +271,15 @@ def demo(model: Model = DEFAULT, kv: Kv = "int4", json: Json = False) -> None:
 app.command("serve", cls=Command)(serve)
 app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run)
 app.command("launch", cls=Command, context_settings={"allow_extra_args": True})(launch)
-app.command("calibrate", cls=Command)(calibrate)
+
+
+@app.command(cls=Command)
+@taking(CalibrateOptions)
+def calibrate(**values) -> None:
+    """Fit the transforms of the oscar and balanced presets to a model: one pass over a little text."""
+    from mlxkv.calibrate.run import run
+
+    run(CalibrateOptions(**values))
 
 
 @app.command(cls=Command)

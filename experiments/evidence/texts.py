@@ -29,7 +29,7 @@ from random import Random
 from mlxkv.errors import UserError
 from mlxkv.texts import sources
 from mlxkv.texts.corpus import KINDS, passages
-from mlxkv.texts.pydocs import python_topics
+from mlxkv.texts.sources import python_topics
 
 LENGTH = 190_000  # characters of a text: 32K tokens of any model
 DOCUMENTS = 8

@@ -6,8 +6,7 @@ that lose nothing give the plain model's logits, whether int4 runs. The exit cod
 
 from __future__ import annotations
 
-from experiments.families.building import families
-from experiments.families.checking import family
+from experiments.families.building import families, family
 from experiments.families.found import NEAR, NEW, PROMPT, Survey
 from mlxkv import console
 

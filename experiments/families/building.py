@@ -1,11 +1,15 @@
-"""Small random models of every causal language model of transformers, for `python -m experiments.families`."""
+"""Small random models of every causal language model of transformers, and what each does on compressed caches, for
+`python -m experiments.families`."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from cuda_track.models import seam
+from experiments.families.found import EXACT, NEW, PROMPT, Family, examined
 from experiments.families.sizes import named, sizes
 
 WINDOW = 512  # tokens of sliding windows, more than any text here
@@ -136,3 +140,25 @@ NOT_BUILT = {
         "settings by layer in a model of several parts; its text part is here",
     ),
 }
+
+
+def family(name: str) -> Family:
+    torch.set_num_threads(1)
+    return examined(name, NOT_BUILT, build, _written, seam.attach, seam.detach, EXACT)
+
+
+def _written(model) -> tuple[list[int], np.ndarray]:
+    """Greedy tokens, the prompt's before them, and their logits [NEW, V]."""
+    torch.manual_seed(5)
+    ids = torch.randint(3, VOCABULARY - 20, (1, PROMPT))
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return out.sequences[0].tolist(), torch.cat(out.logits).float().numpy()

@@ -7,8 +7,7 @@ plain model's logits, whether int4 runs. The exit code is 1 if one has a fault.
 from __future__ import annotations
 
 from experiments.families.found import NEAR, NEW, PROMPT, Survey
-from experiments.families.mlx_building import families
-from experiments.families.mlx_checking import family
+from experiments.families.mlx_building import families, family
 from mlxkv import console
 
 # One of each sort, for CI.

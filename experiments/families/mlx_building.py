@@ -1,4 +1,5 @@
-"""Small random models of every model file of mlx-lm, for `python -m experiments.families.mlx`."""
+"""Small random models of every model file of mlx-lm, and what each does on compressed caches, for
+`python -m experiments.families.mlx`."""
 
 from __future__ import annotations
 
@@ -10,10 +11,14 @@ from types import ModuleType
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
+import numpy as np
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import make_prompt_cache
 
+from experiments.families.found import INT4, NEW, PROMPT, Family, examined
 from experiments.families.sizes import PLAIN as COMMON
 from experiments.families.sizes import named, sizes
+from mlxkv.models import attach, detach
 
 LAYERS, HEADS, KV_HEADS, DIMS, HIDDEN, VOCABULARY = 4, 4, 2, 32, 128, 128
 WINDOW = 512  # tokens of sliding windows, more than any text here
@@ -239,3 +244,20 @@ def _filled(x: mx.array) -> mx.array:
     if x.ndim == 2 and mx.issubdtype(x.dtype, mx.floating) and not mx.any(x).item():
         return mx.random.normal(x.shape) * x.shape[1] ** -0.5
     return x
+
+
+def family(name: str) -> Family:
+    return examined(name, NOT_BUILT, build, _written, attach, detach, INT4)
+
+
+def _written(model: nn.Module) -> tuple[list[int], np.ndarray]:
+    """Greedy tokens and their logits [NEW, V], after a prompt in two chunks."""
+    text = mx.random.randint(3, VOCABULARY - 20, (1, PROMPT), key=mx.random.key(5))
+    caches, tokens, rows = make_prompt_cache(model), [], []
+    for part in (text[:, :30], text[:, 30:]):
+        out = model(part, cache=caches)
+    for _ in range(NEW):
+        rows.append(out[:, -1, : VOCABULARY - 1])
+        tokens.append(mx.argmax(rows[-1]).item())
+        out = model(mx.array([[tokens[-1]]]), cache=caches)
+    return tokens, np.array(mx.concatenate(rows).astype(mx.float32))

@@ -26,8 +26,11 @@ from mlxkv.bench.options import (
     check_counts,
     parse_contexts,
     parse_presets,
+    print_machine,
+    ratio_text,
+    spread,
+    weights_text,
 )
-from mlxkv.bench.show import print_machine, ratio_text, spread, weights_text
 from mlxkv.bench.subject import Subject, load_subject, short
 from mlxkv.errors import MachineError
 from mlxkv.machine import versions

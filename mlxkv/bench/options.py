@@ -1,6 +1,9 @@
-"""Options that several commands of `mlxkv bench` share: parsed and checked. No framework."""
+"""What several commands of `mlxkv bench` share: options, parsed and checked, and texts. No framework."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
 
 from mlxkv import console
 from mlxkv.errors import UserError
@@ -55,3 +58,26 @@ def check_bits(bits: int | None) -> None:
     if bits is not None and bits not in BITS:
         choices = ", ".join(map(str, BITS))
         raise UserError(f"[--bits] unknown value; got {bits}; choose from {choices}")
+
+
+def print_machine(machine: dict, versions: dict) -> None:
+    """Print the machine, the backend in use, and versions."""
+    memory = console.human_bytes(machine["memory_bytes"])
+    print(f"{machine['chip']} · {memory} · {machine['system']}")
+    print(f"backend {machine['backend']}: {machine['device']}")
+    print(" · ".join(f"{name} {text or 'missing'}" for name, text in versions.items()))
+
+
+def weights_text(weights: str, bits: int | None) -> str:
+    """'random weights in 4 bits'. weights: "random" or "loaded"."""
+    text = "random weights" if weights == "random" else "weights as stored"
+    return f"{text} in {bits} bits" if bits else text
+
+
+def ratio_text(ratio: float | None) -> str:
+    return f"{ratio:.2f}" if ratio else "-"
+
+
+def spread(values: Sequence[float]) -> float:
+    """The largest minus the smallest value, as a share of the median."""
+    return (max(values) - min(values)) / median(values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -51,16 +50,3 @@ class CalibrateOptions:
         """The options of learned transforms that were given, as arguments of `Learned`."""
         named = {"variant": self.learn, "bits": self.bits}
         return {k: v for k, v in named.items() if v is not None}
-
-
-def calibrate(**options) -> None:
-    """Fit the transforms of the oscar and balanced presets to a model: one pass over a little text."""
-    from mlxkv.calibrate.run import run
-
-    run(CalibrateOptions(**options))
-
-
-# typer reads the options from the signature.
-calibrate.__signature__ = inspect.signature(CalibrateOptions, eval_str=True).replace(
-    return_annotation=None
-)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -104,16 +103,3 @@ class ChatOptions:
     def template(self) -> dict:
         """Return what the chat template is given besides messages."""
         return template_arguments(self.chat_template_args, self.think)
-
-
-def chat(**values) -> None:
-    """Talk to a model in a terminal, or in one shot: mlxkv chat "Why is the sky blue?",
-    cat notes.txt | mlxkv chat "Summarise"."""
-    options = ChatOptions(**values)
-    from mlxkv.chat.run import run
-
-    run(options)
-
-
-# typer reads the options from the signature.
-chat.__signature__ = inspect.signature(ChatOptions, eval_str=True).replace(return_annotation=None)

@@ -19,9 +19,8 @@ from rich.text import Text
 
 from mlxkv import console
 from mlxkv.chat.session import Session
-from mlxkv.chat.thoughts import Thoughts
 from mlxkv.chat.typed import History, read_message
-from mlxkv.chat.wrap import Wrap
+from mlxkv.chat.wrap import Thoughts, Wrap
 from mlxkv.console import human_bytes, one_line, plain, say
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.saved.session import path_for

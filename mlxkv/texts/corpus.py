@@ -7,7 +7,6 @@ has one file per kind. A line with a single `%` separates passages.
 
 from __future__ import annotations
 
-from hashlib import sha256
 from importlib.resources import files
 from itertools import zip_longest
 
@@ -40,13 +39,3 @@ def passages(split: str) -> dict[str, str]:
 def interleaved(split: str) -> list[str]:
     """Return all passages of a split, one of each kind in turn, so that any beginning is a mix."""
     return [piece for row in zip_longest(*pieces(split).values()) for piece in row if piece]
-
-
-def digest(split: str) -> str:
-    """Return the SHA-256 of the names and bytes of a split's files, 64 hex digits."""
-    total = sha256()
-    for kind in KINDS:
-        content = _file(split, kind).read_bytes()
-        total.update(f"{split}/{kind}.txt {len(content)}\n".encode())
-        total.update(content)
-    return total.hexdigest()

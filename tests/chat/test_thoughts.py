@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlxkv.chat.terminal import wrapped
-from mlxkv.chat.thoughts import DIM, PLAIN
+from mlxkv.chat.wrap import DIM, PLAIN
 from mlxkv.models.replies.thinking import Thinking
 
 THINKS = Thinking(SimpleNamespace(think_start="<think>", think_end="</think>"))

@@ -16,7 +16,7 @@ from mlxkv.errors import MachineError
 from mlxkv.eval import feed
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.questions import plain, prompts
-from mlxkv.eval.questions.document import KINDS, QUERIES, Question
+from mlxkv.eval.questions.plain import KINDS, QUERIES, Question
 from mlxkv.eval.tasks import answers, retrieval
 from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models import load

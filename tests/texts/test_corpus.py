@@ -23,8 +23,7 @@ def test_the_files_are_those_that_were_checked():
         for kind in corpus.KINDS:
             data = content(split, kind)
             total.update(f"{split}/{kind}.txt {len(data)}\n".encode() + data)
-        assert corpus.digest(split) == total.hexdigest()
-        assert corpus.digest(split)[:16] == digest, "check the texts as that tag does, then note it"
+        assert total.hexdigest()[:16] == digest, "check the texts as that tag does, then note it"
 
 
 def test_passages_lose_nothing():

@@ -12,8 +12,13 @@ import pytest
 
 from mlxkv.errors import UserError
 from mlxkv.texts import corpus, sources
-from mlxkv.texts.pydocs import python_topics
-from mlxkv.texts.sources import calibration_text, documentation, evaluation_texts, evaluation_tokens
+from mlxkv.texts.sources import (
+    calibration_text,
+    documentation,
+    evaluation_texts,
+    evaluation_tokens,
+    python_topics,
+)
 
 BOS = -1
 TOPICS = cache(python_topics)  # seconds to read

@@ -9,8 +9,7 @@ from rich.progress import Progress
 from mlxkv import console
 from mlxkv.bench.kernels import attend, encode
 from mlxkv.bench.kernels.case import Shape
-from mlxkv.bench.options import parse_contexts
-from mlxkv.bench.show import print_machine
+from mlxkv.bench.options import parse_contexts, print_machine
 from mlxkv.bench.subject import default_dtype, short
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Full

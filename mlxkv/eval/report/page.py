@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from mlxkv.errors import MachineError
-from mlxkv.eval.report import pictures, plots, report, verdict
+from mlxkv.eval.report import plots, report, verdict
 from mlxkv.eval.tasks.statistics import block
 
 PICTURE = "report.svg"
@@ -17,7 +17,7 @@ def write(data: dict, folder: Path) -> None:
     try:
         text = json.dumps(data, ensure_ascii=False, indent=1)
         (folder / "report.json").write_text(text + "\n", encoding="utf-8")
-        picture = pictures.bits(data) if plots.available() else None
+        picture = plots.bits(data) if plots.available() else None
         if picture is not None:
             (folder / PICTURE).write_text(picture, encoding="utf-8")
         (folder / "report.md").write_text(markdown(data, picture is not None), encoding="utf-8")

@@ -15,7 +15,7 @@ from random import Random
 from mlxkv.eval import feed
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.questions import plain, prompts
-from mlxkv.eval.questions.document import Document, Question
+from mlxkv.eval.questions.plain import Document, Question
 from mlxkv.eval.tasks import answers
 from mlxkv.eval.tasks.part import Part, Results, TaskOptions
 
