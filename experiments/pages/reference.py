@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - lines of pages
 """Write docs/reference/ from the code: `python -m experiments.pages.reference`, or `make reference`.
 
 commands.md: every command and option, from the typer app. presets.md: every preset, from the formats.
@@ -39,6 +40,41 @@ ARXIV = {
     "PolarQuant (Wu": "2502.00527",
     "OjaKV": "2509.21623",
 }
+COMMANDS = f"""# Commands and options
+
+Every command and option. `mlxkv COMMAND --help` shows the usual ones, `--help-all` all of them. {WRITTEN}
+
+Sizes take units (`8GB`, `512MiB`); tokens take `k` and `m` (`32k`). Errors are one line, `[where] what is wrong; got X; choose from ...`,
+with exit code 2 for a mistake in what was typed and 1 for a fault of the machine. `--json` makes the last line of stdout one JSON document."""
+PRESETS = f"""# Presets
+
+Every preset, beyond the [four lines](../guide/presets.md) of the guide. {WRITTEN}
+
+**Bits** are per stored value of a page at head dim 128, scales included, without the tokens that stay exact (the first 64 and at least the last 64, unless the row says otherwise).
+**Needs** is what has to be made first: `mlxkv calibrate` is one pass over 8,900 tokens, made on first use by `chat` and `serve` and kept.
+**Decodes by**: kernels that read codes on a GPU, or plain operations of MLX everywhere. What each costs in quality is in [results](../results/pretrained.md), how fast in [kernels](../internals/kernels.md).
+
+A pair takes its keys from one preset and its values from another (`int8/int4`). Names take numbers: `int4+sink4+recent124`, `kivi-int2+g64`, `oja-r96+int4`; `+keep0.5` drops half of a prompt's tokens. `fill-2.25`, or any number of bits a value: [how the cache works](../README.md#how-the-cache-works)."""
+FAMILIES = f"""# Model families
+
+Which model families are compressed, and which are not. {WRITTEN}
+
+`mlxkv` compresses every layer whose cache in mlx-lm is a plain `KVCache` and whose code only hands cached keys and values to attention. That is tried when a model is loaded (two tokens, then one), so a family that is not named here works, or is refused with a line that says why. `--kv-strict` makes any layer left out an error.
+Sliding-window layers keep mlx-lm's small rotating cache, states (Mamba, linear attention) have a fixed size, and both stay as they are. [Every model file of mlx-lm, and families of mlx-vlm and transformers, were tried](../results/families.md).
+
+## Aliases
+
+None of them has been run: the machines that mlxkv was written on reach no model hub. Layers are from the models' published shapes, weights of the same classes with random numbers run in `make test`.
+"""
+LATENT = """
+## Latents (MLA)
+
+Multi-head latent attention caches one vector a token in place of keys and values. It is compressed in {}, and in families that use their code: with random weights, and one small trained model ([how](../internals/mla.md)).
+
+## Refused
+
+By the name of their file in `mlx_lm/models`, before the first token.
+"""
 KINDS = {
     "full": "{} compressed",
     "sliding": "{} exact (the last {} tokens)",
@@ -69,17 +105,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def commands() -> list[str]:
-    lines = [
-        "# Commands and options",
-        "",
-        "Every command and option. `mlxkv COMMAND --help` shows the usual ones, `--help-all` all of them. "
-        + WRITTEN,
-        "",
-        "Sizes take units (`8GB`, `512MiB`); tokens take `k` and `m` (`32k`). Errors are one line, "
-        "`[where] what is wrong; got X; choose from ...`,",
-        "with exit code 2 for a mistake in what was typed and 1 for a fault of the machine. `--json` makes "
-        "the last line of stdout one JSON document.",
-    ]
+    lines = [COMMANDS]
     for name, command in walk(typer.main.get_command(app), "mlxkv"):
         if name == "mlxkv":
             lines += ["", " · ".join(f"[{sub}](#mlxkv-{sub})" for sub in command.commands), ""]
@@ -122,22 +148,7 @@ def _option(param) -> tuple[str, str, str]:
 
 
 def presets() -> list[str]:
-    lines = [
-        "# Presets",
-        "",
-        "Every preset, beyond the [four lines](../guide/presets.md) of the guide. " + WRITTEN,
-        "",
-        "**Bits** are per stored value of a page at head dim 128, scales included, without the tokens that stay "
-        "exact (the first 64 and at least the last 64, unless the row says otherwise).",
-        "**Needs** is what has to be made first: `mlxkv calibrate` is one pass over 8,900 tokens, made on first "
-        "use by `chat` and `serve` and kept.",
-        "**Decodes by**: kernels that read codes on a GPU, or plain operations of MLX everywhere. What each costs "
-        "in quality is in [results](../results/pretrained.md), how fast in [kernels](../internals/kernels.md).",
-        "",
-        "A pair takes its keys from one preset and its values from another (`int8/int4`). Names take numbers: "
-        "`int4+sink4+recent124`, `kivi-int2+g64`, `oja-r96+int4`; `+keep0.5` drops half of a prompt's tokens. "
-        "`fill-2.25`, or any number of bits a value: [how the cache works](../README.md#how-the-cache-works).",
-    ]
+    lines = [PRESETS]
     for title, methods in by_paper():
         paper = next((number for word, number in ARXIV.items() if title.startswith(word)), None)
         lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
@@ -184,43 +195,12 @@ def _use(name: str, kv: CacheConfig) -> str:
 
 
 def families() -> list[str]:
-    lines = [
-        "# Model families",
-        "",
-        "Which model families are compressed, and which are not. " + WRITTEN,
-        "",
-        "`mlxkv` compresses every layer whose cache in mlx-lm is a plain `KVCache` and whose code only hands cached "
-        "keys and values to attention. That is tried when a model is loaded (two tokens, then one), so a family that "
-        "is not named here works, or is refused with a line that says why. `--kv-strict` makes any layer left out an "
-        "error.",
-        "Sliding-window layers keep mlx-lm's small rotating cache, states (Mamba, linear attention) have a fixed size, "
-        "and both stay as they are. "
-        "[Every model file of mlx-lm, and families of mlx-vlm and transformers, were tried](../results/families.md).",
-        "",
-        "## Aliases",
-        "",
-        "None of them has been run: the machines that mlxkv was written on reach no model hub. Layers are from the "
-        "models' published shapes, weights of the same classes with random numbers run in `make test`.",
-        "",
-    ]
+    lines = [FAMILIES]
     lines += table(
         ["`--model`", "on the hub", "layers"],
         [(f"`{name}`", f"`{repo}`", _layers(name)) for name, repo in HUB.items()],
     )
-    lines += [
-        "",
-        "## Latents (MLA)",
-        "",
-        "Multi-head latent attention caches one vector a token in place of keys and values. It is compressed in "
-        + ", ".join(f"`{name}`" for name in sorted(LATENTS))
-        + ", and in families that use their "
-        "code: with random weights, and one small trained model ([how](../internals/mla.md)).",
-        "",
-        "## Refused",
-        "",
-        "By the name of their file in `mlx_lm/models`, before the first token.",
-        "",
-    ]
+    lines.append(LATENT.format(", ".join(f"`{name}`" for name in sorted(LATENTS))))
     early = {name: f"{why} (mlx-lm before 0.32 alone)" for name, why in REFUSED_BEFORE_0_32.items()}
     rows = sorted((REFUSED | early).items())
     return lines + table(["family", "why"], [(f"`{name}`", why) for name, why in rows])
