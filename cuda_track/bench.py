@@ -19,7 +19,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from cuda_track import cli
 from cuda_track.cache.attention import attend
 from cuda_track.cache.stores import Paged, codecs_of
 from cuda_track.cache.view import CodePages, View
@@ -27,6 +26,7 @@ from cuda_track.kernels import launch as kernels
 from cuda_track.kernels import layout
 from cuda_track.kernels.launch import Launch
 from cuda_track.kernels.pool import PoolPages
+from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Side
 
@@ -145,7 +145,7 @@ def baseline(shape: Shape) -> tuple[float, str]:
             with sdpa_kernel(backend):
                 times.append((timed(calls, q), f"{backend.name.lower()} {name}"))
         except RuntimeError as error:  # a backend that does not take this shape
-            cli.note(f"{backend.name} {name}: {str(error).splitlines()[0]}")
+            console.note(f"{backend.name} {name}: {str(error).splitlines()[0]}")
             torch.cuda.synchronize()
     if not times:
         raise UserError("[bench] no backend of torch took this shape; choose another case")
@@ -268,7 +268,7 @@ def main() -> None:
     torch.set_default_device("cuda")
     rows = []
     for row in chain(attention_rows(cases, formats), () if options.no_seal else seal_rows(formats)):
-        cli.note(str(row))  # at once, in case a later row fails
+        console.note(str(row))  # at once, in case a later row fails
         rows.append(row)
     versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
     document = {"versions": versions, "rows": [asdict(row) for row in rows]}
@@ -276,4 +276,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    console.run_tool(main)

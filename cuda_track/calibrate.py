@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from cuda_track.codec import transform
+from mlxkv import console
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact, balance, rotary, sums
@@ -190,7 +191,6 @@ def fisher(
     """Return F [G, D, D] of what attention of each of `layers` hands on, the sum over the query heads of a kv head: the
     second moment of the gradient of the log-likelihood of tokens that the model draws (`mlxkv.spec.mixed.fill`).
     {}, and a line on stderr, where the model cannot be differentiated."""
-    from cuda_track import cli
     from cuda_track.models.taps import observing
 
     totals: dict[int, np.ndarray | float] = dict.fromkeys(layers, 0.0)
@@ -223,7 +223,7 @@ def fisher(
                     totals[layer] = totals[layer] + (g.mT @ g).cpu().numpy()
     except (RuntimeError, NotImplementedError, KeyError) as error:  # equal layers serve, too
         reason = str(error).partition("\n")[0]
-        cli.note(f"[calibrate] errors count alike in all layers: no gradient ({reason})")
+        console.note(f"[calibrate] errors count alike in all layers: no gradient ({reason})")
         return {}
     sound = count and all(np.isfinite(x).all() and np.any(x) for x in totals.values())
     return {layer: x / count for layer, x in totals.items()} if sound else {}
@@ -362,8 +362,7 @@ def main() -> None:
     from cuda_track import cli
     from cuda_track.models.loader import load
 
-    parser = cli.parser(__doc__)
-    cli.model_options(parser, kv="fp16")
+    parser = cli.parser(__doc__, kv="fp16")
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--text", type=Path, help="what is read; by default the corpus of mlxkv")
     parser.add_argument("--tokens", type=int, default=TOKENS)
@@ -377,10 +376,8 @@ def main() -> None:
     name = options.text.name if options.text else "corpus calibration"
     calibration = calibrate(loaded, tokens, name, window, loaded.tokenizer.bos_token_id)
     artifact.write(options.output, calibration)
-    cli.note(f"calibrated on {calibration.tokens} tokens: {options.output}")
+    console.note(f"calibrated on {calibration.tokens} tokens: {options.output}")
 
 
 if __name__ == "__main__":
-    from cuda_track import cli
-
-    cli.run(main)
+    console.run_tool(main)

@@ -15,6 +15,7 @@ from cuda_track import cli
 from cuda_track.models.handing import handed
 from cuda_track.models.loader import Loaded, load
 from cuda_track.models.seam import attach, new_cache
+from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.texts import corpus
@@ -61,8 +62,7 @@ def evaluate(loaded: Loaded, presets: list[str], tokens: list[int], decoded: int
 
 
 def main() -> None:
-    parser = cli.parser(__doc__)
-    cli.model_options(parser, kv="int8,int4,fill-3,fill-2.25")
+    parser = cli.parser(__doc__, kv="int8,int4,fill-3,fill-2.25")
     parser.add_argument("--context", type=int, default=2048, help="tokens of the prefill")
     parser.add_argument("--decode", type=int, default=128, help="tokens that are decoded")
     parser.add_argument("--text", type=Path, help="what is read; by default the corpus of mlxkv")
@@ -91,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    console.run_tool(main)

@@ -12,6 +12,7 @@ from cuda_track import cli
 from cuda_track.models.handing import handed
 from cuda_track.models.loader import Loaded, load
 from cuda_track.models.seam import new_cache
+from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.reports import summarise
 
@@ -63,7 +64,6 @@ def generate(
 
 def main() -> None:
     parser = cli.parser(__doc__)
-    cli.model_options(parser)
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--raw", action="store_true", help="no chat template")
     parser.add_argument("--max-tokens", type=int, default=256)
@@ -74,11 +74,11 @@ def main() -> None:
         arguments.model, arguments.kv, arguments.dtype, arguments.device, arguments.calibration
     )
     for line in summarise(loaded.layers):
-        cli.note(line)
+        console.note(line)
     tokens = prompt_tokens(loaded, arguments.prompt, arguments.raw)
     reply = generate(loaded, tokens, arguments.max_tokens, arguments.temp)
     print(json.dumps(asdict(reply)) if arguments.json else reply.text)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    console.run_tool(main)

@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import ArgumentParser
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from cuda_track import cli
 from cuda_track.golden import kernels
 from cuda_track.golden.table import TABLE
 from cuda_track.kernels.launch import absent, interpreted
+from mlxkv import console
 from mlxkv.errors import UserError
 
 
 def main() -> None:
-    parser = cli.parser(__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows for the parity page")
     options = parser.parse_args()
@@ -54,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    console.run_tool(main)

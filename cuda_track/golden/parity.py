@@ -11,11 +11,12 @@ import json
 import os
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cuda_track import cli
+from mlxkv import console
 from mlxkv.errors import UserError
 
 PAGE = Path("docs/results/parity.md")
@@ -110,7 +111,7 @@ def page(columns: dict[str, Rows], sets_by_row: dict[Key, str], notes: list[str]
 
 
 def main() -> None:
-    parser = cli.parser(__doc__)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", type=Path, help="file that a machine with a GPU has written")
     parser.add_argument("-o", "--output", type=Path, default=PAGE)
     options = parser.parse_args()
@@ -130,7 +131,7 @@ def main() -> None:
     options.output.write_text(page(columns, sets(torch_rows["torch"]), notes), encoding="utf-8")
     rows = [row for column in columns.values() for row in column or ()]
     wrong = sum(not row["ok"] for row in rows)
-    cli.note(f"{len(rows)} rows, {wrong} wrong: {options.output}")
+    console.note(f"{len(rows)} rows, {wrong} wrong: {options.output}")
     sys.exit(1 if wrong else 0)
 
 
@@ -166,4 +167,4 @@ def _read(path: Path) -> dict:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    console.run_tool(main)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from small_models import SOURCE, TINY
 
-from cuda_track import cli
 from cuda_track import generate as generation
 from cuda_track.calibrate import calibrate
 from cuda_track.codec import packing
@@ -21,7 +20,7 @@ from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
 from cuda_track.models.parallel import Share, share_of
-from mlxkv import models
+from mlxkv import console, models
 from mlxkv.errors import UserError
 from mlxkv.models import generate as mlx_generate
 from mlxkv.models import prompt_cache as mlx_prompt_cache
@@ -217,7 +216,7 @@ def test_mistakes_are_one_line(subtests, monkeypatch, capsys):
         with subtests.test(options=options, text=text):
             monkeypatch.setattr(sys, "argv", ["generate", *options])
             with pytest.raises(SystemExit) as found:
-                cli.run(generation.main)
+                console.run_tool(generation.main)
             assert found.value.code == 2
             line = capsys.readouterr().err.strip()
             assert text in line and "\n" not in line
