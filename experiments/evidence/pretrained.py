@@ -33,7 +33,7 @@ from experiments.evidence.cells import ANSWERS, FORM, KL, OURS, PAPER
 from experiments.evidence.questions import Asked, document
 from experiments.evidence.texts import DOCUMENTS, TEXTS, Texts
 from experiments.options import Parser, at_least, made_on, words
-from mlxkv import __version__, console, faults, scrub
+from mlxkv import __version__, console, faults
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.report.report import bits
@@ -105,6 +105,14 @@ def configured(name: str, windows: str) -> CacheConfig:
     return replace(config, sink=0, recent=0) if name.startswith(ALL_STORED) else config
 
 
+def public_name(model: str) -> str:
+    """Return an alias or hub name unchanged, of a folder or file its last name."""
+    path = console.user_path(model, "--model")
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")):
+        return path.resolve().name or "model"
+    return model
+
+
 class Subject:
     """One model, its share of the texts and documents, and what is known of it."""
 
@@ -112,7 +120,7 @@ class Subject:
         self.args, self.texts, self.name = (
             args,
             texts,
-            scrub.public_name(model).removesuffix(".gguf"),
+            public_name(model).removesuffix(".gguf"),
         )
         self.loaded = load(model, BASELINE, dtype=args.dtype)
         self.file = args.out / f"{self.name.replace('/', '--')}.jsonl"

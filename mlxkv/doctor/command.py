@@ -11,8 +11,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from mlxkv.console import human_bytes, note, print_json, print_table
 from mlxkv.doctor import checks
 from mlxkv.doctor.checks import Step
+from mlxkv.doctor.share import check_place, write
 from mlxkv.machine import machine, out_of_range, versions
-from mlxkv.scrub import check_place
 
 OUTPUTS = ("attend", "keys", "values", "prefill")
 
@@ -38,9 +38,8 @@ def run(*, every: bool, share: str | None, as_json: bool) -> int:
     """Check and print. Returns 1 if a golden row is wrong, a version is out of range, or a kernel that
     should run here fails.
 
-    every: try all kernels. share: a file to write for an issue, "" for `scrub.default_file`.
+    every: try all kernels. share: a file to write for an issue, "" for a new one here.
     """
-    from mlxkv.doctor.share import write
     from mlxkv.metal.gpu import backends
 
     if share:

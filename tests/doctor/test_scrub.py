@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import time
 
-from mlxkv.scrub import clean, public_name
+from experiments.evidence.pretrained import public_name
+from mlxkv.doctor.share import clean
 
 
 def test_paths_with_spaces_and_names_in_capitals(subtests, monkeypatch, tmp_path):
