@@ -42,6 +42,6 @@ def test_passages_lose_nothing():
 
 
 def test_an_unknown_split_is_refused():
-    for ask in (corpus.passages, corpus.digest):
+    for ask in (corpus.passages, corpus.pieces):
         with pytest.raises(UserError, match=r"no such split; got 'train'; choose from calibration"):
             ask("train")
