@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from mlxkv.cache.view import OPS, PORTABLE, TILES, LatentPages, Pair, Parts, View
 from mlxkv.metal import attend as kernels
-from mlxkv.metal import latents, tiles
+from mlxkv.metal import gpu, latents, tiles
 from mlxkv.metal.launch import backend
 from mlxkv.metal.lengths import alone
 
@@ -25,12 +25,13 @@ from mlxkv.metal.lengths import alone
 DECODE_TOKENS = kernels.MOST_NEW
 # Head dims that `mx.fast` SDPA prefills without a score matrix, by backend and first version of MLX, from
 # `use_fallback` in MLX's scaled_dot_product_attention.cpp. 192 and 256 have kernels since 0.32.2, which MLX
-# chooses on newer GPUs alone; CUDA's are cuDNN's, for 16-bit types.
+# chooses for WIDE alone; CUDA's are cuDNN's, for 16-bit types.
 FUSED_DIMS = {
     "metal": {(0, 0, 0): {64, 80, 128}, (0, 32, 1): {64, 72, 80, 96, 128}},
     "cuda": {(0, 0, 0): set(range(8, 129, 8))},
     "cpu": {(0, 0, 0): set()},
 }
+WIDE, WIDE_TOKENS = 256, 1024  # dims, and new tokens at least, of causal prefills by tensor units
 RUNS = 2  # of pages, each with a basis of its own, that the kernel reads in one pass
 # Largest score matrix where MLX has no fused kernel: more gains nothing on a CPU; a GPU needs many rows.
 SCORE_BYTES, SCORE_BYTES_GPU = 1 << 22, 1 << 26
@@ -150,7 +151,7 @@ def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
         mask = view.visible(mask, new)
     if turns[0] is not None:
         q = turns[0].turned_query(q.reshape(batch, keys.shape[1], -1, dims)).reshape(queries.shape)
-    at_once = view.plain or view.seen is not None or _is_fused(q, values)
+    at_once = view.plain or view.seen is not None or _is_fused(q, values, mask)
     if softcap is not None or not at_once:
         out = _blocked(q, keys, values, scale, mask, sink_logits, softcap)
     else:
@@ -181,21 +182,26 @@ def _whole(view: View, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     return out[0], out[1]
 
 
-def _is_fused(queries: mx.array, values: mx.array) -> bool:
+def _is_fused(queries: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
     """Return whether `mx.fast` SDPA prefills without a score matrix here."""
-    dims, device = queries.shape[-1], backend()
+    new, dims, device = *queries.shape[-2:], backend()
     if values.shape[-1] != dims or (device == "cuda" and queries.dtype == mx.float32):
         return False
+    if device == "metal" and dims == WIDE and isinstance(mask, str) and new >= WIDE_TOKENS:
+        return queries.dtype != mx.float32 and _mlx() >= (0, 32, 2) and gpu.has_tensor_units()
     return dims in fused_dims(device)
 
 
 @cache
 def fused_dims(device: str, mlx: str | None = None) -> set[int]:
     """Head dims of the fused prefill on this backend in a version of MLX, by default the installed one."""
-    mlx = mlx or version("mlx")
-    number = tuple(int(n) for n in re.findall(r"\d+", mlx)[:3])
-    table = FUSED_DIMS[device]
+    number, table = _mlx(mlx), FUSED_DIMS[device]
     return table[max(since for since in table if since <= number)]
+
+
+@cache
+def _mlx(mlx: str | None = None) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", mlx or version("mlx"))[:3])
 
 
 def _blocked(queries, keys, values, scale, mask, sink_logits, softcap=None):

@@ -52,6 +52,15 @@ def macos() -> int | None:
     return int(major) if major.isdigit() else None
 
 
+@cache
+def has_tensor_units() -> bool:
+    """Return whether MLX uses the tensor units of this GPU (`is_nax_available`): M5 and A19 on, macOS 26.2 on."""
+    system = [int(n) for n in platform.mac_ver()[0].split(".") if n.isdigit()]
+    match = re.search(r"_g(\d+)(\w)$", str(mx.device_info().get("architecture", "")))
+    generation, kind = (int(match[1]), match[2]) if match else (0, "")
+    return system >= [26, 2] and generation >= (18 if kind == "p" else 17)
+
+
 def why_no_tiles() -> str | None:
     """Return why Metal on this Mac cannot build tile kernels, or None."""
     version = macos()

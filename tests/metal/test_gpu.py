@@ -103,12 +103,37 @@ def test_head_dims_that_mlx_prefills_fused(subtests):
             assert found.issuperset(fused) and not found.intersection(not_fused)
 
 
+def test_gpus_with_tensor_units(subtests, monkeypatch):
+    for release, architecture, has in [
+        ("26.2", "applegpu_g17s", True),
+        ("26.1", "applegpu_g17s", False),
+        ("15.7.1", "applegpu_g17s", False),
+        ("27.0", "applegpu_g16d", False),
+        ("27.0", "applegpu_g17p", False),
+        ("27.0", "applegpu_g18p", True),
+        ("", "x86_64", False),
+    ]:
+        with subtests.test(release=release, architecture=architecture):
+            system, info = (release, ("",) * 3, "arm64"), {"architecture": architecture}
+            monkeypatch.setattr(gpu.platform, "mac_ver", lambda system=system: system)
+            monkeypatch.setattr(gpu.mx, "device_info", lambda info=info: info)
+            assert gpu.has_tensor_units.__wrapped__() == has
+
+
 @pytest.mark.parametrize(
-    ("where", "dims", "blocks"), (("metal", 256, 8), ("metal", 128, 1), ("cpu", 64, 64))
+    ("where", "dims", "units", "blocks"),
+    (
+        ("metal", 256, False, 8),
+        ("metal", 256, True, 1),
+        ("metal", 128, False, 1),
+        ("cpu", 64, False, 64),
+    ),
 )
-def test_where_mlx_is_not_fused_no_score_matrix_is_whole(monkeypatch, where, dims, blocks):
+def test_where_mlx_is_not_fused_no_score_matrix_is_whole(monkeypatch, where, dims, units, blocks):
     """Gemma's heads of 256 dims on Metal: 8 heads x 2048 x 32768 scores would be 2 GiB."""
     monkeypatch.setattr(attention, "backend", lambda: where)
+    monkeypatch.setattr(attention, "WIDE_TOKENS", 512)
+    monkeypatch.setattr(attention.gpu, "has_tensor_units", lambda: units)
     seen = []
     real = mx.fast.scaled_dot_product_attention
 
@@ -122,7 +147,7 @@ def test_where_mlx_is_not_fused_no_score_matrix_is_whole(monkeypatch, where, dim
     keys, values = (mx.array(data(1, 1, 1024, dims, seed=i)) for i in range(2))
     cache = CompressedKVCache(SMALL)
     cache.update_and_fetch(keys, values)
-    q = mx.array(data(1, 2, 512, dims, seed=2))
+    q = mx.array(data(1, 2, 512, dims, seed=2)).astype(mx.float16 if units else mx.float32)
     out = attend(q, cache.keys_and_values()[0], dims**-0.5, "causal")
     most = 1 << (16 if where == "cpu" else 19)
     assert len(seen) == blocks and (blocks == 1 or max(seen) <= most)
