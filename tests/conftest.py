@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,6 +25,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell has what it starts in the background ignore Ctrl-C, which the commands that tests start would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+from processes.kept_structure import Kept  # noqa: E402
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Kept  # before anything imports transformers
 
 from mlxkv import blas  # noqa: E402 - before anything imports MLX
 
