@@ -24,3 +24,15 @@ def running(said, tmp_path_factory):
 @pytest.fixture(scope="module")
 def small(model_folder):
     return load(str(model_folder), "int4")
+
+
+@pytest.fixture(scope="session")
+def openai():
+    """OpenAI's library, which takes a second to import: not by workers that need none."""
+    return pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="module")
+def client(openai, running):
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client

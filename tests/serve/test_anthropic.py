@@ -13,8 +13,6 @@ from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.http.request import Served
 from mlxkv.serve.refusals import Refused
 
-anthropic = pytest.importorskip("anthropic")
-
 WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 TOOL = {
     "name": "weather",
@@ -26,7 +24,13 @@ SERVED = Served("m", "int4", longest=1000, max_tokens=512, vocabulary=260)
 
 
 @pytest.fixture(scope="module")
-def client(running):
+def anthropic():
+    """Anthropic's library, which takes seconds to import: not by workers that need none."""
+    return pytest.importorskip("anthropic")
+
+
+@pytest.fixture(scope="module")
+def client(anthropic, running):
     with anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -165,7 +169,7 @@ def test_tokens_are_counted_as_prompts_are(client, ask, said):
     assert client.messages.count_tokens(model="caller", messages=long).input_tokens > 5000
 
 
-def test_errors_in_its_shape(client, running, ask):
+def test_errors_in_its_shape(anthropic, client, running, ask):
     with pytest.raises(anthropic.NotFoundError) as found:
         ask(model="qwen3-4b")
     assert found.value.body["error"]["type"] == "not_found_error"
@@ -197,7 +201,7 @@ def test_a_fault_in_a_stream_is_an_event(running, said, monkeypatch):
     assert settled(running)["memory"]["promised_bytes"] == 0
 
 
-def test_models_in_its_shape(client):
+def test_models_in_its_shape(anthropic, client):
     (one,) = client.models.list().data
     assert one.id == "caller" == client.models.retrieve("caller").id
     with pytest.raises(anthropic.NotFoundError):
@@ -293,7 +297,7 @@ def test_new_fields_of_its_clients_are_dropped():
     assert request(context_hints=1, betas=["x"], metadata={"user_id": "u"}) == request()
 
 
-def test_a_reply_is_cut_to_what_memory_holds(model_folder, running, said):
+def test_a_reply_is_cut_to_what_memory_holds(anthropic, model_folder, running, said):
     """Coding agents ask for 32,000 tokens each time. What would never fit is refused all the same."""
     said[0] = "a" * 3000  # the sampler is that of all servers in this module
     with serving(model_folder, kv="fp16", kv_memory="600KB") as server:

@@ -13,8 +13,6 @@ from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.http.request import Served
 from mlxkv.serve.refusals import Refused
 
-openai = pytest.importorskip("openai")
-
 WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 TOOL = {
     "type": "function",
@@ -26,12 +24,6 @@ TOOL = {
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Changes files."}
 ASK = "What is the weather in Oslo?"
 SERVED = Served("m", "int4", longest=1000, max_tokens=512, vocabulary=260)
-
-
-@pytest.fixture(scope="module")
-def client(running):
-    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture
@@ -112,7 +104,7 @@ def test_tools_that_take_free_text(ask, said):
     )
 
 
-def test_errors(client, running, ask, said, monkeypatch):
+def test_errors(openai, client, running, ask, said, monkeypatch):
     for name, value in (
         ("previous_response_id", "resp_1"),
         ("conversation", "c"),

@@ -266,8 +266,7 @@ def test_too_many_requests(server, change, monkeypatch):
         assert first.result()["usage"]["completion_tokens"] == 2
 
 
-def test_openais_own_client(server):
-    openai = pytest.importorskip("openai")
+def test_openais_own_client(openai, server):
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         (model,) = client.models.list().data
         messages = [{"role": "user", "content": "Tell me"}]

@@ -14,8 +14,6 @@ from tool_calls import ASK
 
 from mlxkv.serve.apis.reply import Markup
 
-openai = pytest.importorskip("openai")
-
 WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 TOOL = {
     "type": "function",
@@ -25,12 +23,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def client(running):
-    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture
@@ -106,7 +98,7 @@ def test_a_broken_call_ends_that_request_alone(running, ask, said, text, stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_fault_of_what_formats_is_told(ask, said, monkeypatch, stream):
+def test_a_fault_of_what_formats_is_told(openai, ask, said, monkeypatch, stream):
     """Whatever is raised while a reply is written, the client reads an error, not the end of a connection."""
 
     def broken(*args):
