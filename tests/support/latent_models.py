@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx.utils import tree_map
 from mlx_lm.utils import _get_classes
-from random_models import VOCAB, _noise
+from random_models import VOCAB, with_noise
 
 BASE = {
     "vocab_size": VOCAB,
@@ -89,8 +88,4 @@ def latent_model(family: str, seed: int = 0, **changes):
         changes = {}
     config = config | {"model_type": family} | changes
     model_class, args_class = _get_classes(config)
-    model = model_class(args_class.from_dict(config))
-    model.update(tree_map(_noise, model.parameters()))
-    model.eval()
-    mx.eval(model.parameters())
-    return model
+    return with_noise(model_class(args_class.from_dict(config)))

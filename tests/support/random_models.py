@@ -180,7 +180,11 @@ def random_model(family: str, seed: int = 0, **changes):
     mx.random.seed(seed)
     config = {**config_of(family), **changes}
     model_class, args_class = _get_classes(config)
-    model = model_class(args_class.from_dict(config))
+    return with_noise(model_class(args_class.from_dict(config)))
+
+
+def with_noise(model):
+    """Add noise to every parameter: biases and norms start as constants, random ones make every path matter."""
     model.update(tree_map(_noise, model.parameters()))
     model.eval()
     mx.eval(model.parameters())
@@ -188,10 +192,9 @@ def random_model(family: str, seed: int = 0, **changes):
 
 
 def _noise(x: mx.array) -> mx.array:
-    # Biases and norms start as constants: random ones make every path matter.
     if x.size == 0 or not mx.issubdtype(x.dtype, mx.floating):
         return x
-    return x + 0.02 * mx.random.normal(x.shape)
+    return x.astype(mx.float32) + 0.02 * mx.random.normal(x.shape)
 
 
 def tokens(count: int, seed: int = 1) -> mx.array:

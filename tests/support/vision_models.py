@@ -6,7 +6,7 @@ import json
 from importlib import import_module
 
 import mlx.core as mx
-from mlx.utils import tree_map
+from random_models import with_noise
 
 TEXT = {
     "hidden_size": 128,
@@ -93,17 +93,7 @@ def vision_model(family: str, seed: int = 0):
         )
         setattr(whole, f"{part}_config", made)
     mx.random.seed(seed)
-    model = file.Model(whole)
-    model.update(tree_map(_noise, model.parameters()))
-    model.eval()
-    mx.eval(model.parameters())
-    return model
-
-
-def _noise(x: mx.array) -> mx.array:
-    if x.size == 0 or not mx.issubdtype(x.dtype, mx.floating):
-        return x
-    return x.astype(mx.float32) + 0.02 * mx.random.normal(x.shape)
+    return with_noise(file.Model(whole))
 
 
 def prompt_with_image(family: str, length: int, seed: int = 1) -> tuple[mx.array, dict]:
