@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from saying import call
+from saying import ASK, WEATHER, call
 from serving import get, send, serving, settled
 
 from mlxkv.serve.apis import anthropic as api
@@ -13,13 +13,11 @@ from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.http.request import Served
 from mlxkv.serve.refusals import Refused
 
-WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 TOOL = {
     "name": "weather",
     "description": "The weather of some days.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
 SERVED = Served("m", "int4", longest=1000, max_tokens=512, vocabulary=260)
 
 

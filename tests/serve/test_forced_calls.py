@@ -10,8 +10,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tool_parsers import json_tools
 from random_model import write_model
+from saying import ASK, TEMPLATE
 from serving import post, refused, serving
-from tool_calls import ASK, TEMPLATE
 
 from mlxkv.serve.grammar import Grammars, calls_of, of_choice
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from saying import call
+from saying import WEATHER, call
 from serving import send
 
 from mlxkv.serve.apis import responses as api
@@ -13,7 +13,6 @@ from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.http.request import Served
 from mlxkv.serve.refusals import Refused
 
-WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 TOOL = {
     "type": "function",
     "name": "weather",

@@ -144,9 +144,11 @@ def test_numbers_of_all_are_for_the_first_key(server):
     ask(server, "two")
     whole = get(server, "/v1/kv", Authorization="Bearer operator")
     assert whole["sessions"]["count"] > 0 and "bytes" in whole["memory"]
+    assert whole["safe_tokens"] == whole["longest_tokens"]  # nobody was promised any
     own = get(server, "/v1/kv", Authorization="Bearer one")
     assert own["memory"] == {"bound_bytes": whole["memory"]["bound_bytes"]}
-    assert not {"sessions", "disk", "active_requests"} & set(own)
+    assert not {"sessions", "disk", "active_requests", "safe_tokens"} & set(own)
+    assert own["longest_tokens"] == whole["longest_tokens"]
     ask(server, "two", "another prompt")
     assert get(server, "/v1/kv", Authorization="Bearer one") == own
     for key, status in (("one", 403), ("operator", 200), ("none", 401)):

@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from saying import call
+from saying import ASK, WEATHER, call
 from serving import get
-from tool_calls import ASK
 
 from mlxkv.serve.apis.reply import Markup
 
-WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 TOOL = {
     "type": "function",
     "function": {

@@ -30,6 +30,8 @@ TEMPLATE = (
     '"arguments": {{ tool_call.arguments | tojson }}}\n</tool_call>{% endfor %}'
     "</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
+ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
+WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 
 
 def call(*functions: dict) -> str:
