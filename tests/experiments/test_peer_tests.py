@@ -2,7 +2,6 @@
 
 import pytest
 
-from experiments.peer_tests import names
 from experiments.peer_tests.__main__ import Run, differences, main, page, run
 from mlxkv.errors import MachineError, UserError
 
@@ -54,7 +53,7 @@ def test_a_folder_without_tests(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", names.KINDS)
+@pytest.mark.parametrize("kind", ("plain", "tight"))
 def test_caches_are_in_place(tmp_path, kind):
     (tmp_path / "test_it.py").write_text(SUITE)
     found = run(tmp_path, "test_it", kind)
