@@ -9,6 +9,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -25,9 +26,9 @@ from mlxkv.serve.prompts import Prompt, Prompts
 from mlxkv.serve.refusals import Refused, ending
 
 REPLIES: dict[str, Callable[[dict, Served], Reply]] = {
-    "/v1/chat/completions": openai.chat,
-    "/chat/completions": openai.chat,
-    "/v1/completions": openai.text,
+    "/v1/chat/completions": partial(openai.read, chat=True),
+    "/chat/completions": partial(openai.read, chat=True),
+    "/v1/completions": partial(openai.read, chat=False),
     "/v1/messages": anthropic.read,
     "/v1/responses": responses.read,
     "/responses": responses.read,

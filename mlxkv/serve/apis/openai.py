@@ -18,14 +18,9 @@ from mlxkv.serve.refusals import Refused
 SPOKEN = ("text", "thinking")
 
 
-def chat(body: dict, served: Served) -> Completion:
-    """The request for a chat in a body. Raises Refused."""
-    return Completion(check(body, True, served), served.model)
-
-
-def text(body: dict, served: Served) -> Completion:
-    """The request for a text in a body. Raises Refused."""
-    return Completion(check(body, False, served), served.model)
+def read(body: dict, served: Served, chat: bool) -> Completion:
+    """The request in a body, for a chat or a text. Raises Refused."""
+    return Completion(check(body, chat, served), served.model)
 
 
 @lru_cache(1)
