@@ -20,17 +20,7 @@ from mlxkv.formats.presets import PRESETS
 
 pytestmark = pytest.mark.skipif(parse.why_not() is not None, reason=str(parse.why_not()))
 EVERY = os.environ.get("MLXKV_TEXTS") == "all"
-KINDS = (
-    "int8",
-    "int4",
-    "int3",
-    "int2",
-    "srft-int4",
-    "oscar-int2",
-    "turbo-int3",
-    "polar",
-    "polar-tree+online",
-)
+KINDS = ("int4", "int3", "int2", "oscar-int2", "turbo-int3", "polar", "polar-tree+online")
 KINDS += ("static-0.75", texts.FILL)
 # Inputs that may have fewer than 8 elements: a logit for each head of a small model.
 SHORT = {"sinks"}
