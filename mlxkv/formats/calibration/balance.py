@@ -37,11 +37,6 @@ class Balance:
     sigma: np.ndarray
     floored: int = 0
 
-    @property
-    def condition(self) -> float:
-        """Largest over smallest singular value of `down`, of the worst kv head."""
-        return float(np.linalg.cond(self.down.astype(np.float64)).max())
-
     def pair(self, parts: str) -> tuple[np.ndarray, np.ndarray]:
         """Return (down, up), each [G, D, D] float32: stored = x @ down, x = stored @ up."""
         return tuple(x.astype(np.float32) for x in mixed(self.down.astype(np.float64), parts))

@@ -74,11 +74,6 @@ class Basis:
     mean: np.ndarray | None = None
     queries: np.ndarray | None = None
 
-    @property
-    def condition(self) -> float:
-        """Largest over smallest eigenvalue, of the worst kv head."""
-        return float((self.values[:, -1] / self.values[:, 0]).max())
-
     def is_like(self, basis: Basis, form: str) -> bool:
         """Return whether `other` has the same transform that the clips of `form` were searched for."""
         sides = [self, basis]

@@ -57,10 +57,6 @@ class Trial:
         """Relative errors of a side by clip, the preset's own clip first."""
         return {clip: x / max(self.energy, 1e-30) for clip, x in self.losses[side].items()}
 
-    def by_side(self) -> dict[str, dict[str, float]]:
-        """{side: {clip: error}} as plain data for JSON."""
-        return {side: {f"{c:g}": x for c, x in self.errors(side).items()} for side in SIDES}
-
     def best(self, side: str) -> float:
         """The clip with the smallest error; of several, the one that cuts least."""
         errors = self.errors(side)

@@ -51,12 +51,8 @@ class Outcome:
     seconds: float
 
     @property
-    def gain(self) -> float:
-        """Share of the error of random SRFT that learning removed."""
-        return 1 - self.error / max(self.srft, TINY)
-
-    @property
     def held_gain(self) -> float:
+        """Share of the held-out error of random SRFT that learning removed."""
         return 1 - self.held / max(self.held_srft, TINY)
 
 
