@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from contextlib import contextmanager
@@ -228,6 +229,19 @@ def test_late_requests_are_told(caplog, data):
         assert reply(idle) == (200, b"/wait ")
     (message,) = caplog.messages
     assert "did not arrive in 0.15 s; got" in message and "from 127.0.0.1" in message
+
+
+def test_a_late_body_is_told_in_the_words_of_its_api():
+    late = sized(b"a" * 50)[:-50]
+    for head, kind in (
+        (late, None),
+        (late.replace(b" /x ", b" /v1/messages "), "error"),
+        (late.replace(b"\r\n", b"\r\nAnthropic-Version: 2023-06-01\r\n", 1), "error"),
+    ):
+        with running(seconds=0.15) as server, connect(server) as line:
+            line.sendall(head)
+            status, body = reply(line)
+            assert status == 408 and json.loads(body).get("type") == kind
 
 
 def test_a_large_body_over_a_slow_line_has_its_time(monkeypatch):

@@ -6,6 +6,7 @@ Where Anthropic's servers do more than a model (tools that run there, images, fi
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
@@ -177,6 +178,11 @@ def models(names: tuple[str, ...], name: str) -> dict:
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # Kinds of errors by status, where they are not OpenAI's.
 KINDS = {413: "request_too_large", 500: "api_error"}
+
+
+def speaks(path: str, headers: Collection[str]) -> bool:
+    """Return whether a client of this path, with these names of headers, is one of Anthropic's."""
+    return path.startswith("/v1/messages") or "anthropic-version" in headers
 
 
 def error_body(refused: Refused) -> dict:

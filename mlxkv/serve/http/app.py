@@ -113,14 +113,9 @@ def refusal(request: Request, error: Exception) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if refused.status == 405:
         headers["Allow"] = ALLOW
-    is_anthropic = request.scope["path"].startswith("/v1/messages") or _is_anthropic_client(request)
+    is_anthropic = anthropic.speaks(request.scope["path"], request.headers.keys())
     body = anthropic.error_body(refused) if is_anthropic else refused.body()
     return Document(body, refused.status, headers)
-
-
-def _is_anthropic_client(request: Request) -> bool:
-    """Return whether the client is one of Anthropic's, which say so at every path."""
-    return "anthropic-version" in request.headers
 
 
 def _too_large(count: int, limit: int) -> Refused:
@@ -186,7 +181,7 @@ def application(models: Models) -> Router:
         name = request.path_params.get("name", "").strip("/")
         if name and name not in models.names:
             raise no_model(name[:80], models.names)
-        if _is_anthropic_client(request):
+        if anthropic.speaks(request.scope["path"], request.headers.keys()):
             return Document(anthropic.models(models.names, name))
         model = {"object": "model", "created": created, "owned_by": "mlxkv"}
         data = [{"id": each, **model} for each in models.names]

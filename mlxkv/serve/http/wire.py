@@ -24,6 +24,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlxkv import __version__
+from mlxkv.serve.apis import anthropic
 from mlxkv.serve.refusals import Refused
 
 HEAD = 64 << 10  # bytes of a request's head
@@ -208,7 +209,12 @@ class Wire(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True  # its application writes no more
             self.cycle.message_event.set()
-        data = json.dumps(refused.body()).encode()
+        asked = self.scope if self.cycle is not None else {"path": "", "headers": ()}
+        is_anthropic = anthropic.speaks(
+            asked["path"], [name.decode() for name, _ in asked["headers"]]
+        )
+        body = anthropic.error_body(refused) if is_anthropic else refused.body()
+        data = json.dumps(body).encode()
         headers = [*DEFAULT_HEADERS, ("content-type", "application/json")]
         headers += [("content-length", str(len(data))), ("connection", "close")]
         headers += [] if refused.retry is None else [("retry-after", str(refused.retry))]
