@@ -7,7 +7,7 @@
             processor time with 2,000 connections that wait
 
 Other processes of the machine only add time: the least of several rounds is printed, and processor seconds of the
-server beside those of the clock. Each round has a `cache_salt` of its own, so that nothing of another one is found.
+server beside those of the clock. Each round has a `cache_salt` of its own, so that it finds nothing of another round.
 """
 
 from __future__ import annotations

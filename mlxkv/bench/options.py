@@ -1,4 +1,4 @@
-"""What several commands of `mlxkv bench` share: options, parsed and checked, and texts. No framework."""
+"""Options and texts that several commands of `mlxkv bench` share, parsed and checked. No framework."""
 
 from __future__ import annotations
 

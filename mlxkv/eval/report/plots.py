@@ -1,4 +1,4 @@
-"""Draw pictures in one style, that of a report among them, as SVG text. matplotlib is imported on first use."""
+"""Draw pictures of reports and pages in one style, as SVG text. matplotlib is imported on first use."""
 
 from __future__ import annotations
 

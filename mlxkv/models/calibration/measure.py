@@ -59,8 +59,8 @@ def basis(moments: Moments, side: str, label: str) -> Basis:
         floored,
         balance=_balance(moments, side, label, mean),
         peaks=_peaks(moments, side, label),
-        mean=_key_mean(moments, label) if side == "keys" else None,
-        queries=_weighed_queries(moments, label) if side == "keys" else None,
+        mean=_sound(moments.key_mean(), label) if side == "keys" else None,
+        queries=_sound(moments.weighed_queries(), label) if side == "keys" else None,
     )
 
 
@@ -90,22 +90,12 @@ def _peaks(moments: Moments, side: str, label: str) -> np.ndarray | None:
     return np.where(peaks > 0, peaks, 1.0).astype(np.float32)
 
 
-def _key_mean(moments: Moments, label: str) -> np.ndarray | None:
-    """The mean [G, D] of keys; None where windows ended in their first tokens. Raises MachineError."""
-    mean = moments.key_mean()
-    if mean is None:
+def _sound(x: np.ndarray | None, label: str) -> np.ndarray | None:
+    """x in float32; None where it was not measured. Raises MachineError for NaN or infinity."""
+    if x is None:
         return None
-    _check_finite(mean, label)
-    return mean.astype(np.float32)
-
-
-def _weighed_queries(moments: Moments, label: str) -> np.ndarray | None:
-    """The second moment [G, D, D] of queries, half by what errors cost, or None. Raises MachineError."""
-    weighed = moments.weighed_queries()
-    if weighed is None:
-        return None
-    _check_finite(weighed, label)
-    return weighed.astype(np.float32)
+    _check_finite(x, label)
+    return x.astype(np.float32)
 
 
 def _check_finite(x: np.ndarray, label: str) -> None:

@@ -204,7 +204,7 @@ class MemoryBound:
         return self._peak() - self._rest if self._rest else 0
 
     def _peak(self) -> int:
-        # getrusage has that of the parent, too, from before this program began.
+        # getrusage counts the parent's, too, from before this program began.
         if self._statm.exists():
             status = self._statm.with_name("status").read_text()
             return int(status.partition("VmHWM:")[2].split()[0]) << 10

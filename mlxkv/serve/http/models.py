@@ -134,7 +134,7 @@ class Models:
             )
 
     def kv(self, is_operator: bool) -> dict:
-        """The document of /v1/kv: of the first model, and with it those of the others that are loaded."""
+        """The document of /v1/kv: the caches of the first model, then of all others that are loaded."""
         document = self.first.kv(is_operator)
         if is_operator:
             document |= {"active_requests": self.active}

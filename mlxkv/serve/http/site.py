@@ -23,8 +23,8 @@ def name_of(model: str) -> str:
 
 
 class Site:
-    """What all requests of a model share. users: requests that it was given to, and whose replies have not ended.
-    Raises what loading raises."""
+    """A model and its state, shared by all its requests. users: requests that it was given to, and whose replies have
+    not ended. Raises what loading raises."""
 
     def __init__(self, options: ServeOptions, metrics: Metrics):
         self.options, self.engine, self.users = options, Engine(options, metrics), 0
