@@ -1,11 +1,10 @@
-"""Intervals of means, ratios and shares from few texts, and letters for what they do not tell apart.
+"""Intervals of means and shares from few texts.
 
 Texts are what is drawn at random: tokens of one text, and questions about one document, are alike. So
-every interval here resamples texts or documents, and two presets are compared on the same ones.
+every interval here resamples texts or documents.
 
 Which bootstrap: with 8 to 16 skewed samples (log-normal, as KL is over texts) the plain percentile
-interval of a mean covers 66 to 89 % where it says 95. Studentised on the logarithm it covers 86 to 94, and
-the ratio of two means of the same texts 91 to 94 with widened percentiles
+interval of a mean covers 66 to 89 % where it says 95. Studentised on the logarithm it covers 86 to 94
 (tests/eval/test_intervals.py bounds it).
 """
 
@@ -71,38 +70,6 @@ def share(values: Sequence[float]) -> Interval:
     """Return the mean over texts of numbers of either sign, [n], by widened percentiles."""
     x = np.asarray(values, dtype=np.float64)
     return _widened(len(x), lambda draws: x[draws].mean(axis=-1), np.isfinite(x).all())
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Return mean(ours) / mean(theirs), both [n] over the same texts in the same order, by widened
-    percentiles of its logarithm."""
-    a, b = _paired(ours, theirs)
-    fine = np.isfinite(a).all() and np.isfinite(b).all()
-    if fine and (a.mean() <= 0 or b.mean() <= 0):
-        equal = a.mean() == b.mean()
-        return Interval(1.0, 1.0, 1.0) if equal else Interval(float("inf") if a.mean() else 0.0)
-
-    def quotient(draws: np.ndarray) -> np.ndarray:
-        tiny = np.finfo(np.float64).tiny
-        means = (np.maximum(x[draws].mean(axis=-1), tiny) for x in (a, b))
-        return np.subtract(*map(np.log, means))
-
-    logarithm = _widened(len(a), quotient, fine)
-    limits = (logarithm.low, logarithm.high) if logarithm.known else (None, None)
-    return Interval(*(None if x is None else exp(x) for x in (logarithm.value, *limits)))
-
-
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Return mean(ours) - mean(theirs), both [n] over the same texts in the same order."""
-    a, b = _paired(ours, theirs)
-    return share(a - b)
-
-
-def _paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    a, b = (np.asarray(x, dtype=np.float64) for x in (ours, theirs))
-    if a.shape != b.shape:
-        raise ValueError(f"paired numbers of {a.shape} and {b.shape} texts")
-    return a, b
 
 
 def _widened(n: int, of: Callable[[np.ndarray], np.ndarray], fine: bool) -> Interval:
@@ -201,28 +168,3 @@ def _wider(plain: Interval, drawn: Interval) -> Interval:
     if not (plain.known and drawn.known):
         return plain
     return Interval(plain.value, min(plain.low, drawn.low), max(plain.high, drawn.high))
-
-
-def letters(names: Sequence[str], pairs: set[frozenset[str]]) -> dict[str, str]:
-    """Return letters for `names`, in their order: two names share one exactly if they are not in `pairs`
-    (insert and absorb; Piepho, J. Computational and Graphical Statistics 13, 2004)."""
-    columns = [set(names)]
-    for pair in sorted(pairs, key=sorted):
-        first, second = sorted(pair)
-        for column in [c for c in columns if pair <= c]:
-            columns.remove(column)
-            for smaller in (column - {first}, column - {second}):
-                if not any(smaller <= c for c in columns):
-                    columns = [c for c in columns if not c < smaller] + [smaller]
-    place = {name: i for i, name in enumerate(names)}
-    columns.sort(key=lambda column: sorted(place[name] for name in column))
-    return {
-        name: "".join(_letter(i) for i, column in enumerate(columns) if name in column)
-        for name in names
-    }
-
-
-def _letter(index: int) -> str:
-    """a to z, A to Z, then numbers in brackets."""
-    alphabet = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    return alphabet[index] if index < len(alphabet) else f"({index})"

@@ -20,7 +20,7 @@ from mlxkv.eval.arms import Arms
 from mlxkv.eval.tasks.part import Part, Results
 from mlxkv.metal.launch import backend
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Store:

@@ -71,14 +71,6 @@ def check_intervals(row: dict, brief: dict) -> None:
     assert brief["presets"]["fp16"]["kl_interval"] == [0.0, 0.0]
     low, high = row["retrieval_interval"]["single"]
     assert 0 <= low <= row["retrieval"]["single"] <= high <= 1
-    (pair,) = brief["pairs"]["640"]
-    assert (pair["of"], pair["to"]) == ("int8", "int4/srft-int2+g32")
-    assert pair["told_apart"] and pair["kl_ratio_interval"][1] < 1
-    assert {name: one.get("letters") for name, one in brief["presets"].items()} == {
-        "fp16": None,
-        "int8": "a",
-        "int4/srft-int2+g32": "b",
-    }
 
 
 def check_page(out: Path) -> None:
@@ -93,7 +85,6 @@ def check_page(out: Path) -> None:
             len(re.findall(rf"- \*\*{re.escape(name)}\*\* \((?:green|amber|red|open)\): ", text))
             == 2
         )
-    assert "====== KL divergence statistics ======" in text
 
 
 def test_a_killed_run_goes_on(planned, tmp_path, capsys):

@@ -1,11 +1,10 @@
-"""Intervals of a row's numbers from the texts and documents behind them, and presets compared in pairs."""
+"""Intervals of a row's numbers from the texts and documents behind them."""
 
 from __future__ import annotations
 
 from math import exp
 
 from mlxkv.eval import intervals
-from mlxkv.eval.arms import BASELINE
 
 
 def divergence(result: dict) -> dict:
@@ -38,49 +37,6 @@ def retrieval(results: dict[str, dict], base: dict[str, dict]) -> dict:
         "retrieval_interval": {kind: share.as_list() for kind, share in shares.items()},
         "retrieval_lost": {kind: [gap.value, gap.low, gap.high] for kind, gap in lost.items()},
         "documents": len(next(iter(results.values()))["documents"]),
-    }
-
-
-def pairs(part: dict[str, dict]) -> list[dict]:
-    """Return each pair of presets with the ratio and the difference of their mean KL on the same texts.
-    part: pooled results of divergence at one context, by arm."""
-    texts = _by_name(part)
-    names = list(texts)
-    out = []
-    for i, first in enumerate(names):
-        for second in names[i + 1 :]:
-            ratio = intervals.ratio(texts[first], texts[second])
-            gap = intervals.difference(texts[first], texts[second])
-            out.append(
-                {
-                    "of": first,
-                    "to": second,
-                    "kl_ratio": ratio.value,
-                    "kl_ratio_interval": ratio.as_list(),
-                    "kl_difference": gap.value,
-                    "kl_difference_interval": gap.as_list(),
-                    "told_apart": ratio.known and not ratio.holds(1.0),
-                }
-            )
-    return out
-
-
-def letters(part: dict[str, dict], compared: list[dict]) -> dict[str, str]:
-    """Return letters for the presets, least KL first: those that share one are not told apart. compared: by `pairs`."""
-    texts = _by_name(part)
-    order = sorted(texts, key=lambda name: sum(texts[name]))
-    if len(order) < 2:
-        return {}
-    return intervals.letters(
-        order, {frozenset((x["of"], x["to"])) for x in compared if x["told_apart"]}
-    )
-
-
-def _by_name(part: dict[str, dict]) -> dict[str, list[float]]:
-    return {
-        name: [text["kl"] for text in result["texts"]]
-        for name, result in part.items()
-        if name != BASELINE
     }
 
 

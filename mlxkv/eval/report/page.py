@@ -7,7 +7,6 @@ from pathlib import Path
 
 from mlxkv.errors import MachineError
 from mlxkv.eval.report import plots, report, verdict
-from mlxkv.eval.tasks.statistics import block
 
 PICTURE = "report.svg"
 
@@ -39,7 +38,7 @@ def markdown(data: dict, picture: bool) -> str:
         out += ["", f"![Bits per value against KL divergence]({PICTURE})"]
     elif not plots.available():
         out += ["", "No picture: it needs matplotlib (pip install matplotlib)."]
-    return "\n".join([*out, *_blocks(data)]) + "\n"
+    return "\n".join(out) + "\n"
 
 
 def _about(data: dict) -> list[str]:
@@ -61,13 +60,3 @@ def _table(columns: list[str], rows: list[list[str]]) -> list[str]:
 def _plain(text: str) -> str:
     """Escape what Markdown and HTML would read in a name."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
-
-
-def _blocks(data: dict) -> list[str]:
-    out = []
-    for context in data["contexts"]:
-        for name, result in data["parts"].get(f"divergence-{context}", {}).items():
-            for leg, summary in result["legs"].items():
-                head = f"### {_plain(name)}, {context} tokens, {leg}"
-                out += ["", head, "", "```text", block(summary), "```"]
-    return ["", "## Statistics of every preset", *out] if out else []

@@ -23,7 +23,7 @@ def assemble(
 
     Stable keys: "model", "context" (the longest) and "presets", which holds the rows at that
     context: "bits_per_value", "ppl", "kl_mean", "kl_p99", "top1", "retrieval" {kind: share}. Intervals
-    stand beside them, as "kl_interval" [low, high]; "pairs" compares presets on the same texts.
+    stand beside them, as "kl_interval" [low, high].
     """
     results = retrieval.pooled(divergence.pooled(results))
     contexts = sorted(options.contexts)
@@ -31,12 +31,7 @@ def assemble(
         context: {name: _row(arms, results, name, context) for name in arms.names}
         for context in contexts
     }
-    pairs = {}
-    for context, by_name in rows.items():
-        if part := results.get(f"divergence-{context}"):
-            pairs[str(context)] = compared = compare.pairs(part)
-            for name, letters in compare.letters(part, compared).items():
-                by_name[name]["letters"] = letters
+    for by_name in rows.values():
         for row in by_name.values():
             full = row is by_name[BASELINE]
             row["verdict"], row["reason"] = (None, "") if full else verdict.judge(row)
@@ -57,7 +52,6 @@ def assemble(
         },
         "presets": rows[contexts[-1]],
         "rows": {str(context): by_name for context, by_name in rows.items()},
-        "pairs": pairs,
         "parts": results,
     }
 
@@ -131,7 +125,7 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
         columns += ["ppl", "KL mean [95 %]", "KL 99 %", "top %", "prompt KL"]
         makers += [
             lambda r: f"{r['ppl']:.4f}",
-            lambda r: f"{r['kl_mean']:.2g}{limits(r.get('kl_interval'))} {r.get('letters', '')}",
+            lambda r: f"{r['kl_mean']:.2g}{limits(r.get('kl_interval'))}",
             lambda r: f"{r['kl_p99']:.2g}",
             lambda r: f"{100 * r['top1']:.1f}{limits(r.get('top1_interval'), '.1f', 100)}",
             lambda r: f"{r['prompt_kl_mean']:.2g}{limits(r.get('prompt_kl_interval'))}",
@@ -167,16 +161,11 @@ def notes(data: dict) -> list[str]:
         f"bits: per stored value in pages; in all: of the whole cache, 16 bits outside; MiB: bytes in use by the "
         f"layers that grow; windows: {windows}"
     ]
-    if data["pairs"]:
+    if "ppl" in data["presets"][BASELINE]:
         lines.append(
             f"ppl, KL, top (same likeliest token): {options['decode']} tokens decoded one by one after the "
             f"context, means over {_texts(data)}; prompt KL: its second half, read in chunks; KL in nats "
-            "against fp16 on the same tokens"
-        )
-    if any("letters" in row for row in data["presets"].values()):
-        lines.append(
-            "[95 %]: from resampling texts; presets that share a letter are not told apart: the interval of "
-            "their ratio on the same texts holds 1"
+            "against fp16 on the same tokens; [95 %]: from resampling texts"
         )
     if "retrieval" in data["presets"][BASELINE]:
         lines.append(
