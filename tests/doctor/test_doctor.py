@@ -196,7 +196,7 @@ def test_a_shared_file_names_nobody(monkeypatch, tmp_path, capsys):
         assert word not in text, word
     data = json.loads(text)
     row = data["kernels"][0]
-    assert row["reason"] == "USER at HOST: x.metal:3:1: error: key no"
+    assert row["reason"] == "USER at HOST: PATH:3:1: error: PATH"
     assert row["detail"].startswith("[metal::Device] Unable to build")
     assert data["machine"]["memory_bytes"] > 0 and data["versions"]["mlx"]
     assert set(data["machine"]["device"]) <= set(share.DEVICE)

@@ -161,12 +161,12 @@ from mlxkv.doctor import getting
 from mlxkv.models.catalog import aliases
 from mlxkv.cli import main
 aliases.PACKAGES["small"] = aliases.{replace(aliases.PACKAGES["small"])!r}
-getting.find_pip = lambda: [sys.executable, "-c", "import time; print('waits', flush=True); time.sleep(99)"]
+getting.find_pip = lambda: [sys.executable, "-c", "import time; time.sleep(99)"]
 sys.exit(main(["models", "get", "small"]))
 """
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as child:
         assert "downloading small" in child.stderr.readline()
-        while not list(tmp_path.glob("models/.mlxkv-*/said")):
+        while not list(tmp_path.glob("models/.mlxkv-*/temporary")):
             assert child.poll() is None
         child.send_signal(signal.SIGINT)
         said = child.stderr.read()
