@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from difflib import get_close_matches
+from importlib import metadata
 from itertools import takewhile
 from typing import Annotated
 
@@ -29,8 +30,8 @@ from mlxkv.models.catalog.aliases import DEFAULT, complete_model, resolve
 from mlxkv.models.catalog.locate import require
 from mlxkv.options import Json, Kv, Model
 from mlxkv.run import run
-from mlxkv.serve.command import serve
-from mlxkv.serve.launch.command import launch
+from mlxkv.serve.launch import launch
+from mlxkv.serve.options import KEY, ServeOptions
 
 # -- help: a screen of 80 columns, two examples, and what few people need behind --help-all
 
@@ -268,7 +269,27 @@ def demo(model: Model = DEFAULT, kv: Kv = "int4", json: Json = False) -> None:
     run(model, kv, json)
 
 
-app.command("serve", cls=Command)(serve)
+@app.command(cls=Command)
+@taking(ServeOptions)
+def serve(**values) -> None:
+    """Serve many chats at once: OpenAI's API, and a page at /. One model over several machines:
+    mlx.launch --hostfile HOSTS -- mlxkv serve ..."""
+    if values["api_key"] in (None, []):  # "" was meant to be one, and is refused
+        values["api_key"] = os.environ.get(KEY, "").splitlines()
+    options = ServeOptions(**values)
+    # Batches of older ones have other words for where a reply ends.
+    if (installed := metadata.version("mlx-lm")).startswith("0.31"):
+        raise UserError(f"[serve] needs mlx-lm 0.32, for Python 3.11 and newer; got {installed}")
+    for model in options.models:
+        require(resolve(model))
+    if os.environ.get("MLX_RANK", "0") == "0":  # of several processes the first one speaks
+        note(f"{options.models[0].strip()} · --kv {options.kv.strip()}")
+    with working("importing MLX and mlx-lm"):
+        from mlxkv.serve.run import run
+
+    run(options)
+
+
 app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run)
 app.command("launch", cls=Command, context_settings={"allow_extra_args": True})(launch)
 

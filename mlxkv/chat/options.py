@@ -11,7 +11,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical, parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT
 from mlxkv.models.catalog.asked import check_sampling, check_weights, dtype_name, template_arguments
-from mlxkv.options import Calibration, Dtype, Json, Kv, Model
+from mlxkv.options import Calibration, Dtype, Json, Kv, Model, Strict, Weights
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,13 @@ class ChatOptions:
     chat_template_args: Annotated[
         str | None, Option("--chat-template-args", help="JSON for the chat template.")
     ] = None
-    kv_strict: Annotated[
-        bool, Option("--kv-strict", help="Refuse a model with layers that stay uncompressed.")
-    ] = False
+    kv_strict: Strict = False
     raw: Annotated[bool, Option("--raw", help="No chat template: continue the text as it is.")] = (
         False
     )
     load: Annotated[str | None, Option("--load", help="Go on with a saved session.")] = None
     dtype: Dtype = None
-    weights: Annotated[
-        int | None,
-        Option("--weights", help="8 rounds weights of 16 bits to 8. Default: as stored."),
-    ] = None
+    weights: Weights = None
     calibration: Calibration = None
     json: Json = False
 

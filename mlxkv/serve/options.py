@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 from typer import Option
 
 from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
-from mlxkv.formats.names import complete_kv, parse_kv
+from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model
-from mlxkv.models.catalog.asked import (
-    check_weights,
-    dtype_name,
-    template_arguments,
-)
+from mlxkv.models.catalog.asked import check_weights, dtype_name, template_arguments
+from mlxkv.options import Calibration, Dtype, Kv, Strict, Weights
 
 OVERFLOWS = ("refuse", "drop")
 LOG_LEVELS = ("error", "warning", "info", "debug")
+KEY = "MLXKV_API_KEY"  # the variable with the keys, one a line; OpenCode and Codex find theirs there, too
 PARENT = "MLXKV_PARENT"  # the variable with the process with which a server ends, however that ends
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-def option(default: Any, help: str, *names: str, **more: Any) -> Any:
-    """A field that is an option. names: where they are not that of the field."""
-    return dataclasses.field(default=default, metadata={"names": names, "help": help, **more})
 
 
 @dataclass(frozen=True)
@@ -37,60 +28,75 @@ class ServeOptions:
     """The command line, in the order of `--help`. Sizes are texts such as 8GB. Raises UserError for
     values out of range."""
 
-    model: list[str] | None = option(
-        None,
-        "An alias (mlxkv models), a hub name, a folder or a GGUF file; repeatable: others are loaded on first use. "
-        f"Default: {DEFAULT}.",
-        *("--model", "-m"),
-        autocompletion=complete_model,
+    model: Annotated[
+        list[str] | None,
+        Option(
+            "--model",
+            "-m",
+            help="An alias (mlxkv models), a hub name, a folder or a GGUF file; repeatable: others are loaded on "
+            f"first use. Default: {DEFAULT}.",
+            autocompletion=complete_model,
+        ),
+    ] = None
+    kv: Kv = "int4"
+    kv_memory: Annotated[
+        str | None,
+        Option(
+            help="Most memory for the caches of each model, in each process: 8GB. Default: half of the free memory."
+        ),
+    ] = None
+    kv_disk: Annotated[
+        str | None, Option(help="Folder for sessions that memory has no room for.")
+    ] = None
+    kv_disk_size: Annotated[str, Option(help="Most space there, for each model and preset.")] = (
+        "16GB"
     )
-    kv: str = option(
-        "int4",
-        "Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.",
-        autocompletion=complete_kv,
+    host: Annotated[str, Option(help="Address; needs --api-key unless it is loopback.")] = (
+        "127.0.0.1"
     )
-    kv_memory: str | None = option(
-        None,
-        "Most memory for the caches of each model, in each process: 8GB. Default: half of the free memory.",
+    port: Annotated[int, Option(help="Port; 0 takes a free one.")] = 8080
+    api_key: Annotated[
+        list[str] | None,
+        Option(
+            help="Key that clients must send; repeatable: one for each user, the operator's first. "
+            "Or set MLXKV_API_KEY, a key a line: process lists do not show it."
+        ),
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None, Option(help="Origin of a web page that may ask; repeatable.")
+    ] = None
+    overflow: Annotated[
+        str,
+        Option(help="A chat that is longer than the context: refuse, or drop its oldest turns."),
+    ] = "refuse"
+    max_tokens: Annotated[int, Option(help="Longest reply, unless the request names a length.")] = (
+        512
     )
-    kv_disk: str | None = option(None, "Folder for sessions that memory has no room for.")
-    kv_disk_size: str = option("16GB", "Most space there, for each model and preset.")
-    host: str = option("127.0.0.1", "Address; needs --api-key unless it is loopback.")
-    port: int = option(8080, "Port; 0 takes a free one.")
-    api_key: list[str] | None = option(
-        None,
-        "Key that clients must send; repeatable: one for each user, the operator's first. "
-        "Or set MLXKV_API_KEY, a key a line: process lists do not show it.",
-    )
-    allow_origin: list[str] | None = option(None, "Origin of a web page that may ask; repeatable.")
-    overflow: str = option(
-        "refuse", "A chat that is longer than the context: refuse, or drop its oldest turns."
-    )
-    max_tokens: int = option(512, "Longest reply, unless the request names a length.")
-    max_requests: int = option(64, "Requests in progress at once.")
-    timeout: float = option(600, "Seconds for one request.")
-    batch: int = option(32, "Replies decoded at once.")
-    log_level: str = option(
-        "info", "error, warning, info (a line for each reply) or debug (for each request)."
-    )
-    wired_limit: bool = option(
-        False,
-        "Let MLX wire GPU memory. Off: macOS was reported to panic when that is set under load.",
-        "--wired-limit",
-    )
-    reuse: bool = option(True, "Keep finished conversations for reuse.", "--reuse/--no-reuse")
-    think: bool | None = option(
-        None, "Have thinking models think, or not: enable_thinking.", "--think/--no-think"
-    )
-    chat_template_args: str | None = option(
-        None, "JSON for the chat template; requests may change it."
-    )
-    kv_strict: bool = option(
-        False, "Refuse a model with layers that stay uncompressed.", "--kv-strict"
-    )
-    dtype: str | None = option(None, "float32, float16 or bfloat16. Default: as stored.")
-    weights: int | None = option(None, "8 rounds weights of 16 bits to 8. Default: as stored.")
-    calibration: str | None = option(None, "For calibrated presets: a file. Default: the model's.")
+    max_requests: Annotated[int, Option(help="Requests in progress at once.")] = 64
+    timeout: Annotated[float, Option(help="Seconds for one request.")] = 600
+    batch: Annotated[int, Option(help="Replies decoded at once.")] = 32
+    log_level: Annotated[
+        str,
+        Option(help="error, warning, info (a line for each reply) or debug (for each request)."),
+    ] = "info"
+    wired_limit: Annotated[
+        bool,
+        Option(
+            "--wired-limit",
+            help="Let MLX wire GPU memory. Off: macOS was reported to panic when that is set under load.",
+        ),
+    ] = False
+    reuse: Annotated[bool, Option(help="Keep finished conversations for reuse.")] = True
+    think: Annotated[
+        bool | None, Option(help="Have thinking models think, or not: enable_thinking.")
+    ] = None
+    chat_template_args: Annotated[
+        str | None, Option(help="JSON for the chat template; requests may change it.")
+    ] = None
+    kv_strict: Strict = False
+    dtype: Dtype = None
+    weights: Weights = None
+    calibration: Calibration = None
 
     def __post_init__(self):
         if not 0 <= self.port < 1 << 16:
@@ -168,18 +174,3 @@ class ServeOptions:
     @property
     def disk_folder(self) -> Path | None:
         return user_path(self.kv_disk, "--kv-disk") if self.kv_disk else None
-
-
-def signature() -> inspect.Signature:
-    """The options as arguments of a command, as typer reads them."""
-    hints = get_type_hints(ServeOptions)
-    parameters = []
-    for field in dataclasses.fields(ServeOptions):
-        more = dict(field.metadata)
-        names = more.pop("names") or (f"--{field.name.replace('_', '-')}",)
-        annotation = Annotated[hints[field.name], Option(*names, **more)]
-        kind = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(
-            inspect.Parameter(field.name, kind, default=field.default, annotation=annotation)
-        )
-    return inspect.Signature(parameters)

@@ -16,8 +16,8 @@ import pytest
 from serving import get, serving, until
 
 from mlxkv.cli import main
-from mlxkv.serve.launch import run as launching
-from mlxkv.serve.launch.tools import TOOLS
+from mlxkv.serve import launch as launching
+from mlxkv.serve.launch import TOOLS
 
 ROOT = Path(__file__).parents[2]
 # Asks the server that it was pointed at, as the real one would, and notes what it was given.
@@ -125,7 +125,7 @@ def test_a_dry_run_starts_nothing_and_shows_no_key(fake, running, capfd):
 )
 def test_bad_input_is_one_line(args, code, said, fake, monkeypatch, capfd):
     fake("claude")
-    monkeypatch.setattr("mlxkv.serve.launch.run.USUAL", "http://127.0.0.1:9")
+    monkeypatch.setattr("mlxkv.serve.launch.USUAL", "http://127.0.0.1:9")
     assert main(["launch", *args]) == code
     (line,) = capfd.readouterr().err.splitlines()
     assert said in line

@@ -77,7 +77,7 @@ def test_a_reply_that_is_served_alone_tells_the_size_of_its_caches(
     server, plain = one_by_one, Completion.close
 
     def late(self, *args):
-        until(lambda: len(server.engine.sessions))
+        until(lambda: server.engine.sessions.entries)
         return plain(self, *args)
 
     with monkeypatch.context() as patch:
@@ -91,7 +91,7 @@ def test_who_leaves_while_the_prompt_is_read_alone_gets_no_more_of_it(one_by_one
     server = one_by_one
     with held(monkeypatch, Job, "put", kind=tuple):  # between the parts of a prompt
         with asking(server, prompt="a" * 100, max_tokens=4):
-            until(lambda: server.engine.sessions.lookups)
+            until(lambda: server.engine.sessions.counts["lookups"])
         until(lambda: server.engine.metrics.counts["cut_off"] == 1)
     found = settled(server)
     assert found["sessions"]["count"] == 0  # it would be the prompt's, read to its end
@@ -103,7 +103,7 @@ def test_the_end_does_not_wait_for_a_reply_that_is_written_alone(one_by_one):
     server = one_by_one
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(refused, server, 503, **ENDLESS)
-        until(lambda: server.engine.sessions.lookups)
+        until(lambda: server.engine.sessions.counts["lookups"])
         server.engine.stop_and_join()
         assert reply.result(60)["message"] == "[serve] is ending"
 

@@ -44,7 +44,7 @@ def test_replies_under_way_are_written_to_the_end(server, monkeypatch):
         until(lambda: server.models.active)
         end(server)
         assert job.result()["usage"]["completion_tokens"] == 60
-    assert len(server.engine.sessions) == 0 and server.engine.sessions.disk.saved > 0
+    assert server.engine.sessions.entries == [] and server.engine.sessions.disk.saved > 0
 
 
 def test_clients_are_told_when_their_time_is_over(server, monkeypatch):

@@ -52,7 +52,7 @@ def test_clients_that_hang_up_anywhere(server):
         list(pool.map(leave, range(16)))
         assert text_of(stays.result()) == want
     found = settled(server)
-    assert found["memory"]["active_bytes"] == 0 and not server.engine.jobs
+    assert found["memory"]["promised_bytes"] == 0 and not server.engine.jobs
     assert text_of(complete(server, "still here", 40)) == want
 
 

@@ -145,15 +145,15 @@ def test_the_least_recently_used_go_to_disk_and_come_back(small, tmp_path):
     each = sessions.nbytes // 4
     memory.bound = 2 * each
     sessions.shrink()
-    assert len(sessions) == 2 and len(disk.entries) == 2 and sessions.nbytes <= memory.bound
+    assert len(sessions.entries) == 2 and len(disk.entries) == 2 and sessions.nbytes <= memory.bound
     cache, count = sessions.fetch(prompts[0] + [1, 2])
     assert count == 200 and {c.offset for c in cache} == {200} and disk.found == 1
     cache, count = sessions.fetch(prompts[1][:100] + [259] * 9)
     assert 0 < count <= 100 and {c.offset for c in cache} == {count}
     assert sessions.fetch([200, 201])[1] == 0
-    assert (sessions.hits, sessions.lookups) == (2, 3)
+    assert (sessions.counts["hits"], sessions.counts["lookups"]) == (2, 3)
     sessions.close()
-    assert len(sessions) == 0
+    assert len(sessions.entries) == 0
     again = Disk(tmp_path, 1 << 30, small)
     assert sorted(entry.tokens for entry in again.entries) == sorted(prompts)
     assert Disk(tmp_path, 1 << 30, load(TINY, "int4")).entries == []  # of another model

@@ -45,7 +45,7 @@ def test_a_server_keeps_what_it_promised(kv, folder, request, used):
         with ThreadPoolExecutor(7) as pool:
             jobs = [pool.submit(complete, server, *one) for one in asked]
             assert all(job.result()["choices"] for job in jobs)
-        assert settled(server)["memory"]["active_bytes"] == 0
+        assert settled(server)["memory"]["promised_bytes"] == 0
     assert len(used) > 60
     assert all(taken <= promised for taken, promised in used)
 

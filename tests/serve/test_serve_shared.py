@@ -128,13 +128,13 @@ def test_the_bound_counts_them_once():
     assert sessions.nbytes < 0.6 * sessions.bytes_apart
     memory.bound = sessions.nbytes
     sessions.shrink()
-    assert len(sessions) == 4
+    assert len(sessions.entries) == 4
     memory.bound -= 1
     sessions.shrink()
-    assert len(sessions) == 3 and sessions.nbytes <= memory.bound
+    assert len(sessions.entries) == 3 and sessions.nbytes <= memory.bound
     memory.bound = 0
     sessions.shrink()
-    assert len(sessions) == sessions.nbytes == sessions.shelf.saved == 0
+    assert len(sessions.entries) == sessions.nbytes == sessions.shelf.saved == 0
 
 
 @pytest.mark.parametrize("preset", ["int4", "srft-int4+g64"])

@@ -12,11 +12,11 @@ from read_caches import maker, memory_of, read
 from serving import LONG, get, send, serving
 from small_models import TINY
 
+from mlxkv.cli import serve
 from mlxkv.errors import UserError
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.caches.shelf import Shelf
-from mlxkv.serve.command import serve
 from mlxkv.serve.http.access import tenant
 from mlxkv.serve.options import ServeOptions
 
@@ -62,7 +62,7 @@ def test_sessions_are_found_by_their_tenant_alone(small, tmp_path):
     sessions.keep(names, read(small.model, 300))  # nobody's
     assert [found(whose) for whose in ("a", "b", "")] == [300, 0, 300]
     sessions.shrink(-1)
-    assert len(sessions) == 0
+    assert sessions.entries == []
     assert sorted(entry.tenant for entry in disk.entries) == ["", "a"]
     assert [found(whose) for whose in ("b", "a", "")] == [0, 300, 300]
     disk.close()

@@ -8,13 +8,14 @@ steps: ("read", done, all), ("sleep", seconds), ("think", text), ("say", text), 
 from __future__ import annotations
 
 import json
+import mimetypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
 
-from mlxkv.serve.http import page
+from mlxkv.serve.http.app import PAGE, PAGE_HEADERS
 
 PATIENCE = 60
 KV = {
@@ -100,9 +101,10 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def do_GET(self):
-        if self.path in page.PAGE:
-            data, kind = page.read(self.path)
-            self._send(200, data, f"{kind}; charset=utf-8", page.HEADERS)
+        file = PAGE / (self.path.removeprefix("/page/").strip("/") or "index.html")
+        if file.is_file():
+            kind = f"{mimetypes.guess_type(file)[0]}; charset=utf-8"
+            self._send(200, file.read_bytes(), kind, PAGE_HEADERS)
         elif self.path == "/v1/kv" and not self._locked():
             self._json(200, self.server.document)
         elif self.path != "/v1/kv":

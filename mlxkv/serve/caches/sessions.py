@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -18,7 +19,7 @@ class Sessions:
 
     memory: has the room for them. new: makes an empty cache. disk: takes those that have no room, if
     not None. reuse: whether any are kept. agree: turns this process's bytes into a number that is the
-    same in every process of the model. entries: the least recently used first.
+    same in every process of the model. entries: the least recently used first. counts: since the start.
     For the generation thread; others may read numbers.
     """
 
@@ -34,10 +35,7 @@ class Sessions:
         self.agree = agree
         self.shelf = Shelf()
         self.entries: list[Session] = []
-        self.lookups = self.hits = self.tokens = self.tokens_found = self.evicted = 0
-
-    def __len__(self) -> int:
-        return len(self.entries)
+        self.counts = Counter(lookups=0, hits=0, tokens=0, tokens_found=0, evicted=0)
 
     def fetch(self, tokens: list[int], tenant: str = "") -> tuple[list, int]:
         """Return a cache that holds a start of `tokens`, and how many: none, perhaps, and never all of them, since
@@ -56,10 +54,7 @@ class Sessions:
             if type(layer) is KVCache and layer.keys is not None:  # its trim frees nothing
                 layer.keys = layer.keys[:, :, : layer.offset]
                 layer.values = layer.values[:, :, : layer.offset]
-        self.lookups += 1
-        self.hits += count > 0
-        self.tokens += len(tokens)
-        self.tokens_found += count
+        self.counts.update(lookups=1, hits=int(count > 0), tokens=len(tokens), tokens_found=count)
         self.shrink()
         return cache, count
 
@@ -102,7 +97,7 @@ class Sessions:
         room = self.memory.room if room is None else room
         while self.entries and self.agree(self.nbytes) > room:
             session = self.entries.pop(0)
-            self.evicted += 1
+            self.counts["evicted"] += 1
             if self.disk is not None:  # a copy is whole, without shared parts
                 self.disk.save(session.tokens, deepcopy(session.cache), session.tenant)
             del session  # frees its shared parts before the next look at the size

@@ -7,7 +7,6 @@ import hashlib
 import hmac
 import ipaddress
 import json
-import logging
 import re
 import time
 from collections import OrderedDict
@@ -22,7 +21,6 @@ FREE, RATE = 10, 1.0  # wrong keys that an address may send at once, and then ea
 LONG = 16  # characters of a key that is not guessed at any speed
 ADDRESSES = 1024  # that are remembered: the latest
 HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^\s@:/?#\[\]\\]+)(:\d{0,5})?")
-TOLD = 10.0  # seconds between lines of the log
 ROUNDS = 100_000  # a key cannot be guessed fast from the names of files
 
 
@@ -37,7 +35,6 @@ class Keys:
     def __init__(self):
         self.wrong = 0
         self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()  # wrong keys, and when
-        self._untold, self._tell = 0, 0.0
 
     def check(self, given: str, keys: tuple[str, ...], peer: str) -> None:
         """Compare a key that a client sent, "" for none. Raises Refused."""
@@ -65,16 +62,8 @@ class Keys:
             self._debts.move_to_end(who)
             if len(self._debts) > ADDRESSES:
                 self._debts.popitem(last=False)
-            self._log(peer, now)
+            self.wrong += 1
         raise Refused(401, "[Authorization] missing or wrong API key", "invalid_api_key")
-
-    def _log(self, peer: str, now: float) -> None:
-        self.wrong += 1
-        self._untold += 1
-        if now >= self._tell:
-            count = f"{self._untold} wrong keys" if self._untold > 1 else "a wrong key"
-            logging.warning(f"[Authorization] {count}, the last from {peer}")
-            self._untold, self._tell = 0, now + TOLD
 
 
 def _digest(key: str) -> bytes:

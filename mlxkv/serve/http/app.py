@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route, Router
+from starlette.staticfiles import StaticFiles
 
 from mlxkv.serve.apis import anthropic
-from mlxkv.serve.http import page
 from mlxkv.serve.http.access import Keys, check_host, given_key
 from mlxkv.serve.http.models import Models
 from mlxkv.serve.http.request import no_model
@@ -26,7 +27,22 @@ LOG = logging.getLogger("mlxkv.serve")
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 ALLOW = ", ".join(METHODS)
 TARGET, FIELDS = 8 << 10, 100  # bytes of a request's target; header fields
-OPEN = ("/health", *page.PAGE)  # without a key: nothing there belongs to a client
+PAGE = Path(__file__).with_name(
+    "page"
+)  # HTML, CSS and native modules, as they are; there is no build step
+# A model's text is never script: no inline code, no markup from text but through DOMPurify's policy,
+# nothing fetched from elsewhere (an image in a reply would tell its server what was said).
+POLICY = (
+    "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+)
+PAGE_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+}
+# Without a key: nothing there belongs to a client.
+OPEN, OPEN_FOLDER = ("/health", "/"), "/page/"
 
 
 class Gate:
@@ -63,6 +79,8 @@ class Gate:
                 await refusal(request, error)(scope, receive, answer)
         finally:
             counts = scope.get("counts", "")
+            if status == 401 and request.client:
+                counts = f" from {request.client.host}"
             level = logging.INFO if counts or status >= 400 else logging.DEBUG
             seconds = time.monotonic() - start
             line = f"{request.method[:20]} {scope['path'][:80]} {status or 'cut off'}{counts}"
@@ -90,7 +108,8 @@ class Gate:
         if not target.startswith("/"):
             raise Refused(400, "[request] its target is no path")
         check_host(headers, options)
-        if options.api_keys and scope["path"] not in OPEN:
+        is_open = scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER)
+        if options.api_keys and not is_open:
             peer = request.client.host if request.client else ""
             self._keys.check(given_key(headers), options.api_keys, peer)
         if request.method not in METHODS:
@@ -136,6 +155,15 @@ async def body_of(request: Request, limits: Limits) -> bytes:
     return bytes(data)
 
 
+class Files(StaticFiles):
+    """The files of the chat page."""
+
+    def file_response(self, *args, **kwargs) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(PAGE_HEADERS)
+        return response
+
+
 def application(models: Models) -> Router:
     """The paths of a server."""
     options, created = models.options, int(time.time())
@@ -153,16 +181,12 @@ def application(models: Models) -> Router:
         return Talk(models, raw, key(request), request.scope["wire"].arrival_time)
 
     async def count(request: Request) -> Response:
-        raw, arrival_time = (
-            await body_of(request, models.limits),
-            request.scope["wire"].arrival_time,
-        )
-        async with models.read(COUNT, raw, arrival_time) as (_, tokens):
+        raw = await body_of(request, models.limits)
+        async with models.read(COUNT, raw, request.scope["wire"].arrival_time) as (_, tokens):
             return Document({"input_tokens": tokens})
 
-    async def files(request: Request) -> Response:
-        data, kind = page.read(request.scope["path"])
-        return Response(data, media_type=kind, headers=page.HEADERS)
+    async def index(request: Request) -> Response:
+        return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
 
     async def health(request: Request) -> Response:
         if models.first.engine.is_healthy:
@@ -191,7 +215,8 @@ def application(models: Models) -> Router:
         [
             *(Route(path, reply, methods=["POST"]) for path in REPLIES),
             Route(COUNT, count, methods=["POST"]),
-            *(Route(path, files) for path in page.PAGE),
+            Route("/", index),
+            Mount("/page", Files(directory=PAGE, follow_symlink=True)),
             Route("/health", health),
             Route("/v1/kv", kv),
             Route("/metrics", metrics),

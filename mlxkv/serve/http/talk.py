@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -23,7 +22,7 @@ STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache
 
 
 class Document(JSONResponse):
-    """A document of JSON, in ASCII."""
+    """A document of JSON, in ASCII: a model may have written half of a surrogate pair."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False).encode()
@@ -33,31 +32,35 @@ class Disconnect(Exception):
     """The client has hung up."""
 
 
-class Channel:
-    """Brings what other threads put into it to the event loop of the thread that made it."""
-
-    def __init__(self):
-        self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue = asyncio.Queue()
-        self.get = self._items.get
-
-    def put(self, item: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
-        except RuntimeError:  # the loop has ended, and the client was told
-            pass
-
-
 class Talk:
     """The reply to the request in a body, as an application of ASGI. key: of the client. arrival_time: of the request's
     first byte, by `time.monotonic`."""
 
     def __init__(self, models: Models, raw: bytes, key: str | None, arrival_time: float):
         self._models, self._raw, self._key = models, raw, key
-        self._arrival_time = arrival_time
+        self._arrival_time, self._first_token = arrival_time, None
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue = asyncio.Queue()
+
+    def put(self, item: Any) -> None:
+        """Bring what another thread tells to the event loop: the channel of a job."""
+        try:
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        except RuntimeError:  # the loop has ended, and the client was told
+            pass
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         reply, has_begun = None, False
+
+        async def write(data: bytes, more: bool = True) -> None:
+            nonlocal has_begun
+            if not reply.streams:
+                return
+            if not has_begun:
+                await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+                has_begun = True
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
         try:
             async with self._models.read(scope["path"], self._raw, self._arrival_time) as (
                 site,
@@ -65,20 +68,17 @@ class Talk:
             ):
                 engine, asked = site.engine, reply.request
                 owner = await run_in_threadpool(tenant, self._key, asked.user, asked.cache_salt)
-                job = Job(asked, prompt, owner, dropped)
+                job = Job(asked, prompt, owner, dropped, channel=self)
                 job.constraint = await run_in_threadpool(engine.constraint_of, job)
-                async with aclosing(self._pieces(engine, reply, job, scope, receive)) as pieces:
-                    async for data in pieces:
-                        if reply.streams and not has_begun:
-                            head = {"type": "http.response.start", "status": 200}
-                            await send(head | {"headers": STREAM})
-                            has_begun = True
-                        if reply.streams and data:
-                            body = {"type": "http.response.body", "body": data}
-                            await send(body | {"more_body": True})
-                if reply.streams:
-                    await send({"type": "http.response.body", "body": b""})
-                else:
+                watch = asyncio.create_task(self._watch(receive))
+                try:
+                    await self._follow(engine, reply, job, write)
+                finally:
+                    watch.cancel()
+                    job.cancelled = True
+                    scope["counts"] = self._counts(engine, reply, job)
+                await write(reply.close(engine.kv_document(job), job.text.word), more=False)
+                if not reply.streams:
                     await Document(reply.document())(scope, receive, send)
         except Disconnect:
             engine.metrics.counts["cut_off"] += 1
@@ -87,44 +87,39 @@ class Talk:
             if not has_begun:
                 raise refused from None
             scope["wire"].cycle.keep_alive = False
-            await send({"type": "http.response.body", "body": reply.error_event(refused)})
+            await write(reply.error_event(refused), more=False)
 
-    async def _pieces(
-        self, engine: Engine, reply: Reply, job: Job, scope: dict, receive: Callable
-    ) -> AsyncIterator[bytes]:
-        """Yield the parts of a stream, b"" without one. Raises Disconnect, Refused, and what the engine has raised."""
-        channel, first_token, start = Channel(), None, None
-        job.channel, watch = channel, asyncio.create_task(_watch(receive, channel))
-        try:
-            engine.submit(job)
-            while (item := await channel.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                if isinstance(item, Start):
-                    start = item
-                    yield reply.begin(item)
-                elif isinstance(item, Token):
-                    first_token = first_token or time.monotonic() - self._arrival_time
-                    yield reply.take(item)
-                else:
-                    yield reply.wait(*item)
-            yield reply.close(engine.kv_document(job), job.text.word)
-        finally:
-            watch.cancel()
-            job.cancelled = True
-            if start is not None:
-                metrics, total, reused = engine.metrics, start.prompt_tokens, start.cached_tokens
-                metrics.counts.update(
-                    prompt_tokens=total, cached_tokens=reused, generated_tokens=reply.count
-                )
-                if first_token is not None:
-                    metrics.took("first_token", first_token)
-                metrics.took("duration", time.monotonic() - self._arrival_time)
-                scope["counts"] = f": {total} tokens in, {reused} reused, {reply.count} out"
-                scope["counts"] += f", {job.dropped} messages dropped" if job.dropped else ""
+    async def _watch(self, receive: Callable) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.put(Disconnect())
 
+    async def _follow(
+        self, engine: Engine, reply: Reply, job: Job, write: Callable[[bytes], Awaitable]
+    ) -> None:
+        """Write a reply up to its last token. Raises Disconnect, Refused, and what the engine has raised."""
+        engine.submit(job)
+        while (item := await self._items.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, Start):
+                await write(reply.begin(item))
+            elif isinstance(item, Token):
+                self._first_token = self._first_token or time.monotonic()
+                await write(reply.take(item))
+            else:
+                await write(reply.wait(*item))
 
-async def _watch(receive: Callable, channel: Channel) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    channel.put(Disconnect())
+    def _counts(self, engine: Engine, reply: Reply, job: Job) -> str:
+        """Count a reply that has begun, and return its part of the log's line."""
+        if (start := reply.prompt) is None:
+            return ""
+        metrics, total, reused = engine.metrics, start.prompt_tokens, start.cached_tokens
+        metrics.counts.update(
+            prompt_tokens=total, cached_tokens=reused, generated_tokens=reply.count
+        )
+        if self._first_token is not None:
+            metrics.took("first_token", self._first_token - self._arrival_time)
+        metrics.took("duration", time.monotonic() - self._arrival_time)
+        dropped = f", {job.dropped} messages dropped" if job.dropped else ""
+        return f": {total} tokens in, {reused} reused, {reply.count} out{dropped}"

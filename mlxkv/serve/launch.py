@@ -1,7 +1,9 @@
-"""Finds or starts a server, sets the environment, and runs the program."""
+"""`mlxkv launch`: finds or starts a server, tells a coding agent where it is, and runs the agent. Imports nothing
+heavy."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -11,30 +13,173 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Annotated
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
+from typer import Argument, Context, Exit, Option
+
 from mlxkv import untrusted
 from mlxkv.console import note, on, say, working
 from mlxkv.errors import MachineError, UserError
-from mlxkv.serve.launch.tools import KEY, Served, Tool
-from mlxkv.serve.options import PARENT
+from mlxkv.formats.names import complete_kv
+from mlxkv.models.catalog.aliases import complete_model, resolve
+from mlxkv.serve.options import KEY, PARENT
 
 USUAL = "http://127.0.0.1:8080"
 LONGEST = 1 << 15  # tokens, in a dry run without a server, which would know
+MOST_OUTPUT = 8192  # tokens of one reply, at the most; memory is set aside for as many
 ANSWER_SECONDS = 5.0
 END_SECONDS = 30.0  # sessions go to disk meanwhile
 
 
-def run(
+@dataclass(frozen=True)
+class Served:
+    """The server that a program is to use. longest: tokens of a sequence, its reply included."""
+
+    url: str
+    key: str
+    model: str
+    longest: int
+
+    @property
+    def output(self) -> int:
+        """Tokens of a reply: a quarter of what fits leaves room for the conversation."""
+        return max(1, min(MOST_OUTPUT, self.longest // 4))
+
+
+# -- the programs: the environment and the arguments with which each finds its model. They read the key from `KEY`.
+
+
+def claude(served: Served) -> tuple[dict[str, str], list[str]]:
+    """code.claude.com/docs/en/env-vars and .../llm-gateway."""
+    model = served.model
+    env = {
+        "ANTHROPIC_BASE_URL": served.url,
+        "ANTHROPIC_AUTH_TOKEN": served.key,
+        "ANTHROPIC_MODEL": model,
+        **{f"ANTHROPIC_DEFAULT_{name}_MODEL": model for name in ("OPUS", "SONNET", "HAIKU")},
+        "CLAUDE_CODE_SUBAGENT_MODEL": model,
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.output),
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(served.longest),
+        # The others of its services are Anthropic's.
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        # A line that differs in each request would stand before everything that a cache holds.
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+    }
+    return env, []
+
+
+def opencode(served: Served) -> tuple[dict[str, str], list[str]]:
+    """opencode.ai/docs/config and .../providers."""
+    limit = {"context": served.longest, "output": served.output}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "mlxkv",
+        "options": {"baseURL": f"{served.url}/v1", "apiKey": f"{{env:{KEY}}}"},
+        "models": {served.model: {"name": served.model, "limit": limit, "tool_call": True}},
+    }
+    name = f"mlxkv/{served.model}"
+    config = {"provider": {"mlxkv": provider}, "model": name, "small_model": name}
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config), KEY: served.key}, []
+
+
+def codex(served: Served) -> tuple[dict[str, str], list[str]]:
+    """developers.openai.com/codex/config-advanced; values are TOML."""
+    provider = "model_providers.mlxkv"
+    settings = {
+        "model": served.model,
+        "model_provider": "mlxkv",
+        f"{provider}.name": "mlxkv",
+        f"{provider}.base_url": f"{served.url}/v1",
+        f"{provider}.env_key": KEY,
+        f"{provider}.wire_api": "responses",
+        "model_context_window": served.longest,
+        "web_search": "disabled",  # a tool that runs at OpenAI
+    }
+    pairs = [("-c", f"{name}={json.dumps(value)}") for name, value in settings.items()]
+    return {KEY: served.key}, [word for pair in pairs for word in pair]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A program, its package at npm, and how it is started. unset: variables that would lead it elsewhere."""
+
+    program: str
+    package: str
+    start: Callable[[Served], tuple[dict[str, str], list[str]]]
+    unset: tuple[str, ...] = ()
+
+    @property
+    def install(self) -> str:
+        return f"npm install -g {self.package}"
+
+
+# A key has precedence over the token.
+ELSEWHERE = ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX")
+TOOLS = {
+    "claude": Tool("claude", "@anthropic-ai/claude-code", claude, ELSEWHERE),
+    "opencode": Tool("opencode", "opencode-ai", opencode),
+    "codex": Tool("codex", "@openai/codex", codex),
+}
+
+
+# -- the command
+
+
+def launch(
+    ctx: Context,
+    tool: Annotated[str, Argument(help=f"{', '.join(TOOLS)}; what stands behind -- is for it.")],
+    url: Annotated[
+        str | None,
+        Option(help="A server that runs. Default: the one at port 8080, or one of its own."),
+    ] = None,
+    api_key: Annotated[str | None, Option(help="Key of that server. Or set MLXKV_API_KEY.")] = None,
+    model: Annotated[
+        str | None,
+        Option(
+            "--model",
+            "-m",
+            help="Start a server with this one: an alias, a hub name, a folder or a GGUF file.",
+            autocompletion=complete_model,
+        ),
+    ] = None,
+    kv: Annotated[
+        str | None, Option(help="Its cache preset. Default: int4.", autocompletion=complete_kv)
+    ] = None,
+    serve: Annotated[str, Option(help='More options of mlxkv serve: "--kv-memory 8GB".')] = "",
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Print what would be set and started, and start nothing.")
+    ] = False,
+) -> None:
+    """Start a coding agent (claude, opencode, codex) on a model of this machine: its environment is set, and
+    a server runs as long as it does. mlxkv launch claude -m qwen3-4b -- --continue"""
+    if tool not in TOOLS:
+        raise UserError(f"[launch] no such program; got {tool!r}; choose from {', '.join(TOOLS)}")
+    try:
+        more = shlex.split(serve)
+    except ValueError as error:
+        raise UserError(f"[--serve] {error}; got {serve[:60]!r}; close its quotes") from None
+    options = [*(("--model", model) if model else ()), *(("--kv", kv) if kv else ()), *more]
+    if url is not None and options:
+        raise UserError("[--url] its server has a model already; got --model, --kv or --serve, too")
+    if options and not model:
+        raise UserError(
+            "[--model] needed to start a server; got --kv or --serve alone; see mlxkv models"
+        )
+    if model:
+        resolve(model)
+    raise Exit(_run(TOOLS[tool], url, api_key, options, list(ctx.args), dry_run))
+
+
+def _run(
     tool: Tool, url: str | None, key: str | None, options: list[str], args: list[str], dry: bool
 ) -> int:
     """Start a program and return its exit code. options: of a server to start. Raises UserError and
@@ -164,22 +309,22 @@ def _wait(server: subprocess.Popen, log: IO[bytes], key: str) -> Served:
 def _start(tool: Tool, program: str | None, served: Served, args: list[str], dry: bool) -> int:
     # A dry run shows no key. Without one the programs do not start; a server without keys reads none.
     key = ("..." if dry else served.key) if served.key else "mlxkv"
-    start = tool.start(replace(served, key=key))
+    settings, first = tool.start(replace(served, key=key))
     if dry:
-        for name in start.unset:
+        for name in tool.unset:
             say(f"unset {name}")
-        for name, value in start.env.items():
+        for name, value in settings.items():
             say(f"export {name}={shlex.quote(value)}")
-        say(shlex.join([tool.program, *start.args, *args]))
+        say(shlex.join([tool.program, *first, *args]))
         if program is None:
             note(f"{tool.program} is not installed; {tool.install}")
         return 0
-    env = {name: value for name, value in os.environ.items() if name not in start.unset}
+    env = {name: value for name, value in os.environ.items() if name not in tool.unset}
     before = on(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program
     try:
         child = subprocess.Popen(
-            [program, *start.args, *args],
-            env=env | start.env,
+            [program, *first, *args],
+            env=env | settings,
             # Ignored signals stay so in a child.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )

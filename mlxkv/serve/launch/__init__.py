@@ -1,1 +1,0 @@
-"""`mlxkv launch`: a coding agent with a server of ours behind it."""
