@@ -140,7 +140,7 @@ def _with_kept_clips(calibration: Calibration, path: Path) -> Calibration:
         old = artifact.read(path)
     except UserError:  # not there, or not worth keeping
         return calibration
-    if not same_model(old.fingerprint, calibration.fingerprint) or old.parts != calibration.parts:
+    if not same_model(old.fingerprint, calibration.fingerprint):
         return calibration
     calibration, dropped = calibration.with_clips_of(old)
     if dropped:

@@ -10,8 +10,6 @@ import numpy as np
 
 from mlxkv.errors import UserError
 
-PARTS = "uhp"  # eigenbasis, Hadamard (or its stand-in), bit reversal
-
 
 def _splitmix(count: int, seed: int) -> np.ndarray:
     """Return [count] uint64: positions 1 .. count of stream `seed` of splitmix64."""
@@ -86,21 +84,9 @@ def random_basis(heads: int, dims: int, seed: int = 0) -> np.ndarray:
     return q * np.sign(np.diagonal(r, axis1=-2, axis2=-1))[:, None]
 
 
-def compose(vectors: np.ndarray, parts: str = PARTS) -> np.ndarray:
-    """Return R = U H P [G, D, D] (OSCAR, section 3) from eigenvectors U [G, D, D] by ascending eigenvalue.
-
-    parts: the factors to use. Without P, SRFT takes the place of H where D is not a power of two.
-    """
-    dims = vectors.shape[-1]
-    if "u" not in parts:
-        vectors = np.broadcast_to(np.eye(dims), vectors.shape)
-    if "h" not in parts:
-        return np.array(vectors, np.float64)
-    if "p" in parts:
-        return vectors @ ordered(dims)
-    if dims & (dims - 1) == 0:
-        return vectors @ hadamard(dims)
-    return vectors @ srft(dims)
+def compose(vectors: np.ndarray) -> np.ndarray:
+    """Return R = U H P [G, D, D] (OSCAR, section 3) from eigenvectors U [G, D, D] by ascending eigenvalue."""
+    return vectors @ ordered(vectors.shape[-1])
 
 
 def ordered(dims: int) -> np.ndarray:

@@ -530,7 +530,7 @@ def shared_rows() -> Rows:
             moments = (golden[f"{letter}.{n}"].astype(np.float64) for n in ("noise", "reads"))
             down = balance.balance(*moments)[0]
             pair = golden[f"{letter}.down"], golden[f"{letter}.up"]
-            error = max(map(rms, balance.mixed(down, matrices.PARTS), pair))
+            error = max(map(rms, balance.mixed(down), pair))
             name = f"balanced.{dims}.{letter}"
             yield Row("balances", name, down.size, rms=error, bound=BOUNDS["transforms"])
     for dims, golden in by_dims("centred"):
@@ -539,7 +539,7 @@ def shared_rows() -> Rows:
         )
         down = balance.balance(balance.about_mean(noise, mean), reads)[0]
         pair = golden["k.down"], golden["k.up"]
-        error, name = max(map(rms, balance.mixed(down, matrices.PARTS), pair)), f"centred.{dims}.k"
+        error, name = max(map(rms, balance.mixed(down), pair)), f"centred.{dims}.k"
         yield Row("balances", name, down.size, rms=error, bound=BOUNDS["transforms"])
     yield from fill_map_rows()
     for dims, golden in by_dims("scaled"):

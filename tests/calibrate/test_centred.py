@@ -77,7 +77,7 @@ def test_maps_are_made_for_what_is_left_without_the_mean(model, made):
         layer = made.layers[str(index)]
         down = layers.pairs(made, KINDS, str(index))[0][0]
         reads = layer.keys.queries.astype(np.float64)
-        raw = layer.keys.balance.pair("uhp")[0]
+        raw = layer.keys.balance.mixed()[0]
         noise, means = stored(windows)
         noise, means = moments_over(noise, len(TEXT)), means_over(means, len(TEXT))
         for g, mean in enumerate(means):

@@ -22,7 +22,7 @@ from mlxkv.formats.presets import FULL, PRESETS
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import clips, measure
 from mlxkv.models.calibration.clips import Trial
-from mlxkv.models.hooks.taps import AttentionCall, LayerPass, PlainObserver
+from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
 
 TOKENS = np.random.default_rng(0).integers(0, 64, 700).tolist()
 INT2 = PRESETS["oscar-int2"]
@@ -36,8 +36,8 @@ def judged(keys, values, queries, config, rotations, candidates=clips.CANDIDATES
     view, _ = ear.keys_and_values()
     q, scale = mx.array(queries), keys.shape[-1] ** -0.5
     out = attend(q, view, scale, mask="causal")
-    call = AttentionCall(view, ear.exact, q, scale, "causal", None, out)
-    clips._judge(trial, call, LayerPass(), config, rotations, candidates)
+    call = AttentionCall(ear.exact, q, scale, "causal", None, out)
+    clips._judge(trial, call, lambda out: out, config, rotations, candidates)
     return trial
 
 

@@ -72,21 +72,6 @@ def test_the_budget_is_kept_and_used(subtests):
                 assert len(widths) * DIMS <= sigma.shape[1]
 
 
-def test_layers_whose_heads_share_a_map_count_all_of_their_heads():
-    """As of `mlxkv calibrate --per-layer`: one sigma for a layer, whatever the number of its kv heads."""
-    shared = [(falling(1, 48, 1.5, 2 * n), falling(1, 48, 1.2, 2 * n + 1)) for n in range(3)]
-    heads = (1, 2, 6)
-    sides = [pair for both in shared for pair in zip(artifact.SIDES, both, strict=True)]
-    each = [n for n in heads for _ in artifact.SIDES]
-    found = fill.allot(sides, 2.5, each)
-    whole = [tuple(x.repeat(n, 0) for x in both) for n, both in zip(heads, shared, strict=True)]
-    assert list(zip(found[::2], found[1::2], strict=True)) == spec.allotted(whole, 2.5)
-    assert found != fill.allot(sides, 2.5)
-    bits = sum(n * spec.stored_bits(own) for n, own in zip(each, found, strict=True))
-    values = 48 * sum(each)
-    assert 2.3 * values < bits <= 2.5 * values
-
-
 def test_more_bits_never_cost_more_and_no_pattern_is_better():
     sigma = falling(2, 64, 1.2)
     known = {}

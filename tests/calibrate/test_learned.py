@@ -61,7 +61,7 @@ def test_the_file_comes_back_the_same(path):
             one, other = getattr(layer, side), getattr(back.layers[name], side)
             assert (one.balance.down == other.balance.down).all()
             assert (one.vectors == getattr(made()[2].layers[name], side).vectors).all()
-            down, up = (x.astype(np.float64) for x in other.balance.pair("u"))
+            down, up = (x.astype(np.float64) for x in other.balance.pair())
             assert np.abs(down @ up - np.eye(64)).max() < 1e-5
             assert (down == one.balance.down).all()  # nothing is mixed in behind it
 

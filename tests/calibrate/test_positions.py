@@ -93,7 +93,6 @@ def test_attention_that_keys_get_is_the_laws(subtests):
                 seen = mx.arange(stop)[None] <= mx.arange(start, stop)[:, None]
                 masks = {"boolean": seen, "additive": mx.where(seen, 0.0, -1e9)}
                 call = AttentionCall(
-                    None,
                     (mx.array(k[:, :, :stop]), None),
                     mx.array(q[:, :, start:stop]),
                     0.3,

@@ -53,9 +53,9 @@ def test_it_comes_back_the_same(made, path):
             ours, theirs = ours.balance, theirs.balance
             assert (ours.down == theirs.down).all() and (ours.sigma == theirs.sigma).all()
             assert ours.floored == theirs.floored
-            for a, b in zip(ours.pair("uhp"), theirs.pair("uhp"), strict=True):
+            for a, b in zip(ours.mixed(), theirs.mixed(), strict=True):
                 np.testing.assert_array_equal(a, b)
-            down, up = (x.astype(np.float64) for x in theirs.pair("uhp"))
+            down, up = (x.astype(np.float64) for x in theirs.mixed())
             assert np.abs(down @ up - np.eye(64)).max() < 1e-5
 
 

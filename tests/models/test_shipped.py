@@ -15,7 +15,6 @@ def test_nothing_is_made_where_a_file_lies_beside_the_weights(tmp_path, monkeypa
     assert capsys.readouterr().err == "" and not list(tmp_path.iterdir())  # nothing was made anew
     made = artifact.find(loaded.fingerprint, loaded.path)
     assert same_model(made.fingerprint, loaded.fingerprint) and Path(made.model).name == "tiny"
-    assert (made.target, made.parts, made.per_layer) == ("attention", "uhp", False)
     assert made.tokens == 1024 and made.positions == 8192
     assert Path(made.path).stat().st_size < 3_000_000
     assert all(r.compressed for r in loaded.layers if r.grows)

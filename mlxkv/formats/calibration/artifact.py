@@ -1,16 +1,16 @@
 """Read, check, write and find calibration files: safetensors with a versioned header.
 
-Tensors, float32: `LAYER.SIDE.vectors` [G or 1, D, D] with an eigenvector per column, and
-`LAYER.SIDE.values` [G or 1, D], the eigenvalues. LAYER is the position in the model's list of
+Tensors, float32: `LAYER.SIDE.vectors` [G, D, D] with an eigenvector per column, and
+`LAYER.SIDE.values` [G, D], the eigenvalues. LAYER is the position in the model's list of
 caches (`3`, or `3.1` inside a CacheList), SIDE is `keys` or `values`. The metadata entry `mlxkv`
 holds the header as JSON.
 
 Since format 2 a side may have a balanced transform (`mlxkv.formats.calibration.balance`):
-`LAYER.SIDE.down` [G or 1, D, D] and `LAYER.SIDE.sigma` [G or 1, D]. If the header has an entry
+`LAYER.SIDE.down` [G, D, D] and `LAYER.SIDE.sigma` [G, D]. If the header has an entry
 `learned` (`mlxkv.formats.calibration.learned`), `down` is a learned transform instead, and `sigma` the
 rms of what it stores.
 
-Since format 3 a side may have `LAYER.SIDE.peaks` [G or 1, D], the largest absolute values of the channels
+Since format 3 a side may have `LAYER.SIDE.peaks` [G, D], the largest absolute values of the channels
 after SRFT with seed 0, from which presets with a scale per channel make their scales; and there may be
 `LAYER.keys.mean` [G, D], the mean of the keys of each kv head, which presets with centred keys take from them.
 
@@ -19,7 +19,7 @@ Since format 4 the header has an entry `positions`: moments of keys are averages
 
 Since format 5 there may be `LAYER.exchange` [2, G] of every layer, what errors of keys and of values cost the model
 (`mlxkv.spec.mixed.fill`), by which bits by direction are shared out; without it all layers count alike. And
-`LAYER.keys.queries` [G or 1, D, D], the second moment of queries, half by what errors of their scores cost, for which
+`LAYER.keys.queries` [G, D, D], the second moment of queries, half by what errors of their scores cost, for which
 maps of centred keys are made; without it all queries count alike.
 
 The header holds searched clips by layer, side and format: `"clips": [{"int2 g128": 0.9}, {"int2 g128":
@@ -49,6 +49,7 @@ from mlxkv.formats.calibration.contents import (
     MEAN,
     MORE,
     ORTHONORMAL,
+    PARTS,
     PEAKS,
     QUERIES,
     SIDES,
@@ -102,7 +103,7 @@ def read(path: Path | str) -> Calibration:
                 check = partial(_check_numbers, path, place)
                 values, vectors = (tensors[f"{name}.{side}.{part}"] for part in TENSORS)
                 heads, dims = values.shape
-                if heads not in (1, entry["kv_heads"]):
+                if heads != entry["kv_heads"]:
                     raise ValueError(f"{place}: {heads} heads")
                 check(values, (heads, dims), "eigenvalues")
                 check(vectors, (heads, dims, dims))
@@ -126,7 +127,7 @@ def read(path: Path | str) -> Calibration:
                     for part in (MEAN, QUERIES)
                 )
                 if mean is not None:
-                    check(mean, (entry["kv_heads"], dims))
+                    check(mean, (heads, dims))
                 if queries is not None:
                     check(queries, (heads, dims, dims))
                     if not balances.is_moment(queries):
@@ -149,7 +150,7 @@ def read(path: Path | str) -> Calibration:
         for name, kind in FIELDS.items():
             if type(fields[name]) is not kind:
                 raise TypeError(name)
-        if not layers or not set(fields["parts"]) <= set(matrices.PARTS):
+        if not layers or header.get("parts", PARTS) != PARTS:
             raise ValueError("layers" if not layers else "parts")
         if learned and any(x.balance is None for y in layers.values() for x in (y.keys, y.values)):
             raise ValueError("down")

@@ -27,8 +27,7 @@ CONDITION = 1e6  # largest singular value of a sound `down` over its smallest
 class Balance:
     """Invertible transform of one side of a layer.
 
-    down: [G, D, D] float32, stored = x @ down before any mixing, a direction per column by falling sigma;
-        G is 1 where all kv heads share one.
+    down: [G, D, D] float32, stored = x @ down before any mixing, a direction per column by falling sigma.
     sigma: [G, D] float32.
     floored: number of directions that the text says nothing about.
     """
@@ -37,9 +36,14 @@ class Balance:
     sigma: np.ndarray
     floored: int = 0
 
-    def pair(self, parts: str) -> tuple[np.ndarray, np.ndarray]:
+    def pair(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (down, up), each [G, D, D] float32: stored = x @ down, x = stored @ up."""
-        return tuple(x.astype(np.float32) for x in mixed(self.down.astype(np.float64), parts))
+        down = self.down.astype(np.float64)
+        return self.down, np.linalg.inv(down).astype(np.float32)
+
+    def mixed(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the same with the directions mixed (`mixed`)."""
+        return tuple(x.astype(np.float32) for x in mixed(self.down.astype(np.float64)))
 
 
 def balance(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
@@ -59,14 +63,12 @@ def balance(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def about_mean(noise: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Return the covariance [G or 1, D, D] of keys with this second moment, of the same shape, and this mean [G, D].
+    """Return the covariance [G, D, D] of keys with this second moment, of the same shape, and this mean [G, D].
 
-    Where kv heads share a moment, they share the mean of their covariances. What rounding leaves below
-    zero is zero: a moment read from a file is a little off, and a mean may be far larger than what varies.
+    What rounding leaves below zero is zero: a moment read from a file is a little off, and a mean may be far larger
+    than what varies.
     """
     outer = mean[:, :, None] * mean[:, None, :]
-    if len(noise) < len(outer):
-        outer = outer.mean(0, keepdims=True)
     size = np.sqrt(np.maximum(np.diagonal(noise, axis1=-2, axis2=-1), np.finfo(np.float32).tiny))
     correlation = (noise - outer) / (size[:, None] * size[..., None])
     values, vectors = np.linalg.eigh((correlation + correlation.swapaxes(-1, -2)) / 2)
@@ -91,14 +93,10 @@ def shrunk(moment: np.ndarray) -> tuple[np.ndarray, int]:
     return (1 - SHRINK) * full + SHRINK * eye * raised_diagonal[:, None], lacking
 
 
-def mixed(down: np.ndarray, parts: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return (down M, M^T down^-1) of down [G, D, D], with M the factors H and P of `matrices.compose` that
-    `parts` names; without "u" M alone."""
-    dims = down.shape[-1]
-    mix = matrices.compose(np.eye(dims)[None], parts.replace("u", ""))
-    if "u" not in parts:
-        down = np.broadcast_to(np.eye(dims), down.shape)
-    return down @ mix, mix.swapaxes(-1, -2) @ np.linalg.inv(down)
+def mixed(down: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (down M, M^T down^-1) of down [G, D, D], with M the factors H and P of `matrices.compose`."""
+    mix = matrices.ordered(down.shape[-1])
+    return down @ mix, mix.T @ np.linalg.inv(down)
 
 
 def is_moment(x: np.ndarray) -> bool:
@@ -119,6 +117,6 @@ def fault(down: np.ndarray) -> str | None:
     condition = float(np.linalg.cond(x).max())
     if not condition <= CONDITION:
         return f"a condition of {condition:.2g}"
-    forward, inverse = (y.astype(np.float32).astype(np.float64) for y in mixed(x, matrices.PARTS))
+    forward, inverse = (y.astype(np.float32).astype(np.float64) for y in mixed(x))
     off = float(np.abs(forward @ inverse - np.eye(x.shape[-1])).max())
     return None if off <= PRECISE else f"an inverse off by {off:.2g}"

@@ -19,6 +19,7 @@ from mlxkv.formats.config import CENTRED, PAIRED, SCALED, CacheConfig
 from mlxkv.formats.saved.marks import same_model
 
 FORMAT = 5
+PARTS = "uhp"  # what files of earlier versions call the factors of rotations: U, H and P
 WINDOW = 4096  # most tokens of a window of older formats, which hold for its positions alone
 SIDES = ("keys", "values")
 TENSORS, MORE = ("values", "vectors"), ("down", "sigma")  # of every side; of a balanced transform
@@ -28,9 +29,6 @@ FIELDS = {
     "fingerprint": str,
     "model": str,
     "model_type": str,
-    "target": str,
-    "parts": str,
-    "per_layer": bool,
     "tokens": int,
     "text": str,
     "text_digest": str,
@@ -41,8 +39,7 @@ FIELDS = {
 MISSING = {
     "centred": ("holds no means of keys: an older version made it", ""),
     "balanced": (
-        "holds no balanced transforms: an older version made it, or another --target than "
-        "attention, or it has learned ones",
+        "holds no balanced transforms: an older version made it, or it has learned ones",
         "",
     ),
     "scaled": ("holds no scales per channel: an older version made it", ""),
@@ -54,13 +51,12 @@ MISSING = {
 class Basis:
     """Calibration of one side of a layer.
 
-    values, vectors: eigenvalues [G, D], ascending, and eigenvectors [G, D, D], float32; G is 1 where all
-        kv heads share a basis.
+    values, vectors: eigenvalues [G, D], ascending, and eigenvectors [G, D, D], float32.
     floored: number of eigenvalues that were below float32 resolution.
     clips: searched clips, by `Side.format`; other formats keep the preset's.
     balance: the balanced or learned transform, None in files without.
     peaks: largest absolute values [G, D] after SRFT, above 0, None in files without.
-    mean: of keys, [G, D] of every kv head even where they share the rest; None for values, and in files without.
+    mean: of keys, [G, D]; None for values, and in files without.
     queries: the second moment [G, D, D] of queries, half by what errors of their scores cost (`mlxkv.spec.mixed.fill`);
         None for values, and where that was not measured.
     """
@@ -90,9 +86,9 @@ class Basis:
             sides = [side.vectors for side in sides]
         return _close(*sides)
 
-    def rotation(self, parts: str) -> np.ndarray:
+    def rotation(self) -> np.ndarray:
         """Return R [G, D, D] float32: stored = x @ R, x = stored @ R^T."""
-        return matrices.compose(self.vectors.astype(np.float64), parts).astype(np.float32)
+        return matrices.compose(self.vectors.astype(np.float64)).astype(np.float32)
 
 
 def _close(first: np.ndarray | None, second: np.ndarray | None) -> bool:
@@ -127,9 +123,6 @@ class Calibration:
     """Contents of a calibration file.
 
     fingerprint, model, model_type: the model that it belongs to.
-    target: what the bases are eigenvectors of.
-    parts: the factors U, H, P that rotations use.
-    per_layer: one basis for all kv heads of a layer.
     tokens, text, text_digest: the text that was read.
     layers: by LAYER, as in the file.
     version: version of mlxkv that wrote it.
@@ -140,9 +133,6 @@ class Calibration:
     fingerprint: str
     model: str
     model_type: str
-    target: str
-    parts: str
-    per_layer: bool
     tokens: int
     text: str
     text_digest: str
@@ -171,7 +161,7 @@ class Calibration:
     @cached_property
     def digest(self) -> str:
         """16 hex digits of a hash of the transforms; saved caches name this, not a file."""
-        total = sha256(self.parts.encode())
+        total = sha256(PARTS.encode())
         if self.learned:
             total.update(repr(self.learned).encode())
         for name, x in sorted(self._tensors().items()):

@@ -61,8 +61,6 @@ def weighed(
     if exchange is None:
         size = sigma.size if side == "keys" else float(squares.sum())
         return 1 / size if size else 0.0, sigma
-    if len(sigma) < len(exchange):  # heads that share a map
-        exchange = exchange.sum(keepdims=True)
     size = np.full_like(squares, sigma.shape[1]) if side == "keys" else squares
     shares = exchange / np.where(size > 0, size, 1) * (size > 0)
     return 1.0, sigma * np.sqrt(shares)[:, None]
@@ -71,17 +69,15 @@ def weighed(
 def allot(
     sides: list[tuple[str, np.ndarray]],
     rate: float,
-    heads: Sequence[int] | None = None,
     exchange: Sequence[np.ndarray | None] | None = None,
 ) -> list[Widths]:
     """Return the widths of least cost for all `sides`, "keys" or "values" with sigma [G, D], that share `rate` bits a
     value, those of all kv heads. Exact, as in `curve`: words are handed out side by side.
 
-    heads: kv heads of each side, where those of a layer share a map and sigma is [1, D]; None for G. The cost of such
-    a side is what it is with the same sigma for each of its heads. exchange: of each side, as `weighed` takes it.
-    Raises UserError where the rate is not even one bit for the first block of each.
+    exchange: of each side, as `weighed` takes it. Raises UserError where the rate is not even one bit for the first
+    block of each.
     """
-    heads = [len(sigma) for _, sigma in sides] if heads is None else heads
+    heads = [len(sigma) for _, sigma in sides]
     common = gcd(*heads)
     heads = [n // common for n in heads]  # words are then as few as can be
     values = sum(n * sigma.shape[1] for n, (_, sigma) in zip(heads, sides, strict=True))

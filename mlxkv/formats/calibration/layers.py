@@ -43,14 +43,14 @@ def is_centred(kind: str) -> bool:
 
 def pairs(calibration: Calibration, kinds: Kinds, name: str) -> tuple[Pair, Pair]:
     """The maps (down, up) of keys and of values of the layer `name`."""
-    layer, parts = calibration.layers[name], calibration.parts
+    layer = calibration.layers[name]
     return tuple(
-        _leading(kind, layer, side) if kind.startswith(PCA) else _mapped(kind, layer, side, parts)
+        _leading(kind, layer, side) if kind.startswith(PCA) else _mapped(kind, layer, side)
         for kind, side in zip(kinds, SIDES, strict=True)
     )
 
 
-def _mapped(kind: str, layer: Layer, side: str, parts: str) -> Pair:
+def _mapped(kind: str, layer: Layer, side: str) -> Pair:
     basis = getattr(layer, side)
     name, _, size = kind.partition(" ")
     if CENTRED.get(name, name) == FILLED:
@@ -61,21 +61,21 @@ def _mapped(kind: str, layer: Layer, side: str, parts: str) -> Pair:
         widths = tuple(int(bits) for bits in size.split(","))
         return fill.pair(*directions(basis, is_centred(kind)), widths)
     if CENTRED.get(kind) == BALANCED:
-        return balance.mixed(directions(basis, True)[0], parts)
+        return balance.mixed(directions(basis, True)[0])
     if (
         CENTRED.get(kind, kind) == CALIBRATED
     ):  # made of queries alone: a mean of keys changes nothing
-        return _orthogonal(basis.rotation(parts))
+        return _orthogonal(basis.rotation())
     if kind == SHARED:
-        return _orthogonal(matrices.compose(shared_vectors(basis), parts).astype(np.float32))
+        return _orthogonal(matrices.compose(shared_vectors(basis)).astype(np.float32))
     if kind == SCALED:
         return scaled(channel_scale(basis.peaks))
     # A learned map ends with the mixing that it was learned behind: none comes after it.
-    return basis.balance.pair(parts if kind == BALANCED else "u")
+    return basis.balance.mixed() if kind == BALANCED else basis.balance.pair()
 
 
 def directions(basis: Basis, centred: bool) -> Pair:
-    """The balanced map [G or 1, D, D] and sigma [G or 1, D], falling; centred: of keys without their mean, from the
+    """The balanced map [G, D, D] and sigma [G, D], falling; centred: of keys without their mean, from the
     moments that a calibration holds, and for queries half by what errors of their scores cost where it holds that."""
     if not centred:
         return basis.balance.down, basis.balance.sigma
@@ -99,7 +99,7 @@ def shared_vectors(basis: Basis) -> np.ndarray:
 
 def channel_scale(peaks: np.ndarray) -> np.ndarray:
     """Return lambda [D] float64, 1 / the largest value of each channel of a layer's kv heads, of `peaks`
-    [G or 1, D] (SRFT paper, section 7.1)."""
+    [G, D] (SRFT paper, section 7.1)."""
     return 1.0 / peaks.astype(np.float64).max(0)
 
 
@@ -178,9 +178,8 @@ def with_widths(
                 getattr(out[name], side).centred,
             )
             sides.append((side, directions(basis, centred)[1].astype(np.float64)))
-        heads = [calibration.layers[name].kv_heads for name, _ in places]
         exchange = [calibration.layers[name].costs(side) for name, side in places]
-        allotted_widths = fill.allot(sides, rate, heads, exchange)
+        allotted_widths = fill.allot(sides, rate, exchange)
         for (name, side), widths in zip(places, allotted_widths, strict=True):
             old = getattr(out[name], side)
             allotted = replace(old, quantizer=replace(old.quantizer, widths=widths))

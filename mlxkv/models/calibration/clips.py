@@ -7,13 +7,14 @@ with each candidate while values stay exact, and values while keys stay exact, b
 cache. A few queries at the end of every window attend to them as in decoding: exact sink, pages,
 exact recent tokens. The energy of the error behind the layer's output projection is summed over all
 windows, relative to the energy of the exact output; before the projection where a gate or a norm comes
-between.
+between, or other layers read the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import log
 
 import mlx.core as mx
@@ -30,11 +31,12 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal.seal import MAX_RANK
 from mlxkv.models.calibration.measure import CHUNK, WINDOW, Progress, windows
+from mlxkv.models.hooks.dryrun import projections
 from mlxkv.models.hooks.fold import refuse_folded
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.probe import find, leaves, put
 from mlxkv.models.hooks.rebind import bind, release
-from mlxkv.models.hooks.taps import AttentionCall, LayerPass, PlainObserver, observe
+from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
 from mlxkv.models.origin import layer_name, origin_of, sizes
 
 # Few: every pair of clips that layers use is one more build of the seal kernel.
@@ -119,16 +121,19 @@ def search(
         calibration.check(sizes(dict(places.values())), origin and origin.fingerprint)
         rotations = of(calibration, config.fitted)
         trials = {name: Trial() for name in places}
+        projected = projections(model, make_cache, [place for place, _ in places.values()])
 
-        def judge(name: str, call: AttentionCall, visit: LayerPass) -> None:
-            _judge(trials[name], call, visit, config, rotations[name], candidates)
+        def judge(name: str, call: AttentionCall) -> None:
+            project = projected.get(places[name][0], lambda out: out)
+            _judge(trials[name], call, project, config, rotations[name], candidates)
 
         for part in parts:
-            caches = make_cache()
-            ears = {name: PlainObserver() for name in places}
+            caches, ears = make_cache(), {name: PlainObserver() for name in places}
             for name, ear in ears.items():
                 put(caches, places[name][0], ear)
-            _read(model, caches, {id(ear): name for name, ear in ears.items()}, part, lead, judge)
+            _read(
+                model, caches, {ear: partial(judge, name) for name, ear in ears.items()}, part, lead
+            )
             if progress:
                 progress(len(part))
     finally:
@@ -146,27 +151,20 @@ def search(
 def _read(
     model: nn.Module,
     caches: list,
-    names: Mapping[int, str],
+    judges: Mapping[PlainObserver, Callable[[AttentionCall], None]],
     tokens: Sequence[int],
     lead: list[int],
-    judge: Callable[[str, AttentionCall, LayerPass], None],
 ) -> None:
-    """Run one window through the model; the queries of its last chunk measure the error.
-
-    names: of the layers, by the id of their observer in `caches`.
-    """
-
-    def see(visit: LayerPass) -> None:
-        for call in visit.calls:
-            judge(names[id(call.view.cache)], call, visit)
-
+    """Run one window through the model; the queries of its last chunk measure the error. judges: of the observers in
+    `caches`."""
     cut = max(0, len(tokens) - CHUNK)
     for start in range(0, cut, CHUNK):
         part = [*([] if start else lead), *tokens[start : min(start + CHUNK, cut)]]
         model(mx.array(part)[None], cache=caches)
         mx.eval([cache.state for _, cache in leaves(caches) if not cache.empty()])
-    with observe(model, caches, see):
-        mx.eval(model(mx.array([*([] if cut else lead), *tokens[cut:]])[None], cache=caches))
+    for ear, judge in judges.items():
+        ear.on_attention = judge
+    mx.eval(model(mx.array([*([] if cut else lead), *tokens[cut:]])[None], cache=caches))
 
 
 def choose(trials: Mapping[str, Trial], side: str) -> dict[str, float]:
@@ -210,7 +208,7 @@ def _with_chosen(
 def _judge(
     trial: Trial,
     call: AttentionCall,
-    visit: LayerPass,
+    project: Callable[[mx.array], mx.array],
     config: CacheConfig,
     rotations: LayerMaps,
     candidates: Sequence[float],
@@ -218,7 +216,7 @@ def _judge(
     """Add the errors of the candidates in one call of attention.
 
     For a query at token t, tokens sink .. end(t) are in pages, as in `CompressedKVCache`, which seals
-    when the tokens before t no longer fit.
+    when the tokens before t no longer fit. project: errors are measured behind it.
     """
     keys, values = (x.astype(mx.float32) for x in call.exact)  # [B, G, T, D]
     new, total = call.queries.shape[2], keys.shape[2]
@@ -241,8 +239,6 @@ def _judge(
 
     def mix(p: mx.array, v: mx.array) -> mx.array:
         return (p.reshape(batch, v.shape[1], -1, total) @ v).reshape(batch, heads, count, -1)
-
-    project = visit.projection(call) or (lambda out: out)
 
     def energy(out: mx.array) -> float:
         x = project(out.astype(call.out.dtype)).astype(mx.float32)

@@ -102,7 +102,7 @@ def _side(
     stored = np.array(rows @ mx.array(down), np.float64)
     sigma = np.sqrt((stored**2).mean(1)).astype(np.float32)
     balance = Balance(down, np.maximum(sigma, np.finfo(np.float32).tiny))
-    pairs = transform.make("srft", dims, 0), Transform(*map(mx.array, balance.pair("u")))
+    pairs = transform.make("srft", dims, 0), Transform(*map(mx.array, balance.pair()))
     errors = [error(part, learned.spec, pair) for part in (rows, last) for pair in pairs]
     outcome = Outcome(*errors, time.perf_counter() - start)
     return replace(basis, balance=balance), outcome

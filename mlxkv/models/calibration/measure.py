@@ -188,7 +188,7 @@ def calibrate(
         layers[name] = Layer(layer.shape.heads, *bases, costs.get(place))
     if None in rotaries.values():
         positions = min(positions, len(next(iter(windows(tokens, window)))))
-    return _calibration(model, "attention", tokens, text, layers, positions)
+    return _calibration(model, tokens, text, layers, positions)
 
 
 def random(model: nn.Module) -> Calibration:
@@ -205,7 +205,7 @@ def random(model: nn.Module) -> Calibration:
         dims = zip(SIDES, (shape.key_dim, shape.value_dim), strict=True)
         bases = [_unit_basis(matrices.random_basis(shape.heads, d, d), side) for side, d in dims]
         layers[layer_name(place)] = Layer(shape.heads, *bases)
-    return _calibration(model, "random", (), "", layers, _positions(model))
+    return _calibration(model, (), "", layers, _positions(model))
 
 
 def _compressible(model: nn.Module, make_cache: Callable[[], list]) -> dict[Place, Shape]:
@@ -226,7 +226,6 @@ def _positions(model: nn.Module) -> int:
 
 def _calibration(
     model: nn.Module,
-    target: str,
     tokens: Sequence[int],
     text: str,
     layers: dict[str, Layer],
@@ -237,9 +236,6 @@ def _calibration(
         fingerprint=origin.fingerprint if origin else "",
         model=origin.name if origin else "",
         model_type=str(getattr(model, "model_type", "")),
-        target=target,
-        parts=matrices.PARTS,
-        per_layer=False,
         tokens=len(tokens),
         text=text,
         text_digest=sha256(np.array(tokens, "<i4").tobytes()).hexdigest()[:16],

@@ -17,6 +17,7 @@ from mlxkv.models.hooks.taps import (
     PlainObserver,
     has_matrix,
     hook,
+    joined,
     reads,
     restore_classes,
 )
@@ -115,15 +116,33 @@ def sensitivities(
     caches too. make_cache: the model's own. The attention function must be rebound. Projections are
     found in a dry run, by the array that they take, not by name.
     """
-    places = list(places)
+    pairs = _projections(model, make_cache, places)
+    return {place: _moment(target, trace) for place, (trace, target) in pairs.items()}
+
+
+def projections(
+    model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]
+) -> dict[Place, Callable[[mx.array], mx.array]]:
+    """The output projection of each cache, as in `sensitivities`, as a linear map without bias, [B, H, L, Dv] ->
+    [B, L, hidden]."""
+
+    def linear(target: nn.Module, heads: mx.array) -> mx.array:
+        x = joined(heads)
+        return target(x) - target(mx.zeros_like(x))
+
+    pairs = _projections(model, make_cache, places)
+    return {place: partial(linear, target) for place, (_, target) in pairs.items()}
+
+
+def _projections(
+    model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]
+) -> dict[Place, tuple[CacheTrace, nn.Module]]:
     try:
-        traces = run(model, make_cache, places).traces
+        traces = run(model, make_cache, list(places)).traces
     except Exception:  # a foreign model may raise anything at all; identity serves as well
         return {}
-    targets = {
-        place: trace.output_projection() for place, trace in traces.items() if trace.is_read_once
-    }
-    return {p: _moment(target, traces[p]) for p, target in targets.items() if target is not None}
+    pairs = {p: (x, x.output_projection()) for p, x in traces.items() if x.is_read_once}
+    return {place: pair for place, pair in pairs.items() if pair[1] is not None}
 
 
 def _moment(linear: nn.Module, trace: CacheTrace) -> np.ndarray:

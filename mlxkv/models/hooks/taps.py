@@ -1,13 +1,8 @@
-"""Observe caches, attention and layers of a model while it runs.
-
-`observe` calls back after every pass through a layer. It does not change what the model computes, and
-leaving it restores the model.
-"""
+"""Observe caches and attention of a model while it runs, without changing what it computes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,13 +12,12 @@ from mlx_lm.models.cache import KVCache
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.view import Pair, View
-from mlxkv.models.hooks.probe import leaves
 
 
 class PlainObserver(KVCache):
     """A plain cache that reports its updates and attention over it.
 
-    on_attention: called with each AttentionCall; `observe` sets it. on_update: called with the new keys
+    on_attention: called with each AttentionCall. on_update: called with the new keys
     and values [B, G, L, D] of each update.
     """
 
@@ -91,9 +85,9 @@ class ObservedView(View):
         """mlx-lm's signature; attention is the product's own."""
         out = attend(queries, self, scale, mask, sinks, softcap)
         if self.cache.on_attention is not None:
-            exact = self.cache.exact
-            call = AttentionCall(self, exact, queries, scale, mask, sinks, out, softcap)
-            self.cache.on_attention(call)
+            self.cache.on_attention(
+                AttentionCall(self.cache.exact, queries, scale, mask, sinks, out, softcap)
+            )
         return self.cache.handed_on(out)
 
 
@@ -101,11 +95,10 @@ class ObservedView(View):
 class AttentionCall:
     """One call of attention over an observer.
 
-    view: what was read. exact: keys and values [B, G, T, D] that it stands for. queries:
-    [B, H, L, D]. scale, mask, sinks, softcap: as in `attend`. out: [B, H, L, Dv].
+    exact: keys and values [B, G, T, D] that were read. queries: [B, H, L, D]. scale, mask, sinks, softcap: as in
+    `attend`. out: [B, H, L, Dv].
     """
 
-    view: ObservedView
     exact: Pair
     queries: mx.array
     scale: float
@@ -113,28 +106,6 @@ class AttentionCall:
     sinks: mx.array | None
     out: mx.array
     softcap: float | None = None
-
-
-@dataclass
-class LayerPass:
-    """One pass through a layer, or one call of attention where the model does not call its layers as a whole.
-
-    calls: of attention over observers. inputs: of the linear maps that were called after attention.
-    """
-
-    calls: list[AttentionCall] = field(default_factory=list)
-    inputs: list[tuple[Callable, mx.array]] = field(default_factory=list)
-
-    def projection(self, call: AttentionCall) -> Callable[[mx.array], mx.array] | None:
-        """The output projection of `call` as a linear map without bias, [B, H, L, Dv] -> [B, L, hidden].
-
-        It is the first linear map whose input was exactly the output of attention, whatever its
-        name. None where a gate or a norm comes between.
-        """
-        for linear, x in self.inputs:
-            if reads(x, call.out):
-                return lambda heads, f=linear: f(joined(heads)) - f(mx.zeros_like(joined(heads)))
-        return None
 
 
 def reads(x: mx.array, out: mx.array) -> bool:
@@ -147,29 +118,6 @@ def joined(heads: mx.array) -> mx.array:
     """[B, H, L, Dv] -> [B, L, H * Dv]"""
     batch, _, new, _ = heads.shape
     return heads.swapaxes(1, 2).reshape(batch, new, -1)
-
-
-@contextmanager
-def observe(model: nn.Module, caches: list, on_pass: Callable[[LayerPass], None]) -> Iterator[None]:
-    """Inside, `on_pass` is called after each pass through a layer of `model` that runs on `caches`.
-
-    Layers and their linear maps are instances of subclasses of their classes for that time.
-    """
-    layers = _LayerObserver(on_pass)
-    observers = [cache for _, cache in leaves(caches) if type(cache) is PlainObserver]
-    hooked: list[tuple[nn.Module, type]] = []
-    try:
-        for observer in observers:
-            observer.on_attention = layers.attention
-        for layer in {id(x): x for x in model.layers}.values():
-            linear = [m for m in layer.modules() if m is not layer and has_matrix(m)]
-            hooked += [hook(module, layers.linear) for module in linear]
-            hooked.append(hook(layer, layers.layer))
-        yield
-    finally:
-        restore_classes(hooked)
-        for observer in observers:
-            observer.on_attention = None
 
 
 def has_matrix(module: nn.Module) -> bool:
@@ -194,31 +142,3 @@ def restore_classes(hooked: list[tuple[nn.Module, type]]) -> None:
     """Undo calls of `hook`, the last one first."""
     for module, cls in reversed(hooked):
         object.__setattr__(module, "__class__", cls)
-
-
-class _LayerObserver:
-    """Collects a LayerPass from the hooks of a layer, its linear maps and its attention."""
-
-    def __init__(self, on_pass: Callable[[LayerPass], None]):
-        self.on_pass = on_pass
-        self.current: LayerPass | None = None
-
-    def layer(self, call: Callable, *args, **kwargs):
-        layer_pass = self.current = LayerPass()
-        try:
-            out = call(*args, **kwargs)
-        finally:
-            self.current = None
-        self.on_pass(layer_pass)
-        return out
-
-    def linear(self, call: Callable, *args, **kwargs):
-        if self.current is not None and self.current.calls and args:
-            self.current.inputs.append((call, args[0]))
-        return call(*args, **kwargs)
-
-    def attention(self, call: AttentionCall) -> None:
-        if self.current is not None:
-            self.current.calls.append(call)
-        else:  # a model that calls the parts of its layers
-            self.on_pass(LayerPass([call]))
