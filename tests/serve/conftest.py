@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from saying import saying, write_thinker
+from serving import serving
 
 from mlxkv.models import load
 
@@ -19,6 +22,25 @@ def running(said, tmp_path_factory):
     folder = write_thinker(tmp_path_factory.mktemp("said") / "caller")
     with saying(folder, said) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def server(model_folder):
+    """A server of a small random model, which takes bodies of 64 KiB."""
+    with serving(model_folder, body=64 << 10) as server:
+        yield server
+
+
+@pytest.fixture
+def change(server, monkeypatch):
+    """Changes the options of the running server."""
+
+    def change(**options) -> None:
+        changed = replace(server.site.options, **options)
+        for owner in (server.models, server.site, server.engine):
+            monkeypatch.setattr(owner, "options", changed)
+
+    return change
 
 
 @pytest.fixture(scope="module")

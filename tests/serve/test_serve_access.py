@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from email.message import Message
 from types import SimpleNamespace
 
 import pytest
 from serving import complete, get, send, serving
+from small_models import TINY
 from starlette.datastructures import Headers
 
 from mlxkv.cli import serve
@@ -27,10 +27,10 @@ def clock(monkeypatch):
     return now
 
 
-def tried(keys: Keys, given: str, peer: str = "10.0.0.1") -> int:
+def tried(keys: Keys, given: str, peer: str = "10.0.0.1", known=("secret", "other")) -> int:
     """The status of an attempt; 200 if the key is right."""
     try:
-        keys.check(given, ("secret", "other"), peer)
+        keys.check(given, known, peer)
     except Refused as refused:
         assert refused.status in (401, 429) and "secret" not in refused.message
         assert (refused.retry is None) == (refused.status == 401)
@@ -54,19 +54,12 @@ def test_guesses_are_slowed_down(clock):
 def test_guesses_do_not_lock_a_long_key_out(clock):
     """Of others at the same address, behind a proxy for one."""
     keys, long = Keys(), "k" * access.LONG
-
-    def status(given: str) -> int:
-        try:
-            keys.check(given, (long, "k" * (access.LONG - 1)), "10.0.0.1")
-        except Refused as refused:
-            return refused.status
-        return 200
-
+    known = (long, long[:-1])
     for i in range(40):
-        assert status(f"guess {i}") == (401 if i < access.FREE else 429)
-        assert status(long) == 200
-    assert [status(long[:-1]), status(long + "k"), status("")] == [429, 429, 401]
-    assert keys.wrong == access.FREE
+        assert tried(keys, f"guess {i}", known=known) == (401 if i < access.FREE else 429)
+        assert tried(keys, long, known=known) == 200
+    found = [tried(keys, given, known=known) for given in (long[:-1], long + "k", "")]
+    assert found == [429, 429, 401] and keys.wrong == access.FREE
 
 
 def test_a_key_is_compared_whole(clock):
@@ -148,29 +141,38 @@ def test_pages_and_names_that_reach_a_local_server(host, origin, status):
         assert refused.status == status
 
 
-@pytest.mark.parametrize("key", ["ab ", " ab", "ab\n", "\tab", "a\x00b", "a\nb", "a\x7fb"])
-def test_keys_that_no_header_carries_are_refused_at_the_start(key):
-    with pytest.raises(UserError, match=r"^\[--api-key\] begins or ends") as found:
-        ServeOptions(api_key=key)
-    assert "\n" not in str(found.value) and "\x00" not in str(found.value)
-    assert ServeOptions(api_key="a b").api_key == "a b"
-
-
-def test_an_empty_key_is_none_that_was_forgotten(monkeypatch):
-    """`--api-key "$KEY"` with no such variable must not start a server that is open."""
-    monkeypatch.setenv("MLXKV_API_KEY", "from the environment")
-    given = dataclasses.asdict(ServeOptions()) | {"api_key": ""}
-    with pytest.raises(UserError, match=r"^\[--api-key\] must be ASCII and not empty"):
-        serve(**given)
+def test_keys_come_from_options_and_the_environment(monkeypatch):
+    assert ServeOptions(api_key="a b").api_keys == ("a b",)
+    assert ServeOptions(api_key=["a", "b"]).api_keys == ("a", "b")
+    assert ServeOptions(api_key=[]).api_keys == ServeOptions().api_keys == ()
+    with pytest.raises(UserError, match="got no --api-key"):
+        ServeOptions(host="0.0.0.0", api_key=[])
+    seen = []
+    monkeypatch.setattr("mlxkv.serve.run.run", seen.append)
+    monkeypatch.setenv("MLXKV_API_KEY", "x\ny")
+    serve(model=TINY, api_key=None)
+    serve(model=TINY, api_key=["z"])
+    assert [options.api_keys for options in seen] == [("x", "y"), ("z",)]
     monkeypatch.setenv("MLXKV_API_KEY", "ab ")
     with pytest.raises(UserError, match=r"^\[--api-key\] begins or ends"):
-        serve(**given | {"api_key": None})
+        serve(model=TINY, api_key=None)
+
+
+def test_keys_that_no_client_can_send_are_refused_at_the_start(subtests):
+    """An empty one, too: `--api-key "$KEY"` with no such variable must not start a server that is open."""
+    for keys in ("", " ", "\u00e9", ["a", ""]):
+        with subtests.test(keys), pytest.raises(UserError, match="must be ASCII and not empty"):
+            serve(model=TINY, api_key=keys)
+    for key in ("ab ", " ab", "ab\n", "\tab", "a\x00b", "a\nb", "a\x7fb"):
+        with subtests.test(key), pytest.raises(UserError, match="begins or ends") as found:
+            ServeOptions(api_key=key)
+        assert "\n" not in str(found.value) and "\x00" not in str(found.value)
 
 
 def test_an_mlx_lm_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr("mlxkv.cli.metadata.version", lambda name: "0.31.3")
     with pytest.raises(UserError, match=r"needs mlx-lm 0.32.*got 0.31.3"):
-        serve(**dataclasses.asdict(ServeOptions()))
+        serve(model=TINY, api_key=None)
 
 
 def test_over_http(model_folder, monkeypatch):

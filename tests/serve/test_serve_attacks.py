@@ -7,7 +7,7 @@ import re
 import socket
 
 import pytest
-from serving import send, serving
+from serving import send
 
 HOST, END = b"Host: localhost\r\n", b"Connection: close\r\n\r\n"
 BODY = b'{"prompt": "Hi", "max_tokens": 1}'
@@ -87,12 +87,6 @@ BODIES = {
     "5,000 digits": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "zeros": bytes(1000),
     "two bodies": b'{"prompt": "a"} {"prompt": "b"}', "a deep list": b"[" * 20_000 + b"]" * 20_000,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server(model_folder):
-    with serving(model_folder, body=64 << 10) as running:
-        yield running
 
 
 def raw(server, data: bytes) -> bytes:

@@ -39,26 +39,16 @@ def test_two_halves_are_the_whole(server):
     assert reply(server, start, max_tokens=39)[0] != rest
 
 
-@pytest.mark.parametrize("value", [1, "yes"])
-def test_the_field_is_checked(server, value):
-    assert (
-        "true or false"
-        in refused(server, 400, CHAT, messages=ASK, continue_final_message=value)["message"]
-    )
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
+def test_there_has_to_be_a_start(server, subtests):
+    for messages in (
         ASK,
         [{"role": "assistant", "content": "Once"}],
         [*ASK, {"role": "assistant", "content": ""}],
         [*ASK, {"role": "assistant", "content": "", "reasoning": "it does not reason"}],
-    ],
-)
-def test_there_has_to_be_a_start(server, messages):
-    said = refused(server, 400, CHAT, messages=messages, continue_final_message=True)["message"]
-    assert "continue_final_message" in said
+    ):
+        with subtests.test(messages=messages):
+            error = refused(server, 400, CHAT, messages=messages, continue_final_message=True)
+            assert "continue_final_message" in error["message"]
 
 
 class Plain:

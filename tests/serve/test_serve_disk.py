@@ -121,13 +121,7 @@ def test_a_bad_session_is_removed(small, base, good):
     assert os.listdir(folder) == [] and disk.failed == 1
     disk.save([3] * 150, read(small.model, 150))  # it may come again
     assert disk.load(disk.entries[0]) is not None
-
-
-def test_a_file_that_was_replaced_by_another_session(small, base, good):
-    folder, (name, content) = place(base, small), good
-    (folder / name).write_bytes(content)
-    disk = Disk(base, ROOM, small)
-    disk.entries[0].tokens = [5] * 150
+    disk.entries[0].tokens = [5] * 150  # the file was replaced by another session
     assert disk.load(disk.entries[0]) is None
 
 

@@ -16,19 +16,12 @@ from json import dumps
 import pytest
 from mlx_lm.sample_utils import apply_top_k
 from read_caches import maker, memory_of, read
-from serving import LONG, complete, raw_post, refused, serving, settled, text_of
+from serving import LONG, complete, raw_post, refused, settled, text_of
 
 from mlxkv import files
 from mlxkv.serve import sampling
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
-
-
-@pytest.fixture(scope="module")
-def server(model_folder):
-    with serving(model_folder, body=256 << 10) as running:
-        yield running
-
 
 # -- clients
 
@@ -131,9 +124,6 @@ def test_a_folder_that_goes_away(small, tmp_path):
     disk.limit = 0
     disk._bound()
     assert disk.entries == [] and disk.failed == 4
-
-
-# -- files
 
 
 # -- clocks

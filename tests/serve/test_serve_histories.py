@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from random_model import write_tokenizer
 from request_bodies import SERVED
+from saying import write_thinker
+from serving import post, read_prompts, serving
 
 from mlxkv.serve.http import request
 from mlxkv.serve.prompts import Prompts
@@ -72,3 +75,43 @@ def test_chats_with_calls_go_on(tmp_path, subtests):
                 assert '\\"city' not in text or kind == "half of it"  # encoded once
                 ends = prompt.tokens.count(tokenizer.eos_token_id)
                 assert ends == (0 if template is None else 3)
+
+
+# -- thoughts of earlier turns, which the chat template reads by its name, whatever the client calls them
+
+THOUGHT = "{% if m.NAME %}<think>{{ m.NAME }}</think>{% endif %}"
+THINKING = (
+    f"{{% for m in messages %}}<s>{{{{ m.role }}}}\n{THOUGHT}{{{{ m.content }}}}</s>\n{{% endfor %}}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+REPLY = {"role": "assistant", "content": "Yes."}
+
+
+def talk(**thoughts: str) -> list[dict]:
+    user = [{"role": "user", "content": text} for text in ("So?", "Why?")]
+    return [user[0], REPLY | thoughts, user[1]]
+
+
+def read(server, messages: list[dict]) -> str:
+    """The prompt that the model read."""
+    with pytest.MonkeyPatch.context() as patch:
+        prompts = read_prompts(server, patch)
+        post(server, "/v1/chat/completions", messages=messages, max_tokens=1)
+    return server.engine.tokenizer.decode(prompts[-1].tokens)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_the_template_reads_thoughts_by_its_name(tmp_path, name):
+    folder = write_thinker(tmp_path / "thinker", template=THINKING.replace("NAME", name))
+    with serving(folder) as server:
+        for given in ("reasoning_content", "reasoning"):
+            assert "assistant\n<think>hm</think>Yes.</s>" in read(server, talk(**{given: "hm"}))
+        assert "assistant\nYes.</s>" in read(server, talk())
+        broken = [*talk(reasoning="hm")[:2], {"role": "user", "content": "</s>x"}]  # read in pieces
+        assert "<think>hm</think>Yes.</s>" in read(server, broken)
+
+
+def test_a_template_without_a_name_for_thoughts_gets_none(tmp_path):
+    folder = write_thinker(tmp_path / "thinker", template=THINKING.replace(THOUGHT, ""))
+    with serving(folder) as server:
+        assert read(server, talk(reasoning="hm")) == read(server, talk())

@@ -1,4 +1,4 @@
-"""Caches in use never take more memory than their requests were promised."""
+"""Caches in use never take more memory than their requests were promised, and /v1/kv says how many tokens may be."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import BatchKVCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
-from serving import complete, held, serving, settled, until
+from serving import ENDLESS, asking, complete, get, held, refused, serving, settled, until
 
 from mlxkv.serve.caches.memory import cut_padding, shapes_of
 from mlxkv.serve.engine import Engine
@@ -68,6 +68,35 @@ def test_short_ends_beside_long_beginnings(model_folder, kv, used, monkeypatch):
             go.set()
             assert all(reply.result() for reply in replies)
     assert len(used) > 2 and all(taken <= promised for taken, promised in used)
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int4"])
+def test_so_many_are_admitted_and_one_more_is_not(model_folder, kv):
+    with serving(model_folder, kv=kv, kv_memory="400KB", max_requests=4) as server:
+        idle = get(server, "/v1/kv")
+        most = idle["safe_tokens"]
+        assert most == idle["longest_tokens"] < 2048
+        text = "a" * (most - 5)
+        assert complete(server, text, 5)["usage"]["total_tokens"] == most
+        assert refused(server, 503, prompt=text, max_tokens=6)["code"] == "kv_memory"
+        assert settled(server)["safe_tokens"] == most  # sessions that are kept make room
+    with serving(model_folder, kv=kv) as server:
+        assert get(server, "/v1/kv")["safe_tokens"] == 2048  # the context's
+
+
+@pytest.mark.parametrize("kv", ["fp16", "int4"])
+def test_what_others_were_promised_is_not_safe(model_folder, kv):
+    bound = {"fp16": "5000KB", "int4": "1MB"}[kv]
+    with serving(model_folder, kv=kv, kv_memory=bound, timeout=60) as server:
+        with asking(server, **ENDLESS | {"prompt": "b" * 200, "stream": True}):
+            until(lambda: get(server, "/v1/kv")["memory"]["promised_bytes"])
+            busy = get(server, "/v1/kv")
+            assert busy["longest_tokens"] == 2048
+            most = busy["safe_tokens"]
+            complete(server, "a" * (most - 2), 2)  # admitted at once
+            assert 100 < most < 2048
+            error = refused(server, 503, prompt="a" * (most - 2), max_tokens=3)
+            assert error["code"] == "kv_memory_busy"
 
 
 @pytest.mark.parametrize(

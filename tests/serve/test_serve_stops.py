@@ -41,48 +41,47 @@ def server(said, tmp_path_factory):
         yield server
 
 
-def reply(server, path: str, stop: list[str], stream: bool, **more) -> tuple[str, str, dict]:
-    """Text, reason and last document of a reply, whatever the API."""
+def ask(server, path: str, stop: list[str], stream: bool, **more) -> tuple[dict, str, dict]:
+    """Texts by kind, reason and last document of a reply, whatever the API."""
     body = {"model": "caller", "max_tokens": 200, "stream": stream, "messages": ASK} | more
-    if path == "/v1/messages":
-        body["stop_sequences"] = stop
-    else:
-        body["stop"] = stop
+    body["stop_sequences" if path == "/v1/messages" else "stop"] = stop
     if path == "/v1/completions":
         body["prompt"] = body.pop("messages")[0]["content"]
     status, _, data = send(server, "POST", path, body)
     assert status == 200, data
     if path == "/v1/messages":
-        return _message(data, stream)
+        lines = data.decode().splitlines() if stream else [f"data: {data.decode()}"]
+        parts = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+        said = parts if not stream else [one.get("delta", {}) for one in parts]
+        blocks = [block for one in said for block in one.get("content", [one])]
+        (last,) = [one for one in said if "stop_reason" in one]
+        return (
+            {"content": "".join(one.get("text", "") for one in blocks)},
+            last["stop_reason"],
+            last,
+        )
     parts = events(data) if stream else [json.loads(data)]
     choices = [choice for part in parts for choice in part["choices"]]
     said = [
         one.get("delta") or one.get("message") or {"content": one.get("text")} for one in choices
     ]
-    text = "".join((one.get("content") or "") if stream else one["content"] for one in said)
-    return text, choices[-1]["finish_reason"], parts[-1]
+    texts = {
+        kind: "".join(one.get(kind) or "" for one in said) for kind in ("content", "reasoning")
+    }
+    texts["calls"] = [c["function"]["name"] for one in said for c in one.get("tool_calls") or ()]
+    return texts, choices[-1]["finish_reason"], parts[-1]
 
 
-def _message(data: bytes, stream: bool) -> tuple[str, str, dict]:
-    if not stream:
-        found = json.loads(data)
-        return "".join(one["text"] for one in found["content"]), found["stop_reason"], found
-    lines = [line for line in data.decode().splitlines() if line.startswith("data: ")]
-    parts = [json.loads(line[6:]) for line in lines]
-    text = "".join(one.get("delta", {}).get("text", "") for one in parts)
-    (last,) = [one for one in parts if one["type"] == "message_delta"]
-    return text, last["delta"]["stop_reason"], last["delta"]
+def reply(*asked, **more) -> tuple[str, str, dict]:
+    """Text, reason and last document of a reply."""
+    texts, reason, last = ask(*asked, **more)
+    return texts["content"], reason, last
 
 
 def before(text: str, stop: list[str]) -> tuple[str, str | None]:
     """The text before its first stop word, and that word."""
     places = [(text.find(word), len(word), word) for word in stop if word in text]
     return (text[: min(places)[0]], min(places)[2]) if places else (text, None)
-
-
-def kept(server) -> list[tuple[list[int], list]]:
-    """Tokens and caches of the sequences that are kept, the latest last."""
-    return [(session.tokens, session.cache) for session in server.engine.sessions.entries]
 
 
 def test_the_text_ends_before_the_first_stop_word(server, said, subtests):
@@ -125,42 +124,30 @@ def test_generation_ends_with_the_stop_word_and_what_was_read_is_kept(server, sa
         assert last["kv"]["tokens"] == last["usage"]["prompt_tokens"] + count
     settled(server)
     assert not server.engine.jobs
-    (held,) = [one for one in kept(server) if one[0][-count:] == tokens[:count]]
-    assert {one.size() for one in held[1]} == {len(held[0])} == {last["kv"]["tokens"]}
+    sessions = server.engine.sessions.entries
+    (kept,) = [one for one in sessions if one.tokens[-count:] == tokens[:count]]
+    assert {layer.size() for layer in kept.cache} == {len(kept.tokens)} == {last["kv"]["tokens"]}
 
 
 def test_thoughts_and_calls_are_text_of_the_model(server, said):
-    def ask(stop: str, stream: bool) -> tuple[str, str, list, str]:
-        more = {"tools": [TOOL], "messages": ASK, "stop": [stop], "max_tokens": 200}
-        status, _, data = send(server, "POST", PATHS[1], more | {"stream": stream})
-        assert status == 200
-        choices = [
-            choice
-            for part in (events(data) if stream else [json.loads(data)])
-            for choice in part["choices"]
-        ]
-        said = [choice.get("delta") or choice.get("message") or {} for choice in choices]
-        return (
-            "".join(one.get("reasoning") or "" for one in said),
-            "".join(one.get("content") or "" for one in said),
-            [c["function"]["name"] for one in said for c in one.get("tool_calls") or ()],
-            choices[-1]["finish_reason"],
-        )
+    def parts(stop: str, stream: bool) -> tuple[str, str, list, str]:
+        texts, reason, _ = ask(server, PATHS[1], [stop], stream, tools=[TOOL])
+        return texts["reasoning"], texts["content"], texts["calls"], reason
 
     said[0] = "<think>Let me look.</think>Well. " + call(WEATHER, WEATHER | {"name": "other"})
     for stream in (False, True):
-        assert ask("zebra", stream) == (
+        assert parts("zebra", stream)[2:] == (["weather", "other"], "tool_calls")
+        assert parts("me lo", stream) == ("Let ", "", [], "stop")
+        assert parts("look.</th", stream) == ("Let me ", "", [], "stop")
+        assert parts(". <tool_c", stream) == ("Let me look.", "Well", [], "stop")
+        assert parts("</tool_call>", stream)[2:] == (["weather"], "tool_calls")
+        assert parts('"other"', stream)[2:] == (["weather"], "tool_calls")
+        assert parts('"Osl', stream) == (
             "Let me look.",
             "Well. ",
-            ["weather", "other"],
-            "tool_calls",
-        )
-        assert ask("me lo", stream) == ("Let ", "", [], "stop")
-        assert ask("look.</th", stream) == ("Let me ", "", [], "stop")
-        assert ask(". <tool_c", stream) == ("Let me look.", "Well", [], "stop")
-        assert ask("</tool_call>", stream)[2:] == (["weather"], "tool_calls")
-        assert ask('"other"', stream)[2:] == (["weather"], "tool_calls")
-        assert ask('"Osl', stream) == ("Let me look.", "Well. ", [], "stop")  # half a call is none
+            [],
+            "stop",
+        )  # half a call is none
 
 
 def test_a_start_that_goes_on(server, said):

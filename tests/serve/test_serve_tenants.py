@@ -10,15 +10,11 @@ import pytest
 from random_models import tokens
 from read_caches import maker, memory_of, read
 from serving import LONG, get, send, serving
-from small_models import TINY
 
-from mlxkv.cli import serve
-from mlxkv.errors import UserError
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.caches.shelf import Shelf
 from mlxkv.serve.http.access import tenant
-from mlxkv.serve.options import ServeOptions
 
 KEYS = ["operator", "one", "two"]
 
@@ -30,23 +26,6 @@ def test_who_is_who():
     assert len(set(names)) == len(asked) and names[0] == ""
     assert all(len(name) == 32 and name.isalnum() for name in names[1:])
     assert tenant("a", "b", "c") == tenant("a", "b", "c")
-
-
-def test_keys_come_from_options_and_the_environment(monkeypatch):
-    assert ServeOptions(api_key="a").api_keys == ("a",)
-    assert ServeOptions(api_key=["a", "b"]).api_keys == ("a", "b")
-    assert ServeOptions(api_key=[]).api_keys == ServeOptions().api_keys == ()
-    for bad in ("", " ", "\u00e9", ["a", ""], "a ", "a\n"):
-        with pytest.raises(UserError, match="--api-key"):
-            ServeOptions(api_key=bad)
-    with pytest.raises(UserError, match="got no --api-key"):
-        ServeOptions(host="0.0.0.0", api_key=[])
-    seen = []
-    monkeypatch.setenv("MLXKV_API_KEY", "x\ny")
-    monkeypatch.setattr("mlxkv.serve.run.run", seen.append)
-    serve(model=TINY, api_key=None)
-    serve(model=TINY, api_key=["z"])
-    assert [one.api_keys for one in seen] == [("x", "y"), ("z",)]
 
 
 def test_sessions_are_found_by_their_tenant_alone(small, tmp_path):

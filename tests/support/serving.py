@@ -32,14 +32,14 @@ def serving(model, kv: str = "int4", body=None, chunk=None, **options) -> Iterat
         if chunk:
             patch.setattr("mlxkv.serve.engine.prefill_step", lambda: chunk)
         server = Server(ServeOptions(model=models, kv=kv, port=0, **options))
-        thread = Thread(target=server.serve)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.stop()
-            server.stop()  # in a hurry
-            thread.join()
+    thread = Thread(target=server.serve)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        server.stop()  # in a hurry
+        thread.join()
 
 
 def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:

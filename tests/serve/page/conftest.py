@@ -58,6 +58,13 @@ class Tab(chromium.Page):
     def idle(self) -> None:
         self.until("document.querySelector('#send').textContent === 'Send'")
 
+    def new_chat(self) -> None:
+        self.button("New chat")
+        self.until("document.querySelectorAll('.turn').length === 0")
+
+    def has_chats(self, count: int) -> None:
+        self.until(f"document.querySelectorAll('#chats li').length === {count}")
+
     def turns_are(self, *texts: str) -> None:
         self.shows(TURNS, list(texts))
 

@@ -53,11 +53,13 @@ def test_numbers_that_are_for_the_first_key_alone(tab, server):
 
 
 def test_a_chat_on_another_model_has_the_context_of_that_model(tab, server):
+    tab.shows("document.querySelector('#models').hidden", True)
     server.document["models"] = ["scripted", "other"]
     server.kv["context"] = 16384
     tab.reload()
     tab.until("document.querySelector('#model').textContent === 'scripted'")
     tab.click("#settings")
+    tab.shows("document.querySelector('#models').hidden", False)
     tab.js("document.querySelector('#for-model').value = 'other'")
     tab.button("Save")
     tab.ask("hello")

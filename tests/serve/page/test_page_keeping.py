@@ -42,7 +42,7 @@ def test_two_tabs_add_to_each_other(opened, server):
     one.ask("from the first tab")
     two.ask("from the second tab")
     for tab in (one, two):
-        tab.until("document.querySelectorAll('#chats li').length === 2")
+        tab.has_chats(2)
     one.reload()
     two.reload()
     for tab, text in ((one, "from the first tab"), (two, "from the second tab")):
@@ -94,8 +94,7 @@ def test_a_reply_goes_on_while_another_chat_is_shown(tab, server):
     server.says(("say", "Slow"), ("wait", more), ("say", " and steady"), ("end", "stop"))
     tab.ask("slow one", wait=False)
     tab.sees("Slow")
-    tab.button("New chat")
-    tab.until("document.querySelectorAll('.turn').length === 0")
+    tab.new_chat()
     tab.until("document.querySelectorAll('#chats .busy').length === 1")
     tab.ask("quick one")
     tab.last_is("You said: quick one")
@@ -118,8 +117,7 @@ def test_what_is_not_sent_yet_stays(tab, tmp_path):
     tab.sees("notes.txt")
     # Another chat has a draft of its own.
     tab.ask("")
-    tab.button("New chat")
-    tab.until("document.querySelectorAll('.turn').length === 0")
+    tab.new_chat()
     tab.shows("document.querySelector('#text').value", "")
 
 
@@ -202,8 +200,7 @@ def test_the_address_names_the_chat(opened, server):
 def test_chats_are_renamed_searched_and_saved(tab):
     tab.ask("apples")
     for text in ("pears", "plums", "figs", "dates"):
-        tab.button("New chat")
-        tab.turns_are()  # of the chat before, until the new one is there
+        tab.new_chat()
         tab.ask(text)
     tab.button("Rename dates")
     tab.js("document.querySelector('#chats input').value = 'Fruit of palms'")

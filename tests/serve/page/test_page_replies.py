@@ -291,25 +291,9 @@ def test_settings_of_a_chat(tab, server):
     tab.reload()
     tab.ask("again")
     assert roles(server.asked[1]) == ["system", "user", "assistant", "user"]
-    tab.button("New chat")
-    tab.until("document.querySelectorAll('.turn').length === 0")
+    tab.new_chat()
     tab.ask("plain")
     assert set(server.asked[2]) == {"messages", "stream", "stream_options", "max_tokens"}
-
-
-def test_a_chat_has_a_model_of_those_that_the_server_has(tab, server):
-    tab.click("#settings")
-    tab.shows("document.querySelector('#models').hidden", True)
-    tab.press("Escape", 27)
-    server.document["models"] = ["scripted", "other"]
-    tab.reload()
-    tab.until("document.querySelector('#model').textContent === 'scripted'")
-    tab.click("#settings")
-    tab.shows("document.querySelector('#models').hidden", False)
-    tab.js("document.querySelector('#for-model').value = 'other'")
-    tab.button("Save")
-    tab.ask("hello")
-    assert server.asked[0]["model"] == "other"
 
 
 def test_the_settings_of_new_chats(tab, server):
