@@ -366,16 +366,6 @@ class CacheConfig:
         data = json.loads(json.dumps(asdict(self)))
         for name in ("keys", "values"):
             data[name]["quantizer"]["method"] = type(getattr(self, name).quantizer).__name__.lower()
-            if data[name]["low"] is None:  # as in files from before low rank
-                del data[name]["low"]
-            elif not data[name]["low"]["pinned"]:
-                del data[name]["low"]["pinned"]
-            if not data[name]["quantizer"].get("shared", True):  # as in files from before it
-                del data[name]["quantizer"]["shared"]
-        if self.keep == 1:
-            del data["keep"], data["whole_pages"]
-        if self.rotary == 16:
-            del data["rotary"]
         del data["short_rotary"], data["asks_rotary"], data["name"]
         return data
 
@@ -388,18 +378,10 @@ class CacheConfig:
             for name in ("keys", "values"):
                 side = dict(data[name])
                 quantizer, low = dict(side.pop("quantizer")), side.pop("low", None)
-                quantizer.pop("corrected", None)  # of norms, in files of earlier versions
                 side["low"] = LowRank(**low) if low else None
                 sides[name] = Side(methods[quantizer.pop("method")](**quantizer), **side)
-            if data.get("sliding"):
-                raise UserError(
-                    "[CacheConfig] compressed sliding windows are no longer read; got a window of "
-                    f"{data['sliding']} tokens; read the text again"
-                )
-            optional = ("keep", "whole_pages", "rotary")
-            extras = {name: data[name] for name in optional if name in data}
-            windows = {name: data[name] for name in ("sink", "recent", "page")}
-            return CacheConfig(**sides, **windows, **extras)
+            config = CacheConfig(**data | sides)
+            return replace(config, short_rotary=False, asks_rotary=False, name="")
         except UserError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:

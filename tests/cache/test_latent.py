@@ -352,7 +352,6 @@ def test_rotary_keys_of_8_bits():
     one = parse_kv("int4+rope8")
     assert one == replace(parse_kv("int4"), rotary=8) == parse_kv("int4+rope8/int4")
     assert CacheConfig.from_dict(one.as_dict()) == one
-    assert "rotary" not in parse_kv("int4").as_dict()  # as in files from before it
     assert one.of_latents.bits_per_value(512, 64) * 576 / 8 == 288 + 64 + 2
     assert one.of_latents.of_latents == one.of_latents == parse_kv("int4").of_latents
     with pytest.raises(UserError, match="8 or 16"):

@@ -70,9 +70,6 @@ def test_one_scale_for_a_page_is_of_all_kv_heads():
         Affine(4, 32, True, shared=True)
     config = PRESETS["srft-int4+tensor"]
     assert CacheConfig.from_dict(config.as_dict()) == config
-    assert (
-        "shared" not in PRESETS["srft-int4"].as_dict()["keys"]["quantizer"]
-    )  # older versions read it
     x = np.random.default_rng(0).standard_normal((3, 16, 64))
     x[2] *= 50
     codes, scale = ref.tensor_encode(x, 4)
