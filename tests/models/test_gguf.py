@@ -205,7 +205,7 @@ def test_merges_of_a_vocabulary_with_scores(tmp_path):
     }
     write({f"tokenizer.ggml.{k}": x for k, x in data.items()}, tmp_path)
     made = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
-    assert made["merges"] == ["b c", "a b", "a bc", "ab c"]
+    assert made["merges"] == [["b", "c"], ["a", "b"], ["a", "bc"], ["ab", "c"]]
 
 
 def test_a_blob_without_an_ending(tmp_path):

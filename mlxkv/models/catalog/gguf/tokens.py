@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file as the files that transformers reads: tokenizer.json and tokenizer_config.json.
 
 transformers reads GGUF tokenizers itself, but only beside torch, without the digits that SmolLM2 splits, and it
-adds no first token. Here the vocabulary is put into the form of the `tokenizers` library, and the splitting of
-text that the file only names is written out. Its patterns come from the models' own tokenizer.json.
+adds no first token. Here the vocabulary is given to the `tokenizers` library, and the splitting of text that the file
+only names is written out. Its patterns come from the models' own tokenizer.json.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from __future__ import annotations
 import json
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxkv.untrusted import Unsound
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 NORMAL, CONTROL, USER = 1, 3, 4  # types of tokens
+ADDED = (CONTROL, USER)  # those that are looked for before text is split
+SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 TEMPLATE = 1 << 20  # characters of a chat template
 # Tokens that end a turn, in chat templates and in llama.cpp's list.
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>")
@@ -89,109 +94,71 @@ def end_tokens(metadata: dict[str, Any]) -> list[int]:
     """The tokens that end a reply: those that the file names, and control tokens that end turns elsewhere."""
     tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
     named = {_values(metadata, f"{name}_token_id") for name in ("eos", "eot", "eom")}
-    control = {i for i, x in enumerate(tokens) if x in ENDS and kinds[i] in (CONTROL, USER)}
+    control = {i for i, x in enumerate(tokens) if x in ENDS and kinds[i] in ADDED}
     return sorted((named | control) - {None})
 
 
 def write(metadata: dict[str, Any], folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json, of metadata that `vocabulary` has checked."""
+    from tokenizers import AddedToken, processors
+
     tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
     bytes_model = _values(metadata, "model") == "gpt2"
-    data = _byte_level(metadata) if bytes_model else _sentencepiece(metadata)
-    added = [
-        {
-            "id": i,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind == CONTROL,
-        }
-        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if token and kind in (CONTROL, USER)
-    ]
-    special = {
-        name: None if (i := _values(metadata, f"{of}_token_id")) is None else tokens[i]
-        for name, of in (
-            ("bos_token", "bos"),
-            ("eos_token", "eos"),
-            ("unk_token", "unknown"),
-            ("pad_token", "padding"),
-        )
-    }
-    data |= {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    tokenizer = _byte_level(metadata) if bytes_model else _sentencepiece(metadata)
+    added = [(x, kind) for x, kind in zip(tokens, kinds, strict=True) if x and kind in ADDED]
+    tokenizer.add_tokens(
+        [AddedToken(x, special=kind == CONTROL, normalized=False) for x, kind in added]
+    )
+    numbers = {name: _values(metadata, f"{name}_token_id") for name in SPECIAL}
     first = _values(metadata, "add_bos_token")
     if first is None:
         first = not bytes_model or _split(metadata) in WHOLE
-    data["post_processor"] = None
-    if first and (bos := special["bos_token"]) is not None:
-        start, text = (
-            {"SpecialToken": {"id": bos, "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
+    if first and (number := numbers["bos"]) is not None:
+        bos = tokens[number]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            [bos, "$A"], [bos, "$A", "$B:1"], [(bos, number)]
         )
-        data["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [start, text],
-            "pair": [start, text, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {
-                bos: {"id": bos, "ids": [_values(metadata, "bos_token_id")], "tokens": [bos]}
-            },
-        }
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    about |= {name: token for name, token in special.items() if token is not None}
+    about |= {SPECIAL[name]: tokens[i] for name, i in numbers.items() if i is not None}
     if (template := metadata.get("tokenizer.chat_template")) is not None:
         about["chat_template"] = template
-    for name, value in (("tokenizer.json", data), ("tokenizer_config.json", about)):
-        (folder / name).write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def _bpe(vocab: dict[str, int], merges: list[str], **settings: Any) -> dict[str, Any]:
-    """merges: two tokens with a space between them, which are read faster than pairs."""
-    plain = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-    }
-    return plain | settings | {"vocab": vocab, "merges": merges}
-
-
-def _byte_level(metadata: dict[str, Any]) -> dict[str, Any]:
+def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
     """BPE over bytes, as GPT-2: the merges are in the file."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
     split = _split(metadata)
     pattern = SPLITS[split]
-    spelled = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    spelled["use_regex"] = pattern in (GPT2, DIGITS)
-    first = {"type": "Digits", "individual_digits": True}
-    if pattern not in (GPT2, DIGITS):
-        first = {"type": "Split", "pattern": {"Regex": pattern}}
-        first |= {"behavior": "Isolated", "invert": False}
-    steps = [spelled] if pattern == GPT2 else [first, spelled]
+    steps = [pre_tokenizers.ByteLevel(False, use_regex=pattern in (GPT2, DIGITS))]
+    if pattern == DIGITS:
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    elif pattern != GPT2:
+        steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
     vocab = {token: i for i, token in enumerate(_values(metadata, "tokens"))}
     pairs = []
     for merge in _values(metadata, "merges"):
         at = merge.index(" ", 1)
         head, tail = merge[:at], merge[at + 1 :]
         if head in vocab and tail in vocab and head + tail in vocab:
-            pairs.append(merge)
-    return {
-        "normalizer": {"type": "NFC"} if split in COMPOSED else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "decoder": spelled,
-        "model": _bpe(vocab, pairs, ignore_merges=split in WHOLE),
-    }
+            pairs.append((head, tail))
+    tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=split in WHOLE))
+    if split in COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
-def _sentencepiece(metadata: dict[str, Any]) -> dict[str, Any]:
+def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
     """BPE over characters, as SentencePiece: merges follow from the vocabulary, the best score first.
 
     Tokens of the user, runs of spaces among them, are looked for before text is normalized, and take no part.
     """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
     kinds, scores = _values(metadata, "token_type"), _values(metadata, "scores")
     tokens = _values(metadata, "tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -201,26 +168,18 @@ def _sentencepiece(metadata: dict[str, Any]) -> dict[str, Any]:
             continue
         for cut in range(1, len(token)):
             if (head := token[:cut]) in vocab and (tail := token[cut:]) in vocab:
-                merges.append((-scores[i], vocab[head], vocab[tail], f"{head} {tail}"))
-    merges.sort()
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
-    steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    prefix = _values(metadata, "add_space_prefix")
-    if prefix is None or prefix:
-        spaces = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, spaces]}
-        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+                merges.append((-scores[i], vocab[head], vocab[tail], (head, tail)))
+    pairs = [pair for *_, pair in sorted(merges)]
     unknown = _values(metadata, "unknown_token_id")
     unknown = None if unknown is None else tokens[unknown]
-    return {
-        "normalizer": spaces,
-        "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": steps},
-        "model": _bpe(
-            vocab,
-            [merge for *_, merge in merges],
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        ),  # fmt: skip
-    }
+    model = models.BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    prefix = _values(metadata, "add_space_prefix")
+    if prefix is None or prefix:
+        start = normalizers.Prepend("▁")
+        tokenizer.normalizer = normalizers.Sequence([start, tokenizer.normalizer])
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
