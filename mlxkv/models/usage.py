@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +18,7 @@ from mlx.utils import tree_flatten
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import LatentKVCache
 from mlxkv.console import human_bytes
+from mlxkv.formats.config import CacheConfig
 from mlxkv.models.hooks.probe import leaves
 
 BITS = 16  # of full precision
@@ -99,30 +99,15 @@ def usage(caches: Sequence[Any]) -> Usage:
         sum(map(in_16_bits, caches)),
         sum(cache.nbytes for cache in caches),
         max((cache.config.window for cache in compressed_layers), default=0),
-        max((_pages(cache) * cache.config.page for cache in compressed_layers), default=0),
+        max((x.store.count * x.config.page for x in compressed_layers if x.store), default=0),
     )
 
 
 def projected(caches: Sequence[Any], tokens: int) -> Usage:
     """Compute what the same caches take once they hold `tokens` tokens. caches: that hold a token at least."""
-    packed = half = 0
-    for _, cache in leaves(caches):
-        if isinstance(cache, CompressedKVCache):
-            config = cache.config
-            token_bytes = EXACT_BYTES * _numbers(cache)
-            pages = config.pages_over(tokens - config.sink) if tokens > config.window else 0
-            exact = tokens - pages * config.page + (config.page if pages else 0)
-            packed += (
-                int(pages * page_bytes(cache))
-                + exact * token_bytes
-                + (_bases(cache) if pages else 0)
-            )
-            half += token_bytes * tokens
-        else:
-            plain = _plain(cache)
-            plain_bytes = EXACT_BYTES * plain[0] * min(tokens, plain[1]) if plain else cache.nbytes
-            packed, half = packed + plain_bytes, half + plain_bytes
-    return replace(usage(caches), tokens=tokens, kv_bytes=packed, kv_bytes_fp16=half)
+    sizes = [sizes_of(cache) for _, cache in leaves(caches)]
+    packed, half = ([f(x, tokens) for x in sizes] for f in (Sizes.in_use, Sizes.bytes_fp16))
+    return replace(usage(caches), tokens=tokens, kv_bytes=sum(packed), kv_bytes_fp16=sum(half))
 
 
 def window_of(loaded: Any) -> int:
@@ -147,44 +132,62 @@ def in_16_bits(cache: Any) -> int:
     """Bytes of the same tokens in a cache of 16 bits that does not compress."""
     if (inner := getattr(cache, "caches", None)) is not None:
         return sum(map(in_16_bits, inner))
-    if isinstance(cache, CompressedKVCache):
-        return EXACT_BYTES * _numbers(cache) * cache.offset
-    if (plain := _plain(cache)) is None:
-        return cache.nbytes  # a state of fixed size: compression changes nothing
-    numbers, most = plain
-    return EXACT_BYTES * numbers * min(cache.offset, most)
+    return sizes_of(cache).bytes_fp16(getattr(cache, "offset", 0))
 
 
-def page_bytes(cache: CompressedKVCache) -> float:
-    """Bytes of the codes and scales of one page of all tokens; rotary keys beside latents as they are stored."""
-    keys, values = cache.live
-    config, dims = replace(cache.config, keep=1.0), (keys.shape[3], values.shape[3])
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of one layer's cache, in bytes.
+
+    fixed: whatever it holds. half: of a token in 16 bits. window: tokens that it keeps; 0: all. config: None where it
+    is not compressed. page_bytes: codes and scales of one page of all tokens, rotary keys beside latents as they are
+    stored. bases: that follow the text.
+    """
+
+    fixed: int = 0
+    half: int = 0
+    window: int = 0
+    config: CacheConfig | None = None
+    page_bytes: float = 0.0
+    bases: int = 0
+
+    def in_use(self, tokens: int, rests: bool = False) -> int:
+        """Bytes of so many tokens. rests: on a shelf, where nobody needs the exact tokens of the page that was sealed
+        last."""
+        c = self.config
+        if c is None:
+            return self.bytes_fp16(tokens)
+        if tokens <= c.window:
+            return self.half * tokens
+        pages = c.pages_over(tokens - c.sink)
+        exact = tokens - pages * c.page + (0 if rests and not c.listens else c.page)
+        return int(pages * self.page_bytes) + self.half * exact + self.bases
+
+    def bytes_fp16(self, tokens: int) -> int:
+        """Bytes of the same tokens in 16 bits."""
+        return self.fixed + self.half * (min(tokens, self.window) if self.window else tokens)
+
+
+def sizes_of(cache: Any) -> Sizes:
+    """The sizes of one cache. A compressed one has to hold a token."""
+    if not isinstance(cache, CompressedKVCache):
+        keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
+        if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4:
+            return Sizes(fixed=cache.nbytes)  # a state of fixed size: compression changes nothing
+        window = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None) or 0
+        return Sizes(half=EXACT_BYTES * _numbers((keys, values)), window=window)
+    if (pair := cache.live) is None:
+        return Sizes()
+    config, dims, numbers = cache.config, [x.shape[3] for x in pair], _numbers(pair)
     if isinstance(cache, LatentKVCache) and config.rotary == BITS:
         bits = dims[0] * config.keys.bits_per_value(dims[0], config.page)
-        return config.page * (bits / 8 + keys.dtype.size * dims[1])
-    return config.page * _numbers(cache) * config.bits_per_value(*dims) / 8
+        packed = config.page * (bits / 8 + pair[0].dtype.size * dims[1])
+    else:
+        packed = config.page * numbers * replace(config, keep=1.0).bits_per_value(*dims) / 8
+    bases = config.basis_bytes(pair[0].shape[1], *dims)
+    return Sizes(half=EXACT_BYTES * numbers, config=config, page_bytes=packed, bases=bases)
 
 
-def _pages(cache: CompressedKVCache) -> int:
-    return cache.store.count if cache.store else 0
-
-
-def _bases(cache: CompressedKVCache) -> int:
-    """Bytes of the bases that follow the text, of presets that have some."""
-    keys, values = cache.live
-    return cache.config.basis_bytes(keys.shape[1], keys.shape[3], values.shape[3])
-
-
-def _numbers(cache: CompressedKVCache) -> int:
-    """Numbers of the keys and values of one token."""
-    live = cache.live
-    return 0 if live is None else sum(x.shape[0] * x.shape[1] * x.shape[3] for x in live)
-
-
-def _plain(cache: Any) -> tuple[int, float] | None:
-    """(numbers a token, most tokens kept) of mlx-lm's caches of keys and values [B, G, T, D]; None for others."""
-    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
-    if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4:
-        return None
-    numbers = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in (keys, values))
-    return numbers, getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None) or inf
+def _numbers(pair: tuple[mx.array, mx.array]) -> int:
+    """Numbers of the keys and values of one token, [B, G, T, D]."""
+    return sum(x.shape[0] * x.shape[1] * x.shape[3] for x in pair)

@@ -14,10 +14,9 @@ from mlxkv.cache.compressed import STEP, CompressedKVCache
 from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.pages import GROWTH, most
 from mlxkv.console import human_bytes
-from mlxkv.formats.config import CacheConfig
 from mlxkv.machine import footprint
 from mlxkv.metal.lengths import grown
-from mlxkv.models.usage import page_bytes
+from mlxkv.models.usage import EXACT_BYTES, Sizes, sizes_of
 from mlxkv.serve.refusals import Refused
 
 
@@ -27,19 +26,15 @@ def used_memory() -> int:
 
 
 @dataclass(frozen=True)
-class CacheShape:
-    """Sizes of one layer's cache, in bytes."""
+class CacheShape(Sizes):
+    """What one layer's cache is allocated for, in bytes. full: of a token in full precision. rotates: for no more than
+    the window. together: sequences of a batch share arrays. room: of rotary keys beside latents, to grow, and of those
+    in windows once more."""
 
-    fixed: int = 0  # whatever it holds
-    full: int = 0  # of a token in full precision
-    half: int = 0  # of a token in 16 bits
-    window: int = 0  # tokens that it keeps; 0: all
-    rotates: bool = False  # it is allocated for no more than the window
-    config: CacheConfig | None = None  # None: not compressed
-    page_bytes: float = 0.0  # codes and scales of one page
-    together: bool = False  # sequences of a batch share arrays
-    bases: int = 0  # bases that follow the text
-    room: int = 0  # of rotary keys beside latents: room to grow, and those in windows once more
+    full: int = 0
+    rotates: bool = False
+    together: bool = False
+    room: int = 0
 
     def bytes(self, tokens: int, chunk: int, padded: bool = False) -> int:
         """The most that a cache of so many tokens takes, spare room included.
@@ -62,22 +57,6 @@ class CacheShape:
             exact = c.sink + c.recent + 2 * c.page + DECODE_TOKENS
             kept = int(max(grown(pages), pages + pages // GROWTH) * self.page_bytes)
         return kept + self.full * (exact + c.pinned) + self.bases + self.room
-
-    def in_use(self, tokens: int, rests: bool = False) -> int:
-        """Bytes of so many tokens without room to grow, as `models.usage` counts them. rests: on the shelf,
-        where nobody needs the exact tokens of the page that was sealed last."""
-        c = self.config
-        if c is None:
-            return self.bytes_fp16(tokens)
-        if tokens <= c.window:
-            return self.half * tokens
-        pages = c.pages_over(tokens - c.sink)
-        exact = tokens - pages * c.page + (0 if rests and not c.listens else c.page)
-        return int(pages * self.page_bytes) + self.half * exact + self.bases
-
-    def bytes_fp16(self, tokens: int) -> int:
-        """Bytes of the same tokens in 16 bits, by the same rule."""
-        return self.fixed + self.half * (min(tokens, self.window) if self.window else tokens)
 
     def _room(self, tokens: int, chunk: int, padded: bool) -> int:
         """The most tokens that mlx-lm's plain cache has room for. It grows in whole steps from any size."""
@@ -102,24 +81,16 @@ def shapes_of(caches: list) -> list[CacheShape]:
 
 
 def _shape(cache) -> CacheShape:
+    sizes, extras = sizes_of(cache), {}
     if isinstance(cache, CompressedKVCache):
-        config, pair = cache.config, cache.live
-        values = sum(x.shape[1] * x.shape[3] for x in pair)
-        each, together = pair[0].dtype.size, cache.joins
-        packed, room, dims = page_bytes(cache), 0, tuple(x.shape[3] for x in pair)
-        bases = config.basis_bytes(pair[0].shape[1], *dims)
-        if isinstance(cache, LatentKVCache) and config.rotary == 16:
-            room = each * dims[1] * (config.window + STEP)
-        return CacheShape(
-            *(0, each * values, 2 * values, 0, False, config, packed, together, bases, room)
-        )
-    keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
-    if not isinstance(keys, mx.array) or keys.ndim != 4:
-        return CacheShape(fixed=cache.nbytes)
-    count = sum(x.shape[1] * x.shape[3] for x in (keys, values))
-    rotates = bool(getattr(cache, "max_size", None))
-    window = cache.max_size if rotates else getattr(cache, "chunk_size", None) or 0
-    return CacheShape(0, keys.dtype.size * count, 2 * count, window, rotates)
+        extras = {"together": cache.joins}
+        if isinstance(cache, LatentKVCache) and cache.config.rotary == 16:
+            rotary = cache.live[1]
+            extras["room"] = rotary.dtype.size * rotary.shape[3] * (cache.config.window + STEP)
+    if sizes.half:
+        keys = cache.live[0] if sizes.config else cache.keys
+        extras["full"] = sizes.half * keys.dtype.size // EXACT_BYTES
+    return CacheShape(**vars(sizes), **extras, rotates=bool(getattr(cache, "max_size", None)))
 
 
 def cut_padding(caches: list) -> None:
