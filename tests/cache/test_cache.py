@@ -200,28 +200,6 @@ def test_a_decode_step_needs_less_than_the_layer_in_full_precision(dims, preset)
     assert mx.get_peak_memory() - before < keys.nbytes + values.nbytes
 
 
-def test_trimming_less_than_nothing_is_nothing():
-    cache = CompressedKVCache(SMALL)
-    feed(cache, *tokens(100), [100])
-    assert cache.trim(-5) == 0
-    assert cache.offset == 100 == cache.keys_and_values()[0].tokens
-
-
-@pytest.mark.parametrize("left", (399, 300, 112, 17))
-def test_caches_that_are_cut_again_and_again(left):
-    """What stays is encoded again each time, by codes that hold its values: it does not drift."""
-    keys, values = tokens(500)
-    cache = CompressedKVCache(SMALL)
-    feed(cache, keys, values, [400])
-    first = [x[:, :, :left] for x in seen(cache)]
-    for _ in range(10):
-        assert cut_back([cache], cache.offset, left) and cache.offset == left
-        for x, y, whole in zip(seen(cache), first, (keys, values), strict=True):
-            worst = np.abs(y - np.array(whole[:, :, :left])).max()
-            assert np.abs(x - np.array(whole[:, :, :left])).max() <= 1.5 * worst + 1e-6
-        feed(cache, values, keys, [150])
-
-
 def test_trim_gives_memory_back_and_more_than_all_is_all():
     keys, values = tokens(3000)
     cache = CompressedKVCache(SMALL)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 import mlx.core as mx
-import mlx_lm.models.cache as mlx_cache
 import pytest
 from methods import METHODS
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
@@ -155,15 +154,6 @@ def test_reading_on_seals_again_what_was_decoded(name):
         assert errors[0] <= 1.7 * errors[1] + 1e-6, errors
 
 
-def test_small_caches_take_long_and_short_trims():
-    """The walk that was refused: a cache of pages of 16, trims of 5, 50 and 130."""
-    cache, held = CompressedKVCache(INT4), 0
-    for n in (5, 50, 130, 50, 5, 130, 50, 50):
-        read(cache, held, held + n + 23)
-        held += 23
-        assert cache.trim(n) == n and cache.offset == held
-
-
 @pytest.mark.parametrize(("n", "factory"), [(47, None), (3, make), (10, make)])
 def test_sequences_of_a_batch_are_cut_alike(n, factory):
     """One cut ends at another place of a page in each. By kernels a short cut stays in the shared arrays; after
@@ -256,14 +246,3 @@ def test_mlx_lms_prompt_cache_finds_what_it_finds_in_full_precision(model):
             assert {layer.offset for layer in cache} == {shared}
             assert mx.isfinite(one(mx.array(rest)[None], cache=cache)).all().item()
     assert found == ([2] * 7, [2] * 7)
-
-
-def test_what_comes_behind_a_long_trim_is_what_the_tokens_say(model):
-    """The logits behind a cut are those of a new cache, up to codes."""
-    cache, fresh = make_prompt_cache(model), make_prompt_cache(model)
-    text = tokens(420)[None]
-    model(text, cache=cache)
-    assert mlx_cache.trim_prompt_cache(cache, 170) == 170
-    model(text[:, :250], cache=fresh)
-    ours, theirs = (model(text[:, 250:258], cache=one) for one in (cache, fresh))
-    assert mx.abs(ours - theirs).max() < 0.05 * mx.abs(theirs).max()

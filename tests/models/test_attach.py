@@ -105,15 +105,6 @@ def test_detach_restores_everything():
     assert dict(vars(model)) == before and model.make_cache == own
 
 
-def test_a_make_cache_of_the_instance_comes_back():
-    model = random_model("llama")
-    mine = model.make_cache = lambda: [KVCache() for _ in model.layers]
-    attach(model, "naive-int4")
-    attach(model, "naive-int3")
-    detach(model)
-    assert model.make_cache is mine
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_models_of_one_family_in_any_order(first):
     models = [random_model("llama", seed) for seed in (0, 1)]
@@ -149,23 +140,6 @@ def test_strict_refuses_and_leaves_no_trace():
     ):
         attach(model, "hadamard-int4", strict=True)
     assert dict(vars(model)) == before
-
-
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "mamba2"])
-def test_strict_accepts_layers_that_do_not_grow(family):
-    model = random_model(family)
-    if family == "mamba2":
-        with pytest.warns(UserWarning):
-            attach(model, "naive-int4", strict=True)
-    else:
-        attach(model, "naive-int4", strict=True)
-    detach(model)
-
-
-def test_unknown_preset_is_refused_before_anything_happens():
-    model = random_model("llama")
-    with pytest.raises(UserError, match="unknown preset; got 'int5'"):
-        attach(model, "int5")
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "falcon_h1"])

@@ -15,7 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models import base, llama
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model, tokens
 from small_models import TINY
 
@@ -72,14 +72,6 @@ def test_a_copy_is_a_model_of_its_own(model, twin, first):
     assert mx.array_equal(last(left, text), last(pair[first], text))
 
 
-def test_a_shallow_copy_leaves_the_original_attached(model):
-    attach(model, EARLY)
-    text = tokens(60)
-    right, other = last(model, text), copy.copy(model)
-    detach(other)
-    assert kinds(other) == {"KVCache"} and mx.array_equal(last(model, text), right)
-
-
 def test_a_loaded_model_is_copied_with_its_calibration(tmp_path, monkeypatch, model_folder):
     from mlxkv.formats.calibration import artifact
     from mlxkv.models.calibration import measure
@@ -98,24 +90,6 @@ def test_a_loaded_model_is_copied_with_its_calibration(tmp_path, monkeypatch, mo
 
 
 # -- what users set
-
-
-def test_a_make_cache_set_after_attach_survives(model):
-    attach(model, EARLY)
-    mine = model.make_cache = lambda: [KVCache() for _ in model.layers]
-    assert kinds(model) == {"KVCache"}
-    detach(model)
-    assert model.make_cache is mine and llama.scaled_dot_product_attention is PLAIN
-
-
-def test_kv_of_another_type(model):
-    for kv in [None, 4, b"int4", 4.5]:
-        with pytest.raises(
-            UserError, match=r"^\[--kv\] is the name of a preset or a CacheConfig; got ."
-        ):
-            attach(model, kv)
-        with pytest.raises(UserError, match=r"^\[--kv\]"):
-            mlxkv.load(TINY, kv)
 
 
 NO_MODELS = (None, TINY, nn.Linear(2, 2), (nn.Linear(2, 2), 1), {}, random_model)
@@ -167,18 +141,6 @@ def test_a_cache_used_after_detach(model):
     detach(model)
     with pytest.raises(UserError, match=NOT_ATTACHED):
         last(model, text[:1], cache)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gpt_oss"])
-def test_a_cache_in_another_family(model, family):
-    """Of the same shape, in a model that nobody attached."""
-    attach(model, EARLY)
-    cache = make_prompt_cache(model)
-    last(model, tokens(60), cache)
-    with pytest.raises(
-        UserError, match=f"{NOT_ATTACHED}|the cache holds . heads of .*another model"
-    ):
-        last(random_model(family), tokens(1), cache)
 
 
 def test_a_cache_of_another_shape_in_an_attached_model(model):

@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from random_model import write_model
 
-from mlxkv.errors import MachineError, UserError
+from mlxkv.errors import UserError
 from mlxkv.models.generate import Stats, sampler_for, stream
 
 PROMPT = list(range(40, 90))
@@ -76,17 +76,6 @@ def test_nan_in_the_logits_is_one_line(tmp_path, temp):
         UserError, match=r"^\[load\] the weights hold NaN or infinity in model\..*; got /"
     ):
         list(stream(broken, PROMPT, cache, sampler_for(temp), max_tokens=5))
-
-
-def test_infinite_logits_are_found_too(loaded, monkeypatch):
-    real = type(loaded.model).__call__
-
-    def infinite(self, *args, **kwargs):
-        return real(self, *args, **kwargs).at[..., 3].add(float("inf"))
-
-    monkeypatch.setattr(type(loaded.model), "__call__", infinite)
-    with pytest.raises(MachineError, match="NaN or infinity"):
-        list(stream(loaded, PROMPT, make_prompt_cache(loaded.model), max_tokens=5))
 
 
 def test_what_is_refused(loaded):

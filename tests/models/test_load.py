@@ -95,11 +95,6 @@ def test_matrices_by_columns_give_the_logits_of_matrices_by_rows(bits, tied, mon
             assert np.array(found, copy=False).strides == (4, 4 * found.shape[0]), name
 
 
-def test_strict_reaches_attach(tmp_path):
-    save(tmp_path, random_model("llama", head_dim=80), config_of("llama") | {"head_dim": 80})
-    assert "llama stay in full precision" in error_of(tmp_path, kv="hadamard-int4", strict=True)
-
-
 def test_load_defaults_as_the_commands_do(folder):
     from mlxkv.chat.options import ChatOptions
     from mlxkv.serve.options import ServeOptions
@@ -140,16 +135,6 @@ def test_importing_the_names_imports_no_framework(with_torch):
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_aliases():
-    assert resolve("gemma-3-1b") == Source("gemma-3-1b", repo="mlx-community/gemma-3-1b-it-4bit")
-    assert resolve("owner/Some-Model_1.5") == Source(
-        "owner/Some-Model_1.5", repo="owner/Some-Model_1.5"
-    )
-    others = {name: repo for name, repo in HUB.items() if name not in PACKAGES}
-    assert len(others) >= 12
-    assert all(repo.startswith("mlx-community/") for repo in others.values())
 
 
 def test_a_folder_on_this_machine_wins_over_the_hub(folder, monkeypatch):
