@@ -92,39 +92,36 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self._serve()
+            self.ranks.start(self._load)
+            self._prepare()
+        except Exception as error:
+            self.problem = error
+        finally:
+            self.ready.set()
+        try:
+            while not self._stop and self.problem is None:
+                self._serve()
         finally:
             self.is_ending = True
-            self._tell(ending())
+            self._tell(ending())  # before sessions are put away, which takes a while
             # Arrays that outlive this thread's streams abort the process as it ends (MLX 0.32).
             self._drop_generator()
+            if self.problem is None:
+                self.sessions.close()
             if self.loaded is not None:
                 forget_steps(self.loaded.model)
             getattr(mx, "clear_streams", lambda: None)()
 
     def _serve(self) -> None:
+        """Serve until the end, or until something fails."""
         try:
-            self.ranks.start(self._load)
-            self._prepare()
-        except Exception as error:
-            self.problem = error
-            return
-        finally:
-            self.ready.set()
-        while not self._stop:
-            try:
-                self._loop()
-            except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
-                logging.exception("generation failed")
-                self.metrics.counts["faults"] += 1
-                self._fail(error)
-                if self.ranks.many:  # they are no longer in step
-                    self.problem = MachineError(f"[serve] generation failed: {error}")
-                    return
-        self.is_ending = True
-        self._tell(ending())  # before sessions are put away, which takes a while
-        self._drop_generator()
-        self.sessions.close()
+            self._loop()
+        except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
+            logging.exception("generation failed")
+            self.metrics.counts["faults"] += 1
+            self._fail(error)
+            if self.ranks.many:  # they are no longer in step
+                self.problem = MachineError(f"[serve] generation failed: {error}")
 
     def _load(self) -> str:
         """Load the model, build what decoding needs, in the thread that decodes, and return the model's fingerprint."""
@@ -161,16 +158,15 @@ class Engine:
                 f"[--kv-memory] no room for a single short request; got {options.kv_memory}; {SHORT} tokens need "
                 f"{human_bytes(need)} of cache; choose more"
             )
-        folder, disk = options.disk_folder, None
+        folder, limit, disk = options.disk_folder, options.disk_bytes, None
         if folder and options.reuse:
-            limit = options.disk_bytes
             disk = self.ranks.together(lambda: Disk(folder, limit, loaded, self.ranks))
         self.sessions = Sessions(
             self.memory,
             lambda: make_prompt_cache(loaded.model),
-            disk=disk,
-            reuse=options.reuse,
-            agree=self.ranks.most,
+            disk,
+            options.reuse,
+            self.ranks.most,
         )
 
     def _step_down(self, error: Exception) -> bool:
@@ -383,12 +379,12 @@ class Engine:
         for uid, (cache, tokens) in generator.extract_cache(ends).items():
             self.sessions.keep(tokens[:], cache, jobs[uid].tenant)
         pairs = [(jobs[response.uid], response) for response in responses]
-        for job, response in pairs:
+        ended = [response.uid for response in responses if response.finish_reason is not None]
+        for job, _ in pairs:
             job.cache_tokens += 1
-            if response.finish_reason is not None:
-                self.remove(response.uid)
-        ends = any(response.finish_reason for response in responses)
-        if ends or time.monotonic() - self._measured > MEASURE_SECONDS:
+        for uid in ended:
+            self.remove(uid)
+        if ended or time.monotonic() - self._measured > MEASURE_SECONDS:
             self._measured = time.monotonic()
             self.kv_allocated = generator.prompt_cache_nbytes
         for job, response in pairs:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from math import inf
 
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
@@ -14,6 +13,12 @@ COUNTERS = {
     "generated_tokens": "Tokens of replies.",
     "cut_off": "Replies whose reader left.",
     "faults": "Failures of the generation thread.",
+}
+# The parts of a document of /v1/kv whose numbers are shown.
+GAUGES = {
+    "memory": ("kv", "Of KV caches."),
+    "sessions": ("sessions", "Of the prompt cache."),
+    "disk": ("disk", "Of sessions on disk."),
 }
 TIMES = {
     "first_token": "Seconds to the first token.",
@@ -43,47 +48,32 @@ def text(
 ) -> str:
     """The page of `/metrics`. responses: by status. gauges: of the server. models: their counts, and for those that are
     loaded their documents of /v1/kv; else an empty one."""
-    lines: list[str] = []
+    families: dict[str, list[str]] = {}
 
-    def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, dict, float]]) -> None:
+    def add(name: str, kind: str, words: str, value: float, suffix: str = "", **labels) -> None:
         full = f"mlxkv_{name}"
-        lines.extend((f"# HELP {full} {text}", f"# TYPE {full} {kind}"))
-        for suffix, labels, value in samples:
-            shown = ",".join(f"{label}={json.dumps(str(x))}" for label, x in labels.items())
-            lines.append(f"{full}{suffix}{f'{{{shown}}}' if shown else ''} {value:.10g}")
+        lines = families.setdefault(full, [f"# HELP {full} {words}", f"# TYPE {full} {kind}"])
+        shown = ",".join(f"{label}={json.dumps(str(x))}" for label, x in labels.items())
+        lines.append(f"{full}{suffix}{f'{{{shown}}}' if shown else ''} {value:.10g}")
 
-    statuses = [("", {"status": status}, n) for status, n in sorted(responses.items())]
-    family("responses_total", "counter", "HTTP responses.", statuses)
+    for status, count in sorted(responses.items()):
+        add("responses_total", "counter", "HTTP responses.", count, status=status)
     for name, value in gauges.items():
-        family(name, "gauge", "Of the whole server.", [("", {}, value)])
-    for name, words in COUNTERS.items():
-        rows = [("", {"model": model}, found.counts[name]) for model, (found, _) in models.items()]
-        family(f"{name}_total", "counter", words, rows)
-    for name, words in TIMES.items():
-        rows = []
-        for model, (found, _) in models.items():
-            *counts, total, seconds = found.times[name]
+        add(name, "gauge", "Of the whole server.", value)
+    for model, (metrics, document) in models.items():
+        for name, words in COUNTERS.items():
+            add(f"{name}_total", "counter", words, metrics.counts[name], model=model)
+        for name, words in TIMES.items():
+            family = f"{name}_seconds", "histogram", words
+            *counts, total, seconds = metrics.times[name]
             for bound, count in zip((*BUCKETS, "+Inf"), (*counts, total), strict=True):
-                rows.append(("_bucket", {"model": model, "le": bound}, count))
-            rows += [("_sum", {"model": model}, seconds), ("_count", {"model": model}, total)]
-        family(f"{name}_seconds", "histogram", words, rows)
-    values: dict[tuple[str, str], list] = {}
-    for model, (_, document) in models.items():
-        for name, words, value in _gauges(document):
-            values.setdefault((name, words), []).append(("", {"model": model}, value))
-    for (name, words), rows in values.items():
-        family(name, "gauge", words, rows)
-    return "\n".join(lines) + "\n"
-
-
-def _gauges(document: dict) -> Iterable[tuple[str, str, float]]:
-    """Yield the numbers of a document of /v1/kv: name, help, value."""
-    if document:
-        yield "safe_tokens", "Of a request that is admitted now.", document["safe_tokens"]
-    for name, words in (
-        ("kv", "Of KV caches."),
-        ("sessions", "Of the prompt cache."),
-        ("disk", "Of sessions on disk."),
-    ):
-        for field, value in (document.get("memory" if name == "kv" else name) or {}).items():
-            yield f"{name}_{field}", words, value
+                add(*family, count, "_bucket", model=model, le=bound)
+            add(*family, seconds, "_sum", model=model)
+            add(*family, total, "_count", model=model)
+        if document:
+            words = "Of a request that is admitted now."
+            add("safe_tokens", "gauge", words, document["safe_tokens"], model=model)
+        for part, (prefix, words) in GAUGES.items():
+            for name, value in (document.get(part) or {}).items():
+                add(f"{prefix}_{name}", "gauge", words, value, model=model)
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -67,18 +68,16 @@ class Prompts:
             return self.read(replace(request, messages=messages[:first] + messages[start:]))
 
         prompt = self.read(request)
-        if len(prompt.tokens) <= limit or len(starts) < 2:
+        count = len(prompt.tokens)
+        if count <= limit or len(starts) < 2:
             return prompt, 0
         step = max(1, limit // 4)
-        excess = -(-(len(prompt.tokens) - limit) // step) * step
-        low, high = 1, len(starts) - 1
-        while low < high:  # the first start that drops so much
-            middle = (low + high) // 2
-            if len(prompt.tokens) - len(behind(starts[middle]).tokens) >= excess:
-                high = middle
-            else:
-                low = middle + 1
-        return behind(starts[low]), starts[low] - first
+        excess = -(-(count - limit) // step) * step
+        # The first start that drops so much; the last one in any case.
+        others = starts[1:-1]
+        place = bisect_left(others, excess, key=lambda at: count - len(behind(at).tokens))
+        start = [*others, starts[-1]][place]
+        return behind(start), start - first
 
     def _chat(self, request: Request, messages: list[dict]) -> Prompt:
         extra = self._template | (request.chat_template_kwargs or {})

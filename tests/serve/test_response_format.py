@@ -1,4 +1,4 @@
-"""Replies that follow a JSON schema: alone, in batches, behind thinking, and refused without the library."""
+"""Replies that follow a JSON schema, alone, in batches and behind thinking; calls of tools that a request forces."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from saying import write_thinker
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.tool_parsers import json_tools
+from random_model import write_model
+from saying import ASK as WEATHER_ASK
+from saying import TEMPLATE, write_thinker
 from serving import get, post, refused, serving
 
 from mlxkv.serve import grammar, sampling
+from mlxkv.serve.grammar import Grammars, calls_of, of_choice
 from mlxkv.serve.refusals import Refused
 
 CHAT = "/v1/chat/completions"
@@ -153,9 +159,8 @@ def schema(value) -> dict:
     return {"type": "json_schema", "json_schema": {"schema": value}}
 
 
-@pytest.mark.parametrize(
-    ("form", "said"),
-    [
+def test_what_is_no_schema_is_refused(server, subtests):
+    for form, said in (
         (7, "response_format"),
         ({"type": "xml"}, "response_format"),
         ({"type": "json_schema"}, "must be a JSON schema"),
@@ -164,10 +169,9 @@ def schema(value) -> dict:
         (schema({"$ref": "https://example.com/x"}), "not a schema"),
         (schema({"x-guidance": {}}), "x-guidance"),
         (schema({"enum": ["a" * 70000]}), "characters"),
-    ],
-)
-def test_what_is_no_schema_is_refused(server, form, said):
-    assert said in refused(server, 400, CHAT, messages=ASK, response_format=form)["message"]
+    ):
+        with subtests.test(said, form=str(form)[:40]):
+            assert said in refused(server, 400, CHAT, messages=ASK, response_format=form)["message"]
     assert get(server, "/health") == {"status": "ok"}
 
 
@@ -193,3 +197,94 @@ def test_a_grammar_that_fails_ends_the_reply(caplog):
     mask = grammar.Constraint(broken, ends=[2, 3])
     assert allowed(mask(mx.array([1]), mx.zeros((1, 40)))) == [2, 3]
     assert "too complex" in caplog.text
+
+
+# -- calls that a request forces
+
+CITY = {
+    "type": "function",
+    "function": {
+        "name": "city",
+        "parameters": {
+            "type": "object",
+            "properties": {"name": {"$ref": "#/$defs/known"}, "near": {"type": "boolean"}},
+            "required": ["name", "near"],
+            "additionalProperties": False,
+            "$defs": {"known": {"enum": ["Oslo", "Bergen"]}},
+        },
+    },
+}
+OTHER = {"type": "function", "function": {"name": "other"}}
+
+
+def wish(choice, tools=(CITY, OTHER), **more) -> dict:
+    return {
+        "messages": WEATHER_ASK,
+        "tools": list(tools),
+        "tool_choice": choice,
+        "max_tokens": 600,
+    } | more
+
+
+def forced(server, choice, **more) -> dict:
+    return post(server, "/v1/chat/completions", **wish(choice, **more))
+
+
+def test_a_tool_is_called_where_the_request_says_so(server):
+    for choice in ("required", {"type": "function", "function": {"name": "city"}}):
+        (found,) = forced(server, choice, tools=[CITY])["choices"]
+        (one,) = found["message"]["tool_calls"]
+        assert found["finish_reason"] == "tool_calls" and one["function"]["name"] == "city"
+        arguments = json.loads(one["function"]["arguments"])
+        assert arguments["name"] in ("Oslo", "Bergen") and type(arguments["near"]) is bool
+    chosen = {"type": "function", "function": {"name": "city"}}
+    (found,) = forced(server, chosen)["choices"]
+    assert found["message"]["tool_calls"][0]["function"]["name"] == "city"
+
+
+def test_a_choice_that_cannot_be_followed_is_refused(server):
+    def said(choice, **more):
+        return refused(server, 400, "/v1/chat/completions", **wish(choice, **more))["message"]
+
+    missing = {"type": "function", "function": {"name": "nowhere"}}
+    assert "names a tool that is not among" in said(missing)
+    assert "names a tool that is not among" in said("required", tools=())
+    for wrong in ("sometimes", "", {}):
+        assert "[tool_choice] must be auto, none, required" in said(wrong)
+    assert "tool_calls" not in forced(server, None, max_tokens=2)["choices"][0]["message"]
+    form = {"type": "json_object"}
+    assert "[tool_choice] a call follows no response_format" in said(
+        "required", response_format=form
+    )
+    wrong = {"type": "function", "function": {"name": "x", "parameters": {"properties": 7}}}
+    assert "[tools] not a schema that can be followed" in said("required", tools=[wrong])
+    wrong = {"type": "function", "function": {"name": "x", "parameters": {"$defs": [1]}}}
+    assert "[tools] $defs of a tool must be an object" in said("required", tools=[wrong])
+    wrong = {"type": "function", "function": {"name": "x", "parameters": {"type": "string"}}}
+    assert "[tools] parameters are an object; got" in said("required", tools=[wrong])
+
+
+def test_marks_that_are_one_token_are_known_by_their_number(tmp_path):
+    """Qwen's marks are added tokens: their text never comes out of other tokens."""
+    tokenizer = load_tokenizer(write_model(tmp_path / "caller", template=TEMPLATE))
+    plain = tokenizer._tokenizer
+    plain.add_tokens(["<tool_call>", "</tool_call>"])
+    marks = plain.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
+    tokenizer = TokenizerWrapper(
+        plain,
+        tool_call_start="<tool_call>",
+        tool_call_end="</tool_call>",
+        tool_parser=json_tools.parse_tool_call,
+    )
+    calls = calls_of(tokenizer)
+    assert (calls.start, calls.end) == tuple(f"<[{mark}]>" for mark in marks)
+    masks = Grammars(tokenizer, len(plain))
+    mask = masks.processor(of_choice("required", [OTHER], calls), thinks=False)
+    written = '{"name": "other", "arguments": {}}'
+    reply = [marks[0], *plain.encode(written, add_special_tokens=False), marks[1]]
+    reply.append(plain.eos_token_id)
+    for at, token in enumerate(reply):
+        logits = mask(mx.array(reply[:at] or [0]), mx.zeros((1, len(plain))))
+        assert logits[0, token].item() == 0, (at, token)
+        if at in (0, len(reply) - 1):
+            assert (logits == 0).sum().item() == 1

@@ -262,17 +262,14 @@ def test_too_many_requests(server, change, monkeypatch):
 def test_openais_own_client(openai, server):
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         (model,) = client.models.list().data
-        messages = [{"role": "user", "content": "Tell me"}]
-        ask = {"model": model.id, "messages": messages, "max_tokens": 7}
-        whole = client.chat.completions.create(**ask)
+        ask = {"model": model.id, "messages": [{"role": "user", "content": "Tell me"}]}
+        whole = client.chat.completions.create(**ask, max_tokens=7)
         assert whole.usage.completion_tokens == 7 and whole.kv["preset"] == "int4"
-        stream = client.chat.completions.create(
-            **ask, stream=True, stream_options={"include_usage": True}
-        )
-        chunks = list(stream)
-        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = client.chat.completions.create(**ask, **more, max_tokens=7)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert text == whole.choices[0].message.content
-        assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+        assert last.usage.total_tokens == whole.usage.total_tokens
         with pytest.raises(openai.BadRequestError, match=r"\[temperature\]"):
             client.chat.completions.create(**ask, temperature=-1)
         with pytest.raises(openai.NotFoundError, match="no such model"):

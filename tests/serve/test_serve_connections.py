@@ -127,13 +127,6 @@ def test_small_replies_leave_at_once():
         assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_one_connection_has_many_requests(echo):
-    with connect(echo) as line:
-        for i in range(5):
-            line.sendall(sized(b"%d" % i))
-            assert reply(line) == (200, b"/x %d" % i)
-
-
 def test_requests_that_come_at_once_are_answered_in_their_order(echo):
     chunked = post(b"2\r\nbc\r\n0\r\n\r\n", b"Transfer-Encoding: chunked")
     with connect(echo) as line:

@@ -121,20 +121,6 @@ def test_mlx_lms_own_batches_pad_all_to_the_longest():
     batched.promise(3, 40)
 
 
-@pytest.mark.parametrize(("family", "kv"), [("llama", "int4"), ("gemma3_text", "int4")])
-def test_compressed_caches_are_promised_each_its_own(family, kv):
-    """Only uncompressed windows are padded to the longest."""
-    model = random_model(family)
-    attach(model, kv)
-    batched = memory_of(model, batched=True)
-    batched.promise(0, 5)
-    short = batched.promised
-    batched.promise(1, 3000)
-    assert batched.promised < 1.1 * (short + batched.need(3000))
-    batched.promise(2, 5)
-    assert batched.promised < 1.2 * (2 * short + batched.need(3000))
-
-
 def test_the_least_recently_used_go_to_disk_and_come_back(small, tmp_path):
     memory = memory_of(small.model)
     disk = Disk(tmp_path, 1 << 30, small)

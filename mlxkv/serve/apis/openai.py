@@ -38,10 +38,8 @@ class Completion(Reply):
         self._calls, self._offset = 0, 0
 
     def start(self) -> None:
-        chat, kind = (
-            self.request.chat,
-            "chat.completion" if self.request.chat else "text_completion",
-        )
+        chat = self.request.chat
+        kind = "chat.completion" if chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4()}",
             "system_fingerprint": fingerprint(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -174,14 +175,11 @@ class Memory:
         """The most tokens, up to `limit`, that `promise` sets memory aside for. beside: beside what is promised
         already, else with nothing else under way. For any thread."""
         others = list(self._promised.values()) if beside else []
-        low, high = 0, limit  # what fits, and what may
-        while low < high:
-            middle = (low + high + 1) // 2
-            if _together([*others, self._needs(middle)]) <= self.bound:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_right(
+            range(1, limit + 1),
+            self.bound,
+            key=lambda tokens: _together([*others, self._needs(tokens)]),
+        )
 
     def release(self, key: Hashable) -> None:
         """Give the memory of a request back, if it has any."""

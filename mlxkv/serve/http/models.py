@@ -216,23 +216,20 @@ class Models:
 
     async def _make_room(self, need: int) -> None:
         """Unload models that nobody uses now, until so many bytes are free. Raises Refused."""
-        mx.clear_cache()  # buffers that MLX has freed count as used
-        free = int(USABLE * machine_memory()) - used_memory()
-        for name in list(self.loaded):
+        for name in (None, *self.loaded):
             # Whether it is in use is asked in the event loop, which hands it out.
-            if free < need and not self.loaded[name].users:
+            if name is not None and not self.loaded[name].users:
                 await asyncio.to_thread(self.loaded.pop(name).close)
                 gc.collect()
-                mx.clear_cache()
-                free = int(USABLE * machine_memory()) - used_memory()
-        if free < need:
-            raise Refused(
-                503,
-                f"[model] needs {human_bytes(need)} of memory, {human_bytes(max(0, free))} are free beside the models "
-                "in use; try again later",
-                "memory_busy",
-                retry=10,
-            )
+            mx.clear_cache()  # buffers that MLX has freed count as used
+            free = int(USABLE * machine_memory()) - used_memory()
+            if free >= need:
+                return
+        free, need = human_bytes(max(0, free)), human_bytes(need)
+        reason = (
+            f"needs {need} of memory, {free} are free beside the models in use; try again later"
+        )
+        raise Refused(503, f"[model] {reason}", "memory_busy", retry=10)
 
     def kv(self, is_operator: bool) -> dict:
         """The document of /v1/kv: the caches of the first model, then of all others that are loaded."""

@@ -123,11 +123,6 @@ class Wire(H11Protocol):
         await self._application(scope, receive, send)
 
     @property
-    def is_between(self) -> bool:
-        """Return whether no request is with the application."""
-        return self.cycle is None or self.cycle.response_complete
-
-    @property
     def is_complete(self) -> bool:
         """Return whether all of the request has come."""
         return not self.cycle.more_body
@@ -136,14 +131,9 @@ class Wire(H11Protocol):
     def state(self) -> str:
         if self.is_ending:
             return "ending"
-        if self.is_between:
+        if self.cycle is None or self.cycle.response_complete:
             return "idle" if self.arrival_time is None else "arriving"
         return "busy" if self.is_complete else "arriving"
-
-    @property
-    def deadline(self) -> float:
-        """The time at which the request has to have arrived."""
-        return (self.arrival_time or time.monotonic()) + SECONDS + self.byte_count / PACE
 
     def abort(self) -> None:
         self.limits.wires.discard(self)
@@ -226,14 +216,14 @@ class Wire(H11Protocol):
 
     def look(self, now: float) -> None:
         """Close this connection where it waits for too long."""
-        state = self.state
+        state, seconds = self.state, SECONDS + self.byte_count / PACE
         if self._write_block_time is not None and now > self._write_block_time + SECONDS:
             self.abort()
         elif state == "idle" and now > self.since + IDLE:
             self.transport.close()
-        elif state == "ending" and now > self.since + SECONDS + self.byte_count / PACE:
+        elif state == "ending" and now > self.since + seconds:
             self.abort()
-        elif state == "arriving" and now > self.deadline:
+        elif state == "arriving" and now > (self.arrival_time or now) + seconds:
             text = f"[request] did not arrive in {SECONDS:g} s; got {self.byte_count} bytes"
             peer = self.client[0] if self.client else "a client"
             logging.warning(f"{text} from {peer}; it is closed")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import re
 import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -53,17 +51,3 @@ def test_nothing_of_the_page_is_left_out_of_a_wheel():
     paths = [str(path) for path in FOLDER.rglob("*") if path.is_file()]
     asked = ["git", "check-ignore", "--no-index", *paths]
     assert subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout == ""
-
-
-@pytest.mark.slow
-def test_the_wheel_has_the_page(tmp_path):
-    pytest.importorskip("hatchling", reason="hatchling builds the wheel")
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    for path in (p for p in FOLDER.rglob("*") if p.is_file()):
-        assert path.relative_to(ROOT).as_posix() in names
