@@ -10,18 +10,7 @@ from collections.abc import Collection
 from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.fields import (
-    bad,
-    call,
-    field,
-    joined,
-    mistyped,
-    named,
-    objects,
-    text_of,
-    texts_of,
-    tool,
-)
+from mlxkv.serve.http.fields import Fields, bad, call, joined, mistyped, schema_format
 from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
@@ -47,40 +36,44 @@ CHOICES = {"auto": "auto", "none": "none", "any": "required"}  # in OpenAI's wor
 
 def read(body: dict, served: Served) -> MessagesReply:
     """The request in a body. Raises Refused."""
-    return MessagesReply(
-        request_of(body, served), field("", body, "stream", bool, False), served.model
-    )
+    return MessagesReply(request_of(body, served), Fields(body).flag("stream"), served.model)
 
 
 def request_of(body: dict, served: Served) -> Request:
     """The request of a JSON object. Raises Refused, which names the field."""
     mistyped(body, TAKEN)
-    messages = _system(body.get("system"))
-    asked = objects("messages", body.get("messages"))
+    fields, messages = Fields(body), _system(body)
+    asked = fields.objects("messages")
     if not asked:
-        raise bad("messages", "must be a list that is not empty", [])
-    for path, message in asked:
-        messages += _message(path, message)
+        raise fields.bad("messages", "must be a list that is not empty")
+    for message in asked:
+        messages += _message(message)
     messages = joined(messages)
-    tools = [_tool(path, one) for path, one in objects("tools", body.get("tools") or [])]
     plain = {name: body[name] for name in SAME if name in body}
-    thinking = field("", body, "thinking", dict, {}).get("type")
+    thinking = fields.object("thinking").get("type")
     if thinking is not None:
         if thinking not in ("enabled", "adaptive", "disabled"):
             raise bad("thinking.type", "choose from enabled, adaptive, disabled", thinking)
-        extra = field("", body, "chat_template_kwargs", dict, {})
+        extra = fields.object("chat_template_kwargs")
         plain["chat_template_kwargs"] = {"enable_thinking": thinking != "disabled"} | extra
+    stops = fields.get("stop_sequences", list, [])
+    if not all(isinstance(word, str) and word for word in stops):
+        raise fields.bad("stop_sequences", "must be a list of strings, none empty")
     # What an assistant has begun to say, it goes on with.
     more = len(messages) > 1 and messages[-1]["role"] == "assistant"
-    more = more and not messages[-1].get("tool_calls")
-    found = {"messages": messages, "tools": tools, "continue_final_message": more}
-    found |= {"stop": _stops(body), "response_format": _format(body), "tool_choice": _choice(body)}
-    return check(plain | found, True, served, shorten=True)
+    translated = {
+        "messages": messages,
+        "tools": [_tool(each) for each in fields.objects("tools", optional=True)],
+        "continue_final_message": more and not messages[-1].get("tool_calls"),
+        "stop": stops,
+        "response_format": _format(fields),
+        "tool_choice": _choice(fields.object("tool_choice")),
+    }
+    return check(plain | translated, True, served, shorten=True)
 
 
-def _choice(body: dict) -> str | dict:
+def _choice(choice: dict) -> str | dict:
     """`tool_choice` in OpenAI's words."""
-    choice = field("", body, "tool_choice", dict, {})
     kind = choice.get("type", "auto")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
@@ -89,79 +82,71 @@ def _choice(body: dict) -> str | dict:
     return CHOICES[kind]
 
 
-def _stops(body: dict) -> list[str]:
-    stops = field("", body, "stop_sequences", list, [])
-    if not all(isinstance(word, str) and word for word in stops):
-        raise bad("stop_sequences", "must be a list of strings, none empty", stops)
-    return stops
-
-
-def _format(body: dict) -> dict | None:
+def _format(fields: Fields) -> dict | None:
     """OpenAI's response_format for a schema, under its newer or its older name."""
-    wanted = field("", body, "output_config", dict, {}).get("format") or body.get("output_format")
+    wanted = fields.object("output_config").get("format") or fields.body.get("output_format")
     if wanted is None:
         return None
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
         raise bad("output_config.format", "must be of type json_schema", wanted)
-    return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
+    return schema_format(wanted)
 
 
-def _system(system: object) -> list[dict]:
+def _system(body: dict) -> list[dict]:
+    system = body.get("system")
     if not isinstance(system, str):
-        texts = texts_of("system", system)
+        texts = Fields(body).texts("system")
         system = "\n".join(text for text in texts if not text.startswith(BILLING))
     return [{"role": "system", "content": system}] if system else []
 
 
-def _message(path: str, message: dict) -> list[dict]:
-    role = message.get("role")
+def _message(message: Fields) -> list[dict]:
+    role, content = message.body.get("role"), message.body.get("content")
     if role not in ("user", "assistant", "system"):
-        raise bad(f"{path}.role", "unknown role; choose from user, assistant", role)
-    content = message.get("content")
+        raise message.bad("role", "unknown role; choose from user, assistant")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    blocks = objects(f"{path}.content", content)
+    blocks = message.objects("content")
     if role == "assistant":
         return [_assistant(blocks)]
     out: list[dict] = []
-    for place, block in blocks:
-        if block.get("type") == "tool_result":
-            out.append(_result(place, block))
+    for block in blocks:
+        if block.body.get("type") == "tool_result":
+            out.append(_result(block))
         else:
-            out.append({"role": role, "content": text_of(place, block)})
+            out.append({"role": role, "content": block.part()})
     return out or [{"role": role, "content": ""}]
 
 
-def _assistant(blocks: list[tuple[str, dict]]) -> dict:
+def _assistant(blocks: list[Fields]) -> dict:
     texts, thoughts, calls = [], [], []
-    for path, block in blocks:
-        kind = block.get("type")
+    for block in blocks:
+        kind = block.body.get("type")
         if kind == "thinking":
-            thoughts.append(field(path, block, "thinking", str, ""))
+            thoughts.append(block.text("thinking"))
         elif kind == "tool_use":
-            arguments, id = field(path, block, "input", dict, {}), named(path, block, "id")
-            calls.append(call(id, named(path, block, "name"), arguments))
+            calls.append(call(block.named("id"), block.named("name"), block.object("input")))
         elif kind != "redacted_thinking":  # nobody but Anthropic can read that
-            texts.append(text_of(path, block))
+            texts.append(block.part())
     out: dict = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):
         out["reasoning_content"] = "\n".join(thoughts)
     return out | ({"tool_calls": calls} if calls else {})
 
 
-def _result(path: str, block: dict) -> dict:
-    text = "\n".join(texts_of(f"{path}.content", block.get("content")))
-    if field(path, block, "is_error", bool, False):
+def _result(block: Fields) -> dict:
+    text = "\n".join(block.texts("content"))
+    if block.flag("is_error"):
         text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": named(path, block, "tool_use_id"), "content": text}
+    return {"role": "tool", "tool_call_id": block.named("tool_use_id"), "content": text}
 
 
-def _tool(path: str, asked: dict) -> dict:
-    if "input_schema" not in asked:
-        kind = str(asked.get("type"))[:40]
+def _tool(asked: Fields) -> dict:
+    if "input_schema" not in asked.body:
+        kind = str(asked.body.get("type"))[:40]
         reason = f"{kind} runs on Anthropic's servers, and not here; leave it out, or give an input_schema"
-        raise bad(path, reason)
-    return tool(path, asked, "input_schema")
+        raise bad(asked.path, reason)
+    return asked.tool("input_schema")
 
 
 def models(names: tuple[str, ...], name: str) -> dict:

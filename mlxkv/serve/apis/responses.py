@@ -12,17 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.fields import (
-    bad,
-    call,
-    field,
-    joined,
-    mistyped,
-    named,
-    objects,
-    texts_of,
-    tool,
-)
+from mlxkv.serve.http.fields import Fields, bad, call, joined, mistyped, schema_format
 from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
@@ -41,63 +31,54 @@ CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "requir
 def read(body: dict, served: Served) -> ResponsesReply:
     """The request in a body. Raises Refused."""
     request, customs = request_of(body, served)
-    streams = field("", body, "stream", bool, False)
-    return ResponsesReply(request, streams, served.model, body, customs)
+    return ResponsesReply(request, Fields(body).flag("stream"), served.model, body, customs)
 
 
 def request_of(body: dict, served: Served) -> tuple[Request, set[str]]:
     """The request of a JSON object, and the names of its custom tools. Raises Refused."""
     mistyped(body, TAKEN)
+    fields = Fields(body)
     for name in KEPT:
         if body.get(name) is not None:
             raise bad(name, "nothing is stored here; send the whole conversation as input")
-    if field("", body, "background", bool, False):
+    if fields.flag("background"):
         raise bad("background", "this server does not have it; leave it out")
     messages = []
-    if instructions := field("", body, "instructions", str, ""):
+    if instructions := fields.text("instructions"):
         messages.append({"role": "system", "content": instructions})
-    given = body.get("input")
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
+    if isinstance(body.get("input"), str):
+        messages.append({"role": "user", "content": body["input"]})
     else:
-        messages += _messages(objects("input", given))
-    tools, customs = _tools(objects("tools", body.get("tools") or []))
-    choice = body.get("tool_choice")
+        messages += _messages(fields.objects("input"))
+    tools, customs = _tools(fields.objects("tools", optional=True))
+    choice, form = body.get("tool_choice"), fields.object("text").get("format")
     if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        form = schema_format(form)
     plain = {name: body[name] for name in SAME if name in body}
-    found = {
-        "messages": joined(messages),
-        "tools": tools,
-        "tool_choice": choice,
-        "response_format": _format(field("", body, "text", dict, {}).get("format")),
-    }
+    plain |= {"messages": joined(messages), "tools": tools}
+    plain |= {"tool_choice": choice, "response_format": form}  # checked where chats check theirs
     if body.get("max_output_tokens") is not None:
-        found["max_tokens"] = body["max_output_tokens"]
-    return check(plain | found, True, served, shorten=True), customs
+        plain["max_tokens"] = body["max_output_tokens"]
+    return check(plain, True, served, shorten=True), customs
 
 
-def _format(wanted: object) -> dict | None:
-    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
-    return wanted  # checked where chats check theirs
-
-
-def _tools(tools: list[tuple[str, dict]]) -> tuple[list[dict], set[str]]:
+def _tools(tools: list[Fields]) -> tuple[list[dict], set[str]]:
     out, customs = [], set()
-    for path, one in tools:
-        kind = one.get("type")
+    for tool in tools:
+        kind = tool.body.get("type")
         if kind in ("function", "custom"):
-            out.append(tool(path, one, "parameters"))
+            out.append(tool.tool("parameters"))
             if kind == "custom":  # free text, where a template has arguments
-                customs.add(one["name"])
+                customs.add(tool.body["name"])
                 out[-1]["function"]["parameters"] = CUSTOM
         elif not isinstance(kind, str):
-            raise bad(f"{path}.type", "must be a text", kind)
+            raise tool.bad("type", "must be a text")
     return out, customs
 
 
-def _messages(items: list[tuple[str, dict]]) -> list[dict]:
+def _messages(items: list[Fields]) -> list[dict]:
     """Chat messages of items: thinking and calls belong to the assistant's message around them."""
     out: list[dict] = []
 
@@ -106,42 +87,32 @@ def _messages(items: list[tuple[str, dict]]) -> list[dict]:
             out.append({"role": "assistant", "content": ""})
         return out[-1]
 
-    for path, item in items:
-        kind = item.get("type", "message")
+    for item in items:
+        kind = item.body.get("type", "message")
         if kind == "message":
-            role, text = item.get("role"), _text(path, item.get("content"))
+            role, text = item.body.get("role"), "".join(item.texts("content", TEXTS))
             if role == "assistant" and not (message := assistant())["content"]:
                 message["content"] = text
             elif role in ("user", "system", "developer", "assistant"):
                 out.append({"role": "system" if role == "developer" else role, "content": text})
             else:
-                raise bad(
-                    f"{path}.role", "unknown role; choose from user, assistant, developer", role
-                )
+                raise item.bad("role", "unknown role; choose from user, assistant, developer")
         elif kind == "reasoning":
-            if text := _text(path, item.get("content") or item.get("summary") or []):
+            name = "content" if item.body.get("content") else "summary"
+            if text := "".join(item.texts(name, TEXTS)):
                 assistant()["reasoning_content"] = text
         elif kind in ("function_call", "custom_tool_call"):
-            assistant().setdefault("tool_calls", []).append(_call(path, item, kind))
+            is_custom = kind == "custom_tool_call"
+            arguments: object = item.text("arguments") or "{}"
+            arguments = {"input": item.text("input")} if is_custom else arguments
+            calls = assistant().setdefault("tool_calls", [])
+            calls.append(call(item.named("call_id"), item.named("name"), arguments))
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            content = _text(path, item.get("output"))
-            id = named(path, item, "call_id")
-            out.append({"role": "tool", "tool_call_id": id, "content": content})
+            content = "".join(item.texts("output", TEXTS))
+            out.append({"role": "tool", "tool_call_id": item.named("call_id"), "content": content})
         else:
-            raise bad(path, f"items of type {str(kind)[:40]} are not read here")
+            raise bad(item.path, f"items of type {str(kind)[:40]} are not read here")
     return out
-
-
-def _call(path: str, item: dict, kind: str) -> dict:
-    if kind == "custom_tool_call":
-        arguments: object = {"input": field(path, item, "input", str, "")}
-    else:
-        arguments = field(path, item, "arguments", str, "") or "{}"
-    return call(named(path, item, "call_id"), named(path, item, "name"), arguments)
-
-
-def _text(path: str, content: object) -> str:
-    return "".join(texts_of(f"{path}.content", content, TEXTS))
 
 
 # -- replies

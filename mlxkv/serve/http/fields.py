@@ -83,61 +83,89 @@ def mistyped(body: dict, taken: tuple[str, ...]) -> None:
             raise Refused(400, reason, "unknown_parameter")
 
 
-def field(path: str, body: dict, name: str, kind: type, default: Any) -> Any:
-    """A field that may be missing or null. path: of the object, "" for the request. Raises Refused."""
-    value = body.get(name)
-    if value is None:
-        return default
-    if type(value) is not kind:
-        raise bad(f"{path}.{name}" if path else name, f"must be {_KINDS[kind]}", value)
-    return value
+class Fields:
+    """The fields of a JSON object, each read with its type. All methods raise Refused, which names the field.
+
+    path: of the object, "" for the request.
+    """
+
+    def __init__(self, body: dict, path: str = ""):
+        self.body, self.path = body, path
+
+    def place(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+    def bad(self, name: str, reason: str) -> Refused:
+        return bad(self.place(name), reason, self.body.get(name))
+
+    def get(self, name: str, kind: type, default: Any) -> Any:
+        """A field that may be missing or null."""
+        value = self.body.get(name)
+        if value is None:
+            return default
+        if type(value) is not kind:
+            raise self.bad(name, f"must be {_KINDS[kind]}")
+        return value
+
+    def text(self, name: str) -> str:
+        return self.get(name, str, "")
+
+    def object(self, name: str) -> dict:
+        return self.get(name, dict, {})
+
+    def flag(self, name: str) -> bool:
+        return self.get(name, bool, False)
+
+    def named(self, name: str) -> str:
+        """A text that must be there and not empty."""
+        value = self.text(name)
+        if not value:
+            raise self.bad(name, "must be a text that is not empty")
+        return value
+
+    def objects(self, name: str, optional: bool = False) -> list[Fields]:
+        """The objects of a list."""
+        values = self.body.get(name)
+        if optional and not values:
+            return []
+        if not isinstance(values, list):
+            raise self.bad(name, "must be a list")
+        for i, value in enumerate(values):
+            if not isinstance(value, dict):
+                raise bad(self.place(f"{name}.{i}"), "must be an object", value)
+        return [Fields(value, self.place(f"{name}.{i}")) for i, value in enumerate(values)]
+
+    def part(self, kinds: tuple[str, ...] = ("text",)) -> str:
+        """The text of this object, a part whose type is one of `kinds`."""
+        kind = self.body.get("type", "text")
+        if kind not in kinds:
+            reason = "no images are taken" if "image" in str(kind) else "only parts with text are"
+            raise bad(self.path, reason, kind)
+        name = "refusal" if kind == "refusal" else "text"
+        if (text := self.get(name, str, None)) is None:
+            raise self.bad(name, "must be a text")
+        return text
+
+    def texts(self, name: str, kinds: tuple[str, ...] = ("text",)) -> list[str]:
+        """The texts of a content, which is one or has parts, of these types."""
+        content = self.body.get(name)
+        if content is None or isinstance(content, str):
+            return [content or ""]
+        return [part.part(kinds) for part in self.objects(name)]
+
+    def tool(self, schema: str) -> dict:
+        """This object, a tool, in OpenAI's form. schema: the name of the field with its parameters."""
+        function = {
+            "name": self.named("name"),
+            "description": self.text("description"),
+            "parameters": self.object(schema),
+        }
+        return {"type": "function", "function": function}
 
 
-def objects(path: str, values: Any) -> list[tuple[str, dict]]:
-    """The objects of a list, each with its place. Raises Refused."""
-    if not isinstance(values, list):
-        raise bad(path, "must be a list", values)
-    for i, value in enumerate(values):
-        if not isinstance(value, dict):
-            raise bad(f"{path}.{i}", "must be an object", value)
-    return [(f"{path}.{i}", value) for i, value in enumerate(values)]
-
-
-def named(path: str, body: dict, name: str) -> str:
-    """A text that must be there and not empty. Raises Refused."""
-    value = field(path, body, name, str, "")
-    if not value:
-        raise bad(f"{path}.{name}", "must be a text that is not empty", body.get(name))
-    return value
-
-
-def text_of(path: str, part: dict, kinds: tuple[str, ...] = ("text",)) -> str:
-    """The text of a part, whose type is one of `kinds`. Raises Refused."""
-    kind = part.get("type", "text")
-    if kind not in kinds:
-        reason = "no images are taken" if "image" in str(kind) else "only parts with text are"
-        raise bad(path, reason, kind)
-    name = "refusal" if kind == "refusal" else "text"
-    if (text := field(path, part, name, str, None)) is None:
-        raise bad(f"{path}.{name}", "must be a text", None)
-    return text
-
-
-def texts_of(path: str, content: object, kinds: tuple[str, ...] = ("text",)) -> list[str]:
-    """The texts of a content, which is one or has parts, of these types. Raises Refused."""
-    if content is None or isinstance(content, str):
-        return [content or ""]
-    return [text_of(place, part, kinds) for place, part in objects(path, content)]
-
-
-def tool(path: str, body: dict, schema: str) -> dict:
-    """A tool in OpenAI's form. schema: the name of the field with its parameters. Raises Refused."""
-    function = {
-        "name": named(path, body, "name"),
-        "description": field(path, body, "description", str, ""),
-        "parameters": field(path, body, schema, dict, {}),
-    }
-    return {"type": "function", "function": function}
+def schema_format(wanted: dict) -> dict:
+    """OpenAI's response_format for a schema of another API."""
+    return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
 
 
 def call(id: str, name: str, arguments: object) -> dict:

@@ -16,7 +16,7 @@ from typing import Any
 from mlxkv.models.catalog.asked import RESERVED
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.serve.grammar import Calls, of_choice, of_format
-from mlxkv.serve.http.fields import bad, call, field, mistyped, named, objects, texts_of
+from mlxkv.serve.http.fields import Fields, bad, call, mistyped
 from mlxkv.serve.refusals import Refused
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -142,12 +142,13 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
     for name in ("max_tokens", "max_completion_tokens"):
         if body.get(name) == ENDLESS:
             body, shorten = body | {name: served.longest}, True
-    options = field("", body, "stream_options", dict, {})
-    content = _chat(body) if chat else {"prompt": _text(body)}
+    fields = Fields(body)
+    options = Fields(fields.object("stream_options"), "stream_options")
+    content = _chat(fields) if chat else {"prompt": _text(body)}
     return Request(
         chat=chat,
-        stream=field("", body, "stream", bool, False),
-        include_usage=field("stream_options", options, "include_usage", bool, False),
+        stream=fields.flag("stream"),
+        include_usage=options.flag("include_usage"),
         **_numbers(body, served),
         stop=_stop(body),
         **_logprobs(body, chat),
@@ -177,7 +178,7 @@ def _grammar(body: dict, content: dict, calls: Calls | None) -> str | None:
 
 
 def _name(body: dict, name: str) -> str:
-    value = field("", body, name, str, "")
+    value = Fields(body).text(name)
     if len(value) > NAME_LENGTH:
         raise bad(name, f"must be a text of at most {NAME_LENGTH} characters", value)
     return value
@@ -227,11 +228,11 @@ def _logprobs(body: dict, chat: bool) -> dict:
         body = body | {"logprobs": True}
     if type(top) is not int or not -1 <= top <= 11:
         raise bad(name, "must be from 0 to 11", top)
-    return {"logprobs": field("", body, "logprobs", bool, False), "top_logprobs": top}
+    return {"logprobs": Fields(body).flag("logprobs"), "top_logprobs": top}
 
 
 def _logit_bias(body: dict, vocabulary: int) -> dict[int, float] | None:
-    bias = field("", body, "logit_bias", dict, {})
+    bias = Fields(body).object("logit_bias")
     if len(bias) > LOGIT_BIASES:
         raise bad("logit_bias", f"must be an object of at most {LOGIT_BIASES} tokens", bias)
     for token, value in bias.items():
@@ -252,48 +253,46 @@ def _text(body: dict) -> str:
     return prompt
 
 
-def _chat(body: dict) -> dict:
-    messages = [_message(*each) for each in objects("messages", body.get("messages"))]
+def _chat(fields: Fields) -> dict:
+    messages = [_message(message) for message in fields.objects("messages")]
     if not messages:
-        raise bad("messages", "must be a list that is not empty", messages)
-    tools = field("", body, "tools", list, [])
-    for path, tool in objects("tools", tools):
-        if not isinstance(tool.get("function"), dict):
-            raise bad(path, "must be an object with a function", tool)
-        name = named(f"{path}.function", tool["function"], "name")
-        if not TOOL_NAME.fullmatch(name):  # marks of calls and special tokens end the call
+        raise fields.bad("messages", "must be a list that is not empty")
+    for tool in fields.objects("tools", optional=True):
+        if not isinstance(tool.body.get("function"), dict):
+            raise bad(tool.path, "must be an object with a function", tool.body)
+        function = Fields(tool.body["function"], tool.place("function"))
+        if not TOOL_NAME.fullmatch(function.named("name")):  # marks and special tokens end the call
             reason = f"must be letters, digits and {TOOL_MARKS}, at most {NAME_LENGTH}"
-            raise bad(f"{path}.function.name", reason, name)
-    extra = field("", body, "chat_template_kwargs", dict, {})
+            raise function.bad("name", reason)
+    extra = fields.object("chat_template_kwargs")
     if any(k in RESERVED or not isinstance(x, str | bool | int | float) for k, x in extra.items()):
         raise bad("chat_template_kwargs", "must be plain values, of names that are free", extra)
-    more = field("", body, "continue_final_message", bool, False)
+    more = fields.flag("continue_final_message")
     if more and (len(messages) < 2 or messages[-1]["role"] != "assistant"):
         reason = "needs a last message of the assistant behind others"
         raise bad("continue_final_message", reason, more)
     return {
         "messages": messages,
-        "tools": tools or None,
+        "tools": fields.body.get("tools") or None,
         "chat_template_kwargs": extra or None,
         "continue_final_message": more,
     }
 
 
-def _message(path: str, message: dict) -> dict:
-    role = message.get("role")
+def _message(message: Fields) -> dict:
+    role = message.body.get("role")
     if role not in ROLES:
-        raise bad(f"{path}.role", f"unknown role; choose from {', '.join(ROLES)}", role)
-    content = "".join(texts_of(f"{path}.content", message.get("content")))
+        raise message.bad("role", f"unknown role; choose from {', '.join(ROLES)}")
+    content = "".join(message.texts("content"))
     out = {"role": "system" if role == "developer" else role, "content": content}
-    texts = {name: field(path, message, name, str, None) for name in TEXTS}
+    texts = {name: message.get(name, str, None) for name in TEXTS}
     out |= {name: text for name, text in texts.items() if text is not None}
-    if message.get("tool_calls"):
-        calls = objects(f"{path}.tool_calls", message["tool_calls"])
-        out["tool_calls"] = [_tool_call(*each) for each in calls]
+    if calls := message.objects("tool_calls", optional=True):
+        out["tool_calls"] = [_tool_call(each) for each in calls]
     return out
 
 
-def _tool_call(path: str, one: dict) -> dict:
-    function = field(path, one, "function", dict, {})
-    name = named(f"{path}.function", function, "name")
-    return call(str(one.get("id") or ""), name, function.get("arguments") or "{}")
+def _tool_call(asked: Fields) -> dict:
+    function = Fields(asked.object("function"), asked.place("function"))
+    arguments = function.body.get("arguments") or "{}"
+    return call(str(asked.body.get("id") or ""), function.named("name"), arguments)
