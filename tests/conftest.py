@@ -81,7 +81,6 @@ SLOW = (
     "metal/test_kernels.py::test_the_golden_table_holds_with_kernels",
     "metal/test_metal_texts.py::test_texts_are_read",
     "metal/test_method_kernels.py",
-    "metal/test_mps_texts.py",
     "metal/test_oja_kernels.py",
     "metal/test_seal.py",
     "metal/test_seal_clip.py",

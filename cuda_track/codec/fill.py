@@ -1,5 +1,5 @@
 """Bits by direction in torch ops: x ~ scale * (code - (2^b - 1) / 2), b by block of 16 stored dims. Spec:
-`mlxkv.spec.mixed.fill`; stored: `Fill.tensors`."""
+`mlxkv.spec.fill`; stored: `Fill.tensors`."""
 
 from __future__ import annotations
 

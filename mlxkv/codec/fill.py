@@ -1,5 +1,5 @@
 """Bits by direction in plain MLX ops: x ~ scale * (code - (2^b - 1) / 2), b by block of 16 stored dims. Spec:
-`spec.mixed.fill`. Stored: `Fill.tensors`."""
+`spec.fill`. Stored: `Fill.tensors`."""
 
 from __future__ import annotations
 

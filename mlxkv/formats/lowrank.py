@@ -21,7 +21,7 @@ RATES = (0.5, 8.25)  # bits a value that may be asked for
 # The uniform quantizer with an even number of levels that is best for a Gaussian number of variance 1 (Max, "Quantizing
 # for minimum distortion", IRE IT-6, 1960, table II; 8 bits by the same equations): the width of its cells; by how much
 # its levels are further apart, so that decoded numbers have variance 1, too; and the squared error then. 0 bits leave
-# all of the variance. Spec: `mlxkv.spec.mixed.fill`.
+# all of the variance. Spec: `mlxkv.spec.fill`.
 STEPS = {1: 1.595769134, 2: 0.995686668, 3: 0.586019449, 4: 0.335200601, 8: 0.030762395}
 GAINS = {1: 1.253314127, 2: 1.065305348, 3: 1.019262431, 4: 1.005821895, 8: 1.000043846}
 ERRORS = {0: 1.0, 1: 0.404230878, 2: 0.122603985, 3: 0.037796809, 4: 0.011576388, 8: 0.000087688}

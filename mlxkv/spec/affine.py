@@ -61,15 +61,6 @@ def srft(x: np.ndarray, seed: int = 0) -> np.ndarray:
     return out
 
 
-def srft_inverse(y: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Invert `srft` exactly: unpack, inverse real FFT, signs (SRFT paper, section 3.1)."""
-    dims = y.shape[-1]
-    half = np.zeros((*y.shape[:-1], dims // 2 + 1), complex)
-    half[..., 0], half[..., -1] = y[..., 0], y[..., 1]
-    half[..., 1:-1] = (y[..., 2::2] + 1j * y[..., 3::2]) / np.sqrt(2)
-    return np.fft.irfft(half, dims, norm="ortho") * signs(dims, seed)
-
-
 def transform(name: str, dims: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return (down, up), each [D, D], of "none", "hadamard" or "srft"."""
     if name == "none":

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from mlxkv.spec import affine
+
 RIDGE = 0.1  # share of the mean energy of a stored dim, for batches of few tokens
 
 # --------------------------------------------------------------------------------------------------
@@ -78,11 +80,8 @@ def importance(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
     """Return softmax(q k^T scale) [B, H, w, T] of the last w queries q [B, H, w, D], the last of them at the
     last key of k [B, G, T, D] (section 5.2)."""
     new, total = q.shape[2], k.shape[2]
-    s = scale * (q @ np.repeat(k, q.shape[1] // k.shape[1], 1).swapaxes(-1, -2))
-    visible = np.arange(total)[None] <= np.arange(total - new, total)[:, None]
-    s = np.where(visible, s, -np.inf)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    return p / p.sum(-1, keepdims=True)
+    eye = np.broadcast_to(np.eye(total), (*k.shape[:2], total, total))  # values of I give p itself
+    return affine.attention(q, k, eye, scale, affine.causal_mask(new, total))
 
 
 def salient(p: np.ndarray, count: int) -> np.ndarray:

@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-from batches import alone
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from older_file import older
 from random_models import random_model
@@ -240,14 +239,3 @@ def test_the_other_track_reads_on_from_a_state(subtests, model, made):
             out = torch_attention.attend(torch.from_numpy(q), view, 0.125)
             assert rms(out.numpy(), ours) < 1e-5
             assert torch.equal(view.live[0][:, :, -1:], torch.from_numpy(keys) - turns.mean)
-
-
-def test_traced_steps_say_the_same_tokens(model, made, monkeypatch):
-    monkeypatch.setenv("MLXKV_COMPILE", "1")
-    attach(model, INT2, calibration=made)
-    steps = vars(model)["_mlxkv_attachment"].steps
-    assert steps.off is None
-    traced = alone(model, TEXT[:90], 40)
-    assert steps.replayed > 20 and not steps.refused
-    steps.off = "a test"
-    assert alone(model, TEXT[:90], 40) == traced

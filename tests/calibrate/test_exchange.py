@@ -17,7 +17,7 @@ from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.probe import find
 from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.hooks.taps import AttentionCall
-from mlxkv.spec.mixed import fill as spec
+from mlxkv.spec import fill as spec
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, Fill
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure
-from mlxkv.spec.mixed import fill as spec
+from mlxkv.spec import fill as spec
 
 WINDOWS = "+sink16+recent16+page16"
 
@@ -42,17 +42,6 @@ def test_steps_are_the_best_for_gaussian_numbers_and_keep_their_size(subtests):
             back = gain * step * levels
             assert np.mean(back**2) == pytest.approx(1, rel=0.01)
             assert np.mean((back - x) ** 2) == pytest.approx(ERRORS[bits], rel=0.05)
-
-
-def test_a_token_of_any_size_loses_the_share_of_its_widths():
-    widths = (8, 4, 3, 2, 1)
-    x = np.random.default_rng(0).standard_normal((4000, 80)) / spec.tables(widths)[0]
-    x *= np.exp(np.random.default_rng(1).standard_normal((4000, 1)))
-    back = spec.decode(*spec.encode(x, widths), widths)
-    for i, bits in enumerate(widths):
-        part = slice(DIMS * i, DIMS * (i + 1))
-        lost = ((back - x)[:, part] ** 2).sum() / (x[:, part] ** 2).sum()
-        assert lost == pytest.approx(ERRORS[bits], rel=0.25)
 
 
 # -- the budget
@@ -82,15 +71,6 @@ def test_more_bits_never_cost_more_and_no_pattern_is_better():
     assert known.keys() == found.keys()
     for total, cost in known.items():
         assert found[total] == pytest.approx(cost, rel=1e-5)
-
-
-def test_directions_alike_take_one_width_and_faint_ones_none():
-    even = np.ones((2, 64))
-    assert fill.allot([("keys", even), ("values", even)], 2.25)[1] == (2, 2, 2, 2)
-    faint = np.concatenate([even, np.full((2, 64), 1e-3)], 1)
-    keys, values = fill.allot([("keys", faint), ("values", faint)], 2.25)
-    for widths in (keys, values):  # bits that nothing better can use go to faint ones
-        assert min(widths[:4]) >= 3 and sum(widths[4:]) <= 2
 
 
 def test_too_few_bits_are_refused():

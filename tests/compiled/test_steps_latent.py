@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from latent_models import LATENT_FAMILIES, latent_model
+from latent_models import latent_model
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from on_emulator import make_mma, make_tiles
 from random_models import tokens
@@ -51,7 +51,7 @@ def latents_of(twins: Twins) -> list[LatentKVCache]:
     return [cache for cache in flat if isinstance(cache, LatentKVCache)]
 
 
-@pytest.mark.parametrize("family", sorted(set(LATENT_FAMILIES) - {"deepseek_v32"}))
+@pytest.mark.parametrize("family", ("bailing_moe_v3", "kimi_k3", "longcat_flash", "mistral4"))
 def test_families_are_replayed(family, attached):
     model = attached(family)
     twins = Twins(model)
@@ -74,11 +74,10 @@ def test_a_sparse_index_is_not(attached):
     [
         config_of(CHANNEL),
         config_of(Side(Affine(3, 64), "hadamard"), sink=0),
-        config_of(rotary=8),
         config_of(CHANNEL, rotary=8, sink=0),
         replace(parse_kv("turbo-int4+rope8"), **WINDOWS),
     ],
-    ids=("channel", "no sink", "rope8", "channel rope8 no sink", "turbo rope8"),
+    ids=("channel", "no sink", "channel rope8 no sink", "turbo rope8"),
 )
 def test_formats_are_replayed_past_sealing_and_room(config, attached):
     """Past the first room of pages of 16 tokens, so that arrays grow and another trace is made."""
@@ -136,8 +135,9 @@ def test_sequences_of_other_lengths_in_a_batch(family, rotary, attached):
     assert steps.replayed - before == 24 and not steps.refused
 
 
-@pytest.mark.parametrize("rotary", (16, 8))
-@pytest.mark.parametrize(("body", "dtype"), [(make_tiles, mx.float32), (make_mma, mx.float16)])
+@pytest.mark.parametrize(
+    ("body", "dtype", "rotary"), [(make_tiles, mx.float32, 16), (make_mma, mx.float16, 8)]
+)
 def test_the_kernel_with_lengths_from_an_array_gives_the_same_bits(body, dtype, rotary):
     """In the emulator, which no trace can hold: the same code, not traced."""
     model = latent_model("glm4_moe_lite", num_hidden_layers=1, first_k_dense_replace=1)

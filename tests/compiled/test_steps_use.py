@@ -124,22 +124,11 @@ def test_only_decode_steps_of_caches_are_traced(attached, monkeypatch):
     assert steps.traced == 1
 
 
-def test_other_models_of_the_class_are_not_traced(attached):
-    ours, other = attached(), random_model("llama", 1)
-    caches = make_prompt_cache(other)
-    other(tokens(60)[None], cache=caches)
-    before = caches[0].keys
-    right = llama.Model.__call__.__wrapped__(other, tokens(1)[None], cache=copy.deepcopy(caches))
-    assert mx.array_equal(other(tokens(1)[None], cache=caches), right)
-    assert type(before) is mx.array and not steps_of(ours).traced
-
-
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_have_traces_of_their_own(attached, twin):
+def test_copies_have_traces_of_their_own(attached):
     model = attached()
     twins, token = prompted(model)
     token = twins.speak(token, 3)
-    other = twin(model)
+    other = pickle.loads(pickle.dumps(model))
     assert steps_of(other) is not steps_of(model) and not steps_of(other).traced
     other.model.norm.weight = -other.model.norm.weight
     for one in (other, model, other):

@@ -134,7 +134,7 @@ def walk(tmp_path, monkeypatch):
         detach(model)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_walk_leaves_the_same(walk, seed):
     random = Random(seed)
     sides = [INT4.keys, INT8.values, FULL]
@@ -147,7 +147,7 @@ def test_any_walk_leaves_the_same(walk, seed):
 
 
 # A method of each kind of pages.
-KINDS = ("affine", "kivi", "shared", "turbo", "codebooks", "tree", "online", "fill", "polar")
+KINDS = ("affine", "kivi", "turbo", "online", "fill")
 
 
 @pytest.mark.parametrize("name", KINDS)

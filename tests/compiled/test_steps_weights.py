@@ -25,10 +25,6 @@ def going(attached):
     return twins, token
 
 
-def doubled(model) -> None:
-    model.update(tree_map(lambda x: 2 * x, model.parameters()))
-
-
 def one_array(model) -> None:
     model.layers[1].mlp.up_proj.weight = -model.layers[1].mlp.up_proj.weight
 
@@ -51,17 +47,6 @@ def lora(model) -> None:
     layer.q_proj.lora_b = mx.random.normal(layer.q_proj.lora_b.shape, key=mx.random.key(3))
 
 
-def a_bias(model) -> None:
-    """An array that was not there: `Linear` looks whether it has one."""
-    linear = model.layers[0].mlp.down_proj
-    linear.bias = mx.ones(linear.weight.shape[0])
-
-
-def fewer_layers(model) -> None:
-    """Behind the last one nothing is left out: the same layer runs in both places."""
-    model.model.layers[1] = model.model.layers[0]
-
-
 class Turned(nn.Linear):
     def __call__(self, x):
         return x @ self.turned
@@ -75,7 +60,7 @@ def renamed(model) -> None:
     linear.__class__ = Turned
 
 
-CHANGES = [doubled, one_array, in_place, other_type, quantized, lora, a_bias, fewer_layers, renamed]
+CHANGES = [one_array, in_place, other_type, quantized, lora, renamed]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -128,16 +113,6 @@ def call_of(model, change) -> None:
     norm.__class__ = Norm
 
 
-def test_what_is_computed_again_is_no_change(attached):
-    """As gemma3n does, which clips a weight in every call."""
-    model = attached()
-    call_of(model, lambda norm: setattr(norm, "weight", mx.clip(norm.weight, -9.0, 9.0)))
-    twins, token = prompted(model)
-    twins.speak(token, 30)
-    twins.compare()
-    assert twins.steps.traced and not twins.steps.refused
-
-
 def test_weights_that_change_in_every_call_are_refused(attached):
     model = attached()
     call_of(model, lambda norm: setattr(norm, "weight", norm.weight * 0.999))
@@ -173,17 +148,6 @@ def test_what_a_model_makes_once_stays(attached):
         x is not None for x in seen[2:]
     )  # a trace, a step as it is
     assert steps_of(model).traced and not steps_of(model).refused
-
-
-def test_a_list_that_grows_is_refused(attached):
-    model = attached()
-    model.model.norm.seen = []
-    call_of(model, lambda norm: norm.seen.append(norm.weight))
-    cache = make_prompt_cache(model)
-    for i, count in enumerate((60, *[1] * 5)):
-        mx.eval(model(tokens(count)[None], cache=cache))
-        assert len(model.model.norm.seen) == i + 1
-    assert steps_of(model).refused and all(x.shape == (32,) for x in model.model.norm.seen)
 
 
 ASKS = [

@@ -12,13 +12,11 @@ from small_models import TINY
 from transformers import DynamicCache
 
 from cuda_track import calibrate, eval
-from cuda_track.codec import maps
 from cuda_track.models import seam
 from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.loader import load
 from experiments.families.building import build
 from mlxkv import models
-from mlxkv.codec import maps as mlx_maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES
@@ -150,27 +148,3 @@ def test_fewer_bits_lose_more(loaded, tokens):
     assert 0 < kl["int8"] < 1e-4 < kl["naive-int2"]
     assert found["fp16"]["bits_per_value"] == 16 and found["int8"]["bits_per_value"] == 8.5
     json.dumps(found)
-
-
-def test_maps_are_cut_alike(subtests):
-    for size in (1, 2, 4, 3):
-        with subtests.test(size=size):
-            theirs = mlx_maps.sample(4, (64, 64), ("balanced", "balanced"))
-            pairs = (
-                maps.pair(np.array(x.down), np.array(x.up)) for x in (theirs.keys, theirs.values)
-            )
-            ours = maps.LayerMaps(*pairs, digest="file", layer="7")
-            theirs = replace(theirs, digest="file", layer="7")
-            if size == 3:
-                for one, cut in ((ours, maps.cut), (theirs, mlx_maps.cut)):
-                    with pytest.raises(
-                        UserError, match="4 kv heads of 7 cannot be shared by 3 processes"
-                    ):
-                        cut(one, 0, 3)
-                continue
-            for rank in range(size):
-                mine, right = maps.cut(ours, rank, size), mlx_maps.cut(theirs, rank, size)
-                assert (mine.digest, mine.layer) == (right.digest, right.layer)
-                for name in ("keys", "values"):
-                    down = getattr(mine, name).down.numpy()
-                    assert np.array_equal(down, np.array(getattr(right, name).down))

@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache
 
 from cuda_track.cache.latent import Heads, LatentKVCache, attend
-from cuda_track.codec import affine as codes
 from cuda_track.models import handing, latent, seam
 from experiments.families.building import NOT_BUILT, build, families
 from experiments.families.found import EXACT
@@ -78,8 +77,6 @@ CODES = [
     (Affine(4, 16, axis="channel"), "none"),
     (Affine(4, 32, True), "srft"),
     (Affine(3, 64), "hadamard"),
-    (Affine(2, 32), "none"),
-    (Affine(8, 64), "none"),
 ]
 
 
@@ -106,22 +103,6 @@ def test_attention_is_the_spec_s_over_what_is_stored(subtests):
 # -- the cache
 
 
-def test_windows_are_exact_and_latents_are_stored_as_keys():
-    config = config_of(Affine(4, 32))
-    cache, (latents, rotary) = filled(config, 90)
-    view = cache.view()
-    assert view.tokens == 90 and cache.offset == 90
-    seen, turned = view.whole(torch.float32)
-    live = view.live[0].shape[2]
-    torch.testing.assert_close(turned, rotary, rtol=0, atol=0)
-    torch.testing.assert_close(seen[:, :, :4], latents[:, :, :4], rtol=0, atol=0)
-    torch.testing.assert_close(seen[:, :, -live:], latents[:, :, -live:], rtol=0, atol=0)
-    pages = latents[:, :, 4:-live]
-    stored = codes.encode(Affine(4, 32), pages, 32)
-    right = codes.decode(Affine(4, 32), stored, R, 32, torch.float32)
-    torch.testing.assert_close(seen[:, :, 4:-live], right, rtol=0, atol=0)
-
-
 def test_a_state_goes_on_and_trims(subtests):
     for rotary in (16, 8):
         with subtests.test(rotary=rotary):
@@ -143,7 +124,7 @@ def test_a_state_goes_on_and_trims(subtests):
 
 # -- models of transformers
 
-FAMILIES = ("deepseek_v3", "deepseek_v2", "longcat_flash", "minicpm3", "kimi_linear")
+FAMILIES = ("deepseek_v3", "longcat_flash", "kimi_linear")
 PROMPT, NEW = 45, 20
 
 

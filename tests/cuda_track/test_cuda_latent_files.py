@@ -25,7 +25,7 @@ from mlxkv.models.calibration import measure
 
 torch.set_num_threads(1)
 IDS = np.random.default_rng(0).integers(5, 3000, 460).tolist()
-KV = ("int8", "int4+rope8", "hadamard-int3", "balanced-int3")
+KV = ("int4+rope8", "balanced-int3")
 NEW = [5, 77, 300]
 
 

@@ -28,7 +28,7 @@ def test_two_processes_say_and_store_what_one_does(found):
     """By `mlxkv.torch`, the public name of the second track, and without MLX."""
     for rank in found:
         assert not rank["mlx"]
-        for kv in ("int4", "balanced-int3", "static-0.75+int4"):
+        for kv in ("balanced-int3", "static-0.75+int4"):
             one = rank[kv]
             assert one["heads"] == [1] and one["text"]
             assert one["logits"] < 1e-3

@@ -11,8 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
-from cuda_track.cache.view import View
-from cuda_track.models import attending, handing, prompt_cache, seam
+from cuda_track.models import handing, prompt_cache, seam
 from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import Loaded
@@ -159,38 +158,6 @@ def test_lossless_pages_give_the_plain_logits(subtests):
                 model(IDS, use_cache=False)
 
 
-def test_models_that_are_not_causal_stay_so():
-    config = config_of("bert")
-    config.is_decoder = False
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        plain = model(IDS, use_cache=True, **handed(DynamicCache(config=config))).logits
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            seam.attach(model, EXACT)
-        got = model(IDS, use_cache=True, **handed(seam.new_cache(model))).logits
-        assert (plain - got).abs().max() < 1e-5
-        # The module says that it is not causal, and is given a view.
-        layer = model.bert.encoder.layer[0].attention.self
-        q, k, v = torch.randn(3, 1, 4, 6, 16)
-        assert layer.is_causal is False
-        out, _ = attending.attend_or_pass(layer, q, View((k, v)), View((k, v)), None)
-        right = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        assert (out - right.transpose(1, 2)).abs().max() < 1e-6
-
-
-def test_attach_takes_models_of_transformers(subtests):
-    for model, kv, text in [
-        (torch.nn.Linear(2, 2), "int4", "not a model"),
-        (None, None, "not a model"),
-    ]:
-        with subtests.test(model=model, kv=kv, text=text):
-            with pytest.raises(UserError, match=text):
-                seam.attach(model, kv)
-
-
 # -- options of generate
 
 
@@ -318,21 +285,6 @@ def test_ways_to_generate_are_those_of_the_plain_model(subtests):
 
 
 # -- copies, pickles, and other models' caches
-
-
-def test_a_copy_answers_with_its_own_weights(attached):
-    right = written(attached)
-    other = copy.deepcopy(attached)
-    assert torch.equal(written(other), right)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.zero_()
-    assert set(written(other)[0, PROMPT:].tolist()) == {0}
-    assert torch.equal(written(attached), right)
-    seam.detach(other)
-    assert set(written(other)[0, PROMPT:].tolist()) == {0}
-    assert other.config._attn_implementation == "sdpa" and "generate" not in vars(other)
-    assert torch.equal(written(attached), right)
 
 
 def test_models_pickle(llama, tmp_path):

@@ -5,7 +5,6 @@ import copy
 import pickle
 import warnings
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -138,14 +137,14 @@ def test_a_window_is_sealed_by_the_token_that_it_has_no_room_for(subtests):
             assert cache._count_pages
 
 
-def test_taking_a_reply_back_a_hundred_times_loses_nothing(subtests):
+def test_taking_a_reply_back_many_times_loses_nothing(subtests):
     """With the windows of the preset; int4's pages also in a pool, whose places come back."""
     for way in [choose.OPS, choose.TRITON]:
         with subtests.test(way=way):
             if way == choose.TRITON:
                 pytest.importorskip("cuda_track.kernels.interpreter")
             config, pair = replace(parse_kv("naive-int4"), **SMALL), data([0])
-            times = 100 if way == choose.OPS else 4
+            times = 20 if way == choose.OPS else 4
             with choose.using(way):
                 cache, fresh = (CompressedKVCache(config) for _ in "ab")
                 feed(fresh, pair, 0, 151)
@@ -239,24 +238,3 @@ def test_cut_back_asks_every_layer(subtests):
             assert cache.cut_back(93) == bool(kept)
             after = [layer.cache.offset for layer in cache.layers if hasattr(layer, "cache")]
             assert after == ([93] * len(before) if kept else before)
-
-
-def test_assisted_text_goes_on_over_many_seals(model):
-    prompt = ids(60)
-    write = partial(
-        model.generate,
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=90,
-        min_new_tokens=90,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    right = write()
-    assistant = build("llama")
-    with torch.no_grad():
-        assistant.lm_head.weight.add_(0.05 * torch.randn_like(assistant.lm_head.weight))
-    for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 6}):
-        got = write(**options)
-        agree = (got == right).float().mean()
-        assert got.shape == right.shape and agree > 0.5

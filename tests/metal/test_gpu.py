@@ -33,8 +33,8 @@ def _fresh():
 
 @needs_emulator
 def test_attention_is_the_same_however_it_is_split(subtests, monkeypatch):
-    for factory, dtype in ((make, mx.float32), (make_tiles, mx.float16)):
-        for cores in (4, 64):
+    for factory, dtype, both in ((make, mx.float32, (4, 64)), (make_tiles, mx.float16, (64,))):
+        for cores in both:
             with subtests.test(factory=factory, dtype=dtype, cores=cores):
                 monkeypatch.setattr(gpu, "cores", lambda make, cores=cores: cores)
                 keys, values = (
@@ -152,18 +152,6 @@ def test_where_mlx_is_not_fused_no_score_matrix_is_whole(monkeypatch, where, dim
     most = 1 << (16 if where == "cpu" else 19)
     assert len(seen) == blocks and (blocks == 1 or max(seen) <= most)
     assert out.shape == q.shape
-
-
-@needs_emulator
-def test_tiles_can_be_switched_off(monkeypatch):
-    from mlxkv.cache import choose
-    from mlxkv.cache.view import TILES
-
-    with launch.using(make_tiles):
-        assert choose.plan(SMALL, (64, 64), mx.float16).body == TILES
-        monkeypatch.setenv("MLXKV_TILES", "0")
-        assert choose.plan(SMALL, (64, 64), mx.float16).reason == "MLXKV_TILES=0"
-        assert choose.plan(SMALL, (64, 64), mx.float16).label == "kernels"
 
 
 def test_a_long_prefill_is_unsealed_a_side_at_a_time(monkeypatch):

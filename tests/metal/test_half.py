@@ -61,11 +61,7 @@ def test_records_hold_every_bit(subtests):
 
 def test_the_seal_kernel_writes_what_plain_ops_store(subtests):
     """And each store reads what the other saved."""
-    for name, dims in [
-        ("static-r24", 40),
-        ("static-r102", 128),
-        ("static-r24+int8/static-r24", 40),
-    ]:
+    for name, dims in [("static-r102", 128), ("static-r24+int8/static-r24", 40)]:
         with subtests.test(name=name, dims=dims):
             ours, plain = stores(name, dims, make)
             other, back = empty(name, dims, make)
@@ -91,9 +87,7 @@ def test_attention_is_softmax_over_what_is_stored(subtests):
     for name, dims, factory, dtype, bound in [
         ("static-0.75", 64, make, mx.float32, 5e-6),
         ("static-r102", 128, make_mma, mx.float16, 3e-3),
-        ("static-r24", 40, make_tiles, mx.bfloat16, 6e-3),
-        ("static-r24/static-r24+int4", 40, make_mma, mx.float16, 3e-3),
-        ("static-r24+kivi-int4/static-r24", 40, make_tiles, mx.float16, 3e-3),
+        ("static-r24+kivi-int4/static-r24", 40, make_tiles, mx.bfloat16, 6e-3),
     ]:
         with subtests.test(name=name, dims=dims, factory=factory):
             tiled = factory is not make

@@ -32,42 +32,29 @@ def made(*shape: int, seed: int = 0) -> mx.array:
 
 
 def test_it_is_attention_over_what_is_stored(subtests):
-    for factory in (make_tiles, make_mma):
-        for form, rank, heads, batch, sink, dtype in [
-            (Affine(4, 64, axis="channel"), 512, 20, 1, 4, mx.bfloat16),
-            (Affine(2, 32, True, "channel"), 64, 5, 2, 0, mx.float32),
-            (Affine(8, 64), 128, 33, 1, 0, mx.float16),
-            (Affine(3, 32, True), 256, 9, 1, 40, mx.float32),
-            (Affine(3, 64), 64, 16, 2, 3, mx.float32),
-        ]:
-            with subtests.test(
-                factory=factory,
-                form=form,
-                rank=rank,
-                heads=heads,
-                batch=batch,
-                sink=sink,
-                dtype=dtype,
-            ):
-                code, tokens, live = Codec(Side(form), rank, 64), 128, 21
-                stored = code.encode(made(batch, 1, tokens, rank))
-                pages = code.decode(stored, mx.float32)
-                first = made(batch, 1, sink, rank, seed=1).astype(dtype) if sink else None
-                last = made(batch, 1, live, rank, seed=2).astype(dtype)
-                seen = [
-                    np.array(x.astype(mx.float32)) for x in (first, pages, last) if x is not None
-                ]
-                q = made(batch, heads, 1, rank, seed=3)
-                added = made(batch, heads, 1, sink + tokens + live, seed=4).astype(dtype)
-                out = latents.attend(
-                    q, code, stored, tokens, first, last, added, SCALE, factory
-                ).astype(mx.float32)
-                whole = np.concatenate(seen, axis=2).astype(np.float64)
-                bias = np.array(added.astype(mx.float32))
-                expected = spec.attention(np.array(q), whole, whole, SCALE, bias)
-                assert rms(out, mx.array(expected.astype(np.float32))) < (
-                    4e-3 if dtype == mx.bfloat16 else 8e-4
-                )
+    """With the lane maps of CUDA and Metal in turn."""
+    for factory, form, rank, heads, batch, sink, dtype in [
+        (make_tiles, Affine(4, 64, axis="channel"), 512, 20, 1, 4, mx.bfloat16),
+        (make_mma, Affine(2, 32, True, "channel"), 64, 5, 2, 0, mx.float32),
+        (make_mma, Affine(8, 64), 128, 33, 1, 0, mx.float16),
+        (make_mma, Affine(3, 32, True), 256, 9, 1, 40, mx.float32),
+        (make_tiles, Affine(3, 64), 64, 16, 2, 3, mx.float32),
+    ]:
+        with subtests.test(form=form, rank=rank):
+            code, tokens, live = Codec(Side(form), rank, 64), 128, 21
+            stored = code.encode(made(batch, 1, tokens, rank))
+            pages = code.decode(stored, mx.float32)
+            first = made(batch, 1, sink, rank, seed=1).astype(dtype) if sink else None
+            last = made(batch, 1, live, rank, seed=2).astype(dtype)
+            seen = [np.array(x.astype(mx.float32)) for x in (first, pages, last) if x is not None]
+            q = made(batch, heads, 1, rank, seed=3)
+            added = made(batch, heads, 1, sink + tokens + live, seed=4).astype(dtype)
+            out = latents.attend(q, code, stored, tokens, first, last, added, SCALE, factory)
+            whole = np.concatenate(seen, axis=2).astype(np.float64)
+            bias = np.array(added.astype(mx.float32))
+            expected = spec.attention(np.array(q), whole, whole, SCALE, bias)
+            bound = 4e-3 if dtype == mx.bfloat16 else 8e-4
+            assert rms(out, mx.array(expected.astype(np.float32))) < bound
 
 
 def cache_of(kv: str | Side) -> LatentKVCache:
@@ -80,7 +67,6 @@ def cache_of(kv: str | Side) -> LatentKVCache:
 def test_a_cache_s_steps_are_those_of_plain_ops(subtests, trusted):
     for side in (
         Side(Affine(4, 32, axis="channel")),
-        Side(Affine(4, 32, symmetric=True), "srft"),
         Side(Affine(3, 64), "hadamard"),
     ):
         with subtests.test(side=side):
@@ -114,15 +100,14 @@ def test_what_it_does_not_compute_plain_ops_do(trusted):
         assert rms(attend(q, view, SCALE), attend(q, plain, SCALE)) < 8e-4
 
 
-def test_it_says_why_it_does_not_run(subtests):
+def test_it_says_why_it_does_not_run():
     for kv, dims, why in [
         ("turbo-int4", 128, "reads affine codes"),
         ("int4", 96, "is for 64, 128, 256, 512 dims, not 96"),
     ]:
-        with subtests.test(kv=kv, dims=dims, why=why):
-            with launch.using(make_tiles):
-                found = choose.plan(parse_kv(kv).of_latents, (dims, 32), mx.float32, latent=True)
-            assert found.body == OPS and why in found.label
+        with launch.using(make_tiles):
+            found = choose.plan(parse_kv(kv).of_latents, (dims, 32), mx.float32, latent=True)
+        assert found.body == OPS and why in found.label
 
 
 def test_no_machine_and_a_failed_trial(monkeypatch):

@@ -9,12 +9,10 @@ from mlxkv.cache import attention, selftest
 from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, View
-from mlxkv.doctor.golden import TABLE as golden
 from mlxkv.formats.config import Affine, CacheConfig, PolarTree, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import record_layout, why_no_record
-from mlxkv.metal import launch, tiles
-from mlxkv.spec.bounds import BOUNDS
+from mlxkv.metal import tiles
 
 
 def stores(method, dims, factory, tiled=False, pages=3, sealed=False):
@@ -84,14 +82,11 @@ def test_portable_attention_is_softmax_over_what_is_stored(subtests):
 
 def test_portable_attention_of_other_shapes(subtests):
     for name, dims, heads, new, dtype in [
-        ("kivi", 64, 4, 1, mx.float16),
         ("channels of both", 40, 2, 8, mx.float32),
-        ("turbo", 256, 2, 1, mx.float32),
-        ("polar-int3", 192, 2, 1, mx.float32),
+        ("polar", 192, 2, 1, mx.float32),
     ]:
         with subtests.test(name=name, dims=dims, heads=heads):
-            bound = {mx.float32: 2e-6, mx.float16: 5e-4, mx.bfloat16: 4e-3}[dtype]
-            assert run(METHODS[name], dims, heads, new, dtype, make) < bound
+            assert run(METHODS[name], dims, heads, new, dtype, make) < 2e-6
 
 
 def test_records_hold_the_same_as_codes_and_unseal_reads_them(subtests):
@@ -128,15 +123,6 @@ def test_scales_of_channels_change_inside_the_run_of_a_simdgroup(subtests, monke
             method = Method(Affine(bits, 64, axis="channel"), Affine(bits, 32))
             monkeypatch.setattr(tiles, "splits_for", lambda *args: (1, 1))
             assert run(method, dims, 2, 1, mx.float16, factory, tiled=True, pages=9) < 3e-3
-
-
-def test_the_golden_tensors_hold_with_kernels(trusted):
-    with launch.using(make):
-        rows = [row for row in golden.polar_tree_rows() if row.table == "attention"]
-        codes = [row for row in golden.codebook_rows() if row.table == "attention"]
-    assert len(rows) == 3 and len(codes) == 3
-    assert not [row for row in [*rows, *codes] if not row.ok]
-    assert BOUNDS["attention"] < 1e-5
 
 
 def test_what_tiles_do_not_read_says_why():

@@ -1,13 +1,10 @@
 """The seal kernel in the emulator, with all its checks: transforms, formats, dtypes, slices."""
 
-import dataclasses
-
 import mlx.core as mx
 import numpy as np
-import pytest
 from on_emulator import make
 from record_sides import seal_by_ops
-from sealing import INT2, INT3, INT4, INT8, check, data, layout, orthogonal, seal_and_check
+from sealing import INT2, INT3, INT4, INT8, data, layout, orthogonal, seal_and_check
 
 from mlxkv.codec import transform
 from mlxkv.codec.transform import Transform
@@ -20,9 +17,7 @@ def test_without_transform_it_is_its_plain_ops_twin_to_the_bit(subtests):
     for dims, bits, group, symmetric in [
         (64, 4, 32, True),
         (80, 3, 64, False),
-        (128, 2, 32, False),
-        (512, 4, 64, False),
-        (40, 4, 0, True),
+        (512, 2, 64, False),
         (33, 8, 0, False),
         (66, 4, 32, True),
     ]:
@@ -36,8 +31,11 @@ def test_without_transform_it_is_its_plain_ops_twin_to_the_bit(subtests):
 
 
 def test_butterflies_give_what_the_matrix_of_the_spec_gives(subtests):
-    for dims, dtype in [(64, mx.float32), (128, mx.bfloat16), (256, mx.float16), (512, mx.float32)]:
-        for name in ("hadamard", "srft"):
+    for name, sizes in {
+        "hadamard": [(64, mx.float32), (256, mx.float16)],
+        "srft": [(128, mx.bfloat16), (512, mx.float32)],
+    }.items():
+        for dims, dtype in sizes:
             with subtests.test(dims=dims, dtype=dtype, name=name):
                 pair = [data(2, 2, 32, dims, seed=i, dtype=dtype) for i in range(2)]
                 pair[0][1, 0, 3] = 0.0
@@ -74,28 +72,16 @@ def test_scales_per_channel_follow_the_butterflies(subtests):
                 np.testing.assert_allclose(np.array(one.up), up, rtol=1e-6, atol=1e-6)
 
 
-def test_a_token_a_hundred_times_larger_leaves_the_other_of_its_pair_alone(subtests):
+def test_a_token_a_hundred_times_larger_leaves_the_other_of_its_pair_alone():
     """SRFT transforms tokens by pairs; of the larger one 1e-7 is left in the other."""
-    for spec in (INT8, INT4):
-        with subtests.test(spec=spec):
-            pair = [data(1, 1, 64, 128, seed=i) for i in range(2)]
-            factor = np.ones((64, 1), np.float32)
-            factor[8::16] = factor[1::16] = (
-                100.0  # with tokens 0: in the pairs of keys, and of values
-            )
-            made = transform.make("srft", 128, 1)
-            zeros = factor.copy()
-            zeros[::16] = 0.0
-            for by in (factor, zeros):
-                seal_and_check([x * mx.array(by) for x in pair], (spec, spec), (made, made))
-
-
-def test_impulses_come_out_as_the_rows_of_the_matrix():
-    """Each entry of the matrix, seen through 8 bits: a fault in one twiddle cannot hide."""
-    for name, dims in (("hadamard", 256), ("srft", 64)):
-        x = mx.eye(dims)[None, None]
-        pair, made = (x, x), transform.make(name, dims, 1)
-        seal_and_check(pair, (INT8, INT8), (made, made))
+    pair = [data(1, 1, 64, 128, seed=i) for i in range(2)]
+    factor = np.ones((64, 1), np.float32)
+    factor[8::16] = factor[1::16] = 100.0  # with tokens 0: in the pairs of keys, and of values
+    made = transform.make("srft", 128, 1)
+    zeros = factor.copy()
+    zeros[::16] = 0.0
+    for by in (factor, zeros):
+        seal_and_check([x * mx.array(by) for x in pair], (INT8, INT8), (made, made))
 
 
 def matrix(dims, heads, rank=None, seed=0):
@@ -103,34 +89,18 @@ def matrix(dims, heads, rank=None, seed=0):
     return Transform(mx.array(q), mx.array(q.swapaxes(-1, -2)))
 
 
-def test_a_few_tokens_are_multiplied_by_a_square_matrix_in_the_kernel(subtests):
-    for dims, heads, dtype in [(96, 0, mx.bfloat16), (256, 2, mx.float16)]:
-        with subtests.test(dims=dims, heads=heads, dtype=dtype):
-            made, other = matrix(dims, heads), matrix(dims, 2, seed=1)
-            assert seal.seal_kind(made, dims, 64) == seal.DENSE
-            assert seal.seal_kind(made, dims, 4096) is None
-            pair = [data(2, 2, 48, dims, seed=i, dtype=dtype) for i in range(2)]
-            specs = Affine(2, 64, clip=0.9), Affine(3, 32, True)
-            seal_and_check(pair, specs, (made, other), start=16, tokens=32)
-            seal_and_check(pair, specs[::-1], (other, None))
-
-
-def test_the_product_in_the_kernel_is_that_of_plain_ops(monkeypatch):
-    made, pair = matrix(128, 3), [data(1, 3, 32, 128, seed=i) for i in range(2)]
-    whole = layout((INT8, INT8), (128, 128))
-    one = seal.seal(pair, whole, make, (made, made))
-    monkeypatch.setattr(seal, "DENSE_TOKENS", 0)
-    other = seal.seal(pair, whole, make, (made, made))
-    assert float((one != other).mean()) < 0.01  # words that hold a tie, or a scale
-    wrong = dataclasses.replace(made, down=made.down[::-1])
-    monkeypatch.undo()
-    words = seal.seal(pair, whole, make, (wrong, made))
-    with pytest.raises(AssertionError):
-        check(words[..., : whole.keys.words], pair[0], INT8, whole.keys, made.down)
+def test_a_few_tokens_are_multiplied_by_a_square_matrix_in_the_kernel():
+    made, other = matrix(256, 2), matrix(256, 2, seed=1)
+    assert seal.seal_kind(made, 256, 64) == seal.DENSE
+    assert seal.seal_kind(made, 256, 4096) is None
+    pair = [data(2, 2, 48, 256, seed=i, dtype=mx.float16) for i in range(2)]
+    specs = Affine(2, 64, clip=0.9), Affine(3, 32, True)
+    seal_and_check(pair, specs, (made, other), start=16, tokens=32)
+    seal_and_check(pair, specs[::-1], (other, None))
 
 
 def test_other_matrices_come_before_the_kernel(subtests):
-    for dims, rank, heads in [(80, 80, 0), (128, 96, 2), (33, 33, 2)]:
+    for dims, rank, heads in [(80, 80, 0), (128, 96, 2)]:
         with subtests.test(dims=dims, rank=rank, heads=heads):
             made = matrix(dims, heads, rank)
             assert seal.seal_kind(made, dims, 64) is None
@@ -142,11 +112,10 @@ def test_other_matrices_come_before_the_kernel(subtests):
 
 
 def test_srft_of_dims_without_butterflies_is_a_matrix():
-    for dims in (80, 96, 192):
-        made = transform.make("srft", dims, 0)
-        assert seal.fast_kind(made, dims) is None
-        pair = data(1, 2, 32, dims), data(1, 2, 32, dims, seed=1)
-        seal_and_check(pair, (INT8, INT4), (made, made))
+    made = transform.make("srft", 96, 0)
+    assert seal.fast_kind(made, 96) is None
+    pair = data(1, 2, 32, 96), data(1, 2, 32, 96, seed=1)
+    seal_and_check(pair, (INT8, INT4), (made, made))
     made = transform.make("srft", 64, 0)
     assert seal.fast_kind(made, 64) == 2
     assert seal.fast_kind(made.scaled(mx.ones(64)), 64) == 4

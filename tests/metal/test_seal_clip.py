@@ -91,7 +91,7 @@ def ranks_of(specs, dims):
 
 
 CLIPS = (0.96, 0.92), (0.88, 1.0), (1.0, 0.5)
-HEADS = (33, 66, 80, 128, 512)
+HEADS = (33, 80, 512)
 
 
 def test_without_transform_it_is_its_plain_ops_twin(subtests):
@@ -109,10 +109,8 @@ def test_without_transform_it_is_its_plain_ops_twin(subtests):
 
 def test_behind_butterflies(subtests):
     for name, dims, dtype in [
-        ("hadamard", 64, mx.float32),
         ("srft", 128, mx.bfloat16),
         ("hadamard", 256, mx.float16),
-        ("srft", 512, mx.float16),
     ]:
         with subtests.test(name=name, dims=dims):
             pair = [data(1, 2, 90, dims, seed=i, dtype=dtype) for i in range(2)]
@@ -127,7 +125,7 @@ def test_behind_butterflies(subtests):
 
 def test_behind_a_product(subtests):
     """The share is one of the stored dims, fewer than the head's where the matrix is of low rank."""
-    for dims, rank in [(80, 80), (96, 96), (128, 96), (66, 42)]:
+    for dims, rank in [(80, 80), (128, 96)]:
         with subtests.test(dims=dims, rank=rank):
             q = orthogonal(dims, 0, 2)[..., :rank]
             made = Transform(mx.array(q), mx.array(q.swapaxes(-1, -2)))

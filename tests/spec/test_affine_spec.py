@@ -4,23 +4,9 @@ import numpy as np
 
 from mlxkv.spec import affine as ref
 
-EVEN = (64, 80, 192, 512)
-
 
 def data(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape)
-
-
-def test_srft_is_orthonormal_with_an_exact_inverse(subtests):
-    for dims in EVEN:
-        with subtests.test(dims=dims):
-            x, y = data(9, dims), data(9, dims, seed=1)
-            fx, fy = ref.srft(x, 3), ref.srft(y, 3)
-            np.testing.assert_allclose(ref.srft_inverse(fx, 3), x, atol=1e-13)
-            np.testing.assert_allclose((fx * fy).sum(-1), (x * y).sum(-1), atol=1e-12)  # Parseval
-            down, up = ref.transform("srft", dims, 3)
-            np.testing.assert_allclose(x @ down, fx, atol=1e-12)
-            np.testing.assert_allclose(down @ up, np.eye(dims), atol=1e-13)
 
 
 def test_srft_equals_the_definition_by_the_dft_sum():
@@ -34,12 +20,10 @@ def test_srft_equals_the_definition_by_the_dft_sum():
     np.testing.assert_allclose(ref.srft(x, 0), expected, atol=1e-14)
 
 
-def test_hadamard_is_orthonormal_and_flat(subtests):
-    for dims in (64, 512):
-        with subtests.test(dims=dims):
-            h = ref.hadamard(dims, 5)
-            np.testing.assert_allclose(h @ h.T, np.eye(dims), atol=1e-13)
-            np.testing.assert_allclose(np.abs(h), 1 / np.sqrt(dims))
+def test_hadamard_is_orthonormal_and_flat():
+    h = ref.hadamard(64, 5)
+    np.testing.assert_allclose(h @ h.T, np.eye(64), atol=1e-13)
+    np.testing.assert_allclose(np.abs(h), 1 / np.sqrt(64))
 
 
 def test_affine_error_is_at_most_half_a_step(subtests):
@@ -56,43 +40,6 @@ def test_affine_error_is_at_most_half_a_step(subtests):
                     assert codes.max() <= 2**bits - 1
                     assert codes.min() >= (1 if symmetric else 0)
                     assert len(np.unique(codes)) == 2**bits - (1 if symmetric else 0)
-
-
-def test_affine_keeps_constant_and_zero_groups():
-    x = np.stack([np.zeros(32), np.full(32, 1.5), np.full(32, -2.0)])[None]
-    for symmetric in (False, True):
-        for bits in (2, 4, 8):
-            codes, scale, bias = ref.affine_encode(x, bits, 32, symmetric)
-            error = ref.affine_decode(codes, scale, bias, 32) - x
-            assert np.abs(error).max() < 2e-3
-
-
-def test_affine_takes_values_beyond_float16():
-    x = np.linspace(-1e6, 1e6, 64)[None]
-    for symmetric in (False, True):
-        codes, scale, bias = ref.affine_encode(x, 4, 32, symmetric)
-        assert np.isfinite(ref.affine_decode(codes, scale, bias, 32)).all()
-
-
-def test_a_short_last_group_has_a_scale_of_its_own():
-    x = data(3, 80)
-    codes, scale, bias = ref.affine_encode(x, 4, 64)
-    assert scale.shape == (3, 2)
-    for part, g in ((slice(0, 64), 0), (slice(64, 80), 1)):
-        c, s, b = ref.affine_encode(x[:, part], 4, part.stop - part.start)
-        np.testing.assert_array_equal(c, codes[:, part])
-        np.testing.assert_array_equal(s[:, 0], scale[:, g])
-        np.testing.assert_array_equal(b[:, 0], bias[:, g])
-
-
-def test_packing_round_trip_and_size(subtests):
-    for bits in (2, 3, 4, 8):
-        for dims in (16, 31, 80, 127, 128):
-            with subtests.test(bits=bits, dims=dims):
-                codes = np.random.default_rng(0).integers(0, 2**bits, (3, dims), dtype=np.uint8)
-                words = ref.pack(codes, bits)
-                assert words.shape == (3, -(-dims * bits // 32))
-                np.testing.assert_array_equal(ref.unpack(words, bits, dims), codes)
 
 
 def test_packing_is_a_little_endian_stream():
@@ -115,8 +62,3 @@ def test_attention_sinks_take_probability_and_give_nothing():
     out = ref.attention(q, k, v, 0.3, sinks=np.array([0.0, 50.0]))
     assert 0 < out[0, 0].max() < 1
     assert out[0, 1].max() < 1e-12
-
-
-def test_window_mask_is_the_causal_mask_cut():
-    mask = ref.causal_mask(2, 6, window=3)
-    assert mask.astype(int).tolist() == [[0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1]]

@@ -8,7 +8,7 @@ from golden_affine import MARGIN, half_near, inputs
 from golden_tile import _near, _products
 
 from mlxkv.spec import balanced, bounds
-from mlxkv.spec.mixed import fill as ref
+from mlxkv.spec import fill as ref
 
 DIMS, PAGE = 48, 16
 WIDTHS = (8, 4, 1), (3, 2, 2)  # the second: an odd number of half words

@@ -58,7 +58,6 @@ METHODS = {
         Affine(2, 0, clip=0.92), Affine(2, 32, clip=0.92), turn="hadamard", dims=64, triton=True
     ),
     "kivi": Method(Affine(2, 32, axis="channel"), Affine(2, 32), triton=True, preset="kivi-int2"),
-    "kivi-16": Method(Affine(4, 16, axis="channel"), Affine(8, 32), 32, triton=True),
     "symmetric": Method(Affine(3, 32, True, axis="channel"), Affine(3, 32, True), 32, triton=True),
     "shared": Method(
         Affine(4, 0, True, shared=True),
@@ -81,7 +80,6 @@ METHODS = {
     ),
     "turbo": Method(Codebook(4), Codebook(2), turn="random", preset="turbo-int2"),
     "turbo-int3": Method(Codebook(3), Affine(4, 32), turn="hadamard"),
-    "codebooks": Method(Codebook(2), Codebook(3), turn="hadamard", dims=64),
     "tree": Method(PolarTree(), PolarTree(), turn="random", mps=False),
     "tree of its own": Method(PolarTree(OWN_BOOKS), PolarTree(), mps=False),
     "online": Method(
@@ -90,7 +88,6 @@ METHODS = {
         mps=False,
         preset="polar-tree+online",
     ),
-    "online, not turned": Method(*(PolarTree(online=True), PolarTree(online=True)), mps=False),
     "fill": Method(
         *(
             Fill(2.9, (4, 3, 2, 1)),
@@ -100,7 +97,6 @@ METHODS = {
         mps=False,
     ),
     "polar": Method(Polar(4, 4), Affine(4, 64), dims=128, preset="polar-int2"),
-    "polar-int3": Method(Polar(3, 3), Affine(3, 64), dims=128),
     "polar-tree": Method(Polar(2, 2), PolarTree(), dims=128, mps=False),
 }
 

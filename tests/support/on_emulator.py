@@ -48,7 +48,6 @@ def make(name, input_names, output_names, source, header="", memory=32 << 10):
         output_names=output_names,
         source=source,
         header=header,
-        any_lane=True,  # Metal's simd_shuffle reads any lane; only the other moves are uniform
         threadgroup_memory=memory,
         writable=[name for name in input_names if name == "counter"],
     )

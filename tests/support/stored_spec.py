@@ -8,9 +8,8 @@ import numpy as np
 
 from mlxkv.formats.config import Affine, Codebook, Fill, Full, Half, Polar, PolarTree, Side
 from mlxkv.spec import affine as ref
-from mlxkv.spec import codebook, polar
+from mlxkv.spec import codebook, fill, polar
 from mlxkv.spec import polar_tree as tree
-from mlxkv.spec.mixed import fill
 
 
 def _polar(x: np.ndarray, spec: Polar) -> np.ndarray:

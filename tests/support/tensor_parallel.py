@@ -23,7 +23,7 @@ from cuda_track.calibrate import calibrate
 from mlxkv.errors import UserError
 from mlxkv.torch import attach, detach, handed, load, new_cache
 
-PRESETS = ("int4", "balanced-int3", "static-0.75+int4")
+PRESETS = ("balanced-int3", "static-0.75+int4")
 DECODED = 6
 
 

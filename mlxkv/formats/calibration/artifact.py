@@ -18,7 +18,7 @@ Since format 4 the header has an entry `positions`: moments of keys are averages
 (`mlxkv.spec.positions`), or null. Those of older files are of the positions of the text.
 
 Since format 5 there may be `LAYER.exchange` [2, G] of every layer, what errors of keys and of values cost the model
-(`mlxkv.spec.mixed.fill`), by which bits by direction are shared out; without it all layers count alike. And
+(`mlxkv.spec.fill`), by which bits by direction are shared out; without it all layers count alike. And
 `LAYER.keys.queries` [G, D, D], the second moment of queries, half by what errors of their scores cost, for which
 maps of centred keys are made; without it all queries count alike.
 

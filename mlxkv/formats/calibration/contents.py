@@ -57,7 +57,7 @@ class Basis:
     balance: the balanced or learned transform, None in files without.
     peaks: largest absolute values [G, D] after SRFT, above 0, None in files without.
     mean: of keys, [G, D]; None for values, and in files without.
-    queries: the second moment [G, D, D] of queries, half by what errors of their scores cost (`mlxkv.spec.mixed.fill`);
+    queries: the second moment [G, D, D] of queries, half by what errors of their scores cost (`mlxkv.spec.fill`);
         None for values, and where that was not measured.
     """
 
@@ -103,7 +103,7 @@ class Layer:
     """Calibration of one layer.
 
     kv_heads: G. exchange: [2, G] float32, above 0, what errors cost the model: of one nat^2 of noise in the scores of
-        keys, and of values lost as a whole (`mlxkv.spec.mixed.fill`); None where that was not measured.
+        keys, and of values lost as a whole (`mlxkv.spec.fill`); None where that was not measured.
     """
 
     kv_heads: int

@@ -1,6 +1,6 @@
 """Give blocks of directions their bits, and make the maps that go with them. NumPy float64.
 
-Spec: `mlxkv.spec.mixed.fill`. A calibration file stores none of this: it follows from the moments in it. Letters: `G`
+Spec: `mlxkv.spec.fill`. A calibration file stores none of this: it follows from the moments in it. Letters: `G`
 kv heads, `D` head dim, `R` stored dims.
 """
 

@@ -94,7 +94,7 @@ def _halves(sums: Mapping[str, Sums], of: Callable[[Sums], np.ndarray]) -> np.nd
     return (of(alike) + of(read)) / 2
 
 
-# -- What errors cost (`mlxkv.spec.mixed.fill`).
+# -- What errors cost (`mlxkv.spec.fill`).
 
 LEAST_COST = (
     1e-4  # of a layer's errors, as a share of the mean: a text may not read what another does

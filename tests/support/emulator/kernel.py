@@ -48,7 +48,6 @@ class Kernel:
     source: str
     header: str = ""
     checks: bool = True
-    any_lane: bool = False
     writable: tuple[str, ...] = ()
     timeout: float = 300.0
     threadgroup_memory: int = METAL_MEMORY
@@ -62,26 +61,21 @@ class Kernel:
         grid: Triple,
         threadgroup: Triple,
         template: Sequence[tuple[str, Any]] = (),
-        init_value: float | None = None,
-        verbose: bool = False,
-        checks: bool | None = None,
-        stream: Any = None,
     ) -> list[np.ndarray]:
-        checks = (self.checks if checks is None else checks) and build.can_check()
+        checks = self.checks and build.can_check()
         check_sizes(self, inputs, output_shapes, output_dtypes)
         check_grid(grid, threadgroup)
         arrays = [dtypes.as_array(x) for x in inputs]
         buffers = list(self._inputs(arrays))
         outputs = [
-            output_buffer(*item, init_value)
-            for item in zip(self.output_names, output_shapes, output_dtypes, strict=True)
+            Buffer(name, dtypes.type_name(dtype), tuple(map(int, shape)), None, "output")
+            for name, shape, dtype in zip(
+                self.output_names, output_shapes, output_dtypes, strict=True
+            )
         ]
         text = self.text(arrays, [b.dtype for b in outputs], template)
-        if verbose:
-            print(f"Generated source code for `{self.name}`:\n```\n{text}\n```")
         library = build.library(text, checks)
-        job = [f"checks {int(checks)}", f"any_lane {int(self.any_lane)}"]
-        job.append(f"threadgroup_memory {self.threadgroup_memory}")
+        job = [f"checks {int(checks)}", f"threadgroup_memory {self.threadgroup_memory}"]
         job += ["grid {} {} {}".format(*grid), "threads {} {} {}".format(*threadgroup)]
         return run(library, job, [*buffers, *outputs], self.timeout)
 
@@ -121,11 +115,8 @@ def metal_kernel(
     output_names: Sequence[str],
     source: str,
     header: str = "",
-    ensure_row_contiguous: bool = True,
-    atomic_outputs: bool = False,
     *,
     checks: bool = True,
-    any_lane: bool = False,
     writable: Sequence[str] = (),
     timeout: float = 300.0,
     threadgroup_memory: int = METAL_MEMORY,
@@ -133,16 +124,11 @@ def metal_kernel(
     """A kernel for the emulator. Beyond the arguments of MLX:
 
     checks: watch memory (Linux x86-64 with g++), else run in two orders of the threads and compare.
-    any_lane: `simd_shuffle` may take another lane in each lane (the dialect asks for uniform ones).
     writable: inputs that the kernel changes in place (a counter), as NumPy arrays.
     threadgroup_memory: bytes that a threadgroup may have; CUDA has more than Metal.
     """
-    if not ensure_row_contiguous or atomic_outputs:
-        raise ValueError("[emulator] the dialect has contiguous inputs and plain outputs only.")
-    if not output_names:
-        raise ValueError("[metal_kernel] Must specify at least one output.")
     return Kernel(
-        *(name, tuple(input_names), tuple(output_names), source, header, checks, any_lane),
+        *(name, tuple(input_names), tuple(output_names), source, header, checks),
         *(tuple(writable), timeout, threadgroup_memory),
     )
 
@@ -181,16 +167,6 @@ def check_grid(grid: Triple, threadgroup: Triple) -> None:
         raise ValueError(f"[emulator] grid {grid} is no multiple of threadgroup {threadgroup}.")
     if threads % 32 or threads > 1024:
         raise ValueError(f"[emulator] {threads} threads in a group; a multiple of 32 up to 1024.")
-
-
-def output_buffer(name: str, shape: Sequence[int], dtype: Any, init: float | None) -> Buffer:
-    type_ = dtypes.type_name(dtype)
-    shape = tuple(int(n) for n in shape)
-    if init is None:
-        return Buffer(name, type_, shape, None, "output")
-    value = dtypes.to_bfloat16(np.full(shape, init)) if type_ == "bfloat16" else None
-    filled = np.full(shape, init, dtypes.storage(type_)) if value is None else value
-    return Buffer(name, type_, shape, filled, "filled")
 
 
 @functools.cache

@@ -37,17 +37,7 @@ ATTRIBUTES = {
 
 # How the core hands them over, see `Attributes` in core.cpp.
 _FROM_CORE = {
-    "dispatch_quadgroups_per_threadgroup": "a.simdgroups * 8",
-    "dispatch_simdgroups_per_threadgroup": "a.simdgroups",
-    "dispatch_threads_per_threadgroup": "a.threads",
-    "grid_origin": "uint3(0, 0, 0)",
-    "grid_size": "a.grid",
-    "quadgroup_index_in_threadgroup": "a.index / 4",
-    "quadgroups_per_threadgroup": "a.simdgroups * 8",
     "simdgroup_index_in_threadgroup": "a.simdgroup",
-    "simdgroups_per_threadgroup": "a.simdgroups",
-    "thread_execution_width": "32u",
-    "thread_index_in_quadgroup": "a.lane % 4",
     "thread_index_in_simdgroup": "a.lane",
     "thread_index_in_threadgroup": "a.index",
     "thread_position_in_grid": "a.in_grid",
@@ -55,7 +45,6 @@ _FROM_CORE = {
     "threadgroup_position_in_grid": "a.group_at",
     "threadgroups_per_grid": "a.groups",
     "threads_per_grid": "a.grid",
-    "threads_per_simdgroup": "32u",
     "threads_per_threadgroup": "a.threads",
 }
 
@@ -68,7 +57,7 @@ struct EmuThree {{
 }};
 struct EmuAttributes {{
   EmuThree in_grid, in_group, group_at, grid, threads, groups;
-  uint index, lane, simdgroup, simdgroups;
+  uint index, lane, simdgroup;
 }};
 extern "C" __attribute__((no_sanitize("thread", "undefined")))
 void emu_entry(const EmuAttributes* attributes, void* const* b) {{
@@ -185,6 +174,8 @@ def write_source(
     for output, dtype in outputs:
         add(f"device {dtypes.NAMES[dtype]}*", output)
     for attribute in attributes_in(source):
+        if attribute not in _FROM_CORE:
+            raise EmulatorFault("dialect", f"no kernel has asked for {attribute} so far")
         parameters.append(f"{ATTRIBUTES[attribute]} {attribute}")
         arguments.append(_FROM_CORE[attribute])
 

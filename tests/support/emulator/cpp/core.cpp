@@ -42,7 +42,7 @@ static Fiber scheduler;
 // The attributes of a thread, in the order in which the generated entry point reads them.
 struct Attributes {
   Three in_grid, in_group, group_at, grid, threads, groups;
-  uint32_t index, lane, simdgroup, simdgroups;
+  uint32_t index, lane, simdgroup;
 };
 
 static Three position(uint32_t index, Three size) {
@@ -57,7 +57,6 @@ static void thread_main() {
   a.in_group = at, a.group_at = block;
   a.grid = launch.grid, a.threads = launch.threads, a.groups = launch.groups;
   a.index = uint32_t(current), a.lane = a.index % kSimd, a.simdgroup = a.index / kSimd;
-  a.simdgroups = launch.threads.volume() / kSimd;
   launch.entry(&a, launch.buffers.data());
   lanes[current].stop = Stop::kDone;
   switch_fiber(lanes[current].fiber, scheduler);
@@ -192,10 +191,9 @@ using namespace emu;
 
 extern "C" unsigned emu_lane() { return unsigned(current % kSimd); }
 
-extern "C" unsigned long emu_simd(int op, int type, unsigned long bits, unsigned argument,
-                                  Site at) {
+extern "C" unsigned emu_simd(int op, unsigned bits, unsigned argument, Site at) {
   Lane& lane = lanes[current];
-  lane.op = op, lane.type = type, lane.bits = bits, lane.argument = argument, lane.at = at;
+  lane.op = op, lane.bits = bits, lane.argument = argument, lane.at = at;
   wait(Stop::kSimdOp, __builtin_frame_address(0));
   return lane.result;
 }

@@ -158,8 +158,6 @@ int main() {
       launch.checks = atoi(rest);
     else if (key == "threadgroup_memory")
       launch.threadgroup_memory = size_t(atol(rest));
-    else if (key == "any_lane")
-      launch.any_lane = atoi(rest);
     else if (key == "data")
       file = open(rest, O_RDWR);
     else if (key == "grid")

@@ -93,11 +93,10 @@ bool ordered_across_groups(uint32_t clock, int thread) {
   return false;
 }
 
-static void note_atomic(const void* place, bool reads, bool writes) {
+static void note_atomic(const void* place, bool reads) {
   uses_atomics = true;
   ++stamp;
   if (reads) pending[current].push_back({place, stamp});
-  if (!writes) return;
   Release release{place, stamp, 0, std::vector<uint32_t>(kMaxThreads, 0)};
   bool any = false;
   for (int i = 0; i < kMaxThreads; i++) {
@@ -123,49 +122,17 @@ extern "C" void emu_fence(int flags, int relaxed, Site) {
   pour(pending[current], active[current]);
 }
 
-extern "C" unsigned emu_atomic(int op, int is_signed, void* where, unsigned value,
-                               unsigned* expected, Site at) {
+extern "C" unsigned emu_atomic(bool adds, void* where, unsigned value, Site at) {
   if (uintptr_t(where) % 4) {
     report(
         Fault{"misaligned", "an atomic operation at an address that is no multiple of 4"}.site(at));
   }
   if (launch.checks) {
-    check_access(where, 4, op != kLoad, op == kStore ? kAtomicStore : kUpdate,
-                 __builtin_return_address(0));
-    note_atomic(where, op != kStore, op != kLoad);
+    check_access(where, 4, true, adds ? kUpdate : kAtomicStore, __builtin_return_address(0));
+    note_atomic(where, adds);
   }
   unsigned* place = static_cast<unsigned*>(where);
   unsigned old = *place;
-  bool less = is_signed ? int(old) < int(value) : old < value;
-  switch (op) {
-    case kStore:
-    case kExchange:
-      *place = value;
-      break;
-    case kAdd:
-      *place = old + value;
-      break;
-    case kSub:
-      *place = old - value;
-      break;
-    case kMinimum:
-      *place = less ? old : value;
-      break;
-    case kMaximum:
-      *place = less ? value : old;
-      break;
-    case kBitAnd:
-      *place = old & value;
-      break;
-    case kBitOr:
-      *place = old | value;
-      break;
-    case kCas:
-      if (old == *expected)
-        *place = value;
-      else
-        *expected = old;
-      break;
-  }
+  *place = adds ? old + value : value;
   return old;
 }

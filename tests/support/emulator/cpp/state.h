@@ -19,9 +19,8 @@ enum class Stop : int { kReady, kSimdOp, kBarrier, kDone };
 struct Lane {
   Fiber fiber;
   Stop stop;
-  int op, type, flags;
-  unsigned argument;
-  uint64_t bits, result;
+  int op, flags;
+  unsigned argument, bits, result;
   uint64_t path;           // the calls that led here, as a hash of return addresses
   const float *a, *b, *c;  // matrix operands, on the lane's own stack
   float* d;
@@ -45,7 +44,7 @@ struct Three {
 };
 
 struct Launch {
-  bool checks, descending, any_lane;
+  bool checks, descending;
   size_t threadgroup_memory = kThreadgroupLimit;
   Three grid, threads, groups;
   void (*entry)(const void* attributes, void* const* buffers);
@@ -82,7 +81,7 @@ void order_start_group();
 void order_barrier(int flags);
 void order_simd_barrier(int simdgroup, int flags);
 void shadow_start_group();
-enum Access : int { kPlain, kUpdate, kAtomicStore };  // kUpdate: atomic, reads and may write
+enum Access : int { kPlain, kUpdate, kAtomicStore };  // kUpdate: atomic, reads and writes
 void check_access(void* address, size_t nbytes, bool write, int atomic, void* pc);
 void check_outputs();
 

@@ -39,7 +39,7 @@ inline float tile_column_sum(float value) {
 
 // What movmatrix does: word (row, pair) of an 8 x 8 of halves -> word of its transpose.
 inline uint kv_transposed(uint word) {
-  uint lane = emu::emu_lane(), row = lane / 4, pair = lane % 4, out = 0;
+  uint lane = emu_lane(), row = lane / 4, pair = lane % 4, out = 0;
   for (uint i = 0; i < 2; i++) {
     uint from = simd_shuffle(word, ushort((2 * pair + i) * 4 + row / 2));
     out |= (row % 2 ? from >> 16 : from & 0xFFFFu) << (16 * i);
