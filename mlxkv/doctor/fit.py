@@ -65,6 +65,7 @@ def run(
         "usable_bytes": usable,
         "weights_bytes": plan.weights,
         "weights_source": plan.weights_source,
+        "estimate": plan.estimate or None,
         "state_bytes": plan.state,
         "transient_bytes": rows[0]["transient_bytes"],
         "context_limit": plan.limit or None,
@@ -93,14 +94,10 @@ def run(
 
 def every_alias(presets: dict[str, CacheConfig], total: int, as_json: bool) -> None:
     """Print which aliases fit into `total` bytes of memory, the largest first, and the longest context of each."""
-    usable, rows, unknown = int(USABLE * total), [], []
+    usable, rows = int(USABLE * total), []
     with working("sizing models"):
         for alias in HUB:
-            try:
-                plan = read_plan(alias)
-            except UserError:  # of a family that this mlx-lm does not have
-                unknown.append(alias)
-                continue
+            plan = read_plan(alias)
             reach = {name: longest(plan, cache, usable) for name, cache in presets.items()}
             about = {"model": alias, "weights_bytes": plan.weights, "context_limit": plan.limit}
             rows.append(about | {"longest_context": reach})
@@ -125,8 +122,6 @@ def every_alias(presets: dict[str, CacheConfig], total: int, as_json: bool) -> N
     )
     if large := [row["model"] for row in rows if row not in fitting]:
         print(f"too large: {', '.join(large)}")
-    if unknown:
-        print(f"for a newer mlx-lm: {', '.join(unknown)}")
     print("any other model: mlxkv fit --model OWNER/NAME, or a config.json")
 
 
@@ -183,6 +178,12 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
         f"  context {data['context']} tokens of {plan.limit or 'unknown'}",
         file=file,
     )
+    if plan.estimate:
+        print(
+            f"  an estimate: mlx-lm makes no model of this here ({plan.estimate}); every layer is taken to keep "
+            "the whole context",
+            file=file,
+        )
     for kv in (row["preset"] for row in data["presets"]):
         reasons = {why_16_bits(layer, parse_kv(kv)) for layer in plan.layers}
         for reason in filter(None, reasons):

@@ -12,7 +12,7 @@ from mlxkv.models.catalog.aliases import HUB, resolve
 from mlxkv.models.catalog.folder import SMALL
 from mlxkv.models.catalog.gguf.config import memory
 from mlxkv.models.catalog.gguf.header import is_gguf
-from mlxkv.models.catalog.shapes import context_limit
+from mlxkv.models.catalog.shapes import context_limit, estimated_layers, estimated_sizes
 from mlxkv.models.catalog.sizes import ModelPlan
 from mlxkv.untrusted import Unsound
 
@@ -39,17 +39,37 @@ def read_plan(model: str) -> ModelPlan:
 
 def plan_of(config: dict, name: str = "", weights: int | None = None, more: str = "") -> ModelPlan:
     """The plan of a config.json. weights: bytes of the files, None where there are none. more: what is said of where
-    a computed size comes from. Raises UserError for sizes that no model has, and where mlx-lm makes no model
-    of it."""
+    a computed size comes from. Raises UserError for sizes that no model has."""
     from mlxkv.models.loading.outline import NotBuilt, outline
 
-    source = f"computed from config.json {more}".strip()
+    estimate, source = "", f"computed from config.json {more}".strip()
     try:
         made = outline(config)
-    except (Unsound, NotBuilt) as error:
+        layers, size, working = made.layers, made.weights, made.working
+    except Unsound as error:
         raise UserError(f"[config.json] {error}; got {name}") from None
-    size, source = (weights, "from the files") if weights else (made.weights, source)
-    return ModelPlan(name, made.layers, size, source, context_limit(config) or 0, made.working)
+    except NotBuilt as error:
+        estimate, source = str(error), "estimated from config.json"
+        layers, size, working = _estimate(config, name)
+    if weights:
+        size, source = weights, "from the files"
+    return ModelPlan(name, layers, size, source, context_limit(config) or 0, working, estimate)
+
+
+def _estimate(config: dict, name: str) -> tuple[list, int, int]:
+    """Layers, bytes of weights in 16 bits or as quantised, and working bytes. Raises UserError."""
+    quantization = config.get("quantization") or config.get("quantization_config") or {}
+    try:
+        bits = quantization.get("bits")
+        stored_bits = bits + 32 / (quantization.get("group_size") or 64) if bits else 16
+        count, working = estimated_sizes(config)
+        return estimated_layers(config), int(count * stored_bits / 8), working
+    except UserError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise UserError(
+            f"[config.json] sizes that do not fit together ({error}); got {name}"
+        ) from None
 
 
 def _read_config(path: Path, where: str) -> dict:

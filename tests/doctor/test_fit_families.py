@@ -22,6 +22,7 @@ def test_weights_and_caches_are_those_of_a_made_model(subtests):
     for family in FAMILIES:
         with subtests.test(family=family):
             made = plan_of(random_models.config_of(family))
+            assert not made.estimate
             model = random_models.random_model(family)
             model.set_dtype(mx.bfloat16)
             assert made.layers == layers_of(model)
@@ -58,6 +59,7 @@ def test_weights_as_published(subtests):
         with subtests.test(name=name):
             case = REPORTED["large"][name]
             plan = plan_of(case["config"])
+            assert not plan.estimate
             assert plan.weights / 2**30 == pytest.approx(case["gib"], abs=0.06)
             assert sum(layer.kind == "full" for layer in plan.layers) == case["grow"]
 
@@ -101,9 +103,10 @@ def test_sizes_that_no_model_has(subtests, tmp_path, capsys):
             assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_what_mlx_lm_does_not_know_is_refused(tmp_path, capsys):
+def test_what_mlx_lm_does_not_know_is_said_to_be_an_estimate(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(known.CONFIGS["qwen3-4b"] | {"model_type": "of_tomorrow"}))
-    assert main(["fit", "--model", str(path), "--json"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "[config.json] mlx-lm knows no model of type 'of_tomorrow'" in line
+    assert main(["fit", "--model", str(path), "--json"]) == 0
+    said = capsys.readouterr()
+    assert "an estimate: mlx-lm makes no model of this" in said.err
+    assert "of_tomorrow" in json.loads(said.out)["estimate"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mlxkv.errors import UserError
+
 # Values that transformers leaves out of config.json when they are the default.
 _GEMMA3 = {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 262144}
 DEFAULTS = {
@@ -11,6 +13,9 @@ DEFAULTS = {
     "gemma3": _GEMMA3 | {"num_attention_heads": 8, "num_key_value_heads": 4},
 }
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+WIDTH = ("hidden_size", "n_embd", "d_model")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,13 @@ def text_config(config: dict) -> dict:
     return DEFAULTS.get(model_type, {}) | {k: v for k, v in merged.items() if v is not None}
 
 
+def _number(config: dict, *names: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), (int, float)):
+            return int(config[name])
+    raise UserError(f"[config.json] no {names[0]}; this is not the config of a language model")
+
+
 def context_limit(config: dict) -> int | None:
     """The longest context, in tokens, that a config.json was made for; None if it does not say."""
     text = {**config, **(config.get("text_config") or {})}
@@ -75,6 +87,34 @@ def context_limit(config: dict) -> int | None:
         original = scaling.get("original_max_position_embeddings")
         return max(limit, int(original * factor)) if original else int(limit * factor)
     return int(limit * factor) if kind in ("linear", "dynamic", "ntk") else limit
+
+
+def estimated_layers(config: dict) -> list[LayerShape]:
+    """The caches of a usual decoder of these sizes whose layers all grow: an upper bound. Raises UserError."""
+    config = text_config(config)
+    count, heads = _number(config, *DEPTH), _number(config, *HEADS)
+    dim = int(config.get("head_dim") or _number(config, *WIDTH) // heads)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    return [
+        LayerShape("full", kv_heads, dim, dim, queries=heads, index=index) for index in range(count)
+    ]
+
+
+def estimated_sizes(config: dict) -> tuple[int, int]:
+    """Weights of a usual decoder, dense or of experts, and bytes of working memory a token. Raises UserError."""
+    config = text_config(config)
+    width, count, heads = (_number(config, *names) for names in (WIDTH, DEPTH, HEADS))
+    dim = int(config.get("head_dim") or width // heads)
+    attention = dim * 2 * (heads + int(config.get("num_key_value_heads") or heads))
+    inner = int(config.get("intermediate_size") or 4 * width)
+    experts = int(next((config[name] for name in EXPERTS if config.get(name)), 0))
+    if experts:
+        inner = int(config.get("moe_intermediate_size") or inner)
+    tables = 1 if config.get("tie_word_embeddings", True) else 2
+    layer = width * (attention + 3 * inner * (experts or 1))
+    active = inner * int(config.get("num_experts_per_tok") or 1)
+    weights = count * layer + tables * int(config.get("vocab_size") or 0) * width
+    return weights, working_bytes(width, attention, active)
 
 
 def working_bytes(width: int, attention: int, inner: int) -> int:

@@ -20,7 +20,7 @@ class ModelPlan:
     """A model as `fit` sees it.
 
     weights: bytes of them, and where that number comes from. limit: tokens that it was made for, 0 where config.json
-    does not say. working: bytes a token of a prefill, in one layer.
+    does not say. working: bytes a token of a prefill, in one layer. estimate: why its sizes are guessed, or "".
     """
 
     name: str
@@ -29,6 +29,7 @@ class ModelPlan:
     weights_source: str
     limit: int = 0
     working: int = 0
+    estimate: str = ""
 
     @property
     def state(self) -> int:
