@@ -168,10 +168,7 @@ def test_errors_in_its_shape(anthropic, client, running, ask):
 
 
 def test_a_fault_in_a_stream_is_an_event(running, said, monkeypatch):
-    def broken(*args):
-        raise KeyError("arguments")
-
-    monkeypatch.setattr(Markup, "feed", broken)
+    monkeypatch.setattr(Markup, "feed", lambda *_: {}["arguments"])
     said[0] = "Yes."
     found = wire(running)
     assert found[-1]["type"] == "error" and found[-1]["error"]["type"] == "api_error"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from email.message import Message
 from types import SimpleNamespace
 
 import pytest
@@ -83,62 +82,47 @@ def test_memory_of_guesses_is_bounded(clock):
     assert "10.19.135.1" in keys._debts and "10.0.0.1" not in keys._debts  # the latest of 5000
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
+def test_what_counts_as_one_address():
+    for one, other, same in (
         ("2001:db8::1", "2001:db8::ffff:1", True),
         ("2001:db8::1", "2001:db8:0:1::1", False),
         ("::ffff:10.0.0.1", "10.0.0.1", True),
         ("fe80::1%eth0", "fe80::2", True),
         ("10.0.0.1", "10.0.0.2", False),
-    ],
-)
-def test_what_counts_as_one_address(one, other, same):
-    assert (access._network(one) == access._network(other)) == same
+    ):
+        assert (access._network(one) == access._network(other)) == same, (one, other)
 
 
-def head(**fields: str) -> Message:
-    out = Message()
-    for name, value in fields.items():
-        out[name] = value
-    return out
-
-
-@pytest.mark.parametrize(
-    ("field", "key"),
-    [
+def test_the_key_in_a_header():
+    for field, key in (
         ("Bearer a b", "a b"),
         ("bearer a", "a"),
         ("a", "a"),
         ("Basic a", "Basic a"),
         ("Bearer ", ""),
-        ("Bearer é", "é"),
-    ],
-)
-def test_the_key_in_a_header(field, key):
-    assert given_key(head(Authorization=field)) == key
-    assert given_key(head()) == "" and given_key(Headers({"x-api-key": "a"})) == "a"
+    ):
+        assert given_key(Headers({"Authorization": field})) == key
+    assert given_key(Headers({})) == "" and given_key(Headers({"x-api-key": "a"})) == "a"
     assert given_key(Headers({"x-api-key": "a", "Authorization": "b"})) == "b"
 
 
-@pytest.mark.parametrize(
-    ("host", "origin", "status"),
-    [
-        ("localhost:8080", None, 200),
-        ("127.0.0.1", "http://127.0.0.1", 200),
-        ("localhost:8080", "http://evil.example", 403),
-        ("localhost:8080", "http://localhost:1", 403),
-        ("evil.example", None, 403),  # a page's own name, made to point here
-        ("", None, 403),
-    ],
-)
-def test_pages_and_names_that_reach_a_local_server(host, origin, status):
-    headers = head(Host=host, **({"Origin": origin} if origin else {}))
-    try:
-        access.check_host(headers, ServeOptions())
-        assert status == 200
-    except Refused as refused:
-        assert refused.status == status
+def test_pages_and_names_that_reach_a_local_server(subtests):
+    for host, origin, is_let_in in (
+        ("localhost:8080", None, True),
+        ("127.0.0.1", "http://127.0.0.1", True),
+        ("localhost:8080", "http://evil.example", False),
+        ("localhost:8080", "http://localhost:1", False),
+        ("evil.example", None, False),  # a page's own name, made to point here
+        ("", None, False),
+    ):
+        headers = Headers({"Host": host} | ({"Origin": origin} if origin else {}))
+        with subtests.test(host, origin=origin):
+            if is_let_in:
+                access.check_host(headers, ServeOptions())
+                continue
+            with pytest.raises(Refused) as refused:
+                access.check_host(headers, ServeOptions())
+            assert refused.value.status == 403
 
 
 def test_keys_come_from_options_and_the_environment(monkeypatch):

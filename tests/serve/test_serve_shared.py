@@ -50,8 +50,17 @@ def same(a, b) -> bool:
 
 @pytest.fixture(scope="module", params=["int4", "polar", "int8/int4", "fp16"])
 def model(request):
+    return made(request.param)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return made("int4")
+
+
+def made(kv: str):
     model = random_model("llama")
-    attach(model, request.param)
+    attach(model, kv)
     return model
 
 
@@ -84,14 +93,12 @@ def test_what_is_shared_is_stored_once_and_comes_back_as_it_was(model):
     assert shelf.saved == 0 and not shelf._blocks
 
 
-def test_memory_holds_them_once():
+def test_memory_holds_them_once(plain):
     """By MLX's count of allocated bytes."""
-    model = random_model("llama")
-    attach(model, "int4")
-    start = read(model, COMMON)
+    start = read(plain, COMMON)
     shelf, kept, taken = Shelf(), [], []
     for own in range(4):
-        kept.append(session(model, start, own))
+        kept.append(session(plain, start, own))
         shelf.put(names(own), kept[-1])
         gc.collect()
         taken.append(mx.get_active_memory())
@@ -102,10 +109,8 @@ def test_memory_holds_them_once():
     assert sum(grown) < 2 * private  # MLX rounds allocations up
 
 
-def test_other_tokens_or_other_bytes_are_not_shared():
-    model = random_model("llama")
-    attach(model, "int4")
-    one, other, third = (read(model, COMMON) for _ in range(3))
+def test_other_tokens_or_other_bytes_are_not_shared(plain):
+    one, other, third = (read(plain, COMMON) for _ in range(3))
     shelf = Shelf()
     shelf.put(tokens(COMMON).tolist(), one)
     shelf.put([7, *tokens(COMMON).tolist()[1:]], other)  # the first token differs: so does all
@@ -117,14 +122,12 @@ def test_other_tokens_or_other_bytes_are_not_shared():
     )
 
 
-def test_the_bound_counts_them_once():
-    model = random_model("llama")
-    attach(model, "int4")
-    memory = memory_of(model)
+def test_the_bound_counts_them_once(plain):
+    memory = memory_of(plain)
     sessions = Sessions(memory, lambda: None)
-    start = read(model, COMMON)
+    start = read(plain, COMMON)
     for own in range(4):
-        sessions.keep(names(own), session(model, start, own))
+        sessions.keep(names(own), session(plain, start, own))
     assert sessions.nbytes < 0.6 * sessions.bytes_apart
     memory.bound = sessions.nbytes
     sessions.shrink()
