@@ -64,8 +64,8 @@ class Engine:
     vocabulary: tokens that the model knows.
     """
 
-    def __init__(self, options: ServeOptions, metrics: Metrics):
-        self.options, self.metrics = options, metrics
+    def __init__(self, options: ServeOptions):
+        self.options, self.metrics = options, Metrics()
         self.ready, self.problem, self.is_ending = Event(), None, False
         self.vocabulary, self.is_batchable = 0, False
         self.loaded: Loaded | None = None

@@ -27,8 +27,8 @@ TIMES = {
 
 
 class Metrics:
-    """Counts of one model by the names of `COUNTERS`, which keep going while it is unloaded. Its generation thread
-    counts faults, the event loop all others."""
+    """Counts of one model by the names of `COUNTERS`. Its generation thread counts faults, the event loop all
+    others."""
 
     def __init__(self):
         self.counts: Counter[str] = Counter()
@@ -46,8 +46,8 @@ class Metrics:
 def text(
     responses: Counter[int], gauges: dict[str, float], models: dict[str, tuple[Metrics, dict]]
 ) -> str:
-    """The page of `/metrics`. responses: by status. gauges: of the server. models: their counts, and for those that are
-    loaded their documents of /v1/kv; else an empty one."""
+    """The page of `/metrics`. responses: by status. gauges: of the server. models: counts of those that are loaded, and
+    their documents of /v1/kv."""
     families: dict[str, list[str]] = {}
 
     def add(name: str, kind: str, words: str, value: float, suffix: str = "", **labels) -> None:
@@ -70,10 +70,9 @@ def text(
                 add(*family, count, "_bucket", model=model, le=bound)
             add(*family, seconds, "_sum", model=model)
             add(*family, total, "_count", model=model)
-        if document:
-            words = "Of a request that is admitted now."
-            add("safe_tokens", "gauge", words, document["safe_tokens"], model=model)
+        words = "Of a request that is admitted now."
+        add("safe_tokens", "gauge", words, document["safe_tokens"], model=model)
         for part, (prefix, words) in GAUGES.items():
-            for name, value in (document.get(part) or {}).items():
+            for name, value in (document[part] or {}).items():
                 add(f"{prefix}_{name}", "gauge", words, value, model=model)
     return "".join(f"{line}\n" for lines in families.values() for line in lines)

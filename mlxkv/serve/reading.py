@@ -75,16 +75,16 @@ class Reader:
             process.forget(self._key, pickle.dumps((_drop, self._key)))
 
     async def read(
-        self, path: str, raw: bytes, context: int | None, room: int | None, names: tuple = ()
+        self, path: str, raw: bytes, room: int | None, names: tuple = ()
     ) -> Read | int | str:
         """The request in a body; at COUNT the number of its tokens; the model that it names where that is not this
-        one, and others have `names`. context, room: tokens that the model takes at most, and the memory where a
-        chat that is too long loses its oldest turns. Raises Refused."""
+        one, and others have `names`. room: tokens that the memory has room for, where a chat that is too long loses
+        its oldest turns. Raises Refused."""
         process, lock = self._lanes[len(raw) > LARGE]
         if self._key not in process.setup:
             raise ending()
         seconds = SECONDS + len(raw) // PACE
-        question = _read, self._key, path, raw, self._served, context, room, names
+        question = _read, self._key, path, raw, self._served, room, names
 
         def ask() -> Any:
             data = pickle.dumps(question)
@@ -134,13 +134,7 @@ def _drop(key: str) -> None:
 
 
 def _read(
-    key: str,
-    path: str,
-    raw: bytes,
-    served: Served,
-    context: int | None,
-    room: int | None,
-    names: tuple[str, ...],
+    key: str, path: str, raw: bytes, served: Served, room: int | None, names: tuple[str, ...]
 ) -> Read | int | str:
     (prompts, grammars), body = _kept[key], document(raw)
     name = body.get("model")
@@ -159,8 +153,8 @@ def _read(
     count = len(prompt.tokens)
     if not count:
         raise Refused(400, "[prompt] has no tokens; got an empty one", "invalid_value")
-    if context and count >= context:
-        reason = f"got {count} tokens; it takes {context}, the reply included"
+    if served.context and count >= served.context:
+        reason = f"got {count} tokens; it takes {served.context}, the reply included"
         message = f"[prompt] longer than the model's context; {reason}"
         raise Refused(400, message, "context_length_exceeded")
     reply.request = replace(request, prompt="", messages=[], chat_template_kwargs=None)

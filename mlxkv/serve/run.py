@@ -24,7 +24,6 @@ from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.app import METHODS, Gate, application
 from mlxkv.serve.http.models import Models
 from mlxkv.serve.http.wire import Web, listen
-from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import PARENT, ServeOptions
 
 GRACE = 5.0  # seconds for replies under way when the end is asked for; Docker kills after 10
@@ -149,7 +148,7 @@ def run(options: ServeOptions) -> None:
 
 def _follow(options: ServeOptions) -> None:
     """Run a process without clients: it does what rank 0 does, and ends with it."""
-    engine = Engine(options, Metrics())
+    engine = Engine(options)
     ranks.follow(engine.ranks)
     engine.wait_until_ready()
     while not engine.has_ended:

@@ -122,7 +122,8 @@ def test_buckets_count_what_took_no_longer():
     metrics = Metrics()
     for name, seconds in (("first_token", 0.05), ("duration", 0.2), ("duration", 7.0)):
         metrics.took(name, seconds)
-    page = text(Counter(), {}, {'a "b"': (metrics, {})})
+    document = {"safe_tokens": 1, "memory": {}, "sessions": {}, "disk": None}
+    page = text(Counter(), {}, {'a "b"': (metrics, document)})
     lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
     model = 'model="a \\"b\\""'
 

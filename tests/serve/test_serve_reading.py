@@ -77,10 +77,10 @@ def test_a_tokenizer_that_no_other_process_can_have_reads_here(server, monkeypat
     monkeypatch.setattr(tokenizer, "_odd", lambda: 0, raising=False)
     reader = reading.Reader(tokenizer, {}, server.site.served)
     data = json.dumps({"model": "random", "prompt": "abc", "max_tokens": 1}).encode()
-    result = asyncio.run(reader.read("/v1/completions", data, None, None))
+    result = asyncio.run(reader.read("/v1/completions", data, None))
     assert result.prompt.tokens == tokenizer.encode("abc")
     with pytest.raises(Refused, match=r"^\[body\] not JSON"):
-        asyncio.run(reader.read("/v1/completions", b"{", None, None))
+        asyncio.run(reader.read("/v1/completions", b"{", None))
     reader.close()
     assert not reading._kept
 

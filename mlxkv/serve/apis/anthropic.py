@@ -170,6 +170,11 @@ def speaks(path: str, headers: Collection[str]) -> bool:
     return path.startswith("/v1/messages") or "anthropic-version" in headers
 
 
+def error_of(refused: Refused, path: str, headers: Collection[str]) -> dict:
+    """The document that a client of this path, with these names of headers, expects."""
+    return error_body(refused) if speaks(path, headers) else refused.body()
+
+
 def error_body(refused: Refused) -> dict:
     """The document that Anthropic's clients expect."""
     kind = KINDS.get(refused.status) or refused.body()["error"]["type"]
@@ -193,8 +198,8 @@ class MessagesReply(Blocks):
         self._send("message_start", message=self._message([], None))
         self._send("ping")
 
-    def wait(self, done: int, total: int) -> bytes:
-        return event({"type": "ping"}, "ping")
+    def wait(self, done: int, total: int) -> None:
+        self._send("ping")
 
     def add_text(self, kind: str, text: str, begins: bool) -> None:
         if begins:

@@ -76,9 +76,9 @@ class Reply:
     prompt: of the request, once it is read. count: tokens of the reply. kv: of the field of that name.
     reason: "stop", "length" or "tool_calls". stop_word: the one that ended it, or None.
 
-    Methods that the server calls return the bytes that a stream sends. An API has `start` (the reply begins),
-    `add_parts` (of the text, which a token completes), `end` (everything was said), `document` and `error_event`
-    (of an error behind the start of a stream).
+    The server calls `begin`, `wait`, `take` and `close`, and sends what `flush` returns. An API has `start` (the reply
+    begins), `add_parts` (of the text, which a token completes), `end` (everything was said), `document` and
+    `error_event` (of an error behind the start of a stream).
     """
 
     def __init__(self, request: Request, streams: bool, model: str):
@@ -88,18 +88,17 @@ class Reply:
         self.reason, self.stop_word = "stop", None
         self._has_calls, self._buffer = False, b""
 
-    def begin(self, prompt: Start) -> bytes:
+    def begin(self, prompt: Start) -> None:
         """The model reads the prompt."""
         self.prompt = prompt
         self._markup = Markup(prompt.machine, prompt.state, prompt.parse, self.request.tools)
         self.start()
-        return self._flush()
 
-    def wait(self, done: int, total: int) -> bytes:
+    def wait(self, done: int, total: int) -> None:
         """So many tokens of the prompt were read."""
-        return b": keepalive %d/%d\n\n" % (done, total)
+        self._buffer += b": keepalive %d/%d\n\n" % (done, total)
 
-    def take(self, token: Token) -> bytes:
+    def take(self, token: Token) -> None:
         """A token was written."""
         self.count += 1
         parts = self._markup.feed(token.text, token.reason is not None)
@@ -108,13 +107,11 @@ class Reply:
             ends_with_calls = token.reason == "stop" and self._has_calls
             self.reason = "tool_calls" if ends_with_calls else token.reason
         self.add_parts(parts, token)
-        return self._flush()
 
-    def close(self, kv: dict, stop_word: str | None) -> bytes:
+    def close(self, kv: dict, stop_word: str | None) -> None:
         """The reply is complete."""
         self.kv, self.stop_word = kv, stop_word if self.reason == "stop" else None
         self.end()
-        return self._flush()
 
     def start(self) -> None:
         pass
@@ -124,7 +121,8 @@ class Reply:
         if self.streams:
             self._buffer += event(document, name)
 
-    def _flush(self) -> bytes:
+    def flush(self) -> bytes:
+        """Return what a stream sends now."""
         out, self._buffer = self._buffer, b""
         return out
 

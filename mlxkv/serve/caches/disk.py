@@ -124,22 +124,21 @@ class Disk:
                 with suppress(OSError):
                     about = os.stat(name, dir_fd=self._handle, follow_symlinks=False)
                     dated.append((about.st_mtime, name, about.st_size))
-        entries = [self._read(self.folder / name, size) for _, name, size in sorted(dated)]
-        return [entry for entry in entries if entry is not None]
+        entries = []
+        for _, name, size in sorted(dated):
+            path = self.folder / name
+            try:
+                tokens, trims = prompt_cache.about(path)
+            except Exception as error:  # whatever it is, the server starts
+                self.failed += 1
+                logging.warning(f"a session cannot be read, it is left alone: {error}")
+                continue
+            entries.append(Session(tokens, path.stem.rpartition("-")[0], trims, size, path=path))
+        return entries
 
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in list(self.entries))
-
-    def _read(self, path: Path, size: int) -> Session | None:
-        """Read the header of a file; None if it is damaged, or no session."""
-        try:
-            tokens, trims = prompt_cache.about(path)
-        except Exception as error:  # whatever it is, the server starts
-            self.failed += 1
-            logging.warning(f"a session cannot be read, it is left alone: {error}")
-            return None
-        return Session(tokens, path.stem.rpartition("-")[0], trims, size, path=path)
 
     def save(self, tokens: list[int], cache: list, tenant: str = "") -> None:
         """Write a cache. One that cannot be written is lost, and logged."""

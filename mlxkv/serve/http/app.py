@@ -132,8 +132,7 @@ def refusal(request: Request, error: Exception) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if refused.status == 405:
         headers["Allow"] = ALLOW
-    is_anthropic = anthropic.speaks(request.scope["path"], request.headers.keys())
-    body = anthropic.error_body(refused) if is_anthropic else refused.body()
+    body = anthropic.error_of(refused, request.scope["path"], request.headers.keys())
     return Document(body, refused.status, headers)
 
 

@@ -41,8 +41,8 @@ class Site:
     """A model and its state, shared by all its requests. users: requests that it was given to, and whose replies have
     not ended. Raises what loading raises."""
 
-    def __init__(self, options: ServeOptions, metrics: metrics.Metrics):
-        self.options, self.engine, self.users = options, Engine(options, metrics), 0
+    def __init__(self, options: ServeOptions):
+        self.options, self.engine, self.users = options, Engine(options), 0
         try:
             self.loaded = self.engine.wait_until_ready()
             self.name = name_of(self.loaded.name)
@@ -54,6 +54,7 @@ class Site:
                 vocabulary=self.engine.vocabulary,
                 calls=calls_of(self.loaded.tokenizer),
                 sampling=self.loaded.sampling,
+                context=self.loaded.context,
             )
             self._reader = Reader(self.loaded.tokenizer, options.template, self.served)
         except Exception:
@@ -62,10 +63,10 @@ class Site:
 
     async def read(self, path: str, raw: bytes, names: tuple[str, ...] = ()) -> Read | int | str:
         """The request in a body, as `Reader.read` returns it. names: of other models. Raises Refused."""
-        context, room = self.loaded.context, None
+        room = None
         if self.options.overflow == "drop":
-            room = self.engine.memory.longest(context or 1 << 20)
-        return await self._reader.read(path, raw, context, room, names)
+            room = self.engine.memory.longest(self.served.longest)
+        return await self._reader.read(path, raw, room, names)
 
     def close(self) -> None:
         """End the engine. Raises nothing."""
@@ -135,14 +136,12 @@ class Models:
     def __init__(self, options: ServeOptions):
         self.options, self.limits, self.keys = options, Limits(), Keys()
         _, *others = options.models
-        first = metrics.Metrics()
-        self.first, self.active = Site(options, first), 0
+        self.first, self.active = Site(options), 0
         self._options = {name_of(model): replace(options, model=model) for model in others}
         self.names = (self.first.name, *self._options)
         if len({*self.names}) <= len(others):
             self.first.close()
             raise UserError(f"[--model] two have one name; got {', '.join(self.names)}")
-        self._metrics = {name: metrics.Metrics() for name in self.names} | {self.first.name: first}
         self.loaded: dict[str, Site] = {}
         self._lock, self._has_ended = asyncio.Lock(), False
 
@@ -207,7 +206,7 @@ class Models:
                 place = await asyncio.to_thread(locate, options.models[0])
                 size = place.weights or place.config.stat().st_size
                 await self._make_room(size + LEAST_MEMORY)
-                self.loaded[name] = await asyncio.to_thread(Site, options, self._metrics[name])
+                self.loaded[name] = await asyncio.to_thread(Site, options)
             except Refused:
                 raise
             except Exception as error:
@@ -243,8 +242,7 @@ class Models:
     def metrics(self) -> str:
         """The page of /metrics."""
         sites = {self.first.name: self.first} | self.loaded
-        documents = {name: site.kv() for name, site in sites.items()}
-        models = {name: (counts, documents.get(name, {})) for name, counts in self._metrics.items()}
+        models = {name: (site.engine.metrics, site.kv()) for name, site in sites.items()}
         gauges = {"active_requests": self.active, "wrong_keys": self.keys.wrong}
         gauges |= {f"kv_{name}": value for name, value in _process_memory().items()}
         return metrics.text(self.limits.responses, gauges, models)

@@ -113,7 +113,8 @@ TAKEN = (
 class Served:
     """What requests are checked against: the names of the model and of its preset; the longest reply,
     and the one of a request that names none; the size of the vocabulary; how
-    the model's tool calls begin and end; how its makers want replies drawn. Counts are in tokens."""
+    the model's tool calls begin and end; how its makers want replies drawn; what the model takes, where that is
+    known. Counts are in tokens."""
 
     model: str
     kv: str
@@ -122,6 +123,7 @@ class Served:
     vocabulary: int
     calls: Calls | None = None
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    context: int | None = None
 
 
 def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Request:

@@ -77,7 +77,8 @@ class Talk:
                     watch.cancel()
                     job.cancelled = True
                     scope["counts"] = self._counts(engine, reply, job)
-                await write(reply.close(engine.kv_document(job), job.text.word), more=False)
+                reply.close(engine.kv_document(job), job.text.word)
+                await write(reply.flush(), more=False)
                 if not reply.streams:
                     await Document(reply.document())(scope, receive, send)
         except Disconnect:
@@ -103,12 +104,13 @@ class Talk:
             if isinstance(item, Exception):
                 raise item
             if isinstance(item, Start):
-                await write(reply.begin(item))
+                reply.begin(item)
             elif isinstance(item, Token):
                 self._first_token = self._first_token or time.monotonic()
-                await write(reply.take(item))
+                reply.take(item)
             else:
-                await write(reply.wait(*item))
+                reply.wait(*item)
+            await write(reply.flush())
 
     def _counts(self, engine: Engine, reply: Reply, job: Job) -> str:
         """Count a reply that has begun, and return its part of the log's line."""

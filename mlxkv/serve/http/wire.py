@@ -200,11 +200,8 @@ class Wire(H11Protocol):
             self.cycle.disconnected = True  # its application writes no more
             self.cycle.message_event.set()
         asked = self.scope if self.cycle is not None else {"path": "", "headers": ()}
-        is_anthropic = anthropic.speaks(
-            asked["path"], [name.decode() for name, _ in asked["headers"]]
-        )
-        body = anthropic.error_body(refused) if is_anthropic else refused.body()
-        data = json.dumps(body).encode()
+        names = [name.decode() for name, _ in asked["headers"]]
+        data = json.dumps(anthropic.error_of(refused, asked["path"], names)).encode()
         headers = [*DEFAULT_HEADERS, ("content-type", "application/json")]
         headers += [("content-length", str(len(data))), ("connection", "close")]
         headers += [] if refused.retry is None else [("retry-after", str(refused.retry))]
