@@ -17,7 +17,6 @@ from serving import (
     LONG,
     asking,
     complete,
-    events,
     get,
     held,
     post,
@@ -57,18 +56,6 @@ def test_a_chat_and_what_it_counts(server):
     assert memory["promised_bytes"] == 0 < memory["bytes"]
     assert memory["bytes"] <= memory["sessions_allocated_bytes_apart"]
     assert total["sessions"]["hits"] >= 1
-
-
-def test_a_stream_says_the_same(server):
-    whole = complete(server, "Tell me", 12)
-    body = {"prompt": "Tell me", "max_tokens": 12, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    status, headers, data = send(server, "POST", "/v1/completions", body)
-    parts = events(data)
-    assert status == 200 and headers["Content-type"] == "text/event-stream"
-    assert "".join(text_of(part) for part in parts[:-1]) == text_of(whole)
-    assert parts[-1]["usage"]["completion_tokens"] == 12
-    assert parts[-1]["kv"]["bytes"] > 0 and parts[-2]["kv"]["bytes"] > 0
 
 
 def test_a_prompt_that_is_all_in_the_cache(server):

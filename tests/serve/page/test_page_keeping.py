@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from serving import until
 
@@ -119,25 +117,6 @@ def test_what_is_not_sent_yet_stays(tab, tmp_path):
     tab.ask("")
     tab.new_chat()
     tab.shows("document.querySelector('#text').value", "")
-
-
-def test_chats_of_the_page_before_are_brought_over(tab):
-    old = [
-        {
-            "messages": [
-                {"role": "user", "content": "old question"},
-                {"role": "assistant", "content": "old reply"},
-            ]
-        },
-        {"messages": []},
-    ]
-    tab.js(f"localStorage.setItem('mlxkv.chats', {json.dumps(json.dumps(old))})")
-    tab.reload()
-    tab.chats_are("old question")
-    tab.click("#chats .open")
-    tab.sees("old reply")
-    tab.turns_are("old question", "old reply")
-    tab.shows("localStorage.getItem('mlxkv.chats')", None)
 
 
 def test_without_a_database_the_page_works(opened, browser, server):

@@ -1,7 +1,7 @@
 // Chats in the browser's own database. Messages are kept one by one, each with the message that it
 // follows: so tabs never write over one another, and an edited message stands beside the old one.
 
-const CHANNEL = "mlxkv", OLD = "mlxkv.chats", NAME = "mlxkv", LAST = "mlxkv.last", KEEP = 10 * 60e3;
+const CHANNEL = "mlxkv", NAME = "mlxkv", LAST = "mlxkv.last", KEEP = 10 * 60e3;
 export const tab = sessionTab();
 let base = null, listener = () => {};
 const channel = "BroadcastChannel" in self ? new BroadcastChannel(CHANNEL) : null;
@@ -40,7 +40,6 @@ export async function open(changed) {
     };
     base = await answer(request);
     base.onversionchange = () => base.close();
-    await bringOver();
     await readLast();
     await purge();
     return true;
@@ -176,23 +175,4 @@ async function purge() {
 export async function deletedLately() {
   const all = base ? await answer(base.transaction("chats").objectStore("chats").getAll()) : [...lost.chats.values()];
   return all.filter((one) => one.deleted > Date.now() - KEEP).sort((a, b) => b.deleted - a.deleted)[0];
-}
-
-// Chats of the page before this one, which kept them all in one text.
-async function bringOver() {
-  let old = null;
-  try { old = JSON.parse(localStorage.getItem(OLD)); } catch { /* not JSON */ }
-  if (!Array.isArray(old)) return;
-  for (const [i, one] of old.entries()) {
-    const at = Date.now() - i, id = `old-${i}`;
-    const said = (one.messages || []).filter((m) => typeof m.content === "string");
-    if (!said.length || await get("chats", id)) continue;
-    for (const [j, { role, content, failed }] of said.entries()) {
-      const parent = j ? `${id}-${j - 1}` : null, state = failed ? "failed" : "done";
-      await put("messages", { id: `${id}-${j}`, chat: id, parent, role, content, created: at + j, state });
-    }
-    const title = said[0].content.slice(0, 60), leaf = `${id}-${said.length - 1}`;
-    await put("chats", { id, created: at, updated: at, title, settings: {}, deleted: 0, leaf });
-  }
-  localStorage.removeItem(OLD);
 }
