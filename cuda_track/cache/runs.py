@@ -22,9 +22,7 @@ class Segments(Runs):
                 run.select(rows)
             chosen = of_rows(basis, rows)
             if chosen is not basis:
-                self.runs[i], self.bases[i] = self.make(chosen), chosen
-                if run.count:
-                    self.runs[i].restore(self._codes(run), run.count)
+                self.runs[i], self.bases[i] = self._turned(run, chosen), chosen
 
     def _codes(self, run: Store) -> dict[str, Stored]:
         return dict(zip(NAMES, run.read(0, run.count).stored, strict=True))

@@ -10,6 +10,7 @@ measures.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 from mlxkv.console import (
     human_bytes,
@@ -188,8 +189,12 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
         reasons = {why_16_bits(layer, parse_kv(kv)) for layer in plan.layers}
         for reason in filter(None, reasons):
             print(f"  {kv}: some layers stay in 16 bits ({reason})", file=file)
-        if parse_kv(kv).keep < 1:
-            print(
-                f'  {kv}: cache: after the prompt is read; "in all" counts all its tokens, which stay until then',
-                file=file,
-            )
+        for note in _notes(parse_kv(kv)):
+            print(f"  {kv}: {note}", file=file)
+
+
+def _notes(kv: CacheConfig) -> Iterator[str]:
+    if any(side.low and side.low.energy for side in (kv.keys, kv.values)):
+        yield "counts all dims; a calibration says how many that energy takes"
+    if kv.keep < 1:
+        yield 'cache: after the prompt is read; "in all" counts all its tokens, which stay until then'

@@ -359,7 +359,7 @@ class CacheConfig:
         in a cache that follows the text; fixed bases belong to the model."""
         sides = ((self.keys, key_dim), (self.values, value_dim))
         values = sum(heads * dim * side.dims(dim) for side, dim in sides if side.follows)
-        return 4 * values * self.rule.segments if values else 0
+        return 4 * values * self.rule.runs if values else 0
 
     def as_dict(self) -> dict:
         """Return plain data for headers of saved files, equal to itself after a round trip through JSON."""
@@ -378,10 +378,6 @@ class CacheConfig:
             for name in ("keys", "values"):
                 side = dict(data[name])
                 quantizer, low = dict(side.pop("quantizer")), side.pop("low", None)
-                # Earlier versions chose R by energy, too, and other ways for tokens of an older basis.
-                low = {
-                    name: x for name, x in (low or {}).items() if name not in ("energy", "stored")
-                }
                 side["low"] = LowRank(**low) if low else None
                 sides[name] = Side(methods[quantizer.pop("method")](**quantizer), **side)
             config = CacheConfig(**data | sides)

@@ -12,6 +12,8 @@ from math import isqrt
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Method
 
+TRANSPORT, SEGMENTS, STAY = "transport", "segments", "stay"
+STORED = (TRANSPORT, SEGMENTS, STAY)
 LEAST = 8  # stored dims
 RIDGE = 0.1  # of the mean energy of a stored dim, added by Oja's rule: what few tokens cannot tell
 SETTLED = 32  # pages in a run that may still be moved at every step
@@ -48,13 +50,16 @@ class Half(Method):
 class LowRank:
     """stored = x @ U, with U [D, R] the leading directions of a calibration (EigenAttention, OjaKV).
 
-    share, rank: exactly one is given. share: R over the head dim. rank: R. R is even.
+    share, rank, energy: exactly one is given. share: R over the head dim. rank: R. energy: share of the
+        second moment that R directions hold; the largest R of a layer's kv heads serves them all (OjaKV,
+        A.2). R is even.
     follows: U follows the text by Oja's rule.
     prefill_rate, decode_rate: learning rates eta of the rule.
     every: decoded tokens between two updates.
     salient: share of the tokens of a prompt (of each prefill chunk) that update U.
     window: last queries, whose scores choose the salient tokens.
-    segments: runs of tokens that keep the U they were stored with; more of them are moved into the next one's.
+    stored: what happens to tokens stored with an older U: "transport" moves them to the new one,
+        "segments" keeps their basis, for at most `segments` runs, "stay" does nothing.
     raw: the paper's update, without normalisation.
     mixed: mix the R dims (SRFT), for codes that share a scale.
     pinned: the last `recent` tokens of the first prompt stay exact for good (OjaKV, section 5.1), beside the
@@ -63,24 +68,31 @@ class LowRank:
 
     share: float = 0.0
     rank: int = 0
+    energy: float = 0.0
     follows: bool = False
     prefill_rate: float = 0.10
     decode_rate: float = 0.05
     every: int = 32
     salient: float = 0.05
     window: int = 32
+    stored: str = SEGMENTS
     segments: int = 2
     raw: bool = False
     mixed: bool = False
     pinned: bool = False
 
     def __post_init__(self):
-        if bool(self.share) == bool(self.rank) or not 0 <= self.share <= 1:
+        sizes = [x for x in (self.share, self.rank, self.energy) if x]
+        if len(sizes) != 1 or not (0 <= self.share <= 1 and 0 <= self.energy < 1):
             raise UserError(
-                f"[LowRank] needs share (above 0 and up to 1) or rank; got {self.share}, {self.rank}"
+                "[LowRank] needs one of share (above 0 and up to 1), rank, energy (below 1); got "
+                f"{self.share}, {self.rank}, {self.energy}"
             )
         if self.rank and (self.rank < LEAST or self.rank % 2):
             raise UserError(f"[LowRank] rank must be even, {LEAST} or more; got {self.rank}")
+        if self.stored not in STORED:
+            choices = ", ".join(STORED)
+            raise UserError(f"[LowRank] unknown stored; got {self.stored!r}; choose from {choices}")
         if self.pinned and not self.follows:
             raise UserError(
                 "[LowRank] pinned is for a basis that follows the text; got a fixed one"
@@ -94,7 +106,13 @@ class LowRank:
     @property
     def label(self) -> str:
         size = f"rank {self.rank}" if self.rank else f"{self.share:g} of the dims"
+        size = f"{100 * self.energy:g} % energy" if self.energy else size
         return f"{'oja' if self.follows else 'pca'} {size}"
+
+    @property
+    def runs(self) -> int:
+        """Return how many runs of pages there may be, each with a basis."""
+        return self.segments if self.stored == SEGMENTS else 1
 
     def rate(self, prompt: bool) -> float:
         """Learning rate of Oja's rule, for tokens of a prompt or decoded ones; 0: the basis does not change."""
@@ -103,7 +121,9 @@ class LowRank:
         return self.prefill_rate if prompt else self.decode_rate
 
     def dims(self, head_dim: int) -> int:
-        """Return R."""
+        """Return R, or the head dim where energy decides: only a calibration knows that R."""
+        if self.energy:
+            return head_dim
         return self.rank or min(head_dim, max(LEAST, 2 * round(self.share * head_dim / 2)))
 
     def why_not(self, head_dim: int) -> str | None:

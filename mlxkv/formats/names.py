@@ -12,10 +12,11 @@
     PRESET+rope8, +rope16    the rotary keys beside latents (MLA) with 8 bits, or exact; other models refuse it
     NAME+keepX, NAME+pagesX  any of them, keeping the share X of a prompt's sealed tokens, or pages
 
-NUMBER: 0.75 of the head dim, or r96 dims. EXTRA: int8 to int2, codes per token in groups of 64, or a preset
-(kivi-int4) for its codes and page. For oja also raw: the update as published; pinned: the last tokens of the
-first prompt stay exact for good, as published (without it they are stored once 32 newer ones and a page have
-come).
+NUMBER: 0.75 of the head dim, r96 dims, or e0.95 of the energy. EXTRA: int8 to int2, codes per token in
+groups of 64, or a preset (kivi-int4) for its codes and page. For oja also transport, segments, segments4,
+stay; raw: the update as published; fast: rates of 1 and 0.5; all: every token of a prompt updates; prompt:
+no updates while decoding; pinned: the last tokens of the first prompt stay exact for good, as published
+(without it they are stored once 32 newer ones and a page have come).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from difflib import get_close_matches
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Affine, Full
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.lowrank import RATES, Half, LowRank
+from mlxkv.formats.lowrank import RATES, SEGMENTS, STORED, Half, LowRank
 from mlxkv.formats.presets import PRESETS, filled, low_rank
 
 METHODS = ("static", "oja")
@@ -44,11 +45,19 @@ PICKS = ("fp16", "int8", "int4", "fill-3", "fill-2.25")  # what to choose from a
 PLAIN_NAMES = ("f16", "bf16", "float16", "bfloat16", "none", "off", "full", "16", "16bit")
 WIDTH = re.compile(r"(?:int|q|kv)?[-_ ]?(?P<bits>[2348])(?:[-_ ]?bits?|_[01])?")
 DIAL = re.compile(r"\d*\.?\d+")
-NUMBER = re.compile(r"(?P<kind>r?)(?P<number>\d*\.?\d+)")
+NUMBER = re.compile(r"(?P<kind>[re]?)(?P<number>\d*\.?\d+)")
+SIZES = {"": "share", "r": "rank", "e": "energy"}
 KEEP = re.compile(r"\+(?P<what>keep|pages)(?P<share>\d*\.?\d+)$")
+WAY = re.compile(rf"{'|'.join(STORED)}|{SEGMENTS}\d+")
 TUNED = re.compile(r"\+(?P<sides>[kv]?)(?P<what>g|clip|page|sink|recent)(?P<number>\d*\.?\d+)$")
 ROTARY = re.compile(r"\+rope(8|16)$")
-SETTINGS = ("raw", "pinned")
+SETTINGS = {
+    "raw": {"raw": True},
+    "fast": {"prefill_rate": 1.0, "decode_rate": 0.5},
+    "prompt": {"decode_rate": 0.0},  # after fast, one of whose rates it replaces
+    "all": {"salient": 1.0},
+    "pinned": {"pinned": True},
+}
 
 
 def canonical(text: str) -> str:
@@ -157,16 +166,24 @@ def _side(name: str) -> CacheConfig | None:
     if method not in METHODS or not dash:
         return None
     number, *extras = number_and_extras.split("+")
-    follows = method == "oja"
+    follows, settings = method == "oja", {}
     codes = [extra for extra in extras if extra in PRESETS and _are_codes(PRESETS[extra])]
-    allowed = {*codes, *(SETTINGS if follows else ("windows",))}
+    stored = [extra for extra in extras if WAY.fullmatch(extra)]
+    allowed = {*codes, *stored, *SETTINGS} if follows else {*codes, "windows"}
     if not _is_size(match := NUMBER.fullmatch(number)) or not allowed.issuperset(extras):
         raise _not_low_rank(name)
-    if len(set(extras)) < len(extras) or len(codes) > 1:
+    if len(set(extras)) < len(extras) or max(len(codes), len(stored)) > 1:
         raise _not_low_rank(name)
-    size = {"rank": int(number[1:])} if match["kind"] else {"share": float(number)}
+    for extra in SETTINGS:  # in this order, whatever order the user writes
+        settings |= SETTINGS[extra] if extra in extras else {}
+    if stored and (count := stored[0].removeprefix(SEGMENTS)).isdigit():
+        settings |= {"stored": SEGMENTS, "segments": int(count)}
+    elif stored:
+        settings |= {"stored": stored[0]}
+    size = SIZES[match["kind"]]
+    value = int(number[1:]) if size == "rank" else float(match["number"])
     windows = 32 if follows or "windows" in extras else 0
-    low = LowRank(**size, follows=follows, **{name: name in extras for name in SETTINGS})
+    low = LowRank(**{size: value}, follows=follows, **settings)
     if not codes or codes[0] in PLAIN:
         plain = PLAIN[codes[0]] if codes else Half()
         return low_rank(low, plain, plain, windows)
@@ -225,20 +242,20 @@ def _are_codes(preset: CacheConfig) -> bool:
 
 
 def _is_size(match: re.Match | None) -> bool:
-    """Return whether a number is a share of the dims, or a whole number of dims."""
+    """Return whether a number is a share of the dims or of the energy, or a whole number of dims."""
     if match is None:
         return False
-    value = float(match["number"])
-    if match["kind"]:
+    kind, value = match["kind"], float(match["number"])
+    if kind == "r":
         return match["number"].isdigit() and value > 0
-    return 0 < value <= 1
+    return 0 < value < 1 or (value == 1 and not kind)
 
 
 def _not_low_rank(name: str) -> UserError:
     method = name.partition("-")[0]
-    extras = SETTINGS if method == "oja" else ("windows",)
+    extras = (*SETTINGS, *STORED, "segments4") if method == "oja" else ("windows",)
     return UserError(
         f"[--kv] no low rank of this name; got {name!r}; write {method}-NUMBER, a share of the dims "
-        "(0.75) or even dims (r96), then, each once, +CODES (a preset such as +int4) and any of "
-        f"{', '.join(f'+{extra}' for extra in extras)}"
+        "(0.75), even dims (r96) or a share of their energy (e0.95), then, each once, +CODES (a preset "
+        f"such as +int4) and any of {', '.join(f'+{extra}' for extra in extras)}"
     )

@@ -29,6 +29,13 @@ def basis(moment: np.ndarray, rank: int) -> np.ndarray:
     return vectors[..., ::-1][..., :rank]
 
 
+def ranks(moment: np.ndarray, energy: float) -> np.ndarray:
+    """Return [G]: the smallest r with ||(R)_r||_F^2 / ||R||_F^2 >= energy. A layer takes their maximum."""
+    values = np.maximum(np.linalg.eigvalsh(moment)[..., ::-1], 0)
+    share = np.cumsum(values, -1) / values.sum(-1, keepdims=True)
+    return (share < energy - 1e-12).sum(-1) + 1
+
+
 # --------------------------------------------------------------------------------------------------
 # How well a basis fits (section 4).
 
@@ -103,8 +110,8 @@ def exempt(prompt: int, start: int, recent: int) -> np.ndarray:
 
 
 def transported(stored: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Return stored U_old^T U_new: what U_new would store of the decoded token . Algorithm 1
-    decodes by U_new unchanged; here U_old is kept beside the token as long as there is room for another run."""
+    """Return stored U_old^T U_new: what U_new would store of the decoded token ("transport"). "segments" keeps
+    U_old beside the token instead; "stay" decodes by U_new unchanged, as Algorithm 1 says."""
     return stored @ (old.swapaxes(-1, -2) @ new)
 
 

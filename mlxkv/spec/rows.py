@@ -449,6 +449,7 @@ class Table:
         basis = subspace.basis(moment, u.shape[-1])
         signs = np.sign((basis * u).sum(-2, keepdims=True))  # of an eigenvector it is free
         yield row("subspace", "u", basis * signs, "basis")
+        yield equal("ranks", subspace.ranks(moment, 0.95))
         weights = self.salience.importance(q[:, :, -OJA_WINDOW:], self.view((k, v)), dims**-0.5)
         batch = self.indices(golden["salient"])
         yield equal("salient", self.array(self.salience.salient(weights, batch.shape[1])))

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from low_rank_cache import FAST
 from low_rank_pairs import HEADS, KV_HEADS, SCALE, caches, data, feed
 from tensors import to_torch
 
@@ -17,14 +16,18 @@ from cuda_track.kernels.pool import PoolPages
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 
-NAMED = {
-    **dict.fromkeys(("static-r24", "static-r24+int4", "oja-r24", "oja-r24+pinned"), {}),
-    **dict.fromkeys(("oja-r24+int4+keep0.5", "fp16+keep0.25", "int4+pages0.5"), {}),
-    **dict.fromkeys(("oja-r24+int4+pinned+keep0.5", "kivi-int2+keep0.5"), {}),
-    "oja-r24+int8": {"segments": 3},
-    "oja-r24+raw": {"segments": 1, **FAST},
-    "oja-r24/int8": {"salient": 1.0},
-}
+NAMED = (
+    *(
+        "static-r24",
+        "static-r24+int4",
+        "oja-r24",
+        "oja-r24+int8+segments3",
+        "oja-r24+fast+transport",
+    ),
+    *("oja-r24+stay+raw", "oja-r24+int4+keep0.5", "fp16+keep0.25", "int4+pages0.5"),
+    *("oja-r24+pinned", "oja-r24+int4+pinned+keep0.5"),
+    *("kivi-int2+keep0.5", "oja-r24+all/int8"),
+)
 
 
 def apart(x: np.ndarray, y: np.ndarray) -> float:
@@ -32,9 +35,9 @@ def apart(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def test_caches_learn_and_keep_what_those_of_mlx_do(subtests):
-    for name, rule in NAMED.items():
+    for name in NAMED:
         with subtests.test(name=name):
-            ours, theirs = caches(name, **rule)
+            ours, theirs = caches(name)
             for tokens, seed, chunk in ((300, 0, 150), (40, 5, 1), (90, 9, 90), (2, 12, 1)):
                 found = [feed(cache, tokens, seed, chunk) for cache in (ours, theirs)]
                 assert apart(*found) < 0.01  # a code at a boundary may differ
@@ -59,13 +62,13 @@ def test_caches_learn_and_keep_what_those_of_mlx_do(subtests):
 
 def test_rows_are_chosen_with_their_bases(subtests):
     """Beams: rows of a batch take their bases, their queries and their pages along."""
-    for name, segments in (("oja-r24+int8", 2), ("oja-r24+keep0.5", 1)):
+    for name in ("oja-r24+int8", "oja-r24+transport+keep0.5"):
         with subtests.test(name=name):
-            check_rows_are_chosen_with_their_bases(name, segments)
+            check_rows_are_chosen_with_their_bases(name)
 
 
-def check_rows_are_chosen_with_their_bases(name, segments):
-    both, alone = (caches(name, segments=segments)[0] for _ in range(2))
+def check_rows_are_chosen_with_their_bases(name):
+    both, alone = caches(name)[0], caches(name)[0]
     feed(both, 200, batch=2)
     both.select(torch.tensor([1, 1]))
     out = feed(both, 40, 5, 1, batch=2)
@@ -85,7 +88,7 @@ def check_rows_are_chosen_with_their_bases(name, segments):
 
 
 def test_trim_and_forget():
-    one = caches("oja-r24", **FAST)[0]
+    one = caches("oja-r24+fast")[0]
     feed(one, 150)
     feed(one, 40, 5, 1)
     whole = one.view().whole(torch.float32)

@@ -18,6 +18,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import generate as mlx_generate
 from mlxkv.models import prompt_cache as mlx_prompt_cache
+from mlxkv.models import summarise
 from mlxkv.texts import corpus
 
 torch.set_num_threads(1)
@@ -110,3 +111,13 @@ def test_selection_and_padding_do_not_go_together(sides, tokens):
     # Rows of one length do, and beams, whose rows change places.
     out = ours.model.generate(ids[1:], max_new_tokens=4, num_beams=2, do_sample=False)
     assert out.shape[1] <= 304
+
+
+def test_ranks_by_energy_are_those_of_the_calibration(sides):
+    reports = seam.attach(sides[0].model, "oja-e0.95+int4")
+    right = models.attach(sides[1].model, "oja-e0.95+int4")
+    found = [
+        [(r.bits_per_value, r.bases) for r in side if r.compressed] for side in (reports, right)
+    ]
+    assert found[0] == found[1] and len(set(found[0])) > 1
+    assert "on top bases of" in summarise(reports)[1]

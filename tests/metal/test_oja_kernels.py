@@ -6,20 +6,7 @@ from weakref import ref
 
 import mlx.core as mx
 import pytest
-from low_rank_cache import (
-    DIMS,
-    FAST,
-    HEADS,
-    KV_HEADS,
-    PROMPT,
-    SCALE,
-    close,
-    config,
-    data,
-    feed,
-    ruled,
-    start,
-)
+from low_rank_cache import DIMS, HEADS, KV_HEADS, SCALE, close, config, data, feed, start
 from on_emulator import make, make_mma
 
 from mlxkv.cache import adaptive, choose, stores
@@ -35,12 +22,12 @@ pytestmark = pytest.mark.usefixtures("trusted")
 
 def test_kernels_read_low_rank_and_two_bases_in_one_pass(subtests):
     """On the emulator, against plain ops on the same codes."""
-    for name, batch, rule in [
-        ("oja-r24+int4", 2, {}),
-        ("oja-r24+int8/int8", 1, FAST),  # no map leads values back
+    for name, batch in [
+        ("oja-r24+int4", 2),
+        ("oja-r24+fast+int8/int8", 1),  # no map leads values back
     ]:
         with subtests.test(name=name, batch=batch):
-            made = ruled(replace(parse_kv(name), page=32, sink=4, recent=16), **rule)
+            made = replace(parse_kv(name), page=32, sink=4, recent=16)
             turns = sample(KV_HEADS, (DIMS, DIMS), made.fitted)
             with launch.using(make):
                 assert choose.plan(made, (DIMS, DIMS), mx.float32).body != OPS
@@ -60,14 +47,14 @@ def test_kernels_read_low_rank_and_two_bases_in_one_pass(subtests):
 
 
 def test_tiles_read_two_bases_in_one_pass(subtests):
-    for name, batch, rule, first in [
-        ("oja-r24", 2, PROMPT, 1),  # the first basis is of the calibration: one for both
-        ("oja-r24+int8/int8", 1, {}, 64),  # no map leads values back
+    for name, batch, factory, first in [
+        ("oja-r24+prompt", 2, make_mma, 1),  # the first basis is of the calibration: one for both
+        ("oja-r24+int8/int8", 1, make_mma, 64),  # no map leads values back
     ]:
-        with subtests.test(name=name, batch=batch):
+        with subtests.test(name=name, batch=batch, factory=factory):
             dims, dtype = 40, mx.float16
-            made = config(name, **rule)
-            with launch.using(make_mma):
+            made = config(name)
+            with launch.using(factory):
                 assert choose.plan(made, (dims, dims), dtype).body == TILES
                 one = AdaptiveKVCache(made, sample(KV_HEADS, (dims, dims), made.fitted))
                 feed(one, 70, chunk=first, batch=batch, dtype=dtype, dims=dims)

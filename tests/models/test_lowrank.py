@@ -10,6 +10,7 @@ from mlxkv.formats.calibration import subspace
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import LowRank
 from mlxkv.formats.names import parse_kv
+from mlxkv.spec import oja as spec
 
 
 def test_ranks_are_even_and_no_larger_than_a_head():
@@ -18,16 +19,21 @@ def test_ranks_are_even_and_no_larger_than_a_head():
 
 
 def test_names_have_numbers_codes_and_settings():
-    one = parse_kv("oja-r96+srft-int3+raw+keep0.25")
+    one = parse_kv("oja-r96+srft-int3+transport+raw+keep0.25")
     assert one.keys.low.rank == 96 and one.keys.low.raw and one.keys.low.mixed and one.keep == 0.25
     assert one.values.quantizer == parse_kv("srft-int3").values.quantizer
-    assert (one.sink, one.recent) == (32, 32)
+    assert one.keys.low.stored == "transport" and (one.sink, one.recent) == (32, 32)
+    assert parse_kv("oja-0.75+segments5").keys.low.segments == 5
     assert parse_kv("static-0.75").sink == 0 and parse_kv("static-0.75+windows").recent == 32
     assert parse_kv("int8/oja-0.75+pages0.5").whole_pages
-    assert parse_kv("oja-.75+pinned+raw") == parse_kv("oja-0.75+raw+pinned")
+    assert parse_kv("oja-.75+prompt+fast") == parse_kv("oja-0.75+fast+prompt")
+    assert parse_kv("oja-0.75+prompt+fast").rule.decode_rate == 0
     assert parse_kv("oja-0.75").bits_per_value(128, 128) == 12
-    for name in ("oja-0.75", "oja-r96+int4", "fp16+keep0.5"):
+    for name in ("oja-0.75", "oja-e0.9+int4", "fp16+keep0.5"):
         assert CacheConfig.from_dict(parse_kv(name).as_dict()) == parse_kv(name)
+    assert (
+        "keep" not in parse_kv("int4").as_dict() and "low" not in parse_kv("int4").as_dict()["keys"]
+    )
 
 
 def test_bad_names_are_one_line():
@@ -35,11 +41,12 @@ def test_bad_names_are_one_line():
         ("oja", "unknown preset"),
         ("oja-", "no low rank of this name; got 'oja-'; write oja-NUMBER, a share"),
         ("oja-1.5", "no low rank"),
+        ("oja-e1", "no low rank"),
         ("oja-r0", "no low rank"),
         ("oja-0.75+int5", "no low rank"),
         ("oja-0.75+fp16", "no low rank"),  # no codes; `compresses` would say that nothing is stored
         ("oja-0.75+static-0.75", "no low rank"),
-        ("oja-0.75+raw+raw", "each once"),
+        ("oja-0.75+transport+stay", "each once"),
         ("oja-0.75+int4+int8", "each once"),
         ("static-0.75+raw", r"any of \+windows"),
         ("oja-r7", "rank must be even"),
@@ -52,8 +59,8 @@ def test_bad_names_are_one_line():
 
 def test_bases_that_follow_are_counted_on_top():
     assert parse_kv("oja-0.75").basis_bytes(8, 128, 64) == 4 * 8 * (128 * 96 + 64 * 48) * 2
-    assert parse_kv("oja-r96/int4").basis_bytes(1, 128, 128) == 4 * 128 * 96 * 2
-    assert parse_kv("int4/oja-r96").basis_bytes(1, 128, 128) == 4 * 128 * 96 * 2
+    assert parse_kv("oja-r96+transport/int4").basis_bytes(1, 128, 128) == 4 * 128 * 96
+    assert parse_kv("int4/oja-r96+segments3").basis_bytes(1, 128, 128) == 3 * 4 * 128 * 96
     assert parse_kv("static-0.75").basis_bytes(8, 128, 128) == 0
 
 
@@ -76,12 +83,13 @@ def test_bases_come_from_what_a_calibration_holds_already():
     rows = np.concatenate([q, k], axis=1)
     _, _, v = np.linalg.svd(rows, full_matrices=False)  # the paper's own words
     assert (subspace.overlap(u, v.swapaxes(-1, -2)[..., :RANK]) > 0.999).all()
+    assert (subspace.ranks(both, 0.95) == spec.ranks(spec.stacked(noise, reads), 0.95)).all()
     mixed = subspace.basis(both, RANK, mixed=True)
     assert close(mixed @ mixed.swapaxes(-1, -2), u @ u.swapaxes(-1, -2), 1e-9)
 
 
 def test_models_run_on_it(tmp_path):
-    """A random model with calibrated bases: attach, generate, save, load."""
+    """A random model with calibrated bases: attach, generate, save, load; rank by energy per layer."""
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
     from random_models import random_model
@@ -94,13 +102,19 @@ def test_models_run_on_it(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 64, 600).tolist()
     made = calibrate(model, tokens)
     prompt = mx.array(tokens[:280])
-    for kv in ("oja-0.75+int8", "oja-0.75+keep0.5"):
+    for kv in ("oja-e0.97+int8", "oja-0.75+keep0.5"):
         reports = attach(model, kv, calibration=made)
         assert all(r.compressed for r in reports)
         cache = make_prompt_cache(model)
         found = [t for t, _ in generate_step(prompt, model, prompt_cache=cache, max_tokens=4)]
         assert len(found) == 4
-        if "int8" in kv:
+        if "e0.97" in kv:
+            ranks = [c.config.keys.low.rank for c in cache]
+            dims = made.layers["0"].keys.values.shape[1]
+            assert all(8 <= r <= dims and r % 2 == 0 for r in ranks)
+            assert [r.bits_per_value for r in reports] == [
+                c.config.bits_per_value(dims, dims) for c in cache
+            ]
             assert not any(r.clips for r in reports) and "on top bases of" in summarise(reports)[0]
         save_prompt_cache(str(tmp_path / "x.safetensors"), cache)
         again = load_prompt_cache(str(tmp_path / "x.safetensors"))

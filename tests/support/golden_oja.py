@@ -33,6 +33,7 @@ def oja(rng: np.random.Generator) -> dict[str, np.ndarray]:
             "k": k,
             "v": v,
             "moment": moment,
+            "ranks": spec.ranks(moment, 0.95),
             "u": u,
             "salient": batch,
             "kept": spec.kept(spec.votes(seen, kv_heads), KEPT),

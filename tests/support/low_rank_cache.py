@@ -12,30 +12,18 @@ from mlxkv.cache.attention import attend
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.records import NAMES
 from mlxkv.spec import oja as spec
 
 HEADS, KV_HEADS, DIMS, RANK = 4, 2, 32, 24
 SCALE = DIMS**-0.5
 
 
-FAST = {"prefill_rate": 1.0, "decode_rate": 0.5}
-PROMPT = {"decode_rate": 0.0}
+def config(name: str = "oja-r24", page: int = 16, sink: int = 4, recent: int = 16) -> CacheConfig:
+    return replace(parse_kv(name), page=page, sink=sink, recent=recent)
 
 
-def ruled(made: CacheConfig, **rule) -> CacheConfig:
-    """With other settings of the rule that bases follow."""
-    sides = {name: getattr(made, name) for name in NAMES}
-    low = {n: replace(x, low=replace(x.low, **rule)) for n, x in sides.items() if x.follows}
-    return replace(made, **low)
-
-
-def config(name: str = "oja-r24", recent: int = 16, **rule) -> CacheConfig:
-    return ruled(replace(parse_kv(name), page=16, sink=4, recent=recent), **rule)
-
-
-def cache(name: str = "oja-r24", recent: int = 16, **rule) -> AdaptiveKVCache:
-    made = config(name, recent, **rule)
+def cache(name: str = "oja-r24", **windows) -> AdaptiveKVCache:
+    made = config(name, **windows)
     turns = sample(KV_HEADS, (DIMS, DIMS), made.fitted) if made.calibrated else None
     return AdaptiveKVCache(made, turns)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import torch
-from low_rank_cache import ruled
 
 from cuda_track.cache import adaptive
 from cuda_track.cache.attention import attend
@@ -28,9 +27,9 @@ def data(tokens: int, seed: int, heads: int = KV_HEADS, batch: int = 1) -> np.nd
     return (rng.standard_normal((batch, heads, tokens, DIMS)) * size).astype(np.float32)
 
 
-def caches(name: str, **rule) -> tuple[adaptive.AdaptiveKVCache, mlx_adaptive.AdaptiveKVCache]:
+def caches(name: str) -> tuple[adaptive.AdaptiveKVCache, mlx_adaptive.AdaptiveKVCache]:
     """The same cache on both sides, its bases random."""
-    config = ruled(parse_kv(name), **rule)
+    config = parse_kv(name)
     page = config.page if "kivi" in name else 16
     config, mine, theirs = replace(config, sink=4, recent=16, page=page), None, None
     if config.calibrated:

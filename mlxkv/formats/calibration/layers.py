@@ -25,7 +25,7 @@ from mlxkv.formats.config import (
     CacheConfig,
     needs_of,
 )
-from mlxkv.formats.lowrank import LowRank
+from mlxkv.formats.lowrank import LEAST, LowRank
 
 Kinds = tuple[str, str]  # of keys and values: `CacheConfig.fitted`
 Pair = tuple[np.ndarray, np.ndarray]  # down and up: [G or 1, D, R] and [G or 1, R, D]
@@ -142,12 +142,13 @@ def moment(layer: Layer, side: str) -> np.ndarray:
 
 
 def fitted(configs: Mapping[str, CacheConfig], calibration: Calibration) -> dict[str, CacheConfig]:
-    """Return what each layer stores, by name, with what the calibration decides: the bits of directions, clips.
+    """Return what each layer stores, by name, with what the calibration decides: ranks, the bits of directions, clips.
 
     Raises UserError where too few bits are asked for, or something is missing in the calibration.
     """
     layers = calibration.layers
-    filled = with_widths(configs, calibration)
+    ranked = {name: with_ranks(config, layers[name]) for name, config in configs.items()}
+    filled = with_widths(ranked, calibration)
     return {name: with_clips(config, layers[name]) for name, config in filled.items()}
 
 
@@ -184,6 +185,21 @@ def with_widths(
             allotted = replace(old, quantizer=replace(old.quantizer, widths=widths))
             out[name] = replace(out[name], **{side: allotted})
     return out
+
+
+def with_ranks(config: CacheConfig, layer: Layer) -> CacheConfig:
+    """`config` with the rank that the requested energy takes in this layer: the largest of its kv heads,
+    even."""
+    sides = {}
+    for name in SIDES:
+        side = getattr(config, name)
+        if side.low is not None and side.low.energy:
+            second_moment = moment(layer, name)
+            rank = max(LEAST, int(subspace.ranks(second_moment, side.low.energy).max()))
+            rank = min(rank + rank % 2, second_moment.shape[-1])
+            side = replace(side, low=replace(side.low, energy=0.0, rank=rank))
+        sides[name] = side
+    return replace(config, **sides)
 
 
 def with_clips(config: CacheConfig, layer: Layer) -> CacheConfig:

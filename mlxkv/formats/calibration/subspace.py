@@ -34,6 +34,13 @@ def basis(moment: np.ndarray, rank: int, mixed: bool = False) -> np.ndarray:
     return leading @ matrices.srft(rank) if mixed else leading
 
 
+def ranks(moment: np.ndarray, energy: float) -> np.ndarray:
+    """Return [G]: the fewest directions that hold this share of the energy (OjaKV, A.2)."""
+    values = np.maximum(np.linalg.eigvalsh(moment)[..., ::-1], 0)
+    share = np.cumsum(values, -1) / values.sum(-1, keepdims=True)
+    return (share < energy - 1e-12).sum(-1) + 1
+
+
 def residual(moment: np.ndarray, u: np.ndarray) -> np.ndarray:
     """Return the residual-energy ratio [G] of a basis u [G, D, R] on rows with this second moment [G, D, D]."""
     inside = np.einsum("gdr,gde,ger->g", u, moment, u)

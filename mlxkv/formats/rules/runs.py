@@ -1,8 +1,9 @@
 """Runs: sealed pages of one cache, each run behind a basis of its own. Which pages are joined, moved and
 dropped when the basis changes; arithmetic on tensors belongs to the tracks. No framework is imported here.
 
-The pages of an old basis keep it in a run of their own, up to a number of runs; then `joining` says which one is
-transported into the next. Spec: `mlxkv.spec.oja.transported`.
+The pages of an old basis are transported into the new one, or keep theirs in a run of their own (up to a
+number of runs; then `joining` says which one is transported into the next), or stay as they are and are
+read by the new one. Spec: `mlxkv.spec.oja.transported`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlxkv.formats.lowrank import LowRank, joining
+from mlxkv.formats.lowrank import STAY, LowRank, joining
 from mlxkv.formats.records import NAMES
 
 Tensor = Any  # of the track
@@ -55,12 +56,23 @@ class Runs:
 
     def rebase(self, new) -> None:
         """Encode further pages by `new`."""
+        if self.rule.stored == STAY:
+            for i, run in enumerate(self.runs):
+                self.runs[i], self.bases[i] = self._turned(run, new), new
+            return
         if not self.runs[-1].count:
             self.runs.pop(), self.bases.pop()
         self.runs.append(self.make(new))
         self.bases.append(new)
-        while len(self.runs) > self.rule.segments:
+        while len(self.runs) > self.rule.runs:
             self._merge()
+
+    def _turned(self, run, new):
+        """The same codes, read by another basis."""
+        store = self.make(new)
+        if run.count:
+            store.restore(self._codes(run), run.count)
+        return store
 
     def _merge(self) -> None:
         """Transport a run into the basis of the next one."""
@@ -138,7 +150,7 @@ class Runs:
     def restore(self, state: dict, count: int) -> None:
         """Take over the pages of a state."""
         counts = state["counts"].tolist()
-        longest = self.rule.segments if self.rule else 1
+        longest = self.rule.runs if self.rule else 1
         if sum(counts) != count or min(counts) < 0 or len(counts) > longest:
             raise ValueError(f"{sum(counts)} pages in {len(counts)} runs")
         self.runs, self.bases = [], []
