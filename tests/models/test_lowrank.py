@@ -31,9 +31,6 @@ def test_names_have_numbers_codes_and_settings():
     assert parse_kv("oja-0.75").bits_per_value(128, 128) == 12
     for name in ("oja-0.75", "oja-e0.9+int4", "fp16+keep0.5"):
         assert CacheConfig.from_dict(parse_kv(name).as_dict()) == parse_kv(name)
-    assert (
-        "keep" not in parse_kv("int4").as_dict() and "low" not in parse_kv("int4").as_dict()["keys"]
-    )
 
 
 def test_bad_names_are_one_line():
