@@ -17,7 +17,6 @@ from mlxkv.models.catalog.gguf.tokens import end_tokens, vocabulary
 from mlxkv.untrusted import Header, Tensor, Unsound, whole
 
 MODELS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}
 # Names inside of a layer, without their ending.
 NAMES = {
     "attn_norm": "input_layernorm",
@@ -96,7 +95,8 @@ def read(path: Path) -> tuple[Header, dict[str, Any]]:
 def config(header: Header, factors: tuple[float, ...] | None = None) -> dict[str, Any]:
     """Return what config.json would say. factors: the numbers of `FACTORS`, where the file has them.
 
-    Raises Unsound for another architecture, and for values or tensors that do not fit together.
+    Raises Unsound for another architecture, and for values that do not fit together. Whether tensors fit, mlx-lm's
+    model says.
     """
     values = Values(header)
     if type(count := header.metadata.get("split.count", 1)) is not int or count > 1:
@@ -118,7 +118,6 @@ def config(header: Header, factors: tuple[float, ...] | None = None) -> dict[str
         raise Unsound("has no embedding for each of its tokens")
     out = {
         "model_type": MODELS[values.kind],
-        "architectures": [f"{CLASSES[values.kind]}ForCausalLM"],
         "hidden_size": width,
         "intermediate_size": values.whole("feed_forward_length"),
         "num_hidden_layers": values.whole("block_count"),
@@ -144,7 +143,6 @@ def config(header: Header, factors: tuple[float, ...] | None = None) -> dict[str
         out["attention_bias"] = True
     if (scaling := _scaling(values, out, factors)) is not None:
         out["rope_scaling"] = scaling
-    _check_tensors(header.tensors, out, values.kind)
     out["dtype"] = _dtype(header.tensors)
     if codes := [bits for _, bits in _matrices(header.tensors) if bits]:
         out["quantization"] = {"group_size": GROUP, "bits": max(codes, key=codes.count)}
@@ -216,7 +214,10 @@ def _llama3(factors: tuple[float, ...], config: dict[str, Any]) -> dict[str, Any
 
 
 def hub_name(name: str, kind: str) -> str | None:
-    """The hub's name of a tensor; None for one that is not part of the language model's weights."""
+    """The hub's name of a tensor; None for one that is not part of the language model's weights. Raises Unsound for a
+    name that no architecture has."""
+    if name == FACTORS or name.startswith(UNUSED):
+        return None
     if name in OUTSIDE:
         return OUTSIDE[name]
     block, _, tail = name.partition(".")
@@ -224,55 +225,8 @@ def hub_name(name: str, kind: str) -> str | None:
     part, _, end = tail.rpartition(".")
     part_name = (NAMES | GEMMA if kind == "gemma3" else NAMES).get(part)
     if block != "blk" or part_name is None or not (layer.isascii() and layer.isdigit()):
-        return None
+        raise Unsound(f"has a tensor that its architecture does not: {name[:60]!r}")
     return f"model.layers.{layer}.{part_name}.{end}"
-
-
-def _shapes(c: dict[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model by llama.cpp's names."""
-    width, inner = c["hidden_size"], c["intermediate_size"]
-    queries = c["num_attention_heads"] * c["head_dim"]
-    keys = c["num_key_value_heads"] * c["head_dim"]
-    layer = {
-        "attn_norm.weight": (width,),
-        "ffn_norm.weight": (width,),
-        "attn_q.weight": (queries, width),
-        "attn_k.weight": (keys, width),
-        "attn_v.weight": (keys, width),
-        "attn_output.weight": (width, queries),
-        "ffn_gate.weight": (inner, width),
-        "ffn_up.weight": (inner, width),
-        "ffn_down.weight": (width, inner),
-    }
-    if kind in ("qwen3", "gemma3"):
-        layer |= {f"attn_{letter}_norm.weight": (c["head_dim"],) for letter in "qk"}
-    if kind == "gemma3":
-        layer |= {"post_attention_norm.weight": (width,), "post_ffw_norm.weight": (width,)}
-    if kind == "qwen2" or c.get("attention_bias"):
-        layer |= {f"attn_{letter}.bias": (queries if letter == "q" else keys,) for letter in "qkv"}
-    if c.get("attention_bias"):
-        layer["attn_output.bias"] = (width,)
-    out = {f"blk.{i}.{n}": s for i in range(c["num_hidden_layers"]) for n, s in layer.items()}
-    out |= {"token_embd.weight": (c["vocab_size"], width), "output_norm.weight": (width,)}
-    if not c["tie_word_embeddings"]:
-        out["output.weight"] = (c["vocab_size"], width)
-    return out
-
-
-def _check_tensors(tensors: dict[str, Tensor], c: dict[str, Any], kind: str) -> None:
-    if c["num_hidden_layers"] > len(tensors):
-        raise Unsound(f"names {c['num_hidden_layers']} layers, but has {len(tensors)} tensors")
-    expected = _shapes(c, kind)
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise Unsound(f"lacks the tensor {name}")
-        if tensors[name].shape != shape:
-            raise Unsound(f"has {name} in a shape that does not fit its values")
-        if len(shape) == 1 and tensors[name].dtype not in ("F32", "F16", "BF16"):
-            raise Unsound(f"has {name} in codes")
-    for name in tensors:
-        if name not in expected and name != FACTORS and not name.startswith(UNUSED):
-            raise Unsound(f"has a tensor that its architecture does not: {name[:60]!r}")
 
 
 def _matrices(tensors: dict[str, Tensor]) -> list[tuple[Tensor, int]]:
