@@ -117,13 +117,12 @@ class Side:
     @property
     def kind(self) -> str:
         """Name of the calibrated transform: the transform, or for low rank "pca 96" (rank), "pca 0.75"
-        (share; 1.0 until a calibration has turned an energy into a rank), then " mixed" where it is; for `Fill`
-        with its widths, "fill 4,4,2"."""
+        (share), then " mixed" where it is; for `Fill` with its widths, "fill 4,4,2"."""
         if self.filled:
             return f"{self.transform} {','.join(map(str, self.quantizer.widths))}"
         if self.low is None:
             return self.transform
-        size = self.low.rank or self.low.share or 1.0
+        size = self.low.rank or self.low.share
         return f"{PCA} {size}{' mixed' if self.low.mixed else ''}"
 
     @property

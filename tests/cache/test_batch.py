@@ -82,14 +82,6 @@ def test_merge_and_extract_are_inverses():
     assert batch.nbytes == sum(cache.nbytes for cache in caches)  # no padding is stored
 
 
-def test_a_cache_that_is_there_twice_becomes_two():
-    (cache,) = filled(100)
-    batch = cache.merge([cache, cache])
-    new = mx.ones((2, 2, 5, 64))
-    batch.update_and_fetch(new, new)
-    assert batch.offset.tolist() == [105, 105] and cache.offset == 100
-
-
 def test_filter_and_extend_are_inverses():
     caches = filled(300, 40, 200)
     batch = BatchedKVCache.merge(caches)

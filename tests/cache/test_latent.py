@@ -132,12 +132,6 @@ def test_one_token_comes_back_as_a_view_and_several_as_an_array(cache):
     assert mx.allclose(out, plain, atol=1e-4)
 
 
-def test_nothing_sealed_is_exact(cache):
-    pair = tokens(60)
-    latents, rotary = fill(cache, pair, (30, 30))
-    assert mx.array_equal(latents, pair[0]) and mx.array_equal(rotary, pair[1])
-
-
 def test_an_index_gets_an_array_of_every_step():
     cache = IndexedLatentKVCache(config(SIDES["srft-int4"]))
     latents, _ = fill(cache, tokens(131), (130, 1))
@@ -161,15 +155,6 @@ def test_one_record_serves_as_key_and_value():
 
 def _leaves(tree) -> list[mx.array]:
     return [x for part in tree.values() for x in part.values()]
-
-
-def test_presets_to_pick_from_have_rotary_keys_of_8_bits():
-    for kv in ["int4", "int3", "int2", "int4+g32", "int4/int8"]:
-        made, (keys, pair, values) = parse_kv(kv), kv.partition("/")
-        assert made.rotary == 16 and made.of_latents.rotary == 8
-        asked = f"{keys}+rope16{pair}{values}"
-        exact = parse_kv(asked).of_latents
-        assert exact.rotary == 16 and CacheConfig.from_dict(exact.as_dict()) == exact
 
 
 def test_other_presets_keep_rotary_keys_exact():

@@ -228,21 +228,6 @@ def test_any_walk_gives_what_each_gives_alone(seed):
         walk.finish()
 
 
-def test_masks_are_those_of_each_sequence():
-    with launch.using(make):
-        caches = filled(SMALL, (5, 90))
-        batch = BatchedKVCache.merge(caches)
-        step(batch, caches, 1, 0, 1e-5)
-        assert batch.make_mask(1) is None and batch.make_mask(2) == "causal"
-        for window in (None, 16):
-            mask = batch.make_mask(3, True, window)
-            assert mask.shape == (2, 1, 3, 94)
-            for got, cache in zip(mask, caches, strict=True):
-                want = cache.make_mask(3, True, window)
-                assert mx.array_equal(got[0, :, : want.shape[1]], want)
-                assert not got[0, :, want.shape[1] :].any()
-
-
 @pytest.mark.parametrize("factory", [make, None], ids=("together", "apart"))
 def test_a_sequence_that_is_kept_twice_becomes_two(factory):
     with launch.using(factory):

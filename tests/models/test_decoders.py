@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import mlx.core as mx
 import pytest
 from faulty import LOST, NOT_BUILT, Failing, counting, unbuildable
@@ -242,17 +240,6 @@ def test_a_server_goes_on_without_the_kernels_that_failed(folder, alone, monkeyp
         assert all("plain ops" in layer["kernel"] for layer in get(server, "/v1/kv")["layers"])
         assert server.engine.metrics.counts["faults"] == 1
     assert "plain ops, slowly, decode" in capsys.readouterr().err
-
-
-def test_cases_keep_what_kernels_are_built_for():
-    big = selftest.Case(32, 8, True)
-    assert big.small == selftest.Case(8, 2, True)
-    # Query rows of a threadgroup by dims, on a GPU of 128 registers: 2 and 1 at most.
-    for dims, wide, one in ((64, [1], [1, 2]), (128, [1], [1, 2]), (256, [1], [1])):
-        assert big.small.steps(dims, make) == wide
-        assert selftest.Case(1, 1).small.steps(dims, make) == one
-    assert replace(big, heads=16).small.steps(64, make) == [1]
-    assert replace(big, heads=16).small.steps(64, mx.fast.cuda_kernel) == [1, 2]
 
 
 @pytest.mark.parametrize("kind", (NotImplementedError, RecursionError, MachineError))

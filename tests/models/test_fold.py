@@ -221,16 +221,6 @@ def test_a_folded_model_is_not_calibrated(made):
             detach(model)
 
 
-def test_pairs(made):
-    model = random_model("qwen2")
-    config = dataclasses.replace(parse_kv("int4/oscar-int2"), **WINDOWS)
-    attach(model, config, calibration=made)
-    plain = logits(model)
-    assert set(folds(attach(model, config, calibration=made, fold=True))) == {"folded"}
-    assert rms(logits(model), plain) < 1e-3
-    detach(model)
-
-
 @pytest.mark.parametrize(("saved", "count"), ((False, 100), (True, 20)))
 def test_saved_caches_go_to_models_of_the_other_kind(made, saved, count, tmp_path):
     models = {fold: random_model("qwen2") for fold in (False, True)}

@@ -18,7 +18,6 @@ from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.models import attach, detach, restored, summarise
 from mlxkv.models.hooks.probe import leaves
-from mlxkv.models.usage import usage
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are sealed early
 CHANNEL, TOKEN = Side(Affine(4, 16, axis="channel")), Side(Affine(8, 64))
@@ -94,39 +93,6 @@ def test_behind_the_window_the_divergence_is_bounded(model, config, bound):
     found = divergence(plain, logits(model, text))
     assert mx.all(found[:16] < 1e-5)
     assert 0 < found[-30:].mean().item() < bound
-
-
-def test_steps_of_several_tokens_are_steps_of_one(model):
-    """A draft to verify is read as an array, a single token by its codes: the same latents."""
-    text = tokens(120)
-    attach(model, EAGER)
-    found = []
-    for sizes in ((1,) * 6, (6,)):
-        cache, out, at = make_prompt_cache(model), [], 114
-        model(text[None, :114], cache=cache)
-        for n in sizes:
-            out.append(model(text[None, at : at + n], cache=cache))
-            at += n
-        found.append(mx.concatenate(out, axis=1))
-    assert divergence(*found).max().item() < 2e-3  # a page is sealed within the six
-
-
-def test_memory_is_what_the_report_promises(family, model):
-    text = tokens(1500)
-    attach(model, "int4")
-    cache = make_prompt_cache(model)
-    for start in range(0, 1500, 500):
-        model(text[None, start : start + 500], cache=cache)
-    mx.eval([c.state for c in cache])
-    ours = [c for _, c in leaves(cache) if isinstance(c, LatentKVCache)]
-    paged = ours[0].store.count * 64
-    assert paged >= 1500 - 192
-    assert sum(x.nbytes for x in ours[0].store.state["keys"].values()) == paged * 64 * 4.5 / 8
-    if family not in (*HYBRIDS, "deepseek_v32"):  # windows count 16 bits
-        figures = usage(cache)
-        assert figures.kv_bytes_fp16 == len(ours) * 1500 * 80 * 2
-        exact = 2 * (1500 - paged + 64) * 80 + paged * (16 + 2)  # rotary keys: a byte each, a scale
-        assert figures.kv_bytes == len(ours) * (paged * 64 * 4.5 / 8 + exact)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear", "bailing_moe_v3"])
