@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from queue import Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -14,10 +14,21 @@ from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import Usage
 from mlxkv.serve.grammar import Constraint
 from mlxkv.serve.http.request import Request
-from mlxkv.serve.prompts import Prompt
 
 # Fields of requests that no process but rank 0 needs.
 LOCAL_FIELDS = ("prompt", "messages", "tools", "chat_template_kwargs", "user", "cache_salt")
+
+
+class Prompt(NamedTuple):
+    """The tokens of a request.
+
+    segments: the same, cut behind the system's words and before a tail of thinking: whose caches are kept.
+    state: in which the reply begins, "normal" or "reasoning".
+    """
+
+    tokens: list[int]
+    segments: list[list[int]]
+    state: str = "normal"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from saying import write_thinker
 from serving import post, read_prompts, serving
 
 from mlxkv.serve.http import request
-from mlxkv.serve.prompts import Prompts
+from mlxkv.serve.reading import Prompts
 
 HEAD = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content if m.content is not none else '' }}"

@@ -15,7 +15,7 @@ from serving import ENDLESS, asking, complete, get, held, refused, send, serving
 from mlxkv.errors import MachineError, UserError
 from mlxkv.machine import machine_memory
 from mlxkv.serve import engine as engines
-from mlxkv.serve.http import models, talk
+from mlxkv.serve.http import app, models
 from mlxkv.serve.options import ServeOptions
 
 
@@ -90,7 +90,7 @@ def test_two_models_of_one_name_are_refused(folders, tmp_path):
 def test_a_model_stays_for_a_request_that_its_engine_has_not_seen_yet(folders, monkeypatch):
     with serving(folders) as server, ThreadPoolExecutor(1) as pool:
         complete(server, "a", 2, model="two")
-        with held(monkeypatch, talk, "tenant") as go:
+        with held(monkeypatch, app, "tenant") as go:
             job = pool.submit(complete, server, "a", 2, model="two")
             until(lambda: server.models.loaded["two"].users)
             used = machine_memory()

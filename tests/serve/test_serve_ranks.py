@@ -39,9 +39,8 @@ from mlxkv.models import load
 from mlxkv.serve import engine, ranks
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.memory import CacheShape, Memory
-from mlxkv.serve.job import Job
+from mlxkv.serve.job import Job, Prompt
 from mlxkv.serve.options import ServeOptions
-from mlxkv.serve.prompts import Prompt
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.run import Server
 

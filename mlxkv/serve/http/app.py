@@ -1,24 +1,31 @@
-"""The application of ASGI: what is checked before a body is read, and the paths behind it."""
+"""The application of ASGI: what is checked before a body is read, the paths behind it, and replies as their tokens
+come."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route, Router
 from starlette.staticfiles import StaticFiles
 
 from mlxkv.serve.apis import anthropic
-from mlxkv.serve.http.access import Keys, check_host, given_key
+from mlxkv.serve.apis.reply import Reply
+from mlxkv.serve.engine import Engine
+from mlxkv.serve.http.access import Keys, check_host, given_key, tenant
 from mlxkv.serve.http.models import Models
 from mlxkv.serve.http.request import no_model
-from mlxkv.serve.http.talk import Document, Talk
 from mlxkv.serve.http.wire import Limits
+from mlxkv.serve.job import Job, Start, Token
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import COUNT, REPLIES
 from mlxkv.serve.refusals import Refused, fault
@@ -43,6 +50,9 @@ PAGE_HEADERS = {
 }
 # Without a key: nothing there belongs to a client.
 OPEN, OPEN_FOLDER = ("/health", "/"), "/page/"
+
+
+STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
 class Gate:
@@ -152,6 +162,112 @@ async def body_of(request: Request, limits: Limits) -> bytes:
     finally:
         limits.bodies.pop(wire, None)
     return bytes(data)
+
+
+class Document(JSONResponse):
+    """A document of JSON, in ASCII: a model may have written half of a surrogate pair."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode()
+
+
+class Disconnect(Exception):
+    """The client has hung up."""
+
+
+class Talk:
+    """The reply to the request in a body, as an application of ASGI. key: of the client. arrival_time: of the request's
+    first byte, by `time.monotonic`."""
+
+    def __init__(self, models: Models, raw: bytes, key: str | None, arrival_time: float):
+        self._models, self._raw, self._key = models, raw, key
+        self._arrival_time, self._first_token = arrival_time, None
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue = asyncio.Queue()
+
+    def put(self, item: Any) -> None:
+        """Bring what another thread tells to the event loop: the channel of a job."""
+        try:
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        except RuntimeError:  # the loop has ended, and the client was told
+            pass
+
+    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+        reply, has_begun = None, False
+
+        async def write(data: bytes, more: bool = True) -> None:
+            nonlocal has_begun
+            if not reply.streams:
+                return
+            if not has_begun:
+                await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+                has_begun = True
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            async with self._models.read(scope["path"], self._raw, self._arrival_time) as (
+                site,
+                (reply, prompt, dropped),
+            ):
+                engine, asked = site.engine, reply.request
+                owner = await run_in_threadpool(tenant, self._key, asked.user, asked.cache_salt)
+                job = Job(asked, prompt, owner, dropped, channel=self)
+                job.constraint = await run_in_threadpool(engine.constraint_of, job)
+                watch = asyncio.create_task(self._watch(receive))
+                try:
+                    await self._follow(engine, reply, job, write)
+                finally:
+                    watch.cancel()
+                    job.cancelled = True
+                    scope["counts"] = self._counts(engine, reply, job)
+                reply.close(engine.kv_document(job), job.text.word)
+                await write(reply.flush(), more=False)
+                if not reply.streams:
+                    await Document(reply.document())(scope, receive, send)
+        except Disconnect:
+            engine.metrics.counts["cut_off"] += 1
+        except Exception as error:
+            refused = error if isinstance(error, Refused) else fault(error)
+            if not has_begun:
+                raise refused from None
+            scope["wire"].cycle.keep_alive = False
+            await write(reply.error_event(refused), more=False)
+
+    async def _watch(self, receive: Callable) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.put(Disconnect())
+
+    async def _follow(
+        self, engine: Engine, reply: Reply, job: Job, write: Callable[[bytes], Awaitable]
+    ) -> None:
+        """Write a reply up to its last token. Raises Disconnect, Refused, and what the engine has raised."""
+        engine.submit(job)
+        while (item := await self._items.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, Start):
+                reply.begin(item)
+            elif isinstance(item, Token):
+                self._first_token = self._first_token or time.monotonic()
+                reply.take(item)
+            else:
+                reply.wait(*item)
+            await write(reply.flush())
+
+    def _counts(self, engine: Engine, reply: Reply, job: Job) -> str:
+        """Count a reply that has begun, and return its part of the log's line."""
+        if (start := reply.prompt) is None:
+            return ""
+        metrics, total, reused = engine.metrics, start.prompt_tokens, start.cached_tokens
+        metrics.counts.update(
+            prompt_tokens=total, cached_tokens=reused, generated_tokens=reply.count
+        )
+        if self._first_token is not None:
+            metrics.took("first_token", self._first_token - self._arrival_time)
+        metrics.took("duration", time.monotonic() - self._arrival_time)
+        dropped = f", {job.dropped} messages dropped" if job.dropped else ""
+        return f": {total} tokens in, {reused} reused, {reply.count} out{dropped}"
 
 
 class Files(StaticFiles):
