@@ -111,13 +111,12 @@ class ServeOptions:
             if (value := getattr(self, name)) not in choices:
                 flag, known = name.replace("_", "-"), ", ".join(choices)
                 raise UserError(f"[--{flag}] unknown; got {value[:40]!r}; choose from {known}")
-        if not all(key.isascii() and key.strip() for key in self.api_keys):
-            raise UserError("[--api-key] must be ASCII and not empty; got something else")
-        if not all(key == key.strip() and key.isprintable() for key in self.api_keys):
-            raise UserError(
-                "[--api-key] begins or ends with a space, or has a line break or control character, "
-                "which no client can send; got one that does; choose another"
-            )
+        for key in self.api_keys:
+            if not (key and key.isascii() and key.isprintable() and key == key.strip()):
+                raise UserError(
+                    "[--api-key] must be of printable ASCII characters, no space at its ends, which every client can "
+                    "send; got another; choose one"
+                )
         if not self.local and not self.api_keys:
             raise UserError(
                 f"[--host] other machines may reach {self.host}; got no --api-key; "

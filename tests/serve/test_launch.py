@@ -96,13 +96,13 @@ def test_a_dry_run_starts_nothing_and_shows_no_key(fake, running, capfd):
     assert '"model": "mlxkv/qwen3-4b"' in out.out and "npm install -g opencode-ai" in out.err
 
 
-NO_URL = "[--url] must begin with http:// or https://"
+NOBODY = "[--url] no server of mlxkv answers"
 BAD = [
     (["nope"], 2, "[launch] no such program; got 'nope'; choose from claude, opencode, codex"),
     (["codex"], 1, "[launch] codex is not installed; npm install -g @openai/codex"),
-    *((["claude", "--url", url], 2, NO_URL) for url in ("ftp://x", "http://[::1", "http://[x]:1")),
-    *((["claude", "--url", url], 2, NO_URL) for url in ("http://a:99999", "http://")),
-    (["claude", "--url", "http://127.0.0.1:9"], 1, "[--url] no server of mlxkv answers"),
+    (["claude", "--url", "ftp://x"], 2, "[--url] must begin with http:// or https://"),
+    *((["claude", "--url", url], 1, NOBODY) for url in ("http://[::1", "http://[x]:1", "http://")),
+    *((["claude", "--url", url], 1, NOBODY) for url in ("http://a:99999", "http://127.0.0.1:9")),
     (["claude", "--url", "http://x", "-m", "tiny"], 2, "[--url] its server has a model already"),
     (["claude", "--kv", "int8"], 2, "[--model] needed to start a server"),
     (["claude", "-m", "nonsense"], 2, "nonsense"),

@@ -138,18 +138,16 @@ def test_keys_come_from_options_and_the_environment(monkeypatch):
     serve(model=TINY, api_key=["z"])
     assert [options.api_keys for options in seen] == [("x", "y"), ("z",)]
     monkeypatch.setenv("MLXKV_API_KEY", "ab ")
-    with pytest.raises(UserError, match=r"^\[--api-key\] begins or ends"):
+    with pytest.raises(UserError, match=r"^\[--api-key\] must be of printable"):
         serve(model=TINY, api_key=None)
 
 
 def test_keys_that_no_client_can_send_are_refused_at_the_start(subtests):
     """An empty one, too: `--api-key "$KEY"` with no such variable must not start a server that is open."""
-    for keys in ("", " ", "\u00e9", ["a", ""]):
-        with subtests.test(keys), pytest.raises(UserError, match="must be ASCII and not empty"):
+    ends = ("ab ", " ab", "ab\n", "\tab", "a\x00b", "a\nb", "a\x7fb")
+    for keys in ("", " ", "\u00e9", ["a", ""], *ends):
+        with subtests.test(keys), pytest.raises(UserError, match=r"^\[--api-key\] must") as found:
             serve(model=TINY, api_key=keys)
-    for key in ("ab ", " ab", "ab\n", "\tab", "a\x00b", "a\nb", "a\x7fb"):
-        with subtests.test(key), pytest.raises(UserError, match="begins or ends") as found:
-            ServeOptions(api_key=key)
         assert "\n" not in str(found.value) and "\x00" not in str(found.value)
 
 
