@@ -206,10 +206,7 @@ class Engine:
 
     def stop_and_join(self) -> None:
         self.ranks.end()
-        if not self.ranks.many:
-            self._stop = True
-            self._thread.join()
-            return
+        self._stop = self._stop or not self.ranks.many
         while self._thread.is_alive():
             self._thread.join(0.1)
             self.ranks.watch(self.options.timeout)
