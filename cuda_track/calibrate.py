@@ -18,13 +18,11 @@ import torch
 
 from cuda_track.codec import transform
 from mlxkv import console
-from mlxkv.errors import MachineError, UserError
-from mlxkv.formats import matrices
-from mlxkv.formats.calibration import artifact, balance, rotary, sums
-from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
-from mlxkv.formats.calibration.balance import Balance
-from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, Rotary, Span, contexts
-from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, Sums
+from mlxkv.errors import UserError
+from mlxkv.formats.calibration import artifact, rotary, sums
+from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
+from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, Rotary, contexts
+from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, Exchange, LayerSums, Sums, windows
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.texts import corpus
 
@@ -43,22 +41,10 @@ DIFFERENTIATED, TIMES, FIRST = 256, 4, 64
 
 
 @dataclass
-class Moments:
-    """Sums of one layer; keys and queries at position 0. rotary: how they turn; None where it is not as RoPE does.
-    spans: of positions to average over. peaks: [G, D] by side, of the channels after SRFT, behind the first tokens of
-    a window. output: how errors in values weigh, [G, D, D], or None. fisher: F [G, D, D] of `fisher`, or None; spread,
-    squares: [G], what the far tokens of `asked` queries cost (`mlxkv.formats.calibration.sums.costs`)."""
+class Moments(LayerSums):
+    """Sums of one layer."""
 
-    kv_heads: int
-    rotary: Rotary | None = None
-    spans: Sequence[Span] = ()
-    sums: dict[str, Sums] = field(default_factory=dict)
-    peaks: dict[str, np.ndarray] = field(default_factory=dict)
-    output: np.ndarray | None = None
-    fisher: np.ndarray | None = None
-    spread: np.ndarray | float = 0.0
-    squares: np.ndarray | float = 0.0
-    asked: int = 0
+    kv_heads: int = field(kw_only=True)
 
     def add(self, call: Call) -> None:
         """Add a whole window."""
@@ -69,17 +55,17 @@ class Moments:
         if keys.shape[2] > SINK:
             self._add(KEYS, keys[:, :, SINK:])
             self._add("stored values", call.values[:, :, SINK:])
-            root = None if self.fisher is None else torch.from_numpy(sums.root(self.fisher))
+            exchange = self.exchange
+            root = None if exchange is None else torch.from_numpy(sums.root(exchange.fisher))
             if (heard := received(call, root)) is not None:
                 self._add(READ, keys[:, :, SINK:], heard.attention[:, SINK:])
-                if root is not None:
-                    self.spread = self.spread + heard.costs.double().sum(1).cpu().numpy()
-                    self.squares = self.squares + heard.squares.double().cpu().numpy()
-                    self.asked += heard.costs.shape[1]
+                if exchange is not None:
+                    exchange.keys = exchange.keys + heard.costs.double().sum(1).cpu().numpy()
+                    exchange.values = exchange.values + heard.squares.double().cpu().numpy()
+                    exchange.queries += heard.costs.shape[1]
                     self._add(WEIGHED, queries[:, :, heard.asked], heard.costs)
             for side, x in zip(SIDES, (call.keys, call.values), strict=True):
-                largest = peaks(x[:, :, SINK:]).cpu().numpy()
-                self.peaks[side] = np.maximum(self.peaks.get(side, largest), largest)
+                self.raise_peaks(side, peaks(x[:, :, SINK:]).cpu().numpy())
         if self.output is None and call.output is not None:
             squares = call.output.double() @ call.output.double().mT
             dims = squares.shape[-1]
@@ -106,28 +92,6 @@ class Moments:
             count = weights.sum(1).double().cpu().numpy()
         added = products(rows, centre, weights)
         self.sums[name].add(*(x.cpu().numpy() for x in added), count)
-
-    def moment(self, name: str, where: str) -> np.ndarray:
-        """The second moment [G, D, D], over positions. Raises MachineError for NaN or infinity."""
-        moment = sums.moment_over(self.sums, name, self.rotary, self.spans)
-        if not np.isfinite(moment).all():
-            raise MachineError(f"[calibrate] NaN or infinity in {where}; try another --dtype")
-        return moment
-
-    def costs(self) -> np.ndarray | None:
-        """Return what errors of keys and of values cost, [2, G]; None where that was not measured."""
-        if self.fisher is None or "stored values" not in self.sums:
-            return None
-        moment = self.moment("stored values", "stored values")
-        return sums.costs(self.fisher, self.spread, self.squares, self.asked, moment)
-
-    def weighed_queries(self) -> np.ndarray | None:
-        """The second moment [G, D, D] of queries, half by what errors of their scores cost, over positions, or None."""
-        return sums.weighed_over(self.sums, self.rotary, self.spans)
-
-    def key_mean(self) -> np.ndarray | None:
-        """The mean [G, D] of stored keys, over positions; None where there are none."""
-        return sums.mean_over(self.sums, self.rotary, self.spans)
 
 
 def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -266,8 +230,9 @@ def calibrate(
 
     def observe(call: Call) -> None:
         if call.layer in growing:
-            new = Moments(call.keys.shape[1], rotaries[call.layer], spans)
-            new.fisher = information.get(call.layer)
+            new = Moments(rotaries[call.layer], spans, kv_heads=call.keys.shape[1])
+            if call.layer in information:
+                new.exchange = Exchange(information[call.layer])
             moments.setdefault(call.layer, new).add(call)
 
     with observing(model, observe), torch.no_grad():
@@ -282,7 +247,7 @@ def calibrate(
     layers = {
         str(i): Layer(
             layer.kv_heads,
-            *(_basis(layer, side, f"layer {i}, {side}") for side in SIDES),
+            *(layer.basis(side, f"layer {i}, {side}") for side in SIDES),
             costs.get(i),
         )
         for i, layer in sorted(moments.items())
@@ -318,41 +283,6 @@ def rotations(
             model(ids, position_ids=at, use_cache=False, logits_to_keep=1)
     resolution = torch.finfo(model.dtype).eps
     return {layer: rotary.measured(rows, resolution) for layer, rows in keys_at.items()}
-
-
-def windows(tokens: Sequence[int], longest: int) -> list[Sequence[int]]:
-    """Cut `tokens` into parts of one length, at most `most`; the last may be a little shorter."""
-    size = -(-len(tokens) // max(1, -(-len(tokens) // longest)))
-    return [tokens[i : i + size] for i in range(0, len(tokens), size)]
-
-
-def _basis(moments: Moments, side: str, place: str) -> Basis:
-    moment, largest = moments.moment(side, place), moments.peaks.get(side)
-    values, vectors, floored = matrices.eigenbasis(moment)
-    mean = moments.key_mean() if side == "keys" else None
-    queries = moments.weighed_queries() if side == "keys" else None
-    return Basis(
-        values.astype(np.float32),
-        vectors.astype(np.float32),
-        floored,
-        balance=_balance(moments, side, place, moment),
-        peaks=None if largest is None else np.where(largest > 0, largest, 1).astype(np.float32),
-        mean=None if mean is None else mean.astype(np.float32),
-        queries=None if queries is None else queries.astype(np.float32),
-    )
-
-
-def _balance(moments: Moments, side: str, place: str, queries: np.ndarray) -> Balance:
-    """queries: their second moment, where `side` is keys."""
-    noise, reads = moments.moment(f"stored {side}", place), queries
-    if side == "values":
-        eye = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape)
-        reads = eye if moments.output is None else moments.output
-    down, sigma, floored = balance.balance(noise, reads)
-    if side == "values":  # errors have no unit: stored values stay as large
-        size = np.trace(noise, axis1=-2, axis2=-1) / sigma.sum(-1)
-        down, sigma = down * np.sqrt(size)[:, None, None], sigma * size[:, None]
-    return Balance(down.astype(np.float32), sigma.astype(np.float32), floored)
 
 
 def main() -> None:

@@ -55,10 +55,9 @@ def test_sums_over_calls_are_the_laws():
             costs = np.array(found.add(call, *asked, 16)).reshape(4, -1)
             np.testing.assert_allclose(costs, weights[:, start + np.array(asked[0])], rtol=1e-3)
     tail = v[:, 16:].astype(np.float64)
-    counts = found.keys, found.values, found.queries
-    ours = sums.costs(fisher, *counts, tail.swapaxes(-1, -2) @ tail / 284)
+    ours = found.costs(tail.swapaxes(-1, -2) @ tail / 284)
     np.testing.assert_allclose(ours, law, rtol=1e-4)
-    assert sums.costs(fisher, 0, 0, 0, fisher) is None  # no query was far
+    assert Exchange(fisher).costs(fisher) is None  # no query was far
     assert sums.floored({0: ours, 1: None}) == {}
 
 

@@ -1,4 +1,4 @@
-"""Sum rows and their products in float64, about a row near their mean. NumPy.
+"""Sum rows and their products in float64, about a row near their mean, and make maps of them. NumPy.
 
 Products of rows are made in float32 by the framework that has them. Of keys whose mean is far larger than what varies
 (Qwen2.5) they would lose what varies, so a `centre` is taken off first and put back here. Letters: `G` kv heads, `D`
@@ -13,6 +13,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from mlxkv.errors import MachineError
+from mlxkv.formats import matrices
+from mlxkv.formats.calibration import balance
+from mlxkv.formats.calibration.balance import Balance
+from mlxkv.formats.calibration.contents import Basis
 from mlxkv.formats.calibration.rotary import Rotary, Span
 
 KEYS, READ = (
@@ -56,44 +61,6 @@ class Sums:
         return self.square / weight + cross + cross.swapaxes(-1, -2) + outer
 
 
-def moment_over(
-    sums: Mapping[str, Sums], name: str, rotary: Rotary | None, spans: Sequence[Span]
-) -> np.ndarray:
-    """Return the second moment [G, D, D] of a sum; over the positions of `spans` of keys and queries, if they turn."""
-    moment = _halves(sums, Sums.moment) if name == KEYS else sums[name].moment()
-    turns = rotary is not None and name in ("keys", KEYS, WEIGHED)
-    return rotary.moment_over(moment, spans) if turns else moment
-
-
-def weighed_over(
-    sums: Mapping[str, Sums], rotary: Rotary | None, spans: Sequence[Span]
-) -> np.ndarray | None:
-    """Return the second moment [G, D, D] of queries over the positions of `spans`, half of all alike, half of WEIGHED;
-    None where there are none of these."""
-    weighed = sums.get(WEIGHED)
-    if weighed is None or not (weighed.weight > 0).all():
-        return None
-    return sum(moment_over(sums, name, rotary, spans) for name in ("keys", WEIGHED)) / 2
-
-
-def mean_over(
-    sums: Mapping[str, Sums], rotary: Rotary | None, spans: Sequence[Span]
-) -> np.ndarray | None:
-    """Return the mean [G, D] of KEYS over the positions of `spans`; None where there are none."""
-    if KEYS not in sums:
-        return None
-    mean = _halves(sums, Sums.mean)
-    return mean if rotary is None else rotary.mean_over(mean, spans)
-
-
-def _halves(sums: Mapping[str, Sums], of: Callable[[Sums], np.ndarray]) -> np.ndarray:
-    """Half of all stored keys alike, half by the attention that they get (`mlxkv.spec.balanced`)."""
-    alike, read = sums[KEYS], sums.get(READ)
-    if read is None or not (read.weight > 0).all():
-        return of(alike)
-    return (of(alike) + of(read)) / 2
-
-
 # -- What errors cost (`mlxkv.spec.fill`).
 
 LEAST_COST = (
@@ -109,17 +76,23 @@ def root(fisher: np.ndarray) -> np.ndarray:
     return np.linalg.cholesky(fisher + ridge).astype(np.float32)
 
 
-def costs(
-    fisher: np.ndarray, keys: np.ndarray, values: np.ndarray, queries: int, moment: np.ndarray
-) -> np.ndarray | None:
-    """Return [2, G]: what one nat^2 of noise in the scores of keys costs, and values lost as a whole.
+@dataclass
+class Exchange:
+    """What errors of one layer cost. fisher: F [G, Dv, Dv] of its outputs. keys, values: [G], the sums of
+    p^2 |v - out|^2 in F, and of p^2, over all far tokens of `queries` queries."""
 
-    fisher: F [G, Dv, Dv]. keys, values: [G], the sums of p^2 |v - out|^2 in F, and of p^2, over all far tokens of
-    `queries` queries. moment: the second moment [G, Dv, Dv] of values. None where no query was far from anything.
-    """
-    if not queries:
-        return None
-    return np.stack([keys, values * np.einsum("gde,gde->g", fisher, moment)]) / queries
+    fisher: np.ndarray
+    keys: np.ndarray | float = 0.0
+    values: np.ndarray | float = 0.0
+    queries: int = 0
+
+    def costs(self, moment: np.ndarray) -> np.ndarray | None:
+        """Return [2, G]: what one nat^2 of noise in the scores of keys costs, and values lost as a whole, whose second
+        moment is [G, Dv, Dv]. None where no query was far from anything."""
+        if not self.queries:
+            return None
+        lost = self.values * np.einsum("gde,gde->g", self.fisher, moment)
+        return np.stack([self.keys, lost]) / self.queries
 
 
 def floored(by_layer: Mapping[Place, np.ndarray | None]) -> dict[Place, np.ndarray]:
@@ -132,3 +105,112 @@ def floored(by_layer: Mapping[Place, np.ndarray | None]) -> dict[Place, np.ndarr
     if not least > 0:
         return {}
     return {place: np.maximum(x, least).astype(np.float32) for place, x in by_layer.items()}
+
+
+# -- All sums of one layer, and the maps that are made of them. Spec: `mlxkv.spec.oscar`, `mlxkv.spec.balanced`.
+
+
+@dataclass
+class LayerSums:
+    """Sums of one layer.
+
+    rotary: how keys and queries turn; None where it is not as RoPE does: they are summed as they are, else at position
+    0. spans: of positions to average over. sums: by name: "keys" and "values" (rows of the target), WEIGHED, KEYS, READ
+    and "stored values" (what caches were handed). peaks: [G, D] by side, of the channels after SRFT, behind the first
+    tokens of a window, at the positions of the text. output: what output projections make of errors in values,
+    [G, D, D], or None. exchange: what errors of keys and values cost, or None.
+    """
+
+    rotary: Rotary | None = None
+    spans: Sequence[Span] = ()
+    sums: dict[str, Sums] = field(default_factory=dict)
+    peaks: dict[str, np.ndarray] = field(default_factory=dict)
+    output: np.ndarray | None = None
+    exchange: Exchange | None = None
+
+    def raise_peaks(self, side: str, largest: np.ndarray) -> None:
+        """Take in the largest values of a part of the text."""
+        self.peaks[side] = np.maximum(self.peaks.get(side, largest), largest)
+
+    def moment(self, name: str) -> np.ndarray:
+        """Return the second moment [G, D, D] of a sum; over the positions of `spans` of keys and queries, if they
+        turn."""
+        moment = self._halves(Sums.moment) if name == KEYS else self.sums[name].moment()
+        turns = self.rotary is not None and name in ("keys", KEYS, WEIGHED)
+        return self.rotary.moment_over(moment, self.spans) if turns else moment
+
+    def _halves(self, of: Callable[[Sums], np.ndarray]) -> np.ndarray:
+        """Half of all stored keys alike, half by the attention that they get (`mlxkv.spec.balanced`)."""
+        alike, read = self.sums[KEYS], self.sums.get(READ)
+        if read is None or not (read.weight > 0).all():
+            return of(alike)
+        return (of(alike) + of(read)) / 2
+
+    def _key_mean(self) -> np.ndarray | None:
+        """The mean [G, D] of stored keys over the positions of `spans`; None where there are none."""
+        if KEYS not in self.sums:
+            return None
+        mean = self._halves(Sums.mean)
+        return mean if self.rotary is None else self.rotary.mean_over(mean, self.spans)
+
+    def _weighed_queries(self) -> np.ndarray | None:
+        """The second moment [G, D, D] of queries over the positions of `spans`, half of all alike, half of WEIGHED;
+        None where there are none of these."""
+        weighed = self.sums.get(WEIGHED)
+        if weighed is None or not (weighed.weight > 0).all():
+            return None
+        return (self.moment("keys") + self.moment(WEIGHED)) / 2
+
+    def costs(self) -> np.ndarray | None:
+        """Return what errors of keys and of values cost, [2, G]; None where that was not measured."""
+        if self.exchange is None or "stored values" not in self.sums:
+            return None
+        return self.exchange.costs(self.moment("stored values"))
+
+    def basis(self, side: str, label: str) -> Basis:
+        """Return the maps of "keys" or "values", which errors call `label`. Raises MachineError for NaN or infinity."""
+        moment = _sound(self.moment(side), label)
+        values, vectors, floored = matrices.eigenbasis(moment)
+        peaks = _sound(
+            self.peaks.get(side), label
+        )  # None where windows ended in their first tokens
+        of_keys = (self._key_mean(), self._weighed_queries()) if side == "keys" else (None, None)
+        mean, queries = (
+            None if x is None else _sound(x, label).astype(np.float32) for x in of_keys
+        )
+        return Basis(
+            values.astype(np.float32),
+            vectors.astype(np.float32),
+            floored,
+            balance=self._balance(side, label, moment),
+            peaks=None if peaks is None else np.where(peaks > 0, peaks, 1).astype(np.float32),
+            mean=mean,
+            queries=queries,
+        )
+
+    def _balance(self, side: str, label: str, reads: np.ndarray) -> Balance:
+        """The balanced transform of a side. reads: the second moment of queries, used for keys."""
+        noise = _sound(self.moment(f"stored {side}"), label)
+        if side == "values":
+            eye = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape)
+            reads = eye if self.output is None else self.output
+        down, sigma, floored = balance.balance(noise, reads)
+        if side == "values":  # the unit of errors is free: stored values keep their size
+            size = np.trace(noise, axis1=-2, axis2=-1) / sigma.sum(-1)
+            down, sigma = down * np.sqrt(size)[:, None, None], sigma * size[:, None]
+        return Balance(down.astype(np.float32), sigma.astype(np.float32), floored)
+
+
+def _sound(x: np.ndarray | None, label: str) -> np.ndarray | None:
+    if x is not None and not np.isfinite(x).all():
+        raise MachineError(
+            f"[calibrate] NaN or infinity in {label}; the model computes them on this text; try "
+            "another --dtype, or other text"
+        )
+    return x
+
+
+def windows(tokens: Sequence[int], limit: int) -> list[Sequence[int]]:
+    """Split `tokens` into parts of one length, at most `limit`; the last may be a little shorter."""
+    size = -(-len(tokens) // max(1, -(-len(tokens) // limit)))
+    return [tokens[i : i + size] for i in range(0, len(tokens), size or 1)]

@@ -27,14 +27,9 @@ FIRST = 64  # tokens of a window whose outputs are not asked
 
 
 @dataclass
-class Exchange:
-    """Sums of one layer. fisher: F [G, Dv, Dv] of its outputs. keys, values: [G], of p^2 |v - out|^2 in F, and of p^2,
-    over all far tokens of `queries` queries."""
+class Exchange(sums.Exchange):
+    """With the root of F."""
 
-    fisher: np.ndarray
-    keys: np.ndarray | float = 0.0
-    values: np.ndarray | float = 0.0
-    queries: int = 0
     root: mx.array = field(init=False, repr=False)
 
     def __post_init__(self):

@@ -13,7 +13,7 @@ scores cost the model (`exchange`), and what the output projection makes of erro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
@@ -23,15 +23,23 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxkv.errors import MachineError, UserError
+from mlxkv.errors import UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.calibration import balance, sums
-from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
-from mlxkv.formats.calibration.balance import Balance
+from mlxkv.formats.calibration import sums
+from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
 from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, contexts
+from mlxkv.formats.calibration.sums import windows
 from mlxkv.models.calibration import TOKENS
 from mlxkv.models.calibration.exchange import Exchange, fisher
-from mlxkv.models.calibration.moments import PROBES, ROWS, Moments, Readers, Sample, rotations
+from mlxkv.models.calibration.moments import (
+    PROBES,
+    ROWS,
+    Moments,
+    Readers,
+    Sample,
+    rotations,
+    unit_basis,
+)
 from mlxkv.models.hooks.dryrun import sensitivities
 from mlxkv.models.hooks.fold import refuse_folded
 from mlxkv.models.hooks.mark import own_make_cache
@@ -43,82 +51,6 @@ from mlxkv.texts.sources import Text, calibration_tokens
 
 if TYPE_CHECKING:
     from mlxkv.models.loader import Loaded
-
-# -- Make the transforms of a layer's side from its moments. Spec: `spec/oscar.py`, `spec/balanced.py`.
-
-
-def basis(moments: Moments, side: str, label: str) -> Basis:
-    if moments.readers and side == "values":  # rotary keys, which no map turns
-        dims = moments.shape.value_dim
-        return _unit_basis(np.broadcast_to(np.eye(dims), (moments.shape.heads, dims, dims)), side)
-    mean = _mean(moments, side, label)
-    values, vectors, floored = matrices.eigenbasis(mean)
-    return Basis(
-        values.astype(np.float32),
-        vectors.astype(np.float32),
-        floored,
-        balance=_balance(moments, side, label, mean),
-        peaks=_peaks(moments, side, label),
-        mean=_sound(moments.key_mean(), label) if side == "keys" else None,
-        queries=_sound(moments.weighed_queries(), label) if side == "keys" else None,
-    )
-
-
-def _unit_basis(vectors: np.ndarray, side: str) -> Basis:
-    """The basis of these vectors [G, D, D] where all moments are I."""
-    vectors = vectors.astype(np.float32)
-    ones = np.ones(vectors.shape[:2], np.float32)
-    mean = np.zeros_like(ones) if side == "keys" else None
-    return Basis(ones, vectors, balance=Balance(vectors, ones), peaks=ones, mean=mean)
-
-
-def _mean(moments: Moments, name: str, label: str) -> np.ndarray:
-    """The second moment [G, D, D] of a sum. Raises MachineError for NaN or infinity."""
-    mean = moments.moment(name)
-    _check_finite(mean, label)
-    return mean
-
-
-def _peaks(moments: Moments, side: str, label: str) -> np.ndarray | None:
-    """The peaks [G, D] of a side; 1 for channels of zeros. None where windows ended in their first tokens.
-
-    Raises MachineError for NaN or infinity."""
-    peaks = moments.peaks.get(side)
-    if peaks is None:
-        return None
-    _check_finite(peaks, label)
-    return np.where(peaks > 0, peaks, 1.0).astype(np.float32)
-
-
-def _sound(x: np.ndarray | None, label: str) -> np.ndarray | None:
-    """x in float32; None where it was not measured. Raises MachineError for NaN or infinity."""
-    if x is None:
-        return None
-    _check_finite(x, label)
-    return x.astype(np.float32)
-
-
-def _check_finite(x: np.ndarray, label: str) -> None:
-    if not np.isfinite(x).all():
-        raise MachineError(
-            f"[calibrate] NaN or infinity in {label}; the model computes them on this text; try "
-            "another --dtype, or other text"
-        )
-
-
-def _balance(moments: Moments, side: str, label: str, queries: np.ndarray) -> Balance:
-    """The balanced transform of a side. queries: their second moment, used for keys."""
-    noise = _mean(moments, f"stored {side}", label)
-    reads = queries
-    if side == "values":
-        output = moments.output
-        reads = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape) if output is None else output
-    down, sigma, floored = balance.balance(noise, reads)
-    if side == "values":  # the unit of errors is free: stored values keep their size
-        size = np.trace(noise, axis1=-2, axis2=-1) / sigma.sum(-1)
-        down, sigma = down * np.sqrt(size)[:, None, None], sigma * size[:, None]
-    return Balance(down.astype(np.float32), sigma.astype(np.float32), floored)
-
 
 LEAST = 512  # tokens: fewer are too few for heads of 64 to 256 dims
 WINDOW = 4096  # tokens that see each other
@@ -161,7 +93,7 @@ def calibrate(
         probes, longest = mx.array(tokens[:PROBES]), max(positions, window)
         rotaries = rotations(model, make_cache, shapes, probes, longest)
         spans = contexts(positions)
-        moments = {p: Moments(shape, rotaries[p], spans) for p, shape in shapes.items()}
+        moments = {p: Moments(rotaries[p], spans, shape=shape) for p, shape in shapes.items()}
         if all(shape.latent for shape in shapes.values()):
             for layer, module in zip(moments.values(), modules_of(model), strict=True):
                 layer.readers = Readers(module, layer.shape.key_dim)
@@ -181,10 +113,11 @@ def calibrate(
             _read(model, make_cache, moments, part, [] if bos is None else [bos], progress)
     finally:
         release(slots)
-    layers, costs = {}, exchanges(moments)
+    layers = {}
+    costs = sums.floored({place: layer.costs() for place, layer in moments.items()})
     for place, layer in moments.items():
         name = layer_name(place)
-        bases = [basis(layer, side, f"layer {name}, {side}") for side in SIDES]
+        bases = [layer.basis(side, f"layer {name}, {side}") for side in SIDES]
         layers[name] = Layer(layer.shape.heads, *bases, costs.get(place))
     if None in rotaries.values():
         positions = min(positions, len(next(iter(windows(tokens, window)))))
@@ -203,7 +136,7 @@ def random(model: nn.Module) -> Calibration:
     layers = {}
     for place, shape in shapes.items():
         dims = zip(SIDES, (shape.key_dim, shape.value_dim), strict=True)
-        bases = [_unit_basis(matrices.random_basis(shape.heads, d, d), side) for side, d in dims]
+        bases = [unit_basis(matrices.random_basis(shape.heads, d, d), side) for side, d in dims]
         layers[layer_name(place)] = Layer(shape.heads, *bases)
     return _calibration(model, (), "", layers, _positions(model))
 
@@ -242,18 +175,6 @@ def _calibration(
         layers=layers,
         positions=positions,
     )
-
-
-def exchanges(moments: Mapping[Place, Moments]) -> dict[Place, np.ndarray]:
-    """Return what errors of keys and values of each layer cost, [2, G] float32; {} where that was not measured in every
-    layer."""
-    return sums.floored({place: layer.costs() for place, layer in moments.items()})
-
-
-def windows(tokens: Sequence[int], limit: int) -> list[Sequence[int]]:
-    """Split `tokens` into parts of one length, at most `limit`; the last may be a little shorter."""
-    size = -(-len(tokens) // max(1, -(-len(tokens) // limit)))
-    return [tokens[i : i + size] for i in range(0, len(tokens), size or 1)]
 
 
 def _read(

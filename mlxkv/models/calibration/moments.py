@@ -8,7 +8,7 @@ tokens, `D` head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -17,11 +17,11 @@ import numpy as np
 
 from mlxkv.cache.attention import _softmax
 from mlxkv.codec import transform
-from mlxkv.formats.calibration import rotary, sums
-from mlxkv.formats.calibration.artifact import SIDES
-from mlxkv.formats.calibration.rotary import Rotary, Span, drawn
-from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, Sums
-from mlxkv.models.calibration.exchange import Exchange
+from mlxkv.formats.calibration import rotary
+from mlxkv.formats.calibration.artifact import SIDES, Basis
+from mlxkv.formats.calibration.balance import Balance
+from mlxkv.formats.calibration.rotary import Rotary, drawn
+from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, LayerSums, Sums
 from mlxkv.models.hooks.probe import Place, Shape, leaves, put
 from mlxkv.models.hooks.taps import AttentionCall
 
@@ -135,25 +135,15 @@ class Sample:
 
 
 @dataclass
-class Moments:
-    """Sums of one layer.
+class Moments(LayerSums):
+    """Sums of one layer of this shape.
 
-    sums: by name: keys, values (rows of the target), weighed queries, stored keys, stored values (what caches were
-    handed); keys and queries at position 0. rotary: how they turn; None where it is not as RoPE does: they are summed
-    as they are. spans: of positions to average over. peaks: [G, D] by side, of the channels after SRFT, behind the
-    first tokens of a window, at the positions of the text. output: M_o of `sensitivities`, or None. exchange: what
-    errors of keys and values cost, or None. begun: tokens of this window. received: [G, T], the attention that its
-    keys got, or None. sample: the rows to keep, keys turned to positions of `spans`, or None. readers: of latents, or
-    None; their values are rotary keys, which are stored unchanged.
+    begun: tokens of this window. received: [G, T], the attention that its keys got, or None. sample: the rows to keep,
+    keys turned to positions of `spans`, or None. readers: of latents, or None; their values are rotary keys, which are
+    stored unchanged.
     """
 
-    shape: Shape
-    rotary: Rotary | None = None
-    spans: Sequence[Span] = ()
-    sums: dict[str, Sums] = field(default_factory=dict)
-    peaks: dict[str, np.ndarray] = field(default_factory=dict)
-    output: np.ndarray | None = None
-    exchange: Exchange | None = None
+    shape: Shape = field(kw_only=True)
     begun: int = 0
     received: np.ndarray | None = None
     sample: Sample | None = None
@@ -191,7 +181,7 @@ class Moments:
             return
         keys, values, start = keys[:, :, skipped:], values[:, :, skipped:], start + skipped
         for side, x in zip(SIDES, (keys, values), strict=True):
-            self._raise(side, x)
+            self.raise_peaks(side, np.array(peaks(x)))
         if self.sample is not None:
             self.sample.add(self._spread(keys, start), values)
         self._add(KEYS, self._at_zero(keys, start))
@@ -228,31 +218,26 @@ class Moments:
         count = rows.shape[1] if weights is None else np.array(weights, np.float64).sum(1)
         self.sums[name].add(*map(np.array, added), count)
 
-    def _raise(self, side: str, x: mx.array) -> None:
-        largest = np.array(peaks(x))
-        self.peaks[side] = np.maximum(self.peaks.get(side, largest), largest)
-
     def moment(self, name: str) -> np.ndarray:
         """Return the second moment [G, D, D] of a sum, over the positions of `spans`; of the "keys" of latents M."""
         if self.readers and name == "keys":
             return self.readers.whole(self.sums[name].moment())
-        return sums.moment_over(self.sums, name, self.rotary, self.spans)
+        return super().moment(name)
 
-    def costs(self) -> np.ndarray | None:
-        """Return what errors of keys and of values cost, [2, G]; None where that was not measured."""
-        x = self.exchange
-        if x is None or "stored values" not in self.sums:
-            return None
-        return sums.costs(x.fisher, x.keys, x.values, x.queries, self.moment("stored values"))
+    def basis(self, side: str, label: str) -> Basis:
+        """Return the maps of "keys" or "values". Raises MachineError for NaN or infinity."""
+        if self.readers and side == "values":  # rotary keys, which no map turns
+            dims = self.shape.value_dim
+            return unit_basis(np.broadcast_to(np.eye(dims), (self.shape.heads, dims, dims)), side)
+        return super().basis(side, label)
 
-    def weighed_queries(self) -> np.ndarray | None:
-        """Return the second moment [G, D, D] of queries over the positions of `spans`, half of it by what errors of
-        their scores cost; None where that was not measured."""
-        return sums.weighed_over(self.sums, self.rotary, self.spans)
 
-    def key_mean(self) -> np.ndarray | None:
-        """Return the mean [G, D] of stored keys over the positions of `spans`; None where there are none."""
-        return sums.mean_over(self.sums, self.rotary, self.spans)
+def unit_basis(vectors: np.ndarray, side: str) -> Basis:
+    """The basis of these vectors [G, D, D] where all moments are I."""
+    vectors = vectors.astype(np.float32)
+    ones = np.ones(vectors.shape[:2], np.float32)
+    mean = np.zeros_like(ones) if side == "keys" else None
+    return Basis(ones, vectors, balance=Balance(vectors, ones), peaks=ones, mean=mean)
 
 
 def turned(x: mx.array, rotary: Rotary | None, t: np.ndarray) -> mx.array:
