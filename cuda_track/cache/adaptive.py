@@ -79,16 +79,6 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     importance, salient, taken = map(staticmethod, (importance, salient, taken))
     votes, kept, kept_pages = map(staticmethod, (votes, kept, kept_pages))
 
-    def clear(self) -> None:
-        """Forget all tokens, and what they have taught."""
-        super().clear()
-        self._start()
-
-    @property
-    def basis(self) -> LayerMaps | None:
-        """Return the basis of the next page."""
-        return self._basis or self.layer_maps
-
     def _new_store(self, live: Pair):
         if not self.config.listens:
             return super()._new_store(live)
@@ -101,10 +91,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
             return super().update_and_fetch(keys, values)
         self._seal_rest()
         if keys.shape[2] <= DECODE_TOKENS:
-            self._keep()
-            self._pin()
-            self._learn()
-            self._since += keys.shape[2]
+            self._before_decoding(keys.shape[2])
             return super().update_and_fetch(keys, values)
         self._check_batch(keys)
         self._live = self._with_live((keys, values))

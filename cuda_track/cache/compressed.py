@@ -39,10 +39,13 @@ class CompressedKVCache(GoesBack):
         self.config = config
         self.layer_maps = layer_maps if config.calibrated else None
         self._store: Codes | Paged | Records | None = None
-        self.clear()
+        self._forget()
 
     def clear(self) -> None:
         """Forget all tokens; pages that others hold too stay where they are."""
+        self._forget()
+
+    def _forget(self) -> None:
         if self._store is not None:
             self._store.truncate(0)
         self.offset = self.dropped = 0
@@ -51,15 +54,6 @@ class CompressedKVCache(GoesBack):
         self._sink: Pair | None = None
         self._last: Pair | None = None  # exact tokens of the page sealed last
         self._store = None
-
-    @property
-    def _count_pages(self) -> int:
-        return self._store.count if self._store else 0
-
-    @property
-    def _room(self) -> int:
-        """Tokens that `live` may hold before pages have to be sealed."""
-        return self.config.room(self._sink is not None)
 
     # -- reading and writing
 
@@ -146,9 +140,6 @@ class CompressedKVCache(GoesBack):
     def _new_store(self, live: Pair) -> Codes | Paged | Records:
         dims = tuple(x.shape[3] for x in live)
         return store(self.config, dims, live[0].device, self.layer_maps)
-
-    def _forget(self) -> None:
-        self.clear()
 
     def _put_live(self, pair: Pair) -> None:
         self._append(pair)

@@ -261,15 +261,6 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     importance, salient, taken = map(staticmethod, (importance, salient, taken))
     votes, kept, kept_pages = map(staticmethod, (votes, kept, kept_pages))
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._start()
-
-    @property
-    def basis(self) -> LayerMaps | None:
-        """The basis of the next page."""
-        return self._basis or self.layer_maps
-
     def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
         if not self.config.listens:
             return super()._new_store(dims, dtype)
@@ -285,10 +276,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
             return super().update_and_fetch(keys, values)
         self._seal_rest()
         if keys.shape[2] <= DECODE_TOKENS:
-            self._keep()
-            self._pin()
-            self._learn()
-            self._since += keys.shape[2]
+            self._before_decoding(keys.shape[2])
             return super().update_and_fetch(keys, values)
         new = self._behind_live(keys, values)
         self._live, self._count = new, new[0].shape[2]

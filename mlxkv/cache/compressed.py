@@ -99,15 +99,6 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         """Tokens in sealed pages."""
         return self._count_pages * self.config.page
 
-    @property
-    def _count_pages(self) -> int:
-        return self._store.count if self._store else 0
-
-    @property
-    def _room(self) -> int:
-        """Tokens that `live` may hold before pages have to be sealed."""
-        return self.config.room(self._sink is not None)
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         """Append keys, values: [B, G, L, D] and return what attention has to read, twice (mlx-lm
         unpacks a pair).

@@ -21,7 +21,7 @@ Pair = tuple[Any, Any]  # keys and values [B, G, T, D] of the track
 
 class GoesBack:
     """A mixin over a compressed cache, which has `config`, `offset`, the windows `_live` (of `_count`
-    tokens), `_sink` and `_last`, and `_store` of `_count_pages` pages.
+    tokens), `_sink` and `_last`, and `_store`, its pages, or None.
 
     dropped: tokens that were read and are not stored. pinned: length of the prompt whose last tokens stand
         behind the sink, out of order: nothing ends inside it.
@@ -36,6 +36,15 @@ class GoesBack:
     _last_and_live: Callable[[], Pair]  # exact tokens of the page sealed last, and live ones behind
     # The first tokens, so many, of a sealed page as attention reads them, in the type of the live ones.
     _decoded: Callable[[int, int], Pair]
+
+    @property
+    def _count_pages(self) -> int:
+        return self._store.count if self._store else 0
+
+    @property
+    def _room(self) -> int:
+        """Tokens that `live` may hold before pages have to be sealed."""
+        return self.config.room(self._sink is not None)
 
     # -- how far
 

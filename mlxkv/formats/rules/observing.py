@@ -29,11 +29,11 @@ Pair = tuple[Tensor, Tensor]
 class Observing:
     """A mixin over a compressed cache of either track.
 
-    The cache has `config`, `offset`, `view()`, the windows, the store, and `basis`: of the next page.
+    The cache has `config`, `layer_maps`, `offset`, `view()`, the windows and the store.
     """
 
-    def _start(self) -> None:
-        """Nothing has been learned, dropped or observed."""
+    def _forget(self) -> None:
+        super()._forget()
         self._basis = None  # the basis, once it has learned
         self._since = 0  # tokens decoded since it learned
         self._pending = None  # the view of a chunk of a prompt that attention has not read
@@ -43,6 +43,11 @@ class Observing:
         self.dropped = 0  # tokens
         self.pinned = 0  # length of the prompt whose last tokens were moved
         self._fixed = 0  # pages that have been chosen from
+
+    @property
+    def basis(self) -> Any:
+        """The basis of the next page, or None."""
+        return self._basis or self.layer_maps
 
     # -- what a track adds: how much the last queries look at each token (`importance`, [B, G, T]), and
     # which tokens that chooses
@@ -59,6 +64,13 @@ class Observing:
     _next_basis: Callable[
         [Pair, bool], Any
     ]  # after keys and values [B, G, N, D], of a prompt or not
+
+    def _before_decoding(self, new: int) -> None:
+        """Drop, pin and learn what the end of a prompt and the tokens since ask for, ahead of `new` decoded ones."""
+        self._keep()
+        self._pin()
+        self._learn()
+        self._since += new
 
     # -- queries
 
