@@ -75,12 +75,10 @@ def is_same(ours: CompressedKVCache, other: CompressedKVCache) -> bool:
 @pytest.mark.parametrize(
     ("factory", "config", "dtype", "bound"),
     [
-        (make, SMALL, mx.float32, 1e-5),
         (make_tiles, CHANNELS, mx.float16, 3e-3),
         (make, BLOCKS, mx.float32, 1e-5),
-        (make_tiles, BLOCKS, mx.float16, 3e-3),
     ],
-    ids=("portable", "tiles", "portable, blocks", "tiles, blocks"),
+    ids=("tiles", "portable, blocks"),
 )
 def test_each_gets_what_it_gets_alone(factory, config, dtype, bound):
     with launch.using(factory):
@@ -219,18 +217,16 @@ class Walk:
         assert all(is_same(self.batch.extract(i), c) for i, c in enumerate(self.caches))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_any_walk_gives_what_each_gives_alone(seed):
+def test_any_walk_gives_what_each_gives_alone():
     with launch.using(make):
-        walk = Walk(seed)
+        walk = Walk(0)
         for _ in range(30):
             walk.step()
         walk.finish()
 
 
-@pytest.mark.parametrize("factory", [make, None], ids=("together", "apart"))
-def test_a_sequence_that_is_kept_twice_becomes_two(factory):
-    with launch.using(factory):
+def test_a_sequence_that_is_kept_twice_becomes_two():
+    with launch.using(None):
         caches = filled(SMALL, (150, 90))
         batch = BatchedKVCache.merge(caches)
         step(batch, caches, 1, 0, 1e-5)
