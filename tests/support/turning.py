@@ -30,8 +30,8 @@ def logits(model, cache=None, prompt=90, end=100):
     return np.array(mx.concatenate(parts, axis=1)[0])
 
 
-def seen_by(model, text, window):
-    """Per layer, per window of `text`: (q, k, v) [1, H or G, T, D], from the model itself."""
+def seen_by(model, text, window, before=()):
+    """Per layer and window of `text`, behind the tokens `before`: the model's own (q, k, v) [1, H or G, T, D]."""
     seen, original = [], llama.scaled_dot_product_attention
 
     def spy(q, k, v, **rest):
@@ -41,7 +41,7 @@ def seen_by(model, text, window):
     llama.scaled_dot_product_attention = spy
     try:
         for start in range(0, len(text), window):
-            mx.eval(model(mx.array(text[start : start + window])[None]))
+            mx.eval(model(mx.array([*before, *text[start : start + window]])[None]))
     finally:
         llama.scaled_dot_product_attention = original
     return [seen[i :: len(model.layers)] for i in range(len(model.layers))]
