@@ -62,7 +62,7 @@ def test_outliers_that_nobody_reads_want_a_clip_and_even_data_none():
 def test_what_is_judged_is_what_the_cache_gives(subtests):
     """One query behind the whole text: the error of a real cache with one side stored."""
     for side in (0, 1):
-        for tokens in (145, 161):
+        for tokens in (145, 150, 161):
             with subtests.test(side=side, tokens=tokens):
                 keys, values = data(1, 2, tokens, 64), data(1, 2, tokens, 64, seed=1)
                 q = data(1, 4, 1, 64, seed=2)

@@ -80,6 +80,12 @@ def test_yarn_is_measured_with_its_factor():
     assert slow == pytest.approx(plain(64)[-1] / 4, rel=1e-3)
 
 
+def test_half_precision_is_as_exact_far_away():
+    for one in measure("llama", dtype=mx.bfloat16):
+        np.testing.assert_array_equal(one.pairs, positions.rotary_pairs(64))
+        np.testing.assert_allclose(one.frequencies * 32768, plain(64) * 32768, atol=0.05)
+
+
 def rows(kind, count=PROBES, dims=8):
     x = np.random.default_rng(0).standard_normal((count, dims))
     pairs = positions.rotary_pairs(dims)
