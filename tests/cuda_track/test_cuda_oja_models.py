@@ -1,4 +1,4 @@
-"""The trained model TINY with low rank and token selection: transformers beside MLX."""
+"""The trained model TINY with balanced maps, low rank and token selection: transformers beside MLX."""
 
 from importlib.metadata import version
 
@@ -54,7 +54,9 @@ def text(reads, loaded, cache, tokens: list[int]) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize("kv", ("static-0.75+windows", "oja-0.75+int4", "int4+keep0.5"))
+@pytest.mark.parametrize(
+    "kv", ("balanced-int3", "static-0.75+windows", "oja-0.75+int4", "int4+keep0.5")
+)
 def test_the_same_text_codes_and_files(kv, sides, tokens, tmp_path):
     ours, theirs = sides
     assert sum(report.compressed for report in seam.attach(ours.model, kv)) == 4
