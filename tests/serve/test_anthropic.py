@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from saying import ASK, WEATHER, call
+from request_bodies import SERVED
+from saying import ASK, SCHEMA, WEATHER, call
 from serving import get, post, send, serving, settled
 
 from mlxkv.serve.apis import anthropic as api
 from mlxkv.serve.apis.reply import Markup
-from mlxkv.serve.http.request import Served
 from mlxkv.serve.refusals import Refused
 
-TOOL = {
-    "name": "weather",
-    "description": "The weather of some days.",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
-SERVED = Served("m", "int4", longest=1000, max_tokens=512, vocabulary=260)
+TOOL = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA}
 
 
 @pytest.fixture(scope="module")

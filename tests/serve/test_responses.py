@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
+import saying
+from request_bodies import SERVED
 from saying import WEATHER, call
 from serving import send
 
 from mlxkv.serve.apis import responses as api
 from mlxkv.serve.apis.reply import Markup
-from mlxkv.serve.http.request import Served
 from mlxkv.serve.refusals import Refused
 
-TOOL = {
-    "type": "function",
-    "name": "weather",
-    "description": "The weather of some days.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    "strict": False,
-}
+TOOL = {"type": "function", "strict": False} | saying.TOOL
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Changes files."}
 ASK = "What is the weather in Oslo?"
-SERVED = Served("m", "int4", longest=1000, max_tokens=512, vocabulary=260)
 
 
 @pytest.fixture

@@ -8,15 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from saying import call, saying, write_thinker
+from saying import TOOL, WEATHER, call, saying, write_thinker
 from serving import events, send, serving, settled
 
 from mlxkv.models import load
 
 CAPITAL = "The capital of France is Paris. It is old.\n\nYes — naïve 😀 text."
 ASK = [{"role": "user", "content": "Tell me."}]
-WEATHER = {"name": "weather", "arguments": {"city": "Oslo"}}
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 STOPS = [
     ["l of Fr"],  # begins and ends inside tokens
@@ -136,7 +134,9 @@ def test_generation_ends_with_the_stop_word_and_what_was_read_is_kept(server, sa
 
 def test_thoughts_and_calls_are_text_of_the_model(server, said):
     def parts(stop: str, stream: bool) -> tuple[str, str, list, str]:
-        texts, reason, _ = ask(server, PATHS[1], [stop], stream, tools=[TOOL])
+        texts, reason, _ = ask(
+            server, PATHS[1], [stop], stream, tools=[{"type": "function", "function": TOOL}]
+        )
         return texts["reasoning"], texts["content"], texts["calls"], reason
 
     said[0] = "<think>Let me look.</think>Well. " + call(WEATHER, WEATHER | {"name": "other"})
@@ -164,24 +164,32 @@ def test_a_start_that_goes_on(server, said):
     assert reply(server, PATHS[1], [], False, **more)[0] == said[0]
 
 
+# -- log-probabilities: a float32 softmax of the logits, an entry for each token
+
+TEXT, CHAT, _ = PATHS
+COUNT, BEST = 12, 5
+LOUD = {"logit_bias": {"257": -100}}  # never the last token
+
+
+def documents(server, path: str, stream: bool, **more) -> list[dict]:
+    """The log-probabilities of a reply, in the parts in which they come."""
+    body = {"stream": stream, "temperature": 0, "max_tokens": COUNT, **more}
+    if path == CHAT:
+        body |= {"messages": ASK, "logprobs": True, "top_logprobs": BEST}
+    else:
+        body |= {"prompt": "Tell me.", "logprobs": BEST}
+    status, _, data = send(server, "POST", path, body)
+    assert status == 200, data
+    parts = events(data) if stream else [json.loads(data)]
+    choices = [choice for part in parts for choice in part["choices"]]
+    return [choice["logprobs"] for choice in choices if "logprobs" in choice]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_in_openais_two_formats(server, said, stream):
     """The entry of a token is its own, whatever else could have come; a text's are lists."""
     said[0] = " capital of"
-    settings = {"max_tokens": 30, "stream": stream, "model": "caller"}
-    chat = {"messages": ASK, "logprobs": True, "top_logprobs": 3} | settings
-    text = {"prompt": "The", "logprobs": 3} | settings
-    steps, lists = [], []
-    for path, body, out in (
-        ("/v1/chat/completions", chat, steps),
-        ("/v1/completions", text, lists),
-    ):
-        status, _, data = send(server, "POST", path, body)
-        assert status == 200
-        for part in events(data) if stream else [json.loads(data)]:
-            for choice in part["choices"]:
-                out += [choice["logprobs"]] if "logprobs" in choice else []
-    steps = [step for part in steps for step in part["content"]]
+    steps = [step for one in documents(server, CHAT, stream) for step in one["content"]]
     encoded = server.engine.tokenizer.encode(said[0], add_special_tokens=False)
     assert [step["id"] for step in steps] == encoded  # without the end of the turn
     spoken = [step["token"] for step in steps]
@@ -189,39 +197,22 @@ def test_log_probabilities_in_openais_two_formats(server, said, stream):
     for step in steps:
         best = [one["logprob"] for one in step["top_logprobs"]]
         assert best == sorted(best, reverse=True) and step["logprob"] <= best[0] + 1e-6
+    lists = documents(server, TEXT, stream)
     for name in ("tokens", "token_logprobs", "text_offset"):
         assert sum(len(one[name]) for one in lists) == len(steps)
     offsets = [at for one in lists for at in one["text_offset"]]
     assert offsets == [len("".join(spoken[:n])) for n in range(len(steps))]
 
 
-# -- log-probabilities: a float32 softmax of the logits, an entry for each token
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-COUNT, BEST = 12, 5
-LOUD = {"logit_bias": {"257": -100}}  # never the last token
-
-
 def entries(server, path: str, stream: bool, **more) -> list[tuple[int, float, list[float]]]:
     """(token, its log-probability, those of the best) of a reply."""
-    body = {"max_tokens": COUNT, "stream": stream, "temperature": 0, **LOUD, **more}
+    found = documents(server, path, stream, **LOUD, **more)
     if path == CHAT:
-        body |= {"messages": [{"role": "user", "content": "Tell me."}]}
-        body |= {"logprobs": True, "top_logprobs": BEST}
-    else:
-        body |= {"prompt": "Tell me.", "logprobs": BEST}
-    status, _, data = send(server, "POST", path, body)
-    assert status == 200, data
-    choices = [
-        c for part in (events(data) if stream else [json.loads(data)]) for c in part["choices"]
-    ]
-    documents = [choice["logprobs"] for choice in choices if "logprobs" in choice]
-    if path == CHAT:
-        steps = [step for one in documents for step in one["content"]]
+        steps = [step for one in found for step in one["content"]]
         tops = [[best["logprob"] for best in step["top_logprobs"]] for step in steps]
         return [(step["id"], step["logprob"], top) for step, top in zip(steps, tops, strict=True)]
-    numbers = [x for one in documents for x in one["token_logprobs"]]
-    tops = [sorted(x.values(), reverse=True) for one in documents for x in one["top_logprobs"]]
+    numbers = [x for one in found for x in one["token_logprobs"]]
+    tops = [sorted(x.values(), reverse=True) for one in found for x in one["top_logprobs"]]
     return [(-1, number, top) for number, top in zip(numbers, tops, strict=True)]
 
 
@@ -250,12 +241,7 @@ def test_they_are_a_softmax_in_float32(model_folder, dtype, bound, subtests):
             expected = softmax(model_folder, dtype, ids(prompt, add_special_tokens=False))
             for stream in (False, True):
                 with ThreadPoolExecutor(3) as pool:
-                    salts = [
-                        f"{path}{stream}",
-                        f"{path}{stream}",
-                        "other",
-                        "third",
-                    ]  # the second is a hit
+                    salts = [*[f"{path}{stream}"] * 2, "other", "third"]  # the second is a hit
                     found = [entries(server, path, stream, cache_salt=salt) for salt in salts[:2]]
                     jobs = [
                         pool.submit(entries, server, path, stream, cache_salt=s) for s in salts[2:]

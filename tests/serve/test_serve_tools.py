@@ -8,25 +8,20 @@ from __future__ import annotations
 import json
 
 import pytest
-from saying import ASK, WEATHER, call
+from saying import ASK, TOOL, WEATHER, call
 
 from mlxkv.serve.apis.reply import Markup
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of some days.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
 
 
 @pytest.fixture
 def ask(client):
     def create(messages=ASK, **more):
         return client.chat.completions.create(
-            model="caller", messages=messages, tools=[TOOL], max_tokens=200, **more
+            model="caller",
+            messages=messages,
+            tools=[{"type": "function", "function": TOOL}],
+            max_tokens=200,
+            **more,
         )
 
     return create

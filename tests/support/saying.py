@@ -31,6 +31,8 @@ TEMPLATE = (
     "</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
 ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"name": "weather", "description": "The weather of some days.", "parameters": SCHEMA}
 WEATHER = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 
 
