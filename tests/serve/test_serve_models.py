@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from threading import enumerate as threads
@@ -23,6 +24,20 @@ from mlxkv.serve.options import ServeOptions
 def folders(tmp_path_factory) -> list[Path]:
     base = tmp_path_factory.mktemp("several")
     return [write_model(base / name, seed=i) for i, name in enumerate(("one", "two", "three"))]
+
+
+@pytest.fixture(scope="module")
+def several(folders):
+    with serving(folders) as server:
+        yield server
+
+
+@pytest.fixture
+def server(several):
+    """A server of three models, whose first one alone is loaded."""
+    yield several
+    for name in list(several.models.loaded):
+        several.models.loaded.pop(name).close()
 
 
 def test_each_request_gets_the_model_that_it_names(folders):
@@ -53,20 +68,19 @@ def test_each_request_gets_the_model_that_it_names(folders):
     assert not any(site.engine.is_healthy for site in sites)
 
 
-def test_a_model_goes_for_another_one_but_not_from_its_requests(folders, monkeypatch):
-    with serving(folders) as server:
-        complete(server, "a", 2, model="two")
-        used = machine_memory()
-        monkeypatch.setattr(models, "used_memory", lambda: used)
-        with asking(server, **ENDLESS, model="two", stream=True) as line:
-            assert line.recv(12).endswith(b" 200")
-            assert refused(server, 503, prompt="a", model="three")["code"] == "memory_busy"
-            assert list(server.models.loaded) == ["two"]
-        site = server.models.loaded["two"]
-        until(lambda: not site.users)
-        monkeypatch.setattr(models, "used_memory", lambda: used if server.models.loaded else 0)
-        assert complete(server, "a", 2, model="three")["model"] == "three"
-        assert list(server.models.loaded) == ["three"] and not site.engine.is_healthy
+def test_a_model_goes_for_another_one_but_not_from_its_requests(server, monkeypatch):
+    complete(server, "a", 2, model="two")
+    used = machine_memory()
+    monkeypatch.setattr(models, "used_memory", lambda: used)
+    with asking(server, **ENDLESS, model="two", stream=True) as line:
+        assert line.recv(12).endswith(b" 200")
+        assert refused(server, 503, prompt="a", model="three")["code"] == "memory_busy"
+        assert list(server.models.loaded) == ["two"]
+    site = server.models.loaded["two"]
+    until(lambda: not site.users)
+    monkeypatch.setattr(models, "used_memory", lambda: used if server.models.loaded else 0)
+    assert complete(server, "a", 2, model="three")["model"] == "three"
+    assert list(server.models.loaded) == ["three"] and not site.engine.is_healthy
 
 
 def test_a_model_that_cannot_be_loaded_costs_its_requests_alone(folders, tmp_path):
@@ -87,8 +101,8 @@ def test_two_models_of_one_name_are_refused(folders, tmp_path):
         serving([folders[0], twin]).__enter__()
 
 
-def test_a_model_stays_for_a_request_that_its_engine_has_not_seen_yet(folders, monkeypatch):
-    with serving(folders) as server, ThreadPoolExecutor(1) as pool:
+def test_a_model_stays_for_a_request_that_its_engine_has_not_seen_yet(server, monkeypatch):
+    with ThreadPoolExecutor(1) as pool:
         complete(server, "a", 2, model="two")
         with held(monkeypatch, app, "tenant") as go:
             job = pool.submit(complete, server, "a", 2, model="two")
@@ -101,40 +115,35 @@ def test_a_model_stays_for_a_request_that_its_engine_has_not_seen_yet(folders, m
         until(lambda: not server.models.loaded["two"].users)
 
 
-def test_buffers_that_are_free_make_room_before_models_do(folders, monkeypatch):
-    with serving(folders) as server:
-        complete(server, "a", 2, model="two")
-        cleared = []
-        monkeypatch.setattr(models.mx, "clear_cache", lambda: cleared.append(1))
-        monkeypatch.setattr(models, "used_memory", lambda: 0 if cleared else machine_memory())
-        complete(server, "a", 2, model="three")
-        assert list(server.models.loaded) == ["two", "three"]
+def test_buffers_that_are_free_make_room_before_models_do(server, monkeypatch):
+    complete(server, "a", 2, model="two")
+    cleared = []
+    monkeypatch.setattr(models.mx, "clear_cache", lambda: cleared.append(1))
+    monkeypatch.setattr(models, "used_memory", lambda: 0 if cleared else machine_memory())
+    complete(server, "a", 2, model="three")
+    assert list(server.models.loaded) == ["two", "three"]
 
 
-def test_a_load_holds_up_no_other_model_and_waits_no_longer_than_a_request(folders, monkeypatch):
-    with serving(folders, timeout=20) as server, ThreadPoolExecutor(1) as pool:
-        complete(server, "a", 2, model="two")
-        with held(monkeypatch, models, "locate") as go:
-            job = pool.submit(complete, server, "a", 2, model="three")
-            until(server.models._lock.locked)
-            assert complete(server, "a", 2, model="two")["model"] == "two"
-            go.set()
-            assert job.result()["model"] == "three"
-        server.models.loaded.pop("three").engine.stop_and_join()
-        object.__setattr__(server.site.options, "timeout", 0.2)
-        with held(monkeypatch, models, "locate"):
-            assert refused(server, 504, prompt="a", model="three")["code"] == "timeout"
-        until(lambda: "three" in server.models.loaded)  # it is there for those who ask next
+def test_a_load_holds_up_no_other_model_and_waits_no_longer_than_a_request(server, monkeypatch):
+    with ThreadPoolExecutor(1) as pool, held(monkeypatch, models, "locate") as go:
+        job = pool.submit(complete, server, "a", 2, model="three")
+        until(server.models._lock.locked)
+        assert complete(server, "a", 2)["model"] == "one"
+        go.set()
+        assert job.result()["model"] == "three"
+    monkeypatch.setattr(server.models, "options", replace(server.models.options, timeout=0.2))
+    with held(monkeypatch, models, "locate"):
+        assert refused(server, 504, prompt="a", model="two")["code"] == "timeout"
+    until(lambda: "two" in server.models.loaded)  # it is there for those who ask next
 
 
-def test_a_model_that_is_not_found_is_not_loaded(folders, monkeypatch):
+def test_a_model_that_is_not_found_is_not_loaded(server, monkeypatch):
     def offline(_):
         raise MachineError("the hub cannot be reached")
 
-    with serving(folders[:2]) as server:
-        monkeypatch.setattr(models, "locate", offline)
-        error = refused(server, 503, prompt="a", model="two")
-        assert error["code"] == "model_not_loaded" and "cannot be reached" in error["message"]
+    monkeypatch.setattr(models, "locate", offline)
+    error = refused(server, 503, prompt="a", model="two")
+    assert error["code"] == "model_not_loaded" and "cannot be reached" in error["message"]
 
 
 def test_the_end_comes_while_a_model_is_loaded(folders, monkeypatch):

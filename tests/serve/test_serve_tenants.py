@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from random_models import tokens
 from read_caches import maker, memory_of, read
-from serving import LONG, get, send, serving
+from serving import LONG, get, post, send, serving
 
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
@@ -74,13 +73,9 @@ def server(model_folder, request):
 
 def ask(server, key: str, prompt: str = LONG, **more) -> dict:
     """A reply's numbers, without those of time."""
-    headers = {"Authorization": f"Bearer {key}"}
     body = {"prompt": prompt, "max_tokens": 3, **more}
-    status, _, data = send(server, "POST", "/v1/completions", body, headers)
-    assert status == 200, data
-    found = json.loads(data)
-    counts = found["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0)
-    assert found["kv"]["cached_tokens"] == counts
+    found = post(server, "/v1/completions", {"Authorization": f"Bearer {key}"}, **body)
+    assert found["kv"]["cached_tokens"] == found["usage"]["prompt_tokens_details"]["cached_tokens"]
     return {"usage": found["usage"], "kv": found["kv"]}
 
 
@@ -104,8 +99,8 @@ def test_a_chats_prompt_is_its_keys_too(server):
 
     def found(key: str) -> int:
         headers = {"Authorization": f"Bearer {key}"}
-        data = send(server, "POST", "/v1/chat/completions", {**body, "max_tokens": 1}, headers)[2]
-        return json.loads(data)["kv"]["cached_tokens"]
+        reply = post(server, "/v1/chat/completions", headers, **body, max_tokens=1)
+        return reply["kv"]["cached_tokens"]
 
     assert [found("one"), found("two")] == [0, 0]
     body["messages"][1]["content"] = "b"

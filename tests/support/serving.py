@@ -128,8 +128,8 @@ def get(server: Server, path: str, **headers) -> dict:
     return json.loads(data)
 
 
-def post(server: Server, path: str, **body) -> dict:
-    status, _, data = send(server, "POST", path, body)
+def post(server: Server, path: str, headers=None, **body) -> dict:
+    status, _, data = send(server, "POST", path, body, headers)
     assert status == 200, data
     return json.loads(data)
 
