@@ -210,9 +210,9 @@ def _test(
         built = not faults.is_of_build(error)
         return Outcome({}, 0.0, faults.reason(error), built, elapsed, faults.text(error))
     names = ("attend", "keys", "values", "prefill")
-    errors = {name: _off(*two) for name, *two in zip(names, results, expected, strict=True)}
+    errors = {name: relative_rms(*two) for name, *two in zip(names, results, expected, strict=True)}
     sides = list(zip(*stored, strict=True))
-    errors["seal"] = max(_off(*two) for two in sides)
+    errors["seal"] = max(relative_rms(*two) for two in sides)
     ties = sum(_share_off(*two) for two in sides) / 2
     bounds = dict.fromkeys(errors, BOUND) | {"prefill": PREFILL_BOUND}
     if any(
@@ -237,9 +237,10 @@ def drain(*streams: mx.Stream) -> None:
                 mx.synchronize(stream)
 
 
-def _off(result: mx.array, plain: mx.array) -> float:
-    result, plain = result.astype(mx.float32), plain.astype(mx.float32)
-    return mx.sqrt(mx.mean((result - plain) ** 2) / mx.mean(plain**2)).item()
+def relative_rms(result: mx.array, expected: mx.array) -> float:
+    """rms(result - expected) / rms(expected), in float32."""
+    result, expected = result.astype(mx.float32), expected.astype(mx.float32)
+    return mx.sqrt(mx.mean((result - expected) ** 2) / mx.mean(expected**2)).item()
 
 
 def _share_off(result: mx.array, plain: mx.array) -> float:
@@ -301,5 +302,5 @@ def _latent_fault(
         drain()
         return faults.reason(error)
     with mx.stream(mx.cpu):
-        off = mx.sqrt(mx.mean((out - expected) ** 2) / mx.mean(expected**2)).item()
+        off = relative_rms(out, expected)
     return None if off <= BOUND else f"attention over latents is off by {off:.2g}"

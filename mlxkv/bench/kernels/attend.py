@@ -12,6 +12,7 @@ from mlxkv.bench.kernels.case import Shape, filled, stored_bytes
 from mlxkv.bench.options import BITS, MLX_LM_GROUP
 from mlxkv.bench.spread import allotted
 from mlxkv.cache import attention, choose
+from mlxkv.cache.selftest import relative_rms
 from mlxkv.cache.view import View
 from mlxkv.formats.config import CacheConfig
 from mlxkv.machine import machine_memory
@@ -217,9 +218,3 @@ def reference(queries: mx.array, view: View, scale: float) -> mx.array:
             rows.append((values * p[:, None]).sum(0))
             mx.eval(rows[-1])
     return mx.stack(rows).reshape(batch, heads, 1, -1)
-
-
-def relative_rms(result: mx.array, expected: mx.array) -> float:
-    """rms(result - expected) / rms(expected)"""
-    difference = result.astype(mx.float32) - expected
-    return mx.sqrt(mx.mean(difference**2) / mx.mean(expected**2)).item()

@@ -21,6 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.selftest import relative_rms
 from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Transform
@@ -269,12 +270,12 @@ def _check(
     while replaced:
         folded = rerun()
         for place in list(replaced):
-            pair = (_output(dry_run, place, sites[place].target) for dry_run in (plain, folded))
-            change = _change(*pair)
+            pair = (_output(dry_run, place, sites[place].target) for dry_run in (folded, plain))
+            change = relative_rms(*pair)
             if not change <= bounds[place]:
                 break
         else:
-            change = _change(plain.logits, folded.logits)
+            change = relative_rms(folded.logits, plain.logits)
             if not change <= max(bounds[place] for place in replaced):
                 places = list(replaced)
                 _put_back(replaced, places)
@@ -293,9 +294,3 @@ def _bound(dry_run: DryRun, place: Place, site: Site) -> float:
 
 def _output(dry_run: DryRun, place: Place, target: nn.Module) -> mx.array:
     return next(y for module, _, y in dry_run.traces[place].readers if module is target)
-
-
-def _change(x: mx.array, y: mx.array) -> float:
-    """rms(x - y) / rms(x)"""
-    x, y = (part.astype(mx.float32) for part in (x, y))
-    return (mx.sqrt(mx.mean((x - y) ** 2)) / mx.sqrt(mx.mean(x**2))).item()
