@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -123,27 +124,14 @@ def _nibbles(low: np.ndarray) -> np.ndarray:
     return np.concatenate([low & 15, low >> 4], axis=-1)
 
 
-def _fifth(high: np.ndarray) -> np.ndarray:
-    """The fifth bits of 32 codes, at their place, of 4 bytes."""
-    return np.unpackbits(high, axis=-1, bitorder="little") << 4
-
-
-def _q4_0(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    scale = _half(x, 0)
-    return _nibbles(x[:, 2:]), scale, -8 * scale
-
-
-def _q4_1(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    return _nibbles(x[:, 4:]), _half(x, 0), _half(x, 2)
-
-
-def _q5_0(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    scale = _half(x, 0)
-    return _nibbles(x[:, 6:]) | _fifth(x[:, 2:6]), scale, -16 * scale
-
-
-def _q5_1(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    return _nibbles(x[:, 8:]) | _fifth(x[:, 4:8]), _half(x, 0), _half(x, 2)
+def _legacy(x: np.ndarray, bits: int, biased: bool) -> tuple[np.ndarray, ...]:
+    """Parts of Q4_0 and Q5_0, whose codes have a sign, and of Q4_1 and Q5_1, which are `biased`."""
+    scale, at = _half(x, 0), 4 if biased else 2
+    bias = _half(x, 2) if biased else -(2 ** (bits - 1)) * scale
+    if bits == 4:
+        return _nibbles(x[:, at:]), scale, bias
+    fifth = np.unpackbits(x[:, at : at + 4], axis=-1, bitorder="little") << 4
+    return _nibbles(x[:, at + 4 :]) | fifth, scale, bias
 
 
 def _q8_0(x: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -168,10 +156,10 @@ def _q5_k(x: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 _PARTS: dict[str, Any] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
+    "Q4_0": partial(_legacy, bits=4, biased=False),
+    "Q4_1": partial(_legacy, bits=4, biased=True),
+    "Q5_0": partial(_legacy, bits=5, biased=False),
+    "Q5_1": partial(_legacy, bits=5, biased=True),
     "Q8_0": _q8_0,
     "Q4_K": _k,
     "Q5_K": _q5_k,
