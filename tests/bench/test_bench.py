@@ -18,21 +18,6 @@ from mlxkv.metal import launch
 SHAPE = Shape(1, 2, 1, 64)
 ONE = ("--kv", "int4")
 TINY_RUN = ("--contexts", "320")
-ATTEND_KEYS = {
-    *("what", "shape", "tokens", "preset", "by", "us", "build_us", "sdpa_us", "sdpa_build_us"),
-    *("ratio", "mlx_lm_us", "mlx_lm_reason", "floor_us", "sdpa_floor_us", "of_floor", "rms"),
-    *("bound", "wrong", "copies"),
-}
-ENCODE_KEYS = {
-    *("what", "shape", "tokens", "preset", "by", "encode_ns_per_vector", "encode_gb_s"),
-    *("encode_of_copy", "encode_gflop_s", "page_us", "unseal_gb_s", "unseal_of_copy"),
-}
-DECODE_KEYS = {
-    *("model", "weights", "bits", "dtype", "preset", "by", "context", "fill", "runs"),
-    *("prefill_seconds", "prefill_tokens_per_second", "tokens_per_second", "token_ms"),
-    *("first_token_seconds", "peak_bytes", "kv_bytes", "spread", "baseline_ratio"),
-    *("host_ms", "build_ms", "wait_ms", "device_ms", "waits", "step"),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -67,12 +52,10 @@ def test_kernels_prints_tables_and_json(capsys, monkeypatch):
     rows = [row for row in data["rows"] if row["what"] == "attend"]
     assert [row["preset"] for row in rows] == ["int4", "fill-2.25"] * 2
     for row in rows:
-        assert set(row) == ATTEND_KEYS
         assert not row["wrong"] and row["rms"] < 1e-5
         assert row["ratio"] == pytest.approx(row["sdpa_us"] / row["us"])
         assert row["of_floor"] == pytest.approx(row["floor_us"] / row["us"])
         assert (row["mlx_lm_us"] is None) == (row["shape"] != str(SHAPE))  # the first shape alone
-    assert all(set(row) == ENCODE_KEYS for row in data["rows"] if row["what"] == "encode")
     assert "us: per call" in out and "2.5 D log2 D" in out and "mlx-lm us" in out
 
 
@@ -157,7 +140,6 @@ def test_decode_prints_a_table_and_json(capsys, bare_folder, monkeypatch):
         *(("int4", 300), ("fp16", 300), ("int4", 400), ("fp16", 400))
     ]
     for row in rows:
-        assert set(row) == DECODE_KEYS
         assert row["by"] == {"fp16": "MLX", "int4": "plain ops (no GPU here)"}[row["preset"]]
         assert row["weights"] == "random" and row["runs"] == 2
         assert row["fill"] == ("direct" if row["context"] > 300 else "prefill")
