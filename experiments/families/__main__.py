@@ -40,8 +40,6 @@ SURVEY = Survey(
     head=HEAD.format(prompt=PROMPT, new=NEW, near=NEAR),
     plain="refused with a reason before `generate`",
     skipped="were not compared.",
-    column="int4",
-    cell=lambda family: "yes" if family.int4 else "-",
     classes=True,
 )
 

@@ -47,8 +47,7 @@ class Family:
     """Result of one family.
 
     built: name of its class. skipped: why nothing was compared. layers: reports. exact: distance of the logits
-    to the plain model's with lossless pages. int4, kl: whether int4 runs, and its divergence from the plain
-    model in nats (mlx-vlm). fault: what is wrong.
+    to the plain model's with lossless pages. int4: whether it runs. fault: what is wrong.
     """
 
     name: str
@@ -57,7 +56,6 @@ class Family:
     layers: tuple[LayerReport, ...] = ()
     exact: float | None = None
     int4: bool = False
-    kl: float | None = None
     fault: str = ""
 
     @property
@@ -155,16 +153,13 @@ class Survey:
     """All families of one library.
 
     name: of the experiment. head: of its page. kind: "family" or "file". plain: clause about those without
-    compressed layers. skipped: about those that were not compared. column, cell: the last of the table, and its
-    text for a family. classes: whether names of classes are a column.
+    compressed layers. skipped: about those that were not compared. classes: whether names of classes are a column.
     """
 
     name: str
     head: str
     plain: str
     skipped: str
-    column: str
-    cell: Callable[[Family], str]
     kind: str = "family"
     classes: bool = False
 
@@ -180,6 +175,7 @@ class Survey:
             "compressed",
             "the rest",
             "equal",
+            "int4",
         ]
         versions_used = ", ".join(f"{name} {number}" for name, number in versions().items())
         plural = "files" if self.kind == "file" else "families"
@@ -189,8 +185,8 @@ class Survey:
                 f"{len(results)} {plural}: {len(built)} built and compared, {len(compressed)} of them with "
                 f"compressed layers, {len(built) - len(compressed)} {self.plain}; {len(faults)} with a fault. "
                 f"{len(skipped)} {self.skipped}\n",
-                _line([*columns, self.column]),
-                "|" + "---|" * (len(columns) + 1),
+                _line(columns),
+                "|" + "---|" * len(columns),
                 *(self._row(family) for family in sorted(built, key=lambda family: family.name)),
                 "\n## Not compared\n",
                 _line([self.kind, "why"]),
@@ -203,7 +199,8 @@ class Survey:
     def _row(self, family: Family) -> str:
         count = f"{ranges(family.compressed)} of {len(family.layers)}" if family.compressed else "-"
         cells = [family.name, *([family.built] if self.classes else []), count, family.why or "-"]
-        cells += [f"**{family.fault}**", ""] if family.fault else ["yes", self.cell(family)]
+        int4 = "yes" if family.int4 else "-"
+        cells += [f"**{family.fault}**", ""] if family.fault else ["yes", int4]
         return _line(cells)
 
     def run(

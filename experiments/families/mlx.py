@@ -28,8 +28,6 @@ SURVEY = Survey(
     head=HEAD.format(prompt=PROMPT, new=NEW, near=NEAR),
     plain="with none and the reason",
     skipped="do not run here by themselves.",
-    column="int4",
-    cell=lambda family: "yes" if family.int4 else "-",
     kind="file",
 )
 
