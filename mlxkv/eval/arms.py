@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,29 +15,6 @@ from mlxkv.models.calibration.fitting import find_calibration
 from mlxkv.models.generate import new_cache
 
 BASELINE = "fp16"  # mlx-lm's own caches, with which every other arm is compared
-KEEP = 2**30  # bytes of the caches that `Prefixes` holds
-
-
-class Prefixes:
-    """Caches of the last texts that were read, KEEP bytes at most, so that the questions of several parts share one
-    prefill per arm; the oldest go first."""
-
-    def __init__(self):
-        self._held: OrderedDict[tuple, list] = OrderedDict()
-
-    def read(self, loaded, name: str, tokens: Sequence[int]) -> list:
-        """Return a cache that holds `tokens`. The arm `name` must be attached to `loaded`. The same
-        cache may be returned again: only write to a `feed.branch` of it."""
-        key = (name, *tokens)
-        cache = self._held.pop(key, None) or feed.prefill(loaded, tokens)
-        self._held[key] = cache
-        while self._held and sum(map(_bytes, self._held.values())) > KEEP:
-            self._held.popitem(last=False)
-        return cache
-
-
-def _bytes(cache: list) -> int:
-    return sum(layer.nbytes for layer in cache)
 
 
 class Arms:
@@ -64,7 +40,6 @@ class Arms:
                 name: replace(config, sink=windows[0], recent=windows[1])
                 for name, config in self.configs.items()
             }
-        self.prefixes = Prefixes()
         self._own: Calibration | None = None
         self.reports: dict[str, list] = {}  # a LayerReport per cache, after an arm was attached
 

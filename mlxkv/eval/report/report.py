@@ -5,6 +5,7 @@ from __future__ import annotations
 from mlxkv import __version__, console
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.intervals import Interval
+from mlxkv.eval.questions.plain import KINDS
 from mlxkv.eval.report import compare, verdict
 from mlxkv.eval.report.compare import limits
 from mlxkv.eval.tasks import divergence, retrieval
@@ -12,7 +13,6 @@ from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models.catalog.sizes import COMPRESSED, bits_in_pages, layer_bytes
 from mlxkv.models.hooks.held import layers_of
 
-RETRIEVAL = ("single", "multi-key", "multi-query", "multi-value")
 TASK_COLUMNS = {"single", "m-key", "m-query", "m-value"}
 
 
@@ -75,7 +75,7 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
         }
     shares = {
         kind: results[f"retrieval-{kind}-{context}"][name]["values"]
-        for kind in RETRIEVAL
+        for kind in KINDS
         if f"retrieval-{kind}-{context}" in results
     }
     if shares:

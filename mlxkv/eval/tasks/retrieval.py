@@ -125,13 +125,13 @@ def _measure(arms: Arms, loaded, name: str, document: Document, options, progres
     """Return, by kind, of each question which values were found, and how likely their tokens were."""
     begin = prompts.prefix(loaded, document.text)
     kinds = {kind: {"right": [], "likely": []} for kind in options.kinds}
-    tokens = nbytes = 0
+    head, cache = [], []
     for kind, rows in kinds.items():
         for question in document.of(kind):
             prompt = prompts.ask(loaded, document.text, question.question)
-            head, question_tokens = prompts.split(prompt, begin)
-            cache = arms.prefixes.read(loaded, name, head)
-            tokens, nbytes = len(head), arms.stored(name, cache)
+            start, question_tokens = prompts.split(prompt, begin)
+            if start != head:  # the same for nearly all questions
+                head, cache = start, feed.prefill(loaded, start)
             answer = prompts.answer(loaded, question.answer)
             log = answers.score(
                 loaded, feed.branch(cache), question_tokens, answer, question.values
@@ -140,7 +140,7 @@ def _measure(arms: Arms, loaded, name: str, document: Document, options, progres
             rows["right"].append(hits)
             rows["likely"].append(log)
             progress(1)
-    return {"tokens": tokens, "kv_bytes": nbytes, "kinds": kinds}
+    return {"tokens": len(head), "kv_bytes": arms.stored(name, cache), "kinds": kinds}
 
 
 def _found(loaded, cache: list, prompt: list[int], question: Question) -> list[bool]:
