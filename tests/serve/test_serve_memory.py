@@ -290,7 +290,7 @@ def test_odd_files_do_not_stop_a_start(small, base, good, caplog):
 def test_crafted_files_cost_a_session_and_no_request(small, base, good):
     folder, (name, content) = place(base, small), good
     model = memory_of(small.model)
-    for what, data in crafted_files.cases(content, every=23):
+    for what, data in crafted_files.cases(content, every=18):
         (folder / name).write_bytes(data)
         disk = Disk(base, ROOM, small)
         sessions = Sessions(model, maker(small), disk)

@@ -121,13 +121,8 @@ def _cuts(good: bytes) -> Made:
 
 def _heads(good: bytes) -> Made:
     whole = Crafted(good)
-    for name, text in {
-        "nested lists": "[" * DEEP,
-        "no object": "[]",
-        "nothing": "",
-        "not UTF-8": "\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
-    }.items():
-        yield f"header: {name}", lambda text=text: whole.file(text)
+    for text in ("[" * DEEP, "[]", ""):
+        yield f"header: {text[:4]!r}", lambda text=text: whole.file(text)
 
     def tensor(kind: str, shape: list[int], offsets: list) -> dict:
         return {"dtype": kind, "shape": shape, "data_offsets": offsets}
@@ -136,15 +131,11 @@ def _heads(good: bytes) -> Made:
     for name, change in {
         "metadata is a list": {"__metadata__": [1]},
         "metadata holds numbers": {"__metadata__": whole.metadata | {"0.tokens": 5}},
-        "no entries of ours": {"__metadata__": {"a": "b"}},
         "a tensor is a list": {first: []},
         "offsets are text": {first: tensor("F32", [1], ["0", "4"])},
         "offsets go back": {first: tensor("F32", [1], [8, 4])},
-        "a shape is negative": {first: tensor("F32", [-1, -1], [0, 4])},
         "a shape is huge": {first: tensor("F32", [1 << 40, 1 << 40], [0, 4])},
         "a type is unknown": {first: tensor("Q9", [1], [0, 4])},
-        "a type that no cache has": {"0.x": tensor("C64", [0], [0, 0])},
-        "a tensor of no layer": {"99.x": nothing},
         "20,000 tensors": {f"0.x{i}": nothing for i in range(20_000)},
     }.items():
         yield f"header: {name}", lambda change=change: whole.file(whole.head() | change)
@@ -160,29 +151,13 @@ def _entries(good: bytes) -> Edits:
         for text in ODD:
             if (name, text) not in {("messages", "[]"), ("messages", "")} or not text:
                 yield f"{name}: {text[:12]!r}", entry(f"0.{name}", text)
-    for name in ("mlxkv_format", "fingerprint", "mlx_lm_version"):
-        yield f"{name}: escapes", entry(f"0.{name}", "\x1b[31mred\x07")
     tokens, kv = (json.loads(whole[f"0.{name}"]) for name in ("tokens", "kv"))
-    messages = {
-        "a role with escapes": [{"role": "\x1b[31m", "content": "a"}],
-        "content that is a list": [{"role": "user", "content": [1]}],
-        "a message with more": [{"role": "user", "content": "a", "tool_calls": "b"}],
-    }
-    for name, text in {
-        "one token less": tokens[:-1],
-        "one token more": [*tokens, 1],
-        "no tokens": [],
-        "a token beyond the vocabulary": [*tokens[:-1], 1 << 30],
-    }.items():
-        yield name, entry("0.tokens", json.dumps(text))
-    for name, text in messages.items():
-        yield f"messages: {name}", entry("0.messages", json.dumps(text))
-    for name, change in {
-        "a page of 1e300": {"page": 1e300},
-        "another sink": {"sink": kv["sink"] + 1},
-        "keys of no method": {"keys": {"quantizer": {"method": "os"}}},
-    }.items():
-        yield f"kv: {name}", entry("0.kv", json.dumps(kv | change))
+    for changed in (tokens[:-1], [*tokens, 1], [], [*tokens[:-1], 1 << 30]):
+        yield f"tokens .. {changed[-2:]}", entry("0.tokens", json.dumps(changed))
+    said = [{"role": "user", "content": "a", "tool_calls": "b"}]
+    yield "a message with more", entry("0.messages", json.dumps(said))
+    for change in ({"page": 1e300}, {"sink": kv["sink"] + 1}, {"keys": {"quantizer": {}}}):
+        yield f"kv: {change}", entry("0.kv", json.dumps(kv | change))
 
 
 def _kinds(good: bytes) -> Edits:
@@ -241,10 +216,7 @@ def _numbers(good: bytes) -> Edits:
         for other in sorted(others):
             yield f"{place} is {other}", lambda c, n=name, v=other: c.number(n, v)
         yield f"{place}: two numbers", put(name, shape=[2], data=data * 2)
-        yield f"{place}: a float", put(name, "F32", [], struct.pack("<f", value))
-        for what in ("string", "os"):
-            yield f"{place} is called a {what!r}", entry(f"{flag[:-1]}1", what)
-        yield f"{place} is called another tensor's", entry(flag, "9.9")
+        yield f"{place} is called a string", entry(f"{flag[:-1]}1", "string")
 
 
 def _said(good: bytes) -> Edits:
