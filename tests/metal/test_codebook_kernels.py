@@ -8,11 +8,9 @@ from on_emulator import make
 from record_sides import unpack_side
 from samples import data
 
-from mlxkv.cache import selftest
 from mlxkv.codec import transform
 from mlxkv.formats import levels
-from mlxkv.formats.config import Affine, Codebook
-from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.config import Codebook
 from mlxkv.formats.records import RecordLayout, side_layout
 from mlxkv.metal import attend, seal
 from mlxkv.spec import codebook as ref
@@ -72,20 +70,6 @@ def test_seal_gives_the_codes_of_the_spec(subtests):
             )
 
 
-def test_codes_of_both_kinds_share_a_record():
-    """Keys in levels, values in steps: each side is what it is alone."""
-    pair = [mx.array(data(1, 2, 32, 64, seed=i)) for i in range(2)]
-    mixed = Codebook(3), Affine(4, 32)
-    words = seal.seal(pair, layout(mixed, (64, 64)), make)
-    first = layout((mixed[0],) * 2, (64, 64))
-    alone = seal.seal(pair, first, make)
-    assert mx.array_equal(words[..., : first.keys.words], alone[..., : first.keys.words])
-    check(words[..., : first.keys.words], pair[0], mixed[0], first.keys)
-    second = seal.seal(pair, layout((mixed[1],) * 2, (64, 64)), make)
-    count = layout((mixed[1],) * 2, (64, 64)).values.words
-    assert mx.array_equal(words[..., -count:], second[..., -count:])
-
-
 def test_what_is_no_number_stays_none_and_large_norms_stay_finite():
     x = data(1, 1, 16, 64)
     x[0, 0, 2, 5], x[0, 0, 7] = np.nan, 1e8
@@ -106,22 +90,3 @@ def test_a_polynomial_goes_through_all_levels():
             for one in c[::-1]:
                 total = (total * u * u + one).astype(np.float32)
             np.testing.assert_allclose(total * u, levels.sphere(dims, bits), rtol=5e-7)
-
-
-def test_kernels_pass_their_own_test_and_a_fault_is_found():
-    config = PRESETS["turbo-int3"]
-    found = selftest.test(config, 64, mx.float16, make)
-    assert found.reason is None and found.ties < 0.002, found
-
-    def broken(good, bad):
-        def build(name, input_names, output_names, source, header=""):
-            header = header.replace(good, bad)
-            return make(name, input_names, output_names, source, header)
-
-        return build
-
-    for good, bad, said in (
-        ("size > boundaries[i] *", "size > 1.2f * boundaries[i] *", ("seal",)),
-    ):
-        reason = selftest.fault(config, 64, mx.float16, broken(good, bad))
-        assert reason is not None and reason.split()[0] in said, reason

@@ -5,17 +5,12 @@ import numpy as np
 import pytest
 from methods import METHODS
 from on_emulator import make
-from samples import data, rms
+from samples import data
 
-from mlxkv.cache import attention
-from mlxkv.cache.attention import attend
-from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.formats.config import Affine, Polar
-from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import why_no_record
-from mlxkv.metal import launch
 
 pytestmark = pytest.mark.usefixtures("trusted")
 
@@ -51,34 +46,6 @@ def test_each_number_is_read_where_it_belongs():
     assert len(where) > 10
     assert {tuple(n) for n in where[:, [0, 1, 3]]} == {(0, 1, 5)}
     assert where[:, 2].min() >= 64 and where[:, 2].max() < 96
-
-
-def test_a_cache_decodes_by_kernels_as_by_plain_ops():
-    """Sealed on the way, cut back to a page, saved and read by the other store."""
-    config = parse_kv("kivi-int2")
-    keys, values, queries = (mx.array(data(1, h, 460, 64, seed=h)) for h in (2, 2, 4))
-    ours, plain = CompressedKVCache(config), CompressedKVCache(config)
-    done = 0
-    for step in (420, 1, 30, 1, 8):
-        part = slice(done, done + step)
-        new, mask = (keys[:, :, part], values[:, :, part]), "causal" if step > 1 else None
-        outs = []
-        for cache, factory in ((ours, make), (plain, None)):
-            with launch.using(factory):
-                view, _ = cache.update_and_fetch(*new)
-                outs.append(attend(queries[:, :, part], view, 0.125, mask))
-        assert rms(*outs) < 5e-3  # a code on a rounding tie
-        done += step
-    assert type(ours._store) is Records and type(plain._store) is Codes
-    with launch.using(None):
-        other = CompressedKVCache.from_state(ours.state)
-        assert type(other._store) is Codes
-    for cache in (ours, other):
-        cache.cut(cache.offset - 200)
-    whole = [attention._whole(c.keys_and_values()[0], mx.float32) for c in (ours, other)]
-    for x, y in zip(*whole, strict=True):
-        assert x.shape[2] == ours.offset <= 260
-        assert rms(x, y) < 1e-6
 
 
 def test_what_headers_cannot_hold_says_why():

@@ -14,7 +14,7 @@ from samples import rms
 from mlxkv.cache import choose, selftest
 from mlxkv.cache.attention import attend
 from mlxkv.cache.latent import LatentKVCache
-from mlxkv.cache.view import BY_OPS, OPS, TILES
+from mlxkv.cache.view import BY_OPS, OPS
 from mlxkv.codec.codec import Codec
 from mlxkv.formats.affine import Affine
 from mlxkv.formats.config import CacheConfig, Side
@@ -62,26 +62,6 @@ def cache_of(kv: str | Side) -> LatentKVCache:
     if isinstance(kv, Side):
         config = CacheConfig(kv, kv, sink=16, recent=32, page=32)
     return LatentKVCache(config.of_latents)
-
-
-def test_a_cache_s_steps_are_those_of_plain_ops(subtests, trusted):
-    for side in (
-        Side(Affine(4, 32, axis="channel")),
-        Side(Affine(3, 64), "hadamard"),
-    ):
-        with subtests.test(side=side):
-            with launch.using(make_tiles):
-                cache = cache_of(side)
-                cache.update_and_fetch(made(1, 1, 150, RANK), made(1, 1, 150, ROTARY, seed=1))
-                for i in range(2):
-                    new = made(1, 1, 1, RANK, seed=10 + i), made(1, 1, 1, ROTARY, seed=20 + i)
-                    view, rotary = cache.update_and_fetch(*new)
-                assert view.pages.plan.body == TILES
-                q, turned = made(1, 6, 1, RANK, seed=5), made(1, 6, 1, ROTARY, seed=6)
-                added = SCALE * turned @ rotary.swapaxes(-1, -2)
-                ours = attend(q, view, SCALE, added)
-            plain = dataclasses.replace(view, pages=dataclasses.replace(view.pages, plan=BY_OPS))
-            assert rms(ours, attend(q, plain, SCALE, added)) < 8e-4
 
 
 def test_what_it_does_not_compute_plain_ops_do(trusted):
