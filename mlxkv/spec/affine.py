@@ -18,17 +18,20 @@ SPEC_VERSION = 1
 # Transforms: stored = x @ down, x = stored @ up; orthogonal ones have up = down^T.
 
 
-def signs(dims: int, seed: int) -> np.ndarray:
-    """Return the random sign diagonal, [D] of +-1: the lowest bit of splitmix64 at position i of stream
-    `seed`."""
-    mask = (1 << 64) - 1
-    out = np.empty(dims)
-    for i in range(dims):
+def splitmix(count: int, seed: int) -> np.ndarray:
+    """Return the first numbers of stream `seed` of splitmix64, uint64 [count]."""
+    mask, out = (1 << 64) - 1, np.empty(count, np.uint64)
+    for i in range(count):
         z = ((seed << 32) + (i + 1) * 0x9E3779B97F4A7C15) & mask
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        out[i] = 1.0 - 2.0 * ((z ^ (z >> 31)) & 1)
+        out[i] = z ^ (z >> 31)
     return out
+
+
+def signs(dims: int, seed: int) -> np.ndarray:
+    """Return the random sign diagonal, [D] of +-1: the lowest bits of `splitmix`."""
+    return 1.0 - 2.0 * (splitmix(dims, seed) & np.uint64(1))
 
 
 def hadamard(dims: int, seed: int = 0) -> np.ndarray:

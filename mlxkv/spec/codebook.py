@@ -23,14 +23,9 @@ from mlxkv.spec import affine
 @lru_cache(maxsize=32)
 def gaussian(shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Return standard normal numbers by Box and Muller: numbers 2 i and 2 i + 1 are the cosine and sine
-    branch of uniforms 2 i and 2 i + 1, the upper 53 bits of splitmix64 in stream `seed`, plus half."""
-    count, mask = int(np.prod(shape)), (1 << 64) - 1
-    uniform = np.empty(count + count % 2)
-    for i in range(len(uniform)):
-        z = ((seed << 32) + (i + 1) * 0x9E3779B97F4A7C15) & mask
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        uniform[i] = (((z ^ (z >> 31)) >> 11) + 0.5) * 2.0**-53
+    branch of uniforms 2 i and 2 i + 1, the upper 53 bits of `affine.splitmix`, plus half."""
+    count = int(np.prod(shape))
+    uniform = ((affine.splitmix(count + count % 2, seed) >> np.uint64(11)) + 0.5) * 2.0**-53
     radius, angle = np.sqrt(-2 * np.log(uniform[::2])), 2 * np.pi * uniform[1::2]
     out = np.stack([radius * np.cos(angle), radius * np.sin(angle)], -1).ravel()
     return out[:count].reshape(shape)

@@ -183,13 +183,3 @@ def test_faulty_moments_of_queries_are_named(made, tmp_path, subtests):
             artifact.write(tmp_path / "b.safetensors", replace(made, layers=layers))
             with pytest.raises(UserError, match=words):
                 artifact.read(tmp_path / "b.safetensors")
-
-
-def test_clips_of_centred_maps_are_those_for_the_same_queries(made):
-    keys = made.layers["0"].keys
-    for queries, same in ((keys.queries, True), (2 * keys.queries, False), (None, False)):
-        other = replace(keys, queries=queries)
-        assert keys.is_like(other, "balanced-centred int2 g32") == same
-        assert keys.is_like(other, "balanced int2 g32")
-    older = replace(keys, queries=None)
-    assert older.is_like(older, "balanced-centred int2 g32")

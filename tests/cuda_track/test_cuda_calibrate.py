@@ -1,7 +1,6 @@
 """Calibration and evaluation by torch, beside MLX."""
 
 import json
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -80,14 +79,6 @@ def test_a_file_is_read_by_both(made, loaded, tmp_path):
     reports = seam.attach(loaded.model, "balanced-int2", path)
     assert [r.compressed for r in reports] == [False, True] * 4
     assert models.load(TINY, "oscar-int2", calibration=path).layers[1].compressed
-    seam.attach(loaded.model, "fp16")
-
-
-def test_an_older_file_warns_once(made, loaded, monkeypatch, capsys):
-    monkeypatch.setattr(artifact, "_warnings", set())
-    for _ in range(2):
-        seam.attach(loaded.model, "balanced-int2", replace(made, positions=None, tokens=900))
-    assert capsys.readouterr().err.count("holds for positions up to 900") == 1
     seam.attach(loaded.model, "fp16")
 
 

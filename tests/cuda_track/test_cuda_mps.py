@@ -158,19 +158,6 @@ def test_what_has_no_kernel_says_why(subtests):
             assert choose.way(torch.device("mps")) == choose.METAL
 
 
-def test_masks_that_the_kernel_has_not_go_to_plain_ops():
-    with source.using(lambda text: pytest.fail("built")), choose.using(choose.METAL):
-        one = filled(parse_kv("int4"), 64)
-        q, view = torch.randn(1, 4, 2, 64), one.view()
-        mask = torch.ones(2, view.tokens).tril(view.tokens - 2).bool()[None, None]
-        out = attend(q, view, 0.125, mask)
-    keys, values = view.whole(torch.float32)
-    right = torch.nn.functional.scaled_dot_product_attention(
-        *(q, keys, values), attn_mask=mask, scale=0.125, enable_gqa=True
-    )
-    assert torch.allclose(out, right, atol=1e-5)
-
-
 def test_golden_attention():
     """The first case; `python -m cuda_track.golden --device mps` asks for all."""
     with source.using(Library):

@@ -244,16 +244,6 @@ def test_weights_of_attention_are_there(llama, way):
         assert all((a - b).abs().max() < 1e-5 for a, b in zip(ours, theirs, strict=True))
 
 
-def test_assisted_text_is_the_models_own(attached):
-    right = written(attached)
-    assistant = build("llama")
-    with torch.no_grad():
-        for p in assistant.lm_head.parameters():
-            p.add_(0.02 * torch.randn_like(p))
-    assert torch.equal(written(attached, assistant_model=assistant), right)
-    assert torch.equal(written(attached, prompt_lookup_num_tokens=3), right)
-
-
 def test_an_attached_assistant_rolls_its_windows_back():
     model, assistant = build("gemma2"), build("gemma2")
     for one in (model, assistant):
@@ -319,9 +309,8 @@ def test_caches_pickle(subtests, llama):
             assert cache.get_seq_length() == loaded.get_seq_length()
 
 
-@pytest.mark.parametrize("family", ["jamba", "nemotron_h", "falcon_h1"])
-def test_sessions_of_states_are_refused(family, tmp_path):
-    model = build(family)
+def test_sessions_of_states_are_refused(tmp_path):
+    model = build("jamba")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         seam.attach(model, "int4")

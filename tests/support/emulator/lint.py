@@ -57,39 +57,6 @@ def _bare_pointers(text: str, where: str) -> list[str]:
     ]
 
 
-def _recursion(text: str, where: str) -> list[str]:
-    """Functions of the header that reach themselves."""
-    code = blank_comments(text)
-    bodies: dict[str, str] = {}
-    overloaded = set()  # these may well call each other
-    for match in re.finditer(r"\b(\w+)\s*\([^(){};]*\)\s*\{", code):
-        depth, end = 1, match.end()
-        while depth and end < len(code):
-            depth += (code[end] == "{") - (code[end] == "}")
-            end += 1
-        if match[1] not in {"if", "for", "while", "switch"}:
-            if match[1] in bodies:
-                overloaded.add(match[1])
-            bodies[match[1]] = bodies.get(match[1], "") + code[match.end() : end]
-    calls = {
-        name: {other for other in bodies if re.search(rf"\b{other}\s*(?:<[^;]*?>)?\s*\(", body)}
-        for name, body in bodies.items()
-    }
-    for name in overloaded:
-        calls[name].discard(name)
-    found = []
-    for name in calls:
-        seen, todo = set(), list(calls[name])
-        while todo:
-            other = todo.pop()
-            if other not in seen:
-                seen.add(other)
-                todo += calls[other]
-        if name in seen:
-            found.append(f"{where}: no recursion: {name}")
-    return found
-
-
 def _wrapper_traps(
     source: str, input_names: Sequence[str], output_names: Sequence[str]
 ) -> list[str]:
@@ -119,7 +86,6 @@ def lint(
     return [
         *_matches(header, "header"),
         *_bare_pointers(header, "header"),
-        *_recursion(header, "header"),
         *_matches(source, "body"),
         *_bare_pointers(source, "body"),
         *_wrapper_traps(source, input_names, output_names),

@@ -118,9 +118,6 @@ PLANTED: dict[str, Planted] = {
     "a function that MLX has": Planted(TYPE, above("inline float log1p(float x) { return x; }")),
     # What the lint alone sees.
     "a lambda": Planted("lint", below("auto f = [](float z) { return z; }; out[at] = f(y);")),
-    "recursion": Planted(
-        "lint", above("inline int kv_deep(int n) { return n > 0 ? kv_deep(n - 1) : 0; }")
-    ),
     "a function pointer": Planted(
         "lint", below("float (*f)(float, float) = kv_scaled; out[at] = f(y, y);")
     ),
