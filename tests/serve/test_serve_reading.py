@@ -22,10 +22,6 @@ def chat(text: str = "Hi", **more) -> dict:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 1} | more
 
 
-def tool(parameters: dict) -> list[dict]:
-    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-
-
 def calls(count: int, arguments: str = "{}") -> dict:
     call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
     messages = [

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import chromium
 import pytest
@@ -85,11 +83,6 @@ class Tab(chromium.Page):
 
     def sees(self, text: str) -> None:
         self.until(f"document.body.innerText.includes({json.dumps(text)})")
-
-    def keep(self, name: str) -> None:
-        """For eyes: MLXKV_SHOTS names a folder."""
-        if folder := os.environ.get("MLXKV_SHOTS"):
-            self.shot(Path(folder) / f"{name}.png")
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ def test_a_reload_during_a_reply(tab, server):
     tab.reload()
     tab.turns_are("A story", "Once upon")
     tab.sees("The page was closed or loaded again while this was written.")
-    tab.keep("interrupted")
     server.says(("say", " a time"), ("end", "stop"))
     tab.button("Continue")
     tab.until("document.querySelectorAll('.turn .body')[1].innerText.trim() === 'Once upon a time'")
@@ -215,7 +214,6 @@ def test_dropped_files_are_read_as_text(tab, server, tmp_path):
     (tmp_path / "wide.txt").write_bytes("Größe".encode("utf-16"))
     tab.drop_files(tmp_path / "notes.md", tmp_path / "wide.txt")
     tab.until("document.querySelectorAll('#attached li').length === 2")
-    tab.keep("attached")
     tab.ask("What is in them?")
     assert server.asked[0]["messages"] == [
         {

@@ -58,7 +58,6 @@ def test_widths(tab, server, tmp_path, width):
     tab.resize(width)
     tab.theme("light")
     tab.until(f"innerWidth === {chromium.WIDTHS[width][0]}")
-    tab.keep(f"{width}-end")
     assert tab.js("document.documentElement.scrollWidth") <= chromium.WIDTHS[width][0]
     assert tab.js("document.documentElement.scrollHeight") <= chromium.WIDTHS[width][1]
     assert tab.js(
@@ -72,14 +71,12 @@ def test_widths(tab, server, tmp_path, width):
     )
     assert small == []
     tab.js("document.querySelector('#log').scrollTop = 0")
-    tab.keep(f"{width}-top")
     tab.click("#gauge summary")
     tab.until("document.querySelector('#gauge').open")
     box = tab.js(
         "(r => [r.left, r.right])(document.querySelector('#figures').getBoundingClientRect())"
     )
     assert box[0] >= 0 and box[1] <= chromium.WIDTHS[width][0]
-    tab.keep(f"{width}-gauge")
 
 
 def test_a_phone_can_do_all_of_it(tab, server):
@@ -94,7 +91,6 @@ def test_a_phone_can_do_all_of_it(tab, server):
     tab.until("document.querySelector('#side').inert")  # not in the way of the keyboard
     tab.click("#open-side")
     tab.until("document.querySelector('#side').classList.contains('open')")
-    tab.keep("phone-chats")
     tab.shows("document.activeElement.id", "close-side")
     tab.click("#new")
     tab.until(
@@ -144,7 +140,6 @@ def test_axe_finds_nothing(tab, server, tmp_path, width, theme):
     tab.js("document.querySelectorAll('.turn details').forEach(x => { x.open = true })")
     assert axe.violations(tab) == []
     tab.js("document.querySelector('#gauge').open = true")
-    tab.keep(f"{width}-{theme}")
     assert axe.violations(tab) == []
     tab.js("document.querySelector('#gauge').open = false")
     if width == "phone":

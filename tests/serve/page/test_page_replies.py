@@ -155,7 +155,6 @@ def test_an_error_ends_nothing(tab, server):
     server.says(("status", 503, "[--kv-memory] 900 tokens need 9.0 GiB of cache"))
     tab.ask("too much")
     tab.sees("[--kv-memory] 900 tokens need 9.0 GiB of cache")
-    tab.keep("error")
     tab.ask("something else")
     assert roles(server.asked[1]) == ["user"]  # the question without a reply is left out
     assert server.asked[1]["messages"][0]["content"] == "something else"
@@ -189,7 +188,6 @@ def test_a_reply_that_was_cut_off_goes_on(tab, server):
     server.says(("think", "hm"), ("say", "One two"), ("end", "length"))
     tab.ask("Count")
     tab.sees("Cut off at 7 tokens")
-    tab.keep("cut")
     server.says(("say", " three"), ("end", "stop"))
     tab.button("Continue")
     tab.until(f"{BODY}.innerText.trim() === 'One two three'")
@@ -266,7 +264,6 @@ def test_the_progress_of_a_long_prompt(tab, server):
     tab.sees("left")
     bar = tab.js(f"(p => [p.value, p.max])({LAST}.querySelector('progress'))")
     assert bar == [2048, 9713]
-    tab.keep("progress")
     more.set()
     tab.idle()
     tab.last_is("Read.")
@@ -281,7 +278,6 @@ def test_settings_of_a_chat(tab, server):
         "[['system', 'Be brief.'], ['temperature', '0.7'], ['max-tokens', '99'], ['thinking', 'off']]"
         ".forEach(([id, value]) => { document.getElementById(id).value = value })"
     )
-    tab.keep("settings")
     tab.button("Save")
     tab.ask("hello")
     body = server.asked[0]
