@@ -100,7 +100,10 @@ class Engine:
             self.ready.set()
         try:
             while not self._stop and self.problem is None:
-                self._serve()
+                try:
+                    self._turn()
+                except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
+                    self._fail(error)
         finally:
             self.is_ending = True
             self._tell(ending())  # before sessions are put away, which takes a while
@@ -111,17 +114,6 @@ class Engine:
             if self.loaded is not None:
                 forget_steps(self.loaded.model)
             getattr(mx, "clear_streams", lambda: None)()
-
-    def _serve(self) -> None:
-        """Serve until the end, or until something fails."""
-        try:
-            self._loop()
-        except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
-            logging.exception("generation failed")
-            self.metrics.counts["faults"] += 1
-            self._fail(error)
-            if self.ranks.many:  # they are no longer in step
-                self.problem = MachineError(f"[serve] generation failed: {error}")
 
     def _load(self) -> str:
         """Load the model, build what decoding needs, in the thread that decodes, and return the model's fingerprint."""
@@ -183,7 +175,10 @@ class Engine:
         return warning is not None
 
     def _fail(self, error: Exception) -> None:
-        """Tell all clients that wait, and clear up for an empty batch."""
+        """Tell all clients that wait, and clear up for an empty batch. Among several processes it is the end: they are
+        no longer in step."""
+        logging.exception("generation failed")
+        self.metrics.counts["faults"] += 1
         message = f"[serve] generation failed: {type(error).__name__}: {faults.reason(error)}"
         if self._step_down(error):
             message += "; the kernels that failed are switched off: ask again"
@@ -195,6 +190,8 @@ class Engine:
         # A compiled sampler that raised while it was traced leaves a placeholder there (MLX 0.32).
         mx.random.seed(time.time_ns())
         mx.clear_cache()
+        if self.ranks.many:
+            self.problem = MachineError(f"[serve] generation failed: {error}")
 
     def _tell(self, error: Exception) -> None:
         """End the requests under way with an error; at the end of the server those that wait, too."""
@@ -213,26 +210,26 @@ class Engine:
 
     # -- the loop
 
-    def _loop(self) -> None:
-        while not self._stop:
-            job, cancelled, steps = self._meet()
-            if cancelled:
-                self._generator.remove(cancelled)
-                for uid in cancelled:
-                    self._active.discard(self.remove(uid))
-                self.kv_allocated = self._generator.prompt_cache_nbytes
-            if job is not None:
-                self._active.add(job)
-                self._begin(job)
-                continue
-            start = time.monotonic()
-            for _ in range(steps):
-                if not self.jobs:
-                    break
-                self.step()
-            if self.ranks.many and self.jobs:
-                pace = MEETING_SECONDS / max(1e-3, time.monotonic() - start)
-                self._steps = max(1, min(MOST_STEPS, int(steps * pace)))
+    def _turn(self) -> None:
+        """Begin the next request, or make steps until the next meeting."""
+        job, cancelled, steps = self._meet()
+        if cancelled:
+            self._generator.remove(cancelled)
+            for uid in cancelled:
+                self._active.discard(self.remove(uid))
+            self.kv_allocated = self._generator.prompt_cache_nbytes
+        if job is not None:
+            self._active.add(job)
+            self._begin(job)
+            return
+        start = time.monotonic()
+        for _ in range(steps):
+            if not self.jobs:
+                break
+            self.step()
+        if self.ranks.many and self.jobs:
+            pace = MEETING_SECONDS / max(1e-3, time.monotonic() - start)
+            self._steps = max(1, min(MOST_STEPS, int(steps * pace)))
 
     def _meet(self) -> tuple[Job | None, list[int], int]:
         """Return what comes next in all processes: a request that begins, numbers of those that nobody waits for, and
