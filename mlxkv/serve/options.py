@@ -136,10 +136,8 @@ class ServeOptions:
     @property
     def local(self) -> bool:
         """Return whether only this machine can connect."""
-        if self.host == "localhost":
-            return True
         try:
-            return ipaddress.ip_address(self.host).is_loopback
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
 

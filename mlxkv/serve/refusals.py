@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 from mlxkv import faults
 from mlxkv.errors import MachineError
@@ -19,6 +20,7 @@ KINDS = {
 }  # of others: invalid_request_error
 
 
+@dataclass(eq=False)
 class Refused(Exception):
     """A request that gets an error instead of a reply.
 
@@ -27,20 +29,16 @@ class Refused(Exception):
     details: more fields of the error.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        code: str | None = None,
-        retry: int | None = None,
-        details: dict | None = None,
-    ):
-        super().__init__(message)
-        self.message = "".join(
-            x if x.isprintable() else "\ufffd" for x in " ".join(message.split())
-        )
-        self.status, self.code = status, code
-        self.retry, self.details = retry, details or {}
+    status: int
+    message: str
+    code: str | None = None
+    retry: int | None = None
+    details: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        line = " ".join(self.message.split())
+        self.message = "".join(x if x.isprintable() else "\ufffd" for x in line)
+        super().__init__(self.message)
 
     def __reduce__(self) -> tuple:
         return Refused, (self.status, self.message, self.code, self.retry, self.details)
