@@ -7,17 +7,21 @@ steps: ("read", done, all), ("sleep", seconds), ("think", text), ("say", text), 
 
 from __future__ import annotations
 
+import asyncio
 import json
-import mimetypes
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from threading import Event, Thread
 
-from mlxkv.serve.http.app import PAGE, PAGE_HEADERS
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
 
-PATIENCE = 60
+from mlxkv.serve.http.app import PAGE, PAGE_HEADERS, Files
+
 KV = {
     "preset": "int4",
     "tokens": 4096,
@@ -32,14 +36,11 @@ KV = {
 }
 
 
-class Scripted(ThreadingHTTPServer):
+class Scripted:
     """asked: bodies of requests, in order. replies: steps of the next ones; an echo when there are none.
     kv, usage: of the next reply. key: the API key, if there is one. left: clients that hung up."""
 
-    daemon_threads = True
-
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[dict] = []
         self.replies: list[list[tuple]] = []
         self.kv = dict(KV)
@@ -61,10 +62,16 @@ class Scripted(ThreadingHTTPServer):
                 "allocated_bytes": 9 << 20,
             },
         }
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/"
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/"
+        routes = [
+            Route("/", lambda _: FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)),
+            Mount("/page", Files(directory=PAGE)),
+            Route("/v1/kv", lambda request: self._locked(request) or JSONResponse(self.document)),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+        ]
+        config = uvicorn.Config(Starlette(routes=routes), log_config=None, lifespan="off")
+        self.server = uvicorn.Server(config)
 
     def says(self, *steps) -> None:
         self.replies.append(list(steps))
@@ -74,100 +81,64 @@ class Scripted(ThreadingHTTPServer):
         self.waits.append(Event())
         return self.waits[-1]
 
+    def _locked(self, request: Request) -> JSONResponse | None:
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": {"message": "[--api-key] wrong"}}, 401)
+        return None
 
-class Handler(BaseHTTPRequestHandler):
-    server: Scripted
-
-    def log_message(self, *_):
-        pass
-
-    def _send(self, status: int, data: bytes, kind: str, headers: dict | None = None) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
-
-    def _json(self, status: int, document: dict) -> None:
-        self._send(status, json.dumps(document).encode(), "application/json")
-
-    def _locked(self) -> bool:
-        key = self.server.key
-        if key and self.headers.get("Authorization") != f"Bearer {key}":
-            self._json(401, {"error": {"message": "[--api-key] wrong"}})
-            return True
-        return False
-
-    def do_GET(self):
-        file = PAGE / (self.path.removeprefix("/page/").strip("/") or "index.html")
-        if file.is_file():
-            kind = f"{mimetypes.guess_type(file)[0]}; charset=utf-8"
-            self._send(200, file.read_bytes(), kind, PAGE_HEADERS)
-        elif self.path == "/v1/kv" and not self._locked():
-            self._json(200, self.server.document)
-        elif self.path != "/v1/kv":
-            self._send(404, b"", "text/plain")
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self._locked():
-            return
-        self.server.asked.append(body)
+    async def _chat(self, request: Request) -> Response:
+        body = await request.json()
+        if locked := self._locked(request):
+            return locked
+        self.asked.append(body)
         echo = [("say", "You said: " + body["messages"][-1]["content"]), ("end", "stop")]
-        steps = self.server.replies.pop(0) if self.server.replies else echo
+        steps = self.replies.pop(0) if self.replies else echo
         if steps[0][0] == "status":
-            self._json(steps[0][1], {"error": {"message": steps[0][2]}})
-            return
-        with suppress(ConnectionError):
-            self._stream(steps)
-            return
-        self.server.left.set()
+            return JSONResponse({"error": {"message": steps[0][2]}}, steps[0][1])
+        return StreamingResponse(self._stream(steps), media_type="text/event-stream")
 
-    def _stream(self, steps: list[tuple]) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
-        for step, *values in steps:
-            if step == "wait":
-                while not values[0].wait(0.05):
-                    self._write(b": quiet\n\n")  # raises where the page has hung up
-            elif step == "sleep":
-                time.sleep(values[0])
-            elif step == "read":
-                self._write(b": keepalive %d/%d\n\n" % tuple(values))
-            elif step in ("think", "say"):
-                name = "reasoning" if step == "think" else "content"
-                self._event({"choices": [{"index": 0, "delta": {name: values[0]}}]})
-            elif step == "fault":
-                self._event({"error": {"message": values[0]}})
-            elif step == "hang up":
-                return
-            elif step == "end":
-                done = {"index": 0, "delta": {}, "finish_reason": values[0]}
-                self._event({"choices": [done], "kv": self.server.kv})
-                self._event({"choices": [], "usage": self.server.usage, "kv": self.server.kv})
-                self._write(b"data: [DONE]\n\n")
+    async def _stream(self, steps: list[tuple]) -> AsyncIterator[str]:
+        try:
+            for step, *values in steps:
+                if step == "wait":
+                    while not values[0].is_set():
+                        yield ": quiet\n\n"
+                        await asyncio.sleep(0.02)
+                elif step == "sleep":
+                    await asyncio.sleep(values[0])
+                elif step == "read":
+                    yield ": keepalive {}/{}\n\n".format(*values)
+                elif step in ("think", "say"):
+                    name = "reasoning" if step == "think" else "content"
+                    yield event({"choices": [{"index": 0, "delta": {name: values[0]}}]})
+                elif step == "fault":
+                    yield event({"error": {"message": values[0]}})
+                elif step == "hang up":
+                    return
+                elif step == "end":
+                    done = {"index": 0, "delta": {}, "finish_reason": values[0]}
+                    yield event({"choices": [done], "kv": self.kv})
+                    yield event({"choices": [], "usage": self.usage, "kv": self.kv})
+                    yield "data: [DONE]\n\n"
+        except (asyncio.CancelledError, GeneratorExit):
+            self.left.set()
+            raise
 
-    def _event(self, document: dict) -> None:
-        self._write(b"data: " + json.dumps(document).encode() + b"\n\n")
 
-    def _write(self, data: bytes) -> None:
-        self.wfile.write(data)
-        self.wfile.flush()
+def event(document: dict) -> str:
+    return f"data: {json.dumps(document)}\n\n"
 
 
 @contextmanager
 def scripted() -> Iterator[Scripted]:
-    server = Scripted()
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    here = Scripted()
+    thread = Thread(target=here.server.run, kwargs={"sockets": [here.socket]})
     thread.start()
     try:
-        yield server
+        yield here
     finally:
-        for wait in server.waits:
+        for wait in here.waits:
             wait.set()
-        server.shutdown()
+        here.server.should_exit = here.server.force_exit = True
         thread.join()
-        server.server_close()
+        here.socket.close()
