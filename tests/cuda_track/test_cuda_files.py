@@ -1,7 +1,5 @@
 """What both implementations store, byte for byte: page records, headers, states of caches."""
 
-from types import SimpleNamespace
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ from tensors import to_mlx, to_torch
 
 from cuda_track.cache.attention import attend
 from cuda_track.cache.compressed import CompressedKVCache
-from cuda_track.cache.stores import codecs_of
 from cuda_track.codec import records
 from cuda_track.codec.codec import Codec
 from cuda_track.codec.records import as_codes
@@ -23,7 +20,7 @@ from mlxkv.formats.config import Fill, Side
 from mlxkv.formats.lowrank import Half
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
-from mlxkv.formats.records import NAMES, why_no_record
+from mlxkv.formats.records import NAMES
 
 CPU = torch.device("cpu")
 IN_RECORDS = [
@@ -33,68 +30,32 @@ IN_RECORDS = [
 STATES = [*IN_RECORDS, "turbo-int2", "fp16/int4"]
 
 
-def test_page_records_are_the_same_words(subtests):
+def record_sides():
+    """(sides of keys and values, dims, tokens of a page): presets, bits by direction, float16 numbers."""
     for preset in IN_RECORDS:
-        for dims in (64, 128):
-            with subtests.test(preset=preset, dims=dims):
-                config = parse_kv(preset)
-                assert why_no_record(config.keys.quantizer, dims, config.page) is None
-                rng = np.random.default_rng(0)
-                theirs = [
-                    MlxCodec(side, dims, config.page) for side in (config.keys, config.values)
-                ]
-                state = {
-                    name: code.encode(
-                        mx.array(rng.standard_normal((1, 2, 2 * config.page, dims), np.float32))
-                    )
-                    for name, code in zip(NAMES, theirs, strict=True)
-                }
-                right = mlx_records.to_records(state, theirs)
-                codecs = codecs_of(config, (dims, dims), None, CPU)
-                ours = records.to_records(to_torch(state), codecs)
-                assert set(ours) == set(right)
-                for name, words in right.items():
-                    assert torch.equal(ours[name], to_torch(words))
-                back = as_codes(ours, codecs)
-                for name, side in state.items():
-                    assert all(torch.equal(back[name][n], to_torch(x)) for n, x in side.items())
+        config = parse_kv(preset)
+        yield from (((config.keys, config.values), dims, config.page) for dims in (64, 128))
+    for spec in (Fill(2.0, (8, 3, 1)), Fill(2.0, (3, 3, 2, 1, 1)), Half()):
+        yield (Side(spec),) * 2, getattr(spec, "dims", 96), 64
 
 
-def test_records_of_bits_by_direction_are_the_same_bits(subtests):
-    for widths in [(4, 2), (8, 3, 1), (3, 3, 2, 1, 1), (4, 4, 3, 3, 2, 2, 1, 1)]:
-        with subtests.test(widths=widths):
-            spec, rng = Fill(2.0, widths), np.random.default_rng(len(widths))
-            x = rng.standard_normal((2, 1, 64, spec.dims)).astype(np.float32)
-            ours, theirs = (Codec(Side(spec), spec.dims, 64), MlxCodec(Side(spec), spec.dims, 64))
-            stored = ours.encode(torch.from_numpy(x))
-            codes = theirs.encode(mx.array(x))
-            right = mlx_records.to_records({"keys": codes, "values": codes}, (theirs, theirs))
-            mine = records.to_records({"keys": stored, "values": stored}, (ours, ours))
-            assert mine.keys() == right.keys()
-            for name, found in mine.items():
-                assert np.array_equal(
-                    found.numpy().view(np.int32), np.array(right[name]).view(np.int32)
-                )
-            back = records.as_codes(mine, (ours, ours))
-            for side in ("keys", "values"):
-                for name, found in back[side].items():
-                    assert np.array_equal(found.numpy(), stored[name].numpy())
-
-
-def test_records_of_float16_numbers_are_the_same_words():
-    """Low rank that is not quantised: what mlxkv's kernels save of `static-*` and `oja-*` in 16 bits."""
-    rng = np.random.default_rng(0)
-    codecs = [SimpleNamespace(spec=Half(), dims=dims, page=64) for dims in (48, 96)]
-    state = {
-        name: {"values": mx.array(rng.standard_normal((1, 2, 128, code.dims)), mx.float16)}
-        for name, code in zip(NAMES, codecs, strict=True)
-    }
-    right = mlx_records.to_records(state, codecs)
-    ours = records.to_records(to_torch(state), codecs)
-    assert torch.equal(ours["records"], to_torch(right["records"]))
-    back = records.to_codes(ours, codecs)
-    for name in NAMES:
-        assert torch.equal(back[name]["values"], to_torch(state[name]["values"]))
+def test_page_records_are_the_same_words(subtests):
+    for sides, dims, page in record_sides():
+        with subtests.test(keys=sides[0].label, dims=dims):
+            x = mx.array(
+                np.random.default_rng(0).standard_normal((1, 2, 2 * page, dims), np.float32)
+            )
+            theirs = [MlxCodec(side, dims, page) for side in sides]
+            state = {name: code.encode(x) for name, code in zip(NAMES, theirs, strict=True)}
+            right = mlx_records.to_records(state, theirs)
+            codecs = [Codec(side, dims, page) for side in sides]
+            ours = records.to_records(to_torch(state), codecs)
+            assert set(ours) == set(right)
+            for name, words in right.items():
+                assert torch.equal(ours[name], to_torch(words))
+            back = as_codes(ours, codecs)
+            for name, side in state.items():
+                assert all(torch.equal(back[name][n], to_torch(x)) for n, x in side.items())
 
 
 def test_states_are_read_on_the_other_side(subtests):

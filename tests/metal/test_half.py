@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from on_emulator import make, make_mma, make_tiles
 from samples import data, rms, softmax
@@ -13,11 +12,8 @@ from mlxkv.cache import stores as sealed
 from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, View
-from mlxkv.codec import records
 from mlxkv.codec.maps import sample
-from mlxkv.formats.lowrank import Half
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.records import side_layout
 from mlxkv.metal import launch, tiles
 
 pytestmark = pytest.mark.usefixtures("trusted")
@@ -44,19 +40,6 @@ def stores(name: str, dims: int, factory, tiled: bool = False, big: float = 1.0)
 
 def same(state, other) -> bool:
     return all(mx.array_equal(state[s][k], other[s][k]) for s in NAMES for k in other[s])
-
-
-def test_records_hold_every_bit(subtests):
-    for dims, keys in ((24, True), (102, False), (128, True)):
-        with subtests.test(dims=dims, keys=keys):
-            at = side_layout(Half(), dims, PAGE, keys)
-            assert at.words == 256 * at.blocks and not at.numbers and not at.header_words
-            codes = np.random.default_rng(0).integers(0, 1 << 16, (1, 2, 48, dims))
-            words = records.pack(mx.array(codes), {}, at)
-            assert words.shape == (1, 2, 3, at.words)
-            back, numbers = records.unpack(words, at)
-            np.testing.assert_array_equal(np.array(back), codes)
-            assert not numbers
 
 
 def test_the_seal_kernel_writes_what_plain_ops_store(subtests):

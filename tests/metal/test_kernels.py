@@ -9,19 +9,20 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make
 from random_models import random_model
-from record_sides import pack_side, seal_by_ops, unpack_side
+from record_sides import seal_by_ops
 from samples import data, rms, softmax
-from small_cache import ATTEND, SMALL, TIES, layout, walk
+from small_cache import ATTEND, SMALL, TIES, walk
 
 from mlxkv.cache import attention, choose
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS
-from mlxkv.codec import affine
+from mlxkv.codec import affine, records
 from mlxkv.codec.transform import Transform
 from mlxkv.doctor.golden import TABLE as golden
 from mlxkv.formats.config import Affine, Polar, Side
+from mlxkv.formats.lowrank import DIMS, Fill, Half
 from mlxkv.formats.records import RecordLayout, side_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import launch, seal
@@ -30,31 +31,38 @@ from mlxkv.models import attach, detach
 
 
 def test_records_hold_the_codes_and_come_back(subtests):
-    for dims, group, symmetric, bits, keys in [
-        (64, 32, True, 2, True),
-        (80, 64, False, 3, False),
-        (96, 64, False, 4, True),
-        (128, 64, False, 8, False),
-        (192, 0, False, 3, True),
-        (256, 32, True, 4, False),
-        (512, 64, False, 2, False),
-        (40, 0, True, 8, True),
+    """In the bytes that are counted. Bits by direction: all widths; an odd number of quarters; half a row behind whole
+    ones; half a row alone."""
+    for spec, dims, keys in [
+        (Affine(2, 32, True), 64, True),
+        (Affine(3, 64), 80, False),
+        (Affine(4, 64), 96, True),
+        (Affine(8, 64), 128, False),
+        (Affine(3, 0), 192, True),
+        (Affine(2, 64), 512, False),
+        (Affine(8, 0, True), 40, True),
+        *((Fill(2.0, widths), 0, True) for widths in [(8, 4, 3, 2, 1), (8, 8, 4), (1,)]),
+        *((Fill(2.0, widths), 0, False) for widths in [(4, 3, 3, 2, 2, 1, 1), (3, 3, 3)]),
+        (Half(), 24, True),
+        (Half(), 102, False),
     ]:
-        with subtests.test(dims=dims, group=group, symmetric=symmetric):
-            at = layout(bits, group, symmetric, dims, keys)
-            rng = np.random.default_rng(bits)
-            codes = rng.integers(0, 2**bits, (1, 2, 48, dims))
-            scale, bias = (
-                rng.standard_normal((1, 2, 48, at.groups)).astype(np.float16) for _ in range(2)
-            )
-            words = pack_side(mx.array(codes), mx.array(scale), mx.array(bias), at)
+        with subtests.test(spec=spec, dims=dims):
+            widths = np.repeat(spec.widths, DIMS) if isinstance(spec, Fill) else None
+            dims = dims if widths is None else spec.dims
+            at, rng = side_layout(spec, dims, 64, keys), np.random.default_rng(0)
+            if widths is not None:
+                assert 32 * at.words == 16 * dims * spec.bits_per_value(dims, 16)
+            codes = rng.integers(0, 2 ** (at.bits if widths is None else widths), (1, 2, 48, dims))
+            numbers = {
+                name: mx.array(rng.standard_normal((1, 2, 48, at.groups)).astype(np.float16))
+                for name in at.numbers
+            }
+            words = records.pack(mx.array(codes), numbers, at)
             assert words.shape == (1, 2, 3, at.words)
-            back, s, b = unpack_side(words, at)
+            back, same = records.unpack(words, at)
             np.testing.assert_array_equal(np.array(back), codes)
-            np.testing.assert_array_equal(np.array(s), scale)
-            assert (b is None) == symmetric
-            if not symmetric:
-                np.testing.assert_array_equal(np.array(b), bias)
+            assert set(same) == set(numbers)
+            assert all(mx.array_equal(same[name], x) for name, x in numbers.items())
 
 
 def test_unseal_is_its_twin(subtests):

@@ -6,11 +6,6 @@ from mlxkv.codec import affine, packing, records
 from mlxkv.formats.records import RecordLayout, side_layout
 
 
-def pack_side(codes, scale, bias, at):
-    """codes: [..., T, R], scale, bias: [..., T, groups] float16 -> [..., T/16, words]."""
-    return records.pack(codes, {"scale": scale, "bias": bias}, at)
-
-
 def unpack_side(words, at):
     """[..., N, words] -> codes, scale, bias (None where the format has none)."""
     codes, numbers = records.unpack(words, at)
@@ -25,6 +20,6 @@ def seal_by_ops(pair, specs):
     for x, spec, at in zip(pair, specs, (whole.keys, whole.values), strict=True):
         stored = affine.encode(spec, x, 16)
         codes = packing.unpack(stored["codes"], spec.bits, at.dims)
-        words.append(pack_side(codes, stored["scale"], stored.get("bias"), at))
+        words.append(records.pack(codes, stored, at))
         held.append(affine.decode(spec, stored, at.dims, 16, mx.float32))
     return mx.concatenate(words, -1), whole, held
