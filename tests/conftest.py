@@ -76,7 +76,6 @@ SLOW = (
     "cuda_track/test_cuda_kernels.py::test_the_golden_table",
     "cuda_track/test_cuda_oja_models.py",
     "metal/test_codebook_kernels.py",
-    "metal/test_half.py::test_attention_is_softmax_over_what_is_stored",
     "metal/test_kernels.py::test_the_golden_table_holds_with_kernels",
     "metal/test_metal_texts.py::test_texts_are_read",
     "metal/test_method_kernels.py",

@@ -1,4 +1,7 @@
-"""Bits by direction in records: what is stored, and kernels beside plain ops and the law."""
+"""What calibrated maps lead to, bits by direction and float16 numbers of low rank, in records and kernels, beside plain
+ops."""
+
+from dataclasses import replace
 
 import mlx.core as mx
 from on_emulator import make, make_mma, make_tiles
@@ -8,7 +11,7 @@ from mlxkv.cache import attention, choose, selftest
 from mlxkv.cache import stores as sealed
 from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import OPS, View
+from mlxkv.cache.view import OPS, PORTABLE, TILES, View
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.formats.lowrank import DIMS, Fill
@@ -26,16 +29,22 @@ def config_of(keys, values):
     return CacheConfig(*sides, page=PAGE)
 
 
-def stores(config, dims, factory, tiled=False, heads=2, batch=1):
+def low(name):
+    """A cache of low rank, most of it in float16."""
+    return replace(parse_kv(name), page=PAGE)
+
+
+def stores(config, dims, factory, tiled=False, heads=2, tokens=None):
     """The same tokens in records that the kernel sealed and in plain codes."""
     turns = sample(heads, (dims, dims), config.fitted)
-    pair = tuple(mx.array(data(batch, heads, PAGES * PAGE, dims, seed=i)) for i in range(2))
+    if tokens is None:
+        tokens = [data(1, heads, PAGES * PAGE, dims, seed=i) for i in range(2)]
     both = (
         Records(config, (dims, dims), factory, tiled, turns),
         Codes(config, (dims, dims), turns),
     )
     for store in both:
-        store.append(pair, PAGES)
+        store.append(tuple(map(mx.array, tokens)), tokens[0].shape[2] // PAGE)
     return both
 
 
@@ -43,69 +52,74 @@ def same(state, other) -> bool:
     return all(mx.array_equal(state[s][k], other[s][k]) for s in sealed.NAMES for k in other[s])
 
 
-BOTH = [  # head dim, widths of keys and of values
-    (64, (3, 3, 2), (2,)),
-    (128, (8, 4, 3, 3, 2, 2, 1), (4, 3, 2, 2, 2, 1, 1, 1)),
+SEALED = [
+    (64, config_of((3, 3, 2), (2,))),
+    (128, config_of((8, 4, 3, 3, 2, 2, 1), (4, 3, 2, 2, 2, 1, 1, 1))),
+    (128, low("static-r102")),
+    (40, low("static-r24+int8/static-r24")),
 ]
 
 
 def test_the_seal_kernel_writes_what_plain_ops_store(subtests):
     """And each store reads what the other saved; unseal gives the same numbers."""
-    for dims, keys, values in BOTH:
-        with subtests.test(dims=dims, keys=keys, values=values):
-            config = config_of(keys, values)
+    for dims, config in SEALED:
+        with subtests.test(dims=dims, keys=config.keys.label):
             ours, plain = stores(config, dims, make)
-            back, other = stores(config, dims, make)[1], stores(config, dims, make)[0]
+            other, back = stores(config, dims, make)
             assert same(sealed.codes_of(ours), plain.state)
             other.restore(plain.state, PAGES)
             back.restore(ours.state, PAGES)
             assert mx.array_equal(ours.state["records"], other.state["records"])
             assert same(back.state, plain.state)
             for side, at in enumerate((ours.layout.keys, ours.layout.values)):
-                for dtype in (mx.float32, mx.float16, mx.bfloat16):
+                for dtype in (mx.float32, mx.float16, mx.bfloat16) if config.filled else ():
                     got = ours.read(0, PAGES)._unsealed(side, dtype)
                     want = plain.codecs[side].decode_stored(plain.state[sealed.NAMES[side]], dtype)
                     assert got.shape == (1, 2, PAGES * PAGE, at.dims) and mx.array_equal(got, want)
 
 
 def test_zeros_and_huge_numbers_are_sealed_as_plain_ops_do():
-    config = config_of((4, 2), (3, 1))
-    turns = sample(1, (64, 64), config.fitted)
     x = data(1, 1, PAGE, 64)
     x[0, 0, 3], x[0, 0, 7], x[0, 0, 9] = 0, x[0, 0, 7] * 1e6, x[0, 0, 9] * 1e-7
-    made = (Records(config, (64, 64), make, False, turns), Codes(config, (64, 64), turns))
-    for store in made:
-        store.append((mx.array(x), mx.array(x)), 1)
-    assert same(sealed.codes_of(made[0]), made[1].state)
+    for config in (config_of((4, 2), (3, 1)), low("static-r24")):
+        ours, plain = stores(config, 64, make, heads=1, tokens=(x, x))
+        assert same(sealed.codes_of(ours), plain.state)
+    assert mx.abs(plain.state["keys"]["values"]).max() == 65504
 
 
-# Head dim, keys, values, heads, kv heads, new tokens, factory, dtype, bound of the error. 512: Gemma 4.
+def test_a_square_basis_is_a_product_inside_the_kernel():
+    ours, plain = stores(low("static-1.0"), 64, make)
+    for i in (0, 1):
+        assert rms(*(x.read(0, PAGES).decode(i, mx.float32) for x in (ours, plain))) < 1e-4
+
+
+WIDE = config_of((8, 4, 3, 2, 1), (4, 3, 2, 1, 1))
+# Head dim, cache, heads, kv heads, new tokens, factory, dtype, bound of the error. 512: Gemma 4.
 ATTENDED = [
-    (80, (8, 3, 1, 1), (1, 1, 1), 4, 2, 2, make_tiles, mx.bfloat16, 6e-3),
-    (128, (8, 4, 3, 3, 2, 2, 1), (4, 3, 2, 2, 2, 1, 1, 1), 8, 2, 1, make_mma, mx.bfloat16, 6e-3),
-    (256, (4, 3, 2, 2, 2, 1, 1, 1, 1), (3, 2, 2, 1, 1), 2, 1, 1, make_tiles, mx.float16, 3e-3),
-    (512, (8, 4, 3, 2, 1), (4, 3, 2, 1, 1), 4, 2, 1, make, mx.float32, 5e-6),
+    (80, config_of((8, 3, 1, 1), (1, 1, 1)), 4, 2, 2, make_tiles, mx.bfloat16, 6e-3),
+    (128, SEALED[1][1], 8, 2, 1, make_mma, mx.bfloat16, 6e-3),
+    (256, WIDE, 2, 1, 1, make_tiles, mx.float16, 3e-3),
+    (512, WIDE, 4, 2, 1, make, mx.float32, 5e-6),
+    (64, low("static-0.75"), 4, 2, 2, make, mx.float32, 5e-6),
+    (128, low("static-r102"), 4, 2, 2, make_mma, mx.float16, 3e-3),
+    (40, low("static-r24+kivi-int4/static-r24"), 4, 2, 2, make_tiles, mx.bfloat16, 6e-3),
 ]
 
 
 def test_attention_is_softmax_over_what_is_stored(subtests):
-    """At 64 dims: `test_method_kernels.py`."""
-    for case in ATTENDED:
-        with subtests.test(case=case[:3]):
-            check_attention(*case)
-
-
-def check_attention(dims, keys, values, heads, kv_heads, new, factory, dtype, bound):
-    tiled = factory is not make
-    config = config_of(keys, values)
-    ours, plain = stores(config, dims, factory, tiled, kv_heads)
-    windows = [mx.array(data(1, kv_heads, 21, dims, seed=2 + i)).astype(dtype) for i in range(2)]
-    sink, live = tuple(x[:, :, :4] for x in windows), tuple(x[:, :, 4:] for x in windows)
-    q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
-    mask = None if new == 1 else "causal"
-    out = attend(q, View(live, sink, ours.read(0, PAGES)), dims**-0.5, mask)
-    k, v = attention._whole(View(live, sink, plain.read(0, PAGES)), mx.float32)
-    assert rms(out, softmax(q, k, v, dims**-0.5)) < bound
+    """Of widths at 64 dims: `test_method_kernels.py`."""
+    for dims, config, heads, kv_heads, new, factory, dtype, bound in ATTENDED:
+        with subtests.test(dims=dims, keys=config.keys.label):
+            ours, plain = stores(config, dims, factory, factory is not make, kv_heads)
+            shape = 1, kv_heads, 21, dims
+            windows = [mx.array(data(*shape, seed=2 + i)).astype(dtype) for i in range(2)]
+            sink, live = tuple(x[:, :, :4] for x in windows), tuple(x[:, :, 4:] for x in windows)
+            q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
+            view = View(live, sink, ours.read(0, PAGES))
+            assert view.pages.plan.body == (PORTABLE if factory is make else TILES)
+            out = attend(q, view, dims**-0.5, None if new == 1 else "causal")
+            keys, values = attention._whole(View(live, sink, plain.read(0, PAGES)), mx.float32)
+            assert rms(out, softmax(q, keys, values, dims**-0.5)) < bound
 
 
 # -- which kernels
@@ -179,6 +193,15 @@ def test_plans_say_what_has_no_kernel():
         beside = CacheConfig(Side(Fill(2.0, (2, 2, 2, 2))), Side(Affine(4)))
         reason = choose.plan(beside, (64, 64), mx.float16).reason
         assert reason == "bits by direction beside other codes have no kernel"
+
+
+def test_only_low_rank_is_kept_as_numbers(trusted):
+    with launch.using(make):
+        full = parse_kv("fp16/int4")
+        assert "full-precision" in choose.plan(full, (64, 64), mx.float32).reason
+        assert choose.plan(parse_kv("static-r24"), (40, 40), mx.float32).body != OPS
+        reason = choose.plan(parse_kv("oja-0.8"), (128, 128), mx.float32).reason
+        assert reason == "102 float16 dims would take the room of 128 in records"
 
 
 def test_kernels_pass_the_test_of_users_machines():
