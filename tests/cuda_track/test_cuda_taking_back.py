@@ -1,11 +1,10 @@
 """Tokens that are taken back leave what a cache fed with the others alone would hold, where their exact values exist,
 and else what was read."""
 
-import copy
-import pickle
 import warnings
 from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 import torch
 from tensors import to_mlx, to_torch
@@ -16,6 +15,7 @@ from cuda_track.models import seam
 from cuda_track.models.handing import handed
 from experiments.families.building import VOCABULARY, build
 from experiments.families.found import EXACT, INT4
+from mlxkv.cache.attention import _whole
 from mlxkv.cache.compressed import CompressedKVCache as MLXCache
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Side
@@ -49,84 +49,6 @@ def feed(cache, pair, start, stop):
         cache.update_and_fetch(*(x[:, :, start:stop] for x in pair))
 
 
-def same(cache, other):
-    """Both hold the same codes and windows; a product of another shape may round a code otherwise.
-
-    A sink that has left the window stays out of it, though nothing may be sealed any more.
-    """
-    assert cache.offset == other.offset and cache._count_pages == other._count_pages
-    if not cache.offset:
-        return
-    exact = min(cache._count, other._count)
-    views = (one.view().whole(torch.float32) for one in (cache, other))
-    for x, y in zip(*views, strict=True):
-        assert torch.equal(x[:, :, -exact:], y[:, :, -exact:])
-        assert (x - y).abs().gt(1e-4).float().mean() < 2e-3
-    if cache._count_pages:
-        assert cache._count == other._count
-    if cache._last is not None and other._last is not None:
-        assert all(torch.equal(x, y) for x, y in zip(cache._last, other._last, strict=True))
-
-
-def is_exact(cache, left):
-    """Whether the first `left` tokens stay as a cache holds them that read no others."""
-    pages, page = cache._count_pages, cache.config.page
-    live = left - cache._sunk - pages * page
-    exact = cache._last is not None and live + page > cache.config.recent
-    return left <= cache._sunk or not pages or live > cache.config.recent or exact
-
-
-def is_decoded(cache, left):
-    """Whether the first `left` tokens end in a page whose exact tokens are gone."""
-    live, page = left - cache._sunk - cache._count_pages * cache.config.page, cache.config.page
-    return left > cache._sunk and live < (0 if cache._last is None else 1 - page)
-
-
-CHANGES = {
-    "saved": lambda cache, pair: (CompressedKVCache.from_state(cache.state), pair),
-    "copied": lambda cache, pair: (copy.deepcopy(cache), pair),
-    "pickled": lambda cache, pair: (pickle.loads(pickle.dumps(cache)), pair),
-    "rows": lambda cache, pair: (
-        cache.select(torch.tensor([1, 0])) or cache,
-        tuple(x[[1, 0]] for x in pair),
-    ),
-}
-
-
-def test_what_is_left_is_a_fresh_cache_or_what_was_read(subtests):
-    """Cut back, then read on; in between saved, copied, pickled, rows in another order."""
-    for name, config in CONFIGS.items():
-        exact, decoded, page = 0, 0, config.page
-        for change, changed in CHANGES.items():
-            with subtests.test(name=name, change=change):
-                cache, pair, tokens = CompressedKVCache(config), data([0, 1]), 0
-                for more, back in (
-                    (5 * page, 1),
-                    (9, page - 1),
-                    (page, page),
-                    (2 * page, 70),
-                    (4 * page, 3 * page),
-                ):
-                    feed(cache, pair, tokens, tokens + more)
-                    cache, pair = changed(cache, pair)
-                    before, tokens = cache.view().whole(torch.float32), tokens + more - back
-                    fresh_too, gone = is_exact(cache, tokens), is_decoded(cache, tokens)
-                    cache.cut(tokens)
-                    assert cache.offset == tokens == cache.view().tokens
-                    if fresh_too:
-                        fresh = CompressedKVCache(config)
-                        feed(fresh, pair, 0, tokens)
-                        same(cache, fresh)
-                    elif gone:
-                        for x, y in zip(cache.view().whole(torch.float32), before, strict=True):
-                            assert (x - y[:, :, :tokens]).abs().max() < 1e-5
-                    if not fresh_too:
-                        cache.clear()
-                        feed(cache, pair, 0, tokens)
-                    exact, decoded = exact + fresh_too, decoded + gone
-        assert exact and decoded
-
-
 def test_a_window_is_sealed_by_the_token_that_it_has_no_room_for(subtests):
     for name, config in CONFIGS.items():
         with subtests.test(name=name):
@@ -152,21 +74,31 @@ def test_taking_a_reply_back_many_times_loses_nothing(subtests):
                 for _ in range(times):
                     feed(cache, data([0], 1), 0, 31)
                     assert cache.trim(31) == 31
-                    same(cache, fresh)
+                    wholes = (one.view().whole(torch.float32) for one in (cache, fresh))
+                    assert all(map(torch.equal, *wholes))
                 feed(cache, data([0], 1), 0, 300)
                 assert cache.trim(300) == 300 and cache.offset == 151
 
 
 def test_the_other_track_goes_back_alike(subtests):
-    for back in [30, 60, 100, 199]:
-        with subtests.test(back=back):
-            pair, cache = data([0, 1]), CompressedKVCache(PLAIN)
-            feed(cache, pair, 0, 300)
-            other = MLXCache.from_state(to_mlx(cache.state))
-            assert other.trim(back) == cache.trim(back)
-            assert other._count == cache._count and other._count_pages == cache._count_pages
-            for x, y in zip(other._read_live(), cache._read_live(), strict=True):
-                assert (to_torch(x) - y).abs().max() < 1e-6
+    """And reads on: where exact tokens are, and where a page is decoded."""
+    for name, config in CONFIGS.items():
+        for back in (30, 60, 100, 199, 290):
+            with subtests.test(name=name, back=back):
+                pair, cache, other = data([0, 1]), CompressedKVCache(config), MLXCache(config)
+                for start, stop, taken in ((0, 300, back), (300 - back, 420 - back, 7)):
+                    feed(cache, pair, start, stop)
+                    other.update_and_fetch(*(to_mlx(x[:, :, start:stop]) for x in pair))
+                    assert other.trim(taken) == cache.trim(taken) == taken
+                    assert other._count == cache._count and other._count_pages == cache._count_pages
+                    for x, y in zip(other._read_live(), cache._read_live(), strict=True):
+                        torch.testing.assert_close(to_torch(x), y, atol=1e-5, rtol=0)
+                view = other.keys_and_values()[0]
+                for x, y in zip(
+                    _whole(view, mx.float32), cache.view().whole(torch.float32), strict=True
+                ):
+                    # A code at a rounding boundary: behind a transform its whole token.
+                    assert (to_torch(x) - y).abs().gt(1e-3).float().mean() < 5e-3
 
 
 # -- the caches of models
@@ -180,13 +112,6 @@ def read(model, cache, ids):
 def ids(count, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY - 20, (1, count), generator=generator)
-
-
-@pytest.fixture(scope="module")
-def model():
-    model = build("llama")
-    seam.attach(model, INT4)
-    return model
 
 
 def test_crop_refuses_as_a_whole():
