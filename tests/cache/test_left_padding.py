@@ -64,11 +64,13 @@ def step(batch, alone, queries, keys, values, padding, columns, kind):
         assert mx.allclose(again[i : i + 1, :, skip:], reread, atol=2e-5)
 
 
+def fresh(padding: list[int]) -> tuple[BatchedKVCache, list[CompressedKVCache]]:
+    """An empty batch, and an empty cache for each of its sequences."""
+    return CompressedKVCache(INT4).to_batch(padding), [CompressedKVCache(INT4) for _ in padding]
+
+
 def prefilled(kind: str = "word"):
-    batch, alone = (
-        CompressedKVCache(INT4).to_batch(PADDING),
-        [CompressedKVCache(INT4) for _ in LENGTHS],
-    )
+    batch, alone = fresh(PADDING)
     assert isinstance(batch, BatchedKVCache) and batch.empty() and batch.batch_size == 3
     assert batch.offset.tolist() == [-n for n in PADDING] and batch.is_padded
     for at in range(0, WIDTH, CHUNK):
@@ -91,10 +93,7 @@ def test_each_prompt_is_read_as_it_is_alone(kind):
 
 
 def test_a_copy_goes_on_in_the_middle_of_padding():
-    batch, alone = (
-        CompressedKVCache(INT4).to_batch(PADDING),
-        [CompressedKVCache(INT4) for _ in LENGTHS],
-    )
+    batch, alone = fresh(PADDING)
     step(batch, alone, *inputs(CHUNK, 0), PADDING, 0, "array")
     batch = copy.deepcopy(copy.copy(batch))
     step(batch, alone, *inputs(CHUNK, 1), PADDING, CHUNK, "array")
@@ -103,10 +102,7 @@ def test_a_copy_goes_on_in_the_middle_of_padding():
 
 def test_a_prompt_that_leaves_while_others_are_read():
     """The longest one: what is padding for all that stay is no column any more."""
-    batch, alone = (
-        CompressedKVCache(INT4).to_batch(PADDING),
-        [CompressedKVCache(INT4) for _ in LENGTHS],
-    )
+    batch, alone = fresh(PADDING)
     step(batch, alone, *inputs(CHUNK, 0), PADDING, 0, "of the model")
     batch.filter(mx.array([1, 2]))
     alone, padding = alone[1:], [n - CHUNK for n in PADDING[1:]]  # the 100 columns are dropped
@@ -127,10 +123,7 @@ def test_a_chunk_that_is_padding_alone():
 
 def test_sequences_join_and_leave_afterwards():
     batch, alone = prefilled()
-    other, more = (
-        CompressedKVCache(INT4).to_batch([0, 3]),
-        [CompressedKVCache(INT4) for _ in range(2)],
-    )
+    other, more = fresh([0, 3])
     step(other, more, *(x[:2] for x in inputs(20, 1)), [0, 3], 0, "array")
     batch.extend(other)
     assert batch.offset.tolist() == [*LENGTHS, 20, 17]

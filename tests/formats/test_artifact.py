@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+from older_file import rewritten
 from safetensors import safe_open
 from safetensors.numpy import save
 
@@ -38,14 +39,6 @@ def path(made, tmp_path):
 
 
 SHAPES = {"1": (2, 64, 96), "3.1": (2, 64, 96)}
-
-
-def rewritten(path, header=None, **tensors):
-    """Replace header entries or tensors of a file."""
-    with safe_open(path, "numpy") as file:
-        old = json.loads(file.metadata()["mlxkv"])
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    path.write_bytes(save(found | tensors, {"mlxkv": json.dumps({**old, **(header or {})})}))
 
 
 def refused(path, reason):

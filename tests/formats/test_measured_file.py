@@ -1,14 +1,10 @@
 """A measured calibration on disk: balanced maps, means of keys, peaks of channels; faults, files without these."""
 
-import json
-
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from older_file import older
+from older_file import older, rewritten
 from random_models import random_model
-from safetensors import safe_open
-from safetensors.numpy import save
 
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
@@ -27,13 +23,6 @@ def model():
 @pytest.fixture(scope="module")
 def made(model):
     return measure.calibrate(model, TEXT)
-
-
-def rewritten(path, header=None, drop=(), **tensors):
-    with safe_open(path, "numpy") as file:
-        old = json.loads(file.metadata()["mlxkv"])
-        stored = {n: file.get_tensor(n) for n in file.keys() if n not in drop}  # noqa: SIM118
-    path.write_bytes(save(stored | tensors, {"mlxkv": json.dumps({**old, **(header or {})})}))
 
 
 @pytest.fixture
