@@ -13,6 +13,7 @@ from threading import Event, Thread
 import pytest
 from serving import until
 from starlette.requests import Request
+from starlette.responses import Response
 
 from mlxkv.serve.http import wire
 from mlxkv.serve.http.access import Keys
@@ -55,9 +56,7 @@ class Echo:
         if target == b"/wait":
             await asyncio.to_thread(self.go.wait)
         data = bytes(32 << 20) if target == b"/large" else target + b" " + body
-        headers = [] if target == b"/chunks" else [(b"content-length", str(len(data)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": data})
+        await Response(data)(scope, receive, send)
 
 
 @contextmanager
@@ -118,11 +117,11 @@ def sized(body: bytes) -> bytes:
 # -- requests
 
 
-def test_small_replies_leave_at_once():
-    with running() as server, connect(server) as line:
+def test_small_replies_leave_at_once(echo):
+    with connect(echo) as line:
         line.sendall(GET)
-        assert reply(line)[0] == 200
-        (one,) = server.limits.wires
+        assert reply(line) == (200, b"/x ")
+        (one,) = [wire for wire in echo.limits.wires if wire.client == line.getsockname()]
         there = one.transport.get_extra_info("socket")
         assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
