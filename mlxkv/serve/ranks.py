@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -20,7 +19,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from mlxkv import __version__, console
+from mlxkv import __version__
 from mlxkv.console import note
 from mlxkv.errors import MachineError
 
@@ -139,11 +138,3 @@ class Ranks:
 def _summed(data: bytes) -> bytes:
     """The sum of all processes' bytes, place by place."""
     return bytes(memoryview(mx.distributed.all_sum(mx.array(data))))
-
-
-def follow(ranks: Ranks) -> None:
-    """Set the signals of a process other than rank 0: ignore Ctrl-C, which rank 0 gets, too; others end all
-    processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in console.ENDING - {signal.SIGINT}:
-        console.on(number, lambda *_: ranks.end())

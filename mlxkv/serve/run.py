@@ -19,7 +19,7 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.models.catalog.rendering import RENDERER
 from mlxkv.models.loading import quality
-from mlxkv.serve import ranks, reading
+from mlxkv.serve import reading
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.app import METHODS, Gate, application
 from mlxkv.serve.http.models import Models
@@ -149,7 +149,11 @@ def run(options: ServeOptions) -> None:
 def _follow(options: ServeOptions) -> None:
     """Run a process without clients: it does what rank 0 does, and ends with it."""
     engine = Engine(options)
-    ranks.follow(engine.ranks)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches rank 0, too; others end all processes
+    for number in ENDING - {signal.SIGINT}:
+        on(number, lambda *_: engine.ranks.end())
     engine.wait_until_ready()
     while not engine.has_ended:
         time.sleep(0.2)

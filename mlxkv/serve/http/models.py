@@ -24,7 +24,7 @@ from mlxkv.serve.caches.memory import used_memory
 from mlxkv.serve.engine import LEAST_MEMORY, Engine
 from mlxkv.serve.grammar import calls_of
 from mlxkv.serve.http.access import Keys
-from mlxkv.serve.http.request import DEFAULT_NAMES, Served, no_model
+from mlxkv.serve.http.request import Served, no_model
 from mlxkv.serve.http.wire import Limits
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import Read, Reader
@@ -179,8 +179,6 @@ class Models:
                 await asyncio.to_thread(site.close)
 
     async def _site(self, name: str) -> Site:
-        if name in (self.first.name, *DEFAULT_NAMES):
-            return self.first
         if name not in self._options:
             raise no_model(name[:80], self.names)
         while not self._is_ready(name):
@@ -225,10 +223,8 @@ class Models:
             if free >= need:
                 return
         free, need = human_bytes(max(0, free)), human_bytes(need)
-        reason = (
-            f"needs {need} of memory, {free} are free beside the models in use; try again later"
-        )
-        raise Refused(503, f"[model] {reason}", "memory_busy", retry=10)
+        reason = f"[model] needs {need} of memory, {free} are free beside the models in use"
+        raise Refused(503, f"{reason}; try again later", "memory_busy", retry=10)
 
     def kv(self, is_operator: bool) -> dict:
         """The document of /v1/kv: the caches of the first model, then of all others that are loaded."""
