@@ -187,7 +187,16 @@ class Constraint:
         self._begun = True
         if self._after:
             return logits
-        allowed = self._allowed(logits.shape[-1])
+        columns = logits.shape[-1]
+        allowed = np.zeros(columns, bool)
+        if not self._matcher.is_stopped():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            bits = np.unpackbits(bits, bitorder="little")[:columns].astype(bool)
+            allowed[: len(bits)] = bits
+        if not allowed.any():  # complete, or a grammar that grew beyond llguidance's limits
+            if self._matcher.is_error():
+                logging.warning(f"a grammar failed: {self._matcher.get_error()}"[:200])
+            allowed[self._ends] = True
         return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, logits.dtype))
 
     def _take(self, token: int) -> None:
@@ -197,15 +206,3 @@ class Constraint:
                 self._after = ()
         elif not self._matcher.is_stopped() and token not in self._ends:
             self._matcher.consume_token(token)
-
-    def _allowed(self, columns: int) -> np.ndarray:
-        found = np.zeros(columns, bool)
-        if not self._matcher.is_stopped():
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            bits = np.unpackbits(bits, bitorder="little")[:columns].astype(bool)
-            found[: len(bits)] = bits
-        if not found.any():  # complete, or a grammar that grew beyond llguidance's limits
-            if self._matcher.is_error():
-                logging.warning(f"a grammar failed: {self._matcher.get_error()}"[:200])
-            found[self._ends] = True
-        return found
