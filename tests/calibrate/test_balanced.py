@@ -6,7 +6,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from older_file import older
 from on_emulator import make, make_tiles
 from turning import TEXT, at_zero, data, moments_over, rms, seen_by, stored
 
@@ -15,7 +14,6 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Transform
-from mlxkv.formats.config import BALANCED
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
@@ -31,7 +29,6 @@ INT2, OSCAR = (
     dataclasses.replace(parse_kv(name), **WINDOWS)
     for name in ("balanced-int2+g32", "oscar-int2+g32")
 )
-KINDS = (BALANCED, BALANCED)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -144,19 +141,3 @@ def test_a_clip_belongs_to_its_transform(model, made):
         cache = make_prompt_cache(model)[0]
         assert cache.config.keys.quantizer.clip == both.layers["0"].keys.clips[form]
     detach(model)
-
-
-def test_clips_are_kept_where_the_transform_is_the_same(made):
-    marked = {"balanced int2 g64": 0.9, "int2 g64": 0.8}
-    layer = made.layers["0"]
-    clipped = dataclasses.replace(
-        made,
-        layers={
-            **made.layers,
-            "0": dataclasses.replace(layer, keys=dataclasses.replace(layer.keys, clips=marked)),
-        },
-    )
-    again, lost = made.with_clips_of(clipped)
-    assert again.layers["0"].keys.clips == marked and lost == 0
-    again, lost = older(made).with_clips_of(clipped)
-    assert again.layers["0"].keys.clips == {"int2 g64": 0.8} and lost == 1

@@ -46,17 +46,6 @@ def test_no_invertible_map_does_better(subtests, monkeypatch):
             )
 
 
-def test_stored_and_read_have_the_same_diagonal_moment(subtests, monkeypatch):
-    for seed in range(2):
-        with subtests.test(seed=seed):
-            noise, reads = covariance(32, seed), covariance(32, seed + 9)
-            down, sigma = unfloored(noise, reads, monkeypatch)
-            up = np.linalg.inv(down)
-            np.testing.assert_allclose(down.T @ noise @ down, np.diag(sigma), atol=1e-9 * sigma[0])
-            np.testing.assert_allclose(up @ reads @ up.T, np.diag(sigma), atol=1e-9 * sigma[0])
-            assert (np.diff(sigma) <= 0).all()
-
-
 def test_the_output_moment_is_the_energy_of_errors_behind_the_projection():
     w, e = normal(6, 8, 20), normal(3, 8, seed=1)
     found = spec.output_moment(w, 3)

@@ -44,36 +44,6 @@ def test_value_target_is_the_second_moment_of_attention_outputs(subtests):
             np.testing.assert_allclose(target, brute, atol=1e-12)
 
 
-def test_rotations_are_orthonormal_and_spread_importance_evenly(subtests):
-    for dims in POWERS + OTHERS:
-        with subtests.test(dims=dims):
-            target = covariance(dims)
-            turn = spec.rotation(target)
-            np.testing.assert_allclose(turn.T @ turn, np.eye(dims), atol=1e-12)
-            share = np.diagonal(turn.T @ target @ turn) * dims / np.trace(target)
-            # Hadamard: exactly. Waves: cos and sin are neighbours, on eigenvalues that hardly differ.
-            bound = 1e-9 if dims in POWERS else 0.35
-            np.testing.assert_allclose(share, 1, atol=bound)
-            before = np.diagonal(target) * dims / np.trace(target)
-            assert before.max() > 2
-
-
-def test_what_is_read_least_is_constant_over_groups(subtests):
-    for dims in POWERS + OTHERS:
-        with subtests.test(dims=dims):
-            rows = spec.mixing(dims)
-            np.testing.assert_allclose(rows @ rows.T, np.eye(dims), atol=1e-12)
-            np.testing.assert_allclose(rows[0], 1 / np.sqrt(dims), atol=1e-12)
-            block = dims & -dims
-            for i in range(
-                dims // block
-            ):  # as many directions as there are blocks: constant over each
-                assert np.ptp(rows[i].reshape(-1, block), axis=1).max() < 1e-12
-            if dims in POWERS:  # with groups of D / 4: four directions
-                assert np.ptp(np.abs(rows), axis=None) < 1e-12
-                assert np.ptp(rows[:4].reshape(4, 4, -1), axis=2).max() < 1e-12
-
-
 def test_bit_reversal_is_the_permutation_of_the_released_code():
     dims = 16
     values = np.arange(dims, dtype=float)  # ascending

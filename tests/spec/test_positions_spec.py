@@ -13,19 +13,11 @@ def plain(dims, base=1e4):
     return base ** (-np.arange(0, dims, 2) / dims)
 
 
-def llama3(dims, base=5e5, factor=8.0, old=8192):
-    wave = 2 * np.pi / plain(dims, base)
-    smooth = np.clip((old / wave - 1) / 3, 0, 1)
-    return plain(dims, base) * ((1 - smooth) / factor + smooth)
-
-
 KINDS = {  # dims, pairs, frequencies
     "halves": (16, positions.rotary_pairs(16), plain(16)),
     "neighbours": (16, positions.rotary_pairs(16, interleaved=True), plain(16)),
     "part of the channels": (24, positions.rotary_pairs(16), plain(16)),
     "last channels": (24, positions.rotary_pairs(8, 16), plain(8)),
-    "linear": (16, positions.rotary_pairs(16), plain(16) / 8),
-    "llama3": (16, positions.rotary_pairs(16), llama3(16)),
     "equal frequencies": (8, positions.rotary_pairs(8), np.array([0.5, 0.5, 0.0, 1e-9])),
     "whole turns": (8, positions.rotary_pairs(8), np.array([2 * np.pi, np.pi, 0.3, 4 * np.pi])),
     "none": (8, np.zeros((0, 2), int), np.zeros(0)),
