@@ -103,7 +103,10 @@ def codex(served: Served) -> tuple[dict[str, str], list[str]]:
         "model_context_window": served.longest,
         "web_search": "disabled",  # a tool that runs at OpenAI
     }
-    pairs = [("-c", f"{name}={json.dumps(value)}") for name, value in settings.items()]
+    pairs = [
+        ("-c", f"{name}={json.dumps(value, ensure_ascii=False)}")
+        for name, value in settings.items()
+    ]
     return {KEY: served.key}, [word for pair in pairs for word in pair]
 
 
@@ -226,7 +229,7 @@ def ask(url: str, key: str) -> Served | None:
             Request(f"{url}/v1/kv", headers=headers), timeout=ANSWER_SECONDS
         ) as response:
             about = untrusted.parse(response.read(1 << 20))
-        name = _sound(str(about["model"]))
+        name = _sound(about["model"])
         return Served(url, key, name, untrusted.whole(about["longest_tokens"], "longest_tokens"))
     except UserError:
         raise
@@ -237,7 +240,7 @@ def ask(url: str, key: str) -> Served | None:
                 f"{'one' if key else 'none'}; set --api-key or {KEY}"
             ) from None
         return None
-    except (OSError, HTTPException, ValueError, KeyError, TypeError):
+    except (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 
 

@@ -83,7 +83,7 @@ def test_a_program_finds_the_server(tool, fake, running, monkeypatch, capfd):
         assert env["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "512"
 
 
-def test_a_dry_run_starts_nothing_and_shows_no_key(fake, running, capfd):
+def test_a_dry_run_starts_nothing_and_shows_no_key(fake, running, tmp_path, capfd):
     fake("codex", code=9)
     args = ["launch", "codex", "--url", running.url, "--api-key", "secret"]
     assert main([*args, "--dry-run", "--", "a b"]) == 0
@@ -94,6 +94,9 @@ def test_a_dry_run_starts_nothing_and_shows_no_key(fake, running, capfd):
     out = capfd.readouterr()
     assert out.out.splitlines()[0] == "mlxkv serve --model qwen3-4b --kv int8 --port 8080"
     assert '"model": "mlxkv/qwen3-4b"' in out.out and "npm install -g opencode-ai" in out.err
+    (tmp_path / "m😀").mkdir()
+    assert main(["launch", "codex", "-m", str(tmp_path / "m😀"), "--dry-run"]) == 0
+    assert "-c 'model=\"m😀\"'" in capfd.readouterr().out  # TOML has no pairs of escapes
 
 
 NOBODY = "[--url] no server of mlxkv answers"
@@ -101,7 +104,10 @@ BAD = [
     (["nope"], 2, "[launch] no such program; got 'nope'; choose from claude, opencode, codex"),
     (["codex"], 1, "[launch] codex is not installed; npm install -g @openai/codex"),
     (["claude", "--url", "ftp://x"], 2, "[--url] must begin with http:// or https://"),
-    *((["claude", "--url", url], 1, NOBODY) for url in ("http://[::1", "http://[x]:1", "http://")),
+    *(
+        (["claude", "--url", url], 1, NOBODY)
+        for url in ("http://[::1", "http://[x]:1", f"http://[::]:{1 << 64}")
+    ),
     *((["claude", "--url", url], 1, NOBODY) for url in ("http://a:99999", "http://127.0.0.1:9")),
     (["claude", "--url", "http://x", "-m", "tiny"], 2, "[--url] its server has a model already"),
     (["claude", "--kv", "int8"], 2, "[--model] needed to start a server"),
@@ -127,6 +133,7 @@ ANSWERS = {
     "no length": ('{"model": "m", "longest_tokens": -1}', 1, "no server of mlxkv"),
     "a deep answer": (DEEP, 1, "no server of mlxkv"),
     "a list": ("[]", 1, "no server of mlxkv"),
+    "a list for a name": ('{"model": ["m"], "longest_tokens": 9}', 1, "no server of mlxkv"),
     "a variable": ('{"model": "a{env:HOME}", "longest_tokens": 9}', 2, "[--model] its name"),
     "a file": ('{"model": "{file:~/.ssh/id}", "longest_tokens": 9}', 2, "[--model] its name"),
     "half of a pair": ('{"model": "a\\ud800", "longest_tokens": 9}', 2, "[--model] its name"),

@@ -149,7 +149,7 @@ def check_document(**body) -> dict:
     return fields.document(json.dumps(body).encode())
 
 
-HUGE = ("1e400", "-1e999", "Infinity", "-Infinity", "NaN", "1" + "0" * 400)
+HUGE = ("1e400", "-1e999", "Infinity", "-Infinity", "NaN", "1" + "0" * 400, "9" * 5000)
 PLACES = {
     "metadata.a.1": '"metadata": {"a": [1, %s]}',
     "tools.0.function.parameters.default": '"tools": [{"function": {"name": "f", "parameters": {"default": %s}}}]',

@@ -29,7 +29,7 @@ def bad(path: str, reason: str, got: object = _NOTHING) -> Refused:
 def document(raw: bytes) -> dict:
     """The JSON object in a body, with numbers and depth that JSON's other readers have, too. Raises Refused."""
     try:
-        body = json.loads(raw.decode("utf-8"))
+        body = json.loads(raw.decode("utf-8"), parse_int=_whole)
         json.dumps(body, ensure_ascii=False).encode()  # raises at half of a surrogate pair
     except UnicodeError:
         reason = "not UTF-8, or text that is not Unicode"
@@ -45,6 +45,11 @@ def document(raw: bytes) -> dict:
         check_values("body", body)
         return body
     raise Refused(400, f"[body] {reason}", "invalid_json")
+
+
+def _whole(digits: str) -> int | float:
+    """An integer; beyond what Python reads, or a check takes, infinity."""
+    return int(digits) if len(digits) < 400 else float(digits)
 
 
 def check_values(path: str, value: dict) -> None:
