@@ -41,9 +41,8 @@ COUNT = "/v1/messages/count_tokens"
 SECONDS = 3.0  # of processor time for a request
 PACE = 1 << 20  # bytes for which it has a second more
 MEMORY = 1 << 30  # bytes that one request may take
-LARGE = (
-    256 << 10
-)  # bytes of a body that is read in the second process: small ones do not wait for it
+# Bytes of a body that is read in the second process: small ones do not wait for it.
+LARGE = 256 << 10
 PROCESSES = Process(__name__), Process(__name__)
 TAIL = 11  # tokens at the end of a prompt, in which templates begin thoughts
 # A chat for a model without a template, as mlx-lm writes it.

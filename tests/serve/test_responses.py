@@ -92,9 +92,8 @@ def test_tools_that_take_free_text(ask, said):
     assert (use.type, use.name, use.input) == ("custom_tool_call", "apply_patch", "*** Begin Patch")
     said[0] = "Done."
     answer = {"type": "custom_tool_call_output", "call_id": use.call_id, "output": "ok"}
-    assert (
-        ask([{"role": "user", "content": ASK}, use, answer], tools=[PATCH]).output_text == "Done."
-    )
+    items = [{"role": "user", "content": ASK}, use, answer]
+    assert ask(items, tools=[PATCH]).output_text == "Done."
 
 
 def test_errors(openai, client, running, ask, said, monkeypatch):

@@ -34,9 +34,8 @@ LOG = logging.getLogger("mlxkv.serve")
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 ALLOW = ", ".join(METHODS)
 TARGET, FIELDS = 8 << 10, 100  # bytes of a request's target; header fields
-PAGE = Path(__file__).with_name(
-    "page"
-)  # HTML, CSS and native modules, as they are; there is no build step
+# HTML, CSS and native modules, as they are; there is no build step.
+PAGE = Path(__file__).with_name("page")
 # A model's text is never script: no inline code, no markup from text but through DOMPurify's policy,
 # nothing fetched from elsewhere (an image in a reply would tell its server what was said).
 POLICY = (
@@ -50,8 +49,6 @@ PAGE_HEADERS = {
 }
 # Without a key: nothing there belongs to a client.
 OPEN, OPEN_FOLDER = ("/health", "/"), "/page/"
-
-
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 

@@ -106,22 +106,13 @@ def test_the_policy_forbids_what_gets_through(tab):
     tab.js(
         "addEventListener('securitypolicyviolation', e => (globalThis.broken ||= []).push(e.effectiveDirective))"
     )
-    assert (
-        tab.js(
-            "(() => { try { document.body.innerHTML = '<b>'; return 'set' } catch (e) { return e.name } })()"
-        )
-        == "TypeError"
-    )
-    tab.js(
-        "document.body.append(Object.assign(document.createElement('img'), {src: 'https://evil.example/x'}))"
-    )
-    assert (
-        tab.js(
-            "(() => { try { document.createElement('b').setAttribute('onclick', '1'); return 'set' } "
-            "catch (e) { return e.name } })()"
-        )
-        == "TypeError"
-    )
+    for markup in (
+        "document.body.innerHTML = '<b>'",
+        "document.createElement('b').setAttribute('onclick', '1')",
+    ):
+        code = f"(() => {{ try {{ {markup} }} catch (e) {{ return e.name }} }})()"
+        assert tab.js(code) == "TypeError"
+    tab.js("(x => { x.src = 'https://evil.example/x'; document.body.append(x) })(new Image())")
     tab.until("globalThis.broken?.includes('img-src')")
     tab.errors.clear()  # they are the point
 
@@ -166,9 +157,6 @@ def test_retrying(tab, server):
     server.says(("status", 500, "[serve] generation failed"))
     tab.ask("hello")
     tab.button("Retry")
-    tab.until(
-        "document.querySelector('.turn.assistant .body').innerText.includes('You said: hello')"
-    )
     tab.turns_are("hello", "You said: hello")
     assert roles(server.asked[1]) == ["user"]
     server.says(("say", "Half"), ("fault", "[serve] the server is ending"))
@@ -193,9 +181,8 @@ def test_a_reply_that_was_cut_off_goes_on(tab, server):
     tab.until(f"{BODY}.innerText.trim() === 'One two three'")
     tab.idle()
     body = server.asked[1]
-    assert (
-        body["continue_final_message"] is True and "continue_final_message" not in server.asked[0]
-    )
+    assert body["continue_final_message"] is True
+    assert "continue_final_message" not in server.asked[0]
     assert body["messages"][-1] == {"role": "assistant", "content": "One two", "reasoning": "hm"}
     tab.until(f"{LAST}.querySelector('.ending').hidden")
     tab.until(f"{LAST}.innerText.includes('13 + 14 tokens')")
