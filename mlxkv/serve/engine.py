@@ -338,13 +338,11 @@ class Engine:
             self.sessions.shrink(max(0, self.ranks.least(self.sessions.nbytes) - excess))
             mx.clear_cache()
         if self._excess() > 0:
-            raise Refused(
-                503,
+            reason = (
                 f"[memory] the server takes {human_bytes(used_memory())}, {human_bytes(need)} more would be above "
-                f"{CEILING:.0%} of this machine's memory; try again later, or ask for fewer tokens",
-                "memory_busy",
-                retry=10,
+                f"{CEILING:.0%} of this machine's memory; try again later, or ask for fewer tokens"
             )
+            raise Refused(503, reason, "memory_busy", retry=10)
 
     def _excess(self) -> int:
         """Return by how many bytes caches that are promised would pass the ceiling, on the machine with least room:

@@ -39,11 +39,8 @@ def of_schema(path: str, schema: object) -> str:
     """llguidance's grammar of a JSON schema. path: the field, for errors. Raises Refused."""
     library = _library()
     if library is None:
-        raise Refused(
-            400,
-            f"[{path}] needs a library for grammars that this server does not have; {INSTALL}",
-            "not_installed",
-        )
+        reason = f"needs a library for grammars that this server does not have; {INSTALL}"
+        raise Refused(400, f"[{path}] {reason}", "not_installed")
     if not isinstance(schema, dict):
         raise bad(path, "must be a JSON schema, an object", schema)
     text = json.dumps(schema)

@@ -129,9 +129,8 @@ class Prompts:
             prompt = self._chat(request, messages[:-1])
             return Prompt(*continued(self._tokenizer, self._turns, prompt, request.messages[-1]))
         except Exception as error:  # templates raise anything
-            raise Refused(
-                400, f"[messages] the chat template refuses this: {error}"[:300], "invalid_value"
-            ) from None
+            reason = f"[messages] the chat template refuses this: {error}"[:300]
+            raise Refused(400, reason, "invalid_value") from None
 
     def fitting(self, request: Request, limit: int) -> tuple[Prompt, int]:
         """The prompt of a chat in at most `limit` tokens, without the oldest turns behind the system's words, and how

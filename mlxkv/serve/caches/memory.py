@@ -146,24 +146,15 @@ class Memory:
         own, alike = self._needs(tokens)
         need, promised = own + alike, self.promised
         details = {"tokens": tokens, "need_bytes": need, "kv_memory_bytes": self.bound}
-        words = f"{tokens} tokens need {human_bytes(need)} of cache"
+        words = f"[--kv-memory] {tokens} tokens need {human_bytes(need)} of cache"
+        bound = human_bytes(self.bound)
         if need > self.bound:
-            raise Refused(
-                503,
-                f"[--kv-memory] {words}, the reply included; the bound is {human_bytes(self.bound)}; "
-                "ask for fewer tokens, or start the server with more",
-                "kv_memory",
-                details=details,
-            )
+            words += f", the reply included; the bound is {bound}; ask for fewer tokens, or start the server with more"
+            raise Refused(503, words, "kv_memory", details=details)
         if _together([*self._promised.values(), (own, alike)]) > self.bound:
-            raise Refused(
-                503,
-                f"[--kv-memory] {words}; {human_bytes(promised)} of {human_bytes(self.bound)} are "
-                "promised to other requests; try again when they are done",
-                "kv_memory_busy",
-                retry=2,
-                details=details | {"promised_bytes": promised},
-            )
+            words += f"; {human_bytes(promised)} of {bound} are promised to other requests; try again later"
+            details["promised_bytes"] = promised
+            raise Refused(503, words, "kv_memory_busy", retry=2, details=details)
         self._promised[key] = own, alike
 
     def _needs(self, tokens: int) -> tuple[int, int]:

@@ -51,12 +51,8 @@ class Keys:
             return
         if is_guessing:
             wait = ceil((debt - FREE + 1) / RATE)
-            raise Refused(
-                429,
-                f"[Authorization] too many wrong keys from this address; wait {wait} s",
-                "invalid_api_key",
-                retry=wait,
-            )
+            reason = f"[Authorization] too many wrong keys from this address; wait {wait} s"
+            raise Refused(429, reason, "invalid_api_key", retry=wait)
         if given:  # none at all is no guess: pages ask for a key when they are told
             self._debts[who] = (debt + 1, now)
             self._debts.move_to_end(who)
