@@ -133,10 +133,10 @@ def test_a_prompt_is_read_in_parts_that_fit(server, monkeypatch):
     assert min(sizes) == engine.LEAST_CHUNK < max(sizes)
 
 
-def test_a_line_of_the_log_for_each_reply(server, caplog):
-    with caplog.at_level(logging.INFO, "mlxkv"):
-        complete(server, "abc", 2, user="log")
-        complete(server, "abc", 2, user="log")
+def test_a_line_of_the_log_for_each_reply(model_folder, caplog):
+    with caplog.at_level(logging.INFO, "mlxkv"), serving(model_folder) as server:
+        complete(server, "abc", 2)
+        complete(server, "abc", 2)
         refused(server, 400, prompt="abc", temperature=-1)
         get(server, "/v1/kv")
     lines = [line.rpartition(", ")[0] for line in caplog.messages if "/v1/" in line]
