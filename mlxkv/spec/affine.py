@@ -231,34 +231,6 @@ def split(tokens: int, sink: int, recent: int, page: int) -> tuple[int, int]:
     return sink, -(-(body - recent - page) // page)
 
 
-def stored(x: np.ndarray, side: dict, sink: int, pages: int, page: int) -> np.ndarray:
-    """Return x [B, G, T, D] as attention sees it: pages transformed, encoded and decoded, windows
-    exact.
-
-    side: {"transform", "seed", "bits", "group", "symmetric", "axis"}, and "clip" where it is not 1;
-    bits 16 means full precision. "shared", where it is true: `tensor_encode` of each page.
-    """
-    out = np.array(x, np.float64)
-    if pages == 0 or side["bits"] == 16:
-        return out
-    down, up = transform(side["transform"], x.shape[-1], side["seed"])
-    inside = slice(sink, sink + pages * page)
-    body = out[:, :, inside] @ down
-    if side.get("shared"):
-        for b, n in np.ndindex(len(x), pages):
-            tile = body[b, :, n * page : (n + 1) * page]
-            codes, scale = tensor_encode(tile, side["bits"])
-            tile[:] = scale * (codes.astype(np.float64) - 2 ** (side["bits"] - 1))
-        out[:, :, inside] = body @ up
-        return out
-    group = group_size(side["group"], body.shape[-1] if side["axis"] == "token" else page)
-    codes, scale, bias = affine_encode(
-        body, side["bits"], group, side["symmetric"], side["axis"], side.get("clip", 1.0)
-    )
-    out[:, :, inside] = affine_decode(codes, scale, bias, group, side["axis"]) @ up
-    return out
-
-
 def attention(
     q: np.ndarray,
     k: np.ndarray,

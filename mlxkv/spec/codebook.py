@@ -107,14 +107,3 @@ def codebook_encode(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.n
 def codebook_decode(codes: np.ndarray, scale: np.ndarray, levels: np.ndarray) -> np.ndarray:
     """Return scale * level: [..., R]."""
     return scale * levels[codes]
-
-
-def stored(x: np.ndarray, sink: int, pages: int, page: int, bits: int, seed: int = 0) -> np.ndarray:
-    """Return x [B, G, T, D] as attention sees it, as `affine.stored` does. seed: of the rotation."""
-    out, dims = np.array(x, np.float64), x.shape[-1]
-    turn, levels = random_rotation(dims, seed), sphere_levels(dims, bits)
-    for b, g, n in np.ndindex(*x.shape[:2], pages):
-        inside = slice(sink + n * page, sink + (n + 1) * page)
-        codes, scale = codebook_encode(out[b, g, inside] @ turn, levels)
-        out[b, g, inside] = codebook_decode(codes, scale, levels) @ turn.T
-    return out

@@ -13,7 +13,6 @@ from functools import lru_cache
 import numpy as np
 
 from mlxkv.spec import affine
-from mlxkv.spec.codebook import random_rotation
 
 LEVELS, BITS = 4, (4, 2, 2, 2)  # bits of an angle, by level (section 4.1)
 TURN = 2 * np.pi
@@ -97,31 +96,3 @@ def fit_codebook(
             if (codes == i).any():
                 book[i] = angles[codes == i].mean()
     return book
-
-
-def stored(
-    x: np.ndarray,
-    sink: int,
-    pages: int,
-    page: int,
-    online: bool = False,
-    seed: int = 0,
-    turned: bool = True,
-) -> np.ndarray:
-    """Return x [B, G, T, D] as attention sees it, as `affine.stored` does. online: 8 steps of k-means for each
-    page of each head, codebooks rounded to float16. turned: behind the random matrix; False is the paper's
-    row "PolarQuant", without preconditioning."""
-    out = np.array(x, np.float64)
-    turn = random_rotation(x.shape[-1], seed) if turned else np.eye(x.shape[-1])
-    books = [angle_codebook(level) for level in range(1, LEVELS + 1)]
-    for b, g, n in np.ndindex(*x.shape[:2], pages):
-        inside = slice(sink + n * page, sink + (n + 1) * page)
-        y, books_here = out[b, g, inside] @ turn, books
-        if online:
-            fitted, sizes = [], y
-            for angle, book in zip(to_polar(y)[1], books, strict=True):
-                sizes = np.hypot(sizes[..., ::2], sizes[..., 1::2])
-                fitted.append(fit_codebook(angle, sizes > 0, book, 8))
-            books_here = [affine._half(book) for book in fitted]
-        out[b, g, inside] = tree_decode(*tree_encode(y, books_here), books_here) @ turn.T
-    return out

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 from random_models import random_model
+from stored_spec import stored
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache, decoded
@@ -55,7 +56,7 @@ def rotary_law(cache, rotary: mx.array) -> np.ndarray:
     if cache.config.rotary == 16:
         return exact
     sink, pages = spec.split(total, SINK, RECENT, PAGE)
-    return spec.stored(exact, side_of(cache.config.values), sink, pages, PAGE)
+    return stored(exact, cache.config.values, sink, pages, PAGE)
 
 
 def plain_cache() -> LatentKVCache:
@@ -80,18 +81,6 @@ def fill(cache, pair, chunks):
     return out
 
 
-def side_of(side: Side) -> dict:
-    it = side.quantizer
-    return {
-        "transform": side.transform,
-        "seed": 0,
-        "bits": it.bits,
-        "group": it.group,
-        "symmetric": it.symmetric,
-        "axis": it.axis,
-    }
-
-
 def attended(cache, latents, rotary, seed: int = 5):
     """(attention over what a decode step returned, the queries, the scores of the rotary keys)."""
     rng = np.random.default_rng(seed)
@@ -112,7 +101,7 @@ def test_a_decode_step_is_what_the_spec_computes(cache, chunks):
     out, q, bias = attended(cache, view, rotary)
     sink, pages = spec.split(total, SINK, RECENT, PAGE)
     assert pages == (cache.store.count if cache.store else 0)
-    seen = spec.stored(whole[0], side_of(cache.config.keys), sink, pages, PAGE)
+    seen = stored(whole[0], cache.config.keys, sink, pages, PAGE)
     expected = spec.attention(
         np.array(q, np.float64), seen, seen, SCALE, np.array(bias, np.float64)
     )

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import numpy as np
 
 from mlxkv.formats.config import Affine, Codebook, Fill, Full, Half, Polar, PolarTree, Side
 from mlxkv.spec import affine as ref
 from mlxkv.spec import codebook, fill, polar
 from mlxkv.spec import polar_tree as tree
+
+
+def _affine(x: np.ndarray, spec: Affine) -> np.ndarray:
+    if spec.shared:
+        codes, scale = ref.tensor_encode(x, spec.bits)
+        return scale * (codes.astype(np.float64) - 2 ** (spec.bits - 1))
+    group = ref.group_size(spec.group, x.shape[-1 if spec.axis == "token" else -2])
+    codes = ref.affine_encode(x, spec.bits, group, spec.symmetric, spec.axis, spec.clip)
+    return ref.affine_decode(*codes, group, spec.axis)
+
+
+def _codebook(x: np.ndarray, spec: Codebook) -> np.ndarray:
+    levels = codebook.sphere_levels(x.shape[-1], spec.bits)
+    return codebook.codebook_decode(*codebook.codebook_encode(x, levels), levels)
+
+
+def _tree(x: np.ndarray, spec: PolarTree) -> np.ndarray:
+    """online: 8 steps of k-means for each head, codebooks rounded to float16."""
+    out, books = [], [tree.angle_codebook(level) for level in range(1, tree.LEVELS + 1)]
+    for head in x:
+        fitted, sizes = books, head
+        if spec.online:
+            fitted = []
+            for angle, book in zip(tree.to_polar(head)[1], books, strict=True):
+                sizes = np.hypot(sizes[..., ::2], sizes[..., 1::2])
+                fitted.append(ref._half(tree.fit_codebook(angle, sizes > 0, book, 8)))
+        out.append(tree.tree_decode(*tree.tree_encode(head, fitted), fitted))
+    return np.stack(out)
 
 
 def _polar(x: np.ndarray, spec: Polar) -> np.ndarray:
@@ -20,33 +46,24 @@ def _fill(x: np.ndarray, spec: Fill) -> np.ndarray:
     return fill.decode(*fill.encode(x, spec.widths), spec.widths)
 
 
-TILES = {Polar: _polar, Fill: _fill}  # [..., page, R] -> the same, decoded
+# A page of all heads, [G, page, R] -> the same, decoded.
+LAWS = {Affine: _affine, Codebook: _codebook, PolarTree: _tree, Polar: _polar, Fill: _fill}
+
+
+def _turn(side: Side, dims: int) -> tuple[np.ndarray, np.ndarray]:
+    if side.transform == "random":
+        down = codebook.random_rotation(dims, side.seed)
+        return down, down.T
+    return ref.transform(side.transform, dims, side.seed)
 
 
 def stored(x: np.ndarray, side: Side, sink: int, pages: int, page: int) -> np.ndarray:
-    """Return x [B, G, T, D] as attention sees it: `mlxkv.spec.affine.stored` for every quantizer."""
-    spec = side.quantizer
-    if isinstance(spec, PolarTree):  # its spec and that of codebooks rotate by themselves
-        assert side.transform in ("none", "random")
-        turned = side.transform == "random"
-        return tree.stored(x, sink, pages, page, spec.online, side.seed, turned)
-    if isinstance(spec, Codebook):
-        assert side.transform == "random"
-        return codebook.stored(x, sink, pages, page, **asdict(spec), seed=side.seed)
-    decoded = TILES.get(type(spec))
-    if decoded is None and not isinstance(spec, Affine | Full | Half):
-        raise TypeError(f"no law for {type(spec).__name__}")
-    if decoded is None:
-        turn = {"transform": side.transform, "seed": side.seed}
-        return ref.stored(x, {"bits": 16, **asdict(spec), **turn}, sink, pages, page)
-    out, dims = np.array(x, np.float64), x.shape[-1]
-    if pages:
-        inside = slice(sink, sink + pages * page)
-        down = np.eye(dims) if side.transform == "none" else _down(side, dims)
-        tiles = (out[:, :, inside] @ down).reshape(*x.shape[:2], pages, page, dims)
-        out[:, :, inside] = decoded(tiles, side.quantizer).reshape(*x.shape[:2], -1, dims) @ down.T
+    """Return x [B, G, T, D] as attention sees it: pages turned, encoded and decoded, windows exact."""
+    out = np.array(x, np.float64)
+    if isinstance(side.quantizer, Full | Half):
+        return out
+    (down, up), law = _turn(side, x.shape[-1]), LAWS[type(side.quantizer)]
+    for b, n in np.ndindex(len(x), pages):
+        inside = slice(sink + n * page, sink + (n + 1) * page)
+        out[b, :, inside] = law(out[b, :, inside] @ down, side.quantizer) @ up
     return out
-
-
-def _down(side: Side, dims: int) -> np.ndarray:
-    return ref.transform(side.transform, dims, side.seed)[0]
