@@ -154,8 +154,12 @@ class Grammars:
         return Constraint(self._matcher(grammar), self._words.eos_tokens, free)
 
     def try_out(self, grammar: str) -> None:
-        """Build a grammar and the mask of its first step, which takes minutes for some."""
-        self._matcher(grammar).compute_bitmask()
+        """Build a grammar and the mask of its first step, which takes minutes for some. Raises Refused."""
+        matcher = self._matcher(grammar)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            reason = "[response_format] a schema that no reply can follow, or one of tools"
+            raise Refused(400, reason, "invalid_value")
 
     def _matcher(self, grammar: str) -> Any:
         if self._words is None:  # some 100 ms for 150,000 tokens

@@ -169,6 +169,7 @@ def test_what_is_no_schema_is_refused(server, subtests):
         (schema({"$ref": "https://example.com/x"}), "not a schema"),
         (schema({"x-guidance": {}}), "x-guidance"),
         (schema({"enum": ["a" * 70000]}), "characters"),
+        (schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "no reply can"),
     ):
         with subtests.test(said, form=str(form)[:40]):
             assert said in refused(server, 400, CHAT, messages=ASK, response_format=form)["message"]

@@ -150,8 +150,8 @@ def test_items_become_messages():
         ({"input": [{"role": "robot", "content": "a"}]}, "input.0.role"),
         ({"tools": [{"type": "function"}]}, "tools.0.name"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"max_output_tokens": 0}, "max_tokens"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"instruction": "x"}, "instruction"),
     ],
 )

@@ -64,6 +64,9 @@ class ReplyText:
 
     def __init__(self, tokenizer: Any, words: Iterable[str], prefix: Sequence[int] = ()):
         self._tokenizer, self._detokenizer = tokenizer, tokenizer.detokenizer
+        if decode := getattr(self._detokenizer, "_decode_bytes", None):
+            # mlx-lm takes the letter that stands for a zero byte for itself.
+            self._detokenizer._decode_bytes = lambda text: decode(text.replace("\u0100", "\0"))
         self._prefix, self._start = tokenizer.decode(list(prefix)) if prefix else "", list(prefix)
         self._matcher, self._ready = StopMatcher(words), ""
 
@@ -91,15 +94,15 @@ class ReplyText:
         stop words; None while it goes on."""
         if reason is not None and self.word is None:
             self._detokenizer.finalize()
-            self._read()
+            self._read(last=True)
             self._ready += self._matcher.flush()
             reason = reason if self.word is None else "stop"
         text, self._ready = self._ready, ""
         return text, reason
 
-    def _read(self) -> None:
+    def _read(self, last: bool = False) -> None:
         text = self._detokenizer.last_segment
-        if text and self._start:
+        if (text or last) and self._start:
             joint = self._tokenizer.decode(self._start)[len(self._prefix) :]
             if joint.startswith(" ") and not text.startswith(" "):
                 text = " " + text

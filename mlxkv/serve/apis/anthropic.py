@@ -10,7 +10,7 @@ from collections.abc import Collection
 from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.fields import Fields, bad, call, joined, mistyped, schema_format
+from mlxkv.serve.http.fields import Fields, bad, call, joined, mistyped, renamed, schema_format
 from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
@@ -28,6 +28,7 @@ TAKEN = (
     *("system", "messages", "tools", "tool_choice", "stop_sequences", "stream", "thinking"),
     *("output_config", "output_format"),
 )
+NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "tools": "tools"}
 # Claude Code begins its system prompt with a line for Anthropic's accounting, another one for each
 # request: no prompt would ever be found in a cache.
 BILLING = "x-anthropic-billing-header:"
@@ -69,7 +70,10 @@ def request_of(body: dict, served: Served) -> Request:
         "response_format": _format(fields),
         "tool_choice": _choice(fields.object("tool_choice")),
     }
-    return check(plain | translated, True, served, shorten=True)
+    try:
+        return check(plain | translated, True, served, shorten=True)
+    except Refused as refused:
+        raise renamed(refused, NAMES) from None
 
 
 def _choice(choice: dict) -> str | dict:

@@ -48,10 +48,13 @@ class LogProbs:
 
 
 def _bytes_of(piece: str) -> bytes:
-    """The bytes of a piece of a vocabulary: "<0xE2>", or letters that stand for bytes as in GPT-2."""
+    """The bytes of a piece of a vocabulary: "<0xE2>", or letters that stand for bytes as in GPT-2, or text in which
+    one stands for a space."""
     if match := BYTE.fullmatch(piece):
         return bytes.fromhex(match[1])
-    return b"".join(bytes([LETTERS[x]]) if x in LETTERS else x.encode() for x in piece)
+    return b"".join(
+        bytes([LETTERS[x]]) if x in LETTERS else x.encode() for x in piece.replace("\u2581", " ")
+    )
 
 
 def finite(logprob: float) -> float | None:

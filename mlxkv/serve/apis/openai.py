@@ -35,7 +35,7 @@ class Completion(Reply):
         super().__init__(request, request.stream, model)
         self._parts: list[tuple] = []
         self._logprobs: list[dict] = []
-        self._calls, self._offset = 0, 0
+        self._calls, self._bytes = 0, b""
 
     def start(self) -> None:
         chat = self.request.chat
@@ -90,8 +90,8 @@ class Completion(Reply):
             return {"content": steps}
         offsets = []
         for step in steps:
-            offsets.append(self._offset)
-            self._offset += len(step["token"])
+            offsets.append(len(self._bytes.decode(errors="ignore")))
+            self._bytes += bytes(step["bytes"])
         tops = [{one["token"]: one["logprob"] for one in step["top_logprobs"]} for step in steps]
         return {
             "tokens": [step["token"] for step in steps],

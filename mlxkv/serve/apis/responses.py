@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.fields import Fields, bad, call, joined, mistyped, schema_format
+from mlxkv.serve.http.fields import Fields, bad, call, joined, mistyped, renamed, schema_format
 from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
@@ -24,6 +24,12 @@ TAKEN = (
 )
 # What OpenAI's servers keep or do, by the field that asks for it.
 KEPT = ("previous_response_id", "conversation", "prompt")
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "messages": "input",
+    "tools": "tools",
+}
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -61,7 +67,10 @@ def request_of(body: dict, served: Served) -> tuple[Request, set[str]]:
     plain |= {"tool_choice": choice, "response_format": form}  # checked where chats check theirs
     if body.get("max_output_tokens") is not None:
         plain["max_tokens"] = body["max_output_tokens"]
-    return check(plain, True, served, shorten=True), customs
+    try:
+        return check(plain, True, served, shorten=True), customs
+    except Refused as refused:
+        raise renamed(refused, NAMES) from None
 
 
 def _tools(tools: list[Fields]) -> tuple[list[dict], set[str]]:

@@ -78,6 +78,15 @@ def check_values(path: str, value: dict) -> None:
             raise bad(path, f"must be a number from -{FINITE:g} to {FINITE:g}", value)
 
 
+def renamed(refused: Refused, names: dict[str, str]) -> Refused:
+    """The same under the names that places have in another API. names: by how they begin in OpenAI's chats."""
+    place, end, rest = refused.message.partition("]")
+    first, dot, inner = place[1:].replace(".json_schema", "").partition(".")
+    if first in names:
+        refused.message = f"[{names[first]}{dot}{inner.replace('function.', '')}{end}{rest}"
+    return refused
+
+
 def mistyped(body: dict, taken: tuple[str, ...]) -> None:
     """Refuse a name that is almost one of ours. Others are dropped: clients send new ones with every version, and
     those of other servers. Raises Refused."""
