@@ -105,6 +105,7 @@ NetworkError.__module__ = "httpx"
         (hub_errors.HfHubHTTPError("503 busy", response=response()), "503 busy"),
         (NetworkError("no route"), "check the network"),
         (ConnectionResetError("reset"), "fetching failed"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "is damaged"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )

@@ -57,6 +57,10 @@ def fetch(repo: str, patterns: list[str] = PATTERNS) -> Path:
         raise UserError(
             f"[load] the hub refused ({first_line(error)}); got {repo}; try again, or {WAY_OUT}"
         ) from None
+    except ValueError as error:
+        raise UserError(
+            f"[load] its folder in the hub's cache is damaged ({first_line(error)}); got {repo}; delete it or {WAY_OUT}"
+        ) from None
     except OSError as error:
         if error.errno in FULL_DISK:
             raise MachineError(

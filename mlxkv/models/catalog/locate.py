@@ -83,7 +83,10 @@ def cached(name: str) -> Place | None:
     """A model of the hub whose weights lie in the hub's cache folder, or None."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(name, "config.json")
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # a reference that is no text; `fetch` says so
+        return None
     if isinstance(config, str) and (weights := _weights(Path(config).parent)):
         return Place(name, Path(config), weights)
     return None
