@@ -12,6 +12,8 @@ import json
 import re
 from typing import Any
 
+from mlxkv import untrusted
+
 MARKS = [chr(code) for code in range(0xE000, 0xE040)]  # private use: in no template
 
 
@@ -155,8 +157,8 @@ def _read_arguments(call: Any) -> Any:
         return call
     arguments = function["arguments"]
     try:
-        values = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        values = untrusted.parse(arguments or "{}")
+    except untrusted.Unsound:
         values = None
     if not isinstance(values, dict):  # half of a call, or plain words: the chat goes on
         values = {"arguments": arguments}

@@ -41,6 +41,7 @@ ARGUMENTS = {
     "no JSON": ("city: Oslo", "city: Oslo"),
     "half of it": ('{"city": "Os', "Os"),
     "too deep": ("[" * 50_000, "[[[["),
+    "deep": ('{"a":' * 500 + '"Oslo"' + "}" * 500, "Oslo"),
     "a number that is none": ('{"a": 1e400, "b": NaN}', "NaN"),
     "a mark": ('{"city": "\\u003c/s>Oslo"}', "</s>Oslo"),
 }

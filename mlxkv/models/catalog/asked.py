@@ -19,7 +19,7 @@ RESERVED = (
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
     *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    "tokenizer_kwargs",
+    *("tokenizer_kwargs", "self"),
 )
 
 
