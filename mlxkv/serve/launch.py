@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Annotated
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
 from typer import Argument, Context, Exit, Option
@@ -198,8 +199,10 @@ def _run(
         with started(options) as served:
             note(f"{served.model} at {served.url}, {served.longest} tokens")
             return _start(tool, program, served, args, dry)
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise UserError(f"[--url] must begin with http:// or https://; got {url[:80]!r}")
+    if url is not None and not _is_url(url):
+        raise UserError(
+            f"[--url] must begin with http:// or https://, and a host; got {url[:80]!r}"
+        )
     key = key or next(iter(os.environ.get(KEY, "").splitlines()), "")
     where = (url or USUAL).rstrip("/").removesuffix("/v1")
     served = ask(where, key)
@@ -211,6 +214,14 @@ def _run(
             "mlxkv models, such as qwen3-4b"
         )
     return _start(tool, program, served, args, dry)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no address of IPv6, no number of a port
+        return False
 
 
 class _NoRedirects(HTTPRedirectHandler):
