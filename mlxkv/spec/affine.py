@@ -195,24 +195,28 @@ def affine_decode(
 # Packing: a little-endian bit stream per token, padded with zeros to whole uint32 words.
 
 
-def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Pack codes [..., R] into uint32 [..., W]: code i takes bits i*b .. (i+1)*b - 1 of the stream, W =
-    ceil(R b / 32)."""
-    dims = codes.shape[-1]
-    stream = (codes[..., None].astype(np.uint32) >> np.arange(bits, dtype=np.uint32)) & 1
-    stream = stream.reshape(*codes.shape[:-1], dims * bits)
-    pad = -(dims * bits) % 32
-    stream = np.concatenate([stream, np.zeros((*stream.shape[:-1], pad), np.uint32)], -1)
+def _places(bits: int | np.ndarray, dims: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return of each bit of a token's stream the code that it belongs to, and its place in that."""
+    bits = np.broadcast_to(bits, dims)
+    return np.repeat(np.arange(dims), bits), np.concatenate([np.arange(b) for b in bits])
+
+
+def pack(codes: np.ndarray, bits: int | np.ndarray) -> np.ndarray:
+    """Pack codes [..., R] into uint32 [..., W]: one code behind the other in the stream, the lowest bit first, W =
+    ceil(R b / 32). bits: b, or of each code [R]."""
+    code, place = _places(bits, codes.shape[-1])
+    stream = (codes[..., code].astype(np.uint32) >> place.astype(np.uint32)) & 1
+    stream = np.pad(stream, [(0, 0)] * (codes.ndim - 1) + [(0, -len(code) % 32)])
     words = stream.reshape(*stream.shape[:-1], -1, 32) << np.arange(32, dtype=np.uint32)
     return words.sum(-1, dtype=np.uint32)
 
 
-def unpack(words: np.ndarray, bits: int, dims: int) -> np.ndarray:
-    """Invert `pack`: uint32 [..., W] to uint8 [..., R]."""
-    stream = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
-    stream = stream.reshape(*words.shape[:-1], -1)[..., : dims * bits]
-    codes = stream.reshape(*words.shape[:-1], dims, bits) << np.arange(bits, dtype=np.uint32)
-    return codes.sum(-1, dtype=np.uint32).astype(np.uint8)
+def unpack(words: np.ndarray, bits: int | np.ndarray, dims: int) -> np.ndarray:
+    """Invert `pack`: words [..., W], signed or not, to uint8 [..., R]."""
+    code, place = _places(bits, dims)
+    stream = (words[..., None].astype(np.int64) >> np.arange(32)) & 1
+    stream = stream.reshape(*words.shape[:-1], -1)[..., : len(code)] << place
+    return np.add.reduceat(stream, np.flatnonzero(place == 0), -1).astype(np.uint8)
 
 
 # --------------------------------------------------------------------------------------------------

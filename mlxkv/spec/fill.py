@@ -268,12 +268,3 @@ def encode(x: np.ndarray, widths: Widths) -> tuple[np.ndarray, np.ndarray]:
 def decode(codes: np.ndarray, r: np.ndarray, widths: Widths) -> np.ndarray:
     """Return r (code - (2^b - 1) / 2): [..., R]."""
     return r * (codes - tables(widths)[2] / 2)
-
-
-def pack(codes: np.ndarray, widths: Widths) -> np.ndarray:
-    """Return codes [..., R] as one little-endian bit stream per token in whole 32-bit words, uint32 [..., W]."""
-    bits = np.repeat(widths, DIMS)
-    stream = [(codes[..., i] >> n) & 1 for i, b in enumerate(bits) for n in range(b)]
-    stream += [np.zeros_like(stream[0])] * (-len(stream) % 32)
-    words = np.stack(stream, -1).reshape(*codes.shape[:-1], -1, 32).astype(np.uint64)
-    return (words << np.arange(32, dtype=np.uint64)).sum(-1).astype(np.uint32)

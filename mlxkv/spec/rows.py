@@ -35,6 +35,7 @@ from mlxkv.formats.config import (
 )
 from mlxkv.formats.lowrank import Half, LowRank
 from mlxkv.formats.records import NAMES
+from mlxkv.spec.affine import unpack
 from mlxkv.spec.bounds import (
     BOUNDS,
     FITTED_BOUND,
@@ -409,7 +410,7 @@ class Table:
             key, bits = f"fill.{key}", np.repeat(case["widths"], dims // len(case["widths"]))
             stored = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))
             computed, expected = (
-                spread(np.asarray(self.array(words), np.int64), bits)
+                unpack(self.array(words), bits, dims).astype(int)
                 for words in (stored["codes"], self.tensor(case["codes"]))
             )
             yield compare_codes(
@@ -575,17 +576,6 @@ def shared_rows() -> Rows:
     for level, bits in enumerate(TREE_BITS, 1):
         spec = tensors[f"book.{level}"]
         yield close("levels", f"polar-tree.{level}", levels.angles(level, bits), spec, LEVELS_BOUND)
-
-
-def spread(words: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    """Return the codes [..., R] of bits [R] in a stream of 32-bit words [..., W], signed or not."""
-    stream = (words[..., None] >> np.arange(32)) & 1
-    stream = stream.reshape(*words.shape[:-1], -1)
-    ends = np.cumsum(bits)
-    parts = [
-        stream[..., end - b : end] @ (1 << np.arange(b)) for b, end in zip(bits, ends, strict=True)
-    ]
-    return np.stack(parts, -1)
 
 
 def fill_map_rows() -> Rows:

@@ -35,6 +35,14 @@ def test_matrices_are_those_of_the_spec(subtests):
                 assert transform.make("none", dims, seed) is None
 
 
+def test_scales_are_taken_back_by_the_other_side():
+    scale = mx.random.uniform(0.5, 2, (2, 1, 64), key=mx.random.key(0))
+    for name, scales in ("srft", scale[0, 0]), ("hadamard", scale[0, 0]), ("srft", scale):
+        made = transform.make(name, 64, 0).scaled(scales)
+        one = np.broadcast_to(np.eye(64), made.up.shape)
+        np.testing.assert_allclose(np.array(made.down @ made.up), one, atol=1e-4)
+
+
 def test_words_are_in_the_order_of_mlx_quantize(subtests):
     """MLX's own kernels read our pages, so their bit order must stay ours."""
     for bits in (2, 3, 4, 8):

@@ -7,7 +7,7 @@ import numpy as np
 from golden_affine import MARGIN, half_near, inputs
 from golden_tile import _near, _products
 
-from mlxkv.spec import balanced, bounds
+from mlxkv.spec import affine, balanced, bounds
 from mlxkv.spec import fill as ref
 
 DIMS, PAGE = 48, 16
@@ -25,7 +25,7 @@ def fill(rng) -> dict:
     for number, widths in enumerate(WIDTHS):
         key, (codes, scale) = f"{DIMS}.{number}", ref.encode(x, widths)
         out[f"{key}.widths"] = np.array(widths, np.uint8)
-        out[f"{key}.codes"] = ref.pack(codes, widths)
+        out[f"{key}.codes"] = affine.pack(codes, np.repeat(widths, ref.DIMS))
         out[f"{key}.scale"] = scale.astype(np.float16)
         _, gains, top = ref.tables(widths)
         value = x * gains / np.where(scale > 0, scale, 1.0) + top / 2
