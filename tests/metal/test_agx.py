@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from agx import compiler
 from agx.__main__ import chosen
@@ -29,3 +31,33 @@ def test_registers_are_enough(subtests):
             assert took.spills <= SPILLS.get((kernel, dims), {}).get(preset, 0)
             assert took.threads >= text.threads
             assert took.shared <= 32 << 10
+
+
+def test_what_costs_registers_is_seen(subtests):
+    """A private array indexed at run time, 40 floats more that live across the records, and queries of 256 dims in
+    registers."""
+    _, _, _, text = next(chosen(["int4"], [128], ["attend_tile"]))
+    assert compiler.takes(text.kernel, text.threads).spills == 0
+    loop, end = "while (unit < stop) {\n", "unit += PAIR;\n"
+    planted = {
+        "an array indexed at run time": (
+            f"float many[64];\n#pragma unroll\nfor (int i = 0; i < 64; i++) many[i] = float(i);\n{loop}",
+            f"{end}many[unit % 64] += sum[0];\nsum[1] += many[unit / 64 % 64];\n",
+        ),
+        "40 floats more": (
+            f"float more[40];\n#pragma unroll\nfor (int i = 0; i < 40; i++) more[i] = 0.0f;\n{loop}",
+            f"{end}#pragma unroll\nfor (int i = 0; i < 40; i++) more[i] = metal::fma(more[i], sum[0], "
+            "top[i % 2]);\n#pragma unroll\nfor (int i = 0; i < 40; i++) sum[1] += more[i];\n",
+        ),
+    }
+    for name, (first, last) in planted.items():
+        with subtests.test(name):
+            source = text.kernel.source.replace(loop, first).replace(end, last)
+            assert source.count(first) == source.count(last) == 1
+            took = compiler.takes(replace(text.kernel, source=source), text.threads)
+            assert took.spills > 0
+    _, _, _, text = next(chosen(["int4"], [256], ["attend_tile"]))
+    source = text.kernel.source.replace("POOLED = 1", "POOLED = 0")
+    assert source != text.kernel.source
+    took = compiler.takes(replace(text.kernel, source=source), text.threads)
+    assert took.spills > SPILLS["attend_tile", 256]["int4"]
