@@ -76,6 +76,7 @@ def test_pipes_loops_and_devices(folder, name, kind):
         ({"num_hidden_layers": 60_000}, "names 60000 layers, but the weights have"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"num_hidden_layers": "8"}, "num_hidden_layers from 1 to 65536; got a str"),
+        ({"hidden_size": 0}, "hidden_size from 1 to 16777216; got 0"),
         ({"vocab_size": 1 << 40}, "vocab_size from 1 to 2147483647; got 1099511627776"),
         ({"vocab_size": 10**400}, "vocab_size from 1 to 2147483647; got a huge number"),
         ({"hidden_size": -1}, "hidden_size"),
@@ -119,7 +120,11 @@ def test_files_of_mlx_lm_that_are_no_models(folder):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_attention_heads": 0}, {"num_key_value_heads": 0}, {"head_dim": 0}, {"hidden_size": 0}],
+    [
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"head_dim": 0},
+    ],
 )
 def test_sizes_that_cannot_run(folder, changes):
     edit(folder, **changes)

@@ -33,6 +33,7 @@ BOUNDS = {
     **dict.fromkeys(DEPTH, (1, 1 << 16)),
     **dict.fromkeys(COUNTS, (0, 1 << 16)),
     **dict.fromkeys(WIDTHS, (0, 1 << 24)),
+    **dict.fromkeys(WIDTHS[:3], (1, 1 << 24)),
     "vocab_size": (1, (1 << 31) - 1),
     "sliding_window_pattern": (1, 1 << 16),
     "full_attention_interval": (1, 1 << 16),
