@@ -38,14 +38,15 @@ KV = {
 
 class Scripted:
     """asked: bodies of requests, in order. replies: steps of the next ones; an echo when there are none.
-    kv, usage: of the next reply. key: the API key, if there is one. left: clients that hung up."""
+    kv, usage: of the next reply. delay: seconds before the document of /v1/kv. key: the API key, if there is one.
+    left: clients that hung up."""
 
     def __init__(self):
         self.asked: list[dict] = []
         self.replies: list[list[tuple]] = []
         self.kv = dict(KV)
         self.usage = {"prompt_tokens": 20, "completion_tokens": 7, "total_tokens": 27}
-        self.key: str | None = None
+        self.delay, self.key = 0.0, None
         self.left, self.waits = Event(), []
         self.document = {
             "model": "scripted",
@@ -67,7 +68,7 @@ class Scripted:
         routes = [
             Route("/", lambda _: FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)),
             Mount("/page", Files(directory=PAGE)),
-            Route("/v1/kv", lambda request: self._locked(request) or JSONResponse(self.document)),
+            Route("/v1/kv", self._kv),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
         ]
         config = uvicorn.Config(Starlette(routes=routes), log_config=None, lifespan="off")
@@ -85,6 +86,10 @@ class Scripted:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return JSONResponse({"error": {"message": "[--api-key] wrong"}}, 401)
         return None
+
+    async def _kv(self, request: Request) -> Response:
+        await asyncio.sleep(self.delay)
+        return self._locked(request) or JSONResponse(self.document)
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()

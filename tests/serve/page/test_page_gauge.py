@@ -68,8 +68,8 @@ def test_a_chat_on_another_model_has_the_context_of_that_model(tab, server):
     del server.kv["context"]
     tab.ask("again")
     tab.until(f"{MEMORY} === '4,096 tokens · saves 69 %'")
-    # The server was started without it.
-    server.document["models"] = ["scripted"]
+    # The server was started without it, and the page is asked before it knows.
+    server.document["models"], server.delay = ["scripted"], 0.5
     tab.reload()
     tab.ask("more")
     assert "model" not in server.asked[2]

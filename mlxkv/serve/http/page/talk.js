@@ -3,7 +3,7 @@ import { ask, events } from "./api.js";
 import { plain, said } from "./chats.js";
 import * as store from "./store.js";
 import { say } from "./dom.js";
-import { modelOf } from "./gauge.js";
+import { modelOf, refresh, server } from "./gauge.js";
 
 const BEAT = 700;  // ms between two savings of a reply that grows
 const runs = new Map();  // chat -> the AbortController of its reply, and the reply
@@ -60,6 +60,7 @@ export async function talk(chat, reply, control, changed, more = false) {
   changed();
   try {
     await keep(true);
+    if (!server.model) await refresh();  // a page that was just opened does not know yet which models there are
     const response = await ask("/v1/chat/completions", { method: "POST", body: body(chat, reply, more), signal: control.signal });
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
