@@ -7,7 +7,7 @@ from samples import normal, off
 
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import UserError
-from mlxkv.formats import levels
+from mlxkv.formats import levels, matrices
 from mlxkv.formats.config import Codebook, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.spec import codebook as ref
@@ -29,6 +29,13 @@ def test_levels_are_centroids_between_midpoints(subtests):
                     x = low + (high - low) * (nodes + 1) / 2
                     mass = (1 - x * x) ** ((dims - 3) / 2) * weights
                     assert abs((mass * x).sum() / mass.sum() - level) < 1e-9
+
+
+def test_random_rotations_are_uniform():
+    np.testing.assert_allclose(matrices.random(80, 3), ref.random_rotation(80, 3), atol=1e-13)
+    traces = [np.trace(matrices.random(20, seed)) for seed in range(300)]
+    assert abs(np.mean(traces)) < 0.2  # 0 and 1 for the uniform measure
+    assert abs(np.var(traces) - 1) < 0.3
 
 
 def test_distortion_is_that_of_the_paper(subtests):

@@ -30,17 +30,17 @@ def test_paired_shares_have_the_published_value():
 
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say(subtests):
-    for texts in [8, 16]:
+    for texts in [6, 16]:
         with subtests.test(texts=texts):
-            rng, rounds = np.random.default_rng(1), 150
+            rng, rounds = np.random.default_rng(1), 300
             held = {"mean": 0, "share": 0}
             for _ in range(rounds):
                 a = rng.standard_normal(texts)
                 held["mean"] += intervals.mean(np.exp(0.7 * a)).holds(np.exp(0.7**2 / 2))
                 held["share"] += intervals.share(a).holds(0.0)
-            # 95 % of 150 is 142.5 +- 2.7; skewed texts cost some points.
-            for name, count in held.items():
-                assert 0.85 * rounds <= count <= 0.995 * rounds, name
+            # 95 % of 300 is 285 +- 3.8; skewed texts cost some points, percentiles as they come seven.
+            for name, least in {"mean": 0.85, "share": 0.92}.items():
+                assert least * rounds <= held[name] <= 0.995 * rounds, name
 
 
 def test_the_interval_of_skewed_texts_reaches_further_up():
