@@ -190,8 +190,13 @@ def test_the_picks_say_what_was_measured():
 def test_numbers_and_names_that_users_of_other_tools_type(subtests):
     for typed, name in (
         [("INT4", "int4"), ("4", "int4"), ("q4_0", "int4"), ("int-4", "int4"), ("4bit", "int4")]
-        + [("3", "fill-3"), ("2.25", "fill-2.25"), ("3.5/2", "fill-3.5/fill-2"), ("4.9", "int4")]
-        + [("5", "kivi-int4"), ("12", "int8"), ("20", "fp16"), ("3bit", "int3"), ("q2_0", "int2")]
+        + [
+            ("3", "fill-3"),
+            ("2.25", "fill-2.25"),
+            ("3.5/2", "fill-3.5/fill-2"),
+            ("4.5", "fill-4.5"),
+        ]
+        + [("6", "fill-6"), ("12", "int8"), ("20", "fp16"), ("3bit", "int3"), ("q2_0", "int2")]
         + [("q8_0", "int8"), ("8", "int8"), ("f16", "fp16"), ("none", "fp16"), ("16", "fp16")]
         + [
             ("Q8_0/4", "int8/int4"),

@@ -81,8 +81,9 @@ def _own_name(name: str) -> str:
 
 def dialled(bits: float) -> str:
     """Return the name of the best preset of about `bits` a value (docs/results/pretrained.md)."""
-    steps = ((16, "fp16"), (8, "int8"), (5, "kivi-int4"), (4, "int4"))
-    return next((name for lowest, name in steps if bits >= lowest), f"{FILL}-{bits:g}")
+    if bits == 4:
+        return "int4"  # which needs no calibration
+    return "fp16" if bits >= 16 else "int8" if bits >= 8 else f"{FILL}-{bits:g}"
 
 
 def stand_in(config: CacheConfig) -> str | None:
@@ -91,7 +92,7 @@ def stand_in(config: CacheConfig) -> str | None:
     rates = [getattr(side.quantizer, "rate", None) for side in (config.keys, config.values)]
     if None in rates:
         return None
-    return "int3" if min(rates) >= 3 else "int2"
+    return "int4" if min(rates) >= 4.5 else "int3" if min(rates) >= 3 else "int2"
 
 
 def check_rotary(kv: CacheConfig, option: str = "--kv") -> None:

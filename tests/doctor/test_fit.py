@@ -106,7 +106,7 @@ def test_keys_that_keep_their_mean_stay_in_16_bits():
     for family in ("gpt_oss", "gemma2"):
         full = next(x for x in layers_of(random_models.config_of(family)) if x.kind == "full")
         assert why_16_bits(full, parse_kv("centred-int2")) == TIED
-        for dialled, stored in (("fill-2.25", "int2"), ("fill-3", "int3")):
+        for dialled, stored in (("fill-2.25", "int2"), ("fill-3", "int3"), ("fill-5", "int4")):
             assert bits_in_pages(full, parse_kv(dialled)) == bits_in_pages(full, parse_kv(stored))
         assert bits_in_pages(full, parse_kv("centred-int2")) == 16
         assert why_16_bits(full, PRESETS["int4"]) is None
