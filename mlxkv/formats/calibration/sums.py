@@ -78,7 +78,7 @@ def root(fisher: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Exchange:
-    """What errors of one layer cost. fisher: F [G, Dv, Dv] of its outputs. keys, values: [G], the sums of
+    """Costs of errors of one layer. fisher: F [G, Dv, Dv] of its outputs. keys, values: [G], the sums of
     p^2 |v - out|^2 in F, and of p^2, over all far tokens of `queries` queries."""
 
     fisher: np.ndarray

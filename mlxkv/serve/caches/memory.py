@@ -28,7 +28,7 @@ def used_memory() -> int:
 
 @dataclass(frozen=True)
 class CacheShape(Sizes):
-    """What one layer's cache is allocated for, in bytes. full: of a token in full precision. rotates: for no more than
+    """Bytes that one layer's cache is allocated for. full: of a token in full precision. rotates: for no more than
     the window. together: sequences of a batch share arrays. room: of rotary keys beside latents, to grow, and of those
     in windows once more."""
 
