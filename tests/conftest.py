@@ -82,7 +82,7 @@ SLOW = (
     "metal/test_oja_kernels.py",
     "metal/test_seal.py",
     "metal/test_seal_clip.py",
-    "metal/test_tiles.py",
+    "metal/test_attend.py",
     "models/test_decoders.py::test_nothing_is_built_after_a_model_is_attached",
     "models/test_fold.py::test_pages_of_values_that_come_rotated",
     "models/test_hosts.py::test_a_calibration_is_made_where_there_is_none",
@@ -93,8 +93,7 @@ SLOW = (
 QUICK = (
     "metal/test_seal.py::test_butterflies_give_what_the_matrix_of_the_spec_gives",
     "metal/test_seal_clip.py::test_the_networks_sort_and_merge",
-    "metal/test_tiles.py::test_attend_is_softmax_over_what_is_stored",
-    "metal/test_tiles.py::test_the_reason_why_not",
+    "metal/test_attend.py::test_the_portable_body",
     "run/test_run.py::test_chat_reads_stdin",
     "run/test_run.py::test_the_exit_code_is_the_programs",
 )

@@ -7,21 +7,15 @@ import numpy as np
 from on_emulator import make
 from record_sides import unpack_side
 from samples import data
+from sealing import layout
 
 from mlxkv.codec import transform
 from mlxkv.formats import levels
 from mlxkv.formats.config import Codebook
-from mlxkv.formats.records import RecordLayout, side_layout
 from mlxkv.metal import attend, seal
 from mlxkv.spec import codebook as ref
 
 NEAR = 1e-5  # of a boundary, for coordinates of a unit vector
-
-
-def layout(specs, dims):
-    return RecordLayout(
-        *(side_layout(s, n, 64, i == 0) for i, (s, n) in enumerate(zip(specs, dims, strict=True)))
-    )
 
 
 def check(words, x, spec, at, down=None):

@@ -7,26 +7,24 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from on_emulator import make
+from on_emulator import make, make_mma, make_tiles
 from random_models import random_model
-from record_sides import seal_by_ops
 from samples import data, rms, softmax
-from small_cache import ATTEND, SMALL, TIES, walk
+from small_cache import SMALL, TIES, layout, walk
 
-from mlxkv.cache import attention, choose
+from mlxkv.cache import attention, choose, selftest
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import OPS
+from mlxkv.cache.view import OPS, TILES
 from mlxkv.codec import affine, records
-from mlxkv.codec.transform import Transform
 from mlxkv.doctor.golden import TABLE as golden
 from mlxkv.formats.config import Affine, Polar, Side
 from mlxkv.formats.lowrank import DIMS, Fill, Half
+from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import RecordLayout, side_layout
 from mlxkv.metal import attend as kernels
-from mlxkv.metal import launch, seal
-from mlxkv.metal.lengths import alone
+from mlxkv.metal import launch, seal, tiles
 from mlxkv.models import attach, detach
 
 
@@ -84,51 +82,6 @@ def test_unseal_is_its_twin(subtests):
             assert rms(decoded, plain) < 3e-6
 
 
-def test_attend_is_softmax_over_what_is_stored(subtests):
-    for case in ATTEND:
-        with subtests.test(case=case):
-            check_attend(case, sinks=ATTEND.index(case) % 2 == 1)
-
-
-def test_scores_are_capped(subtests):
-    for case in ATTEND[:2]:
-        with subtests.test(case=case):
-            check_attend(case, False, 0.7)
-
-
-def test_scores_that_grow_along_the_records():
-    """The running maximum is raised again and again, and what was summed before shrinks."""
-    check_attend((64, 4, 1, 1, 80, 16, 20, 4, 4, mx.float16), False, ramp=8)
-
-
-def check_attend(case, sinks, softcap=None, ramp=1):
-    """ramp: how much larger the last stored keys are than the first."""
-    dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, dtype = case
-    specs = Affine(k_bits, 64), Affine(v_bits, 32, True)
-    x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
-    x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
-    buffer, whole, held = seal_by_ops(x, specs)
-    up = mx.array(np.linalg.qr(data(dims, dims, seed=5))[0])
-    run = kernels.Run(buffer, count, whole, 1, (None, Transform(up.T, up)))  # of count + 2 records
-    paged = [y[:, :, : count * 16] for y in held]
-    shape = (1, kv_heads, n_sink + n_live + 7, dims)
-    windows = [mx.array(data(*shape, seed=2 + i)).astype(dtype) for i in range(2)]
-    sink = tuple(y[:, :, :n_sink] for y in windows) if n_sink else None
-    live = tuple(y[:, :, n_sink:] for y in windows)  # 7 tokens more than are in use
-    q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
-    logits = mx.array(data(16, seed=6)[:heads]) if sinks else None
-    lengths = alone(((count, n_sink, n_live),), 0, 1)
-    out = kernels.attend(*(q, [run], sink, live, lengths, dims**-0.5, make, logits, softcap))
-    paged[1] = paged[1] @ up
-    keys, values = (
-        mx.concatenate([w[:, :, :n_sink], p, w[:, :, n_sink : n_sink + n_live]], 2)
-        for w, p in zip(windows, paged, strict=True)
-    )
-    spec = softmax(q, keys, values, dims**-0.5, logits, softcap)
-    bound = {mx.float32: 2e-6, mx.float16: 5e-4, mx.bfloat16: 4e-3}[dtype]
-    assert rms(out, spec) < bound
-
-
 def test_the_golden_table_holds_with_kernels(trusted):
     with launch.using(make):
         rows = list(islice(golden.attention_rows(), 4))
@@ -153,6 +106,13 @@ def test_a_cache_of_records_gives_what_a_cache_of_codes_gives(trusted):
     a, b = (attention._whole(c.keys_and_values()[0], mx.float32) for c in (ours, plain))
     same_but_ties(a[0], b[0])
     same_but_ties(a[1], b[1])
+
+
+def test_a_cache_decodes_by_tiles_as_by_plain_ops(subtests, trusted):
+    for factory in (make_tiles, make_mma):
+        with subtests.test(factory=factory):
+            cache, _ = walk(factory, mx.float16, TIES)
+            assert cache._store.plan.body == TILES
 
 
 def test_each_store_reads_what_the_other_saved(subtests, trusted):
@@ -215,23 +175,26 @@ def test_an_environment_variable_keeps_to_plain_ops(monkeypatch, trusted):
     assert rms(out, spec) < 2e-6
 
 
-def test_a_model_decodes_by_kernels_as_by_plain_ops(trusted):
+def test_models_decode_by_kernels_as_by_plain_ops(subtests, trusted):
     """Through mlx-lm's own loop: prefill, decoding, pages sealed on the way; attention sinks too."""
-    model, prompt = random_model("gpt_oss"), mx.arange(90) % 50
-    spoken, kernels_named = [], []
-    for factory in (make, None):
-        with launch.using(factory):
-            reports = attach(model, SMALL)
-            kernels_named.append({r.kernel for r in reports if r.compressed})
-            cache = make_prompt_cache(model)
-            steps = generate_step(prompt, model, max_tokens=26, prompt_cache=cache)
-            spoken.append([int(token) for token, _ in steps])
-            stores = {type(c._store) for c in cache if isinstance(c, CompressedKVCache)}
-            assert stores == {Records if factory else Codes}
-            detach(model)
-    assert spoken[0] == spoken[1]
-    assert "plain ops (no GPU here)" not in kernels_named[0]
-    assert kernels_named[1] == {"plain ops (no GPU here)"}
+    for factory, family, dtype, same in (
+        (make, "gpt_oss", mx.float32, 26),
+        (make_tiles, "llama", mx.float16, 20),  # then rounding may part them
+    ):
+        model, prompt, spoken = random_model(family), mx.arange(90) % 50, []
+        model.set_dtype(dtype)
+        for made in (factory, None):
+            with subtests.test(family=family, made=made), launch.using(made):
+                reports = [r.kernel for r in attach(model, SMALL) if r.compressed]
+                assert all(("(no GPU here)" in kernel) == (made is None) for kernel in reports)
+                assert all(("tile" in kernel) == (made is make_tiles) for kernel in reports)
+                cache = make_prompt_cache(model)
+                steps = generate_step(prompt, model, max_tokens=26, prompt_cache=cache)
+                spoken.append([int(token) for token, _ in steps])
+                stores = {type(c._store) for c in cache if isinstance(c, CompressedKVCache)}
+                assert stores == {Records if made else Codes}
+                detach(model)
+        assert spoken[0][:same] == spoken[1][:same]
 
 
 def test_a_kernel_that_is_wrong_or_does_not_build_is_not_used():
@@ -251,3 +214,34 @@ def test_a_kernel_that_is_wrong_or_does_not_build_is_not_used():
             cache = CompressedKVCache(SMALL)
             cache.update_and_fetch(x, x)
             assert type(cache._store) is Codes
+
+
+def test_a_wrong_tile_product_is_not_used():
+    """Functions of the lane map, broken: the self-test has to refuse the tiles."""
+    faults = [
+        ("a.w[2 * k + h]", "a.w[2 * h + k]"),
+        ("value += simd_shuffle_xor(value, ushort(4));\nreturn", "return"),
+        ("b.w[1] = kv_halves(c.v[2], c.v[3]);", "b.w[1] = kv_halves(c.v[3], c.v[2]);"),
+    ]
+    for good, bad in faults:
+
+        def broken(name, input_names, output_names, source, header="", good=good, bad=bad):
+            if "tile" in name:
+                assert good in header, good
+                header = header.replace(good, bad)
+            return make(name, input_names, output_names, source, header)
+
+        reason = selftest.fault(PRESETS["srft-int2+g32"], 64, mx.float16, broken, tiled=True)
+        assert reason is not None, good
+
+
+def test_the_reason_why_not():
+    both = RecordLayout(*(layout(4, 64, False, 128, side) for side in (True, False)))
+    wide = RecordLayout(*(layout(4, 64, False, 512, side) for side in (True, False)))
+    many = RecordLayout(*(layout(4, 16 * 2, False, 288, side) for side in (True, False)))
+    assert tiles.why_not(both, 128, mx.float16, make_tiles) is None
+    assert "no tiles" in tiles.why_not(both, 128, mx.float16, make)
+    assert "16-bit types, not float32" in tiles.why_not(both, 128, mx.float32, make_tiles)
+    assert "multiple of 8" in tiles.why_not(both, 100, mx.float16, make_tiles)
+    assert "256 dims" in tiles.why_not(wide, 512, mx.float16, make_tiles)
+    assert tiles.why_not(many, 288, mx.float16, make_tiles) is not None

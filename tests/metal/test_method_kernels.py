@@ -1,6 +1,7 @@
 """Every method in the kernels: records, unsealing, both bodies of decode attention, their own test."""
 
 import mlx.core as mx
+import numpy as np
 from methods import METHODS, READ, Method, names
 from on_emulator import make, make_mma, make_tiles
 from samples import data, rms, softmax
@@ -9,7 +10,7 @@ from mlxkv.cache import attention, selftest
 from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, View
-from mlxkv.formats.config import Affine, CacheConfig, PolarTree, Side
+from mlxkv.formats.config import Affine, CacheConfig, Polar, PolarTree, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import record_layout, why_no_record
 from mlxkv.metal import tiles
@@ -152,3 +153,42 @@ def test_presets_pass_the_test_of_kernels(subtests):
             assert (
                 selftest.fault(preset, 64, mx.float16, make_mma if tiled else make, tiled) is None
             )
+
+
+# -- headers of pages, for scales per channel
+
+
+def test_nothing_is_stored_twice(trusted):
+    """At whole blocks of dims records and headers take what the codes of plain ops take."""
+    for name in ("kivi", "channels of both", "polar"):
+        ours, plain = stores(METHODS[name], 128, make, sealed=True)
+        assert sum(x.nbytes for x in ours.arrays()) == sum(x.nbytes for x in plain.arrays()), name
+
+
+def test_each_number_is_read_where_it_belongs(trusted):
+    """One scale of the second page changed: what the kernels give changes there alone."""
+    ours, plain = stores(METHODS["kivi"], 64, make, sealed=True)
+    scale = np.array(plain.state["keys"]["scale"])
+    scale[0, 1, 2, 5] *= 3  # group 0 of page 1
+    state = plain.state | {"keys": {**plain.state["keys"], "scale": mx.array(scale)}}
+    other = Records(ours.config, (64, 64), make)
+    other.restore(state, 3)
+    before, after = (np.array(s.read(0, 3).decode(0, mx.float32)) for s in (ours, other))
+    where = np.argwhere(before != after)
+    assert len(where) > 10
+    assert {tuple(n) for n in where[:, [0, 1, 3]]} == {(0, 1, 5)}
+    assert where[:, 2].min() >= 64 and where[:, 2].max() < 96
+
+
+def test_what_headers_cannot_hold_says_why():
+    spec = Affine(2, 24, axis="channel")
+    assert why_no_record(spec, 64, 48) == "groups of 24 tokens are no multiple of 16"
+    for given, why in {
+        ("polar", 80, 128, True): "pairs of 80 dims",
+        ("polar", 512, 128, True): "pairs of 512 dims",
+        ("polar", 128, 96, True): "a page of 96 tokens is no multiple of 64",
+        ("polar", 128, 128, False): "values as radius and angle",
+    }.items():
+        name, dims, page, keys_ = given
+        assert why in why_no_record(PRESETS[name].keys.quantizer, dims, page, keys_)
+    assert "radius int2 and angle int4" in why_no_record(Polar(2, 4), 64, 64)

@@ -50,7 +50,7 @@ def network(x, y=None):
 
 def test_the_networks_sort_and_merge(subtests):
     """A network that sorts all zeros and ones sorts everything; the large ones see a sample."""
-    for size in (8, 16, 32, 64):
+    for size in (8, 64):  # which is made of the others
         with subtests.test(size=size):
             rng = np.random.default_rng(0)
             if size == 8:

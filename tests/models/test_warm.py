@@ -12,7 +12,7 @@ from serving import get, serving
 
 from mlxkv.chat.session import Session
 from mlxkv.models import load, warm, warm_up
-from mlxkv.models.compiled.step import FORMS
+from mlxkv.models.compiled.step import FORMS, SWITCH
 from mlxkv.models.generate import new_cache
 from mlxkv.models.hooks.mark import steps_of
 from mlxkv.serve import engine
@@ -21,6 +21,11 @@ from mlxkv.serve import engine
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(write_model(tmp_path_factory.mktemp("models") / "small"))
+
+
+@pytest.fixture(autouse=True)
+def _traced(_untraced, monkeypatch):
+    monkeypatch.setenv(SWITCH, "1")
 
 
 @pytest.fixture
@@ -61,7 +66,7 @@ def test_nothing_is_decoded_where_nothing_would_be_traced(folder, monkeypatch, c
     monkeypatch.setattr(warm, "backend", lambda: "cpu" if why == "cpu" else "cuda")
     monkeypatch.setattr(warm, "_decode", lambda loaded: pytest.fail("decodes"))
     if why == "off":
-        monkeypatch.setenv("MLXKV_COMPILE", "0")
+        monkeypatch.setenv(SWITCH, "0")
     loaded = load(folder, "fp16" if why == "fp16" else "int4")
     capsys.readouterr()
     warm_up(loaded)

@@ -17,17 +17,6 @@ SMALL = CacheConfig(
 )
 TIES = 5e-3  # rms of an output when one code, on a rounding tie, falls to the other side
 
-# D, H, G, L, records, sink, live, key bits, value bits, dtype
-ATTEND = [
-    (64, 4, 1, 1, 4, 16, 20, 4, 4, mx.float16),
-    (64, 6, 1, 8, 5, 16, 33, 4, 2, mx.bfloat16),
-    (96, 10, 2, 3, 3, 0, 17, 3, 8, mx.float32),
-    (80, 2, 2, 4, 4, 16, 63, 2, 3, mx.float32),
-    (64, 6, 2, 1, 0, 0, 40, 4, 4, mx.float32),
-    (256, 4, 1, 2, 3, 5, 31, 4, 4, mx.float16),
-    (40, 16, 1, 1, 3, 16, 7, 4, 3, mx.float32),
-]
-
 
 def layout(bits: int, group: int, symmetric: bool, dims: int, keys: bool) -> SideLayout:
     return side_layout(Affine(bits, group, symmetric), dims, 64, keys)

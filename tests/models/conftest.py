@@ -1,0 +1,12 @@
+"""Decode steps that Python builds, as on any CPU: tests/compiled has those that are traced and replayed."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxkv.models.compiled.step import SWITCH
+
+
+@pytest.fixture(autouse=True)
+def _untraced(monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
