@@ -1,7 +1,5 @@
 """Calibrations of latents: what is measured against the spec, and what the maps are good for."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

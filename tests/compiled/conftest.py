@@ -1,7 +1,5 @@
 """Models that are attached in a test, and detached behind it."""
 
-from __future__ import annotations
-
 import pytest
 from random_models import random_model
 from stepping import small

@@ -1,7 +1,5 @@
 """Decode steps of fixed shapes in batches: they say, and leave, what steps that Python builds do."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Which families are traced, and why others are not; sliding windows, states and lists of caches in a trace."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache

@@ -4,8 +4,6 @@ Lengths come to the kernels as an array, and buffers whole. The work is shared o
 that results are equal to the last bit.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import mlx.core as mx

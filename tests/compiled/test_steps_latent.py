@@ -1,7 +1,5 @@
 """Decode steps over latents (MLA) that are replayed equal those that Python builds, by kernels to the last bit."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a trace cannot hold, and changes that it has to see: each made wrong tokens once."""
 
-from __future__ import annotations
-
 import sys
 import threading
 

@@ -1,7 +1,5 @@
 """Traced steps where models are used: mlx-lm's generators, switches, threads, copies, and taking them away."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

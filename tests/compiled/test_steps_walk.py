@@ -1,7 +1,5 @@
 """Random walks of reading, taking back, copying and saving: traced steps leave what untraced ones do."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace

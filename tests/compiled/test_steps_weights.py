@@ -1,7 +1,5 @@
 """Weights of a traced step: the next step sees what has changed, and a model's code may assign its own."""
 
-from __future__ import annotations
-
 import copy
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Processes that these tests start find torch."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """`mlxkv doctor` on GPUs: a state for every kernel, the exit code, the file for an issue, the page of files."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import platform

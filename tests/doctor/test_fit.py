@@ -1,7 +1,5 @@
 """`mlxkv fit` against sums done by hand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What `mlxkv fit` computes from a config.json, against mlx-lm's own model and caches."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

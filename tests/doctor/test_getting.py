@@ -1,7 +1,5 @@
 """`mlxkv models get`: what is downloaded is checked, whole or not there, and every failure is one line."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

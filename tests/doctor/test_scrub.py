@@ -1,7 +1,5 @@
 """Texts for an issue without names and paths."""
 
-from __future__ import annotations
-
 import platform
 import time
 

@@ -1,7 +1,5 @@
 """What kernels take on an M1 or M2 by Mesa's compiler, where `make agx` has built it: bounds for each kernel."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

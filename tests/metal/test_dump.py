@@ -1,7 +1,5 @@
 """The commands for a Mac: texts as files, and Apple's compiler over all of them, played here by a script."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The emulator: good kernels give what NumPy gives, each seeded fault is caught and named."""
 
-from __future__ import annotations
-
 import emulator
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The kernel for latents in the emulator, under both lane maps, against the spec and the plain ops."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import mlx.core as mx

@@ -7,8 +7,6 @@ where it asks for the version. Trees are walked once for texts that differ in co
 lint; all else is for every text.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Every rule finds what is planted for it, and nothing in a clean text."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The text around a kernel is MLX's own: held against what MLX prints, and the rules against its words."""
 
-from __future__ import annotations
-
 import re
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """What a Mac's kernels are known for: one note for each format, and a mark while a process tries one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

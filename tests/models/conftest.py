@@ -1,7 +1,5 @@
 """Decode steps that Python builds, as on any CPU: tests/compiled has those that are traced and replayed."""
 
-from __future__ import annotations
-
 import pytest
 
 from mlxkv.models.compiled.step import SWITCH

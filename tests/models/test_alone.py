@@ -1,7 +1,5 @@
 """Models some of whose layers of one kind are compressed and others not: no batch has a mask for both."""
 
-from __future__ import annotations
-
 import copy
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The seam: mlx-lm runs unchanged on an attached model, and detaching leaves no trace."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 

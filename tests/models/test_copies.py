@@ -1,7 +1,5 @@
 """Copies and pickles of attached models, caches out of place, what users set: right, or one clear line."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Session files that somebody changed and signed again: one line that names the file, and nothing is used."""
 
-from __future__ import annotations
-
 import os
 import time
 from types import SimpleNamespace

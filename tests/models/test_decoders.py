@@ -1,7 +1,5 @@
 """Kernels are built when a model is loaded; what fails later is said, and something else goes on."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from faulty import LOST, NOT_BUILT, Failing, counting, unbuildable

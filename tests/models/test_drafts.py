@@ -1,8 +1,6 @@
 """mlx-lm's speculative decoding on compressed caches: what is refused leaves no trace, and replies are those
 without a draft."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache

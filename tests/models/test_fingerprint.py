@@ -1,8 +1,6 @@
 """Fingerprints: every tensor counts, wherever it lies; files of earlier versions are recognised."""
 
 # ruff: noqa: F401, F811 (the fixtures `saved` and `folder` are imported)
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Value rotations in the weights: the same tokens, the weights back bit by bit, caches that follow."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 

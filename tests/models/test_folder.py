@@ -1,8 +1,6 @@
 """Broken model folders, fingerprints and an unreachable hub: one line each that says what to do."""
 
 # ruff: noqa: F401, F811 (the fixtures `saved` and `folder` are imported)
-from __future__ import annotations
-
 import json
 
 import huggingface_hub

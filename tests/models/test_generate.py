@@ -1,7 +1,5 @@
 """The layer over mlx-lm's loop: what is counted, when it stops, what it refuses."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache

@@ -1,7 +1,5 @@
 """GGUF files: the same logits as the same numbers in a folder, the same codes, the same tokens."""
 
-from __future__ import annotations
-
 import json
 import os
 from array import array

@@ -1,8 +1,6 @@
 """Model folders that mean harm: one line naming the file, before anything is built from what they say."""
 
 # ruff: noqa: F401, F811 (the fixtures `saved` and `folder` are imported)
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """GGUF files that mean harm, or that are of another kind: one line, exit code 2, and no memory taken."""
 
-from __future__ import annotations
-
 import struct
 import tracemalloc
 

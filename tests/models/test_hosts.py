@@ -1,7 +1,5 @@
 """Models that other programs load: attached, reported, refused, counted."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from importlib import import_module

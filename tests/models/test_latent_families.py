@@ -1,8 +1,6 @@
 """Families with multi-head latent attention (MLA), with random weights in their shapes: which layers are
 compressed, and what mlx-lm makes on them."""
 
-from __future__ import annotations
-
 import warnings
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """Rules per layer: who is compressed, who is not, and that the reason is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import mlx_lm.models

@@ -1,8 +1,6 @@
 """Loading: names, types, what comes back, and mistakes in the options."""
 
 # ruff: noqa: F401, F811 (the fixtures `saved` and `folder` are imported)
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

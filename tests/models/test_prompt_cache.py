@@ -1,7 +1,5 @@
 """Saved sessions: they come back the same, and files that must not be read are refused in one line."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """A cache that changes what a model says is warned of when it is loaded, once measured for each model and format."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

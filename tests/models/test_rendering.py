@@ -1,7 +1,5 @@
 """Chat templates run in a process of their own: the same texts, within bounds of time and memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

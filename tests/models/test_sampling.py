@@ -1,7 +1,5 @@
 """Sampling that a model's makers ask for: generation_config.json is read, whatever is in it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

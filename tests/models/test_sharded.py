@@ -1,7 +1,5 @@
 """A model in two processes, each with half of the kv heads: caches are halves, logits are the same."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`StopMatcher` and `ReplyText`: text up to the first stop word, however it is cut into pieces and tokens."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import example, given, settings

@@ -1,7 +1,5 @@
 """Sessions and a calibration that an earlier version saved (commit 36566c7) read the same today."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 from pathlib import Path

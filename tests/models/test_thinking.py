@@ -1,7 +1,5 @@
 """Thoughts are put where a chat template reads them, and told from answers by the model's marks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from mlxkv.models.replies.thinking import HARMONY, Thinking

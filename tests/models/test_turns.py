@@ -1,7 +1,5 @@
 """Special tokens that somebody writes in a chat are text, whatever the tokenizer and the template."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

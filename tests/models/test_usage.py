@@ -1,7 +1,5 @@
 """Memory figures follow one rule: what is held, what 16 bits would take for it, allocation apart."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache

@@ -1,7 +1,5 @@
 """mlx-vlm as a host: its own loops over small random vision models, on compressed caches."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

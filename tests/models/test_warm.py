@@ -1,7 +1,5 @@
 """What decoding needs is built before the first token; what steps are built by Python is said."""
 
-from __future__ import annotations
-
 from threading import get_ident
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """A server whose model says what tests have written down, and the caches of the same small model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -6,8 +6,6 @@ then follows is computed as well as from a fresh prompt: texts are equal, or par
 tie. Each reply here is compared with the same request under a `cache_salt` of its own, which finds no cache.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import count

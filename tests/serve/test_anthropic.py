@@ -1,7 +1,5 @@
 """/v1/messages through Anthropic's own client: text, thinking, tools, streams, counts and errors."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`mlxkv launch` with programs that note how they were started."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

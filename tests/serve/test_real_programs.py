@@ -7,8 +7,6 @@ folder they lie in.
     MLXKV_PROGRAMS=FOLDER/node_modules/.bin python -m pytest tests/serve/test_real_programs.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Replies that follow a JSON schema, alone, in batches and behind thinking; calls of tools that a request forces."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

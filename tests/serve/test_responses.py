@@ -1,7 +1,5 @@
 """/v1/responses through OpenAI's own client, and the items that Codex sends."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`mlxkv serve` over HTTP: replies, streams, counts, refusals and failures."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

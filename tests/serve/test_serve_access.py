@@ -1,7 +1,5 @@
 """Who may ask: keys, the addresses that guess them, targets, preflights."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests that mlx-lm serves alone: those with a seed join batches here, others stop in time."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx

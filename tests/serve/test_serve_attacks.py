@@ -1,7 +1,5 @@
 """What a client that means harm sees, byte for byte: heads, bodies and values, over real sockets."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """Connections without a model: what is read as a request, what is refused, and who gives way to whom."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

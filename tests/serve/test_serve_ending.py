@@ -1,7 +1,5 @@
 """The end of a server: replies under way have a while, clients are told, signals break nothing."""
 
-from __future__ import annotations
-
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A server whose clients, disks, files and clocks fail."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

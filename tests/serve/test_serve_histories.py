@@ -1,7 +1,5 @@
 """Calls of tools in a chat that goes on: each template gets arguments as it wants them, and no history is refused."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What does not fit: a context that is full, memory that runs out, parts of prompts that would take too long."""
 
-from __future__ import annotations
-
 import logging
 import random
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The size of caches is known before they exist, and bounded; sessions go to disk and come back."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

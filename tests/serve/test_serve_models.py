@@ -1,7 +1,5 @@
 """A server of several models: others than the first come when they are asked for, and go when memory is needed."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

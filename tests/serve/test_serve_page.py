@@ -1,7 +1,5 @@
 """The chat page on the embedded model, in a headless Chromium. `tests/serve/page` has its parts, without a model."""
 
-from __future__ import annotations
-
 import chromium
 import pytest
 from serving import serving

@@ -1,7 +1,5 @@
 """`mlxkv serve` as two processes with half of the kv heads each: in step, with one process's replies."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

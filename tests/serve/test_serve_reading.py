@@ -1,7 +1,5 @@
 """What takes long to read is read elsewhere: streams of other clients go on, and there is an end to it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

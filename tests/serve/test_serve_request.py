@@ -1,7 +1,5 @@
 """Requests: any body is refused, or has the types that mlx-lm reads."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from dataclasses import replace

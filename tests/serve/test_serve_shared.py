@@ -1,7 +1,5 @@
 """Sessions with the same first tokens store them once, count them once, and come back unchanged."""
 
-from __future__ import annotations
-
 import gc
 from copy import deepcopy
 

@@ -1,7 +1,5 @@
 """Stop words in all APIs, plain and streamed: the text ends before them, the reply with them. Log-probabilities."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Prompt caches belong to whoever asked: nobody finds another's, in memory, on disk or in numbers."""
 
-from __future__ import annotations
-
 import gc
 from concurrent.futures import ThreadPoolExecutor
 

@@ -3,8 +3,6 @@
 The sampler is scripted, since no embedded model writes such calls; all that reads them is real.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

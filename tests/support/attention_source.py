@@ -1,8 +1,6 @@
 """Reads mlx-lm's model files and tells what each does with the keys and values that a cache
 returns."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 npm install --no-save axe-core      # in the clone, or name its axe.min.js in MLXKV_AXE
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

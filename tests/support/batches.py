@@ -1,7 +1,5 @@
 """Replies of mlx-lm's BatchGenerator, and of each prompt alone."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache

@@ -1,7 +1,5 @@
 """Output of `mlxkv bench`, and small subjects."""
 
-from __future__ import annotations
-
 import json
 
 import mlx.core as mx

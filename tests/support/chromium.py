@@ -1,7 +1,5 @@
 """Drives a headless Chromium by its DevTools protocol, over a pipe."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Session files as somebody who means harm would write them: changed, and with the right checksum."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

@@ -1,7 +1,5 @@
 """Factories of kernels that count, or that fail to build or to run like Metal's."""
 
-from __future__ import annotations
-
 from on_emulator import make, make_tiles
 
 NOT_BUILT = (

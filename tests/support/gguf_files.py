@@ -4,8 +4,6 @@ What llama.cpp's converters do to tensors is written here from their side: rows 
 order, and one is added to Gemma's norms.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

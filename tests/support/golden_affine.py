@@ -3,8 +3,6 @@
 Inputs are float16-exact, so every backend starts from the same numbers.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import product
 

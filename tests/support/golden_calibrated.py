@@ -1,7 +1,5 @@
 """Golden tensors of calibrated rotations and balanced transforms."""
 
-from __future__ import annotations
-
 import numpy as np
 from golden_affine import PAGE, SEED, coded, inputs, near
 from golden_learned import learned

@@ -1,7 +1,5 @@
 """Golden tensors of codebook codes and polar trees."""
 
-from __future__ import annotations
-
 import numpy as np
 from golden_affine import SEED
 

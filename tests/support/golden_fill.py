@@ -1,8 +1,6 @@
 """Golden tensors of bits by direction: words and scales, and the bits and maps that moments lead to. Small, to keep
 the files small."""
 
-from __future__ import annotations
-
 import numpy as np
 from golden_affine import MARGIN, half_near, inputs
 from golden_tile import _near, _products

@@ -1,7 +1,5 @@
 """Golden tensors of learned transforms: parameters, the maps made from them, the loss of codes."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mlxkv.spec import learned as spec

@@ -1,8 +1,6 @@
 """Golden tensors of low rank that follows the text: bases, updates, salient and kept tokens, and attention
 over two runs of pages with a basis each."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mlxkv.spec import affine as ref

@@ -3,8 +3,6 @@
 The tiles are small to keep the files small.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from golden_affine import MARGIN, half_near, inputs
 

@@ -1,7 +1,5 @@
 """Read which module imports which, and find circles."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Tiny models of the families with multi-head latent attention (MLA), with random float32 weights."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 from mlx_lm.utils import _get_classes
 from random_models import VOCAB, with_noise

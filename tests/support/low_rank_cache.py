@@ -1,7 +1,5 @@
 """Small caches whose bases follow the text, and the tokens that they are fed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The same low-rank cache in torch and in MLX, and the tokens that both are fed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import mlx.core as mx

@@ -4,8 +4,6 @@
 others keep their file.
 """
 
-from __future__ import annotations
-
 import golden_affine
 import golden_calibrated
 import golden_codebook

@@ -4,8 +4,6 @@ A new method is one new row. Its class of formats names the rest: the codecs of 
 `METHODS[class]` of `mlxkv.codec` and `cuda_track.codec`, the float64 law is `stored_spec.stored`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mlxkv.formats.config import (

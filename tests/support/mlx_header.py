@@ -4,8 +4,6 @@ MLX writes each such kernel into a folder of its own and starts g++ there, hundr
 for the header beside the kernel first, and takes a precompiled one if it was made with the same flags.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

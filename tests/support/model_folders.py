@@ -1,7 +1,5 @@
 """Model folders for tests of loading: a whole one, and copies of it to break."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The emulator as a backend of `metal/launch.py`: MLX arrays in, MLX arrays out."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 from emulator import bfloat16, metal_kernel, tile_header, to_bfloat16, to_float32

@@ -1,5 +1,3 @@
 """How long a test waits for another process: until it ends, on a machine that is busy too."""
 
-from __future__ import annotations
-
 PATIENCE = 600  # seconds; only a process that hangs takes them

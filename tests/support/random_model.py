@@ -1,7 +1,5 @@
 """Makes small random models in the hub's folder format, tokenizer and chat template included."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tiny models of many families with random float32 weights, for tests of the seam and of
 loading."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.utils import _get_classes

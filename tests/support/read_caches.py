@@ -1,7 +1,5 @@
 """Caches that have read tokens, and the memory of a server for them."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import tokens

@@ -1,7 +1,5 @@
 """Reads the Markdown pages of the repository: their links, anchors, code blocks and the marks above these."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """JSON bodies of requests that may be anything, and a check of them without a server."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 from hypothesis import strategies as st

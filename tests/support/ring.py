@@ -1,7 +1,5 @@
 """Two processes of one ring on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Random inputs, and attention in float64 that results are measured against."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 

@@ -3,8 +3,6 @@
 The sampler is scripted; templates, parsers, caches and all that reads and writes requests are real.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ steps: ("read", done, all), ("sleep", seconds), ("think", text), ("say", text), 
 ("end", reason), ("fault", text), ("status", number, text), ("hang up",).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

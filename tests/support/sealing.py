@@ -1,7 +1,5 @@
 """Seal a pair of keys and values in the emulator, and check its codes against the spec."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 from on_emulator import make

@@ -1,7 +1,5 @@
 """Servers in the test's process, and clients that may send anything."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -3,8 +3,6 @@
 MLX_RANK and MLX_HOSTFILE are set, as mlx.launch does it. Prints JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

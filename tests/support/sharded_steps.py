@@ -3,8 +3,6 @@
 Decodes where both processes trace their steps, neither does, or one alone does. Prints JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

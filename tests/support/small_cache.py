@@ -1,7 +1,5 @@
 """A cache of small pages, and a walk through it by kernels beside plain ops."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 from samples import data, rms
 

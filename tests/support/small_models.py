@@ -5,8 +5,6 @@ which Git ignores: torch reads the result as well as MLX. Weights are float32, w
 as float16.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """SmolLM2 for tests, downloaded once a machine by `mlxkv models get` into a folder that all runs share."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from pathlib import Path

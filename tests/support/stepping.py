@@ -1,7 +1,5 @@
 """A model that takes the same tokens by traced steps and without, each into caches of its own."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten

@@ -4,8 +4,6 @@ Weights come from NumPy's generator, which gives the same numbers on every machi
 version.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Store keys or values by the spec, for every format that a preset names."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mlxkv.formats.config import Affine, Codebook, Fill, Full, Half, Polar, PolarTree, Side

@@ -5,8 +5,6 @@ A process of its own, so that it may fork before anything of it has threads; for
 transformers are imported once.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Trees of arrays from MLX to torch and back, bit for bit."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import torch

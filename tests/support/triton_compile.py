@@ -4,8 +4,6 @@ line per kernel.
 A program of its own: in the process of the tests the interpreter takes the place of the compiler.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

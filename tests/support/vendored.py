@@ -1,8 +1,6 @@
 """Fetches the page's libraries anew and compares them: `python tests/support/vendored.py` (needs npm, the
 network). `vendored.json` names each package's version and the hash under which npm publishes it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Small random vision models of mlx-vlm."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """Replies of mlx-vlm's own loops: of one prompt alone, and of its BatchGenerator."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import mlx.core as mx

@@ -1,7 +1,5 @@
 """The memory gauge: this chat, all chats, and what 16 bits would take, or why there is nothing to compare."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,5 @@
 """Nothing is lost: reloads, two tabs, drafts. Files go with a message as text."""
 
-from __future__ import annotations
-
 import pytest
 from serving import until
 

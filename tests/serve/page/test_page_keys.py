@@ -1,7 +1,5 @@
 """The keyboard belongs to the text box; the page has Enter and Escape. Chats are deleted by a button."""
 
-from __future__ import annotations
-
 import pytest
 from serving import until
 

@@ -1,7 +1,5 @@
 """At three widths and in both themes: nothing overflows, all can be reached, axe finds nothing."""
 
-from __future__ import annotations
-
 import axe
 import chromium
 import pytest

@@ -1,7 +1,5 @@
 """Replies: reasoning, Markdown, what stops or fails, and what can be done then."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """The libraries of the page are those that were published, and are in what is installed."""
 
-from __future__ import annotations
-
 import base64
 import re
 import subprocess

@@ -3,8 +3,6 @@
 From the project's root, after `make agx`: PYTHONPATH=tests/support python -m agx [PRESETS [DIMS [KERNELS]]]
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 

@@ -4,8 +4,6 @@ What is approximated: the register allocator is Mesa's, not Apple's; a simdgroup
 multiply-adds, as Mesa has no instruction for it; no preamble of MLX's. docs/internals/apple.md: how far to trust it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

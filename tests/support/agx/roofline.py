@@ -7,8 +7,6 @@ published rate, the ends (queries, windows, merge) left out. A product of 8 x 8 
 lanes 16 cycles. A cell: issue time over memory's time (above 1 instructions are the limit), and time against bfloat16.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Compiles the core once and each kernel once, into a cache keyed by the text of everything used."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Element types: NumPy, MLX and the marker for bfloat16 that NumPy lacks, with their C++ names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a broken kernel raises."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

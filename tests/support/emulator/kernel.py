@@ -1,7 +1,5 @@
 """`metal_kernel(...)` with the call form of `mx.fast.metal_kernel`, run on a CPU."""
 
-from __future__ import annotations
-
 import functools
 import mmap
 import os

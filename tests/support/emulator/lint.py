@@ -1,7 +1,5 @@
 """What no compiler here sees: rules of the dialect that hold for the text of a body and its header."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Writes the C++ text around a body, by the rules by which MLX writes the Metal text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ From the project's root: PYTHONPATH=tests/support .venv/bin/python -m metal.dump
 mlx_utils.h; and index.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a parser does not see: counts of a launch, and what MLX makes of words in a text."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator
 
 from emulator.lint import lint

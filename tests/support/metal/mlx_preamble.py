@@ -4,8 +4,6 @@
 others of its own. `digestible` then makes the fewest changes with which C++ for OpenCL reads it.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A kernel that keeps every rule, and what breaks one each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 Nothing is evaluated: MLX is lazy, and the factory gives zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ Portable texts are compiled as Metal 3.1, 3.2 and 4.0, tiles from 3.2 on. Texts 
 MLX's preamble takes longer than a text. Exits with 1 where a text fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess
