@@ -14,7 +14,7 @@ from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.saved.marks import names, same_model
+from mlxkv.formats.saved.marks import same_model
 from mlxkv.models import load
 from mlxkv.models.calibration import clips
 from mlxkv.models.calibration.fitting import read_calibration
@@ -134,8 +134,6 @@ def _check_learning(options: CalibrateOptions) -> None:
 
 def _with_kept_clips(calibration: Calibration, path: Path) -> Calibration:
     """`made` with the clips of the file that it replaces, where the transforms are the same."""
-    if not path.exists() and path == artifact.kept_path(calibration.fingerprint):
-        path = artifact.kept_path(names(calibration.fingerprint)[-1])  # of an earlier version
     try:
         old = artifact.read(path)
     except UserError:  # not there, or not worth keeping

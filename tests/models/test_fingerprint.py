@@ -1,9 +1,8 @@
-"""Fingerprints: every tensor counts, wherever it lies; files of earlier versions are recognised."""
+"""Fingerprints: every tensor counts, wherever it lies: files name the model by them."""
 
 # ruff: noqa: F401, F811 (the fixtures `saved` and `folder` are imported)
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 from model_folders import WEIGHTS, folder, saved
@@ -11,11 +10,9 @@ from safetensors.numpy import load_file, save_file
 from small_models import SOURCE, TINY
 
 from mlxkv.formats.calibration import artifact
-from mlxkv.formats.saved.marks import names, same_model
-from mlxkv.models.catalog.fingerprint import PIECE, PIECES, _pieces, fingerprint, older
+from mlxkv.formats.saved.marks import same_model
+from mlxkv.models.catalog.fingerprint import PIECE, PIECES, _pieces, fingerprint
 from mlxkv.models.catalog.folder import INDEX, check
-
-BEFORE = "7d250e5c7b3cd958"  # what earlier versions named tests/data/tiny; old calibrations and sessions have it
 
 
 def of(path) -> str:
@@ -42,10 +39,7 @@ def test_a_large_tensor_that_differs_in_a_share_of_its_bytes(tmp_path, saved):
     first = of(tmp_path)
     weights["large"][1 << 20 : (1 << 20) + (1 << 18)] = 1  # an eighth of it, in the middle
     save_file(weights, tmp_path / WEIGHTS)
-    second = of(tmp_path)
-    assert not same_model(first, second)
-    # Earlier versions saw the ends of files only, and know no difference.
-    assert first[16:] == second[16:] == older(check(tmp_path)) and same_model(first[16:], second)
+    assert not same_model(first, of(tmp_path))
 
 
 def test_copies_links_and_shards_are_the_same_model(folder, tmp_path_factory):
@@ -66,7 +60,7 @@ def test_copies_links_and_shards_are_the_same_model(folder, tmp_path_factory):
         save_file(dict(weights[i::2]), folder / name, {"format": "mlx"})
         table |= dict.fromkeys(dict(weights[i::2]), name)
     (folder / INDEX).write_text(json.dumps({"weight_map": table}))
-    assert same_model(of(folder), first) and of(folder)[16:] != first[16:]
+    assert of(folder) == first
 
 
 def test_the_tokenizer_counts_whole(folder):
@@ -79,7 +73,7 @@ def test_the_tokenizer_counts_whole(folder):
         words["middle"] = 1000 + last
         words["word5000"], words["word5001"] = 6000, 6001
         file.write_text(json.dumps(data))
-        seen.add(of(folder)[:16])
+        seen.add(of(folder))
     assert len(seen) == 2
 
 
@@ -93,17 +87,13 @@ def test_pieces_are_spread_and_bounded():
     assert PIECES * PIECE == 64 << 20
 
 
-def test_files_of_earlier_versions_are_recognised(tmp_path, monkeypatch):
+def test_files_name_a_model(tmp_path, monkeypatch):
     here = of(SOURCE)
-    assert here[16:] == BEFORE == names(here)[1]
-    assert same_model(BEFORE, here) and same_model(here, here)
-    for other in ("", here[:16], "0" * 16, "0" * 16 + here[16:], here[16:] * 2):
+    # Earlier versions appended digits of the ends of files.
+    assert same_model(here, here) and same_model(here + "7d250e5c7b3cd958", here)
+    for other in ("", "0" * 16, here[8:] + here[:8]):
         assert not same_model(other, here)
-    # A calibration that an earlier version kept is found, one of this version goes first.
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
-    made = replace(artifact.read(TINY), fingerprint=BEFORE)
-    made.check({}, here)
-    artifact.write(artifact.kept_path(BEFORE), made)
-    assert artifact.find(here, None).path.stem == BEFORE
-    artifact.write(artifact.kept_path(here), made)
-    assert artifact.find(here, None).path.stem == here[:16]
+    assert artifact.find(here, None) is None
+    artifact.write(artifact.kept_path(here), artifact.read(TINY))
+    assert artifact.find(here, None).path.stem == here

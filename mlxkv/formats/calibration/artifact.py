@@ -61,7 +61,7 @@ from mlxkv.formats.calibration.contents import (
 )
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.saved.marks import names, same_model
+from mlxkv.formats.saved.marks import DIGITS, same_model
 from mlxkv.untrusted import Unsound, whole
 
 LARGEST = 1 << 30  # bytes; the maps of 80 layers with 8 kv heads of 128 dims have 340 MB
@@ -219,7 +219,7 @@ def folder() -> Path:
 
 def kept_path(fingerprint: str, suffix: str = "") -> Path:
     """Return where the user's calibration of a model is kept. suffix: of its name, for one that stands beside it."""
-    return folder() / f"{names(fingerprint)[0]}{suffix}.safetensors"
+    return folder() / f"{fingerprint[:DIGITS]}{suffix}.safetensors"
 
 
 def find(
@@ -237,11 +237,10 @@ def find(
             if config is None or calibration.serves(config):
                 return calibration
             break
-    for mark in names(fingerprint):  # one that an earlier version kept has the older name
-        if (path := kept_path(mark)).exists():
-            calibration = read(path)
-            return calibration if config is None or calibration.serves(config) else None
-    return None
+    if not (path := kept_path(fingerprint)).exists():
+        return None
+    calibration = read(path)
+    return calibration if config is None or calibration.serves(config) else None
 
 
 def tell_reach(calibration: Calibration, context: int | None) -> None:

@@ -12,11 +12,10 @@ from mlxkv.models.catalog.folder import TOKENIZER_FILES, Folder
 
 PIECES, PIECE = 1 << 14, 1 << 12  # of all tensors together, at least one each; bytes of one
 MOST = 16  # pieces of one tensor
-ENDS = 64 << 10  # bytes at both ends of a file, in fingerprints of earlier versions
 
 
 def fingerprint(folder: Folder) -> str:
-    """32 hex digits that identify a model (`mlxkv.formats.saved.marks`); .1 s to 2 s for any size.
+    """16 hex digits that identify a model (`mlxkv.formats.saved.marks`); .1 s to 2 s for any size.
 
     Hashed: the configuration, the tokenizer, and of every tensor its name, type, shape and up to 16 pieces of
     4 KiB, evenly spread, both ends among them; 64 MiB of a large model. Of a GGUF file all of its header stands
@@ -25,7 +24,7 @@ def fingerprint(folder: Folder) -> str:
     """
     digest = hashlib.sha256(_configuration(folder))
     digest.update(b"plain")
-    for file in _tokenizers(folder):
+    for file in filter(Path.is_file, (folder.path / name for name in TOKENIZER_FILES)):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as stream:
             while part := stream.read(1 << 20):
@@ -45,7 +44,7 @@ def fingerprint(folder: Folder) -> str:
     finally:
         for stream in streams:
             os.close(stream)
-    return digest.hexdigest()[:DIGITS] + older(folder)
+    return digest.hexdigest()[:DIGITS]
 
 
 def _configuration(folder: Folder) -> bytes:
@@ -63,26 +62,3 @@ def _pieces(first: int, last: int, count: int) -> list[tuple[int, int]]:
         return [((first + last - PIECE) // 2, PIECE)]
     room = last - first - PIECE
     return [(first + room * i // (count - 1), PIECE) for i in range(count)]
-
-
-def _tokenizers(folder: Folder) -> list[Path]:
-    return [folder.path / name for name in TOKENIZER_FILES if (folder.path / name).is_file()]
-
-
-def older(folder: Folder) -> str:
-    """16 hex digits, the fingerprint of versions before: the headers of the weight files and 64 KiB at both
-    ends of their data and of the tokenizer files. Two models of one shape may have the same."""
-    digest = hashlib.sha256(_configuration(folder))
-    digest.update(b"plain")
-    starts = {
-        file: header.start for file, header in zip(folder.weights, folder.headers, strict=True)
-    }
-    for file in [*folder.weights, *_tokenizers(folder)]:
-        size = file.stat().st_size
-        digest.update(f"{'' if folder.is_gguf else file.name} {size}".encode())
-        with file.open("rb") as stream:
-            # The older form read 8 bytes, the header that they announce if it is of weights, and 64 KiB.
-            digest.update(stream.read(starts.get(file, 8) + ENDS))
-            stream.seek(max(0, size - ENDS))
-            digest.update(stream.read(ENDS))
-    return digest.hexdigest()[:DIGITS]
