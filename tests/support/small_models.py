@@ -17,7 +17,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from mlxkv.formats.calibration import artifact
-from mlxkv.formats.calibration.contents import FORMAT
+from mlxkv.formats.calibration.artifact import FORMAT
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "tests" / "data" / "tiny"

@@ -16,8 +16,8 @@ import numpy as np
 from mlxkv.errors import MachineError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import balance
+from mlxkv.formats.calibration.artifact import Basis
 from mlxkv.formats.calibration.balance import Balance
-from mlxkv.formats.calibration.contents import Basis
 from mlxkv.formats.calibration.rotary import Rotary, Span
 
 KEYS, READ = (
