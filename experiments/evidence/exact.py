@@ -8,6 +8,7 @@ Caches that learn from queries (OjaKV) see none there: they read the context the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -43,7 +44,7 @@ class Context:
         out = []
         for new, old in zip(caches, self.cache, strict=True):
             if type(new) is type(old):
-                out += feed.branch([old])
+                out.append(deepcopy(old))
             elif isinstance(new, CompressedKVCache) and isinstance(old, KVCache):
                 out.append(_filled(new, old))
             else:  # of a kind that takes no plain keys, such as latents

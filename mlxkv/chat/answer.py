@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlxkv.chat.options import ChatOptions
 from mlxkv.chat.session import Session
 from mlxkv.console import note, print_json, say, working
 from mlxkv.models import load, warm_up
-from mlxkv.models.generate import backend, processors_for, sampler_for
+from mlxkv.models.generate import backend
 from mlxkv.models.loading import quality
 from mlxkv.models.loading.sampling import Sampling
 
@@ -64,8 +65,8 @@ def drawing(makers: Sampling, options: ChatOptions) -> tuple[Callable, list[Call
     """mlx-lm's sampler and logits processors: what the model's makers recommend, but for what was asked for."""
     temp = makers.temperature if options.temp is None else options.temp
     top_p = makers.top_p if options.top_p is None else options.top_p
-    sampler = sampler_for(temp, top_p, makers.top_k, makers.min_p)
-    return sampler, processors_for(makers.repetition_penalty)
+    sampler = make_sampler(temp, top_p, makers.min_p, top_k=makers.top_k)
+    return sampler, make_logits_processors(repetition_penalty=makers.repetition_penalty or None)
 
 
 def one_shot(session: Session, prompt: str, show: bool) -> None:

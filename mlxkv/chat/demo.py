@@ -19,7 +19,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical
 from mlxkv.metal.launch import backend
 from mlxkv.models import load
-from mlxkv.models.generate import new_cache, sampler_for, stream
+from mlxkv.models.generate import new_cache, stream
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.usage import projected, usage
 from mlxkv.texts import corpus
@@ -153,5 +153,5 @@ def _fitting(loaded, sides: tuple[list, list]) -> int:
 
 def _answer(loaded, last: list[int], caches: list) -> str:
     """The likeliest answer, behind the last token of the prompt."""
-    pieces = stream(loaded, last, caches, sampler_for(0.0), max_tokens=LONGEST)
+    pieces = stream(loaded, last, caches, max_tokens=LONGEST)
     return "".join(piece.text for piece in pieces).strip()

@@ -40,14 +40,10 @@ class Session:
         template: dict | None = None,
         processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
     ):
-        if max_tokens is not None and max_tokens < 1:
-            raise UserError(f"[--max-tokens] must be at least 1; got {max_tokens}")
         if not raw and not loaded.tokenizer.has_chat_template:
             raise UserError(
                 "[chat] tokenizer has no chat template; use --raw to continue plain text"
             )
-        if raw and system:
-            raise UserError("[--system] needs a chat template; it cannot go with --raw")
         self.loaded, self.raw, self.sampler, self.max_tokens = loaded, raw, sampler, max_tokens
         self.system, self.template = system, template or {}
         self.processors = processors

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from mlxkv.eval import feed
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
@@ -91,5 +90,7 @@ class Arms:
         return self._own if self._own and self._own.serves(config) else None
 
     def stored(self, name: str, cache: list) -> int:
-        """Return the allocated bytes of the layers that grow with the context."""
-        return feed.stored(self.reports[name], cache)
+        """Return the allocated bytes of the layers that grow with the context. Sliding windows are left out: they are
+        the same for every preset."""
+        growing = {report.index for report in self.reports[name] if report.grows}
+        return sum(cache[index].nbytes for index in growing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -50,14 +49,3 @@ def selects(cache: list) -> bool:
     """Return whether caches drop tokens of a prompt after it is read."""
     configs = (getattr(layer, "config", None) for layer in cache)
     return any(config is not None and config.keep < 1 for config in configs)
-
-
-def branch(cache: list) -> list:
-    """Return a copy of a cache, to ask a question without changing the original."""
-    return copy.deepcopy(cache)
-
-
-def stored(reports: list, cache: list) -> int:
-    """Return the allocated bytes of the layers that grow with the context. Sliding windows are left out: they are the
-    same for every preset. reports: of `attach`."""
-    return sum(cache[index].nbytes for index in {r.index for r in reports if r.grows})

@@ -13,11 +13,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import make_sampler
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
-from mlxkv.models.catalog.asked import check_sampling
 
 # Tokens of a prompt that are read at once. A CPU gains nothing from more, and progress and Ctrl-C are
 # looked at between two chunks.
@@ -59,21 +58,6 @@ class Piece:
 
     token: int
     text: str
-
-
-def sampler_for(
-    temp: float = 0.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
-) -> Callable[[mx.array], mx.array]:
-    """mlx-lm's sampler. Raises UserError for settings out of range."""
-    check_sampling(temp, top_p)
-    return make_sampler(temp=temp, top_p=top_p, top_k=top_k, min_p=min_p)
-
-
-def processors_for(
-    repetition_penalty: float = 0.0,
-) -> list[Callable[[mx.array, mx.array], mx.array]]:
-    """mlx-lm's logits processors. repetition_penalty: 0 for none."""
-    return make_logits_processors(repetition_penalty=repetition_penalty or None)
 
 
 class _CheckedSampler:

@@ -190,8 +190,6 @@ def test_refusals(tmp_path, loaded):
     plain = load(str(write_model(tmp_path / "plain", template=None)), "fp16")
     with pytest.raises(UserError, match="no chat template; use --raw"):
         Session(plain)
-    with pytest.raises(UserError, match="--system"):
-        Session(plain, raw=True, system="be brief")
     with pytest.raises(UserError, match="empty prompt"):
         ask(Session(loaded), "  \n")
     angry = load(

@@ -6,8 +6,9 @@ from dataclasses import asdict
 import mlx.core as mx
 import pytest
 
+from mlxkv.chat.answer import drawing
+from mlxkv.chat.options import ChatOptions
 from mlxkv.models.catalog.aliases import PACKAGES
-from mlxkv.models.generate import processors_for, sampler_for
 from mlxkv.models.loading.sampling import FILE, LIMITS, Sampling, read
 
 VOCABULARY = 260
@@ -72,8 +73,8 @@ def test_a_value_that_no_sampler_takes_is_not_said(tmp_path):
 @pytest.mark.parametrize("said", [SAID, SAID | {"top_k": 1 << 20, "repetition_penalty": 1}])
 def test_samplers_take_it(tmp_path, said):
     found = of(tmp_path, said | {"do_sample": True})
-    sampler = sampler_for(found.temperature, found.top_p, found.top_k, found.min_p)
+    sampler, processors = drawing(found, ChatOptions())
     logits = mx.zeros((1, VOCABULARY))
-    for processor in processors_for(found.repetition_penalty):
+    for processor in processors:
         logits = processor(mx.array([1, 2]), logits)
     assert 0 <= sampler(logits).item() < VOCABULARY

@@ -7,17 +7,14 @@ with the same weights, in step with full precision. Each of several texts is a p
 
 from __future__ import annotations
 
-import re
-
 import mlx.core as mx
 import numpy as np
 
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.tasks.part import Part, Progress, Results, TaskOptions
+from mlxkv.eval.tasks.part import Part, Progress, Results, TaskOptions, by_context
 from mlxkv.eval.tasks.statistics import Tokens, joined, summary
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.generate import prefill_step
-from mlxkv.models.hooks.held import layers_of
 from mlxkv.texts import sources
 
 LOGITS = 1 << 27  # most numbers in the logits of one chunk
@@ -47,16 +44,10 @@ def pooled(results: dict[str, Results]) -> dict[str, Results]:
     """Return results with one part per context, "divergence-2048", in place of one per text,
     "divergence-2048-3". Of each arm it has `summary` of both legs over all tokens, and "texts": name and
     means of each text, in one order for all arms."""
-    out: dict[str, Results] = {}
-    by_context: dict[str, list[Results]] = {}
-    for key, part in results.items():
-        if match := re.fullmatch(r"(divergence-\d+)-\d+", key):
-            out.setdefault(match[1], {})  # where its first text stood
-            by_context.setdefault(match[1], []).append(part)
-        else:
-            out[key] = part
-    for key, parts in by_context.items():
-        out[key] = {name: _pooled([part[name] for part in parts]) for name in parts[0]}
+    contexts, out = by_context(results, "divergence")
+    for context, texts in contexts.items():
+        arms = {name: _pooled([text[name] for text in texts]) for name in texts[0]}
+        out[f"divergence-{context}"] = arms
     return out
 
 
@@ -86,7 +77,7 @@ def measure(
     """Run both legs over tokens[:-1]; each token predicts the next. The prompt is tokens[:context].
 
     Returns per arm {"legs": {leg: `statistics.summary`}, "scored": the tokens behind the legs, "kv_bytes":
-    allocated after the prompt, "values": numbers in it, ...}.
+    allocated after the prompt}.
     """
     everyone = list(dict.fromkeys((BASELINE, *names)))
     scored: dict[str, dict[str, list[Tokens]]] = {n: {leg: [] for leg in LEGS} for n in names}
@@ -104,18 +95,14 @@ def measure(
                 logits = base if name == BASELINE else _logits(arms, new, caches[name])
                 scored[name][leg].append(compare(base, logits, targets))
                 progress(stop - start)
-        values = sum(s.values(context) for s in layers_of(arms.loaded.model) if s.kind == "full")
     out = {}
     for name in names:
         prompt, decode = (joined(scored[name][leg]) for leg in LEGS)
         prompt = prompt[context // 2 :]
         out[name] = {
-            "tokens": context,
-            "chunk": _chunk(arms),
             "legs": {"prompt": summary(prompt), "decode": summary(decode)},
             "scored": {"prompt": prompt.packed(), "decode": decode.packed()},
             "kv_bytes": stored[name],
-            "values": values,
         }
     return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,3 +45,17 @@ class Part:
     run: Callable[[Arms, list[str], Progress], Results]
     steps: int
     asks: dict = field(default_factory=dict)
+
+
+def by_context(
+    results: dict[str, Results], task: str
+) -> tuple[dict[str, list[Results]], dict[str, Results]]:
+    """The results of a task, "TASK-2048-3" of the third text of 2048 tokens, by context; and those of others."""
+    contexts: dict[str, list[Results]] = {}
+    others = {}
+    for key, result in results.items():
+        if match := re.fullmatch(rf"{task}-(\d+)-\d+", key):
+            contexts.setdefault(match[1], []).append(result)
+        else:
+            others[key] = result
+    return contexts, others

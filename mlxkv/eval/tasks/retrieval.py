@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache as once
 from functools import partial
 from random import Random
@@ -17,7 +18,7 @@ from mlxkv.eval.arms import Arms
 from mlxkv.eval.questions import plain, prompts
 from mlxkv.eval.questions.plain import Document, Question
 from mlxkv.eval.tasks import answers
-from mlxkv.eval.tasks.part import Part, Results, TaskOptions
+from mlxkv.eval.tasks.part import Part, Results, TaskOptions, by_context
 
 SEED = "retrieval-1"  # count it up when texts or scores change
 PER_TEXT = 16  # most questions of a kind about one text
@@ -52,14 +53,8 @@ def parts(arms: Arms, options: TaskOptions) -> list[Part]:
 def pooled(results: dict[str, Results]) -> dict[str, Results]:
     """Return results with one part per kind and context, "retrieval-single-2048", in place of one per
     document, "retrieval-2048-3"."""
-    out: dict[str, Results] = {}
-    by_context: dict[str, list[Results]] = {}
-    for key, part in results.items():
-        if match := re.fullmatch(r"retrieval-(\d+)-\d+", key):
-            by_context.setdefault(match[1], []).append(part)
-        else:
-            out[key] = part
-    for context, documents in by_context.items():
+    contexts, out = by_context(results, "retrieval")
+    for context, documents in contexts.items():
         for kind in next(iter(documents[0].values()))["kinds"]:
             out[f"retrieval-{kind}-{context}"] = {
                 name: _pooled(kind, int(context), [part[name] for part in documents])
@@ -132,13 +127,10 @@ def _measure(arms: Arms, loaded, name: str, document: Document, options, progres
             start, question_tokens = prompts.split(prompt, begin)
             if start != head:  # the same for nearly all questions
                 head, cache = start, feed.prefill(loaded, start)
-            answer = prompts.answer(loaded, question.answer)
-            log = answers.score(
-                loaded, feed.branch(cache), question_tokens, answer, question.values
-            )
-            hits = _found(loaded, feed.branch(cache), question_tokens, question)
-            rows["right"].append(hits)
-            rows["likely"].append(log)
+            answer, values = prompts.answer(loaded, question.answer), question.values
+            likely = answers.score(loaded, deepcopy(cache), question_tokens, answer, values)
+            rows["likely"].append(likely)
+            rows["right"].append(_found(loaded, deepcopy(cache), question_tokens, question))
             progress(1)
     return {"tokens": len(head), "kv_bytes": arms.stored(name, cache), "kinds": kinds}
 
