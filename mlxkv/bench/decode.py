@@ -14,25 +14,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mlxkv import console
-from mlxkv.bench import steps
-from mlxkv.bench.options import (
-    BASELINE,
-    MLX_LM,
-    MLX_LM_GROUP,
-    PAGED,
-    REPLAYED,
-    cache_config,
-    check_bits,
-    check_counts,
-    parse_contexts,
-    parse_presets,
-    print_machine,
-    ratio_text,
-    spread,
-    weights_text,
-)
+from mlxkv.bench import options, steps
+from mlxkv.bench.options import BASELINE, MLX_LM, cache_config
 from mlxkv.bench.subject import Subject, load_subject, short
-from mlxkv.errors import MachineError
+from mlxkv.errors import MachineError, UserError
+from mlxkv.formats.names import canonical
 from mlxkv.machine import versions
 from mlxkv.metal.gpu import machine_in_use
 from mlxkv.metal.launch import backend
@@ -78,13 +64,18 @@ def run(
     as_json: bool,
 ) -> None:
     """Measure and print. contexts, kv: by commas. rounds: each runs every preset twice, A B B A."""
-    presets = parse_presets(kv, (REPLAYED, PAGED, *MLX_LM))
-    lengths = parse_contexts(contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS), 2)
-    check_counts(tokens=tokens, rounds=rounds)
-    check_bits(bits)
+    presets = _presets(kv)
+    contexts = contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS)
+    lengths = options.parse_contexts(contexts, 2)
+    for name, number in (("tokens", tokens), ("rounds", rounds)):
+        if number < 1:
+            raise UserError(f"[--{name}] must be at least 1; got {number}; choose a larger one")
+    if bits is not None and bits not in options.BITS:
+        choices = ", ".join(map(str, options.BITS))
+        raise UserError(f"[--bits] unknown value; got {bits}; choose from {choices}")
     machine, installed = machine_in_use(), versions()
     subject = load_subject(model, bits)
-    print_machine(machine, installed)
+    options.print_machine(machine, installed)
     rows = []
     with Progress(console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task("decode", total=len(lengths) * len(presets) * (2 * rounds + 1))
@@ -109,6 +100,16 @@ def run(
     _show(rows, tokens, rounds)
     if as_json:
         console.print_json({"machine": machine, "versions": installed, "rows": rows})
+
+
+def _presets(text: str) -> list[str]:
+    """'fp16, int4' -> ["fp16", "int4"], each once. Raises UserError for an unknown preset."""
+    words = (name.strip() for name in text.split(","))
+    others = (options.REPLAYED, options.PAGED, *MLX_LM)
+    names = list(dict.fromkeys(name if name in others else canonical(name) for name in words))
+    for name in names:
+        cache_config(name)
+    return names
 
 
 def _fill_of(model: nn.Module, context: int) -> str:
@@ -143,7 +144,8 @@ def _rows(
         row = {"preset": name, "by": subject.decoded_by(name)}
         row |= {"context": context, "fill": fill, "runs": len(runs)} | medians(runs)
         row |= steps.medians(runs)
-        row["spread"] = spread([run["tokens_per_second"] for run in runs])
+        speeds = [run["tokens_per_second"] for run in runs]
+        row["spread"] = (max(speeds) - min(speeds)) / median(speeds)
         rows.append(row)
     speeds = {row["preset"]: row["tokens_per_second"] for row in rows}
     for row in rows:
@@ -185,19 +187,20 @@ def measure(
             fill_directly(cache, subject, context - 1)
             mx.clear_cache()
             mx.reset_peak_memory()
-        options = {"max_tokens": WARM + tokens, "prefill_step_size": PREFILL_STEP}
+        settings = {"max_tokens": WARM + tokens, "prefill_step_size": PREFILL_STEP}
         if bits:
-            options |= {"kv_bits": bits, "kv_group_size": MLX_LM_GROUP, "quantized_kv_start": 0}
+            settings |= {"kv_bits": bits, "kv_group_size": options.MLX_LM_GROUP}
+            settings["quantized_kv_start"] = 0
         read = []
 
         def progress(done: int, total: int) -> None:
             if 0 < done < total:
                 read[:] = [time.perf_counter()]
 
-        options["prompt_progress_callback"] = progress
+        settings["prompt_progress_callback"] = progress
         with wired_limit(subject.model):  # as mlx-lm generates
             times = [time.perf_counter()]
-            for pair in generate_step(prompt, subject.model, prompt_cache=cache, **options):
+            for pair in generate_step(prompt, subject.model, prompt_cache=cache, **settings):
                 times.append(time.perf_counter())
                 token, last = pair
         if not mx.isfinite(last.max()).item():  # one NaN in the logits makes all of them NaN
@@ -233,11 +236,12 @@ def fill_directly(cache: list, subject: Subject, tokens: int) -> None:
 def _speeds(row: dict) -> list[str]:
     """The cells from "first token s" to "spread", "-" for what was not measured."""
     first, prefill = row["first_token_seconds"], row["prefill_tokens_per_second"]
+    ratio = row["baseline_ratio"]
     return [
         f"{first:.3f}" if first else "-",
         f"{prefill:.0f}" if prefill else "-",
         f"{row['tokens_per_second']:.1f}",
-        ratio_text(row["baseline_ratio"]),
+        f"{ratio:.2f}" if ratio else "-",
         f"{100 * row['spread']:.0f} %",
     ]
 
@@ -257,7 +261,8 @@ def _show(rows: list[dict], tokens: int, rounds: int) -> None:
         ]
         for row in rows
     ]
-    weights = weights_text(first["weights"], first["bits"])
+    weights = "random weights" if first["weights"] == "random" else "weights as stored"
+    weights += f" in {first['bits']} bits" if first["bits"] else ""
     console.print_table(COLUMNS, table, f"{first['model']}, {weights}, {first['dtype']}")
     print(
         f"decode: {tokens} tokens after {WARM}, sealing pages included; token ms: the median token; "

@@ -24,6 +24,7 @@ from mlxkv.cache.contract import Contract
 from mlxkv.cache.ragged import Ragged
 from mlxkv.cache.view import OPS, Pair, View
 from mlxkv.errors import UserError
+from mlxkv.formats.saved.state import check_batch
 
 if TYPE_CHECKING:
     from mlxkv.cache.compressed import CompressedKVCache
@@ -101,10 +102,7 @@ class BatchedKVCache(Contract):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         """Append keys, values: [B, G, L, D] without the padding; returns the view twice."""
-        if keys.shape[0] != len(self.offsets):
-            raise UserError(
-                f"[BatchedKVCache] the cache holds a batch of {len(self.offsets)}; got {keys.shape[0]}"
-            )
+        check_batch(self.batch_size, keys.shape[0], "BatchedKVCache")
         self._new = None
         if not self.is_padded and keys.shape[2] <= DECODE_TOKENS and self._joins(keys, values):
             view = self._ragged.append(keys, values)

@@ -45,6 +45,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     # Whether other layers of the model have caches of the host, so that no mask fits a batch of both.
     alone = False
     observes = False  # queries: then sequences are not decoded together
+    latent = False  # keys are latents (MLA)
     lazy = False  # True: a GPU, too, computes a prompt only when its output is evaluated
     _plan = None
 
@@ -172,7 +173,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     def plan(self, dims: tuple[int, int], dtype: mx.Dtype) -> KernelPlan:
         """The kernels for pages of heads of these (key, value) dims; kept until the machine changes."""
-        self._plan = choose.current(self._plan, self._stored, dims, dtype)
+        self._plan = choose.current(self._plan, self._stored, dims, dtype, self.latent)
         return self._plan
 
     def page_store(self, dims: tuple[int, int], dtype: mx.Dtype) -> Codes | Records:

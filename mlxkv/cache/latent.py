@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import STEP, CompressedKVCache
@@ -22,8 +21,8 @@ from mlxkv.cache.contract import IntoBatch
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import LatentCodes
 from mlxkv.cache.traced import Arrays, Form, NotYet, Numbers, Own, Rows, check_rows
-from mlxkv.cache.view import BY_OPS, KernelPlan, Pair, TracedLatents, View
-from mlxkv.errors import UserError
+from mlxkv.cache.view import BY_OPS, Pair, TracedLatents, View
+from mlxkv.formats.saved.state import check_batch
 from mlxkv.metal.launch import ahead, backend
 
 # -- `BatchedLatentCache`: the latents of several sequences as one cache, for mlx-lm's batches.
@@ -38,10 +37,7 @@ class BatchedLatentCache(BatchedKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         """As `LatentKVCache.update_and_fetch`, for every sequence, without the padding: latents as a view or an
         array [B, 1, T, R], and rotary keys [B, 1, T, N]."""
-        if keys.shape[0] != len(self.offsets):
-            raise UserError(
-                f"[BatchedLatentCache] the cache holds a batch of {len(self.offsets)}; got {keys.shape[0]}"
-            )
+        check_batch(self.batch_size, keys.shape[0], "BatchedLatentCache")
         new, tokens = keys.shape[2], self.size()
         expands, latents, rotary = new > 1, [], []
         for i, (row, n) in enumerate(zip(self.rows, self._unpadded(new), strict=True)):
@@ -78,6 +74,7 @@ class LatentKVCache(CompressedKVCache):
     selects: whether the model's code picks single tokens of the latents, and so needs them as an array.
     """
 
+    latent = True
     selects = False
     joins = False
 
@@ -152,10 +149,6 @@ class LatentKVCache(CompressedKVCache):
         if len(arrays) > 2:
             self._rotary = arrays[2]
         super().written(arrays[:2], new)
-
-    def plan(self, dims: tuple[int, int], dtype: mx.Dtype) -> KernelPlan:
-        self._plan = choose.current(self._plan, self._stored, dims, dtype, latent=True)
-        return self._plan
 
     def page_store(self, dims: tuple[int, int], dtype: mx.Dtype) -> LatentCodes:
         plan = BY_OPS if self.selects else self.plan(dims, dtype)

@@ -223,7 +223,7 @@ def _plane_products(x: mx.array, codes: mx.array, bits: int) -> mx.array:
     places = x.reshape(*x.shape[:-1], words.shape[-2], -1)
     places = mx.contiguous(mx.moveaxis(places, -1, 0))
     out = None
-    for place, plane in zip(places, packing.planes(words, bits), strict=True):
+    for place, plane in zip(places, packing.planes(bits)(words), strict=True):
         out = place @ plane if out is None else mx.addmm(out, place, plane)
     return out
 

@@ -13,11 +13,6 @@ import mlx.core as mx
 import numpy as np
 
 
-def words_per_token(dims: int, bits: int) -> int:
-    """uint32 words that hold `dims` codes."""
-    return -(-dims * bits // 32)
-
-
 @cache
 def _places(dims: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """For code i: the word it starts in and the bit it starts at."""
@@ -28,7 +23,7 @@ def _places(dims: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
 def pack(codes: mx.array, bits: int) -> mx.array:
     """codes: [..., R] unsigned integers below 2^bits -> [..., W] uint32."""
     dims = codes.shape[-1]
-    words = words_per_token(dims, bits)
+    words = -(-dims * bits // 32)
     codes = codes.astype(mx.uint32)
     if 32 % bits == 0:
         per = 32 // bits
@@ -72,14 +67,11 @@ def unpack(words: mx.array, bits: int, dims: int) -> mx.array:
     return (low | high) & mask
 
 
-def planes(words: mx.array, bits: int) -> list[mx.array]:
-    """words: any shape, of bits that divide 32 -> for each place in a word the codes there, float32 less half
-    of their range, in the shape of `words`: code j of word w is code w * 32 / bits + j of a token."""
-    return _planes(bits)(words)
-
-
 @cache
-def _planes(bits: int) -> Callable[[mx.array], list[mx.array]]:
+def planes(bits: int) -> Callable[[mx.array], list[mx.array]]:
+    """Return a function of words of any shape, of bits that divide 32 -> for each place in a word the codes there,
+    float32 less half of their range, in the shape of the words: code j of word w is code w * 32 / bits + j of a
+    token."""
     top, middle = (1 << bits) - 1, 1 << (bits - 1)
 
     def split(words: mx.array) -> list[mx.array]:

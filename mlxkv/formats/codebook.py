@@ -46,11 +46,6 @@ class Codebook(Method):
         return {"codes", "scale"}
 
     @property
-    def no_record(self) -> str | None:
-        """Return why no kernel reads these codes, or None."""
-        return "codes of 1 bit have no record" if self.bits == 1 else None
-
-    @property
     def label(self) -> str:
         return f"codebook of {self.bits} bits, norm per token"
 

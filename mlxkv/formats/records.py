@@ -199,7 +199,7 @@ def why_no_record(
     if isinstance(spec, Half | PolarTree):
         return None
     if isinstance(spec, Codebook):
-        return spec.no_record
+        return "codes of 1 bit have no record" if spec.bits == 1 else None
     if isinstance(spec, Full):
         return "full-precision pages have no record"
     if isinstance(spec, Fill):

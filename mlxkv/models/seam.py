@@ -128,10 +128,6 @@ def _check_model(model: nn.Module) -> None:
     )
 
 
-def _is_shared(group: mx.distributed.Group | None) -> bool:
-    return group is not None and group.size() > 1
-
-
 # -- 1. examine: which layers are compressed, and why the others are not
 
 
@@ -250,7 +246,7 @@ def fit(
         from mlxkv.models.calibration import fitting  # which reads texts
 
         fitted = fitting.fit(model, config, shapes, calibration)
-    if _is_shared(group):
+    if group is not None and group.size() > 1:
         if fold:
             raise UserError(
                 f"[fold] changes the weights of a whole model; got a group of {group.size()} processes; "

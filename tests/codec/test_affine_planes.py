@@ -19,7 +19,7 @@ def planes(monkeypatch):
     """How often words are split into planes; as on a machine with a compiler."""
     seen, split = [], packing.planes
     monkeypatch.setattr(affine, "_has_compiler", lambda: True)
-    monkeypatch.setattr(packing, "planes", lambda *args: seen.append(args[1]) or split(*args))
+    monkeypatch.setattr(packing, "planes", lambda bits: seen.append(bits) or split(bits))
     return seen
 
 

@@ -24,7 +24,7 @@ def few(monkeypatch, tmp_path):
     monkeypatch.setattr(checks, "DIMS", (64,))
     monkeypatch.setattr(checks, "MORE", ("int8",))
     monkeypatch.setattr(checks, "METHODS", ("srft-int4+g16",))
-    monkeypatch.setattr(checks, "METHOD_DIMS", (64,))
+    monkeypatch.setattr(checks, "METHOD_DIMS", 64)
     monkeypatch.setattr(checks, "FOLLOWING", ("oja-0.75+int4", 32, 16))
     monkeypatch.setattr("mlxkv.doctor.command.golden_rows", lambda step, every=False: [GOLDEN])
     monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path / "cache")

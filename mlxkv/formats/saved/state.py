@@ -75,10 +75,10 @@ def check_calibrated(config: CacheConfig, layer_maps) -> None:
         )
 
 
-def check_batch(have: int, new: int) -> None:
+def check_batch(have: int, new: int, cache: str = "CompressedKVCache") -> None:
     """Raise UserError unless new tokens are of the batch that the cache holds."""
     if have != new:
-        raise UserError(f"[CompressedKVCache] the cache holds a batch of {have}; got {new}")
+        raise UserError(f"[{cache}] the cache holds a batch of {have}; got {new}")
 
 
 def tree(header, live, sink, pages, more: dict, last=None) -> dict:

@@ -226,9 +226,9 @@ def _judge(
     ends = config.sink + config.page * np.maximum(0, -(-(at - room) // config.page))
     place = mx.arange(total)[None]
     paged = (place >= config.sink) & (place < mx.array(ends)[:, None])  # [N, T]
-    mask = place <= mx.array(at)[:, None] if _is_causal(call.mask) else call.mask
-    if not _is_causal(call.mask) and mask.shape[-2] > 1:
-        mask = mask[..., mx.array(rows), :]
+    mask = place <= mx.array(at)[:, None]  # causal
+    if isinstance(call.mask, mx.array):
+        mask = call.mask[..., mx.array(rows), :] if call.mask.shape[-2] > 1 else call.mask
 
     q = call.queries[:, :, mx.array(rows)].astype(mx.float32) * call.scale
     batch, heads, count, dims = q.shape
@@ -277,7 +277,3 @@ def _candidates(clips: Sequence[float], spec, dims: int) -> list[float]:
         if clip == spec.clip or rank <= MAX_RANK:
             ranks.setdefault(rank, clip)
     return list(ranks.values())
-
-
-def _is_causal(mask: mx.array | str | None) -> bool:
-    return not isinstance(mask, mx.array)
