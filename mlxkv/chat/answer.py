@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import mlx.core as mx
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlxkv.chat.options import ChatOptions
 from mlxkv.chat.session import Session
@@ -14,7 +12,6 @@ from mlxkv.console import note, print_json, say, working
 from mlxkv.models import load, warm_up
 from mlxkv.models.generate import backend
 from mlxkv.models.loading import quality
-from mlxkv.models.loading.sampling import Sampling
 
 
 def talk(options: ChatOptions, prompt: str | None) -> None:
@@ -31,7 +28,10 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
             progress=progress,
             weights=options.weights,
         )
-    sampler, processors = drawing(loaded.sampling, options)
+    # As the model's makers recommend, but for what was asked for.
+    asked = {"temperature": options.temp, "top_p": options.top_p}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    sampler, processors = replace(loaded.sampling, **asked).drawing()
     session = Session(
         loaded,
         options.system,
@@ -59,14 +59,6 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
         one_shot(session, prompt, show=True)
         if not options.quiet:
             note(stats_line(session))
-
-
-def drawing(makers: Sampling, options: ChatOptions) -> tuple[Callable, list[Callable]]:
-    """mlx-lm's sampler and logits processors: what the model's makers recommend, but for what was asked for."""
-    temp = makers.temperature if options.temp is None else options.temp
-    top_p = makers.top_p if options.top_p is None else options.top_p
-    sampler = make_sampler(temp, top_p, makers.min_p, top_k=makers.top_k)
-    return sampler, make_logits_processors(repetition_penalty=makers.repetition_penalty or None)
 
 
 def one_shot(session: Session, prompt: str, show: bool) -> None:

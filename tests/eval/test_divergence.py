@@ -8,8 +8,8 @@ import pytest
 
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.tasks import divergence
+from mlxkv.eval.tasks.divergence import Tokens, summary
 from mlxkv.eval.tasks.part import TaskOptions
-from mlxkv.eval.tasks.statistics import Tokens, summary
 from mlxkv.models import load
 from mlxkv.texts.sources import Text
 

@@ -6,8 +6,6 @@ from dataclasses import asdict
 import mlx.core as mx
 import pytest
 
-from mlxkv.chat.answer import drawing
-from mlxkv.chat.options import ChatOptions
 from mlxkv.models.catalog.aliases import PACKAGES
 from mlxkv.models.loading.sampling import FILE, LIMITS, Sampling, read
 
@@ -73,7 +71,7 @@ def test_a_value_that_no_sampler_takes_is_not_said(tmp_path):
 @pytest.mark.parametrize("said", [SAID, SAID | {"top_k": 1 << 20, "repetition_penalty": 1}])
 def test_samplers_take_it(tmp_path, said):
     found = of(tmp_path, said | {"do_sample": True})
-    sampler, processors = drawing(found, ChatOptions())
+    sampler, processors = found.drawing()
     logits = mx.zeros((1, VOCABULARY))
     for processor in processors:
         logits = processor(mx.array([1, 2]), logits)

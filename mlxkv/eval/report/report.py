@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import exp
+
 from mlxkv import __version__, console
+from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.intervals import Interval
 from mlxkv.eval.questions.plain import KINDS
-from mlxkv.eval.report import compare, verdict
-from mlxkv.eval.report.compare import limits
+from mlxkv.eval.report import verdict
 from mlxkv.eval.tasks import divergence, retrieval
 from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models.catalog.sizes import COMPRESSED, bits_in_pages, layer_bytes
@@ -71,25 +73,43 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
             "prompt_kl_mean": prompt["kl"]["mean"],
             "prompt_kl_p99": prompt["kl"]["p99"],
             "kv_bytes": part[name]["kv_bytes"],
-            **compare.divergence(part[name]),
+            **_divergence_intervals(part[name]["texts"]),
         }
-    shares = {
-        kind: results[f"retrieval-{kind}-{context}"][name]["values"]
-        for kind in KINDS
-        if f"retrieval-{kind}-{context}" in results
+    parts = {
+        kind: results[key] for kind in KINDS if (key := f"retrieval-{kind}-{context}") in results
     }
-    if shares:
-        row["retrieval"] = shares
-        parts = {kind: results[f"retrieval-{kind}-{context}"][name] for kind in shares}
-        row["retrieval_likelihood"] = {kind: part["likelihood"] for kind, part in parts.items()}
-        row["retrieval_values"] = {
-            kind: sum(map(len, part["documents"])) for kind, part in parts.items()
-        }
-        base = {kind: results[f"retrieval-{kind}-{context}"][BASELINE] for kind in shares}
-        row |= compare.retrieval(parts, base)
-        if name == BASELINE:
-            del row["retrieval_lost"]
+    if parts:
+        ours = {kind: part[name] for kind, part in parts.items()}
+        row["retrieval"] = {kind: part["values"] for kind, part in ours.items()}
+        row["retrieval_likelihood"] = {kind: part["likelihood"] for kind, part in ours.items()}
+        answers = {kind: part["documents"] for kind, part in ours.items()}
+        row["retrieval_values"] = {kind: sum(map(len, of)) for kind, of in answers.items()}
+        row["documents"] = len(next(iter(answers.values())))
+        shares = {kind: intervals.found(of) for kind, of in answers.items()}
+        row["retrieval_interval"] = {kind: share.as_list() for kind, share in shares.items()}
+        if name != BASELINE:
+            full = {kind: part[BASELINE]["documents"] for kind, part in parts.items()}
+            gaps = {kind: intervals.lost(of, full[kind]) for kind, of in answers.items()}
+            row["retrieval_lost"] = {kind: [x.value, x.low, x.high] for kind, x in gaps.items()}
     return row
+
+
+def _divergence_intervals(texts: list[dict]) -> dict:
+    """Return how many texts there are, and intervals of a pooled result of `tasks.divergence`: [low, high], or None
+    with too few texts."""
+    by_name = {name: [text[name] for text in texts] for name in texts[0] if name != "name"}
+    ratio = intervals.share(by_name["ppl_log_ratio"])
+    limits_of = {
+        "kl": intervals.mean(by_name["kl"]),
+        "prompt_kl": intervals.mean(by_name["prompt_kl"]),
+        "top1": intervals.share(by_name["top1"]),
+    }
+    return {
+        "texts": len(texts),
+        **{f"{key}_interval": interval.as_list() for key, interval in limits_of.items()},
+        "ppl_ratio": exp(ratio.value),
+        "ppl_ratio_interval": [exp(ratio.low), exp(ratio.high)] if ratio.known else None,
+    }
 
 
 def bits(arms: Arms, name: str, context: int) -> dict:
@@ -105,6 +125,11 @@ def bits(arms: Arms, name: str, context: int) -> dict:
         "bits_per_value": inside / values if values else 16.0,
         "bits_with_windows": size / values if values else 16.0,
     } | ({"kv_bytes_in_use": size // 8} if values else {})
+
+
+def _limits(ends: list[float] | None, form: str = ".2g", scale: float = 1.0) -> str:
+    """Format an interval for a table: ' [1, 2]', or nothing if it is not known."""
+    return "" if ends is None else f" [{', '.join(format(scale * x, form) for x in ends)}]"
 
 
 def brief(data: dict) -> dict:
@@ -125,10 +150,10 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
         columns += ["ppl", "KL mean [95 %]", "KL 99 %", "top %", "prompt KL"]
         makers += [
             lambda r: f"{r['ppl']:.4f}",
-            lambda r: f"{r['kl_mean']:.2g}{limits(r.get('kl_interval'))}",
+            lambda r: f"{r['kl_mean']:.2g}{_limits(r.get('kl_interval'))}",
             lambda r: f"{r['kl_p99']:.2g}",
-            lambda r: f"{100 * r['top1']:.1f}{limits(r.get('top1_interval'), '.1f', 100)}",
-            lambda r: f"{r['prompt_kl_mean']:.2g}{limits(r.get('prompt_kl_interval'))}",
+            lambda r: f"{100 * r['top1']:.1f}{_limits(r.get('top1_interval'), '.1f', 100)}",
+            lambda r: f"{r['prompt_kl_mean']:.2g}{_limits(r.get('prompt_kl_interval'))}",
         ]
     for kind in first.get("retrieval", {}):
         columns.append(kind.replace("multi", "m"))
@@ -143,7 +168,7 @@ def _found(row: dict, kind: str, is_first: bool) -> str:
     ends = row.get("retrieval_interval", {}).get(kind)
     loss = row.get("retrieval_lost", {}).get(kind)
     alike = not is_first and loss is not None and Interval(*loss).holds(0.0)
-    text = f"{100 * row['retrieval'][kind]:.1f}{limits(ends, '.0f', 100)}"
+    text = f"{100 * row['retrieval'][kind]:.1f}{_limits(ends, '.0f', 100)}"
     return f"{text} ~" if alike else text
 
 

@@ -7,12 +7,14 @@ with the same weights, in step with full precision. Each of several texts is a p
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
+from dataclasses import dataclass
+
 import mlx.core as mx
 import numpy as np
 
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.tasks.part import Part, Progress, Results, TaskOptions, by_context
-from mlxkv.eval.tasks.statistics import Tokens, joined, summary
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.generate import prefill_step
 from mlxkv.texts import sources
@@ -20,6 +22,60 @@ from mlxkv.texts import sources
 LOGITS = 1 << 27  # most numbers in the logits of one chunk
 LOWEST = -1e30
 LEGS = ("prompt", "decode")
+
+
+@dataclass
+class Tokens:
+    """Measurements at each scored token, arrays [N] float64.
+
+    nll, nll_base: negative log likelihood of the true token, nats. kl: KL(base || arm) of the whole
+    distribution, nats. same: 1 if both have the same likeliest token.
+    """
+
+    nll: np.ndarray
+    nll_base: np.ndarray
+    kl: np.ndarray
+    same: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.nll)
+
+    def packed(self) -> dict[str, str]:
+        """Return the arrays as float32 in base64, for JSON."""
+        return {k: b64encode(x.astype("<f4").tobytes()).decode() for k, x in vars(self).items()}
+
+    @staticmethod
+    def unpacked(data: dict[str, str]) -> Tokens:
+        """Return what `packed` made, to float32."""
+        arrays = {k: np.frombuffer(b64decode(x), "<f4") for k, x in data.items()}
+        return Tokens(**{k: x.astype(np.float64) for k, x in arrays.items()})
+
+    def __getitem__(self, part: slice) -> Tokens:
+        return Tokens(*(x[part] for x in vars(self).values()))
+
+
+def joined(parts: list[Tokens]) -> Tokens:
+    """Concatenate."""
+    return Tokens(
+        *(np.concatenate(xs) for xs in zip(*(vars(p).values() for p in parts), strict=True))
+    )
+
+
+def summary(tokens: Tokens) -> dict:
+    """Return perplexities, KL divergence and the share of tokens with the same likeliest one, as plain data.
+    Percentiles interpolate."""
+    return {
+        "tokens": len(tokens),
+        "ppl": float(np.exp(tokens.nll.mean())),
+        "ppl_base": float(np.exp(tokens.nll_base.mean())),
+        "ppl_log_ratio": float((tokens.nll - tokens.nll_base).mean()),
+        "kl": {
+            "mean": float(tokens.kl.mean()),
+            "max": float(tokens.kl.max()),
+            "p99": float(np.percentile(tokens.kl, 99)),
+        },
+        "same_top": float(tokens.same.mean()),
+    }
 
 
 def parts(arms: Arms, options: TaskOptions) -> list[Part]:
@@ -76,7 +132,7 @@ def measure(
 ) -> Results:
     """Run both legs over tokens[:-1]; each token predicts the next. The prompt is tokens[:context].
 
-    Returns per arm {"legs": {leg: `statistics.summary`}, "scored": the tokens behind the legs, "kv_bytes":
+    Returns per arm {"legs": {leg: `summary`}, "scored": the tokens behind the legs, "kv_bytes":
     allocated after the prompt}.
     """
     everyone = list(dict.fromkeys((BASELINE, *names)))

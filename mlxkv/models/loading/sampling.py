@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlxkv import untrusted
 from mlxkv.models.catalog.aliases import PACKAGES
@@ -31,6 +34,11 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 0.0
+
+    def drawing(self) -> tuple[Callable, list[Callable]]:
+        """mlx-lm's sampler, and its logits processors."""
+        sampler = make_sampler(self.temperature, self.top_p, self.min_p, top_k=self.top_k)
+        return sampler, make_logits_processors(repetition_penalty=self.repetition_penalty or None)
 
 
 def read(path: Path, name: str, vocabulary: int) -> Sampling:
