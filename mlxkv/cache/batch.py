@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlxkv.cache.attention import DECODE_TOKENS
-from mlxkv.cache.contract import Contract
+from mlxkv.cache.contract import Contract, causal_mask
 from mlxkv.cache.ragged import Ragged
 from mlxkv.cache.view import OPS, Pair, View
 from mlxkv.errors import UserError
@@ -129,9 +129,12 @@ class BatchedKVCache(Contract):
         )
 
     def _arriving(self, new: int) -> tuple[list[int], list[int]]:
-        """`_parts`, of tokens that come now."""
-        skips, counts = self._parts(new)
+        """Return, of `new` tokens that come now for each sequence, how many are padding on the left and how many are
+        text."""
+        skips = [min(new, ahead) for ahead in self._ahead]
+        counts = [new - skip for skip in skips]
         if self._text is not None:
+            counts = [min(n, text) for n, text in zip(counts, self._text, strict=True)]
             self._text = [text - n for text, n in zip(self._text, counts, strict=True)]
         self._ahead = [ahead - n for ahead, n in zip(self._ahead, skips, strict=True)]
         self._skips, self._new = skips, counts
@@ -146,14 +149,6 @@ class BatchedKVCache(Contract):
                 "prompts one at a time"
             )
         return counts
-
-    def _parts(self, new: int) -> tuple[list[int], list[int]]:
-        """Return, of `new` tokens for each sequence, how many are padding on the left and how many are text."""
-        skips = [min(new, ahead) for ahead in self._ahead]
-        counts = [new - skip for skip in skips]
-        if self._text is not None:
-            counts = [min(n, text) for n, text in zip(counts, self._text, strict=True)]
-        return skips, counts
 
     def _joins(self, keys: mx.array, values: mx.array) -> bool:
         """Return whether the sequences are in shared arrays, now if not before."""
@@ -188,13 +183,11 @@ class BatchedKVCache(Contract):
             return None if N == 1 else "causal"
         if self._padding is not None:
             columns = mx.arange(self._columns + N)
-            rows = columns[self._columns :, None]
-            mask = rows >= columns
-            if window_size is not None:
-                mask = mask & (rows < columns + window_size)
+            mask = causal_mask(self._columns, N, columns.size, window_size)
             return mask & (mx.array(self._padding)[:, None, None, None] <= columns)
         if self._ragged is not None:
-            return _masks(self.offset[:, None, None, None], N, self.size() + N, window_size)
+            first = self.offset[:, None, None, None]
+            return causal_mask(first, N, self.size() + N, window_size)
         return _stacked([row.make_mask(N, True, window_size) for row in self._rows])
 
     @property
@@ -331,10 +324,3 @@ def _stacked(masks: list[mx.array]) -> mx.array:
     """Masks [N, T] of each sequence as one, [B, 1, N, longest T]."""
     width = max(mask.shape[1] for mask in masks)
     return mx.stack([mx.pad(m, [(0, 0), (0, width - m.shape[1])])[None] for m in masks])
-
-
-def _masks(offsets: mx.array, new: int, width: int, window: int | None) -> mx.array:
-    """As `make_mask`, offsets: [B, 1, 1, 1]."""
-    rows, columns = offsets + mx.arange(new)[:, None], mx.arange(width)
-    mask = rows >= columns
-    return mask if window is None else mask & (rows < columns + window)

@@ -18,7 +18,7 @@ import numpy as np
 from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
-from mlxkv.cache.contract import Contract, IntoBatch, Snapshots, from_state
+from mlxkv.cache.contract import Contract, IntoBatch, Snapshots, causal_mask, from_state
 from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View, joined
@@ -298,10 +298,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
             return None
         if window_size is None and not return_array:
             return "causal"
-        columns = mx.arange(self.offset + N)[None]
-        rows = mx.arange(self.offset, self.offset + N)[:, None]
-        mask = rows >= columns
-        return mask if window_size is None else mask & (rows < columns + window_size)
+        return causal_mask(self.offset, N, self.offset + N, window_size)
 
     def size(self) -> int:
         return self.offset

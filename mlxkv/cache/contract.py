@@ -14,6 +14,16 @@ import mlx.core as mx
 from mlxkv.errors import UserError
 
 
+def causal_mask(
+    first: int | mx.array, new: int, width: int, window_size: int | None = None
+) -> mx.array:
+    """Return which of `width` columns each of `new` tokens sees, boolean [new, width]. first: the column of the first
+    of them; [B, 1, 1, 1] of several sequences."""
+    rows, columns = first + mx.arange(new)[:, None], mx.arange(width)
+    mask = rows >= columns
+    return mask if window_size is None else mask & (rows < columns + window_size)
+
+
 class IntoBatch:
     """A method of a class by which caches become a batch. A cache that is `alone` has no such attribute, which is what
     hosts ask before they serve sequences together."""

@@ -19,6 +19,7 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import STEP, CompressedKVCache
 from mlxkv.cache.contract import IntoBatch
 from mlxkv.cache.pages import GROWTH
+from mlxkv.cache.ragged import padded
 from mlxkv.cache.stores import LatentCodes
 from mlxkv.cache.traced import Arrays, Form, NotYet, Numbers, Own, Rows, check_rows
 from mlxkv.cache.view import BY_OPS, Pair, TracedLatents, View
@@ -49,11 +50,11 @@ class BatchedLatentCache(BatchedKVCache):
                 latents.append(keys[:1, :, :0] if expands else None)
                 rotary.append(values[:1, :, :0])
         width = tokens + new if expands else self.size()  # of the mask, or of the longest
-        rotary = mx.concatenate([_padded(x, width) for x in rotary])
+        rotary = mx.concatenate([padded(x, width) for x in rotary])
         if not expands:
             live = next(row[0].live for row in latents if row is not None)
             return View(live, rows=tuple(latents)), rotary
-        return mx.concatenate([_padded(x, width) for x in latents]), rotary
+        return mx.concatenate([padded(x, width) for x in latents]), rotary
 
     def _joins(self, keys: mx.array, values: mx.array) -> bool:
         return False
@@ -61,11 +62,6 @@ class BatchedLatentCache(BatchedKVCache):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """As of BatchedKVCache; always an array for several tokens, which plain attention takes."""
         return super().make_mask(N, return_array or N > 1, window_size)
-
-
-def _padded(x: mx.array, tokens: int) -> mx.array:
-    """x: [1, 1, T, D] with zeros up to so many tokens."""
-    return mx.pad(x, [(0, 0), (0, 0), (0, tokens - x.shape[2]), (0, 0)])
 
 
 class LatentKVCache(CompressedKVCache):
@@ -301,7 +297,7 @@ class LatentRows(Rows):
     def joined(self, views: Sequence[tuple]) -> tuple:
         """Latents as views, and the rotary keys of all sequences [B, 1, columns, N], with zeros behind the shorter."""
         columns = max(rotary.shape[2] for _, rotary in views)
-        rotary = mx.concatenate([_padded(x, columns) for _, x in views])
+        rotary = mx.concatenate([padded(x, columns) for _, x in views])
         return super().joined(views)[0], rotary
 
     def make_mask(self, N: int, return_array: bool, window_size: int | None):

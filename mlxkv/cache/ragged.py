@@ -109,13 +109,13 @@ class Ragged:
             parts = [mx.zeros((0, self.heads, room, dims), self.dtype)]
             for pair in pairs:
                 x = mx.zeros((1, self.heads, 0, dims), self.dtype) if pair is None else pair[side]
-                parts.append(_padded(x, room))
+                parts.append(padded(x, room))
             out.append(parts[0] if len(parts) == 1 else mx.concatenate(parts))
         return out[0], out[1]
 
     def _joined(self, windows: Pair, added: Pair) -> Pair:
         pairs = zip(windows, added, strict=True)
-        return tuple(mx.concatenate([_padded(x, y.shape[2]), y]) for x, y in pairs)
+        return tuple(mx.concatenate([padded(x, y.shape[2]), y]) for x, y in pairs)
 
     def _limit(self, parted: bool) -> int:
         """Live tokens of a sequence before a page has to be sealed."""
@@ -252,7 +252,7 @@ def window_tokens(config: CacheConfig) -> int:
     return 2 * config.sink + config.recent + 2 * config.page + DECODE_TOKENS
 
 
-def _padded(x: mx.array, room: int) -> mx.array:
+def padded(x: mx.array, room: int) -> mx.array:
     """[B, G, room, D] of [B, G, T, D], with zeros behind."""
     spare = room - x.shape[2]
     return mx.pad(x, [(0, 0), (0, 0), (0, spare), (0, 0)]) if spare else x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import mlx.core as mx
@@ -68,15 +69,12 @@ def one_shot(session: Session, prompt: str, show: bool) -> None:
     with prefill_bar() as progress:
         pieces = session.ask(prompt, progress)
         first = next(pieces, "")
+    with wrapped(session) if show else nullcontext(lambda piece: None) as write:
+        write(first)
+        for piece in pieces:
+            write(piece)
     if show:
-        with wrapped(session) as write:
-            write(first)
-            for piece in pieces:
-                write(piece)
         say("")
-    else:
-        for _ in pieces:
-            pass
     if (cut := session.cut_off) is not None:
         note(f"[{cut}]")
     session.loaded.tell_steps()

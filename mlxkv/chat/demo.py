@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, zip_longest
 
@@ -33,14 +32,6 @@ LEAST, MOST = 512, 7680  # tokens; of a text that this machine reads in that tim
 LONGEST = 32  # tokens of an answer
 
 
-@dataclass(frozen=True)
-class Text:
-    """tokens: of the prompt. depth: the share of the text before FACT."""
-
-    tokens: list[int]
-    depth: float
-
-
 def run(model: str, kv: str, as_json: bool) -> None:
     """Load, read for half a minute, ask, and show."""
     with working(f"reading {model}") as progress:
@@ -52,24 +43,24 @@ def run(model: str, kv: str, as_json: bool) -> None:
         raise UserError(f"[demo] nothing is compressed; got {model} with --kv {kv}; choose others")
     with working("trying how fast this machine reads"):
         count = _fitting(loaded, (plain(), packed()))
-    text = make_text(loaded, min(count, (loaded.context or MOST) - 2 * LONGEST))
+    tokens, depth = make_text(loaded, min(count, (loaded.context or MOST) - 2 * LONGEST))
     name = canonical(kv)
     if not as_json:
         say(
-            f"{loaded.name} on {backend()} reads one text of {len(text.tokens):,} tokens into two "
+            f"{loaded.name} on {backend()} reads one text of {len(tokens):,} tokens into two "
             f"caches: fp16 and --kv {name}"
         )
     caches, rows = {"fp16": plain(), name: packed()}, []
-    chart = Chart(("fp16", name), len(text.tokens), quiet=as_json)
+    chart = Chart(("fp16", name), len(tokens), quiet=as_json)
     begun = time.perf_counter()
     with chart:
-        for tokens in read(loaded, text.tokens[:-1], list(caches.values())):
-            row = tokens, *(usage(cache).kv_bytes for cache in caches.values())
+        for count in read(loaded, tokens[:-1], list(caches.values())):
+            row = count, *(usage(cache).kv_bytes for cache in caches.values())
             rows.append(row)
             chart.add(*row)
     seconds = time.perf_counter() - begun
     compact = usage(caches[name])  # of what the chart shows
-    answers = {kind: _answer(loaded, text.tokens[-1:], cache) for kind, cache in caches.items()}
+    answers = {kind: _answer(loaded, tokens[-1:], cache) for kind, cache in caches.items()}
     right = {kind: ANSWER in answer.lower() for kind, answer in answers.items()}
     if as_json:
         data = {
@@ -84,7 +75,7 @@ def run(model: str, kv: str, as_json: bool) -> None:
         ]
         print_json(data | {"answers": answers, "right": right, "rows": steps})
         return
-    say(f"\nin the text, {text.depth:.0%} of the way: {FACT}")
+    say(f"\nin the text, {depth:.0%} of the way: {FACT}")
     say(f"question: {QUESTION}")
     for kind, answer in answers.items():
         say(f"  {kind:<6} {'right' if right[kind] else 'WRONG'}: {answer}")
@@ -107,8 +98,9 @@ def story() -> str:
     return "\n\n".join(part[kind] for kind in ("prose", "dialogue") for part in parts)
 
 
-def make_text(loaded, length: int) -> Text:
-    """Prose of about `length` tokens with FACT in it, and the question about that."""
+def make_text(loaded, length: int) -> tuple[list[int], float]:
+    """The tokens of a prompt of about `length`, prose with FACT in it and the question about that; the share of the
+    prose before FACT."""
     encode, sentences, count = loaded.tokenizer.encode, [], 2 * LONGEST
     for sentence in cycle(re.split(r"(?<=[.!?])\s+", story())):
         count += len(encode(sentence, add_special_tokens=False)) + 1
@@ -122,7 +114,7 @@ def make_text(loaded, length: int) -> Text:
     tokens = loaded.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False, enable_thinking=False
     )
-    return Text(list(tokens), len(beginning) / len(prose))
+    return list(tokens), len(beginning) / len(prose)
 
 
 def read(loaded, tokens: list[int], sides: list[list]) -> Iterator[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import isqrt
 from random import Random
 
@@ -73,7 +72,7 @@ def rounds(rng: Random, items: Sequence, count: int) -> list:
     out: list = []
     while len(out) < count:
         out += rng.sample(list(items), len(items))
-    return list(islice(out, count))
+    return out[:count]
 
 
 def filler(source, room: int, measure: Callable[[str], int]) -> list[str]:
