@@ -16,7 +16,7 @@ from pathlib import Path
 
 from experiments.options import Parser
 from mlxkv import console
-from mlxkv.doctor.planning import plan_of
+from mlxkv.doctor.fit import plan_of
 from mlxkv.eval.report import plots
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import USABLE

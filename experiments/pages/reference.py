@@ -19,8 +19,8 @@ from mlxkv import console
 from mlxkv.cache import selftest
 from mlxkv.cache.choose import Question
 from mlxkv.cli import app, is_option, plain, value_of
+from mlxkv.doctor.fit import plan_of
 from mlxkv.doctor.listing import BITS, HEAD_DIM, LISTED, MEASURED, by_paper, stored
-from mlxkv.doctor.planning import plan_of
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import COMPARED
 from mlxkv.models.catalog.aliases import HUB

@@ -18,7 +18,7 @@ from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Centre, Transform
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.records import NAMES
-from mlxkv.models.calibration import learn, parametrization
+from mlxkv.models.calibration import learn
 from mlxkv.models.calibration.moments import grouped, peaks, products
 from mlxkv.spec.bounds import BOUNDS, LEARNED_SPEC, Row, keys, read, rms
 from mlxkv.spec.rows import Attention, Stored, Table, shared_rows
@@ -100,7 +100,7 @@ class MLXTable(Table):
             turn = transform.make(base, int(dims), 0)
             turn = mx.eye(int(dims)) if turn is None else turn.down
             params = {name: mx.array(tensors[f"{key}.{name}"]) for name in variant.split("+")}
-            pair = [np.array(x) for x in parametrization.pair(params, turn)]
+            pair = [np.array(x) for x in learn.pair(params, turn)]
             spec = [tensors[f"{key}.{name}"] for name in ("down", "up")]
             error = max(map(rms, pair, spec))
             yield Row("learned", key, spec[0].size, rms=error, bound=BOUNDS["learned"])

@@ -2,7 +2,8 @@
 
     command, run, store  the options, the run, its results as they are computed and kept
     arms, feed           a model with several caches, and how it reads through them
-    tasks/  questions/  report/
+    questions            documents with facts in them, and questions about these
+    tasks/  report/
 
 Speed is in `mlxkv.bench`. No other command may be imported here.
 """

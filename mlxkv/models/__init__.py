@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlxkv.models.catalog.reports import LayerReport, summarise
+    from mlxkv.models.decoders import warm_up
     from mlxkv.models.loader import Loaded, context_limit, load
     from mlxkv.models.seam import attach, detach
     from mlxkv.models.taking_back import cut_back
-    from mlxkv.models.warm import warm_up
 
 _HOME = {
     "attach": "seam",
@@ -26,7 +26,7 @@ _HOME = {
     "Loaded": "loader",
     "context_limit": "loader",
     "load": "loader",
-    "warm_up": "warm",
+    "warm_up": "decoders",
 }
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""Say where kernels are not used, and step down to slower ones when a kernel fails at run time."""
+"""Build what decoding needs before the first token, say where kernels are not used, and step down to slower ones when a
+kernel fails at run time."""
 
 from __future__ import annotations
 
@@ -7,14 +8,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream
+from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import console, faults
 from mlxkv.cache import choose, selftest
 from mlxkv.cache.view import OPS
 from mlxkv.machine import out_of_range
 from mlxkv.metal import launch, tiles
+from mlxkv.metal.launch import backend
 from mlxkv.models.catalog.reports import LayerReport
+from mlxkv.models.generate import prefill_step
+from mlxkv.models.hooks.mark import steps_of
 
 if TYPE_CHECKING:
     from mlxkv.models.loader import Loaded
@@ -72,10 +77,43 @@ def step_down(loaded: Loaded, error: Exception) -> str | None:
     mx.clear_cache()
     replacement = f"{OPS} ({launch.switched_off(first)})"
     if tiled:  # the portable body is tried as the caches are made
-        replacement = f"{launch.backend()} kernels"
+        replacement = f"{backend()} kernels"
     loaded.layers[:] = [
         replace(r, kernel=replacement) if r.compressed and not r.kernel.startswith(OPS) else r
         for r in loaded.layers
     ]
     slower = "portable kernels" if tiled else "plain ops, slowly,"
     return f"! a kernel failed on this GPU: {reason}; from here on {slower} decode. {WHY}"
+
+
+TOKENS = 3  # decoded: the first trace, a replay, and what is not used before the third
+
+
+def warm_up(loaded: Loaded) -> None:
+    """Decode a few tokens on a GPU, after a prompt that seals a page, with caches that are thrown away; shows
+    progress. For the thread that decodes later: traces belong to a thread. Does nothing where no step is
+    traced, nor on a CPU, which would take a second or two at every start.
+
+    A fault of the GPU is told, and slower kernels run instead, as in the middle of a reply.
+    """
+    steps = steps_of(loaded.model)
+    if backend() == "cpu" or steps is None or steps.off:
+        return
+    with console.counted("building decode steps", 1) as step:
+        step()
+        try:
+            _decode(loaded)
+        except RuntimeError as error:
+            if line := step_down(loaded, error):
+                console.warn(line)
+        # Without a line the first reply meets the same fault, and ends with it.
+    mx.clear_cache()
+    loaded.tell_steps()
+
+
+def _decode(loaded: Loaded) -> None:
+    prompt = mx.zeros((loaded.kv.window + loaded.kv.page + 1,), mx.int32)
+    options = {"max_tokens": TOKENS, "prefill_step_size": prefill_step()}
+    cache = make_prompt_cache(loaded.model)
+    for _ in generate_step(prompt, loaded.model, prompt_cache=cache, **options):
+        pass

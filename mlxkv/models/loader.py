@@ -30,7 +30,6 @@ from mlxkv.models.catalog.reports import LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit, text_config
 from mlxkv.models.decoders import tell
 from mlxkv.models.hooks.mark import steps_of
-from mlxkv.models.loading import shares
 from mlxkv.models.loading import weights as reading
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.loading.sampling import read as read_sampling
@@ -138,7 +137,7 @@ def load(
     model, full_config = reading.build(folder, dtype, weights, progress)
     size = 1 if group is None else group.size()
     if size > 1:
-        shares.check(model, folder, size)
+        reading.check_shares(model, folder, size)
     notes = reading.set_dtype(model, dtype)
     if size == 1:
         reading.read(model, None if folder.is_gguf else progress)
@@ -154,7 +153,7 @@ def load(
     introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
     layers = attach(model, config, strict, fold=fold, group=group)
     if size > 1:  # before weights are read, so that no process holds all of them
-        shares.take(model, folder, group)
+        reading.take_share(model, folder, group)
     return Loaded(
         model=model,
         tokenizer=tokenizer,

@@ -9,7 +9,7 @@ from random_models import LATENT_ATTENTION
 from mlxkv.cli import main
 from mlxkv.console import human_bytes, parse_size, parse_tokens
 from mlxkv.doctor import fit
-from mlxkv.doctor.planning import plan_of
+from mlxkv.doctor.fit import plan_of
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
@@ -160,7 +160,7 @@ def test_the_command(config_file, capsys):
 
 def test_every_alias_and_how_far_it_reaches(capsys, monkeypatch):
     names = ("llama-3.1-8b", "qwen3-0.6b", "qwen3-coder-30b")
-    monkeypatch.setattr(fit, "HUB", names)
+    monkeypatch.setattr(fit, "HUB", {name: HUB[name] for name in names})
     args = ["fit", "--memory", "16GB", "--kv", "fp16,int4"]
     assert main([*args, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["models"]

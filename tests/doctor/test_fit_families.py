@@ -9,7 +9,7 @@ import random_models
 from mlx.utils import tree_flatten
 
 from mlxkv.cli import main
-from mlxkv.doctor.planning import plan_of
+from mlxkv.doctor.fit import plan_of
 from mlxkv.models.catalog import known
 from mlxkv.models.hooks.held import layers_of
 

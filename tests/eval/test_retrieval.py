@@ -14,10 +14,10 @@ from small_models import TINY
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import MachineError
 from mlxkv.eval import feed
+from mlxkv.eval import questions as texts
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.questions import plain, prompts
-from mlxkv.eval.questions.plain import KINDS, QUERIES, Question
-from mlxkv.eval.tasks import answers, retrieval
+from mlxkv.eval.questions import KINDS, QUERIES, Question
+from mlxkv.eval.tasks import retrieval
 from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models import load
 
@@ -29,8 +29,8 @@ def words(text: str) -> int:
 
 
 def test_facts_stand_all_over_the_text():
-    document = plain.document(Random(1), 3000, 16, words)
-    assert plain.document(Random(1), 3000, 16, words) == document
+    document = texts.document(Random(1), 3000, 16, words)
+    assert texts.document(Random(1), 3000, 16, words) == document
     assert 0.9 * 3000 <= words(document.text) <= 1.05 * 3000
     places = []
     for question in document.questions:
@@ -42,7 +42,7 @@ def test_facts_stand_all_over_the_text():
 
 
 def test_every_kind_asks_for_its_values():
-    document = plain.document(Random(3), 2000, 8, words)
+    document = texts.document(Random(3), 2000, 8, words)
     for kind in KINDS:
         asked = document.of(kind)
         assert len(asked) == 8
@@ -126,14 +126,14 @@ def test_values_are_found_in_free_words(subtests, monkeypatch, loaded):
         ("", [False, False]),
     ]:
         with subtests.test(text=text, right=right):
-            monkeypatch.setattr(answers, "greedy", lambda *_, text=text: text)
+            monkeypatch.setattr(retrieval, "greedy", lambda *_, text=text: text)
             question = Question("multi-value", "", "", ("1234567", "7654321"), ("a", "a"))
             assert retrieval._found(loaded, [], [], question) == right
 
 
 def test_replies_stop_where_they_should(loaded):
     def ask(limit, **how):
-        return answers.greedy(loaded, feed.prefill(loaded, [5, 6, 7]), [8, 9], limit, **how)
+        return retrieval.greedy(loaded, feed.prefill(loaded, [5, 6, 7]), [8, 9], limit, **how)
 
     loaded.tokenizer.eos_token_ids = {258}  # never written here
     text = ask(12)
@@ -141,11 +141,11 @@ def test_replies_stop_where_they_should(loaded):
     short = ask(12, enough=lambda written: len(written) >= 3)
     assert text.startswith(short) and 3 <= len(short) < len(text)
     assert "\n" not in ask(12, line=True)
-    loaded.tokenizer.eos_token_ids = {prompts.encode(loaded, text[0])[0]}
+    loaded.tokenizer.eos_token_ids = {retrieval.encode(loaded, text[0])[0]}
     assert ask(12) == ""
 
 
 def test_broken_logits_are_a_fault(tmp_path):
     loaded = load(str(write_model(tmp_path / "poison", poison=True)), "fp16")
     with pytest.raises(MachineError, match="NaN or infinity in the logits"):
-        answers.greedy(loaded, feed.prefill(loaded, [1, 2]), [3], 4)
+        retrieval.greedy(loaded, feed.prefill(loaded, [1, 2]), [3], 4)

@@ -25,7 +25,7 @@ from gguf_files import (
 from mlx_lm.utils import load as load_folder
 from small_models import TINY
 
-from mlxkv.doctor.planning import read_plan
+from mlxkv.doctor.fit import read_plan
 from mlxkv.errors import UserError
 from mlxkv.models import load
 from mlxkv.models.catalog.aliases import resolve

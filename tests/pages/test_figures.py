@@ -8,7 +8,7 @@ import repo_pages
 
 from experiments.evidence import cells
 from experiments.pages import memory
-from mlxkv.doctor.planning import plan_of
+from mlxkv.doctor.fit import plan_of
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog.known import CONFIGS, QUANTIZATION
 from mlxkv.models.catalog.sizes import layer_bytes

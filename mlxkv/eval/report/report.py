@@ -8,7 +8,7 @@ from mlxkv import __version__, console
 from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.intervals import Interval
-from mlxkv.eval.questions.plain import KINDS
+from mlxkv.eval.questions import KINDS
 from mlxkv.eval.report import verdict
 from mlxkv.eval.tasks import divergence, retrieval
 from mlxkv.eval.tasks.part import TaskOptions

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.questions.plain import KINDS
+from mlxkv.eval.questions import KINDS
 
 Progress = Callable[[int], None]
 Results = dict[str, dict]  # arm -> plain data for JSON

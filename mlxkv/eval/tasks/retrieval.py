@@ -7,17 +7,20 @@ answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cache as once
 from functools import partial
+from math import isfinite
+from os.path import commonprefix
 from random import Random
 
+import mlx.core as mx
+
+from mlxkv.errors import MachineError, UserError
 from mlxkv.eval import feed
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.questions import plain, prompts
-from mlxkv.eval.questions.plain import Document, Question
-from mlxkv.eval.tasks import answers
+from mlxkv.eval.questions import Document, Question, document
 from mlxkv.eval.tasks.part import Part, Results, TaskOptions, by_context
 
 SEED = "retrieval-1"  # count it up when texts or scores change
@@ -94,13 +97,13 @@ def texts(loaded, options: TaskOptions) -> Callable[[int, int], Document]:
     """Return a function (context, index) -> document, which makes each document once."""
 
     def measure(text: str) -> int:
-        return len(prompts.encode(loaded, text))
+        return len(encode(loaded, text))
 
     @once
     def text(context: int, index: int) -> Document:
         rng = Random(f"{SEED}-plain-{context}-{index}")
         ask = asked_of(options)[index]
-        return plain.document(rng, context - MARGIN, ask, measure)
+        return document(rng, context - MARGIN, ask, measure)
 
     return text
 
@@ -118,17 +121,17 @@ def _run(
 
 def _measure(arms: Arms, loaded, name: str, document: Document, options, progress) -> dict:
     """Return, by kind, of each question which values were found, and how likely their tokens were."""
-    begin = prompts.prefix(loaded, document.text)
+    begin = prefix(loaded, document.text)
     kinds = {kind: {"right": [], "likely": []} for kind in options.kinds}
     head, cache = [], []
     for kind, rows in kinds.items():
         for question in document.of(kind):
-            prompt = prompts.ask(loaded, document.text, question.question)
-            start, question_tokens = prompts.split(prompt, begin)
+            prompt = ask(loaded, document.text, question.question)
+            start, question_tokens = split(prompt, begin)
             if start != head:  # the same for nearly all questions
                 head, cache = start, feed.prefill(loaded, start)
-            answer, values = prompts.answer(loaded, question.answer), question.values
-            likely = answers.score(loaded, deepcopy(cache), question_tokens, answer, values)
+            answer = question.answer if has_template(loaded) else f" {question.answer}"
+            likely = score(loaded, deepcopy(cache), question_tokens, answer, question.values)
             rows["likely"].append(likely)
             rows["right"].append(_found(loaded, deepcopy(cache), question_tokens, question))
             progress(1)
@@ -146,9 +149,119 @@ def _found(loaded, cache: list, prompt: list[int], question: Question) -> list[b
         return not text[-1:].isdigit() and all(named(text))
 
     limit = START + PER_VALUE * len(question.values)
-    line = not prompts.has_template(loaded)
-    return named(answers.greedy(loaded, cache, prompt, limit, done, line))
+    line = not has_template(loaded)
+    return named(greedy(loaded, cache, prompt, limit, done, line))
 
 
 def _mean(values: list) -> float:
     return sum(values) / len(values)
+
+
+# -- answers: the likelihood of a given one, and the likeliest
+
+
+def score(
+    loaded, cache: list, prompt: Sequence[int], answer: str, values: Sequence[str]
+) -> list[list[float]]:
+    """Return the log probabilities of the tokens of each value of `answer`, after `prompt` and the tokens in the
+    cache. The cache grows by prompt and answer.
+
+    values: in the order in which they stand in `answer`.
+    """
+    tokens = loaded.tokenizer.encode(answer, add_special_tokens=False)
+    if feed.selects(cache):  # the last tokens of a prompt choose, so read the question as a prompt
+        feed.extend(loaded, cache, prompt[:-1])
+        prompt = prompt[-1:]
+    logs = feed.log_probabilities(loaded, cache, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+    scores = mx.take_along_axis(logs, mx.array(tokens)[:, None], axis=-1)[:, 0].tolist()
+    return [[scores[i] for i in span] for span in spans(loaded, tokens, values)]
+
+
+def spans(loaded, tokens: list[int], values: Sequence[str]) -> list[list[int]]:
+    """Return the indices of the tokens that spell each value."""
+    ends = [len(loaded.tokenizer.decode(tokens[: i + 1])) for i in range(len(tokens))]
+    text, starts = loaded.tokenizer.decode(tokens), [0, *ends[:-1]]
+    out, cursor = [], 0
+    for value in values:
+        begin = text.index(value, cursor)
+        cursor = begin + len(value)
+        places = enumerate(zip(starts, ends, strict=True))
+        out.append([i for i, (start, end) in places if end > begin and start < cursor])
+    return out
+
+
+def greedy(
+    loaded,
+    cache: list,
+    prompt: Sequence[int],
+    limit: int,
+    enough: Callable[[str], bool] | None = None,
+    line: bool = False,
+) -> str:
+    """Return the likeliest continuation, up to `limit` tokens or the end of turn. The cache grows.
+
+    enough: given the text so far, returns True to stop. line: stop after the first line, for models
+    without turns, which would ask themselves the next question.
+    Raises MachineError if the logits hold NaN or infinity.
+    """
+    stop = set(loaded.tokenizer.eos_token_ids)
+    row = feed.log_probabilities(loaded, cache, prompt)[-1]
+    tokens, text = [], ""
+    while True:
+        if not isfinite(row.max().item()):  # one NaN makes all of a row NaN
+            raise MachineError(f"[eval] NaN or infinity in the logits of {loaded.name}")
+        tokens.append(int(mx.argmax(row).item()))
+        if tokens[-1] in stop:
+            break
+        text = loaded.tokenizer.decode(tokens)
+        over = line and "\n" in text.lstrip()
+        if over or len(tokens) >= limit or (enough and enough(text)):
+            break
+        row = feed.log_probabilities(loaded, cache, tokens[-1:])[-1]
+    return text.lstrip().split("\n")[0] if line else text
+
+
+# -- prompts: by the chat template, or as `Question: ... Answer:` without one
+
+_STARTS = ("What", "0", '{"')
+
+
+def has_template(loaded) -> bool:
+    return bool(loaded.tokenizer.has_chat_template)
+
+
+def encode(loaded, text: str) -> list[int]:
+    """Encode without special tokens."""
+    return list(loaded.tokenizer.encode(text, add_special_tokens=False))
+
+
+def ask(loaded, text: str, question: str) -> list[int]:
+    """Return a prompt, up to the start of the answer: the text and a question, in one turn of the user.
+
+    Thinking is switched off. Raises UserError if the model's chat template refuses the turn.
+    """
+    if not has_template(loaded):
+        return list(loaded.tokenizer.encode(f"{text}\n\nQuestion: {question}\nAnswer:"))
+    try:
+        return list(
+            loaded.tokenizer.apply_chat_template(
+                [{"role": "user", "content": f"{text}\n\n{question}"}],
+                add_generation_prompt=True,
+                return_dict=False,
+                enable_thinking=False,
+            )
+        )
+    except Exception as error:  # jinja's errors and whatever a template raises itself
+        raise UserError(f"[eval] the model's chat template refuses a question: {error}") from None
+
+
+def prefix(loaded, text: str) -> list[int]:
+    """Return the tokens with which every prompt about the text starts."""
+    return commonprefix([ask(loaded, text, start) for start in _STARTS])
+
+
+def split(prompt: list[int], prefix: list[int]) -> tuple[list[int], list[int]]:
+    """Split a prompt into (prefix, rest). The prefix is shorter than `prefix` if the tokenizer joins
+    its end with the question."""
+    shared = min(len(commonprefix([prompt, prefix])), len(prompt) - 1)
+    return prompt[:shared], prompt[shared:]
