@@ -169,17 +169,17 @@ def _turned(turn, x: mx.array, dtype: mx.Dtype) -> mx.array:
     return x if turn is None else turn.turned(x)
 
 
-def _whole(view: View, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def _whole(view: View, dtype: mx.Dtype) -> Pair:
     """Keys and values of all tokens as the model sees them, [B, G, T, D] each."""
-    out = []
-    for i in range(2):
-        parts = [view.live[i]]
-        if view.pages is not None:
-            parts.insert(0, view.pages.decode(i, dtype))
-        if view.sink is not None:
-            parts.insert(0, view.sink[i])
-        out.append(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2))
-    return out[0], out[1]
+    return whole_side(view, 0, dtype), whole_side(view, 1, dtype)
+
+
+def whole_side(view: View, side: int, dtype: mx.Dtype) -> mx.array:
+    """Keys (side 0) or values (1) of all tokens as the model sees them, [B, G, T, D]."""
+    parts = [] if view.sink is None else [view.sink[side]]
+    if view.pages is not None:
+        parts.append(view.pages.decode(side, dtype))
+    return mx.concatenate([*parts, view.live[side]], axis=2) if parts else view.live[side]
 
 
 def _is_fused(queries: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:

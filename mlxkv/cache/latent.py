@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlxkv.cache.attention import DECODE_TOKENS
+from mlxkv.cache.attention import DECODE_TOKENS, whole_side
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import STEP, CompressedKVCache
 from mlxkv.cache.contract import IntoBatch
@@ -229,11 +229,7 @@ def _rotary_of(view: View) -> mx.array:
 
 def decoded(view: View) -> mx.array:
     """All latents as attention sees them, [B, 1, T, R]."""
-    live = view.live[0]
-    parts = [view.sink[0]] if view.sink is not None else []
-    if view.pages is not None:
-        parts.append(view.pages.decode(0, live.dtype))
-    latents = mx.concatenate([*parts, live], axis=2) if parts else live
+    latents = whole_side(view, 0, view.dtype)
     return mx.depends(latents, list(view.sealed)) if view.sealed else latents
 
 

@@ -119,10 +119,7 @@ def found(documents: Sequence[Sequence[bool]]) -> Interval:
     answers = [bool(answer) for document in documents for answer in document]
     plain = wilson(sum(answers), len(answers))
     right, counts = (np.array([f(document) for document in documents], float) for f in (sum, len))
-    drawn = _widened(
-        len(counts), lambda d: right[d].sum(-1) / np.maximum(counts[d].sum(-1), 1), True
-    )
-    return _wider(plain, drawn)
+    return _wider(plain, right, counts)
 
 
 def lost(ours: Sequence[Sequence[bool]], theirs: Sequence[Sequence[bool]]) -> Interval:
@@ -138,8 +135,7 @@ def lost(ours: Sequence[Sequence[bool]], theirs: Sequence[Sequence[bool]]) -> In
     plain = newcombe(*counts)
     gaps = [sum(y) - sum(x) for x, y in zip(ours, theirs, strict=True)]
     gap, count = np.array(gaps, float), np.array([len(x) for x in ours], float)
-    drawn = _widened(len(gap), lambda d: gap[d].sum(-1) / np.maximum(count[d].sum(-1), 1), True)
-    return _wider(plain, drawn)
+    return _wider(plain, gap, count)
 
 
 def newcombe(both: int, first: int, second: int, none: int) -> Interval:
@@ -164,7 +160,9 @@ def newcombe(both: int, first: int, second: int, none: int) -> Interval:
     return Interval(gap, max(-1.0, gap - below), min(1.0, gap + above))
 
 
-def _wider(plain: Interval, drawn: Interval) -> Interval:
+def _wider(plain: Interval, sums: np.ndarray, counts: np.ndarray) -> Interval:
+    """`plain`, or what resampling documents gives, the wider limits of both. sums, counts: of each document."""
+    drawn = _widened(len(sums), lambda d: sums[d].sum(-1) / np.maximum(counts[d].sum(-1), 1), True)
     if not (plain.known and drawn.known):
         return plain
     return Interval(plain.value, min(plain.low, drawn.low), max(plain.high, drawn.high))

@@ -14,7 +14,7 @@ from random_models import tokens
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Side
-from mlxkv.models import attach, detach, restored, summarise
+from mlxkv.models import attach, detach, prompt_cache, summarise
 from mlxkv.models.hooks.probe import leaves
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are sealed early
@@ -132,10 +132,10 @@ def test_a_saved_session_is_checked(model, tmp_path):
     file = str(tmp_path / "cache.safetensors")
     save_prompt_cache(file, cache)
     for (_, one), (_, another) in zip(leaves(load_prompt_cache(file)), leaves(like), strict=True):
-        restored.check(one, another, 120)
+        prompt_cache.check(one, another, 120)
     attach(model, EAGER8)
     model(mx.array([[0]]), cache=(other := make_prompt_cache(model)))
     at = next(i for i, (_, c) in enumerate(leaves(cache)) if isinstance(c, LatentKVCache))
     pair = leaves(load_prompt_cache(file))[at][1], leaves(other)[at][1]
     with pytest.raises(ValueError, match="another configuration"):
-        restored.check(*pair, 120)
+        prompt_cache.check(*pair, 120)
