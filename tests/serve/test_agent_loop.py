@@ -126,7 +126,7 @@ def turn(server, said, messages, words: str, path: str) -> dict:
 @pytest.mark.slow
 def test_a_loop_says_what_fresh_requests_say(server, said):
     COMPARED.clear()
-    texts = passages(400)
+    texts = passages(240)
     chat = [{"role": "user", "content": f"Read the files. {next(texts)}"}]
     grown = []
     for i in range(3):

@@ -182,7 +182,7 @@ def test_who_gives_up_while_its_session_is_read_gets_no_reply(server, change, mo
     assert settled(server)["sessions"]["count"] == 0
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(BODIES, st.booleans())
 def test_any_body_gets_an_answer(server, request_, chat):
     path = "/v1/chat/completions" if chat else "/v1/completions"
