@@ -42,7 +42,7 @@ def row(preset: str, dims: int, kernel: str, text: texts.Text) -> list[object]:
     """A row of the table, in the order of `COLUMNS`."""
     took = compiler.takes(text.kernel, text.threads)
     large = [x for x in took.loops if x.instructions >= 100]
-    loops = " ".join(f"{x.instructions}+{x.kinds.get('spill', 0)}" for x in large)
+    loops = " ".join(f"{x.instructions}+{x.spills}" for x in large)
     return [
         *(preset, dims, kernel, took.registers, took.spills, took.fills, took.scratch),
         *(took.shared, took.code, took.instructions, took.cycles, took.threads, loops),

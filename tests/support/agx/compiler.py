@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -53,28 +52,19 @@ PLACE = ", ".join(f"uint(::get_global_id({i}))" for i in range(3))
 # Names of MLX's preamble. And functions of a text are all put into the kernel: Apple's compiler does so too.
 BEFORE = "typedef bfloat bfloat16_t;\ntypedef half float16_t;\n"
 BEFORE += "#undef inline\n#define inline inline __attribute__((always_inline))\n"
-# Instructions of a kind, by the starts of their names. Any other works on integers.
-KINDS = {
-    "float": "fadd fmul ffma hadd hmul hfma fcmp",
-    "special": "rcp rsqrt srsqrt log2 exp2 sin_pt floor ceil trunc roundeven",
-    "convert": "convert",
-    "move": "mov swap",
-    "shuffle": "shuffle quad_shuffle simd_ icmp_ballot fcmp_ballot",
-    "memory": "device_load device_store atomic uniform_store",
-    "threadgroup": "local_",
-    "spill": "stack_load stack_store",
-    "control": "if_ else_ while_ pop_exec push_exec jmp break begin_cf wait logical_end stop "
-    "threadgroup_barrier memory_barrier stack_adjust",
-}
+# Starts of the names of instructions that move registers to memory and back, and that take no cycles.
+SPILL = ("stack_load", "stack_store")
+CONTROL = ("if_", "else_", "while_", "pop_exec", "push_exec", "jmp", "break", "begin_cf", "wait")
+CONTROL += ("logical_end", "stop", "threadgroup_barrier", "memory_barrier", "stack_adjust")
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop, but for loops inside it: instructions, issue cycles, and how many instructions of each kind."""
+    """A loop, but for loops inside it: instructions, issue cycles, and how many instructions spill."""
 
     instructions: int
     cycles: int
-    kinds: dict[str, int]
+    spills: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,6 @@ class Takes:
     instructions: int
     cycles: int
     threads: int
-    kinds: dict[str, int]
     loops: tuple[Loop, ...]
 
 
@@ -183,8 +172,6 @@ def _counted(printed: str) -> Takes:
     numbers = dict(re.findall(r"(\w+)=(\d+)", re.search(r"^TAKES.*", printed, re.M)[0]))
     stats = re.findall(r"^SHADER-DB: .*", printed, re.M)[-1]
     spills, fills = map(int, re.search(r"(\d+):(\d+) spills", stats).groups())
-    blocks = _blocks(printed)
-    kinds = sum((x for _, x, *_ in blocks.values()), Counter())
     return Takes(
         registers=-(-int(numbers["registers"]) // 2),
         spills=spills,
@@ -195,14 +182,12 @@ def _counted(printed: str) -> Takes:
         instructions=int(re.search(r"(\d+) inst", stats)[1]),
         cycles=int(re.search(r"(\d+) alu", stats)[1]),
         threads=int(numbers["threads"]),
-        kinds=dict(kinds),
-        loops=tuple(_loops(blocks)),
+        loops=tuple(_loops(_blocks(printed))),
     )
 
 
-Block = tuple[
-    list[str], Counter, int, int
-]  # successors, kinds of instructions, cycles of both units
+# successors, instructions, those that spill, cycles of both units
+Block = tuple[list[str], int, int, int, int]
 # Issue cycles that are not 1, by the starts of names: Mesa's agx_performance.c; of 64-bit sums what
 # philipturner/metal-benchmarks measured. Those of a second unit, which runs beside the first, are apart.
 SLOW = {"shuffle": 2, "quad_shuffle": 2, "icmp_ballot": 2, "fcmp_ballot": 2}
@@ -218,31 +203,26 @@ def _blocks(printed: str) -> dict[str, Block]:
             forms.append({})
         successors = re.findall(r"block\d+", after.split(" from")[0])
         lines = body.splitlines()
-        counts = Counter(map(_kind, lines))
-        forms[-1][name] = successors, counts, sum(map(_cycles, lines)), sum(map(_beside, lines))
+        spills = sum(_name(line).startswith(SPILL) for line in lines)
+        cycles = sum(map(_cycles, lines)), sum(map(_beside, lines))
+        forms[-1][name] = successors, len(lines), spills, *cycles
     most = max(map(len, forms))
     return [x for x in forms if len(x) == most][-1]
 
 
-def _kind(line: str) -> str:
-    name = line.split(" = ")[-1].split()[0]
-    if name == "bitop" and line.endswith("#a"):
-        return "move"
-    for kind, starts in KINDS.items():
-        if name.startswith(tuple(starts.split())):
-            return kind
-    return "integer"
+def _name(line: str) -> str:
+    return line.rpartition(" = ")[2].split()[0]
 
 
 def _cycles(line: str) -> int:
-    if _kind(line) == "control":
+    name = _name(line)
+    if name.startswith(CONTROL):
         return 0
-    to, _, what = line.rpartition(" = ")
-    return 4 if what.startswith("iadd") and ":" in to else SLOW.get(what.split()[0], 1)
+    return 4 if name.startswith("iadd") and ":" in line.rpartition(" = ")[0] else SLOW.get(name, 1)
 
 
 def _beside(line: str) -> int:
-    return BESIDE.get(line.rpartition(" = ")[2].split()[0], 0)
+    return BESIDE.get(_name(line), 0)
 
 
 def _loops(blocks: dict[str, Block]) -> list[Loop]:
@@ -255,7 +235,6 @@ def _loops(blocks: dict[str, Block]) -> list[Loop]:
     for first, last in spans:
         within = [x for x in spans if first <= x[0] and x[1] <= last and x != (first, last)]
         mine = [i for i in range(first, last + 1) if not any(a <= i <= b for a, b in within)]
-        kinds = sum((blocks[order[i]][1] for i in mine), Counter())
-        cycles = max(sum(blocks[order[i]][unit] for i in mine) for unit in (2, 3))
-        out.append(Loop(kinds.total(), cycles, dict(kinds)))
+        count, spills, *cycles = (sum(blocks[order[i]][at] for i in mine) for at in range(1, 5))
+        out.append(Loop(count, max(cycles), spills))
     return out
