@@ -3,9 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from latent_models import latent_model
 from mlx_lm.models.cache import make_prompt_cache
-from random_models import tokens
+from random_models import latent_model, tokens
 
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact

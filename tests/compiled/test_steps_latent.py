@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from latent_models import latent_model
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from on_emulator import make_mma, make_tiles
-from random_models import tokens
+from random_models import latent_model, tokens
 from stepping import Twins, steps_of, untraced
 
 from mlxkv.cache.latent import LatentKVCache

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import random_models
-from random_models import LATENT_ATTENTION
 
 from mlxkv.cli import main
 from mlxkv.console import human_bytes, parse_size, parse_tokens
@@ -232,29 +231,7 @@ def test_fit_knows_the_aliases_without_the_hub(subtests, capsys, monkeypatch, tm
             assert stored["fp16"] > stored["int4"] > stored["fill-2.25"]
 
 
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-    "max_position_embeddings": 163840,
-    "num_key_value_heads": 128,
-    "rope_theta": 1e4,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-}
+DEEPSEEK_V3 = random_models.CONFIGS["deepseek_v3"]
 
 
 def test_latents_by_hand():
@@ -276,7 +253,7 @@ def test_latents_by_hand():
 
 
 def test_deepseek_v2_caches_keys_and_values_of_every_head():
-    rope = {"rope_scaling": LATENT_ATTENTION["rope_scaling"]}
+    rope = {"rope_scaling": random_models.FAMILIES["deepseek_v2"]["rope_scaling"]}
     (layer,) = set(layers_of(DEEPSEEK_V3 | {"model_type": "deepseek_v2"} | rope))
     assert (layer.kind, layer.kv_heads, layer.key_dim, layer.value_dim) == ("full", 128, 192, 128)
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import mlx.core as mx
 import numpy as np
-from latent_models import latent_model
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_mma, make_tiles
+from random_models import latent_model
 from samples import rms
 
 from mlxkv.cache import choose, selftest

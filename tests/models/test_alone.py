@@ -4,10 +4,9 @@ import copy
 
 import mlx.core as mx
 import pytest
-from latent_models import latent_model
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from random_models import tokens
+from random_models import latent_model, tokens
 
 from mlxkv.models import attach, detach
 

@@ -6,10 +6,9 @@ import warnings
 import mlx.core as mx
 import pytest
 from batches import alone, together
-from latent_models import LATENT_FAMILIES, latent_model
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from random_models import tokens
+from random_models import LATENT_FAMILIES, latent_model, tokens
 
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
 from mlxkv.errors import UserError
