@@ -168,17 +168,6 @@ def test_states_beside(monkeypatch):
         assert together(model, prompts, (40, 60, 50), late=1) == ours
 
 
-def test_a_generator_of_batches_replies_the_same(monkeypatch):
-    counts = (60, 20, 90, 40)
-    model, steps = attached(num_hidden_layers=1)
-    taken = noted(steps, monkeypatch)
-    prompts = [tokens(n, seed=n).tolist() for n in (150, 97, 121, 200)]
-    ours = together(model, prompts, counts)
-    assert {1, 2} <= set(taken) and len(taken) > max(counts) - 6
-    with without(steps):
-        assert together(model, prompts, counts) == ours
-
-
 def test_members_that_change_make_no_trace():
     model, steps = attached(num_hidden_layers=1)
     pair = Pair(model, steps, (90, 92))

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from on_emulator import make, make_mma, make_tiles
+from on_emulator import make, make_tiles
 from random_models import random_model
 from samples import data, rms, softmax
 from small_cache import SMALL, TIES, layout, walk
@@ -16,7 +16,7 @@ from mlxkv.cache import attention, choose, selftest
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import OPS, TILES
+from mlxkv.cache.view import OPS
 from mlxkv.codec import affine, records
 from mlxkv.doctor.golden import TABLE as golden
 from mlxkv.formats.config import Affine, Polar, Side
@@ -106,13 +106,6 @@ def test_a_cache_of_records_gives_what_a_cache_of_codes_gives(trusted):
     a, b = (attention._whole(c.keys_and_values()[0], mx.float32) for c in (ours, plain))
     same_but_ties(a[0], b[0])
     same_but_ties(a[1], b[1])
-
-
-def test_a_cache_decodes_by_tiles_as_by_plain_ops(subtests, trusted):
-    for factory in (make_tiles, make_mma):
-        with subtests.test(factory=factory):
-            cache, _ = walk(factory, mx.float16, TIES)
-            assert cache._store.plan.body == TILES
 
 
 def test_each_store_reads_what_the_other_saved(subtests, trusted):

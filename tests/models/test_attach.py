@@ -4,7 +4,6 @@ import sys
 from dataclasses import replace
 
 import mlx.core as mx
-import mlx_lm.models.cache as mlx_cache
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import base, gemma3_text, llama
@@ -106,21 +105,6 @@ def test_detach_restores_everything():
     assert dict(vars(model)) == before and model.make_cache == own
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_two_models_of_one_family_in_any_order(first):
-    models = [random_model("llama", seed) for seed in (0, 1)]
-    text, original = tokens(40), llama.scaled_dot_product_attention
-    plain = [logits(model, text) for model in models]
-    for model in models:
-        attach(model, "naive-int4")
-    detach(models[first])
-    assert llama.scaled_dot_product_attention is not original
-    for model, expected in zip(models, plain, strict=True):
-        assert mx.array_equal(logits(model, text), expected)
-    detach(models[1 - first])
-    assert llama.scaled_dot_product_attention is original
-
-
 def test_a_patch_made_after_ours_stays(monkeypatch):
     model = random_model("gemma3_text")
     attach(model, "naive-int4")
@@ -141,21 +125,3 @@ def test_strict_refuses_and_leaves_no_trace():
     ):
         attach(model, "hadamard-int4", strict=True)
     assert dict(vars(model)) == before
-
-
-@pytest.mark.parametrize("family", ["gemma3_text", "falcon_h1"])
-@pytest.mark.parametrize("kv", ["naive-int4", EAGER], ids=["inside the window", "past it"])
-def test_prompt_caches_save_and_load_by_mlx_lm(family, kv, tmp_path):
-    model, text = random_model(family), tokens(101)
-    attach(model, kv)
-    cache = make_prompt_cache(model)
-    model(text[None, :100], cache=cache)
-    path = str(tmp_path / "cache.safetensors")
-    mlx_cache.save_prompt_cache(path, cache, {"model": family})
-    loaded, metadata = mlx_cache.load_prompt_cache(path, return_metadata=True)
-    assert metadata == {"model": family}
-    assert [type(c) for c in loaded] == [type(c) for c in cache]
-    assert mx.array_equal(
-        model(text[None, 100:], cache=loaded), model(text[None, 100:], cache=cache)
-    )
-    detach(model)

@@ -76,8 +76,14 @@ def test_what_is_no_file(session, tmp_path):
 
 
 def test_every_family_reads_what_it_saved(tmp_path):
-    for family, kv in [("gemma3n", "int4"), ("mamba2", "fp16"), ("deepseek_v3", "fp16")]:
+    others = ("gemma3n", "int4"), ("mamba2", "fp16"), ("deepseek_v3", "fp16"), ("falcon_h1", "int4")
+    for family, kv in others:
         for count in (3, 200):
             loaded, saved = talk(family, kv, count)
             path = prompt_cache.save(str(tmp_path / "talk"), saved, loaded)
-            assert prompt_cache.read(path, loaded).tokens == saved.tokens
+            back = prompt_cache.read(path, loaded)
+            assert back.tokens == saved.tokens
+            assert [type(one) for one in back.cache] == [type(one) for one in saved.cache]
+            more = mx.array([[7]])
+            again, right = (loaded.model(more, cache=one.cache) for one in (back, saved))
+            assert mx.array_equal(again, right)

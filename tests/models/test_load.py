@@ -38,16 +38,6 @@ def test_a_folder_loads_and_is_attached(folder):
     assert mx.array_equal(loaded.model(text), random_model("llama")(text))
 
 
-def test_generating_text_by_mlx_lm(folder):
-    loaded = load(str(folder), "int8/int4")
-    options = {"max_tokens": 6, "prompt": "w3 w5 w7 w9"}
-    replies = list(stream_generate(loaded.model, loaded.tokenizer, **options))
-    assert replies[-1].generation_tokens <= 6 and replies[-1].prompt_tokens == 4
-    text = "".join(reply.text for reply in replies)
-    assert generate(loaded.model, loaded.tokenizer, **options) == text
-    detach(loaded.model)
-
-
 def test_16_bit_weights_become_float32_where_there_is_no_gpu(tmp_path):
     model = random_model("llama")
     model.set_dtype(mx.bfloat16)
