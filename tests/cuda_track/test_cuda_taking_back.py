@@ -49,6 +49,16 @@ def feed(cache, pair, start, stop):
         cache.update_and_fetch(*(x[:, :, start:stop] for x in pair))
 
 
+def test_a_window_is_sealed_by_the_token_that_it_has_no_room_for(subtests):
+    for name, config in CONFIGS.items():
+        with subtests.test(name=name):
+            cache, room = CompressedKVCache(config), config.room(False)
+            feed(cache, data([0]), 0, room)
+            assert not cache._count_pages
+            feed(cache, data([0]), room, room + 1)
+            assert cache._count_pages
+
+
 def test_taking_a_reply_back_many_times_loses_nothing(subtests):
     """With the windows of the preset; int4's pages also in a pool, whose places come back."""
     for way in [choose.OPS, choose.TRITON]:
