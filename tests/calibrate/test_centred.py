@@ -29,40 +29,21 @@ from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure
 from mlxkv.spec import balanced as spec
 
+pytestmark = pytest.mark.usefixtures("detached")
+
 NAMES = ("centred-int2", "centred-int3", "oscar-int2+centred")
 KINDS = ("balanced-centred", "balanced")
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}
 INT2 = dataclasses.replace(PRESETS["centred-int2"], **WINDOWS)
 
 
-@pytest.fixture(scope="module")
-def model():
-    """Its keys have an offset of several standard deviations, which RoPE turns where it is fast."""
-    model = random_model("llama", attention_bias=True)
-    for layer in model.layers:
-        projection = layer.self_attn.k_proj
-        projection.bias = 3 * mx.abs(projection.bias) + 0.75
-    return model
-
-
-@pytest.fixture(scope="module")
-def made(model):
-    return measure.calibrate(model, TEXT, positions=len(TEXT))
-
-
-@pytest.fixture(autouse=True)
-def detached(model):
-    yield
-    detach(model)
-
-
 # -- calibration
 
 
-def test_the_mean_is_of_keys_that_caches_would_store_over_all_positions(model, monkeypatch):
+def test_the_mean_is_of_keys_that_caches_would_store_over_all_positions(leaning, monkeypatch):
     monkeypatch.setattr(measure, "CHUNK", 50)
-    found = measure.calibrate(model, TEXT, window=350)
-    for index, windows in enumerate(seen_by(model, TEXT, 350)):
+    found = measure.calibrate(leaning, TEXT, window=350)
+    for index, windows in enumerate(seen_by(leaning, TEXT, 350)):
         exact = means_over(stored(windows)[1])
         mean = found.layers[str(index)].keys.mean
         assert mean.dtype == np.float32
@@ -70,11 +51,11 @@ def test_the_mean_is_of_keys_that_caches_would_store_over_all_positions(model, m
         assert found.layers[str(index)].values.mean is None
 
 
-def test_maps_are_made_for_what_is_left_without_the_mean(model, made):
+def test_maps_are_made_for_what_is_left_without_the_mean(leaning, leaning_made):
     """From the moments in the file, as good as from the keys themselves; the maps of raw moments are not."""
-    for index, windows in enumerate(seen_by(model, TEXT, len(TEXT))):
-        layer = made.layers[str(index)]
-        down = layers.pairs(made, KINDS, str(index))[0][0]
+    for index, windows in enumerate(seen_by(leaning, TEXT, len(TEXT))):
+        layer = leaning_made.layers[str(index)]
+        down = layers.pairs(leaning_made, KINDS, str(index))[0][0]
         reads = layer.keys.queries.astype(np.float64)
         raw = layer.keys.balance.mixed()[0]
         noise, means = stored(windows)
@@ -87,8 +68,8 @@ def test_maps_are_made_for_what_is_left_without_the_mean(model, made):
             assert spec.cost(raw[g].astype(np.float64), left, reads[g]) > 1.05 * least
 
 
-def test_maps_are_made_for_the_queries_that_a_calibration_holds(made):
-    keys = made.layers["0"].keys
+def test_maps_are_made_for_the_queries_that_a_calibration_holds(leaning_made):
+    keys = leaning_made.layers["0"].keys
     rows = np.random.default_rng(0).standard_normal((2, 40, 64)) * np.geomspace(1, 30, 64)
     reads = rows.swapaxes(1, 2) @ rows
     layer = dataclasses.replace(keys, queries=reads.astype(np.float32))
@@ -102,10 +83,10 @@ def test_maps_are_made_for_the_queries_that_a_calibration_holds(made):
     assert np.abs(layers.directions(keys, True)[1] / sigma - 1).max() > 0.5
 
 
-def test_both_tracks_have_the_same_maps_and_means(made):
+def test_both_tracks_have_the_same_maps_and_means(leaning_made):
     for kinds in (KINDS, ("oscar-centred", "oscar")):
-        ours, theirs = maps.of(made, kinds)["1"], torch_maps.of(made, kinds)["1"]
-        mean = made.layers["1"].keys.mean
+        ours, theirs = maps.of(leaning_made, kinds)["1"], torch_maps.of(leaning_made, kinds)["1"]
+        mean = leaning_made.layers["1"].keys.mean
         np.testing.assert_array_equal(np.array(ours.centre.mean)[:, 0], mean)
         np.testing.assert_array_equal(theirs.mean.numpy()[:, 0], mean)
         for side in artifact.SIDES:
@@ -116,17 +97,17 @@ def test_both_tracks_have_the_same_maps_and_means(made):
             mine, other = maps.cut(ours, rank, 2), torch_maps.cut(theirs, rank, 2)
             np.testing.assert_array_equal(np.array(mine.centre.mean)[:, 0], mean[rank : rank + 1])
             np.testing.assert_array_equal(other.mean.numpy()[:, 0], mean[rank : rank + 1])
-    plain = maps.of(made, ("oscar", "oscar"))["1"]
-    assert plain.centre is None and maps.of(made, KINDS)["1"].centre is not None
+    plain = maps.of(leaning_made, ("oscar", "oscar"))["1"]
+    assert plain.centre is None and maps.of(leaning_made, KINDS)["1"].centre is not None
     np.testing.assert_array_equal(np.array(plain.keys.down), np.array(ours.keys.down))
-    again = pickle.loads(pickle.dumps(maps.of(made, KINDS)["1"]))
-    assert again is maps.of(made, KINDS)["1"]
+    again = pickle.loads(pickle.dumps(maps.of(leaning_made, KINDS)["1"]))
+    assert again is maps.of(leaning_made, KINDS)["1"]
 
 
-def test_a_clip_belongs_to_its_mean(made):
+def test_a_clip_belongs_to_its_mean(leaning_made):
     form = INT2.keys.format(64, 16)
     assert form.startswith("balanced-centred int2")
-    basis = made.layers["0"].keys
+    basis = leaning_made.layers["0"].keys
     other = dataclasses.replace(basis, mean=basis.mean + 1)
     assert basis.is_like(basis, form) and not basis.is_like(other, form)
     assert basis.is_like(other, form.replace("-centred", ""))
@@ -200,37 +181,37 @@ CONFIGS = (
 )
 
 
-def test_saved_prompt_caches_come_back(subtests, model, made, tmp_path, monkeypatch):
+def test_saved_prompt_caches_come_back(subtests, leaning, leaning_made, tmp_path, monkeypatch):
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
     for config in CONFIGS:
         with subtests.test(keys=config.keys.label):
-            attach(model, config, calibration=made)
-            caches = make_prompt_cache(model)
-            logits(model, caches)
+            attach(leaning, config, calibration=leaning_made)
+            caches = make_prompt_cache(leaning)
+            logits(leaning, caches)
             file = str(tmp_path / "cache.safetensors")
             save_prompt_cache(file, caches)
-            want = logits(model, [copy.copy(c) for c in caches])
+            want = logits(leaning, [copy.copy(c) for c in caches])
             monkeypatch.setattr(maps, "_at_hand", {})  # another process
-            artifact.write(artifact.kept_path("some"), older(made, "mean"))
+            artifact.write(artifact.kept_path("some"), older(leaning_made, "mean"))
             artifact.kept_path("other").unlink(missing_ok=True)
             with pytest.raises(UserError, match="none with digest"):
                 load_prompt_cache(file)
-            artifact.write(artifact.kept_path("other"), made)
+            artifact.write(artifact.kept_path("other"), leaning_made)
             back = load_prompt_cache(file)
             assert [one.config for one in back] == [one.config for one in caches]
             assert (back[0].centre is not None) == config.centred
-            np.testing.assert_array_equal(logits(model, back), want)
-            assert rms(want, logits(model)) > 0.01  # they read on behind other tokens
+            np.testing.assert_array_equal(logits(leaning, back), want)
+            assert rms(want, logits(leaning)) > 0.01  # they read on behind other tokens
 
 
-def test_the_other_track_reads_on_from_a_state(subtests, model, made):
+def test_the_other_track_reads_on_from_a_state(subtests, leaning, leaning_made):
     for config in CONFIGS[1:]:
         with subtests.test(keys=config.keys.label):
-            attach(model, config, calibration=made)
-            caches = make_prompt_cache(model)
-            logits(model, caches)
+            attach(leaning, config, calibration=leaning_made)
+            caches = make_prompt_cache(leaning)
+            logits(leaning, caches)
             own = caches[0]
-            turns = torch_maps.of(made, own.config.fitted, ["0"])["0"]
+            turns = torch_maps.of(leaning_made, own.config.fitted, ["0"])["0"]
             theirs = TorchCache.from_state(to_torch(own.state), lambda *_, turns=turns: turns)
             keys, values, q = (data(1, n, 1, 64, seed=i) for i, n in enumerate((2, 2, 4)))
             view, _ = own.update_and_fetch(mx.array(keys), mx.array(values))

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from mlx_lm.models import openelm
 from mlx_lm.models.cache import make_prompt_cache
-from random_models import random_model
 from turning import TEXT, logits, rms
 
 from mlxkv.errors import UserError
@@ -16,6 +15,8 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure
 from mlxkv.spec import fill as spec
+
+pytestmark = pytest.mark.usefixtures("detached")
 
 WINDOWS = "+sink16+recent16+page16"
 
@@ -123,43 +124,23 @@ def test_wrong_data_is_one_line():
 # -- caches
 
 
-@pytest.fixture(scope="module")
-def model():
-    model = random_model("llama", attention_bias=True)
-    for layer in model.layers:  # keys with an offset, which loses itself in the mean
-        projection = layer.self_attn.k_proj
-        projection.bias = 3 * mx.abs(projection.bias) + 0.5
-    return model
-
-
-@pytest.fixture(scope="module")
-def made(model):
-    return measure.calibrate(model, TEXT)
-
-
-@pytest.fixture(autouse=True)
-def detached(model):
-    yield
-    detach(model)
-
-
 def mean_bits(reports) -> float:
     """Bits per value inside the pages, over all layers, each by its values."""
     sizes = [r.kv_heads * (r.key_dim + r.value_dim) for r in reports]
     return sum(s * r.bits_per_value for s, r in zip(sizes, reports, strict=True)) / sum(sizes)
 
 
-def test_layers_share_a_budget_and_the_error_falls_with_it(model, made):
-    exact = logits(model)
-    errors, shapes = [], [one.keys.values.shape[1] for one in made.layers.values()]
+def test_layers_share_a_budget_and_the_error_falls_with_it(leaning, leaning_made):
+    exact = logits(leaning)
+    errors, shapes = [], [one.keys.values.shape[1] for one in leaning_made.layers.values()]
     for rate in (1.5, 2.5, 4, 8):
-        reports = attach(model, f"fill-{rate}{WINDOWS}", calibration=made)
+        reports = attach(leaning, f"fill-{rate}{WINDOWS}", calibration=leaning_made)
         bits = [report.bits_per_value for report in reports]
         assert np.average(bits, weights=shapes) <= rate + 1e-9
-        caches = make_prompt_cache(model)
+        caches = make_prompt_cache(leaning)
         assert all(one.config.keys.quantizer.widths for one in caches)
-        errors.append(rms(logits(model, caches), exact))
-        detach(model)
+        errors.append(rms(logits(leaning, caches), exact))
+        detach(leaning)
     assert errors == sorted(errors)[::-1] and errors[-1] < 0.01 < errors[0]
 
 

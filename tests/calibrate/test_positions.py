@@ -10,7 +10,7 @@ from random_model import write_model
 from random_models import random_model
 from safetensors import safe_open
 from safetensors.numpy import save
-from turning import ROTARY
+from turning import LLAMA3, ROTARY, TEXT, YARN
 
 from mlxkv.formats.calibration import artifact, layers, rotary
 from mlxkv.formats.calibration.rotary import Rotary
@@ -22,8 +22,6 @@ from mlxkv.models.hooks.taps import AttentionCall
 from mlxkv.models.origin import origin_of
 from mlxkv.spec import balanced
 from mlxkv.spec import positions as spec
-
-TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -113,26 +111,10 @@ def test_attention_that_keys_get_is_the_laws(subtests):
 # -- calibrations
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 KINDS = (
     ("llama", {"rope_traditional": True}),
     ("llama", {"rope_scaling": LLAMA3}),
-    (
-        "llama",
-        {
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 128,
-            }
-        },
-    ),
+    ("llama", {"rope_scaling": YARN}),
     ("stablelm", {}),
     ("deepseek_v2", {}),
 )

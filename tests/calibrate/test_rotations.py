@@ -4,21 +4,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from random_models import random_model
+from turning import LLAMA3, YARN
 
 from mlxkv.formats.calibration import rotary
 from mlxkv.models.calibration.moments import PROBES, rotations
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.probe import leaves
 from mlxkv.spec import positions
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
 def plain(dims, base=1e4):

@@ -12,6 +12,10 @@ TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
 DIMS, CONTEXT = 64, 1 << 15  # the context of a model that does not say
 PAIRS, FREQUENCIES = positions.rotary_pairs(DIMS), 1e4 ** (-np.arange(0, DIMS, 2) / DIMS)
 ROTARY = PAIRS, FREQUENCIES
+# How a config.json stretches them.
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 64
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
 def data(*shape, seed=0):
