@@ -4,20 +4,9 @@ import json
 from importlib import import_module
 from pathlib import Path
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 260,
-    "max_position_embeddings": 2048,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
+CONFIG = json.loads(Path(__file__).parents[1].joinpath("data", "families.json").read_text())[
+    "folder"
+]
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"

@@ -11,20 +11,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import llama
+from random_models import CONFIGS
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_hidden_layers": 1,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 64,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-}
 TEXT = np.random.default_rng(1).integers(0, 64, 600).tolist()
 HELD = 150  # tokens in a stored session
 REPLY = 8  # tokens that the model goes on with, greedily
@@ -39,7 +27,7 @@ SESSIONS = {
 
 def stored_model():
     """A llama of one layer in float16."""
-    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
+    model = llama.Model(llama.ModelArgs.from_dict(CONFIGS["stored"]))
     random = np.random.default_rng(0)
 
     def filled(x: mx.array) -> mx.array:

@@ -1,22 +1,12 @@
-"""Element types: NumPy, MLX and the marker for bfloat16 that NumPy lacks, with their C++ names."""
+"""Element types: NumPy's and the marker for bfloat16 that NumPy lacks, with their C++ names."""
 
 from typing import Any
 
 import numpy as np
 
-NAMES = {
-    "float32": "float",
-    "float16": "float16_t",
-    "bfloat16": "bfloat16_t",
-    "bool": "bool",
-    "uint8": "uint8_t",
-    "uint16": "uint16_t",
-    "uint32": "uint32_t",
-    "uint64": "uint64_t",
-    "int8": "int8_t",
-    "int16": "int16_t",
-    "int32": "int32_t",
-    "int64": "int64_t",
+NAMES = {"float32": "float", "float16": "float16_t", "bfloat16": "bfloat16_t", "bool": "bool"}
+NAMES |= {
+    f"{sign}int{bits}": f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
 
 
@@ -40,38 +30,14 @@ def to_float32(x: np.ndarray) -> np.ndarray:
 
 
 def type_name(dtype: Any) -> str:
-    """`float16` for np.float16, np.dtype("float16"), mx.float16; `bfloat16` for the marker."""
-    if dtype is bfloat16:
-        return "bfloat16"
-    if type(dtype).__module__.startswith("mlx"):
-        name = str(dtype).removeprefix("mlx.core.").rstrip("_")
-    else:
-        name = np.dtype(dtype).name
-    if name not in NAMES:
-        raise TypeError(f"[emulator] no kernel takes {name}. Choose from: {', '.join(NAMES)}.")
-    return name
+    """`float16` for np.float16 and np.dtype("float16"); `bfloat16` for the marker."""
+    return "bfloat16" if dtype is bfloat16 else np.dtype(dtype).name
+
+
+def array_type(x: np.ndarray) -> str:
+    return "bfloat16" if isinstance(x, bfloat16) else x.dtype.name
 
 
 def storage(name: str) -> np.dtype:
     """The NumPy type that holds the bits."""
     return np.dtype("uint16" if name == "bfloat16" else name)
-
-
-def as_array(x: Any) -> np.ndarray:
-    """A row-contiguous array of NumPy; MLX arrays are taken too, without importing MLX here."""
-    if type(x).__module__.startswith("mlx"):
-        if type_name(x.dtype) == "bfloat16":
-            bits = np.array(x.view(_mlx_uint16(x)))
-            return bits.view(bfloat16)
-        return np.array(x)
-    return x if isinstance(x, bfloat16) else np.asarray(x)
-
-
-def _mlx_uint16(x: Any) -> Any:
-    import mlx.core as mx
-
-    return mx.uint16
-
-
-def array_type(x: np.ndarray) -> str:
-    return "bfloat16" if isinstance(x, bfloat16) else type_name(x.dtype)

@@ -63,13 +63,12 @@ class Kernel:
         checks = self.checks and build.can_check()
         check_sizes(self, inputs, output_shapes, output_dtypes)
         check_grid(grid, threadgroup)
-        arrays = [dtypes.as_array(x) for x in inputs]
+        arrays = [np.asanyarray(x) for x in inputs]
         buffers = list(self._inputs(arrays))
+        made = zip(self.output_names, output_shapes, output_dtypes, strict=True)
         outputs = [
             Buffer(name, dtypes.type_name(dtype), tuple(map(int, shape)), None, "output")
-            for name, shape, dtype in zip(
-                self.output_names, output_shapes, output_dtypes, strict=True
-            )
+            for name, shape, dtype in made
         ]
         text = self.text(arrays, [b.dtype for b in outputs], template)
         library = build.library(text, checks)
@@ -125,10 +124,8 @@ def metal_kernel(
     writable: inputs that the kernel changes in place (a counter), as NumPy arrays.
     threadgroup_memory: bytes that a threadgroup may have; CUDA has more than Metal.
     """
-    return Kernel(
-        *(name, tuple(input_names), tuple(output_names), source, header, checks),
-        *(tuple(writable), timeout, threadgroup_memory),
-    )
+    names = name, tuple(input_names), tuple(output_names)
+    return Kernel(*names, source, header, checks, tuple(writable), timeout, threadgroup_memory)
 
 
 def tile_header(lane_map: str) -> str:
@@ -146,16 +143,14 @@ def tile_header(lane_map: str) -> str:
 
 
 def check_sizes(kernel: Kernel, inputs: Any, shapes: Any, types: Any) -> None:
-    wanted = {
-        "inputs": (inputs, kernel.input_names),
-        "output_shapes": (shapes, kernel.output_names),
-        "output_dtypes": (types, kernel.output_names),
-    }
-    for what, (got, names) in wanted.items():
+    for what, got, names in (
+        ("inputs", inputs, kernel.input_names),
+        ("output_shapes", shapes, kernel.output_names),
+        ("output_dtypes", types, kernel.output_names),
+    ):
         if len(got) != len(names):
-            raise ValueError(
-                f"[metal_kernel] Expected `{what}` to have size {len(names)} but got size {len(got)}."
-            )
+            sizes = f"size {len(names)} but got size {len(got)}"
+            raise ValueError(f"[metal_kernel] Expected `{what}` to have {sizes}.")
 
 
 def check_grid(grid: Triple, threadgroup: Triple) -> None:

@@ -125,17 +125,13 @@ def _split(declarators: str) -> list[str]:
 
 def template_text(template: Sequence[tuple[str, Any]]) -> tuple[str, str]:
     """Parameter list and arguments of the kernel's template."""
-    names, values = [], []
-    for name, value in template:
-        if isinstance(value, bool):
-            names.append(f"bool {name}")
-            values.append(str(value).lower())
-        elif isinstance(value, int):
-            names.append(f"int {name}")
-            values.append(str(value))
-        else:
-            names.append(f"typename {name}")
-            values.append(dtypes.NAMES[dtypes.type_name(value)])
+    numbers = [isinstance(value, int) for _, value in template]
+    kinds = ["int" if number else "typename" for number in numbers]
+    names = [f"{kind} {name}" for kind, (name, _) in zip(kinds, template, strict=True)]
+    values = [
+        str(value) if number else dtypes.NAMES[dtypes.type_name(value)]
+        for number, (_, value) in zip(numbers, template, strict=True)
+    ]
     return ", ".join(names), ", ".join(values)
 
 
