@@ -15,9 +15,7 @@ from mlxkv.formats.affine import HALF_MAX, Affine
 # Formats that MLX's own quantized products read (`mx.quantize`, affine mode).
 MLX_GROUPS = (32, 64, 128)
 CPU_ROWS = 16
-PLANE_TOKENS = (
-    1024  # from so many on, products with planes of codes take a CPU less time than MLX's
-)
+PLANE_TOKENS = 1024  # from so many on, a CPU multiplies planes of codes faster than MLX does codes
 FOLDED = 32  # stored dims that share a scale of 1 where scales went into the queries
 CUDA_ROWS = 65535  # the largest second size of a grid there
 
@@ -235,15 +233,11 @@ def _folded_scores(spec, q, stored, dims, group):
     codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])  # [B, G, T/g, g, W]
     scale, bias = stored["scale"].astype(q.dtype), _bias(spec, stored).astype(q.dtype)
     ones = mx.ones((*codes.shape[:4], dims // FOLDED), q.dtype)
+    q_scaled = q[:, :, None] * scale[:, :, :, None]  # [B, G, T/g, N, D]
     out = mx.quantized_matmul(
-        q[:, :, None] * scale[:, :, :, None],
-        codes,
-        ones,
-        mx.zeros_like(ones),
-        group_size=FOLDED,
-        bits=spec.bits,
-    )  # [B, G, T/g, N, g]
-    out = out.swapaxes(2, 3) + (q @ bias.swapaxes(-1, -2))[..., None]
+        *(q_scaled, codes, ones, mx.zeros_like(ones)), group_size=FOLDED, bits=spec.bits
+    )
+    out = out.swapaxes(2, 3) + (q @ bias.swapaxes(-1, -2))[..., None]  # [B, G, N, T/g, g]
     return out.reshape(*out.shape[:3], -1)
 
 

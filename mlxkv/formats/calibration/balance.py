@@ -13,9 +13,7 @@ import numpy as np
 
 from mlxkv.formats import matrices
 
-SHRINK = (
-    1e-3  # share of a moment replaced by its diagonal: short texts know no better; gives full rank
-)
+SHRINK = 1e-3  # share of a moment replaced by its diagonal: texts are short; gives full rank
 DEAD = 1e-8  # least variance of a channel, as a share of the largest
 FLOOR = 1e-4  # least sigma, as a share of the largest
 PRECISE = 1e-3  # largest entry of |down @ up - I| in a sound float32 pair

@@ -20,10 +20,8 @@ from mlxkv.formats.calibration.artifact import Basis
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.rotary import Rotary, Span
 
-KEYS, READ = (
-    "stored keys",
-    "read keys",
-)  # those that caches would compress: all alike, and by their attention
+# Keys that caches would compress: all alike, and by their attention.
+KEYS, READ = "stored keys", "read keys"
 WEIGHED = "weighed queries"  # by what errors of their scores cost
 
 
@@ -63,9 +61,7 @@ class Sums:
 
 # -- What errors cost (`mlxkv.spec.fill`).
 
-LEAST_COST = (
-    1e-4  # of a layer's errors, as a share of the mean: a text may not read what another does
-)
+LEAST_COST = 1e-4  # of a layer's errors, as a share of the mean: texts differ in what they read
 RIDGE = 1e-6  # of the mean of F's diagonal: its root has to exist
 
 
@@ -171,9 +167,8 @@ class LayerSums:
         """Return the maps of "keys" or "values", which errors call `label`. Raises MachineError for NaN or infinity."""
         moment = _sound(self.moment(side), label)
         values, vectors, floored = matrices.eigenbasis(moment)
-        peaks = _sound(
-            self.peaks.get(side), label
-        )  # None where windows ended in their first tokens
+        # None where windows ended in their first tokens.
+        peaks = _sound(self.peaks.get(side), label)
         of_keys = (self._key_mean(), self._weighed_queries()) if side == "keys" else (None, None)
         mean, queries = (
             None if x is None else _sound(x, label).astype(np.float32) for x in of_keys

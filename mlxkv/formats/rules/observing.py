@@ -61,9 +61,8 @@ class Observing:
 
     # Tokens [B, G, T, D] of both, one behind the other, in an array of its own.
     _joined: Callable[[Tensor, Tensor], Tensor]
-    _next_basis: Callable[
-        [Pair, bool], Any
-    ]  # after keys and values [B, G, N, D], of a prompt or not
+    # After keys and values [B, G, N, D], of a prompt or not.
+    _next_basis: Callable[[Pair, bool], Any]
 
     def _before_decoding(self, new: int) -> None:
         """Drop, pin and learn what the end of a prompt and the tokens since ask for, ahead of `new` decoded ones."""

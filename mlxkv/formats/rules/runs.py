@@ -35,9 +35,7 @@ class Runs:
     # -- what a track adds
 
     _codes: Callable[..., dict[str, dict[str, Tensor]]]  # the pages of a run as plain ops read them
-    _merged: Callable[
-        ..., dict
-    ]  # the state of a run, moved into the basis of the next, and of that
+    _merged: Callable[..., dict]  # the states of two runs as one, in the basis of the later
     _parts: Callable[[Sequence], Any]  # one snapshot of several
     _counts: Callable[[list[int]], Tensor]
     # The codes of the first `begin` of `count` units (pages or tokens) and of those at `positions`

@@ -26,9 +26,7 @@ from mlxkv.untrusted import Tensor, Unsound
 FORMAT = "1"
 KEY = "mlxkv_checksum"
 ENDING = ".safetensors"
-LONGEST_NAME = (
-    200  # bytes of a name; file systems take 255, with the ending and the number of a draft
-)
+LONGEST_NAME = 200  # bytes; file systems take 255, with the ending and the number of a draft
 LIST = "CacheList"  # of mlx-lm: several caches of one layer
 NO_CHECKSUM = "0" * 64
 LONGEST = 64 << 20  # bytes of a header: room for the tokens and the text of a million

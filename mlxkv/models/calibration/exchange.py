@@ -19,10 +19,8 @@ from mlxkv.formats.calibration import sums
 from mlxkv.models.hooks.probe import Place, put
 from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
 
-WINDOW, WINDOWS = (
-    256,
-    4,
-)  # tokens that are differentiated at once, which bounds memory; and how often
+WINDOW = 256  # tokens that are differentiated at once, which bounds memory
+WINDOWS = 4  # of a text
 FIRST = 64  # tokens of a window whose outputs are not asked
 
 

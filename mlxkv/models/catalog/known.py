@@ -9,23 +9,13 @@ QUANTIZATION = {"bits": 4, "group_size": 64}
 _QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936, "tie_word_embeddings": True}
 _QWEN3 = _QWEN | {"model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40960}
 _LLAMA = {
-    "model_type": "llama",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "vocab_size": 128256,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 131072,
+    **{"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "vocab_size": 128256},
+    **{"tie_word_embeddings": True, "max_position_embeddings": 131072},
 }
 _GEMMA3 = {
-    "model_type": "gemma3_text",
-    "tie_word_embeddings": True,
-    "head_dim": 256,
-    "vocab_size": 262144,
-    "sliding_window_pattern": 6,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
+    **{"model_type": "gemma3_text", "tie_word_embeddings": True, "head_dim": 256},
+    **{"vocab_size": 262144, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256},
+    **{"rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
 }
 
 
@@ -128,18 +118,9 @@ CONFIGS: dict[str, dict] = {
     "glm-4.7-flash": {"model_type": "glm4_moe_lite", "vocab_size": 154880, "rope_theta": 1e6}
     | _sizes(47, 2048, 20, 20, 10240, max_position_embeddings=202752, rms_norm_eps=1e-5)
     | {
-        **{
-            "kv_lora_rank": 512,
-            "q_lora_rank": 768,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 192,
-        },
-        **{
-            "v_head_dim": 256,
-            "n_routed_experts": 64,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-        },
+        **{"kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64},
+        **{"qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64},
+        **{"n_shared_experts": 1, "first_k_dense_replace": 1},
         **{"num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_group": 1, "topk_group": 1},
         **{"routed_scaling_factor": 1.8, "norm_topk_prob": True, "tie_word_embeddings": False},
     },

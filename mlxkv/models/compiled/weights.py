@@ -11,9 +11,8 @@ import mlx.nn as nn
 
 Container = dict | list
 Spot = tuple[Container, object]  # a container in a model, and the key, or the position, in it
-Link = tuple[
-    Container, object, Container, int
-]  # the place of a container, or a tuple, and its length
+# The place of a container, or a tuple, and its length.
+Link = tuple[Container, object, Container, int]
 
 
 class Assigned(Exception):
