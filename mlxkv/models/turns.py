@@ -38,9 +38,8 @@ class Turns:
         }
         words |= set(getattr(tokenizer, "all_special_tokens", ()))
         # A normalizer may lower the case before it looks for a token.
-        folds = any(token.special and token.normalized for token in added) and _normalizes(
-            tokenizer
-        )
+        normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+        folds = normalizer is not None and any(x.special and x.normalized for x in added)
         self.words = _finder(words, folds)
         self.reply = _finder({word for word in words if not any(word in x for x in marks)}, folds)
 
@@ -178,7 +177,3 @@ def with_texts(chat: list[dict]) -> list[dict]:
         else message
         for message in chat
     ]
-
-
-def _normalizes(tokenizer) -> bool:
-    return getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None) is not None

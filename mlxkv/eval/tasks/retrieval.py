@@ -168,7 +168,7 @@ def score(
 
     values: in the order in which they stand in `answer`.
     """
-    tokens = loaded.tokenizer.encode(answer, add_special_tokens=False)
+    tokens = encode(loaded, answer)
     if feed.selects(cache):  # the last tokens of a prompt choose, so read the question as a prompt
         feed.extend(loaded, cache, prompt[:-1])
         prompt = prompt[-1:]

@@ -15,6 +15,10 @@ DEFAULTS = {
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 WIDTH = ("hidden_size", "n_embd", "d_model")
+LIMITS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"),
+    *("seq_length", "n_ctx"),
+)
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -67,15 +71,7 @@ def _number(config: dict, *names: str) -> int:
 def context_limit(config: dict) -> int | None:
     """The longest context, in tokens, that a config.json was made for; None if it does not say."""
     text = {**config, **(config.get("text_config") or {})}
-    names = (
-        "max_position_embeddings",
-        "n_positions",
-        "max_seq_len",
-        "max_sequence_length",
-        "seq_length",
-        "n_ctx",
-    )
-    limit = next((int(text[name]) for name in names if isinstance(text.get(name), int)), None)
+    limit = next((int(text[name]) for name in LIMITS if isinstance(text.get(name), int)), None)
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if limit is None or not isinstance(scaling, dict):
         return limit

@@ -73,22 +73,24 @@ def why_16_bits(layer: LayerShape, kv: CacheConfig) -> str | None:
     return kv.why_not(layer.key_dim, layer.value_dim) if layer.kind == "full" else None
 
 
+def _coded(layer: LayerShape, kv: CacheConfig) -> CacheConfig | None:
+    """Return how the pages of a layer are coded, or None where it stays in 16 bits."""
+    coded = stored(layer, kv)
+    if not coded.compresses or layer.kind not in COMPRESSED or why_16_bits(layer, kv):
+        return None
+    return coded.of_latents if layer.kind == "latent" else coded
+
+
 def bits_in_pages(layer: LayerShape, kv: CacheConfig) -> float:
     """Stored bits per value of a layer inside of pages."""
-    if layer.kind not in COMPRESSED or why_16_bits(layer, kv):
-        return 16.0
-    kv = stored(layer, kv)
-    kv = kv.of_latents if layer.kind == "latent" and kv.compresses else kv
-    return kv.bits_per_value(layer.key_dim, layer.value_dim)
+    coded = _coded(layer, kv)
+    return coded.bits_per_value(layer.key_dim, layer.value_dim) if coded else 16.0
 
 
 def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
     """Stored bytes of one layer's cache, full-precision windows and bases that follow the text
     included. With token selection: of a prompt, once it is read."""
-    kv = stored(layer, kv)
-    if kv.compresses and why_16_bits(layer, kv) is None and layer.kind in COMPRESSED:
-        kv = kv.of_latents if layer.kind == "latent" else kv
-    else:
+    if (kv := _coded(layer, kv)) is None:
         return 2 * layer.values(tokens)
     pages = max(0, tokens - kv.sink - kv.recent - kv.pinned) // kv.page
     packed = layer.values(pages * kv.page) * kv.bits_per_value(layer.key_dim, layer.value_dim) / 8
