@@ -26,8 +26,7 @@ import mlx.core as mx
 from mlxkv.formats.records import TOKENS, RecordLayout
 from mlxkv.metal.lengths import grown
 
-GROWTH = 16  # room is at most 1/16 of what is stored, or LEAST pages, or what one append adds
-LEAST = 16  # pages of room at most where few are stored: each capacity has its trace of a step
+GROWTH = 16  # room is at most 1/16 of what is stored, or that of `grown`, or what one append adds
 WASTE = 16  # at most one page of so many is a gap
 Named = dict[Hashable, mx.array]
 Part = tuple[Named, int]  # the arrays of exactly so many pages; {} for none

@@ -281,7 +281,7 @@ def turn_weights(
 
 
 def _with_fold(report: LayerReport, folded: Fold, tell_all: bool) -> LayerReport:
-    """The report of a layer with what the weights do to its values; reasons why not only if `asked`."""
+    """The report of a layer with what the weights do to its values; reasons why not only with `tell_all`."""
     places = [place for place in folded.reasons if place[0] == report.index]
     if not places or not report.compressed:
         return report
