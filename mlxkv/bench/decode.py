@@ -39,18 +39,18 @@ NUMBERS = (
     "kv_bytes",
 )
 COLUMNS = (
-    "context",
-    "preset",
-    "by",
-    "filled by",
-    "first token s",
-    "prefill tok/s",
-    "decode tok/s",
-    "of fp16",
-    "spread",
-    "token ms",
-    "peak",
-    "cache",
+    ("context", "context", ""),
+    ("preset", "preset", ""),
+    ("by", "by", ""),
+    ("filled by", "fill", ""),
+    ("first token s", "first_token_seconds", ".3f"),
+    ("prefill tok/s", "prefill_tokens_per_second", ".0f"),
+    ("decode tok/s", "tokens_per_second", ".1f"),
+    ("of fp16", "baseline_ratio", ".2f"),
+    ("spread", "spread", ""),
+    ("token ms", "token_ms", ".2f"),
+    ("peak", "peak_bytes", ""),
+    ("cache", "kv_bytes", ""),
 )
 
 
@@ -233,37 +233,17 @@ def fill_directly(cache: list, subject: Subject, tokens: int) -> None:
             mx.eval(layer.state)
 
 
-def _speeds(row: dict) -> list[str]:
-    """The cells from "first token s" to "spread", "-" for what was not measured."""
-    first, prefill = row["first_token_seconds"], row["prefill_tokens_per_second"]
-    ratio = row["baseline_ratio"]
-    return [
-        f"{first:.3f}" if first else "-",
-        f"{prefill:.0f}" if prefill else "-",
-        f"{row['tokens_per_second']:.1f}",
-        f"{ratio:.2f}" if ratio else "-",
-        f"{100 * row['spread']:.0f} %",
-    ]
-
-
 def _show(rows: list[dict], tokens: int, rounds: int) -> None:
     first = rows[0]
-    table = [
-        [
-            row["context"],
-            row["preset"],
-            row["by"],
-            row["fill"],
-            *_speeds(row),
-            f"{row['token_ms']:.2f}",
-            console.human_bytes(row["peak_bytes"]),
-            console.human_bytes(row["kv_bytes"]),
-        ]
+    written = [
+        row
+        | {"spread": f"{100 * row['spread']:.0f} %"}
+        | {name: console.human_bytes(row[name]) for name in ("peak_bytes", "kv_bytes")}
         for row in rows
     ]
     weights = "random weights" if first["weights"] == "random" else "weights as stored"
     weights += f" in {first['bits']} bits" if first["bits"] else ""
-    console.print_table(COLUMNS, table, f"{first['model']}, {weights}, {first['dtype']}")
+    options.print_rows(COLUMNS, written, f"{first['model']}, {weights}, {first['dtype']}")
     print(
         f"decode: {tokens} tokens after {WARM}, sealing pages included; token ms: the median token; "
         f"both are medians of {2 * rounds} interleaved runs; spread: between these runs\n"

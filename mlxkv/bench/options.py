@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
@@ -38,3 +40,15 @@ def print_machine(machine: dict, versions: dict) -> None:
     print(f"{machine['chip']} · {memory} · {machine['system']}")
     print(f"backend {machine['backend']}: {machine['device']}")
     print(" · ".join(f"{name} {text or 'missing'}" for name, text in versions.items()))
+
+
+def print_rows(columns: Sequence[tuple[str, str, str]], rows: Iterable[dict], title: str) -> None:
+    """Print a table of rows. columns: heading, key, and format of a number."""
+    cells = [[_cell(row.get(key), form) for _, key, form in columns] for row in rows]
+    console.print_table([heading for heading, _, _ in columns], cells, title)
+
+
+def _cell(value: str | float | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else format(value, form)

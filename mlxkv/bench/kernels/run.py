@@ -9,7 +9,7 @@ from rich.progress import Progress
 from mlxkv import console
 from mlxkv.bench.kernels import attend, encode
 from mlxkv.bench.kernels.case import Shape
-from mlxkv.bench.options import parse_contexts, print_machine
+from mlxkv.bench.options import parse_contexts, print_machine, print_rows
 from mlxkv.bench.subject import default_dtype, short
 from mlxkv.errors import UserError
 from mlxkv.formats.affine import Full
@@ -25,32 +25,28 @@ BATCH_SHAPE, BATCH_CONTEXT = Shape(8, 32, 8, 128), 32768
 CALLS, ROUNDS = 64, 3  # calls in a timed chain; each round runs all presets twice
 CONTEXTS, CONTEXTS_CPU = "4k,32k,128k", "1k,4k"
 ENCODE_SHAPE, ENCODE_TOKENS, ENCODE_TOKENS_CPU = Shape(1, 8, 8, 128), 32768, 1024
+ABOUT = tuple((name, name, "") for name in ("shape", "tokens", "preset", "by"))
+RMS = ("rms", "rms", ".1e")
 COLUMNS = (
-    "shape",
-    "tokens",
-    "preset",
-    "by",
-    "us",
-    "SDPA us",
-    "ratio",
-    "mlx-lm us",
-    "floor us",
-    "of floor",
-    "build us",
-    "rms",
+    *ABOUT,
+    ("us", "us", ".1f"),
+    ("SDPA us", "sdpa_us", ".1f"),
+    ("ratio", "ratio", ".2f"),
+    ("mlx-lm us", "mlx_lm_us", ".1f"),
+    ("floor us", "floor_us", ".1f"),
+    ("of floor", "of_floor", ".2f"),
+    ("build us", "build_us", ".1f"),
+    RMS,
 )
 ENCODE_COLUMNS = (
-    "shape",
-    "tokens",
-    "preset",
-    "by",
-    "ns/vector",
-    "GB/s",
-    "of copy",
-    "GFLOP/s",
-    "page us",
-    "unseal GB/s",
-    "of copy",
+    *ABOUT,
+    ("ns/vector", "encode_ns_per_vector", ".2f"),
+    ("GB/s", "encode_gb_s", ".1f"),
+    ("of copy", "encode_of_copy", ".2f"),
+    ("GFLOP/s", "encode_gflop_s", ".1f"),
+    ("page us", "page_us", ".1f"),
+    ("unseal GB/s", "unseal_gb_s", ".1f"),
+    ("of copy", "unseal_of_copy", ".2f"),
 )
 
 
@@ -93,7 +89,8 @@ def run(contexts: str | None, kv: str, as_json: bool) -> None:
     speeds = {"copy_gb_s": bandwidth / 1e9, "read_gb_s": reading / 1e9}
     measured = {**speeds, "link_us": link, "dtype": short(dtype)}
     _show(rows, measured)
-    _show_encode(encodes)
+    print_rows(ENCODE_COLUMNS, encodes, "")
+    print(encode.FOOTNOTE)
     if as_json:
         data = {"machine": machine | measured, "versions": installed, "rows": rows + encodes}
         console.print_json(data)
@@ -132,21 +129,16 @@ def _link(shape: Shape, dtype: mx.Dtype) -> float:
 
 
 def _show(rows: list[dict], measured: dict) -> None:
-    table = []
-    for r in rows:
-        start = (r["shape"], r["tokens"], r["preset"], r["by"])
-        if r["wrong"]:
-            table.append((*start, "WRONG", *["-"] * 6, f"{r['rms']:.1e}"))
-            continue
-        theirs = "fails" if r["mlx_lm_reason"] else "-"
-        if r["mlx_lm_us"]:
-            theirs = f"{r['mlx_lm_us']:.1f}"
-        numbers = (f"{r['us']:.1f}", f"{r['sdpa_us']:.1f}", f"{r['ratio']:.2f}", theirs)
-        floor = (f"{r['floor_us']:.1f}", f"{r['of_floor']:.2f}")
-        table.append((*start, *numbers, *floor, f"{r['build_us']:.1f}", f"{r['rms']:.1e}"))
+    written = []
+    for row in rows:
+        if row["wrong"]:
+            row = {key: row[key] for _, key, _ in (*ABOUT, RMS)} | {"us": "WRONG"}
+        elif row["mlx_lm_reason"]:
+            row = row | {"mlx_lm_us": "fails"}
+        written.append(row)
     copying, reading = (f"{measured[name]:.0f}" for name in ("copy_gb_s", "read_gb_s"))
     title = f"one query token, {measured['dtype']}; MLX copies {copying} GB/s, reads {reading} GB/s"
-    console.print_table(COLUMNS, table, title)
+    print_rows(COLUMNS, written, title)
     for reason in sorted({r["mlx_lm_reason"] for r in rows if r["mlx_lm_reason"]}):
         print(f"mlx-lm fails: {reason}")
     print(
@@ -157,24 +149,3 @@ def _show(rows: list[dict], measured: dict) -> None:
         "floor: stored bytes over the bandwidth of reading; rms: against float32 attention over the "
         f"decoded pages, WRONG above {rows[0]['bound']:g}"
     )
-
-
-def _show_encode(rows: list[dict]) -> None:
-    table = [
-        [
-            r["shape"],
-            r["tokens"],
-            r["preset"],
-            r["by"],
-            f"{r['encode_ns_per_vector']:.2f}",
-            f"{r['encode_gb_s']:.1f}",
-            f"{r['encode_of_copy']:.2f}",
-            f"{r['encode_gflop_s']:.1f}",
-            f"{r['page_us']:.1f}",
-            f"{r['unseal_gb_s']:.1f}",
-            f"{r['unseal_of_copy']:.2f}",
-        ]
-        for r in rows
-    ]
-    console.print_table(ENCODE_COLUMNS, table)
-    print(encode.FOOTNOTE)
