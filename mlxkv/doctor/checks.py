@@ -124,18 +124,7 @@ def _try(row: dict, make: launch.Factory, every: bool) -> None:
     state = (
         RIGHT if right else WRONG if outcome.errors else DID_NOT_RUN if outcome.built else NOT_BUILT
     )
-    row |= {
-        "errors": outcome.errors,
-        "ties": outcome.ties,
-        "reason": outcome.reason,
-        "state": state,
-    }
-    row |= {
-        "built": outcome.built,
-        "right": right,
-        "seconds": outcome.seconds,
-        "detail": outcome.detail,
-    }
+    row |= {**vars(outcome), "state": state, "right": right}
     if right and make in (mx.fast.metal_kernel, mx.fast.cuda_kernel):
         row |= speed(config, dims, make, tiled)
 

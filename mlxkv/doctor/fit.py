@@ -10,6 +10,7 @@ measures.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from mlxkv.models.catalog.aliases import HUB, resolve
 from mlxkv.models.catalog.folder import SMALL
 from mlxkv.models.catalog.gguf.config import memory
 from mlxkv.models.catalog.gguf.header import is_gguf
-from mlxkv.models.catalog.shapes import LayerShape, context_limit, estimated_layers, estimated_sizes
+from mlxkv.models.catalog.shapes import context_limit, estimated_layers, estimated_sizes
 from mlxkv.models.catalog.sizes import ModelPlan, longest, need, why_16_bits
 from mlxkv.untrusted import Unsound
 
@@ -151,12 +152,9 @@ def _row(plan: ModelPlan, name: str, kv: CacheConfig, tokens: int, usable: int) 
 
 def _layer_counts(plan: ModelPlan) -> list[dict]:
     """Count layers of the same shape, in the order of their first layer."""
-    counts: dict[LayerShape, int] = {}
-    for layer in plan.layers:
-        counts[layer] = counts.get(layer, 0) + 1
     return [
         {"count": count, **{name: x for name, x in vars(layer).items() if name != "index"}}
-        for layer, count in counts.items()
+        for layer, count in Counter(plan.layers).items()
     ]
 
 

@@ -14,6 +14,7 @@ from mlxkv.formats.presets import COMPARED, PRESETS
 HEAD_DIM = 128
 BITS = re.compile(r"(?<=int)\d|(?<=codebook of )\d(?= bits)")
 WINDOWS = ("sink", "recent", "page")
+PAIR = "a pair takes its keys from one preset, its values from another: int8/int4"
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,13 @@ def _picks(rows: dict[str, dict]) -> None:
             for name, m in MEASURED.items()
         ],
     )
-    print("bits/value: fp16 has 16; at least 128 tokens, the first and the last ones, stay exact")
-    print("KL, same token: after 8192 tokens, the worst of SmolLM2, Gemma 3 270M and Qwen2.5 0.5B")
     print(
-        "speed: decode attention over 32768 tokens against full precision, on one H200; no Mac yet"
+        "bits/value: fp16 has 16; at least 128 tokens, the first and the last ones, stay exact\n"
+        "KL, same token: after 8192 tokens, the worst of SmolLM2, Gemma 3 270M and Qwen2.5 0.5B\n"
+        "speed: decode attention over 32768 tokens against full precision, on one H200; no Mac yet\n"
+        f"{PAIR}\n"
+        "mlxkv presets --all shows the others; mlxkv fit says what fits into this machine"
     )
-    print("a pair takes its keys from one preset, its values from another: int8/int4")
-    print("mlxkv presets --all shows the others; mlxkv fit says what fits into this machine")
 
 
 def _lost(measured: Measured) -> tuple[str, str]:
@@ -114,18 +115,14 @@ def _print_all() -> None:
         for alike in methods:
             print(_line(alike))
     print(
-        "columns: --kv, bits per value with scales at head dim 128, without the exact windows; what is stored"
+        "columns: --kv, bits per value with scales at head dim 128, without the exact windows; what is stored\n"
+        "windows are the first 64 and the last 64 tokens, pages of 64, unless the row says otherwise\n"
+        "a scale serves a group of values of one token, or of one channel if the row says so\n"
+        f"for comparisons, slower than full precision on a GPU: {', '.join(COMPARED)}\n"
+        f"{PAIR}\n"
+        "low rank takes other ranks and codes: oja-0.6+int8, static-r96+windows; plus the bytes of its basis\n"
+        "any of them drops tokens of a prompt with +keep0.5"
     )
-    print(
-        "windows are the first 64 and the last 64 tokens, pages of 64, unless the row says otherwise"
-    )
-    print("a scale serves a group of values of one token, or of one channel if the row says so")
-    print(f"for comparisons, slower than full precision on a GPU: {', '.join(COMPARED)}")
-    print("a pair takes its keys from one preset, its values from another: int8/int4")
-    print(
-        "low rank takes other ranks and codes: oja-0.6+int8, static-r96+windows; plus the bytes of its basis"
-    )
-    print("any of them drops tokens of a prompt with +keep0.5")
 
 
 def _method(row: dict) -> tuple:

@@ -49,14 +49,8 @@ def clean(text: str) -> str:
 FORMAT, VERSION = "mlxkv-doctor", 1
 # What MLX says of a GPU, without what identifies a single one.
 DEVICE = (
-    "architecture",
-    "device_name",
-    "memory_size",
-    "total_memory",
-    "max_buffer_length",
-    "max_recommended_working_set_size",
-    "compute_capability_major",
-    "compute_capability_minor",
+    *("architecture", "device_name", "compute_capability_major", "compute_capability_minor"),
+    *("memory_size", "total_memory", "max_buffer_length", "max_recommended_working_set_size"),
 )
 # Names of products: "Max" may also be the name of a user.
 PRODUCTS = ("chip", "device_name", "format")
