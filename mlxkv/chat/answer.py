@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import mlx.core as mx
@@ -64,15 +63,9 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
 
 def one_shot(session: Session, prompt: str, show: bool) -> None:
     """Answer once and, if `show`, stream the reply to stdout."""
-    from mlxkv.chat.terminal import prefill_bar, wrapped
+    from mlxkv.chat.terminal import stream_reply
 
-    with prefill_bar() as progress:
-        pieces = session.ask(prompt, progress)
-        first = next(pieces, "")
-    with wrapped(session) if show else nullcontext(lambda piece: None) as write:
-        write(first)
-        for piece in pieces:
-            write(piece)
+    stream_reply(session, prompt, show=show)
     if show:
         say("")
     if (cut := session.cut_off) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from os.path import commonprefix
 
 import mlx.core as mx
 
@@ -226,11 +227,7 @@ class Session:
 
         At least one token is left to feed. A cache that cannot be cut (a sliding window that has moved on) is dropped.
         """
-        shared = 0
-        for ours, theirs in zip(self.tokens, tokens[:-1], strict=False):
-            if ours != theirs:
-                break
-            shared += 1
+        shared = len(commonprefix([self.tokens, tokens[:-1]]))
         if shared == len(self.tokens):
             return shared
         if not cut_back(self.cache, len(self.tokens), shared):

@@ -162,15 +162,22 @@ def wrapped(session: Session) -> Iterator[Callable[[str], None]]:
         write.close()
 
 
+def stream_reply(
+    session: Session, prompt: str, stop: Callable[[], bool] | None = None, show: bool = True
+) -> None:
+    """Ask, with a bar while the prompt is read, and stream the reply to stdout if `show`."""
+    with prefill_bar() as progress:
+        pieces = session.ask(prompt, progress, stop)
+        first = next(pieces, "")
+    with wrapped(session) if show else contextlib.nullcontext(lambda piece: None) as write:
+        write(first)
+        for piece in pieces:
+            write(piece)
+
+
 def _reply(session: Session, out: Console, prompt: str) -> None:
     with stop_on_interrupt() as stop:
-        with prefill_bar() as progress:
-            pieces = session.ask(prompt, progress, stop)
-            piece = next(pieces, None)
-        with wrapped(session) as write:
-            while piece is not None:
-                write(piece)
-                piece = next(pieces, None)
+        stream_reply(session, prompt, stop)
     session.loaded.tell_steps()
     stats = session.stats
     if not stats.generated_tokens:
