@@ -11,6 +11,7 @@ from turning import TEXT, data
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.view import View
 from mlxkv.codec.maps import LayerMaps, sample
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import MachineError, UserError
@@ -27,15 +28,15 @@ INT2 = PRESETS["oscar-int2"]
 SMALL = dataclasses.replace(INT2, sink=16, recent=16, page=16)
 
 
-def judged(keys, values, queries, config, rotations, candidates=clips.CANDIDATES):
+def judged(keys, values, queries, config, rotations, softcap=None):
     """The trial of one call of attention over [1, G, T, D]."""
     trial, ear = Trial(), PlainObserver()
     ear.update_and_fetch(mx.array(keys), mx.array(values))
     view, _ = ear.keys_and_values()
     q, scale = mx.array(queries), keys.shape[-1] ** -0.5
-    out = attend(q, view, scale, mask="causal")
-    call = AttentionCall(ear.exact, q, scale, "causal", None, out)
-    clips._judge(trial, call, lambda out: out, config, rotations, candidates)
+    out = attend(q, view, scale, mask="causal", softcap=softcap)
+    call = AttentionCall(ear.exact, q, scale, "causal", None, out, softcap)
+    clips._judge(trial, call, lambda out: out, config, rotations, clips.CANDIDATES)
     return trial
 
 
@@ -62,12 +63,12 @@ def test_outliers_that_nobody_reads_want_a_clip_and_even_data_none():
 def test_what_is_judged_is_what_the_cache_gives(subtests):
     """One query behind the whole text: the error of a real cache with one side stored."""
     for side in (0, 1):
-        for tokens in (145, 150, 161):
+        for tokens, softcap in ((145, None), (150, None), (161, 0.5)):
             with subtests.test(side=side, tokens=tokens):
                 keys, values = data(1, 2, tokens, 64), data(1, 2, tokens, 64, seed=1)
                 q = data(1, 4, 1, 64, seed=2)
                 turns = sample(2, (64, 64))
-                trial = judged(keys, values, q, SMALL, turns)
+                trial = judged(keys, values, q, SMALL, turns, softcap)
                 for clip, error in trial.errors(artifact.SIDES[side]).items():
                     sides = [FULL, FULL]
                     sides[side] = (SMALL.keys, SMALL.values)[side].clipped(clip)
@@ -77,10 +78,11 @@ def test_what_is_judged_is_what_the_cache_gives(subtests):
                     for part in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
                         pair = (mx.array(x[:, :, part]) for x in (keys, values))
                         view, _ = cached.update_and_fetch(*pair)
-                    plain = mx.fast.scaled_dot_product_attention(
-                        mx.array(q), mx.array(keys), mx.array(values), scale=1 / 8
+                    exact = View((mx.array(keys), mx.array(values)))
+                    plain, out = (
+                        attend(mx.array(q), x, 1 / 8, softcap=softcap) for x in (exact, view)
                     )
-                    lost = attend(mx.array(q), view, 1 / 8) - plain
+                    lost = out - plain
                     wanted = ((lost**2).sum() / (plain**2).sum()).item()
                     assert error == pytest.approx(wanted, rel=2e-3)
 

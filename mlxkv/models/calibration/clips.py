@@ -21,7 +21,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxkv.cache.attention import _softmax
 from mlxkv.codec.codec import Codec
 from mlxkv.codec.maps import LayerMaps, of
 from mlxkv.codec.transform import left
@@ -226,26 +225,17 @@ def _judge(
     ends = config.sink + config.page * np.maximum(0, -(-(at - room) // config.page))
     place = mx.arange(total)[None]
     paged = (place >= config.sink) & (place < mx.array(ends)[:, None])  # [N, T]
-    mask = place <= mx.array(at)[:, None]  # causal
-    if isinstance(call.mask, mx.array):
-        mask = call.mask[..., mx.array(rows), :] if call.mask.shape[-2] > 1 else call.mask
-
-    q = call.queries[:, :, mx.array(rows)].astype(mx.float32) * call.scale
-    batch, heads, count, dims = q.shape
-    grouped = q.reshape(batch, keys.shape[1], -1, dims)
-
-    def scores(k: mx.array) -> mx.array:
-        return (grouped @ k.swapaxes(-1, -2)).reshape(batch, heads, count, total)
+    rows = mx.array(rows)
 
     def mix(p: mx.array, v: mx.array) -> mx.array:
-        return (p.reshape(batch, v.shape[1], -1, total) @ v).reshape(batch, heads, count, -1)
+        return (p.reshape(*v.shape[:2], -1, total) @ v).reshape(*p.shape[:3], -1)
 
     def energy(out: mx.array) -> float:
         x = project(out.astype(call.out.dtype)).astype(mx.float32)
         return (x * x).sum().item()
 
-    exact = scores(keys)
-    p = _softmax(exact, mask, call.sinks)
+    exact = call.scores(rows, keys)
+    p = call.weights(rows, exact)
     trial.energy += energy(mix(p, values))
     inside = slice(config.sink, int(ends.max()))
 
@@ -261,8 +251,8 @@ def _judge(
 
     if config.keys.searchable:
         for clip in _candidates(candidates, config.keys.quantizer, keys.shape[3]):
-            changed = exact + mx.where(paged, scores(stored("keys", keys, clip)), 0)
-            p_changed = _softmax(changed, mask, call.sinks)
+            change = call.scores(rows, stored("keys", keys, clip))
+            p_changed = call.weights(rows, exact + mx.where(paged, change, 0))
             trial.add("keys", clip, energy(mix(p_changed - p, values)))
     if config.values.searchable:
         for clip in _candidates(candidates, config.values.quantizer, values.shape[3]):

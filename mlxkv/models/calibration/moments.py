@@ -15,7 +15,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxkv.cache.attention import _softmax
 from mlxkv.codec import transform
 from mlxkv.formats.calibration import rotary
 from mlxkv.formats.calibration.artifact import SIDES, Basis
@@ -41,14 +40,7 @@ def far_attention(call: AttentionCall, sink: int) -> tuple[mx.array, mx.array] |
     if not len(rows):
         return None
     rows, at, place = mx.array(rows), mx.array(at[rows])[:, None], mx.arange(total)
-    q = call.queries[:, :, rows].astype(mx.float32) * call.scale
-    batch, heads, count, dims = q.shape
-    q = q.reshape(batch, keys.shape[1], -1, dims)
-    scores = q @ keys.astype(mx.float32).swapaxes(-1, -2)
-    mask = place <= at
-    if isinstance(call.mask, mx.array):
-        mask = call.mask[..., rows, :] if call.mask.shape[-2] > 1 else call.mask
-    p = _softmax(scores.reshape(batch, heads, count, total), mask, call.sinks, call.softcap)
+    p = call.weights(rows, call.scores(rows, keys))
     return rows, mx.where(place < at - AWAY, p, 0)
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from mlxkv.cache.attention import attend
+from mlxkv.cache.attention import _softmax, attend
 from mlxkv.cache.view import Pair, View
 
 
@@ -106,6 +106,21 @@ class AttentionCall:
     sinks: mx.array | None
     out: mx.array
     softcap: float | None = None
+
+    def scores(self, rows: mx.array, keys: mx.array) -> mx.array:
+        """Scores [B, H, N, T] float32 of its queries `rows` [N] over keys [B, G, T, D], before a cap or a mask."""
+        q = self.queries[:, :, rows].astype(mx.float32) * self.scale
+        q_grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
+        return (q_grouped @ keys.astype(mx.float32).swapaxes(-1, -2)).reshape(*q.shape[:3], -1)
+
+    def weights(self, rows: mx.array, scores: mx.array) -> mx.array:
+        """Attention weights of scores [B, H, N, T] of its queries `rows` [N]."""
+        total, mask = scores.shape[3], self.mask
+        if not isinstance(mask, mx.array):
+            mask = mx.arange(total) <= (total - self.queries.shape[2] + rows)[:, None]
+        elif mask.shape[-2] > 1:
+            mask = mask[..., rows, :]
+        return _softmax(scores, mask, self.sinks, self.softcap)
 
 
 def reads(x: mx.array, out: mx.array) -> bool:
