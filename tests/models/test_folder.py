@@ -2,6 +2,7 @@
 
 # ruff: noqa: F401, F811 (the fixtures `saved` and `folder` are imported)
 import json
+import os
 
 import huggingface_hub
 import huggingface_hub.errors as hub_errors
@@ -10,6 +11,7 @@ from model_folders import WEIGHTS, error_of, folder, response, saved
 
 from mlxkv.errors import MachineError
 from mlxkv.models import load
+from mlxkv.models.catalog.locate import hub_cache
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,18 @@ def test_hub_failures_say_what_to_do(monkeypatch, error, expected):
     text = error_of("gemma-3-1b")
     assert expected in text and "got " in text and "gemma-3-1b-it-4bit" in text
     assert "hf auth login" in text or "choose a model folder" in text
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_reference_of_the_hubs_cache_that_is_no_file(monkeypatch, tmp_path, make):
+    folder = tmp_path / "models--owner--name"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "snapshots/abc").mkdir(parents=True)
+    (folder / "snapshots/abc/config.json").write_bytes(b"{}")
+    make(folder / "refs/main")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert "refs/main is no file" in error_of("owner/name")
+    assert hub_cache() == {"owner/name": 2}
 
 
 def test_a_full_disk_is_a_fault_of_the_machine(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 from mlxkv.errors import MachineError, UserError
@@ -37,6 +38,7 @@ def fetch(repo: str, patterns: list[str] = PATTERNS) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
+        _check_reference(repo)
         return Path(snapshot_download(repo, allow_patterns=patterns))
     except hub.GatedRepoError:
         raise UserError(
@@ -76,6 +78,16 @@ def fetch(repo: str, patterns: list[str] = PATTERNS) -> Path:
             f"[load] the hub cannot be reached ({type(error).__name__}); got {repo}; check the network, "
             f"or {WAY_OUT}"
         ) from None
+
+
+def _check_reference(repo: str) -> None:
+    """Raise ValueError where the model's reference in the hub's cache is a pipe, at which the hub's library would wait
+    for ever, or a folder."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    path = os.path.join(HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "refs", "main")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError("refs/main is no file")
 
 
 def _is_network(error: Exception) -> bool:

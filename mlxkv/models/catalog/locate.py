@@ -5,7 +5,7 @@ No framework is imported here, and no weights are read: `fit` and `models` need 
 
 from __future__ import annotations
 
-import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,17 +28,16 @@ class Place:
 
 def hub_cache() -> dict[str, int]:
     """Models in the hub's cache folder with their size on disk in bytes."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
+    from huggingface_hub.constants import HF_HUB_CACHE
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about repositories that are partly downloaded
-            repos = scan_cache_dir().repos
-    except (CacheNotFound, OSError):
-        return {}
-    sizes = {repo.repo_id: repo.size_on_disk for repo in repos if repo.repo_type == "model"}
-    return dict(sorted(sizes.items()))
+    sizes = {}
+    # Not by the hub's own scan, which waits for ever at a pipe in the place of a reference.
+    for snapshots in sorted(Path(HF_HUB_CACHE).glob("models--*/snapshots")):
+        name = snapshots.parent.name.removeprefix("models--").replace("--", "/")
+        with suppress(OSError):  # another program removes files, or may read what we may not
+            files = {path.resolve() for path in snapshots.rglob("*") if path.is_file()}
+            sizes[name] = sum(path.stat().st_size for path in files)
+    return sizes
 
 
 def require(source: Source) -> None:
