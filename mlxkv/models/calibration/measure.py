@@ -86,6 +86,7 @@ def calibrate(
             f"[calibrate] too little text; got {len(tokens)} tokens; choose at least {LEAST}, "
             f"better {TOKENS}"
         )
+    lead = [] if bos is None else [bos]
     make_cache, slots = own_make_cache(model), bind(model)
     try:
         shapes = _compressible(model, make_cache)
@@ -101,16 +102,14 @@ def calibrate(
             for place, output in sensitivities(model, make_cache, shapes).items():
                 moments[place].output = output
             heads = {place: shape.heads for place, shape in shapes.items()}
-            for place, x in fisher(
-                model, make_cache, heads, tokens, [] if bos is None else [bos]
-            ).items():
+            for place, x in fisher(model, make_cache, heads, tokens, lead).items():
                 moments[place].exchange = Exchange(x)
         if samples is not None:
             samples |= {layer_name(p): Sample(-(-len(tokens) // ROWS)) for p in moments}
             for place, layer in moments.items():
                 layer.sample = samples[layer_name(place)]
         for part in windows(tokens, window):
-            _read(model, make_cache, moments, part, [] if bos is None else [bos], progress)
+            _read(model, make_cache, moments, part, lead, progress)
     finally:
         release(slots)
     layers = {}

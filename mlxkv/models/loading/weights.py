@@ -15,6 +15,7 @@ from mlxkv.models.catalog.folder import Folder
 from mlxkv.models.catalog.hub import first_line
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.loading import gguf
+from mlxkv.models.loading.outline import NotBuilt, classes_of
 
 AT_ONCE = 64 << 20  # bytes of weights that are read before progress is told
 DECODED = 1 << 30  # bytes of matrices in float32
@@ -31,15 +32,14 @@ def build(
     dtype: what `set_dtype` is asked for, so that a GGUF file is decoded to it. bits: of the codes that matrices are
     rounded to where they come in none. progress: of a GGUF file, which is read at once. Raises UserError.
     """
-    from mlx_lm.utils import _get_classes, load_model
+    from mlx_lm.utils import load_model
 
     kind = folder.config["model_type"]
     try:
-        classes = _get_classes(folder.config)
-    except (ValueError, AttributeError, TypeError):  # no such file in mlx-lm, or none with a model
+        model_class, args_class = classes_of(folder.config)
+    except NotBuilt as error:
         raise UserError(
-            f"[load] mlx-lm does not know this kind of model; got model_type {kind!r} in "
-            f"{folder.path}; choose a model that mlx-lm supports, or a newer mlx-lm"
+            f"[load] {error}; got {folder.path}; choose a model that mlx-lm supports, or a newer mlx-lm"
         ) from None
     try:
         if not folder.is_gguf:
@@ -49,7 +49,7 @@ def build(
             return model, config
         computed = getattr(mx, dtype or _usual(folder.config["dtype"]))
         arrays, modules = gguf.read(folder, computed, bits, progress)
-        model = classes[0](classes[1].from_dict(folder.config))
+        model = model_class(args_class.from_dict(folder.config))
         arrays = model.sanitize(arrays)
         nn.quantize(model, class_predicate=lambda path, _: modules.get(path, False))
         model.load_weights(list(arrays.items()))
