@@ -21,25 +21,11 @@ SHARED = "oscar-layer"  # one rotation for all kv heads of a layer
 SCALED = "srft-scaled"  # SRFT, then a calibrated scale per channel
 PAIRED = (BALANCED, LEARNED)  # calibrated maps that are not rotations
 FILLED = "fill"  # balanced directions, scaled by the bits of their blocks
-CENTRED = {  # behind the mean of keys
-    "oscar-centred": CALIBRATED,
-    "balanced-centred": BALANCED,
-    "fill-centred": FILLED,
-}
+# The same of keys without their mean.
+CENTRED = {f"{name}-centred": name for name in (CALIBRATED, BALANCED, FILLED)}
 PCA = "pca"  # fewer dims, from a calibration
-TRANSFORMS = (
-    "none",
-    "hadamard",
-    "srft",
-    "random",
-    CALIBRATED,
-    SHARED,
-    *PAIRED,
-    *CENTRED,
-    SCALED,
-    PCA,
-    FILLED,
-)
+FROM_CALIBRATIONS = (CALIBRATED, SHARED, *PAIRED, *CENTRED, SCALED, PCA, FILLED)
+TRANSFORMS = ("none", "hadamard", "srft", "random", *FROM_CALIBRATIONS)
 
 
 def needs_of(kinds: Iterable[str]) -> frozenset[str]:
@@ -97,7 +83,7 @@ class Side:
     @property
     def calibrated(self) -> bool:
         """Return whether its transform comes from a calibration of the model."""
-        return self.transform in (CALIBRATED, SHARED, *PAIRED, *CENTRED, SCALED, PCA, FILLED)
+        return self.transform in FROM_CALIBRATIONS
 
     @property
     def filled(self) -> bool:

@@ -159,25 +159,21 @@ def with_widths(
     a budget, over all layers; where keys and values have other rates, each their own."""
     budgets: dict[tuple, list[tuple[str, str]]] = {}
     for name, config in configs.items():
-        rates = [
-            getattr(config, side).quantizer.rate if getattr(config, side).filled else None
-            for side in SIDES
-        ]
-        for side in SIDES:
-            side_config = getattr(config, side)
-            if side_config.filled and not side_config.quantizer.widths:
+        filled = {side: getattr(config, side) for side in SIDES if getattr(config, side).filled}
+        rates = [side.quantizer.rate for side in filled.values()]
+        for side, old in filled.items():
+            if not old.quantizer.widths:
                 check_kinds(calibration, config.fitted)
-                group = (rates[0],) if rates[0] == rates[1] else (side_config.quantizer.rate, side)
+                rate = old.quantizer.rate
+                group = (rate,) if rates == [rate, rate] else (rate, side)
                 budgets.setdefault(group, []).append((name, side))
     out = dict(configs)
     for (rate, *_), places in budgets.items():
         sides = []
         for name, side in places:
-            basis, centred = (
-                getattr(calibration.layers[name], side),
-                getattr(out[name], side).centred,
-            )
-            sides.append((side, directions(basis, centred)[1].astype(np.float64)))
+            basis = getattr(calibration.layers[name], side)
+            _, sigma = directions(basis, getattr(out[name], side).centred)
+            sides.append((side, sigma.astype(np.float64)))
         exchange = [calibration.layers[name].costs(side) for name, side in places]
         allotted_widths = fill.allot(sides, rate, exchange)
         for (name, side), widths in zip(places, allotted_widths, strict=True):

@@ -31,25 +31,10 @@ LIST = "CacheList"  # of mlx-lm: several caches of one layer
 NO_CHECKSUM = "0" * 64
 LONGEST = 64 << 20  # bytes of a header: room for the tokens and the text of a million
 MOST = 512  # tensors of a layer
-TYPES = {
-    "F32",
-    "F16",
-    "BF16",
-    "BOOL",
-    *(f"{sign}{bits}" for sign in "IU" for bits in (8, 16, 32, 64)),
-}
-ENTRIES = (
-    "fingerprint",
-    "kv",
-    "kv_name",
-    "messages",
-    "mlx_lm_version",
-    "model",
-    "raw",
-    "text",
-    "tokens",
-)
-ENTRIES += (KEY,)
+TYPES = {"F32", "F16", "BF16", "BOOL"}
+TYPES |= {f"{sign}{bits}" for sign in "IU" for bits in (8, 16, 32, 64)}
+ENTRIES = ("fingerprint", "kv", "kv_name", "messages", "mlx_lm_version", "model", "raw", "text")
+ENTRIES += ("tokens", KEY)
 
 
 @dataclass
