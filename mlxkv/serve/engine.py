@@ -50,6 +50,7 @@ LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
 # 65,536 keys for 2,048 tokens and 32 heads, which is twice as much.
 DISPATCH = 1 << 31
 LEAST_CHUNK = 32  # tokens
+STEP_SECONDS = 1.0  # that a part of a prompt may keep replies waiting
 CEILING = 0.9  # of the machine's memory
 # Bytes at the least that MLX may keep for the next arrays; it would keep any number.
 FREED_MEMORY = 1 << 30
@@ -78,6 +79,8 @@ class Engine:
         self._active: set[Job] = set()  # that came out of it, and wait for the end of their reply
         self._generator: BatchGenerator | SingleGenerator | None = None
         self._stop, self._measured, self._steps = False, 0.0, 1
+        # Tokens of prompts that were read a second, 0 before the first part of one; and tokens of the last part.
+        self._pace, self._read = 0.0, 0
         self._thread = Thread(target=self._run)
         self._thread.start()
 
@@ -227,9 +230,11 @@ class Engine:
             if not self.jobs:
                 break
             self.step()
+        seconds = max(1e-3, time.monotonic() - start)
+        if self._read >= LEAST_CHUNK:  # shorter ones tell little
+            self._pace = self._read * steps / seconds
         if self.ranks.many and self.jobs:
-            pace = MEETING_SECONDS / max(1e-3, time.monotonic() - start)
-            self._steps = max(1, min(MOST_STEPS, int(steps * pace)))
+            self._steps = max(1, min(MOST_STEPS, int(steps * MEETING_SECONDS / seconds)))
 
     def _meet(self) -> tuple[Job | None, list[int], int]:
         """Return what comes next in all processes: a request that begins, numbers of those that nobody waits for, and
@@ -238,8 +243,8 @@ class Engine:
         cancelled = [uid for uid, job in self.jobs.items() if job.cancelled]
         if not self.ranks.many:
             return job_next, cancelled, 1
-        request, cancelled, steps = self.ranks.share(
-            [job_next and job_next.to_json(), cancelled, self._steps]
+        request, cancelled, steps, self._pace = self.ranks.share(
+            [job_next and job_next.to_json(), cancelled, self._steps, self._pace]
         )
         self._stop = self._stop or self.ranks.ended
         if self.ranks.rank and request is not None:
@@ -290,6 +295,7 @@ class Engine:
             stop_sequences=[job.text],
         )
         self.jobs[uid] = job
+        self._pace = 0.0  # its first part may lie deeper than others, and take longer
 
     def _drop_generator(self) -> None:
         if self._generator is not None:
@@ -355,16 +361,20 @@ class Engine:
         generator, jobs = self._generator, self.jobs
         depths = [job.cache_tokens for job in jobs.values() if job.is_reading]
         count = min(len(depths), PROMPTS)
-        generator.prefill_step_size = chunk_of(
-            self._prefill_step, count * self._heads, max(depths, default=0)
-        )
+        most = self._prefill_step
+        if len(depths) < len(jobs):  # replies wait for it
+            most = paced(most, self._pace)
+        generator.prefill_step_size = chunk_of(most, count * self._heads, max(depths, default=0))
         progress, responses = generator.next()
         self.ranks.step(generator._generation_batch)
         if isinstance(generator, BatchGenerator):
             cut_padding(generator._prompt_batch.prompt_cache)
+        self._read = 0
         for part in progress:
             job = jobs[part.uid]
-            job.cache_tokens = job.cached_tokens + part.progress[0]
+            tokens = job.cached_tokens + part.progress[0]
+            self._read = max(self._read, tokens - job.cache_tokens)
+            job.cache_tokens = tokens
             job.is_reading = not part.end_of_prompt
             job.put(part.progress)
         ends = [part.uid for part in progress if part.end_of_segment and not part.end_of_prompt]
@@ -457,6 +467,13 @@ def chunk_of(step: int, heads: int, depth: int) -> int:
     work = DISPATCH // max(1, heads)
     chunk = (isqrt(depth * depth + 4 * work) - depth) // 2
     return step if chunk >= step else max(LEAST_CHUNK, 1 << (chunk.bit_length() - 1))
+
+
+def paced(step: int, pace: float) -> int:
+    """Tokens of a prompt that are read at once while replies are written: `step`, or a power of two below it that takes
+    no more than `STEP_SECONDS`. pace: tokens a second, 0 where it is not known."""
+    chunk = int(pace * STEP_SECONDS)
+    return step if chunk >= step else max(LEAST_CHUNK, 1 << max(0, chunk.bit_length() - 1))
 
 
 def _without_start(segments: list[list[int]], count: int) -> list[list[int]]:

@@ -2,7 +2,9 @@
 
 import logging
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -129,6 +131,34 @@ def test_a_prompt_is_read_in_parts_that_fit(server, monkeypatch):
     )
     complete(server, LONG, 1, cache_salt="y")
     assert min(sizes) == engine.LEAST_CHUNK < max(sizes)
+
+
+def test_parts_of_prompts_take_a_second_while_others_stream(server, monkeypatch):
+    """By a clock on which a token takes 5 ms, and one of a prompt that is behind 600 others 10."""
+    want = complete(server, 4 * LONG, 8)["choices"][0]["text"]
+    mine, step = server.engine, server.engine.step
+    now, seconds, sizes = [0.0], [], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], time_ns=time.time_ns)
+    monkeypatch.setattr(engine, "time", clock)
+
+    def steps():
+        begun = len(mine.jobs) > 1  # beside the stream
+        step()
+        is_deep = any(job.cache_tokens > 600 for job in mine.jobs.values())
+        took = mine._read * (0.01 if is_deep else 0.005)
+        now[0] += took
+        if begun and mine._read:
+            seconds.append(took)
+            sizes.append(mine._read)
+
+    monkeypatch.setattr(mine, "step", steps)
+    complete(server, 4 * LONG, 8, cache_salt="alone")
+    assert not sizes and now[0] > 5
+    with asking(server, **ENDLESS, stream=True):
+        until(lambda: any(not job.is_reading for job in mine.jobs.values()))
+        found = complete(server, 4 * LONG, 8, cache_salt="beside")
+    assert found["choices"][0]["text"] == want
+    assert max(seconds) < 1.5 and sizes[0] == engine.LEAST_CHUNK and max(sizes) == 128
 
 
 def test_a_line_of_the_log_for_each_reply(model_folder, caplog):
