@@ -46,25 +46,20 @@ def _weighted(basis: Basis, seed: int) -> Basis:
 def allotted(config: CacheConfig, dims: int) -> CacheConfig:
     """`config` for heads of `dims`, with bits by direction allotted where it asks for them: those of one of LAYERS
     layers, whose keys and values take about as much as is asked for."""
-    rates = [getattr(config, side).quantizer.rate for side in SIDES if getattr(config, side).filled]
-    if not rates:
-        return config
-    shared = len(rates) == len(SIDES) and rates[0] == rates[1]
-    chosen_widths = {}
-    for names in (SIDES,) if shared else tuple((side,) for side in SIDES):
-        if getattr(config, names[0]).filled:
-            directions = [
-                (side, falling(1, dims, 2 * n + SIDES.index(side)))
-                for n in range(LAYERS)
-                for side in names
-            ]
-            widths = fill.allot(directions, getattr(config, names[0]).quantizer.rate)
-            layers = [widths[i : i + len(names)] for i in range(0, len(widths), len(names))]
-            bits = [sum(map(sum, layer)) for layer in layers]
-            middle = layers[int(np.abs(np.array(bits) - np.mean(bits)).argmin())]
-            chosen_widths |= dict(zip(names, middle, strict=True))
-    sides = {}
-    for side, widths in chosen_widths.items():
-        old = getattr(config, side)
-        sides[side] = replace(old, quantizer=replace(old.quantizer, widths=widths))
+    filled = {side: getattr(config, side) for side in SIDES if getattr(config, side).filled}
+    rates = [side.quantizer.rate for side in filled.values()]
+    is_shared, sides = len(set(rates)) < len(rates), {}
+    for names in [SIDES] if is_shared else [(side,) for side in filled]:
+        directions = [
+            (side, falling(1, dims, 2 * n + SIDES.index(side)))
+            for n in range(LAYERS)
+            for side in names
+        ]
+        widths = fill.allot(directions, filled[names[0]].quantizer.rate)
+        layers = [widths[i : i + len(names)] for i in range(0, len(widths), len(names))]
+        bits = [sum(map(sum, layer)) for layer in layers]
+        middle = layers[int(np.abs(np.array(bits) - np.mean(bits)).argmin())]
+        for side, widths in zip(names, middle, strict=True):
+            old = filled[side]
+            sides[side] = replace(old, quantizer=replace(old.quantizer, widths=widths))
     return replace(config, **sides)

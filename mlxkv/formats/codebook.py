@@ -19,10 +19,6 @@ TREE_STEPS = 8  # of the k-means that fits codebooks
 TREE_RECORD = 16  # tokens whose upper levels are packed together, to fill whole words for every R
 
 
-def _words(dims: int, bits: int) -> int:
-    return -(-dims * bits // 32)
-
-
 @dataclass(frozen=True)
 class Codebook(Method):
     """TurboQuant (arXiv 2504.19874), algorithm 1: `x ~ norm * levels[code]`, with a 16-bit norm per token.
@@ -50,7 +46,8 @@ class Codebook(Method):
         return f"codebook of {self.bits} bits, norm per token"
 
     def bits_per_value(self, dims: int, page: int) -> float:
-        return (32 * _words(dims, self.bits) + 16) / dims
+        words = -(-dims * self.bits // 32)
+        return (32 * words + 16) / dims
 
     def why_not(self, dims: int, page: int) -> str | None:
         if dims < MIN_DIMS:
