@@ -19,10 +19,6 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def base_of(name, dims):
-    return mx.eye(dims) if name == "none" else transform.make("srft", dims, 0).down
-
-
 def planted(heads=2, rows=1024, dims=64, spread=2.0, seed=0):
     """Channels of very different size [G, N, D], another order in each kv head."""
     sizes = np.exp(spread * normal(heads, 1, dims, seed=seed + 1))
@@ -39,7 +35,7 @@ def test_learning_lowers_the_error_of_the_codes(subtests):
             x, learned = planted(rows=512, spread=1.0), Learned(variant, base, 3, 32, 40)
             down = learn.train(x, learned, "")
             assert down.dtype == np.float32
-            own = base_of(base, 64)
+            own = mx.eye(64) if base == "none" else transform.make("srft", 64, 0).down
             pairs = [
                 Transform(own, own.T),
                 Transform(mx.array(down), mx.array(np.linalg.inv(down))),

@@ -1,10 +1,8 @@
 """Scales per channel behind SRFT (SRFT paper, section 7.1): calibrated, kept, refused, read by kernels."""
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
-from turning import TEXT
+from turning import TEXT, seen_by
 
 from cuda_track.codec import maps as torch_maps
 from mlxkv.codec import maps
@@ -19,23 +17,13 @@ from mlxkv.spec import affine as ref
 KINDS = (SCALED, SCALED)
 
 
-def stored_by(model, window):
-    """Per layer (keys, values) [G, T, D] of every token behind the first 64 of a window, from plain caches."""
-    out = [([], []) for _ in model.layers]
-    for start in range(0, len(TEXT), window):
-        cache = make_prompt_cache(model)
-        mx.eval(model(mx.array(TEXT[start : start + window])[None], cache=cache))
-        for layer, pair in zip(cache, out, strict=True):
-            for x, parts in zip(layer.state[:2], pair, strict=True):
-                parts.append(np.array(x[0, :, moments.SINK :], np.float64))
-    return [tuple(np.concatenate(parts, 1) for parts in pair) for pair in out]
-
-
 def test_peaks_are_the_largest_values_that_caches_would_store(model, monkeypatch):
     monkeypatch.setattr(measure, "CHUNK", 50)
     found = measure.calibrate(model, TEXT, window=350)
-    for index, pair in enumerate(stored_by(model, 350)):
+    for index, windows in enumerate(seen_by(model, TEXT, 350)):
         layer = found.layers[str(index)]
+        behind = [[x[0][:, moments.SINK :] for x in window[1:]] for window in windows]
+        pair = [np.concatenate(parts, 1) for parts in zip(*behind, strict=True)]
         for side, x in zip(artifact.SIDES, pair, strict=True):
             spec = np.abs(ref.srft(x)).max(1)
             np.testing.assert_allclose(getattr(layer, side).peaks, spec, rtol=1e-4)

@@ -86,10 +86,6 @@ def numbers(words, whole):
     return [y for side in sides for y in unpack_side(*side) if y is not None]
 
 
-def ranks_of(specs, dims):
-    return tuple(spec.clip_rank(dims) for spec in specs)
-
-
 CLIPS = (0.96, 0.92), (0.88, 1.0), (1.0, 0.5)
 HEADS = (33, 80, 512)
 
@@ -102,7 +98,9 @@ def test_without_transform_it_is_its_plain_ops_twin(subtests):
             specs = Affine(2, 0, clip=clips[0]), Affine(3, 32, dims % 3 == 2, clip=clips[1])
             pair = [hard(dims, i) for i in range(2)]
             twin, whole, _ = seal_by_ops(pair, specs)
-            words = seal.seal(pair, whole, make, ranks=ranks_of(specs, dims))
+            words = seal.seal(
+                pair, whole, make, ranks=tuple(spec.clip_rank(dims) for spec in specs)
+            )
             for ours, theirs in zip(numbers(words, whole), numbers(twin, whole), strict=True):
                 assert mx.array_equal(ours, theirs)
 

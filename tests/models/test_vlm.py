@@ -8,8 +8,7 @@ pytest.importorskip("mlx_vlm")
 
 import mlx.core as mx  # noqa: E402
 from mlx_vlm.models import cache as vlm_cache  # noqa: E402
-from vision_models import prompt_with_image, vision_model  # noqa: E402
-from vlm_batches import alone, together  # noqa: E402
+from vision_models import alone, prompt_with_image, together, vision_model  # noqa: E402
 
 from mlxkv.cache.batch import BatchedKVCache  # noqa: E402
 from mlxkv.cache.compressed import CompressedKVCache  # noqa: E402
