@@ -15,17 +15,12 @@ from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
 SAME = (
-    "model",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "chat_template_kwargs",
-    "cache_salt",
+    *("model", "stream", "max_tokens", "temperature", "top_p", "top_k"),
+    *("chat_template_kwargs", "cache_salt"),
 )
 TAKEN = (
     *SAME,
-    *("system", "messages", "tools", "tool_choice", "stop_sequences", "stream", "thinking"),
+    *("system", "messages", "tools", "tool_choice", "stop_sequences", "thinking"),
     *("output_config", "output_format"),
 )
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "tools": "tools"}
@@ -37,7 +32,7 @@ CHOICES = {"auto": "auto", "none": "none", "any": "required"}  # in OpenAI's wor
 
 def read(body: dict, served: Served) -> MessagesReply:
     """The request in a body. Raises Refused."""
-    return MessagesReply(request_of(body, served), Fields(body).flag("stream"), served.model)
+    return MessagesReply(request_of(body, served), served.model)
 
 
 def request_of(body: dict, served: Served) -> Request:

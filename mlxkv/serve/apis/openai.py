@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import lru_cache
 from platform import platform
+from typing import Any
 from uuid import uuid4
 
 import mlx.core as mx
@@ -31,8 +32,8 @@ def fingerprint() -> str:
 class Completion(Reply):
     """A completion, or its chunks."""
 
-    def __init__(self, request, model: str):
-        super().__init__(request, request.stream, model)
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self._parts: list[tuple] = []
         self._logprobs: list[dict] = []
         self._calls, self._bytes = 0, b""

@@ -81,8 +81,8 @@ class Reply:
     `error_event` (of an error behind the start of a stream).
     """
 
-    def __init__(self, request: Request, streams: bool, model: str):
-        self.request, self.streams, self.model = request, streams, model
+    def __init__(self, request: Request, model: str):
+        self.request, self.streams, self.model = request, request.stream, model
         self.prompt: Start | None = None
         self.count, self.kv = 0, None
         self.reason, self.stop_word = "stop", None

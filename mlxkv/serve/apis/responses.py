@@ -16,10 +16,10 @@ from mlxkv.serve.http.fields import Fields, bad, call, joined, mistyped, renamed
 from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
-SAME = ("model", "temperature", "top_p", "user", "chat_template_kwargs", "cache_salt")
+SAME = ("model", "stream", "temperature", "top_p", "user", "chat_template_kwargs", "cache_salt")
 TAKEN = (
     *SAME,
-    *("input", "instructions", "tools", "tool_choice", "stream", "max_output_tokens", "text"),
+    *("input", "instructions", "tools", "tool_choice", "max_output_tokens", "text"),
     *("previous_response_id", "conversation", "background", "prompt"),
 )
 # What OpenAI's servers keep or do, by the field that asks for it.
@@ -37,7 +37,7 @@ CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "requir
 def read(body: dict, served: Served) -> ResponsesReply:
     """The request in a body. Raises Refused."""
     request, customs = request_of(body, served)
-    return ResponsesReply(request, Fields(body).flag("stream"), served.model, body, customs)
+    return ResponsesReply(request, served.model, body, customs)
 
 
 def request_of(body: dict, served: Served) -> tuple[Request, set[str]]:
@@ -138,8 +138,8 @@ TEXTS_OF = {"text": "output_text", "thinking": "reasoning_text"}
 class ResponsesReply(Blocks):
     """A response, or its events. body: of the request. customs: names of its tools that take free text."""
 
-    def __init__(self, request, streams: bool, model: str, body: dict, customs: set[str]):
-        super().__init__(request, streams, model)
+    def __init__(self, request: Request, model: str, body: dict, customs: set[str]):
+        super().__init__(request, model)
         self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
         self._echo = {name: body.get(name) for name in ECHOED} | {
             "tool_choice": body.get("tool_choice") or "auto",

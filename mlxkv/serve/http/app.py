@@ -168,10 +168,6 @@ class Document(JSONResponse):
         return json.dumps(content, allow_nan=False).encode()
 
 
-class Disconnect(Exception):
-    """The client has hung up."""
-
-
 class Talk:
     """The reply to the request in a body, as an application of ASGI. key: of the client. arrival_time: of the request's
     first byte, by `time.monotonic`."""
@@ -221,7 +217,7 @@ class Talk:
                 await write(reply.flush(), more=False)
                 if not reply.streams:
                     await Document(reply.document())(scope, receive, send)
-        except Disconnect:
+        except ClientDisconnect:
             engine.metrics.counts["cut_off"] += 1
         except Exception as error:
             refused = error if isinstance(error, Refused) else fault(error)
@@ -233,12 +229,12 @@ class Talk:
     async def _watch(self, receive: Callable) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.put(Disconnect())
+        self.put(ClientDisconnect())
 
     async def _follow(
         self, engine: Engine, reply: Reply, job: Job, write: Callable[[bytes], Awaitable]
     ) -> None:
-        """Write a reply up to its last token. Raises Disconnect, Refused, and what the engine has raised."""
+        """Write a reply up to its last token. Raises ClientDisconnect, Refused, and what the engine has raised."""
         engine.submit(job)
         while (item := await self._items.get()) is not None:
             if isinstance(item, Exception):
