@@ -10,7 +10,7 @@ from mlxkv.eval.report import plots
 
 BITS, CONTEXTS = "bits.svg", "contexts.svg"
 CONTEXT = 8192  # of the first picture, or the longest below it
-LINES = ("int4", "int3", "fill-3", "fill-2.25", "int2", "naive-int4", "kivi-int2")
+LINES = ("int4", "fill-4", "fill-3", "fill-2.25", "int2", "naive-int4", "kivi-int2")
 COLOURS = {"ours": "#0b5cad", "mlx-lm": "#c2410c", "papers": "#6b7280"}
 LABELS = {"ours": "mlxkv's presets", "mlx-lm": "mlx-lm's codes", "papers": "methods of papers"}
 MOST_BITS = 5.3  # 8 bits would press the others together

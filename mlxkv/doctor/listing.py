@@ -12,7 +12,9 @@ from mlxkv.formats.names import PICKS, parse_kv
 from mlxkv.formats.presets import COMPARED, PRESETS
 
 HEAD_DIM = 128
-BITS = re.compile(r"(?<=int)\d|(?<=codebook of )\d(?= bits)")
+BITS = re.compile(
+    r"(?<=int)\d|(?<=codebook of )\d(?= bits)|(?<=fill-)[\d.]+|[\d.]+(?= bits a value)"
+)
 WINDOWS = ("sink", "recent", "page")
 PAIR = "a pair takes its keys from one preset, its values from another: int8/int4"
 
@@ -21,21 +23,22 @@ PAIR = "a pair takes its keys from one preset, its values from another: int8/int
 class Measured:
     """What a preset costs and gains. kl: mean KL divergence from full precision, in nats, of tokens decoded after
     8192; same: how often the likeliest next token is the same, in percent; both of the worst of three pretrained
-    models. speed: of decode attention over 32768 tokens, in multiples of full precision, one H200. use: when to take
-    it."""
+    models. speed: of decode attention over 32768 tokens, in multiples of full precision, one H100; None where it was
+    not measured there. use: when to take it."""
 
     kl: float
     same: float
-    speed: float
+    speed: float | None
     use: str
 
 
 # docs/results/pretrained.md (KL, next token), docs/internals/kernels.md (speed).
 MEASURED = {
-    "int8": Measured(0.0017, 97.8, 1.29, "hardly anything may change"),
-    "int4": Measured(0.0057, 95.9, 1.44, "the default: no calibration"),
-    "fill-3": Measured(0.0174, 93.6, 1.25, "a smaller cache; calibrates once"),
-    "fill-2.25": Measured(0.0378, 90.2, 1.29, "the smallest cache; calibrates once"),
+    "int8": Measured(0.0017, 97.8, None, "hardly anything may change"),
+    "int4": Measured(0.0057, 95.9, 1.76, "the default: no calibration"),
+    "fill-4": Measured(0.0035, 96.5, 1.52, "a bit smaller; calibrates once"),
+    "fill-3": Measured(0.0130, 94.1, 1.60, "a smaller cache; calibrates once"),
+    "fill-2.25": Measured(0.0390, 89.7, 1.63, "the smallest cache; calibrates once"),
 }
 # Of `fill-NUMBER` those to pick from.
 LISTED = {name: parse_kv(name) for name in PICKS} | PRESETS
@@ -77,23 +80,24 @@ def _picks(rows: dict[str, dict]) -> None:
     print_table(
         ["--kv", "bits/value", "KL", "same token", "speed", "take it where"],
         [
-            [name, f"{rows[name]['bits_per_value']:.2f}", *_lost(m), f"{m.speed:.2f}x", m.use]
+            [name, f"{rows[name]['bits_per_value']:.2f}", *_figures(m), m.use]
             for name, m in MEASURED.items()
         ],
     )
     print(
         "bits/value: fp16 has 16; at least 128 tokens, the first and the last ones, stay exact\n"
         "KL, same token: after 8192 tokens, the worst of SmolLM2, Gemma 3 270M and Qwen2.5 0.5B\n"
-        "speed: decode attention over 32768 tokens against full precision, on one H200; no Mac yet\n"
+        "speed: decode attention over 32768 tokens against full precision, on one H100; no Mac yet\n"
         f"{PAIR}\n"
         "mlxkv presets --all shows the others; mlxkv fit says what fits into this machine"
     )
 
 
-def _lost(measured: Measured) -> tuple[str, str]:
+def _figures(measured: Measured) -> tuple[str, str, str]:
     return (
-        f"{measured.kl:.4f}" if measured.kl >= 0.0001 else f"{measured.kl:.5f}",
+        f"{measured.kl:.4f}",
         f"{measured.same:.1f} %",
+        f"{measured.speed:.2f}x" if measured.speed else "–",
     )
 
 
@@ -127,8 +131,6 @@ def _print_all() -> None:
 
 def _method(row: dict) -> tuple:
     """Return what presets of one method share: the name and the labels without bits, and the windows."""
-    if row["name"] in PICKS:
-        return (row["name"],)
     parts = (BITS.sub("N", row[name]) for name in ("name", "keys", "values"))
     return (*parts, *(row[name] for name in WINDOWS), row["offered"])
 

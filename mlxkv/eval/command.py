@@ -19,7 +19,7 @@ def evaluate(
         typer.Option(
             "--kv",
             help="Cache presets, by commas; fp16 is always added. Default: int4; "
-            "--thorough: int8,int4,fill-3,fill-2.25.",
+            "--thorough: int8,int4,fill-4,fill-3,fill-2.25.",
         ),
     ] = None,
     thorough: Annotated[

@@ -40,7 +40,7 @@ class Level:
 
 
 QUICK = Level("int4", "1k", "divergence", LEAST, 32)
-THOROUGH = Level("int8,int4,fill-3,fill-2.25", "2k", "divergence,retrieval", 8, 64)
+THOROUGH = Level("int8,int4,fill-4,fill-3,fill-2.25", "2k", "divergence,retrieval", 8, 64)
 
 
 def run(command: SimpleNamespace) -> int:

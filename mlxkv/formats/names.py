@@ -40,8 +40,8 @@ PLAIN = {
     "int3": Affine(3, 64),
     "int2": Affine(2, 64, clip=0.92),
 }
-PICKS = ("fp16", "int8", "int4", "fill-3", "fill-2.25")  # what to choose from at first
-# What other tools call full precision, and widths: q4_0 (llama.cpp), 4 (mlx-lm's --kv-bits), INT4, 4bit.
+PICKS = ("fp16", "int8", "int4", "fill-4", "fill-3", "fill-2.25")  # what to choose from at first
+# What other tools call full precision, and widths: q4_0 (llama.cpp), INT4, 4bit.
 PLAIN_NAMES = ("f16", "bf16", "float16", "bfloat16", "none", "off", "full", "16", "16bit")
 WIDTH = re.compile(r"(?:int|q|kv)?[-_ ]?(?P<bits>[2348])(?:[-_ ]?bits?|_[01])?")
 DIAL = re.compile(r"\d*\.?\d+")
@@ -61,7 +61,7 @@ SETTINGS = {
 
 
 def canonical(text: str) -> str:
-    """Return the name of a preset, a pair or a selection for what users of other tools type: 'Q8_0/4' -> 'int8/int4'.
+    """Return the name of a preset, pair or selection for what users of other tools type: 'Q8_0/q4_0' -> 'int8/int4'.
     Names that are not known stay as they are."""
     name, keep = text.strip().lower(), ""
     if match := KEEP.search(name):
@@ -81,8 +81,6 @@ def _own_name(name: str) -> str:
 
 def dialled(bits: float) -> str:
     """Return the name of the best preset of about `bits` a value (docs/results/pretrained.md)."""
-    if bits == 4:
-        return "int4"  # which needs no calibration
     return "fp16" if bits >= 16 else "int8" if bits >= 8 else f"{FILL}-{bits:g}"
 
 
@@ -92,7 +90,7 @@ def stand_in(config: CacheConfig) -> str | None:
     rates = [getattr(side.quantizer, "rate", None) for side in (config.keys, config.values)]
     if None in rates:
         return None
-    return "int4" if min(rates) >= 4.5 else "int3" if min(rates) >= 3 else "int2"
+    return "int4" if min(rates) >= 4 else "int3" if min(rates) >= 3 else "int2"
 
 
 def check_rotary(kv: CacheConfig, option: str = "--kv") -> None:

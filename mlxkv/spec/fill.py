@@ -29,10 +29,10 @@ over the tokens that are compressed and averaged over queries, with S the second
     a = E sum of p^2 (v - o)^T F (v - o),    b = E sum of p^2  tr(F S).
 
 F is one for all query heads of a kv head, the sum of theirs, and errors of values are taken to lie in F as they do in
-W_o. For half of their weight queries count by what noise in their scores costs, w = sum of p^2 (v - o)^T F (v - o)
-over the tokens that they read: the second moment of queries that keys' maps are made for is
+W_o. For three quarters of their weight queries count by what noise in their scores costs, w = sum of p^2 (v - o)^T F
+(v - o) over the tokens that they read: the second moment of queries that keys' maps are made for is
 
-    M = (E q q^T + E w q q^T / E w) / 2.
+    M = E q q^T / 4 + 3/4 E w q q^T / E w.
 
 All of it would leave queries that read hardly anything far (w near 0) with so much noise that thousands of far tokens
 together may get attention; KL doubled at 32K on Qwen2.5 (docs/results/positions.md).
@@ -64,6 +64,7 @@ from mlxkv.spec.oscar import mixing
 
 DIMS = 16
 WIDTHS = (8, 4, 3, 2, 1)
+READ_BY_COST = 0.75  # the share of queries' weight that is what noise in their scores costs
 Widths = tuple[int, ...]
 
 
@@ -178,12 +179,12 @@ def exchange(
 
 def readers(q: np.ndarray, w: np.ndarray, kv_heads: int) -> np.ndarray:
     """Return M [G, D, D] of queries q [H, T, D] that cost w [H, T]."""
-    halves = []
-    for weights in (np.ones_like(w), w):
+    total = 0.0
+    for share, weights in ((1 - READ_BY_COST, np.ones_like(w)), (READ_BY_COST, w)):
         squares = np.einsum("ht,htd,hte->hde", weights, q, q)
         squares = squares.reshape(kv_heads, -1, *squares.shape[1:]).sum(1)
-        halves.append(squares / weights.reshape(kv_heads, -1).sum(-1)[:, None, None])
-    return sum(halves) / 2
+        total += share * squares / weights.reshape(kv_heads, -1).sum(-1)[:, None, None]
+    return total
 
 
 def layer_cost(

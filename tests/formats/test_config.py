@@ -84,7 +84,7 @@ def test_configurations_survive_json(subtests):
 
 
 def test_a_changed_configuration_loses_its_name():
-    config = parse_kv("Q8_0/4")
+    config = parse_kv("Q8_0/q4_0")
     assert config.label == "int8/int4" and parse_kv(config) is config
     changed = parse_kv(dataclasses.replace(config, sink=16))
     assert changed.label == f"{config.keys.label} / {config.values.label}"

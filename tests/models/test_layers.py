@@ -56,6 +56,17 @@ def test_a_line_per_kind_of_layer(reports):
     ]
 
 
+def test_layers_with_other_bits_share_a_line():
+    """`fill-4` gives each layer as many bits as its errors cost; a wider layer has more values."""
+    layers = [
+        LayerReport(i, "full attention", True, "fill-4", bits, "kernels", True, heads, 64, 64)
+        for i, (bits, heads) in enumerate([(2.5, 1), (6.5, 1), (4.0, 4)])
+    ]
+    assert summarise(layers) == [
+        "layers 0-2 (full attention): fill-4, 2.5 to 6.5 bits per value, 4.17 in the mean, kernels"
+    ]
+
+
 def test_sizes_come_from_a_dry_run(reports):
     wide = reports("deepseek_v2")[0]
     assert (wide.kv_heads, wide.key_dim, wide.value_dim) == (4, 64, 32)

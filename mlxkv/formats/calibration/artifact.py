@@ -19,7 +19,7 @@ Since format 4 the header has an entry `positions`: moments of keys are averages
 
 Since format 5 there may be `LAYER.exchange` [2, G] of every layer, what errors of keys and of values cost the model
 (`mlxkv.spec.fill`), by which bits by direction are shared out; without it all layers count alike. And
-`LAYER.keys.queries` [G, D, D], the second moment of queries, half by what errors of their scores cost, for which
+`LAYER.keys.queries` [G, D, D], the second moment of queries, mostly by what errors of their scores cost, for which
 maps of centred keys are made; without it all queries count alike.
 
 The header holds searched clips by layer, side and format: `"clips": [{"int2 g128": 0.9}, {"int2 g128":
@@ -90,7 +90,7 @@ class Basis:
     balance: the balanced or learned transform, None in files without.
     peaks: largest absolute values [G, D] after SRFT, above 0, None in files without.
     mean: of keys, [G, D]; None for values, and in files without.
-    queries: the second moment [G, D, D] of queries, half by what errors of their scores cost (`mlxkv.spec.fill`);
+    queries: the second moment [G, D, D] of queries, mostly by what errors of their scores cost (`mlxkv.spec.fill`);
         None for values, and where that was not measured.
     """
 

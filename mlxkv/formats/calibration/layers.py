@@ -76,7 +76,7 @@ def _mapped(kind: str, layer: Layer, side: str) -> Pair:
 
 def directions(basis: Basis, centred: bool) -> Pair:
     """The balanced map [G, D, D] and sigma [G, D], falling; centred: of keys without their mean, from the
-    moments that a calibration holds, and for queries half by what errors of their scores cost where it holds that."""
+    moments that a calibration holds, and for queries mostly by what errors of their scores cost where it holds that."""
     if not centred:
         return basis.balance.down, basis.balance.sigma
     noise = balance.about_mean(subspace.stored_moment(basis.balance), basis.mean.astype(np.float64))

@@ -23,7 +23,7 @@ from mlxkv.formats.calibration.rotary import Rotary, Span
 # Keys that caches would compress: all alike, and by their attention.
 KEYS, READ = "stored keys", "read keys"
 WEIGHED = "weighed queries"  # by what errors of their scores cost
-
+READ_BY_COST = 0.75  # the share of queries' weight that is this cost (`mlxkv.spec.fill`)
 
 Place = TypeVar("Place")  # of a layer
 
@@ -150,12 +150,12 @@ class LayerSums:
         return mean if self.rotary is None else self.rotary.mean_over(mean, self.spans)
 
     def _weighed_queries(self) -> np.ndarray | None:
-        """The second moment [G, D, D] of queries over the positions of `spans`, half of all alike, half of WEIGHED;
-        None where there are none of these."""
+        """The second moment [G, D, D] of queries over the positions of `spans`, READ_BY_COST of it of WEIGHED, of all
+        alike otherwise; None where there are none of these."""
         weighed = self.sums.get(WEIGHED)
         if weighed is None or not (weighed.weight > 0).all():
             return None
-        return (self.moment("keys") + self.moment(WEIGHED)) / 2
+        return (1 - READ_BY_COST) * self.moment("keys") + READ_BY_COST * self.moment(WEIGHED)
 
     def costs(self) -> np.ndarray | None:
         """Return what errors of keys and of values cost, [2, G]; None where that was not measured."""

@@ -100,13 +100,13 @@ def summarise(reports: list[LayerReport]) -> list[str]:
     lines = []
     groups: dict[tuple, list[LayerReport]] = {}
     for r in reports:
-        key = (r.kind, r.compressed, r.reason, r.bits_per_value, r.kernel, r.fold, r.bases)
+        key = (r.kind, r.compressed, r.reason, r.kernel, r.fold, r.bases)
         groups.setdefault(key, []).append(r)
-    for (kind, compressed, reason, bits, kernel, fold, bases), members in groups.items():
+    for (kind, compressed, reason, kernel, fold, bases), members in groups.items():
         indices = [r.index for r in members]
         name = "layer" if len(indices) == 1 else "layers"
         treatment = (
-            f"{reason}, {bits:.3g} bits per value, {kernel}{_clips(members)}"
+            f"{reason}, {_bits(members)}, {kernel}{_clips(members)}"
             if compressed
             else f"full precision, {reason}"
         )
@@ -120,6 +120,16 @@ def summarise(reports: list[LayerReport]) -> list[str]:
     if silent := nothing_compressed(reports):
         lines.insert(0, silent)
     return lines
+
+
+def _bits(reports: list[LayerReport]) -> str:
+    """The bits per value of layers that share a line: their range and mean over all values where they differ."""
+    bits = [r.bits_per_value for r in reports]
+    if min(bits) == max(bits):
+        return f"{bits[0]:.3g} bits per value"
+    sizes = [r.kv_heads * (r.key_dim + r.value_dim) for r in reports]
+    mean = sum(x * size for x, size in zip(bits, sizes, strict=True)) / sum(sizes)
+    return f"{min(bits):.3g} to {max(bits):.3g} bits per value, {mean:.3g} in the mean"
 
 
 def _clips(reports: list[LayerReport]) -> str:
