@@ -11,7 +11,6 @@ from random_model import write_model
 from ring import environments
 
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded.py"
-STEPS = SCRIPT.with_name("sharded_steps.py")
 
 
 def processes(folder: Path, *command: str) -> list[tuple[int, str, str]]:
@@ -49,7 +48,7 @@ def test_steps_of_a_sharded_model_are_traced(tmp_path):
     """The sums of a trace are those of a step by Python: processes stay in step where one alone traces."""
     folder = write_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2)
     found = []
-    for code, out, err in processes(tmp_path, str(STEPS), str(folder)):
+    for code, out, err in processes(tmp_path, str(SCRIPT), str(folder)):
         assert code == 0, err
         found.append(json.loads(out.splitlines()[-1]))
     ways = [way for one in found for way in one]

@@ -16,13 +16,20 @@ LINUX_X86 = platform.system() == "Linux" and platform.machine() == "x86_64"
 KEEP = 1000  # libraries in the cache
 
 COMMON = ["-std=c++20", "-fno-strict-aliasing", "-ffp-contract=off", "-fsigned-char"]
-# Kernels run for milliseconds and compile for a second: without optimisation, which also leaves loads whole, code in
-# one place and frames there, by whose return addresses the way to a simd operation is told.
+# No inlining of loads into narrower ones: a uint4 load must be seen whole.
+WHOLE_LOADS = ["-fno-tree-sra", "-fno-tree-forwprop", "-fno-tree-fre"]
 WATCHED = [
-    *("-O0", "-g1", "-fsanitize=thread,undefined,float-cast-overflow"),
+    *("-g1", "-fsanitize=thread,undefined,float-cast-overflow", "-fno-sanitize=vptr,object-size"),
     # An address that wraps around is out of bounds; its check alone takes a third of the compile time.
-    *("-fno-sanitize=vptr,object-size,pointer-overflow", "-fno-sanitize-recover=all"),
-    *("--param", "tsan-instrument-func-entry-exit=0"),
+    *("-fno-sanitize=pointer-overflow", "-fno-sanitize-recover=all"),
+    *("--param", "tsan-instrument-func-entry-exit=0", *WHOLE_LOADS),
+    # The way to a simd operation is told by its return addresses: frames stay, code is not doubled.
+    *("-fno-omit-frame-pointer", "-fno-optimize-sibling-calls", "-fno-thread-jumps"),
+    # Kernels run for milliseconds and compile for a second: leave out the passes that take long.
+    *("-fno-tree-loop-optimize", "-fno-ivopts", "-fno-tree-loop-im", "-fno-move-loop-invariants"),
+    *("-fno-if-conversion", "-fno-if-conversion2", "-fno-tree-dominator-opts", "-fno-tree-ch"),
+    *("-fno-tree-sink", "-fno-tree-dse", "-fno-dse", "-fno-forward-propagate"),
+    *("-fno-cprop-registers", "-fno-shrink-wrap", "-fno-reorder-blocks", "-fira-region=one"),
 ]
 # A local variable without a value holds garbage, not a lucky zero.
 GARBAGE = ["-ftrivial-auto-var-init=pattern", "-Werror=uninitialized"]
@@ -73,7 +80,7 @@ def _base() -> str:
 def _flags(checks: bool) -> list[str]:
     """The flags of a kernel."""
     # The core supplies the functions of the sanitizers: no runtime of theirs is linked.
-    own = [*WATCHED, "-nodefaultlibs"] if checks else ["-O2"]
+    own = ["-Og", *WATCHED, "-nodefaultlibs"] if checks else ["-O2"]
     return [*COMMON, *_half_flags(), "-fPIC", "-shared", *GARBAGE, *own]
 
 
