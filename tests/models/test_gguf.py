@@ -69,7 +69,7 @@ def test_logits(tmp_path, arch, tied):
     np.testing.assert_allclose(got, want, atol=2e-4)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_logits_of_k_quants(tmp_path, arch):
     """Scales of Q4_K and Q5_K and decoded numbers are rounded to float16."""
     want, got = pair(tmp_path, arch, K_QUANTS)

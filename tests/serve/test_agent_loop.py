@@ -139,8 +139,7 @@ def test_a_loop_says_what_fresh_requests_say(server, said):
         found = compare(server, chat)
         assert i == 0 or found >= grown[-1]  # up to the end of a page
     assert grown == sorted(grown) and grown[-1] > PAGES
-    # Asked again, and again.
-    assert compare(server, chat) > PAGES and compare(server, chat) > PAGES
+    assert compare(server, chat) > PAGES  # asked again
     # Another question in place of the last result.
     edited = [*chat[:-2], {"role": "assistant", "content": "I have read it."}]
     edited += [{"role": "user", "content": "Who is in the story?"}]

@@ -8,7 +8,7 @@ lanes 16 cycles. A cell: issue time over memory's time (above 1 instructions are
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from metal import texts
 
@@ -16,35 +16,23 @@ from agx import compiler
 from agx.__main__ import chosen
 from mlxkv.formats.records import record_layout
 
-
-@dataclass(frozen=True)
-class Chip:
-    """cores of a GPU, GHz, GB/s."""
-
-    name: str
-    cores: int
-    clock: float
-    bandwidth: int
-
-
-CHIPS = (
-    Chip("M1", 8, 1.278, 68),
-    Chip("M1 Max", 32, 1.296, 400),
-    Chip("M2 Ultra", 76, 1.398, 800),
-    Chip("M3 Max", 40, 1.398, 400),
-    Chip("M4 Max", 40, 1.578, 546),
-)
+# Cores of a GPU, GHz, GB/s.
+CHIPS = {
+    "M1": (8, 1.278, 68),
+    "M1 Max": (32, 1.296, 400),
+    "M2 Ultra": (76, 1.398, 800),
+    "M3 Max": (40, 1.398, 400),
+    "M4 Max": (40, 1.578, 546),
+}
 PRESETS = (
     "int8",
     "int4",
     "int3",
     "int2",
-)  # of fill-NUMBER the loop depends on the widths of a layer
+)  # the loop of fill-NUMBER depends on the widths of a layer
 SCHEDULERS = 4  # of a core: each issues an instruction of 32 lanes in a cycle
-MATRIX, MODELLED = (
-    16,
-    2,
-)  # cycles of a product of 8 x 8 matrices, and of what stands for it in the code
+# Cycles of a product of 8 x 8 matrices, and of what stands for it in the code.
+MATRIX, MODELLED = 16, 2
 
 
 def cycles(preset: str, dims: int) -> float:
@@ -77,12 +65,8 @@ def _large(took: compiler.Takes) -> list[compiler.Loop]:
 def main() -> None:
     if reason := compiler.why_not():
         sys.exit(f"[agx] {reason}")
-    print(
-        "| preset | dims | bytes a token | cycles a record | "
-        + " | ".join(x.name for x in CHIPS)
-        + " |"
-    )
-    print("|" + "---|" * (4 + len(CHIPS)))
+    heads = "| preset | dims | bytes a token | cycles a record | "
+    print(heads + " | ".join(CHIPS) + " |\n|" + "---|" * (4 + len(CHIPS)))
     for preset in PRESETS:
         for dims in (64, 128, 256):
             config = texts.config_of(preset, dims)
@@ -90,15 +74,13 @@ def main() -> None:
             read = 4 * (layout.words / 16 + layout.header_words / layout.page)
             full, issue = 4 * dims, cycles(preset, dims)
             cells = []
-            for chip in CHIPS:
-                memory = 16 * read / chip.bandwidth  # ns
-                instructions = issue / (SCHEDULERS * chip.cores * chip.clock)
-                gain = 16 * full / chip.bandwidth / max(memory, instructions)
+            for cores, clock, bandwidth in CHIPS.values():
+                memory = 16 * read / bandwidth  # ns
+                instructions = issue / (SCHEDULERS * cores * clock)
+                gain = 16 * full / bandwidth / max(memory, instructions)
                 cells.append(f"{instructions / memory:.2f}, {gain:.1f}x")
-            print(
-                f"| {preset} | {dims} | {read:.0f} | {issue:.0f} | {' | '.join(cells)} |",
-                flush=True,
-            )
+            row = preset, dims, f"{read:.0f}", f"{issue:.0f}", *cells
+            print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
 if __name__ == "__main__":
