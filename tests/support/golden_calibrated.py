@@ -1,11 +1,11 @@
-"""Golden tensors of calibrated rotations and balanced transforms."""
+"""Golden tensors of calibrated rotations, balanced and learned transforms."""
 
 import numpy as np
 from golden_affine import PAGE, SEED, coded, inputs, near
-from golden_learned import learned
 
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as balanced_ref
+from mlxkv.spec import learned as learned_ref
 from mlxkv.spec import oscar as oscar_ref
 
 BALANCED = ((16, 4, 2), (24, 2, 1))  # D, H, G
@@ -163,6 +163,54 @@ def page(key: str, q, tensors: dict, pairs: dict, forms: dict = FORMS) -> dict:
     mask = ref.causal_mask(3, total)
     result = ref.attention(q[:, :, -3:], *whole, dims**-0.5, mask)
     return out | {f"{key}.out": result.astype(np.float32)}
+
+
+LEARNED = (  # variant, base, D, G
+    ("scale", "none", 16, 2),
+    ("rotation+scale", "srft", 16, 2),
+    ("householder", "srft", 24, 1),
+    ("householder+scale", "none", 18, 1),  # an odd number of halves
+)
+ROWS, BITS, GROUP = 24, 3, 16
+
+
+def learned(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Return, by "VARIANT.BASE.D.NAME" and in float32: float16-exact parameters [G, ...] and x [G, N, D];
+    down, up [G, D, D]; loss [G]."""
+    out = {}
+    for variant, base, dims, heads in LEARNED:
+        shapes = {
+            "rotation": (heads, dims, dims),
+            "householder": (heads, learned_ref.reflectors(dims), dims),
+            "scale": (heads, dims),
+        }
+        free = {
+            name: rng.standard_normal(shapes[name]).astype(np.float16).astype(np.float64)
+            for name in variant.split("+")
+        }
+        if "scale" in free:
+            free["scale"][:, 0] = 20  # clamped
+        x = (3 * rng.standard_normal((heads, ROWS, dims))).astype(np.float16).astype(np.float64)
+        pairs = [maps({k: v[g] for k, v in free.items()}, base, dims) for g in range(heads)]
+        down, up = (np.stack(one) for one in zip(*pairs, strict=True))
+        losses = [learned_ref.loss(*three, BITS, GROUP) for three in zip(x, down, up, strict=True)]
+        made = {**free, "x": x, "down": down, "up": up, "loss": np.array(losses)}
+        key = f"{variant}.{base}.{dims}"
+        for name, value in made.items():
+            out[f"{key}.{name}"] = np.ascontiguousarray(value, np.float32)
+    return out
+
+
+def maps(free: dict[str, np.ndarray], base: str, dims: int) -> tuple[np.ndarray, np.ndarray]:
+    """Make (down, up), each [D, D], of one kv head."""
+    turn = np.eye(dims)
+    if "rotation" in free:
+        turn = learned_ref.exponential(free["rotation"])
+    if "householder" in free:
+        turn = learned_ref.householder(free["householder"])
+    return learned_ref.pair(
+        base, turn, learned_ref.scale(free["scale"]) if "scale" in free else np.ones(dims)
+    )
 
 
 TABLES = {  # name: seed, maker, what the header says beside version and seed

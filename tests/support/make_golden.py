@@ -7,7 +7,6 @@ others keep their file.
 import golden_affine
 import golden_calibrated
 import golden_codebook
-import golden_fill
 import golden_oja
 import golden_tile
 import numpy as np
@@ -19,7 +18,6 @@ TABLES = {
     **golden_affine.TABLES,
     **golden_calibrated.TABLES,
     **golden_codebook.TABLES,
-    **golden_fill.TABLES,
     **golden_oja.TABLES,
     **golden_tile.TABLES,
 }
