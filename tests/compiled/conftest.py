@@ -9,11 +9,11 @@ from mlxkv.models import attach, detach
 
 @pytest.fixture
 def attached():
-    """Makes an attached model: (family, config of pages, changes to the model's config)."""
+    """Makes an attached model: (family, config of pages, its maker, changes to the model's config)."""
     models = []
 
-    def make(family: str = "llama", config=None, **changes):
-        models.append(random_model(family, **changes))
+    def make(family: str = "llama", config=None, made=random_model, **changes):
+        models.append(made(family, **changes))
         attach(models[-1], config or small())
         return models[-1]
 

@@ -29,18 +29,13 @@ def config_of(side: Side = TOKEN, **more) -> CacheConfig:
 
 
 @pytest.fixture
-def attached():
+def attached(attached):
     """Makes an attached model of a family, with these pages."""
-    models = []
 
     def made(family: str, config=None, **changes):
-        models.append(latent_model(family, **changes))
-        attach(models[-1], config or config_of())
-        return models[-1]
+        return attached(family, config or config_of(), latent_model, **changes)
 
-    yield made
-    for model in models:
-        detach(model)
+    return made
 
 
 def latents_of(twins: Twins) -> list[LatentKVCache]:
