@@ -202,11 +202,11 @@ class MessagesReply(Blocks):
 
     def add_text(self, kind: str, text: str, begins: bool) -> None:
         if begins:
-            self._begin({"type": kind, kind: ""} | _signed(kind))
+            self._begin(_block(kind, ""))
         self._delta(f"{kind}_delta", **{kind: text})
 
     def add_call(self, id: str, name: str, arguments: str) -> None:
-        self._begin({"type": "tool_use", "id": _tool_id(id), "name": name, "input": {}})
+        self._begin(_block("call", id, name, "{}"))
         self._delta("input_json_delta", partial_json=arguments)
 
     def _begin(self, block: dict) -> None:
@@ -269,10 +269,6 @@ def _tool_id(id: str) -> str:
 def _block(kind: str, *said: str) -> dict:
     if kind == "call":
         id, name, arguments = said
-        return {
-            "type": "tool_use",
-            "id": _tool_id(id),
-            "name": name,
-            "input": json.loads(arguments),
-        }
+        call = {"id": _tool_id(id), "name": name, "input": json.loads(arguments)}
+        return {"type": "tool_use"} | call
     return {"type": kind, kind: said[0]} | _signed(kind)

@@ -9,6 +9,7 @@ from typing import Any
 from mlxkv.serve.refusals import Refused
 
 DEPTH = 64  # lists and objects inside one another
+TOO_DEEP = f"nested too deeply; at most {DEPTH} levels"
 VALUES = 100_000  # of a body: a chat of a million tokens has fewer
 FIELDS = 256  # of a request
 FINITE = 1.7976931348623157e308  # the largest number of 64 bits
@@ -34,7 +35,7 @@ def document(raw: bytes) -> dict:
     except UnicodeError:
         reason = "not UTF-8, or text that is not Unicode"
     except RecursionError:
-        reason = f"nested too deeply; at most {DEPTH} levels"
+        reason = TOO_DEEP
     except ValueError as error:
         reason = f"not JSON: {error}"[:180]
     else:
@@ -61,11 +62,7 @@ def check_values(path: str, value: dict) -> None:
         if isinstance(value, list | dict):
             count += len(value)
             if not depth or count > VALUES:
-                what = (
-                    f"at most {VALUES} values"
-                    if depth
-                    else f"nested too deeply; at most {DEPTH} levels"
-                )
+                what = f"at most {VALUES} values" if depth else TOO_DEEP
                 raise Refused(400, f"[body] {what}", "invalid_json")
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             values += [
