@@ -296,6 +296,7 @@ class Engine:
         )
         self.jobs[uid] = job
         self._pace = 0.0  # its first part may lie deeper than others, and take longer
+        self._steps = 1  # until that is known
 
     def _drop_generator(self) -> None:
         if self._generator is not None:
