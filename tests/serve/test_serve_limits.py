@@ -157,6 +157,7 @@ def test_parts_of_prompts_take_a_second_while_others_stream(server, monkeypatch)
     with asking(server, **ENDLESS, stream=True):
         until(lambda: any(not job.is_reading for job in mine.jobs.values()))
         found = complete(server, 4 * LONG, 8, cache_salt="beside")
+    settled(server)
     assert found["choices"][0]["text"] == want
     assert max(seconds) < 1.5 and sizes[0] == engine.LEAST_CHUNK and max(sizes) == 128
 
