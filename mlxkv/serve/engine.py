@@ -107,6 +107,8 @@ class Engine:
                     self._turn()
                 except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
                     self._fail(error)
+        except Exception as error:  # the GPU raises again while this clears up
+            self.problem = MachineError(f"[serve] generation failed for good: {error}")
         finally:
             self.is_ending = True
             self._tell(ending())  # before sessions are put away, which takes a while

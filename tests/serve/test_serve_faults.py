@@ -14,12 +14,15 @@ from json import dumps
 import pytest
 from mlx_lm.sample_utils import apply_top_k
 from read_caches import maker, memory_of, read
-from serving import LONG, complete, raw_post, refused, settled, text_of
+from serving import LONG, PATIENCE, complete, raw_post, refused, settled, text_of
 
 from mlxkv import files
+from mlxkv.errors import MachineError
 from mlxkv.serve import sampling
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
+from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.run import Server
 
 # -- clients
 
@@ -63,6 +66,23 @@ def test_a_sampler_that_raises_leaves_the_next_one_its_random_numbers(server, mo
         refused(server, 500, prompt="a", temperature=1, max_tokens=3)
     assert server.engine.metrics.counts["faults"] == faults + 1
     complete(server, "a", 3, temperature=1)
+
+
+def test_a_fault_that_clearing_up_repeats_ends_the_server(model_folder, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("illegal memory access")
+
+    server = Server(ServeOptions(model=[str(model_folder)], port=0))
+    monkeypatch.setattr(server.engine, "step", fail)
+    monkeypatch.setattr(server.engine.memory, "release_all", fail)
+    with ThreadPoolExecutor() as pool:
+        end = pool.submit(server.serve)
+        assert "illegal memory access" in refused(server, 500, prompt="a")["message"]
+        try:
+            with pytest.raises(MachineError, match=r"for good: illegal memory access"):
+                end.result(PATIENCE)
+        finally:
+            server.stop()
 
 
 # -- disks
