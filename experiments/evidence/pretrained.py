@@ -50,7 +50,7 @@ from mlxkv.texts import sources
 
 FIRST = ("int4", "fill-2.25", "fill-3", "int3", "int2", "naive-int4", "kivi-int2", "oscar-int2")
 SECOND = (
-    "int8", "centred-int2", "turbo-int2", "turbo-int4", "hadamard-int2", "hadamard-int4",
+    "int8", "naive-int8", "centred-int2", "turbo-int2", "turbo-int4", "hadamard-int2", "hadamard-int4",
     "kivi-int4", "naive-int2", "srft-int4", "srft-scaled-int4", "polar", "polar-tree", "oja-0.75+int4",
 )  # fmt: skip
 # Methods that quantise every token, as mlx-lm's --kv-bits does, and those whose presets have other windows than OURS.

@@ -98,7 +98,7 @@ def _widths(
 PRESETS: dict[str, CacheConfig] = {
     "fp16": CacheConfig(FULL, FULL),
     # int8 and int4 need no calibration. int3 and int2 do.
-    "int8": _alike(8, "none"),
+    "int8": CacheConfig(Side(Affine(8, 64, axis="channel")), Side(Affine(8, 64))),
     # Beside latents these three have rotary keys of 8 bits.
     "int4": _short(CacheConfig(Side(Affine(4, 64, axis="channel")), Side(Affine(4, 64)))),
     "int3": _short(  # better than 3 bits for both: keys are the sensitive half

@@ -133,18 +133,28 @@ def shuffled(encode):
 @pytest.mark.slow
 def test_a_broken_cache_is_red(tmp_path, monkeypatch, capsys):
     """A cache that works is green, on the trained model."""
-    command = ["eval", "--model", TINY, "--kv", "int8", "--context", "512", "--tasks", "divergence"]
+    command = [
+        "eval",
+        "--model",
+        TINY,
+        "--kv",
+        "naive-int8",
+        "--context",
+        "512",
+        "--tasks",
+        "divergence",
+    ]
     command += ["--json", "--out", str(tmp_path)]
     monkeypatch.setattr(evaluation, "QUICK", replace(evaluation.QUICK, decode=16))
     assert main(command) == 0
     sound = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
-    assert sound["int8"]["verdict"] == "green" and sound["fp16"]["verdict"] is None
+    assert sound["naive-int8"]["verdict"] == "green" and sound["fp16"]["verdict"] is None
     monkeypatch.setattr(Codec, "encode", shuffled(Codec.encode))
-    for part in (tmp_path / "parts").glob("*int8*"):  # those of fp16 are kept
+    for part in (tmp_path / "parts").glob("*naive-int8*"):  # those of fp16 are kept
         part.unlink()
     assert main(command) == 0
     broken = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
-    assert broken["int8"]["verdict"] == "red" and "mean KL" in broken["int8"]["reason"]
+    assert broken["naive-int8"]["verdict"] == "red" and "mean KL" in broken["naive-int8"]["reason"]
 
 
 FINE = {
