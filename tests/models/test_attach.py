@@ -125,3 +125,18 @@ def test_strict_refuses_and_leaves_no_trace():
     ):
         attach(model, "hadamard-int4", strict=True)
     assert dict(vars(model)) == before
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_models_of_one_family_in_any_order(first):
+    models = [random_model("llama", seed) for seed in (0, 1)]
+    text, original = tokens(40), llama.scaled_dot_product_attention
+    plain = [logits(model, text) for model in models]
+    for model in models:
+        attach(model, "naive-int4")
+    detach(models[first])
+    assert llama.scaled_dot_product_attention is not original
+    for model, expected in zip(models, plain, strict=True):
+        assert mx.array_equal(logits(model, text), expected)
+    detach(models[1 - first])
+    assert llama.scaled_dot_product_attention is original

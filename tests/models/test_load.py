@@ -185,3 +185,13 @@ def test_the_package_itself_gives_load_attach_and_detach():
     assert {"load", "attach", "detach"} <= set(dir(mlxkv))
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         _ = mlxkv.lode
+
+
+def test_generating_text_by_mlx_lm(folder):
+    loaded = load(str(folder), "int8/int4")
+    options = {"max_tokens": 6, "prompt": "w3 w5 w7 w9"}
+    replies = list(stream_generate(loaded.model, loaded.tokenizer, **options))
+    assert replies[-1].generation_tokens <= 6 and replies[-1].prompt_tokens == 4
+    text = "".join(reply.text for reply in replies)
+    assert generate(loaded.model, loaded.tokenizer, **options) == text
+    detach(loaded.model)

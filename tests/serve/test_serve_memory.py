@@ -2,7 +2,11 @@
 
 import logging
 import os
+import signal
 import stat
+import subprocess
+import sys
+import time
 
 import crafted_files
 import mlx.core as mx
@@ -12,7 +16,7 @@ from model_folders import save
 from random_model import write_tokenizer
 from random_models import config_of, random_model, tokens
 from read_caches import maker, memory_of, read
-from serving import LONG, complete, get, post, refused, serving, text_of
+from serving import LONG, complete, get, post, refused, send, serving, text_of
 from small_models import TINY
 
 from mlxkv.errors import UserError
@@ -150,6 +154,33 @@ def test_a_server_within_its_bound(model_folder, tmp_path):
     with serving(model_folder, kv_memory="340KB", kv_disk=str(tmp_path)) as server:
         last = complete(server, f"3{LONG}", 6)
         assert text_of(last) == text_of(first[3]) and last["kv"]["cached_tokens"] == len(LONG)
+
+
+@pytest.mark.slow
+def test_killed_while_saving(model_folder, tmp_path):
+    """kill -9 while sessions are saved: the next start finds whole ones or none."""
+    command = [sys.executable, "-m", "mlxkv", "serve", "--model", str(model_folder), "--port", "0"]
+    command += ["--kv-memory", "440KB", "--kv-disk", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        url = next(line for line in process.stderr if line.startswith("chat: ")).split()[1]
+
+        class Running:
+            server_address = ("127.0.0.1", int(url.rstrip("/").rsplit(":", 1)[1]))
+
+        for i in range(3):
+            complete(Running, f"{i}{LONG}", 2)
+        process.send_signal(signal.SIGTERM)  # the rest is being saved
+        time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    with serving(model_folder, kv_memory="440KB", kv_disk=str(tmp_path)) as server:
+        assert get(server, "/v1/kv")["disk"]["failed"] == 0
+        assert send(server, "POST", "/v1/completions", {"prompt": f"0{LONG}"})[0] == 200
+        assert get(server, "/v1/kv")["disk"]["failed"] == 0
 
 
 # -- the folder of sessions: private, of one server, and not stopped by anything that lies in it
