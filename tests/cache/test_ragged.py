@@ -19,7 +19,7 @@ from small_cache import SMALL
 from mlxkv.cache.attention import attend
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.pages import LEAST, Pages
+from mlxkv.cache.pages import Pages
 from mlxkv.cache.ragged import Ragged
 from mlxkv.formats.config import Affine, Fill, Side
 from mlxkv.formats.records import record_layout
@@ -317,7 +317,7 @@ def test_a_pool_holds_what_lists_hold():
             pool.select(at)
             lists = [lists[i] for i in at]
             stored = sum(map(len, lists))
-            assert pool.capacity <= LEAST + 1.5 * (stored + len(lists) * max(1, stored // 16))
+            assert pool.capacity <= known.MORE + 1.5 * (stored + len(lists) * max(1, stored // 16))
         for i, numbers in enumerate(lists):
             found = pool.read(i=i)
             for name, x in found.items():

@@ -39,7 +39,8 @@ def build(
         model_class, args_class = classes_of(folder.config)
     except NotBuilt as error:
         raise UserError(
-            f"[load] {error}; got {folder.path}; choose a model that mlx-lm supports, or a newer mlx-lm"
+            f"[load] {error}; got model_type {kind!r} in {folder.path}; choose a model that mlx-lm supports, or a "
+            "newer mlx-lm"
         ) from None
     try:
         if not folder.is_gguf:
