@@ -62,7 +62,7 @@ def evaluate(loaded: Loaded, presets: list[str], tokens: list[int], decoded: int
 
 
 def main() -> None:
-    parser = cli.parser(__doc__, kv="int8,int4,fill-3,fill-2.25")
+    parser = cli.parser(__doc__, kv="int8,int4,fill-4,fill-3,fill-2.25")
     parser.add_argument("--context", type=int, default=2048, help="tokens of the prefill")
     parser.add_argument("--decode", type=int, default=128, help="tokens that are decoded")
     parser.add_argument("--text", type=Path, help="what is read; by default the corpus of mlxkv")

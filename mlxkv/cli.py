@@ -310,7 +310,7 @@ def presets(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Show the four cache presets to pick from: quality, speed, bits per value. --all: the others, too."""
+    """Show the cache presets to pick from: quality, speed, bits per value. --all: the others, too."""
     from mlxkv.doctor.listing import presets as run
 
     run(json, every)

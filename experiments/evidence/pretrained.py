@@ -48,7 +48,9 @@ from mlxkv.models.calibration.measure import WINDOW, bos_of, calibrate
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.texts import sources
 
-FIRST = ("int4", "fill-2.25", "fill-3", "int3", "int2", "naive-int4", "kivi-int2", "oscar-int2")
+FIRST = (
+    "int4", "fill-4", "fill-2.25", "fill-3", "int3", "int2", "naive-int4", "kivi-int2", "oscar-int2",
+)  # fmt: skip
 SECOND = (
     "int8", "naive-int8", "centred-int2", "turbo-int2", "turbo-int4", "hadamard-int2", "hadamard-int4",
     "kivi-int4", "naive-int2", "srft-int4", "srft-scaled-int4", "polar", "polar-tree", "oja-0.75+int4",

@@ -169,8 +169,8 @@ def _method(alike: list[dict]) -> tuple[str, ...]:
         stores += f"; first {kv.sink} and last {kv.recent} exact, pages of {kv.page}"
     names = ", ".join(f"`{row['name']}`" for row in alike)
     bits = ", ".join(f"{row['bits_per_value']:.2f}" for row in alike)
-    uses = dict.fromkeys(_use(row["name"], kv) for row in alike)
-    return names, bits, stores, _needs(kv), _body(kv), " / ".join(uses)
+    uses = dict.fromkeys(_use(row["name"], kv).partition(";")[0] for row in alike)
+    return names, bits, stores, _needs(kv), _body(kv), ", ".join(uses)
 
 
 def _needs(kv: CacheConfig) -> str:

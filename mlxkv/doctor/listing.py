@@ -36,7 +36,7 @@ class Measured:
 MEASURED = {
     "int8": Measured(0.000018, 99.8, None, "hardly anything may change"),
     "int4": Measured(0.0057, 95.9, 1.76, "the default: no calibration"),
-    "fill-4": Measured(0.0035, 96.5, 1.52, "a bit smaller; calibrates once"),
+    "fill-4": Measured(0.0035, 96.5, 1.52, "smaller than int4; calibrates once"),
     "fill-3": Measured(0.0130, 94.1, 1.60, "a smaller cache; calibrates once"),
     "fill-2.25": Measured(0.0390, 89.7, 1.63, "the smallest cache; calibrates once"),
 }
@@ -87,7 +87,7 @@ def _picks(rows: dict[str, dict]) -> None:
     print(
         "bits/value: fp16 has 16; at least 128 tokens, the first and the last ones, stay exact\n"
         "KL, same token: after 8192 tokens (int8: 1024), the worst of SmolLM2, Gemma 3 270M, Qwen2.5 0.5B\n"
-        "speed: decode attention over 32768 tokens against full precision, on one H100; no Mac yet\n"
+        "speed: decode attention over 32768 tokens against full precision, on one H100, not yet a Mac\n"
         f"{PAIR}\n"
         "mlxkv presets --all shows the others; mlxkv fit says what fits into this machine"
     )

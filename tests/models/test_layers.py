@@ -63,7 +63,7 @@ def test_layers_with_other_bits_share_a_line():
         for i, (bits, heads) in enumerate([(2.5, 1), (6.5, 1), (4.0, 4)])
     ]
     assert summarise(layers) == [
-        "layers 0-2 (full attention): fill-4, 2.5 to 6.5 bits per value, 4.17 in the mean, kernels"
+        "layers 0-2 (full attention): fill-4, 2.5 to 6.5 bits per value, 4.17 on average, kernels"
     ]
 
 

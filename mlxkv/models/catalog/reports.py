@@ -129,7 +129,7 @@ def _bits(reports: list[LayerReport]) -> str:
         return f"{bits[0]:.3g} bits per value"
     sizes = [r.kv_heads * (r.key_dim + r.value_dim) for r in reports]
     mean = sum(x * size for x, size in zip(bits, sizes, strict=True)) / sum(sizes)
-    return f"{min(bits):.3g} to {max(bits):.3g} bits per value, {mean:.3g} in the mean"
+    return f"{min(bits):.3g} to {max(bits):.3g} bits per value, {mean:.3g} on average"
 
 
 def _clips(reports: list[LayerReport]) -> str:
