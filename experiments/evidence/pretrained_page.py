@@ -2,12 +2,13 @@
 
 It is made of the rows in FOLDER, NAME.jsonl or NAME.jsonl.gz, one file a model, with pictures beside them.
 --keep NAME=FILE first stores the rows of a run of `evidence.pretrained` there, without what no page needs.
+--ratios PRESET/OVER prints mean KL of one preset over another's by model and context instead, with 95 % intervals.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from experiments.evidence import pretrained_picture as picture
@@ -16,6 +17,7 @@ from experiments.evidence.table import divergence, line, signed
 from experiments.options import Parser, words
 from mlxkv import console
 from mlxkv.errors import UserError
+from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -157,12 +159,26 @@ def _k(context: int) -> str:
     return f"{context // 1024}K" if context % 1024 == 0 else str(context)
 
 
+def _ratios(models: Mapping[str, Cells], pairs: Sequence[str]) -> Iterator[str]:
+    """Return a line for each pair "PRESET/OVER", model and context where both were measured on the same texts."""
+    for pair in pairs:
+        preset, _, over = pair.partition("/")
+        for name, cells in models.items():
+            for c in cells.contexts:
+                if not (cells.measured(preset, c) and cells.measured(over, c)):
+                    continue
+                ours, theirs = cells.values(preset, c), cells.values(over, c)
+                if len(ours) == len(theirs):
+                    yield f"{pair} {name} {_k(c)}: {divergence(intervals.ratio(ours, theirs))}"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("evidence.pretrained_page", __doc__)
     add = parser.add_argument
     add("--folder", type=Path, default=RESULTS / "pretrained", help="of rows and pictures")
     add("--out", type=Path, help="the page; default: FOLDER.md")
     add("--keep", type=words, default=(), help="NAME=FILE,...: rows of runs to store in FOLDER")
+    add("--ratios", type=words, default=(), help="PRESET/OVER,...: print ratios of KL, no page")
     args = parser.parse_args(arguments)
     for text in args.keep:
         name, _, file = text.partition("=")
@@ -173,6 +189,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not models:
         raise UserError(f"[--folder] no rows; got {args.folder}; run evidence.pretrained first")
     models = dict(sorted(models.items(), key=lambda x: (*TITLES, x[0]).index(x[0])))
+    if args.ratios:
+        return print("\n".join(_ratios(models, args.ratios)))
     out = args.out or args.folder.with_suffix(".md")
     for name, text in picture.drawn(models, SHORT).items():
         (args.folder / name).write_text(text, encoding="utf-8")

@@ -72,6 +72,13 @@ def share(values: Sequence[float]) -> Interval:
     return _widened(len(x), lambda draws: x[draws].mean(axis=-1), np.isfinite(x).all())
 
 
+def ratio(values: Sequence[float], over: Sequence[float]) -> Interval:
+    """Return the mean over texts divided by the mean of `over` on the same texts, [n] each, by widened
+    percentiles."""
+    x, y = (np.asarray(v, dtype=np.float64) for v in (values, over))
+    return _widened(len(x), lambda draws: x[draws].mean(axis=-1) / y[draws].mean(axis=-1), y.all())
+
+
 def _widened(n: int, of: Callable[[np.ndarray], np.ndarray], fine: bool) -> Interval:
     """Percentiles of a bootstrap, moved outwards by what n - 1 degrees of freedom and the divisor n cost
     (Hesterberg, What Teachers Should Know about the Bootstrap, 2015, section 5.1). of: numbers [..] of

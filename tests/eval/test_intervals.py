@@ -65,6 +65,16 @@ def test_few_texts_and_broken_ones_have_no_interval():
     assert not intervals.share([1.0, float("inf"), 1, 1, 1]).known
 
 
+def test_a_ratio_is_paired_by_text():
+    """Texts differ by factors that both share: only what differs between the two widens the interval."""
+    hard = [0.001, 0.02, 0.3, 0.05, 0.007, 0.1]
+    assert intervals.ratio([3 * x for x in hard], hard).as_list() == pytest.approx([3.0, 3.0])
+    near = intervals.ratio([3 * x * f for x, f in zip(hard, (0.8, 1.2) * 3, strict=True)], hard)
+    assert near.value == pytest.approx(3 * (0.8 * 0.308 + 1.2 * 0.17) / 0.478)
+    assert near.low < near.value < near.high < 4
+    assert not intervals.ratio(hard, [0.0] + hard[1:]).known
+
+
 def test_answers_of_one_document_are_alike():
     """Four documents all right and four all wrong tell less than 64 answers half of which are right."""
     mixed = [[True, False] * 4] * 8

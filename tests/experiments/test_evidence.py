@@ -94,6 +94,14 @@ def test_the_page_of_rows(ran, tmp_path):
     assert "pretrained models of 135" not in text, "findings are about the kept models"
 
 
+def test_ratios_are_of_presets_on_the_same_texts(ran, tmp_path, capsys):
+    stored(tmp_path / "run", ran)
+    pretrained_page.main(["--folder", str(tmp_path / "run"), "--ratios", "int4/int4,int4/nothing"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["int4/int4 m 1K: 1.00 [1.00, 1.00]", "int4/int4 m 2K: 1.00 [1.00, 1.00]"]
+    assert not (tmp_path / "run.md").exists()
+
+
 def test_slips_of_the_page(tmp_path):
     with pytest.raises(UserError, match=r"\[--folder\] no rows; got"):
         pretrained_page.main(["--folder", str(tmp_path)])
