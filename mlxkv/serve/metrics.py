@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from math import inf
 
@@ -53,7 +52,7 @@ def text(
     def add(name: str, kind: str, words: str, value: float, suffix: str = "", **labels) -> None:
         full = f"mlxkv_{name}"
         lines = families.setdefault(full, [f"# HELP {full} {words}", f"# TYPE {full} {kind}"])
-        shown = ",".join(f"{label}={json.dumps(str(x))}" for label, x in labels.items())
+        shown = ",".join(f'{label}="{_escaped(str(x))}"' for label, x in labels.items())
         lines.append(f"{full}{suffix}{f'{{{shown}}}' if shown else ''} {value:.10g}")
 
     for status, count in sorted(responses.items()):
@@ -76,3 +75,8 @@ def text(
             for name, value in (document[part] or {}).items():
                 add(f"{prefix}_{name}", "gauge", words, value, model=model)
     return "".join(f"{line}\n" for lines in families.values() for line in lines)
+
+
+def _escaped(text: str) -> str:
+    """The value of a label. Prometheus knows no other escapes, and drops a page that has some."""
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -128,6 +128,8 @@ class Prompts:
                 return self._chat(request, messages)
             prompt = self._chat(request, messages[:-1])
             return Prompt(*continued(self._tokenizer, self._turns, prompt, request.messages[-1]))
+        except MemoryError:  # which ends the process
+            raise
         except Exception as error:  # templates raise anything
             reason = f"[messages] the chat template refuses this: {error}"[:300]
             raise Refused(400, reason, "invalid_value") from None

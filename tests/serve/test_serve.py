@@ -108,9 +108,9 @@ def test_buckets_count_what_took_no_longer():
     for name, seconds in (("first_token", 0.05), ("duration", 0.2), ("duration", 7.0)):
         metrics.took(name, seconds)
     document = {"safe_tokens": 1, "memory": {}, "sessions": {}, "disk": None}
-    page = text(Counter(), {}, {'a "b"': (metrics, document)})
+    page = text(Counter(), {}, {'ä "b"': (metrics, document)})
     lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
-    model = 'model="a \\"b\\""'
+    model = 'model="ä \\"b\\""'  # Prometheus refuses a page with \\u00e4
 
     def bucket(name: str, bound: str) -> int:
         return int(lines[f'mlxkv_{name}_seconds_bucket{{{model},le="{bound}"}}'])

@@ -14,6 +14,7 @@ from serving import ENDLESS, asking, complete, get, held, refused, send, serving
 from mlxkv.errors import MachineError, UserError
 from mlxkv.machine import machine_memory
 from mlxkv.serve import engine as engines
+from mlxkv.serve import reading
 from mlxkv.serve.http import app, models
 from mlxkv.serve.options import ServeOptions
 
@@ -90,6 +91,16 @@ def test_a_model_that_cannot_be_loaded_costs_its_requests_alone(folders, tmp_pat
         assert "broken could not be loaded" in error["message"]
         assert complete(server, "a", 2)["model"] == "one"
         assert send(server, "GET", "/health")[0] == 200
+
+
+def test_a_model_whose_engine_has_failed_is_loaded_anew(server):
+    complete(server, "a", 2, model="two")
+    broken = server.models.loaded["two"]
+    broken.engine.problem = MachineError("for good")
+    assert complete(server, "a", 2, model="two")["model"] == "two"
+    assert server.models.loaded["two"] is not broken
+    names = [process.setup.keys() for process in reading.PROCESSES]  # its tokenizer is gone
+    assert all(len(keys) == 2 and broken._reader._key not in keys for keys in names)
 
 
 def test_two_models_of_one_name_are_refused(folders, tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import time
 
 import pytest
@@ -88,3 +89,18 @@ def test_a_schema_that_explodes_is_refused(server, monkeypatch, where):
     assert error["code"] == "too_complex" and "1 s of processor time" in error["message"]
     monkeypatch.undo()
     assert complete(server, "a", 1) and get(server, "/health") == {"status": "ok"}
+
+
+def test_a_template_that_takes_too_much_memory_is_named_as_that(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "doubling")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    doubling = "{% set ns.x = ns.x + ns.x %}"
+    settings["chat_template"] = (
+        "{% set ns = namespace(x='a' * 1024) %}{% if messages[0].content == 'more' %}"
+        f"{{% for _ in range(40) %}}{doubling}{{% endfor %}}{{% endif %}}{{{{ messages[0].content }}}}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with serving(folder) as server:
+        error = refused(server, 400, CHAT, **chat("more"))
+        assert error["code"] == "too_complex" and "1024 MiB to read" in error["message"]
+        assert send(server, "POST", CHAT, chat("less"))[0] == 200

@@ -200,6 +200,8 @@ class Models:
             if self._is_ready(name):
                 return
             options = self._options[name]
+            if broken := self.loaded.pop(name, None):  # by a failure for good
+                await asyncio.to_thread(broken.close)
             try:
                 place = await asyncio.to_thread(locate, options.models[0])
                 size = place.weights or place.config.stat().st_size
