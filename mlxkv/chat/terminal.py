@@ -189,9 +189,10 @@ def _reply(session: Session, out: Console, prompt: str) -> None:
     if (cut := session.cut_off) is not None:
         ending += f" · {cut}"
     memory = session.usage().saving()
+    out.print()
     _dim(
         out,
-        f"\n{stats.generated_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s · "
+        f"{stats.generated_tokens} tokens · {stats.tokens_per_second:.1f} tokens/s · "
         f"cache {memory}{ending}",
     )
 

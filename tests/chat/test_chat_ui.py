@@ -124,7 +124,7 @@ def test_save_asks_before_it_replaces_a_file(loaded, tmp_path, monkeypatch, caps
 def test_load_shows_the_last_turn(loaded, tmp_path, monkeypatch, capsys):
     session = Session(loaded, max_tokens=4)
     talk(session, ["hello", "what was first?", f"/save {tmp_path}/talk", "/reset"], monkeypatch)
-    capsys.readouterr()
+    assert capsys.readouterr().out.count("\n4 tokens · ") == 2
     talk(session, [f"/load {tmp_path}/talk"], monkeypatch)
     out = capsys.readouterr().out
     assert "user: what was first?" in out and "assistant: " in out and "user: hello" not in out
