@@ -10,8 +10,7 @@ import torch
 
 from cuda_track.codec.transform import Transform
 from mlxkv.formats.calibration import layers
-from mlxkv.formats.calibration.artifact import SIDES, Calibration
-from mlxkv.formats.calibration.layers import Kinds
+from mlxkv.formats.calibration.artifact import SIDES, Calibration, Kinds
 from mlxkv.formats.config import CALIBRATED
 
 
@@ -55,7 +54,7 @@ def of(
 
     Raises UserError for balanced or learned maps of a calibration without them.
     """
-    layers.check_kinds(calibration, kinds)
+    calibration.check_kinds(kinds)
     return {
         name: LayerMaps(
             *(pair(*both) for both in layers.pairs(calibration, kinds, name)),

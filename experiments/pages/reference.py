@@ -174,7 +174,7 @@ def _method(alike: list[dict]) -> tuple[str, ...]:
 
 
 def _needs(kv: CacheConfig) -> str:
-    if "learned" in kv.needs:
+    if "learned" in kv.fitted:
         return "`mlxkv calibrate --learn`"
     return "`mlxkv calibrate`" if kv.calibrated else "nothing"
 

@@ -14,7 +14,6 @@ from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.saved.marks import same_model
 from mlxkv.models import load
 from mlxkv.models.calibration import clips
 from mlxkv.models.calibration.fitting import read_calibration
@@ -138,7 +137,7 @@ def _with_kept_clips(calibration: Calibration, path: Path) -> Calibration:
         old = artifact.read(path)
     except UserError:  # not there, or not worth keeping
         return calibration
-    if not same_model(old.fingerprint, calibration.fingerprint):
+    if old.fingerprint != calibration.fingerprint:
         return calibration
     calibration, dropped = calibration.with_clips_of(old)
     if dropped:

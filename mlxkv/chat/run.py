@@ -11,7 +11,6 @@ from mlxkv.console import human_bytes, note, working
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.saved import session as files
-from mlxkv.formats.saved.marks import same_model
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import Source, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
@@ -88,7 +87,7 @@ def check_session(options: ChatOptions, source: Source) -> None:
     files.check_version(head)
     if source.folder is not None and source.folder.exists():
         model_fingerprint = fingerprint(folder.check(source.folder))
-        if not same_model(head.entries["fingerprint"], model_fingerprint):
+        if head.entries["fingerprint"] != model_fingerprint:
             raise head.wrong(
                 f"belongs to another model; got {files.printable(head.entries['model'])}; this is "
                 f"{options.model.strip()}"

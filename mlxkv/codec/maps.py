@@ -90,9 +90,7 @@ def of(
 
     kinds: `CacheConfig.fitted`. Raises UserError for kinds that the calibration does not have.
     """
-    from mlxkv.formats.calibration import layers
-
-    layers.check_kinds(calibration, kinds)
+    calibration.check_kinds(kinds)
     return {
         name: _shared(
             (calibration.digest, name, kinds, False), partial(_of_layer, calibration, kinds, name)

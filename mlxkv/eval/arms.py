@@ -84,10 +84,10 @@ class Arms:
         if name in self.calibrations:
             return self.calibrations[name]
         config = self.configs[name]
-        if self._own is None or not self._own.serves(config):
+        if self._own is None or not self._own.serves(config.fitted):
             # Read the model's file only until it has been found.
-            self._own = find_calibration(self.loaded.model, config) or self._own
-        return self._own if self._own and self._own.serves(config) else None
+            self._own = find_calibration(self.loaded.model, config)
+        return self._own
 
     def stored(self, name: str, cache: list) -> int:
         """Return the allocated bytes of the layers that grow with the context. Sliding windows are left out: they are

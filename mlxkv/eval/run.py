@@ -15,7 +15,6 @@ from mlxkv.eval.intervals import LEAST
 from mlxkv.eval.report import page, report
 from mlxkv.eval.tasks import divergence, retrieval
 from mlxkv.eval.tasks.part import Part, TaskOptions
-from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import versions
 from mlxkv.metal.gpu import machine_in_use
@@ -61,7 +60,7 @@ def run(command: SimpleNamespace) -> int:
     parts = parts_of(arms, tasks, options)
     calibrated = [name for name, config in arms.configs.items() if config.calibrated]
     if calibrated:  # make a calibration for all of them, before the first result names one
-        with arms.attached(max(calibrated, key=lambda name: _demand(arms.configs[name]))):
+        with arms.attached(calibrated[0]):
             pass
     console.note(f"{cost(parts, arms)}; kept in {folder}: Ctrl-C and the same command go on")
     results = store.computed(arms, parts, folder)
@@ -88,11 +87,6 @@ def cost(parts: list[Part], arms: Arms) -> str:
         clauses.append(f"{len(documents)} documents of {tokens} tokens in all")
     hint = f"; --samples {LEAST} reads less" if max(len(texts), len(documents)) > LEAST else ""
     return f"to read: {' and '.join(clauses)}, by {len(arms.names)} caches{hint}"
-
-
-def _demand(config: CacheConfig) -> tuple[bool, ...]:
-    """Return how much a calibration has to hold for it: what older files lack comes first."""
-    return tuple(part in config.needs for part in ("centred", "scaled", "balanced"))
 
 
 def parts_of(arms: Arms, tasks: tuple[str, ...], options: TaskOptions) -> list[Part]:

@@ -6,7 +6,6 @@ Letters: `R` stored dims per token, `page` tokens encoded together.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import get_args
 
@@ -26,21 +25,6 @@ CENTRED = {f"{name}-centred": name for name in (CALIBRATED, BALANCED, FILLED)}
 PCA = "pca"  # fewer dims, from a calibration
 FROM_CALIBRATIONS = (CALIBRATED, SHARED, *PAIRED, *CENTRED, SCALED, PCA, FILLED)
 TRANSFORMS = ("none", "hadamard", "srft", "random", *FROM_CALIBRATIONS)
-
-
-def needs_of(kinds: Iterable[str]) -> frozenset[str]:
-    """Return which parts a calibration has to hold for sides of these kinds (`Side.kind`): "balanced" maps, scales per
-    channel ("scaled"), means of keys ("centred"), "learned" maps. Older ones lack some."""
-    names = {kind.split()[0] for kind in kinds}
-    bases = {CENTRED.get(name, name) for name in names}
-    needs = {
-        "balanced": {BALANCED, PCA, FILLED} & bases,
-        "scaled": {SCALED} & bases,
-        "centred": names & set(CENTRED),
-        "learned": {LEARNED} & bases,
-    }
-    return frozenset(part for part, needed_by in needs.items() if needed_by)
-
 
 Quantizer = Full | Half | Affine | Codebook | PolarTree | Polar | Fill
 
@@ -262,11 +246,6 @@ class CacheConfig:
     def calibrated(self) -> bool:
         """Return whether a side needs a calibration of the model."""
         return self.keys.calibrated or self.values.calibrated
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Return which parts a calibration has to hold, as `needs_of` names them."""
-        return needs_of(self.fitted)
 
     @property
     def centred(self) -> bool:

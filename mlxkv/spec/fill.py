@@ -36,7 +36,7 @@ W_o. For three quarters of their weight queries count by what noise in their sco
 
 All of it would leave queries that read hardly anything far (w near 0) with so much noise that thousands of far tokens
 together may get attention; KL doubled at 32K on Qwen2.5 (docs/results/positions.md).
-Where a and b were not measured (older calibrations, models that cannot be differentiated, latents) a layer costs
+Where a and b were not measured (models that cannot be differentiated, latents) a layer costs
 
     J = mean over kv heads of C_keys / D
       + sum over kv heads of C_values / sum over kv heads and directions of sigma_values^2,

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from older_file import older
 from random_models import random_model
 from tensors import to_torch
 from turning import TEXT, data, logits, means_over, moments_over, rms, seen_by, stored
@@ -192,7 +191,7 @@ def test_saved_prompt_caches_come_back(subtests, leaning, leaning_made, tmp_path
             save_prompt_cache(file, caches)
             want = logits(leaning, [copy.copy(c) for c in caches])
             monkeypatch.setattr(maps, "_at_hand", {})  # another process
-            artifact.write(artifact.kept_path("some"), older(leaning_made, "mean"))
+            artifact.write(artifact.kept_path("some"), measure.random(leaning))
             artifact.kept_path("other").unlink(missing_ok=True)
             with pytest.raises(UserError, match="none with digest"):
                 load_prompt_cache(file)

@@ -87,7 +87,7 @@ def test_any_number_is_a_name():
     config = parse_kv("fill-2.6")
     assert config.keys.quantizer == Fill(2.6) == config.values.quantizer
     assert config.keys.centred and not config.values.centred
-    assert config.calibrated and config.needs == {"balanced", "centred"} and config.filled
+    assert config.calibrated and config.filled
     assert config.bits_per_value(128, 128) == 2.6
     assert config.keys.quantizer.label.startswith("2.6 bits a value in the mean, by blocks of 16")
     assert Fill(2.6, (4, 2)).label.startswith("4/2 bits by blocks of 16")

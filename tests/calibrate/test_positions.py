@@ -1,6 +1,5 @@
 """Moments over positions: the law, a calibration against it, and what files and models say of their reach."""
 
-import json
 from dataclasses import replace
 
 import mlx.core as mx
@@ -8,8 +7,6 @@ import numpy as np
 import pytest
 from random_model import write_model
 from random_models import random_model
-from safetensors import safe_open
-from safetensors.numpy import save
 from turning import LLAMA3, ROTARY, TEXT, YARN
 
 from mlxkv.formats.calibration import artifact, layers, rotary
@@ -146,15 +143,6 @@ def test_layers_that_do_not_turn_as_rope_does_hold_for_their_windows(model, monk
 # -- files and models
 
 
-def without_positions(path):
-    """A file as format 3 holds it."""
-    with safe_open(path, "numpy") as file:
-        header = json.loads(file.metadata()["mlxkv"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    del header["positions"]
-    path.write_bytes(save(tensors, {"mlxkv": json.dumps(header | {"format": 3})}))
-
-
 def test_files_say_their_reach(model, tmp_path):
     path = tmp_path / "a.safetensors"
     made = measure.calibrate(model, TEXT, positions=5000)
@@ -162,15 +150,6 @@ def test_files_say_their_reach(model, tmp_path):
     assert artifact.read(path).positions == 5000
     assert artifact.read(path).shortfall(5000) is None
     assert "up to 5,000; longer contexts lose quality" in artifact.read(path).shortfall(5001)
-    artifact.write(path, replace(made, tokens=8900))
-    without_positions(path)
-    older = artifact.read(path)
-    assert (older.positions, older.digest) == (None, made.digest)
-    assert older.shortfall(None) is older.shortfall(2967) is None
-    assert older.shortfall(8192) == (
-        f"[calibration] {path} holds for positions up to 2,967; longer contexts lose quality; "
-        "mlxkv calibrate makes it anew"
-    )
 
 
 @pytest.fixture
@@ -181,12 +160,11 @@ def folder(tmp_path, monkeypatch):
     return write_model(tmp_path / "model", max_position_embeddings=6000)
 
 
-def test_an_older_file_warns_once(folder, tmp_path, capsys):
-    path = tmp_path / "old.safetensors"
+def test_a_file_of_fewer_positions_warns_once(folder, tmp_path, capsys):
+    path = tmp_path / "a.safetensors"
     loaded = load(str(folder), "fp16")
     made = measure.from_corpus(loaded.model, origin_of(loaded.model))
-    artifact.write(path, replace(made, tokens=8900))
-    without_positions(path)
+    artifact.write(path, replace(made, positions=2967))
     capsys.readouterr()
     for kv in ("fill-3", "balanced-int2"):
         load(str(folder), kv, calibration=path)
@@ -194,16 +172,8 @@ def test_an_older_file_warns_once(folder, tmp_path, capsys):
     assert said.count("holds for positions up to 2,967") == 1, said
 
 
-def test_the_users_own_is_made_anew(folder, capsys):
+def test_the_users_own_holds_for_the_models_context(folder, capsys):
     load(str(folder), "fill-3")
     (kept,) = artifact.folder().iterdir()
-    first = artifact.read(kept)
-    assert first.positions == 6000
-    without_positions(kept)
-    capsys.readouterr()
-    for _ in range(2):
-        load(str(folder), "fill-3")
-    said = capsys.readouterr().err
-    assert said.count("is of an older version; making it anew, once") == 1, said
-    assert "holds for positions" not in said
-    assert artifact.read(kept).positions == 6000 and artifact.with_digest(first.digest)
+    assert artifact.read(kept).positions == 6000
+    assert "holds for positions" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Sessions and a calibration that an earlier version saved (commit 36566c7) read the same today."""
+"""Stored sessions (saved at commit 36566c7) and a stored calibration read the same today."""
 
 import json
 from importlib.metadata import version

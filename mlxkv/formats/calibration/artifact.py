@@ -2,35 +2,28 @@
 
 Tensors, float32: `LAYER.SIDE.vectors` [G, D, D] with an eigenvector per column, and
 `LAYER.SIDE.values` [G, D], the eigenvalues. LAYER is the position in the model's list of
-caches (`3`, or `3.1` inside a CacheList), SIDE is `keys` or `values`. The metadata entry `mlxkv`
-holds the header as JSON.
-
-Since format 2 a side may have a balanced transform (`mlxkv.formats.calibration.balance`):
-`LAYER.SIDE.down` [G, D, D] and `LAYER.SIDE.sigma` [G, D]. If the header has an entry
+caches (`3`, or `3.1` inside a CacheList), SIDE is `keys` or `values`. `LAYER.SIDE.down` [G, D, D] and
+`LAYER.SIDE.sigma` [G, D] are a balanced transform (`mlxkv.formats.calibration.balance`); if the header has an entry
 `learned` (`mlxkv.formats.calibration.learned`), `down` is a learned transform instead, and `sigma` the
-rms of what it stores.
+rms of what it stores. `LAYER.SIDE.peaks` [G, D]: the largest absolute values of the channels after SRFT with seed 0,
+from which presets with a scale per channel make their scales. `LAYER.keys.mean` [G, D]: the mean of the keys of each
+kv head, which presets with centred keys take from them.
 
-Since format 3 a side may have `LAYER.SIDE.peaks` [G, D], the largest absolute values of the channels
-after SRFT with seed 0, from which presets with a scale per channel make their scales; and there may be
-`LAYER.keys.mean` [G, D], the mean of the keys of each kv head, which presets with centred keys take from them.
-
-Since format 4 the header has an entry `positions`: moments of keys are averages over so many positions, from 0
-(`mlxkv.spec.positions`), or null. Those of older files are of the positions of the text.
-
-Since format 5 there may be `LAYER.exchange` [2, G] of every layer, what errors of keys and of values cost the model
+Where it was measured, `LAYER.exchange` [2, G] of every layer, what errors of keys and of values cost the model
 (`mlxkv.spec.fill`), by which bits by direction are shared out; without it all layers count alike. And
 `LAYER.keys.queries` [G, D, D], the second moment of queries, mostly by what errors of their scores cost, for which
 maps of centred keys are made; without it all queries count alike.
 
-The header holds searched clips by layer, side and format: `"clips": [{"int2 g128": 0.9}, {"int2 g128":
-0.94}]`, or null where none were searched. The formats of other transforms than a rotation per
-kv head begin with their name: "balanced int2 g128", "learned int2 g64", "srft-scaled int4 g32 symmetric".
+The metadata entry `mlxkv` holds the header as JSON. `positions`: moments of keys are averages over so many
+positions, from 0 (`mlxkv.spec.positions`). Searched clips stand there by layer, side and format: `"clips":
+[{"int2 g128": 0.9}, {"int2 g128": 0.94}]`, or null where none were searched. The formats of other transforms than a
+rotation per kv head begin with their name: "balanced int2 g128", "learned int2 g64", "srft-scaled int4 g32 symmetric".
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -46,38 +39,35 @@ from mlxkv.formats import matrices
 from mlxkv.formats.calibration import balance as balances
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.learned import Learned
-from mlxkv.formats.config import CENTRED, PAIRED, SCALED, CacheConfig
-from mlxkv.formats.saved.marks import DIGITS, same_model
+from mlxkv.formats.config import (
+    BALANCED,
+    CENTRED,
+    FILLED,
+    LEARNED,
+    PAIRED,
+    PCA,
+    SCALED,
+    CacheConfig,
+)
 from mlxkv.untrusted import Unsound, whole
 
-FORMAT, FORMATS = 5, (1, 2, 3, 4, 5)  # that this version writes, and reads
+FORMAT = 5
 NAME = "mlxkv-calibration"
 LARGEST = 1 << 30  # bytes; the maps of 80 layers with 8 kv heads of 128 dims have 340 MB
-PARTS = "uhp"  # what files of earlier versions call the factors of rotations: U, H and P
-WINDOW = 4096  # most tokens of a window of older formats, which hold for its positions alone
 SIDES = ("keys", "values")
-# Tensors of a side: of every one, of a balanced transform, and others, all but the first of keys alone.
-TENSORS, MORE, OTHERS = ("values", "vectors"), ("down", "sigma"), ("peaks", "mean", "queries")
+# Tensors of a side: of its balanced transform, its own, and those of keys alone, of which files may lack the last.
+MAPS, TENSORS, OF_KEYS = ("down", "sigma"), ("values", "vectors", "peaks"), ("mean", "queries")
 SQUARE = ("vectors", "down", "queries")  # [G, D, D]; others are [G, D]
 POSITIVE = {"values": "eigenvalues", "sigma": "sigmas", "peaks": "peaks"}  # and what to call them
 EXCHANGE = "exchange"
 ORTHONORMAL = 1e-4  # largest entry of |U^T U - I| in a sound file
 FIELDS = {
     **dict.fromkeys(("fingerprint", "model", "model_type", "text", "text_digest", "version"), str),
-    "tokens": int,
+    **dict.fromkeys(("tokens", "positions"), int),
 }
+BALANCES = {BALANCED, PCA, FILLED}  # transforms that are made of balanced ones
+Kinds = tuple[str, str]  # of keys and values: `CacheConfig.fitted`
 _warnings: set[str] = set()  # warnings of this process
-
-# What to say where a part is missing, and the options that make it.
-MISSING = {
-    "centred": ("holds no means of keys: an older version made it", ""),
-    "balanced": (
-        "holds no balanced transforms: an older version made it, or it has learned ones",
-        "",
-    ),
-    "scaled": ("holds no scales per channel: an older version made it", ""),
-    "learned": ("holds no learned transforms", " --learn scale"),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,21 +75,21 @@ class Basis:
     """Calibration of one side of a layer.
 
     values, vectors: eigenvalues [G, D], ascending, and eigenvectors [G, D, D], float32.
+    balance: the balanced or learned transform.
+    peaks: largest absolute values [G, D] after SRFT, above 0.
     floored: number of eigenvalues that were below float32 resolution.
     clips: searched clips, by `Side.format`; other formats keep the preset's.
-    balance: the balanced or learned transform, None in files without.
-    peaks: largest absolute values [G, D] after SRFT, above 0, None in files without.
-    mean: of keys, [G, D]; None for values, and in files without.
+    mean: of keys, [G, D]; None for values.
     queries: the second moment [G, D, D] of queries, mostly by what errors of their scores cost (`mlxkv.spec.fill`);
         None for values, and where that was not measured.
     """
 
     values: np.ndarray
     vectors: np.ndarray
+    balance: Balance
+    peaks: np.ndarray
     floored: int = 0
     clips: Mapping[str, float] = field(default_factory=dict)
-    balance: Balance | None = None
-    peaks: np.ndarray | None = None
     mean: np.ndarray | None = None
     queries: np.ndarray | None = None
 
@@ -112,7 +102,7 @@ class Basis:
             if not (self.queries is basis.queries is None or _close(self.queries, basis.queries)):
                 return False
         if form.startswith(PAIRED):
-            sides = [side.balance and side.balance.down for side in sides]
+            sides = [side.balance.down for side in sides]
         elif form.startswith(SCALED):
             sides = [side.peaks for side in sides]
         else:
@@ -159,8 +149,8 @@ class Calibration:
     tokens, text, text_digest: the text that was read.
     layers: by LAYER, as in the file.
     version: version of mlxkv that wrote it.
-    learned: how the transforms were learned, None where they are balanced or absent.
-    positions: how many, from 0, the moments of keys hold for; None in older files.
+    positions: how many, from 0, the moments of keys hold for.
+    learned: how the transforms were learned, None where they are balanced.
     """
 
     fingerprint: str
@@ -170,31 +160,22 @@ class Calibration:
     text: str
     text_digest: str
     layers: dict[str, Layer]
+    positions: int
     version: str = __version__
     path: Path | None = field(default=None, compare=False)
     learned: Learned | None = None
-    positions: int | None = None
-
-    @property
-    def reach(self) -> int | None:
-        """Return how many positions it holds for (of an older file: its window); None for all: no text
-        was read."""
-        if self.positions is not None or not self.tokens:
-            return self.positions
-        return -(-self.tokens // -(-self.tokens // WINDOW))
 
     def shortfall(self, context: int | None) -> str | None:
-        """Return what to say where a model's context is longer than its reach, or None."""
-        if context is None or self.reach is None or self.reach >= context:
+        """Return what to say where a model's context is longer than it holds for, or None."""
+        if context is None or self.positions >= context:
             return None
-        mend = "; mlxkv calibrate makes it anew" if self.positions is None else ""
         name = self.path or "this one"
-        return f"[calibration] {name} holds for positions up to {self.reach:,}; longer contexts lose quality{mend}"
+        return f"[calibration] {name} holds for positions up to {self.positions:,}; longer contexts lose quality"
 
     @cached_property
     def digest(self) -> str:
         """16 hex digits of a hash of the transforms; saved caches name this, not a file."""
-        total = sha256(PARTS.encode())
+        total = sha256()
         if self.learned:
             total.update(repr(self.learned).encode())
         for name, x in sorted(self._tensors().items()):
@@ -202,29 +183,17 @@ class Calibration:
             total.update(np.ascontiguousarray(x, "<f4").tobytes())
         return total.hexdigest()[:16]
 
-    @property
-    def balanced(self) -> bool:
-        """Return whether every side has a balanced transform."""
-        return self.learned is None and all(side.balance is not None for side in self.sides)
+    def serves(self, kinds: Kinds) -> bool:
+        """Return whether it has balanced maps, where sides of these kinds (`CacheConfig.fitted`) are made of them."""
+        names = (kind.split()[0] for kind in kinds)
+        return self.learned is None or not BALANCES & {CENTRED.get(name, name) for name in names}
 
-    @property
-    def scaled(self) -> bool:
-        """Return whether every side has the peaks that scales per channel are made from."""
-        return all(side.peaks is not None for side in self.sides)
-
-    @property
-    def centred(self) -> bool:
-        """Return whether every layer has the mean of its keys."""
-        return all(layer.keys.mean is not None for layer in self.layers.values())
-
-    @property
-    def sides(self) -> list[Basis]:
-        """Keys and values of all layers."""
-        return [getattr(layer, side) for layer in self.layers.values() for side in SIDES]
-
-    def serves(self, config: CacheConfig) -> bool:
-        """Return whether it has what `config` needs; learned maps are always named by their file."""
-        return all(getattr(self, part) for part in config.needs - {"learned"})
+    def check_kinds(self, kinds: Kinds) -> None:
+        """Raise UserError where sides of these kinds (`CacheConfig.fitted`) need maps that it does not hold."""
+        if not self.serves(kinds):
+            raise self._fault("holds learned transforms in place of balanced ones")
+        if LEARNED in kinds and self.learned is None:
+            raise self._fault("holds no learned transforms", " --learn scale")
 
     def _tensors(self) -> dict[str, np.ndarray]:
         out = {}
@@ -233,12 +202,9 @@ class Calibration:
                 out[f"{name}.{EXCHANGE}"] = layer.exchange
             for side in SIDES:
                 basis = getattr(layer, side)
-                out |= {f"{name}.{side}.{part}": getattr(basis, part) for part in TENSORS}
-                if basis.balance is not None:
-                    out |= {f"{name}.{side}.{p}": getattr(basis.balance, p) for p in MORE}
-                for part in OTHERS:
-                    if (x := getattr(basis, part)) is not None:
-                        out[f"{name}.{side}.{part}"] = x
+                parts = {part: getattr(basis.balance, part) for part in MAPS}
+                parts |= {part: getattr(basis, part) for part in TENSORS + OF_KEYS}
+                out |= {f"{name}.{side}.{p}": x for p, x in parts.items() if x is not None}
         return out
 
     def with_clips_of(self, old: Calibration) -> tuple[Calibration, int]:
@@ -270,11 +236,10 @@ class Calibration:
             layers[name] = {
                 "kv_heads": layer.kv_heads,
                 "floored": [side.floored for side in sides],
-                "lacking": [side.balance.floored if side.balance else None for side in sides],
+                "lacking": [side.balance.floored for side in sides],
                 "clips": clips if any(clips) else None,
             }
         fields = {name: getattr(self, name) for name in FIELDS}
-        fields["positions"] = self.positions
         if self.learned:
             fields["learned"] = self.learned.as_dict()
         return {"format": FORMAT, "digest": self.digest, **fields, "layers": layers}
@@ -282,7 +247,7 @@ class Calibration:
     def check(self, shapes: Mapping[str, tuple[int, int, int]], fingerprint: str | None) -> None:
         """Raise UserError unless made for this model. shapes: (kv heads, key dim, value dim) of each
         layer that needs rotations. fingerprint: the model's, None if unknown."""
-        if fingerprint is not None and not same_model(self.fingerprint, fingerprint):
+        if fingerprint is not None and self.fingerprint != fingerprint:
             raise self._fault(
                 f"belongs to another model; got one for {self.model} ({self.fingerprint}), this "
                 f"model is {fingerprint}"
@@ -300,12 +265,6 @@ class Calibration:
                     f"is of another shape in layer {name}; got {words.format(*shape_here)}, this model has "
                     f"{words.format(*shape)}"
                 )
-
-    def check_parts(self, needs: Collection[str]) -> None:
-        """Raise UserError if one of these parts is missing (`config.needs_of`)."""
-        for part, (problem, options) in MISSING.items():
-            if part in needs and not getattr(self, part):
-                raise self._fault(problem, options)
 
     def _fault(self, problem: str, options: str = "") -> UserError:
         return fault(self.path or "it", problem, options)
@@ -349,19 +308,15 @@ def read(path: Path | str) -> Calibration:
         for name, kind in FIELDS.items():
             if type(fields[name]) is not kind:
                 raise TypeError(name)
-        positions = header["positions"] if header["format"] >= 4 else None
-        if positions is not None:
-            whole(positions, "positions", 1)
+        whole(fields["positions"], "positions", 1)
         learned = Learned.of(header.get("learned"))
-        if not layers or header.get("parts", PARTS) != PARTS:
-            raise ValueError("layers" if not layers else "parts")
-        if learned and any(x.balance is None for y in layers.values() for x in (y.keys, y.values)):
-            raise ValueError("down")
+        if not layers:
+            raise ValueError("layers")
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise fault(path, f"has a header or tensors with parts missing ({error})") from None
-    out = Calibration(**fields, layers=layers, path=path, learned=learned, positions=positions)
+    out = Calibration(**fields, layers=layers, path=path, learned=learned)
     if out.digest != header.get("digest"):
         raise fault(path, "was changed after it was made: its digest differs")
     return out
@@ -370,11 +325,8 @@ def read(path: Path | str) -> Calibration:
 def _layer(path: Path, name: str, entry: dict, tensors: Mapping[str, np.ndarray]) -> Layer:
     """Check one layer of a file. Raises UserError, and what `read` takes for parts missing."""
     heads = whole(entry["kv_heads"], "kv_heads", 1)
-    clips, lacking = entry.get("clips") or ({}, {}), entry.get("lacking") or (None, None)
-    sides = [
-        _basis(path, f"{name}.{side}", heads, *counts, tensors)
-        for side, *counts in zip(SIDES, entry["floored"], clips, lacking, strict=True)
-    ]
+    counts = zip(SIDES, entry["floored"], entry["clips"] or ({}, {}), entry["lacking"], strict=True)
+    sides = [_basis(path, f"{name}.{side}", heads, *row, tensors) for side, *row in counts]
     if (exchange := tensors.get(f"{name}.{EXCHANGE}")) is not None:
         _check_numbers(path, f"layer {name}", exchange, (len(SIDES), heads), "costs")
     return Layer(heads, *sides, exchange)
@@ -386,15 +338,15 @@ def _basis(
     heads: int,
     floored: int,
     clips: Mapping[str, float],
-    lacking: int | None,
+    lacking: int,
     tensors: Mapping[str, np.ndarray],
 ) -> Basis:
     """Check one side of a layer, whose tensors begin with `name`."""
     layer, _, side = name.rpartition(".")
-    place, others = f"layer {layer}, {side}", OTHERS if side == "keys" else OTHERS[:1]
-    needed = TENSORS if lacking is None else TENSORS + MORE
+    place, needed = f"layer {layer}, {side}", MAPS + TENSORS
+    if side == "keys":
+        needed += OF_KEYS if f"{name}.queries" in tensors else OF_KEYS[:1]
     stored = {part: tensors[f"{name}.{part}"] for part in needed}
-    stored |= {part: tensors[f"{name}.{part}"] for part in others if f"{name}.{part}" in tensors}
     dims = stored["values"].shape[1]
     for part, x in stored.items():
         shape = (heads, dims, dims) if part in SQUARE else (heads, dims)
@@ -407,11 +359,9 @@ def _basis(
                 f"has a clip that is no share above 0 and up to 1 in {place}; got {form}: {clip}"
             )
             raise fault(path, problem)
-    balance = None
-    if lacking is not None:
-        balance = Balance(*map(stored.pop, MORE), whole(lacking, "lacking"))
-        if reason := balances.fault(balance.down):
-            raise fault(path, f"holds a transform that is not invertible in {place}: {reason}")
+    balance = Balance(*map(stored.pop, MAPS), whole(lacking, "lacking"))
+    if reason := balances.fault(balance.down):
+        raise fault(path, f"holds a transform that is not invertible in {place}: {reason}")
     if "queries" in stored and not balances.is_moment(stored["queries"]):
         raise fault(path, f"holds no second moment of queries in {place}")
     return Basis(floored=whole(floored, "floored"), clips=clips, balance=balance, **stored)
@@ -434,9 +384,8 @@ def _open(path: Path, tensors: bool) -> tuple[dict, dict[str, np.ndarray]]:
         raise fault(path, "is not a calibration of mlxkv: it has no such header") from None
     except Unsound as error:
         raise fault(path, f"is not a calibration of mlxkv: its header {error}") from None
-    if type(version) is not int or version not in FORMATS:
-        choices = ", ".join(map(str, FORMATS))
-        raise fault(path, f"has format {str(version)[:20]}; this version reads {choices}")
+    if type(version) is not int or version != FORMAT:
+        raise fault(path, f"has format {str(version)[:20]}; this version reads {FORMAT}")
     try:
         return header, load_file(path) if tensors else {}
     except (SafetensorError, OSError, ValueError, TypeError):  # it may be another file by now
@@ -463,7 +412,7 @@ def folder() -> Path:
 
 def kept_path(fingerprint: str, suffix: str = "") -> Path:
     """Return where the user's calibration of a model is kept. suffix: of its name, for one that stands beside it."""
-    return folder() / f"{fingerprint[:DIGITS]}{suffix}.safetensors"
+    return folder() / f"{fingerprint}{suffix}.safetensors"
 
 
 def find(
@@ -471,20 +420,17 @@ def find(
 ) -> Calibration | None:
     """Find the calibration shipped with the model, else the user's own, else None.
 
-    config: accept only one that serves it. Raises UserError if the file to use is faulty.
+    config: pass over a shipped one that does not serve it. Raises UserError if the file to use is faulty.
     """
     shipped = sorted(model_folder.glob(f"{NAME}*.safetensors")) if model_folder else []
     for path in shipped:
         mark = _open(path, False)[0].get("fingerprint")
-        if len(shipped) == 1 or same_model(str(mark), fingerprint):
+        if len(shipped) == 1 or mark == fingerprint:
             calibration = read(path)
-            if config is None or calibration.serves(config):
+            if config is None or calibration.serves(config.fitted):
                 return calibration
             break
-    if not (path := kept_path(fingerprint)).exists():
-        return None
-    calibration = read(path)
-    return calibration if config is None or calibration.serves(config) else None
+    return read(path) if (path := kept_path(fingerprint)).exists() else None
 
 
 def tell_reach(calibration: Calibration, context: int | None) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import balance, fill, subspace
-from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
+from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Kinds, Layer
 from mlxkv.formats.config import (
     BALANCED,
     CALIBRATED,
@@ -23,17 +23,10 @@ from mlxkv.formats.config import (
     SCALED,
     SHARED,
     CacheConfig,
-    needs_of,
 )
 from mlxkv.formats.lowrank import LEAST, LowRank
 
-Kinds = tuple[str, str]  # of keys and values: `CacheConfig.fitted`
 Pair = tuple[np.ndarray, np.ndarray]  # down and up: [G or 1, D, R] and [G or 1, R, D]
-
-
-def check_kinds(calibration: Calibration, kinds: Kinds) -> None:
-    """Raise UserError if the calibration lacks the maps of these kinds."""
-    calibration.check_parts(needs_of(kinds))
 
 
 def is_centred(kind: str) -> bool:
@@ -163,7 +156,7 @@ def with_widths(
         rates = [side.quantizer.rate for side in filled.values()]
         for side, old in filled.items():
             if not old.quantizer.widths:
-                check_kinds(calibration, config.fitted)
+                calibration.check_kinds(config.fitted)
                 rate = old.quantizer.rate
                 group = (rate,) if rates == [rate, rate] else (rate, side)
                 budgets.setdefault(group, []).append((name, side))

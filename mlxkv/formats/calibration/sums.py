@@ -142,10 +142,8 @@ class LayerSums:
             return of(alike)
         return (of(alike) + of(read)) / 2
 
-    def _key_mean(self) -> np.ndarray | None:
-        """The mean [G, D] of stored keys over the positions of `spans`; None where there are none."""
-        if KEYS not in self.sums:
-            return None
+    def _key_mean(self) -> np.ndarray:
+        """The mean [G, D] of stored keys over the positions of `spans`."""
         mean = self._halves(Sums.mean)
         return mean if self.rotary is None else self.rotary.mean_over(mean, self.spans)
 
@@ -167,8 +165,7 @@ class LayerSums:
         """Return the maps of "keys" or "values", which errors call `label`. Raises MachineError for NaN or infinity."""
         moment = _sound(self.moment(side), label)
         values, vectors, floored = matrices.eigenbasis(moment)
-        # None where windows ended in their first tokens.
-        peaks = _sound(self.peaks.get(side), label)
+        peaks = _sound(self.peaks[side], label)
         of_keys = (self._key_mean(), self._weighed_queries()) if side == "keys" else (None, None)
         mean, queries = (
             None if x is None else _sound(x, label).astype(np.float32) for x in of_keys
@@ -176,9 +173,9 @@ class LayerSums:
         return Basis(
             values.astype(np.float32),
             vectors.astype(np.float32),
+            self._balance(side, label, moment),
+            np.where(peaks > 0, peaks, 1).astype(np.float32),
             floored,
-            balance=self._balance(side, label, moment),
-            peaks=None if peaks is None else np.where(peaks > 0, peaks, 1).astype(np.float32),
             mean=mean,
             queries=queries,
         )
@@ -196,8 +193,8 @@ class LayerSums:
         return Balance(down.astype(np.float32), sigma.astype(np.float32), floored)
 
 
-def _sound(x: np.ndarray | None, label: str) -> np.ndarray | None:
-    if x is not None and not np.isfinite(x).all():
+def _sound(x: np.ndarray, label: str) -> np.ndarray:
+    if not np.isfinite(x).all():
         raise MachineError(
             f"[calibrate] NaN or infinity in {label}; the model computes them on this text; try "
             "another --dtype, or other text"

@@ -20,7 +20,6 @@ from mlxkv import __version__, untrusted
 from mlxkv.console import user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.saved.marks import same_model
 from mlxkv.untrusted import Tensor, Unsound
 
 FORMAT = "1"
@@ -163,7 +162,7 @@ def check(
     check_version(head)
     if checksum(head.path) != data[KEY]:
         raise head.wrong("was changed after it was saved: the checksum differs")
-    if not same_model(data["fingerprint"], fingerprint):
+    if data["fingerprint"] != fingerprint:
         raise head.wrong(
             f"belongs to another model; got {printable(data['model'])}; this is {loaded_name}"
         )

@@ -17,9 +17,8 @@ from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
-from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.config import LEARNED, CacheConfig
 from mlxkv.models.calibration import measure
-from mlxkv.models.hooks.fold import fold_of
 from mlxkv.models.hooks.probe import Place, Shape
 from mlxkv.models.origin import Origin, layer_name, origin_of, sizes
 
@@ -31,20 +30,11 @@ def read_calibration(calibration: Calibration | Path | str) -> Calibration:
 
 def find_calibration(model: nn.Module, config: CacheConfig | None = None) -> Calibration | None:
     """The calibration that `model` was loaded with, that came with it, or that the user keeps; None if it
-    has to be made, or made anew. config: one that serves it, unless it was named."""
+    has to be made. config: one that serves it, unless it was named."""
     origin = origin_of(model)
     if origin is None or origin.calibration is not None:
         return origin and origin.calibration
-    calibration = artifact.find(origin.fingerprint, origin.folder, config)
-    return None if _outdated(model, calibration) else calibration
-
-
-def _outdated(model: nn.Module, calibration: Calibration | None) -> bool:
-    """Return whether a calibration was made on the spot, in a format that knows no positions, and can be made anew."""
-    if calibration is None or calibration.positions is not None or not calibration.tokens:
-        return False
-    on_the_spot = calibration.text.startswith(measure.CORPUS)
-    return on_the_spot and calibration.path.parent == artifact.folder() and fold_of(model) is None
+    return artifact.find(origin.fingerprint, origin.folder, config)
 
 
 def fit(
@@ -57,7 +47,7 @@ def fit(
     layer's maps. calibration: the one to use. Raises UserError for one that is missing or does not fit.
     """
     origin = origin_of(model)
-    if "learned" in config.needs and calibration is None and not (origin and origin.calibration):
+    if LEARNED in config.fitted and calibration is None and not (origin and origin.calibration):
         raise UserError(
             f"[attach] {config.label} needs learned transforms; got no calibration; make one with mlxkv "
             "calibrate --model MODEL --learn scale -o FILE, and name it by --calibration FILE"
@@ -87,20 +77,11 @@ def fit(
 
 
 def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
-    """Make a calibration and keep it in the user's folder, if that can be written; one that is outdated stays beside
-    it, for saved sessions, and hands over its clips."""
-    old = artifact.find(origin.fingerprint, None)
-    if old is None:
-        console.note(f"{label}: no calibration of {origin.name} yet; making one, once")
-    else:
-        console.note(f"{label}: {old.path} is of an older version; making it anew, once")
+    """Make a calibration and keep it in the user's folder, if that can be written."""
+    console.note(f"{label}: no calibration of {origin.name} yet; making one, once")
     calibration = measure.from_corpus(model, origin)
     path = artifact.kept_path(origin.fingerprint)
-    if old is not None:
-        calibration = calibration.with_clips_of(old)[0]
     try:
-        if old is not None:
-            artifact.write(artifact.kept_path(origin.fingerprint, "-older"), old)
         artifact.write(path, calibration)
     except MachineError as error:
         console.note(f"{error}; it serves this run only")

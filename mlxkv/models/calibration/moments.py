@@ -229,7 +229,7 @@ def unit_basis(vectors: np.ndarray, side: str) -> Basis:
     vectors = vectors.astype(np.float32)
     ones = np.ones(vectors.shape[:2], np.float32)
     mean = np.zeros_like(ones) if side == "keys" else None
-    return Basis(ones, vectors, balance=Balance(vectors, ones), peaks=ones, mean=mean)
+    return Basis(ones, vectors, Balance(vectors, ones), ones, mean=mean)
 
 
 def turned(x: mx.array, rotary: Rotary | None, t: np.ndarray) -> mx.array:

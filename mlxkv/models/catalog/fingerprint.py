@@ -7,7 +7,6 @@ import json
 import os
 from pathlib import Path
 
-from mlxkv.formats.saved.marks import DIGITS
 from mlxkv.models.catalog.folder import TOKENIZER_FILES, Folder
 
 PIECES, PIECE = 1 << 14, 1 << 12  # of all tensors together, at least one each; bytes of one
@@ -15,7 +14,7 @@ MOST = 16  # pieces of one tensor
 
 
 def fingerprint(folder: Folder) -> str:
-    """16 hex digits that identify a model (`mlxkv.formats.saved.marks`); .1 s to 2 s for any size.
+    """16 hex digits that identify a model; .1 s to 2 s for any size.
 
     Hashed: the configuration, the tokenizer, and of every tensor its name, type, shape and up to 16 pieces of
     4 KiB, evenly spread, both ends among them; 64 MiB of a large model. Of a GGUF file all of its header stands
@@ -44,7 +43,7 @@ def fingerprint(folder: Folder) -> str:
     finally:
         for stream in streams:
             os.close(stream)
-    return digest.hexdigest()[:DIGITS]
+    return digest.hexdigest()[:16]
 
 
 def _configuration(folder: Folder) -> bytes:
