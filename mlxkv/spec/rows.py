@@ -99,13 +99,20 @@ class Attention:
 class Table:
     """The golden table as one backend computes it. Each `*_rows` reads the set that it is named after.
 
-    following, runs, salience, polar_tree: the backend's modules of these names.
+    attention, following, runs, salience, polar_tree, moments: the backend's modules of these names. Transform,
+    LayerMaps, View: its classes. float32: its type of these numbers.
     """
 
+    attention: ModuleType
     following: ModuleType
     runs: ModuleType
     salience: ModuleType
     polar_tree: ModuleType
+    moments: ModuleType
+    Transform: type
+    LayerMaps: type
+    View: type
+    float32: Any
 
     # -- what a backend hands in
 
@@ -114,19 +121,11 @@ class Table:
     pack: Callable[[np.ndarray, int], Tensor]  # of codes and bits
     unpack: Callable[[Tensor, int, int], np.ndarray]  # of words, bits and dims
     transform: Callable[[str, int, int], Any]  # of a name, dims and a seed
-    pair: Callable[[Tensor, Tensor], Any]  # the transform of two matrices, down and up
     codec: Callable[..., Any]  # of a side, dims, the tokens of a page and, where given, a transform
-    decoded: Callable[[Any, Stored], np.ndarray]  # in the stored domain, [B, G, T, R] float32
     left: Callable[[Tensor, Tensor], Tensor]  # keys [B, G, L, D] without their mean [G, D]
     attend: Callable[[Attention], Tensor]
     causal: Callable[[Tensor, Tensor, Tensor], Tensor]  # attention in full precision over q, k, v
-    peaks: Callable[[Tensor], Tensor]  # largest absolute values of channels after SRFT, [G, D]
-    moment: Callable[[Tensor, int], Tensor]  # sums x^T x of the rows of each kv head, [G, D, D]
-    view: Callable[..., Any]  # what attention reads: pages, where given, then live tokens
-    over: Callable[[Tensor, Any, float], Tensor]  # causal attention of queries over a view, scaled
-    # An empty store of pages in runs for a config and dims, whose basis is a transform on both sides.
-    segments: Callable[[CacheConfig, int, Any, Tensor], Any]
-    rotations: Callable[[Any], Any]  # a transform for keys and values
+    stores: Callable[[CacheConfig, int], Callable]  # of a config and dims: maps -> an empty store
 
     def indices(self, x: np.ndarray) -> Tensor:
         return self.tensor(x)
@@ -288,7 +287,7 @@ class Table:
             _, *inputs = self._inputs(golden)
             pairs = {}
             for letter, x in zip("kv", inputs, strict=True):
-                spec, peaks = golden[f"{letter}.peaks"], self.array(self.peaks(x))
+                spec, peaks = golden[f"{letter}.peaks"], self.array(self.moments.peaks(x))
                 yield close("peaks", f"scaled.{dims}.{letter}", peaks, spec, BOUNDS["transforms"])
                 pairs[letter] = golden[f"{letter}.down"], golden[f"{letter}.up"]
             yield from self._page_rows("scaled", SCALED, dims, golden, pairs, SCALED_SIDES)
@@ -312,7 +311,9 @@ class Table:
             yield from self._page_rows("centred", BALANCED, dims, golden, pairs)
             q, k, v = self._inputs(golden)
             exact, scale = golden["exact"], dims**-0.5
-            out = self.over(q[:, :, -exact.shape[2] :], self.view((k, v)), scale)
+            out = self.attention.attend(
+                q[:, :, -exact.shape[2] :], self.View((k, v)), scale, "causal"
+            )
             yield self._attention(f"{case}.exact", out, exact)  # of the keys as they came
 
     def _page_rows(
@@ -324,7 +325,7 @@ class Table:
         sides, turns, stored = [], [], []
         for letter, x in (("k", k), ("v", v)):
             spec, case = specs[letter], f"{table}.{dims}.{letter}"
-            side, turn = Side(spec, kind), self.pair(*map(self.floats, pairs[letter]))
+            side, turn = Side(spec, kind), self.Transform(*map(self.floats, pairs[letter]))
             encoded = self.codec(side, dims, page, turn).encode(x[:, :, :page])
             codes = self.unpack(encoded["codes"], spec.bits, dims)
             ties = golden[f"{letter}.near"]
@@ -451,7 +452,7 @@ class Table:
         signs = np.sign((basis * u).sum(-2, keepdims=True))  # of an eigenvector it is free
         yield row("subspace", "u", basis * signs, "basis")
         yield equal("ranks", subspace.ranks(moment, 0.95))
-        weights = self.salience.importance(q[:, :, -OJA_WINDOW:], self.view((k, v)), dims**-0.5)
+        weights = self.salience.importance(q[:, :, -OJA_WINDOW:], self.View((k, v)), dims**-0.5)
         batch = self.indices(golden["salient"])
         yield equal("salient", self.array(self.salience.salient(weights, batch.shape[1])))
         votes = self.salience.votes(weights)
@@ -469,15 +470,19 @@ class Table:
         old, new = (self.following.transform_of(self.floats(golden[n])[None]) for n in ("u", "one"))
         side = Side(Half(), PCA, low=LowRank(rank=u.shape[-1], follows=True))
         config = CacheConfig(side, side, sink=0, recent=0, page=OJA_PAGE)
-        store = self.segments(config, dims, old, k)
+        start, following_maps = (self.LayerMaps(x, x) for x in (old, new))
+        store = self.runs.Segments(
+            self.stores(config, dims), start, start, config.page, config.keys.low
+        )
         store.append((k, v), 1)
-        store.rebase(self.rotations(new))
+        store.rebase(following_maps)
         store.append((k, v), 1, OJA_PAGE)
         moved = self.runs.transported(store.runs[0], store.runs[1].codecs)
         yield row("oja", "moved", moved[NAMES[0]]["values"][0], "float16")
         live = tuple(x[:, :, 2 * OJA_PAGE :] for x in (k, v))
         last = q[:, :, -golden["out"].shape[2] :]
-        out = self.over(last, self.view(live, store.read(0, 2)), dims**-0.5)
+        view = self.View(live, None, store.read(0, 2))
+        out = self.attention.attend(last, view, dims**-0.5, "causal")
         yield row("attention", "out", out, "attention")
 
     # -- comparisons
@@ -494,7 +499,7 @@ class Table:
 
     def _decoded(self, key: str, code, stored: Stored, spec: np.ndarray) -> Row:
         """spec: values of evenly spaced tokens."""
-        values = self.decoded(code, stored)
+        values = self.array(code.decode_stored(stored, self.float32))
         values = values[:, :, :: values.shape[2] // spec.shape[2]]
         return close("decode", key, values, spec, BOUNDS["decode"])
 
@@ -526,8 +531,9 @@ class Table:
 
     def _moments(self, case: str, rows: Tensor, spec: np.ndarray) -> Row:
         kv_heads, dims = spec.shape[:2]
-        count = int(np.prod(tuple(rows.shape))) // (kv_heads * dims)
-        moment = self.array(self.moment(rows, kv_heads)) / count
+        rows = self.moments.grouped(rows, kv_heads)
+        products, _ = self.moments.products(rows, self.floats(np.zeros((kv_heads, dims))))
+        moment = self.array(products) / rows.shape[1]
         return close("moments", case, moment, spec, BOUNDS["moments"])
 
     def _off(self, values: Tensor, spec: np.ndarray) -> int:
