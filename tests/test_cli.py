@@ -181,10 +181,9 @@ def test_the_picks_say_what_was_measured():
     models = list(cells.read(folder / "results" / "pretrained").values())
     assert len(models) == 3
     for name, said in MEASURED.items():
-        context = 1024 if name == "int8" else 8192
-        kl = max(one.kl(name, context).value for one in models)
+        kl = max(one.kl(name, 8192).value for one in models)
         assert said.kl == pytest.approx(kl, rel=0.05), name
-        assert said.same == round(min(one.same(name, context) for one in models), 1), name
+        assert said.same == round(min(one.same(name, 8192) for one in models), 1), name
         row = rf"\| {re.escape(name)} \| [\d.]+ \| [\d.]+ \(([\d.]+)\)"
         assert said.speed is None or float(re.search(row, speeds)[1]) == said.speed
 
