@@ -20,7 +20,7 @@ from mlxkv.doctor.fit import plan_of
 from mlxkv.eval.report import plots
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import USABLE
-from mlxkv.models.catalog.known import CONFIGS, QUANTIZATION
+from mlxkv.models.catalog.aliases import CONFIGS, QUANTIZATION
 from mlxkv.models.catalog.sizes import CHUNK, ModelPlan, layer_bytes, need
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"

@@ -23,8 +23,7 @@ from mlxkv.doctor.fit import plan_of
 from mlxkv.doctor.listing import BITS, HEAD_DIM, LISTED, MEASURED, by_paper, stored
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import COMPARED
-from mlxkv.models.catalog.aliases import HUB
-from mlxkv.models.catalog.known import CONFIGS
+from mlxkv.models.catalog.aliases import CONFIGS, HUB
 from mlxkv.models.hooks.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"

@@ -21,7 +21,7 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.metal.launch import backend
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration.measure import random
-from mlxkv.models.catalog import known
+from mlxkv.models.catalog import aliases
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.catalog.sizes import COMPRESSED
 from mlxkv.models.hooks.held import layers_of
@@ -32,7 +32,7 @@ from mlxkv.models.loading.outline import NotBuilt, build, classes_of
 GROUP = 64  # weights with one scale, as mlx-lm's converter quantises them
 # Of these a benchmark runs the true shape with random weights.
 CONFIGS: dict[str, dict] = {
-    name: known.CONFIGS[name] for name in ("gemma-3-1b", "qwen2.5-1.5b", "qwen3-4b", "qwen3-8b")
+    name: aliases.CONFIGS[name] for name in ("gemma-3-1b", "qwen2.5-1.5b", "qwen3-4b", "qwen3-8b")
 }
 
 

@@ -29,8 +29,8 @@ from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import PICKS, canonical, check_rotary, parse_kv
 from mlxkv.machine import USABLE, machine_memory
-from mlxkv.models.catalog import folder, known, numbers
-from mlxkv.models.catalog.aliases import HUB, resolve
+from mlxkv.models.catalog import folder, numbers
+from mlxkv.models.catalog.aliases import CONFIGS, HUB, QUANTIZATION, resolve
 from mlxkv.models.catalog.folder import SMALL
 from mlxkv.models.catalog.gguf.config import memory
 from mlxkv.models.catalog.gguf.header import is_gguf
@@ -217,8 +217,8 @@ def read_plan(model: str) -> ModelPlan:
     if alias.endswith(".json"):
         return plan_of(_read_config(user_path(alias, "--model"), "--model"), alias)
     weights_here = alias in HUB and (resolve(alias).folder or cached(HUB[alias]))
-    if alias in HUB and alias in known.CONFIGS and not weights_here:
-        data = {"quantization": known.QUANTIZATION} | known.CONFIGS[alias]
+    if alias in HUB and not weights_here:
+        data = {"quantization": QUANTIZATION} | CONFIGS[alias]
         return plan_of(data, HUB[alias], more="as published: it is not downloaded")
     place = locate(model)
     if is_gguf(place.config):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isqrt
+from pathlib import Path
 from random import Random
 
 # As in RULER: one key among others of its form; one key among near-identical ones; four keys in
@@ -87,60 +89,7 @@ def filler(source, room: int, measure: Callable[[str], int]) -> list[str]:
 
 
 NEAR = 12  # most words on each side of near-identical keys
-ADJECTIVES = (
-    "amber", "broad", "calm", "distant", "eastern", "faded", "golden", "hidden", "inner", "large",
-    "lower", "marble", "narrow", "northern", "old", "outer", "painted", "quiet", "round", "silver",
-    "southern", "tall", "upper", "western", "wooden", "yellow",
-)  # fmt: skip
-NOUNS = (
-    "archive", "barn", "bridge", "cellar", "chapel", "dock", "factory", "gallery", "gate", "hall",
-    "harbour", "hotel", "kitchen", "laboratory", "library", "lighthouse", "market", "mill",
-    "museum", "office", "pavilion", "quarry", "school", "stable", "station", "theatre", "tower",
-    "vault", "warehouse", "workshop",
-)  # fmt: skip
-FORMS = (
-    "{when}, {who} {did} and {then}.",
-    "{who} {did} while {other} {then}.",
-    "{when}, {other} {then}, because {weather}.",
-    "{weather}, so {who} {did}.",
-    "{who} said that {other} {then} {when}.",
-    "Nobody was surprised when {who} {did} {when}.",
-    "{when}, {weather}, and {other} {then}.",
-    "{who} {did}, and {other} {then}.",
-)
-SLOTS = {
-    "when": (
-        "early in the morning", "after lunch", "late in the evening", "before the first bus left",
-        "on the way home", "during the short break", "at the end of the week", "once a month",
-        "shortly before noon", "in the first days of spring", "towards the end of the season",
-    ),
-    "who": (
-        "the baker", "a young clerk", "the gardener", "the old captain", "a visitor from the coast",
-        "the teacher", "one of the drivers", "the night watchman", "a neighbour", "the carpenter",
-        "the woman at the counter", "a student of botany",
-    ),
-    "other": (
-        "the two sisters", "most of the guests", "the children", "a few of the workers",
-        "the people next door", "the travellers", "some of the older residents", "the musicians",
-    ),
-    "did": (
-        "swept the stairs", "repaired a broken chair", "counted the empty boxes",
-        "wrote a long letter", "opened all the windows", "carried the bread inside",
-        "looked for a lost glove", "watered the plants", "cleaned the lamps", "sorted the mail",
-        "drew a map of the valley", "waited near the fountain", "told a story about the sea",
-    ),
-    "then": (
-        "went for a walk along the river", "talked about the harvest", "ate soup with dark bread",
-        "listened to the radio", "watched the boats come in", "played cards by the fire",
-        "read the newspaper aloud", "fed the birds", "looked at photographs", "mended the nets",
-        "argued about the price of tea", "sang an old song",
-    ),
-    "weather": (
-        "it rained without a pause", "the wind had turned", "fog lay over the fields",
-        "the sun was unusually warm", "snow was expected", "the air smelled of pine",
-        "clouds gathered in the west", "the ice had begun to melt",
-    ),
-}  # fmt: skip
+WORDS = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
 
 
 def fact(place: str, code: str) -> str:
@@ -154,8 +103,8 @@ def _upper(sentence: str) -> str:
 def sentences(rng: Random) -> Iterator[str]:
     """Yield sentences without a digit, endlessly."""
     while True:
-        words = {name: rng.choice(choices) for name, choices in SLOTS.items()}
-        yield _upper(rng.choice(FORMS).format(**words))
+        words = {name: rng.choice(choices) for name, choices in WORDS["slots"].items()}
+        yield _upper(rng.choice(WORDS["forms"]).format(**words))
 
 
 def listed(items: list[str]) -> str:
@@ -171,10 +120,11 @@ def document(rng: Random, length: int, questions: int, measure: Callable[[str], 
     tokens = measure(" " + fact("northern warehouse", "1234567"))
     sizes = Sizes.fit(length, questions, tokens)
     side = min(NEAR, isqrt(sizes.near - 1) + 1)  # the table is all but full
-    near_words = rng.sample(ADJECTIVES, side), rng.sample(NOUNS, side)
+    all_words = WORDS["adjectives"], WORDS["nouns"]
+    near_words = [rng.sample(words, side) for words in all_words]
     far_words = [
         [word for word in every if word not in taken]
-        for every, taken in zip((ADJECTIVES, NOUNS), near_words, strict=True)
+        for every, taken in zip(all_words, near_words, strict=True)
     ]
     near = _places(rng, near_words, sizes.near)
     far = _places(rng, far_words, sizes.keys + sizes.lists)

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from mlxkv.cli import main
 from mlxkv.doctor.fit import plan_of
-from mlxkv.models.catalog import known
+from mlxkv.models.catalog.aliases import CONFIGS
 from mlxkv.models.hooks.held import layers_of
 
 FAMILIES = [name for name in random_models.FAMILIES if name not in ("gemma3", "gemma3_text")]
@@ -72,9 +72,7 @@ AT_128K |= {"gemma-4-26b": 2.5, "gemma-4-e4b": 2}
 def test_caches_of_the_aliases(subtests):
     for alias in AT_128K:
         with subtests.test(alias=alias):
-            layers = [
-                x for x in plan_of(known.CONFIGS[alias]).layers if x.kind in ("full", "latent")
-            ]
+            layers = [x for x in plan_of(CONFIGS[alias]).layers if x.kind in ("full", "latent")]
             assert sum(2 * x.values(131072) for x in layers) / 2**30 == pytest.approx(
                 AT_128K[alias], abs=0.01
             )
@@ -96,14 +94,14 @@ def test_sizes_that_no_model_has(subtests, tmp_path, capsys):
     for changes in HOSTILE:
         with subtests.test(changes=changes):
             path = tmp_path / "config.json"
-            path.write_text(json.dumps(known.CONFIGS["qwen3-4b"] | changes))
+            path.write_text(json.dumps(CONFIGS["qwen3-4b"] | changes))
             assert main(["fit", "--model", str(path)]) == 2
             assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_what_mlx_lm_does_not_know_is_said_to_be_an_estimate(tmp_path, capsys):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(known.CONFIGS["qwen3-4b"] | {"model_type": "of_tomorrow"}))
+    path.write_text(json.dumps(CONFIGS["qwen3-4b"] | {"model_type": "of_tomorrow"}))
     assert main(["fit", "--model", str(path), "--json"]) == 0
     said = capsys.readouterr()
     assert "an estimate: mlx-lm makes no model of this" in said.err

@@ -10,7 +10,7 @@ from experiments.evidence import cells
 from experiments.pages import memory
 from mlxkv.doctor.fit import plan_of
 from mlxkv.formats.names import parse_kv
-from mlxkv.models.catalog.known import CONFIGS, QUANTIZATION
+from mlxkv.models.catalog.aliases import CONFIGS, QUANTIZATION
 from mlxkv.models.catalog.sizes import layer_bytes
 
 ROOT = repo_pages.ROOT

@@ -5,6 +5,7 @@ No framework is imported here.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -99,40 +100,13 @@ class Source:
     repo: str | None = None
 
 
-# No test reaches the hub: these names are as others' public code and notes write them.
-HUB: dict[str, str] = {
-    "devstral-small-2": "mlx-community/Devstral-Small-2-24B-Instruct-2512-4bit",
-    "gemma-3-1b": "mlx-community/gemma-3-1b-it-4bit",
-    "gemma-3-4b": "mlx-community/gemma-3-4b-it-4bit",
-    "gemma-3n-e2b": "mlx-community/gemma-3n-E2B-it-lm-4bit",
-    "gemma-4-26b": "mlx-community/gemma-4-26b-a4b-it-4bit",
-    "gemma-4-31b": "mlx-community/gemma-4-31b-it-4bit",
-    "gemma-4-e4b": "mlx-community/gemma-4-e4b-it-4bit",
-    "glm-4.7-flash": "mlx-community/GLM-4.7-Flash-4bit",
-    "gpt-oss-120b": "mlx-community/gpt-oss-120b-MXFP4-Q8",
-    "gpt-oss-20b": "mlx-community/gpt-oss-20b-MXFP4-Q8",
-    "llama-3.1-8b": "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",
-    "llama-3.2-1b": "mlx-community/Llama-3.2-1B-Instruct-4bit",
-    "llama-3.2-3b": "mlx-community/Llama-3.2-3B-Instruct-4bit",
-    "minimax-m2.5": "mlx-community/MiniMax-M2.5-4bit",
-    "mistral-7b": "mlx-community/Mistral-7B-Instruct-v0.3-4bit",
-    "phi-4-mini": "mlx-community/Phi-4-mini-instruct-4bit",
-    "qwen2.5-1.5b": "mlx-community/Qwen2.5-1.5B-Instruct-4bit",
-    "qwen2.5-7b": "mlx-community/Qwen2.5-7B-Instruct-4bit",
-    "qwen3-0.6b": "mlx-community/Qwen3-0.6B-4bit",
-    "qwen3-4b": "mlx-community/Qwen3-4B-4bit",
-    "qwen3-8b": "mlx-community/Qwen3-8B-4bit",
-    "qwen3-coder-30b": "mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit",
-    "qwen3.5-4b": "mlx-community/Qwen3.5-4B-4bit",
-    "qwen3.5-9b": "mlx-community/Qwen3.5-9B-4bit",
-    "qwen3.5-35b": "mlx-community/Qwen3.5-35B-A3B-4bit",
-    "qwen3.6-27b": "mlx-community/Qwen3.6-27B-4bit",
-    "qwen3.6-35b": "mlx-community/Qwen3.6-35B-A3B-4bit",
-    "qwen3.8-27b": "mlx-community/Qwen3.8-27B-4bit",
-    "smollm2": PACKAGES["smollm2"].repo,
-    "smollm2-1.7b": "mlx-community/SmolLM2-1.7B-Instruct-4bit",
-    "smollm3-3b": "mlx-community/SmolLM3-3B-4bit",
-}
+# The hub's models, of known.json: repositories, which no test reaches (the names are as others' public code and notes
+# write them), and the keys of config.json that decide shapes and sizes: `fit` and `bench` need no network. Where
+# transformers' own defaults are a published model's, these are the values.
+_MODELS = json.loads(Path(__file__).with_name("known.json").read_text("utf-8"))
+HUB: dict[str, str] = {name: model["repo"] for name, model in _MODELS.items()}
+CONFIGS: dict[str, dict] = {name: model["config"] for name, model in _MODELS.items()}
+QUANTIZATION = {"bits": 4, "group_size": 64}  # of these repositories, where a config says no other
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
