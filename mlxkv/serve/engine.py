@@ -409,7 +409,7 @@ class Engine:
         self._active.discard(job)
         tokens, cache = response.all_tokens[:], response.prompt_cache
         job.tokens, job.usage = len(tokens), usage(cache)
-        job.put(token)
+        job.put(job.constraint and job.constraint.error or token)
         job.put(None)
         self.sessions.keep(tokens, cache, job.tenant)
 

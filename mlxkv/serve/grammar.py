@@ -6,7 +6,6 @@ llguidance is an extra: MIT, one wheel for every Python from 3.10 on (macOS arm6
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,6 +23,10 @@ WHITESPACE = {"whitespace_flexible": True, "whitespace_pattern": r"\n?[ \t]{0,16
 ANY_OBJECT = {"type": "object"}
 
 
+class Postponed(Exception):
+    """A schema that is to be compiled elsewhere."""
+
+
 @lru_cache(1)
 def _library():
     """llguidance, or None where it is not installed."""
@@ -35,8 +38,9 @@ def _library():
     return llguidance
 
 
-def of_schema(path: str, schema: object) -> str:
-    """llguidance's grammar of a JSON schema. path: the field, for errors. Raises Refused."""
+def of_schema(path: str, schema: object, compiles: bool = True) -> str:
+    """llguidance's grammar of a JSON schema. path: the field, for errors. compiles: whether it may be compiled here.
+    Raises Refused, and Postponed."""
     library = _library()
     if library is None:
         reason = f"needs a library for grammars that this server does not have; {INSTALL}"
@@ -49,6 +53,8 @@ def of_schema(path: str, schema: object) -> str:
     # Its words may change how grammars are read, beyond JSON schema.
     if "x-guidance" in schema:
         raise bad(path, "x-guidance is not JSON schema")
+    if not compiles:
+        raise Postponed
     grammar = library.LLMatcher.grammar_from_json_schema(text, overrides=WHITESPACE)
     wrong, words = library.LLMatcher.validate_grammar_with_warnings(grammar)
     if wrong:
@@ -56,17 +62,17 @@ def of_schema(path: str, schema: object) -> str:
     return grammar
 
 
-def of_format(asked: Any) -> str | None:
-    """The grammar for OpenAI's `response_format`, None for text. Raises Refused."""
+def of_format(asked: Any, compiles: bool = True) -> str | None:
+    """The grammar for OpenAI's `response_format`, None for text. Raises what `of_schema` raises."""
     kind = asked.get("type") if isinstance(asked, dict) else None
     if asked is None or kind == "text":
         return None
     if kind == "json_object":
-        return of_schema("response_format", ANY_OBJECT)
+        return of_schema("response_format", ANY_OBJECT, compiles)
     if kind == "json_schema":
         inner = asked.get("json_schema")
         schema = inner.get("schema", ANY_OBJECT) if isinstance(inner, dict) else None
-        return of_schema("response_format.json_schema.schema", schema)
+        return of_schema("response_format.json_schema.schema", schema, compiles)
     reason = "must be an object whose type is text, json_object or json_schema"
     raise bad("response_format", reason, asked)
 
@@ -92,9 +98,12 @@ def calls_of(tokenizer: Any) -> Calls | None:
     return Calls(*(f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(text) for ids, text in marks))
 
 
-def of_choice(choice: Any, tools: list[dict] | None, calls: Calls | None) -> str | None:
+def of_choice(
+    choice: Any, tools: list[dict] | None, calls: Calls | None, compiles: bool = True
+) -> str | None:
     """The grammar for OpenAI's `tool_choice`: of one call of any tool ("required") or of a named one
-    ({"type": "function", "function": {"name": ...}}). None for "auto" and "none". Raises Refused."""
+    ({"type": "function", "function": {"name": ...}}). None for "auto" and "none". Raises what `of_schema`
+    raises."""
     if choice in ("auto", "none"):
         return None
     inner = choice.get("function") if isinstance(choice, dict) else None
@@ -111,7 +120,7 @@ def of_choice(choice: Any, tools: list[dict] | None, calls: Calls | None) -> str
         raise bad("tool_choice", reason, choice)
     definitions: dict[str, Any] = {}
     schema = {"anyOf": [_call_schema(each, definitions) for each in functions]} | definitions
-    of_schema("tools", schema)  # says in one line what cannot be followed
+    of_schema("tools", schema, compiles)  # says in one line what cannot be followed
     body = json.dumps(schema | {"x-guidance": WHITESPACE})
     text = f'start: {calls.start} line body line {calls.end}\nline: "\\n"?\nbody: %json {body}'
     return _library().LLMatcher.grammar_from_lark(text)
@@ -175,12 +184,15 @@ class Constraint:
 
     matcher: llguidance's, at the start. ends: tokens that end a reply, and the only ones once the grammar
     is complete. after: the grammar begins behind these tokens, () for at once.
+
+    error: why the reply ends before it follows the grammar, None where it does.
     """
 
     def __init__(self, matcher: Any, ends: list[int], after: tuple[int, ...] = ()):
         self._matcher, self._ends, self._after = matcher, ends, after
         self._last: list[int] = []
         self._begun = False
+        self.error: Refused | None = None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self._begun:  # the first call comes behind the prompt
@@ -196,7 +208,9 @@ class Constraint:
             allowed[: len(bits)] = bits
         if not allowed.any():  # complete, or a grammar that grew beyond llguidance's limits
             if self._matcher.is_error():
-                logging.warning(f"a grammar failed: {self._matcher.get_error()}"[:200])
+                reason = "[response_format] a schema, or one of tools, that grew too complex in the reply"
+                error = self._matcher.get_error().partition("\n")[0]
+                self.error = Refused(400, f"{reason}: {error}"[:300], "too_complex")
             allowed[self._ends] = True
         return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, logits.dtype))
 

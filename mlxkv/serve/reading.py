@@ -23,7 +23,7 @@ from mlxkv.models.replies.thinking import Thinking
 from mlxkv.models.turns import Cut, Turns, with_texts
 from mlxkv.serve.apis import anthropic, openai, responses
 from mlxkv.serve.apis.reply import Reply
-from mlxkv.serve.grammar import Grammars
+from mlxkv.serve.grammar import Grammars, Postponed
 from mlxkv.serve.http.fields import document
 from mlxkv.serve.http.request import DEFAULT_NAMES, Request, Served
 from mlxkv.serve.job import Prompt
@@ -41,7 +41,7 @@ COUNT = "/v1/messages/count_tokens"
 SECONDS = 3.0  # of processor time for a request
 PACE = 1 << 20  # bytes for which it has a second more
 MEMORY = 1 << 30  # bytes that one request may take
-# Bytes of a body that is read in the second process: small ones do not wait for it.
+# Bytes of a body that is read in the second process, as is one with a schema: others do not wait for it.
 LARGE = 256 << 10
 PROCESSES = Process(__name__), Process(__name__)
 TAIL = 11  # tokens at the end of a prompt, in which templates begin thoughts
@@ -86,20 +86,22 @@ class Reader:
         """The request in a body; at COUNT the number of its tokens; the model that it names where that is not this
         one, and others have `names`. room: tokens that the memory has room for, where a chat that is too long loses
         its oldest turns. Raises Refused."""
-        process, lock = self._lanes[len(raw) > LARGE]
-        if self._key not in process.setup:
+        if self._key not in PROCESSES[0].setup:
             raise ending()
         seconds = SECONDS + len(raw) // PACE
-        question = _read, self._key, path, raw, self._served, room, names
 
-        def ask() -> Any:
-            data = pickle.dumps(question)
+        def ask(process: Process) -> Any:
             here = self._key in _kept
+            served = replace(self._served, compiles=here or process is not PROCESSES[0])
+            data = pickle.dumps((_read, self._key, path, raw, served, room, names))
             return pickle.loads(_answer(data) if here else process.ask(data, seconds, MEMORY))
 
         try:
-            async with lock:
-                result = await run_in_threadpool(ask)
+            for process, lock in self._lanes[len(raw) > LARGE :]:
+                async with lock:
+                    result = await run_in_threadpool(ask, process)
+                if not isinstance(result, Postponed):
+                    break
         except Excess as error:
             raise Refused(400, f"[body] {error} to read", "too_complex") from None
         if isinstance(result, Exception):
@@ -218,8 +220,8 @@ def _answer(question: bytes) -> bytes:
         result = function(*arguments)
     except MemoryError:
         raise
-    except Refused as refused:
-        result = refused
+    except (Refused, Postponed) as error:
+        result = error
     except Exception as error:
         result = MachineError(f"[serve] {type(error).__name__}: {error}")
     return pickle.dumps(result)

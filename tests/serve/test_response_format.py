@@ -12,7 +12,7 @@ from mlx_lm.tool_parsers import json_tools
 from random_model import write_model
 from saying import ASK as WEATHER_ASK
 from saying import TEMPLATE, write_thinker
-from serving import get, post, refused, serving
+from serving import get, post, refused, send, serving
 
 from mlxkv.serve import grammar, sampling
 from mlxkv.serve.grammar import Grammars, calls_of, of_choice
@@ -186,7 +186,7 @@ def allowed(logits: mx.array) -> list[int]:
     return [i for i, x in enumerate(logits[0].tolist()) if x > -1e30]
 
 
-def test_a_grammar_that_fails_ends_the_reply(caplog):
+def test_a_grammar_that_fails_ends_the_reply():
     broken = SimpleNamespace(
         is_stopped=lambda: False,
         is_error=lambda: True,
@@ -195,7 +195,30 @@ def test_a_grammar_that_fails_ends_the_reply(caplog):
     )
     mask = grammar.Constraint(broken, ends=[2, 3])
     assert allowed(mask(mx.array([1]), mx.zeros((1, 40)))) == [2, 3]
-    assert "too complex" in caplog.text
+    assert mask.error.message.endswith("too complex")
+
+
+def test_half_of_a_reply_is_not_taken_for_a_whole_one(server, library, monkeypatch):
+    """llguidance gives some grammars up in the middle of a reply."""
+    grammars, limits = server.engine.grammars, library.LLParserLimits(max_lexer_states=50)
+
+    def limited(text: str):
+        return library.LLMatcher(grammars._words, text, log_level=0, limits=limits)
+
+    shaped(server)  # the words are there
+    monkeypatch.setattr(grammars, "_matcher", limited)
+    form = schema({"type": "string", "pattern": "^[ab]*a[ab]{300}$"})
+    asked = {
+        "messages": ASK,
+        "response_format": form,
+        "max_tokens": 400,
+        "temperature": 9,
+        "seed": 1,
+    }
+    error = refused(server, 400, CHAT, **asked)
+    assert error["code"] == "too_complex" and "grew too complex" in error["message"]
+    _, _, data = send(server, "POST", CHAT, asked | {"stream": True})
+    assert json.loads(data.strip().splitlines()[-1][6:])["error"]["code"] == "too_complex"
 
 
 # -- calls that a request forces

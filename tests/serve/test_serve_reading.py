@@ -4,9 +4,10 @@ import asyncio
 import json
 import shutil
 import time
+from threading import Thread
 
 import pytest
-from serving import complete, get, refused, send, serving
+from serving import complete, get, refused, send, serving, until
 
 from mlxkv.serve import reading
 from mlxkv.serve.refusals import Refused
@@ -104,3 +105,15 @@ def test_a_template_that_takes_too_much_memory_is_named_as_that(model_folder, tm
         error = refused(server, 400, CHAT, **chat("more"))
         assert error["code"] == "too_complex" and "1024 MiB to read" in error["message"]
         assert send(server, "POST", CHAT, chat("less"))[0] == 200
+
+
+def test_schemas_hold_no_other_request_up(server):
+    pytest.importorskip("llguidance")
+    asked = chat(response_format={"type": "json_schema", "json_schema": {"schema": BOMB}})
+    attack = Thread(target=refused, args=(server, 400, CHAT), kwargs=asked)
+    attack.start()
+    until(lambda: any(lock.locked() for _, lock in server.site._reader._lanes))
+    for _ in range(3):  # the first may come before the schema is reached
+        complete(server, "a", 1)
+    assert attack.is_alive()
+    attack.join()

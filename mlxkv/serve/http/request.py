@@ -114,7 +114,7 @@ class Served:
     """What requests are checked against: the names of the model and of its preset; the longest reply,
     and the one of a request that names none; the size of the vocabulary; how
     the model's tool calls begin and end; how its makers want replies drawn; what the model takes, where that is
-    known. Counts are in tokens."""
+    known; whether schemas may be compiled here. Counts are in tokens."""
 
     model: str
     kv: str
@@ -124,6 +124,7 @@ class Served:
     calls: Calls | None = None
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     context: int | None = None
+    compiles: bool = True
 
 
 def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Request:
@@ -155,7 +156,7 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
         stop=_stop(body),
         **_logprobs(body, chat),
         logit_bias=_logit_bias(body, served.vocabulary),
-        grammar=_grammar(body, content, served.calls),
+        grammar=_grammar(body, content, served),
         shorten=shorten,
         **{name: _name(body, name) for name in ("user", "cache_salt")},
         **content,
@@ -167,13 +168,13 @@ def no_model(name: str, names: tuple[str, ...]) -> Refused:
     return Refused(404, f"[model] no such model; got {name!r}; choose {choices}", "model_not_found")
 
 
-def _grammar(body: dict, content: dict, calls: Calls | None) -> str | None:
+def _grammar(body: dict, content: dict, served: Served) -> str | None:
     """Return what the reply follows: a format, or a call of a tool. Takes the tools out of `content` for "none"."""
     choice = body.get("tool_choice", "auto")
     if choice == "none":
         content.pop("tools", None)
-    call = of_choice(choice, content.get("tools"), calls)
-    form = of_format(body.get("response_format"))
+    call = of_choice(choice, content.get("tools"), served.calls, served.compiles)
+    form = of_format(body.get("response_format"), served.compiles)
     if call and form:
         raise bad("tool_choice", "a call follows no response_format; leave one of them out", choice)
     return call or form
