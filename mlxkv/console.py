@@ -26,6 +26,8 @@ _RAW_LINES = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 ENDING = {
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 }
+_GAP = 3  # columns of a terminal between two columns of a table
+_FOLDED = 16  # columns of a terminal that a column of texts takes at least
 _BARE = 1 << 16  # a number without a unit that is larger was meant in bytes, or is a mistake
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -226,26 +228,43 @@ def print_json(data: dict) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Print a table on stdout. Columns of numbers are aligned right, except the first."""
+    """Print a table on stdout. Columns of numbers are aligned right, except the first. One that is wider than the
+    terminal is printed in parts, each of which begins with the first column."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=Text(plain(title)) if title else None,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    for index, column in enumerate(columns):
-        numeric = index > 0 and all(re.match(r"^[\d.,\-]", str(row[index])) for row in rows)
-        justify = "right" if numeric else "left"  # a number is not broken, nor taken from its unit
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=numeric)
-    for row in rows:
-        table.add_row(*(Text(plain(cell)) for cell in row))
     # A pipe has no width, and another program may read its lines: break none.
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    cells = [[plain(cell) for cell in row] for row in rows]
+    numeric, widths = [], []
+    for index, column in enumerate(columns):
+        texts = [row[index] for row in cells]
+        numeric.append(index > 0 and all(re.match(r"^[\d.,\-]", text) for text in texts))
+        width = max(map(len, [column, *texts]))
+        widths.append(_GAP + (width if numeric[index] else min(width, _FOLDED)))
+    parts = [[0]]
+    for index in range(1, len(columns)):
+        if len(parts[-1]) > 1 and sum(widths[i] for i in [*parts[-1], index]) > out.width + 1:
+            parts.append([0])
+        parts[-1].append(index)
+    for part in parts:
+        table = Table(
+            title=Text(plain(title)) if title and part is parts[0] else None,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
+        for index in part:
+            justify = "right" if numeric[index] else "left"
+            # A number is not broken, nor taken from its unit.
+            table.add_column(
+                columns[index], justify=justify, overflow="fold", no_wrap=numeric[index]
+            )
+        for row in cells:
+            table.add_row(*(Text(row[index]) for index in part))
+        out.print(table)
 
 
 def human_bytes(count: float) -> str:

@@ -110,6 +110,19 @@ def test_numbers_in_tables_are_not_broken(capsys, monkeypatch):
     assert capsys.readouterr().out.count("39.6 MiB") == 2
 
 
+def test_a_table_that_is_too_wide_is_printed_in_parts(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    heads, rows = (
+        ["--kv", *"abc"],
+        [[name, *(["0.0026 [0.001, 0.017]"] * 3)] for name in ("fp16", "int4")],
+    )
+    console.print_table(heads, rows, "costs")
+    shown = capsys.readouterr().out
+    assert shown.count("0.0026 [0.001, 0.017]") == 6 and shown.count("costs") == 1
+    assert [shown.count(name) for name in ("--kv", "fp16", "int4")] == [3, 3, 3]
+
+
 def test_signals_wait_for_a_block():
     came = []
     before = {n: signal.signal(n, lambda n, _: came.append(n)) for n in console.ENDING}

@@ -15,8 +15,6 @@ from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models.catalog.sizes import COMPRESSED, bits_in_pages, layer_bytes
 from mlxkv.models.hooks.held import layers_of
 
-TASK_COLUMNS = {"single", "m-key", "m-query", "m-value"}
-
 
 def assemble(
     arms: Arms, options: TaskOptions, results: dict[str, dict[str, dict]], windows: tuple | None
@@ -210,13 +208,7 @@ def show(data: dict) -> None:
     for context in data["contexts"]:
         columns, rows = table(data, context)
         title = f"{data['model']}, {context} tokens, {data['dtype']}"
-        # One table would be too wide for a terminal.
-        tasks = [i for i, name in enumerate(columns) if name in TASK_COLUMNS]
-        numbers = [i for i in range(len(columns)) if i not in tasks]
-        for indices in (numbers, [0, *tasks] if tasks else []):
-            if indices:
-                cells = [[row[i] for i in indices] for row in rows]
-                console.print_table([columns[i] for i in indices], cells, title)
+        console.print_table(columns, rows, title)
         for name, _, sentence in verdict.sentences(data, context):
             console.say(f"{name}: {sentence}")
         console.say("")

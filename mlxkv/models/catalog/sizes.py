@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from mlxkv.formats.config import CacheConfig
@@ -100,8 +102,10 @@ def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
 
 def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
     """Return what `tokens` tokens need."""
-    cache = sum(layer_bytes(layer, kv, tokens) for layer in plan.layers)
-    unpruned = sum(layer_bytes(layer, replace(kv, keep=1.0), tokens) for layer in plan.layers)
+    layers = Counter(plan.layers).items()
+    cache = sum(count * layer_bytes(layer, kv, tokens) for layer, count in layers)
+    whole = replace(kv, keep=1.0)
+    unpruned = sum(count * layer_bytes(layer, whole, tokens) for layer, count in layers)
     one_layer = max(
         (2 * (layer.values(tokens) + tokens * layer.expanded) for layer in plan.layers), default=0
     )
@@ -112,11 +116,5 @@ def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
 
 def longest(plan: ModelPlan, kv: CacheConfig, usable: int) -> int:
     """The longest context that fits, at most the model's limit; 0 when nothing does."""
-    low, high = 0, plan.limit or MOST_TOKENS
-    while low < high:
-        middle = (low + high + 1) // 2
-        if need(plan, kv, middle).total <= usable:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    contexts = range(1, (plan.limit or MOST_TOKENS) + 1)
+    return bisect_right(contexts, usable, key=lambda tokens: need(plan, kv, tokens).total)
