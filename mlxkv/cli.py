@@ -249,8 +249,7 @@ def taking(kind: type) -> Callable[[Callable], Callable]:
 @app.command(cls=Command)
 @taking(ChatOptions)
 def chat(**values) -> None:
-    """Talk to a model in a terminal, or in one shot: mlxkv chat "Why is the sky blue?",
-    cat notes.txt | mlxkv chat "Summarise"."""
+    """Talk to a model in the terminal, or ask one question: mlxkv chat "Why is the sky blue?"."""
     options = ChatOptions(**values)
     from mlxkv.chat.run import run
 
@@ -272,7 +271,7 @@ def demo(model: Model = DEFAULT, kv: Kv = "int4", json: Json = False) -> None:
 @app.command(cls=Command)
 @taking(ServeOptions)
 def serve(**values) -> None:
-    """Serve many chats at once: OpenAI's API, and a page at /. One model over several machines:
+    """Serve OpenAI's API and a chat page to many clients at once. Over several machines:
     mlx.launch --hostfile HOSTS -- mlxkv serve ..."""
     if values["api_key"] in (None, []):  # "" was meant to be one, and is refused
         values["api_key"] = os.environ.get(KEY, "").splitlines()
@@ -297,7 +296,8 @@ app.command("launch", cls=Command, context_settings={"allow_extra_args": True})(
 @app.command(cls=Command)
 @taking(CalibrateOptions)
 def calibrate(**values) -> None:
-    """Fit the transforms of the oscar and balanced presets to a model: one pass over a little text."""
+    """Calibrate a model for presets such as fill-3, in one pass over a little text. Without it, the first chat
+    with such a preset does."""
     from mlxkv.calibrate.run import run
 
     run(CalibrateOptions(**values))
@@ -306,11 +306,11 @@ def calibrate(**values) -> None:
 @app.command(cls=Command)
 def presets(
     every: Annotated[
-        bool, typer.Option("--all", "-a", help="Every preset, grouped by paper.")
+        bool, typer.Option("--all", "-a", help="Show every preset, grouped by paper.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Show the cache presets to pick from: quality, speed, bits per value. --all: the others, too."""
+    """Show the cache presets to pick from: quality, speed, bits per value."""
     from mlxkv.doctor.listing import presets as run
 
     run(json, every)
@@ -361,12 +361,14 @@ def fit(
     kv: Annotated[
         list[str] | None,
         typer.Option(
-            "--kv", help="Only these presets, by commas (or repeated).", autocompletion=complete_kv
+            "--kv",
+            help="Only these presets, comma-separated or repeated.",
+            autocompletion=complete_kv,
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Estimate what fits in memory: the longest context by preset, of one model or all that have an alias."""
+    """Estimate what fits in memory: the longest context by preset, of one model or of every alias."""
     from mlxkv.doctor.fit import run
 
     run(model=model, context=context, memory=memory, kv=kv or [], as_json=json)
@@ -388,7 +390,7 @@ def doctor(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check this machine: versions, backends, the golden table, kernels. Exit code 1: something is wrong."""
+    """Check this machine: versions, backends, the golden table, kernels. Exit code 1 if something is wrong."""
     from mlxkv.doctor.command import run
 
     raise typer.Exit(run(every=every, share=share, as_json=json))

@@ -30,13 +30,13 @@ Dtype = Annotated[
     str | None, Option("--dtype", help="float32, float16 or bfloat16. Default: as stored.")
 ]
 Weights = Annotated[
-    int | None, Option("--weights", help="8 rounds weights of 16 bits to 8. Default: as stored.")
+    int | None, Option("--weights", help="8: round 16-bit weights to 8 bits. Default: as stored.")
 ]
 Strict = Annotated[
     bool, Option("--kv-strict", help="Refuse a model with layers that stay uncompressed.")
 ]
 Calibration = Annotated[
     str | None,
-    Option("--calibration", help="For calibrated presets: a file. Default: the model's."),
+    Option("--calibration", help="Calibration file. Default: the model's own."),
 ]
 Json = Annotated[bool, Option("--json", help="Make the last line of stdout one JSON document.")]

@@ -46,10 +46,10 @@ def run(
     kv: Kv = "int4",
     strict: Annotated[
         bool,
-        Option("--strict", help="End with code 2 where a layer that grows stays uncompressed."),
+        Option("--strict", help="Exit with code 2 if a layer that grows stays uncompressed."),
     ] = False,
     quiet: Annotated[
-        bool, Option("--quiet", "-q", help="No reports on stderr, only what is wrong.")
+        bool, Option("--quiet", "-q", help="Hide the reports on stderr, but not what is wrong.")
     ] = False,
 ) -> Callable[[], int]:
     """Run a program that is built on mlx-lm or mlx-vlm, unchanged, with compressed caches:

@@ -10,8 +10,10 @@ from mlxkv.errors import UserError
 from mlxkv.models.catalog.aliases import DEFAULT
 from mlxkv.options import Json
 
-Contexts = Annotated[str | None, typer.Option("--contexts", help="Tokens, by commas: 4k,32k.")]
-Kv = Annotated[str, typer.Option("--kv", help="Cache presets, by commas (mlxkv presets).")]
+Contexts = Annotated[
+    str | None, typer.Option("--contexts", help="Tokens, comma-separated: 4k,32k.")
+]
+Kv = Annotated[str, typer.Option("--kv", help="Comma-separated presets (mlxkv presets).")]
 Model = Annotated[
     str,
     typer.Option(
@@ -25,7 +27,7 @@ OwnModel = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="An alias, a folder, a hub name; with a command it belongs behind that.",
+        help="An alias, a folder, a hub name; put it after the command, if there is one.",
     ),
 ]
 Bits = Annotated[
@@ -48,7 +50,7 @@ def quick(context: typer.Context, model: OwnModel = None) -> None:
     elif model is not None:
         name = context.invoked_subcommand
         raise UserError(
-            f"[--model] belongs behind {name}; got it in front; write mlxkv bench {name} --model {model}"
+            f"[--model] belongs after {name}; got it before; write mlxkv bench {name} --model {model}"
         )
 
 
@@ -72,8 +74,8 @@ def decode(
     bits: Bits = None,
     json: Json = False,
 ) -> None:
-    """Measure first token, prefill, decode and memory quickly, in one process, per preset and context, and
-    what host and device take for a token.
+    """Measure first token, prefill, decode and memory per preset and context, and what host and device take
+    for a token.
 
     --kv also takes mlx-lm-kv8 and mlx-lm-kv4, mlx-lm's own quantized caches, and fp16-replayed and
     fp16-pages, full precision through steps like those of compressed caches.

@@ -27,7 +27,7 @@ class CalibrateOptions:
     ] = False
     kv: Annotated[
         str | None,
-        Option("--kv", help="Presets to search clips for, with commas. Default: oscar-int2."),
+        Option("--kv", help="With --search-clip: comma-separated presets. Default: oscar-int2."),
     ] = None
     calibration: Annotated[
         str | None,
@@ -41,7 +41,7 @@ class CalibrateOptions:
         int | None, Option("--bits", help="With --learn: of the codes. Default: 4.")
     ] = None
     out: Annotated[
-        str | None, Option("-o", "--out", help="File. Default: where calibrated presets look.")
+        str | None, Option("-o", "--out", help="File. Default: where presets look for it.")
     ] = None
     dtype: Dtype = None
 

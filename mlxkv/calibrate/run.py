@@ -109,7 +109,9 @@ def check(options: CalibrateOptions) -> None:
     _check_learning(options)
     for option, value in (("--kv", options.kv), ("--calibration", options.calibration)):
         if value is not None and not options.search_clip:
-            raise UserError(f"[{option}] is for a search of clips; got {value}; add --search-clip")
+            raise UserError(
+                f"[{option}] is for --search-clip; got {value}; leave it out: one calibration serves every preset"
+            )
     for name, config in searched_presets(options).items():
         if reason := clips.why_not(config):
             raise UserError(f"[--kv] got {name}; {reason}")

@@ -24,9 +24,7 @@ class ChatOptions:
     ] = None
     model: Model = DEFAULT
     kv: Kv = "int4"
-    prompt: Annotated[
-        str | None, Option("--prompt", "-p", help="The same as the text without an option.")
-    ] = None
+    prompt: Annotated[str | None, Option("--prompt", "-p", help="The same as TEXT.")] = None
     system: Annotated[str | None, Option("--system", "-s", help="System prompt.")] = None
     max_tokens: Annotated[
         int | None,
@@ -37,19 +35,19 @@ class ChatOptions:
         Option(
             "--temp",
             "--temperature",
-            help="Temperature; 0 takes the likeliest. Default: what the model's makers recommend.",
+            help="Temperature; 0 picks the likeliest token. Default: what the model's makers recommend.",
         ),
     ] = None
     top_p: Annotated[
         float | None, Option("--top-p", help="Nucleus sampling. Default: as for --temp.")
     ] = None
-    seed: Annotated[int, Option("--seed", help="Seed of the sampling.")] = 0
+    seed: Annotated[int, Option("--seed", help="Sampling seed.")] = 0
     quiet: Annotated[
-        bool, Option("--quiet", "-q", help="No banner, report and figures on stderr.")
+        bool, Option("--quiet", "-q", help="Hide the banner, the layer report and figures.")
     ] = False
     think: Annotated[
         bool | None,
-        Option("--think/--no-think", help="Have a thinking model think, or not: enable_thinking."),
+        Option("--think/--no-think", help="Turn thinking on or off (enable_thinking)."),
     ] = None
     chat_template_args: Annotated[
         str | None, Option("--chat-template-args", help="JSON for the chat template.")
@@ -58,7 +56,7 @@ class ChatOptions:
     raw: Annotated[bool, Option("--raw", help="No chat template: continue the text as it is.")] = (
         False
     )
-    load: Annotated[str | None, Option("--load", help="Go on with a saved session.")] = None
+    load: Annotated[str | None, Option("--load", help="Continue a saved session.")] = None
     dtype: Dtype = None
     weights: Weights = None
     calibration: Calibration = None

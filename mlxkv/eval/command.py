@@ -18,7 +18,7 @@ def evaluate(
         str | None,
         typer.Option(
             "--kv",
-            help="Cache presets, by commas; fp16 is always added. Default: int4; "
+            help="Comma-separated presets; fp16 is always added. Default: int4; "
             "--thorough: int8,int4,fill-4,fill-3,fill-2.25.",
         ),
     ] = None,
@@ -32,13 +32,15 @@ def evaluate(
     ] = False,
     context: Annotated[
         str | None,
-        typer.Option("--context", help="Tokens, by commas: 2k,8k. Default: 1k; --thorough: 2k."),
+        typer.Option(
+            "--context", help="Tokens, comma-separated: 2k,8k. Default: 1k; --thorough: 2k."
+        ),
     ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
             "--tasks",
-            help="By commas: divergence (KL, next token), retrieval (answers). Default: divergence; "
+            help="Comma-separated: divergence (KL, next token), retrieval (answers). Default: divergence; "
             "--thorough: both.",
         ),
     ] = None,
@@ -50,26 +52,29 @@ def evaluate(
         ),
     ] = None,
     windows: Annotated[
-        str, typer.Option("--windows", help="Exact tokens SINK,RECENT of every preset, or own.")
+        str,
+        typer.Option(
+            "--windows",
+            help="SINK,RECENT: first and last tokens that every preset keeps exact; or own.",
+        ),
     ] = "64,64",
     samples: Annotated[
         int | None,
         typer.Option(
             "--samples",
-            help="Texts, and documents with questions, that intervals come from. Default: 5; "
-            "--thorough: 8.",
+            help="Number of texts, and of documents with questions. Default: 5; --thorough: 8.",
         ),
     ] = None,
     dtype: Dtype = None,
     calibration: Calibration = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder of the report; a stopped run goes on from it."),
+        typer.Option("--out", help="Report folder; a stopped run continues from it."),
     ] = None,
     json: Json = False,
 ) -> None:
     """Measure what compressed caches cost on a model: KL divergence, the next token, answers about
-    long texts. A few minutes on two CPU cores; a stopped run goes on where it was."""
+    long texts. A few minutes on two CPU cores; a stopped run continues where it was."""
     options = SimpleNamespace(**locals())
     from mlxkv.eval.run import run
 

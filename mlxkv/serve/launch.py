@@ -139,10 +139,10 @@ TOOLS = {
 
 def launch(
     ctx: Context,
-    tool: Annotated[str, Argument(help=f"{', '.join(TOOLS)}; what stands behind -- is for it.")],
+    tool: Annotated[str, Argument(help=f"{', '.join(TOOLS)}; what follows -- is for it.")],
     url: Annotated[
         str | None,
-        Option(help="A server that runs. Default: the one at port 8080, or one of its own."),
+        Option(help="A running server. Default: the one at port 8080, or a new one."),
     ] = None,
     api_key: Annotated[str | None, Option(help="Key of that server. Or set MLXKV_API_KEY.")] = None,
     model: Annotated[
@@ -150,16 +150,17 @@ def launch(
         Option(
             "--model",
             "-m",
-            help="Start a server with this one: an alias, a hub name, a folder or a GGUF file.",
+            help="Start a server with this model: an alias, a hub name, a folder or a GGUF file.",
             autocompletion=complete_model,
         ),
     ] = None,
     kv: Annotated[
-        str | None, Option(help="Its cache preset. Default: int4.", autocompletion=complete_kv)
+        str | None,
+        Option(help="Cache preset of that server. Default: int4.", autocompletion=complete_kv),
     ] = None,
     serve: Annotated[str, Option(help='More options of mlxkv serve: "--kv-memory 8GB".')] = "",
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Print what would be set and started, and start nothing.")
+        bool, Option("--dry-run", help="Only print what would be set and started.")
     ] = False,
 ) -> None:
     """Start a coding agent (claude, opencode, codex) on a model of this machine: its environment is set, and

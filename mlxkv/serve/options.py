@@ -42,38 +42,38 @@ class ServeOptions:
     kv_memory: Annotated[
         str | None,
         Option(
-            help="Most memory for the caches of each model, in each process: 8GB. Default: half of the free memory."
+            help="Memory limit for each model's caches, per process: 8GB. Default: half of the free memory."
         ),
     ] = None
     kv_disk: Annotated[
-        str | None, Option(help="Folder for sessions that memory has no room for.")
+        str | None, Option(help="Folder for sessions that do not fit in memory.")
     ] = None
-    kv_disk_size: Annotated[str, Option(help="Most space there, for each model and preset.")] = (
-        "16GB"
-    )
+    kv_disk_size: Annotated[
+        str, Option(help="Size limit of that folder, per model and preset.")
+    ] = "16GB"
     host: Annotated[str, Option(help="Address; needs --api-key unless it is loopback.")] = (
         "127.0.0.1"
     )
-    port: Annotated[int, Option(help="Port; 0 takes a free one.")] = 8080
+    port: Annotated[int, Option(help="Port; 0 picks a free one.")] = 8080
     api_key: Annotated[
         list[str] | None,
         Option(
             help="Key that clients must send; repeatable: one for each user, the operator's first. "
-            "Or set MLXKV_API_KEY, a key a line: process lists do not show it."
+            "Or set MLXKV_API_KEY, one key a line, which process lists do not show."
         ),
     ] = None
     allow_origin: Annotated[
-        list[str] | None, Option(help="Origin of a web page that may ask; repeatable.")
+        list[str] | None, Option(help="Web origin that may call the API; repeatable.")
     ] = None
     overflow: Annotated[
         str,
-        Option(help="A chat that is longer than the context: refuse, or drop its oldest turns."),
+        Option(help="If a chat is longer than the context: refuse, or drop its oldest turns."),
     ] = "refuse"
     max_tokens: Annotated[int, Option(help="Longest reply, unless the request names a length.")] = (
         512
     )
     max_requests: Annotated[int, Option(help="Requests in progress at once.")] = 64
-    timeout: Annotated[float, Option(help="Seconds for one request.")] = 600
+    timeout: Annotated[float, Option(help="Time limit of a request, in seconds.")] = 600
     batch: Annotated[int, Option(help="Replies decoded at once.")] = 32
     log_level: Annotated[
         str,
@@ -83,13 +83,11 @@ class ServeOptions:
         bool,
         Option(
             "--wired-limit",
-            help="Let MLX wire GPU memory. Off: macOS was reported to panic when that is set under load.",
+            help="Let MLX wire GPU memory. Off because macOS reportedly panics if it is set under load.",
         ),
     ] = False
     reuse: Annotated[bool, Option(help="Keep finished conversations for reuse.")] = True
-    think: Annotated[
-        bool | None, Option(help="Have thinking models think, or not: enable_thinking.")
-    ] = None
+    think: Annotated[bool | None, Option(help="Turn thinking on or off (enable_thinking).")] = None
     chat_template_args: Annotated[
         str | None, Option(help="JSON for the chat template; requests may change it.")
     ] = None

@@ -127,7 +127,7 @@ def run(options: ServeOptions) -> None:
     share = memory.need(1 << 14) / memory.fp16(1 << 14) if memory.fp16(1 << 14) else 1
     place = f" in each of {size} processes" if (size := group.size()) > 1 else ""
     note(
-        f"  caches: at most {human_bytes(memory.bound)}{place}; 16k tokens take {share:.0%} of 16 bits"
+        f"  caches: at most {human_bytes(memory.bound)}{place}; 16k tokens take {share:.0%} of what 16 bits take"
     )
     if not server.engine.is_batchable:
         note("  requests are served one by one: the caches of this model do not join in a batch")

@@ -52,7 +52,7 @@ def _why_off() -> str | None:
         return f"{SWITCH}=0"
     if launch.backend() == "cpu" and switch != "1":
         # MLX would have a C++ compiler build some 26 kernels before the second token.
-        return f"on a CPU they begin with a compiler; {SWITCH}=1 switches them on"
+        return f"traced steps start a compiler on a CPU; {SWITCH}=1 turns them on"
     return None
 
 

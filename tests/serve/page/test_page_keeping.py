@@ -13,7 +13,7 @@ def test_a_reload_during_a_reply(tab, server):
     tab.sees("Once upon")
     tab.reload()
     tab.turns_are("A story", "Once upon")
-    tab.sees("The page was closed or loaded again while this was written.")
+    tab.sees("The page was closed or reloaded during this reply.")
     server.says(("say", " a time"), ("end", "stop"))
     tab.button("Continue")
     tab.until("document.querySelectorAll('.turn .body')[1].innerText.trim() === 'Once upon a time'")

@@ -58,10 +58,10 @@ export function show(chat) {
   const body = rows.map(([name, tokens, bytes, half, why]) => h("tr", {}, h("th", { scope: "row", text: name }), h("td", { text: tokens }),
     h("td", { text: size(bytes) }), h("td", { text: size(half) }), h("td", { text: why ? "–" : saved({ bytes, bytes_fp16: half }) })));
   const lines = [];
-  if (!kv) lines.push("This chat has no cache yet: its figures come with the first reply.");
+  if (!kv) lines.push("This chat has no cache yet: figures come with the first reply.");
   else if (note(kv)) lines.push(`This chat: ${note(kv)}.`);
   const room = [[kv, "this chat"], [all, "all"]].filter(([one]) => one?.allocated_bytes).map(([one, name]) => `${size(one.allocated_bytes)} for ${name}`);
-  const once = all.bytes > all.allocated_bytes ? "; what they have in common is counted in use for each, and kept once" : "";
+  const once = all.bytes > all.allocated_bytes ? "; shared parts count for each chat but are stored once" : "";
   if (room.length) lines.push(`Allocated, with room to grow: ${room.join(", ")}${once}.`);
   if (all.bound_bytes) lines.push(`Limit for all caches (--kv-memory): ${size(all.bound_bytes)}${all.promised_bytes ? `, ${size(all.promised_bytes)} set aside for replies under way` : ""}.`);
   lines.push("In use: the bytes that hold tokens. In 16 bits: what the same tokens take without compression.");

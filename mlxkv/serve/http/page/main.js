@@ -133,7 +133,7 @@ function done() {
   list();
   gauge.refresh().then(() => show());
   for (const [id, one] of open) if (one !== chat && !running(one)) open.delete(id);
-  if (chat.unkept) notice("kept", "This browser's storage is full: what is new lasts until the page is closed.");
+  if (chat.unkept) notice("kept", "This browser's storage is full: new messages are lost when you close the page.");
 }
 
 // Another tab has changed something.
@@ -182,7 +182,7 @@ async function poll() {
 async function begin() {
   sidebar.start(acts);
   files.start(draft);
-  if (!await store.open(changed)) notice("kept", "This browser keeps nothing for this page: chats last until it is closed.");
+  if (!await store.open(changed)) notice("kept", "This browser stores nothing for this page: chats are lost when you close it.");
   let at = location.hash.slice(1);
   try { at ||= sessionStorage.getItem(AT); } catch { /* a new chat */ }
   const found = at && await Chat.load(at);

@@ -80,7 +80,7 @@ const WHY = {
   failed: (m) => `No reply: ${m.error || "it failed"}`,
   lost: (m) => m.error,
   stopped: () => "Stopped.",
-  interrupted: () => "The page was closed or loaded again while this was written.",
+  interrupted: () => "The page was closed or reloaded during this reply.",
 };
 
 // Why a reply is not whole, and what can be done about it.
@@ -91,7 +91,7 @@ function ending(box, message, chat, acts) {
   const context = contextOf(chat, message.kv), full = state === "cut" && context && read + written >= context;
   let words = "";
   if (state === "cut") {
-    words = full ? `The context is full: ${count(context)} tokens. Begin a new chat.` : `Cut off at ${count(written)} tokens, the longest reply that was asked for.`;
+    words = full ? `The context is full: ${count(context)} tokens. Start a new chat.` : `Cut off at ${count(written)} tokens, the longest reply that you allowed.`;
   } else if (WHY[state]) words = WHY[state](message);
   else if (state === "done" && !some) words = "The model ended its reply at once.";
   box.hidden = !words;
@@ -105,7 +105,7 @@ function ending(box, message, chat, acts) {
   if (state === "cut" && !full) box.append(button("Longest reply…", acts.settings));
   if (!some) {
     box.append(button("Retry", () => acts.retry(message)));
-    box.append(h("span", { class: "about", text: "Without a reply, the question above is left out of what the model reads next." }));
+    box.append(h("span", { class: "about", text: "A question without a reply is left out of what the model reads next." }));
   }
 }
 
@@ -113,8 +113,9 @@ function summary(message) {
   const { usage, kv, rate, readSeconds } = message, parts = [];
   if (usage) parts.push(`${count(usage.prompt_tokens)} + ${count(usage.completion_tokens)} tokens`);
   if (rate) parts.push(`${rate.toFixed(1)} tokens/s`);
-  if (readSeconds > 1) parts.push(`first after ${seconds(readSeconds)}`);
-  if (kv?.bytes) parts.push(`cache ${size(kv.bytes)}${note(kv) ? "" : ` of ${size(kv.bytes_fp16)}`}`, `${count(kv.cached_tokens)} tokens reused`);
+  if (readSeconds > 1) parts.push(`${seconds(readSeconds)} to first token`);
+  if (kv?.bytes) parts.push(`cache ${size(kv.bytes)}${note(kv) ? "" : ` of ${size(kv.bytes_fp16)}`}`);
+  if (kv?.cached_tokens) parts.push(`${count(kv.cached_tokens)} tokens reused`);
   return parts.join(" · ");
 }
 
@@ -128,7 +129,7 @@ function foot(node, message, chat, acts) {
   const group = h("div", { class: "acts" });
   if (message.content) group.append(button("Copy", (event) => copy(message.content, event.currentTarget), { "aria-label": message.role === "user" ? "Copy message" : "Copy reply" }));
   if (!busy && message.role === "user") group.append(button("Edit", () => acts.edit(message)));
-  if (!busy && message.role === "assistant" && answered(message)) group.append(button("Regenerate", () => acts.retry(message), { title: chat.settings.temperature === 0 ? "At temperature 0 the same reply comes again: see Settings" : null }));
+  if (!busy && message.role === "assistant" && answered(message)) group.append(button("Regenerate", () => acts.retry(message), { title: chat.settings.temperature === 0 ? "At temperature 0 you get the same reply again: see Settings" : null }));
   if (versions.length > 1) {
     const to = (i) => () => acts.choose(versions[i], at);
     group.append(h("span", { class: "versions" },
