@@ -44,13 +44,13 @@ HEAD = """# Parity
 
 Whether Metal, CUDA, Triton and plain operations store the same codes.
 
-How every backend reproduces the golden tensors, which the specification in NumPy float64
-(`mlxkv/spec/`) wrote.
+How well each backend reproduces the golden tensors, which come from the specification in NumPy float64
+(`mlxkv/spec/`).
 
-- *ties*: codes one step off where the spec's value lies at a rounding boundary, out of so many *values*;
-  any other difference would be called WRONG
-- *rms*: the largest rms(x - spec) / rms(spec) of floats; *bound* is allowed
-- a dash: this backend has no such row; Triton attends with float16 weights, and may be off by 2e-3
+- *ties*: codes one step off where the spec's value lies at a rounding boundary, of so many *values*;
+  the table would call any other difference WRONG
+- *rms*: the largest rms(x - spec) / rms(spec) of floats; at most *bound* is allowed
+- a dash: this backend has no such row; Triton attends with float16 weights, so up to 2e-3 is allowed
 
 Made by `python -m cuda_track.golden.parity`. The columns of a GPU come from `--gpu FILE`, which
 `python -m cuda_track.golden --device cuda --json FILE` writes on a machine that has one.
