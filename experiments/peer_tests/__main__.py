@@ -65,8 +65,8 @@ What else changes in mlx-lm when its caches are replaced.
 
 The tests of mlx-lm {mlx_lm}, unchanged, {kinds}: each model is attached when it first makes a prompt
 cache. *tight* is int4 with sink 0, recent 0 and pages of 16 tokens, so attention reads codes from the 17th token on.
-Cells are tests passed of tests run, without skipped ones. *Models*: attached models in which all growing layers are compressed, some of
-them, or none (refused with a reason, or nothing grows).
+Cells are tests passed of tests run, without skipped ones. *Models*: attached models in which all growing layers are
+compressed, some of them, or none (refused with a reason, or nothing grows).
 
 | suite | models | plain | int4 | tight | what fails or differs, and why |
 |---|---:|---:|---:|---:|---|
