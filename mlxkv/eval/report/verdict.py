@@ -15,14 +15,14 @@ LIMITS = {
 OPEN = "open"
 RULES = (
     "green: mean KL at most 0.01, same top at least 97 %, retrieval not shown to be more than 3 points below fp16; "
-    "amber: 0.1, 90 %, 10 points; red: worse; open: the 95 % intervals reach from one to another"
+    "amber: 0.1, 90 %, 10 points; red: worse; open: the 95 % intervals allow more than one"
 )
 
 VERDICTS = {
     "green": "as good as full precision, by every measure here",
     "amber": "close to full precision: some replies will differ, few for the worse",
     "red": "not as good as full precision",
-    OPEN: "not decided: too little was read for a verdict",
+    OPEN: "undecided: too little text for a verdict, more --samples may settle it",
 }
 
 
@@ -45,8 +45,8 @@ def judge(row: dict) -> tuple[str, str]:
     )
     if best[0] == worst[0]:
         return best[0], best[1] or _left(row, lost, best[0])
-    reason = worst[1] or f"retrieval: {_points(lost)} below fp16 are not excluded"
-    return OPEN, f"{best[0]} to {worst[0]}; {reason}"
+    reason = worst[1] or f"retrieval: {_points(lost)} below fp16 are possible"
+    return OPEN, f"{best[0]} or {worst[0]}; {reason}"
 
 
 def _colour(row: dict, end: str) -> tuple[str, str]:
