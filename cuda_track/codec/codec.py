@@ -6,10 +6,19 @@ from functools import cache
 
 import torch
 
-from cuda_track.codec import METHODS, transform
+from cuda_track.codec import affine, codebook, fill, polar, polar_tree, raw, transform
 from cuda_track.codec.transform import Transform
-from mlxkv.formats.config import Side
+from mlxkv.formats.config import Affine, Codebook, Fill, Full, Half, Polar, PolarTree, Side
 
+METHODS = {
+    Full: raw,
+    Half: raw,
+    Affine: affine,
+    Codebook: codebook,
+    PolarTree: polar_tree,
+    Polar: polar,
+    Fill: fill,
+}
 Stored = dict[str, torch.Tensor]
 
 

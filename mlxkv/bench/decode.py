@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import median, mode
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,6 +37,7 @@ NUMBERS = (
     "token_ms",
     "peak_bytes",
     "kv_bytes",
+    *steps.NUMBERS,
 )
 COLUMNS = (
     ("context", "context", ""),
@@ -143,7 +144,7 @@ def _rows(
     for name, runs in interleaved(tasks, rounds, done).items():
         row = {"preset": name, "by": subject.decoded_by(name)}
         row |= {"context": context, "fill": fill, "runs": len(runs)} | medians(runs)
-        row |= steps.medians(runs)
+        row |= {name: mode(run[name] for run in runs) for name in ("waits", "step")}
         speeds = [run["tokens_per_second"] for run in runs]
         row["spread"] = (max(speeds) - min(speeds)) / median(speeds)
         rows.append(row)

@@ -96,15 +96,6 @@ def made(steps: Steps | None, replayed_before: int, count: int) -> str:
     return f"by Python: {reason}"
 
 
-def medians(runs: list[dict]) -> dict:
-    """Return the median of each number over the runs of one row, and what most runs say."""
-    out = {name: median(run[name] for run in runs) for name in NUMBERS}
-    for name in ("waits", "step"):
-        texts = [run[name] for run in runs]
-        out[name] = max(texts, key=texts.count)
-    return out
-
-
 def show(rows: list[dict]) -> None:
     """Print the table, and how to read it."""
     table = [

@@ -147,4 +147,4 @@ def _distrust(question: Question, tiled: bool) -> str | None:
         reason = tiles.why_not(layout, dims, dtype, make)
     elif on_mac:
         reason = trust.why_not(layout, dims, dtype, tiled)
-    return reason or selftest.fault(config, dims, dtype, make, tiled, question.case)
+    return reason or selftest.test(config, dims, dtype, make, tiled, question.case).reason

@@ -84,18 +84,6 @@ _Key = tuple[CacheConfig, int, mx.Dtype, Factory, bool]
 _outcomes: dict[_Key, dict[Case, Outcome]] = {}
 
 
-def fault(
-    config: CacheConfig,
-    dims: int,
-    dtype: mx.Dtype,
-    make: Factory,
-    tiled: bool = False,
-    case: Case | None = None,
-) -> str | None:
-    """The reason why kernels of this format for heads of `dims` failed, or None."""
-    return test(config, dims, dtype, make, tiled, case).reason
-
-
 def stand_in(config: CacheConfig, dims: int) -> CacheConfig:
     """The config whose trial stands for this one: itself, but for bits by direction, whose kernels are the same for all
     widths (`metal.template`). Keys are tried with fewer stored dims than a head has."""

@@ -235,8 +235,7 @@ def plan_of(config: dict, name: str = "", weights: int | None = None, more: str 
 
     estimate, source = "", f"computed from config.json {more}".strip()
     try:
-        made = outline(config)
-        layers, size, working = made.layers, made.weights, made.working
+        layers, size, working = outline(config)
     except Unsound as error:
         raise UserError(f"[config.json] {error}; got {name}") from None
     except NotBuilt as error:

@@ -53,16 +53,16 @@ def test_a_product_rounded_to_ten_bits_passes(monkeypatch):
 )
 def test_faults_are_found_by_what_is_wrong(part, good, bad, said):
     build = broken(part, good, bad)
-    reason = selftest.fault(PRESETS["oscar-int2"], 64, mx.float16, build)
+    reason = selftest.test(PRESETS["oscar-int2"], 64, mx.float16, build).reason
     assert any(build.held), good
     assert reason is not None and reason.startswith(said), reason
 
 
 def test_two_bases_in_one_pass_are_on_trial_where_they_will_be_used():
     fault = broken("mlxkv_merge", "run < runs", "run < 1")
-    reason = selftest.fault(PRESETS["oja-0.75+int4"], 64, mx.float16, fault)
+    reason = selftest.test(PRESETS["oja-0.75+int4"], 64, mx.float16, fault).reason
     assert reason is not None and reason.startswith("attend"), reason
-    assert selftest.fault(PRESETS["int4"], 64, mx.float16, fault) is None
+    assert selftest.test(PRESETS["int4"], 64, mx.float16, fault).reason is None
 
 
 def test_ties_are_allowed_for_only_behind_a_rotation_that_is_multiplied():

@@ -7,7 +7,7 @@ from methods import METHODS, OWN_BOOKS, turn_at
 from samples import data
 from stored_spec import stored
 
-import cuda_track.codec
+import cuda_track.codec.codec
 import mlxkv.codec.codec
 from cuda_track.codec.codec import Codec as TorchCodec
 from mlxkv.codec.codec import Codec
@@ -36,7 +36,7 @@ def cases():
 
 def test_every_format_has_a_method():
     found = {type(spec) for spec, _ in FORMATS} | {Full, Half}
-    assert found == set(mlxkv.codec.codec.METHODS) == set(cuda_track.codec.METHODS)
+    assert found == set(mlxkv.codec.codec.METHODS) == set(cuda_track.codec.codec.METHODS)
 
 
 def test_it_stores_what_the_law_says(subtests):

@@ -18,6 +18,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.machine import machine_memory
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import Chain, chain, interleaved, middle
+from mlxkv.models.catalog.hub import first_line
 
 COLD_BYTES = 200_000_000  # of rotating copies: more than twice the L2 of any GPU
 COPIES = 4
@@ -96,8 +97,7 @@ def rows(
                 task()
                 tasks[_mlx_lm_name(bits)] = task
             except Exception as error:  # no kernel for this shape, no memory: of any type
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                failed[_mlx_lm_name(bits)] = lines[0][:120]
+                failed[_mlx_lm_name(bits)] = first_line(error)
     for task in tasks.values():
         task()
     times = {k: middle(v) for k, v in interleaved(tasks, rounds).items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from io import StringIO
 from typing import Any, TypeVar
@@ -38,18 +37,10 @@ class NotBuilt(Exception):
     """The reason why mlx-lm makes no model of a config.json."""
 
 
-@dataclass(frozen=True)
-class Outline:
-    """Sizes of a model. weights: their bytes as stored. working: bytes a token of a prefill."""
-
-    layers: list[LayerShape]
-    weights: int
-    working: int
-
-
-def outline(config: dict) -> Outline:
-    """Read off a model that is made of `config` without weights. Raises NotBuilt where mlx-lm cannot, Unsound for
-    sizes that no model has."""
+def outline(config: dict) -> tuple[list[LayerShape], int, int]:
+    """Read the shapes of its caches, the bytes of its weights as stored and working bytes a token of a prefill off a
+    model that is made of `config` without weights. Raises NotBuilt where mlx-lm cannot, Unsound for sizes that no
+    model has."""
     try:
         model = build(config)
         dtype = str(text_config(config).get("dtype") or text_config(config).get("torch_dtype"))
@@ -62,7 +53,7 @@ def outline(config: dict) -> Outline:
     except Exception as error:  # of any kind, where keys are missing or do not fit together
         raise NotBuilt(f"{type(error).__name__}: {first_line(error)[:80]}") from error
     heads = [2 * x.key_dim * (x.queries + x.kv_heads) for x in layers]
-    return Outline(layers, weights, working_bytes(widths[0], max(heads, default=0), max(widths)))
+    return layers, weights, working_bytes(widths[0], max(heads, default=0), max(widths))
 
 
 def classes_of(config: dict) -> tuple[type, type]:
