@@ -52,6 +52,7 @@ from mlxkv.formats.config import (
 from mlxkv.untrusted import Unsound, whole
 
 FORMAT = 5
+PARTS = b"uhp"  # the factors of rotations: U, H and P
 NAME = "mlxkv-calibration"
 LARGEST = 1 << 30  # bytes; the maps of 80 layers with 8 kv heads of 128 dims have 340 MB
 SIDES = ("keys", "values")
@@ -175,7 +176,7 @@ class Calibration:
     @cached_property
     def digest(self) -> str:
         """16 hex digits of a hash of the transforms; saved caches name this, not a file."""
-        total = sha256()
+        total = sha256(PARTS)
         if self.learned:
             total.update(repr(self.learned).encode())
         for name, x in sorted(self._tensors().items()):
