@@ -9,7 +9,7 @@ SMALL = "document.querySelector('small').textContent"
 ROWS = "[...document.querySelectorAll('#figures tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
 
 
-def test_what_a_chat_takes_and_saves(tab):
+def test_what_a_chat_takes_and_saves(tab, server):
     assert "no cache yet" in tab.until(FIGURES)
     tab.ask("hello")
     tab.until(f"{MEMORY} === '4,096 of 8,192 tokens · saves 69 %'")
@@ -24,6 +24,11 @@ def test_what_a_chat_takes_and_saves(tab):
     tab.shows(ROWS, rows)  # the server's own row comes with its answer
     tab.until(f"{FIGURES}.includes('room to grow: 7.0 MiB for this chat, 9.0 MiB for all.')")
     tab.until(f"{SMALL}.includes('cache 5.0 MiB of 16.0 MiB')")
+    # Whenever it opens, the figures of all chats are asked for.
+    tab.click("#gauge summary")
+    server.document["memory"]["bytes"] = 4 << 20
+    tab.click("#gauge summary")
+    tab.until(f"{FIGURES}.includes('less at rest than during a reply')")
     # Each chat has its own; a new one has none.
     tab.button("New chat")
     tab.until(f"{MEMORY} === 'Memory'")

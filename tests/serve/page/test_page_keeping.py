@@ -123,7 +123,7 @@ def test_without_a_database_the_page_works(opened, browser, server):
         source="Object.defineProperty(globalThis, 'indexedDB', {value: undefined})",
     )
     tab.reload()
-    tab.sees("This browser keeps nothing for this page")
+    tab.sees("This browser stores nothing for this page")
     tab.ask("hello")
     tab.ask("again")
     tab.turns_are("hello", "You said: hello", "again", "You said: again")

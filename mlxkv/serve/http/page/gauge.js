@@ -64,6 +64,7 @@ export function show(chat) {
   const once = all.bytes > all.allocated_bytes ? "; shared parts count for each chat but are stored once" : "";
   if (room.length) lines.push(`Allocated, with room to grow: ${room.join(", ")}${once}.`);
   if (all.bound_bytes) lines.push(`Limit for all caches (--kv-memory): ${size(all.bound_bytes)}${all.promised_bytes ? `, ${size(all.promised_bytes)} set aside for replies under way` : ""}.`);
+  if (kv && all.bytes < kv.bytes) lines.push("A chat takes less at rest than during a reply.");
   lines.push("In use: the bytes that hold tokens. In 16 bits: what the same tokens take without compression.");
   if (context) lines.push(`Context of this model: ${count(context)} tokens.`);
   $("figures").replaceChildren(...(rows.length ? [h("table", {}, h("thead", {}, h("tr", {}, ...head)), h("tbody", {}, ...body))] : []), ...lines.map((text) => h("p", { text })));
