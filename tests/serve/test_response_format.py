@@ -176,7 +176,7 @@ def test_what_is_no_schema_is_refused(server, subtests):
 
 def test_without_the_library_it_is_refused(monkeypatch):
     monkeypatch.setattr(grammar, "_library", lambda: None)
-    with pytest.raises(Refused, match=r"pip install 'mlxkv\[schema\]'") as found:
+    with pytest.raises(Refused, match="pip install 'llguidance") as found:
         grammar.of_format(FORMAT)
     assert found.value.status == 400 and found.value.code == "not_installed"
     assert grammar.of_format({"type": "text"}) is None and grammar.of_format(None) is None
