@@ -158,22 +158,21 @@ def working(what: str) -> Iterator[Callable[[int, int], None]]:
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+    from rich.text import Text
 
-    out, bar = Console(stderr=True), None
-    spinner = out.status(f"[dim]{what} ...[/dim]")
+    out, bar, what = Console(stderr=True), None, plain(what)
+    spinner = out.status(Text(f"{what} ...", "dim"))
     spinner.start()
 
     def told(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:
             spinner.stop()
-            bar = Progress(
-                *(SpinnerColumn(), TextColumn(what), BarColumn(), DownloadColumn()),
-                console=out,
-                transient=True,
-            )
+            name = TextColumn("{task.description}", markup=False)
+            columns = SpinnerColumn(), name, BarColumn(), DownloadColumn()
+            bar = Progress(*columns, console=out, transient=True)
             bar.start()
-            bar.add_task("", total=total)
+            bar.add_task(what, total=total)
         bar.update(bar.task_ids[0], completed=done)
 
     try:

@@ -69,6 +69,18 @@ def test_nothing_shows_raw_text(subtests, capsys):
             assert "owned" in shown and not set(shown) & set("\x1b\x07\x9b\x7f\r\udc9b")
 
 
+def test_names_in_a_bar_are_no_markup(monkeypatch, capsys):
+    """As of a folder whose name looks like a tag of rich's, or like a place of Python's formats."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    name = f"{RAW} {{0}}"
+    with console.working(name) as told:
+        told(1, 2)
+    shown = capsys.readouterr().err
+    assert shown.count("nd\u202e") == 0 and "\x1b]0;owned" not in shown
+    assert "[/b] {0}" in shown.replace("\n", "")
+
+
 def test_a_log_has_plain_lines(capsys):
     handler = logging.StreamHandler()
     handler.setFormatter(console.PlainLog())

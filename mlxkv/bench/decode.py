@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from mlxkv import console
@@ -81,7 +82,7 @@ def run(
     with Progress(console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task("decode", total=len(lengths) * len(presets) * (2 * rounds + 1))
         for context in lengths:
-            bars.update(bar, description=f"{model} {context}")
+            bars.update(bar, description=escape(console.plain(f"{model} {context}")))
             rows += _rows(
                 subject,
                 context,

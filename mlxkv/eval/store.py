@@ -96,7 +96,8 @@ def computed(arms: Arms, parts: list[Part], folder: Path) -> dict[str, Results]:
                     store.write(arms, part, name, results[name])
                 ended += 1
                 seconds = time.perf_counter() - start
-                bars.console.print(f"{title}: {seconds:.0f} s", highlight=False)
+                line = f"{console.plain(title)}: {seconds:.0f} s"
+                bars.console.print(line, highlight=False, markup=False)
         except KeyboardInterrupt:
             console.note(
                 f"stopped; {ended} of {len(parts)} parts are kept in {folder}, and the same "
