@@ -162,8 +162,8 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     assert both.digest == first.digest
     assert set(both.layers["0"].values.clips) == {"int2 g64", "int3 g64"}
     for more, message in (
-        (["--kv", "oscar-int2"], "add --search-clip"),
-        (["--calibration", str(out)], "add --search-clip"),
+        (["--kv", "oscar-int2"], "[--kv] is for --search-clip"),
+        (["--calibration", str(out)], "[--calibration] is for --search-clip"),
         (["--search-clip", "--kv", "int4"], "got int4; clips are searched for calibrated"),
         (["--search-clip", "--kv", "oscar-int9"], "unknown preset"),
         (["--search-clip", "--calibration", str(text)], "no safetensors file"),
