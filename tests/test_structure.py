@@ -7,10 +7,13 @@ import re
 import resource
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
-from import_graph import circles, import_edges
+import pytest
 from typer.main import get_command
 
 from experiments.pages.reference import walk
@@ -38,7 +41,7 @@ SHARED = [
     "files",
     "untrusted",
 ]
-EDGES, _ = import_edges(ROOT)
+PACKAGES = ("mlxkv", "cuda_track", "experiments")
 # Pronouns, participles and adverbs say nothing as names: how many a room may still have, in percent of its names.
 VAGUE = """one own found told asked held rest more what it there beside left kept given known said made done taken
     wanted whole each other others some both every same here where who whose why how then than this these those seen
@@ -70,8 +73,45 @@ def room(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
 
 
-def test_imports_point_down():
-    for name, other in sorted(EDGES):
+@pytest.fixture(scope="module")
+def trees() -> dict[str, tuple[Path, ast.Module]]:
+    """Path and syntax of each module of ours."""
+    trees = {}
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        trees[name] = path, ast.parse(path.read_text(encoding="utf-8"))
+    return trees
+
+
+@pytest.fixture(scope="module")
+def edges(trees) -> set[tuple[str, str]]:
+    """(importer, imported) of modules and frameworks; imports inside functions count, those of types do not."""
+    edges = set()
+    for name, (_, tree) in trees.items():
+        for node in imports(tree):
+            targets = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                dotted = [f"{node.module}.{target}" for target in targets]
+                targets = [target if target in trees else str(node.module) for target in dotted]
+            tops = {target.split(".")[0] for target in targets}
+            edges |= {(name, target) for target in {*targets} & trees.keys() | tops & FRAMEWORKS}
+    return {(name, other) for name, other in edges if name != other}
+
+
+def imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif not (isinstance(child, ast.expr) or is_of_types(child)):
+            yield from imports(child)
+
+
+def is_of_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+
+
+def test_imports_point_down(edges):
+    for name, other in sorted(edges):
         if under(name, "mlxkv") and under(other, "mlxkv") and room(name) != room(other):
             down = FLOOR[room(other)] < FLOOR[room(name)]
             assert down or FLOOR[room(name)] == LOWEST == FLOOR[room(other)], (name, other)
@@ -85,14 +125,16 @@ def test_imports_point_down():
             )
 
 
-def test_no_circles():
+def test_no_circles(edges):
     """Imports inside functions count: a lazy import may keep a framework out, not hide a circle."""
-    assert circles(EDGES) == []
+    graph = defaultdict(set)
+    for name, other in edges:
+        graph[name].add(other)
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_frameworks_stay_in_their_rooms():
-    used, _ = import_edges(ROOT, FRAMEWORKS)
-    for name, framework in sorted((n, f) for n, f in used if f in FRAMEWORKS):
+def test_frameworks_stay_in_their_rooms(edges):
+    for name, framework in sorted(edge for edge in edges if edge[1] in FRAMEWORKS):
         allowed = {"torch", "triton", "transformers"} if under(name, "cuda_track") else {"mlx"}
         if under(name, *(f"mlxkv.{part}" for part in USES_MLX_LM)):
             allowed |= {"mlx_lm"}
@@ -155,26 +197,24 @@ def test_public_reports_name_tests_that_exist():
         assert re.search(rf"^def {name}\(", code, re.MULTILINE), (file, name)
 
 
-def test_docstrings_of_functions_begin_with_a_verb_or_a_noun():
+def test_docstrings_of_functions_begin_with_a_verb_or_a_noun(trees):
     odd = re.compile(r"(?:What|Whether|Which|Why|How|Where|Whose|Who|Of|Those)\b")
     found = []
-    for top in ("mlxkv", "cuda_track"):
-        for file in (ROOT / top).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    text = (ast.get_docstring(node) or "").strip()
-                    if odd.match(text):
-                        found.append(f"{file.relative_to(ROOT)}: {node.name}")
+    for module, (_, tree) in trees.items():
+        for node in ast.walk(tree) if under(module, "mlxkv", "cuda_track") else ():
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if is_function and odd.match((ast.get_docstring(node) or "").strip()):
+                found.append(f"{module}.{node.name}")
     assert found == []
 
 
-def test_names_are_nouns_or_verbs():
+def test_names_are_nouns_or_verbs(trees):
     """A bound only falls."""
     words, names, vague = set(VAGUE.split()), {}, {}
-    for file in [*(ROOT / "mlxkv").rglob("*.py"), *(ROOT / "cuda_track").rglob("*.py")]:
+    for module, (file, tree) in trees.items():
         top, place, *_ = file.relative_to(ROOT).parts
         place = top if top == "cuda_track" or place.endswith(".py") else place
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree) if under(module, "mlxkv", "cuda_track") else ():
             match node:
                 case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
                     pass
@@ -190,21 +230,20 @@ def test_names_are_nouns_or_verbs():
     assert {p: s for p, s in shares.items() if s > VAGUE_SHARE.get(p, 4.9)} == {}
 
 
-def test_names_of_our_modules_exist(with_torch):
+def test_names_of_our_modules_exist(trees, with_torch):
     """Of every `module.name` in mlxkv and cuda_track whose module is imported at the top of a file."""
-    for path in [path for top in ("mlxkv", "cuda_track") for path in (ROOT / top).rglob("*.py")]:
-        tree, modules = ast.parse(path.read_text(encoding="utf-8")), {}
+    for path, tree in (trees[name] for name in trees if under(name, "mlxkv", "cuda_track")):
+        modules = {}
         for node in tree.body:
             if isinstance(node, ast.ImportFrom) and under(str(node.module), "mlxkv", "cuda_track"):
                 for alias in node.names:
                     name = f"{node.module}.{alias.name}"
-                    if (ROOT / name.replace(".", "/")).with_suffix(".py").exists():
+                    if name in trees and trees[name][0].stem != "__init__":
                         modules[alias.asname or alias.name] = import_module(name)
-        bound = {
-            x.id for x in ast.walk(tree) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
-        }
-        bound |= {x.arg for x in ast.walk(tree) if isinstance(x, ast.arg)}
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(tree))
+        bound = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+        bound |= {x.arg for x in nodes if isinstance(x, ast.arg)}
+        for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 module = node.value.id
                 if module in modules and module not in bound:
