@@ -1,10 +1,10 @@
 """Rules per layer: who is compressed, who is not, and that the reason is said."""
 
+import ast
 from pathlib import Path
 
 import mlx_lm.models
 import pytest
-from attention_source import families
 from random_models import random_model
 
 from mlxkv.formats.config import CacheConfig
@@ -25,7 +25,8 @@ def test_the_table_of_refused_families_is_what_the_source_of_mlx_lm_says():
     folder = Path(mlx_lm.models.__path__[0])
     table = {*REFUSED, *LATENTS, *DEPENDS, *REACHED, *(REFUSED_BEFORE_0_32 if OLD else ())}
     present = {family for family in table if (folder / f"{family}.py").exists()}
-    assert set(families(folder)) == present
+    files = [file for file in folder.glob("*.py") if file.stem not in ("base", "cache")]
+    assert {file.stem for file in files if misuses(file.read_text())} == present
 
 
 def test_versions_of_mlx_lm_differ_in_what_is_refused():
@@ -110,3 +111,114 @@ def test_full_precision_is_quiet(reports):
 def test_ranges():
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert summarise([LayerReport(3, "full attention", False, "why")])[1].startswith("layer 3 ")
+
+
+# -- mlx-lm's model files: what each does with the keys and values that a cache returns
+
+ATTENTION = "scaled_dot_product_attention"
+READABLE = {"shape", "dtype"}  # what our view has in common with an array
+
+
+def misuses(source: str) -> list[str]:
+    """What the code in `source` does with fetched keys and values other than to pass them on, or to
+    return them.
+
+    A file that calls mx.fast attention and never the function that we rebind counts too.
+    """
+    tree = ast.parse(source)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any(map(_is_fetch, ast.walk(node))):
+            flow = _Flow()
+            flow.block(node.body, frozenset())
+            found += flow.found
+        if _takes_from_other_cache(node):
+            found.append(f"line {node.lineno}: keys and values out of a cache's .state")
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    fast = any(isinstance(f, ast.Attribute) and f.attr == ATTENTION for f in calls)
+    ours = any(isinstance(f, ast.Name) and f.id == ATTENTION for f in calls)
+    if fast and not ours:
+        found.append("calls mx.fast attention")
+    return found
+
+
+def _is_fetch(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "update_and_fetch"
+
+
+def _takes_from_other_cache(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr == "state"
+    )
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def _only_names(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) or (
+        isinstance(node, ast.Tuple) and all(isinstance(x, ast.Name) for x in node.elts)
+    )
+
+
+def _cast(node: ast.AST) -> ast.AST:
+    """`x` of `x.astype(...)`, which our view answers with itself."""
+    is_cast = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "astype"
+    return node.func.value if is_cast else node
+
+
+class _Flow:
+    """Follows the names that hold fetched keys and values through one function, statement by
+    statement."""
+
+    def __init__(self):
+        self.found: list[str] = []
+
+    def block(self, statements: list[ast.stmt], held: frozenset[str]) -> frozenset[str]:
+        for statement in statements:
+            held = self.statement(statement, held)
+        return held
+
+    def statement(self, node: ast.stmt, held: frozenset[str]) -> frozenset[str]:
+        if isinstance(node, ast.Assign):
+            targets = frozenset().union(*map(_names, node.targets))
+            if _is_fetch(node.value):
+                return held | targets
+            value = _cast(node.value)
+            if _only_names(value) and _names(value) & held:
+                return held | targets
+            self.use(node.value, held)
+            return held - targets if all(map(_only_names, node.targets)) else held
+        if isinstance(node, ast.If):
+            self.use(node.test, held)
+            return self.block(node.body, held) | self.block(node.orelse, held)
+        if isinstance(node, (ast.For, ast.While, ast.With)):
+            return held | self.block(node.body, held)
+        if isinstance(node, ast.Return) and node.value is not None:
+            parts = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+            for part in parts:
+                if not _only_names(part):
+                    self.use(part, held)
+            return held
+        for child in ast.iter_child_nodes(node):
+            self.use(child, held)
+        return held
+
+    def use(self, node: ast.AST, held: frozenset[str]) -> None:
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == ATTENTION:
+            arguments = [*node.args, *(k.value for k in node.keywords)]
+            for argument in arguments:
+                if not isinstance(argument, ast.Name):
+                    self.use(argument, held)
+        elif isinstance(node, ast.Attribute) and _only_names(node.value) and node.attr in READABLE:
+            pass
+        elif isinstance(node, ast.Name):
+            if node.id in held:
+                self.found.append(f"line {node.lineno}: {node.id}")
+        else:
+            for child in ast.iter_child_nodes(node):
+                self.use(child, held)
