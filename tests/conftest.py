@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -38,7 +39,7 @@ def pytest_configure(config) -> None:
     import mlx_header
 
     if not hasattr(config, "workerinput"):
-        mlx_header.precompile()
+        Thread(target=mlx_header.precompile).start()  # while the workers import what they test
 
 
 def pytest_report_header() -> list[str]:
@@ -67,7 +68,6 @@ def pytest_report_header() -> list[str]:
 # What takes more than about two seconds on a quiet core, by the start of its name below tests/.
 # `make test-fast` leaves it out, and with it what a test's own mark calls slow.
 SLOW = (
-    "cache/test_cache_walk.py",
     "cache/test_ragged.py::test_any_walk",
     "calibrate/test_balanced.py::test_pages_are_led_back_by_the_inverse",
     "calibrate/test_learn.py::test_learning_lowers_the_error_of_the_codes",

@@ -63,12 +63,18 @@ CASES = {
 PAGES, PAGE = 3, 32
 
 
-def _filled(store: Paged, batch: int, heads: int, dims: int) -> CodePages:
-    """Random pages, and the same for plain ops."""
+def filled(
+    keys: Side, values: Side, batch: int, heads: int, dims: int = 64, pool: Pool | None = None
+) -> tuple[Paged, CodePages]:
+    """Random pages in a pool, and the same for plain ops."""
+    config = CacheConfig(keys, values, page=PAGE)
+    assert launch.why_not(config, (dims, dims)) is None
+    codecs = tuple(Codec(side, dims, PAGE) for side in (keys, values))
     pair = [torch.randn(batch, heads, PAGES * PAGE, dims) for _ in "kv"]
-    stored = tuple(code.encode(x) for code, x in zip(store.codecs, pair, strict=True))
+    stored = tuple(code.encode(x) for code, x in zip(codecs, pair, strict=True))
+    store = Paged(config, codecs, pool)
     store.restore(dict(zip(NAMES, stored, strict=True)), PAGES)
-    return CodePages(store.codecs, stored, PAGES * PAGE)
+    return store, CodePages(codecs, stored, PAGES * PAGE)
 
 
 def used(pool: Pool) -> int:
@@ -115,11 +121,7 @@ def test_attention_over_codes(subtests):
 def check_attention(case):
     dims, heads, kv_heads, new, batch, keys, values, sink, live, masked, sinks = CASES[case]
     torch.manual_seed(0)
-    config = CacheConfig(SIDES[keys], SIDES[values], page=PAGE)
-    assert launch.why_not(config, (dims, dims)) is None
-    codecs = tuple(Codec(side, dims, PAGE) for side in (config.keys, config.values))
-    store = Paged(config, codecs)
-    plain = _filled(store, batch, kv_heads, dims)
+    store, plain = filled(SIDES[keys], SIDES[values], batch, kv_heads, dims)
     windows = [
         tuple(torch.randn(batch, kv_heads, n, dims) for _ in "kv") if n else None
         for n in (live, sink)
@@ -141,11 +143,7 @@ def test_capped_scores(subtests):
     for keys in [Affine(4, 64), Affine(2, 64, axis="channel")]:
         with subtests.test(keys=keys):
             torch.manual_seed(0)
-            config = CacheConfig(Side(keys), Side(Affine(4, 64)), page=PAGE)
-            store = Paged(
-                config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values))
-            )
-            plain = _filled(store, 1, 1, 64)
+            store, plain = filled(Side(keys), Side(Affine(4, 64)), 1, 1)
             windows = [tuple(torch.randn(1, 1, n, 64) for _ in "kv") for n in (9, 4)]
             q = 3 * torch.randn(1, 2, 2, 64)
             view, twin = (View(*windows, pages) for pages in (store.read(0, PAGES), plain))
@@ -166,9 +164,7 @@ def test_prefill_decodes_pages_in_the_stored_domain(name, monkeypatch):
     monkeypatch.setattr(layout, "TURN", 16)
     dims, dtype, keys, values = PREFILLED[name]
     torch.manual_seed(0)
-    config = CacheConfig(SIDES[keys], SIDES[values], page=PAGE)
-    store = Paged(config, tuple(Codec(side, dims, PAGE) for side in (config.keys, config.values)))
-    plain = _filled(store, 2, 2, dims)
+    store, plain = filled(SIDES[keys], SIDES[values], 2, 2, dims)
     windows = [tuple(torch.randn(2, 2, n, dims) for _ in "kv") for n in (21, 16)]
     q = torch.randn(2, 4, 13, dims)
     right = attend(q, View(*windows, plain), dims**-0.5, "causal").numpy()
@@ -178,9 +174,7 @@ def test_prefill_decodes_pages_in_the_stored_domain(name, monkeypatch):
 
 
 def test_causal_masks_of_drafts_are_recognised():
-    config = CacheConfig(SIDES["int4"], SIDES["int4"], page=PAGE)
-    store = Paged(config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)))
-    _filled(store, 2, 1, 64)
+    store, _ = filled(SIDES["int4"], SIDES["int4"], 2, 1)
     live, q = tuple(torch.randn(2, 1, 7, 64) for _ in "kv"), torch.randn(2, 2, 4, 64)
     view = View(live, None, store.read(0, PAGES))
     total = view.tokens
@@ -221,9 +215,7 @@ def test_transforms_of_a_calibration_differ_by_head(monkeypatch):
 def test_rows_of_different_lengths():
     """What a server does: each row with its own pages, windows of one length."""
     torch.manual_seed(0)
-    config = CacheConfig(SIDES["int4"], SIDES["int4"], page=PAGE)
-    store = Paged(config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)))
-    plain = _filled(store, 2, 1, 64)
+    store, plain = filled(SIDES["int4"], SIDES["int4"], 2, 1)
     store.pool.release(store.rows[1][1:])
     del store.rows[1][1:]
     live, q = tuple(torch.randn(2, 1, 7, 64) for _ in "kv"), torch.randn(2, 4, 1, 64)
@@ -271,12 +263,8 @@ def test_a_cache_with_a_pool_is_a_cache():
 
 
 def test_prefixes_are_shared_and_given_back():
-    config = CacheConfig(SIDES["int4"], SIDES["int4"], page=PAGE)
     pool = Pool()
-    store = Paged(
-        config, tuple(Codec(side, 64, PAGE) for side in (config.keys, config.values)), pool
-    )
-    _filled(store, 1, 1, 64)
+    store, _ = filled(SIDES["int4"], SIDES["int4"], 1, 1, pool=pool)
     other = copy.deepcopy(store)
     assert used(pool) == PAGES
     other.append(tuple(torch.randn(1, 1, PAGE, 64) for _ in "kv"), 1)

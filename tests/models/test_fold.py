@@ -13,6 +13,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from on_emulator import make, make_tiles
 from random_models import random_model
 from small_models import TINY
+from turning import TEXT, logits
 
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
@@ -34,19 +35,9 @@ WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages ar
 INT4, INT2 = (
     dataclasses.replace(PRESETS[name], **WINDOWS) for name in ("oscar-int4", "oscar-int2")
 )
-TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
 GATE = "a gate or a norm comes between"
 VALUES = "values are not the output of a linear map"
 TWICE = "its values are read more than once"
-
-
-def logits(model, cache=None) -> np.ndarray:
-    """A prefill of 90 tokens, behind what `cache` holds, and ten decoded ones."""
-    cache = cache or make_prompt_cache(model)
-    text = mx.array(TEXT[:100])[None]
-    parts = [model(text[:, :90], cache=cache)]
-    parts += [model(text[:, i : i + 1], cache=cache) for i in range(90, 100)]
-    return np.array(mx.concatenate(parts, axis=1)[0])
 
 
 def spoken(model) -> list[int]:

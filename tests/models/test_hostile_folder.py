@@ -4,6 +4,7 @@
 import json
 import os
 import time
+from itertools import product
 
 import pytest
 from model_folders import WEIGHTS, error_of, folder, saved
@@ -44,16 +45,8 @@ def test_nested_files(folder, name):
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(
-            ("pipe", name)
-            for name in ("config.json", WEIGHTS, "tokenizer.json", "merges.txt", INDEX)
-        ),
-        *(
-            ("loop", "config.json"),
-            ("loop", WEIGHTS),
-            ("device", "config.json"),
-            ("device", WEIGHTS),
-        ),
+        *product(["pipe"], ["config.json", WEIGHTS, "tokenizer.json", "merges.txt", INDEX]),
+        *product(["loop", "device"], ["config.json", WEIGHTS]),
     ],
 )
 def test_pipes_loops_and_devices(folder, name, kind):
@@ -117,16 +110,9 @@ def test_files_of_mlx_lm_that_are_no_models(folder):
         assert "choose a model that mlx-lm supports" in error_of(folder)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_attention_heads": 0},
-        {"num_key_value_heads": 0},
-        {"head_dim": 0},
-    ],
-)
-def test_sizes_that_cannot_run(folder, changes):
-    edit(folder, **changes)
+@pytest.mark.parametrize("size", ["num_attention_heads", "num_key_value_heads", "head_dim"])
+def test_sizes_that_cannot_run(folder, size):
+    edit(folder, **{size: 0})
     text = error_of(folder)
     assert "do not fit together" in text or "cannot run" in text
 

@@ -215,7 +215,7 @@ def test_a_reply_that_takes_too_long(server, change, monkeypatch):
         time.sleep(0.01)
         return plain(self)
 
-    change(timeout=1)
+    change(timeout=0.2)
     monkeypatch.setattr(Engine, "step", slow)
     assert refused(server, 504, **ENDLESS)["code"] == "timeout"
     settled(server)

@@ -27,6 +27,7 @@ def rms(x, exact):
 
 
 def logits(model, cache=None, prompt=90, end=100):
+    """[T, vocabulary] of a prefill of `prompt` tokens of TEXT behind what `cache` holds, and of the rest one by one."""
     cache = cache or make_prompt_cache(model)
     text = mx.array(TEXT[:end])[None]
     parts = [model(text[:, :prompt], cache=cache)]

@@ -225,6 +225,8 @@ def _parse(batch: list[Unit], level: int, whole: bool) -> Iterator[tuple[str, Br
                 yield unit.name, Breach(rule, where, line - start, message)
 
 
+# Kinds of nodes below which nothing is declared or cast: half of a tree.
+LEAVES = {"DECL_REF_EXPR", "INTEGER_LITERAL", "FLOATING_LITERAL", "TYPE_REF", "TEMPLATE_REF"}
 _told: set[tuple[str, str]] = set()  # shapes of (header, tail) that were parsed with all warnings
 _CONSTANT = re.compile(
     r"^(?:#define (\w+) [-\w]+|(?:constant )?constexpr \w+ (\w+)(?:\[\d+\])? = [^\n]*;|typedef \w+ (\w+);)\n",
@@ -274,11 +276,19 @@ def _scope(cursor) -> Iterator[tuple[int, str]]:
 
 def _bare(cursor) -> Iterator[tuple[int, str]]:
     """Pointers and references without an address space: Metal refuses them, C++ for OpenCL calls them generic."""
-    for one in cursor.walk_preorder():
-        if one.kind.is_declaration() or one.kind.is_expression():
-            if not one.kind.is_declaration() and "CAST" not in one.kind.name:
-                continue
-            called = re.search("CONSTRUCTOR|FUNCTION|METHOD", one.kind.name)
-            kind = (one.result_type if called else one.type).spelling
-            if re.search(r"__generic", kind):
-                yield one.location.line, f"{one.spelling or 'a cast'} has the type {kind}"
+    nodes = [cursor]
+    for node in nodes:
+        kind = node.kind
+        if kind.name not in LEAVES:
+            nodes.extend(node.get_children())
+        if _is_typed(kind):
+            called = re.search("CONSTRUCTOR|FUNCTION|METHOD", kind.name)
+            spelling = (node.result_type if called else node.type).spelling
+            if "__generic" in spelling:
+                yield node.location.line, f"{node.spelling or 'a cast'} has the type {spelling}"
+
+
+@cache
+def _is_typed(kind) -> bool:
+    """Whether nodes of a kind are declarations or casts."""
+    return kind.is_declaration() or (kind.is_expression() and "CAST" in kind.name)
