@@ -54,7 +54,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 
 import numpy as np
 
@@ -187,23 +187,15 @@ def readers(q: np.ndarray, w: np.ndarray, kv_heads: int) -> np.ndarray:
     return total
 
 
-def layer_cost(
-    sides: tuple[np.ndarray, np.ndarray],
-    widths: tuple[Widths, Widths],
-    measured: np.ndarray | None = None,
+def side_cost(
+    sigma: np.ndarray, widths: Widths, norms: np.ndarray, measured: np.ndarray | None = None
 ) -> float:
-    """Return J of a layer for sigma [G, D] of keys and of values, and a and b [2, G] where they were measured: values
-    that are all 0 cost nothing."""
-    (keys, values), squares = sides, (sides[1] ** 2).sum(-1)
+    """Return what the keys or the values of a layer add to J, for sigma and norms [G, D] and [G], and a or b [G] where
+    they were measured. norms: D of keys, the sum of sigma^2 of values; heads whose norm is 0 cost nothing."""
     if measured is None:
-        size = squares.sum()
-        return cost(keys, widths[0]) / keys.size + (cost(values, widths[1]) / size if size else 0)
-    total = 0.0
-    for head, (a, b) in enumerate(measured.T):
-        part = slice(head, head + 1)
-        total += a * cost(keys[part], widths[0]) / keys.shape[1]
-        total += b * cost(values[part], widths[1]) / squares[head] if squares[head] else 0
-    return total
+        return cost(sigma, widths) / norms.sum() if norms.sum() else 0.0
+    heads = zip(measured, sigma[:, None], norms, strict=True)
+    return sum(share * cost(head, widths) / norm for share, head, norm in heads if norm)
 
 
 def allotted(
@@ -215,13 +207,17 @@ def allotted(
     all kv heads; measured: a and b of each. All that could be best are tried: for a few layers of few blocks."""
     room = rate * sum(keys.size + values.size for keys, values in layers) + 1e-9
     best = [(0.0, 0, [])]
-    for sides, costs in zip(layers, measured or [None] * len(layers), strict=True):
+    for sides, shares in zip(layers, measured or [(None, None)] * len(layers), strict=True):
+        norms = np.full(len(sides[0]), sides[0].shape[1]), (sides[1] ** 2).sum(-1)
+        costs = [
+            {widths: side_cost(sigma, widths, *more) for widths in patterns(sigma.shape[1] // DIMS)}
+            for sigma, *more in zip(sides, norms, shares, strict=True)
+        ]
         own = {}
-        for k in patterns(sides[0].shape[1] // DIMS):
-            for v in patterns(sides[1].shape[1] // DIMS):
-                bits = len(sides[0]) * stored_bits(k) + len(sides[1]) * stored_bits(v)
-                j = layer_cost(sides, (k, v), costs)
-                own[bits] = min(own.get(bits, (np.inf,)), (j, bits, (k, v)), key=lambda x: x[0])
+        for k, v in product(*costs):
+            bits = len(sides[0]) * stored_bits(k) + len(sides[1]) * stored_bits(v)
+            j = costs[0][k] + costs[1][v]
+            own[bits] = min(own.get(bits, (np.inf,)), (j, bits, (k, v)), key=lambda x: x[0])
         best = [(c + j, b + bits, [*w, both]) for c, b, w in best for j, bits, both in own.values()]
     return min((one for one in best if one[1] <= room), key=lambda one: one[:2])[2]
 
