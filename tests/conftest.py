@@ -35,11 +35,18 @@ from mlxkv import blas  # noqa: E402 - before anything imports MLX
 
 
 def pytest_configure(config) -> None:
-    """Prepare what the processes of a run share, before workers of pytest-xdist start."""
-    import mlx_header
-
+    """Compile what the processes of a run share, while workers of pytest-xdist import what they test."""
     if not hasattr(config, "workerinput"):
-        Thread(target=mlx_header.precompile).start()  # while the workers import what they test
+        Thread(target=compile_shared).start()
+
+
+def compile_shared() -> None:
+    import mlx_header
+    from emulator import build
+
+    mlx_header.precompile()
+    if build.why_not() is None:
+        build.runner(), build.headers(build.can_check())
 
 
 def pytest_report_header() -> list[str]:

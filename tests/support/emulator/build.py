@@ -130,7 +130,7 @@ def runner() -> Path:
 
 
 @functools.cache
-def _headers(checks: bool) -> list[Path]:
+def headers(checks: bool) -> list[Path]:
     """The folders of metal.h: precompiled, and the text, which is read where a compiler takes only that."""
     folder = cache_dir() / f"headers-{_base()[:20]}-{int(checks)}"
     header = folder / "metal.h.gch"
@@ -148,7 +148,7 @@ def library(text: str, checks: bool) -> Path:
         return path
     source = path.with_name(f"{path.stem}.{os.getpid()}.cpp")
     source.write_text(text, encoding="utf-8")
-    flags = [*_flags(checks), *(f"-I{folder}" for folder in _headers(checks))]
+    flags = [*_flags(checks), *(f"-I{folder}" for folder in headers(checks))]
     undefined = (
         ["-lm", "-lc", "-lgcc"]
         if platform.system() == "Linux"
