@@ -47,6 +47,14 @@
       }
       float steps[4];  // of the lane's dims
       float biases[4];
+      float scales[4];  // of the lane's tokens
+      float lowest[4];
+      if (!CHANNEL_V && !TREE_V && !RAW_V) {
+        kv_load_numbers<4>(numbers_v + kv_value_number(2 * t, 32 * j / GROUP_V, 0, GROUPS_V), scales);
+        if (!SYMMETRIC_V) {
+          kv_load_numbers<4>(numbers_v + kv_value_number(2 * t, 32 * j / GROUP_V, 1, GROUPS_V), lowest);
+        }
+      }
 #if WITH_HALVES
       uint raw[8];  // a block at a time: registers
       if (RAW_V) {
@@ -71,18 +79,12 @@
       for (int n = 0; n < 4; n++) {
         const int r = n / 2;
         const int h = n % 2;
-        const int token = 2 * t + 8 * r + h;
         if (!CHANNEL_V && !TREE_V && !RAW_V) {
-          const int group_of = 32 * j / GROUP_V;
-          const float step =
-              STEPS_V * float(numbers_v[kv_value_number(token, group_of, 0, GROUPS_V)]);
-          const float bias = SYMMETRIC_V
-              ? -0.5f * step
-              : float(numbers_v[kv_value_number(token, group_of, 1, GROUPS_V)]);
+          const float step = STEPS_V * scales[n];
 #pragma unroll
           for (int p = 0; p < 4; p++) {
             steps[p] = step;
-            biases[p] = bias;
+            biases[p] = SYMMETRIC_V ? -0.5f * step : lowest[n];
           }
         }
 #if WITH_TREE
@@ -93,7 +95,7 @@
               words_v[BITS_V == 3 ? kv_high_word(j) : 0] >> kv_high_bit(j, r, 0, h);
           const int of = 2 * j + g / 4;
           const float radius =
-              kv_number_at(numbers_v, kv_value_number(token, of, 0, GROUPS_V), of < GROUPS_V);
+              kv_number_at(numbers_v, kv_value_number(2 * t + 8 * r + h, of, 0, GROUPS_V), of < GROUPS_V);
           const uint other = simd_shuffle_xor(high, ushort(4));  // g and its neighbour
           kv_tree_value(tree_v, radius, low >> (8 * r + 16 * h), high, other, g, of_tree);
         }
