@@ -13,9 +13,6 @@ pytestmark = [
 # Registers that are written to memory and read back, as instructions. Every kernel of a preset and head dim that is not
 # named here has none.
 SPILLS = {
-    ("attend", 256): {"int8": 11, "int4": 3},
-    ("attend", 128): {"int8": 5, "int4": 2},
-    ("attend_tile", 256): {"int8": 9, "int4": 11, "int3": 7, "fill": 14, "int2": 20},
     ("seal", 256): {"int3": 18},
     ("seal of a prompt", 256): {"int3": 33},
     ("seal_channel", 256): {"int2": 32},
@@ -58,4 +55,4 @@ def test_what_costs_registers_is_seen(subtests):
     source = text.kernel.source.replace("POOLED = 1", "POOLED = 0")
     assert source != text.kernel.source
     took = compiler.takes(replace(text.kernel, source=source), text.threads)
-    assert took.spills > SPILLS["attend_tile", 256]["int4"]
+    assert took.spills > 0

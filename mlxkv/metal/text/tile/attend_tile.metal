@@ -94,9 +94,7 @@ const int n_live = size[25 + 4 * batch];
 const int total = n_sink + 16 * (n_first + (RUNS == 2 ? size[21] : 0)) + n_live;
 const bool later = RUNS == 2 && paged && split >= size[19];  // in the second run
 const int n_records = later ? size[21] : n_first;
-const size_t first_record = later
-    ? size_t(head) * size[20]
-    : size_t(kv_head) * size[2] + size[26 + 4 * batch];
+const uint first_record = later ? head * size[20] : kv_head * size[2] + size[26 + 4 * batch];
 const int first_splits = RUNS == 2 ? size[19] : page_splits;
 
 const int sink_units = (n_sink + 15) / 16;
@@ -122,14 +120,14 @@ for (int n = 0; n < MINE; n++) {
       : 0.0f;
 }
 const bool turns = HAS_K && paged;
-const device uint* map = (later ? map_k_2 : map_k) +
-    size_t(size[22] & 1 ? head : kv_head) * size[7] + (4 * g + t) * 4;
+const device uint* map = later ? map_k_2 : map_k;
+const int map_at = (size[22] & 1 ? head : kv_head) * size[7] + (4 * g + t) * 4;
 constexpr int AHEAD_K = 8;
 uint4 ahead[AHEAD_K];
 if (turns && group < 2 * BK) {
 #pragma unroll
   for (int k = 0; k < AHEAD_K && k < 2 * BD; k++) {
-    ahead[k] = *(const device uint4*)(map + (group * 2 * BD + k) * 128);
+    ahead[k] = *(const device uint4*)(map + (map_at + (group * 2 * BD + k) * 128));
   }
 }
 KvPipe pipe = kv_pipe_start<RECORD, STAGES, S, STEP>(
@@ -170,7 +168,7 @@ if (turns) {
       for (int k = 0; k < 2 * BD; k++) {
         const uint4 x = n == 0 && k < AHEAD_K
             ? ahead[k % AHEAD_K]
-            : *(const device uint4*)(map + (m * 2 * BD + k) * 128);
+            : *(const device uint4*)(map + (map_at + (m * 2 * BD + k) * 128));
         TileA a;
         a.w[0] = x.x;
         a.w[1] = x.y;

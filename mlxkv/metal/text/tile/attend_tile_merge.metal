@@ -130,14 +130,14 @@ if (arrived[0] + 1u == uint(splits)) {
   // Four dims a lane, AHEAD loads in flight. With more simdgroups than rows, several share the splits of
   // a row. Sums of the windows are kept apart, in row S + job; the runs of pages are added to them, each
   // mapped back by its own map.
-  const int ways = metal::max(1, S / tile_height);
+  const int ways = metal::max(1, int(S / uint(tile_height)));
 #pragma unroll 1
   for (int r = 0; r < RUNS; r++) {
     const int low = r == 1 ? first_splits : 0;
     const int high = r == 0 ? first_splits : page_splits;
     const int last = r == 0 ? splits : page_splits;  // the windows' splits come with the first run
     for (int job = group; job < tile_height * ways; job += S) {
-      const int row = job % tile_height;
+      const int row = job % uint(tile_height);
       for (int quad = lane; quad < WIDTH / 4; quad += 32) {
         const coherent(device) device float* from =
             partials + (slot0 + row * splits) * STRIDE + 4 * quad;
@@ -146,7 +146,7 @@ if (arrived[0] + 1u == uint(splits)) {
         for (int i = 0; i < 8; i++) {
           a[i] = 0.0f;
         }
-        for (int first = low + job / tile_height; first < last; first += AHEAD * ways) {
+        for (int first = low + job / uint(tile_height); first < last; first += AHEAD * ways) {
           float4 x[AHEAD];
 #pragma unroll
           for (int n = 0; n < AHEAD; n++) {
@@ -197,8 +197,8 @@ if (arrived[0] + 1u == uint(splits)) {
     if (HAS_V) {
 #pragma unroll 1
       for (int m = group; m < 2 * BD; m += S) {
-        const device uint* map = (r == 1 ? map_v_2 : map_v) +
-            size_t(size[22] & 2 ? head : kv_head) * size[8] + (m * 2 * BV * 32 + 4 * g + t) * 4;
+        const device uint* map = r == 1 ? map_v_2 : map_v;
+        const int at = (size[22] & 2 ? head : kv_head) * size[8] + (m * 2 * BV * 32 + 4 * g + t) * 4;
         TileC c;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -206,7 +206,7 @@ if (arrived[0] + 1u == uint(splits)) {
         }
 #pragma unroll 8
         for (int k = 0; k < 2 * BV; k++) {
-          const uint4 x = *(const device uint4*)(map + k * 128);
+          const uint4 x = *(const device uint4*)(map + (at + k * 128));
           TileA a;
           a.w[0] = x.x;
           a.w[1] = x.y;

@@ -123,8 +123,7 @@ if (paged) {
   tree = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)headers, lane);
   KvHalfTree tree_v = kv_half_tree(tree);
 #endif
-  const device uint* page_numbers =
-      (later ? headers_2 : headers) + first_record / PAGE_RECORDS * HEADER;
+  const device uint* page_numbers = later ? headers_2 : headers;
   // Where instructions are the limit, two records side by side hide each other's latency.
   constexpr int PAIR = !POOLED && BITS_K + BITS_V < 7 && !(FOLDED && GROUP_K % 32) ? 2 : 1;
   // Where registers are few, words are read as blocks need them.
@@ -140,20 +139,16 @@ if (paged) {
   float start[2] = {0.0f, 0.0f};  // biases times queries, without the offsets of the codes
   int fold = unit;  // where scales change
 #endif
-  KvRecord record[PAIR];
   bool second = false;
   while (unit < stop) {
     // Or a compiler would move what it reads of the pool in front of the loop, into registers, and the addresses.
-    const int mine = unit < 0 ? 0 : lane;
+    const int mine = POOLED && unit < 0 ? 0 : lane;
     if (POOLED) {
       simdgroup_barrier(mem_flags::mem_threadgroup);
     }
     const bool both = unit + 1 < stop;
-    if (!second) {
-      record[0] = kv_pipe_wait<RECORD, STAGES, S, STEP>(pipe);
-    } else {
-      record[0] = kv_record_after(record[0], record_words);
-    }
+    KvRecord record[PAIR];
+    record[0] = kv_pipe_wait<RECORD, STAGES, S, STEP>(pipe, second);
     if (PAIR == 2) {
       record[PAIR - 1] = kv_record_after(record[0], both ? record_words : 0);  // or the last again
     }
@@ -162,27 +157,23 @@ if (paged) {
       constexpr int RECORDS = GROUP_K / 16;
       constexpr int NAMES = SYMMETRIC_K ? 1 : 2;
       fold = int((uint(unit) / RECORDS + 1) * RECORDS);
-      const uint place = unit;
-      const uint numbers = place / PAGE_RECORDS * (HEADER / 4) +
-          place / RECORDS % (PAGE / GROUP_K) * (NAMES * 4 * BK);
+      const uint place = first_record + unit;
+      const uint numbers =
+          place / PAGE_RECORDS * HEADER + place / RECORDS % (PAGE / GROUP_K) * (NAMES * 16 * BK);
       TileC sums = zero;
 #pragma unroll ALL_K
       for (int j = 0; j < BK; j++) {
         TileB two[2];
-#pragma unroll
-        for (int u = 0; u < 2; u++) {
-          two[u] = kv_query<1>(two, queries, 2 * j + u, mine);
-        }
         kv_fold<BITS_K, SYMMETRIC_K>(
-            (const device uint4*)page_numbers, numbers + 4 * j, 4 * BK, two, sums, lane);
+            page_numbers, numbers + 16 * j, 16 * BK, queries, j, two, sums, mine);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
 #pragma unroll
           for (int i = 0; i < KEPT; i++) {
             folded[2 * i + n / 2].w[n % 2] = i == j ? two[n / 2].w[n % 2] : folded[2 * i + n / 2].w[n % 2];
           }
-          if (j >= KEPT) {
-            pool[4 * (other + mine + 32 * j) + n] = as_type<float>(two[n / 2].w[n % 2]);
+          if (KEPT < BK) {  // those that are kept lie where the next one will
+            pool[4 * (other + mine + 32 * metal::max(j, KEPT)) + n] = as_type<float>(two[n / 2].w[n % 2]);
           }
         }
       }
@@ -210,6 +201,11 @@ if (paged) {
       }
     }
 #pragma unroll
+    for (int e = 0; e < PAIR; e++) {
+      s[e] = start_k;
+    }
+    constexpr int AT_ONCE_K = POOLED ? 2 : 2 * BK;  // instructions have to fit in a cache
+#pragma unroll AT_ONCE_K
     for (int n = 0; n < 2 * BK; n++) {
       if (n == 0 || n < blocks_k) {
         const uint4 entry = fill_k[3 * n];
@@ -236,7 +232,7 @@ if (paged) {
           for (int m = 0; m < 4; m++) {
             a.w[m] = pairs[4 * e + 2 * (m % 2) + m / 2];
           }
-          s[e] = tile_product(n == 0 ? start_k : s[e], a, kv_query<POOLED>(q_tile, queries, n, mine));
+          s[e] = tile_product(s[e], a, kv_query<POOLED>(q_tile, queries, n, mine));
         }
       }
     }
@@ -260,7 +256,7 @@ if (paged) {
         kv_read_words<SLOTS_K, 1>(scales, kv_record_after(record[e], g * SLOTS_K), 32 * WORDS_K);
       }
       const int at = both ? unit + e : unit;  // position of the record
-      const device uint* header = page_numbers + size_t(at / PAGE_RECORDS) * HEADER;
+      const device uint* header = page_numbers + (first_record + at) / PAGE_RECORDS * HEADER;
       s[e] = zero;
 #if WITH_PER_TOKEN
       if (OFFSETS_K) {

@@ -1,7 +1,9 @@
 // Fourth part of attend_tile: the windows, in threadgroups without records.
 } else {
+  const int sinks_from = head * size[3] * D;
+  const int live_from = head * size[4] * D;
   for (; unit < stop; unit += S) {
-    const int mine = unit < 0 ? 0 : lane;
+    const int mine = POOLED && unit < 0 ? 0 : lane;
     if (POOLED) {
       simdgroup_barrier(mem_flags::mem_threadgroup);
     }
@@ -9,11 +11,14 @@
     const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);
     const int tokens = (in_sink ? n_sink : n_live) - token0;
     const int position0 = in_sink ? token0 : total - n_live + token0;
-    const size_t base = (size_t(head) * (in_sink ? size[3] : size[4]) + token0) * D;
-    const device uint* keys =
-        (const device uint*)((in_sink ? sink_k : live_k) + (base + uint(g * D + 8 * t)));
-    const device uint* values =
-        (const device uint*)((in_sink ? sink_v : live_v) + (base + uint(2 * t * D + 4 * g)));
+    const int base = (in_sink ? sinks_from : live_from) + token0 * D;
+    const device T* keys = in_sink ? sink_k : live_k;
+    const device T* values = in_sink ? sink_v : live_v;
+    const int key = base + g * D + 8 * t;
+    const int value = base + 2 * t * D + 4 * g;
+    // Tokens from that key, and from that value on.
+    const int key_tokens = tokens - g;
+    const int value_tokens = tokens - 2 * t;
     TileC s[1];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -28,8 +33,8 @@
       }
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        if (g + 8 * r < tokens && 32 * j + 8 * t < D) {
-          const uint4 w = *(const device uint4*)(keys + (8 * r * D + 32 * j) / 2);
+        if (8 * r < key_tokens && 32 * j + 8 * t < D) {
+          const uint4 w = *(const device uint4*)(keys + (key + 8 * r * D + 32 * j));
           x[4 * r] = w.x;
           x[4 * r + 1] = w.y;
           x[4 * r + 2] = w.z;
@@ -54,9 +59,8 @@
       if (CAP) {
         s[0].v[i] = kv_capped(s[0].v[i] * KV_SCORE, as_type<float>(CAP)) / KV_SCORE;
       }
-      const int token = g + 8 * (i / 2);
-      const int position = position0 + token;
-      if (token >= tokens || position > last_seen[i % 2]) {
+      const int position = position0 + g + 8 * (i / 2);
+      if (8 * (i / 2) >= key_tokens || position > last_seen[i % 2]) {
         s[0].v[i] = -INFINITY;
       }
     }
@@ -71,9 +75,9 @@
       }
 #pragma unroll
       for (int n = 0; n < 4; n++) {
-        const int token = 2 * t + 8 * (n / 2) + n % 2;
-        if (token < tokens && 32 * j + 4 * g < D) {
-          const uint2 w = *(const device uint2*)(values + ((8 * (n / 2) + n % 2) * D + 32 * j) / 2);
+        const int token = 8 * (n / 2) + n % 2;
+        if (token < value_tokens && 32 * j + 4 * g < D) {
+          const uint2 w = *(const device uint2*)(values + (value + token * D + 32 * j));
           x[2 * n] = w.x;
           x[2 * n + 1] = w.y;
         }

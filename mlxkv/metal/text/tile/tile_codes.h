@@ -40,16 +40,17 @@ inline uint kv_eighth(uint4 x, int u, int r) {
 }
 
 #if WITH_CHANNEL
-// Multiplies the queries of a block by the scales of its channels. Adds to `sum` the part that all their scores share, a
-// tile of equal rows: queries times middle values, minus the offset that kv_pair adds to codes around the middle
+// Gives the queries of block j times the scales of its channels, q. Adds to `sum` the part that all their scores share,
+// a tile of equal rows: queries times middle values, minus the offset that kv_pair adds to codes around the middle
 // one. Rounding errors of the products are then multiplied by small codes.
-// numbers: from `at` on the scales of the block's dims, and `biases` vectors behind them the biases.
+// numbers: from word `at` on the scales of the block's dims, and `biases` words behind them the biases.
 template <int BITS, int SYMMETRIC>
 inline void kv_fold(
-    const device uint4* numbers, uint at, int biases, thread TileB* q, thread TileC& sum, int lane) {
+    const device uint* numbers, uint at, int biases, kv_quads queries, int j, thread TileB* q,
+    thread TileC& sum, int lane) {
   if (!SYMMETRIC) {
-    const uint4 own = numbers[at + tile_column(lane) / 2];
-    const uint4 bias = numbers[at + biases + tile_column(lane) / 2];
+    const uint4 own = *(const device uint4*)(numbers + (at + 2 * tile_column(lane)));
+    const uint4 bias = *(const device uint4*)(numbers + (at + biases + 2 * tile_column(lane)));
     const uint middle = kv_halves(kv_middle<BITS>(), kv_middle<BITS>());
 #pragma unroll
     for (int u = 0; u < 2; u++) {
@@ -59,10 +60,10 @@ inline void kv_fold(
         a.w[m] =
             kv_add_multiplied_halves(kv_eighth(bias, u, m / 2), middle, kv_eighth(own, u, m / 2));
       }
-      tile_multiply(sum, a, q[u]);
+      tile_multiply(sum, a, kv_query<1>(q, queries, 2 * j + u, lane));
     }
   }
-  const uint4 scale = numbers[at + tile_b_row(lane, 0) / 2];
+  const uint4 scale = *(const device uint4*)(numbers + (at + tile_b_row(lane, 0) / 2 * 4));
 #pragma unroll
   for (int u = 0; u < 2; u++) {
     TileA offset;
@@ -71,9 +72,10 @@ inline void kv_fold(
       const float taken = -kv_offset<BITS>(2 * u + m / 2) - kv_middle<BITS>();
       offset.w[m] = kv_halves(taken, taken);
     }
+    const TileB query = kv_query<1>(q, queries, 2 * j + u, lane);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      q[u].w[r] = kv_multiply_halves(q[u].w[r], tile_b_numbers(kv_eighth(scale, u, r), lane));
+      q[u].w[r] = kv_multiply_halves(query.w[r], tile_b_numbers(kv_eighth(scale, u, r), lane));
     }
     tile_multiply(sum, offset, q[u]);
   }

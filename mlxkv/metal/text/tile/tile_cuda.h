@@ -172,17 +172,19 @@ inline KvPipe kv_pipe_start(
   return pipe;
 }
 KV_PIPE
-inline KvRecord kv_pipe_wait(KvPipe& pipe) {
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "KV_WAIT:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-      "@p bra KV_DONE;\n"
-      "bra KV_WAIT;\n"
-      "KV_DONE:\n}" ::"r"(pipe.barrier + 8 * pipe.stage),
-      "r"(pipe.phase)
-      : "memory");
-  return pipe.data + pipe.stage * 4 * pipe.words * 2;
+inline KvRecord kv_pipe_wait(KvPipe& pipe, bool second) {
+  if (!second) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "KV_WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "@p bra KV_DONE;\n"
+        "bra KV_WAIT;\n"
+        "KV_DONE:\n}" ::"r"(pipe.barrier + 8 * pipe.stage),
+        "r"(pipe.phase)
+        : "memory");
+  }
+  return pipe.data + (2 * pipe.stage + (second ? 1 : 0)) * 4 * pipe.words;
 }
 KV_PIPE
 inline void kv_pipe_release(KvPipe& pipe, int lane) {

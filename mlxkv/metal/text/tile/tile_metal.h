@@ -134,8 +134,8 @@ inline KvPipe kv_pipe_start(
   return pipe;
 }
 template <int RECORD, int STAGES, int S, int STEP>
-inline KvRecord kv_pipe_wait(thread KvPipe& pipe) {
-  return pipe.next;
+inline KvRecord kv_pipe_wait(thread KvPipe& pipe, bool second) {
+  return kv_record_after(pipe.next, second ? pipe.words : 0);
 }
 template <int RECORD, int STAGES, int S, int STEP>
 inline void kv_pipe_release(thread KvPipe& pipe, int lane) {
