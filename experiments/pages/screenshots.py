@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +97,7 @@ def embedded(browser: chromium.Browser, folder: Path) -> None:
         tab.take(folder / "page-chat.png")
         tab.click("#gauge summary")
         tab.until("document.querySelector('#figures table')?.textContent.includes('%') ?? false")
+        time.sleep(5)  # the server puts the chat away, and the page asks every 2 s
         tab.take(folder / "page-memory.png")
         tab.click("#gauge summary")
         tab.theme("dark")

@@ -178,7 +178,7 @@ def _show(plan: ModelPlan, data: dict, file) -> None:
         print(f"  {group['count']} layers {text}{heads}", file=file)
     print(
         f"  weights {human_bytes(plan.weights)}, {plan.weights_source}\n"
-        f"  {human_bytes(data['transient_bytes'])} more while a prompt is read, estimated\n"
+        f"  {human_bytes(data['transient_bytes'])} more, estimated, while it reads a prompt\n"
         f"  memory {human_bytes(data['memory_bytes'])}, "
         f"of which {human_bytes(data['usable_bytes'])} counted as usable (75 %)\n"
         f"  context {data['context']} tokens of {plan.limit or 'unknown'}",
@@ -219,7 +219,7 @@ def read_plan(model: str) -> ModelPlan:
     weights_here = alias in HUB and (resolve(alias).folder or cached(HUB[alias]))
     if alias in HUB and not weights_here:
         data = {"quantization": QUANTIZATION} | CONFIGS[alias]
-        return plan_of(data, HUB[alias], more="as published: it is not downloaded")
+        return plan_of(data, HUB[alias], more="as published (not downloaded)")
     place = locate(model)
     if is_gguf(place.config):
         file = folder.check(place.config)

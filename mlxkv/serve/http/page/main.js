@@ -164,7 +164,6 @@ document.onkeydown = (event) => {
 $("text").oninput = () => { grow(); store.saveText(place(), $("text").value); };
 $("ask").onsubmit = (event) => { event.preventDefault(); if (running(chat)) stop(chat); else send(); };
 $("settings").onclick = acts.settings;
-$("gauge").ontoggle = () => { if ($("gauge").open) poll(); };
 document.addEventListener("click", (event) => { if (!$("gauge").contains(event.target)) $("gauge").open = false; });
 addEventListener("resize", grow);
 addEventListener("hashchange", () => { const id = location.hash.slice(1); if (id && id !== chat.id) acts.open(id); });
