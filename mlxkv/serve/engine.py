@@ -277,7 +277,8 @@ class Engine:
             return
         cache, job.cached_tokens = self.sessions.fetch(prompt.tokens, job.tenant)
         job.cache_tokens = job.cached_tokens
-        last = prompt.tokens[-1:] if request.continue_final_message else ()
+        goes_on = request.continue_final_message or not request.chat
+        last = prompt.tokens[-1:] if goes_on else ()
         job.text = ReplyText(self.tokenizer, request.stop, last)
         processors = sampling.processors_of(request)
         if request.grammar is not None:  # it has the last word
