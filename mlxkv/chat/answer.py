@@ -47,7 +47,7 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
     if options.load is not None:
         session.load(options.load)
         if not options.quiet:
-            note(f"  goes on from {options.load}: {len(session.tokens)} tokens")
+            note(f"  continues {options.load}: {len(session.tokens)} tokens")
     if prompt is None:
         from mlxkv.chat.terminal import interactive
 

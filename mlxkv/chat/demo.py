@@ -75,20 +75,20 @@ def run(model: str, kv: str, as_json: bool) -> None:
         ]
         print_json(data | {"answers": answers, "right": right, "rows": steps})
         return
-    say(f"\nin the text, {depth:.0%} of the way: {FACT}")
+    say(f"\n{depth:.0%} into the text: {FACT}")
     say(f"question: {QUESTION}")
     for kind, answer in answers.items():
         say(f"  {kind:<6} {'right' if right[kind] else 'WRONG'}: {answer}")
     say(f"cache: {compact.saving()}" + (f" ({compact.note})" if compact.note else ""))
     if (limit := loaded.context or 0) > compact.tokens:
-        say(f"at all {limit:,} tokens of this model: {projected(caches[name], limit).saving()}")
+        say(f"at this model's full {limit:,} tokens: {projected(caches[name], limit).saving()}")
     say(
         "a longer text saves more: the first and last tokens stay exact, the others take "
         f"{max(layer.bits_per_value for layer in loaded.layers if layer.compressed):g} bits"
     )
     note(
         f"[read twice in {seconds:.0f} s; what fits your Mac: mlxkv fit -m llama-3.1-8b; "
-        "a model to keep: mlxkv chat -m qwen3-4b]"
+        "a larger model: mlxkv chat -m qwen3-4b]"
     )
 
 

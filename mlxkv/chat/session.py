@@ -244,7 +244,7 @@ class Session:
             return None
         count = self.stats.generated_tokens
         full = self.limit and len(self.tokens) + 1 >= self.limit
-        reason = "the model's context is full" if full else "--max-tokens takes more"
+        reason = "the model's context is full" if full else "raise --max-tokens for more"
         return f"cut off at {count} tokens; {reason}"
 
     def usage(self) -> Usage:

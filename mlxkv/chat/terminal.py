@@ -30,11 +30,11 @@ HELP = {
     "/help": "this list",
     "/stats": "tokens, speed and memory of the last reply",
     "/save FILE": "write the session with its cache to a file",
-    "/load FILE": "go on with a saved session",
-    "/reset": "forget the conversation",
+    "/load FILE": "continue a saved session",
+    "/reset": "clear the conversation",
     "/exit": "leave (so do exit, /bye and Ctrl-D)",
     "Tab": "completes commands and the files of /save and /load",
-    '\\ or """': 'a line that ends with \\ goes on; """ begins and ends a message of many lines, as pasting does',
+    '\\ or """': 'a line that ends with \\ continues; """ starts and ends a message of several lines, as pasting does',
 }
 COMMANDS = tuple(name.split()[0] for name in HELP if name.startswith("/"))
 LONG_PROMPT = 1024
@@ -143,7 +143,7 @@ def _read(out: Console) -> str | None:
             out.print()
         return None
     except KeyboardInterrupt:
-        out.print("\n[dim]Ctrl-D or /exit leaves[/dim]")
+        out.print("\n[dim]press Ctrl-D or type /exit to leave[/dim]")
         return ""
 
 
@@ -182,7 +182,7 @@ def _reply(session: Session, out: Console, prompt: str) -> None:
     stats = session.stats
     if not stats.generated_tokens:
         out.print(
-            "\n[dim]stopped while reading; the question is dropped, what was read is kept[/dim]"
+            "\n[dim]stopped while reading: the question is dropped, the part that was read stays cached[/dim]"
         )
         return
     ending = " · stopped" if stats.finish_reason == "stopped" else ""
@@ -212,7 +212,7 @@ def _command(session: Session, out: Console, line: str) -> bool:
         out.print(_stats(session))
     elif name == "/reset":
         session.reset()
-        out.print("[dim]the conversation is forgotten[/dim]")
+        out.print("[dim]the conversation is cleared[/dim]")
     elif name == "/save":
         if argument and not _may_write(path_for(argument, "/save"), out):
             out.print("[dim]nothing was saved[/dim]")
@@ -223,7 +223,7 @@ def _command(session: Session, out: Console, line: str) -> bool:
         if not argument:
             raise UserError("[/load] no file name; write /load FILE")
         session.load(argument)
-        _dim(out, f"goes on from {argument}: {len(session.tokens)} tokens")
+        _dim(out, f"continues {argument}: {len(session.tokens)} tokens")
         for message in session.messages[-2:]:
             _dim(out, f"{message['role']}: {shortened(message['content'])}")
     else:

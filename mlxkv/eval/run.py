@@ -62,7 +62,9 @@ def run(command: SimpleNamespace) -> int:
     if calibrated:  # make a calibration for all of them, before the first result names one
         with arms.attached(calibrated[0]):
             pass
-    console.note(f"{cost(parts, arms)}; kept in {folder}: Ctrl-C and the same command go on")
+    console.note(
+        f"{cost(parts, arms)}; results go to {folder}: after Ctrl-C, the same command continues"
+    )
     results = store.computed(arms, parts, folder)
     data = report.assemble(arms, options, results, windows)
     data |= {"machine": machine_in_use(), "versions": versions()}
@@ -86,7 +88,7 @@ def cost(parts: list[Part], arms: Arms) -> str:
         tokens = sum(part.asks["context"] for part in documents)
         clauses.append(f"{len(documents)} documents of {tokens} tokens in all")
     hint = f"; --samples {LEAST} reads less" if max(len(texts), len(documents)) > LEAST else ""
-    return f"to read: {' and '.join(clauses)}, by {len(arms.names)} caches{hint}"
+    return f"reading {' and '.join(clauses)}, with {len(arms.names)} caches{hint}"
 
 
 def parts_of(arms: Arms, tasks: tuple[str, ...], options: TaskOptions) -> list[Part]:

@@ -101,7 +101,7 @@ def computed(arms: Arms, parts: list[Part], folder: Path) -> dict[str, Results]:
         except KeyboardInterrupt:
             console.note(
                 f"stopped; {ended} of {len(parts)} parts are kept in {folder}, and the same "
-                "command goes on from there"
+                "command continues from there"
             )
             raise
     return {

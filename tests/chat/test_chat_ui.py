@@ -93,7 +93,7 @@ def test_names_are_no_markup(loaded, odd, tmp_path, monkeypatch, capsys):
     talk(session, ["hello", "/stats", f"/save {folder}/s", f"/load {folder}/s", odd], monkeypatch)
     shown = capsys.readouterr().out.replace("\n", "")
     assert shown.count(plain(odd)) >= 3 and "\x1b" not in shown
-    assert "saved" in shown and "goes on from" in shown
+    assert "saved" in shown and "continues" in shown
 
 
 def test_a_reply_moves_no_terminal(loaded, monkeypatch, capsys):

@@ -142,7 +142,7 @@ def test_a_file_is_read_with_the_question(model_folder, tmp_path, capfd, monkeyp
     out, err = capfd.readouterr()
     assert json.loads(out)["prompt_tokens"] > 500
     assert json.loads(out)["finish_reason"] == "length"
-    assert "[cut off at 3 tokens; --max-tokens takes more]" in err
+    assert "[cut off at 3 tokens; raise --max-tokens for more]" in err
 
 
 def test_a_switch_that_a_template_lacks(loaded, model_folder):

@@ -117,7 +117,7 @@ def test_a_stopped_run_says_what_is_kept(planned, tmp_path, capsys):
     with pytest.raises(KeyboardInterrupt):
         computed(arms, stopping, tmp_path)
     said = " ".join(capsys.readouterr().err.split())
-    assert "stopped; 1 of 2 parts are kept in" in said and "the same command goes on" in said
+    assert "stopped; 1 of 2 parts are kept in" in said and "the same command continues" in said
 
 
 def shuffled(encode):

@@ -78,7 +78,9 @@ def fit(
 
 def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
     """Make a calibration and keep it in the user's folder, if that can be written."""
-    console.note(f"{label}: no calibration of {origin.name} yet; making one, once")
+    console.note(
+        f"{label}: no calibration of {origin.name} yet; making one (once, minutes without a GPU)"
+    )
     calibration = measure.from_corpus(model, origin)
     path = artifact.kept_path(origin.fingerprint)
     try:
