@@ -28,6 +28,7 @@ from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import usage, window_of
 from mlxkv.serve import sampling
 from mlxkv.serve.apis.logprobs import LogProbs
+from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of, used_memory
 from mlxkv.serve.caches.sessions import Sessions
@@ -272,6 +273,7 @@ class Engine:
         try:
             max_tokens = self._reserve(job, len(prompt.tokens))
         except Exception as error:
+            self.memory.release(job)
             self._active.discard(job)
             job.put(error)
             return
@@ -285,8 +287,8 @@ class Engine:
             processors.append(job.constraint or self.constraint_of(job))
         if request.logprobs:
             processors.append(job.note_logits)
-        parse = self.tokenizer.tool_parser
-        job.put(Start(len(prompt.tokens), job.cached_tokens, self._machine, prompt.state, parse))
+        markup = Markup(self._machine, prompt.state, self.tokenizer.tool_parser, request.tools)
+        job.put(Start(len(prompt.tokens), job.cached_tokens, markup))
         self._generator = self._generator or self._new_generator()
         (uid,) = self._generator.insert_segments(
             [_without_start(prompt.segments, job.cached_tokens)],
@@ -330,11 +332,7 @@ class Engine:
             room = self.memory.longest(count + max_tokens) - count
             max_tokens = room if room > 0 else max_tokens  # else `promise` refuses it
         self.memory.promise(job, count + max_tokens)
-        try:
-            self._make_room(self.memory.need(count + max_tokens))
-        except Refused:
-            self.memory.release(job)
-            raise
+        self._make_room(self.memory.need(count + max_tokens))
         return max_tokens
 
     def _make_room(self, need: int) -> None:
@@ -469,15 +467,17 @@ def chunk_of(step: int, heads: int, depth: int) -> int:
     """Tokens of a prompt that are read at once behind `depth` others: `step`, or a power of two below it with which
     tokens x heads x context stay within `DISPATCH`. heads: of all prompts that are read together."""
     work = DISPATCH // max(1, heads)
-    chunk = (isqrt(depth * depth + 4 * work) - depth) // 2
-    return step if chunk >= step else max(LEAST_CHUNK, 1 << (chunk.bit_length() - 1))
+    return _chunk(step, (isqrt(depth * depth + 4 * work) - depth) // 2)
 
 
 def paced(step: int, pace: float) -> int:
     """Tokens of a prompt that are read at once while replies are written: `step`, or a power of two below it that takes
     no more than `STEP_SECONDS`. pace: tokens a second, 0 where it is not known."""
-    chunk = int(pace * STEP_SECONDS)
-    return step if chunk >= step else max(LEAST_CHUNK, 1 << max(0, chunk.bit_length() - 1))
+    return _chunk(step, int(pace * STEP_SECONDS))
+
+
+def _chunk(step: int, most: int) -> int:
+    return step if most >= step else max(LEAST_CHUNK, 1 << max(0, most.bit_length() - 1))
 
 
 def _without_start(segments: list[list[int]], count: int) -> list[list[int]]:

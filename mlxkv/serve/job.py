@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from queue import Queue
 from typing import Any, NamedTuple
@@ -33,18 +32,12 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """A request whose prompt is read now.
-
-    prompt_tokens, cached_tokens: of the prompt, and those of them that a cache held. machine: mlx-lm's, which knows
-    marks of thoughts and of calls in the reply. state: of it, in which the reply begins. parse: reads the text of
-    calls, or None.
-    """
+    """A request whose prompt is read now. prompt_tokens, cached_tokens: of the prompt, and those of them that a cache
+    held. markup: `apis.reply.Markup` for the reply."""
 
     prompt_tokens: int
     cached_tokens: int
-    machine: Any
-    state: str
-    parse: Callable | None
+    markup: Any
 
 
 @dataclass(frozen=True)

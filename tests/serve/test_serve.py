@@ -208,6 +208,16 @@ def test_a_fault_is_answered_and_the_next_request_is_served(server, monkeypatch)
     assert settled(server)["memory"]["promised_bytes"] == 0
 
 
+def test_a_fault_before_a_prompt_is_read_gives_its_memory_back(server, monkeypatch):
+    def broken(*_) -> int:
+        raise OSError("the memory cannot be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.engine, "_excess", broken)
+        assert "cannot be read" in refused(server, 500, prompt="a")["message"]
+    assert get(server, "/v1/kv")["memory"]["promised_bytes"] == 0
+
+
 def test_a_reply_that_takes_too_long(server, change, monkeypatch):
     plain = Engine.step
 

@@ -41,7 +41,7 @@ class Echo:
     def lines(self) -> dict:
         """The connections by what they do."""
         states: dict = {state: [] for state in (*wire.STATES, "busy")}
-        for one in list(self.limits.wires):
+        for one in list(self.web.server_state.connections):
             states[one.state].append(one)
         return states
 
@@ -119,7 +119,8 @@ def test_small_replies_leave_at_once(echo):
     with connect(echo) as line:
         line.sendall(GET)
         assert reply(line) == (200, b"/x ")
-        (one,) = [wire for wire in echo.limits.wires if wire.client == line.getsockname()]
+        wires = echo.web.server_state.connections
+        (one,) = [wire for wire in wires if wire.client == line.getsockname()]
         there = one.transport.get_extra_info("socket")
         assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 

@@ -91,7 +91,6 @@ class Reply:
     def begin(self, prompt: Start) -> None:
         """The model reads the prompt."""
         self.prompt = prompt
-        self._markup = Markup(prompt.machine, prompt.state, prompt.parse, self.request.tools)
         self.start()
 
     def wait(self, done: int, total: int) -> None:
@@ -101,7 +100,7 @@ class Reply:
     def take(self, token: Token) -> None:
         """A token was written."""
         self.count += 1
-        parts = self._markup.feed(token.text, token.reason is not None)
+        parts = self.prompt.markup.feed(token.text, token.reason is not None)
         self._has_calls = self._has_calls or any(part[0] == "call" for part in parts)
         if token.reason is not None:
             ends_with_calls = token.reason == "stop" and self._has_calls

@@ -67,27 +67,28 @@ def listen(host: str, port: int) -> socket.socket:
 class Limits:
     """What the connections of one server share. For the thread of the event loop.
 
-    body: most bytes of a request. max_connections: of the server. responses: by status. wires: the connections.
-    bodies: bytes that came of each body that arrives, the oldest first.
+    body: most bytes of a request. max_connections: of the server. responses: by status. bodies: bytes that came of each
+    body that arrives, the oldest first.
     """
 
     def __init__(self):
         self.body, self.max_connections = BODY, connection_limit()
         self.responses: Counter[int] = Counter()
-        self.wires: set[Wire] = set()
         self.bodies: dict[Wire, int] = {}
         self._log_time = -60.0
 
-    def make_room(self) -> bool:
-        """Close the oldest connection that waits. Returns False if there is none."""
+    def has_room(self, wires: set[Wire]) -> bool:
+        """Return whether one more connection may come beside others, the oldest of which that waits is closed for it
+        where there are too many."""
+        if len(wires) < self.max_connections:
+            return True
         now = time.monotonic()
         if now > self._log_time + 10:
             self._log_time = now
-            count = len(self.wires)
             logging.warning(
-                f"[serve] {count} connections: the oldest that wait are closed for new ones"
+                f"[serve] {len(wires)} connections: the oldest that wait are closed for new ones"
             )
-        waiting = [(STATES.index(wire.state), wire.since, id(wire), wire) for wire in self.wires
+        waiting = [(STATES.index(wire.state), wire.since, id(wire), wire) for wire in wires
                    if wire.state in STATES and (wire.state != "arriving" or now - wire.since >= GRACE)]  # fmt: skip
         if waiting:
             min(waiting)[-1].abort()
@@ -136,23 +137,18 @@ class Wire(H11Protocol):
         return "busy" if self.is_complete else "arriving"
 
     def abort(self) -> None:
-        self.limits.wires.discard(self)
+        self.connections.discard(self)
         self.transport.abort()
 
     # -- asyncio's protocol
 
     def connection_made(self, transport: Any) -> None:
+        count, has_room = len(self.connections), self.limits.has_room(self.connections)
         super().connection_made(Lingering(transport, self))
         # asyncio does so where a socket names TCP, as none of a listening one does: replies would wait for 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        count = len(self.limits.wires)
-        if count >= self.limits.max_connections and not self.limits.make_room():
+        if not has_room:
             self.refuse(Refused(503, f"[serve] {count} connections", "busy", retry=1))
-        self.limits.wires.add(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.limits.wires.discard(self)
-        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self.byte_count += len(data)
@@ -278,7 +274,7 @@ class Web(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if (now := time.monotonic()) > self._look_time + LOOK:
             self._look_time = now
-            for wire in list(self.limits.wires):
+            for wire in list(self.server_state.connections):
                 wire.look(now)
         return await super().on_tick(counter) or self._tick()
 
@@ -286,7 +282,7 @@ class Web(uvicorn.Server):
         for server in self.servers:
             server.close()
         await self._end()
-        for wire in list(self.limits.wires):
+        for wire in list(self.server_state.connections):
             wire.abort()
         if tasks := self.server_state.tasks:
             await asyncio.wait(tasks, timeout=SECONDS)
