@@ -66,19 +66,17 @@ class Reader:
     def __init__(self, tokenizer: Any, template: dict, served: Served):
         self._served, self._key = served, uuid4().hex
         self._lanes = [(process, asyncio.Lock()) for process in PROCESSES]
-        setup = _keep, self._key, tokenizer, template, served.vocabulary
+        self._setup = _keep, self._key, tokenizer, template, served.vocabulary
         try:
-            pickle.dumps(setup)
+            pickle.dumps(self._setup)
         except Exception:  # a tokenizer of C++, which no other process can have
             logging.warning("[serve] this model's tokenizer reads requests in the server itself")
-            _keep(*setup[1:])
-        for process in PROCESSES:
-            process.setup[self._key] = lambda: pickle.dumps(setup)
+            _keep(*self._setup[1:])
+        _open.add(self._key)
 
     def close(self) -> None:
+        _open.discard(self._key)
         _kept.pop(self._key, None)
-        for process in PROCESSES:
-            process.forget(self._key, pickle.dumps((_drop, self._key)))
 
     async def read(
         self, path: str, raw: bytes, room: int | None, names: tuple = ()
@@ -86,15 +84,20 @@ class Reader:
         """The request in a body; at COUNT the number of its tokens; the model that it names where that is not this
         one, and others have `names`. room: tokens that the memory has room for, where a chat that is too long loses
         its oldest turns. Raises Refused."""
-        if self._key not in PROCESSES[0].setup:
+        if self._key not in _open:
             raise ending()
         seconds = SECONDS + len(raw) // PACE
 
         def ask(process: Process) -> Any:
             here = self._key in _kept
             served = replace(self._served, compiles=here or process is not PROCESSES[0])
-            data = pickle.dumps((_read, self._key, path, raw, served, room, names))
-            return pickle.loads(_answer(data) if here else process.ask(data, seconds, MEMORY))
+            question = _read, self._key, path, raw, served, room, names
+            data = pickle.dumps((frozenset(_open), *question))
+            if here:
+                return pickle.loads(_answer(data))
+            while not (answer := process.ask(data, seconds, MEMORY)):  # it does not know this model
+                process.ask(pickle.dumps((frozenset(_open), *self._setup)))
+            return pickle.loads(answer)
 
         try:
             for process, lock in self._lanes[len(raw) > LARGE :]:
@@ -205,6 +208,7 @@ class Prompts:
         return Prompt(tokens, [part for part in parts if part], state)
 
 
+_open: set[str] = set()  # the keys of readers; in the server
 _kept: dict[str, tuple[Prompts, Grammars]] = {}
 
 
@@ -214,10 +218,15 @@ def prepare() -> Callable[[bytes], bytes]:
 
 
 def _answer(question: bytes) -> bytes:
-    """Call a function of this module. question: it and its arguments, pickled; so is what it returns or raises."""
-    function, *arguments = pickle.loads(question)
+    """Call a function of this module. question: the keys of readers that are open, it and its arguments, pickled; so is
+    what it returns or raises, b"" where it reads for one that is not known here."""
+    keys, function, key, *arguments = pickle.loads(question)
+    for closed in _kept.keys() - keys:
+        del _kept[closed]
+    if function is _read and key not in _kept:
+        return b""
     try:
-        result = function(*arguments)
+        result = function(key, *arguments)
     except MemoryError:
         raise
     except (Refused, Postponed) as error:
@@ -229,10 +238,6 @@ def _answer(question: bytes) -> bytes:
 
 def _keep(key: str, tokenizer: Any, template: dict, vocabulary: int) -> None:
     _kept[key] = Prompts(tokenizer, template), Grammars(tokenizer, vocabulary)
-
-
-def _drop(key: str) -> None:
-    del _kept[key]
 
 
 def _read(

@@ -124,6 +124,8 @@ def test_memory_that_a_text_took_is_given_back():
         assert json.loads(renderer.ask(question % size, 60, 1 << 30))["texts"] == ["b"]
         pids.append(renderer._process and renderer._process.pid)
     assert pids[0] == pids[1] and pids[2] is None and pids[3]
+    renderer.ask(question % (400 << 20))  # without a bound: it stays
+    assert renderer._process and renderer._process.pid == pids[3]
     renderer.end()
 
 

@@ -99,8 +99,7 @@ def test_a_model_whose_engine_has_failed_is_loaded_anew(server):
     broken.engine.problem = MachineError("for good")
     assert complete(server, "a", 2, model="two")["model"] == "two"
     assert server.models.loaded["two"] is not broken
-    names = [process.setup.keys() for process in reading.PROCESSES]  # its tokenizer is gone
-    assert all(len(keys) == 2 and broken._reader._key not in keys for keys in names)
+    assert len(reading._open) == 2 and broken._reader._key not in reading._open
 
 
 def test_two_models_of_one_name_are_refused(folders, tmp_path):

@@ -45,16 +45,11 @@ class Excess(ValueError):
 
 class Process:
     """A process that answers questions with what a module's `prepare()` returns: a function, bytes -> bytes. Safe to
-    use from several threads, one question at a time.
-
-    setup: questions by name, which every process is asked first: one that was ended is followed by another.
-    """
+    use from several threads, one question at a time. One that was ended is followed by another."""
 
     def __init__(self, module: str):
         self._module = module
-        self.setup: dict[str, Callable[[], bytes]] = {}
         self._process: subprocess.Popen | None = None
-        self._ready: set[str] = set()
         self._owner = os.getpid()
         self._lock = threading.Lock()
         atexit.register(self.end)
@@ -76,25 +71,13 @@ class Process:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the parent
             )
-            self._ready = set()
         return self._process
 
     def ask(self, question: bytes, seconds: float = 0, memory: int = 0) -> bytes:
         """The answer to a question. seconds: of processor time that it may take, memory: bytes beyond those that the
         process has; 0: any. Raises Excess."""
         with self._lock:
-            process = self._start()
-            for name in self.setup.keys() - self._ready:
-                self._exchange(process, self.setup[name](), 0, 0)
-                self._ready.add(name)
-            return self._exchange(process, question, seconds, memory)
-
-    def forget(self, name: str, question: bytes) -> None:
-        """Take a name out of `setup`. question: is asked where the process has it."""
-        with self._lock:
-            self.setup.pop(name, None)
-            if name in self._ready and self._process is not None and self._process.poll() is None:
-                self._exchange(self._process, question, 0, 0)
+            return self._exchange(self._start(), question, seconds, memory)
 
     def _exchange(
         self, process: subprocess.Popen, question: bytes, seconds: float, memory: int
@@ -174,22 +157,26 @@ def serve(answer: Callable[[bytes], bytes]) -> None:
             os._exit(TOO_MUCH)
         signal.setitimer(signal.ITIMER_PROF, 0)
         bound.set(0)
+        if not memory:  # what this took is there for questions to come
+            bound.base = 0
         _send(out, data, memory=bound.taken)
 
 
 class MemoryBound:
     """Ends this process where it takes more memory than it may. Linux refuses the memory; elsewhere a thread looks
-    every 20 ms, which a single huge allocation outruns until the time is up."""
+    every 20 ms, which a single huge allocation outruns until the time is up.
+
+    base: bytes before the first question with a bound, 0 for none."""
 
     def __init__(self):
         self._statm = Path("/proc/self/statm")
-        self._limit, self._rest = sys.maxsize, 0
+        self._limit, self.base = sys.maxsize, 0
         if not self._statm.exists():
             threading.Thread(target=self._watch, daemon=True).start()
 
     def set(self, memory: int) -> None:
         """Bound what this process takes beyond what it has now, in bytes; 0: not."""
-        self._rest = self._rest or (memory and self._peak())
+        self.base = self.base or (memory and self._peak())
         if self._statm.exists():
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
             now = int(self._statm.read_text().split()[0]) * resource.getpagesize()
@@ -201,7 +188,7 @@ class MemoryBound:
     @property
     def taken(self) -> int:
         """The most bytes that questions with a bound have taken."""
-        return self._peak() - self._rest if self._rest else 0
+        return self._peak() - self.base if self.base else 0
 
     def _peak(self) -> int:
         # getrusage counts the parent's, too, from before this program began.
