@@ -50,25 +50,25 @@ PRESETS = f"""# Presets
 Every preset, beyond the [four lines](../guide/presets.md) of the guide. {WRITTEN}
 
 **Bits** are per stored value of a page at head dim 128, scales included, without the tokens that stay exact (the first 64 and at least the last 64, unless the row says otherwise).
-**Needs** is what has to be made first: `mlxkv calibrate` is one pass over 8,900 tokens, made on first use by `chat` and `serve` and kept.
-**Decodes by**: kernels that read codes on a GPU, or plain operations of MLX everywhere. What each costs in quality is in [results](../results/pretrained.md), how fast in [kernels](../internals/kernels.md).
+**Needs**: `mlxkv calibrate` is one pass over 8,900 tokens; `chat` and `serve` make it on first use and keep it.
+**Decodes by**: kernels that read codes on a GPU, or plain MLX operations everywhere. See [results](../results/pretrained.md) for quality, [kernels](../internals/kernels.md) for speed.
 
 A pair takes its keys from one preset and its values from another (`int8/int4`). Names take numbers: `int4+sink4+recent124`, `kivi-int2+g64`, `oja-r96+int4`; `+keep0.5` drops half of a prompt's tokens. `fill-2.25`, or any number of bits a value: [how the cache works](../README.md#how-the-cache-works)."""
 FAMILIES = f"""# Model families
 
 Which model families are compressed, and which are not. {WRITTEN}
 
-`mlxkv` compresses every layer whose cache in mlx-lm is a plain `KVCache` and whose code only hands cached keys and values to attention. That is tried when a model is loaded (two tokens, then one), so a family that is not named here works, or is refused with a line that says why. `--kv-strict` makes any layer left out an error.
-Sliding-window layers keep mlx-lm's small rotating cache, states (Mamba, linear attention) have a fixed size, and both stay as they are. [Every model file of mlx-lm, and families of mlx-vlm and transformers, were tried](../results/families.md).
+`mlxkv` compresses every layer whose cache in mlx-lm is a plain `KVCache` and whose code only hands cached keys and values to attention. It tries this when it loads a model (two tokens, then one), so a family that is not named here either works or is refused with the reason. `--kv-strict` makes any layer left out an error.
+Sliding-window layers keep mlx-lm's small rotating cache, and states (Mamba, linear attention) have a fixed size; mlxkv leaves both alone. [We tried every model file of mlx-lm, and families of mlx-vlm and transformers](../results/families.md).
 
 ## Aliases
 
-None of them has been run: the machines that mlxkv was written on reach no model hub. Layers are from the models' published shapes, weights of the same classes with random numbers run in `make test`.
+We have run none of them yet. Layers come from the models' published shapes; `make test` runs the same classes with random weights.
 """
 LATENT = """
 ## Latents (MLA)
 
-Multi-head latent attention caches one vector a token in place of keys and values. It is compressed in {}, and in families that use their code: with random weights, and one small trained model ([how](../internals/mla.md)).
+Multi-head latent attention caches one vector a token in place of keys and values. mlxkv compresses it in {}, and in families that use their code, as tested with random weights and one small trained model ([how](../internals/mla.md)).
 
 ## Refused
 
@@ -169,7 +169,7 @@ def _method(alike: list[dict]) -> tuple[str, ...]:
     names = ", ".join(f"`{row['name']}`" for row in alike)
     bits = ", ".join(f"{row['bits_per_value']:.2f}" for row in alike)
     uses = dict.fromkeys(_use(row["name"], kv).partition(";")[0] for row in alike)
-    return names, bits, stores, _needs(kv), _body(kv), ", ".join(uses)
+    return names, bits, stores, _needs(kv), _body(kv), "; ".join(uses)
 
 
 def _needs(kv: CacheConfig) -> str:

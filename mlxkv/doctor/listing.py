@@ -34,7 +34,7 @@ class Measured:
 
 # docs/results/pretrained.md (KL, next token), docs/internals/kernels.md (speed).
 MEASURED = {
-    "int8": Measured(0.000019, 99.8, None, "hardly anything may change"),
+    "int8": Measured(0.000019, 99.8, None, "almost no change"),
     "int4": Measured(0.0057, 95.9, 1.76, "the default: no calibration"),
     "fill-4": Measured(0.0035, 96.5, 1.52, "smaller than int4; calibrates once"),
     "fill-3": Measured(0.0130, 94.1, 1.60, "a smaller cache; calibrates once"),
@@ -78,7 +78,7 @@ def presets(as_json: bool, every: bool = False) -> None:
 def _picks(rows: dict[str, dict]) -> None:
     """Print the presets of MEASURED."""
     print_table(
-        ["--kv", "bits/value", "KL", "same token", "speed", "take it where"],
+        ["--kv", "bits/value", "KL", "same token", "speed", "use it for"],
         [
             [name, f"{rows[name]['bits_per_value']:.2f}", *_figures(m), m.use]
             for name, m in MEASURED.items()
