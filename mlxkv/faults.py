@@ -18,7 +18,8 @@ _NOT_BUILT = re.compile(
     r"unable to (build|load)|(failed to|cannot) (compile|load)|nvrtc|program_source:", re.IGNORECASE
 )
 _MEMORY = re.compile(
-    r"insufficient memory|out ?of ?memory|malloc\b|(failed|unable) to allocate|maximum allowed buffer",
+    r"insufficient memory|out ?of ?memory|malloc\b|(failed|unable) to allocate|maximum allowed buffer"
+    r"|failed to map segment|can't start new thread",
     re.IGNORECASE,
 )
 
@@ -44,7 +45,7 @@ def is_of_build(error: BaseException) -> bool:
 
 def is_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out, where another kernel would fail too."""
-    return bool(_MEMORY.search(text(error)))
+    return isinstance(error, MemoryError) or bool(_MEMORY.search(text(error)))
 
 
 def is_of_lost_gpu(error: BaseException) -> bool:

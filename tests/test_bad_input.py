@@ -215,14 +215,25 @@ def test_interrupt_is_130(fails, monkeypatch, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_bug_is_one_line_too(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RuntimeError("a\nb"), "[mlxkv] RuntimeError: a b; MLXKV_TRACEBACK=1 shows where"),
+        (MemoryError(), "[memory] ran out (MemoryError); end other programs"),
+        (
+            RuntimeError("can't start new thread"),
+            "[memory] ran out (can't start new thread); end other programs",
+        ),
+    ],
+    ids=str,
+)
+def test_a_bug_is_one_line_too(monkeypatch, capsys, error, line):
     def broken(*args):
-        raise RuntimeError("first\nsecond")
+        raise error
 
     monkeypatch.setattr("mlxkv.doctor.listing.presets", broken)
     assert main(["presets"]) == 1
-    said = capsys.readouterr().err
-    assert said == "[mlxkv] RuntimeError: first second; MLXKV_TRACEBACK=1 shows where\n"
+    assert capsys.readouterr().err == line + "\n"
 
 
 LONG = "a" * 300
