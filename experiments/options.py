@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from mlxkv.errors import UserError
-from mlxkv.machine import versions
-from mlxkv.metal.gpu import machine_in_use
+from mlxkv.machine import machine, versions
+from mlxkv.metal import gpu
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,7 +47,7 @@ def check_out(out: Path | None) -> None:
 def made_on(start: float) -> dict:
     """Return machine, versions and seconds since `start` (perf_counter), for a document."""
     return {
-        "machine": machine_in_use(),
+        "machine": machine() | gpu.device(),
         "versions": versions(),
         "seconds": round(time.perf_counter() - start, 1),
     }

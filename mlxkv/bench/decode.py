@@ -20,8 +20,8 @@ from mlxkv.bench.options import BASELINE, MLX_LM, cache_config
 from mlxkv.bench.subject import Subject, load_subject, short
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import canonical
-from mlxkv.machine import versions
-from mlxkv.metal.gpu import machine_in_use
+from mlxkv.machine import machine, versions
+from mlxkv.metal import gpu
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import interleaved
 from mlxkv.models.generate import PREFILL_STEP
@@ -75,9 +75,9 @@ def run(
     if bits is not None and bits not in options.BITS:
         choices = ", ".join(map(str, options.BITS))
         raise UserError(f"[--bits] unknown value; got {bits}; choose from {choices}")
-    machine, installed = machine_in_use(), versions()
+    computer, installed = machine() | gpu.device(), versions()
     subject = load_subject(model, bits)
-    options.print_machine(machine, installed)
+    options.print_machine(computer, installed)
     rows = []
     with Progress(console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task("decode", total=len(lengths) * len(presets) * (2 * rounds + 1))
@@ -101,7 +101,7 @@ def run(
     rows = [about | row for row in rows]
     _show(rows, tokens, rounds)
     if as_json:
-        console.print_json({"machine": machine, "versions": installed, "rows": rows})
+        console.print_json({"machine": computer, "versions": installed, "rows": rows})
 
 
 def _presets(text: str) -> list[str]:

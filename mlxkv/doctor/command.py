@@ -34,14 +34,28 @@ def golden_rows(step: Step, every: bool = False) -> list[dict]:
     return rows
 
 
+def backends() -> list[dict]:
+    """Return a row for each backend of MLX: whether it is found, and whether it is in use."""
+    import mlx.core as mx
+
+    from mlxkv.metal import gpu
+
+    found = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available(), "cpu": True}
+    here = gpu.device()
+    rows = []
+    for name in found:
+        is_used = name == here["backend"]
+        device = here["device"] if is_used else ""
+        rows.append({"name": name, "found": found[name], "used": is_used, "device": device})
+    return rows
+
+
 def run(*, every: bool, share: str | None, as_json: bool) -> int:
     """Check and print. Returns 1 if a golden row is wrong, a version is out of range, or a kernel that
     should run here fails.
 
     every: try all kernels. share: a file to write for an issue, "" for a new one here.
     """
-    from mlxkv.metal.gpu import backends
-
     if share:
         check_place(share)
     # The table checks float32, and TF32 products are not float32.

@@ -16,8 +16,8 @@ from mlxkv.eval.report import page, report
 from mlxkv.eval.tasks import divergence, retrieval
 from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.formats.names import parse_kv
-from mlxkv.machine import versions
-from mlxkv.metal.gpu import machine_in_use
+from mlxkv.machine import machine, versions
+from mlxkv.metal import gpu
 from mlxkv.metal.launch import backend
 from mlxkv.models import load
 from mlxkv.texts import sources
@@ -67,7 +67,7 @@ def run(command: SimpleNamespace) -> int:
     )
     results = store.computed(arms, parts, folder)
     data = report.assemble(arms, options, results, windows)
-    data |= {"machine": machine_in_use(), "versions": versions()}
+    data |= {"machine": machine() | gpu.device(), "versions": versions()}
     data["seconds"] = round(time.perf_counter() - start, 1)
     page.write(data, folder)
     report.show(data)

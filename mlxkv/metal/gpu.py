@@ -10,7 +10,6 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlxkv.machine import machine
 from mlxkv.metal.launch import Factory, backend
 
 # Cores where macOS does not say, by the last letter of MLX's architecture name (applegpu_g13s): phone, base,
@@ -69,19 +68,6 @@ def why_no_tiles() -> str | None:
     return f"tiles need macOS {TILES_SINCE} (Metal 3.2), this is macOS {version}"
 
 
-def backends() -> list[dict[str, object]]:
-    """Each backend of MLX: found or not, and whether it is the one in use."""
-    available = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available(), "cpu": True}
-    rows = []
-    for name, is_found in available.items():
-        device = ""
-        if name == backend():
-            device = str(mx.device_info().get("device_name", ""))
-        rows.append({"name": name, "found": is_found, "used": name == backend(), "device": device})
-    return rows
-
-
-def machine_in_use() -> dict[str, object]:
-    """`machine()` with the backend in use and its device."""
-    row = next(row for row in backends() if row["used"])
-    return machine() | {"backend": row["name"], "device": row["device"]}
+def device() -> dict[str, str]:
+    """Return the backend in use and the name of its device."""
+    return {"backend": backend(), "device": str(mx.device_info().get("device_name", ""))}

@@ -15,8 +15,8 @@ from mlxkv.errors import UserError
 from mlxkv.formats.affine import Full
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_rotary, parse_kv
-from mlxkv.machine import versions
-from mlxkv.metal.gpu import machine_in_use
+from mlxkv.machine import machine, versions
+from mlxkv.metal import gpu
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import chain, copy_bandwidth, middle, read_bandwidth
 
@@ -55,8 +55,8 @@ def run(contexts: str | None, kv: str, as_json: bool) -> None:
     presets = {name: _preset(name) for name in kv.split(",")}
     cases = _cases(contexts, presets)
     batch = ENCODE_TOKENS_CPU if backend() == "cpu" else ENCODE_TOKENS
-    dtype, machine, installed = default_dtype(), machine_in_use(), versions()
-    print_machine(machine, installed)
+    dtype, computer, installed = default_dtype(), machine() | gpu.device(), versions()
+    print_machine(computer, installed)
     rows, encodes = [], []
     with Progress(console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task("copy", total=len(cases) + len(presets) + 1)
@@ -92,7 +92,7 @@ def run(contexts: str | None, kv: str, as_json: bool) -> None:
     print_rows(ENCODE_COLUMNS, encodes, "")
     print(encode.FOOTNOTE)
     if as_json:
-        data = {"machine": machine | measured, "versions": installed, "rows": rows + encodes}
+        data = {"machine": computer | measured, "versions": installed, "rows": rows + encodes}
         console.print_json(data)
 
 
