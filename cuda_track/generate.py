@@ -14,7 +14,7 @@ from cuda_track.models.loader import Loaded, load
 from cuda_track.models.seam import new_cache
 from mlxkv import console
 from mlxkv.errors import UserError
-from mlxkv.models.catalog.reports import summarise
+from mlxkv.models.reports import summarise
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,13 @@ LAYERS = """__main__ > cli > chat serve eval bench calibrate doctor run > option
 FLOOR = {room: -i for i, rooms in enumerate(LAYERS.split(">")) for room in rooms.split()}
 LOWEST = FLOOR[""] = min(FLOOR.values())  # "": the package itself
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
-NO_FRAMEWORK = {"mlxkv.formats", "mlxkv.spec", "mlxkv.texts", "mlxkv.models.catalog"}
+NO_FRAMEWORK = {
+    "mlxkv.formats",
+    "mlxkv.spec",
+    "mlxkv.texts",
+    "mlxkv.models.catalog",
+    "mlxkv.models.reports",
+}
 # Templates are rendered by transformers in a process of its own.
 EXCEPTIONS = {"mlxkv.models.catalog.rendering"}
 USES_MLX_LM = ("models", "serve", "bench", "chat.session")
@@ -35,6 +41,7 @@ SHARED = [
     "spec",
     "texts",
     "models.catalog",
+    "models.reports",
     "metal.sources",
     "errors",
     "console",

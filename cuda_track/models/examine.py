@@ -16,7 +16,8 @@ from cuda_track.models.layers import has_class, holds_state, plain_layers, repla
 from cuda_track.models.parallel import share_of
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.models.catalog.reports import (
+from mlxkv.models.catalog.shapes import text_config
+from mlxkv.models.reports import (
     ASKED_FOR,
     CAPPED,
     LATENT,
@@ -25,7 +26,6 @@ from mlxkv.models.catalog.reports import (
     compressed,
     of_latents,
 )
-from mlxkv.models.catalog.shapes import text_config
 
 KV_HEADS = "num_key_value_heads", "num_global_key_value_heads"  # the second: Gemma 4's full layers
 

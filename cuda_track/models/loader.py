@@ -19,7 +19,7 @@ from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import HUB, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.rendering import bound
-from mlxkv.models.catalog.reports import LayerReport
+from mlxkv.models.reports import LayerReport
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

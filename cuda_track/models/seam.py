@@ -34,8 +34,8 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_rotary, parse_kv
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.fingerprint import fingerprint
-from mlxkv.models.catalog.reports import LayerReport, nothing_compressed, with_own
 from mlxkv.models.catalog.shapes import context_limit
+from mlxkv.models.reports import LayerReport, nothing_compressed, with_own
 
 _ATTACHED = "_mlxkv_attached"
 

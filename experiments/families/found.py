@@ -23,7 +23,7 @@ from mlxkv.formats.affine import Full
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import machine, versions
-from mlxkv.models.catalog.reports import LayerReport, ranges
+from mlxkv.models.reports import LayerReport, ranges
 
 PROMPT, NEW = 45, 20  # tokens; pages are sealed while reading and while writing
 WINDOWS = {"sink": 4, "recent": 16, "page": 16}

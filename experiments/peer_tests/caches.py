@@ -18,7 +18,7 @@ from mlx_lm.models import cache
 from experiments.peer_tests.names import KINDS
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach
-from mlxkv.models.catalog.reports import LayerReport
+from mlxkv.models.reports import LayerReport
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 

@@ -93,6 +93,17 @@ def stand_in(config: CacheConfig) -> str | None:
     return "int4" if min(rates) >= 4 else "int3" if min(rates) >= 3 else "int2"
 
 
+def check_fold(config: CacheConfig, fold: bool) -> None:
+    """Raises UserError if `fold` is asked for and `config` has no calibrated map of values."""
+    if fold and (not config.values.calibrated or config.values.cut):
+        sides = ((name, preset.values) for name, preset in PRESETS.items())
+        choices = ", ".join(name for name, side in sides if side.calibrated and not side.cut)
+        raise UserError(
+            f"[fold] folds calibrated maps of values into the weights; got {config.label}, which has "
+            f"none; choose from {choices}"
+        )
+
+
 def check_rotary(kv: CacheConfig, option: str = "--kv") -> None:
     """Raise UserError where `kv` says how rotary keys beside latents are stored. For models that have
     no latents to compress."""

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlxkv.models.catalog.reports import LayerReport, summarise
     from mlxkv.models.decoders import warm_up
     from mlxkv.models.loader import Loaded, context_limit, load
+    from mlxkv.models.reports import LayerReport, summarise
     from mlxkv.models.seam import attach, detach
     from mlxkv.models.taking_back import cut_back
 
@@ -21,8 +21,8 @@ _HOME = {
     "attach": "seam",
     "cut_back": "taking_back",
     "detach": "seam",
-    "LayerReport": "catalog.reports",
-    "summarise": "catalog.reports",
+    "LayerReport": "reports",
+    "summarise": "reports",
     "Loaded": "loader",
     "context_limit": "loader",
     "load": "loader",

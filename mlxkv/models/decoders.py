@@ -17,9 +17,9 @@ from mlxkv.cache.view import OPS
 from mlxkv.machine import out_of_range
 from mlxkv.metal import launch, tiles
 from mlxkv.metal.launch import backend
-from mlxkv.models.catalog.reports import LayerReport
 from mlxkv.models.generate import prefill_step
 from mlxkv.models.hooks.mark import steps_of
+from mlxkv.models.reports import LayerReport
 
 if TYPE_CHECKING:
     from mlxkv.models.loader import Loaded

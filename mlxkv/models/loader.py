@@ -15,18 +15,17 @@ from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
+from mlxkv.formats.names import check_fold, parse_kv
 from mlxkv.metal.launch import backend
 from mlxkv.models.calibration.fitting import read_calibration
 from mlxkv.models.catalog import rendering
 from mlxkv.models.catalog.aliases import DEFAULT, KV, resolve
-from mlxkv.models.catalog.asked import check_fold, check_weights, dtype_name
+from mlxkv.models.catalog.asked import check_weights, dtype_name
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import Folder, check
 from mlxkv.models.catalog.gguf import tokens
 from mlxkv.models.catalog.hub import fetch, first_line
 from mlxkv.models.catalog.locate import require
-from mlxkv.models.catalog.reports import LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit, text_config
 from mlxkv.models.decoders import tell
 from mlxkv.models.hooks.mark import steps_of
@@ -35,6 +34,7 @@ from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.loading.sampling import read as read_sampling
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.replies.stops import turn_end
+from mlxkv.models.reports import LayerReport, summarise
 from mlxkv.models.seam import attach
 
 

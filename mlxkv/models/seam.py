@@ -28,10 +28,14 @@ from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import check_rotary, parse_kv, stand_in
+from mlxkv.formats.names import check_fold, check_rotary, parse_kv, stand_in
 from mlxkv.metal import launch
-from mlxkv.models.catalog.asked import check_fold
-from mlxkv.models.catalog.reports import (
+from mlxkv.models.compiled.weights import unchanged
+from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
+from mlxkv.models.hooks.mark import cached_part, mark, own_make_cache, unmark
+from mlxkv.models.hooks.probe import INDEX_KEYS, PLAIN, Place, Shape, find, leaves
+from mlxkv.models.hooks.rebind import bind, release
+from mlxkv.models.reports import (
     ASKED_FOR,
     CAPPED,
     FOLDED,
@@ -46,11 +50,6 @@ from mlxkv.models.catalog.reports import (
     ranges,
     with_own,
 )
-from mlxkv.models.compiled.weights import unchanged
-from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
-from mlxkv.models.hooks.mark import cached_part, mark, own_make_cache, unmark
-from mlxkv.models.hooks.probe import INDEX_KEYS, PLAIN, Place, Shape, find, leaves
-from mlxkv.models.hooks.rebind import bind, release
 
 if TYPE_CHECKING:
     from mlxkv.formats.calibration.artifact import Calibration

@@ -18,7 +18,7 @@ from cuda_track.models.loader import Loaded
 from experiments.families.building import VOCABULARY, build, config_of
 from experiments.families.found import EXACT, INT4, PROMPT
 from mlxkv.errors import UserError
-from mlxkv.models.catalog.reports import summarise
+from mlxkv.models.reports import summarise
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ from experiments.families.found import Family  # noqa: E402
 from experiments.families.vlm import SURVEY, family  # noqa: E402
 from experiments.families.vlm_building import families  # noqa: E402
 from mlxkv.errors import MachineError, UserError  # noqa: E402
-from mlxkv.models.catalog.reports import LayerReport  # noqa: E402
+from mlxkv.models.reports import LayerReport  # noqa: E402
 
 FULL = ["qwen3", "qwen2_5_vl", "smollm3"]
 MIXED = ["gemma4", "gpt_oss", "qwen3_5", "falcon_h1", "deepseek_v3"]

@@ -10,9 +10,9 @@ from random_models import random_model
 from mlxkv.formats.config import CacheConfig
 from mlxkv.metal import launch
 from mlxkv.models import LayerReport, attach, detach, summarise
-from mlxkv.models.catalog.reports import ranges
 from mlxkv.models.hooks.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32, refusal
 from mlxkv.models.hooks.rebind import OWN_CODE
+from mlxkv.models.reports import ranges
 
 OLD = mlx_lm.__version__ < "0.32"
 # Families that compute on keys in some configurations only (soft-capping), or pass them on by a helper: the dry

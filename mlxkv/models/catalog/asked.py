@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 
 from mlxkv.errors import UserError
-from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.presets import PRESETS
 
 # Names of MLX, and what other tools call them.
 DTYPES = ("float32", "float16", "bfloat16")
@@ -35,17 +33,6 @@ def check_weights(bits: int | None) -> None:
     """Raises UserError for bits of weights other than 8."""
     if bits not in (None, 8):
         raise UserError(f"[--weights] must be 8, or left out for weights as stored; got {bits}")
-
-
-def check_fold(config: CacheConfig, fold: bool) -> None:
-    """Raises UserError if `fold` is asked for and `config` has no calibrated map of values."""
-    if fold and (not config.values.calibrated or config.values.cut):
-        sides = ((name, preset.values) for name, preset in PRESETS.items())
-        choices = ", ".join(name for name, side in sides if side.calibrated and not side.cut)
-        raise UserError(
-            f"[fold] folds calibrated maps of values into the weights; got {config.label}, which has "
-            f"none; choose from {choices}"
-        )
 
 
 def check_sampling(temp: float | None, top_p: float | None) -> None:

@@ -27,8 +27,8 @@ from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.models.catalog.reports import FOLDED
 from mlxkv.models.hooks.probe import Place, leaves
+from mlxkv.models.reports import FOLDED
 
 if TYPE_CHECKING:
     from mlxkv.models.hooks.dryrun import DryRun, LinearCall

@@ -14,12 +14,12 @@ import mlx.nn as nn
 from mlxkv.errors import UserError
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
-from mlxkv.models.catalog.reports import ASKED_FOR, LayerReport, summarise
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.models.decoders import tell
 from mlxkv.models.hooks.mark import cached_part
 from mlxkv.models.hosts import Options, ledger
 from mlxkv.models.origin import Origin, introduce
+from mlxkv.models.reports import ASKED_FOR, LayerReport, summarise
 from mlxkv.models.seam import attach
 
 _reports: set[tuple] = set()  # reports that were printed: a server may load a model again

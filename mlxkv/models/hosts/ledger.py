@@ -13,9 +13,9 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.console import human_bytes, note, one_line
 from mlxkv.formats.config import CacheConfig
-from mlxkv.models.catalog.reports import LayerReport
 from mlxkv.models.hooks.probe import leaves
 from mlxkv.models.hooks.rebind import MARK
+from mlxkv.models.reports import LayerReport
 from mlxkv.models.usage import in_use
 
 STEP, PART = 16, 16  # tokens more than the longest so far, or a 16th, until one is measured again
