@@ -233,11 +233,15 @@ def test_what_is_no_text_is_refused(tab, tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\xff\xfe")
     (tmp_path / "zeros.bin").write_bytes(b"abc\0def")
     (tmp_path / "large.txt").write_bytes(b"x" * ((4 << 20) + 1))
-    tab.drop_files(*(tmp_path / name for name in ("picture.png", "zeros.bin", "large.txt")))
+    (tmp_path / "long.txt").write_bytes(b"word " * 8000)
+    names = ("picture.png", "zeros.bin", "large.txt", "long.txt")
+    tab.drop_files(*(tmp_path / name for name in names))
     tab.sees(
-        "Not attached: picture.png (not text), zeros.bin (not text), large.txt (4.0 MiB; at most 4.0 MiB)"
+        "These files have about 10,000 tokens; this model takes 8,192. Not attached: "
+        "picture.png (not text), zeros.bin (not text), large.txt (4.0 MiB; at most 4.0 MiB)"
     )
-    tab.shows("document.querySelectorAll('#attached li').length", 0)
+    tab.button("Remove long.txt")
+    tab.shows("document.querySelectorAll('#attached li, .notice').length", 0)
 
 
 def test_a_file_can_be_picked_and_taken_away(tab, server, tmp_path):

@@ -40,12 +40,19 @@ async function take(list) {
     if (text === null) refused.push(`${file.name} (${file.size > MOST ? `${size(file.size)}; at most ${size(MOST)}` : "not text"})`);
     else files.push({ name: file.name, size: file.size, text });
   }
-  const about = files.reduce((sum, file) => sum + file.text.length, 0) / 4;  // tokens, roughly
-  if (context && about > context) notice("files", `These files have about ${count(Math.round(about / 1000) * 1000)} tokens; this model takes ${count(context)}.`);
-  if (refused.length) notice("files", `Not attached: ${refused.join(", ")}`);
+  tell(refused);
   // Kept before it is shown: a page that is loaded again has whatever it showed.
   try { await listener(); } catch (error) { console.warn("not kept", error); }
   show();
+}
+
+// Say which files were refused, and whether those that are attached are too long.
+function tell(refused = []) {
+  const about = files.reduce((sum, file) => sum + file.text.length, 0) / 4, lines = [];  // tokens, roughly
+  if (context && about > context) lines.push(`These files have about ${count(Math.round(about / 1000) * 1000)} tokens; this model takes ${count(context)}.`);
+  if (refused.length) lines.push(`Not attached: ${refused.join(", ")}`);
+  document.querySelector('#notices [data-kind="files"]')?.remove();
+  if (lines.length) notice("files", lines.join(" "));
 }
 
 // The text of a file; null if it is none.
@@ -60,7 +67,7 @@ async function read(file) {
 
 function show() {
   $("attached").replaceChildren(...files.map((file, i) => {
-    const drop = button("×", () => { files.splice(i, 1); show(); listener(); $("text").focus(); }, { "aria-label": `Remove ${file.name}` });
+    const drop = button("×", () => { files.splice(i, 1); show(); tell(); listener(); $("text").focus(); }, { "aria-label": `Remove ${file.name}` });
     return h("li", {}, h("span", { text: `${file.name} · ${size(file.size)}` }), drop);
   }));
 }
