@@ -1,4 +1,4 @@
-"""What kernels take on an M1 or M2 by Mesa's compiler, where `make agx` has built it: bounds for each kernel."""
+"""What kernels take on an M1 or M2 by Mesa's compiler, where `make agx` has built it."""
 
 from dataclasses import replace
 
@@ -10,20 +10,13 @@ pytestmark = [
     pytest.mark.skipif(compiler.why_not() is not None, reason=str(compiler.why_not())),
     pytest.mark.slow,
 ]
-# Registers that are written to memory and read back, as instructions. Every kernel of a preset and head dim that is not
-# named here has none.
-SPILLS = {
-    ("seal", 256): {"int3": 18},
-    ("seal of a prompt", 256): {"int3": 33},
-    ("seal_channel", 256): {"int2": 32},
-}
 
 
 def test_registers_are_enough(subtests):
     for preset, dims, kernel, text in chosen():
         with subtests.test(preset=preset, dims=dims, kernel=kernel):
             took = compiler.takes(text.kernel, text.threads)
-            assert took.spills <= SPILLS.get((kernel, dims), {}).get(preset, 0)
+            assert took.spills == 0  # instructions that write a register to memory
             assert took.threads >= text.threads
             assert took.shared <= 32 << 10
 

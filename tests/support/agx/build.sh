@@ -67,9 +67,14 @@ for name in agx_opcodes.h agx_opcodes.c agx_builder.h; do python "$S/src/asahi/c
 python "$S/src/asahi/compiler/agx_nir_algebraic.py" -p "$S/src/compiler/nir" > made/agx_nir_algebraic.c
 (cd "$S/src/asahi/genxml" && python gen_pack.py cmdbuf.xml agx_pack_header.h) > made/agx_pack.h
 cp "$HERE/libagx.h" made/
-# Arrays in registers stay in scratch memory without this pass once more.
-sed '/nir_lower_indirect_derefs, nir_var_function_temp/a NIR_PASS(_, nir, nir_lower_vars_to_ssa);' \
+# Arrays in registers stay in scratch memory without this pass once more. And a shuffle by xor is an instruction of these
+# GPUs, which Mesa encodes but does not use.
+xor='agx_shuffle_xor_to(b, dst, agx_src_index(\&instr->src[0]), agx_immediate(nir_src_as_uint(instr->src[1])))'
+sed -e '/nir_lower_indirect_derefs, nir_var_function_temp/a NIR_PASS(_, nir, nir_lower_vars_to_ssa);' \
+  -e "/case nir_intrinsic_quad_swap_horizontal/i case nir_intrinsic_shuffle_xor: return $xor;" \
   "$S/src/asahi/compiler/agx_compile.c" > made/agx_compile.c
+sed 's/lower_relative_shuffle = true/lower_relative_shuffle = false/' \
+  "$S/src/asahi/compiler/agx_nir_lower_subgroups.c" > made/agx_nir_lower_subgroups.c
 command=$(ninja -C "$B" -t commands src/compiler/nir/libnir.a | grep 'nir_opt_dce.c$' | sed 's/ -MD .*//; s/-Wall//; s/-std=c11/-std=gnu11 -w/')
 for folder in asahi/compiler asahi asahi/clc asahi/layout asahi/libagx asahi/genxml compiler/nir compiler/spirv util; do
   command="$command -I$S/src/$folder"
@@ -77,7 +82,7 @@ done
 export command="$command -I$B/src/compiler/nir -I$AGX/made -fvisibility=default" AGX B
 compile() { (cd "$B" && eval "$command -c -o $AGX/objects/$(basename "$1" .c).o $1"); }
 export -f compile
-{ ls "$S"/src/asahi/compiler/*.c | grep -v agx_compile.c; ls "$AGX"/made/*.c "$HERE"/tool.c; } |
+{ ls "$S"/src/asahi/compiler/*.c | grep -v 'agx_compile.c\|agx_nir_lower_subgroups.c'; ls "$AGX"/made/*.c "$HERE"/tool.c; } |
   xargs -P2 -I{} bash -ec 'compile {}'
 (cd "$B" && g++ -o "$AGX/compile" "$AGX"/objects/*.o $libraries -lz -lm -lpthread -ldl)
 say "built: $AGX/compile"

@@ -190,7 +190,7 @@ def _counted(printed: str) -> Takes:
 Block = tuple[list[str], int, int, int, int]
 # Issue cycles that are not 1, by the starts of names: Mesa's agx_performance.c; of 64-bit sums what
 # philipturner/metal-benchmarks measured. Those of a second unit, which runs beside the first, are apart.
-SLOW = {"shuffle": 2, "quad_shuffle": 2, "icmp_ballot": 2, "fcmp_ballot": 2}
+SLOW = {"shuffle": 2, "shuffle_xor": 2, "quad_shuffle": 2, "icmp_ballot": 2, "fcmp_ballot": 2}
 BESIDE = {"imad": 4, "bfi": 4, "bfeil": 4, "extr": 4, "asr": 4, "floor": 4, "exp2": 4, "log2": 4}
 BESIDE |= {"rcp": 6, "rsqrt": 8, "sin_pt_1": 4, "sin_pt_2": 4}
 

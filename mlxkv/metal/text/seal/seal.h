@@ -223,6 +223,9 @@ inline float kv_limit(
       }
     }
     kv_share<N>(one, other, lane, KEYS ? 1 : 4);
+    if (!KV_ALL_GROUPS) {  // a compiler would merge both lists behind the next tokens, and keep them until then
+      lane += one[N - 1] < 0.0f;  // never
+    }
   }
   if (!KEYS) {
     kv_share<N>(lists, lists + (KEYS ? 0 : N), lane, 8);
@@ -247,7 +250,7 @@ inline void kv_seal_side(
   constexpr float MIDDLE = float(1 << (BITS - 1));
   constexpr uint ZERO = 0x4B000000u; // 2^23
   const int g = lane / 4;
-  const int t = lane % 4;
+  int t = lane % 4;
   const int ranged = kv_ranged<KEYS>(lane);
   kv_pairs at[4];
   kv_pairs back[4];
@@ -263,9 +266,10 @@ inline void kv_seal_side(
     for (int n = 0; n < HELD; n++) {
       limits[n] = simd_shuffle(limit, ushort(KEYS ? 4 * g + n : 4 * n + t));
     }
-    if (!KV_ALL_GROUPS) {  // a compiler would keep the values beside the lists, and not read them again
+    if (!KV_ALL_GROUPS) {  // a compiler would keep the values and lanes beside the lists, and not read them again
       simdgroup_barrier(mem_flags::mem_threadgroup);
       x += limit < 0.0f;  // never
+      t += limit < 0.0f;
     }
   }
 #endif

@@ -24,7 +24,8 @@
     for (int i = 0; i < 4; i++) {
       s[0].v[i] = 0.0f;
     }
-#pragma unroll
+    constexpr int AT_ONCE = POOLED ? 1 : BD;  // instructions have to fit in a cache
+#pragma unroll AT_ONCE
     for (int j = 0; j < BD; j++) {
       uint x[8];
 #pragma unroll
