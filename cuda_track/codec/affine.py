@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cuda_track.codec import packing
-from mlxkv.formats.affine import HALF_MAX, Affine
+from mlxkv.formats.quantizers import HALF_MAX, Affine
 
 
 def half(x: torch.Tensor, limit: float = HALF_MAX) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from cuda_track.codec import packing
 from cuda_track.codec.affine import half
 from mlxkv.formats import levels
-from mlxkv.formats.codebook import Codebook
+from mlxkv.formats.quantizers import Codebook
 
 
 @cache

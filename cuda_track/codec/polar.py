@@ -9,7 +9,7 @@ import torch
 
 from cuda_track.codec import packing
 from cuda_track.codec.affine import half, in_range
-from mlxkv.formats.tile import Polar
+from mlxkv.formats.quantizers import Polar
 
 
 def _halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -13,7 +13,7 @@ import torch
 from cuda_track.codec import packing
 from cuda_track.codec.affine import half
 from mlxkv.formats import levels
-from mlxkv.formats.codebook import TREE, TREE_BITS, TREE_RECORD, TREE_SIZES, TREE_STEPS, PolarTree
+from mlxkv.formats.quantizers import TREE, TREE_BITS, TREE_RECORD, TREE_SIZES, TREE_STEPS, PolarTree
 
 Books = list[torch.Tensor]  # of the levels
 WIDTH = TREE // 2 - 1  # angles of the upper levels for each 16 dims

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mlxkv.formats.affine import HALF_MAX
 from mlxkv.formats.config import Full, Half
+from mlxkv.formats.quantizers import HALF_MAX
 
 
 def encode(spec: Full | Half, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:

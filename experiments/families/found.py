@@ -19,9 +19,9 @@ import numpy as np
 from experiments.options import Parser, check_out
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
-from mlxkv.formats.affine import Full
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.quantizers import Full
 from mlxkv.machine import machine, versions
 from mlxkv.models.reports import LayerReport, ranges
 

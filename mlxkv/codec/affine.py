@@ -10,7 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlxkv.codec import packing
-from mlxkv.formats.affine import HALF_MAX, Affine
+from mlxkv.formats.quantizers import HALF_MAX, Affine
 
 # Formats that MLX's own quantized products read (`mx.quantize`, affine mode).
 MLX_GROUPS = (32, 64, 128)

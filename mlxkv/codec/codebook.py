@@ -11,7 +11,7 @@ import numpy as np
 from mlxkv.codec import packing
 from mlxkv.codec.affine import half
 from mlxkv.formats import levels
-from mlxkv.formats.codebook import Codebook
+from mlxkv.formats.quantizers import Codebook
 
 
 @cache

@@ -9,9 +9,8 @@ import mlx.core as mx
 
 from mlxkv.codec import packing
 from mlxkv.codec.affine import half
-from mlxkv.formats.affine import HALF_MAX
-from mlxkv.formats.tile import POLAR_NUMBERS as NUMBERS
-from mlxkv.formats.tile import Polar
+from mlxkv.formats.quantizers import HALF_MAX, Polar
+from mlxkv.formats.quantizers import POLAR_NUMBERS as NUMBERS
 
 TABLE_ROWS = 4  # query rows up to which look-ups cost less than decoding keys and a product
 

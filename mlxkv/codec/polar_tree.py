@@ -12,7 +12,7 @@ import numpy as np
 from mlxkv.codec import packing
 from mlxkv.codec.affine import half
 from mlxkv.formats import levels
-from mlxkv.formats.codebook import TREE_BITS, TREE_RECORD, TREE_SIZES, TREE_STEPS, PolarTree
+from mlxkv.formats.quantizers import TREE_BITS, TREE_RECORD, TREE_SIZES, TREE_STEPS, PolarTree
 
 Books = list[mx.array]  # of the levels, [n], or [B, G, pages, 1, 1, n]
 

@@ -10,10 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import get_args
 
 from mlxkv.errors import UserError
-from mlxkv.formats.affine import Affine, Full
-from mlxkv.formats.codebook import Codebook, PolarTree
 from mlxkv.formats.lowrank import Fill, Half, LowRank
-from mlxkv.formats.tile import Polar
+from mlxkv.formats.quantizers import Affine, Codebook, Full, Polar, PolarTree
 
 CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
 SHARED = "oscar-layer"  # one rotation for all kv heads of a layer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 from mlxkv.errors import UserError
-from mlxkv.formats.affine import Method
+from mlxkv.formats.quantizers import Method
 
 TRANSPORT, SEGMENTS, STAY = "transport", "segments", "stay"
 STORED = (TRANSPORT, SEGMENTS, STAY)

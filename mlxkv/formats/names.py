@@ -26,10 +26,10 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from mlxkv.errors import UserError
-from mlxkv.formats.affine import Affine, Full
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import RATES, SEGMENTS, STORED, Half, LowRank
 from mlxkv.formats.presets import PRESETS, filled, low_rank
+from mlxkv.formats.quantizers import Affine, Full
 
 METHODS = ("static", "oja")
 FILL = "fill"

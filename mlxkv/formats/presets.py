@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from mlxkv.formats.affine import Affine, Full
-from mlxkv.formats.codebook import Codebook, PolarTree
 from mlxkv.formats.config import (
     BALANCED,
     CALIBRATED,
@@ -20,7 +18,7 @@ from mlxkv.formats.config import (
     Side,
 )
 from mlxkv.formats.lowrank import Fill, Half, LowRank
-from mlxkv.formats.tile import Polar
+from mlxkv.formats.quantizers import Affine, Codebook, Full, Polar, PolarTree
 
 FULL = Side(Full())
 

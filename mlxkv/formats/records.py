@@ -14,9 +14,9 @@ from functools import lru_cache
 import numpy as np
 
 from mlxkv.formats import levels
-from mlxkv.formats.codebook import TREE, TREE_BITS
 from mlxkv.formats.config import Affine, CacheConfig, Codebook, Full, Polar, PolarTree
 from mlxkv.formats.lowrank import DIMS, Fill, Half
+from mlxkv.formats.quantizers import TREE, TREE_BITS
 
 TOKENS = 16  # in a record
 BLOCK = 32  # dims in a block

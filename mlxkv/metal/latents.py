@@ -11,7 +11,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from mlxkv.codec.codec import Codec, Stored
-from mlxkv.formats.affine import Affine
+from mlxkv.formats.quantizers import Affine
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.metal.lengths import grown

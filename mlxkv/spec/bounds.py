@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from mlxkv.formats.affine import Affine
 from mlxkv.formats.matrices import gaussian
+from mlxkv.formats.quantizers import Affine
 
 Arrays = dict[str, np.ndarray]
 FOLDER = Path(__file__).parent / "golden"

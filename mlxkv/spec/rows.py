@@ -19,7 +19,6 @@ import numpy as np
 
 from mlxkv.formats import levels, matrices
 from mlxkv.formats.calibration import balance, fill, layers, subspace
-from mlxkv.formats.codebook import TREE_BITS
 from mlxkv.formats.config import (
     BALANCED,
     CALIBRATED,
@@ -34,6 +33,7 @@ from mlxkv.formats.config import (
     Side,
 )
 from mlxkv.formats.lowrank import Half, LowRank
+from mlxkv.formats.quantizers import TREE_BITS
 from mlxkv.formats.records import NAMES
 from mlxkv.spec.affine import unpack
 from mlxkv.spec.bounds import (

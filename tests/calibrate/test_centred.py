@@ -19,11 +19,11 @@ from cuda_track.codec import maps as torch_maps
 from mlxkv.cache import attention
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
-from mlxkv.formats.affine import Affine
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.quantizers import Affine
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure
 from mlxkv.spec import balanced as spec

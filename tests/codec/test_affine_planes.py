@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlxkv.codec import affine, packing
-from mlxkv.formats.affine import Affine
+from mlxkv.formats.quantizers import Affine
 
 PAGE, DIMS = 64, 128
 SPECS = [

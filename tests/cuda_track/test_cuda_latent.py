@@ -13,8 +13,8 @@ from cuda_track.models import handing, latent, seam
 from experiments.families.building import NOT_BUILT, build, families
 from experiments.families.found import EXACT
 from mlxkv.errors import UserError
-from mlxkv.formats.affine import Affine
 from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.quantizers import Affine
 from mlxkv.spec import affine as spec
 
 torch.set_num_threads(1)

@@ -14,9 +14,9 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.view import BY_OPS, OPS
 from mlxkv.codec.codec import Codec
-from mlxkv.formats.affine import Affine
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.quantizers import Affine
 from mlxkv.metal import latents, launch
 from mlxkv.models import attach, detach
 from mlxkv.spec import affine as spec

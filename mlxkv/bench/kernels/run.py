@@ -12,9 +12,9 @@ from mlxkv.bench.kernels.case import Shape
 from mlxkv.bench.options import parse_contexts, print_machine, print_rows
 from mlxkv.bench.subject import default_dtype, short
 from mlxkv.errors import UserError
-from mlxkv.formats.affine import Full
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_rotary, parse_kv
+from mlxkv.formats.quantizers import Full
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import backend
