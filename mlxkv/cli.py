@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from mlxkv import __version__, faults
+from mlxkv import __version__, errors
 from mlxkv.bench.command import bench
 from mlxkv.calibrate.options import CalibrateOptions
 from mlxkv.chat.options import ChatOptions
@@ -469,8 +469,8 @@ def main(args: list[str] | None = None) -> int:
             line, code = _usage_line(error, sys.argv[1:] if args is None else args), 2
         elif os.environ.get("MLXKV_TRACEBACK"):
             raise
-        elif faults.is_of_memory(error):
-            line, code = f"[memory] ran out ({faults.reason(error)}); end other programs", 1
+        elif errors.is_of_memory(error):
+            line, code = f"[memory] ran out ({errors.reason(error)}); end other programs", 1
         else:
             name = type(error).__name__
             line, code = f"[mlxkv] {name}: {error}; MLXKV_TRACEBACK=1 shows where", 1

@@ -20,9 +20,9 @@ from cuda_track.cache.view import Pair, View
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.transform import Transform
 from mlxkv.errors import UserError
+from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.rules.going_back import GoesBack
-from mlxkv.formats.saved import state
 
 STEP, GROWTH = 256, 16  # the live window grows by whole steps, and by a share of what it holds
 FindMaps = Callable[[str, str, CacheConfig], LayerMaps]  # by digest and layer
@@ -177,7 +177,7 @@ class CompressedKVCache(GoesBack):
 
     @property
     def state(self) -> dict:
-        """All that has to be saved, as a tree of tensors; the header is in bytes (`mlxkv.formats.saved.state`)."""
+        """All that has to be saved, as a tree of tensors; the header is in bytes (`mlxkv.formats.state`)."""
         named = self.layer_maps and (self.layer_maps.digest, self.layer_maps.layer)
         extra, extra_tree = self._extra()
         data = state.header(self.config, self.offset, self._count_pages, named, **extra)

@@ -1,4 +1,4 @@
-"""Prompt caches in the files of mlxkv (`mlxkv.formats.saved.session`): written by one track, read by the other.
+"""Prompt caches in the files of mlxkv (`mlxkv.formats.session`): written by one track, read by the other.
 
 Sliding layers are transformers' own here and mlx-lm's rotating caches there: both keep a window, in
 another order.
@@ -25,9 +25,9 @@ from cuda_track.models.parallel import insist_on_one
 from cuda_track.models.seam import new_cache
 from mlxkv import files
 from mlxkv.errors import UserError
+from mlxkv.formats import session
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.saved import session
-from mlxkv.formats.saved.session import Saved
+from mlxkv.formats.session import Saved
 from mlxkv.models.catalog.shapes import text_config
 
 MLX_LM = "0.32"  # whose format of prompt caches this is

@@ -10,8 +10,8 @@ from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.cache.latent import LatentKVCache
 from cuda_track.cache.stores import Codes, codecs_of
 from cuda_track.codec.records import as_codes
+from mlxkv.formats import state
 from mlxkv.formats.records import NAMES
-from mlxkv.formats.saved import state
 
 WINDOWS = "live", "sink", "last", "basis", "asked", "rotary"  # floating-point numbers of a state
 

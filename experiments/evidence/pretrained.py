@@ -33,7 +33,7 @@ from experiments.evidence.cells import ANSWERS, FORM, KL, OURS, PAPER
 from experiments.evidence.questions import Asked, document
 from experiments.evidence.texts import DOCUMENTS, TEXTS, Texts
 from experiments.options import Parser, at_least, made_on, words
-from mlxkv import __version__, console, faults
+from mlxkv import __version__, console, errors
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.report.report import bits
@@ -354,7 +354,7 @@ class Subject:
                 }
             except (UserError, ValueError) as error:
                 for name in tokens_of:
-                    self.row(job, preset, name, {"error": faults.reason(error)}, "")
+                    self.row(job, preset, name, {"error": errors.reason(error)}, "")
                 continue
             rows_of = {
                 n: self.known.get(rows.key(self._identity(job, preset, n))) for n in tokens_of
@@ -391,9 +391,9 @@ class Subject:
 
     def _failure(self, error: Exception, preset: str) -> str:
         """Return the reason in a line. Raises MachineError where all that follows would fail, too."""
-        reason = faults.reason(error)
-        memory = faults.is_of_memory(error)
-        if memory or faults.is_of_lost_gpu(error):  # what fails after it says something else
+        reason = errors.reason(error)
+        memory = errors.is_of_memory(error)
+        if memory or errors.is_of_lost_gpu(error):  # what fails after it says something else
             said = "memory ran out" if memory else "the GPU failed"
             raise MachineError(
                 f"[evidence] {said} with {preset}; got {reason}; what was measured is kept, the same command goes on"

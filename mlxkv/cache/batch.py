@@ -24,7 +24,7 @@ from mlxkv.cache.contract import Contract, causal_mask
 from mlxkv.cache.ragged import Ragged
 from mlxkv.cache.view import OPS, Pair, View
 from mlxkv.errors import UserError
-from mlxkv.formats.saved.state import check_batch
+from mlxkv.formats.state import check_batch
 
 if TYPE_CHECKING:
     from mlxkv.cache.compressed import CompressedKVCache

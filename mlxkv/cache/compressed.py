@@ -26,9 +26,9 @@ from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Centre, left
 from mlxkv.errors import UserError
+from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.rules.going_back import GoesBack
-from mlxkv.formats.saved import state
 from mlxkv.metal.launch import ahead, backend
 
 NEW = -1

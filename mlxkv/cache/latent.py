@@ -23,7 +23,7 @@ from mlxkv.cache.ragged import padded
 from mlxkv.cache.stores import LatentCodes
 from mlxkv.cache.traced import Arrays, Form, NotYet, Numbers, Own, Rows, check_rows
 from mlxkv.cache.view import BY_OPS, Pair, TracedLatents, View
-from mlxkv.formats.saved.state import check_batch
+from mlxkv.formats.state import check_batch
 from mlxkv.metal.launch import ahead, backend
 
 # -- `BatchedLatentCache`: the latents of several sequences as one cache, for mlx-lm's batches.

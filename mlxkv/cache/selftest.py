@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from mlxkv import faults
+from mlxkv import errors
 from mlxkv.cache.attention import DECODE_TOKENS, _whole, attend
 from mlxkv.cache.stores import Codes, LatentCodes, Records
 from mlxkv.cache.view import BY_OPS, TILES, KernelPlan, Parts, View
@@ -126,7 +126,7 @@ def test(
             on_trial = trust.trial(*place)
         with on_trial:
             tested = _test(config, dims, dtype, make, tiled, case)
-        if on_mac and not (tested.reason and faults.is_of_memory(RuntimeError(tested.detail))):
+        if on_mac and not (tested.reason and errors.is_of_memory(RuntimeError(tested.detail))):
             trust.note(*place[:3], tested.reason is None, tiled, tested.reason)
         outcomes[case] = tested
     return outcomes[case]
@@ -195,14 +195,14 @@ def _test(
         tiles.forget_counters()
         elapsed = time.perf_counter() - start
         drain()
-        built = not faults.is_of_build(error)
-        return Outcome({}, 0.0, faults.reason(error), built, elapsed, faults.text(error))
+        built = not errors.is_of_build(error)
+        return Outcome({}, 0.0, errors.reason(error), built, elapsed, errors.text(error))
     names = ("attend", "keys", "values", "prefill")
-    errors = {name: relative_rms(*two) for name, *two in zip(names, results, expected, strict=True)}
+    rms = {name: relative_rms(*two) for name, *two in zip(names, results, expected, strict=True)}
     sides = list(zip(*stored, strict=True))
-    errors["seal"] = max(relative_rms(*two) for two in sides)
+    rms["seal"] = max(relative_rms(*two) for two in sides)
     ties = sum(_share_off(*two) for two in sides) / 2
-    bounds = dict.fromkeys(errors, BOUND) | {"prefill": PREFILL_BOUND}
+    bounds = dict.fromkeys(rms, BOUND) | {"prefill": PREFILL_BOUND}
     if any(
         side.calibrated
         or side.transform == "random"
@@ -211,9 +211,9 @@ def _test(
         for side in (config.keys, config.values)
     ):
         bounds["seal"] = SEAL_BOUND
-    wrong = next((name for name, off in errors.items() if not off <= bounds[name]), None)
-    reason = None if wrong is None else f"{wrong} is off by {errors[wrong]:.2g}"
-    return Outcome(errors, ties, reason, True, seconds)
+    wrong = next((name for name, off in rms.items() if not off <= bounds[name]), None)
+    reason = None if wrong is None else f"{wrong} is off by {rms[wrong]:.2g}"
+    return Outcome(rms, ties, reason, True, seconds)
 
 
 def drain(*streams: mx.Stream) -> None:
@@ -288,7 +288,7 @@ def _latent_fault(
         mx.eval(out)
     except Exception as error:  # a compiler or a driver may raise anything at all
         drain()
-        return faults.reason(error)
+        return errors.reason(error)
     with mx.stream(mx.cpu):
         off = relative_rms(out, expected)
     return None if off <= BOUND else f"attention over latents is off by {off:.2g}"

@@ -9,8 +9,8 @@ import sys
 from mlxkv.chat.options import ChatOptions
 from mlxkv.console import human_bytes, note, working
 from mlxkv.errors import UserError
+from mlxkv.formats import session as files
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.saved import session as files
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import Source, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint

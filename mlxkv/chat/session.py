@@ -7,7 +7,7 @@ from os.path import commonprefix
 
 import mlx.core as mx
 
-from mlxkv import console, faults
+from mlxkv import console, errors
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import prompt_cache
 from mlxkv.models.decoders import step_down
@@ -136,7 +136,7 @@ class Session:
         if instead := step_down(self.loaded, error):
             return instead
         raise MachineError(
-            f"[generate] {faults.reason(error)}; the conversation is kept, its cache is made anew"
+            f"[generate] {errors.reason(error)}; the conversation is kept, its cache is made anew"
         ) from error
 
     def _rest(self, reply: str, written: list[int], finish: str, new: str) -> str:

@@ -23,7 +23,7 @@ from mlxkv.chat.typed import History, read_message
 from mlxkv.chat.wrap import Thoughts, Wrap
 from mlxkv.console import human_bytes, one_line, plain, say
 from mlxkv.errors import MachineError, UserError
-from mlxkv.formats.saved.session import path_for
+from mlxkv.formats.session import path_for
 from mlxkv.models.catalog.aliases import DEFAULT
 
 HELP = {

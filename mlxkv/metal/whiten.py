@@ -11,7 +11,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from mlxkv import faults
+from mlxkv import errors
 from mlxkv.formats.lowrank import RIDGE
 from mlxkv.formats.matrices import off_orthonormal
 from mlxkv.metal.launch import Factory, launch
@@ -72,9 +72,9 @@ def _fault(dims: int, rank: int, make: Factory) -> str | None:
         whitened, with_inverse = whiten(bases, make), whiten(bases, make, RIDGE)
         mx.eval(whitened, with_inverse)
     except Exception as error:  # a compiler or a driver may raise anything at all
-        return faults.reason(error)
-    errors = [off_orthonormal(whitened), mx.abs(whitened - orthonormal(bases)).max().item()]
-    worst = np.max([*errors, _off_inverse(bases, with_inverse)])  # which is NaN where one is
+        return errors.reason(error)
+    distances = [off_orthonormal(whitened), mx.abs(whitened - orthonormal(bases)).max().item()]
+    worst = np.max([*distances, _off_inverse(bases, with_inverse)])  # which is NaN where one is
     return None if worst <= BOUND else f"columns are off by {worst:.2g}"
 
 
@@ -85,5 +85,5 @@ def _off_inverse(bases: mx.array, with_inverse: mx.array) -> float:
     )
     unit, moment = np.eye(x.shape[-1]), x.swapaxes(-1, -2) @ x
     moment += RIDGE * np.trace(moment, axis1=-2, axis2=-1)[:, None, None] / len(unit) * unit
-    errors = (down.swapaxes(-1, -2) @ moment @ down - unit, rows - x @ down)
-    return float(np.max([np.abs(y).max() for y in errors]))
+    distances = (down.swapaxes(-1, -2) @ moment @ down - unit, rows - x @ down)
+    return float(np.max([np.abs(y).max() for y in distances]))

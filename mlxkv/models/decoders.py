@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxkv import console, faults
+from mlxkv import console, errors
 from mlxkv.cache import choose, selftest
 from mlxkv.cache.view import OPS
 from mlxkv.machine import out_of_range
@@ -67,9 +67,9 @@ def step_down(loaded: Loaded, error: Exception) -> str | None:
         return None
     selftest.drain(generation_stream)
     kernels = [r.kernel for r in loaded.layers if r.compressed and not r.kernel.startswith(OPS)]
-    if not kernels or launch.factory() is None or faults.is_of_memory(error):
+    if not kernels or launch.factory() is None or errors.is_of_memory(error):
         return None
-    reason, tiled = faults.reason(error), any("tile" in kernel for kernel in kernels)
+    reason, tiled = errors.reason(error), any("tile" in kernel for kernel in kernels)
     first = launch.TILES if tiled else launch.KERNELS
     launch.switch_off(first, reason)
     # What was drawn from may be lost with the step.

@@ -1,4 +1,4 @@
-"""A chat session on disk: what mlx-lm's `save_prompt_cache` writes, with the entries of `formats.saved.session`."""
+"""A chat session on disk: what mlx-lm's `save_prompt_cache` writes, with the entries of `formats.session`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mlxkv import files
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import codes_of
 from mlxkv.errors import MachineError, UserError
+from mlxkv.formats import session, state
 from mlxkv.formats.records import NAMES
-from mlxkv.formats.saved import session, state
-from mlxkv.formats.saved.session import Saved
+from mlxkv.formats.session import Saved
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.hooks.fold import match_fold
 from mlxkv.models.hooks.probe import leaves

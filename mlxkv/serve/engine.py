@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, make_text_state_machine
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxkv import faults
+from mlxkv import errors
 from mlxkv.console import human_bytes, warn
 from mlxkv.errors import MachineError, UserError
 from mlxkv.machine import USABLE, machine_memory
@@ -185,7 +185,7 @@ class Engine:
         no longer in step."""
         logging.exception("generation failed")
         self.metrics.counts["faults"] += 1
-        message = f"[serve] generation failed: {type(error).__name__}: {faults.reason(error)}"
+        message = f"[serve] generation failed: {type(error).__name__}: {errors.reason(error)}"
         if self._step_down(error):
             message += "; the kernels that failed are switched off: ask again"
         self._tell(MachineError(message))

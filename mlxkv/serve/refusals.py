@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from mlxkv import faults
+from mlxkv import errors
 from mlxkv.errors import MachineError
 
 KINDS = {
@@ -58,5 +58,5 @@ def ending() -> Refused:
 def fault(error: Exception) -> Refused:
     """Log a failure of mlxkv, mlx-lm or the machine, and turn it into what the client reads."""
     logging.warning(f"a request failed: {type(error).__name__}: {error}")
-    said = str(error) if isinstance(error, MachineError) else faults.reason(error)
+    said = str(error) if isinstance(error, MachineError) else errors.reason(error)
     return Refused(500, f"[serve] {type(error).__name__}: {said}"[:400], "generation_failed")

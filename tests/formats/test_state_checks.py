@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mlxkv.errors import UserError
+from mlxkv.formats import session, state
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.saved import session, state
 
 CONFIG = parse_kv("int4")
 TOKEN = ((1, 2, 1, 8), (1, 2, 1, 4))

@@ -10,7 +10,7 @@ from random_model import write_model
 from random_models import random_model
 from serving import complete, get, refused, serving, text_of
 
-from mlxkv import faults
+from mlxkv import errors
 from mlxkv.cache import selftest
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import PORTABLE
@@ -47,12 +47,12 @@ LONG = "a long text to read " * 14  # pages are sealed while it is read
 
 def test_the_compilers_own_lines_are_the_reason():
     error = RuntimeError(NOT_BUILT)
-    assert faults.reason(error) == (
+    assert errors.reason(error) == (
         "program_source:1312:5: error: use of undeclared identifier 'kv_level'; "
         "program_source:1340:9: error: no matching function for call to 'simd_sum'"
     )
-    assert faults.text(error).splitlines()[0].endswith("Unable to build metal library from source")
-    assert faults.is_of_build(error) and not faults.is_of_memory(error)
+    assert errors.text(error).splitlines()[0].endswith("Unable to build metal library from source")
+    assert errors.is_of_build(error) and not errors.is_of_memory(error)
 
 
 def test_reasons_are_one_short_line():
@@ -66,7 +66,7 @@ def test_reasons_are_one_short_line():
             "a:0: error: 0; a:1: error: 1; a:2: error: 2",
         ),
     ]:
-        assert faults.reason(RuntimeError(said)) == reason
+        assert errors.reason(RuntimeError(said)) == reason
 
 
 def test_a_kernel_that_is_not_built_is_told_from_a_wrong_one():

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxkv import console, faults
+from mlxkv import console, errors
 from mlxkv.formats.calibration import sums
 from mlxkv.models.hooks.probe import Place, put
 from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
@@ -92,10 +92,10 @@ def fisher(
                 g = g[0, :, FIRST:].reshape(kv_heads, -1, g.shape[3])
                 totals[place] = totals[place] + np.array(g.swapaxes(-1, -2) @ g, np.float64)
     except Exception as error:  # a foreign model may raise anything at all; equal layers serve, too
-        if faults.is_of_lost_gpu(error):  # nothing that follows would be right
+        if errors.is_of_lost_gpu(error):  # nothing that follows would be right
             raise
         console.note(
-            f"[calibrate] errors count alike in all layers: no gradient ({faults.reason(error)})"
+            f"[calibrate] errors count alike in all layers: no gradient ({errors.reason(error)})"
         )
         return {}
     sound = all(np.ndim(x) and np.isfinite(x).all() and np.any(x) for x in totals.values())

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache
 
 from mlxkv import files
 from mlxkv.errors import UserError
-from mlxkv.formats.saved import session
+from mlxkv.formats import session
 from mlxkv.models import prompt_cache
 from mlxkv.serve.ranks import Ranks
 
