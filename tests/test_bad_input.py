@@ -249,6 +249,8 @@ def test_names_that_no_file_can_have(subtests, chat, fails):
                 line = fails(*command, "--model", name)
                 assert line.startswith("[--model] no file can have this name") and len(line) < 400
             assert "no file can have this name" in fails("calibrate", "--out", name)
+            for option in ("--out", "--text"):
+                assert fails("eval", option, name).startswith(f"[{option}] no")
 
 
 def test_names_of_no_session(chat, loaded):

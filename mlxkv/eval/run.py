@@ -53,7 +53,8 @@ def run(command: SimpleNamespace) -> int:
         parse_kv(name)  # a mistake in the last name must not cost the work on the first
     options, windows = _options(command, level), _windows(command.windows)
     tasks = _tasks(command.tasks or level.tasks)
-    folder = command.out or Path("mlxkv-eval") / Path(command.model).name
+    out = command.out and console.user_path(command.out, "--out")
+    folder = out or Path("mlxkv-eval") / Path(command.model).name
     start = time.perf_counter()
     loaded = load(command.model, "fp16", dtype=command.dtype, calibration=command.calibration)
     arms = Arms(loaded, names, windows)
@@ -115,12 +116,13 @@ def _options(command: SimpleNamespace, level: Level) -> TaskOptions:
     samples = level.samples if command.samples is None else command.samples
     if samples < 1:
         raise UserError(f"[--samples] must be at least 1; got {samples}; choose a larger one")
-    sources.check(command.text)
+    texts = tuple(console.user_path(name, "--text") for name in command.text)
+    sources.check(texts)
     return TaskOptions(
         contexts=tuple(dict.fromkeys(lengths)),
         decode=level.decode,
         questions=QUESTIONS_CPU if backend() == "cpu" else QUESTIONS,
-        texts=tuple(command.text),
+        texts=texts,
         samples=samples,
     )
 
