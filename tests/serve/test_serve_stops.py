@@ -160,9 +160,10 @@ def test_a_start_that_goes_on(server, said):
     assert reply(server, PATHS[1], [" is"], False, **more)[0] == " of France"
     assert reply(server, PATHS[1], [" o"], True, **more)[0] == ""
     assert reply(server, PATHS[1], [], False, **more)[0] == said[0]
-    for stream in (True, False):  # a text goes on, too, and clients put it behind the prompt
-        text, _, last = reply(server, TEXT, [], stream, prompt="The capital", logprobs=0)
-        assert text == said[0]
+    for said[0] in (" of France is Paris.", "   of France.", "  ", "\n  of it"):
+        for stream in (True, False):  # a text goes on, too, and clients put it behind the prompt
+            text, _, last = reply(server, TEXT, [], stream, prompt="The capital", logprobs=0)
+            assert text == said[0]
     found = last["choices"][0]["logprobs"]
     assert text[found["text_offset"][-1] :] == found["tokens"][-1]
 

@@ -104,7 +104,8 @@ class ReplyText:
         text = self._detokenizer.last_segment
         if (text or last) and self._start:
             joint = self._tokenizer.decode(self._start)[len(self._prefix) :]
-            if joint.startswith(" ") and not text.startswith(" "):
+            blanks = len(text) - len(text.lstrip(" "))
+            if joint.startswith(" " * (blanks + 1)):
                 text = " " + text
             self._start = []
         self._ready += self._matcher.feed(text)
