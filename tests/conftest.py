@@ -1,7 +1,5 @@
 """Fixtures shared by all tests, and a header that says which backends run."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

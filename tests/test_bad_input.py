@@ -1,7 +1,5 @@
 """Every mistake a user can make, through the command: one line on stderr, the right exit code."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

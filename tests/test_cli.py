@@ -1,7 +1,5 @@
 """What the commands print when all is well."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Private files: modes, links, drafts, and what is left after a failure."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """The shape of the code: layers are folders, and imports point down (CONTRIBUTING.md)."""
 
-from __future__ import annotations
-
 import ast
 import re
 import resource

@@ -1,7 +1,5 @@
 """Files that somebody else wrote: what is no regular file, too large, too deep or not finite is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The bench commands: what they print, in which order they run, what they refuse."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from bench_workers import fails, said

@@ -1,7 +1,5 @@
 """`mlxkv bench decode`: the parts of a step, how steps are made, full precision through the same steps."""
 
-from __future__ import annotations
-
 import time
 
 import mlx.core as mx

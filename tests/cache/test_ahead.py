@@ -1,7 +1,5 @@
 """A GPU computes the layers of a prompt as Python builds the next ones: what is computed is the same."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step

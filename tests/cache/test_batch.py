@@ -1,7 +1,5 @@
 """Several sequences as one batch: mlx-lm's BatchGenerator gives each what it gets alone."""
 
-from __future__ import annotations
-
 import copy
 
 import mlx.core as mx

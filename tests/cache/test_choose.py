@@ -1,7 +1,5 @@
 """Kernels are chosen once: what a cache is given, when it asks again, and what it shows of itself."""
 
-from __future__ import annotations
-
 import copy
 
 import mlx.core as mx

@@ -1,8 +1,6 @@
 """Whatever a cache goes through, it holds what a cache holds that read the same tokens afresh, as long as the exact
 tokens exist that it takes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Which runs of pages are moved into another basis, and how much that is."""
 
-from __future__ import annotations
-
 import pytest
 
 from mlxkv.formats.lowrank import SETTLED, joining

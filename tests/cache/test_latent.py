@@ -1,7 +1,5 @@
 """`LatentKVCache` against the spec, and the rest of what a cache has to do; batches of it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """What mlx-vlm asks of caches, without mlx-vlm: batches of prompts that are padded on the left, snapshots of a
 prefix."""
 
-from __future__ import annotations
-
 import copy
 
 import mlx.core as mx

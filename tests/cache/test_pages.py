@@ -1,7 +1,5 @@
 """The holder of sealed pages: one sequence, cut back within its room and beyond it."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

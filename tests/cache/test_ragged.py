@@ -1,7 +1,5 @@
 """Sequences in arrays of all: each gets what it gets alone. Kernels in the emulator, at small shapes."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from random import Random

@@ -1,7 +1,5 @@
 """Caches are cut back to any length: what stays is read as before, alone, in batches, saved, and by hosts."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Ctrl-C, the history file and the progress bar of the terminal chat."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`mlxkv demo`: reads for real, measures for real, and draws what it measured."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """Turns of a chat: how much is read again, and that a stop or a failure loses nothing."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache

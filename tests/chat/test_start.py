@@ -1,7 +1,5 @@
 """`mlxkv chat` speaks, and refuses, before anything heavy is imported or read."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Thoughts are dim in a terminal and whole in a pipe."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

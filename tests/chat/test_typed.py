@@ -1,7 +1,5 @@
 """Messages of several lines: typed in a terminal of this process' making, and by a replaced input()."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

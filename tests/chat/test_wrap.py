@@ -1,7 +1,5 @@
 """Words of a reply are not broken at the edge of a terminal, however the reply is cut into pieces."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len

@@ -1,7 +1,5 @@
 """The retrieval task: facts are spread over the text, and scores fall if the cache is broken."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from random import Random

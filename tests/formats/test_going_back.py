@@ -1,7 +1,5 @@
 """Which tokens and pages a cut keeps, by the rules alone: a cache of numbered tokens."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which pages a store of several runs reads and keeps: runs of numbered pages."""
 
-from __future__ import annotations
-
 from mlxkv.formats.lowrank import LowRank
 from mlxkv.formats.rules.runs import Runs
 

@@ -1,7 +1,5 @@
 """What a saved cache may look like, checked by its shapes alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -2,8 +2,6 @@
 what is not here (a Mac, a model of the hub, a network, a minute): its commands and options must exist, its
 Python must compile, and what it imports must be there. Output that is shown must be what is printed."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

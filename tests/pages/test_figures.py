@@ -1,7 +1,5 @@
 """Figures of README.md are those of the pages, rows and computations that they come from."""
 
-from __future__ import annotations
-
 import re
 
 import repo_pages

@@ -1,7 +1,5 @@
 """Every relative link of every Markdown page leads to a file, every anchor to a heading."""
 
-from __future__ import annotations
-
 import repo_pages
 
 

@@ -1,7 +1,5 @@
 """docs/reference is what the code says, and the code is all there."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

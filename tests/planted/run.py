@@ -8,8 +8,6 @@ A fault is "caught" when a test fails, "missed" when all of them pass, "late" wh
 "broken" when pytest could not run them. Exit code 1 unless every fault is caught.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """Every planted fault still applies, and the tests that are to catch it are there. `run.py` plants them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 

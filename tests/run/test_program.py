@@ -1,7 +1,5 @@
 """What `mlxkv run` takes for a program, and what it refuses before anything is started."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

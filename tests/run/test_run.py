@@ -1,7 +1,5 @@
 """`mlxkv run` with mlx-lm's own programs, as they are, and with programs that end in every way."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The spec of attention over latents: absorbed weights change nothing, and what an error of a latent costs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
