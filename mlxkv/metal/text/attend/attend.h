@@ -21,10 +21,8 @@ inline void kv_probabilities(
     if (cap > 0.0f) {  // known when a kernel is built
       s[i] = kv_capped(s[i], cap);
     }
-    const int token = g + 8 * (i % 2);
-    const int position = position0 + token;
-    const bool seen =
-        token < tokens && position <= last_seen[i / 2];
+    const int token = 8 * (i % 2);  // from that of the lane on
+    const bool seen = token < tokens - g && position0 + g + token <= last_seen[i / 2];
     s[i] = seen ? s[i] : -INFINITY;
     exceeds = exceeds || s[i] > top[i / 2] + lazy;
   }

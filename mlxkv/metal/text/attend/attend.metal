@@ -94,10 +94,10 @@ const int total = n_sink + 16 * (lengths[5 * batch] + lengths[5 * batch + 4]) + 
 const device uint* run = second ? records_2 : records;
 const device uint* run_headers = second ? headers_2 : headers;
 const int capacity = size[second ? 8 : 2];
-// The kv head's first record, whole pages from the start of the buffer.
-const size_t first_record = size_t(head % size[6]) * capacity +
-    (second ? size_t(batch) * size[6] * capacity : size_t(lengths[5 * batch + 3]));
-const size_t q_run = (size_t(head) * (paged ? size[9] : 1) + (second ? 1 : 0)) * rows;
+// The kv head's first record, whole pages from the start of the buffer. Indices of 32 bits: arrays of MLX are shorter.
+const uint first_record = head % size[6] * capacity +
+    (second ? batch * size[6] * capacity : lengths[5 * batch + 3]);
+const int q_run = (head * (paged ? size[9] : 1) + (second ? 1 : 0)) * rows;
 
 const int q_dims = 32 * (paged ? BK : BD);
 const int q_width = paged ? key_dims : D;
@@ -106,7 +106,7 @@ for (int i = thread_id; i < QT * q_dims; i += 32 * S) {
   const int dim = i % q_dims;
   float value = 0.0f;
   if (row < rows && dim < q_width) {
-    const size_t at = (q_run + row) * q_width + dim;
+    const int at = (q_run + row) * q_width + dim;
     value = paged ? q_pages[at] : float(q_window[at]);
   }
   q_tile[i] = value * scale[0];

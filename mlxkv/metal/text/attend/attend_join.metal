@@ -53,7 +53,7 @@ for (int n = 0; n < S; n++) {
 for (int q = 0; q < QT; q++) {
   const int row = first_row + q;
   if (row < rows) {
-    const size_t slot = (size_t(head) * rows + row) * splits + split;
+    const int slot = (head * rows + row) * splits + split;
     for (int i = thread_id; i < OB * 32; i += 32 * S) {
       partial_out[slot * OB * 32 + i] = tile_out[q * OB * 32 + i];
     }

@@ -4,7 +4,7 @@ if (paged) {
     const int place = unit;
     const device uint* record = run + (first_record + place) * record_words;
     const device uint* header =
-        run_headers + (first_record / PAGE_RECORDS + place / PAGE_RECORDS) * HEADER;
+        run_headers + (first_record + place) / PAGE_RECORDS * HEADER;
     const int token_of_page = 16 * (place % PAGE_RECORDS);  // the record's first
     const int position0 = n_sink + 16 * (n_before + unit);
 #if WITH_PAIRS
@@ -85,9 +85,9 @@ if (paged) {
       float k[8];
       kv_fill_levels(record, kv_fill_entry(headers, 0, b), lane, k);
 #pragma unroll
-      for (int q = 0; q < QT; q++) {
+      for (int i = 0; i < 4; i++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int q = 0; q < QT; q++) {
           const float query = q_tile[q * 32 * BK + 16 * b + 4 * t + i];
           s[2 * q] = metal::fma(query, k[i], s[2 * q]);
           s[2 * q + 1] = metal::fma(query, k[4 + i], s[2 * q + 1]);
@@ -185,9 +185,9 @@ if (paged) {
           }
         }
 #pragma unroll
-        for (int q = 0; q < QT; q++) {
+        for (int i = 0; i < 8; i++) {
 #pragma unroll
-          for (int i = 0; i < 8; i++) {
+          for (int q = 0; q < QT; q++) {
             const float query = q_tile[q * 32 * BK + 32 * j + 8 * t + i];
             s[2 * q] = metal::fma(query, k[i], s[2 * q]);
             s[2 * q + 1] = metal::fma(query, k[8 + i], s[2 * q + 1]);

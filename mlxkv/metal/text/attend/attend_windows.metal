@@ -5,7 +5,7 @@
     const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);
     const int tokens = (in_sink ? n_sink : n_live) - token0;
     const int position0 = in_sink ? token0 : total - n_live + token0;
-    const size_t at_window = (size_t(head) * (in_sink ? size[3] : size[4]) + token0) * D;
+    const int at_window = (head * (in_sink ? size[3] : size[4]) + token0) * D;
     float s[QT * 2];
 #pragma unroll
     for (int i = 0; i < QT * 2; i++) {
@@ -35,9 +35,9 @@
         }
       }
 #pragma unroll
-      for (int q = 0; q < QT; q++) {
+      for (int i = 0; i < 8; i++) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
+        for (int q = 0; q < QT; q++) {
           const float query = q_tile[q * 32 * BD + dim + i];
           s[2 * q] = metal::fma(query, k[i], s[2 * q]);
           s[2 * q + 1] = metal::fma(query, k[8 + i], s[2 * q + 1]);

@@ -94,6 +94,7 @@ const int n_live = size[25 + 4 * batch];
 const int total = n_sink + 16 * (n_first + (RUNS == 2 ? size[21] : 0)) + n_live;
 const bool later = RUNS == 2 && paged && split >= size[19];  // in the second run
 const int n_records = later ? size[21] : n_first;
+// Indices of 32 bits: arrays of MLX are shorter.
 const uint first_record = later ? head * size[20] : kv_head * size[2] + size[26 + 4 * batch];
 const int first_splits = RUNS == 2 ? size[19] : page_splits;
 
