@@ -23,18 +23,18 @@ PAIR = "a pair takes its keys from one preset, its values from another: int8/int
 class Measured:
     """What a preset costs and gains. kl: mean KL divergence from full precision, in nats, of tokens decoded after 8192;
     same: how often the likeliest next token is the same, in percent; both of the worst of three pretrained models.
-    speed: of decode attention over 32768 tokens, in multiples of full precision, one H100; None where it was not
-    measured there. use: when to take it."""
+    speed: of decode attention over 32768 tokens, in multiples of full precision, one H100. use: when to
+    take it."""
 
     kl: float
     same: float
-    speed: float | None
+    speed: float
     use: str
 
 
 # docs/results/pretrained.md (KL, next token), docs/internals/kernels.md (speed).
 MEASURED = {
-    "int8": Measured(0.000019, 99.8, None, "almost no change"),
+    "int8": Measured(0.000019, 99.8, 1.33, "almost no change"),
     "int4": Measured(0.0057, 95.9, 1.76, "the default: no calibration"),
     "fill-4": Measured(0.0035, 96.5, 1.52, "smaller than int4; calibrates once"),
     "fill-3": Measured(0.0130, 94.1, 1.60, "a smaller cache; calibrates once"),
@@ -97,7 +97,7 @@ def _figures(measured: Measured) -> tuple[str, str, str]:
     return (
         f"{measured.kl:.4f}" if measured.kl >= 0.0001 else f"{measured.kl:.6f}",
         f"{measured.same:.1f} %",
-        f"{measured.speed:.2f}x" if measured.speed else "–",
+        f"{measured.speed:.2f}x",
     )
 
 
