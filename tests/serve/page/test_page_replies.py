@@ -86,6 +86,32 @@ def test_markdown_is_shown_and_is_never_script(tab, server):
     assert "bad" in found["text"]
 
 
+def test_formulas_are_mathml_and_prices_are_prices(tab, server):
+    """TeX in all its delimiters; what is no formula, or none that KaTeX reads, stays as it is written."""
+    server.says(
+        ("say", "Then $x^2$, \\(y<1\\) and $$\\sum_i i$$ in a line.\n\n\\[\n\\frac{a}{b}\n\\]\n\n"),
+        (
+            "say",
+            "It costs $5 and $6, `$a$`, $\\nonsense{$, $HOME/$USER and $\\href{javascript:alert(1)}{z}$.",
+        ),
+        ("end", "stop"),
+    )
+    tab.ask("Show me")
+    tab.until(f"{BODY}.querySelectorAll('math').length === 5")
+    found = tab.js(
+        f"(b => ({{source: [...b.querySelectorAll('annotation')].map(a => a.textContent.trim()), "
+        "display: [...b.querySelectorAll('math[display=block]')].map(m => m.closest('p').innerText.length > 20), "
+        "code: [...b.querySelectorAll('code')].map(c => c.textContent), links: b.querySelectorAll('a, [href]').length, "
+        f"last: b.lastElementChild.textContent}}))({BODY})"
+    )
+    assert found["source"][:4] == ["x^2", "y<1", "\\sum_i i", "\\frac{a}{b}"]
+    assert found["display"] == [True, False]  # in its text, and alone
+    assert found["code"] == ["$a$", "\\nonsense{"] and found["links"] == 0
+    assert (
+        found["last"].startswith("It costs $5 and $6, $a$, ") and "$HOME/$USER and" in found["last"]
+    )
+
+
 def test_a_growing_reply_leaves_what_is_there(tab, server):
     more = server.pause()
     server.says(("say", "One\n\nTwo"), ("wait", more), ("say", " more\n\nThree"), ("end", "stop"))

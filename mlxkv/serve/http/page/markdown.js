@@ -3,12 +3,14 @@ import { Marked } from "./vendor/marked.esm.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 import { colour } from "./code.js";
 import { button, copy, h } from "./dom.js";
+import { formulas, typeset } from "./formulas.js";
 
 const escape = (text) => text.replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
 
 const marked = new Marked({
   gfm: true,
   breaks: true,
+  extensions: formulas,
   renderer: {
     html: ({ text }) => escape(text),  // tags that a model writes are text
     image: ({ href, text }) => `<a href="${escape(href)}">${escape(text || href)}</a>`,  // nothing is fetched
@@ -63,6 +65,7 @@ function finish(fragment) {
     frame.append(table);
     for (const head of table.querySelectorAll("thead th:empty")) head.replaceWith(h("td"));
   }
+  typeset(fragment);
   for (const block of fragment.querySelectorAll("pre")) {
     const code = block.querySelector("code") || block;
     const language = /language-([\w+#.-]{1,30})/.exec(code.className)?.[1] || "";
