@@ -96,6 +96,8 @@ class Reader:
             if here:
                 return pickle.loads(_answer(data))
             while not (answer := process.ask(data, seconds, MEMORY)):  # it does not know this model
+                if self._key not in _open:  # closed while this waited
+                    raise ending()
                 process.ask(pickle.dumps((frozenset(_open), *self._setup)))
             return pickle.loads(answer)
 

@@ -78,6 +78,21 @@ def test_a_tokenizer_that_no_other_process_can_have_reads_here(server, monkeypat
     assert not reading._kept
 
 
+def test_what_waits_while_a_model_is_closed_is_told(server):
+    reader = reading.Reader(server.engine.tokenizer, {}, server.site.served)
+    data = json.dumps({"prompt": "abc"}).encode()
+
+    async def waits():
+        async with reader._lanes[0][1]:
+            task = asyncio.create_task(reader.read("/v1/completions", data, None))
+            await asyncio.sleep(0)
+            reader.close()
+        await task
+
+    with pytest.raises(Refused, match="is ending"):
+        asyncio.run(waits())
+
+
 @pytest.mark.parametrize("where", ["format", "property"])
 def test_a_schema_that_explodes_is_refused(server, monkeypatch, where):
     pytest.importorskip("llguidance")
