@@ -38,13 +38,22 @@ if (paged) {
     }
 #if WITH_PAIRS
     if (PAIRS_K) {
-      uint words[WORDS_K];
-      kv_load_lane<WORDS_K>(record, lane, words);
+      constexpr int WORDS = kv_slot_word<BITS_K == 3 ? 2 : BITS_K>(1, 0, 0);  // of a block, without high bits
       const device half* page_numbers = (const device half*)header;
-#pragma unroll
+      // A block at a time: registers.
+#pragma unroll 1
       for (int j = 0; j < BK / 2; j++) {  // the other half of a pair is BK / 2 blocks further
         const int pair = 32 * j + 8 * t;
         const int other = j + BK / 2;
+        uint radii[WORDS];
+        uint angles[WORDS];
+        uint high[2] = {0u, 0u};
+        kv_load_some<WORDS_K, WORDS>(record, lane, kv_slot_word<BITS_K>(j, 0, 0), radii);
+        kv_load_some<WORDS_K, WORDS>(record, lane, kv_slot_word<BITS_K>(other, 0, 0), angles);
+        if (BITS_K == 3) {
+          kv_load_some<WORDS_K, 1>(record, lane, kv_high_word(j), high);
+          kv_load_some<WORDS_K, 1>(record, lane, kv_high_word(other), high + 1);
+        }
         float steps[8];
         float biases[8];
         kv_load_numbers<8>(page_numbers + pair, steps);
@@ -56,20 +65,17 @@ if (paged) {
         }
 #pragma unroll
         for (int n = 0; n < 16; n++) {
-          const int r = n / 8;
-          const int h = n / 4 % 2;
-          const int p = n % 4;
-          const int i = 4 * h + p;
-          const uint radii_high = BITS_K == 3 ? words[kv_high_word(j)] : 0u;
-          const uint angles_high = BITS_K == 3 ? words[kv_high_word(other)] : 0u;
-          const float code = kv_one_plus<BITS_K>(
-              kv_code<BITS_K>(words[kv_slot_word<BITS_K>(j, r, p)], radii_high, j, r, p, h));
+          const int r = n % 2;
+          const int i = n / 2;
+          const int h = i / 4;
+          const int p = i % 4;
+          const int word = kv_slot_word<BITS_K>(0, r, p);
+          const float code = kv_one_plus<BITS_K>(kv_code<BITS_K>(radii[word], high[0], j, r, p, h));
           const float radius = metal::fma(steps[i], code, biases[i]);
-          const int angle = int(kv_code<BITS_K>(
-              words[kv_slot_word<BITS_K>(other, r, p)], angles_high, other, r, p, h));
-          const int at = 2 * ((pair + i) * ANGLES + angle);
-          const float first = radius * turns[at];
-          const float last = radius * turns[at + 1];
+          const int angle = int(kv_code<BITS_K>(angles[word], high[1], other, r, p, h));
+          const int at = 2 * ANGLES * pair + 2 * angle;
+          const float first = radius * turns[at + 2 * ANGLES * i];
+          const float last = radius * turns[at + 2 * ANGLES * i + 1];
 #pragma unroll
           for (int q = 0; q < QT; q++) {
             s[2 * q + r] = metal::fma(q_tile[q * 32 * BK + pair + i], first, s[2 * q + r]);
