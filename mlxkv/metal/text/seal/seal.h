@@ -178,8 +178,8 @@ inline void kv_block(
 // in registers.
 template <typename T, int DIMS, int KEYS, int KIND, int RANK>
 inline float kv_limit(
-    const device T* x, const device float* table, kv_pairs tile, const thread kv_pairs* at,
-    const thread kv_pairs* back, int zero, int lane) {
+    const device T* x, const device float* table, kv_pairs tile, thread kv_pairs* at,
+    thread kv_pairs* back, int zero, int lane) {
   constexpr int N = kv_list(RANK);
   constexpr int BLOCKS = (DIMS + 31) / 32;
   constexpr int COUNT = KEYS ? 8 : 4; // dims of a lane in a block
@@ -224,7 +224,13 @@ inline float kv_limit(
     }
     kv_share<N>(one, other, lane, KEYS ? 1 : 4);
     if (!KV_ALL_GROUPS) {  // a compiler would merge both lists behind the next tokens, and keep them until then
-      lane += one[N - 1] < 0.0f;  // never
+      const int never = one[N - 1] < 0.0f;
+      lane += never;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        at[i] += never;
+        back[i] += never;
+      }
     }
   }
   if (!KEYS) {
