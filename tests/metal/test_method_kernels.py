@@ -74,6 +74,13 @@ def test_tiles_are_softmax_over_what_is_stored(subtests):
                 assert run(method, 64, 2, 1, mx.float16, make_tiles, tiled=True) < 3e-3
 
 
+def test_tiles_of_wide_heads(subtests):
+    """Queries in threadgroup memory, and words as blocks need them: both blocks of a pair, also of 192 dims."""
+    for name, dims in (("polar", 192), ("polar", 256), ("polar-tree", 256)):
+        with subtests.test(name=name, dims=dims):
+            assert run(METHODS[name], dims, 2, 1, mx.float16, make_tiles, tiled=True) < 3e-3
+
+
 def test_portable_attention_is_softmax_over_what_is_stored(subtests):
     for name in READ:
         with subtests.test(name=name):

@@ -126,8 +126,8 @@ if (paged) {
   const device uint* page_numbers = later ? headers_2 : headers;
   // Where instructions are the limit, two records side by side hide each other's latency.
   constexpr int PAIR = !POOLED && BITS_K + BITS_V < 7 && !(FOLDED && GROUP_K % 32) ? 2 : 1;
-  // Where registers are few, words are read as blocks need them.
-  constexpr int SOME_K = POOLED && !TREE_K && !PAIRS_K && !RAW_K;
+  // Where registers are few, words are read as blocks need them, if both blocks of a pair begin a load.
+  constexpr int SOME_K = POOLED && !TREE_K && !(PAIRS_K && BK % 4) && !RAW_K;
   constexpr int SOME_V = POOLED && !TREE_V && !RAW_V;
 #if WITH_CHANNEL
   // Those that registers do not hold lie behind the unscaled ones, the simdgroup's own.
@@ -283,8 +283,9 @@ if (paged) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const int of = 2 * j + t / 2;
-          const int number = kv_key_number(g + 8 * r, of, 0, GROUPS_K, 1);
-          const uint radius = of < GROUPS_K ? kv_read1(record[e], 32 * WORDS_K + number / 2) : 0u;
+          const int number = kv_key_number(g + 8 * r, t / 2, 0, GROUPS_K, 1);
+          const KvRecord radii = kv_record_after(record[e], number / 2);
+          const uint radius = of < GROUPS_K ? kv_read1(radii, 32 * WORDS_K + j) : 0u;
           const uint low = words[kv_slot_word<BITS_K>(j, r, 0)] >> (8 * r);
           const uint high = words[BITS_K == 3 ? kv_high_word(j) : 0] >> kv_high_bit(j, r, 0, 0);
           kv_tree_key_pairs(tree_k, kv_twice(radius, number % 2), low, high, t, run + 4 * r);
@@ -305,6 +306,8 @@ if (paged) {
         const device uint4* numbers = (const device uint4*)header;
 #pragma unroll
         for (int j = 0; j < BK / 2; j++) {  // the other half of a pair is BK / 2 blocks further
+          kv_read_some<BK, WORDS_K, SOME_K>(words, keys, j);
+          kv_read_some<BK, WORDS_K, SOME_K>(words, keys, j + BK / 2);
           uint4 of[4];
 #pragma unroll
           for (int n = 0; n < 4; n++) {

@@ -94,15 +94,15 @@
         tree = kv_tree<2, 1>(books_v, (const device half*)header, lane);
         tree_v = kv_half_tree(tree);
       }
+      const KvRecord radii_v = kv_record_after(
+          record[e], SIDE_K + 32 * WORDS_V + kv_value_number(2 * t, g / 4, 0, GROUPS_V) / 2);
 #pragma unroll
       for (int j = 0; j < (TREE_V ? BV : 0); j++) {
         uint run[8];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const int of = 2 * j + g / 4;
-          const int number = kv_value_number(2 * t + 8 * r, of, 0, GROUPS_V);
-          const uint radii =
-              of < GROUPS_V ? kv_read1(record[e], SIDE_K + 32 * WORDS_V + number / 2) : 0u;
+          const uint radii = of < GROUPS_V ? kv_read1(radii_v, 4 * j + r) : 0u;
           const uint low = words[kv_slot_word<BITS_V>(j, r, 0)] >> (8 * r);
           const uint high = words[BITS_V == 3 ? kv_high_word(j) : 0] >> kv_high_bit(j, r, 0, 0);
           const uint other = simd_shuffle(high, ushort(tile_lane(g ^ 1, 2 * t)));
