@@ -303,7 +303,7 @@ if (paged) {
 #endif
 #if WITH_PAIRS
       if (PAIRS_K) {
-        const device uint4* numbers = (const device uint4*)header;
+        const device uint4* numbers = (const device uint4*)header + t;
 #pragma unroll
         for (int j = 0; j < BK / 2; j++) {  // the other half of a pair is BK / 2 blocks further
           kv_read_some<BK, WORDS_K, SOME_K>(words, keys, j);
@@ -311,7 +311,7 @@ if (paged) {
           uint4 of[4];
 #pragma unroll
           for (int n = 0; n < 4; n++) {
-            of[n] = numbers[BK * 2 * n + 4 * j + t];
+            of[n] = numbers[BK * 2 * n + 4 * j];
           }
 #pragma unroll
           for (int u = 0; u < 2; u++) {
