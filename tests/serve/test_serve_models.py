@@ -96,7 +96,7 @@ def test_a_model_that_cannot_be_loaded_costs_its_requests_alone(folders, tmp_pat
 def test_a_model_whose_engine_has_failed_is_loaded_anew(server):
     complete(server, "a", 2, model="two")
     broken = server.models.loaded["two"]
-    others = reading._open - {broken._reader._key}  # those of other tests' servers, too
+    others = reading._open - {broken._reader._key}  # of other tests' servers, too
     broken.engine.problem = MachineError("for good")
     assert complete(server, "a", 2, model="two")["model"] == "two"
     anew = server.models.loaded["two"]

@@ -56,7 +56,7 @@ PARTS = b"uhp"  # the factors of rotations: U, H and P
 NAME = "mlxkv-calibration"
 LARGEST = 1 << 30  # bytes; the maps of 80 layers with 8 kv heads of 128 dims have 340 MB
 SIDES = ("keys", "values")
-# Tensors of a side: of its balanced transform, its own, and those of keys alone, of which files may lack the last.
+# Tensors of a side: of its balanced transform, of every side, and of keys alone (queries may be missing).
 MAPS, TENSORS, OF_KEYS = ("down", "sigma"), ("values", "vectors", "peaks"), ("mean", "queries")
 SQUARE = ("vectors", "down", "queries")  # [G, D, D]; others are [G, D]
 POSITIVE = {"values": "eigenvalues", "sigma": "sigmas", "peaks": "peaks"}  # and what to call them

@@ -87,7 +87,7 @@ def test_markdown_is_shown_and_is_never_script(tab, server):
 
 
 def test_formulas_are_mathml_and_prices_are_prices(tab, server):
-    """TeX in all its delimiters; what is no formula, or none that KaTeX reads, stays as it is written."""
+    """TeX in all its delimiters; the source stays where it is no formula, or none that KaTeX reads."""
     server.says(
         ("say", "Then $x^2$, \\(y<1\\) and $$\\sum_i i$$ in a line.\n\n\\[\n\\frac{a}{b}\n\\]\n\n"),
         (

@@ -29,17 +29,18 @@ function extension(level, start, rule) {
 // Of marked: both leave the source in <code class="formula">, which DOMPurify lets through.
 export const formulas = [extension("block", /\n(?=\$\$|\\\[)/, BLOCK), extension("inline", /\$|\\[[(]/, INLINE)];
 
-// Replace the source of each formula by MathML; what KaTeX cannot read stays as it is written.
+// Replace the source of each formula by MathML. Where KaTeX is not there or cannot read it, the source stays.
 export async function typeset(fragment) {
   const places = [...fragment.querySelectorAll("code.formula")];
   if (!places.length) return;
   katex ??= import("./vendor/katex.min.js").then(() => globalThis.katex);
-  const { render } = await katex;
+  const library = await katex.catch(console.warn);
+  if (!library) return;
   for (const place of places) {
     const displayMode = place.classList.contains("display");
     const shown = h("span", { class: place.className, tabindex: displayMode && "0", role: displayMode && "region", "aria-label": displayMode && "Formula" });
     try {
-      render(place.textContent, shown, { ...OPTIONS, displayMode });
+      library.render(place.textContent, shown, { ...OPTIONS, displayMode });
       place.replaceWith(shown);
     } catch (error) {
       console.warn(error);
