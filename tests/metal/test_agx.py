@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 from agx import compiler
+from agx.__main__ import PRESETS as DIAL
 from agx.__main__ import chosen
+
+from mlxkv.formats.presets import PRESETS
 
 pytestmark = [
     pytest.mark.skipif(compiler.why_not() is not None, reason=str(compiler.why_not())),
@@ -12,11 +15,26 @@ pytestmark = [
 ]
 
 
+# Instructions that write a register to memory, at most, in a kernel of a paper's preset; those of the dial have none.
+SPILLS = 22
+WORST = {
+    ("srft-int3", 256, "seal"): 127,
+    ("srft-scaled-int3", 256, "seal"): 121,
+    ("srft-int4+token", 256, "seal"): 38,
+    ("turbo-int3", 128, "attend_tile"): 90,
+    ("polar-int3", 128, "attend_tile"): 56,
+    ("polar-int2", 128, "attend_tile"): 53,
+}
+
+
 def test_registers_are_enough(subtests):
-    for preset, dims, kernel, text in chosen():
+    for preset, dims, kernel, text in chosen(
+        [*DIAL, *(name for name in PRESETS if name not in DIAL)]
+    ):
         with subtests.test(preset=preset, dims=dims, kernel=kernel):
             took = compiler.takes(text.kernel, text.threads)
-            assert took.spills == 0  # instructions that write a register to memory
+            bound = WORST.get((preset, dims, kernel), SPILLS)
+            assert took.spills <= (0 if preset in DIAL else bound)
             assert took.threads >= text.threads
             assert took.shared <= 32 << 10
 
