@@ -240,6 +240,22 @@ inline float kv_limit(
 }
 #endif
 
+// Loads a lane's values of block j as `kv_block`, clipped to the limits of their tokens if RANK is above 1.
+template <typename T, int DIMS, int KEYS, int KIND, int RANK>
+inline void kv_clipped(
+    const device T* x, const device float* table, kv_pairs tile, const thread kv_pairs* at,
+    const thread kv_pairs* back, int zero, const thread float* limits, int lane, int j,
+    thread float* v) {
+  kv_block<T, DIMS, KEYS, KIND>(x, table, tile, at, back, zero, lane, j, v);
+  if (RANK > 1) {
+#pragma unroll
+    for (int s = 0; s < 16; s++) {
+      const float limit = limits[KEYS ? s / 8 : s / 4];
+      v[s] = metal::max(metal::min(v[s], limit), -limit);
+    }
+  }
+}
+
 // Encodes one side of a record by one simdgroup: x [16, DIMS] to codes and numbers at `out`.
 // KIND: 0 no transform, 1 Hadamard, 2 real Fourier, 3 any matrix, 4 real Fourier and scales. RANK: a token is clipped to its RANK-th
 // largest absolute value (`kv_limit`); 1 clips nothing.
@@ -279,126 +295,134 @@ inline void kv_seal_side(
     }
   }
 #endif
-  // Words are stored with their group, but for three bits of a single block, of which two share a word.
-  constexpr bool APART = BITS != 3 || GROUP_BLOCKS % 2 == 0;
-  constexpr int COUNT = APART ? kv_lane_words<BITS>(GROUP_BLOCKS) : WORDS;
-  constexpr int TOGETHER = KV_ALL_GROUPS || !APART ? GROUPS : 1;
-  uint code_words[COUNT];
-#pragma unroll
-  for (int m = 0; m < COUNT; m++) {
-    code_words[m] = 0u;
-  }
+  // Words are stored with their groups: with two where 3 bits of two blocks share a word.
+  constexpr int PAIRED = BITS == 3 && GROUP_BLOCKS % 2 == 1;
+  constexpr int SPAN = PAIRED ? (KV_ALL_GROUPS ? GROUPS : 2) : 1;
+  constexpr int COUNT = kv_lane_words<BITS>(SPAN * GROUP_BLOCKS);
+  constexpr bool AGAIN = !KV_ALL_GROUPS && GROUP_BLOCKS > 4;  // blocks are read again: registers
+  constexpr int TOGETHER = KV_ALL_GROUPS ? GROUPS : 1;
 #pragma unroll TOGETHER
-  for (int group = 0; group < GROUPS; group++) {
-    float v[16 * GROUP_BLOCKS];
-    float low[HELD]; // negated
-    float high[HELD];
+  for (int first = 0; first < GROUPS; first += SPAN) {
+    uint code_words[COUNT];
 #pragma unroll
-    for (int n = 0; n < HELD; n++) {
-      low[n] = high[n] = -3.4e38f;
+    for (int m = 0; m < COUNT; m++) {
+      code_words[m] = 0u;
     }
 #pragma unroll
-    for (int i = 0; i < GROUP_BLOCKS; i++) {
-      const int j = group * GROUP_BLOCKS + i;
-      if (j < BLOCKS) {
-        thread float* some = v + 16 * i;
-        kv_block<T, DIMS, KEYS, KIND>(x, table, tile, at, back, zero, lane, j, some);
+    for (int place = 0; place < SPAN; place++) {
+      const int group = first + place;
+      float v[16 * (AGAIN ? 1 : GROUP_BLOCKS)];
+      float low[HELD]; // negated
+      float high[HELD];
 #pragma unroll
-        for (int s = 0; s < 16; s++) {
-          const int n = KEYS ? s / 8 : s / 4;
-          if (RANK > 1) {
-            some[s] = metal::max(metal::min(some[s], limits[n]), -limits[n]);
-          }
-          if (SYMMETRIC) {
-            high[n] = metal::max(high[n], metal::abs(some[s]));
-          } else {
-            low[n] = metal::max(low[n], -some[s]);
-            high[n] = metal::max(high[n], some[s]);
-          }
-        }
+      for (int n = 0; n < HELD; n++) {
+        low[n] = high[n] = -3.4e38f;
       }
-    }
-    const float found = kv_together<KEYS, 0>(high, lane);
-    const float most = empty ? 0.0f : found;
-    half scale;
-    float start = 0.0f;
-    uint bias_bits = 0u;
-    if (SYMMETRIC) {
-      const float span = kv_divide(most, MIDDLE - 1.0f, 1.0f / (MIDDLE - 1.0f));
-      scale = half(metal::min(span, 65504.0f / MIDDLE));
-      start = -MIDDLE * float(scale);
-    } else {
-      const float lowest = kv_together<KEYS, 0>(low, lane);
-      const float least = empty ? 0.0f : -lowest;
-      const half bias = half(metal::max(metal::min(least, 65504.0f), -65504.0f));
-      start = float(bias);
-      bias_bits = as_type<ushort>(bias);
-      // Below 0 by no more than the rounding of the bias.
-      scale = half(metal::min(kv_divide(most - start, TOP, 1.0f / TOP), 65504.0f));
-    }
-    float step = float(scale);
-    if (!(step > 0.0f)) { // a group without a range: the middle or the lowest code
-      step = 1.0f;
-      start = SYMMETRIC ? -MIDDLE : start;
-    }
-    // A code, counted from the lowest, is value * inverse + offset. Untransformed values may lie on ties:
-    // they are divided exactly, as plain ops do.
-    const float inverse = KIND > 0 ? kv_inverse(step) * (1.0f / (TOP - LOWEST)) : 1.0f / step;
-    const float offset = KIND > 0 ? -start * inverse : start;
-    if (KEYS ? t < 2 : g < 4) {
-      device ushort* numbers = (device ushort*)(out + 32 * WORDS);
-      numbers[kv_number<KEYS>(ranged, group, 0, GROUPS, SYMMETRIC)] = as_type<ushort>(scale);
-      if (!SYMMETRIC) {
-        numbers[kv_number<KEYS>(ranged, group, 1, GROUPS, SYMMETRIC)] = ushort(bias_bits);
-      }
-    }
 #pragma unroll
-    for (int n = 0; n < HELD; n++) {
-      const ushort from = ushort(KEYS ? 4 * g + n : 4 * n + t);
-      const float one_inverse = simd_shuffle(inverse, from);
-      // Abs-max codes are centred on the middle one, whatever the scale.
-      const float one_offset = KIND > 0 && SYMMETRIC ? 0.5f : simd_shuffle(offset, from);
-      const float one_step = KIND > 0 ? 0.0f : simd_shuffle(step, from);
-#pragma unroll
-      for (int s = 0; s < 16 / HELD * GROUP_BLOCKS; s++) {
-        const int i = s / (16 / HELD);
+      for (int i = 0; i < GROUP_BLOCKS; i++) {
         const int j = group * GROUP_BLOCKS + i;
-        const int of = APART ? i : j;
         if (j < BLOCKS) {
-          const int slot = n * (16 / HELD) + s % (16 / HELD);
-          const int r = slot / 8;
-          const int h = slot / 4 % 2;
-          const int p = slot % 4;
-          const int dim = KEYS ? 32 * j + 8 * t + 4 * h + p : 32 * j + 4 * g + p;
-          // Adding 2^23 rounds half to even and leaves the integer in the last bits.
-          float code = v[16 * i + slot];
-          if (KIND > 0) {
-            code = metal::saturate(metal::fma(code, one_inverse, one_offset));
-            code = metal::fma(code, TOP - LOWEST, 8388608.0f + LOWEST);
-          } else {
-            code = kv_divide(code - one_offset, one_step, one_inverse);
-            code = metal::max(metal::min(code, TOP), LOWEST) + 8388608.0f;
+          thread float* some = v + (AGAIN ? 0 : 16 * i);
+          kv_clipped<T, DIMS, KEYS, KIND, RANK>(
+              x, table, tile, at, back, zero, limits, lane, j, some);
+#pragma unroll
+          for (int s = 0; s < 16; s++) {
+            const int n = KEYS ? s / 8 : s / 4;
+            if (SYMMETRIC) {
+              high[n] = metal::max(high[n], metal::abs(some[s]));
+            } else {
+              low[n] = metal::max(low[n], -some[s]);
+              high[n] = metal::max(high[n], some[s]);
+            }
           }
-          const uint bits = DIMS % 32 == 0 || dim < DIMS ? as_type<uint>(code) : ZERO;
-          const int shift = kv_slot_bit<BITS>(r, p, h);
-          if (BITS == 3) {
-            code_words[kv_slot_word<BITS>(of, r, p)] += (bits & 3u) << shift;
-            code_words[kv_high_word(of)] += (bits >> 2 & 1u) << kv_high_bit(of, r, p, h);
-          } else {
-            code_words[kv_slot_word<BITS>(of, r, p)] += (bits << shift) - (ZERO << shift);
+        }
+      }
+      const float found = kv_together<KEYS, 0>(high, lane);
+      const float most = empty ? 0.0f : found;
+      half scale;
+      float start = 0.0f;
+      uint bias_bits = 0u;
+      if (SYMMETRIC) {
+        const float span = kv_divide(most, MIDDLE - 1.0f, 1.0f / (MIDDLE - 1.0f));
+        scale = half(metal::min(span, 65504.0f / MIDDLE));
+        start = -MIDDLE * float(scale);
+      } else {
+        const float lowest = kv_together<KEYS, 0>(low, lane);
+        const float least = empty ? 0.0f : -lowest;
+        const half bias = half(metal::max(metal::min(least, 65504.0f), -65504.0f));
+        start = float(bias);
+        bias_bits = as_type<ushort>(bias);
+        // Below 0 by no more than the rounding of the bias.
+        scale = half(metal::min(kv_divide(most - start, TOP, 1.0f / TOP), 65504.0f));
+      }
+      float step = float(scale);
+      if (!(step > 0.0f)) { // a group without a range: the middle or the lowest code
+        step = 1.0f;
+        start = SYMMETRIC ? -MIDDLE : start;
+      }
+      // A code, counted from the lowest, is value * inverse + offset. Untransformed values may lie on ties:
+      // they are divided exactly, as plain ops do.
+      const float inverse = KIND > 0 ? kv_inverse(step) * (1.0f / (TOP - LOWEST)) : 1.0f / step;
+      const float offset = KIND > 0 ? -start * inverse : start;
+      if (group < GROUPS && (KEYS ? t < 2 : g < 4)) {
+        device ushort* numbers = (device ushort*)(out + 32 * WORDS);
+        numbers[kv_number<KEYS>(ranged, group, 0, GROUPS, SYMMETRIC)] = as_type<ushort>(scale);
+        if (!SYMMETRIC) {
+          numbers[kv_number<KEYS>(ranged, group, 1, GROUPS, SYMMETRIC)] = ushort(bias_bits);
+        }
+      }
+      float inverses[HELD];
+      float offsets[HELD];
+      float steps[HELD];
+#pragma unroll
+      for (int n = 0; n < HELD; n++) {
+        const ushort from = ushort(KEYS ? 4 * g + n : 4 * n + t);
+        inverses[n] = simd_shuffle(inverse, from);
+        // Abs-max codes are centred on the middle one, whatever the scale.
+        offsets[n] = KIND > 0 && SYMMETRIC ? 0.5f : simd_shuffle(offset, from);
+        steps[n] = KIND > 0 ? 0.0f : simd_shuffle(step, from);
+      }
+      if (AGAIN) {
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+      }
+#pragma unroll
+      for (int i = 0; i < GROUP_BLOCKS; i++) {
+        const int j = group * GROUP_BLOCKS + i;
+        const int of = place * GROUP_BLOCKS + i;
+        if (j < BLOCKS) {
+          thread float* some = v + (AGAIN ? 0 : 16 * i);
+          if (AGAIN) {
+            kv_clipped<T, DIMS, KEYS, KIND, RANK>(
+                x, table, tile, at, back, zero, limits, lane, j, some);
+          }
+#pragma unroll
+          for (int s = 0; s < 16; s++) {
+            const int n = KEYS ? s / 8 : s / 4;
+            const int r = s / 8;
+            const int h = s / 4 % 2;
+            const int p = s % 4;
+            const int dim = KEYS ? 32 * j + 8 * t + 4 * h + p : 32 * j + 4 * g + p;
+            // Adding 2^23 rounds half to even and leaves the integer in the last bits.
+            float code = some[s];
+            if (KIND > 0) {
+              code = metal::saturate(metal::fma(code, inverses[n], offsets[n]));
+              code = metal::fma(code, TOP - LOWEST, 8388608.0f + LOWEST);
+            } else {
+              code = kv_divide(code - offsets[n], steps[n], inverses[n]);
+              code = metal::max(metal::min(code, TOP), LOWEST) + 8388608.0f;
+            }
+            const uint bits = DIMS % 32 == 0 || dim < DIMS ? as_type<uint>(code) : ZERO;
+            const int shift = kv_slot_bit<BITS>(r, p, h);
+            if (BITS == 3) {
+              code_words[kv_slot_word<BITS>(of, r, p)] += (bits & 3u) << shift;
+              code_words[kv_high_word(of)] += (bits >> 2 & 1u) << kv_high_bit(of, r, p, h);
+            } else {
+              code_words[kv_slot_word<BITS>(of, r, p)] += (bits << shift) - (ZERO << shift);
+            }
           }
         }
       }
     }
-    if (APART) {
-      kv_put<WORDS, COUNT>(out, code_words, lane, group * COUNT);
-#pragma unroll
-      for (int m = 0; m < COUNT; m++) {
-        code_words[m] = 0u;
-      }
-    }
-  }
-  if (!APART) {
-    kv_put<WORDS, COUNT>(out, code_words, lane, 0);
+    kv_put<WORDS, COUNT>(out, code_words, lane, first / SPAN * COUNT);
   }
 }

@@ -125,7 +125,7 @@ if (paged) {
 #endif
   const device uint* page_numbers = later ? headers_2 : headers;
   // Where instructions are the limit, two records side by side hide each other's latency.
-  constexpr int PAIR = !POOLED && BITS_K + BITS_V < 7 && !(FOLDED && GROUP_K % 32) ? 2 : 1;
+  constexpr int PAIR = !POOLED && !PAIRS_K && !CODEBOOK_K && BITS_K + BITS_V < 7 && !(FOLDED && GROUP_K % 32) ? 2 : 1;
   // Where registers are few, words are read as blocks need them, if both blocks of a pair begin a load.
   constexpr int SOME_K = POOLED && !TREE_K && !(PAIRS_K && BK % 4) && !RAW_K;
   constexpr int SOME_V = POOLED && !TREE_V && !RAW_V;
