@@ -35,6 +35,7 @@ def make_tiles(*names, **texts):
 def make_mma(name, input_names, output_names, source, header=""):
     """The same with the tiles of CUDA, and with CUDA's threadgroup memory."""
     header = header.replace(read("tile_metal.h"), tile_header("mma"))
+    header = header.replace("KV_ROOMY = 0", "KV_ROOMY = 1")
     return make(name, input_names, output_names, source, header, 48 << 10)
 
 

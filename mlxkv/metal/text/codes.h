@@ -27,6 +27,10 @@
 // PAIRS (PolarQuant's keys): as CHANNEL; the codes of dim i < R/2 are radii, the codes of dim i + R/2
 // angles, in steps of `scale` from `bias` on; a code decodes to the middle of its step.
 
+#ifndef KV_INVERSE // cuda.h has its own
+constant constexpr int KV_ROOMY = 0;  // whether registers, and a cache for code, hold several blocks at once
+#endif
+
 constant constexpr float KV_PI = 3.14159265f;  // subtracted from angles: fast cosines are accurate within +-pi
 
 // Words of codes per lane, for `blocks` blocks.

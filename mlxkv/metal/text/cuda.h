@@ -131,7 +131,7 @@ inline float sin(float a) {
 
 // 1 / a, exact but for the last bits, for seal.h; without a branch for values out of range.
 #define KV_INVERSE
-constexpr int KV_ALL_GROUPS = 1;
+constexpr int KV_ROOMY = 1;
 inline float kv_inverse(float a) {
   float out;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(a));

@@ -68,7 +68,7 @@ inline void kv_load_some(const device uint* side, int lane, int first, thread ui
 #pragma unroll
   for (int m = 0; m < COUNT; m += STEP) {
     if (first + m < WORDS) {
-      kv_load_words<STEP>(side + kv_word_at(first + m, lane, WORDS), words + m);
+      kv_load_words<STEP>(side + uint(kv_word_at(first + m, lane, WORDS)), words + m);
     } else {
 #pragma unroll
       for (int n = 0; n < STEP; n++) {

@@ -79,6 +79,8 @@ command=$(ninja -C "$B" -t commands src/compiler/nir/libnir.a | grep 'nir_opt_dc
 for folder in asahi/compiler asahi asahi/clc asahi/layout asahi/libagx asahi/genxml compiler/nir compiler/spirv util; do
   command="$command -I$S/src/$folder"
 done
+# The texts say which loops are unrolled, and clang has done so.
+command="$command -Dnir_opt_loop_unroll=agx_loops_stay"
 export command="$command -I$B/src/compiler/nir -I$AGX/made -fvisibility=default" AGX B
 compile() { (cd "$B" && eval "$command -c -o $AGX/objects/$(basename "$1" .c).o $1"); }
 export -f compile

@@ -70,8 +70,8 @@ class Loop:
 @dataclass(frozen=True)
 class Takes:
     """What a kernel takes. registers: 32-bit ones of a thread, of 128. spills, fills: instructions. scratch: bytes of a
-    thread. shared: bytes of a threadgroup. code: bytes. cycles: issue cycles of the whole text, as Mesa counts them.
-    threads: of a threadgroup, at most."""
+    thread. shared: bytes of a threadgroup. code: bytes. hot: bytes of the largest loop with those inside it. cycles:
+    issue cycles of the whole text, as Mesa counts them. threads: of a threadgroup, at most."""
 
     registers: int
     spills: int
@@ -79,6 +79,7 @@ class Takes:
     scratch: int
     shared: int
     code: int
+    hot: int
     instructions: int
     cycles: int
     threads: int
@@ -172,17 +173,21 @@ def _counted(printed: str) -> Takes:
     numbers = dict(re.findall(r"(\w+)=(\d+)", re.search(r"^TAKES.*", printed, re.M)[0]))
     stats = re.findall(r"^SHADER-DB: .*", printed, re.M)[-1]
     spills, fills = map(int, re.search(r"(\d+):(\d+) spills", stats).groups())
+    code, instructions = int(numbers["code"]), int(re.search(r"(\d+) inst", stats)[1])
+    blocks = _blocks(printed)
+    nests = [sum(x[1] for x in list(blocks.values())[a : b + 1]) for a, b in _spans(blocks)]
     return Takes(
         registers=-(-int(numbers["registers"]) // 2),
         spills=spills,
         fills=fills,
         scratch=4 * int(numbers["scratch"]),
         shared=int(numbers["shared"]),
-        code=int(numbers["code"]),
-        instructions=int(re.search(r"(\d+) inst", stats)[1]),
+        code=code,
+        hot=max(nests, default=0) * code // instructions,
+        instructions=instructions,
         cycles=int(re.search(r"(\d+) alu", stats)[1]),
         threads=int(numbers["threads"]),
-        loops=tuple(_loops(_blocks(printed))),
+        loops=tuple(_loops(blocks)),
     )
 
 
@@ -225,13 +230,16 @@ def _beside(line: str) -> int:
     return BESIDE.get(_name(line), 0)
 
 
+def _spans(blocks: dict[str, Block]) -> list[tuple[int, int]]:
+    """Numbers of the first and the last block of every loop, in the order of their ends."""
+    order = list(blocks)
+    pairs = [(order.index(x), i) for i, name in enumerate(order) for x in blocks[name][0]]
+    return [(first, last) for first, last in pairs if first <= last]
+
+
 def _loops(blocks: dict[str, Block]) -> list[Loop]:
     """Every loop, in the order of their ends."""
-    order = list(blocks)
-    spans = []
-    for i, name in enumerate(order):
-        spans += [(order.index(x), i) for x in blocks[name][0] if order.index(x) <= i]
-    out = []
+    order, spans, out = list(blocks), _spans(blocks), []
     for first, last in spans:
         within = [x for x in spans if first <= x[0] and x[1] <= last and x != (first, last)]
         mine = [i for i in range(first, last + 1) if not any(a <= i <= b for a, b in within)]

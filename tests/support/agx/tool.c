@@ -4,6 +4,10 @@
 #include "asahi_clc.c"
 #undef main
 
+bool agx_loops_stay(nir_shader* nir) {
+  return false;
+}
+
 int main(int argc, char** argv) {
   FILE* file = argc > 1 ? fopen(argv[1], "rb") : NULL;
   if (!file) {

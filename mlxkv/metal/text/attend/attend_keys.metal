@@ -115,12 +115,20 @@ if (paged) {
 #pragma unroll 1
     for (int c = 0; c < (PAIRS_K ? 0 : (BK + 1) / 2); c++) {
       uint words[PAIR_WORDS_K];
-      kv_load_some<WORDS_K, PAIR_WORDS_K>(record, lane, c * PAIR_WORDS_K, words);
+      constexpr bool TOGETHER = BITS_K < 8 || KV_ROOMY;
+      if (TOGETHER) {
+        kv_load_some<WORDS_K, PAIR_WORDS_K>(record, lane, c * PAIR_WORDS_K, words);
+      }
 #pragma unroll
       for (int b = 0; b < 2; b++) {
         const int j = 2 * c + b;
         if (j >= BK) {
           continue;
+        }
+        if (!TOGETHER) {
+          constexpr int BLOCK_WORDS_K = PAIR_WORDS_K / 2;
+          kv_load_some<WORDS_K, BLOCK_WORDS_K>(
+              record, lane, j * BLOCK_WORDS_K, words + b * BLOCK_WORDS_K);
         }
         float k[16];
         float steps[8];  // of the lane's dims

@@ -10,7 +10,6 @@ inline float kv_divide(float a, float b, float inverse) {
 inline float kv_inverse(float a) {
   return 1.0f / a;
 }
-constant constexpr int KV_ALL_GROUPS = 0; // a group at a time: registers, and code
 #endif
 
 // Loads a lane's values of block j, 8 with r = 0 and 8 with r = 1, untransformed: for keys one token and
@@ -183,7 +182,7 @@ inline float kv_limit(
   constexpr int N = kv_list(RANK);
   constexpr int BLOCKS = (DIMS + 31) / 32;
   constexpr int COUNT = KEYS ? 8 : 4; // dims of a lane in a block
-  constexpr int CHUNKS = KV_ALL_GROUPS ? (BLOCKS * COUNT + N - 1) / N : 1;
+  constexpr int CHUNKS = KV_ROOMY ? (BLOCKS * COUNT + N - 1) / N : 1;
   float lists[KEYS ? N : 2 * N];
 #pragma unroll
   for (int half_ = 0; half_ < (KEYS ? 1 : 2); half_++) {
@@ -223,7 +222,7 @@ inline float kv_limit(
       }
     }
     kv_share<N>(one, other, lane, KEYS ? 1 : 4);
-    if (!KV_ALL_GROUPS) {  // a compiler would merge both lists behind the next tokens, and keep them until then
+    if (!KV_ROOMY) {  // a compiler would merge both lists behind the next tokens, and keep them until then
       const int never = one[N - 1] < 0.0f;
       lane += never;
 #pragma unroll
@@ -288,7 +287,7 @@ inline void kv_seal_side(
     for (int n = 0; n < HELD; n++) {
       limits[n] = simd_shuffle(limit, ushort(KEYS ? 4 * g + n : 4 * n + t));
     }
-    if (!KV_ALL_GROUPS) {  // a compiler would keep the values and lanes beside the lists, and not read them again
+    if (!KV_ROOMY) {  // a compiler would keep the values and lanes beside the lists, and not read them again
       simdgroup_barrier(mem_flags::mem_threadgroup);
       x += limit < 0.0f;  // never
       t += limit < 0.0f;
@@ -297,10 +296,10 @@ inline void kv_seal_side(
 #endif
   // Words are stored with their groups: with two where 3 bits of two blocks share a word.
   constexpr int PAIRED = BITS == 3 && GROUP_BLOCKS % 2 == 1;
-  constexpr int SPAN = PAIRED ? (KV_ALL_GROUPS ? GROUPS : 2) : 1;
+  constexpr int SPAN = PAIRED ? (KV_ROOMY ? GROUPS : 2) : 1;
   constexpr int COUNT = kv_lane_words<BITS>(SPAN * GROUP_BLOCKS);
-  constexpr bool AGAIN = !KV_ALL_GROUPS && GROUP_BLOCKS > 4;  // blocks are read again: registers
-  constexpr int TOGETHER = KV_ALL_GROUPS ? GROUPS : 1;
+  constexpr bool AGAIN = !KV_ROOMY && GROUP_BLOCKS > 4;  // blocks are read again: registers
+  constexpr int TOGETHER = KV_ROOMY ? GROUPS : 1;
 #pragma unroll TOGETHER
   for (int first = 0; first < GROUPS; first += SPAN) {
     uint code_words[COUNT];

@@ -39,7 +39,7 @@ inline void kv_seal_codebook(
   for (int n = 0; n < HELD; n++) {
     norms[n] = simd_shuffle(norm, ushort(KEYS ? 4 * g + n : 4 * n + t));
   }
-  if (!KV_ALL_GROUPS) {  // a compiler would keep the values, and not read them again
+  if (!KV_ROOMY) {  // a compiler would keep the values, and not read them again
     simdgroup_barrier(mem_flags::mem_threadgroup);
     x += square < 0.0f;  // never
   }

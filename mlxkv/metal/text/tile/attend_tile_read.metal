@@ -124,8 +124,15 @@ if (paged) {
   KvHalfTree tree_v = kv_half_tree(tree);
 #endif
   const device uint* page_numbers = later ? headers_2 : headers;
+  const device uint* page_headers = page_numbers + size_t(first_record / PAGE_RECORDS * HEADER);
   // Where instructions are the limit, two records side by side hide each other's latency.
-  constexpr int PAIR = !POOLED && !PAIRS_K && !CODEBOOK_K && BITS_K + BITS_V < 7 && !(FOLDED && GROUP_K % 32) ? 2 : 1;
+  // Not where both would not fit in registers, or their code in a cache.
+#if WITH_FILL
+  constexpr bool LARGE = !KV_ROOMY;
+#else
+  constexpr bool LARGE = PAIRS_K || CODEBOOK_K;
+#endif
+  constexpr int PAIR = !POOLED && !LARGE && BITS_K + BITS_V < 7 && !(FOLDED && GROUP_K % 32) ? 2 : 1;
   // Where registers are few, words are read as blocks need them, if both blocks of a pair begin a load.
   constexpr int SOME_K = POOLED && !TREE_K && !(PAIRS_K && BK % 4) && !RAW_K;
   constexpr int SOME_V = POOLED && !TREE_V && !RAW_V;
@@ -256,7 +263,7 @@ if (paged) {
         kv_read_words<SLOTS_K, 1>(scales, kv_record_after(record[e], g * SLOTS_K), 32 * WORDS_K);
       }
       const int at = both ? unit + e : unit;  // position of the record
-      const device uint* header = page_numbers + (first_record + at) / PAGE_RECORDS * HEADER;
+      const device uint* header = page_headers + size_t(at / PAGE_RECORDS) * HEADER;
       s[e] = zero;
 #if WITH_PER_TOKEN
       if (OFFSETS_K) {

@@ -90,7 +90,7 @@
 #if WITH_TREE
       if (TREE_V == 2) {
         const int at = both ? unit + e : unit;
-        const device uint* header = page_numbers + (first_record + at) / PAGE_RECORDS * HEADER + HEADER_K;
+        const device uint* header = page_headers + (at / PAGE_RECORDS * HEADER + HEADER_K);
         tree = kv_tree<2, 1>(books_v, (const device half*)header, lane);
         tree_v = kv_half_tree(tree);
       }

@@ -121,6 +121,7 @@ struct KvPipe {
   uint data;
   int stage;
   uint phase;
+  uint record;  // the last that was waited for, or the one behind it
 };
 #define KV_PIPE template <int RECORD, int STAGES, int S, int STEP>
 #define KV_OF_PIPE RECORD, STAGES, S, STEP
@@ -183,8 +184,11 @@ inline KvRecord kv_pipe_wait(KvPipe& pipe, bool second) {
         "KV_DONE:\n}" ::"r"(pipe.barrier + 8 * pipe.stage),
         "r"(pipe.phase)
         : "memory");
+    pipe.record = pipe.data + pipe.stage * 4 * pipe.words * 2;
+  } else {
+    pipe.record += 4 * pipe.words;
   }
-  return pipe.data + (2 * pipe.stage + (second ? 1 : 0)) * 4 * pipe.words;
+  return pipe.record;
 }
 KV_PIPE
 inline void kv_pipe_release(KvPipe& pipe, int lane) {
