@@ -299,6 +299,7 @@ inline void kv_seal_side(
   constexpr int SPAN = PAIRED ? (KV_ROOMY ? GROUPS : 2) : 1;
   constexpr int COUNT = kv_lane_words<BITS>(SPAN * GROUP_BLOCKS);
   constexpr bool AGAIN = !KV_ROOMY && GROUP_BLOCKS > 4;  // blocks are read again: registers
+  constexpr int PARTS = AGAIN ? GROUP_BLOCKS : 1;
   constexpr int TOGETHER = KV_ROOMY ? GROUPS : 1;
 #pragma unroll TOGETHER
   for (int first = 0; first < GROUPS; first += SPAN) {
@@ -370,53 +371,51 @@ inline void kv_seal_side(
           numbers[kv_number<KEYS>(ranged, group, 1, GROUPS, SYMMETRIC)] = ushort(bias_bits);
         }
       }
-      float inverses[HELD];
-      float offsets[HELD];
-      float steps[HELD];
-#pragma unroll
-      for (int n = 0; n < HELD; n++) {
-        const ushort from = ushort(KEYS ? 4 * g + n : 4 * n + t);
-        inverses[n] = simd_shuffle(inverse, from);
-        // Abs-max codes are centred on the middle one, whatever the scale.
-        offsets[n] = KIND > 0 && SYMMETRIC ? 0.5f : simd_shuffle(offset, from);
-        steps[n] = KIND > 0 ? 0.0f : simd_shuffle(step, from);
-      }
       if (AGAIN) {
         simdgroup_barrier(mem_flags::mem_threadgroup);
       }
 #pragma unroll
-      for (int i = 0; i < GROUP_BLOCKS; i++) {
-        const int j = group * GROUP_BLOCKS + i;
-        const int of = place * GROUP_BLOCKS + i;
-        if (j < BLOCKS) {
-          thread float* some = v + (AGAIN ? 0 : 16 * i);
-          if (AGAIN) {
-            kv_clipped<T, DIMS, KEYS, KIND, RANK>(
-                x, table, tile, at, back, zero, limits, lane, j, some);
-          }
+      for (int part = 0; part < PARTS; part++) {
+        if (AGAIN) {
+          kv_clipped<T, DIMS, KEYS, KIND, RANK>(
+              x, table, tile, at, back, zero, limits, lane, group * GROUP_BLOCKS + part, v);
+        }
 #pragma unroll
-          for (int s = 0; s < 16; s++) {
-            const int n = KEYS ? s / 8 : s / 4;
-            const int r = s / 8;
-            const int h = s / 4 % 2;
-            const int p = s % 4;
-            const int dim = KEYS ? 32 * j + 8 * t + 4 * h + p : 32 * j + 4 * g + p;
-            // Adding 2^23 rounds half to even and leaves the integer in the last bits.
-            float code = some[s];
-            if (KIND > 0) {
-              code = metal::saturate(metal::fma(code, inverses[n], offsets[n]));
-              code = metal::fma(code, TOP - LOWEST, 8388608.0f + LOWEST);
-            } else {
-              code = kv_divide(code - offsets[n], steps[n], inverses[n]);
-              code = metal::max(metal::min(code, TOP), LOWEST) + 8388608.0f;
-            }
-            const uint bits = DIMS % 32 == 0 || dim < DIMS ? as_type<uint>(code) : ZERO;
-            const int shift = kv_slot_bit<BITS>(r, p, h);
-            if (BITS == 3) {
-              code_words[kv_slot_word<BITS>(of, r, p)] += (bits & 3u) << shift;
-              code_words[kv_high_word(of)] += (bits >> 2 & 1u) << kv_high_bit(of, r, p, h);
-            } else {
-              code_words[kv_slot_word<BITS>(of, r, p)] += (bits << shift) - (ZERO << shift);
+        for (int n = 0; n < HELD; n++) {
+          const ushort from = ushort(KEYS ? 4 * g + n : 4 * n + t);
+          const float one_inverse = simd_shuffle(inverse, from);
+          // Abs-max codes are centred on the middle one, whatever the scale.
+          const float one_offset = KIND > 0 && SYMMETRIC ? 0.5f : simd_shuffle(offset, from);
+          const float one_step = KIND > 0 ? 0.0f : simd_shuffle(step, from);
+#pragma unroll
+          for (int s = 0; s < 16 / HELD * (GROUP_BLOCKS / PARTS); s++) {
+            const int held = s / (16 / HELD);
+            const int i = part + held;
+            const int j = group * GROUP_BLOCKS + i;
+            const int of = place * GROUP_BLOCKS + i;
+            if (j < BLOCKS) {
+              const int slot = n * (16 / HELD) + s % (16 / HELD);
+              const int r = slot / 8;
+              const int h = slot / 4 % 2;
+              const int p = slot % 4;
+              const int dim = KEYS ? 32 * j + 8 * t + 4 * h + p : 32 * j + 4 * g + p;
+              // Adding 2^23 rounds half to even and leaves the integer in the last bits.
+              float code = v[16 * held + slot];
+              if (KIND > 0) {
+                code = metal::saturate(metal::fma(code, one_inverse, one_offset));
+                code = metal::fma(code, TOP - LOWEST, 8388608.0f + LOWEST);
+              } else {
+                code = kv_divide(code - one_offset, one_step, one_inverse);
+                code = metal::max(metal::min(code, TOP), LOWEST) + 8388608.0f;
+              }
+              const uint bits = DIMS % 32 == 0 || dim < DIMS ? as_type<uint>(code) : ZERO;
+              const int shift = kv_slot_bit<BITS>(r, p, h);
+              if (BITS == 3) {
+                code_words[kv_slot_word<BITS>(of, r, p)] += (bits & 3u) << shift;
+                code_words[kv_high_word(of)] += (bits >> 2 & 1u) << kv_high_bit(of, r, p, h);
+              } else {
+                code_words[kv_slot_word<BITS>(of, r, p)] += (bits << shift) - (ZERO << shift);
+              }
             }
           }
         }
