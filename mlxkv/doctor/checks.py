@@ -16,7 +16,7 @@ from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.records import record_layout, why_no_record
-from mlxkv.metal import launch, tiles, trust, whiten
+from mlxkv.metal import launch, predict, tiles, trust, whiten
 from mlxkv.metal.timing import chain
 
 Step = Callable[[str], None]  # takes the name of what is computed next
@@ -36,6 +36,7 @@ FOLLOWING, WHITEN = ("oja-0.75+int4", 128, 96), "whiten"  # preset, head dim, ra
 BODIES = ("portable", "tiles")
 BUDGET = 20.0  # seconds after which no new kernel is started, without --all
 HEADS, KV_HEADS, TOKENS, CALLS = 16, 4, 8192, 16  # of the timed step
+TIMES = ("attend_us", "plain_us", "speedup", "predicted_us")
 
 
 def cases(every: bool = True) -> list[tuple[str, int]]:
@@ -53,7 +54,8 @@ def rows(step: Step, every: bool = False) -> list[dict]:
 
     should_run: whether any other state than RIGHT is a failure. reason: None if right, else one line;
     detail: the whole message. built, right: None if unknown. seconds: to build and to run once; spent:
-    on the whole row. attend_us, plain_us: one call over TOKENS tokens, by kernels and by plain ops.
+    on the whole row. attend_us, plain_us: one call over TOKENS tokens, by kernels and by plain ops. predicted_us: by
+    tiles, on an Apple GPU that we know.
     """
     make = launch.factory()
     if make is None:
@@ -85,7 +87,7 @@ def rows(step: Step, every: bool = False) -> list[dict]:
 def _row(
     preset: str, dims: int, body: str, state: str, reason: str | None, should_run: bool = False
 ) -> dict:
-    unknown = ("built", "right", "seconds", "spent", "attend_us", "plain_us", "speedup")
+    unknown = ("built", "right", "seconds", "spent", *TIMES)
     row = {"preset": preset, "head_dim": dims, "body": body, "reason": reason, "state": state}
     return row | {"should_run": should_run, **dict.fromkeys(unknown), "detail": ""}
 
@@ -127,6 +129,9 @@ def _try(row: dict, make: launch.Factory, every: bool) -> None:
     row |= {**vars(outcome), "state": state, "right": right}
     if right and make in (mx.fast.metal_kernel, mx.fast.cuda_kernel):
         row |= speed(config, dims, make, tiled)
+        if tiled:
+            place = row["preset"], dims, KV_HEADS, HEADS // KV_HEADS, TOKENS
+            row["predicted_us"] = predict.attend_us(*place)
 
 
 def _try_whiten(row: dict, make: launch.Factory) -> None:

@@ -142,7 +142,7 @@ def _show_kernels(kernels: list[dict], untried: dict | None) -> None:
             row["state"] if row["state"] != checks.NONE else "-",
             *(f"{row['errors'][n]:.1e}" if row.get("errors") else "" for n in OUTPUTS),
             f"{row['ties']:.1e}" if row.get("errors") else "",
-            f"{row['attend_us']:.0f}" if row["attend_us"] else "",
+            f"{row['attend_us']:.0f}{_predicted(row)}" if row["attend_us"] else "",
             f"{row['plain_us']:.0f}" if row["plain_us"] else "",
             f"{row['speedup']:.1f}x" if row["speedup"] else "",
             f"{row['seconds']:.1f}" if row["seconds"] is not None else "",
@@ -166,6 +166,8 @@ def _show_kernels(kernels: list[dict], untried: dict | None) -> None:
         ],
         rows,
     )
+    if any(row["predicted_us"] for row in kernels):
+        print("us in brackets: predicted for this GPU (docs/internals/apple.md)")
     reasons: dict[str, list[str]] = {}
     for row in kernels:
         if row["reason"] and row["state"] != checks.NOT_TRIED:
@@ -180,6 +182,10 @@ def _show_kernels(kernels: list[dict], untried: dict | None) -> None:
         names = f" ({'; '.join(untried['names'])}, and other methods)" if untried["names"] else ""
         duration = f", about {untried['seconds']:.0f} s" if untried["seconds"] else ""
         print(f"not tried: {untried['rows']} more{names}{duration}: mlxkv doctor --all")
+
+
+def _predicted(row: dict) -> str:
+    return f" ({row['predicted_us']:.0f})" if row["predicted_us"] else ""
 
 
 def _by_table(golden: list[dict]) -> list[list[object]]:

@@ -11,7 +11,7 @@ from mlxkv.bench import decode, subject
 from mlxkv.bench.kernels import attend, case, encode, run
 from mlxkv.bench.kernels.case import Shape
 from mlxkv.formats.names import parse_kv
-from mlxkv.metal import launch
+from mlxkv.metal import launch, predict
 
 SHAPE = Shape(1, 2, 1, 64)
 ONE = ("--kv", "int4")
@@ -55,6 +55,27 @@ def test_kernels_prints_tables_and_json(capsys, monkeypatch):
         assert row["of_floor"] == pytest.approx(row["floor_us"] / row["us"])
         assert (row["mlx_lm_us"] is None) == (row["shape"] != str(SHAPE))  # the first shape alone
     assert "us: per call" in out and "2.5 D log2 D" in out and "mlx-lm us" in out
+
+
+def test_a_prediction_stands_beside_what_a_known_apple_gpu_does(capsys, monkeypatch):
+    info = mx.device_info() | {"device_name": "Apple M1"}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    # int4, 4 rows: 1738 cycles of a record, 4 schedulers of 8 cores at 1.278 GHz. int8, 256 dims: 544 bytes, 68 GB/s.
+    records = 2 * 4096 / 16
+    by_cycles = records * 1738 / (4 * 8 * 1.278) / 1000
+    assert predict.attend_us("int4", 128, 2, 4, 4096) == pytest.approx(by_cycles)
+    assert predict.attend_us("int4", 128, 2, 16, 4096) == pytest.approx(2 * by_cycles)
+    by_bytes = 2 * 4096 * 544 / 68 / 1000
+    assert predict.attend_us("int8", 256, 2, 4, 4096) == pytest.approx(by_bytes)
+    assert predict.attend_us("fill-2.25", 128, 2, 4, 4096) is None
+    out, data = said(capsys, "bench", "kernels", *TINY_RUN, "--json")
+    assert "predicted us" in out
+    assert [row["predicted_us"] for row in data["rows"][:2]] == [
+        pytest.approx(320 / 16 * 948 / (4 * 8 * 1.278) / 1000),
+        None,
+    ]
+    info["device_name"] = "Apple M99"
+    assert predict.attend_us("int4", 128, 2, 4, 4096) is None
 
 
 def test_plain_ops_say_why(capsys):

@@ -128,10 +128,15 @@ def test_on_a_mac_what_failed_is_tried_again_and_what_killed_only_if_asked_to(as
     monkeypatch.setattr(
         checks, "speed", lambda *_: {"attend_us": 1.0, "plain_us": 3.0, "speedup": 3.0}
     )
+    info = mx.device_info() | {"device_name": "Apple M4 Max"}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
     config = parse_kv("int4")
     layout = checks.record_layout(config, *config.dims(64, 64))
     trust.note(layout, 64, mx.float16, False, reason="was off by 3")
     code, data, shown = ask(factory)
+    predicted = 4 * 8192 / 16 * 948 / (4 * 40 * 1.578) / 1000
+    row = next(x for x in data["kernels"] if x["body"] == "tiles" and x["state"] == "right")
+    assert row["predicted_us"] == pytest.approx(predicted) and f"1 ({predicted:.0f})" in shown
     assert code == 0 and states_of(data)["int4", "tiles"] == "right" and "3.0x" in shown
     assert trust.state(layout, 64, mx.float16) == trust.PASSED
     dead = {"state": "trying", "process": 1 << 30, "deaths": 1}

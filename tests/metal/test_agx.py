@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from agx import compiler
+from agx import compiler, roofline
 from agx.__main__ import PRESETS as DIAL
 from agx.__main__ import chosen
 from metal import texts
 
 from mlxkv.formats.presets import PRESETS
+from mlxkv.metal import predict
 
 pytestmark = [
     pytest.mark.skipif(compiler.why_not() is not None, reason=str(compiler.why_not())),
@@ -37,6 +38,13 @@ def test_registers_are_enough(subtests):
                 assert kernel != "attend" or dims > 128 or took.threads >= THREADS
             assert took.threads >= text.threads
             assert took.shared <= 32 << 10
+
+
+def test_predictions_are_of_the_roofline(subtests):
+    for preset, by_dims in predict.CYCLES.items():
+        for dims, cycles in by_dims.items():
+            with subtests.test(preset=preset, dims=dims):
+                assert cycles == pytest.approx(roofline.cycles(preset, dims), rel=0.01)
 
 
 def test_what_costs_registers_and_code_is_seen(subtests):

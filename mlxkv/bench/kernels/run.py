@@ -16,17 +16,19 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_rotary, parse_kv
 from mlxkv.formats.quantizers import Full
 from mlxkv.machine import machine, versions
-from mlxkv.metal import gpu
+from mlxkv.metal import gpu, predict
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import chain, copy_bandwidth, middle, read_bandwidth
 
-SHAPES = (Shape(1, 32, 8, 128), Shape(1, 4, 1, 256), Shape(1, 16, 8, 64))
+# The first as of Qwen3.5 to 3.8; Gemma 4 has windows of heads of 256 dims, too.
+SHAPES = (Shape(1, 16, 4, 256), Shape(1, 32, 8, 128), Shape(1, 16, 8, 64))
 BATCH_SHAPE, BATCH_CONTEXT = Shape(8, 32, 8, 128), 32768
 CALLS, ROUNDS = 64, 3  # calls in a timed chain; each round runs all presets twice
 CONTEXTS, CONTEXTS_CPU = "4k,32k,128k", "1k,4k"
 ENCODE_SHAPE, ENCODE_TOKENS, ENCODE_TOKENS_CPU = Shape(1, 8, 8, 128), 32768, 1024
 ABOUT = tuple((name, name, "") for name in ("shape", "tokens", "preset", "by"))
 RMS = ("rms", "rms", ".1e")
+PREDICTED = ("predicted us", "predicted_us", ".1f")  # where this is an Apple GPU that we know
 COLUMNS = (
     *ABOUT,
     ("us", "us", ".1f"),
@@ -75,6 +77,14 @@ def run(contexts: str | None, kv: str, as_json: bool) -> None:
                 rounds=ROUNDS,
                 with_mlx_lm=shape == cases[0][0],
             )
+            for row in rows[-len(presets) :]:
+                row["predicted_us"] = predict.attend_us(
+                    row["preset"],
+                    shape.dims,
+                    shape.batch * shape.kv_heads,
+                    shape.heads // shape.kv_heads,
+                    tokens,
+                )
             mx.clear_cache()
             bars.advance(bar)
         for name, config in presets.items():
@@ -138,7 +148,8 @@ def _show(rows: list[dict], measured: dict) -> None:
         written.append(row)
     copying, reading = (f"{measured[name]:.0f}" for name in ("copy_gb_s", "read_gb_s"))
     title = f"one query token, {measured['dtype']}; MLX copies {copying} GB/s, reads {reading} GB/s"
-    print_rows(COLUMNS, written, title)
+    predicted = [PREDICTED] if any(row["predicted_us"] for row in rows) else []
+    print_rows([*COLUMNS, *predicted], written, title)
     for reason in sorted({r["mlx_lm_reason"] for r in rows if r["mlx_lm_reason"]}):
         print(f"mlx-lm fails: {reason}")
     print(

@@ -15,22 +15,9 @@ from metal import texts
 from agx import compiler
 from agx.__main__ import chosen
 from mlxkv.formats.records import record_layout
+from mlxkv.metal.predict import CHIPS, CYCLES, SCHEDULERS, token_bytes
 
-# Cores of a GPU, GHz, GB/s.
-CHIPS = {
-    "M1": (8, 1.278, 68),
-    "M1 Max": (32, 1.296, 400),
-    "M2 Ultra": (76, 1.398, 800),
-    "M3 Max": (40, 1.398, 400),
-    "M4 Max": (40, 1.578, 546),
-}
-PRESETS = (
-    "int8",
-    "int4",
-    "int3",
-    "int2",
-)  # the loop of fill-NUMBER depends on the widths of a layer
-SCHEDULERS = 4  # of a core: each issues an instruction of 32 lanes in a cycle
+SHOWN = ("M1", "M1 Max", "M2 Ultra", "M3 Max", "M4 Max")
 # Queries that no scale multiplies: a compiler would leave out products with what is never set.
 HELD = "TileB folded[2 * KEPT];\n"
 UNSCALED = "#pragma unroll\nfor (int i = 0; i < 2 * KEPT; i++) folded[i] = kv_query<1>(folded, queries, i, lane);\n"
@@ -72,15 +59,13 @@ def main() -> None:
     if reason := compiler.why_not():
         sys.exit(f"[agx] {reason}")
     heads = "| preset | dims | bytes a token | cycles a record | "
-    print(heads + " | ".join(CHIPS) + " |\n|" + "---|" * (4 + len(CHIPS)))
-    for preset in PRESETS:
+    print(heads + " | ".join(SHOWN) + " |\n|" + "---|" * (4 + len(SHOWN)))
+    for preset in CYCLES:  # the loop of fill-NUMBER depends on the widths of a layer
         for dims in (64, 128, 256):
-            config = texts.config_of(preset, dims)
-            layout = record_layout(config, *config.dims(dims, dims))
-            read = 4 * (layout.words / 16 + layout.header_words / layout.page)
+            read = token_bytes(preset, dims)
             full, issue = 4 * dims, cycles(preset, dims)
             cells = []
-            for cores, clock, bandwidth in CHIPS.values():
+            for cores, clock, bandwidth in map(CHIPS.get, SHOWN):
                 memory = 16 * read / bandwidth  # ns
                 instructions = issue / (SCHEDULERS * cores * clock)
                 gain = 16 * full / bandwidth / max(memory, instructions)
