@@ -34,11 +34,11 @@ class Measured:
 
 # docs/results/pretrained.md (KL, next token), docs/internals/kernels.md (speed).
 MEASURED = {
-    "int8": Measured(0.000019, 99.8, 1.33, "almost no change"),
-    "int4": Measured(0.0057, 95.9, 1.76, "the default: no calibration"),
-    "fill-4": Measured(0.0035, 96.5, 1.52, "smaller than int4; calibrates once"),
-    "fill-3": Measured(0.0130, 94.1, 1.60, "a smaller cache; calibrates once"),
-    "fill-2.25": Measured(0.0390, 89.7, 1.63, "the smallest cache; calibrates once"),
+    "int8": Measured(0.000019, 99.8, 1.37, "almost no change"),
+    "int4": Measured(0.0057, 95.9, 1.69, "the default: no calibration"),
+    "fill-4": Measured(0.0035, 96.5, 1.45, "smaller than int4; calibrates once"),
+    "fill-3": Measured(0.0130, 94.1, 1.51, "a smaller cache; calibrates once"),
+    "fill-2.25": Measured(0.0390, 89.7, 1.55, "the smallest cache; calibrates once"),
 }
 # Of `fill-NUMBER` those to pick from.
 LISTED = {name: parse_kv(name) for name in PICKS} | PRESETS
