@@ -45,12 +45,12 @@ def copy_package(folder: Path, place: Path) -> None:
     sys.path.insert(0, str(place))
 
 
-def attending(part: partial, name: str, shape: Shape, tokens: int):
+def attention_task(part: partial, name: str, shape: Shape, tokens: int):
     """A chain of decode attention by one package, over copies of a filled cache."""
     import mlx.core as mx
 
     attend, case = part("bench.kernels.attend"), part("bench.kernels.case")
-    config = configured(part, name, shape)
+    config = config_of(part, name, shape)
     step = attend.DecodeStep(shape, tokens, mx.bfloat16, CALLS)
     views = [case.filled(config, shape, tokens, mx.bfloat16)]
     count = attend.copies_of(case.stored_bytes(config, shape, views[0]), CALLS)
@@ -59,11 +59,11 @@ def attending(part: partial, name: str, shape: Shape, tokens: int):
     return partial(step.chain, call, views)
 
 
-def sealing(part: partial, name: str, shape: Shape, tokens: int):
+def sealing_task(part: partial, name: str, shape: Shape, tokens: int):
     """Sealing all tokens by one package, one time after the other."""
     import mlx.core as mx
 
-    config, choose = configured(part, name, shape), part("cache.choose")
+    config, choose = config_of(part, name, shape), part("cache.choose")
     plan = choose.plan(config, (shape.dims, shape.dims), mx.bfloat16)
     maps, pair = (
         part("bench.kernels.case").rotations(config, shape),
@@ -83,7 +83,7 @@ def sealing(part: partial, name: str, shape: Shape, tokens: int):
     return run
 
 
-def configured(part: partial, name: str, shape: Shape):
+def config_of(part: partial, name: str, shape: Shape):
     return part("bench.spread").allotted(part("formats.names").parse_kv(name), shape.dims)
 
 
@@ -91,7 +91,7 @@ def module(package: str, name: str) -> ModuleType:
     return importlib.import_module(f"{package}.{name}")
 
 
-def parsed() -> Namespace:
+def parse_options() -> Namespace:
     parser = Parser("kernels_before", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kv", type=words, default=("int4",))
@@ -105,10 +105,10 @@ def parsed() -> Namespace:
 def main() -> None:
     import mlx.core as mx
 
-    options = parsed()
+    options = parse_options()
     shape = Shape(*map(int, options.shape.split(",")))
     tokens = parse_tokens(options.tokens, "--tokens")
-    make, rows = sealing if options.seal else attending, []
+    make, rows = sealing_task if options.seal else attention_task, []
     with tempfile.TemporaryDirectory() as place:
         copy_package(options.folder, Path(place))
         for name in options.kv:

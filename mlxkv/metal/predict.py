@@ -25,6 +25,7 @@ CHIPS = {
     "M4 Pro": (20, 1.578, 273),
     "M4 Max": (40, 1.578, 546),
 }
+FEWER_CORES = {("M3 Max", 30): 300, ("M4 Max", 32): 410}  # GB/s
 # Issue cycles of a simdgroup for a record and up to ROWS query rows, of 64, 128 and 256 dims (`agx.roofline`).
 CYCLES = {
     "int8": {64: 964, 128: 1770, 256: 3502},
@@ -43,10 +44,12 @@ def attend_us(preset: str, dims: int, kv_heads: int, rows: int, tokens: int) -> 
     if chip not in CHIPS or dims not in CYCLES.get(preset, {}):
         return None
     cores, clock, bandwidth = CHIPS[chip]
+    cores = gpu.known_cores() or cores
+    bandwidth = FEWER_CORES.get((chip, cores), bandwidth)
     records = kv_heads * tokens / TOKENS
     memory = records * TOKENS * token_bytes(preset, dims) / bandwidth
     cycles = records * -(-rows // ROWS) * CYCLES[preset][dims]
-    return max(memory, cycles / (SCHEDULERS * (gpu.known_cores() or cores) * clock)) / 1000
+    return max(memory, cycles / (SCHEDULERS * cores * clock)) / 1000
 
 
 def token_bytes(preset: str, dims: int) -> float:

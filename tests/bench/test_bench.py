@@ -14,6 +14,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch, predict
 
 SHAPE = Shape(1, 2, 1, 64)
+LAST = Shape(1, 4, 2, 64)
 ONE = ("--kv", "int4")
 TINY_RUN = ("--contexts", "320")
 
@@ -43,23 +44,24 @@ def test_the_reference_is_attention(subtests):
 
 
 def test_kernels_prints_tables_and_json(capsys, monkeypatch):
-    monkeypatch.setattr(run, "SHAPES", (SHAPE, Shape(1, 2, 2, 64)))
+    monkeypatch.setattr(run, "SHAPES", (SHAPE, Shape(1, 2, 2, 64), LAST))
     out, data = said(capsys, "bench", "kernels", *TINY_RUN, "--json")
     assert set(data) == {"machine", "versions", "rows"}
     assert {"backend", "device", "chip", "copy_gb_s", "link_us"} <= set(data["machine"])
     rows = [row for row in data["rows"] if row["what"] == "attend"]
-    assert [row["preset"] for row in rows] == ["int4", "fill-2.25"] * 2
+    assert [row["preset"] for row in rows] == ["int4", "fill-2.25"] * 3
     for row in rows:
         assert not row["wrong"] and row["rms"] < 1e-5
         assert row["ratio"] == pytest.approx(row["sdpa_us"] / row["us"])
         assert row["of_floor"] == pytest.approx(row["floor_us"] / row["us"])
-        assert (row["mlx_lm_us"] is None) == (row["shape"] != str(SHAPE))  # the first shape alone
+        assert (row["mlx_lm_us"] is None) == (row["shape"] == str(LAST))  # the first two
     assert "us: per call" in out and "2.5 D log2 D" in out and "mlx-lm us" in out
 
 
 def test_a_prediction_stands_beside_what_a_known_apple_gpu_does(capsys, monkeypatch):
     info = mx.device_info() | {"device_name": "Apple M1"}
     monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(predict.gpu, "known_cores", lambda: None)
     # int4, 4 rows: 1738 cycles of a record, 4 schedulers of 8 cores at 1.278 GHz. int8, 256 dims: 544 bytes, 68 GB/s.
     records = 2 * 4096 / 16
     by_cycles = records * 1738 / (4 * 8 * 1.278) / 1000
@@ -68,12 +70,22 @@ def test_a_prediction_stands_beside_what_a_known_apple_gpu_does(capsys, monkeypa
     by_bytes = 2 * 4096 * 544 / 68 / 1000
     assert predict.attend_us("int8", 256, 2, 4, 4096) == pytest.approx(by_bytes)
     assert predict.attend_us("fill-2.25", 128, 2, 4, 4096) is None
-    out, data = said(capsys, "bench", "kernels", *TINY_RUN, "--json")
+    with launch.using(None):  # tiles are what is predicted
+        out, data = said(capsys, "bench", "kernels", *TINY_RUN, "--json")
+        assert "predicted us" not in out
+        monkeypatch.setattr(run, "TILES", data["rows"][0]["by"])
+        out, data = said(capsys, "bench", "kernels", *TINY_RUN, "--json")
     assert "predicted us" in out
     assert [row["predicted_us"] for row in data["rows"][:2]] == [
         pytest.approx(320 / 16 * 948 / (4 * 8 * 1.278) / 1000),
         None,
     ]
+    info["device_name"] = "Apple M4 Max"
+    by_bytes = 2 * 4096 * 544 / 1000
+    assert predict.attend_us("int8", 256, 2, 4, 4096) == pytest.approx(by_bytes / 546)
+    monkeypatch.setattr(predict.gpu, "known_cores", lambda: 32)
+    cycles = 2 * 4096 / 16 * 3502 / (4 * 32 * 1.578) / 1000
+    assert predict.attend_us("int8", 256, 2, 4, 4096) == pytest.approx(max(by_bytes / 410, cycles))
     info["device_name"] = "Apple M99"
     assert predict.attend_us("int4", 128, 2, 4, 4096) is None
 

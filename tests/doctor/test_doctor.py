@@ -13,7 +13,7 @@ from mlxkv.cache import selftest
 from mlxkv.cli import main
 from mlxkv.doctor import checks, command, share
 from mlxkv.formats.names import PICKS, parse_kv
-from mlxkv.metal import launch, trust
+from mlxkv.metal import gpu, launch, trust
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +130,7 @@ def test_on_a_mac_what_failed_is_tried_again_and_what_killed_only_if_asked_to(as
     )
     info = mx.device_info() | {"device_name": "Apple M4 Max"}
     monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(gpu, "known_cores", lambda: None)
     config = parse_kv("int4")
     layout = checks.record_layout(config, *config.dims(64, 64))
     trust.note(layout, 64, mx.float16, False, reason="was off by 3")

@@ -20,6 +20,8 @@ def test_without_transform_it_is_its_plain_ops_twin_to_the_bit(subtests):
         (512, 2, 64, False),
         (33, 8, 0, False),
         (66, 4, 32, True),
+        (96, 3, 32, True),  # the last of groups that share words by twos
+        (256, 4, 192, False),  # blocks that are read again, and a last group that is not whole
     ]:
         with subtests.test(dims=dims, bits=bits, group=group):
             spec = Affine(bits, group, symmetric)

@@ -11,6 +11,7 @@ from mlxkv.bench.kernels import attend, encode
 from mlxkv.bench.kernels.case import Shape
 from mlxkv.bench.options import parse_contexts, print_machine, print_rows
 from mlxkv.bench.subject import default_dtype, short
+from mlxkv.cache.view import TILES
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_rotary, parse_kv
@@ -75,16 +76,12 @@ def run(contexts: str | None, kv: str, as_json: bool) -> None:
                 bandwidth=reading,
                 calls=CALLS,
                 rounds=ROUNDS,
-                with_mlx_lm=shape == cases[0][0],
+                with_mlx_lm=shape in SHAPES[:2],
             )
+            kv_heads, rows_of_head = shape.batch * shape.kv_heads, shape.heads // shape.kv_heads
             for row in rows[-len(presets) :]:
-                row["predicted_us"] = predict.attend_us(
-                    row["preset"],
-                    shape.dims,
-                    shape.batch * shape.kv_heads,
-                    shape.heads // shape.kv_heads,
-                    tokens,
-                )
+                place = row["preset"], shape.dims, kv_heads, rows_of_head, tokens
+                row["predicted_us"] = predict.attend_us(*place) if row["by"] == TILES else None
             mx.clear_cache()
             bars.advance(bar)
         for name, config in presets.items():

@@ -376,7 +376,7 @@ inline void kv_seal_side(
       }
 #pragma unroll
       for (int part = 0; part < PARTS; part++) {
-        if (AGAIN) {
+        if (AGAIN && group * GROUP_BLOCKS + part < BLOCKS) {
           kv_clipped<T, DIMS, KEYS, KIND, RANK>(
               x, table, tile, at, back, zero, limits, lane, group * GROUP_BLOCKS + part, v);
         }
