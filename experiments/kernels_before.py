@@ -15,14 +15,15 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from types import ModuleType
 
 from experiments.options import Parser, words
+from mlxkv import console
 from mlxkv.bench.kernels.case import Shape
-from mlxkv.console import parse_tokens, print_table
 from mlxkv.errors import UserError
 from mlxkv.metal.timing import Chain, interleaved
 
@@ -91,7 +92,7 @@ def module(package: str, name: str) -> ModuleType:
     return importlib.import_module(f"{package}.{name}")
 
 
-def parse_options() -> Namespace:
+def parse_options(argv: Sequence[str] | None) -> Namespace:
     parser = Parser("kernels_before", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kv", type=words, default=("int4",))
@@ -99,15 +100,15 @@ def parse_options() -> Namespace:
     parser.add_argument("--tokens", default="128k")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seal", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     import mlx.core as mx
 
-    options = parse_options()
+    options = parse_options(argv)
     shape = Shape(*map(int, options.shape.split(",")))
-    tokens = parse_tokens(options.tokens, "--tokens")
+    tokens = console.parse_tokens(options.tokens, "--tokens")
     make, rows = sealing_task if options.seal else attention_task, []
     with tempfile.TemporaryDirectory() as place:
         copy_package(options.folder, Path(place))
@@ -122,8 +123,10 @@ def main() -> None:
             ratios = [a / b for a, b in zip(times[NEWER], times[OLDER], strict=True)]
             row = [f"{1e6 * median(v):.1f}" for v in times.values()]
             rows.append([name, *row, *(f"{x:.3f}" for x in quantiles(ratios, n=4))])
-    print_table(["preset", OLDER, NEWER, "again", "quartile", "new / old", "quartile"], rows)
+    console.print_table(
+        ["preset", OLDER, NEWER, "again", "quartile", "new / old", "quartile"], rows
+    )
 
 
 if __name__ == "__main__":
-    main()
+    console.run_tool(main)

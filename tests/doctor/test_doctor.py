@@ -28,6 +28,7 @@ def few(monkeypatch, tmp_path):
     monkeypatch.setattr(checks, "FOLLOWING", ("oja-0.75+int4", 32, 16))
     monkeypatch.setattr("mlxkv.doctor.command.golden_rows", lambda step, every=False: [GOLDEN])
     monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(trust, "_machine", trust._machine.__wrapped__)  # some tests fake a GPU
     monkeypatch.chdir(tmp_path)
     trust.forget()
     yield
