@@ -5,12 +5,15 @@ bytes takes seconds and gigabytes, in which no stream of other clients may wait.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import pickle
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -57,6 +60,42 @@ class Read(NamedTuple):
     dropped: int = 0
 
 
+class Lane:
+    """The turns at a process, one request at a time; of those that wait, the smallest body comes first. For the event
+    loop."""
+
+    def __init__(self, process: Process):
+        self._process, self.busy = process, False
+        self._waiting: list[tuple[int, int, asyncio.Future]] = []
+        self._numbers = itertools.count()
+
+    @asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[Process]:
+        """Wait for the process, with a body of `size` bytes."""
+        if self.busy:
+            given = asyncio.get_running_loop().create_future()
+            heappush(self._waiting, (size, next(self._numbers), given))
+            try:
+                await given
+            except asyncio.CancelledError:
+                if not given.cancelled():  # it was given in the same moment
+                    self._pass_on()
+                raise
+        self.busy = True
+        try:
+            yield self._process
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            *_, given = heappop(self._waiting)
+            if not given.done():  # the client is still there
+                given.set_result(None)
+                return
+        self.busy = False
+
+
 class Reader:
     """Reads the requests for one model. For the event loop.
 
@@ -65,7 +104,7 @@ class Reader:
 
     def __init__(self, tokenizer: Any, template: dict, served: Served):
         self._served, self._key = served, uuid4().hex
-        self._lanes = [(process, asyncio.Lock()) for process in PROCESSES]
+        self._lanes = [Lane(process) for process in PROCESSES]
         self._setup = _keep, self._key, tokenizer, template, served.vocabulary
         try:
             pickle.dumps(self._setup)
@@ -102,8 +141,8 @@ class Reader:
             return pickle.loads(answer)
 
         try:
-            for process, lock in self._lanes[len(raw) > LARGE :]:
-                async with lock:
+            for lane in self._lanes[len(raw) > LARGE :]:
+                async with lane.turn(len(raw)) as process:
                     result = await run_in_threadpool(ask, process)
                 if not isinstance(result, Postponed):
                     break

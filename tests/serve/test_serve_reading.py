@@ -83,7 +83,7 @@ def test_what_waits_while_a_model_is_closed_is_told(server):
     data = json.dumps({"prompt": "abc"}).encode()
 
     async def waits():
-        async with reader._lanes[0][1]:
+        async with reader._lanes[0].turn(0):
             task = asyncio.create_task(reader.read("/v1/completions", data, None))
             await asyncio.sleep(0)
             reader.close()
@@ -91,6 +91,28 @@ def test_what_waits_while_a_model_is_closed_is_told(server):
 
     with pytest.raises(Refused, match="is ending"):
         asyncio.run(waits())
+
+
+def test_small_requests_come_before_large_ones_that_wait():
+    lane, read = reading.Lane(None), []
+
+    async def ask(size: int) -> None:
+        async with lane.turn(size):
+            await asyncio.sleep(0)
+            read.append(size)
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(ask(size)) for size in (9, 5, 3, 4, 1)]
+        await asyncio.sleep(0)  # the first is read, the others wait
+        tasks[2].cancel()
+        while 1 not in read:
+            await asyncio.sleep(0)
+        tasks[3].cancel()  # it was given its turn, and has not seen it
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await ask(2)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert read == [9, 1, 5, 2] and not lane.busy
 
 
 @pytest.mark.parametrize("where", ["format", "property"])
@@ -127,7 +149,7 @@ def test_schemas_hold_no_other_request_up(server):
     asked = chat(response_format={"type": "json_schema", "json_schema": {"schema": BOMB}})
     attack = Thread(target=refused, args=(server, 400, CHAT), kwargs=asked)
     attack.start()
-    until(lambda: any(lock.locked() for _, lock in server.site._reader._lanes))
+    until(lambda: any(lane.busy for lane in server.site._reader._lanes))
     for _ in range(3):  # the first may come before the schema is reached
         complete(server, "a", 1)
     assert attack.is_alive()
