@@ -6,7 +6,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.records import TOKENS, record_layout
+from mlxkv.formats.records import TOKENS
 from mlxkv.metal import gpu
 
 # Cores of a GPU, GHz, GB/s.
@@ -54,6 +54,4 @@ def attend_us(preset: str, dims: int, kv_heads: int, rows: int, tokens: int) -> 
 
 def token_bytes(preset: str, dims: int) -> float:
     """Bytes that are read for a token of one kv head, scales included."""
-    config = parse_kv(preset)
-    layout = record_layout(config, *config.dims(dims, dims))
-    return 4 * (layout.words / TOKENS + layout.header_words / layout.page)
+    return 2 * dims * parse_kv(preset).bits_per_value(dims, dims) / 8

@@ -21,8 +21,8 @@ pytestmark = [
 SPILLS = 22
 # Bytes of the largest loop of a kernel of the dial: an M1 has a cache of 12 KB. And of bits by direction, where each
 # block has a branch for widths of 3 and 8 bits.
-HOT = 12 << 10
-HOT_OF_FILL = 24 << 10
+NEST = 12 << 10
+NEST_OF_FILL = 24 << 10
 THREADS = 512  # of `attend` up to 128 dims
 
 
@@ -34,7 +34,7 @@ def test_registers_are_enough(subtests):
             took = compiler.takes(text.kernel, text.threads)
             assert took.spills <= (0 if preset in DIAL else SPILLS)
             if preset in DIAL:
-                assert took.hot <= (HOT_OF_FILL if preset == texts.FILL else HOT)
+                assert took.nest <= (NEST_OF_FILL if preset == texts.FILL else NEST)
                 assert kernel != "attend" or dims > 128 or took.threads >= THREADS
             assert took.threads >= text.threads
             assert took.shared <= 32 << 10
@@ -79,4 +79,4 @@ def test_what_costs_registers_and_code_is_seen(subtests):
     loop = "#pragma unroll 1\nfor (int c = 0;"
     source = text.kernel.source.replace(loop, loop.replace("1", "4"))
     assert source != text.kernel.source
-    assert compiler.takes(replace(text.kernel, source=source), text.threads).hot > HOT
+    assert compiler.takes(replace(text.kernel, source=source), text.threads).nest > NEST

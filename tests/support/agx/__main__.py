@@ -17,7 +17,7 @@ STEPS = ("seal", "prefill seal", "unseal", "attend 1")
 DTYPE = "bfloat16"
 COLUMNS = (
     *("preset", "dims", "kernel", "registers", "spills", "fills", "scratch", "shared"),
-    *("code", "hot", "instructions", "cycles", "threads", "loops"),
+    *("code", "nest", "instructions", "cycles", "threads", "loops"),
 )
 
 
@@ -45,7 +45,7 @@ def row(preset: str, dims: int, kernel: str, text: texts.Text) -> list[object]:
     loops = " ".join(f"{x.instructions}+{x.spills}" for x in large)
     return [
         *(preset, dims, kernel, took.registers, took.spills, took.fills, took.scratch),
-        *(took.shared, took.code, took.hot, took.instructions, took.cycles, took.threads, loops),
+        *(took.shared, took.code, took.nest, took.instructions, took.cycles, took.threads, loops),
     ]
 
 

@@ -70,7 +70,7 @@ class Loop:
 @dataclass(frozen=True)
 class Takes:
     """What a kernel takes. registers: 32-bit ones of a thread, of 128. spills, fills: instructions. scratch: bytes of a
-    thread. shared: bytes of a threadgroup. code: bytes. hot: bytes of the largest loop with those inside it. cycles:
+    thread. shared: bytes of a threadgroup. code: bytes. nest: bytes of the largest loop with those inside it. cycles:
     issue cycles of the whole text, as Mesa counts them. threads: of a threadgroup, at most."""
 
     registers: int
@@ -79,7 +79,7 @@ class Takes:
     scratch: int
     shared: int
     code: int
-    hot: int
+    nest: int
     instructions: int
     cycles: int
     threads: int
@@ -183,7 +183,7 @@ def _counted(printed: str) -> Takes:
         scratch=4 * int(numbers["scratch"]),
         shared=int(numbers["shared"]),
         code=code,
-        hot=max(nests, default=0) * code // instructions,
+        nest=max(nests, default=0) * code // instructions,
         instructions=instructions,
         cycles=int(re.search(r"(\d+) alu", stats)[1]),
         threads=int(numbers["threads"]),
