@@ -2,7 +2,8 @@
 
 It is made of the rows in FOLDER, NAME.jsonl or NAME.jsonl.gz, one file a model, with pictures beside them.
 --keep NAME=FILE first stores the rows of a run of `evidence.pretrained` there, without what no page needs.
---ratios PRESET/OVER prints mean KL of one preset over another's by model and context instead, with 95 % intervals.
+--ratios PRESET/OVER prints mean KL of one preset over another's by model and context instead, with 95 % intervals;
+PRESET@paper is PRESET with the windows of its paper.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from experiments.evidence import pretrained_picture as picture
 from experiments.evidence.cells import OURS, PAPER, Cells, keep, machine, read
@@ -55,7 +57,8 @@ def page(folder: Path, models: Mapping[str, Cells]) -> str:
 
 
 def filled(text: str, models: Mapping[str, Cells]) -> str:
-    """Put figures in place of {MODEL PRESET CONTEXTk WHAT}: KL, or `same`, `right`, `bits`, `rise`, `limits`."""
+    """Put figures in place of {MODEL PRESET CONTEXTk WHAT}: KL, or `same`, `right`, `bits`, `limits`, `worst`
+    (the largest of a text over the median)."""
 
     def figure(match: re.Match) -> str:
         short, preset, context, kind = match.groups()
@@ -72,6 +75,9 @@ def _figure(cells: Cells, preset: str, context: int, kind: str | None) -> str:
         return f"{cells.same(preset, context):.1f}"
     if kind == "bits":
         return f"{cells.bits[preset]:.4g}"
+    if kind == "worst":
+        values = cells.values(preset, context)
+        return f"{max(values) / median(values):.0f}"
     if kind == "limits":
         return divergence(cells.kl(preset, context))
     return divergence(cells.kl(preset, context).value)
@@ -162,14 +168,19 @@ def _k(context: int) -> str:
 def _ratios(models: Mapping[str, Cells], pairs: Sequence[str]) -> Iterator[str]:
     """Return a line for each pair "PRESET/OVER", model and context where both were measured on the same texts."""
     for pair in pairs:
-        preset, _, over = pair.partition("/")
+        (preset, own), (over, other) = (_windows(side) for side in pair.partition("/")[::2])
         for name, cells in models.items():
             for c in cells.contexts:
-                if not (cells.measured(preset, c) and cells.measured(over, c)):
+                if not (cells.measured(preset, c, own) and cells.measured(over, c, other)):
                     continue
-                ours, theirs = cells.values(preset, c), cells.values(over, c)
+                ours, theirs = cells.values(preset, c, own), cells.values(over, c, other)
                 if len(ours) == len(theirs):
                     yield f"{pair} {name} {_k(c)}: {divergence(intervals.ratio(ours, theirs))}"
+
+
+def _windows(side: str) -> tuple[str, str]:
+    preset, _, windows = side.partition("@")
+    return preset, windows or OURS
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -178,7 +189,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--folder", type=Path, default=RESULTS / "pretrained", help="of rows and pictures")
     add("--out", type=Path, help="the page; default: FOLDER.md")
     add("--keep", type=words, default=(), help="NAME=FILE,...: rows of runs to store in FOLDER")
-    add("--ratios", type=words, default=(), help="PRESET/OVER,...: print ratios of KL, no page")
+    add(
+        "--ratios",
+        type=words,
+        default=(),
+        help="PRESET[@paper]/OVER,...: print ratios of KL, no page",
+    )
     args = parser.parse_args(arguments)
     for text in args.keep:
         name, _, file = text.partition("=")

@@ -63,7 +63,7 @@ Sliding-window layers keep mlx-lm's small rotating cache, and states (Mamba, lin
 
 ## Aliases
 
-We have run none of them yet. Layers come from the models' published shapes; `make test` runs the same classes with random weights.
+Of these we have run `smollm2` alone, from a GGUF file ([results](../results/pretrained.md)). Layers come from the models' published shapes; `make test` runs the same classes with random weights.
 """
 LATENT = """
 ## Latents (MLA)
