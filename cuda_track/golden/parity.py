@@ -2,11 +2,12 @@
 docs/results/parity.md.
 
 MLX runs in a process of its own (`mlxkv doctor --json`). A GPU's rows come from the file that
-`python -m cuda_track.golden --device cuda --json FILE` wrote there.
+`python -m cuda_track.golden --device cuda --json FILE` wrote there, or from the rows that are kept beside the page.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -20,7 +21,10 @@ from mlxkv import console
 from mlxkv.errors import UserError
 
 PAGE = Path("docs/results/parity.md")
+ROWS = "rows.json.gz"  # beside the page, in a folder of its name
 NOT_RUN = "not run"
+MLX = ("golden", "backends", "versions")  # of the report of `mlxkv doctor`
+TORCH = ("torch", "triton")
 METHODS = {
     "packing": "codes in words",
     "attention": "affine codes, windows, masks",
@@ -52,7 +56,7 @@ How well each backend reproduces the golden tensors, which come from the specifi
 - *rms*: the largest rms(x - spec) / rms(spec) of floats; at most *bound* is allowed
 - a dash: this backend has no such row; Triton attends with float16 weights, so up to 2e-3 is allowed
 
-Made by `python -m cuda_track.golden.parity`. The columns of a GPU come from `--gpu FILE`, which
+Made by `python -m cuda_track.golden.parity` from [rows](parity). The columns of a GPU come from `--gpu FILE`, which
 `python -m cuda_track.golden --device cuda --json FILE` writes on a machine that has one.
 """
 
@@ -110,29 +114,49 @@ def page(columns: dict[str, Rows], sets_by_row: dict[Key, str], notes: list[str]
     return "\n".join(out) + "\n"
 
 
+def page_of(measured: dict) -> str:
+    """Write the page. measured: "mlx", a report of `mlxkv doctor`, "torch" and "gpu", files of `cuda_track.golden`;
+    "gpu" may be {}."""
+    mlx, cpu, gpu = (measured[name] for name in ("mlx", "torch", "gpu"))
+    device = next(row["name"] for row in mlx["backends"] if row["used"])
+    columns = {
+        f"MLX, {device}": mlx["golden"],
+        "torch, CPU": cpu["torch"],
+        "Triton, interpreter": cpu["triton"] or None,
+        "torch, GPU": gpu.get("torch"),
+        "Triton, GPU": gpu.get("triton"),
+    }
+    versions = ", ".join(f"{n} {mlx['versions'][n]}" for n in ("mlxkv", "mlx", "numpy"))
+    notes = [f"here: {versions}, {cpu['versions']}"]
+    notes.append(f"GPU: {gpu['device']}, {gpu['versions']}" if gpu else f"GPU: {NOT_RUN} yet")
+    return page(columns, sets(cpu["torch"]), notes)
+
+
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", type=Path, help="file that a machine with a GPU has written")
     parser.add_argument("-o", "--output", type=Path, default=PAGE)
     options = parser.parse_args()
-    gpu = _read(options.gpu) if options.gpu else {}
-    mlx, torch_rows = _doctor(), _torch()
-    device = next(row["name"] for row in mlx["backends"] if row["used"])
-    columns = {
-        f"MLX, {device}": mlx["golden"],
-        "torch, CPU": torch_rows["torch"],
-        "Triton, interpreter": torch_rows["triton"] or None,
-        "torch, GPU": gpu.get("torch"),
-        "Triton, GPU": gpu.get("triton"),
-    }
-    versions = ", ".join(f"{n} {mlx['versions'][n]}" for n in ("mlxkv", "mlx", "numpy"))
-    notes = [f"here: {versions}, {torch_rows['versions']}"]
-    notes.append(f"GPU: {gpu['device']}, {gpu['versions']}" if gpu else f"GPU: {NOT_RUN} yet")
-    options.output.write_text(page(columns, sets(torch_rows["torch"]), notes), encoding="utf-8")
-    rows = [row for column in columns.values() for row in column or ()]
-    wrong = sum(not row["ok"] for row in rows)
-    console.note(f"{len(rows)} rows, {wrong} wrong: {options.output}")
+    rows = options.output.with_suffix("") / ROWS
+    gpu = _read(options.gpu) if options.gpu else kept(rows)["gpu"] if rows.exists() else {}
+    mlx = {name: value for name, value in _doctor().items() if name in MLX}
+    measured = {"mlx": mlx, "torch": _torch(), "gpu": gpu}
+    options.output.write_text(page_of(measured), encoding="utf-8")
+    rows.parent.mkdir(exist_ok=True)
+    rows.write_bytes(gzip.compress(json.dumps(measured).encode(), mtime=0))
+    files = (measured["torch"], gpu)
+    all_rows = [
+        *mlx["golden"],
+        *(row for f in files for name in TORCH for row in f.get(name) or ()),
+    ]
+    wrong = sum(not row["ok"] for row in all_rows)
+    console.note(f"{len(all_rows)} rows, {wrong} wrong: {options.output}")
     sys.exit(1 if wrong else 0)
+
+
+def kept(rows: Path) -> dict:
+    """Return what a page was made of."""
+    return json.loads(gzip.decompress(rows.read_bytes()))
 
 
 def _doctor() -> dict:
