@@ -1,5 +1,8 @@
 """Peak memory really falls, prefill included (DESIGN promise 1): a model whose cache dominates."""
 
+import re
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
@@ -50,6 +53,11 @@ def test_prefill_peaks_below_both_caches_of_mlx_lm(model):
     ours, our_bytes = prefill(model)
     detach(model)
     print(f"\npeak above the weights: full {full:,}, mlx-lm 4 bit {theirs:,}, int4 {ours:,} bytes")
+    said = rf"read {TOKENS} tokens, .* full precision (\d+) MB\) \| (\d+) MB \| \*\*(\d+) MB"
+    shown = re.search(said, (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8"))
+    assert [*map(int, shown.groups())] == pytest.approx(
+        [x / 1e6 for x in (full, theirs, ours)], 0.1
+    )
     assert our_bytes < 0.18 * full_bytes  # float32 here: 4.5 bits of 32, and the windows
     assert ours < full
     assert ours <= 0.5 * theirs

@@ -44,7 +44,7 @@ def close(shown: str, exact: list[float]) -> None:
     assert len(texts) == len(exact), (shown, exact)
     for text, number in zip(texts, exact, strict=True):
         half = 0.5 * 10 ** -len(text.partition(".")[2])
-        assert abs(float(text) - number) <= half * 1.01, (shown, exact)
+        assert abs(float(text) - number) <= half * 1.0001, (shown, exact)
 
 
 def test_quality_is_that_of_the_rows_of_pretrained_models(subtests):
@@ -82,6 +82,32 @@ def test_bytes_are_those_of_fit(subtests):
             close(SAVED[preset][2], [stored / 2**30])
             if preset != "fp16":
                 close(SAVED[preset][1], [kv.bits_per_value(128, 128)])
+
+
+def test_how_much_smaller_follows_from_bits(subtests):
+    def times(preset: str) -> float:
+        return 16 / parse_kv(preset).bits_per_value(128, 128)
+
+    for text, exact in [
+        (r"mlx-lm\) (\d) to (\d) times smaller", [times("int8"), times("fill-2.25")]),
+        (r"`--kv int4`, the default: ([\d.]+) times smaller", [times("int4")]),
+        (r"`--kv int8`: ([\d.]+) times smaller", [times("int8")]),
+    ]:
+        with subtests.test(text=text):
+            close(
+                " ".join(
+                    re.search(text, README.replace("https://github.com/ml-explore/", "")).groups()
+                ),
+                exact,
+            )
+
+
+def test_a_thirteenth_of_the_time_follows_from_the_page_of_the_server():
+    serve = (ROOT / "docs/results/serve.md").read_text(encoding="utf-8")
+    new = rows(serve, "## Prompt reuse")["a text and a question, new"]
+    again = rows(serve, "## Prompt reuse")["another question about it"]
+    assert "1,200 tokens: a thirteenth of the processor time" in README
+    assert 13 <= numbers(new[2])[0] / numbers(again[2])[0] < 14 and new[3].startswith("1,216")
 
 
 def test_the_table_against_mlx_lm():
