@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from os.path import commonprefix
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from mlxkv.models import prompt_cache
 from mlxkv.models.decoders import step_down
 from mlxkv.models.generate import Stats, new_cache, stream
 from mlxkv.models.replies.thinking import Thinking
+from mlxkv.models.roles import takes_system, without_system
 from mlxkv.models.taking_back import cut_back
 from mlxkv.models.turns import Turns, cut_front
 from mlxkv.models.usage import Usage, projected, usage
@@ -60,7 +62,7 @@ class Session:
     def reset(self) -> None:
         """Forget the conversation; keep the system prompt."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
-        self.stats, self.opened = Stats(), False
+        self.stats, self.opened, self._prefix = Stats(), False, []
         self._forget_cache()
 
     def _forget_cache(self) -> None:
@@ -90,6 +92,7 @@ class Session:
         room = self.limit - len(tokens) if self.limit else UNKNOWN
         if self.max_tokens is not None:
             room = min(room, self.max_tokens)
+        self._prefix = tokens[-1:] if self.raw else []
         reused = self._reuse(tokens)
         self.stats, reply, prompt_length, earlier = Stats(), "", len(tokens), []
         clean = False
@@ -106,6 +109,7 @@ class Session:
                         stop=stop,
                         stats=self.stats,
                         processors=self.processors,
+                        prefix=[] if earlier else self._prefix,
                     ):
                         tokens.append(piece.token)
                         new = piece.text
@@ -144,8 +148,6 @@ class Session:
         the new piece alone would lack the text that was held back at the failure."""
         decoded = self._decode(written[:-1] if finish == "stop" else written)
         if not decoded.startswith(reply):
-            decoded = decoded.lstrip()  # replies are shown without leading spaces
-        if not decoded.startswith(reply):
             return new
         return decoded[len(reply) :] if finish or not decoded.endswith("\ufffd") else ""
 
@@ -175,16 +177,21 @@ class Session:
             self.text = ""
 
     def _decode(self, tokens: list[int]) -> str:
-        return self.loaded.tokenizer.decode(tokens, skip_special_tokens=False)
+        """The text of tokens of the reply, without --raw that of these alone."""
+        prefix, text = (
+            self.loaded.tokenizer.decode(part, skip_special_tokens=False) if part else ""
+            for part in (self._prefix, [*self._prefix, *tokens])
+        )
+        return text[len(prefix) :]
 
     def _with_reply(self, messages: list[dict], shown: str, exact: str) -> list[dict]:
         """The conversation with the reply in the wording that makes the template reproduce the cached
         text, so that the cache is reused.
 
-        shown: without a leading space and, when stopped, without text that was still held back.
-        Templates that write a space themselves need this, others need `exact`.
+        shown: when stopped, without text that was still held back. Some templates write the space themselves with which
+        a reply begins.
         """
-        for content in (shown, exact):
+        for content in (shown, exact, shown.removeprefix(" ")):
             candidate = [*messages, self._reply(content)]
             try:
                 if "".join(self._pieces(candidate)).startswith(self.text):
@@ -207,7 +214,8 @@ class Session:
         pieces = self._pieces(messages)
         text = "".join(pieces)
         if self.text and text.startswith(self.text):
-            return text, self.tokens + self.turns.encode(cut_front(pieces, len(self.text)))
+            pieces = cut_front(pieces, len(self.text))
+            return text, self.tokens + self.turns.encode(pieces, context=self.text)
         # A chat template writes its own first token.
         return text, self.turns.encode(pieces, add_special_tokens=self.raw)
 
@@ -215,12 +223,23 @@ class Session:
         """The conversation as text, in pieces to encode one by one."""
         if self.raw:
             return ["".join(message["content"] for message in messages)]
+        messages = self.thinking.named(messages)
+        if messages[0]["role"] == "system" and not self._takes_system:
+            messages = without_system(messages)
         try:
-            return self.turns.render(
-                self.thinking.named(messages), add_generation_prompt=True, **self.template
-            )
+            return self.turns.render(messages, add_generation_prompt=True, **self.template)
         except Exception as error:  # of jinja, or raised by the template
             raise UserError(f"[chat] the model's chat template refuses this: {error}") from None
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        takes = takes_system(self.loaded.tokenizer, self.template)
+        if not takes:
+            console.warn(
+                f"the chat template of {self.loaded.name} takes no system message; "
+                "its words stand in front of the first question"
+            )
+        return takes
 
     def _reuse(self, tokens: list[int]) -> int:
         """Cut the cache back to what it shares with `tokens`; returns how many tokens that is.

@@ -17,6 +17,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
+from mlxkv.models.replies.stops import Front
 
 # Tokens of a prompt that are read at once. A CPU gains nothing from more, and progress and Ctrl-C are
 # looked at between two chunks.
@@ -94,6 +95,7 @@ def stream(
     stop: Callable[[], bool] | None = None,
     stats: Stats | None = None,
     processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
+    prefix: Sequence[int] = (),
 ) -> Iterator[Piece]:
     """Feed `tokens` to the model and yield the reply token by token.
 
@@ -101,6 +103,7 @@ def stream(
     progress: called with (tokens done, all tokens) during the prefill. stop: called after each token
     and each prefill chunk; true ends the reply and leaves the cache consistent. stats: filled in
     place; `stats.held` is right whenever this generator is not running. processors: mlx-lm's logits processors.
+    prefix: the last token of a prompt whose end is the start of the reply, else none.
 
     Raises UserError for an empty prompt, MachineError when the logits hold NaN or infinity.
     """
@@ -111,6 +114,7 @@ def stream(
     stats = stats if stats is not None else Stats()
     stats.prompt_tokens = stats.read_tokens = len(tokens)
     checked = _CheckedSampler(sampler or make_sampler())
+    front = Front(loaded.tokenizer, prefix)
 
     def on_progress(count: int, total: int) -> None:
         stats.held = count
@@ -142,7 +146,10 @@ def stream(
             if checked.is_broken():
                 raise _broken_logits(loaded, stats.generated_tokens)
             stats.finish_reason = response.finish_reason or ""
-            yield Piece(response.token, response.text)
+            if response.finish_reason != "stop":  # the token that ends a turn is no text
+                front.add(response.token)
+            text = front.mended(response.text, response.finish_reason is not None)
+            yield Piece(response.token, text)
             if stop and stop():
                 stats.finish_reason = stats.finish_reason or "stopped"
                 return

@@ -2,27 +2,31 @@
 
 A chat template joins contents and the tokens between turns to one text, in which nobody can tell whose
 `<|im_start|>` is whose. So such words in contents are broken by a mark before the template runs, and its
-text is cut at the marks: no piece holds the word. Chats without such words are encoded as ever; where
-there are some, a tokenizer whose words begin with a space may see one more inside them.
+text is cut at the marks: no piece holds the word. Chats without such words are encoded as ever.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import Any
 
 from mlxkv import untrusted
 
 MARKS = [chr(code) for code in range(0xE000, 0xE040)]  # private use: in no template
+# Behind one of them a piece is encoded as in the middle of a text, without the space that some tokenizers write in
+# front of every text; the first that does not grow together with the piece.
+ANCHORS = ("\n", "a", ".", "|", "0")
 
 
 class Turns:
     """The words that a tokenizer takes for a token in any text: its special tokens, and the added
     tokens that its chat template writes (`<think>`, `<tool_call>`).
 
-    words: finds their places in a text; None if there are none. reply: the same for messages of the
-    assistant, which may hold marks of thinking and of tool calls, as the model wrote them.
+    words: finds their places in a text; None if there are none. reply: the same for what the assistant said and
+    thought, which may hold marks of thinking and of tool calls, as the model wrote them. What it called tools with
+    may not: that is copied from what it read.
     """
 
     def __init__(self, tokenizer):
@@ -40,6 +44,7 @@ class Turns:
         # A normalizer may lower the case before it looks for a token.
         normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
         folds = normalizer is not None and any(x.special and x.normalized for x in added)
+        self._special = sorted(words, key=len, reverse=True)
         self.words = _finder(words, folds)
         self.reply = _finder({word for word in words if not any(word in x for x in marks)}, folds)
 
@@ -66,10 +71,15 @@ class Turns:
         """A copy in which change(text, words) stands for every text."""
         if self.words is None:
             return [chat, *values]
-        kinds = [
-            self.reply if message.get("role") == "assistant" else self.words for message in chat
-        ]
-        out = [_mapped(message, change, words) for message, words in zip(chat, kinds, strict=True)]
+        out = []
+        for message in chat:
+            own = self.reply if message.get("role") == "assistant" else self.words
+            out.append(
+                {
+                    name: _mapped(value, change, self.words if name == "tool_calls" else own)
+                    for name, value in message.items()
+                }
+            )
         return [out, *(_mapped(value, change, self.words) for value in values)]
 
     def render(self, chat: list[dict], **options) -> list[str]:
@@ -78,13 +88,31 @@ class Turns:
         mark, (chat,) = self.marked(chat)
         return pieces(self._tokenizer.apply_chat_template(chat, tokenize=False, **options), mark)
 
-    def encode(self, parts: list[str], add_special_tokens: bool = False) -> list[int]:
-        """The tokens of a text in pieces."""
+    def encode(
+        self, parts: list[str], add_special_tokens: bool = False, context: str = ""
+    ) -> list[int]:
+        """The tokens of a text in pieces. add_special_tokens: the first token too, unless the text begins with it, as
+        in mlx-lm. context: the text that it stands behind."""
         out: list[int] = []
         for i, part in enumerate(parts):
-            first = add_special_tokens and i == 0
+            if i or context:
+                out += self._continue(parts[i - 1] if i else context, part)
+                continue
+            begin = getattr(self._tokenizer, "bos_token", None)
+            first = add_special_tokens and not (begin and part.startswith(begin))
             out += self._tokenizer.encode(part, add_special_tokens=first)
         return out
+
+    def _continue(self, context: str, text: str) -> list[int]:
+        """The tokens of `text` where it stands behind `context`."""
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        anchors = [word for word in self._special if context.endswith(word)][:1] or ANCHORS
+        for anchor in anchors:
+            head = encode(anchor)
+            tokens = encode(anchor + text)
+            if head and tokens[: len(head)] == head:
+                return tokens[len(head) :]
+        return encode(text)
 
 
 class Cut:

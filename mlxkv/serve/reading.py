@@ -9,7 +9,7 @@ import itertools
 import logging
 import pickle
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,9 @@ from starlette.concurrency import run_in_threadpool
 from mlxkv.errors import MachineError
 from mlxkv.models.catalog.bounded import Excess, Process
 from mlxkv.models.replies.continuing import continued
-from mlxkv.models.replies.thinking import Thinking
-from mlxkv.models.turns import Cut, Turns, with_texts
+from mlxkv.models.replies.thinking import NAMES, Thinking
+from mlxkv.models.roles import alternating, takes_system, without_system
+from mlxkv.models.turns import Cut, Turns, pieces, with_texts
 from mlxkv.serve.apis import anthropic, openai, responses
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.grammar import Grammars, Postponed
@@ -32,15 +33,16 @@ from mlxkv.serve.http.request import DEFAULT_NAMES, Request, Served
 from mlxkv.serve.job import Prompt
 from mlxkv.serve.refusals import Refused, ending
 
+MESSAGES = "/v1/messages"
 REPLIES: dict[str, Callable[[dict, Served], Reply]] = {
     "/v1/chat/completions": partial(openai.read, chat=True),
     "/chat/completions": partial(openai.read, chat=True),
     "/v1/completions": partial(openai.read, chat=False),
-    "/v1/messages": anthropic.read,
+    MESSAGES: anthropic.read,
     "/v1/responses": responses.read,
     "/responses": responses.read,
 }
-COUNT = "/v1/messages/count_tokens"
+COUNT = f"{MESSAGES}/count_tokens"
 SECONDS = 3.0  # of processor time for a request
 PACE = 1 << 20  # bytes for which it has a second more
 MEMORY = 1 << 30  # bytes that one request may take
@@ -105,7 +107,13 @@ class Reader:
     def __init__(self, tokenizer: Any, template: dict, served: Served):
         self._served, self._key = served, uuid4().hex
         self._lanes = [Lane(process) for process in PROCESSES]
-        self._setup = _keep, self._key, tokenizer, template, served.vocabulary
+        system = takes_system(tokenizer, template)
+        if not system:
+            logging.warning(
+                f"[serve] the chat template of {served.model} takes no system message; "
+                "its words stand in front of the first question"
+            )
+        self._setup = _keep, self._key, tokenizer, template, system, served.vocabulary
         try:
             pickle.dumps(self._setup)
         except Exception:  # a tokenizer of C++, which no other process can have
@@ -157,23 +165,24 @@ class Reader:
 
 
 class Prompts:
-    """Makes tokens of requests. template: what chat templates are given besides messages."""
+    """Makes tokens of requests. template: what chat templates are given besides messages. takes_system: whether this
+    one takes words of the system."""
 
-    def __init__(self, tokenizer: Any, template: dict):
+    def __init__(self, tokenizer: Any, template: dict, takes_system: bool = True):
         self._tokenizer, self._template = tokenizer, template
+        self._takes_system = takes_system
         self._turns, self._thinking = Turns(tokenizer), Thinking(tokenizer)
 
     def read(self, request: Request) -> Prompt:
         """The prompt of a request, of any length. Raises Refused where a template fails."""
         try:
             if not request.chat:
-                tokens = self._tokenizer.encode(request.prompt)
+                tokens = self._turns.encode([request.prompt], add_special_tokens=True)
                 return Prompt(tokens, [tokens])
             messages = self._thinking.named(request.messages)
             if not request.continue_final_message:
                 return self._chat(request, messages)
-            prompt = self._chat(request, messages[:-1])
-            return Prompt(*continued(self._tokenizer, self._turns, prompt, request.messages[-1]))
+            return self._chat(request, messages[:-1], request.messages[-1])
         except MemoryError:  # which ends the process
             raise
         except Exception as error:  # templates raise anything
@@ -207,27 +216,36 @@ class Prompts:
         start = [*others, starts[-1]][place]
         return behind(start), start - first
 
-    def _chat(self, request: Request, messages: list[dict]) -> Prompt:
+    def _chat(self, request: Request, messages: list[dict], reply: dict | None = None) -> Prompt:
+        """The prompt of messages. reply: its start, which goes on."""
         extra = self._template | (request.chat_template_kwargs or {})
         # Special tokens in contents are text.
         mark, (messages, tools, extra) = self._turns.marked(messages, request.tools, extra)
         tokenizer = self._tokenizer if mark is None else Cut(self._tokenizer, self._turns, mark)
-        if not tokenizer.has_chat_template:
-            text = "".join(f"{PLAIN.get(m['role'], '')}{m['content']}\n" for m in messages)
-            tokens = tokenizer.encode(text + PLAIN["assistant"].rstrip())
-            return Prompt(tokens, [tokens])
 
-        def render(chat: list[dict], begins: bool) -> list[int]:
+        def render(chat: list[dict], begins: bool = True, tokenize: bool = True) -> Any:
+            if not tokenizer.has_chat_template:
+                text = "".join(f"{PLAIN.get(m['role'], '')}{m['content']}\n" for m in chat)
+                text += PLAIN["assistant"].rstrip() if begins else ""
+                return tokenizer.encode(text) if tokenize else text
+            chat = chat if self._takes_system else without_system(chat)
             return tokenizer.apply_chat_template(
-                chat, add_generation_prompt=begins, tools=tools, tokenize=True, **extra
+                chat, add_generation_prompt=begins, tools=tools, tokenize=tokenize, **extra
             )
 
-        try:
-            tokens = render(messages, True)
-        except Exception:  # most templates want the arguments of calls as objects, some as texts
-            if (texts := with_texts(messages)) == messages:
-                raise
-            messages, tokens = texts, render(texts, True)
+        messages, tokens = _accepted(messages, render)
+        prompt = self._cut(messages, tokens, render)
+        if reply is None:
+            return prompt
+        text = render(messages, tokenize=False)
+        parts = pieces(text + _blank(messages, text, reply, render), mark)
+        return Prompt(*continued(self._tokenizer, self._turns, prompt, parts, reply))
+
+    def _cut(self, messages: list[dict], tokens: list[int], render: Callable) -> Prompt:
+        """The prompt of messages, whose tokens these are."""
+        tokenizer = self._tokenizer
+        if not tokenizer.has_chat_template:
+            return Prompt(tokens, [tokens])
         state = "normal"
         if tokenizer.has_thinking:
             opened = tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
@@ -247,6 +265,46 @@ class Prompts:
         first = first if first < last else 0
         parts = tokens[:first], tokens[first:last], tokens[last:]
         return Prompt(tokens, [part for part in parts if part], state)
+
+
+def _accepted(messages: list[dict], render: Callable) -> tuple[list[dict], list[int]]:
+    """Messages in the first form that the chat template takes, and their tokens. Raises what the last one raises."""
+    error: Exception | None = None
+    for form in _forms(messages):
+        try:
+            return form, render(form)
+        except (MemoryError, Excess):
+            raise
+        except Exception as found:  # templates raise anything
+            error = found
+    raise error
+
+
+def _blank(messages: list[dict], text: str, reply: dict, render: Callable) -> str:
+    """The blanks that the chat template writes between the prompt and the reply. text: of the messages."""
+    content = reply["content"]
+    if not content or any(reply.get(name) for name in NAMES):
+        return ""
+    chat = [*messages, {"role": "assistant", "content": content}]
+    try:
+        complete = render(chat, begins=False, tokenize=False)
+    except (MemoryError, Excess):
+        raise
+    except Exception:  # templates raise anything
+        return ""
+    blank, content, _ = complete.removeprefix(text).partition(content)
+    return blank if content and blank.isspace() and complete.startswith(text) else ""
+
+
+def _forms(messages: list[dict]) -> Iterator[list[dict]]:
+    """Yield messages as most templates want them, with the arguments of calls as texts, with sides that take turns."""
+    yield messages
+    if (texts := with_texts(messages)) != messages:
+        yield texts
+    if (turns := alternating(messages)) != messages:
+        yield turns
+        if texts != messages:
+            yield with_texts(turns)
 
 
 _open: set[str] = set()  # the keys of readers; in the server
@@ -277,8 +335,8 @@ def _answer(question: bytes) -> bytes:
     return pickle.dumps(result)
 
 
-def _keep(key: str, tokenizer: Any, template: dict, vocabulary: int) -> None:
-    _kept[key] = Prompts(tokenizer, template), Grammars(tokenizer, vocabulary)
+def _keep(key: str, tokenizer: Any, template: dict, system: bool, vocabulary: int) -> None:
+    _kept[key] = Prompts(tokenizer, template, system), Grammars(tokenizer, vocabulary)
 
 
 def _read(
@@ -304,6 +362,10 @@ def _read(
     if served.context and count >= served.context:
         reason = f"got {count} tokens; it takes {served.context}, the reply included"
         message = f"[prompt] longer than the model's context; {reason}"
+        if (
+            path == MESSAGES
+        ):  # by these words Anthropic's clients know that a chat has to be summed up
+            message = f"prompt is too long: {count} tokens > {served.context} maximum"
         raise Refused(400, message, "context_length_exceeded")
     reply.request = replace(request, prompt="", messages=[], chat_template_kwargs=None)
     return Read(reply, prompt, dropped)

@@ -112,7 +112,10 @@ def test_a_reply_of_tokens():
         ("one", ["one"], ("", "stop", "one", 3)),
         ("a man", ["man."], ("a man", "stop", None, 6)),
         ("", ["a"], ("", "stop", None, 1)),
-        (" \n ", ["x"], ("\n ", "stop", None, 4)),
+        (" \n ", ["x"], (" \n ", "stop", None, 4)),
+        ("    return", ["x"], ("    return", "stop", None, 11)),  # code
+        ("   ", ["x"], ("   ", "stop", None, 4)),
+        (" b", [" b"], ("", "stop", " b", 2)),
         (b"ab\xf0\x9f", ["b\ufffd"], ("a", "stop", "b\ufffd", 5)),  # never completed
     ]:
         assert written(text, words) == want
@@ -124,8 +127,11 @@ def test_a_limit_keeps_what_was_held_back_and_a_stop_word_at_the_limit_is_one():
     assert written("abcx", ["bcxy", "cx"], limit=4) == ("ab", "stop", "cx", 4)
 
 
-def test_behind_a_start_a_space_is_text():
+def test_behind_a_start_a_space_is_text(monkeypatch):
+    """It is none where the tokenizer itself drops it at the start of a text."""
+    monkeypatch.setattr(Bytes, "decode", lambda self, x: bytes(x).decode().removeprefix(" "))
     assert written(" two", [" t"])[:3] == ("two", "stop", None)
+    assert written("   two", ["x"])[0] == "  two"
     assert written(" two", [" t"], before=b"e") == ("", "stop", " t", 2)
     for text in (" two", " "):
         assert written(text, ["x"], before=b"e")[0] == text

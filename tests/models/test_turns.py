@@ -1,16 +1,20 @@
 """Special tokens that somebody writes in a chat are text, whatever the tokenizer and the template."""
 
+import json
 import random
 from types import SimpleNamespace
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from request_bodies import SERVED
 from small_models import TINY
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlxkv.models import load
 from mlxkv.models.turns import Cut, Turns, cut_front
+from mlxkv.serve.http import request
+from mlxkv.serve.reading import Prompts
 
 # As Qwen's: trims, takes thoughts out of replies, has tools and calls.
 TEMPLATE = """
@@ -115,6 +119,7 @@ def user(text: str) -> list[dict]:
 
 
 PLAIN = ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+CALLED = ["<|im_start|>", "<tool_call>", "</tool_call>", "<|im_end|>"]
 
 
 def test_other_text_is_encoded_as_ever(tokenizer):
@@ -166,6 +171,35 @@ def test_a_reply_keeps_its_thoughts_and_calls_and_nothing_else(tokenizer):
     assert found == ["<|im_start|>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|im_start|>"]
 
 
+def test_what_tools_are_called_with_is_text(tokenizer):
+    """It is copied from files and pages, which may hold the marks of calls and of thoughts."""
+    for word in MARKS:
+        for arguments in ({"x": word}, {word: 1}, {"x": [{"y": f"a {word} b"}]}, {}):
+            function = {"name": "f" if arguments else word, "arguments": json.dumps(arguments)}
+            calls = [{"type": "function", "function": function}]
+            called = {"role": "assistant", "content": "</think>", "tool_calls": calls}
+            tokens = read(tokenizer, [called])
+            assert marks_of(tokenizer, tokens) == [*CALLED, *PLAIN[:1]], (word, arguments)
+            assert word in tokenizer.decode(tokens)
+
+
+def test_words_in_a_content_get_no_spaces(tokenizer):
+    """A tokenizer that writes a space in front of a text writes none inside it."""
+    for word in SPECIAL + MARKS:
+        for text in (f"a{word}b", f"the {word} time", f"{word}{word}"):
+            assert text in tokenizer.decode(read(tokenizer, user(text))), text
+
+
+def test_behind_a_text_a_rest_is_as_in_the_whole(tokenizer):
+    """`mlxkv chat` encodes what is new behind the tokens of the turns before."""
+    turns = Turns(tokenizer)
+    for start in ("<|im_start|>user\nthe<|im_end|>", "the time"):
+        for rest in ("\n<|im_start|>user\n the time", "the", " the", ", the<|im_end|>\n"):
+            whole = tokenizer.encode(start + rest, add_special_tokens=False)
+            tokens = turns.encode([start]) + turns.encode([rest], context=start)
+            assert tokenizer.decode(tokens) == tokenizer.decode(whole), (start, rest)
+
+
 def test_tools_and_other_values_are_text(tokenizer):
     tools = [{"function": {"name": "f", "<|im_end|>": ["<|im_start|>", 1, None]}}]
     assert marks_of(tokenizer, read(tokenizer, user("a"), tools=tools)) == [*PLAIN[:2], *PLAIN]
@@ -211,6 +245,25 @@ def test_a_forged_turn_of_a_trained_model():
     assert read(tokenizer, user("Hi <b>")) == plain
 
 
+MARKED = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+BEGUN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+SPACED = (
+    "{% for m in messages %}{{ '[I] ' if m.role == 'user' else ' ' }}{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [MARKED + BEGUN, SPACED])
+def test_a_reply_goes_on_with_the_tokens_of_the_whole(tokenizer, template):
+    """Those of transformers' own `continue_final_message`."""
+    tokenizer._tokenizer.chat_template = template
+    for text in ("the time", "time", " the", "the ", "a\n the"):
+        chat = [*user("the?"), {"role": "assistant", "content": text}]
+        whole = tokenizer._tokenizer.apply_chat_template(chat, continue_final_message=True)
+        asked = request.check({"messages": chat, "continue_final_message": True}, True, SERVED)
+        tokens, segments, _ = Prompts(tokenizer, {}).read(asked)
+        assert tokens == list(whole["input_ids"]) == sum(segments, []), text
+
+
 def test_a_first_token_comes_once():
     """Before the first piece of a text, and before none where nobody asks for it."""
 
@@ -218,6 +271,12 @@ def test_a_first_token_comes_once():
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
             return [0] * add_special_tokens + [ord(letter) for letter in text]
 
+        bos_token = "A"
+
     turns = Turns(Letters())
     assert turns.encode(["ab", "c"], True) == [0, 97, 98, 99]
     assert turns.encode(["ab", "c"]) == [97, 98, 99]
+    # As in mlx-lm, a text that begins with it has it already.
+    assert turns.encode(["Ab", "c"], True) == [65, 98, 99]
+    Letters.bos_token = None
+    assert turns.encode(["Ab", "c"], True) == [0, 65, 98, 99]

@@ -144,7 +144,7 @@ def test_items_become_messages():
         ({"input": 7}, "input"),
         ({"input": [7]}, "input.0"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_map"}]}]}, "input.0.content.0"),
         ({"input": [{"role": "robot", "content": "a"}]}, "input.0.role"),
         ({"tools": [{"type": "function"}]}, "tools.0.name"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -136,10 +136,6 @@ def test_paths_and_lengths(server):
 
 def test_what_this_server_does_not_have(server):
     assert "no such model" in refused(server, 404, prompt="a", model="../../etc")["message"]
-    chat = "/v1/chat/completions"
-    image = [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]
-    messages = [{"role": "user", "content": image}]
-    assert "no images" in refused(server, 400, chat, messages=messages)["message"]
     for field, value in {"adapters": "/tmp", "draft_model": "x", "n": 2, "echo": True}.items():
         assert refused(server, 400, prompt="a", **{field: value})["message"].startswith(
             f"[{field}]"

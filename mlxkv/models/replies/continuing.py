@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from os.path import commonprefix
 from typing import Any
 
 from mlxkv.models.turns import Turns, pieces
 
 
-def continued(tokenizer: Any, turns: Turns, prompt: tuple, reply: dict) -> tuple:
-    """Return the prompt of a chat with the start of its reply behind it.
+def continued(tokenizer: Any, turns: Turns, prompt: tuple, parts: list[str], reply: dict) -> tuple:
+    """Return the prompt of a chat with the start of its reply behind it, encoded as one text.
 
     tokenizer: mlx-lm's wrapper. prompt: (tokens, segments of them, state that a reply begins in) of the messages
-    before. reply: the last message: `content`, and `reasoning` (or `reasoning_content`) where the model reasons;
-    without content it is the reasoning that goes on. Raises ValueError where there is nothing to go on with.
+    before. parts: its text, in pieces. reply: the last message: `content`, and `reasoning` (or `reasoning_content`)
+    where the model reasons; without content it is the reasoning that goes on. Raises ValueError where there is
+    nothing to go on with.
     """
     tokens, segments, state = prompt
     text, state = _text(tokenizer, state, reply)
     if not text:
         raise ValueError("continue_final_message needs a reply with text to go on with")
     mark, (chat,) = turns.marked([{"role": "assistant", "content": text}])
-    tail = turns.encode(pieces(chat[0]["content"], mark))
-    return tokens + tail, [*segments[:-1], segments[-1] + tail], state
+    first, *tail = pieces(chat[0]["content"], mark)
+    # A chat template writes its own first token.
+    begins = not tokenizer.has_chat_template
+    complete = turns.encode([*parts[:-1], parts[-1] + first, *tail], add_special_tokens=begins)
+    shared, at, out = len(commonprefix([tokens, complete])), 0, []
+    for segment in segments[:-1]:
+        if at + len(segment) > shared:
+            break
+        out.append(segment)
+        at += len(segment)
+    return complete, [*out, complete[at:]], state
 
 
 def _text(tokenizer: Any, state: str, reply: dict) -> tuple[str, str]:

@@ -52,14 +52,39 @@ class StopMatcher:
         return any(word.startswith(tail) for word in self._words)
 
 
+class Front:
+    """Keeps the spaces at the start of a reply, which mlx-lm's detokenizers drop. Without a prefix the text is what the
+    tokenizer decodes of the reply alone.
+
+    tokenizer: mlx-lm's wrapper. prefix: the last token of a prompt whose end is the start of the reply, else none.
+    """
+
+    def __init__(self, tokenizer: Any, prefix: Sequence[int] = ()):
+        self._tokenizer, self._tokens = tokenizer, list(prefix)
+        self._prefix, self._is_open = tokenizer.decode(self._tokens) if prefix else "", True
+
+    def add(self, token: int) -> None:
+        """Take the next token of the reply."""
+        if self._is_open:
+            self._tokens.append(token)
+
+    def mended(self, text: str, last: bool = False) -> str:
+        """The next text of the detokenizer, with the spaces that it has dropped."""
+        if not self._is_open or not (text or last):
+            return text
+        self._is_open = False
+        joint = self._tokenizer.decode(self._tokens)[len(self._prefix) :]
+        blanks, present = (len(x) - len(x.lstrip(" ")) for x in (joint, text))
+        return " " * (blanks - present) + text
+
+
 class ReplyText:
     """The text of one reply, token by token, up to its first stop word.
 
     It stands where mlx-lm's batches take the stop sequences of a request, so the reply ends with the token that
     completes a stop word, as it does with one that ends the model's turn.
 
-    tokenizer: mlx-lm's wrapper. prefix: the last token of a prompt whose end is the start of the reply, else
-    none. Detokenizers drop a space at the start of what they take for a whole text; behind `before` it is kept.
+    tokenizer: mlx-lm's wrapper. prefix: of `Front`.
     """
 
     def __init__(self, tokenizer: Any, words: Iterable[str], prefix: Sequence[int] = ()):
@@ -67,7 +92,7 @@ class ReplyText:
         if decode := getattr(self._detokenizer, "_decode_bytes", None):
             # mlx-lm takes the letter that stands for a zero byte for itself.
             self._detokenizer._decode_bytes = lambda text: decode(text.replace("\u0100", "\0"))
-        self._prefix, self._start = tokenizer.decode(list(prefix)) if prefix else "", list(prefix)
+        self._front = Front(tokenizer, prefix)
         self._matcher, self._ready = StopMatcher(words), ""
 
     @property
@@ -83,8 +108,7 @@ class ReplyText:
         """Take the next token. Returns whether it ends the reply."""
         if token in self._tokenizer.eos_token_ids:
             return True
-        if self._start:
-            self._start.append(token)
+        self._front.add(token)
         self._detokenizer.add_token(token)
         self._read()
         return self.word is not None
@@ -101,13 +125,7 @@ class ReplyText:
         return text, reason
 
     def _read(self, last: bool = False) -> None:
-        text = self._detokenizer.last_segment
-        if (text or last) and self._start:
-            joint = self._tokenizer.decode(self._start)[len(self._prefix) :]
-            blanks = len(text) - len(text.lstrip(" "))
-            if joint.startswith(" " * (blanks + 1)):
-                text = " " + text
-            self._start = []
+        text = self._front.mended(self._detokenizer.last_segment, last)
         self._ready += self._matcher.feed(text)
 
 

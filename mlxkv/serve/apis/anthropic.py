@@ -1,6 +1,6 @@
 """Anthropic's messages API: requests are read into the one of OpenAI's that says the same.
 
-Where Anthropic's servers do more than a model (tools that run there, images, files), a request is refused.
+Tools that run on Anthropic's servers are refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection
 from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.fields import Fields, bad, call, joined, mistyped, renamed, schema_format
+from mlxkv.serve.http.fields import Fields, bad, call, mistyped, renamed, schema_format
 from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
@@ -44,7 +44,6 @@ def request_of(body: dict, served: Served) -> Request:
         raise fields.bad("messages", "must be a list that is not empty")
     for message in asked:
         messages += _message(message)
-    messages = joined(messages)
     plain = {name: body[name] for name in SAME if name in body}
     thinking = fields.object("thinking").get("type")
     if thinking is not None:
@@ -56,7 +55,8 @@ def request_of(body: dict, served: Served) -> Request:
     if not all(isinstance(word, str) and word for word in stops):
         raise fields.bad("stop_sequences", "must be a list of strings, none empty")
     # What an assistant has begun to say, it goes on with.
-    more = len(messages) > 1 and messages[-1]["role"] == "assistant"
+    others = any(message["role"] != "assistant" for message in messages)
+    more = others and messages[-1]["role"] == "assistant"
     translated = {
         "messages": messages,
         "tools": [_tool(each) for each in fields.objects("tools", optional=True)],
@@ -134,7 +134,7 @@ def _assistant(blocks: list[Fields]) -> dict:
 
 
 def _result(block: Fields) -> dict:
-    text = "\n".join(block.texts("content"))
+    text = block.content("content", between="\n")
     if block.flag("is_error"):
         text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": block.named("tool_use_id"), "content": text}

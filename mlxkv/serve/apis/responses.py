@@ -12,7 +12,7 @@ from typing import Any
 from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.fields import Fields, bad, call, joined, mistyped, renamed, schema_format
+from mlxkv.serve.http.fields import Fields, bad, call, mistyped, renamed, schema_format
 from mlxkv.serve.http.request import Request, Served, check
 from mlxkv.serve.refusals import Refused
 
@@ -63,7 +63,7 @@ def request_of(body: dict, served: Served) -> tuple[Request, set[str]]:
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = schema_format(form)
     plain = {name: body[name] for name in SAME if name in body}
-    plain |= {"messages": joined(messages), "tools": tools}
+    plain |= {"messages": messages, "tools": tools}
     plain |= {"tool_choice": choice, "response_format": form}  # checked where chats check theirs
     if body.get("max_output_tokens") is not None:
         plain["max_tokens"] = body["max_output_tokens"]
@@ -99,7 +99,7 @@ def _messages(items: list[Fields]) -> list[dict]:
     for item in items:
         kind = item.body.get("type", "message")
         if kind == "message":
-            role, text = item.body.get("role"), "".join(item.texts("content", TEXTS))
+            role, text = item.body.get("role"), item.content("content", TEXTS)
             if role == "assistant" and not (message := assistant())["content"]:
                 message["content"] = text
             elif role in ("user", "system", "developer", "assistant"):
@@ -108,7 +108,7 @@ def _messages(items: list[Fields]) -> list[dict]:
                 raise item.bad("role", "unknown role; choose from user, assistant, developer")
         elif kind == "reasoning":
             name = "content" if item.body.get("content") else "summary"
-            if text := "".join(item.texts(name, TEXTS)):
+            if text := item.content(name, TEXTS):
                 assistant()["reasoning_content"] = text
         elif kind in ("function_call", "custom_tool_call"):
             is_custom = kind == "custom_tool_call"
@@ -117,7 +117,7 @@ def _messages(items: list[Fields]) -> list[dict]:
             calls = assistant().setdefault("tool_calls", [])
             calls.append(call(item.named("call_id"), item.named("name"), arguments))
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            content = "".join(item.texts("output", TEXTS))
+            content = item.content("output", TEXTS)
             out.append({"role": "tool", "tool_call_id": item.named("call_id"), "content": content})
         else:
             raise bad(item.path, f"items of type {str(kind)[:40]} are not read here")

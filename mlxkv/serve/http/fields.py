@@ -14,6 +14,8 @@ VALUES = 100_000  # of a body: a chat of a million tokens has fewer
 FIELDS = 256  # of a request
 FINITE = 1.7976931348623157e308  # the largest number of 64 bits
 _KINDS = {str: "a text", list: "a list", dict: "an object", bool: "true or false"}
+# Parts of messages that a model would have to see or hear, by words in the names of their types.
+MEDIA = ("image", "audio", "video", "document", "file")
 _NOTHING = object()
 # Fields of other servers and of newer clients, which change nothing here, though their names are close to ours.
 LOOKALIKES = {"min_tokens", "mode", "models", "repeat_penalty", "top_a"}
@@ -147,15 +149,32 @@ class Fields:
         return [Fields(value, self.place(f"{name}.{i}")) for i, value in enumerate(values)]
 
     def part(self, kinds: tuple[str, ...] = ("text",)) -> str:
-        """The text of this object, a part whose type is one of `kinds`."""
+        """The text of this object, a part whose type is one of `kinds`. A line stands for what a model that reads text
+        alone is not shown: a refusal would end the chat, in which it stays."""
         kind = self.body.get("type", "text")
+        if kind == "document" and (text := self._document()) is not None:
+            return text
         if kind not in kinds:
-            reason = "no images here" if "image" in str(kind) else "only text parts are supported"
-            raise bad(self.path, reason, kind)
+            if (line := self.left_out()) is not None:
+                return line
+            raise bad(self.path, f"a part must be text, or one of {', '.join(MEDIA)}", kind)
         name = "refusal" if kind == "refusal" else "text"
         if (text := self.get(name, str, None)) is None:
             raise self.bad(name, "must be a text")
         return text
+
+    def left_out(self) -> str | None:
+        """A line that says what this object, a part, would show; None where it is nothing of MEDIA."""
+        kind = str(self.body.get("type"))
+        medium = next((medium for medium in MEDIA if medium in kind), None)
+        return medium and f"[{medium}: not shown, this model reads text only]"
+
+    def _document(self) -> str | None:
+        """The text of a document of Anthropic's API; None of one that has to be shown."""
+        source = Fields(self.object("source"), self.place("source"))
+        names = {"text": "data", "content": "content"}  # by the types of sources
+        name = names.get(str(source.body.get("type")))
+        return name and "\n".join(filter(None, (self.text("title"), source.content(name))))
 
     def texts(self, name: str, kinds: tuple[str, ...] = ("text",)) -> list[str]:
         """The texts of a content, which is one or has parts, of these types."""
@@ -163,6 +182,17 @@ class Fields:
         if content is None or isinstance(content, str):
             return [content or ""]
         return [part.part(kinds) for part in self.objects(name)]
+
+    def content(self, name: str, kinds: tuple[str, ...] = ("text",), between: str = "") -> str:
+        """The same as one text, with `between` its parts; what is left out has a line of its own."""
+        if not isinstance(self.body.get(name), list):
+            return "".join(self.texts(name, kinds))
+        out, is_line = [], False
+        for part in self.objects(name):
+            was_line, is_line = is_line, part.body.get("type", "text") not in kinds
+            end = "\n" if was_line or is_line else ""
+            out += [between or end, part.part(kinds)] if out else [part.part(kinds)]
+        return "".join(out)
 
     def tool(self, schema: str) -> dict:
         """This object, a tool, in OpenAI's form. schema: the name of the field with its parameters."""
@@ -183,18 +213,3 @@ def call(id: str, name: str, arguments: object) -> dict:
     """A call of a tool in OpenAI's form, with its arguments as text: JSON, unless the model wrote none."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
-
-
-def joined(messages: list[dict]) -> list[dict]:
-    """Messages as chat templates take them: one of the system, and first; no two of a user in a row.
-
-    What the system says later on becomes a user's: most templates raise at any other place."""
-    out: list[dict] = []
-    for message in messages:
-        early = all(before["role"] == "system" for before in out)
-        role = "user" if message["role"] == "system" and not early else message["role"]
-        if role in ("system", "user") and out and out[-1]["role"] == role:
-            out[-1] = out[-1] | {"content": f"{out[-1]['content']}\n\n{message['content']}"}
-        else:
-            out.append(message | {"role": role})
-    return out

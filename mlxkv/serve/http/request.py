@@ -15,6 +15,7 @@ from typing import Any
 
 from mlxkv.models.catalog.asked import RESERVED
 from mlxkv.models.loading.sampling import Sampling
+from mlxkv.models.roles import joined
 from mlxkv.serve.grammar import Calls, of_choice, of_format
 from mlxkv.serve.http.fields import Fields, bad, call, mistyped
 from mlxkv.serve.refusals import Refused
@@ -59,7 +60,7 @@ class Request:
     be continued. continue_final_message: the last message is the start of the reply, which goes on (as in vLLM
     and transformers). include_usage: whether a stream ends with counts. top_logprobs: -1 for none. user,
     cache_salt: whose caches are used, within an API key. grammar: llguidance's, which the reply follows, or
-    None. images: of the messages, which say how many are theirs.
+    None.
     shorten: whether the reply may be shorter than `max_tokens` where memory has no room for it.
     """
 
@@ -257,7 +258,7 @@ def _text(body: dict) -> str:
 
 
 def _chat(fields: Fields) -> dict:
-    messages = [_message(message) for message in fields.objects("messages")]
+    messages = joined([_message(message) for message in fields.objects("messages")])
     if not messages:
         raise fields.bad("messages", "must be a list that is not empty")
     for tool in fields.objects("tools", optional=True):
@@ -286,8 +287,8 @@ def _message(message: Fields) -> dict:
     role = message.body.get("role")
     if role not in ROLES:
         raise message.bad("role", f"unknown role; choose from {', '.join(ROLES)}")
-    content = "".join(message.texts("content"))
-    out = {"role": "system" if role == "developer" else role, "content": content}
+    out = {"role": "system" if role == "developer" else role}
+    out["content"] = message.content("content")
     texts = {name: message.get(name, str, None) for name in TEXTS}
     out |= {name: text for name, text in texts.items() if text is not None}
     if calls := message.objects("tool_calls", optional=True):
