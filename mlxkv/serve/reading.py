@@ -362,9 +362,8 @@ def _read(
     if served.context and count >= served.context:
         reason = f"got {count} tokens; it takes {served.context}, the reply included"
         message = f"[prompt] longer than the model's context; {reason}"
-        if (
-            path == MESSAGES
-        ):  # by these words Anthropic's clients know that a chat has to be summed up
+        # By these words Anthropic's clients know that a chat has to be summed up.
+        if path == MESSAGES:
             message = f"prompt is too long: {count} tokens > {served.context} maximum"
         raise Refused(400, message, "context_length_exceeded")
     reply.request = replace(request, prompt="", messages=[], chat_template_kwargs=None)

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from random_model import write_model
+from random_model import TEMPLATE, write_model
 from saying import write_thinker
 
 from mlxkv.chat.answer import said
@@ -115,16 +115,29 @@ def speak(session: Session, text: str) -> None:
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("text", [" a reply with spaces", "up to a space ", "half a \u00fc"])
 def test_the_end_of_a_reply_is_not_read_again(loaded, raw, text):
-    """A first space and an unfinished letter are not shown, and yet they were said."""
+    """An unfinished letter is not shown, and yet it was said."""
     data = len(text.encode()) - (text[-1] == "\u00fc")  # one token a byte; cut the last letter
     session = Session(loaded, raw=raw, max_tokens=64)
     speak(session, text)
-    ask(session, "hello" * 20, stop=lambda: session.stats.generated_tokens >= data)
+    shown = ask(session, "hello" * 20, stop=lambda: session.stats.generated_tokens >= data)
+    assert shown and text.startswith(shown)
     held = len(session.tokens)
     session.sampler = None
     ask(session, "and now?")
     reused = session.stats.prompt_tokens - session.stats.read_tokens
     assert in_step(session) and reused == held
+
+
+def test_words_of_the_system_stand_in_the_question_of_a_template_that_takes_none(tmp_path, capsys):
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    model = load(str(write_model(tmp_path / "turns", template=refuses + TEMPLATE)), "fp16")
+    session = Session(model, system="be brief", max_tokens=3)
+    for question in ("hello", "and now?"):
+        ask(session, question)
+    text = model.tokenizer.decode(session.tokens[: session.stats.prompt_tokens])
+    assert text.startswith("<s>user\nbe brief\n\nhello</s>") and text.count("be brief") == 1
+    assert session.stats.read_tokens < session.stats.prompt_tokens / 2
+    assert capsys.readouterr().err.count("takes no system message") == 1
 
 
 def test_stopped_while_reading_drops_the_turn_and_keeps_the_tokens(session, monkeypatch):
