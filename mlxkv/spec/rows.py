@@ -228,7 +228,7 @@ class Table:
     ) -> Iterator[tuple[str, Attention, np.ndarray]]:
         """(case, what is given, the spec's output)."""
         tensors, header = read(table)
-        for case, info in json.loads(header["cases"]).items():
+        for case, info in json.loads(header.get("cases", "{}")).items():
             golden = under(tensors, case)
             sides, stored = [], []
             for letter, name in (("k", "keys"), ("v", "values")):

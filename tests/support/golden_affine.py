@@ -241,9 +241,13 @@ LATENT_SIDES = {  # transform, bits, group, symmetric, axis, clip
 }
 
 
-def latents(rng, dims: int = 512) -> dict:
-    """Codes of 512 latent dims, as nearly all models have, one page of which attention with absorbed queries reads
-    as keys and as values, with rotary scores beside."""
+def latents(rng) -> dict:
+    """Codes of 512 latent dims, as nearly all models have, and of 64, one page of which attention with absorbed
+    queries reads as keys and as values, with rotary scores beside."""
+    return latents_of(rng, 512) | latents_of(rng, 64)
+
+
+def latents_of(rng, dims: int) -> dict:
     x = inputs(rng, 1, 1, LATENT_PAGE, dims)
     x /= np.sqrt(
         (x**2).mean(-1, keepdims=True)

@@ -10,7 +10,7 @@ from mlxkv.spec import oscar as oscar_ref
 
 BALANCED = ((16, 4, 2), (24, 2, 1))  # D, H, G
 SCALED = ((32, 2, 2), (40, 2, 1))  # D, H, G
-OSCAR = ((64, 4, 2), (80, 2, 1), (128, 2, 1))  # D, H, G
+OSCAR = ((64, 4, 2), (80, 2, 1), (128, 2, 1), (16, 4, 2))  # D, H, G
 
 
 def oscar(rng) -> dict:

@@ -1,8 +1,11 @@
 """Make the golden tensors from the spec, and compare them with the stored ones.
 
 `python tests/support/make_golden.py` writes the tables that the spec no longer makes as stored; the
-others keep their file.
+others keep their file. It also writes the cases that go into the wheel, for `mlxkv doctor` outside of a clone.
 """
+
+import json
+import re
 
 import golden_affine
 import golden_calibrated
@@ -23,6 +26,25 @@ TABLES = {
 }
 # BLAS decides the last bits of eigenvectors, and through them codes and scales at rounding boundaries.
 EIGEN = ("oscar", "balanced", "fill_maps")
+# What the wheel has of each table, by the start of a tensor's name: every method, at its smallest head dim.
+SAMPLE = {
+    "attention": r"ratio5",
+    "centred": r"16",
+    "clip": r"x\.64|64\.(2\.asym\.32\.92|3\.asym\.64\.96)",
+    "codebook": r"64",
+    "encode": r"x\.64|(srft-int3|channel-int2)\.64",
+    "fill": r"48",
+    "fill_maps": r"[01]\.",
+    "latent": r"x\.64|srft-int4\.64",
+    "learned": r"rotation",
+    "oja": r"16",
+    "oscar": r"16",
+    "packing": r"64|80\.3",
+    "polar": r"64",
+    "polar_tree": r"64|book|online",
+    "scaled": r"32",
+    "transforms": r"(srft|hadamard)\.64|srft\.80",
+}
 FLIPPED = 0.01  # share of the bits of their `near` masks that may differ
 
 
@@ -61,6 +83,22 @@ def _same(eigen: bool, key: str, x: np.ndarray, stored: dict[str, np.ndarray]) -
     return np.array_equal(x, y)
 
 
+def sample() -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the tensors of the cases in SAMPLE, as TABLE/NAME, and the header of each table."""
+    tensors, headers = {}, {}
+    for name, pattern in SAMPLE.items():
+        stored, header = bounds.read(name, sample=False)
+        chosen = {key: x for key, x in stored.items() if re.match(pattern, key)}
+        if "cases" in header:
+            cases = json.loads(header["cases"])
+            header["cases"] = json.dumps(
+                {key: x for key, x in cases.items() if f"{key}.q" in chosen}
+            )
+        headers[name] = json.dumps(header)
+        tensors |= {f"{name}/{key}": x for key, x in chosen.items()}
+    return tensors, headers
+
+
 def main() -> None:
     for name in TABLES:
         path = bounds.FOLDER / f"{name}.safetensors"
@@ -71,6 +109,11 @@ def main() -> None:
             save_file(tensors, path, header)
         said = f"written, {len(changed)} tensors changed" if changed else "as the spec makes it"
         print(f"{path.name:24} {path.stat().st_size:>9,} bytes, {said}")
+    tensors, headers = sample()
+    save_file(tensors, bounds.SAMPLE, headers)
+    print(
+        f"{bounds.SAMPLE.name:24} {bounds.SAMPLE.stat().st_size:>9,} bytes, the cases of the wheel"
+    )
 
 
 if __name__ == "__main__":
