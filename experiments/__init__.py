@@ -4,4 +4,6 @@ Run them from a checkout; they are not in the wheel. They may import everything,
 mlxkv or cuda_track imports them.
 """
 
-import mlxkv  # noqa: F401  before MLX, so that a faster BLAS is in front of it
+from mlxkv import blas
+
+blas.put_in_front()  # before MLX is imported

@@ -1,29 +1,48 @@
-"""Local LLMs with a compressed KV cache, on MLX. Importing this brings no framework in: `load`, `attach` and
-`detach` of `mlxkv.models` do when they are first asked for."""
+"""Local LLMs with a compressed KV cache, on MLX.
 
-import sys
+Importing this imports nothing else. The names below are the public API (docs/reference/python.md); the first use of
+one imports its module, and on Linux has OpenBLAS multiply for MLX (`mlxkv.blas`) if MLX is not imported yet.
+"""
 
-__version__ = "0.1.0"
-__all__ = ["attach", "detach", "load"]
+from typing import TYPE_CHECKING, Any
 
-if sys.platform == "linux":
-    try:
-        from mlxkv import blas
+if TYPE_CHECKING:
+    from mlxkv.errors import UserError
+    from mlxkv.formats.config import CacheConfig, Side
+    from mlxkv.formats.names import parse_kv
+    from mlxkv.models import LayerReport, Loaded, attach, detach, load, warm_up
 
-        blas.put_in_front()
-    except KeyboardInterrupt:
-        # Ctrl-C as a command starts: `mlxkv`, or Python with -m, which imports this before the module.
-        if sys.argv[0] == "-m" or sys.argv[0].endswith("/mlxkv"):
-            sys.exit(130)
-        raise
+__version__ = "0.2.0"
+__all__ = [
+    "CacheConfig",
+    "LayerReport",
+    "Loaded",
+    "Side",
+    "UserError",
+    "attach",
+    "detach",
+    "load",
+    "parse_kv",
+    "warm_up",
+]
+_MODULES = {
+    "CacheConfig": "formats.config",
+    "Side": "formats.config",
+    "UserError": "errors",
+    "parse_kv": "formats.names",
+}
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module("mlxkv.models"), name)
+    if name not in _MODULES:
+        from mlxkv import blas
+
+        blas.put_in_front()
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'models')}"), name)
 
 
 def __dir__() -> list[str]:

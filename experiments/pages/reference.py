@@ -2,18 +2,21 @@
 """Write docs/reference/ from the code: `python -m experiments.pages.reference`, or `make reference`.
 
 commands.md: every command and option, from the typer app. presets.md: every preset, from the formats.
-families.md: which models are compressed and which are refused, from the tables of `mlxkv/models`. A test
-compares the pages with what this writes.
+families.md: which models are compressed and which are refused, from the tables of `mlxkv/models`. python.md: the
+public names of `mlxkv`, from their docstrings. A test compares the pages with what this writes.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import typer.main
 
+import mlxkv
 from experiments.options import Parser
 from mlxkv import console
 from mlxkv.cache import selftest
@@ -65,6 +68,11 @@ Sliding-window layers keep mlx-lm's small rotating cache, and states (Mamba, lin
 
 Of these we have run `smollm2` alone, from a GGUF file ([results](../results/pretrained.md)). Layers come from the models' published shapes; `make test` runs the same classes with random weights.
 """
+PYTHON = f"""# Python API
+
+The ten public names of `mlxkv`, with their types; the [guide](../guide/python.md) shows them in use. {WRITTEN}
+
+Everything else in the package is internal: it may change with any version. Letters in shapes: `B` sequences, `G` kv heads, `T` tokens, `D` head dim."""
 LATENT = """
 ## Latents (MLA)
 
@@ -74,6 +82,7 @@ Multi-head latent attention caches one vector a token in place of keys and value
 
 By the name of their file in `mlx_lm/models`, before the first token.
 """
+FACTORY = re.compile(r"<factory>|<[^<>]+>")  # defaults that have no text
 KINDS = {
     "full": "{} compressed",
     "sliding": "{} exact (the last {} tokens)",
@@ -92,6 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
 def pages() -> dict[str, str]:
     """The pages by name."""
     made = {"commands.md": commands(), "presets.md": presets(), "families.md": families()}
+    made["python.md"] = python()
     return {name: "\n".join(lines) + "\n" for name, lines in made.items()}
 
 
@@ -192,6 +202,67 @@ def _use(name: str, kv: CacheConfig) -> str:
     if not kv.compresses:
         return "the baseline"
     return "comparison: slower than full precision on a GPU" if name in COMPARED else "comparison"
+
+
+def python() -> list[str]:
+    lines = [PYTHON]
+    for name in mlxkv.__all__:
+        thing = getattr(mlxkv, name)
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            "```python",
+            *signature(thing),
+            "```",
+            "",
+            *described(thing),
+        ]
+        for method in methods_of(thing) if thing is mlxkv.Loaded else ():
+            lines.append(f"- `.{method}`: {inspect.getdoc(getattr(thing, method))}")
+    return lines
+
+
+def signature(thing) -> list[str]:
+    """A function's name and parameters with their types, one a line where they are long."""
+    kind = "class" if isinstance(thing, type) else "def"
+    if isinstance(thing, type) and issubclass(thing, Exception):
+        return [f"{kind} {thing.__name__}({thing.__base__.__name__})"]
+    found = inspect.signature(thing)
+    parameters = [_parameter(x) for x in found.parameters.values()]
+    returned = "" if kind == "class" else f" -> {found.return_annotation}"
+    line = f"{kind} {thing.__name__}({', '.join(parameters)}){returned}"
+    if len(line) <= 100:
+        return [line]
+    return [f"{kind} {thing.__name__}(", *(f"    {x}," for x in parameters), f"){returned}"]
+
+
+def _parameter(x: inspect.Parameter) -> str:
+    default = "" if x.default is x.empty else f" = {FACTORY.sub('...', repr(x.default))}"
+    return f"{x.name}: {x.annotation}{default}"
+
+
+def described(thing) -> list[str]:
+    """The docstring, with what it says of each parameter as an item of a list."""
+    is_error = isinstance(thing, type) and issubclass(thing, Exception)
+    names = "-" if is_error else "|".join(inspect.signature(thing).parameters)
+    item = re.compile(rf"(?:^|(?<=[.;])[ \n]+)((?:{names})(?:, (?:{names}))*): ", re.MULTILINE)
+    lines = []
+    for paragraph in inspect.getdoc(thing).split("\n\n"):
+        text = item.sub(r"\n- *\1*: ", paragraph).strip("\n")
+        lines += [*re.sub(r"\n +", "\n  ", text).splitlines(), ""]
+    return lines[:-1]
+
+
+def methods_of(thing: type) -> list[str]:
+    """Public methods and properties with a docstring, in the order of the class."""
+    return [
+        name
+        for name, x in vars(thing).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(x) or isinstance(x, property))
+        and inspect.getdoc(x)
+    ]
 
 
 def families() -> list[str]:

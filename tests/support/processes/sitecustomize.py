@@ -20,7 +20,9 @@ class Light(Kept):
         if fullname == "torch" and not TORCH:
             return None
         if fullname == "mlx.core":
-            import mlxkv  # noqa: F401
+            from mlxkv import blas
+
+            blas.put_in_front()
         return super().find_spec(fullname, path, target)
 
 
