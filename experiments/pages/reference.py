@@ -23,7 +23,7 @@ from mlxkv.cache import selftest
 from mlxkv.cache.choose import Question
 from mlxkv.cli import app, is_option, plain, value_of
 from mlxkv.doctor.fit import plan_of
-from mlxkv.doctor.listing import BITS, HEAD_DIM, LISTED, MEASURED, by_paper, stored
+from mlxkv.doctor.listing import HEAD_DIM, LISTED, MEASURED, by_paper, stored
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import COMPARED
 from mlxkv.models.catalog.aliases import CONFIGS, HUB
@@ -170,10 +170,8 @@ def presets() -> list[str]:
 
 def _method(alike: list[dict]) -> tuple[str, ...]:
     """Return the row of presets that differ in their bits alone."""
-    first, name = alike[0], alike[0]["name"]
-    stores, kv = stored(first), LISTED[name]
-    if len(alike) > 1:
-        stores = BITS.sub("N", stores)
+    name = alike[0]["name"]
+    stores, kv = stored(alike), LISTED[name]
     if kv.compresses and (kv.sink, kv.recent, kv.page) != (64, 64, 64):
         stores += f"; first {kv.sink} and last {kv.recent} exact, pages of {kv.page}"
     names = ", ".join(f"`{row['name']}`" for row in alike)

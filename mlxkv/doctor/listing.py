@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import commonprefix
 
 from mlxkv.console import human_bytes, print_json, print_table
 from mlxkv.formats.config import CacheConfig
@@ -12,9 +12,7 @@ from mlxkv.formats.names import PICKS, parse_kv
 from mlxkv.formats.presets import COMPARED, PRESETS
 
 HEAD_DIM = 128
-BITS = re.compile(
-    r"(?<=int)\d|(?<=codebook of )\d(?= bits)|(?<=fill-)[\d.]+|[\d.]+(?= bits a value)"
-)
+ANY = "N"  # stands for the bits of several presets
 WINDOWS = ("sink", "recent", "page")
 PAIR = "a pair takes its keys from one preset, its values from another: int8/int4"
 
@@ -130,18 +128,20 @@ def _print_all() -> None:
 
 
 def _method(row: dict) -> tuple:
-    """Return what presets of one method share: the name and the labels without bits, and the windows."""
-    parts = (BITS.sub("N", row[name]) for name in ("name", "keys", "values"))
-    return (*parts, *(row[name] for name in WINDOWS), row["offered"])
+    """Return what presets of one method share: what is stored, whatever its bits, and the windows."""
+    kv = LISTED[row["name"]]
+    sides = (side.describe(ANY) for side in (kv.keys, kv.values))
+    return (*sides, kv.pinned, *(row[name] for name in WINDOWS), row["offered"])
 
 
 def _line(alike: list[dict]) -> str:
     """Return the line of presets that differ in their bits alone: turbo-int{4,3,2}."""
     first, bits = alike[0], " ".join(f"{row['bits_per_value']:.2f}" for row in alike)
-    name, stores = first["name"], stored(first)
+    name, stores = first["name"], stored(alike)
     if len(alike) > 1:
-        widths = ",".join(BITS.search(row["name"])[0] for row in alike)
-        name, stores = BITS.sub(f"{{{widths}}}", name), BITS.sub("N", stores)
+        start, end = _shared([row["name"] for row in alike])
+        widths = ",".join(row["name"][len(start) : len(row["name"]) - len(end)] for row in alike)
+        name = f"{start}{{{widths}}}{end}"
     slow = "" if first["offered"] else ", slower than full precision on a GPU"
     return f"  {name:<24} {bits:<20} {stores}{_windows(first)}{slow}"
 
@@ -155,9 +155,16 @@ def _windows(row: dict) -> str:
     return f"; windows {sizes[0]} and {sizes[1]}, pages of {sizes[2]}"
 
 
-def stored(row: dict) -> str:
-    """Return what pages of a row hold: of keys, and of values where they differ."""
-    keys, values = (row[side].replace(" per token", "") for side in ("keys", "values"))
+def _shared(names: list[str]) -> tuple[str, str]:
+    """Return how all of these names begin and end."""
+    start = commonprefix(names)
+    return start, commonprefix([name[len(start) :][::-1] for name in names])[::-1]
+
+
+def stored(alike: list[dict]) -> str:
+    """Return what pages of presets that differ in their bits alone hold: of keys, and of values where they differ."""
+    kv, bits = LISTED[alike[0]["name"]], ANY if len(alike) > 1 else None
+    keys, values = (side.describe(bits).replace(" per token", "") for side in (kv.keys, kv.values))
     return keys if keys == values else f"keys {keys}; values {values}"
 
 

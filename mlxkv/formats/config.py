@@ -122,9 +122,13 @@ class Side:
 
     @property
     def label(self) -> str:
+        return self.describe()
+
+    def describe(self, bits: str | None = None) -> str:
+        """Return its label; bits: in place of the quantizer's own."""
         name = self.low.label if self.low else self.transform
         prefix = "" if self.transform == "none" else f"{name} + "
-        return prefix + self.quantizer.label
+        return prefix + self.quantizer.describe(bits)
 
     def why_not(self, head_dim: int, page: int) -> str | None:
         """Return why vectors of `head_dim` cannot be stored this way, or None."""

@@ -33,8 +33,7 @@ ERRORS = {0: 1.0, 1: 0.404230878, 2: 0.122603985, 3: 0.037796809, 4: 0.011576388
 class Half(Method):
     """Store numbers in float16, whatever the model's type."""
 
-    @property
-    def label(self) -> str:
+    def describe(self, bits: str | None = None) -> str:
         return "float16"
 
     @property
@@ -162,11 +161,12 @@ class Fill(Method):
                 f"{', '.join(map(str, self.widths))}"
             )
 
-    @property
-    def label(self) -> str:
+    def describe(self, bits: str | None = None) -> str:
         widths = "/".join(map(str, self.widths))
-        bits = f"{widths} bits" if widths else f"{self.rate:g} bits a value in the mean,"
-        return f"{bits} by blocks of {DIMS} directions, a scale per token"
+        said = (
+            f"{widths} bits" if widths else f"{bits or f'{self.rate:g}'} bits a value in the mean,"
+        )
+        return f"{said} by blocks of {DIMS} directions, a scale per token"
 
     @property
     def tensors(self) -> set[str]:

@@ -28,10 +28,18 @@ LEAST_TILE = 32  # tokens: the standard deviation or range of fewer says little
 
 
 class Method:
-    """A quantizer. A subclass has `label`, for reports, and `tensors`, the names of the tensors of pages."""
+    """A quantizer. A subclass has `tensors`, the names of the tensors of pages, and says its label."""
 
-    label: str
     tensors: set[str]
+
+    def describe(self, bits: str | None = None) -> str:
+        """Return what reports say of it; bits: in place of its own."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """The method and its bits, for reports."""
+        return self.describe()
 
     def bits_per_value(self, dims: int, page: int) -> float:
         """Return stored bits per stored value."""
@@ -50,8 +58,7 @@ class Method:
 class Full(Method):
     """Store values unchanged, in the model's own type."""
 
-    @property
-    def label(self) -> str:
+    def describe(self, bits: str | None = None) -> str:
         return "full precision"
 
     @property
@@ -105,13 +112,13 @@ class Affine(Method):
         ):
             raise UserError(f"[Affine] shared is for abs-max codes of group 0 alone; got {self}")
 
-    @property
-    def label(self) -> str:
+    def describe(self, bits: str | None = None) -> str:
+        bits = bits or str(self.bits)
         if self.shared:
-            return f"int{self.bits} symmetric, a scale per page"
+            return f"int{bits} symmetric, a scale per page"
         shape = "symmetric" if self.symmetric else "min-max"
         clip = f", clip {self.clip:g}".replace(" 0.", " .") if self.clip < 1 else ""
-        return f"int{self.bits} {shape}, group {self.group or 'all'} per {self.axis}{clip}"
+        return f"int{bits} {shape}, group {self.group or 'all'} per {self.axis}{clip}"
 
     @property
     def tensors(self) -> set[str]:
@@ -167,9 +174,8 @@ class Codebook(Method):
         """The tensors of pages: codes [B, G, T, W] words, scale float16 [B, G, T, 1]."""
         return {"codes", "scale"}
 
-    @property
-    def label(self) -> str:
-        return f"codebook of {self.bits} bits, norm per token"
+    def describe(self, bits: str | None = None) -> str:
+        return f"codebook of {bits or self.bits} bits, norm per token"
 
     def bits_per_value(self, dims: int, page: int) -> float:
         words = -(-dims * self.bits // 32)
@@ -210,8 +216,7 @@ class PolarTree(Method):
         if books and self.online:
             raise UserError("[PolarTree] codebooks are given or online; got both; choose one")
 
-    @property
-    def label(self) -> str:
+    def describe(self, bits: str | None = None) -> str:
         kind = "online" if self.online else "offline" if self.codebooks else "analytic"
         return f"polar tree, 4/2/2/2 bits, {kind} codebooks, radius per 16"
 
@@ -263,9 +268,9 @@ class Polar(Method):
         """Bits per code: the radius above the angle."""
         return self.radius + self.angle
 
-    @property
-    def label(self) -> str:
-        return f"polar, radius int{self.radius} and angle int{self.angle} per pair of channels"
+    def describe(self, bits: str | None = None) -> str:
+        radius, angle = bits or self.radius, bits or self.angle
+        return f"polar, radius int{radius} and angle int{angle} per pair of channels"
 
     @property
     def tensors(self) -> set[str]:
