@@ -59,7 +59,7 @@ class Examined:
         if self.latent:
             reason = reason or config.why_no_latents
         if reason:
-            return LayerReport(index, self.kind, False, reason, kernel="sdpa", grows=self.grows)
+            return LayerReport(index, self.kind, False, reason, attention="sdpa", grows=self.grows)
         label, fitted = config.label, self.fitting(config)
         if self.latent:
             label, why_ops = of_latents(config), "latents have no kernel"

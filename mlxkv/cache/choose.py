@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
@@ -18,8 +19,8 @@ from mlxkv.cache.selftest import Case
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, PORTABLE, TILES, KernelPlan
 from mlxkv.codec.maps import LayerMaps
-from mlxkv.formats.config import CacheConfig, Fill
-from mlxkv.formats.records import RecordLayout, record_layout, side_layout, why_no_record
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.records import RecordLayout, record_layout, why_no_records
 from mlxkv.metal import latents, launch, tiles, trust
 
 PICKED = "this model's code picks single latents"
@@ -66,21 +67,24 @@ def plan(
     the portable ones only where tiles do not run."""
     question = Question(config, dims, dtype, case, latent, picked)
     key = (config, dims, dtype, launch.state())
-    make = launch.factory()
-    if reason := launch.absent() if make is None else _no_records(question):
-        return KernelPlan(OPS, reason, question=key)
+    make, by = launch.factory(), partial(KernelPlan, question=key, backend=launch.backend())
+    if make is None:
+        return by(OPS, launch.absent(), failed=launch.switched_off(launch.KERNELS) is not None)
+    if reason := _no_records(question):
+        return by(OPS, reason)
+    off = launch.switched_off(launch.TILES) is not None
     if latent:
         if reason := _tiles_off() or latents.why_not_here(make):
-            return KernelPlan(OPS, reason, question=key)
+            return by(OPS, reason, failed=off)
         if reason := selftest.latent_fault(config, dims[0], dtype, make, question.heads):
-            return KernelPlan(OPS, f"{FAILED}: {reason}", question=key)
-        return KernelPlan(TILES, None, make, key)
+            return by(OPS, f"{FAILED}: {reason}", failed=True)
+        return by(TILES, None, make)
     slower = _tiles_off() or _distrust(question, tiled=True)
     if slower is None:
-        return KernelPlan(TILES, None, make, key)
+        return by(TILES, None, make)
     if reason := _distrust(question, tiled=False):
-        return KernelPlan(OPS, f"{FAILED}: {reason}", question=key)
-    return KernelPlan(PORTABLE, slower, make, key)
+        return by(OPS, f"{FAILED}: {reason}", failed=True)
+    return by(PORTABLE, slower, make, failed=off)
 
 
 def current(
@@ -115,19 +119,7 @@ def _no_records(question: Question) -> str | None:
     if question.latent:
         side = config.keys
         return latents.why_not(side.quantizer, side.dims(dims[0]), config.page, question.dtype)
-    sides = config.keys, config.values
-    if sum(isinstance(side.quantizer, Fill) for side in sides) == 1:
-        return "bits by direction beside other codes have no kernel"
-    for i, (side, dim) in enumerate(zip(sides, dims, strict=True)):
-        stored = side.dims(dim)
-        if reason := why_no_record(side.quantizer, stored, config.page, i == 0, blocks=True):
-            return reason
-        layout = side_layout(side.quantizer, stored, config.page, i == 0)
-        if side.low is not None and layout.saves_nothing(dim):
-            return f"{stored} float16 dims would take the room of {dim} in records"
-    if dims[0] != dims[1]:
-        return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel yet"
-    return None
+    return why_no_records(config, *dims)
 
 
 def _tiles_off() -> str | None:

@@ -43,18 +43,36 @@ class KernelPlan:
     """Which code seals and reads the pages of one format on this machine.
 
     body: OPS, PORTABLE or TILES. reason: why no faster body, None for TILES. make: builds the kernels, None for OPS.
-    question: the one that `choose.plan` answered.
+    question: the one that `choose.plan` answered. failed: whether a faster body should run here, and does not. backend:
+    that kernels run on.
     """
 
     body: str
     reason: str | None = None
     make: Factory | None = None
     question: tuple | None = field(default=None, compare=False, repr=False)
+    failed: bool = field(default=False, compare=False)
+    backend: str = field(default="", compare=False)
+
+    @property
+    def by_kernels(self) -> bool:
+        """Return whether kernels read the pages."""
+        return self.body != OPS
+
+    @property
+    def tiled(self) -> bool:
+        """Return whether these are the tile kernels."""
+        return self.body == TILES
 
     @property
     def label(self) -> str:
-        """For reports; plain ops say why."""
-        return f"{OPS} ({self.reason})" if self.body == OPS else self.body
+        """The body; plain ops say why."""
+        return self.body if self.by_kernels else f"{OPS} ({self.reason})"
+
+    @property
+    def text(self) -> str:
+        """Return its line in reports."""
+        return f"{self.backend} {self.label}" if self.by_kernels else self.label
 
     def __deepcopy__(self, memo):
         return self  # MLX's kernel builders cannot be copied

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -90,7 +90,7 @@ def report(session: Session) -> dict:
         "peak_bytes": mx.get_peak_memory(),
         **said(session),
         "steps": loaded.steps,
-        "layers": [asdict(layer) for layer in loaded.layers],
+        "layers": [layer.as_dict() for layer in loaded.layers],
     }
 
 

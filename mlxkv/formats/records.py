@@ -221,6 +221,23 @@ def why_no_record(
     return None
 
 
+def why_no_records(config: CacheConfig, key_dim: int, value_dim: int) -> str | None:
+    """Return why pages of heads of these dims have no records that a kernel reads, on any machine, or None."""
+    sides = config.keys, config.values
+    if sum(isinstance(side.quantizer, Fill) for side in sides) == 1:
+        return "bits by direction beside other codes have no kernel"
+    for i, (side, dim) in enumerate(zip(sides, (key_dim, value_dim), strict=True)):
+        stored = side.dims(dim)
+        if reason := why_no_record(side.quantizer, stored, config.page, i == 0, blocks=True):
+            return reason
+        layout = side_layout(side.quantizer, stored, config.page, i == 0)
+        if side.low is not None and layout.saves_nothing(dim):
+            return f"{stored} float16 dims would take the room of {dim} in records"
+    if key_dim != value_dim:
+        return f"keys of {key_dim} and values of {value_dim} dims have no kernel yet"
+    return None
+
+
 def _why_no_pairs(spec: Polar, dims: int, page: int, keys: bool) -> str | None:
     if not keys:
         return "values as radius and angle have no record"

@@ -12,8 +12,8 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import console, errors
-from mlxkv.cache import choose, selftest
-from mlxkv.cache.view import OPS
+from mlxkv.cache import selftest
+from mlxkv.cache.view import OPS, PORTABLE, KernelPlan
 from mlxkv.machine import out_of_range
 from mlxkv.metal import launch, tiles
 from mlxkv.metal.launch import backend
@@ -33,13 +33,12 @@ def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:
     kernels run, where there is no GPU, or where they are not wanted."""
     if launch.factory() is None and not launch.switched_off(launch.KERNELS):
         return None
-    slow = [r.kernel for r in reports if r.compressed and r.kernel.startswith(OPS)]
-    whys = [kernel.removeprefix(f"{OPS} (").removesuffix(")") for kernel in slow]
-    failed = [reason for reason in whys if choose.FAILED in reason or launch.OFF in reason]
-    if failed:
+    slow = [r.plan for r in reports if r.plan is not None and not r.plan.by_kernels]
+    if failed := [plan.reason for plan in slow if plan.failed]:
         return f"! kernels are not used on this GPU: {failed[0]}; decoding is slow. {WHY}", True
-    if whys:
-        return f"  no kernel reads this format ({whys[0]}): decoding is by plain ops, slower", False
+    if slow:
+        why = slow[0].reason
+        return f"  no kernel reads this format ({why}): decoding is by plain ops, slower", False
     return None
 
 
@@ -66,22 +65,18 @@ def step_down(loaded: Loaded, error: Exception) -> str | None:
     if type(error) is not RuntimeError:
         return None
     selftest.drain(generation_stream)
-    kernels = [r.kernel for r in loaded.layers if r.compressed and not r.kernel.startswith(OPS)]
-    if not kernels or launch.factory() is None or errors.is_of_memory(error):
+    plans = [r.plan for r in loaded.layers if r.plan is not None and r.plan.by_kernels]
+    if not plans or launch.factory() is None or errors.is_of_memory(error):
         return None
-    reason, tiled = errors.reason(error), any("tile" in kernel for kernel in kernels)
+    reason, tiled = errors.reason(error), any(plan.tiled for plan in plans)
     first = launch.TILES if tiled else launch.KERNELS
     launch.switch_off(first, reason)
     # What was drawn from may be lost with the step.
     mx.random.seed(time.time_ns())
     mx.clear_cache()
-    replacement = f"{OPS} ({launch.switched_off(first)})"
-    if tiled:  # the portable body is tried as the caches are made
-        replacement = f"{backend()} kernels"
-    loaded.layers[:] = [
-        replace(r, kernel=replacement) if r.compressed and not r.kernel.startswith(OPS) else r
-        for r in loaded.layers
-    ]
+    body = PORTABLE if tiled else OPS  # the portable body is tried as the caches are made
+    plan = KernelPlan(body, launch.switched_off(first), failed=True, backend=backend())
+    loaded.layers[:] = [replace(r, plan=plan) if r.plan in plans else r for r in loaded.layers]
     slower = "portable kernels" if tiled else "plain ops, slowly,"
     return f"! a kernel failed on this GPU: {reason}; from here on {slower} decode. {WHY}"
 

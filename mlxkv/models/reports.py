@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from mlxkv.console import human_bytes
 from mlxkv.formats.config import CacheConfig
+
+if TYPE_CHECKING:
+    from mlxkv.cache.view import KernelPlan
 
 ASKED_FOR = "as asked for"
 FAST, UNKNOWN = "mx.fast", "not known yet"
@@ -26,7 +30,8 @@ class LayerReport:
     index: position in the model's list of caches; layers without a cache of their own do not count.
     kind: the sort of layer. reason: the preset if compressed, else why not.
     bits_per_value: stored bits per value inside the pages, 16 in full precision.
-    kernel: what computes attention. grows: the cache grows with the context.
+    attention: what computes it, where no plan says so. plan: which code seals and reads its pages, and why no faster
+    one; of several caches, the one of a cache without kernels. grows: the cache grows with the context.
     kv_heads, key_dim, value_dim: sizes of a compressed layer;
         0 for others.
     fold: "folded" where the weights turn the values, why they do not where that was asked for.
@@ -39,7 +44,7 @@ class LayerReport:
     compressed: bool
     reason: str
     bits_per_value: float = 16.0
-    kernel: str = FAST
+    attention: str = FAST
     grows: bool = True
     kv_heads: int = 0
     key_dim: int = 0
@@ -47,10 +52,27 @@ class LayerReport:
     fold: str = ""
     clips: tuple[float, float] | None = None
     bases: int = 0
+    plan: KernelPlan | None = None
+
+    @property
+    def kernel(self) -> str:
+        """Return what computes attention, as reports print it."""
+        return self.attention if self.plan is None else self.plan.text
+
+    def as_dict(self) -> dict:
+        """Return plain data for `--json` and /v1/kv."""
+        out = {"kernel" if name == "attention" else name: x for name, x in vars(self).items()}
+        del out["plan"]
+        return out | {"kernel": self.kernel}
 
 
 def compressed(
-    index: int, kind: str, config: CacheConfig, label: str, sizes: tuple[int, int, int], kernel: str
+    index: int,
+    kind: str,
+    config: CacheConfig,
+    label: str,
+    sizes: tuple[int, int, int],
+    attention: str,
 ) -> LayerReport:
     """The report of a layer that `config` compresses, or why its heads cannot be.
 
@@ -60,7 +82,7 @@ def compressed(
     if reason := config.why_not(*dims):
         return LayerReport(index, kind, False, reason)
     bits = config.bits_per_value(*dims)
-    return LayerReport(index, kind, True, label, bits, kernel, True, *sizes)
+    return LayerReport(index, kind, True, label, bits, attention, True, *sizes)
 
 
 def of_latents(config: CacheConfig) -> str:

@@ -23,7 +23,7 @@ from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.choose import Question
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
-from mlxkv.cache.view import OPS, KernelPlan
+from mlxkv.cache.view import KernelPlan
 from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
@@ -326,15 +326,11 @@ def _question(config: CacheConfig, turns: LayerMaps | None, shape: Shape) -> Que
 
 
 def _with_kernel(report: LayerReport, plans: Mapping[Place, KernelPlan]) -> LayerReport:
-    """The report of a layer with its kernel; of several caches, the one that is not decoded well."""
-    kernels = [
-        plan.label if plan.body == OPS else f"{launch.backend()} {plan.label}"
-        for place, plan in plans.items()
-        if place[0] == report.index
-    ]
-    if not report.compressed or not kernels:
+    """The report of a layer with its plan; of several caches, the one that is not decoded well."""
+    own = [plan for place, plan in plans.items() if place[0] == report.index]
+    if not report.compressed or not own:
         return report
-    return replace(report, kernel=next((k for k in kernels if k.startswith(OPS)), kernels[0]))
+    return replace(report, plan=min(own, key=lambda plan: plan.by_kernels))
 
 
 # -- 5. install: the model's `make_cache` makes compressed caches

@@ -1,15 +1,22 @@
 """Rules per layer: who is compressed, who is not, and that the reason is said."""
 
 import ast
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlx_lm.models
 import pytest
+from on_emulator import make_tiles
 from random_models import random_model
 
+from mlxkv.cache.choose import FAILED
+from mlxkv.cache.view import OPS, KernelPlan
 from mlxkv.formats.config import CacheConfig
 from mlxkv.metal import launch
+from mlxkv.metal.launch import OFF
 from mlxkv.models import LayerReport, attach, detach, summarise
+from mlxkv.models.decoders import not_used
 from mlxkv.models.hooks.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32, refusal
 from mlxkv.models.hooks.rebind import OWN_CODE
 from mlxkv.models.reports import ranges
@@ -55,6 +62,21 @@ def test_a_line_per_kind_of_layer(reports):
         "layers 0, 2 (sliding window 16): full precision, small by nature",
         "layers 1, 3 (full attention): naive-int4, 4.5 bits per value, plain ops (no GPU here)",
     ]
+
+
+def test_a_report_carries_the_plan_that_its_text_is_made_of(reports):
+    """What is done about a plan follows from its fields, whatever its reason says."""
+    with launch.using(None):
+        plain, compressed = reports("gemma3_text")[:2]
+    assert plain.plan is None and plain.kernel == "mx.fast"
+    assert (compressed.plan.by_kernels, compressed.plan.reason) == (False, "no GPU here")
+    data = compressed.as_dict()
+    assert "plan" not in data and json.loads(json.dumps(data))["kernel"] == compressed.kernel
+    names_all = KernelPlan(OPS, f"{OFF}, tile kernels, {FAILED}", make_tiles)
+    with launch.using(make_tiles):
+        line, loud = not_used([replace(compressed, plan=names_all)])
+        assert not loud and "no kernel reads this format" in line
+        assert not_used([replace(compressed, plan=replace(names_all, failed=True))])[1]
 
 
 def test_layers_with_other_bits_share_a_line():

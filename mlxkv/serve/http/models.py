@@ -7,7 +7,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -91,7 +91,7 @@ class Site:
             "processes": engine.ranks.size,  # bytes below are those of one
             "report": loaded.report(),
             "steps": loaded.steps,
-            "layers": [asdict(layer) for layer in loaded.layers],
+            "layers": [layer.as_dict() for layer in loaded.layers],
             "memory": {"bound_bytes": memory.bound},
         }
         if not is_operator:
