@@ -23,8 +23,8 @@ from mlxkv.errors import UserError
 from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.rules.going_back import GoesBack
+from mlxkv.formats.sizes import buffer_tokens
 
-STEP, GROWTH = 256, 16  # the live window grows by whole steps, and by a share of what it holds
 FindMaps = Callable[[str, str, CacheConfig], LayerMaps]  # by digest and layer
 
 
@@ -99,8 +99,7 @@ class CompressedKVCache(GoesBack):
     def _append(self, new: Pair) -> None:
         end = self._count + new[0].shape[2]
         if self._live is None or end > self._live[0].shape[2]:
-            spare = max(end, self._count + self._count // GROWTH)
-            room = max(min(self._room, -(-spare // STEP) * STEP), end)
+            room = max(min(self._room, buffer_tokens(self._count, end)), end)
             buffers = tuple(x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in new)
             if self._count:
                 for buffer, old in zip(buffers, self._read_live(), strict=True):

@@ -11,7 +11,7 @@ Writes memory.svg and memory-dark.svg.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.options import Parser
@@ -21,7 +21,7 @@ from mlxkv.eval.report import plots
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import USABLE
 from mlxkv.models.catalog.aliases import CONFIGS, QUANTIZATION
-from mlxkv.models.catalog.sizes import CHUNK, ModelPlan, layer_bytes, need
+from mlxkv.models.catalog.sizes import CHUNK, ModelPlan, bits_in_pages, need
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 CONTEXT = 131072  # the limit of all three models
@@ -83,8 +83,8 @@ def _bar(plan: ModelPlan, name: str) -> Bar:
     if name != MLX_LM:
         found = need(plan, parse_kv(name), CONTEXT)
         return Bar(name, found.weights / GIB, found.cache / GIB, found.transient / GIB)
-    kv = replace(parse_kv("naive-int4"), sink=0, recent=0)
-    stored = sum(layer_bytes(layer, kv, CONTEXT) for layer in plan.layers)
+    kv = parse_kv("naive-int4")  # of every token
+    stored = sum(x.values(CONTEXT) * bits_in_pages(x, kv) / 8 for x in plan.layers)
     working = plan.working * CHUNK
     scores = 2 * plan.layers[0].queries * CHUNK * CONTEXT
     return Bar(name, *(size / GIB for size in (plan.weights, stored, working, scores)))

@@ -19,7 +19,6 @@ from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.contract import Contract, IntoBatch, Snapshots, causal_mask, from_state
-from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View, joined
 from mlxkv.codec import maps
@@ -29,10 +28,10 @@ from mlxkv.errors import UserError
 from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.rules.going_back import GoesBack
+from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.metal.launch import ahead, backend
 
 NEW = -1
-STEP = 256  # the live window grows by whole steps, as mlx-lm's own cache does
 
 
 class CompressedKVCache(GoesBack, Snapshots, Contract):
@@ -192,8 +191,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def _append(self, keys: mx.array, values: mx.array) -> None:
         end = self._count + keys.shape[2]
         if self._live is None or end > self._live[0].shape[2]:
-            spare = max(end, self._count + self._count // GROWTH)
-            capacity = min(self._room, -(-spare // STEP) * STEP)
+            capacity = min(self._room, buffer_tokens(self._count, end))
             if self._roomy:
                 capacity = self._room + DECODE_TOKENS
             buffers = []

@@ -16,13 +16,13 @@ import mlx.core as mx
 
 from mlxkv.cache.attention import DECODE_TOKENS, whole_side
 from mlxkv.cache.batch import BatchedKVCache
-from mlxkv.cache.compressed import STEP, CompressedKVCache
+from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.contract import IntoBatch
-from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.ragged import padded
 from mlxkv.cache.stores import LatentCodes
 from mlxkv.cache.traced import Arrays, Form, NotYet, Numbers, Own, Rows, check_rows
 from mlxkv.cache.view import BY_OPS, Pair, TracedLatents, View
+from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.formats.state import check_batch
 from mlxkv.metal.launch import ahead, backend
 
@@ -119,7 +119,7 @@ class LatentKVCache(CompressedKVCache):
         """Append the rotary keys of new tokens to the `offset` keys in the buffer."""
         end, old = self.offset + rotary.shape[2], self._rotary
         if old is None or end > old.shape[2]:
-            room = -(-max(end, self.offset + self.offset // GROWTH) // STEP) * STEP
+            room = buffer_tokens(self.offset, end)
             self._rotary = mx.zeros((*rotary.shape[:2], room, rotary.shape[3]), rotary.dtype)
             if self.offset:
                 self._rotary[:, :, : self.offset] = old[:, :, : self.offset]

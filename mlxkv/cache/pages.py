@@ -24,18 +24,11 @@ from itertools import chain
 import mlx.core as mx
 
 from mlxkv.formats.records import TOKENS, RecordLayout
-from mlxkv.metal.lengths import grown
+from mlxkv.formats.sizes import GROWTH, WASTE, grown, page_room
 
-GROWTH = 16  # room is at most 1/16 of what is stored, or that of `grown`, or what one append adds
-WASTE = 16  # at most one page of so many is a gap
 Named = dict[Hashable, mx.array]
 Part = tuple[Named, int]  # the arrays of exactly so many pages; {} for none
 Block = tuple[tuple[int, ...], mx.Dtype]  # shape and type of the array of one page
-
-
-def most(pages: int) -> int:
-    """Pages that a sequence of so many takes among others at most, with its share of room and gaps."""
-    return -(-(pages * (GROWTH + 1) + GROWTH) * WASTE // (GROWTH * (WASTE - 1)))
 
 
 class Pages:
@@ -97,7 +90,7 @@ class Pages:
         if at + count <= end:
             self._write(at, encoded, count)
         else:
-            room = max(count, sum(self.counts) // (GROWTH * len(self.counts)))
+            room = page_room(count, self.count, len(self.counts))
             self._lay_out(self._parts(), room, i, encoded, count)
         self.counts[i] += count
 

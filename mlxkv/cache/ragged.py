@@ -23,7 +23,6 @@ from mlxkv.cache.pages import Pages
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import KernelPlan, Pair, RecordPages, View
 from mlxkv.codec.transform import left
-from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import TOKENS
 from mlxkv.metal.lengths import together
 
@@ -245,11 +244,6 @@ class Ragged:
     def arrays(self) -> list[mx.array]:
         """Return what is allocated."""
         return [*self.live, *(self.sink or ()), *self.last, *self.pages.arrays.values()]
-
-
-def window_tokens(config: CacheConfig) -> int:
-    """Tokens in full precision that are allocated for each sequence, at most."""
-    return 2 * config.sink + config.recent + 2 * config.page + DECODE_TOKENS
 
 
 def padded(x: mx.array, room: int) -> mx.array:

@@ -1,10 +1,10 @@
 """`mlxkv fit`: say what memory a model and a context need, from config.json alone.
 
 mlx-lm's own model is made of it, without weights: its parameters and its caches are counted. The sum counts the
-weights, the cache, states of fixed size and the transients of the prefill: the working memory of one chunk, and
-one layer's keys and values in 16 bits over the whole context. A compressed cache decodes them, a plain one copies
-them when it grows; from latents mlx-lm's code also makes the keys and values of every head. `mlxkv chat --json`
-measures.
+weights, what caches have allocated once the context is read, states of fixed size and the transients of the prefill:
+the working memory of one chunk, what sliding windows hold of a chunk, and one layer's keys and values in 16 bits over
+the whole context. A compressed cache decodes them, a plain one copies them when it grows; from latents mlx-lm's code
+also makes the keys and values of every head. `mlxkv chat --json` measures.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def run(
         print_json(data)
         return
     print_table(
-        ["preset", "bits/value", "cache", "in all", "fits", "longest context"],
+        ["preset", "bits/value", "allocated", "in all", "fits", "longest context"],
         [
             [
                 row["preset"],
                 f"{row['bits_per_value']:.2f}",
-                human_bytes(row["kv_bytes"]),
+                human_bytes(row["kv_bytes_allocated"]),
                 human_bytes(row["total_bytes"]),
                 "yes" if row["fits"] else "no",
                 row["longest_context"] or "none",
@@ -138,10 +138,11 @@ def _row(plan: ModelPlan, name: str, kv: CacheConfig, tokens: int, usable: int) 
     bytes_needed = need(plan, kv, tokens)
     return {
         "preset": name,
-        "bits_per_value": round(8 * bytes_needed.cache / bytes_needed.values, 3)
+        "bits_per_value": round(8 * bytes_needed.in_use / bytes_needed.values, 3)
         if bytes_needed.values
         else 0.0,
-        "kv_bytes": bytes_needed.cache,
+        "kv_bytes": bytes_needed.in_use,
+        "kv_bytes_allocated": bytes_needed.cache,
         "transient_bytes": bytes_needed.transient,
         "dropped_bytes": bytes_needed.dropped,
         "total_bytes": bytes_needed.total,
@@ -202,7 +203,7 @@ def _notes(kv: CacheConfig) -> Iterator[str]:
     if any(side.low and side.low.energy for side in (kv.keys, kv.values)):
         yield "counts all dims; a calibration says how many that energy takes"
     if kv.keep < 1:
-        yield 'cache: after the prompt is read; "in all" counts all its tokens, which stay until then'
+        yield 'allocated: after the prompt is read; "in all" counts all its tokens, which stay until then'
 
 
 # -- what has to be known of a model: its config.json, what mlx-lm makes of it, and the size of its weights
@@ -231,6 +232,7 @@ def read_plan(model: str) -> ModelPlan:
 def plan_of(config: dict, name: str = "", weights: int | None = None, more: str = "") -> ModelPlan:
     """The plan of a config.json. weights: bytes of the files, None where there are none. more: what is said of where
     a computed size comes from. Raises UserError for sizes that no model has."""
+    from mlxkv.metal import launch
     from mlxkv.models.loading.outline import NotBuilt, outline
 
     estimate, source = "", f"computed from config.json {more}".strip()
@@ -243,7 +245,8 @@ def plan_of(config: dict, name: str = "", weights: int | None = None, more: str 
         layers, size, working = _estimate(config, name)
     if weights:
         size, source = weights, "from the files"
-    return ModelPlan(name, layers, size, source, context_limit(config) or 0, working, estimate)
+    limit, has_kernels = context_limit(config) or 0, launch.factory() is not None
+    return ModelPlan(name, layers, size, source, limit, working, estimate, has_kernels)
 
 
 def _estimate(config: dict, name: str) -> tuple[list, int, int]:

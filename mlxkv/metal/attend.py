@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlxkv.codec.transform import Transform
 from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout
+from mlxkv.formats.sizes import DECODE_TOKENS
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.metal.lengths import Lengths
@@ -33,7 +34,7 @@ FEW_RECORDS = 2 * SIMDGROUPS  # the same where the number of cores decides
 # Threadgroups wanted of the six, of 4 simdgroups with 128 registers, that an Apple core holds.
 PER_CORE = 4
 MAX_SPLITS = 128
-MOST_NEW = 8  # tokens that `attend` takes at once: more are a prefill
+MOST_NEW = DECODE_TOKENS  # tokens that `attend` takes at once: more are a prefill
 # Query rows of a threadgroup at most: of each a lane holds an eighth of the outputs, and an Apple GPU has 128
 # registers. By the largest of its dims; more of them leave one row. NVIDIA has 255 registers.
 TILE_ROWS, TILE_DIMS, TILE_ROWS_CUDA = 2, 128, 4

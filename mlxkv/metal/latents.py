@@ -12,9 +12,9 @@ import mlx.core as mx
 
 from mlxkv.codec.codec import Codec, Stored
 from mlxkv.formats.quantizers import Affine
+from mlxkv.formats.sizes import grown
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
-from mlxkv.metal.lengths import grown
 from mlxkv.metal.template import exponents, ints, nothing
 
 ROWS = 8  # query rows of a tile

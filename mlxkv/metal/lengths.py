@@ -14,11 +14,10 @@ from itertools import chain
 
 import mlx.core as mx
 
+from mlxkv.formats.sizes import STEPS, grown
 from mlxkv.metal.template import ints
 
 Rows = tuple[tuple[int, int, int], ...]  # of each sequence: records, sink tokens, live tokens
-FEW, MORE = 8, 16  # pages in which room grows in steps of fixed shapes: first, and from 32 pages on
-STEPS = 16  # in which lengths are counted between powers of two, where they are long
 PARTS = 32  # in which the mean length of a batch is counted, of the longest
 
 
@@ -89,15 +88,6 @@ def together(rows: Rows, starts: tuple[int, ...]) -> Lengths:
     """Lengths of sequences in one buffer. starts: the first record of each."""
     numbers = chain.from_iterable((*row, at) for row, at in zip(rows, starts, strict=True))
     return Lengths(tuple(numbers), shared(tuple(records for records, _, _ in rows)))
-
-
-def grown(pages: int) -> int:
-    """The capacity for so many pages and one more, in steps of fixed shapes: others of about this length
-    have the same, and share the trace of a step. 6 capacities up to 64 pages: a trace takes the host as long
-    as some ten steps, a page few bytes."""
-    step = FEW if pages < 4 * FEW else MORE
-    step = max(step, 1 << max(0, pages.bit_length() - STEPS.bit_length()))
-    return -(-(pages + 1) // step) * step
 
 
 @lru_cache(maxsize=256)

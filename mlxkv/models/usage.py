@@ -3,7 +3,8 @@
 In use: the bytes of the tokens that a cache holds: codes and scales of sealed pages, the exact tokens of the
 windows and of the page that was sealed last. Exact numbers count 16 bits, also on a CPU that holds them in 32,
 so that the two figures compare. 16 bits: what caches without compression take for the same tokens, by the same
-rule (a sliding window counts its window). Allocated: the arrays with their room to grow.
+rule (a sliding window counts its window). Allocated: the arrays with their room to grow. What is not measured is
+computed by `formats.sizes`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import LatentKVCache
+from mlxkv.cache.view import OPS
 from mlxkv.console import human_bytes
-from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.sizes import EXACT_BYTES, CacheShape
 from mlxkv.models.hooks.probe import leaves
 
 BITS = 16  # of full precision
-EXACT_BYTES = BITS // 8  # of an exact number, where it is held in 32 bits, too
-EXACT = ("live", "sink", "last")  # windows in the state of a cache
 NOTHING_YET = "nothing compressed yet (exact up to {} tokens)"
 NOTHING = "nothing compressed (full precision)"
 
@@ -105,9 +106,11 @@ def usage(caches: Sequence[Any]) -> Usage:
 
 def projected(caches: Sequence[Any], tokens: int) -> Usage:
     """Compute what the same caches take once they hold `tokens` tokens. caches: that hold a token at least."""
-    sizes = [sizes_of(cache) for _, cache in leaves(caches)]
-    packed, half = ([f(x, tokens) for x in sizes] for f in (Sizes.in_use, Sizes.bytes_fp16))
-    return replace(usage(caches), tokens=tokens, kv_bytes=sum(packed), kv_bytes_fp16=sum(half))
+    shapes = [shape_of(cache) for _, cache in leaves(caches)]
+    packed, half = (
+        sum(x.held(tokens) for x in some) for some in (shapes, [x.plain for x in shapes])
+    )
+    return replace(usage(caches), tokens=tokens, kv_bytes=packed, kv_bytes_fp16=half)
 
 
 def window_of(loaded: Any) -> int:
@@ -119,75 +122,65 @@ def in_use(cache: Any) -> int:
     """Bytes of the tokens that one cache holds. Nothing is computed."""
     if (inner := getattr(cache, "caches", None)) is not None:
         return sum(map(in_use, inner))
-    if isinstance(cache, CompressedKVCache):
-        tree = {name: x for name, x in cache.state.items() if name != "header"}
-        exact = tree_flatten([tree.pop(name) for name in EXACT if name in tree])
-        return EXACT_BYTES * sum(x.size for _, x in exact) + sum(
-            x.nbytes for _, x in tree_flatten(tree)
-        )
-    return in_16_bits(cache)
+    if isinstance(cache, BatchedKVCache):
+        if cache.ragged is None:
+            return sum(map(in_use, cache.rows))
+        return sum(map(shape_of(cache).held, cache.offsets))
+    if not isinstance(cache, CompressedKVCache):
+        return in_16_bits(cache)
+    if cache.live is None:
+        return 0
+    tree, dtype, total = cache.state, cache.live[0].dtype, 0
+    for path, x in tree_flatten(tree):
+        # The header; how many pages runs have; a basis that the last of them has, too.
+        if path in ("header", "pages.counts") or (path.startswith("basis") and "pages" in tree):
+            continue
+        exact = x.dtype == dtype and "basis" not in path
+        total += EXACT_BYTES * x.size if exact else x.nbytes
+    return total
 
 
 def in_16_bits(cache: Any) -> int:
     """Bytes of the same tokens in a cache of 16 bits that does not compress."""
     if (inner := getattr(cache, "caches", None)) is not None:
         return sum(map(in_16_bits, inner))
-    return sizes_of(cache).bytes_fp16(getattr(cache, "offset", 0))
+    if isinstance(cache, BatchedKVCache):
+        if cache.ragged is None:
+            return sum(map(in_16_bits, cache.rows))
+        return sum(map(shape_of(cache).plain.held, cache.offsets))
+    return shape_of(cache).plain.held(getattr(cache, "offset", 0))
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of one layer's cache, in bytes.
-
-    fixed: whatever it holds. half: of a token in 16 bits. window: tokens that it keeps; 0: all. config: None where it
-    is not compressed. page_bytes: codes and scales of one page of all tokens, rotary keys beside latents as they are
-    stored. bases: that follow the text.
-    """
-
-    fixed: int = 0
-    half: int = 0
-    window: int = 0
-    config: CacheConfig | None = None
-    page_bytes: float = 0.0
-    bases: int = 0
-
-    def in_use(self, tokens: int, rests: bool = False) -> int:
-        """Bytes of so many tokens. rests: on a shelf, where nobody needs the exact tokens of the page that was sealed
-        last."""
-        c = self.config
-        if c is None:
-            return self.bytes_fp16(tokens)
-        if tokens <= c.window:
-            return self.half * tokens
-        pages = c.pages_over(tokens - c.sink)
-        exact = tokens - pages * c.page + (0 if rests and not c.listens else c.page)
-        return int(pages * self.page_bytes) + self.half * exact + self.bases
-
-    def bytes_fp16(self, tokens: int) -> int:
-        """Bytes of the same tokens in 16 bits."""
-        return self.fixed + self.half * (min(tokens, self.window) if self.window else tokens)
+# Kinds of mlx-lm's caches, by what says their window.
+KINDS = {"max_size": "sliding", "chunk_size": "chunked"}
 
 
-def sizes_of(cache: Any) -> Sizes:
-    """The sizes of one cache. A compressed one has to hold a token."""
+def shape_of(cache: Any) -> CacheShape:
+    """The shape of one cache, or of a sequence in shared arrays. A compressed one has to hold a token."""
+    if isinstance(cache, BatchedKVCache):
+        shared, kind = cache.ragged, {"records": True, "together": True}
+        sizes = shared.heads, *shared.store.dims, shared.config
+        return CacheShape(*sizes, number=shared.dtype.size, **kind)
     if not isinstance(cache, CompressedKVCache):
         keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
         if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4:
-            return Sizes(fixed=cache.nbytes)  # a state of fixed size: compression changes nothing
-        window = getattr(cache, "max_size", None) or getattr(cache, "chunk_size", None) or 0
-        return Sizes(half=EXACT_BYTES * _numbers((keys, values)), window=window)
+            return CacheShape(kind="state", fixed=cache.nbytes)  # compression changes nothing
+        name = next((name for name in KINDS if getattr(cache, name, None)), None)
+        windows = {"kind": KINDS[name], "window": getattr(cache, name)} if name else {}
+        return CacheShape(*_sizes((keys, values)), **windows, number=keys.dtype.size)
     if (pair := cache.live) is None:
-        return Sizes()
-    config, dims, numbers = cache.config, [x.shape[3] for x in pair], _numbers(pair)
-    if isinstance(cache, LatentKVCache) and config.rotary == BITS:
-        bits = dims[0] * config.keys.bits_per_value(dims[0], config.page)
-        packed = config.page * (bits / 8 + pair[0].dtype.size * dims[1])
-    else:
-        packed = config.page * numbers * replace(config, keep=1.0).bits_per_value(*dims) / 8
-    bases = config.basis_bytes(pair[0].shape[1], *dims)
-    return Sizes(half=EXACT_BYTES * numbers, config=config, page_bytes=packed, bases=bases)
+        return CacheShape()
+    heads, *dims = _sizes(pair)
+    is_latent = isinstance(cache, LatentKVCache)
+    return CacheShape(
+        *(heads, *dims, cache.config, "latent" if is_latent else "full"),
+        number=pair[0].dtype.size,
+        records=not is_latent and cache.plan(tuple(dims), pair[0].dtype).body != OPS,
+        together=cache.joins,
+    )
 
 
-def _numbers(pair: tuple[mx.array, mx.array]) -> int:
-    """Numbers of the keys and values of one token, [B, G, T, D]."""
-    return sum(x.shape[0] * x.shape[1] * x.shape[3] for x in pair)
+def _sizes(pair: tuple[mx.array, mx.array]) -> tuple[int, int, int]:
+    """Heads of all sequences, and key and value dims, of keys and values [B, G, T, D]."""
+    keys, values = pair
+    return keys.shape[0] * keys.shape[1], keys.shape[3], values.shape[3]

@@ -124,7 +124,7 @@ def run(options: ServeOptions) -> None:
     loaded.tell(backend())
     if group.size() == 1:
         quality.warn(loaded)
-    share = memory.need(1 << 14) / memory.fp16(1 << 14) if memory.fp16(1 << 14) else 1
+    share = memory.in_use(1 << 14) / memory.fp16(1 << 14) if memory.fp16(1 << 14) else 1
     place = f" in each of {size} processes" if (size := group.size()) > 1 else ""
     note(
         f"  caches: at most {human_bytes(memory.bound)}{place}; 16k tokens take {share:.0%} of what 16 bits take"

@@ -37,6 +37,22 @@ def test_a_server_computes_what_a_chat_measures(family, kv):
         assert memory.need(count + 2) <= (1.2 if count in (5, 900) else 2) * taken
 
 
+@pytest.mark.parametrize("case", [("llama", "fp16/int4"), ("deepseek_v3", "naive-int4")])
+def test_exact_numbers_in_pages_are_promised_in_the_type_of_the_model(case):
+    """Keys in full precision, and rotary keys beside latents: 32 bits here, which count as 16 where they are in use."""
+    family, kv = case
+    model = random_model(family)
+    attach(model, kv)
+    memory = memory_of(model)
+    for count in (5, 193, 900):
+        caches = read(model, count)
+        assert usage(caches).kv_bytes == pytest.approx(memory.in_use(count), rel=1e-6)
+        for _ in range(2):
+            mx.eval(model(tokens(1)[None], cache=caches))
+        taken = sum(cache.nbytes for cache in caches)
+        assert taken <= memory.need(count + 2) <= 2.2 * taken
+
+
 def test_what_is_held_is_counted_token_by_token():
     """int4 on a llama: 64 + 64 exact tokens, pages of 64, and the exact tokens of the last page."""
     model = random_model("llama")

@@ -9,7 +9,7 @@ from experiments.pages import memory
 from mlxkv.doctor.fit import plan_of
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog.aliases import CONFIGS, QUANTIZATION
-from mlxkv.models.catalog.sizes import layer_bytes
+from mlxkv.models.catalog.sizes import need
 
 ROOT = repo_pages.ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -74,12 +74,11 @@ def test_why_it_matters_follows_from_the_rows():
 
 
 def test_bytes_are_those_of_fit(subtests):
-    layers = plan_of(CONFIGS["llama-3.1-8b"]).layers
+    plan = plan_of(CONFIGS["llama-3.1-8b"])
     for preset in SAVED:
         with subtests.test(preset=preset):
             kv = parse_kv(preset)
-            stored = sum(layer_bytes(layer, kv, 131072) for layer in layers)
-            close(SAVED[preset][2], [stored / 2**30])
+            close(SAVED[preset][2], [need(plan, kv, 131072).cache / 2**30])
             if preset != "fp16":
                 close(SAVED[preset][1], [kv.bits_per_value(128, 128)])
 

@@ -10,9 +10,9 @@ import mlx.core as mx
 from mlxkv.bench.kernels.case import Shape, rotations
 from mlxkv.bench.spread import allotted
 from mlxkv.cache import choose
-from mlxkv.cache.pages import GROWTH
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.sizes import GROWTH
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import seconds_of
 

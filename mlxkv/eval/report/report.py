@@ -118,11 +118,11 @@ def bits(arms: Arms, name: str, context: int) -> dict:
     layers = [s for s in shapes if s.kind in COMPRESSED]
     values = sum(s.values(context) for s in layers)
     inside = sum(s.values(context) * bits_in_pages(s, config) for s in layers)
-    size = 8 * sum(layer_bytes(s, config, context) for s in layers)
+    size = sum(layer_bytes(s, config, context) for s in layers)
     return {
         "bits_per_value": inside / values if values else 16.0,
-        "bits_with_windows": size / values if values else 16.0,
-    } | ({"kv_bytes_in_use": size // 8} if values else {})
+        "bits_with_windows": 8 * size / values if values else 16.0,
+    } | ({"kv_bytes_in_use": size} if values else {})
 
 
 def _limits(ends: list[float] | None, form: str = ".2g", scale: float = 1.0) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv, stand_in
+from mlxkv.formats.sizes import CacheShape
 from mlxkv.models.catalog.shapes import LayerShape
 
 CHUNK = 2048  # tokens that a prefill takes at a time
@@ -23,6 +24,7 @@ class ModelPlan:
 
     weights: bytes of them, and where that number comes from. limit: tokens that it was made for, 0 where config.json
     does not say. working: bytes a token of a prefill, in one layer. estimate: why its sizes are guessed, or "".
+    records: whether kernels read the pages of its caches here.
     """
 
     name: str
@@ -32,6 +34,7 @@ class ModelPlan:
     limit: int = 0
     working: int = 0
     estimate: str = ""
+    records: bool = False
 
     @property
     def state(self) -> int:
@@ -41,11 +44,12 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes at one context with one preset. dropped: by token selection, once the prompt is read. state: of fixed
-    size."""
+    """Bytes at one context with one preset. cache: allocated once the context is read, CHUNK tokens at a time. in_use:
+    of them. dropped: by token selection, once the prompt is read. state: of fixed size."""
 
     weights: int
     cache: int
+    in_use: int
     transient: int
     values: int
     dropped: int = 0
@@ -89,29 +93,37 @@ def bits_in_pages(layer: LayerShape, kv: CacheConfig) -> float:
     return coded.bits_per_value(layer.key_dim, layer.value_dim) if coded else 16.0
 
 
-def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> float:
-    """Stored bytes of one layer's cache, full-precision windows and bases that follow the text
-    included. With token selection: of a prompt, once it is read."""
-    if (kv := _coded(layer, kv)) is None:
-        return 2 * layer.values(tokens)
-    pages = max(0, tokens - kv.sink - kv.recent - kv.pinned) // kv.page
-    packed = layer.values(pages * kv.page) * kv.bits_per_value(layer.key_dim, layer.value_dim) / 8
-    bases = kv.basis_bytes(layer.kv_heads, layer.key_dim, layer.value_dim) if pages else 0
-    return packed + 2 * layer.values(tokens - pages * kv.page) + bases
+def cache_shape(layer: LayerShape, kv: CacheConfig, records: bool = False) -> CacheShape:
+    """The shape of the cache that `attach` makes for a layer, its state left out. records: whether kernels read it."""
+    return CacheShape(
+        *(layer.kv_heads, layer.key_dim, layer.value_dim, _coded(layer, kv), layer.kind),
+        window=layer.window,
+        queries=layer.queries,
+        records=records,
+    )
+
+
+def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> int:
+    """Bytes of one layer's cache in use. With token selection: of a prompt, once it is read."""
+    return cache_shape(layer, kv).held(tokens, prompt=tokens)
 
 
 def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
     """Return what `tokens` tokens need."""
-    layers = Counter(plan.layers).items()
-    cache = sum(count * layer_bytes(layer, kv, tokens) for layer, count in layers)
-    whole = replace(kv, keep=1.0)
-    unpruned = sum(count * layer_bytes(layer, whole, tokens) for layer, count in layers)
+    cache = in_use = dropped = cut = 0
+    for layer, count in Counter(plan.layers).items():
+        shape = cache_shape(layer, kv, plan.records)
+        size = shape.allocated(tokens, CHUNK, prompt=tokens)
+        cache, in_use = cache + count * size, in_use + count * shape.held(tokens, prompt=tokens)
+        # What goes with the first token that is decoded: of a window, and of tokens that are selected.
+        spare = count * max(0, shape.allocated(tokens, CHUNK) - size)
+        dropped, cut = (dropped + spare, cut) if shape.config else (dropped, cut + spare)
     one_layer = max(
         (2 * (layer.values(tokens) + tokens * layer.expanded) for layer in plan.layers), default=0
     )
-    transient = plan.working * min(CHUNK, tokens) + one_layer
+    transient = plan.working * min(CHUNK, tokens) + one_layer + cut
     values = sum(layer.values(tokens) for layer in plan.layers)
-    return Need(plan.weights, int(cache), transient, values, int(unpruned - cache), plan.state)
+    return Need(plan.weights, cache, in_use, transient, values, dropped, plan.state)
 
 
 def longest(plan: ModelPlan, kv: CacheConfig, usable: int) -> int:

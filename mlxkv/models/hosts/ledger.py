@@ -16,7 +16,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.models.hooks.probe import leaves
 from mlxkv.models.hooks.rebind import MARK
 from mlxkv.models.reports import LayerReport
-from mlxkv.models.usage import in_use
+from mlxkv.models.usage import in_16_bits, in_use
 
 STEP, PART = 16, 16  # tokens more than the longest so far, or a 16th, until one is measured again
 OURS = (CompressedKVCache, BatchedKVCache)
@@ -26,15 +26,15 @@ OURS = (CompressedKVCache, BatchedKVCache)
 class Account:
     """The caches of one attached model.
 
-    kv: the preset. window: tokens that stay exact before a page is sealed. plain: bytes of a token in 16 bits,
-    of the compressed layers. bytes, tokens: of the longest caches seen, over all compressed
-    layers and the sequences of a batch. without: calls of the model without a cache, of more than one token.
+    kv: the preset. window: tokens that stay exact before a page is sealed. bytes, plain, tokens: of the longest caches
+    seen, over all compressed layers and the sequences of a batch: in use, and in 16 bits. without: calls of the model
+    without a cache, of more than one token.
     """
 
     kv: str
     window: int
-    plain: int
     bytes: int = 0
+    plain: int = 0
     tokens: int = 0
     sequences: int = 0
     without: int = 0
@@ -58,7 +58,7 @@ class Account:
             return
         self.tokens, self.sequences = total, len(counts)
         self.next = total + max(STEP, total // PART)
-        self.bytes = sum(map(_bytes, compressed))
+        self.bytes, self.plain = sum(map(in_use, compressed)), sum(map(in_16_bits, compressed))
 
     def line(self) -> str | None:
         """'longest cache 530 tokens in 96.0 KiB; in 16 bits 265.0 KiB', or why there is none."""
@@ -71,15 +71,8 @@ class Account:
             exact = f" (nothing compressed yet: exact up to {self.window} tokens)"
         return (
             f"--kv {self.kv}: longest cache {self.tokens:,} tokens{sequences} in {human_bytes(self.bytes)}, in 16 "
-            f"bits {human_bytes(self.plain * self.tokens)}{exact}"
+            f"bits {human_bytes(self.plain)}{exact}"
         )
-
-
-def _bytes(cache: CompressedKVCache | BatchedKVCache) -> int:
-    """Bytes of the tokens of one layer; of sequences in shared arrays what is allocated."""
-    if isinstance(cache, BatchedKVCache) and cache.ragged is None:
-        return sum(map(in_use, cache.rows))
-    return in_use(cache)
 
 
 ACCOUNTS: list[Account] = []  # of all models of this process
@@ -94,11 +87,9 @@ def open_account(
     model: nn.Module, kv: CacheConfig, reports: list[LayerReport], quiet: bool
 ) -> None:
     """Watch the calls of an attached model from now on, and tell of them as the process ends unless `quiet`."""
-    compressed = [report for report in reports if report.compressed]
-    if not compressed:
+    if not any(report.compressed for report in reports):
         return
-    plain = sum(2 * layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in compressed)
-    account = Account(kv.label, kv.window, plain)
+    account = Account(kv.label, kv.window)
     if not ACCOUNTS and not quiet:
         atexit.register(tell)
     ACCOUNTS.append(account)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
 
-from mlxkv.cache import ragged
-from mlxkv.cache.attention import DECODE_TOKENS
-from mlxkv.cache.compressed import STEP, CompressedKVCache
-from mlxkv.cache.latent import LatentKVCache
-from mlxkv.cache.pages import GROWTH, most
 from mlxkv.console import human_bytes
+from mlxkv.formats.sizes import CacheShape
 from mlxkv.machine import footprint
-from mlxkv.metal.lengths import grown
-from mlxkv.models.usage import EXACT_BYTES, Sizes, sizes_of
+from mlxkv.models.hooks.probe import leaves
+from mlxkv.models.usage import shape_of
 from mlxkv.serve.refusals import Refused
 
 
@@ -26,72 +21,9 @@ def used_memory() -> int:
     return max(mx.get_active_memory(), footprint())
 
 
-@dataclass(frozen=True)
-class CacheShape(Sizes):
-    """Bytes that one layer's cache is allocated for. full: of a token in full precision. rotates: for no more than
-    the window. together: sequences of a batch share arrays. room: of rotary keys beside latents, to grow, and of those
-    in windows once more."""
-
-    full: int = 0
-    rotates: bool = False
-    together: bool = False
-    room: int = 0
-
-    def bytes(self, tokens: int, chunk: int, padded: bool = False) -> int:
-        """The most that a cache of so many tokens takes, spare room included.
-
-        chunk: tokens of a prompt that are read at once; a window holds them for a while, too.
-        padded: in one of mlx-lm's own batches, which pads to the longest sequence.
-        """
-        if self.config is None:
-            return self.fixed + self.full * self._room(tokens, chunk, padded)
-        c = self.config
-        pages = max(0, tokens - c.sink) // c.page  # one that was trimmed may have no exact tokens
-        if self.together:
-            held = ragged.window_tokens(c)
-            # One that runs alone grows as `grown` says, and several together fill up to such a number.
-            return int(max(most(pages), grown(pages)) * self.page_bytes) + self.full * held
-        windows = -(-(tokens + tokens // GROWTH) // STEP) * STEP
-        exact = min(c.sink + c.recent + c.page, windows)
-        kept = 0
-        if pages:  # with the room that steps of fixed shapes take
-            exact = c.sink + c.recent + 2 * c.page + DECODE_TOKENS
-            kept = int(max(grown(pages), pages + pages // GROWTH) * self.page_bytes)
-        return kept + self.full * (exact + c.pinned) + self.bases + self.room
-
-    def _room(self, tokens: int, chunk: int, padded: bool) -> int:
-        """The most tokens that mlx-lm's plain cache has room for. It grows in whole steps from any size."""
-        if padded:  # as far as prompts that are read at the same time
-            tokens += min(chunk, tokens)
-        if not self.window:
-            return tokens + STEP - 1
-        if not self.rotates:
-            return min(tokens, self.window + chunk) + STEP - 1
-        if padded:  # the window of a batch fills up over all its sequences
-            return self.window + min(chunk, tokens)
-        return min(tokens + STEP - 1, self.window) + chunk * (self.window < tokens)
-
-
 def shapes_of(caches: list) -> list[CacheShape]:
     """The shapes of caches that hold one token, those inside mlx-lm's CacheList included."""
-    out = []
-    for cache in caches:
-        inner = getattr(cache, "caches", None)
-        out += shapes_of(inner) if inner else [_shape(cache)]
-    return out
-
-
-def _shape(cache) -> CacheShape:
-    sizes, extras = sizes_of(cache), {}
-    if isinstance(cache, CompressedKVCache):
-        extras = {"together": cache.joins}
-        if isinstance(cache, LatentKVCache) and cache.config.rotary == 16:
-            rotary = cache.live[1]
-            extras["room"] = rotary.dtype.size * rotary.shape[3] * (cache.config.window + STEP)
-    if sizes.half:
-        keys = cache.live[0] if sizes.config else cache.keys
-        extras["full"] = sizes.half * keys.dtype.size // EXACT_BYTES
-    return CacheShape(**vars(sizes), **extras, rotates=bool(getattr(cache, "max_size", None)))
+    return [shape_of(cache) for _, cache in leaves(caches)]
 
 
 def cut_padding(caches: list) -> None:
@@ -115,22 +47,22 @@ class Memory:
     def __init__(self, bound: int, shapes: list[CacheShape], chunk: int, batched: bool = False):
         self.bound, self.shapes, self.chunk = bound, shapes, chunk
         # In mlx-lm's own batches every sequence is padded to the longest.
-        alike = [batched and s.full > 0 and s.config is None for s in shapes]
+        alike = [batched and s.numbers > 0 and s.config is None for s in shapes]
         self._alike = [s for s, padded in zip(shapes, alike, strict=True) if padded]
         self._own = [s for s, padded in zip(shapes, alike, strict=True) if not padded]
         self._promised: dict[Hashable, tuple[int, int]] = {}  # bytes: of its own size, padded
 
     def need(self, tokens: int) -> int:
         """The most bytes of one sequence of so many tokens that runs alone."""
-        return sum(shape.bytes(tokens, self.chunk) for shape in self.shapes)
+        return sum(shape.allocated(tokens, self.chunk, most=True) for shape in self.shapes)
 
     def in_use(self, tokens: int, rests: bool = False) -> int:
         """Bytes that one sequence of so many tokens takes, without room to grow. rests: on the shelf."""
-        return sum(shape.in_use(tokens, rests) for shape in self.shapes)
+        return sum(shape.held(tokens, rests=rests) for shape in self.shapes)
 
     def fp16(self, tokens: int) -> int:
         """Bytes of the same tokens in plain 16-bit caches."""
-        return sum(shape.bytes_fp16(tokens) for shape in self.shapes)
+        return sum(shape.plain.held(tokens) for shape in self.shapes)
 
     @property
     def promised(self) -> int:
@@ -159,8 +91,11 @@ class Memory:
 
     def _needs(self, tokens: int) -> tuple[int, int]:
         """The most bytes of a sequence: of its own size, padded."""
-        own = sum(shape.bytes(tokens, self.chunk) for shape in self._own)
-        return own, sum(shape.bytes(tokens, self.chunk, padded=True) for shape in self._alike)
+        own, alike = (
+            sum(shape.allocated(tokens, self.chunk, most=True, padded=padded) for shape in shapes)
+            for shapes, padded in ((self._own, False), (self._alike, True))
+        )
+        return own, alike
 
     def longest(self, limit: int, beside: bool = False) -> int:
         """The most tokens, up to `limit`, that `promise` sets memory aside for. beside: beside what is promised
