@@ -109,6 +109,7 @@ def test_counts_of_families_add_up():
     left = [*map(int, re.findall(r"(\d+) (?:do not run here|were not compared)", text))]
     assert [a + b for a, b in zip(built, left, strict=True)] == whole
     assert [a + b for a, b in zip(layered, alone, strict=True)] == built
+    assert re.findall(r"(\d+) with a fault", text) == ["0"] * 3
     mlx, vlm, torch = text.split("\n## ")[1:]
     for section, count, plain in ((mlx, layered[0], alone[0]), (vlm, layered[1], alone[1])):
         lists = re.findall(r"^- (Compressed|Left)[^:]*: (.*)\.$", section, re.M)
