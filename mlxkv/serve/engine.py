@@ -11,7 +11,7 @@ from threading import Event, Thread
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, make_text_state_machine
+from mlx_lm.generate import BatchGenerator, TextStateMachine, make_text_state_machine
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import errors
@@ -40,6 +40,7 @@ from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
 from mlxkv.serve.single import SingleGenerator
 
+TEXT = TextStateMachine()  # of completions, which are not marked up
 PROMPTS = 8  # read at once
 SHORT = 64  # tokens of a request that every --kv-memory has to have room for
 MEASURE_SECONDS = 0.25
@@ -287,7 +288,9 @@ class Engine:
             processors.append(job.constraint or self.constraint_of(job))
         if request.logprobs:
             processors.append(job.note_logits)
-        markup = Markup(self._machine, prompt.state, self.tokenizer.tool_parser, request.tools)
+        marks = self.tokenizer.tool_call_start, self.tokenizer.tool_call_end
+        machine = self._machine if request.chat else TEXT
+        markup = Markup(machine, prompt.state, self.tokenizer.tool_parser, request.tools, marks)
         job.put(Start(len(prompt.tokens), job.cached_tokens, markup))
         self._generator = self._generator or self._new_generator()
         (uid,) = self._generator.insert_segments(

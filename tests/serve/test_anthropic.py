@@ -95,6 +95,17 @@ def wire(server, **body) -> list[dict]:
     return out
 
 
+def test_a_call_that_cannot_be_read_is_text(ask, running, said):
+    said[0] = 'Well. <tool_call>{"name": 7}</tool_call>'
+    found = ask(tools=[TOOL])
+    assert [block.text for block in found.content] == [said[0]] and found.stop_reason == "end_turn"
+    deltas = [event.get("delta", {}) for event in wire(running, tools=[TOOL])]
+    assert "".join(delta.get("text", "") for delta in deltas) == said[0]
+    said[0] += call(WEATHER)
+    text, use = ask(tools=[TOOL]).content
+    assert (text.text, use.input) == (said[0].partition(call(WEATHER))[0], WEATHER["arguments"])
+
+
 def test_the_order_on_the_wire(running, said):
     said[0] = "<think>So.</think>Yes." + call(WEATHER)
     found = [one for one in wire(running, tools=[TOOL]) if one["type"] != "ping"]

@@ -83,6 +83,17 @@ def test_the_events_of_a_stream(client, said):
     assert final.output_text.strip() == "Yes." and final.usage.output_tokens > 10
 
 
+def test_a_call_that_cannot_be_read_is_text(ask, client, said):
+    said[0] = 'Well. <tool_call>{"name": 7}</tool_call>'
+    found = ask(tools=[TOOL])
+    assert found.output_text == said[0] and len(found.output) == 1
+    with client.responses.stream(model="caller", input=ASK, tools=[TOOL]) as stream:
+        assert stream.until_done().get_final_response().output_text == said[0]
+    said[0] += call(WEATHER)
+    text, use = ask(tools=[TOOL]).output
+    assert text.content[0].text + call(WEATHER) == said[0] and use.name == "weather"
+
+
 def test_tools_that_take_free_text(ask, said):
     said[0] = call({"name": "apply_patch", "arguments": {"input": "*** Begin Patch"}})
     found = ask(tools=[PATCH, {"type": "web_search"}])

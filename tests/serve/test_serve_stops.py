@@ -145,7 +145,7 @@ def test_thoughts_and_calls_are_text_of_the_model(server, said):
         assert parts('"other"', stream)[2:] == (["weather"], "tool_calls")
         assert parts('"Osl', stream) == (
             "Let me look.",
-            "Well. ",
+            'Well. <tool_call>\n{"name": "weather", "arguments": {"city": ',
             [],
             "stop",
         )  # half a call is none

@@ -36,7 +36,7 @@ class Completion(Reply):
         super().__init__(*args)
         self._parts: list[tuple] = []
         self._logprobs: list[dict] = []
-        self._calls, self._bytes = 0, b""
+        self._calls, self._bytes, self._has_role = 0, b"", False
 
     def start(self) -> None:
         chat = self.request.chat
@@ -54,7 +54,17 @@ class Completion(Reply):
         if token.logprob is not None:
             self._logprobs.append(token.logprob)
         if self.streams and (parts or token.logprob is not None) and token.reason is None:
-            self.event(self._chunk(None))
+            self._send(None)
+
+    def _send(self, reason: str | None, **more: Any) -> None:
+        """Send a chunk; the first of a chat is its role, which clients would join if it came again."""
+        if self.request.chat and not self._has_role:
+            delta = {"role": "assistant", "content": ""}
+            self.event(
+                self._head | {"choices": [{"index": 0, "finish_reason": None, "delta": delta}]}
+            )
+            self._has_role = True
+        self.event(self._chunk(reason) | more)
 
     def _chunk(self, reason: str | None) -> dict:
         """Return what was said since the last one."""
@@ -66,9 +76,9 @@ class Completion(Reply):
         self._parts, self._logprobs = [], []
         if not self.request.chat:
             return self._head | {"choices": [choice | {"text": texts["text"]}]}
-        message: dict = {"role": "assistant"}
+        message: dict = {}
         if not self.streams:
-            message["content"] = texts["text"] or (None if calls else "")
+            message = {"role": "assistant", "content": texts["text"] or (None if calls else "")}
         elif texts["text"]:
             message["content"] = texts["text"]
         if texts["thinking"]:
@@ -104,7 +114,7 @@ class Completion(Reply):
     def end(self) -> None:
         if not self.streams:
             return
-        self.event(self._chunk(self.reason) | {"kv": self.kv})
+        self._send(self.reason, kv=self.kv)
         if self.request.include_usage:
             self.event(self._head | {"choices": []} | self._usage() | {"kv": self.kv})
         self._buffer += b"data: [DONE]\n\n"

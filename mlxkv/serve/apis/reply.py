@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from typing import Any
-from uuid import uuid4
 
 from mlx_lm.generate import TextStateMachine
 
+from mlxkv.serve.apis import calls
 from mlxkv.serve.http.request import Request
 from mlxkv.serve.job import Start, Token
 
@@ -18,16 +18,25 @@ KINDS = {"normal": "text", "reasoning": "thinking"}  # by mlx-lm's names of stat
 class Markup:
     """Takes marks of thoughts and of calls out of a model's text, which comes in pieces.
 
-    machine: mlx-lm's, which knows the marks. state: in which the text begins. parse: reads the text of calls, or None.
-    tools: of the request.
+    machine: mlx-lm's, which knows the marks. state: in which the text begins. parse: mlx-lm's parser of calls, or None.
+    tools: of the request. marks: what opens and closes calls.
     """
 
-    def __init__(self, machine: TextStateMachine, state: str, parse: Any, tools: list | None):
+    def __init__(
+        self,
+        machine: TextStateMachine,
+        state: str,
+        parse: Any,
+        tools: list | None,
+        marks: tuple[str, str],
+    ):
         self._state, self._parse, self._tools = machine.make_state(state), parse, tools
+        self._marks = marks
         self._call: str | None = "" if state == "tool" else None
 
     def feed(self, text: str, last: bool = False) -> list[tuple]:
-        """Return parts: ("text" or "thinking", text) and ("call", id, name, arguments as JSON text)."""
+        """Return parts: ("text" or "thinking", text) and ("call", id, name, arguments as JSON text). A call that
+        cannot be read is text, as the model wrote it."""
         self._state, segments = TextStateMachine.split(self._state, text)
         if last:
             self._state, tail, state = TextStateMachine.flush(self._state)
@@ -37,36 +46,21 @@ class Markup:
             if state == "tool":
                 self._call = (self._call or "") + text
                 continue
-            parts += self._close()
+            parts += self._close(True)
             if text and state in KINDS:
                 parts.append((KINDS[state], text))
-        return parts + (self._close() if last else [])
+        return parts + (self._close(False) if last else [])
 
-    def _close(self) -> list[tuple]:
+    def _close(self, is_closed: bool) -> list[tuple]:
         text, self._call = self._call, None
-        if not text or self._parse is None:
+        if text is None:
             return []
         try:
-            return [("call", *call) for call in calls_of(self._parse, text, self._tools)]
-        except ValueError as error:
-            logging.warning(f"a tool call could not be read, perhaps it was cut short: {error}")
-            return []
-
-
-def calls_of(parse: Any, text: str, tools: list | None) -> list[tuple[str, str, str]]:
-    """The calls in a model's text: id, name, arguments as JSON text. Raises ValueError where they are none."""
-    try:
-        parsed = parse(text, tools)
-    except RecursionError as error:  # JSON of a model that never closes its brackets
-        raise ValueError(str(error)) from None
-    out = []
-    for call in parsed if isinstance(parsed, list) else [parsed]:
-        name = call.get("name") if isinstance(call, dict) else None
-        if not (isinstance(name, str) and name) or not isinstance(call.get("arguments"), dict):
-            raise ValueError(f"a call needs a name and arguments; got {text.strip()[:80]!r}")
-        arguments = json.dumps(call["arguments"], ensure_ascii=False, allow_nan=False)
-        out.append((str(call.get("id") or uuid4()), name, arguments))
-    return out
+            return calls.parts_of(self._parse, text, self._tools, is_closed)
+        except Exception as error:  # parsers raise anything
+            logging.warning(f"a tool call could not be read, it is text: {str(error)[:80]!r}")
+        start, end = self._marks
+        return [("text", start + text + (end if is_closed else ""))]
 
 
 class Reply:
