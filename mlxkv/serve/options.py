@@ -100,7 +100,7 @@ class ServeOptions:
         if not 0 <= self.port < 1 << 16:
             raise UserError(f"[--port] must be from 0 to 65535; got {self.port}")
         if not 0 < self.timeout < float("inf"):
-            raise UserError(f"[--timeout] must be above 0, in seconds; got {self.timeout:g}")
+            raise UserError(f"[--timeout] must be above 0, in seconds; got {self.timeout}")
         for name in ("max_tokens", "max_requests", "batch"):
             value = getattr(self, name)
             if value < 1:

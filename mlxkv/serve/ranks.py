@@ -120,7 +120,7 @@ class Ranks:
         limit = PATIENCE if self.ending else max(seconds, PATIENCE)
         if self.many and time.monotonic() - self.heard > limit:
             note(
-                f"[serve] nothing came from the other processes for {limit:g} s; this one ends alone"
+                f"[serve] nothing came from the other processes for {limit:.15g} s; this one ends alone"
             )
             os._exit(1)  # a thread waits for them in MLX, which nothing interrupts
 

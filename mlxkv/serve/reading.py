@@ -177,7 +177,9 @@ class Prompts:
         """The prompt of a request, of any length. Raises Refused where a template fails."""
         try:
             if not request.chat:
-                tokens = self._turns.encode([request.prompt], add_special_tokens=True)
+                tokens = request.prompt  # perhaps tokens already
+                if isinstance(tokens, str):
+                    tokens = self._turns.encode([tokens], add_special_tokens=True)
                 return Prompt(tokens, [tokens])
             messages = self._thinking.named(request.messages)
             if not request.continue_final_message:

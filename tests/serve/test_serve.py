@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from request_bodies import BODIES
+from saying import ASK
 from serving import (
     ENDLESS,
     LONG,
@@ -249,6 +250,26 @@ def test_too_many_requests(server, change, monkeypatch):
         assert status == 429 and headers["Retry-After"] == "1"
         go.set()
         assert first.result()["usage"]["completion_tokens"] == 2
+
+
+def test_a_prompt_of_tokens(server):
+    """It says what the text of these tokens says, streamed or not."""
+    tokens = server.engine.tokenizer.encode("Hello there")
+    texts = [
+        text_of(complete(server, prompt, tokens=5)) for prompt in ("Hello there", tokens, [tokens])
+    ]
+    assert texts[0] == texts[1] == texts[2] != text_of(complete(server, tokens[:3], tokens=5))
+
+
+def test_twenty_alternatives_of_a_token(server):
+    for path, asked in (
+        ("/v1/chat/completions", {"messages": ASK, "logprobs": True, "top_logprobs": 20}),
+        ("/v1/completions", {"prompt": "a", "logprobs": 20}),
+    ):
+        (choice,) = post(server, path, max_tokens=2, **asked)["choices"]
+        found = choice["logprobs"]
+        tops = found.get("top_logprobs") or [one["top_logprobs"] for one in found["content"]]
+        assert [len(top) for top in tops] == [20] * len(tops)
 
 
 def test_openais_own_client(openai, server):

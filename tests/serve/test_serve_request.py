@@ -37,11 +37,12 @@ def test_any_body_is_refused_in_one_line_or_has_the_right_types(body, chat):
             assert low <= out[name] <= high
     assert type(out["stream"]) is type(out["include_usage"]) is bool
     assert all(type(word) is str and word for word in out["stop"])
-    assert type(out["logprobs"]) is bool and -1 <= out["top_logprobs"] <= 11
+    assert type(out["logprobs"]) is bool and -1 <= out["top_logprobs"] <= 20
     assert all(0 <= token < VOCABULARY for token in out["logit_bias"] or ())
     assert not set(out["chat_template_kwargs"] or ()) & set(request.RESERVED)
     if not chat:
-        assert type(out["prompt"]) is str and out["prompt"]
+        prompt = out["prompt"]
+        assert prompt and (type(prompt) is str or all(0 <= x < VOCABULARY for x in prompt))
         return
     for message in out["messages"]:
         assert message["role"] in request.ROLES and type(message["content"]) is str
@@ -63,12 +64,12 @@ LIMITS = {
     "top_p": (1.01,),
     "max_tokens": (0, 1.0, -2, True, "7"),
     "max_completion_tokens": (0, -2),
-    "seed": ("1",),
+    "seed": ("1", 1 << 63, -(1 << 63) - 1),
     "stop": ("", ["a"] * 17, ["a" * 257]),
     "stream": (1,),
     "continue_final_message": (1, "yes"),
     "logit_bias": ({"260": 1}, {"²": 1}, {"1": 1e300}),
-    "top_logprobs": (12,),
+    "top_logprobs": (21,),
     "response_format": ({"type": "xml"},),
     "n": (True,),
     "user": (1,),
@@ -164,7 +165,9 @@ def test_numbers_that_are_none_are_refused_with_their_place(subtests):
         for number in HUGE:
             with subtests.test(place, number=number[:9]), pytest.raises(Refused) as found:
                 parse(("{%s}" % (text % number)).encode(), True)
-            assert found.value.message.startswith(f"[{place}] must be a number from -1.79769e+308")
+            assert found.value.message.startswith(
+                f"[{place}] must be a number from -1.7976931348623157e+308"
+            )
 
 
 @pytest.mark.parametrize("depth", [fields.DEPTH - 2, fields.DEPTH + 1, 976, 980, 5000])
@@ -228,6 +231,39 @@ def test_what_clients_send_is_taken():
     assert out["max_tokens"] == 100 and out["top_p"] == 1 and out["user"] == "someone"
     text = check({"prompt": ["a"], "logprobs": 3}, False)
     assert (text["prompt"], text["logprobs"], text["top_logprobs"]) == ("a", True, 3)
+
+
+def test_prompts_of_tokens():
+    """Alone, or as the one prompt of a list; they are of the vocabulary."""
+    for prompt in ([7, VOCABULARY - 1], [[7, VOCABULARY - 1]]):
+        assert check({"prompt": prompt}, False)["prompt"] == [7, VOCABULARY - 1]
+    assert check({"prompt": [7]}, False)["prompt"] == [7]
+    for prompt in ([VOCABULARY], [-1], [1.0], [True], [[1], [2]], [], [[]], [["a"]], [1, "a"]):
+        with pytest.raises(Refused, match=r"^\[prompt\] must "):
+            check({"prompt": prompt}, False)
+
+
+def test_a_negative_seed_is_any():
+    assert [check(GOOD | {"seed": x}, True)["seed"] for x in (-1, -12345, 0, 7)] == [
+        None,
+        None,
+        0,
+        7,
+    ]
+
+
+@pytest.mark.parametrize(
+    "field, value, bound",
+    [
+        ("seed", 1 << 63, "9223372036854775807"),
+        ("top_k", -1, "1048576"),
+        ("max_tokens", 0, "16777216"),
+        ("xtc_threshold", 1, "0.5"),
+    ],
+)
+def test_bounds_are_told_in_full(field, value, bound):
+    with pytest.raises(Refused, match=rf"to {bound}; got"):
+        check(GOOD | {field: value}, True)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

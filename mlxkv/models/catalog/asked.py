@@ -38,9 +38,9 @@ def check_weights(bits: int | None) -> None:
 def check_sampling(temp: float | None, top_p: float | None) -> None:
     """Raises UserError for settings out of range; None is for what the model's makers recommend."""
     if temp is not None and not 0 <= temp < float("inf"):  # refuses NaN too
-        raise UserError(f"[--temp] must be 0 or more, and finite; got {temp:g}")
+        raise UserError(f"[--temp] must be 0 or more, and finite; got {temp}")
     if top_p is not None and not 0 < top_p <= 1:
-        raise UserError(f"[--top-p] must be above 0 and at most 1; got {top_p:g}")
+        raise UserError(f"[--top-p] must be above 0 and at most 1; got {top_p}")
 
 
 def template_arguments(text: str | None, think: bool | None = None) -> dict:

@@ -105,7 +105,9 @@ class Process:
                 raise MachineError(
                     "[memory] Python cannot start another process here; free memory, or end other programs"
                 )
-            raise Excess(f"takes more than {seconds:g} s of processor time or {memory >> 20} MiB")
+            raise Excess(
+                f"takes more than {seconds:.15g} s of processor time or {memory >> 20} MiB"
+            )
         data, _, taken = answer
         if taken > KEPT:
             self._end()

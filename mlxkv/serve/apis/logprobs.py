@@ -28,7 +28,7 @@ class LogProbs:
         logits: [V], of the model's type, whose rounding is not repeated."""
         if token in self._tokenizer.eos_token_ids:
             return None
-        logits = logits.astype(mx.float32)
+        count, logits = min(count, logits.size), logits.astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits)
         best = mx.argpartition(-logprobs, kth=count - 1)[:count].tolist() if count > 0 else []
         ids = [token, *best]

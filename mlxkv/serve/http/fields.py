@@ -74,7 +74,7 @@ def check_values(path: str, value: dict) -> None:
             ]
         elif not abs(value) <= FINITE:
             path = path.removeprefix("body.")
-            raise bad(path, f"must be a number from -{FINITE:g} to {FINITE:g}", value)
+            raise bad(path, f"must be a number from -{FINITE} to {FINITE}", value)
 
 
 def renamed(refused: Refused, names: dict[str, str]) -> Refused:

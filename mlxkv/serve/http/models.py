@@ -167,7 +167,7 @@ class Models:
                 finally:
                     site.users -= 1
         except TimeoutError:
-            raise Refused(504, f"[--timeout] took more than {seconds:g} s", "timeout") from None
+            raise Refused(504, f"[--timeout] took more than {seconds:.15g} s", "timeout") from None
         finally:
             self.active -= 1
 

@@ -25,6 +25,7 @@ TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 DEFAULT_NAMES = ("default", "default_model")
 STOPS, STOP_LENGTH = 16, 256
 LOGIT_BIASES = 1024
+ALTERNATIVES = 20  # of a token, as at OpenAI
 NAME_LENGTH = 512
 TOOL_MARKS = "_ . : / @ -"
 TOOL_NAME = re.compile(rf"[\w.:/@-]{{1,{NAME_LENGTH}}}")
@@ -57,10 +58,10 @@ class Request:
     """Fields have the names of OpenAI's API and of mlx-lm's server.
 
     chat: whether `messages` (with `tools`, `chat_template_kwargs`) are to be answered, or `prompt` to
-    be continued. continue_final_message: the last message is the start of the reply, which goes on (as in vLLM
-    and transformers). include_usage: whether a stream ends with counts. top_logprobs: -1 for none. user,
-    cache_salt: whose caches are used, within an API key. grammar: llguidance's, which the reply follows, or
-    None.
+    be continued, a text or its tokens. continue_final_message: the last message is the start of the reply, which
+    goes on (as in vLLM and transformers). include_usage: whether a stream ends with counts. top_logprobs: -1 for
+    none. user, cache_salt: whose caches are used, within an API key. grammar: llguidance's, which the reply follows,
+    or None.
     shorten: whether the reply may be shorter than `max_tokens` where memory has no room for it.
     """
 
@@ -71,7 +72,7 @@ class Request:
     logprobs: bool
     top_logprobs: int
     logit_bias: dict[int, float] | None
-    prompt: str = ""
+    prompt: str | list[int] = ""
     messages: list[dict] = dataclasses.field(default_factory=list)
     tools: list[dict] | None = None
     chat_template_kwargs: dict | None = None
@@ -92,7 +93,7 @@ class Request:
     frequency_context_size: int = _limits(int, 0, 1 << 20, 20)
     xtc_probability: float = _limits(NUMBER, 0, 1, 0.0)
     xtc_threshold: float = _limits(NUMBER, 0, 0.5, 0.1)
-    seed: int | None = _limits(int, 0, (1 << 63) - 1, None)
+    seed: int | None = _limits(int, -(1 << 63), (1 << 63) - 1, None)
     max_tokens: int = _limits(int, 1, 1 << 24, 512)
 
 
@@ -148,7 +149,7 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
             body, shorten = body | {name: served.longest}, True
     fields = Fields(body)
     options = Fields(fields.object("stream_options"), "stream_options")
-    content = _chat(fields) if chat else {"prompt": _text(body)}
+    content = _chat(fields) if chat else {"prompt": _text(body, served.vocabulary)}
     return Request(
         chat=chat,
         stream=fields.flag("stream"),
@@ -197,7 +198,7 @@ def _numbers(body: dict, served: Served) -> dict:
         if isinstance(value, bool) or not isinstance(value, kind):
             raise bad(name, f"must be {'an integer' if kind is int else 'a number'}", value)
         if not low <= value <= high or not isfinite(value):
-            raise bad(name, f"must be from {low:g} to {high:g}", value)
+            raise bad(name, f"must be from {low} to {high}", value)
         out[name] = value if kind is int else float(value)
     max_tokens = out.pop("max_completion_tokens", None) or out.get("max_tokens")
     out["max_tokens"] = min(max_tokens, served.longest) if max_tokens else served.max_tokens
@@ -205,11 +206,13 @@ def _numbers(body: dict, served: Served) -> dict:
         out["top_k"] = 0  # all of them: mlx-lm's sampler raises in the thread of all requests
     if out.get("temperature", 0) < COLDEST:
         out["temperature"] = 0.0
+    if (out.get("seed") or 0) < 0:
+        del out["seed"]  # any, as in llama.cpp
     if out.get("top_p", 0) > 0:  # mlx-lm takes 0 for "all of them"
         out["top_p"] = max(out["top_p"], LEAST_TOP_P)
     penalty = out.get("repetition_penalty", 0)
     if 0 < penalty < LEAST_PENALTY:
-        reason = f"must be 0 for none, or from {LEAST_PENALTY:g} to 100"
+        reason = f"must be 0 for none, or from {LEAST_PENALTY} to 100"
         raise bad("repetition_penalty", reason, penalty)
     return out
 
@@ -230,8 +233,8 @@ def _logprobs(body: dict, chat: bool) -> dict:
     if not chat and type(body.get("logprobs")) is int:
         top, name = body["logprobs"] or -1, "logprobs"
         body = body | {"logprobs": True}
-    if type(top) is not int or not -1 <= top <= 11:
-        raise bad(name, "must be from 0 to 11", top)
+    if type(top) is not int or not -1 <= top <= ALTERNATIVES:
+        raise bad(name, f"must be from 0 to {ALTERNATIVES}", top)
     return {"logprobs": Fields(body).flag("logprobs"), "top_logprobs": top}
 
 
@@ -248,12 +251,18 @@ def _logit_bias(body: dict, vocabulary: int) -> dict[int, float] | None:
     return {int(token): float(value) for token, value in bias.items()} or None
 
 
-def _text(body: dict) -> str:
+def _text(body: dict, vocabulary: int) -> str | list[int]:
+    """The prompt: a text, or numbers of tokens, alone or as the one element of a list."""
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1:
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
-    if not isinstance(prompt, str) or not prompt:
-        raise bad("prompt", "must be a text that is not empty", prompt)
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if not isinstance(prompt, list) or not prompt or not all(type(x) is int for x in prompt):
+        raise bad("prompt", "must be one text, or one list of tokens, not empty", prompt)
+    for token in prompt:
+        if not 0 <= token < vocabulary:
+            raise bad("prompt", f"must name tokens by number, below {vocabulary}", token)
     return prompt
 
 
