@@ -39,7 +39,11 @@ KINDS = {
 
 
 class Unsound(ValueError):
-    """What is wrong with a file or a text, in a few words without anything from inside it."""
+    """What is wrong with a file or a text, in a few words without anything from inside it. way: what to do about it."""
+
+    def __init__(self, fault: str, way: str = "fetch the file again"):
+        super().__init__(fault)
+        self.way = way
 
 
 class Tensor(NamedTuple):

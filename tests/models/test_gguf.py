@@ -24,6 +24,7 @@ from gguf_files import (
 )
 from mlx_lm.utils import load as load_folder
 from small_models import TINY
+from tokenizers import Tokenizer
 
 from mlxkv.doctor.fit import read_plan
 from mlxkv.errors import UserError
@@ -33,7 +34,7 @@ from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
 from mlxkv.models.catalog.gguf.config import CODES
 from mlxkv.models.catalog.gguf.header import KINDS
-from mlxkv.models.catalog.gguf.tokens import end_tokens, write
+from mlxkv.models.catalog.gguf.tokens import end_tokens, special, write
 from mlxkv.models.loading import gguf, weights
 
 DATA = Path(__file__).parents[1] / "data"
@@ -132,18 +133,49 @@ def test_weights_of_8_bits(tmp_path):
             load(str(file), weights=bits)
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "gemma3"])
-def test_linear_positions(tmp_path, arch):
+@pytest.mark.parametrize(
+    ("arch", "values"),
+    [
+        ("qwen2", {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0}),
+        ("gemma3", {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0}),
+        ("llama", {"rope__scale_linear": 8.0}),
+        ("llama", {"rope__scaling__factor": 8.0}),
+        ("llama", {"rope__scaling__factor": 8.0, "rope__scale_linear": 2.0}),
+    ],
+    ids=["today's", "gemma3", "of 2023", "without a type", "the new name first"],
+)
+def test_linear_positions(tmp_path, arch, values):
     scaling = {"rope_type": "linear", "factor": 8.0}
-    values = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0}
     want, got = pair(tmp_path, arch, ["F32"], config={"rope_scaling": scaling}, **values)
     np.testing.assert_allclose(got, want, atol=2e-4)
 
 
+def scaling_of(path, arch="llama", **values):
+    made = tensors(arch, ["F32"])
+    return check(write_gguf(path / "x.gguf", arch, made, **values)).config.get("rope_scaling")
+
+
+def test_which_factor_counts(tmp_path):
+    for values, factor in [
+        ({"rope__scaling__factor": 0.0, "rope__scale_linear": 4.0}, None),
+        ({"rope__scale_linear": 0.0}, None),
+        ({"rope__scale_linear": 1.0}, None),
+        ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, None),
+        ({"rope__scaling__type": "linear", "rope__scale_linear": 4.0}, 4.0),
+    ]:
+        expected = factor and {"rope_type": "linear", "factor": factor}
+        assert scaling_of(tmp_path, **values) == expected, values
+    of_ollama = {"vision__block_count": 27}
+    assert scaling_of(tmp_path, "gemma3", **of_ollama)["factor"] == 8
+    assert scaling_of(tmp_path, "gemma3", **of_ollama, rope__scaling__factor=2.0)["factor"] == 2
+
+
 def test_yarn_positions(tmp_path):
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    scaling |= {"beta_fast": 8.0, "beta_slow": 2.0}
     values = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
     values["rope__scaling__original_context_length"] = 256
+    values |= {"rope__scaling__yarn_beta_fast": 8.0, "rope__scaling__yarn_beta_slow": 2.0}
     want, got = pair(tmp_path, "qwen3", ["F32"], config={"rope_scaling": scaling}, **values)
     np.testing.assert_allclose(got, want, atol=2e-4)
 
@@ -165,6 +197,9 @@ def test_llama_3_positions(tmp_path):
     odd = made | {"rope_freqs.weight": (np.sqrt(factors), "F32")}
     with pytest.raises(UserError, match="factors that are not Llama 3's"):
         check(write_gguf(tmp_path / "y.gguf", "llama", odd))
+    with pytest.raises(UserError, match="scales positions in two ways"):
+        both = made | {"rope_freqs.weight": (factors, "F32")}
+        check(write_gguf(tmp_path / "z.gguf", "llama", both, rope__scale_linear=4.0))
 
 
 def test_tokens_and_template(tmp_path):
@@ -189,6 +224,28 @@ def test_control_tokens_end_a_turn():
     kinds = array("i", [1, 3, 1, 4, 3])
     data = {"tokens": tokens, "token_type": kinds, "eos_token_id": 4}
     assert end_tokens({f"tokenizer.ggml.{k}": x for k, x in data.items()}) == [1, 3, 4]
+    data["eos_token_ids"] = array("i", [0, 1])  # as ollama names all of them
+    assert end_tokens({f"tokenizer.ggml.{k}": x for k, x in data.items()}) == [0, 1, 3, 4]
+
+
+def test_special_tokens_that_a_file_does_not_name(tmp_path):
+    """A SentencePiece vocabulary begins with <unk>, <s> and </s>: llama.cpp takes these."""
+    data = {
+        "model": "llama",
+        "tokens": ["<unk>", "<s>", "</s>", "\u2581", "a"],
+        "token_type": array("i", [2, 3, 3, 1, 1]),
+        "scores": array("f", [0, 0, 0, -1, -2]),
+    }
+    metadata = {f"tokenizer.ggml.{k}": x for k, x in data.items()}
+    write(metadata, tmp_path)
+    about = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    names = [about.get(f"{name}_token") for name in ("unk", "bos", "eos")]
+    assert names == data["tokens"][:3] and end_tokens(metadata) == [2]
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a").ids == [1, 3, 4]
+    metadata["tokenizer.ggml.bos_token_id"] = 2
+    assert special(metadata, "bos") == 2
+    plain = array("i", [2, 1, 1, 1, 1])
+    assert special(metadata | {"tokenizer.ggml.token_type": plain}, "eos") is None
 
 
 def test_merges_of_a_vocabulary_with_scores(tmp_path):

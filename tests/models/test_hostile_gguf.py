@@ -134,7 +134,10 @@ def test_values_that_do_not_fit(tmp_path):
     for values, expected in [
         ({"leave": ("block_count",)}, "has no block_count from 1"),
         ({"leave": ("block_count",), "block_count": 3}, r"fit together \(ValueError: Missing"),
-        ({"leave": ("block_count",), "block_count": 1}, r"fit together \(ValueError: Received"),
+        (
+            {"leave": ("block_count",), "block_count": 1},
+            r"fit together \(ValueError: Received 26 parameters not in model: model.layers.1.input",
+        ),
         ({"leave": ("block_count",), "block_count": 1 << 30}, "has no num_hidden_layers from 1"),
         ({"leave": ("block_count",), "block_count": 0}, "has no block_count from 1"),
         ({"leave": ("block_count",), "block_count": "2"}, "has no block_count from 1"),
@@ -149,6 +152,68 @@ def test_values_that_do_not_fit(tmp_path):
         path = write_gguf(tmp_path / "x.gguf", "qwen2", made, **values)
         with pytest.raises(UserError, match=expected):
             load(str(path))
+
+
+def test_values_that_change_nothing_or_are_refused(tmp_path):
+    """What mlx-lm would not compute as the file says is refused, in one line with its name."""
+    made = {arch: tensors(arch, ["Q4_0"]) for arch in ("llama", "qwen3", "gemma3")}
+    for arch, values in [
+        ("llama", {"attention__causal": True, "logit_scale": 1.0, "residual_scale": 0.0}),
+        ("llama", {"vocab_size": 3072, "tensor_data_layout": "Meta AI original pth"}),
+        ("llama", {"attention__scale": 64**-0.5, "rope__scaling__attn_factor": 1.0}),
+        ("llama", {"expert_used_count": 0, "rope__scaling__finetuned": False}),
+        ("llama", {"leave": ("attention.head_count_kv",), "attention__head_count_kv": [2, 2]}),
+        ("qwen3", {"pooling_type": 0, "attention__sliding_window": 1024}),
+        ("gemma3", {"final_logit_softcapping": 30.0, "rope__local__freq_base": 1e4}),
+        ("gemma3", {"vision__block_count": 27, "mm__tokens_per_image": 256}),
+    ]:
+        check(write_gguf(tmp_path / "x.gguf", arch, made[arch], **values))
+    for arch, values, expected in [
+        ("llama", {"logit_scale": 0.25}, r"'llama.logit_scale' of 0.25, which is not read"),
+        ("llama", {"residual_scale": 0.22}, r"'llama.residual_scale'"),
+        ("llama", {"embedding_scale": 12.0}, r"'llama.embedding_scale'"),
+        ("llama", {"attention__scale": 0.5}, "attention.scale of its own"),
+        ("gemma3", {"attention__scale": 0.5}, "attention.scale of its own"),
+        ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("qwen3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("llama", {"attention__clamp_kqv": 8.0}, "clamp_kqv"),
+        ("llama", {"attention__max_alibi_bias": 8.0}, "max_alibi_bias"),
+        ("llama", {"attention__causal": False}, "attention.causal"),
+        ("qwen3", {"pooling_type": 3}, "'qwen3.pooling_type' of 3"),
+        ("qwen3", {"attention__sliding_window": 512}, "a sliding window, which is not read"),
+        ("llama", {"rope__scaling__attn_factor": 1.2}, "attn_factor"),
+        ("llama", {"rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
+        ("qwen3", {"rope__dimension_sections": [16, 24, 24, 0]}, "dimension_sections"),
+        ("gemma3", {"attention__key_length_swa": 32}, "differs from the width of a head"),
+        ("llama", {"of_tomorrow": "x" * 999}, "'llama.of_tomorrow', which is not read"),
+        (
+            "llama",
+            {"leave": ("attention.head_count_kv",), "attention__head_count_kv": [2, 1]},
+            "layers that differ in attention.head_count_kv",
+        ),
+        (
+            "llama",
+            {"leave": ("feed_forward_length",), "feed_forward_length": [512, 256]},
+            "layers that differ in feed_forward_length",
+        ),
+    ]:
+        with pytest.raises(UserError, match=expected) as fault:
+            check(write_gguf(tmp_path / "x.gguf", arch, made[arch], **values))
+        assert "fetch the file again" not in str(fault.value) and len(str(fault.value)) < 400
+
+
+def test_files_beside_a_model_say_what_they_are(tmp_path):
+    llama, path = entry("general.architecture", STRING, text("llama")), tmp_path / "x.gguf"
+    for entries, held, expected in [
+        ([llama, entry("general.type", STRING, text("adapter"))], [tensor()], "adapter"),
+        ([entry("general.type", STRING, text("imatrix"))], [tensor()], "importance matrix"),
+        ([entry("general.type", STRING, text("mmproj"))], [tensor()], "images' side of a model"),
+        ([entry("general.architecture", STRING, text("clip"))], [tensor()], "images' side"),
+        ([llama, entry("general.type", STRING, text("model"))], [], "a vocabulary alone"),
+    ]:
+        path.write_bytes(file(entries, held))
+        with pytest.raises(UserError, match=f"{expected}.*; name the file of the model itself$"):
+            check(path)
 
 
 def test_tokenizers_that_are_not_read(sound, tmp_path):

@@ -170,6 +170,7 @@ def write_gguf(path: Path, arch: str, made: dict, leave: tuple[str, ...] = (), *
     for name, value in more.items():
         name = f"{arch}.{name.replace('__', '.')}"
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        add |= {bool: writer.add_bool, list: writer.add_array}
         add[type(value)](name, value)
     write_tokenizer(writer)
     for name, (data, kind) in made.items():

@@ -66,7 +66,7 @@ def check(path: Path) -> Folder:
     try:
         numbers.check(config, sum(len(header.tensors) for header in headers))
     except Unsound as error:
-        raise _fault(path / "config.json", str(error)) from None
+        raise _fault(path / "config.json", error) from None
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         files = ", ".join(TOKENIZER_FILES)
         raise UserError(f"[load] the tokenizer is missing; got {path}; it needs one of {files}")
@@ -84,12 +84,13 @@ def _check_gguf(path: Path) -> Folder:
     try:
         numbers.check(config, len(header.tensors))
     except Unsound as error:
-        raise _fault(path, str(error)) from None
+        raise _fault(path, error) from None
     return Folder(path, config, [path], [header])
 
 
-def _fault(file: Path, fault: str) -> UserError:
-    return UserError(f"[load] {file.name} {fault}; got {file}; fetch the file again")
+def _fault(file: Path, fault: str | Unsound) -> UserError:
+    fault = fault if isinstance(fault, Unsound) else Unsound(fault)
+    return UserError(f"[load] {file.name} {fault}; got {file}; {fault.way}")
 
 
 def _sound(file: Path, read, *args, **options):
@@ -102,7 +103,7 @@ def _sound(file: Path, read, *args, **options):
             "format"
         ) from None
     except Unsound as error:
-        raise _fault(file, str(error)) from None
+        raise _fault(file, error) from None
 
 
 def _json(file: Path, limit: int) -> dict:

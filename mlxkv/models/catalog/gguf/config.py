@@ -6,17 +6,25 @@ Sources: the converters of llama.cpp (gguf-py and convert_hf_to_gguf.py), and wh
 from __future__ import annotations
 
 from array import array
-from math import isfinite, log, pi, prod
+from math import isfinite, log, pi, prod, sqrt
 from pathlib import Path
 from typing import Any
 
 from mlxkv import untrusted
+from mlxkv.models.catalog.gguf import keys
 from mlxkv.models.catalog.gguf.header import BY_NAME
 from mlxkv.models.catalog.gguf.header import read as read_header
-from mlxkv.models.catalog.gguf.tokens import end_tokens, vocabulary
+from mlxkv.models.catalog.gguf.keys import OTHER_FILE
+from mlxkv.models.catalog.gguf.tokens import end_tokens, special, vocabulary
 from mlxkv.untrusted import Header, Tensor, Unsound, whole
 
 MODELS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+# Files that are no models, by their general.type: what they are.
+OTHERS = {
+    "adapter": "is an adapter (LoRA), which changes a model and is none",
+    "mmproj": "is the images' side of a model (mmproj), without its language model",
+    "imatrix": "is an importance matrix (imatrix), by which models are rounded",
+}
 # Names inside of a layer, without their ending.
 NAMES = {
     "attn_norm": "input_layernorm",
@@ -58,13 +66,16 @@ class Values:
         if self.kind not in MODELS:
             name = self.kind[:60] if isinstance(self.kind, str) else "none"
             raise Unsound(
-                f"is of the architecture {name!r}, which is not read; those are {', '.join(MODELS)}"
+                f"is of the architecture {name!r}, which is not read; those are {', '.join(MODELS)}",
+                OTHER_FILE,
             )
 
     def whole(self, name: str, default: int | None = None) -> int:
         """A number above 0; of a list with one for each layer, all of which have to agree."""
         value = self._metadata.get(f"{self.kind}.{name}", default)
-        if isinstance(value, array) and len(set(value)) == 1:
+        if isinstance(value, array) and value:
+            if len(set(value)) > 1:
+                raise Unsound(f"has layers that differ in {name}, which is not read", OTHER_FILE)
             value = value[0]
         return whole(value, name, 1, 1 << 31)
 
@@ -75,8 +86,8 @@ class Values:
         # Stored in 32 bits: the number that was meant is the shortest one that rounds to it.
         return float(f"{value:.7g}")
 
-    def get(self, name: str) -> Any:
-        return self._metadata.get(f"{self.kind}.{name}")
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._metadata.get(f"{self.kind}.{name}", default)
 
 
 def read(path: Path) -> tuple[Header, dict[str, Any]]:
@@ -98,20 +109,28 @@ def config(header: Header, factors: tuple[float, ...] | None = None) -> dict[str
     Raises Unsound for another architecture, and for values that do not fit together. Whether tensors fit, mlx-lm's
     model says.
     """
+    is_clip = header.metadata.get("general.architecture") == "clip"  # of before there were types
+    named = "mmproj" if is_clip else header.metadata.get("general.type")
+    if isinstance(named, str) and named in OTHERS:
+        raise Unsound(OTHERS[named], "name the file of the model itself")
     values = Values(header)
-    if type(count := header.metadata.get("split.count", 1)) is not int or count > 1:
+    if not header.tensors:
         raise Unsound(
-            "is a part of a model in several files; join them by llama-gguf-split --merge"
+            "has a vocabulary alone, without weights", "name the file of the model itself"
         )
+    if type(count := header.metadata.get("split.count", 1)) is not int or count > 1:
+        raise Unsound("is a part of a model", "join its files by llama-gguf-split --merge")
     if values.get("expert_count"):
-        raise Unsound("has experts, which are not read; choose a model without them")
+        raise Unsound("has experts, which are not read", "choose a model without them")
+    keys.check(header.metadata, values.kind)
     width, heads = values.whole("embedding_length"), values.whole("attention.head_count")
     dims = values.whole(
         "attention.key_length", values.get("rope.dimension_count") or max(1, width // heads)
     )
-    for name in ("rope.dimension_count", "attention.value_length"):
+    widths = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    for name in (*widths, *(f"{name}_swa" for name in widths)):
         if values.whole(name, dims) != dims:
-            raise Unsound(f"has a {name} that differs from the width of a head, {dims}")
+            raise Unsound(f"has a {name} that differs from the width of a head, {dims}", OTHER_FILE)
     table = header.tensors.get("token_embd.weight")
     tokens = vocabulary(header.metadata)
     if table is None or len(table.shape) != 2 or table.shape[0] < len(tokens):
@@ -132,13 +151,18 @@ def config(header: Header, factors: tuple[float, ...] | None = None) -> dict[str
     }
     if heads % out["num_key_value_heads"]:
         raise Unsound("has kv heads whose number does not divide that of its heads")
-    bos = header.metadata.get("tokenizer.ggml.bos_token_id")
-    if bos is not None:
+    if (bos := special(header.metadata, "bos")) is not None:
         out["bos_token_id"] = bos
     if values.kind == "gemma3":
         out |= _gemma(values, out)
     else:
         out |= {"hidden_act": "silu", "rope_theta": values.real("rope.freq_base", 10000.0)}
+        window = values.get("attention.sliding_window")
+        if window and window < out["max_position_embeddings"]:
+            raise Unsound("has layers with a sliding window, which is not read", OTHER_FILE)
+    scale = values.get("attention.scale")
+    if scale and abs(scale * sqrt(out.get("query_pre_attn_scalar", dims)) - 1) > 1e-4:
+        raise Unsound("has an attention.scale of its own, which is not read", OTHER_FILE)
     if "blk.0.attn_output.bias" in header.tensors:
         out["attention_bias"] = True
     if (scaling := _scaling(values, out, factors)) is not None:
@@ -154,7 +178,7 @@ def _gemma(values: Values, config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(pattern, array):  # for each layer, whether it slides
         period = next((i + 1 for i, slides in enumerate(pattern) if not slides), layers + 1)
         if list(pattern) != [int((i + 1) % period != 0) for i in range(layers)]:
-            raise Unsound("has sliding layers in no regular pattern")
+            raise Unsound("has sliding layers in no regular pattern", OTHER_FILE)
         pattern = period
     scale = config["hidden_size"] // config["num_attention_heads"]
     base = values.real("rope.freq_base", values.get("rope.global.freq_base") or 1e6)
@@ -172,24 +196,42 @@ def _gemma(values: Values, config: dict[str, Any]) -> dict[str, Any]:
 def _scaling(
     values: Values, config: dict[str, Any], factors: tuple[float, ...] | None
 ) -> dict[str, Any] | None:
-    """rope_scaling of config.json."""
-    kind = values.get("rope.scaling.type")
-    if factors is not None:
-        return _llama3(factors, config)
-    if kind is None and values.kind == "gemma3" and values.get("vision.block_count"):
-        return {"rope_type": "linear", "factor": 8.0}  # ollama's files do not say it
-    if kind in (None, "none"):
-        return None
-    factor = values.real("rope.scaling.factor", 1.0)
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor} if factor != 1 else None
-    if kind == "yarn":
-        original = values.whole(
-            "rope.scaling.original_context_length", config["max_position_embeddings"]
+    """rope_scaling of config.json. As llama.cpp has it: a factor without a type is linear, one of 0 is none."""
+    kind = values.get("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
+        name = kind[:60] if isinstance(kind, str) else "none"
+        raise Unsound(
+            f"scales positions by {name!r}, which is not read; those are linear and yarn",
+            OTHER_FILE,
         )
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    name = kind[:60] if isinstance(kind, str) else "none"
-    raise Unsound(f"scales positions by {name!r}, which is not read; those are linear and yarn")
+    names = ("rope.scaling.factor", "rope.scale_linear")  # the second: in files of 2023
+    given = next((name for name in names if values.get(name) is not None), None)
+    if given is None and values.kind == "gemma3" and values.get("vision.block_count"):
+        factor = 8.0  # ollama's files do not say it
+    else:
+        factor = values.real(given) if given and values.get(given) != 0 else 1.0
+    if factors is not None:
+        if kind != "none" and factor != 1:
+            raise Unsound("scales positions in two ways, by factors and a number", OTHER_FILE)
+        return _llama3(factors, config)
+    if kind == "none" or factor == 1:
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    original = values.whole(
+        "rope.scaling.original_context_length", config["max_position_embeddings"]
+    )
+    betas = {
+        name: values.real(f"rope.scaling.yarn_{name}")
+        for name in ("beta_fast", "beta_slow")
+        if values.get(f"rope.scaling.yarn_{name}") is not None
+    }
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        **betas,
+    }
 
 
 def _llama3(factors: tuple[float, ...], config: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +245,7 @@ def _llama3(factors: tuple[float, ...], config: dict[str, Any]) -> dict[str, Any
         expected.append(1 / ((1 - smooth) / whole_factor + smooth))
     sound = len(factors) == len(expected) and all(isfinite(x) and x >= 1 for x in factors)
     if not sound or any(abs(log(x / y)) > 1e-3 for x, y in zip(factors, expected, strict=True)):
-        raise Unsound("scales positions by factors that are not Llama 3's")
+        raise Unsound("scales positions by factors that are not Llama 3's", OTHER_FILE)
     return {
         "rope_type": "llama3",
         "factor": float(f"{whole_factor:.6g}"),
@@ -225,7 +267,7 @@ def hub_name(name: str, kind: str) -> str | None:
     part, _, end = tail.rpartition(".")
     part_name = (NAMES | GEMMA if kind == "gemma3" else NAMES).get(part)
     if block != "blk" or part_name is None or not (layer.isascii() and layer.isdigit()):
-        raise Unsound(f"has a tensor that its architecture does not: {name[:60]!r}")
+        raise Unsound(f"has a tensor that its architecture does not: {name[:60]!r}", OTHER_FILE)
     return f"model.layers.{layer}.{part_name}.{end}"
 
 

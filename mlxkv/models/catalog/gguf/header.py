@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from mlxkv import untrusted
+from mlxkv.models.catalog.gguf.keys import OTHER_FILE
 from mlxkv.untrusted import Header, Tensor, Unsound
 
 MAGIC = b"GGUF"
@@ -129,7 +130,9 @@ class _Reader:
         kind, offset = self.number("I"), self.number("Q")
         if kind not in KINDS:
             names = ", ".join(kind.name for kind in KINDS.values())
-            raise Unsound(f"has a tensor of type {kind}, which is not read; those are {names}")
+            raise Unsound(
+                f"has a tensor of type {kind}, which is not read; those are {names}", OTHER_FILE
+            )
         if shape[0] % KINDS[kind].block:
             raise Unsound("has a tensor whose rows are no whole number of blocks")
         return name, KINDS[kind], shape[::-1], offset
@@ -149,7 +152,7 @@ def read(path: Path) -> Header:
         version = reader.number("I")
         if version not in VERSIONS:
             odd = "of the other byte order" if not version & 0xFFFF else f"of version {version}"
-            raise Unsound(f"is a GGUF file {odd}; versions 2 and 3 are read")
+            raise Unsound(f"is a GGUF file {odd}; versions 2 and 3 are read", OTHER_FILE)
         tensors, values = reader.number("Q"), reader.number("Q")
         if max(tensors, values) > ENTRIES:
             raise Unsound(f"has more than {ENTRIES} values or tensors")

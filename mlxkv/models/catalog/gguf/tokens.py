@@ -12,14 +12,16 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxkv.models.catalog.gguf.keys import OTHER_FILE
 from mlxkv.untrusted import Unsound
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-NORMAL, CONTROL, USER = 1, 3, 4  # types of tokens
+NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4  # types of tokens
 ADDED = (CONTROL, USER)  # those that are looked for before text is split
 SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+USUAL = {"unknown": 0, "bos": 1, "eos": 2}  # of SentencePiece, as llama.cpp takes them
 TEMPLATE = 1 << 20  # characters of a chat template
 # Tokens that end a turn, in chat templates and in llama.cpp's list.
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>")
@@ -55,10 +57,15 @@ def vocabulary(metadata: dict[str, Any]) -> list[str]:
     model, split = _values(metadata, "model"), _split(metadata)
     if model not in ("gpt2", "llama"):
         label = model[:60] if isinstance(model, str) else "none"
-        raise Unsound(f"has the tokenizer {label!r}, which is not read; those are gpt2 and llama")
+        raise Unsound(
+            f"has the tokenizer {label!r}, which is not read; those are gpt2 and llama", OTHER_FILE
+        )
     if model == "gpt2" and split not in SPLITS:
         label = split[:60] if isinstance(split, str) else "no name"
-        raise Unsound(f"splits text by {label!r}, which is not read; those are {', '.join(SPLITS)}")
+        raise Unsound(
+            f"splits text by {label!r}, which is not read; those are {', '.join(SPLITS)}",
+            OTHER_FILE,
+        )
     if not (isinstance(tokens, list) and tokens):
         raise Unsound("has no tokens")
     if not (isinstance(kinds, array) and len(kinds) == len(tokens)):
@@ -73,6 +80,11 @@ def vocabulary(metadata: dict[str, Any]) -> list[str]:
         number = _values(metadata, f"{name}_token_id")
         if number is not None and not (type(number) is int and 0 <= number < len(tokens)):
             raise Unsound(f"has a {name} token that is none of its tokens")
+    ends = _values(metadata, "eos_token_ids")
+    if ends is not None and not (
+        isinstance(ends, array) and all(type(i) is int and 0 <= i < len(tokens) for i in ends)
+    ):
+        raise Unsound("has eos tokens that are none of its tokens")
     template = metadata.get("tokenizer.chat_template", "")
     if not isinstance(template, str) or len(template) > TEMPLATE:
         raise Unsound(f"has a chat template that is no text of up to {TEMPLATE} characters")
@@ -81,6 +93,15 @@ def vocabulary(metadata: dict[str, Any]) -> list[str]:
 
 def _values(metadata: dict[str, Any], name: str) -> Any:
     return metadata.get(f"tokenizer.ggml.{name}")
+
+
+def special(metadata: dict[str, Any], name: str) -> int | None:
+    """The number of a special token. Of a SentencePiece vocabulary that names none it is the usual one."""
+    number, usual = _values(metadata, f"{name}_token_id"), USUAL.get(name)
+    if number is None and usual is not None and _values(metadata, "model") == "llama":
+        kinds = _values(metadata, "token_type")
+        return usual if usual < len(kinds) and kinds[usual] in (UNKNOWN, CONTROL) else None
+    return number
 
 
 def _split(metadata: dict[str, Any]) -> Any:
@@ -93,7 +114,8 @@ def _split(metadata: dict[str, Any]) -> Any:
 def end_tokens(metadata: dict[str, Any]) -> list[int]:
     """The tokens that end a reply: those that the file names, and control tokens that end turns elsewhere."""
     tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
-    named = {_values(metadata, f"{name}_token_id") for name in ("eos", "eot", "eom")}
+    named = {special(metadata, name) for name in ("eos", "eot", "eom")}
+    named.update(_values(metadata, "eos_token_ids") or ())  # ollama's
     control = {i for i, x in enumerate(tokens) if x in ENDS and kinds[i] in ADDED}
     return sorted((named | control) - {None})
 
@@ -109,7 +131,7 @@ def write(metadata: dict[str, Any], folder: Path) -> None:
     tokenizer.add_tokens(
         [AddedToken(x, special=kind == CONTROL, normalized=False) for x, kind in added]
     )
-    numbers = {name: _values(metadata, f"{name}_token_id") for name in SPECIAL}
+    numbers = {name: special(metadata, name) for name in SPECIAL}
     first = _values(metadata, "add_bos_token")
     if first is None:
         first = not bytes_model or _split(metadata) in WHOLE
@@ -170,7 +192,7 @@ def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
             if (head := token[:cut]) in vocab and (tail := token[cut:]) in vocab:
                 merges.append((-scores[i], vocab[head], vocab[tail], (head, tail)))
     pairs = [pair for *_, pair in sorted(merges)]
-    unknown = _values(metadata, "unknown_token_id")
+    unknown = special(metadata, "unknown")
     unknown = None if unknown is None else tokens[unknown]
     model = models.BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
