@@ -4,6 +4,6 @@ Run them from a checkout; they are not in the wheel. They may import everything,
 mlxkv or cuda_track imports them.
 """
 
-from mlxkv import blas
+from mlxkv import startup
 
-blas.put_in_front()  # before MLX is imported
+startup.prepare()  # before MLX is imported

@@ -1,7 +1,7 @@
 """Local LLMs with a compressed KV cache, on MLX.
 
 Importing this imports nothing else. The names below are the public API (docs/reference/python.md); the first use of
-one imports its module, and on Linux has OpenBLAS multiply for MLX (`mlxkv.blas`) if MLX is not imported yet.
+one prepares the process for MLX (`mlxkv.startup`) and imports its module.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -39,9 +39,9 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name not in _MODULES:
-        from mlxkv import blas
+        from mlxkv import startup
 
-        blas.put_in_front()
+        startup.prepare()
     return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'models')}"), name)
 
 

@@ -6,9 +6,9 @@ import sys
 def main() -> int:
     """Run a command and return its exit code; Ctrl-C ends it in silence while it is imported, too."""
     try:
-        from mlxkv import blas
+        from mlxkv import startup
 
-        blas.put_in_front()
+        startup.prepare()
         from mlxkv.cli import main as run
 
         return run()

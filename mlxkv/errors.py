@@ -44,7 +44,17 @@ def reason(error: BaseException) -> str:
     """The first lines of the message with an error, or else its first line, joined into one."""
     lines = [" ".join(line.split()) for line in text(error).splitlines()]
     found = [line for line in lines if _ERROR.search(line)][:LINES] or lines[:1]
-    return "; ".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in found)
+    return "; ".join(map(cut, found))
+
+
+def brief(error: BaseException) -> str:
+    """The message in one line of at most WIDTH characters: what mlx-lm names follows behind ends of lines."""
+    return cut(" ".join(text(error).split()))
+
+
+def cut(line: str) -> str:
+    """A line, or what somebody else wrote, in at most WIDTH characters."""
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
 
 
 def is_of_build(error: BaseException) -> bool:

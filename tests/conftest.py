@@ -29,9 +29,9 @@ from processes.kept_structure import Kept  # noqa: E402
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Kept  # before anything imports transformers
 
-from mlxkv import blas  # noqa: E402
+from mlxkv import blas, startup  # noqa: E402
 
-blas.put_in_front()  # before anything imports MLX
+startup.prepare()  # before anything imports MLX
 
 
 def pytest_configure(config) -> None:

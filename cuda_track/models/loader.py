@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from cuda_track.models.seam import attach
-from mlxkv.errors import UserError
+from mlxkv.errors import UserError, brief
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
@@ -87,8 +87,7 @@ def load(
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"[load] transformers cannot read {name!r}: {first}") from None
+        raise UserError(f"[load] transformers cannot read {name!r}: {brief(error)}") from None
     model = model.to(device).eval()
     model._mlxkv_fingerprint = mark
     layers = attach(model, kv, calibration)

@@ -229,7 +229,9 @@ class Session:
         try:
             return self.turns.render(messages, add_generation_prompt=True, **self.template)
         except Exception as error:  # of jinja, or raised by the template
-            raise UserError(f"[chat] the model's chat template refuses this: {error}") from None
+            raise UserError(
+                f"[chat] the model's chat template refuses this: {errors.brief(error)}"
+            ) from None
 
     @cached_property
     def _takes_system(self) -> bool:

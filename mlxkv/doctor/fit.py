@@ -25,7 +25,7 @@ from mlxkv.console import (
     user_path,
     working,
 )
-from mlxkv.errors import UserError
+from mlxkv.errors import UserError, brief
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import PICKS, canonical, check_rotary, parse_kv
 from mlxkv.machine import USABLE, machine_memory
@@ -261,7 +261,7 @@ def _estimate(config: dict, name: str) -> tuple[list, int, int]:
         raise
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UserError(
-            f"[config.json] sizes that do not fit together ({error}); got {name}"
+            f"[config.json] sizes that do not fit together ({brief(error)}); got {name}"
         ) from None
 
 

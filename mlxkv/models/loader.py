@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxkv import console
-from mlxkv.errors import UserError
+from mlxkv.errors import UserError, brief
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_fold, parse_kv
@@ -24,7 +24,7 @@ from mlxkv.models.catalog.asked import check_weights, dtype_name
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import Folder, check
 from mlxkv.models.catalog.gguf import tokens
-from mlxkv.models.catalog.hub import fetch, first_line
+from mlxkv.models.catalog.hub import fetch
 from mlxkv.models.catalog.locate import require
 from mlxkv.models.catalog.shapes import context_limit, text_config
 from mlxkv.models.decoders import tell
@@ -36,6 +36,8 @@ from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.replies.stops import turn_end
 from mlxkv.models.reports import LayerReport, summarise
 from mlxkv.models.seam import attach
+
+ODD = "\u2603 Zq\U0010fffd"  # no vocabulary has it whole: fails where there is no token for what is unknown
 
 
 @dataclass(repr=False)
@@ -184,8 +186,11 @@ def _tokenizer(folder: Folder, config: dict):
         if folder.is_gguf:
             with TemporaryDirectory() as place:
                 tokens.write(folder.headers[0].metadata, Path(place))
-                return load_tokenizer(Path(place), extra, eos_token_ids=eos)
-        return load_tokenizer(folder.path, extra, eos_token_ids=eos)
+                tokenizer = load_tokenizer(Path(place), extra, eos_token_ids=eos)
+        else:
+            tokenizer = load_tokenizer(folder.path, extra, eos_token_ids=eos)
+        tokenizer.encode(ODD)
+        return tokenizer
     except BaseException as error:  # of any kind, panics of Rust among them
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -193,5 +198,5 @@ def _tokenizer(folder: Folder, config: dict):
         culprit = "config.json" if kind.startswith("StrictDataclass") else "the tokenizer"
         raise UserError(
             f"[load] {culprit} cannot be loaded ({kind}: "
-            f"{first_line(error)}); got {folder.path}; fetch the model again"
+            f"{brief(error)}); got {folder.path}; fetch the model again"
         ) from error

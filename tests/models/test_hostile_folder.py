@@ -110,6 +110,21 @@ def test_files_of_mlx_lm_that_are_no_models(folder):
         assert "choose a model that mlx-lm supports" in error_of(folder)
 
 
+def test_a_huge_model_type_is_cut(folder):
+    edit(folder, model_type="x" * 200_000)
+    assert len(error_of(folder)) < 1000
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "WordPiece"])
+def test_a_tokenizer_that_cannot_encode(folder, kind):
+    """One without a token for unknown words fails at the first of them."""
+    data = json.loads((folder / "tokenizer.json").read_text())
+    more = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    model = {"type": kind, "vocab": {}, "unk_token": "[UNK]", **(more if "P" in kind else {})}
+    edit(folder, "tokenizer.json", model=model, added_tokens=data["added_tokens"])
+    assert "[load] the tokenizer cannot be loaded" in error_of(folder)
+
+
 @pytest.mark.parametrize("size", ["num_attention_heads", "num_key_value_heads", "head_dim"])
 def test_sizes_that_cannot_run(folder, size):
     edit(folder, **{size: 0})

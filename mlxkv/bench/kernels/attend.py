@@ -14,11 +14,11 @@ from mlxkv.bench.spread import allotted
 from mlxkv.cache import attention, choose
 from mlxkv.cache.selftest import relative_rms
 from mlxkv.cache.view import View
+from mlxkv.errors import brief
 from mlxkv.formats.config import CacheConfig
 from mlxkv.machine import machine_memory
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import Chain, chain, interleaved, middle
-from mlxkv.models.catalog.hub import first_line
 
 COLD_BYTES = 200_000_000  # of rotating copies: more than twice the L2 of any GPU
 COPIES = 4
@@ -97,7 +97,7 @@ def rows(
                 task()
                 tasks[_mlx_lm_name(bits)] = task
             except Exception as error:  # no kernel for this shape, no memory: of any type
-                failed[_mlx_lm_name(bits)] = first_line(error)
+                failed[_mlx_lm_name(bits)] = brief(error)
     for task in tasks.values():
         task()
     times = {k: middle(v) for k, v in interleaved(tasks, rounds).items()}

@@ -17,7 +17,7 @@ from random import Random
 
 import mlx.core as mx
 
-from mlxkv.errors import MachineError, UserError
+from mlxkv.errors import MachineError, UserError, brief
 from mlxkv.eval import feed
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.questions import Document, Question, document
@@ -252,7 +252,9 @@ def ask(loaded, text: str, question: str) -> list[int]:
             )
         )
     except Exception as error:  # jinja's errors and whatever a template raises itself
-        raise UserError(f"[eval] the model's chat template refuses a question: {error}") from None
+        raise UserError(
+            f"[eval] the model's chat template refuses a question: {brief(error)}"
+        ) from None
 
 
 def prefix(loaded, text: str) -> list[int]:

@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from mlxkv import __version__, console, files, untrusted
-from mlxkv.errors import MachineError, UserError
+from mlxkv.errors import MachineError, UserError, cut
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import balance as balances
 from mlxkv.formats.calibration.balance import Balance
@@ -250,7 +250,7 @@ class Calibration:
         layer that needs rotations. fingerprint: the model's, None if unknown."""
         if fingerprint is not None and self.fingerprint != fingerprint:
             raise self._fault(
-                f"belongs to another model; got one for {self.model} ({self.fingerprint}), this "
+                f"belongs to another model; got one for {cut(self.model)} ({cut(self.fingerprint)}), this "
                 f"model is {fingerprint}"
             )
         for name, shape in shapes.items():

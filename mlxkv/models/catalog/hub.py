@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from mlxkv.errors import MachineError, UserError
+from mlxkv.errors import MachineError, UserError, brief
 
 # No *.py: code that comes with a model is neither fetched nor run.
 PATTERNS = [
@@ -57,11 +57,11 @@ def fetch(repo: str, patterns: list[str] = PATTERNS) -> Path:
         ) from None
     except hub.HfHubHTTPError as error:
         raise UserError(
-            f"[load] the hub refused ({first_line(error)}); got {repo}; try again, or {WAY_OUT}"
+            f"[load] the hub refused ({brief(error)}); got {repo}; try again, or {WAY_OUT}"
         ) from None
     except ValueError as error:
         raise UserError(
-            f"[load] its folder in the hub's cache is damaged ({first_line(error)}); got {repo}; delete it or {WAY_OUT}"
+            f"[load] its folder in the hub's cache is damaged ({brief(error)}); got {repo}; delete it or {WAY_OUT}"
         ) from None
     except OSError as error:
         if error.errno in FULL_DISK:
@@ -69,7 +69,7 @@ def fetch(repo: str, patterns: list[str] = PATTERNS) -> Path:
                 f"[load] the disk is full; got {repo}; free some space and run it again"
             ) from None
         raise UserError(
-            f"[load] fetching failed ({first_line(error)}); got {repo}; try again, or {WAY_OUT}"
+            f"[load] fetching failed ({brief(error)}); got {repo}; try again, or {WAY_OUT}"
         ) from None
     except Exception as error:
         if not _is_network(error):
@@ -96,8 +96,3 @@ def _is_network(error: Exception) -> bool:
         cls.__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "requests")
         for cls in type(error).__mro__
     )
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error, or its class, at most 120 characters."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlxkv.models.catalog.hub import first_line
+from mlxkv.errors import brief
 from mlxkv.models.catalog.numbers import check_names
 from mlxkv.models.catalog.shapes import LayerShape, text_config, working_bytes
 from mlxkv.models.hooks.held import layers_of
@@ -51,7 +51,7 @@ def outline(config: dict) -> tuple[list[LayerShape], int, int]:
     except (NotBuilt, Unsound):
         raise
     except Exception as error:  # of any kind, where keys are missing or do not fit together
-        raise NotBuilt(f"{type(error).__name__}: {first_line(error)[:80]}") from error
+        raise NotBuilt(f"{type(error).__name__}: {brief(error)[:80]}") from error
     heads = [2 * x.key_dim * (x.queries + x.kv_heads) for x in layers]
     return layers, weights, working_bytes(widths[0], max(heads, default=0), max(widths))
 

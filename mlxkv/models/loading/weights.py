@@ -10,9 +10,8 @@ from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedL
 from mlx.utils import tree_flatten
 
 from mlxkv import blas
-from mlxkv.errors import UserError
+from mlxkv.errors import UserError, brief, cut
 from mlxkv.models.catalog.folder import Folder
-from mlxkv.models.catalog.hub import first_line
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.loading import gguf
 from mlxkv.models.loading.outline import NotBuilt, classes_of
@@ -34,7 +33,7 @@ def build(
     """
     from mlx_lm.utils import load_model
 
-    kind = folder.config["model_type"]
+    kind = cut(folder.config["model_type"])
     try:
         model_class, args_class = classes_of(folder.config)
     except NotBuilt as error:
@@ -59,7 +58,7 @@ def build(
     except Exception as error:  # mlx-lm raises anything when files are wrong
         raise UserError(
             f"[load] configuration and weights do not fit together ({type(error).__name__}: "
-            f"{first_line(error)}); got a {kind} in {folder.path}; fetch the model again"
+            f"{brief(error)}); got a {kind} in {folder.path}; fetch the model again"
         ) from error
 
 
@@ -100,7 +99,7 @@ def try_out(model: nn.Module, folder: Folder) -> None:
     except Exception as error:
         raise UserError(
             f"[load] config.json describes a model that cannot run ({type(error).__name__}: "
-            f"{first_line(error)}); got a {folder.config['model_type']} in {folder.path}; fetch the "
+            f"{brief(error)}); got a {cut(folder.config['model_type'])} in {folder.path}; fetch the "
             "model again"
         ) from error
 
@@ -150,7 +149,7 @@ def dtype_of(model: nn.Module) -> mx.Dtype:
 
 def check_shares(model: nn.Module, folder: Folder, size: int) -> None:
     """Raises UserError for a model that cannot be spread over `size` processes."""
-    kind, text = folder.config["model_type"], text_config(folder.config)
+    kind, text = cut(folder.config["model_type"]), text_config(folder.config)
     if not hasattr(model, "shard"):
         raise UserError(
             f"[load] mlx-lm cannot spread this kind of model over processes; got a {kind} for {size} "
@@ -170,7 +169,7 @@ def take_share(model: nn.Module, folder: Folder, group: mx.distributed.Group) ->
         model.shard(group)
     except ValueError as error:  # widths that do not divide, or groups of quantised weights
         raise UserError(
-            f"[load] weights cannot be shared evenly ({first_line(error)}); got {folder.path} for "
+            f"[load] weights cannot be shared evenly ({brief(error)}); got {folder.path} for "
             f"{group.size()} processes; choose another number of them"
         ) from None
     without_gradients(model)

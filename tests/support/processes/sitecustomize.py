@@ -2,7 +2,7 @@
 
 It finds no torch, as on most Macs: transformers, which mlx-lm imports, takes it wherever it is, and that is
 most of what such a process would do. With `MLXKV_TEST_TORCH=1` (the fixture `with_torch`) it finds it.
-And it multiplies as mlxkv does (mlxkv/blas.py), whether it imports that or not.
+And it is prepared as mlxkv is (mlxkv/startup.py), whether it imports that or not.
 """
 
 import os
@@ -20,9 +20,9 @@ class Light(Kept):
         if fullname == "torch" and not TORCH:
             return None
         if fullname == "mlx.core":
-            from mlxkv import blas
+            from mlxkv import startup
 
-            blas.put_in_front()
+            startup.prepare()
         return super().find_spec(fullname, path, target)
 
 
