@@ -154,7 +154,7 @@ def fisher(
 ) -> dict[int, np.ndarray]:
     """Return F [G, D, D] of what attention of each of `layers` hands on, the sum over the query heads of a kv head: the
     second moment of the gradient of the log-likelihood of tokens that the model draws (`mlxkv.spec.fill`).
-    {}, and a line on stderr, where the model cannot be differentiated."""
+    {}, and a line on stderr, where the model cannot be differentiated or gradients are no numbers or all 0."""
     from cuda_track.models.taps import observing
 
     totals: dict[int, np.ndarray | float] = dict.fromkeys(layers, 0.0)
@@ -189,8 +189,7 @@ def fisher(
         reason = str(error).partition("\n")[0]
         console.note(f"[calibrate] errors count alike in all layers: no gradient ({reason})")
         return {}
-    sound = count and all(np.isfinite(x).all() and np.any(x) for x in totals.values())
-    return {layer: x / count for layer, x in totals.items()} if sound else {}
+    return sums.information(totals, count)
 
 
 def peaks(x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
 from turning import TEXT, at_zero, moments_over, seen_by
 
@@ -93,6 +94,41 @@ def test_nan_is_one_line():
     weight.weight = weight.weight.at[0, 0].add(float("nan"))
     with pytest.raises(MachineError, match=r"\[calibrate\] NaN or infinity in layer 1"):
         measure.calibrate(model, TEXT)
+
+
+def test_overflow_is_one_line():
+    model = random_model("llama", seed=3)
+    for layer in model.layers:
+        layer.self_attn.k_proj.weight = layer.self_attn.k_proj.weight * 1e25
+    with pytest.raises(MachineError, match=r"\[calibrate\] NaN or infinity in layer 0"):
+        measure.calibrate(model, TEXT)
+
+
+def test_dead_and_sharp_heads(subtests, tmp_path):
+    """Weights of one kv head are 0 or huge: a file that can be read, and caches near what is exact."""
+    parts = {"q": slice(128), "k": slice(64), "v": slice(64), "o": (slice(None), slice(128))}
+    path, x = tmp_path / "a.safetensors", mx.array(TEXT[:300])[None]
+    for names, size, bound in (
+        *(("kv", 0, 0.05), ("q", 0, 0.05), ("o", 0, 0.05), ("qkvo", 0, 0.05)),
+        *(("qk", 100, 1), ("v", 1e4, 0.05)),
+    ):
+        with subtests.test(names=names, size=size):
+            model = random_model("llama", seed=3)
+            for layer in model.layers:
+                for name in names:
+                    projection = getattr(layer.self_attn, f"{name}_proj")
+                    projection.weight = projection.weight.at[parts[name]].multiply(size)
+            made = measure.calibrate(model, TEXT)
+            assert all(layer.exchange is not None for layer in made.layers.values())
+            artifact.write(path, made)
+            want = model(x)[:, -4:]
+            for kv in ("balanced-int4", "fill-3.25", "oja-e0.95"):
+                attach(model, kv, calibration=artifact.read(path))
+                caches = make_prompt_cache(model)
+                model(x[:, :-4], cache=caches)
+                off = mx.square(model(x[:, -4:], cache=caches) - want).mean() / mx.var(want)
+                assert off.item() < bound**2, kv
+                detach(model)
 
 
 def test_a_model_with_nothing_to_compress():

@@ -118,6 +118,26 @@ def test_measured_costs_decide_about_bits_as_the_law_says():
     assert fill.weighed("values", np.zeros((2, 16)), costs[0])[1].max() == 0
 
 
+def test_roots_of_what_rounding_leaves():
+    """Sharp heads: F of rank one from float32, which has eigenvalues below 0. Dead ones: F is 0."""
+    x = data(1, 64, 1)
+    fisher = (x @ x.swapaxes(-1, -2)).astype(np.float64).repeat(2, 0)
+    fisher[0] -= 1e-5 * np.trace(fisher[0]) / 64 * np.eye(64)
+    fisher[1] = 0
+    root = sums.root(fisher).astype(np.float64)
+    found = root @ root.swapaxes(-1, -2)
+    np.testing.assert_allclose(found[0], fisher[0], atol=1e-4 * np.abs(fisher[0]).max())
+    assert np.isfinite(root).all() and not root[1].any()
+
+
+def test_gradients_that_are_none(capsys):
+    one = np.ones((1, 2, 2))
+    assert sums.information({0: one * 4, 1: one * 0}, 2)[0].max() == 2  # a dead layer
+    for totals, expected in ([{0: one * 0}, "are 0"], [{0: one, 1: one * np.inf}, "have NaN"]):
+        assert sums.information(totals, 2) == {}
+        assert f"alike in all layers: gradients {expected}" in capsys.readouterr().err
+
+
 def test_a_file_holds_them(made, tmp_path):
     artifact.write(tmp_path / "a.safetensors", made)
     back = artifact.read(tmp_path / "a.safetensors")

@@ -81,7 +81,9 @@ def shrunk(moment: np.ndarray) -> tuple[np.ndarray, int]:
     """
     moment = (moment + moment.swapaxes(-1, -2)) / 2
     diagonal = np.diagonal(moment, axis1=-2, axis2=-1)
-    floor = np.maximum(diagonal.max(-1, keepdims=True) * DEAD, np.finfo(np.float32).tiny)
+    # A head without any numbers has a floor by the others, so that what divides by its root stays small.
+    least = max((diagonal.max() or 1.0) * DEAD**2, np.finfo(np.float32).tiny)
+    floor = np.maximum(diagonal.max(-1, keepdims=True) * DEAD, least)
     raised_diagonal = np.maximum(diagonal, floor)
     size, eye = np.sqrt(raised_diagonal), np.eye(moment.shape[-1])
     correlation = moment / (size[:, None] * size[..., None])
@@ -98,12 +100,13 @@ def mixed(down: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_moment(x: np.ndarray) -> bool:
-    """Return whether x [G, D, D] is symmetric and positive semidefinite, up to what float32 rounds."""
+    """Return whether x [G, D, D] is symmetric and positive semidefinite, up to what float32 rounds, and not 0 in all
+    heads."""
     largest = np.abs(x).max((-2, -1), keepdims=True).astype(np.float64)
-    if (np.abs(x - x.swapaxes(-1, -2)) > ROUNDING * largest).any():
+    if not largest.any() or (np.abs(x - x.swapaxes(-1, -2)) > ROUNDING * largest).any():
         return False
     try:
-        np.linalg.cholesky(x + ROUNDING * largest * np.eye(x.shape[-1]))
+        np.linalg.cholesky(x + np.where(largest > 0, ROUNDING * largest, 1) * np.eye(x.shape[-1]))
     except np.linalg.LinAlgError:
         return False
     return True

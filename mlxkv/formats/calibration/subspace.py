@@ -37,14 +37,17 @@ def basis(moment: np.ndarray, rank: int, mixed: bool = False) -> np.ndarray:
 def ranks(moment: np.ndarray, energy: float) -> np.ndarray:
     """Return [G]: the fewest directions that hold this share of the energy (OjaKV, A.2)."""
     values = np.maximum(np.linalg.eigvalsh(moment)[..., ::-1], 0)
-    share = np.cumsum(values, -1) / values.sum(-1, keepdims=True)
+    total = values.sum(-1, keepdims=True)
+    share = np.cumsum(values, -1) / np.where(total > 0, total, 1)
+    share = np.where(total > 0, share, 1)  # a dead head is held by anything
     return (share < energy - 1e-12).sum(-1) + 1
 
 
 def residual(moment: np.ndarray, u: np.ndarray) -> np.ndarray:
     """Return the residual-energy ratio [G] of a basis u [G, D, R] on rows with this second moment [G, D, D]."""
     inside = np.einsum("gdr,gde,ger->g", u, moment, u)
-    return 1 - inside / np.trace(moment, axis1=-2, axis2=-1)
+    total = np.trace(moment, axis1=-2, axis2=-1)
+    return np.where(total > 0, 1 - inside / np.where(total > 0, total, 1), 0)
 
 
 def overlap(u: np.ndarray, w: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from mlxkv import console
 from mlxkv.errors import MachineError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import balance
@@ -41,6 +42,7 @@ class Sums:
     total: np.ndarray | float = field(default=0.0, init=False)
     weight: np.ndarray | float = field(default=0.0, init=False)
 
+    @np.errstate(over="ignore", invalid="ignore")  # `LayerSums.basis` looks for NaN and infinity
     def add(self, square: np.ndarray, total: np.ndarray, weight: np.ndarray | float) -> None:
         self.square = self.square + square.astype(np.float64)
         self.total = self.total + total.astype(np.float64)
@@ -48,28 +50,46 @@ class Sums:
 
     def mean(self) -> np.ndarray:
         """Return [G, D]."""
-        return self.centre + self.total / self.weight[:, None]
+        return self.centre + self.total / self._divisor[:, None]
 
     def moment(self) -> np.ndarray:
         """Return the second moment [G, D, D]."""
-        weight = self.weight[:, None, None]
-        centre, off = self.centre.astype(np.float64), self.total / self.weight[:, None]
+        weight = self._divisor[:, None, None]
+        centre, off = self.centre.astype(np.float64), self.total / self._divisor[:, None]
         cross = centre[:, :, None] * off[:, None]
         outer = centre[:, :, None] * centre[:, None]
         return self.square / weight + cross + cross.swapaxes(-1, -2) + outer
+
+    @property
+    def _divisor(self) -> np.ndarray:
+        return np.where(self.weight > 0, self.weight, 1)  # sums of no weight are 0
 
 
 # -- What errors cost (`mlxkv.spec.fill`).
 
 LEAST_COST = 1e-4  # of a layer's errors, as a share of the mean: texts differ in what they read
-RIDGE = 1e-6  # of the mean of F's diagonal: its root has to exist
+RIDGE = 1e-6  # of the mean of F's diagonal
+
+
+def information(totals: Mapping[Place, np.ndarray], count: int) -> dict[Place, np.ndarray]:
+    """Return F [G, Dv, Dv] of each layer, of sums over `count` tokens. {} for no tokens, and with a line on stderr for
+    NaN or infinity, and for 0 in all layers."""
+    if not count:
+        return {}
+    sound = all(np.isfinite(x).all() for x in totals.values())
+    if not sound or not any(np.any(x) for x in totals.values()):
+        what = "are 0" if sound else "have NaN or infinity"
+        console.note(f"[calibrate] errors count alike in all layers: gradients {what}")
+        return {}
+    return {place: x / count for place, x in totals.items()}
 
 
 def root(fisher: np.ndarray) -> np.ndarray:
-    """Return L [G, Dv, Dv] float32 with L L^T = F [G, Dv, Dv], where F has a ridge."""
-    size = np.trace(fisher, axis1=-2, axis2=-1) / fisher.shape[-1]
-    ridge = RIDGE * size[:, None, None] * np.eye(fisher.shape[-1])
-    return np.linalg.cholesky(fisher + ridge).astype(np.float32)
+    """Return L [G, Dv, Dv] float32 with L L^T = F [G, Dv, Dv], where F has a ridge. What rounding leaves below it is
+    raised to it; a head whose output nothing reads has an F of 0, and so is its L."""
+    ridge = RIDGE * np.trace(fisher, axis1=-2, axis2=-1)[:, None] / fisher.shape[-1]
+    values, vectors = np.linalg.eigh(fisher)
+    return (vectors * np.sqrt(np.maximum(values, 0) + ridge)[:, None]).astype(np.float32)
 
 
 @dataclass
@@ -136,11 +156,10 @@ class LayerSums:
         return self.rotary.moment_over(moment, self.spans) if turns else moment
 
     def _halves(self, of: Callable[[Sums], np.ndarray]) -> np.ndarray:
-        """Half of all stored keys alike, half by the attention that they get (`mlxkv.spec.balanced`)."""
-        alike, read = self.sums[KEYS], self.sums.get(READ)
-        if read is None or not (read.weight > 0).all():
-            return of(alike)
-        return (of(alike) + of(read)) / 2
+        """Half of all stored keys alike, half by the attention that they get (`mlxkv.spec.balanced`); alike in heads
+        where they get none."""
+        alike, read = of(self.sums[KEYS]), self.sums.get(READ)
+        return alike if read is None else _by_weight((alike + of(read)) / 2, alike, read)
 
     def _key_mean(self) -> np.ndarray:
         """The mean [G, D] of stored keys over the positions of `spans`."""
@@ -149,18 +168,23 @@ class LayerSums:
 
     def _weighed_queries(self) -> np.ndarray | None:
         """The second moment [G, D, D] of queries over the positions of `spans`, READ_BY_COST of it of WEIGHED, of all
-        alike otherwise; None where there are none of these."""
+        alike otherwise, and in heads where errors cost nothing; None where there are none of WEIGHED, or all are 0."""
         weighed = self.sums.get(WEIGHED)
-        if weighed is None or not (weighed.weight > 0).all():
+        if weighed is None or not (weighed.weight > 0).any():
             return None
-        return (1 - READ_BY_COST) * self.moment("keys") + READ_BY_COST * self.moment(WEIGHED)
+        alike = self.moment("keys")
+        mixed = (1 - READ_BY_COST) * alike + READ_BY_COST * self.moment(WEIGHED)
+        mixed = _by_weight(mixed, alike, weighed)
+        return mixed if mixed.any() else None
 
+    @np.errstate(over="ignore", invalid="ignore")  # `floored` looks for infinity
     def costs(self) -> np.ndarray | None:
         """Return what errors of keys and of values cost, [2, G]; None where that was not measured."""
         if self.exchange is None or "stored values" not in self.sums:
             return None
         return self.exchange.costs(self.moment("stored values"))
 
+    @np.errstate(over="ignore", invalid="ignore")  # `_sound` looks for them
     def basis(self, side: str, label: str) -> Basis:
         """Return the maps of "keys" or "values", which errors call `label`. Raises MachineError for NaN or infinity."""
         moment = _sound(self.moment(side), label)
@@ -189,8 +213,14 @@ class LayerSums:
         down, sigma, floored = balance.balance(noise, reads)
         if side == "values":  # the unit of errors is free: stored values keep their size
             size = np.trace(noise, axis1=-2, axis2=-1) / sigma.sum(-1)
+            size = np.where(size > 0, size, 1)  # nothing is stored in a dead head
             down, sigma = down * np.sqrt(size)[:, None, None], sigma * size[:, None]
         return Balance(down.astype(np.float32), sigma.astype(np.float32), floored)
+
+
+def _by_weight(x: np.ndarray, other: np.ndarray, sums: Sums) -> np.ndarray:
+    """Return x [G, ...] of heads where `sums` has weight, `other` in those where it has none."""
+    return np.where((sums.weight > 0).reshape(-1, *[1] * (x.ndim - 1)), x, other)
 
 
 def _sound(x: np.ndarray, label: str) -> np.ndarray:

@@ -76,7 +76,8 @@ def fisher(
     first: list[int],
 ) -> dict[Place, np.ndarray]:
     """Return F [G, Dv, Dv] float64 of each cache, the sum over the query heads of a kv head; {}, and a line on stderr,
-    where the model cannot be differentiated. Raises RuntimeError where the GPU is lost.
+    where the model cannot be differentiated, or gradients are no numbers or all 0. Raises RuntimeError where the GPU
+    is lost.
 
     heads: kv heads by cache. first: ids in front of each window. The attention function must be rebound.
     """
@@ -98,8 +99,7 @@ def fisher(
             f"[calibrate] errors count alike in all layers: no gradient ({errors.reason(error)})"
         )
         return {}
-    sound = all(np.ndim(x) and np.isfinite(x).all() and np.any(x) for x in totals.values())
-    return {place: x / count for place, x in totals.items()} if sound else {}
+    return sums.information(totals, count)
 
 
 def _gradients(
