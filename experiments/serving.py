@@ -5,6 +5,8 @@
             share of their bytes that these caches take, since what they have in common is stored once
     load    start-up; requests a second by 1 and by 8 clients, of /health and of completions of one token; memory and
             processor time with 2,000 connections that wait
+    chunks  processor time for a request of 100,000 chunks of one byte, alone and eight of them at once, and how long
+            /health takes at most meanwhile
 
 Other processes of the machine only add time: the least of several rounds is printed, and processor seconds of the
 server beside those of the clock. Each round has a `cache_salt` of its own, so that it finds nothing of another round.
@@ -31,8 +33,9 @@ from experiments.options import Parser, at_least, made_on
 from mlxkv import console
 from mlxkv.texts import corpus
 
-MEASURES = ("reuse", "load")
+MEASURES = ("reuse", "load", "chunks")
 CLIENTS, CONNECTIONS, IDLE_SECONDS, BURST_SECONDS = (1, 8), 2000, 10.0, 3.0
+CHUNKS = 100_000  # of one byte
 QUESTIONS = ("What is this about?", "Who is named here?", "What happens in the end?")
 
 
@@ -194,6 +197,39 @@ def load(model: str, rounds: int) -> dict[str, float]:
     return {what: abs(min(values)) for what, values in found.items()}
 
 
+def chunks(model: str, rounds: int) -> dict[str, float]:
+    """The best of all rounds, by what was measured."""
+    found: dict[str, list[float]] = {}
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    request = head + CHUNKS * b"1\r\n \r\n" + b"0\r\n\r\n"
+
+    def send(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port), timeout=600) as line:
+            line.sendall(request)
+            assert line.recv(12) in (b"HTTP/1.1 400", b"HTTP/1.1 413")
+
+    for _ in range(rounds):
+        with started(model, "--log-level", "error") as server:
+            line = HTTPConnection("127.0.0.1", server.port, timeout=600)
+            for clients in CLIENTS:
+                _health(line)
+                before, longest = server.processor(), 0.0
+                with ThreadPoolExecutor(clients) as pool:
+                    jobs = [pool.submit(send, server.port) for _ in range(clients)]
+                    while not all(job.done() for job in jobs):
+                        start = time.perf_counter()
+                        _health(line)
+                        longest = max(longest, time.perf_counter() - start)
+                        time.sleep(0.01)
+                for job in jobs:
+                    job.result()
+                name = f"{clients} at once"
+                found.setdefault(f"{name}: /health at most, s", []).append(longest)
+                seconds = server.processor() - before
+                found.setdefault(f"{name}: processor, s", []).append(seconds)
+    return {what: min(values) for what, values in found.items()}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("serving", __doc__)
     parser.add_argument("measures", nargs="*", default=MEASURES, help=", ".join(MEASURES))
@@ -215,8 +251,10 @@ def main(argv: list[str] | None = None) -> None:
         console.say(f"all sessions take {share:.0%} of the bytes of separate copies")
     if "load" in args.measures:
         document["load"] = load(args.model, args.rounds)
-        for what, value in document["load"].items():
-            console.say(f"| {what} | {value:.4g} |")
+    if "chunks" in args.measures:
+        document["chunks"] = chunks(args.model, args.rounds)
+    for what, value in {**document.get("load", {}), **document.get("chunks", {})}.items():
+        console.say(f"| {what} | {value:.4g} |")
     console.print_json(document | made_on(start))
 
 

@@ -165,7 +165,102 @@ def test_a_refusal_is_read_by_a_client_that_goes_on_sending(echo):
         assert reply(line)[0] == 413
 
 
-# -- clients that leave, or do nothing
+CODED = post(b"", b"Transfer-Encoding: chunked")
+
+
+def test_chunks_are_bounded(echo):
+    """Few bytes of a body may be many on the wire."""
+    for data, status in (
+        (b"1\r\nx\r\n" * wire.CHUNKS, 200),
+        (b"1\r\nx\r\n" * (wire.CHUNKS + 1), 413),
+        (b"1;" + b"a" * 4000 + b"\r\nx\r\n", 200),
+        ((b"1;" + b"a" * 4000 + b"\r\nx\r\n") * 100, 413),
+    ):
+        with connect(echo) as line:
+            line.sendall(CODED + data + b"0\r\n\r\n")
+            assert reply(line)[0] == status
+
+
+def test_what_is_too_long_is_named(echo):
+    for data, status in (
+        (b"GET /" + b"a" * 70_000, 414),
+        (GET[:-2] + b"A: " + b"b" * 80_000, 431),
+        (CODED + b"1;" + b"a" * 70_000, 431),
+        (CODED + b"0\r\nA: " + b"b" * 200_000, 431),
+        (CODED + b"0\r\nA: b\r\n\r\n", 200),
+    ):
+        with connect(echo) as line:
+            line.sendall(data)
+            assert reply(line)[0] == status
+
+
+@pytest.mark.parametrize(
+    "data, status",
+    [
+        (CODED + b"1\r\nx\r\n" * wire.CHUNKS + b"0\r\n\r\n", 200),
+        (GET[:-2] + b"a:\r\n" * 60_000 + b"\r\n", 431),
+        (sized(b"a") + GET[:-2] + b"a:\r\n" * 60_000 + b"\r\n", 200),
+        (CODED + b"0\r\n" + b"a:\r\n" * 60_000 + b"\r\n", 431),
+    ],
+    ids=["chunks", "fields", "fields of the next request", "trailers"],
+)
+def test_nobody_waits_for_what_another_one_sends_at_once(echo, monkeypatch, data, status):
+    turns, plain = [], wire.Wire.handle_events
+
+    def timed(self):
+        start = time.thread_time()
+        plain(self)
+        turns.append(time.thread_time() - start)
+
+    monkeypatch.setattr(wire.Wire, "handle_events", timed)
+    with connect(echo) as line:
+        line.sendall(data)
+        assert reply(line)[0] == status
+    assert max(turns) < 0.04  # 0.004 s on a quiet machine; all at once 0.2 s
+
+
+# -- clients that send no more, leave, or do nothing
+
+
+def half_closed(server, data: bytes) -> socket.socket:
+    line = connect(server)
+    line.sendall(data)
+    line.shutdown(socket.SHUT_WR)
+    return line
+
+
+def test_a_client_that_sends_no_more_reads_its_replies(echo):
+    for data, replies in (
+        (GET, [b"/x "]),
+        (sized(b"a"), [b"/x a"]),
+        (sized(b"a") + GET + sized(b"b"), [b"/x a", b"/x ", b"/x b"]),
+        (CODED + b"1\r\nx\r\n" * 1000 + b"0\r\n\r\n", [b"/x " + b"x" * 1000]),
+        (GET.replace(b"/x", b"/large"), [bytes(32 << 20)]),
+    ):
+        with half_closed(echo, data) as line:
+            parts = whole(line).split(b"HTTP/1.1 200")[1:]
+        assert [part.split(b"\r\n\r\n")[1].partition(b"HTTP/1.1")[0] for part in parts] == replies
+    for data in (sized(b"ab")[:-1], GET[:-1], CODED + b"1\r\n"):
+        with half_closed(echo, data) as line:
+            assert reply(line)[0] == 400 and ended(line)
+    with half_closed(echo, b"") as line:
+        assert ended(line)
+
+
+def test_a_client_that_has_gone_is_not_taken_for_one_that_sends_no_more():
+    data = GET.replace(b"/x", b"/wait")
+    with running() as server:
+        with half_closed(server, data) as line:
+            until(lambda: server.lines["busy"])
+            time.sleep(0.1)  # several looks
+            connect(server).close()
+            with half_closed(server, data) as gone:
+                until(lambda: len(server.lines["busy"]) == 2)
+            assert gone.fileno() == -1
+            until(lambda: len(server.lines["busy"]) == 1)
+            server.go.set()
+            assert reply(line) == (200, b"/wait ") and ended(line)
+        until(lambda: not sum(map(len, server.lines.values())))
 
 
 def test_idle_connections_give_way():

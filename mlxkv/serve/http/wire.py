@@ -29,6 +29,11 @@ from mlxkv.serve.refusals import Refused
 
 HEAD = 64 << 10  # bytes of a request's head
 BODY = 8 << 20  # bytes of a request's body
+CHUNKS = 16 << 10  # of a request's body: h11 takes 14 us for each
+PIECE = 8 << 10  # bytes that h11 is given at once; asyncio reads 256 KiB
+EVENTS = 64  # of h11, after which other connections have their turn
+LINES = 1024  # of a head
+EXTRAS = 4 << 10  # bytes of trailers, or of a chunk's line
 RESERVE = 256  # descriptors for other things
 MAX_CONNECTIONS = 8192  # where no limit is set
 SECONDS = 30.0  # for a request to arrive, and for each part of a reply to leave
@@ -107,7 +112,8 @@ class Wire(H11Protocol):
     """One connection, with one request at a time.
 
     since: when it came to the state that it has, by `time.monotonic`. arrival_time: of the first byte of the request,
-    or None. byte_count: of the request.
+    or None. byte_count: of the request. is_behind: whether there is something to parse, for which others do not wait.
+    is_half_closed: whether the client sends no more; it may still read.
     """
 
     def __init__(self, limits: Limits, **settings: Any):
@@ -117,6 +123,11 @@ class Wire(H11Protocol):
         self.since, self.is_ending = time.monotonic(), False
         self.arrival_time: float | None = None
         self.byte_count = 0
+        self.is_behind = self.is_half_closed = False
+        self.conn.next_event, self._next_event = self._take_event, self.conn.next_event
+        self._event_count = self._chunk_count = 0
+        self._unread = bytearray()  # by h11
+        self._end_time = self._probe_time = 0.0  # of a client that sends no more
         self._write_block_time: float | None = None  # since when the client reads nothing
 
     async def _answer(self, scope: dict, receive: Callable, send: Callable) -> None:
@@ -146,7 +157,8 @@ class Wire(H11Protocol):
         count, has_room = len(self.connections), self.limits.has_room(self.connections)
         super().connection_made(Lingering(transport, self))
         # asyncio does so where a socket names TCP, as none of a listening one does: replies would wait for 40 ms.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = transport.get_extra_info("socket")
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not has_room:
             self.refuse(Refused(503, f"[serve] {count} connections", "busy", retry=1))
 
@@ -158,7 +170,26 @@ class Wire(H11Protocol):
             return
         if self.arrival_time is None:
             self.since = self.arrival_time = time.monotonic()
-        super().data_received(data)
+        self._unread += data
+        super().data_received(self._next_piece())
+
+    def eof_received(self) -> bool:
+        """Return whether the connection stays: the client may have closed its writing side alone, and wait for a
+        reply. One that has gone answers the next bytes with a reset, which `look` sees."""
+        if self.is_ending or self.scope is not None and self.scope["http_version"] == "1.0":
+            return False
+        self.is_half_closed = True
+        self._end_time = self._probe_time = time.monotonic()
+        self.handle_events()
+        self._probe(self._end_time)
+        return True
+
+    def _probe(self, now: float) -> None:
+        """Send what every client ignores, until its reply begins; after twice the time again."""
+        if self.state == "busy" and self.conn.our_state is h11.SEND_RESPONSE:
+            event = h11.InformationalResponse(status_code=100, headers=[])
+            self.transport.write(self.conn.send(event))
+        self._probe_time = now + max(1.0, now - self._end_time)
 
     def pause_writing(self) -> None:
         self._write_block_time = time.monotonic()
@@ -170,12 +201,73 @@ class Wire(H11Protocol):
 
     # -- requests
 
+    def handle_events(self) -> None:
+        """Parse what has come, in turns with other connections: 256 KiB may be 43,000 chunks, .6 s."""
+        self._event_count = 0
+        super().handle_events()
+
+    def _take_event(self) -> Any:
+        """h11's next event. Raises h11.RemoteProtocolError."""
+        while self._event_count < EVENTS:
+            self._event_count += 1
+            event = self._next_event()
+            if event is not h11.NEED_DATA:
+                return self._check_event(event)
+            self._check_rest()
+            if not (self._unread or self.is_half_closed):
+                return event
+            self.conn.receive_data(self._next_piece())
+        self.is_behind = True
+        self.transport.pause_reading()
+        self.loop.call_soon(self._go_on)
+        return h11.NEED_DATA
+
+    def _next_piece(self) -> bytes:
+        """Take bytes that h11 has not read; b"" is the end."""
+        piece = bytes(self._unread[:PIECE])
+        del self._unread[:PIECE]
+        return piece
+
+    def _check_rest(self) -> None:
+        """Bound what h11 parses at once when its end has come."""
+        rest, text = self.conn.trailing_data[0], ""
+        if self.conn.their_state is h11.IDLE:
+            if rest.count(b"\n") > LINES:
+                text = f"a head of more than {LINES} lines"
+        elif len(rest) > EXTRAS:
+            text = f"trailers, or a chunk's line, of more than {EXTRAS} bytes"
+        if text:
+            raise h11.RemoteProtocolError(text, error_status_hint=431)
+
+    def _check_event(self, event: Any) -> Any:
+        """Count the chunks of a body, and close an idle connection at its end."""
+        if isinstance(event, h11.Request):
+            self._chunk_count = 0
+        elif isinstance(event, h11.Data) and event.chunk_end:
+            self._chunk_count += 1
+            if self._chunk_count > CHUNKS or self.byte_count > 2 * (self.limits.body + HEAD):
+                text = f"a body of so many chunks; at most {CHUNKS}"
+                raise h11.RemoteProtocolError(text, error_status_hint=413)
+        elif isinstance(event, h11.ConnectionClosed):
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+            return h11.NEED_DATA
+        return event
+
+    def _go_on(self) -> None:
+        self.is_behind = False
+        if self.transport.is_closing():
+            return
+        self.handle_events()
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+
     def on_response_complete(self) -> None:
         if self.is_ending:
             return
         self.arrival_time, self.byte_count = None, 0
         self.since = time.monotonic()
-        if self.conn.trailing_data[0]:  # the next one came with it
+        if self.conn.trailing_data[0] or self._unread:  # the next one came with it
             self.arrival_time = self.since
         super().on_response_complete()
 
@@ -183,7 +275,8 @@ class Wire(H11Protocol):
         """Answer what h11 does not take for a request; called where it has raised."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
-        if status == 431 and b"\n" not in self.conn.trailing_data[0]:
+        is_head = self.cycle is None or self.cycle.response_complete
+        if is_head and status == 431 and b"\n" not in self.conn.trailing_data[0]:
             status = 414
         self.refuse(Refused(status, f"[request] {error or msg}"[:200], "invalid_request"))
 
@@ -212,6 +305,11 @@ class Wire(H11Protocol):
         state, seconds = self.state, SECONDS + self.byte_count / PACE
         if self._write_block_time is not None and now > self._write_block_time + SECONDS:
             self.abort()
+        elif self.is_half_closed:
+            if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.abort()  # it has gone
+            elif now > self._probe_time:
+                self._probe(now)
         elif state == "idle" and now > self.since + IDLE:
             self.transport.close()
         elif state == "ending" and now > self.since + seconds:
@@ -235,8 +333,15 @@ class Lingering:
     def is_closing(self) -> bool:
         return self._wire.is_ending or self._transport.is_closing()
 
+    def resume_reading(self) -> None:
+        if not self._wire.is_behind:
+            self._transport.resume_reading()
+
     def close(self) -> None:
         if self.is_closing():
+            return
+        if self._wire.is_half_closed:  # it sends nothing that would have to be read
+            self._transport.close()
             return
         self._wire.is_ending, self._wire.since, self._wire.byte_count = True, time.monotonic(), 0
         self._transport.resume_reading()
