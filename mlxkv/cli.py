@@ -69,7 +69,7 @@ EXAMPLES = {
 }
 VALUES = {"int": "N", "float": "X", "path": "PATH"}  # by the start of a type's name
 SWITCHES = ("MLXKV_KERNELS", "MLXKV_TILES", "MLXKV_COMPILE")  # environment variables
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 NUMBERS = {"N": ("a whole number", "write it like 12"), "X": ("a number", "write it like 0.5")}
 
 

@@ -87,8 +87,17 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def note(text: str) -> None:
-    """Print a line on stderr; stdout holds only results."""
-    print(plain(text, lines=True), file=sys.stderr, flush=True)
+    """Print a line on stderr; stdout holds only results. A stderr that takes nothing more ends no command."""
+    _tell(plain(text, lines=True) + "\n")
+
+
+def _tell(text: str) -> None:
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError as error:
+        if error.errno == errno.EIO:  # the terminal was closed
+            raise
+        _drop(sys.stderr)
 
 
 def is_full() -> bool:
@@ -102,12 +111,12 @@ def is_full() -> bool:
 
 
 def let_go() -> None:
-    """Drop what a terminal that was closed did not take."""
+    """Drop what stderr, or a terminal that was closed, did not take."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError as error:
-            if error.errno != errno.EIO:  # such as a full disk
+            if stream is sys.stdout and error.errno != errno.EIO:  # such as a full disk
                 raise
             _drop(stream)
 
@@ -124,7 +133,9 @@ def warn(text: str) -> None:
     from rich.console import Console
 
     out = Console(stderr=True, highlight=False, soft_wrap=True)
-    out.print(plain(text, lines=True), style="bold red", markup=False)
+    with out.capture() as captured:
+        out.print(plain(text, lines=True), style="bold red", markup=False)
+    _tell(captured.get())
 
 
 @contextmanager

@@ -117,6 +117,8 @@ STREAMS = (
     ("--version 2>&-", 0, ""),
     ("presets <&- >&- 2>&-", 0, ""),
     ("chat <&-", 2, "[chat] empty prompt; pass --prompt TEXT or pipe some text in\n"),
+    ("--version 2>/dev/full", 0, ""),
+    ("nonsense 2>/dev/full", 2, ""),
     ("--version >/dev/full", 1, "[stdout] cannot be written to: No space left on device\n"),
     ("presets >/dev/full", 1, "[stdout] cannot be written to: No space left on device\n"),
 )

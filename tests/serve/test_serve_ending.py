@@ -1,9 +1,13 @@
 """The end of a server: replies under way have a while, clients are told, signals break nothing."""
 
 import json
+import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 from serving import ENDLESS, LONG, asking, complete, get, send, until
@@ -11,6 +15,33 @@ from serving import ENDLESS, LONG, asking, complete, get, send, until
 from mlxkv.serve import run
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.run import Server
+
+
+def test_a_log_that_nobody_reads_changes_no_exit_code(model_folder):
+    """`mlxkv serve 2>&1 | head -1`, at its start and later."""
+    for lines in (1, None):
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+        command = [sys.executable, "-m", "mlxkv", "serve", "-m", model_folder, "--port", str(port)]
+        streams = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+        with subprocess.Popen(command, **streams, text=True) as process:
+            for count, line in enumerate(process.stderr, 1):
+                if count == lines or line.startswith("chat: "):
+                    break
+            process.stderr.close()
+
+            def answers(port: int = port, process=process) -> bool:
+                assert process.poll() is None
+                place = SimpleNamespace(server_address=("127.0.0.1", port))
+                try:
+                    body = {"prompt": "a", "max_tokens": 1}
+                    return send(place, "POST", "/v1/completions", body)[0] == 200
+                except ConnectionRefusedError:
+                    return False
+
+            until(answers)
+            process.terminate()
+            assert process.wait() == 0
 
 
 @pytest.fixture(params=[True, False], ids=["batched", "alone"])
