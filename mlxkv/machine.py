@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
@@ -56,9 +57,27 @@ def footprint() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def machine_memory() -> int:
-    """Bytes of memory in this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def machine_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory in this machine, or the fewer that Linux lets the container of this process have.
+
+    root: where /proc and /sys are."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        folder, name = root / "sys/fs/cgroup", "memory.max"
+        if controllers:  # of version 1
+            folder, name = folder / "memory", "memory.limit_in_bytes"
+            if "memory" not in controllers.split(","):
+                continue
+        folder /= group.strip("/")
+        # Groups around it have limits, too; a container may see its own in place of the first.
+        for place in (folder, *folder.parents):
+            with suppress(OSError, ValueError):  # "max"
+                limits.append(int((place / name).read_text(encoding="ascii")))
+    return min(limits)
 
 
 # -- versions of packages

@@ -13,6 +13,7 @@ from mlxkv.cache import selftest
 from mlxkv.cli import main
 from mlxkv.doctor import checks, command, share
 from mlxkv.formats.names import PICKS, parse_kv
+from mlxkv.machine import machine_memory
 from mlxkv.metal import gpu, launch, trust
 
 
@@ -182,6 +183,34 @@ def stood_for(name: str, dims: int):
 
 
 # -- the file for an issue
+
+
+def test_the_memory_of_a_container(subtests, tmp_path):
+    """Limits of both versions of cgroups, of groups around it, and none."""
+    whole, gib = machine_memory(tmp_path), 1 << 30
+    assert whole >= machine_memory() > 0
+    v1 = "memory/{}memory.limit_in_bytes"
+    for name, groups, limits, expected in (
+        ("none", "0::/", {"memory.max": "max"}, whole),
+        ("the top", "0::/", {"memory.max": gib}, gib),
+        ("around", "0::/a/b", {"a/memory.max": gib, "a/b/memory.max": "max"}, gib),
+        ("both", "0::/a/b", {"a/memory.max": 2 * gib, "a/b/memory.max": gib}, gib),
+        ("its own at the top", "0::/docker/5", {"memory.max": gib}, gib),
+        ("another's", "0::/a", {"b/memory.max": 1, "memory.max": "max"}, whole),
+        ("version 1", "0::/\n4:cpu,memory:/a", {v1.format("a/"): gib}, gib),
+        ("around, 1", "4:memory:/a/b", {v1.format(""): whole << 9, v1.format("a/"): gib}, gib),
+        ("none, 1", "4:memory:/a\n3:cpu:/b", {v1.format(""): 0x7FFFFFFFFFFFF000, v1.format("b/"): 1}, whole),
+        ("more than there is", "0::/", {"memory.max": whole * 2}, whole),
+    ):  # fmt: skip
+        root = tmp_path / name
+        (root / "proc/self").mkdir(parents=True)
+        (root / "proc/self/cgroup").write_text(groups + "\n")
+        for file, limit in limits.items():
+            path = root / "sys/fs/cgroup" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{limit}\n")
+        with subtests.test(name):
+            assert machine_memory(root) == expected
 
 
 def test_a_shared_file_names_nobody(monkeypatch, tmp_path, capsys):
