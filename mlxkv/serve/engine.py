@@ -334,14 +334,14 @@ class Engine:
         if job.request.shorten or drops:
             room = self.memory.longest(count + max_tokens) - count
             max_tokens = room if room > 0 else max_tokens  # else `promise` refuses it
-        self.memory.promise(job, count + max_tokens)
-        self._make_room(self.memory.need(count + max_tokens))
+        self.memory.promise(job, count + max_tokens, job.is_operator)
+        self._make_room(self.memory.need(count + max_tokens), job.is_operator)
         return max_tokens
 
-    def _make_room(self, need: int) -> None:
+    def _make_room(self, need: int, is_operator: bool) -> None:
         """Free memory where what is promised would not fit into this machine: MLX's freed buffers, then sessions that
         are kept, the least recently used first. need: of the last request. Raises Refused where that is not enough:
-        macOS would swap, or end processes."""
+        macOS would swap, or end processes. is_operator: it names what the server takes."""
         if self._excess() <= 0:
             return
         mx.clear_cache()
@@ -349,8 +349,9 @@ class Engine:
             self.sessions.shrink(max(0, self.ranks.least(self.sessions.nbytes) - excess))
             mx.clear_cache()
         if self._excess() > 0:
+            used = f" ({human_bytes(used_memory())})" if is_operator else ""
             reason = (
-                f"[memory] the server takes {human_bytes(used_memory())}, {human_bytes(need)} more would be above "
+                f"[memory] {human_bytes(need)} more than the server takes{used} would be above "
                 f"{CEILING:.0%} of this machine's memory; try again later, or ask for fewer tokens"
             )
             raise Refused(503, reason, "memory_busy", retry=10)

@@ -54,9 +54,9 @@ class Token:
 class Job:
     """What the event loop and the generation thread tell each other.
 
-    tenant: whose prompt cache it uses. constraint: makes the reply follow the request's grammar, where it has one.
-    cancelled: nobody waits for the reply. channel: gets `Start`, numbers of tokens
-    of the prompt (read, all), each `Token`, and None at the end; or an error.
+    tenant: whose prompt cache it uses. is_operator: whether its client may know what others ask. constraint: makes the
+    reply follow the request's grammar, where it has one. cancelled: nobody waits for the reply. channel: gets `Start`,
+    numbers of tokens of the prompt (read, all), each `Token`, and None at the end; or an error.
     dropped: messages of the chat that the context had no room for. is_reading: whether its prompt is not read yet.
     logits: of the tokens that come next, where probabilities were asked for: mlx-lm's have the rounding of 16 bits.
     cached_tokens: of its prompt, found in a cache. cache_tokens: in its caches now. tokens, usage: of its caches at
@@ -67,6 +67,7 @@ class Job:
     prompt: Prompt
     tenant: str = ""
     dropped: int = 0
+    is_operator: bool = True
     constraint: Constraint | None = None
     cancelled: bool = False
     is_reading: bool = True

@@ -73,8 +73,9 @@ class Memory:
         """Bytes for caches that are kept for later."""
         return max(0, self.bound - self.promised)
 
-    def promise(self, key: Hashable, tokens: int) -> None:
-        """Set memory aside for a request. Raises Refused, with the numbers, where it does not fit."""
+    def promise(self, key: Hashable, tokens: int, is_operator: bool = True) -> None:
+        """Set memory aside for a request. Raises Refused, with the numbers, where it does not fit. is_operator: with
+        those of others, too, from which the lengths of their requests can be read."""
         own, alike = self._needs(tokens)
         need, promised = own + alike, self.promised
         details = {"tokens": tokens, "need_bytes": need, "kv_memory_bytes": self.bound}
@@ -84,8 +85,10 @@ class Memory:
             words += f", the reply included; the bound is {bound}; ask for fewer tokens, or start the server with more"
             raise Refused(503, words, "kv_memory", details=details)
         if _together([*self._promised.values(), (own, alike)]) > self.bound:
-            words += f"; {human_bytes(promised)} of {bound} are promised to other requests; try again later"
-            details["promised_bytes"] = promised
+            share = "too much"
+            if is_operator:
+                share, details["promised_bytes"] = human_bytes(promised), promised
+            words += f"; {share} of {bound} is promised to other requests; try again later"
             raise Refused(503, words, "kv_memory_busy", retry=2, details=details)
         self._promised[key] = own, alike
 
