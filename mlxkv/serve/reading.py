@@ -5,7 +5,6 @@ bytes takes seconds and gigabytes, in which no stream of other clients may wait.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import pickle
 from bisect import bisect_left
@@ -13,14 +12,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from heapq import heappop, heappush
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 from starlette.concurrency import run_in_threadpool
 
 from mlxkv.errors import MachineError
-from mlxkv.models.catalog.bounded import Excess, Process
+from mlxkv.models.catalog.bounded import Excess, Process, Stopped
 from mlxkv.models.replies.continuing import continued
 from mlxkv.models.replies.thinking import NAMES, Thinking
 from mlxkv.models.roles import alternating, takes_system, without_system
@@ -48,6 +46,7 @@ PACE = 1 << 20  # bytes for which it has a second more
 MEMORY = 1 << 30  # bytes that one request may take
 # Bytes of a body that is read in the second process, as is one with a schema: others do not wait for it.
 LARGE = 256 << 10
+EVERY = 3  # turns of a key, one of which goes to the request that waits longest
 PROCESSES = Process(__name__), Process(__name__)
 TAIL = 11  # tokens at the end of a prompt, in which templates begin thoughts
 # A chat for a model without a template, as mlx-lm writes it.
@@ -63,24 +62,25 @@ class Read(NamedTuple):
 
 
 class Lane:
-    """The turns at a process, one request at a time; of those that wait, the smallest body comes first. For the event
-    loop."""
+    """The turns at a process, one request at a time. Keys come one after the other; of one key the smallest body comes
+    first, and every `EVERY`th time the one that waits longest. So a request waits for at most `EVERY` others of each
+    key for itself and for each of its own key that was there before it. For the event loop."""
 
     def __init__(self, process: Process):
         self._process, self.busy = process, False
-        self._waiting: list[tuple[int, int, asyncio.Future]] = []
-        self._numbers = itertools.count()
+        # By key, the one whose turn it is first: its turns, and bodies that wait, the oldest first.
+        self._waiting: dict[str | None, tuple[int, list[tuple[int, asyncio.Future]]]] = {}
 
     @asynccontextmanager
-    async def turn(self, size: int) -> AsyncIterator[Process]:
-        """Wait for the process, with a body of `size` bytes."""
+    async def turn(self, size: int, key: str | None = None) -> AsyncIterator[Process]:
+        """Wait for the process, with a body of `size` bytes from a client with this API key."""
         if self.busy:
-            given = asyncio.get_running_loop().create_future()
-            heappush(self._waiting, (size, next(self._numbers), given))
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(key, (0, []))[1].append((size, future))
             try:
-                await given
+                await future
             except asyncio.CancelledError:
-                if not given.cancelled():  # it was given in the same moment
+                if not future.cancelled():  # it was given in the same moment
                     self._pass_on()
                 raise
         self.busy = True
@@ -90,11 +90,20 @@ class Lane:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        while self._waiting:
-            *_, given = heappop(self._waiting)
-            if not given.done():  # the client is still there
-                given.set_result(None)
-                return
+        for key in list(self._waiting):
+            turns, bodies = self._waiting.pop(key)
+            bodies = [
+                body for body in bodies if not body[1].done()
+            ]  # of clients that are still there
+            if not bodies:
+                continue
+            turns += 1
+            body = bodies[0] if turns % EVERY == 0 else min(bodies, key=lambda body: body[0])
+            bodies.remove(body)
+            body[1].set_result(None)
+            if bodies:
+                self._waiting[key] = turns, bodies
+            return
         self.busy = False
 
 
@@ -126,11 +135,16 @@ class Reader:
         _kept.pop(self._key, None)
 
     async def read(
-        self, path: str, raw: bytes, room: int | None, names: tuple = ()
+        self,
+        path: str,
+        raw: bytes,
+        room: int | None,
+        names: tuple = (),
+        client_key: str | None = None,
     ) -> Read | int | str:
         """The request in a body; at COUNT the number of its tokens; the model that it names where that is not this
         one, and others have `names`. room: tokens that the memory has room for, where a chat that is too long loses
-        its oldest turns. Raises Refused."""
+        its oldest turns. client_key: by which clients take turns. Raises Refused."""
         if self._key not in _open:
             raise ending()
         seconds = SECONDS + len(raw) // PACE
@@ -150,12 +164,14 @@ class Reader:
 
         try:
             for lane in self._lanes[len(raw) > LARGE :]:
-                async with lane.turn(len(raw)) as process:
+                async with lane.turn(len(raw), client_key) as process:
                     result = await run_in_threadpool(ask, process)
                 if not isinstance(result, Postponed):
                     break
         except Excess as error:
             raise Refused(400, f"[body] {error} to read", "too_complex") from None
+        except Stopped as error:
+            raise Refused(503, str(error), "busy", retry=5) from None
         if isinstance(result, Exception):
             raise result
         return result

@@ -1,6 +1,7 @@
 """`mlxkv serve` over HTTP: replies, streams, counts, refusals and failures."""
 
 import json
+import socket
 import sys
 import time
 from collections import Counter
@@ -123,6 +124,25 @@ def test_buckets_count_what_took_no_longer():
     assert lines[f"mlxkv_first_token_seconds_count{{{model}}}"] == "1"
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_closes_its_writing_side_gets_its_reply(server, streamed):
+    """As `nc -N` does, and some proxies."""
+    with asking(server, prompt="abc", max_tokens=5, stream=streamed) as line:
+        line.shutdown(socket.SHUT_WR)
+        data = b"".join(iter(lambda: line.recv(1 << 16), b""))
+    assert b"HTTP/1.1 200" in data and data.endswith((b"0\r\n\r\n", b"}"))
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_has_gone_ends_its_reply(server, streamed):
+    counts = server.engine.metrics.counts
+    before = counts["cut_off"]
+    with asking(server, **ENDLESS, stream=streamed):
+        until(lambda: server.engine.jobs)
+    until(lambda: counts["cut_off"] > before)
+    settled(server)
+
+
 # -- what is refused
 
 
@@ -130,7 +150,15 @@ def test_paths_and_lengths(server):
     assert send(server, "GET", "/etc/passwd")[0] == 404
     assert send(server, "GET", "/page/style.css/../../engine.py")[0] == 404
     assert send(server, "POST", "/v1/kv", {})[0] == 404
-    assert send(server, "GET", "/v1/completions")[0] == 405
+    for method, path, allowed in (
+        ("GET", "/v1/completions", "POST"),
+        ("OPTIONS", "/v1/chat/completions", "POST"),
+        ("OPTIONS", "/v1/kv", "GET, HEAD"),
+        ("OPTIONS", "/page/style.css", "GET, HEAD"),
+    ):
+        status, headers, data = send(server, method, path)
+        assert (status, headers["Allow"]) == (405, allowed)
+        assert data.endswith(b"HEAD") or f"takes {allowed}".encode() in data
     status, _, data = send(server, "POST", "/v1/completions", b" " * (65 << 10))
     assert status == 413 and "at most 65536" in json.loads(data)["error"]["message"]
 

@@ -121,6 +121,12 @@ def test_pages_and_names_that_reach_a_local_server(subtests):
             with pytest.raises(Refused) as refused:
                 access.check_host(headers, ServeOptions())
             assert refused.value.status == 403
+    headers = {"Host": "localhost:8080", "Sec-Fetch-Site": "cross-site"}
+    access.check_host(Headers(headers), ServeOptions(), "GET")  # a link
+    access.check_host(Headers(headers), ServeOptions(allow_origin=["*"]), "POST")
+    access.check_host(Headers(headers | {"Sec-Fetch-Site": "none"}), ServeOptions(), "POST")
+    with pytest.raises(Refused, match="another site"):
+        access.check_host(Headers(headers), ServeOptions(), "POST")
 
 
 def test_keys_come_from_options_and_the_environment(monkeypatch):

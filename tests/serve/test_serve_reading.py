@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 
 import pytest
-from serving import complete, get, refused, send, serving, until
+from serving import complete, get, held, refused, send, serving, until
 
+from mlxkv.models.catalog import bounded
 from mlxkv.serve import reading
 from mlxkv.serve.refusals import Refused
 
@@ -113,6 +117,109 @@ def test_small_requests_come_before_large_ones_that_wait():
 
     asyncio.run(asyncio.wait_for(main(), 20))
     assert read == [9, 1, 5, 2] and not lane.busy
+
+
+async def in_turn(
+    lane, asked: list[tuple], looped: tuple[tuple, ...], seconds: float = 20
+) -> list[tuple]:
+    """Who had a turn until all of `asked`, (key, size), had theirs, beside clients that ask again and again."""
+    turns = []
+
+    async def ask(key: str | None, size: int) -> None:
+        async with lane.turn(size, key):
+            await asyncio.sleep(0)
+            turns.append((key, size))
+
+    async def loop(key: str | None, size: int) -> None:
+        while True:
+            await ask(key, size)
+
+    async with asyncio.timeout(seconds):
+        others = [asyncio.create_task(loop(*each)) for each in looped]
+        await asyncio.sleep(0)
+        await asyncio.gather(*(ask(*each) for each in asked))
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    assert not lane.busy and not lane._waiting
+    return turns
+
+
+@pytest.mark.parametrize("keys", [1, 2, 9])
+def test_nobody_waits_for_ever_for_smaller_requests(keys):
+    """A large request of one key beside two clients of each key, which never stop."""
+    smaller = tuple((f"{i % keys}", 60) for i in range(2 * keys))
+    turns = asyncio.run(in_turn(reading.Lane(None), [("0", 66)], smaller))
+    # the two clients of its key were there before it
+    assert turns.index(("0", 66)) <= 3 * reading.EVERY * keys
+
+
+def test_who_waits_longest_comes_next_of_its_key():
+    small = (("a", 1),) * 3
+    asked = [("a", 5), ("a", 9), ("a", 7)]
+    turns = [
+        turn for turn in asyncio.run(in_turn(reading.Lane(None), asked, small)) if turn in asked
+    ]
+    assert turns == asked
+
+
+def test_another_key_waits_for_nobodys_many_requests():
+    """Forty requests of a key are there before a larger one of another."""
+    crowd = [("a", 1)] * 40
+    turns = asyncio.run(in_turn(reading.Lane(None), [*crowd, ("b", 99)], ()))
+    assert turns.index(("b", 99)) <= 2
+
+
+def test_clients_that_leave_count_for_nothing():
+    lane = reading.Lane(None)
+
+    async def wait(key: str) -> None:
+        async with lane.turn(1, key):
+            pass
+
+    async def main() -> list[tuple]:
+        async with lane.turn(0, "a"):
+            tasks = [asyncio.create_task(wait(key)) for key in "abcdefgh" * 9]
+            await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            last = asyncio.create_task(in_turn(lane, [("z", 9)], ()))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        return await last
+
+    assert asyncio.run(main()) == [("z", 9)]
+
+
+def test_each_api_key_has_its_turns(model_folder, monkeypatch):
+    seen, plain = [], reading.Lane.turn
+    monkeypatch.setattr(reading.Lane, "turn", lambda *args: seen.append(args[2]) or plain(*args))
+    with serving(model_folder, api_key=["first", "second"]) as server:
+        for key in ("second", "first"):
+            headers = {"Authorization": f"Bearer {key}"}
+            for path in ("/v1/completions", COUNT):
+                send(server, "POST", path, chat(prompt="a"), headers)
+    assert seen == ["second", "second", "first", "first"]
+
+
+def test_a_reader_that_was_stopped_is_no_fault_of_the_client(server, monkeypatch):
+    """By a signal, or on a machine that swaps; by the system's lack of memory."""
+    refused(server, 400, prompt="")  # it runs
+    monkeypatch.setattr(bounded, "PATIENCE", 0.5 - reading.SECONDS)
+    for number in (signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM):
+        process = reading.PROCESSES[0]
+        with process._lock:
+            child = process._start()
+        with held(monkeypatch, bounded, "_send", int) as go, ThreadPoolExecutor(1) as pool:
+            job = pool.submit(send, server, "POST", "/v1/completions", {"prompt": "a"})
+            until(lambda: server.site._reader._lanes[0].busy)
+            os.kill(child.pid, number)
+            go.set()
+            status, headers, data = job.result()
+        error = json.loads(data)["error"]
+        assert (status, error["code"]) == (503, "busy") and headers["Retry-After"], error
+    monkeypatch.undo()
+    assert complete(server, "a", 1)
 
 
 @pytest.mark.parametrize("where", ["format", "property"])

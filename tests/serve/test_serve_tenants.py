@@ -1,6 +1,7 @@
 """Prompt caches belong to whoever asked: nobody finds another's, in memory, on disk or in numbers."""
 
 import gc
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,6 +9,8 @@ from random_models import tokens
 from read_caches import maker, memory_of, read
 from serving import LONG, get, post, send, serving
 
+from mlxkv.machine import machine_memory
+from mlxkv.serve import engine
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.caches.shelf import Shelf
@@ -110,6 +113,39 @@ def test_who_asks_beside_others_reads_the_same_numbers(server):
     with ThreadPoolExecutor(6) as pool:
         jobs = [pool.submit(ask, server, "one", "x" + LONG, user=f"{i}") for i in range(6)]
         assert [job.result() for job in jobs] == [alone] * 6
+
+
+def test_what_is_refused_tells_nobody_what_others_were_promised(server, monkeypatch):
+    """Of the cache's memory, and of the machine's."""
+    memory = server.engine.memory
+    monkeypatch.setattr(memory, "bound", memory.need(2000))
+
+    def refusal(key: str) -> dict:
+        body = {"prompt": "a", "max_tokens": 1000}
+        headers = {"Authorization": f"Bearer {key}"}
+        status, _, data = send(server, "POST", "/v1/completions", body, headers)
+        assert status == 503
+        return json.loads(data)["error"]
+
+    found: dict[str, list[dict]] = {key: [] for key in KEYS}
+    for count in (1500, 1900):
+        memory.release("other")
+        memory.promise("other", count)
+        for key in KEYS:
+            found[key].append(refusal(key))
+    memory.release("other")
+    for key in KEYS:
+        both = found[key]
+        is_operator = key == "operator"
+        assert both[0]["code"] == "kv_memory_busy" and both[0]["need_bytes"]
+        assert is_operator == (both[0] != both[1]) == ("promised_bytes" in both[0])
+    for taken in (machine_memory(), machine_memory() + (5 << 30)):
+        monkeypatch.setattr(engine, "used_memory", lambda taken=taken: taken)
+        for key in KEYS:
+            found[key].append(refusal(key))
+    for key in KEYS:
+        both = found[key][2:]
+        assert both[0]["code"] == "memory_busy" and (both[0] != both[1]) == (key == "operator")
 
 
 def test_numbers_of_all_are_for_the_first_key(server):

@@ -35,12 +35,17 @@ START = (
 # Exit codes: Python's own, where modules could not be imported; of what takes too much.
 FAILED, TOO_MUCH = 1, 3
 KEPT = 256 << 20  # bytes; a process that took more is ended, since Python would keep them
+FOREIGN = {-signal.SIGKILL, -signal.SIGTERM}  # of its own end: the watch, the system, somebody
 # Bytes of what follows; seconds and bytes of memory that it may take, 0: any.
 HEAD = struct.Struct("<Qdq")
 
 
 class Excess(ValueError):
     """Something took more time or memory than it may."""
+
+
+class Stopped(MachineError):
+    """A process was ended by others, or did not get to run: what it was asked had no part in that."""
 
 
 class Process:
@@ -75,13 +80,14 @@ class Process:
 
     def ask(self, question: bytes, seconds: float = 0, memory: int = 0) -> bytes:
         """The answer to a question. seconds: of processor time that it may take, memory: bytes beyond those that the
-        process has; 0: any. Raises Excess."""
+        process has; 0: any. Raises Excess and Stopped."""
         with self._lock:
             return self._exchange(self._start(), question, seconds, memory)
 
     def _exchange(
         self, process: subprocess.Popen, question: bytes, seconds: float, memory: int
     ) -> bytes:
+        # Where it has taken its seconds, it is gone by then (`serve`).
         watch = threading.Timer(PATIENCE + seconds, process.kill)
         watch.daemon = True
         watch.start()
@@ -99,9 +105,13 @@ class Process:
         if answer is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1)  # its exit code says why
-            has_failed = process.poll() == FAILED
+            code = process.poll()
             self._end()
-            if has_failed:
+            if code in FOREIGN:
+                raise Stopped(
+                    "[memory] a process that reads texts was stopped or ended, or memory is short; try again later"
+                )
+            if code == FAILED:
                 raise MachineError(
                     "[memory] Python cannot start another process here; free memory, or end other programs"
                 )

@@ -77,8 +77,8 @@ def _network(peer: str) -> str:
     return str(address.ipv4_mapped or ipaddress.ip_network((int(address) >> 64 << 64, 64)))
 
 
-def check_host(headers: Message, options: ServeOptions) -> None:
-    """Keep out web pages that were not allowed. Raises Refused."""
+def check_host(headers: Message, options: ServeOptions, method: str = "GET") -> None:
+    """Keep out web pages that were not allowed; their links may lead here. Raises Refused."""
     host = headers.get("Host") or ""
     match = HOST.fullmatch(host)
     name = match["name"].strip("[]").lower() if match else ""
@@ -86,6 +86,8 @@ def check_host(headers: Message, options: ServeOptions) -> None:
         # DNS rebinding: a web page's own name that was made to point here.
         raise Refused(403, "[Host] this server is for this machine alone")
     origin = headers.get("Origin")
+    if origin is None and method == "POST" and headers.get("Sec-Fetch-Site") == "cross-site":
+        origin = "a page of another site"
     allowed = (f"http://{host}", f"https://{host}", *options.origins)
     if origin is not None and origin not in allowed and "*" not in options.origins:
         raise Refused(403, f"[Origin] {origin[:80]} may not ask; see --allow-origin")

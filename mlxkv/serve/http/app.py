@@ -114,7 +114,7 @@ class Gate:
             raise _too_large(int(length), most)
         if not target.startswith("/"):
             raise Refused(400, "[request] its target is not a path")
-        check_host(headers, options)
+        check_host(headers, options, request.method)
         is_open = scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER)
         if options.api_keys and not is_open:
             peer = request.client.host if request.client else ""
@@ -132,7 +132,8 @@ def refusal(request: Request, error: Exception) -> Response:
                 404, "[path] nothing here to POST to; OpenAI's API is at /v1/chat/completions"
             )
         elif error.status_code == 405:
-            error = Refused(405, f"[{request.scope['path']}] takes POST")
+            allowed = ", ".join(sorted((error.headers or {}).get("Allow", "GET, HEAD").split(", ")))
+            error = Refused(405, f"[{request.scope['path']}] takes {allowed}")
         else:
             error = Refused(404, "[path] nothing here; see /v1/models, /v1/kv, /health, /metrics")
     refused = error if isinstance(error, Refused) else fault(error)
@@ -140,7 +141,7 @@ def refusal(request: Request, error: Exception) -> Response:
     if refused.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if refused.status == 405:
-        headers["Allow"] = ALLOW
+        headers["Allow"] = allowed
     body = anthropic.error_of(refused, request.scope["path"], request.headers.keys())
     return Document(body, refused.status, headers)
 
@@ -171,11 +172,13 @@ class Document(JSONResponse):
 
 
 class Talk:
-    """The reply to the request in a body, as an application of ASGI. key: of the client. arrival_time: of the request's
-    first byte, by `time.monotonic`."""
+    """The reply to the request in a body, as an application of ASGI. key: of the client. is_operator: whether it may
+    know what others ask. arrival_time: of the request's first byte, by `time.monotonic`."""
 
-    def __init__(self, models: Models, raw: bytes, key: str | None, arrival_time: float):
-        self._models, self._raw, self._key = models, raw, key
+    def __init__(
+        self, models: Models, raw: bytes, key: str | None, is_operator: bool, arrival_time: float
+    ):
+        self._models, self._raw, self._key, self._is_operator = models, raw, key, is_operator
         self._arrival_time, self._first_token = arrival_time, None
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue = asyncio.Queue()
@@ -200,13 +203,12 @@ class Talk:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         try:
-            async with self._models.read(scope["path"], self._raw, self._arrival_time) as (
-                site,
-                (reply, prompt, dropped),
-            ):
+            async with self._models.read(
+                scope["path"], self._raw, self._key, self._arrival_time
+            ) as (site, (reply, prompt, dropped)):
                 engine, asked = site.engine, reply.request
                 owner = await run_in_threadpool(tenant, self._key, asked.user, asked.cache_salt)
-                job = Job(asked, prompt, owner, dropped, channel=self)
+                job = Job(asked, prompt, owner, dropped, self._is_operator, channel=self)
                 job.constraint = await run_in_threadpool(engine.constraint_of, job)
                 watch = asyncio.create_task(self._watch(receive))
                 try:
@@ -288,11 +290,13 @@ def application(models: Models) -> Router:
 
     async def reply(request: Request) -> Callable:
         raw = await body_of(request, models.limits)
-        return Talk(models, raw, key(request), request.scope["wire"].arrival_time)
+        arrival_time = request.scope["wire"].arrival_time
+        return Talk(models, raw, key(request), is_operator(request), arrival_time)
 
     async def count(request: Request) -> Response:
         raw = await body_of(request, models.limits)
-        async with models.read(COUNT, raw, request.scope["wire"].arrival_time) as (_, tokens):
+        arrival_time = request.scope["wire"].arrival_time
+        async with models.read(COUNT, raw, key(request), arrival_time) as (_, tokens):
             return Document({"input_tokens": tokens})
 
     async def index(request: Request) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -61,12 +62,15 @@ class Site:
             self.engine.stop_and_join()
             raise
 
-    async def read(self, path: str, raw: bytes, names: tuple[str, ...] = ()) -> Read | int | str:
-        """The request in a body, as `Reader.read` returns it. names: of other models. Raises Refused."""
+    async def read(
+        self, path: str, raw: bytes, key: str | None, names: tuple[str, ...] = ()
+    ) -> Read | int | str:
+        """The request in a body, as `Reader.read` returns it. key: of the client. names: of other models. Raises
+        Refused."""
         room = None
         if self.options.overflow == "drop":
             room = self.engine.memory.longest(self.served.longest)
-        return await self._reader.read(path, raw, room, names)
+        return await self._reader.read(path, raw, room, names, key)
 
     def close(self) -> None:
         """End the engine. Raises nothing."""
@@ -147,23 +151,23 @@ class Models:
 
     @asynccontextmanager
     async def read(
-        self, path: str, raw: bytes, arrival_time: float
+        self, path: str, raw: bytes, key: str | None, arrival_time: float
     ) -> AsyncIterator[tuple[Site, Read | int]]:
         """Yield the model that the request in a body names, which is loaded where it is not there and stays until the
-        end of the block, and the request. The block is one of the requests in progress, and has the time that is left
-        of `--timeout`. Raises Refused."""
+        end of the block, and the request. key: of the client. The block is one of the requests in progress, and has the
+        time that is left of `--timeout`. Raises Refused."""
         seconds = self.options.timeout
         if self.active >= self.options.max_requests:
             raise Refused(429, f"[--max-requests] {self.active} under way", "busy", retry=1)
         self.active += 1
         try:
             async with asyncio.timeout_at(arrival_time + seconds):
-                result, site = await self.first.read(path, raw, self.names[1:]), self.first
+                result, site = await self.first.read(path, raw, key, self.names[1:]), self.first
                 if isinstance(result, str):
                     site, result = await self._site(result), None
                 site.users += 1
                 try:
-                    yield site, await site.read(path, raw) if result is None else result
+                    yield site, await site.read(path, raw, key) if result is None else result
                 finally:
                     site.users -= 1
         except TimeoutError:
@@ -224,9 +228,11 @@ class Models:
             free = int(USABLE * machine_memory()) - used_memory()
             if free >= need:
                 return
-        free, need = human_bytes(max(0, free)), human_bytes(need)
-        reason = f"[model] needs {need} of memory, {free} are free beside the models in use"
-        raise Refused(503, f"{reason}; try again later", "memory_busy", retry=10)
+        reason = f"[model] needs {human_bytes(need)} of memory"
+        # How much is free tells what others ask.
+        logging.warning(f"{reason}; {human_bytes(max(0, free))} are free beside the models in use")
+        reason += ", which are not free beside the models in use; try again later"
+        raise Refused(503, reason, "memory_busy", retry=10)
 
     def kv(self, is_operator: bool) -> dict:
         """The document of /v1/kv: the caches of the first model, then of all others that are loaded."""
