@@ -6,10 +6,13 @@ import random
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from json import dumps
+from types import SimpleNamespace
 
 import pytest
 from mlx_lm.sample_utils import apply_top_k
@@ -48,6 +51,23 @@ def test_clients_that_hang_up_anywhere(server):
     found = settled(server)
     assert found["memory"]["promised_bytes"] == 0 and not server.engine.jobs
     assert text_of(complete(server, "still here", 40)) == want
+
+
+def test_few_descriptors(model_folder):
+    """mlx-lm asks for 4,096 as it is imported, which a container may not allow."""
+    serve = [sys.executable, "-m", "mlxkv", "serve", "--port", "0", "--model", str(model_folder)]
+    line = ["sh", "-c", 'ulimit -n 1024; exec "$@"', "sh", *serve]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            said = iter(process.stderr.readline, "")
+            url = next((x.split()[1] for x in said if x.startswith("chat: ")), None)
+            assert url is not None  # it ended
+            address = SimpleNamespace(
+                server_address=("127.0.0.1", int(url.strip("/").split(":")[-1]))
+            )
+            assert complete(address, "a", 2)["usage"]["completion_tokens"] == 2
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("more", [{}, {"seed": 1}], ids=("batched", "seed"))
