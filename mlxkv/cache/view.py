@@ -77,6 +77,10 @@ class KernelPlan:
     def __deepcopy__(self, memo):
         return self  # MLX's kernel builders cannot be copied
 
+    def __reduce__(self):
+        """Leave out what belongs to a process: the builder and the question."""
+        return KernelPlan, (self.body, self.reason, None, None, self.failed, self.backend)
+
 
 BY_OPS = KernelPlan(OPS)
 

@@ -368,11 +368,11 @@ def test_a_server_sets_enough_aside(name):
     one = cache(name)
     feed(one, 1)
     (shape,) = shapes_of([one])
-    assert shape.bytes_fp16(100) == shapes_of([filled_plainly(100)])[0].bytes_fp16(100)
+    assert shape.plain.held(100) == shapes_of([filled_plainly(100)])[0].held(100)
     for turn in range(6):
         feed(one, 64 if turn < 2 else 40, seed=turn, chunk=64 if turn < 2 else 4)
         asked = 0 if one._queries is None else one._queries[0].nbytes  # of so many query heads
-        assert one.nbytes - asked <= shape.bytes(one.offset, 64)
+        assert one.nbytes - asked <= shape.allocated(one.offset, 64, most=True)
 
 
 def filled_plainly(tokens: int) -> KVCache:

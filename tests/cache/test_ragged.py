@@ -21,6 +21,7 @@ from mlxkv.cache.pages import Pages
 from mlxkv.cache.ragged import Ragged
 from mlxkv.formats.config import Affine, Fill, Side
 from mlxkv.formats.records import record_layout
+from mlxkv.formats.sizes import MORE
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import launch
 from mlxkv.metal import lengths as known
@@ -141,7 +142,7 @@ class Walk:
         assert self.batch.size() == max(cache.offset for cache in self.caches)
         if self.batch.ragged is not None:  # what a server sets aside for them is enough
             assert self.shape.together
-            need = sum(self.shape.bytes(cache.offset, 20) for cache in self.caches)
+            need = sum(self.shape.allocated(one.offset, 20, most=True) for one in self.caches)
             assert self.batch.nbytes <= need
 
     def _decode(self, new: int | None = None) -> None:
@@ -315,7 +316,7 @@ def test_a_pool_holds_what_lists_hold():
             pool.select(at)
             lists = [lists[i] for i in at]
             stored = sum(map(len, lists))
-            assert pool.capacity <= known.MORE + 1.5 * (stored + len(lists) * max(1, stored // 16))
+            assert pool.capacity <= MORE + 1.5 * (stored + len(lists) * max(1, stored // 16))
         for i, numbers in enumerate(lists):
             found = pool.read(i=i)
             for name, x in found.items():

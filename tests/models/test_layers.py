@@ -2,6 +2,7 @@
 
 import ast
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def test_a_report_carries_the_plan_that_its_text_is_made_of(reports):
     assert plain.plan is None and plain.kernel == "mx.fast"
     assert (compressed.plan.by_kernels, compressed.plan.reason) == (False, "no GPU here")
     data = compressed.as_dict()
+    assert pickle.loads(pickle.dumps(compressed)) == compressed
     assert "plan" not in data and json.loads(json.dumps(data))["kernel"] == compressed.kernel
     names_all = KernelPlan(OPS, f"{OFF}, tile kernels, {FAILED}", make_tiles)
     with launch.using(make_tiles):
