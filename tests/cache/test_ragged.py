@@ -235,6 +235,18 @@ def test_a_sequence_that_is_kept_twice_becomes_two():
             step(batch, caches, 8, 100 * seed, 1e-5)  # beyond the next page
 
 
+def test_a_row_that_is_chosen_keeps_its_own_exact_page():
+    """One sequence has one, the others have none."""
+    for order in ([1], [1, 0], [2, 0, 1], [0, 0, 2]):
+        with launch.using(make):
+            caches = filled(SMALL, (150, 40, 20))
+            batch = BatchedKVCache.merge(caches)
+            step(batch, caches, 1, 0, 1e-5)
+            batch.filter(order)
+            caches = [copy.deepcopy(caches[i]) for i in order]
+            assert all(is_same(batch.extract(i), cache) for i, cache in enumerate(caches))
+
+
 def test_a_sink_without_pages_is_read_through_a_mask():
     """A sequence that was cut back to its first page: nothing is sealed, its sink has moved out."""
     with launch.using(make):

@@ -80,6 +80,20 @@ def test_taking_a_reply_back_many_times_loses_nothing(subtests):
                 assert cache.trim(300) == 300 and cache.offset == 151
 
 
+def test_a_row_that_is_chosen_takes_its_own_tokens_back():
+    """Rows in another order, and one of them twice: each as if it had been read there."""
+    rows = torch.tensor([1, 0, 1])
+    pair, cache, fresh = data([0, 1]), CompressedKVCache(PLAIN), CompressedKVCache(PLAIN)
+    feed(cache, pair, 0, 300)
+    feed(fresh, tuple(x[rows] for x in pair), 0, 300)
+    cache.select(rows)
+    assert cache.trim(40) == fresh.trim(40) == 40
+    feed(cache, tuple(x[rows] for x in pair), 260, 262)
+    feed(fresh, tuple(x[rows] for x in pair), 260, 262)
+    wholes = (one.view().whole(torch.float32) for one in (cache, fresh))
+    assert all(map(torch.equal, *wholes))
+
+
 def test_the_other_track_goes_back_alike(subtests):
     """And reads on: where exact tokens are, and where a page is decoded."""
     for name, config in CONFIGS.items():

@@ -117,7 +117,14 @@ def test_texts_are_pooled_token_by_token(arms, tokens, monkeypatch):
     both = out[f"divergence-{CONTEXT}"]["int4"]
     own = [one["int4"]["legs"]["decode"] for one in found.values()]
     assert [one["name"] for one in both["texts"]] == ["one", "two"]
-    assert [one["kl"] for one in both["texts"]] == [one["kl"]["mean"] for one in own]
+    prompts = [one["int4"]["legs"]["prompt"] for one in found.values()]
+    for key, legs in (("kl", own), ("prompt_kl", prompts)):
+        assert [one[key] for one in both["texts"]] == [leg["kl"]["mean"] for leg in legs]
+    for key, name in (("top1", "same_top"), ("ppl_log_ratio", "ppl_log_ratio")):
+        assert [one[key] for one in both["texts"]] == [leg[name] for leg in own]
+    assert both["legs"]["prompt"]["kl"]["mean"] == pytest.approx(
+        np.mean([leg["kl"]["mean"] for leg in prompts])
+    )
     decode = both["legs"]["decode"]
     assert decode["tokens"] == 2 * DECODE
     assert decode["kl"]["mean"] == pytest.approx(np.mean([one["kl"]["mean"] for one in own]))

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import (
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
 from on_emulator import make, make_tiles
 from random_models import random_model
 from small_models import TINY
@@ -21,8 +26,9 @@ from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.session import Saved
 from mlxkv.metal import launch
-from mlxkv.models import attach, detach, load, summarise
+from mlxkv.models import attach, detach, load, prompt_cache, summarise
 from mlxkv.models.calibration import clips, measure
 from mlxkv.models.hooks import fold
 from mlxkv.models.hooks.fold import match_fold
@@ -224,6 +230,8 @@ def test_saved_caches_go_to_models_of_the_other_kind(made, saved, count, tmp_pat
     assert {c.layer_maps.folded for c in back} == {saved}  # as it was saved
     match_fold(there, back)
     assert {c.layer_maps.folded for c in back} == {not saved}
+    for caches in (cache, back):  # into the page sealed last, whose exact tokens come back
+        trim_prompt_cache(caches, 15)
     assert rms(logits(there, back), logits(here, cache)) < 1e-3
     assert back[0].layer_maps is make_prompt_cache(there)[0].layer_maps
     for model in models.values():
@@ -249,6 +257,19 @@ def test_a_cache_that_mlx_lm_loads_follows_the_only_model_here(made, saved, tmp_
     assert {c.layer_maps.folded for c in back} == {not saved}
     assert rms(logits(there, back), expected) < 1e-3
     detach(there)
+
+
+def test_a_session_of_ours_follows_the_model_that_loads_it(tmp_path):
+    """Beside models of both kinds, where nothing else tells which of them will read it."""
+    plain, folded = (load(TINY, "oscar-int2", fold=fold) for fold in (False, True))
+    for here, there in ((plain, folded), (folded, plain)):
+        cache = make_prompt_cache(here.model)
+        mx.eval(here.model(mx.array(TEXT[:30])[None], cache=cache))
+        path = prompt_cache.save(str(tmp_path / "talk"), Saved(cache, TEXT[:30]), here)
+        back = prompt_cache.load(str(path), there).cache
+        ours = [c for c in back if isinstance(c, CompressedKVCache)]
+        assert {c.layer_maps.folded for c in ours} == {there is folded}
+        assert rms(logits(there.model, back, 1, 8), logits(here.model, cache, 1, 8)) < 1e-2
 
 
 def test_a_cache_of_another_calibration_is_refused(made):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mlxkv.errors import MachineError, UserError
-from mlxkv.models.catalog import rendering
+from mlxkv.models.catalog import bounded, rendering
 from mlxkv.models.catalog.bounded import Excess, Process
 from mlxkv.models.catalog.rendering import RENDERER, bound
 
@@ -85,6 +85,19 @@ def test_an_excessive_template_is_refused(tokenizer, name, tmp_path, monkeypatch
         bound(tokenizer, tmp_path)
     tokenizer.chat_template = PLAIN  # and the next one is rendered
     assert tokenizer.apply_chat_template(TALK, tokenize=False).startswith("<system>Be kind.")
+
+
+def test_loops_end_by_the_time_of_the_processor(monkeypatch):
+    """Long before the clock would end them, which has patience."""
+    monkeypatch.setattr(bounded, "PATIENCE", 30.0)
+    renderer = Process(rendering.__name__)
+    question = b'{"conversations": [[{"role": "user", "content": "a"}]], "chat_template": "%s"}'
+    renderer.ask(question % b"x", 5)
+    start = time.monotonic()
+    with pytest.raises(Excess, match=r"more than 0\.2 s"):
+        renderer.ask(question % EXCESSIVE["loops"].encode(), 0.2)
+    assert time.monotonic() - start < 15
+    renderer.end()
 
 
 def test_excess_that_depends_on_the_messages(tokenizer, tmp_path):

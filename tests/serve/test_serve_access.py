@@ -110,16 +110,26 @@ def test_pages_and_names_that_reach_a_local_server(subtests):
         ("127.0.0.1", "http://127.0.0.1", True),
         ("localhost:8080", "http://evil.example", False),
         ("localhost:8080", "http://localhost:1", False),
+        ("localhost:8080", "http://localhost:8080.evil.example", False),
+        ("localhost:8080", "http://localhost:80801", False),
+        ("localhost:8080", "http://app.example", True),
+        ("localhost:8080", "http://app.example.evil.example", False),
+        ("localhost:8080", "http://app.exampl", False),
+        ("localhost:8080", "", False),
         ("evil.example", None, False),  # a page's own name, made to point here
+        ("localhost.evil.example", None, False),
+        ("127.0.0.1.evil.example", None, False),
+        ("evil.example.localhost", None, False),
         ("", None, False),
     ):
-        headers = Headers({"Host": host} | ({"Origin": origin} if origin else {}))
+        headers = Headers({"Host": host} | ({} if origin is None else {"Origin": origin}))
+        options = ServeOptions(allow_origin=["http://app.example"])
         with subtests.test(host, origin=origin):
             if is_let_in:
-                access.check_host(headers, ServeOptions())
+                access.check_host(headers, options)
                 continue
             with pytest.raises(Refused) as refused:
-                access.check_host(headers, ServeOptions())
+                access.check_host(headers, options)
             assert refused.value.status == 403
     headers = {"Host": "localhost:8080", "Sec-Fetch-Site": "cross-site"}
     access.check_host(Headers(headers), ServeOptions(), "GET")  # a link

@@ -22,6 +22,7 @@ from small_models import TINY
 from mlxkv.errors import UserError
 from mlxkv.models import attach, load
 from mlxkv.serve.caches.disk import Disk
+from mlxkv.serve.caches.memory import Memory, shapes_of
 from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.refusals import Refused
 
@@ -46,8 +47,9 @@ def test_a_system_prompt_is_read_once(family, kv, tmp_path):
     with serving(folder, kv=kv) as server:
         first, second = ask(server, "Who?"), ask(server, "Where to?")
         fresh = ask(server, "Where to?", cache_salt="another")
+        own = ask(server, "Whence?", cache_salt="another")
     assert first["kv"]["cached_tokens"] == fresh["kv"]["cached_tokens"] == 0
-    assert second["kv"]["cached_tokens"] > 300
+    assert second["kv"]["cached_tokens"] == own["kv"]["cached_tokens"] > 300
     if kv == "fp16":  # codes of a page that was exact a moment ago may tip a random model
         assert second["choices"][0]["message"] == fresh["choices"][0]["message"]
 
@@ -99,6 +101,20 @@ def test_mlx_lms_own_batches_pad_all_to_the_longest():
         batched.promise(3, 40)  # which would be as long as the longest
     batched.release(1)
     batched.promise(3, 40)
+
+
+def test_padding_of_prompts_that_are_read_together_is_set_aside():
+    """The last token of one beside a whole part of another."""
+    model, chunk = random_model("llama"), 700
+    memory = Memory(1 << 40, shapes_of(read(model, 1)), chunk, batched=True)
+    memory.promise("long", 900)
+    memory.promise("new", 1 + chunk)
+    rows = zip(read(model, 899), read(model, 1), strict=True)
+    merged = [layer[0].merge(layer) for layer in rows]
+    for cache in merged:
+        cache.prepare(lengths=[1, chunk], right_padding=[chunk - 1, 0])
+    model(mx.stack([tokens(chunk)] * 2), cache=merged)
+    assert sum(cache.nbytes for cache in merged) <= memory.promised
 
 
 def test_the_least_recently_used_go_to_disk_and_come_back(small, tmp_path):
