@@ -1,6 +1,7 @@
 """Several sequences as one batch: mlx-lm's BatchGenerator gives each what it gets alone."""
 
 import copy
+import pickle
 
 import mlx.core as mx
 import pytest
@@ -127,6 +128,19 @@ def test_padding_is_neither_stored_nor_attended_to():
             want.append(attend(q[i : i + 1, :, part], view, 0.1, "causal"))
         assert mx.array_equal(got[i : i + 1, :, :length], mx.concatenate(want, axis=2))
     assert not got[1, :, 12:].any()
+
+
+def test_prompts_that_leave_while_others_are_read_take_their_padding_along():
+    batch = BatchedKVCache.merge(filled(0, 0, 0))
+    x = mx.random.normal((3, 2, 30, 64))
+    batch.prepare(lengths=[30, 12, 20], right_padding=[0, 18, 10])
+    batch.update_and_fetch(x[:, :, :10], x[:, :, :10])
+    for one in (pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch), batch):
+        one.filter([2, 0])
+        rest = x[mx.array([2, 0]), :, 10:]
+        one.update_and_fetch(rest, rest)
+        one.finalize()
+        assert one.offset.tolist() == [20, 30]
 
 
 @pytest.mark.parametrize("window", [None, 16])

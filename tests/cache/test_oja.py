@@ -216,6 +216,7 @@ def test_saved_and_copied_caches_go_on_alike(name, monkeypatch):
         outs = [feed(copy.deepcopy(x), 36, seed=8, chunk=1) for x in (one, *others)]
         assert all(mx.array_equal(out, outs[0]) for out in outs[1:])
         assert all(x.nbytes <= one.nbytes for x in others)
+        assert {x.trimmable for x in others} == {one.trimmable}
 
 
 def test_a_run_of_the_calibrations_basis_keeps_it_when_saved(monkeypatch):
@@ -334,6 +335,50 @@ def test_selection_keeps_what_the_last_queries_look_at_and_positions():
     assert not cut_back([one], 160, 30) and one.offset == 160  # the prompt goes as a whole
     with pytest.raises(Exception, match="whole context; got a mask with a window of 8"):
         one.make_mask(3, window_size=8)
+
+
+def test_a_prompt_that_was_cut_is_not_chosen_from():
+    """Its last queries are gone."""
+    one = cache("fp16+keep0.25")
+    feed(one, 160, chunk=160)
+    one.trim(3)
+    feed(one, 1, seed=3, chunk=1)
+    assert one.offset == 158 and one.dropped == 0
+
+
+def test_pages_that_were_cut_off_are_no_longer_those_that_stay():
+    """Of four pages 0.9 are four; a later prompt has eight, and one of them goes."""
+    one = cache("fp16+keep0.9")
+    feed(one, 88, chunk=88)
+    feed(one, 1, seed=3, chunk=1)
+    assert one._store.count == 4 and one.dropped == 0
+    one.trim(85)
+    feed(one, 148, seed=5, chunk=148)
+    feed(one, 1, seed=7, chunk=1)
+    assert one.dropped == 16
+
+
+def test_a_cut_behind_what_was_chosen_takes_no_seal_back():
+    """The exact page is of tokens that may be gone."""
+    one = cache("fp16+keep0.25")
+    feed(one, 160, chunk=160)
+    feed(one, 1, seed=3, chunk=1)
+    before = _whole(one.keys_and_values()[0], mx.float32)
+    one.trim(14)
+    for x, y in zip(_whole(one.keys_and_values()[0], mx.float32), before, strict=True):
+        assert mx.array_equal(x, y[:, :, :-14])
+
+
+def test_tokens_that_were_taken_back_teach_nothing():
+    one, fresh = cache(recent=32), cache(recent=32)
+    for each in (one, fresh):
+        feed(each, 64)
+    feed(one, 20, seed=3, chunk=1)
+    one.trim(20)
+    for step in range(36):
+        for each in (one, fresh):
+            feed(each, 1, seed=100 + step, chunk=1)
+        assert mx.array_equal(one.basis.keys.down, fresh.basis.keys.down)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.pages import Pages
 from mlxkv.cache.ragged import Ragged
+from mlxkv.codec.maps import sample
 from mlxkv.formats.config import Affine, Fill, Side
+from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import record_layout
 from mlxkv.formats.sizes import MORE
 from mlxkv.metal import attend as kernels
@@ -245,6 +247,60 @@ def test_a_row_that_is_chosen_keeps_its_own_exact_page():
             batch.filter(order)
             caches = [copy.deepcopy(caches[i]) for i in order]
             assert all(is_same(batch.extract(i), cache) for i, cache in enumerate(caches))
+
+
+def test_pages_that_are_sealed_at_once_are_each_its_own():
+    with launch.using(make):
+        caches = filled(SMALL, (111, 143))
+        batch = BatchedKVCache.merge(caches)
+        for seed in (0, 10, 20):
+            step(batch, caches, 1, seed, 1e-5)
+        assert batch.ragged.pages.counts == [2, 3]
+        assert all(is_same(batch.extract(i), cache) for i, cache in enumerate(caches))
+
+
+def test_caches_of_other_maps_stay_apart():
+    """Also before a page is sealed."""
+    config = replace(PRESETS["oscar-int4"], sink=16, recent=32, page=32)
+    one, other = sample(KV_HEADS, (DIMS, DIMS)), replace(sample(KV_HEADS, (DIMS, DIMS)))
+    with launch.using(make):
+        for both, is_together in (((one, one), True), ((one, other), False)):
+            caches = [CompressedKVCache(config, layer_maps) for layer_maps in both]
+            for cache in caches:
+                cache.update_and_fetch(*pair(1, 20, 3))
+            view = step(BatchedKVCache.merge(caches), caches, 1, 0, 1e-5)
+            assert (view.rows is None) == is_together
+
+
+def test_masks_of_shared_arrays_are_those_of_each_sequence(subtests):
+    with launch.using(make):
+        caches = filled(SMALL, (90, 40))
+        batch = BatchedKVCache.merge(caches)
+        step(batch, caches, 1, 0, 1e-5)
+        assert batch.ragged is not None
+    for window in (None, 16):
+        with subtests.test(window=window):
+            mask = batch.make_mask(3, True, window)
+            assert mask.shape == (2, 1, 3, 94)
+            for got, cache in zip(mask[:, 0], caches, strict=True):
+                want = cache.make_mask(3, True, window)
+                assert mx.array_equal(got[:, : want.shape[1]], want)
+                assert not got[:, want.shape[1] :].any()
+
+
+def test_a_copy_of_a_batch_does_not_see_what_the_original_seals():
+    """In the copy the sink is still live, and no page is sealed."""
+    with launch.using(make):
+        caches = filled(SMALL, (SMALL.window - 4, 40))
+        batch = BatchedKVCache.merge(caches)
+        step(batch, caches, 1, 0, 1e-5)
+        twin, before = copy.deepcopy(batch), copy.deepcopy(caches)
+        for seed in (10, 20):
+            step(batch, caches, 8, seed, 1e-5)
+        batch.ragged.settle()
+        assert batch.ragged.pages.counts == [1, 0]
+        assert all(is_same(twin.extract(i), cache) for i, cache in enumerate(before))
+        step(twin, before, 8, 30, 1e-5)
 
 
 def test_a_sink_without_pages_is_read_through_a_mask():

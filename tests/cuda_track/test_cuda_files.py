@@ -1,5 +1,7 @@
 """What both implementations store, byte for byte: page records, headers, states of caches."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -8,13 +10,14 @@ from tensors import to_mlx, to_torch
 
 from cuda_track.cache.attention import attend
 from cuda_track.cache.compressed import CompressedKVCache
-from cuda_track.codec import records
+from cuda_track.codec import maps, records
 from cuda_track.codec.codec import Codec
 from cuda_track.codec.records import as_codes
 from mlxkv.cache.attention import attend as mlx_attend
 from mlxkv.cache.compressed import CompressedKVCache as MlxCache
 from mlxkv.codec import records as mlx_records
 from mlxkv.codec.codec import Codec as MlxCodec
+from mlxkv.codec.maps import folded, sample
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Fill, Side
 from mlxkv.formats.lowrank import Half
@@ -87,6 +90,26 @@ def check_states_are_read_on_the_other_side(preset):
     assert np.abs(out_mlx(MlxCache.from_state(to_mlx(ours.state))) - right).max() < 1e-4
     # A code at a boundary may differ, and an angle of few bits shows it.
     assert np.abs(out_mlx(theirs) - right).max() < 0.02
+    again = CompressedKVCache.from_state(ours.state)
+    for cache in (ours, again):  # into the page sealed last, whose exact tokens come back
+        cache.trim(cache._count + 5)
+    assert all(map(torch.equal, *(x.view().whole(torch.float32) for x in (ours, again))))
+
+
+def test_windows_of_values_that_weights_had_turned():
+    """A cache of a folded model of MLX, read for a model whose weights turn nothing."""
+    config = replace(PRESETS["oscar-int4"], sink=16, recent=16, page=16)
+    turns = sample(2, (64, 64))
+    pairs = (maps.pair(np.array(x.down), np.array(x.up)) for x in (turns.keys, turns.values))
+    mine = maps.LayerMaps(*pairs, "sample", "0")
+    keys, values = np.random.default_rng(0).standard_normal((2, 1, 2, 100, 64)).astype(np.float32)
+    theirs = MlxCache(config, folded(turns))
+    theirs.update_and_fetch(mx.array(keys), turns.values.store(mx.array(values)))
+    plain = CompressedKVCache(config, mine)
+    plain.update_and_fetch(*map(torch.from_numpy, (keys, values)))
+    moved = CompressedKVCache.from_state(to_torch(theirs.state), lambda *_: mine)
+    for x, y in zip(*(c.view().whole(torch.float32) for c in (moved, plain)), strict=True):
+        assert (x - y).abs().gt(1e-3).float().mean() < 5e-3
 
 
 def test_a_broken_state_is_refused():

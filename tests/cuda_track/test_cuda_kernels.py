@@ -262,6 +262,18 @@ def test_a_cache_with_a_pool_is_a_cache():
             assert torch.equal(ours.state["pages"][side][name], x)
 
 
+def test_a_row_that_is_chosen_twice_holds_its_pages():
+    pool = Pool()
+    store, _ = filled(SIDES["int4"], SIDES["int4"], 1, 1, pool=pool)
+    before = store.read(0, PAGES).stored
+    store.select(torch.tensor([0, 0]))
+    assert used(pool) == PAGES
+    store.append(tuple(torch.randn(2, 1, PAGE, 64) for _ in "kv"), 1)
+    assert used(pool) == PAGES + 2
+    for side, old in zip(store.read(0, PAGES).stored, before, strict=True):
+        assert all(torch.equal(side[n], x.repeat_interleave(2, 0)) for n, x in old.items())
+
+
 def test_prefixes_are_shared_and_given_back():
     pool = Pool()
     store, _ = filled(SIDES["int4"], SIDES["int4"], 1, 1, pool=pool)

@@ -68,23 +68,23 @@ def test_rows_are_chosen_with_their_bases(subtests):
 
 
 def check_rows_are_chosen_with_their_bases(name):
-    both, alone = caches(name)[0], caches(name)[0]
+    both = caches(name)[0]
     feed(both, 200, batch=2)
     both.select(torch.tensor([1, 1]))
     out = feed(both, 40, 5, 1, batch=2)
-
-    # The second row alone: `data` draws row after row.
-    def second(tokens, seed, heads):
-        return data(tokens, seed, heads, 2)[1:]
-
-    for tokens, seed, chunk in ((200, 0, 64), (40, 5, 1)):
-        q, k, v = (second(tokens, seed + i, h) for i, h in enumerate((HEADS, KV_HEADS, KV_HEADS)))
-        for start in range(0, tokens, chunk):
-            part = slice(start, min(start + chunk, tokens))
-            view = alone.update_and_fetch(*(torch.from_numpy(x[:, :, part]) for x in (k, v)))
-            last = attend(torch.from_numpy(q[:, :, part]), view, SCALE, "causal").numpy()
-    assert apart(out[1:], last) < 0.01
-    assert alone.offset == both.offset and alone.dropped == both.dropped
+    for row in (0, 1):
+        alone = caches(name)[0]
+        for tokens, seed, chunk, of in ((200, 0, 64, 1), (40, 5, 1, row)):
+            q, k, v = (
+                torch.from_numpy(data(tokens, seed + i, heads, 2)[of : of + 1])
+                for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+            )
+            for start in range(0, tokens, chunk):
+                part = slice(start, min(start + chunk, tokens))
+                view = alone.update_and_fetch(k[:, :, part], v[:, :, part])
+                last = attend(q[:, :, part], view, SCALE, "causal").numpy()
+        assert apart(out[row : row + 1], last) < 0.01
+        assert alone.offset == both.offset and alone.dropped == both.dropped
 
 
 def test_trim_and_forget():

@@ -80,6 +80,17 @@ def test_taking_a_reply_back_many_times_loses_nothing(subtests):
                 assert cache.trim(300) == 300 and cache.offset == 151
 
 
+def test_a_cleared_cache_is_a_new_one():
+    cache, fresh, pair = CompressedKVCache(PLAIN), CompressedKVCache(PLAIN), data([0])
+    feed(cache, pair, 0, 300)
+    cache.clear()
+    assert cache.nbytes == 0
+    for one in (cache, fresh):
+        feed(one, pair, 100, 160)
+        assert one.trim(35) == 35
+    assert all(map(torch.equal, *(x.view().whole(torch.float32) for x in (cache, fresh))))
+
+
 def test_a_row_that_is_chosen_takes_its_own_tokens_back():
     """Rows in another order, and one of them twice: each as if it had been read there."""
     rows = torch.tensor([1, 0, 1])

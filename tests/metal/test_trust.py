@@ -102,13 +102,25 @@ def test_other_files_are_no_notes(subtests, folder):
             assert trust.state(*place(INT4)) == trust.PASSED
 
 
-def test_notes_hold_for_one_gpu_compiler_and_text(folder, monkeypatch):
+def test_notes_hold_for_one_gpu_system_version_and_text(subtests, folder, monkeypatch):
     trust.note(*place(INT4)[:3], False, reason="x")
-    here = trust._machine()
-    for name in ("device", "system", "mlx", "mlxkv", "text"):
-        monkeypatch.setattr(trust, "_machine", lambda name=name: here | {name: "another"})
-        trust.forget()
-        assert trust.state(*place(INT4)) is None, name
+    changes = {
+        "GPU": (mx, "device_info", lambda: {"device_name": "another"}),
+        "system": (trust.platform, "mac_ver", lambda: ("another", (), "")),
+        "MLX": (trust, "version", lambda name: "another"),
+        "mlxkv": (trust, "__version__", "another"),
+        "texts": (trust, "body", lambda name: "another"),
+        "texts before them": (trust, "header", lambda name: "another"),
+    }
+    for name, change in changes.items():
+        with subtests.test(name), monkeypatch.context() as patch:
+            patch.setattr(*change)
+            trust._machine.cache_clear()
+            trust.forget()
+            assert trust.state(*place(INT4)) is None
+    trust._machine.cache_clear()
+    trust.forget()
+    assert trust.state(*place(INT4)) == trust.FAILED
 
 
 def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Models some of whose layers of one kind are compressed and others not: no batch has a mask for both."""
 
 import copy
+import pickle
 
 import mlx.core as mx
 import pytest
@@ -9,6 +10,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from random_models import latent_model, tokens
 
 from mlxkv.models import attach, detach
+from mlxkv.models.hooks.probe import leaves
 
 
 @pytest.fixture
@@ -30,6 +32,10 @@ def test_hosts_are_told_and_so_are_copies(model, tmp_path):
     told = joining(caches)
     assert not all(told)
     assert joining(copy.deepcopy(caches)) == joining([copy.copy(one) for one in caches]) == told
+    members = [one for _, one in leaves(caches)]
+    for twin in (copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
+        assert joining([twin(one) for one in members]) == joining(members)
+        assert not all(joining(members))
     text = tokens(300)[None]
     model(text, cache=caches)
     copies = copy.deepcopy(caches)

@@ -26,7 +26,9 @@ def saved(session, tmp_path):
 def test_a_session_comes_back_the_same(session, saved):
     assert saved.name == "talk.safetensors"
     again = Session(session.loaded, max_tokens=6)
+    list(again.ask("another"))
     again.load(str(saved))
+    assert again.stats.generated_tokens == again.stats.prompt_tokens == 0
     for name in ("tokens", "messages", "text"):
         assert getattr(again, name) == getattr(session, name)
     assert "".join(again.ask("go on")) == "".join(session.ask("go on"))

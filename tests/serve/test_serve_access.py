@@ -107,6 +107,8 @@ def test_the_key_in_a_header():
 def test_pages_and_names_that_reach_a_local_server(subtests):
     for host, origin, is_let_in in (
         ("localhost:8080", None, True),
+        ("LocalHost:8080", None, True),
+        ("[::1]:8080", None, True),
         ("127.0.0.1", "http://127.0.0.1", True),
         ("localhost:8080", "http://evil.example", False),
         ("localhost:8080", "http://localhost:1", False),

@@ -261,6 +261,14 @@ def test_a_second_server_is_refused_until_the_first_has_ended(small, base):
     assert [entry.tokens for entry in again.entries] == [[1] * 10]
 
 
+def test_sessions_of_another_mlx_lm_lie_in_another_folder(small, base, monkeypatch):
+    folder = place(base, small)
+    monkeypatch.setattr("mlxkv.serve.caches.disk.version", lambda name: "99.1.2")
+    other = place(base, small)
+    monkeypatch.setattr("mlxkv.serve.caches.disk.version", lambda name: "99.1.3")
+    assert place(base, small) == other != folder
+
+
 def test_odd_files_do_not_stop_a_start(small, base, good, caplog):
     folder, (name, content) = place(base, small), good
     (folder / name).write_bytes(content)

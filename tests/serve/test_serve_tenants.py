@@ -39,6 +39,7 @@ def test_sessions_are_found_by_their_tenant_alone(small, tmp_path):
     sessions.keep(names, read(small.model, 300), "a")
     assert [found(whose) for whose in ("a", "b", "")] == [300, 0, 0]
     sessions.keep(names, read(small.model, 300))  # nobody's
+    assert sessions.shelf.saved == 0
     assert [found(whose) for whose in ("a", "b", "")] == [300, 0, 300]
     sessions.shrink(-1)
     assert sessions.entries == []
