@@ -352,7 +352,7 @@ def test_pages_that_were_cut_off_are_no_longer_those_that_stay():
     feed(one, 88, chunk=88)
     feed(one, 1, seed=3, chunk=1)
     assert one._store.count == 4 and one.dropped == 0
-    one.trim(85)
+    one.trim(80)
     feed(one, 148, seed=5, chunk=148)
     feed(one, 1, seed=7, chunk=1)
     assert one.dropped == 16

@@ -112,6 +112,9 @@ def test_texts_are_pooled_token_by_token(arms, tokens, monkeypatch):
     found = {f"{p.task}-{p.name}": p.run(arms, names, lambda n: None) for p in parts}
     assert set(found) == {f"divergence-{CONTEXT}-1", f"divergence-{CONTEXT}-2"}
     found = json.loads(json.dumps(found))  # as the store keeps them
+    for one in found.values():
+        one["int4"]["legs"]["prompt"]["same_top"] = 0.5  # or both legs may have the same
+    found[f"divergence-{CONTEXT}-1"]["int4"]["kv_bytes"] += 9
     out = divergence.pooled({"retrieval-384": {}, **found})
     assert list(out) == ["retrieval-384", f"divergence-{CONTEXT}"]
     both = out[f"divergence-{CONTEXT}"]["int4"]
@@ -125,6 +128,7 @@ def test_texts_are_pooled_token_by_token(arms, tokens, monkeypatch):
     assert both["legs"]["prompt"]["kl"]["mean"] == pytest.approx(
         np.mean([leg["kl"]["mean"] for leg in prompts])
     )
+    assert both["kv_bytes"] == max(one["int4"]["kv_bytes"] for one in found.values())
     decode = both["legs"]["decode"]
     assert decode["tokens"] == 2 * DECODE
     assert decode["kl"]["mean"] == pytest.approx(np.mean([one["kl"]["mean"] for one in own]))

@@ -13,9 +13,11 @@ from small_models import TINY
 from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
 from mlxkv.eval import run as evaluation
+from mlxkv.eval import store as kept
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.report import verdict
+from mlxkv.eval.report import report, verdict
 from mlxkv.eval.store import Store, computed
+from mlxkv.eval.tasks import divergence
 from mlxkv.eval.tasks.part import Part, TaskOptions
 from mlxkv.formats.calibration import artifact
 from mlxkv.models import load
@@ -105,6 +107,47 @@ def test_a_killed_run_goes_on(planned, tmp_path, capsys):
     other = Part("divergence", "512", parts[0].run, 1, {"text": "another"})
     assert Store(tmp_path).read(arms, other, "fp16") is None
     assert computed(arms, parts, tmp_path) == first
+
+
+def test_results_belong_to_a_model_its_type_windows_and_versions(
+    subtests, planned, tmp_path, monkeypatch
+):
+    arms, (part, _) = planned
+    store = Store(tmp_path)
+    store.write(arms, part, "int4", {"kl": 1})
+    assert store.read(arms, part, "int4") == {"kl": 1}
+    assert store.read(Arms(arms.loaded, ("int4",), (16, 16)), part, "int4") is None
+    for name, change in {
+        "model": (arms.loaded, "fingerprint", "another"),
+        "type": (arms.loaded, "dtype", "another"),
+        "mlxkv": (kept, "__version__", "another"),
+        "MLX": (kept.mx, "__version__", "another"),
+        "backend": (kept, "backend", lambda: "another"),
+    }.items():
+        with subtests.test(name), monkeypatch.context() as patch:
+            patch.setattr(*change)
+            assert store.read(arms, part, "int4") is None
+
+
+def test_figures_of_a_report_are_of_their_leg_and_context(planned, tmp_path):
+    arms, parts = planned
+    results = computed(arms, parts, tmp_path)
+    for name, by_arm in list(results.items()):
+        larger = {arm: {**of, "kv_bytes": of["kv_bytes"] + 1} for arm, of in by_arm.items()}
+        results[name.replace("512", "640")] = larger
+    data = report.assemble(arms, replace(SMALL, contexts=(640, 512)), results, (64, 64))
+    pooled = divergence.pooled(results)
+    for context in ("512", "640"):
+        row, of = data["rows"][context]["int4"], pooled[f"divergence-{context}"]["int4"]
+        decode, prompt = of["legs"]["decode"], of["legs"]["prompt"]
+        assert row["kv_bytes"] == of["kv_bytes"] and row["top1"] == decode["same_top"]
+        assert (row["ppl"], row["prompt_ppl"]) == (decode["ppl"], prompt["ppl"])
+        for name in ("mean", "p99"):
+            kl = row[f"kl_{name}"], row[f"prompt_kl_{name}"]
+            assert kl == (decode["kl"][name], prompt["kl"][name]) and kl[0] != kl[1]
+        assert 4 < row["bits_per_value"] < row["bits_with_windows"] < 16
+    assert data["context"] == 640 and data["presets"] == data["rows"]["640"]
+    assert data["rows"]["512"] != data["rows"]["640"]
 
 
 def test_a_stopped_run_says_what_is_kept(planned, tmp_path, capsys):

@@ -100,8 +100,13 @@ def test_another_mlx_lm(session, tmp_path, monkeypatch):
     refused(session, path, "saved with mlx-lm 0.1.2")
 
 
-def test_raw_and_chat_do_not_mix(session, saved):
-    refused(Session(session.loaded, raw=True), saved, "without --raw")
+def test_raw_and_chat_do_not_mix(session, saved, tmp_path):
+    raw = Session(session.loaded, raw=True, max_tokens=3)
+    refused(raw, saved, "without --raw")
+    list(raw.ask("abc"))
+    path = raw.save(str(tmp_path / "raw"))
+    refused(session, path, "was saved with --raw")
+    raw.load(str(path))
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
