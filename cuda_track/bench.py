@@ -1,9 +1,9 @@
-"""`python -m cuda_track.bench`: time decode attention and sealing by Triton on one GPU, beside torch's own.
+"""`python -m cuda_track.bench`: time decode attention and quantizing by Triton on one GPU, beside torch's own.
 
 Attention is first checked against plain ops, then timed in a CUDA graph of dependent calls, each output
 the next query. Caches take turns and together exceed the L2 cache, so that every call reads memory. The
 baseline is the fastest of torch's SDPA backends on 16-bit keys and values, in both forms of grouped
-queries, timed alike. Sealing is compared with a plain copy.
+queries, timed alike. Quantizing is compared with a plain copy.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ CASES = {
     "d64 128k": Shape(1, 32, 8, 64, 131072),
     "b1 4k": Shape(1, 32, 8, 128, 4096),
 }
-SEALED = Shape(1, 32, 8, 128, 32768)
+QUANTIZEED = Shape(1, 32, 8, 128, 32768)
 
 
 @dataclass(frozen=True)
 class Row:
     """A line of the table. microseconds: median of a call. ratio: baseline over this (attention), share of the
-    bandwidth of a copy (seal)."""
+    bandwidth of a copy (quantize)."""
 
     case: str
     kind: str
@@ -224,9 +224,9 @@ def attention_rows(cases: list[str], formats: list[str]) -> Iterator[Row]:
         torch.cuda.empty_cache()
 
 
-def seal_rows(formats: list[str]) -> Iterator[Row]:
-    """Time the sealing of a prefill, one side at a time."""
-    shape, device = SEALED, torch.get_default_device()
+def quantize_rows(formats: list[str]) -> Iterator[Row]:
+    """Time the quantizing of a prefill, one side at a time."""
+    shape, device = QUANTIZEED, torch.get_default_device()
     x = [_normal(1, shape.kv_heads, shape.tokens, shape.dims)[0] for _ in range(8)]
     target = torch.empty_like(x[0])
     copy = timed([lambda _, y=y: target.copy_(y) for y in x], x[0])
@@ -238,11 +238,13 @@ def seal_rows(formats: list[str]) -> Iterator[Row]:
         count, shapes = shape.tokens // config.page, (at.shapes(8) for at in store.layouts)
         places = torch.tensor(store.pool.reserve(count, tuple(shapes), device), device=device)
         to = store.layouts[i], store.pool.sides[i], places
-        calls = [lambda _, y=y, c=store.codecs[i], to=to: kernels.seal(c, y, *to) for y in x]
+        calls = [
+            lambda _, y=y, c=store.codecs[i], to=to: kernels.quantize_pages(c, y, *to) for y in x
+        ]
         micros = timed(calls, x[0])
         size = x[0].nbytes + count * sum(y[0].nbytes for y in store.pool.sides[i].values())
-        sealed_speed = size / micros / 1e3
-        yield Row(f"seal {label}", name, micros, sealed_speed / speed, sealed_speed)
+        quantized_speed = size / micros / 1e3
+        yield Row(f"quantize {label}", name, micros, quantized_speed / speed, quantized_speed)
 
 
 def named(text: str, among: dict, option: str) -> list[str]:
@@ -267,7 +269,9 @@ def main() -> None:
         raise UserError("[bench] needs an NVIDIA GPU; got none; nothing to choose here")
     torch.set_default_device("cuda")
     rows = []
-    for row in chain(attention_rows(cases, formats), () if options.no_seal else seal_rows(formats)):
+    for row in chain(
+        attention_rows(cases, formats), () if options.no_seal else quantize_rows(formats)
+    ):
         console.note(str(row))  # at once, in case a later row fails
         rows.append(row)
     versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}

@@ -3,8 +3,8 @@
     git worktree add ../older COMMIT
     python -m experiments.kernels_before ../older --kv int4,polar --shape 1,16,4,256 --tokens 128k
 
-Of each preset: microseconds a call of decode attention (chains of 64 calls), or with --seal of sealing all tokens, and
-the quartiles of new over old. `again` is this commit once more: what differs by chance. MLXKV_TILES=0: the portable
+Of each preset: microseconds a call of decode attention (chains of 64 calls), or with --seal of quantizing all tokens,
+and the quartiles of new over old. `again` is this commit once more: what differs by chance. MLXKV_TILES=0: the portable
 body.
 """
 
@@ -28,7 +28,7 @@ from mlxkv.errors import UserError
 from mlxkv.metal.timing import Chain, interleaved
 
 OLDER, NEWER = "mlxkv_older", "mlxkv"
-CALLS, SEALS = 64, 16
+CALLS, QUANTIZES = 64, 16
 IMPORT = re.compile(r"^(\s*(?:from|import) )mlxkv\b", re.M)
 NAME = re.compile(r'((?:import_module|files)\(")mlxkv\b')
 
@@ -60,8 +60,8 @@ def attention_task(part: partial, name: str, shape: Shape, tokens: int):
     return partial(step.chain, call, views)
 
 
-def sealing_task(part: partial, name: str, shape: Shape, tokens: int):
-    """Sealing all tokens by one package, one time after the other."""
+def quantizing_task(part: partial, name: str, shape: Shape, tokens: int):
+    """Quantizing all tokens by one package, one time after the other."""
     import mlx.core as mx
 
     config, choose = config_of(part, name, shape), part("cache.choose")
@@ -74,12 +74,12 @@ def sealing_task(part: partial, name: str, shape: Shape, tokens: int):
 
     def run() -> Chain:
         start, out = time.perf_counter(), []
-        for _ in range(SEALS):
+        for _ in range(QUANTIZES):
             store = choose.store(plan, maps)
             store.append(tuple(mx.depends(list(pair), out) if out else pair), tokens // config.page)
             out = store.arrays()
         mx.eval(out)
-        return Chain(0.0, (time.perf_counter() - start) / SEALS)
+        return Chain(0.0, (time.perf_counter() - start) / QUANTIZES)
 
     return run
 
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(argv)
     shape = Shape(*map(int, options.shape.split(",")))
     tokens = console.parse_tokens(options.tokens, "--tokens")
-    make, rows = sealing_task if options.seal else attention_task, []
+    make, rows = quantizing_task if options.quantize else attention_task, []
     with tempfile.TemporaryDirectory() as place:
         copy_package(options.folder, Path(place))
         for name in options.kv:

@@ -87,8 +87,8 @@ SLOW = (
     "metal/test_metal_texts.py::test_texts_are_read",
     "metal/test_method_kernels.py",
     "metal/test_oja_kernels.py",
-    "metal/test_seal.py",
-    "metal/test_seal_clip.py",
+    "metal/test_quantize.py",
+    "metal/test_quantize_clip.py",
     "metal/test_attend.py",
     "models/test_decoders.py::test_nothing_is_built_after_a_model_is_attached",
     "models/test_fold.py::test_pages_of_values_that_come_rotated",
@@ -98,8 +98,8 @@ SLOW = (
 )
 # Of these, one case stays with the quick tests.
 QUICK = (
-    "metal/test_seal.py::test_butterflies_give_what_the_matrix_of_the_spec_gives",
-    "metal/test_seal_clip.py::test_the_networks_sort_and_merge",
+    "metal/test_quantize.py::test_butterflies_give_what_the_matrix_of_the_spec_gives",
+    "metal/test_quantize_clip.py::test_the_networks_sort_and_merge",
     "metal/test_attend.py::test_the_portable_body",
     "run/test_run.py::test_chat_reads_stdin",
     "run/test_run.py::test_the_exit_code_is_the_programs",

@@ -89,7 +89,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         if not self.config.listens:
             return super().update_and_fetch(keys, values)
-        self._seal_rest()
+        self._quantize_rest()
         if keys.shape[2] <= DECODE_TOKENS:
             self._before_decoding(keys.shape[2])
             return super().update_and_fetch(keys, values)

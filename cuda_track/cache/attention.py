@@ -59,7 +59,7 @@ def attend(
 def why_not(queries: torch.Tensor, view: View, mask: Mask) -> str | None:
     """Return why the decode kernel does not compute this attention, or None."""
     if type(view.pages) is not PoolPages:
-        return "the pages are not kept in a pool" if view.pages else "nothing is sealed yet"
+        return "the pages are not kept in a pool" if view.pages else "nothing is quantized yet"
     new = queries.shape[2]
     if new > DECODE_TOKENS:
         return f"more than {DECODE_TOKENS} new tokens are a prefill"
@@ -126,7 +126,7 @@ def _stored(view: View, side: int, dtype: torch.dtype) -> torch.Tensor:
             x = pair[side] if code.transform is None else code.transform.store(pair[side], dtype)
             out[:, :, start : start + x.shape[2]] = x
     if type(pages) is PoolPages:
-        launch.unseal(pages, side, out, first)
+        launch.dequantize(pages, side, out, first)
     else:
         out[:, :, first:last] = code.decode_stored(pages.stored[side], dtype)
     return out

@@ -1,4 +1,4 @@
-"""Which store the sealed pages of a cache get: a pool for Triton or records for Metal, where their kernels
+"""Which store the quantized pages of a cache get: a pool for Triton or records for Metal, where their kernels
 run, else codes for plain ops."""
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     tokens:  [ sink: full precision ][ page ] ... [ page ][ live: full precision ]
 
 `live` holds everything until it is full; then the sink moves out and the oldest pages are encoded
-and sealed. The page that was sealed last keeps its exact tokens beside its codes, until the next one
-is sealed: so that a `trim` into it can take the seal back (`mlxkv.formats.rules.going_back`).
+and quantized. The page that was quantized last keeps its exact tokens beside its codes, until the next one
+is quantized: so that a `trim` into it can restore it (`mlxkv.formats.rules.going_back`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CompressedKVCache(GoesBack):
         self._live: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
         self._sink: Pair | None = None
-        self._last: Pair | None = None  # exact tokens of the page sealed last
+        self._last: Pair | None = None  # exact tokens of the page quantized last
         self._store = None
 
     # -- reading and writing
@@ -60,7 +60,7 @@ class CompressedKVCache(GoesBack):
     def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor) -> View:
         """Append keys and values [B, G, L, D]; return what attention has to read.
 
-        The view holds the new tokens exactly, also when this very call seals them.
+        The view holds the new tokens exactly, also when this very call quantizes them.
         """
         self._check_batch(keys)
         if self.config.centred:
@@ -72,7 +72,7 @@ class CompressedKVCache(GoesBack):
             return self.view()
         live = self._with_live((keys, values))
         view = self._view(live)
-        self._seal(live)
+        self._quantize_pages(live)
         return view
 
     def _check_batch(self, keys: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ class CompressedKVCache(GoesBack):
             buffer[:, :, self._count : end] = x
         self._count = end
 
-    def _seal(self, live: Pair) -> None:
+    def _quantize_pages(self, live: Pair) -> None:
         """Encode the oldest pages of `live`, which no longer fits, and keep the rest."""
         config, start = self.config, 0
         if config.sink and self._sink is None:

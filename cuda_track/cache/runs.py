@@ -1,4 +1,4 @@
-"""`Segments`: sealed pages in runs of one basis each, for caches whose basis follows the text."""
+"""`Segments`: quantized pages in runs of one basis each, for caches whose basis follows the text."""
 
 from __future__ import annotations
 

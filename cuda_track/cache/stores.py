@@ -1,4 +1,4 @@
-"""Where sealed pages live: `Codes` for plain ops, `Paged` for Triton, `Records` for Metal. One cache, one store.
+"""Where quantized pages live: `Codes` for plain ops, `Paged` for Triton, `Records` for Metal. One cache, one store.
 
 A store grows and is truncated by whole pages, hands out snapshots that attention reads (`view`), and
 restores what any store of either track saved.
@@ -37,7 +37,7 @@ def codecs_of(
 
 
 class _Arrays:
-    """Sealed pages in named tensors with the rows of all pages on axis 2, a fixed number for each page."""
+    """Quantized pages in named tensors with the rows of all pages on axis 2, a fixed number for each page."""
 
     def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec]):
         self.config, self.codecs = config, codecs
@@ -86,7 +86,7 @@ class _Arrays:
 
 
 class Codes(_Arrays):
-    """Sealed pages for plain ops: the tensors of both sides, by (side, name)."""
+    """Quantized pages for plain ops: the tensors of both sides, by (side, name)."""
 
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
@@ -117,7 +117,7 @@ def _flat(sides: dict[str, Stored]) -> Named:
 
 
 class Records(_Arrays):
-    """Sealed pages in a buffer of page records, and one of headers if the format has any; plain ops encode."""
+    """Quantized pages in a buffer of page records, and one of headers if the format has any; plain ops encode."""
 
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
@@ -140,7 +140,7 @@ class Records(_Arrays):
 
 
 class Paged:
-    """Sealed pages for Triton: a block table into a pool that copies of the cache share."""
+    """Quantized pages for Triton: a block table into a pool that copies of the cache share."""
 
     def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec], pool: Pool | None = None):
         self.config, self.codecs, self.pool = config, codecs, pool or Pool()
@@ -160,7 +160,7 @@ class Paged:
         shapes = tuple(at.shapes(heads) for at in self.layouts)
         places = self.pool.reserve(batch * count, shapes, pair[0].device)
         for code, x, at, side in zip(self.codecs, pair, self.layouts, self.pool.sides, strict=True):
-            launch.seal(code, x, at, side, places)
+            launch.quantize_pages(code, x, at, side, places)
         self._hand_out(places, batch, count)
 
     def _hand_out(self, places: list[int], batch: int, count: int) -> None:

@@ -1,4 +1,4 @@
-"""What attention reads of a cache: the view, and snapshots of sealed pages."""
+"""What attention reads of a cache: the view, and snapshots of quantized pages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cuda_track.codec.codec import Codec, Sealed, Stored
+from cuda_track.codec.codec import Codec, QuantizedPages, Stored
 from mlxkv.errors import UserError
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class CodePages(Sealed):
+class CodePages(QuantizedPages):
     """Pages of plain ops."""
 
     codecs: tuple[Codec, Codec]
@@ -26,7 +26,7 @@ class CodePages(Sealed):
 class Parts:
     """Snapshots of runs of pages, in the order of their tokens."""
 
-    parts: tuple[Sealed, ...]
+    parts: tuple[QuantizedPages, ...]
 
     @property
     def tokens(self) -> int:
@@ -57,7 +57,7 @@ class View:
 
     live: Pair
     sink: Pair | None = None
-    pages: Sealed | Parts | None = None
+    pages: QuantizedPages | Parts | None = None
     observer: Callable[..., None] | None = field(default=None, repr=False)
 
     def __getattr__(self, name: str):

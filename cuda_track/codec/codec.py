@@ -90,8 +90,8 @@ class Codec:
         return self.transform.down.ndim < 4 and len(set(self.transform.down.shape[-2:])) == 1
 
 
-class Sealed:
-    """Sealed pages as attention reads them: one run, of one transform.
+class QuantizedPages:
+    """Quantized pages as attention reads them: one run, of one transform.
 
     codecs: of keys and of values. stored: their codes as plain ops read them. tokens: in these pages.
     """
@@ -101,7 +101,7 @@ class Sealed:
     tokens: int
 
     @property
-    def parts(self) -> tuple[Sealed, ...]:
+    def parts(self) -> tuple[QuantizedPages, ...]:
         """Runs of one transform."""
         return (self,)
 

@@ -1,4 +1,4 @@
-"""Rows of the golden table that kernels compute: sealing and decode attention by Triton, decode attention
+"""Rows of the golden table that kernels compute: quantizing and decode attention by Triton, decode attention
 by Metal."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEAD = 64  # dims of a head, where golden tensors have none that Triton reads
 METAL_BOUND = 1e-4  # float32; exponentials are those of the machine
 
 
-def seal_rows() -> Iterator[Row]:
+def quantize_rows() -> Iterator[Row]:
     tensors, header = read("encode")
     for key, side, dims in encode_cases(tensors, header):
         spec, x = side.quantizer, TABLE.floats(tensors[f"x.{dims}"])
@@ -39,7 +39,7 @@ def seal_rows() -> Iterator[Row]:
             at = layout.PlaneLayout(spec, dims, page, keys)
             pool = Pool()
             places = pool.reserve(x.shape[0], (at.shapes(x.shape[1]),) * 2, x.device)
-            launch.seal(TABLE.codec(side, dims, page), x, at, pool.sides[0], places)
+            launch.quantize_pages(TABLE.codec(side, dims, page), x, at, pool.sides[0], places)
             pages = {n: y[torch.tensor(places)][:, None] for n, y in pool.sides[0].items()}
             codes = packing.unpack(at.restore(pages)["codes"], spec.bits, dims)
             case = f"{key}, {'keys' if keys else 'values'}"
@@ -96,4 +96,4 @@ def _moved(x, device: torch.device):
     return tuple(_moved(y, device) for y in x) if isinstance(x, tuple) else x
 
 
-TABLES = (seal_rows, attention_rows, partial(attention_rows, "softcap"))
+TABLES = (quantize_rows, attention_rows, partial(attention_rows, "softcap"))

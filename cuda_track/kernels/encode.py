@@ -93,7 +93,7 @@ def _coded(y, axis: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, F
 
 
 @triton.jit(do_not_specialize=["pages"])
-def seal_kernel(
+def quantize_kernel(
     x, down, words, high, numbers, places,  # places: [B, pages] int64, in the pool
     x_row, x_head, down_head, pages,
     D: tl.constexpr, R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,

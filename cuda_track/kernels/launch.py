@@ -1,7 +1,7 @@
-"""Launch attention, sealing and unsealing by Triton, and say why a kernel cannot run.
+"""Launch attention, quantizing and dequantizing by Triton, and say why a kernel cannot run.
 
 q --queries_kernel--> stored domain --attend_kernel--> partials --merge_kernel--> output
-new tokens --seal_kernel--> pages --unseal_kernel--> the stored domain, for prefill
+new tokens --quantize_kernel--> pages --dequantize_kernel--> the stored domain, for prefill
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ WINDOWS, SLOTS = 3, 16  # programs of windows, where a head has so many times mo
 FEW = 132  # programs that merge, below which a row has several
 MANY = 256  # rows of queries, above which a program takes LEAST_ROWS before and after attention
 MERGED = 1 << 14  # numbers that a program which merges holds at a time
-SEALED = 128  # tokens that a program encodes at most
-SEAL_BLOCK, SEAL_STAGES = 32, 3  # dims that it multiplies at a time, and has in flight
+QUANTIZEED = 128  # tokens that a program encodes at most
+QUANTIZE_BLOCK, QUANTIZE_STAGES = 32, 3  # dims that it multiplies at a time, and has in flight
 PARTS = 3  # of 16 bits, that make up a matrix of 32
 LONGEST = 4096  # tokens that a program sums at most: measured, and what `bench` checks
 LOG2E = math.log2(math.e)
@@ -266,7 +266,7 @@ def rows_together(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
 
 
-def seal(
+def quantize_pages(
     code: Codec,
     x: torch.Tensor,
     at: layout.PlaneLayout,
@@ -274,37 +274,37 @@ def seal(
     places: list[int] | torch.Tensor,
 ) -> None:
     """Encode x [B, G, T, D], whole pages, into `places` of one side of a pool, row by row."""
-    from cuda_track.kernels.encode import seal_kernel
+    from cuda_track.kernels.encode import quantize_kernel
 
     batch, heads, tokens, dims = x.shape
     x = rows_together(x)
     # Every program reads the whole matrix, for many tokens. It computes whole scales of channels.
-    block = at.group if at.channel else math.gcd(tokens, SEALED)
+    block = at.group if at.channel else math.gcd(tokens, QUANTIZEED)
     # Minima over the tokens of a channel cross warps: as few as hold its numbers in registers.
-    wide = at.dims > 128 or block > SEALED if at.channel else block == SEALED
+    wide = at.dims > 128 or block > QUANTIZEED if at.channel else block == QUANTIZEED
     down, of_head, parts = _down_of(code.transform, x.dtype)
-    seal_kernel[(tokens // block, heads, batch)](
+    quantize_kernel[(tokens // block, heads, batch)](
         *(x, _or(down, x), *_tensors(side)),
         *(torch.as_tensor(places, device=x.device), x.stride(0), x.stride(1), of_head),
         tokens // at.page,
         **_constants(at) | {"GROUPS": at.groups, "CHANNEL": at.channel_tokens},
         **{"D": dims, "R": at.dims, "T": block, "PAGE": at.page, "SYMMETRIC": at.spec.symmetric},
         **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
-        **{"PARTS": parts, "BLOCK": SEAL_BLOCK, "FUSED": not interpreted()},
+        **{"PARTS": parts, "BLOCK": QUANTIZE_BLOCK, "FUSED": not interpreted()},
         num_warps=8 if wide else 4,
-        num_stages=SEAL_STAGES if block >= SEALED else 2,
+        num_stages=QUANTIZE_STAGES if block >= QUANTIZEED else 2,
     )
 
 
-def unseal(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
+def dequantize(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> None:
     """Decode keys (side 0) or values (1) of all pages, in the stored domain, into out [B, G, T, R] from token
     `start` on."""
-    from cuda_track.kernels.unsealing import unseal_kernel
+    from cuda_track.kernels.dequantize import dequantize_kernel
 
     at, stored = pages.layouts[side], pages.sides[side]
     batch, heads, _, dims = out.shape
     longest_row = pages.table.shape[1]
-    unseal_kernel[(longest_row * (at.page // at.turn), heads, batch)](
+    dequantize_kernel[(longest_row * (at.page // at.turn), heads, batch)](
         *_tensors(stored),
         *(pages.table, pages.counts, out, longest_row, start, out.stride(0), out.stride(1)),
         **{"R": dims, "T": at.turn, "PAGE": at.page, **_constants(at)},

@@ -1,4 +1,4 @@
-"""The order in which Triton reads codes, made from the logical codes when a page is sealed.
+"""The order in which Triton reads codes, made from the logical codes when a page is quantized.
 
 A page of one kv head holds, for each side, `words` and `numbers`. A word holds `planes` codes of one
 token: plane i of word j is the code of dim `J i + j`, at bits `i b`. So a plane of all words is a
@@ -31,7 +31,7 @@ LEAST = 16  # dims that a matrix unit sums over at least
 PLANES = 8  # accumulators of a program
 DIMS = (64, 128, 256)
 TURN = 64  # tokens that a program of one warp holds in registers
-GROUP = 256  # tokens that share scales per channel at most: one program seals them
+GROUP = 256  # tokens that share scales per channel at most: one program quantizes them
 WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 
@@ -159,7 +159,7 @@ def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
     if at.channel and at.group & (at.group - 1):
         return f"groups of {at.group} tokens are no power of two"
     if at.channel and at.group > GROUP:
-        return f"groups of {at.group} tokens are more than the {GROUP} that a program seals"
+        return f"groups of {at.group} tokens are more than the {GROUP} that a program quantizes"
     if not at.channel and (dims % at.group or at.group % at.words):
         return f"groups of {at.group} are no multiple of planes of {at.words} dims"
     if page & (page - 1):

@@ -1,6 +1,6 @@
 """`Pool`: the pages of one layer for Triton, which rows of a batch, beams and forked caches share.
 
-A page is never written to after it was sealed, so a prefix is shared by counting its holders.
+A page is never written to after it was quantized, so a prefix is shared by counting its holders.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cuda_track.codec.codec import Codec, Sealed, Stored
+from cuda_track.codec.codec import Codec, QuantizedPages, Stored
 from cuda_track.kernels.layout import PlaneLayout
 
 GROWTH = 4  # spare room is a quarter of what is stored
@@ -67,7 +67,7 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class PoolPages(Sealed):
+class PoolPages(QuantizedPages):
     """A snapshot that attention reads.
 
     table: [B, most] int32, places of the pages of each row. counts: [B] int32, how many. tokens: of the longest

@@ -24,7 +24,7 @@ CALLS = (2, 1)  # tokens of the dry calls: a prompt, then a step of decoding
 SMALL = 1 << 20  # bytes of a buffer that is put back; larger ones are weights in few bits
 NEAR = 5e-3  # of the norm of an attention's output
 PEAK = 8.0  # the largest score that outputs are compared at: what bends scores shows there
-WIDEST = parse_kv("int4")  # of probes, which never seal
+WIDEST = parse_kv("int4")  # of probes, which never quantize
 
 
 class Probe(CompressedLayer):

@@ -1,4 +1,4 @@
-"""Sealed pages as mlxkv's page records: what Metal kernels read, and which caches they can read."""
+"""Quantized pages as mlxkv's page records: what Metal kernels read, and which caches they can read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cuda_track.codec import records
-from cuda_track.codec.codec import Codec, Sealed, Stored
+from cuda_track.codec.codec import Codec, QuantizedPages, Stored
 from cuda_track.mps import source
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES, TOKENS, RecordLayout, side_layout, why_no_record
@@ -32,7 +32,7 @@ def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:
 
 
 @dataclass(frozen=True)
-class RecordPages(Sealed):
+class RecordPages(QuantizedPages):
     """A snapshot that attention reads: the first `tokens` / 16 records of `buffer`, [B, G, capacity, words], and
     the headers of the pages, if the format has any."""
 

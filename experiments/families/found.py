@@ -25,7 +25,7 @@ from mlxkv.formats.quantizers import Full
 from mlxkv.machine import machine, versions
 from mlxkv.models.reports import LayerReport, ranges
 
-PROMPT, NEW = 45, 20  # tokens; pages are sealed while reading and while writing
+PROMPT, NEW = 45, 20  # tokens; pages are quantized while reading and while writing
 WINDOWS = {"sink": 4, "recent": 16, "page": 16}
 NEAR = 1e-3  # of the norm of the logits
 SECONDS = 120.0  # for one family

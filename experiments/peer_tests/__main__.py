@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 1200.0  # seconds for one suite
 
 CHUNKS = (
-    "reads one prompt in chunks of two sizes and wants equal logits: with codes, what is sealed when a later "
+    "reads one prompt in chunks of two sizes and wants equal logits: with codes, what is quantized when a later "
     "chunk is read depends on the chunks (by design)"
 )
 SAID = f"wants the words of the model that it fetches; got {names.MODEL}"

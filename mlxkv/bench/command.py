@@ -56,7 +56,7 @@ def quick(context: typer.Context, model: OwnModel = None) -> None:
 
 @bench.command()
 def kernels(contexts: Contexts = None, kv: Kv = "int4,fill-2.25", json: Json = False) -> None:
-    """Time decode attention, encode and unseal, each checked first, beside MLX's own attention."""
+    """Time decode attention, encode and dequantize, each checked first, beside MLX's own attention."""
     from mlxkv.bench.kernels.run import run
 
     run(contexts, kv, json)

@@ -247,7 +247,7 @@ def _show(rows: list[dict], tokens: int, rounds: int) -> None:
     weights += f" in {first['bits']} bits" if first["bits"] else ""
     options.print_rows(COLUMNS, written, f"{first['model']}, {weights}, {first['dtype']}")
     print(
-        f"decode: {tokens} tokens after {WARM}, sealing pages included; token ms: the median token; "
+        f"decode: {tokens} tokens after {WARM}, quantizing pages included; token ms: the median token; "
         f"both are medians of {2 * rounds} interleaved runs; spread: between these runs\n"
         f"first token: the prefill in chunks of {PREFILL_STEP}, and one token; direct: the cache is "
         "filled with random keys and values without a prefill, and the peak is of decoding alone\n"

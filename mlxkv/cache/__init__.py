@@ -1,6 +1,6 @@
 """Caches: sink | pages | recent, and attention over them.
 
-`view` has what attention reads, `attention` computes it; `stores` and `pages` hold sealed pages.
+`view` has what attention reads, `attention` computes it; `stores` and `pages` hold quantized pages.
 `choose` says which kernels run, after `selftest` has tried them. `compressed` is the cache of one
 sequence, `adaptive` one that observes queries and whose bases learn,
 `latent` one of MLA; `batch` and `ragged` are caches of several sequences; `traced` has all of them in

@@ -110,7 +110,7 @@ def transform_of(u: mx.array) -> Transform:
     return Transform(u, u.swapaxes(-1, -2))
 
 
-# -- `Segments`: sealed pages in runs of one basis each, for caches whose basis follows the text.
+# -- `Segments`: quantized pages in runs of one basis each, for caches whose basis follows the text.
 #
 # Each run is a store with pages of its own, not a part of one array: kernels read the records of a
 # second run from the start of its buffer, and MLX would copy a slice.
@@ -120,7 +120,7 @@ def _merged(run: Codes | Records, following: Codes | Records) -> dict:
     """The state of a run, transported into the basis of the next one, and of the next one together."""
     if not run.count:
         return following.state
-    if type(run) is Records and run.layout.sealed_by_kernel:
+    if type(run) is Records and run.layout.quantized_by_kernel:
         moved = run.transported(following.codecs)
         return _joined(moved, following.state) if following.count else moved
     moved = transported(run, following.codecs)
@@ -274,7 +274,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         if not self.config.listens:
             return super().update_and_fetch(keys, values)
-        self._seal_rest()
+        self._quantize_rest()
         if keys.shape[2] <= DECODE_TOKENS:
             self._before_decoding(keys.shape[2])
             return super().update_and_fetch(keys, values)

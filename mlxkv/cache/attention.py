@@ -53,8 +53,8 @@ def attend(
     """
     if view.seen is not None or isinstance(mask, mx.array):
         view.check(mask)
-    if view.sealed:
-        queries = mx.depends(queries, list(view.sealed))
+    if view.quantized:
+        queries = mx.depends(queries, list(view.quantized))
     way = _way(queries, view, mask, sink_logits, softcap)
     out = WAYS[way](queries, view, scale, mask, sink_logits, softcap)
     return out if view.observer is None else view.observer(queries, out, scale, mask)

@@ -1,6 +1,6 @@
 """Chooses the kernels of a format: one question, asked when a model is attached.
 
-`plan` says which code seals and reads the pages of a cache on this machine and why nothing faster
+`plan` says which code quantizes and reads the pages of a cache on this machine and why nothing faster
 does. The cache is given the plan, its views carry it, attention and reports follow it. A plan holds
 as long as the machine is what it was (`launch.state`): after kernels were switched off, caches that
 are made ask again.

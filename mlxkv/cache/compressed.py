@@ -3,8 +3,8 @@
     tokens:  [ sink: full precision ][ page ] ... [ page ][ live: full precision ]
 
 `live` holds everything until it is full; then the sink moves out and the oldest pages are encoded
-and sealed. The page that was sealed last keeps its exact tokens beside its codes, until the next one
-is sealed: so that a `trim` into it can take the seal back (`formats.rules.going_back`). Works
+and quantized. The page that was quantized last keeps its exact tokens beside its codes, until the next one
+is quantized: so that a `trim` into it can restore it (`formats.rules.going_back`). Works
 with both contracts of the pinned range of mlx-lm (0.31: `meta_state`; 0.32: not).
 """
 
@@ -67,7 +67,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         # Pages at the last step of fixed shapes, whose room buffers have from then on; NEW: others since.
         self._roomy = 0
         self._sink: Pair | None = None
-        self._last: Pair | None = None  # exact tokens of the page sealed last
+        self._last: Pair | None = None  # exact tokens of the page quantized last
         self._store: Codes | Records | None = None
 
     @property
@@ -96,14 +96,14 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     @property
     def _paged(self) -> int:
-        """Tokens in sealed pages."""
+        """Tokens in quantized pages."""
         return self._count_pages * self.config.page
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         """Append keys, values: [B, G, L, D] and return what attention has to read, twice (mlx-lm
         unpacks a pair).
 
-        The view holds the new tokens exactly, also when they are sealed by this very call.
+        The view holds the new tokens exactly, also when they are quantized by this very call.
         """
         if self.layer_maps is not None:
             keys = self.arriving(keys)
@@ -133,12 +133,12 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
             self.offset += keys.shape[2]
             return self.keys_and_values()
         new, sink, count = self._behind_live(keys, values), self._sink, self._count_pages
-        self._seal(new)
+        self._quantize_pages(new)
         # The pages of before, read from the arrays of after: a reference to the old arrays would
         # have all pages copied. Attention waits for the codes, so that these tokens are freed
         # before the next layer.
         pages = self._store.read(0, count) if count else None
-        view = View(new, sink, pages, sealed=self.arrays())
+        view = View(new, sink, pages, quantized=self.arrays())
         self.offset += keys.shape[2]
         return view, view
 
@@ -206,7 +206,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         own_values[:, :, self._count : end] = values
         self._count = end
 
-    def _seal(self, live: Pair) -> None:
+    def _quantize_pages(self, live: Pair) -> None:
         """Encode the oldest pages of `live`, which no longer fits, and keep the rest."""
         (keys, values), start, size = live, 0, self.config.page
         if self._sink is None and self.config.sink:
@@ -227,7 +227,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     @property
     def windows(self) -> Pair | None:
-        """The buffers of the live window, with room for all tokens that come before a page is sealed, and
+        """The buffers of the live window, with room for all tokens that come before a page is quantized, and
         `DECODE_TOKENS` more; None before there are pages, which have room for one more."""
         if not (count := self._count_pages):
             return None
@@ -242,7 +242,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     @property
     def store(self) -> Codes | Records | None:
-        """The sealed pages."""
+        """The quantized pages."""
         return self._store
 
     @property
@@ -257,7 +257,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     @property
     def last(self) -> Pair | None:
-        """The exact tokens of the page sealed last, or None."""
+        """The exact tokens of the page quantized last, or None."""
         return self._last
 
     @property
@@ -266,12 +266,12 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         return self._count
 
     def written(self, live: Pair, new: int) -> None:
-        """Take over the buffers of `windows` with `new` tokens more, and seal what is due."""
+        """Take over the buffers of `windows` with `new` tokens more, and quantize what is due."""
         self._live = live
         self._count += new
         self.offset += new
         if self._count > self._room:
-            self._seal(self._read_live())
+            self._quantize_pages(self._read_live())
 
     # -- the rest of mlx-lm's contract
 

@@ -97,7 +97,7 @@ class LatentKVCache(CompressedKVCache):
         if exact and (self.empty() or rotary.shape[:2] == self._live[1].shape[:2]):
             self._write(rotary)
         view, turned = self._update(latents, rotary)
-        if isinstance(turned, View):  # pages were sealed
+        if isinstance(turned, View):  # pages were quantized
             turned = self.rotary if exact else _rotary_of(turned)
         view = _as_latents(view)
         if latents.shape[2] > DECODE_TOKENS and not self.lazy and backend() != "cpu":
@@ -230,7 +230,7 @@ def _rotary_of(view: View) -> mx.array:
 def decoded(view: View) -> mx.array:
     """All latents as attention sees them, [B, 1, T, R]."""
     latents = whole_side(view, 0, view.dtype)
-    return mx.depends(latents, list(view.sealed)) if view.sealed else latents
+    return mx.depends(latents, list(view.quantized)) if view.quantized else latents
 
 
 # -- The forms of `LatentKVCache`, alone and in a batch: the forms of `CompressedKVCache`, and the rotary keys that the

@@ -1,4 +1,4 @@
-"""The holder of sealed pages: named arrays in which every sequence has its pages in one piece.
+"""The holder of quantized pages: named arrays in which every sequence has its pages in one piece.
 
     [ pages of A | room ][ pages of B | room ][ gap ][ pages of C | room ]
 

@@ -3,8 +3,8 @@
     pages: one holder    sinks [B, G, sink, D]    live [B, G, room, D]    last pages [B, G, page, D]
 
 The cost of a new token does not depend on the number of sequences: one scatter for keys, one for
-values, one attention. Only sealing is work for each, once in a page of tokens. Every sequence holds
-what a cache of its own would; pages are sealed when the next token comes, not
+values, one attention. Only quantizing is work for each, once in a page of tokens. Every sequence holds
+what a cache of its own would; pages are quantized when the next token comes, not
 before, so that this step's attention still finds them as they were.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 class Ragged:
     """Sequences that are numbered from 0. like: an empty cache of one. store: an empty one,
-    which seals for all."""
+    which quantizes for all."""
 
     def __init__(self, like: CompressedKVCache, store: Records, heads: int, dtype: mx.Dtype):
         self.like = like
@@ -44,7 +44,7 @@ class Ragged:
         self.offsets: list[int] = []
         self.counts: list[int] = []  # live tokens
         self.parted: list[bool] = []  # whether the sink has moved out of the live window
-        self.keeps: list[bool] = []  # whether the exact tokens of the page sealed last are kept
+        self.keeps: list[bool] = []  # whether the exact tokens of the page quantized last are kept
         self.live: Pair = self._windows([], 0)
         self.last: Pair = self._windows([], self.config.page)
         self.sink: Pair | None = self._windows([], self.config.sink) if self.config.sink else None
@@ -117,7 +117,7 @@ class Ragged:
         return tuple(mx.concatenate([padded(x, y.shape[2]), y]) for x, y in pairs)
 
     def _limit(self, parted: bool) -> int:
-        """Live tokens of a sequence before a page has to be sealed."""
+        """Live tokens of a sequence before a page has to be quantized."""
         return self.config.recent + self.config.page + (0 if parted else self.config.sink)
 
     # -- reading and writing
@@ -140,8 +140,8 @@ class Ragged:
         self.counts = [n + new for n in self.counts]
         self.offsets = [n + new for n in self.offsets]
 
-    def seals_after(self, new: int) -> bool:
-        """Return whether a page has to be sealed once each sequence has `new` tokens more."""
+    def quantizes_after(self, new: int) -> bool:
+        """Return whether a page has to be quantized once each sequence has `new` tokens more."""
         pairs = zip(self.counts, self.parted, strict=True)
         return any(n + new > self._limit(parted) for n, parted in pairs)
 
@@ -170,13 +170,13 @@ class Ragged:
         return self.store.snapshot(named, self.pages.capacity * self.config.page)
 
     def settle(self) -> None:
-        """Seal a page of each sequence whose live window is full."""
+        """Quantize a page of each sequence whose live window is full."""
         full = [i for i, n in enumerate(self.counts) if n > self._limit(self.parted[i])]
         for parted in (True, False) if full else ():
             if rows := [i for i in full if self.parted[i] is parted]:
-                self._seal(rows, 0 if parted else self.config.sink)
+                self._quantize_pages(rows, 0 if parted else self.config.sink)
 
-    def _seal(self, rows: list[int], start: int) -> None:
+    def _quantize_pages(self, rows: list[int], start: int) -> None:
         """One page of each of these sequences, from live token `start` on, with what comes before as
         their sink."""
         at, page = mx.array(rows, mx.int32), self.config.page

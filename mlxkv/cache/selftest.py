@@ -23,7 +23,7 @@ from mlxkv.metal.launch import Factory
 BOUND = 0.01  # rms against plain ops; 16-bit outputs and TF32 products stay below half of it
 # The same for values encoded behind a product with a rotation. A code on the other side of a tie is off
 # by a step, and a product with rounded factors (TF32) makes some ties.
-SEAL_BOUND = 0.06
+QUANTIZE_BOUND = 0.06
 # A prefill is MLX's attention in the model's type, with keys and values rounded to it.
 PREFILL_BOUND = 0.02
 PAGES = 16  # enough for several splits to be merged
@@ -68,7 +68,7 @@ class Outcome:
     """The result of a test of kernels.
 
     errors: rms against plain ops of attend, keys, values and prefill (all on the codes of the kernels)
-    and of seal. ties: share of values whose code is on the other side of a tie. reason: why they are
+    and of quantized pages. ties: share of values whose code is on the other side of a tie. reason: why they are
     not used, in a line, or None. detail: the whole message of a compiler or driver. built: whether they
     compiled. seconds: to build them and to run them once."""
 
@@ -106,7 +106,7 @@ def test(
     tiled: bool = False,
     case: Case | None = None,
 ) -> Outcome:
-    """Seal pages by kernels and by plain ops and compare; then attend to the kernels' pages both ways.
+    """Quantize pages by kernels and by plain ops and compare; then attend to the kernels' pages both ways.
     Once in a process. case: None takes the worst known result of any case.
 
     An exception of the kernels becomes the reason, never an error.
@@ -135,7 +135,7 @@ def test(
 def _test(
     config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, tiled: bool, case: Case
 ) -> Outcome:
-    def seal(store):
+    def quantize(store):
         store.append(pair, 1)  # as decoding does, which has a kernel of its own for matrices
         store.append(pair, PAGES - 1, config.page)
         return store
@@ -175,11 +175,11 @@ def _test(
         turned = None
         if config.calibrated:
             turned = sample(case.kv_heads, (dims, dims), config.fitted)
-        plain = seal(Codes(config, (dims, dims), turned))
+        plain = quantize(Codes(config, (dims, dims), turned))
         mx.eval(plain.arrays())
     start = time.perf_counter()
     try:
-        by_kernels = seal(Records(config, (dims, dims), make, tiled, turned))
+        by_kernels = quantize(Records(config, (dims, dims), make, tiled, turned))
         results = outputs(by_kernels)
         seconds = time.perf_counter() - start
         with mx.stream(mx.cpu):
@@ -206,11 +206,11 @@ def _test(
     if any(
         side.calibrated
         or side.transform == "random"
-        # The seal kernel has butterflies for these; where others seal, the rotation is a product.
-        or (side.transform != "none" and not by_kernels.layout.sealed_by_kernel)
+        # The quantize kernel has butterflies for these; where others quantize, the rotation is a product.
+        or (side.transform != "none" and not by_kernels.layout.quantized_by_kernel)
         for side in (config.keys, config.values)
     ):
-        bounds["seal"] = SEAL_BOUND
+        bounds["seal"] = QUANTIZE_BOUND
     wrong = next((name for name, off in rms.items() if not off <= bounds[name]), None)
     reason = None if wrong is None else f"{wrong} is off by {rms[wrong]:.2g}"
     return Outcome(rms, ties, reason, True, seconds)

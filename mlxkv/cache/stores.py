@@ -1,4 +1,4 @@
-"""Stores of sealed pages: `Codes` for plain ops, `Records` for kernels. A cache has one of the two.
+"""Stores of quantized pages: `Codes` for plain ops, `Records` for kernels. A cache has one of the two.
 
 Both grow and are cut by whole pages, and return the snapshots of `view`. Each restores what the other
 saved, so that a cache saved on one machine is read on any other.
@@ -29,8 +29,8 @@ from mlxkv.codec.codec import Codec, Stored, codec
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES, TOKENS, record_layout
-from mlxkv.metal import launch, seal
-from mlxkv.metal.attend import Run, unseal_side
+from mlxkv.metal import launch, quantize
+from mlxkv.metal.attend import Run, dequantize_side
 
 
 class PageKind:
@@ -41,7 +41,7 @@ _forms: WeakValueDictionary[tuple, PageKind] = WeakValueDictionary()
 
 
 class PageStore:
-    """Sealed pages and what encodes more of them. A subclass defines `encode` and `snapshot`.
+    """Quantized pages and what encodes more of them. A subclass defines `encode` and `snapshot`.
 
     plan: which kernels read them. emulated: whether no trace can hold these kernels.
     """
@@ -127,7 +127,7 @@ class PageStore:
 
 
 class Codes(PageStore):
-    """Sealed pages for plain ops: the arrays of both sides, by (side, name).
+    """Quantized pages for plain ops: the arrays of both sides, by (side, name).
 
     sides: those that it holds.
     """
@@ -169,8 +169,8 @@ class Codes(PageStore):
 
 
 class LatentCodes(Codes):
-    """Sealed pages of latents: one record, the keys', which is read as keys and as values; the values' side are rotary
-    keys, if the config stores them with codes. plan: whether a kernel reads it."""
+    """Quantized pages of latents: one record, the keys', which is read as keys and as values; the values' side are
+    rotary keys, if the config stores them with codes. plan: whether a kernel reads it."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class LatentCodes(Codes):
 
 
 class Records(PageStore):
-    """Sealed pages for kernels that `make` builds, tiles or the portable ones: a buffer of page
+    """Quantized pages for kernels that `make` builds, tiles or the portable ones: a buffer of page
     records, and one of headers for formats that have them."""
 
     def __init__(
@@ -208,14 +208,14 @@ class Records(PageStore):
         self.plan = KernelPlan(body, make=make)
         self.emulated = make not in (mx.fast.metal_kernel, mx.fast.cuda_kernel)
         self.transforms = tuple(code.transform for code in self.codecs)
-        self._sealer = seal.sealer(self.layout)
+        self._write_records = quantize.record_writer(self.layout)
 
     def encode(self, pair: Pair, tokens: int, start: int) -> Stored:
         layout, make = self.layout, self.plan.make
-        if self._sealer is not None:
+        if self._write_records is not None:
             sides = layout.keys, layout.values
             ranks = self._clip_ranks(self.codecs, [side.dims for side in sides])
-            return self._sealer(pair, layout, make, self.transforms, start, tokens, ranks)
+            return self._write_records(pair, layout, make, self.transforms, start, tokens, ranks)
         codes = {}
         for name, x, code in zip(NAMES, pair, self.codecs, strict=True):
             codes[name] = code.encode(x[:, :, start : start + tokens])
@@ -237,17 +237,19 @@ class Records(PageStore):
         return next(kinds) == next(kinds) and self.plan == store.plan
 
     def transported(self, codecs: tuple[Codec, Codec]) -> dict[str, mx.array]:
-        """Its pages, encoded again in the bases of `codecs`. For layouts that the kernel seals: plain ops
+        """Its pages, encoded again in the bases of `codecs`. For layouts that the kernel quantizes: plain ops
         would take some hundred operations a page."""
         pages, layout, make, moved = self.read_all(), self.layout, self.plan.make, []
         for i, (old, new) in enumerate(zip(self.codecs, codecs, strict=True)):
-            x = unseal_side(pages.run, i == 0, mx.float32, make)
+            x = dequantize_side(pages.run, i == 0, mx.float32, make)
             if old.transform is not new.transform:
                 x = x @ (old.transform.up @ new.transform.down)
             moved.append(x)
         ranks = self._clip_ranks(codecs, [x.shape[3] for x in moved])
         return {
-            "records": seal.seal(tuple(moved), layout, make, (None, None), 0, pages.tokens, ranks)
+            "records": quantize.quantize_pages(
+                tuple(moved), layout, make, (None, None), 0, pages.tokens, ranks
+            )
         }
 
     def read(self, start: int, stop: int) -> RecordPages:

@@ -68,11 +68,11 @@ class Form:
     key: what the trace takes for granted, beside the shapes of arrays. lockstep: caches with equal ones
     have equal numbers, as a rule. state: what the numbers follow from, for equal `lockstep` and shapes.
     arrays: which the step reads, and may write. numbers: integers.
-    advance: by how much each of them grows in the step, where nothing is sealed. emulated: whether its kernels
-    are such that no trace can hold them. seals: whether the step seals a page.
+    advance: by how much each of them grows in the step, where nothing is quantized. emulated: whether its kernels
+    are such that no trace can hold them. quantizes: whether the step quantizes a page.
     """
 
-    emulated = seals = False
+    emulated = quantizes = False
 
     key: Hashable
     lockstep: Hashable
@@ -201,11 +201,11 @@ class Own(Form):
 
     def __init__(self, cache: CompressedKVCache, new: int):
         if (live := cache.windows) is None:
-            raise NotYet("nothing is sealed yet")
+            raise NotYet("nothing is quantized yet")
         self.cache, self.new, self.store = cache, new, cache.store
         sink, config, pages = cache.sink, cache.config, self.store.pages
         self.n_sink = config.sink if sink else 0
-        self.seals = cache.count + new > config.room(sink is not None)
+        self.quantizes = cache.count + new > config.room(sink is not None)
         self.centre = cache.centre
         self.key = self.store.form, self.n_sink, self.centre
         shape = live[0].shape[:2]
@@ -285,7 +285,7 @@ def check_rows(rows: Sequence[CompressedKVCache], kind: type[CompressedKVCache])
     if any(type(row) is not kind for row in rows):
         raise Untraceable(f"no fixed form of {type(rows[0]).__name__} in a batch")
     if not all(row.store is not None and row.store.count for row in rows):
-        raise NotYet("nothing is sealed yet")
+        raise NotYet("nothing is quantized yet")
 
 
 class Together(Form):
@@ -300,7 +300,7 @@ class Together(Form):
         self.batch, pages = len(ragged.counts), ragged.pages
         self.division = shared(tuple(n * ragged.page_records for n in pages.counts))
         self.has_sink = ragged.sink is not None
-        self.seals = ragged.seals_after(new)
+        self.quantizes = ragged.quantizes_after(new)
         self.emulated = store.emulated
         self.key = Together, store.form, self.division, self.has_sink, ragged.centre
         self.lockstep = Together, config.page, config.recent, config.sink
@@ -341,14 +341,14 @@ def _not_by_kernels(new: int) -> mx.array:
 
 
 class Rows(Form):
-    """Separate caches, all with sealed pages: the arrays of `row_form` for each."""
+    """Separate caches, all with quantized pages: the arrays of `row_form` for each."""
 
     row_form: type[Own] = Own
 
     def __init__(self, cache: BatchedKVCache, new: int):
         self.cache, self.forms = cache, [self.row_form(row, new) for row in cache.rows]
         self.emulated = any(form.emulated for form in self.forms)
-        self.seals = any(form.seals for form in self.forms)
+        self.quantizes = any(form.quantizes for form in self.forms)
         self.key = type(self), *(form.key for form in self.forms)
         self.lockstep = type(self), *(form.lockstep for form in self.forms)
         self.state = tuple(form.state for form in self.forms)

@@ -1,6 +1,6 @@
-"""What attention reads: the view of a cache after one update, and the sealed pages in it.
+"""What attention reads: the view of a cache after one update, and the quantized pages in it.
 
-Sealed pages are read through snapshots, which a store returns. All have the same members:
+Quantized pages are read through snapshots, which a store returns. All have the same members:
 
     plan                 which code reads them (`KernelPlan`)
     tokens               in these pages
@@ -40,7 +40,7 @@ OPS, PORTABLE, TILES = "plain ops", "kernels", "tile kernels"
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """Which code seals and reads the pages of one format on this machine.
+    """Which code quantizes and reads the pages of one format on this machine.
 
     body: OPS, PORTABLE or TILES. reason: why no faster body, None for TILES. make: builds the kernels, None for OPS.
     question: the one that `choose.plan` answered. failed: whether a faster body should run here, and does not. backend:
@@ -90,7 +90,7 @@ def joined(*pairs: Iterable[mx.array]) -> Pair:
     return tuple(mx.concatenate(parts, axis=2) for parts in zip(*pairs, strict=True))
 
 
-# -- sealed pages
+# -- quantized pages
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class RecordPages(PageRun):
 
     def scorer(self) -> Callable[[mx.array], mx.array]:
         turn = self.codecs[0].transform
-        keys = self._unsealed(0, mx.float32).swapaxes(-1, -2)
+        keys = self._dequantized(0, mx.float32).swapaxes(-1, -2)
         if turn is None:
             return lambda q: q @ keys
         return lambda q: turn.query(q) @ keys  # queries are turned, not the many keys
@@ -159,14 +159,14 @@ class RecordPages(PageRun):
 
     def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
         code = self.codecs[side]
-        return code.restore(self._unsealed(side, code.work_dtype(dtype)), dtype)
+        return code.restore(self._dequantized(side, code.work_dtype(dtype)), dtype)
 
     def between(self, sink: Pair | None, live: Pair) -> Pair:
-        return kernels.unseal(self.run, live[0].dtype, self.plan.make, sink, live)
+        return kernels.dequantize(self.run, live[0].dtype, self.plan.make, sink, live)
 
-    def _unsealed(self, side: int, dtype: mx.Dtype) -> mx.array:
+    def _dequantized(self, side: int, dtype: mx.Dtype) -> mx.array:
         """One side in the stored domain: [B, G, T, R]."""
-        return kernels.unseal_side(self.run, side == 0, dtype, self.plan.make)
+        return kernels.dequantize_side(self.run, side == 0, dtype, self.plan.make)
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,8 @@ class View:
     answers what they ask of an array.
 
     live, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None.
-    plain: nothing has been sealed yet, so results have to equal a plain cache's.
-    sealed: arrays that this update wrote, to be computed before attention.
+    plain: nothing has been quantized yet, so results have to equal a plain cache's.
+    quantized: arrays that this update wrote, to be computed before attention.
     buffers: the arrays that hold live, spare room included; kernels take them whole, uncopied.
     observer: called by attention with (queries, output, scale, mask), returns the output.
 
@@ -247,7 +247,7 @@ class View:
     sink: Pair | None = None
     pages: Snapshot | None = None
     plain: bool = False
-    sealed: tuple[mx.array, ...] = field(default=(), repr=False)
+    quantized: tuple[mx.array, ...] = field(default=(), repr=False)
     buffers: Pair | None = field(default=None, repr=False)
     observer: Callable[..., mx.array] | None = field(default=None, repr=False)
     rows: tuple[tuple[View, int | None] | None, ...] | None = None

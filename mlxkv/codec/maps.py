@@ -218,7 +218,7 @@ def _turn(down: np.ndarray) -> Transform:
 
 
 def _scaled(scale: np.ndarray) -> Transform:
-    """SRFT with a scale [D] per channel, whose butterflies sealing may use."""
+    """SRFT with a scale [D] per channel, whose butterflies quantizing may use."""
     return transform.make(transform.SRFT, len(scale), 0).scaled(mx.array(scale.astype(np.float32)))
 
 

@@ -26,7 +26,7 @@ SRFT = "srft"
 class Transform:
     """down: [D, R] or [G, D, R]; up: [R, D] or [G, R, D]; float32.
 
-    kind: name of the fast form that sealing may use in place of `down`, "" for none. table: its
+    kind: name of the fast form that quantizing may use in place of `down`, "" for none. table: its
         constants, float32: D signs with the norm; for "srft" (cos, -sin) of D steps of a circle, too; for
         "srft-scaled" then D scales.
     """

@@ -23,7 +23,7 @@ from mlxkv.models import load
 from mlxkv.texts import sources
 
 TASKS = ("divergence", "retrieval")
-SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to seal
+SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to quantize
 QUESTIONS, QUESTIONS_CPU = 32, 8  # of each kind
 
 

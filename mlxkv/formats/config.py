@@ -164,7 +164,7 @@ class CacheConfig:
     sink: first tokens, kept in full precision.
     recent: last tokens, kept in full precision (up to a page more).
     page: tokens encoded together.
-    keep: share of a prompt's sealed tokens that stay once the prompt is read, by the votes of its last
+    keep: share of a prompt's quantized tokens that stay once the prompt is read, by the votes of its last
         queries (SnapKV).
     whole_pages: select pages, for all kv heads alike, in place of tokens for each head.
     rotary: bits of the rotary keys beside latents (MLA): 16, as the model makes them, or 8.
@@ -299,12 +299,12 @@ class CacheConfig:
         return self.recent + self.page + (0 if sink_is_out else self.sink)
 
     def pages_over(self, tokens: int) -> int:
-        """Pages to seal of so many live tokens, once the sink is out."""
+        """Pages to quantize of so many live tokens, once the sink is out."""
         return -(-(tokens - self.room(True)) // self.page)
 
     @property
     def window(self) -> int:
-        """Tokens that a cache holds before it seals a page."""
+        """Tokens that a cache holds before it quantizes a page."""
         return self.sink + self.recent + self.page
 
     def why_not(self, key_dim: int, value_dim: int) -> str | None:

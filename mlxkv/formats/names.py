@@ -10,7 +10,7 @@
                              clip), both also of keys or values alone (+kg32, +vclip.94), +page128, and the
                              exact tokens +sink32 and +recent96
     PRESET+rope8, +rope16    the rotary keys beside latents (MLA) with 8 bits, or exact; other models refuse it
-    NAME+keepX, NAME+pagesX  any of them, keeping the share X of a prompt's sealed tokens, or pages
+    NAME+keepX, NAME+pagesX  any of them, keeping the share X of a prompt's quantized tokens, or pages
 
 NUMBER: 0.75 of the head dim, r96 dims, or e0.95 of the energy. EXTRA: int8 to int2, codes per token in
 groups of 64, or a preset (kivi-int4) for its codes and page. For oja also transport, segments, segments4,

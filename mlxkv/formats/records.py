@@ -37,7 +37,7 @@ class SideLayout:
     """Lay out one side, keys or values, of a record and of the page's header.
 
     kind: what codes are. Affine: "token" with a scale per token and group, "channel" per channel, in the page's header,
-        "shared" with one for the page, repeated for every token (as only sealing needs to know), "blocks" with bits
+        "shared" with one for the page, repeated for every token (as only quantizing needs to know), "blocks" with bits
         that differ by block of 16 dims (`Fill`). "pairs": keys as radius and angle (`codes.h`). "codebook": indices
         of levels beside the norm of a token. "tree": polar trees, "online tree"
         with angles of their own for each page, in its header. "numbers": float16 numbers of 16 bits, without scales.
@@ -75,8 +75,8 @@ class SideLayout:
         return {"tree": 1, "online tree": 2}.get(self.kind, 0)
 
     @property
-    def sealed_by_kernel(self) -> bool:
-        """Return whether the seal kernel can write it: the kernel sees one record, not a page, and multiplies by
+    def quantized_by_kernel(self) -> bool:
+        """Return whether the quantize kernel can write it: the kernel sees one record, not a page, and multiplies by
         no projections."""
         return not (self.header_words or self.tree or self.kind == "shared")
 
@@ -264,8 +264,8 @@ class RecordLayout:
         return self.keys.header_words + self.values.header_words
 
     @property
-    def sealed_by_kernel(self) -> bool:
-        return self.keys.sealed_by_kernel and self.values.sealed_by_kernel
+    def quantized_by_kernel(self) -> bool:
+        return self.keys.quantized_by_kernel and self.values.quantized_by_kernel
 
     @property
     def filled(self) -> bool:

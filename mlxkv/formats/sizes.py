@@ -1,6 +1,6 @@
 """Bytes of one layer's cache of n tokens: the only rule, for `fit`, reports, `eval`, the server's memory and `run`.
 
-    in use:     codes of the pages that n tokens fill, exact tokens of the windows and of the page sealed last
+    in use:     codes of the pages that n tokens fill, exact tokens of the windows and of the page quantized last
     allocated:  what the arrays take (`cache.nbytes`): the same with room to grow
 
 A cache is walked read by read, with counts in place of arrays; caches grow by the functions that stand here. No
@@ -68,8 +68,8 @@ def buffer_tokens(tokens: int, end: int) -> int:
 
 
 class Counts(NamedTuple):
-    """What a cache holds. pages, room: sealed, and with the room behind them. live, width: tokens of the window, and
-    those that its buffer has room for. sink, last: exact tokens of the sink, and of the page sealed last. rotary:
+    """What a cache holds. pages, room: quantized, and with the room behind them. live, width: tokens of the window, and
+    those that its buffer has room for. sink, last: exact tokens of the sink, and of the page quantized last. rotary:
     tokens that the buffer of exact rotary keys has room for. queries: kept, of each head. runs: of pages, each with a
     basis, or 1 basis before there are pages. since: tokens decoded since the basis learned."""
 
@@ -94,7 +94,7 @@ Read = Callable[[Counts, int], Counts]  # what so many more tokens, in one call,
 
 
 def _compressed(c: CacheConfig, s: Counts, new: int) -> Counts:
-    if c.listens and new > DECODE_TOKENS:  # attended to in full precision, then sealed
+    if c.listens and new > DECODE_TOKENS:  # attended to in full precision, then quantized
         rule = c.rule
         s = s._replace(tokens=s.tokens + new, since=0, pins=bool(c.pinned) and not s.has_pinned)
         if c.keep < 1:
@@ -104,20 +104,20 @@ def _compressed(c: CacheConfig, s: Counts, new: int) -> Counts:
         live = s.live + new
         if live <= c.room(s.sink > 0):
             return s._replace(live=live, width=live)
-        return _sealed(c, s, live)
+        return _quantized(c, s, live)
     if c.listens:
         s = _decoding(c, s)
         s = s._replace(since=s.since + new)
     s, live = s._replace(tokens=s.tokens + new), s.live + new
     limit = c.room(s.sink > 0)
     if live > limit:
-        return _sealed(c, s, live)
+        return _quantized(c, s, live)
     if live <= s.width:
         return s._replace(live=live)
     return s._replace(live=live, width=min(limit, buffer_tokens(s.live, live)))
 
 
-def _sealed(c: CacheConfig, s: Counts, live: int) -> Counts:
+def _quantized(c: CacheConfig, s: Counts, live: int) -> Counts:
     sink = s.sink
     if not sink and c.sink:
         sink, live = c.sink, live - c.sink
@@ -274,7 +274,7 @@ class CacheShape:
         so that figures compare.
 
         prompt: how many of them are a prompt behind which a reply has begun, for caches that then drop or move tokens;
-            None: all are, and none has. rests: on a shelf, where nobody needs the exact tokens of the page sealed
+            None: all are, and none has. rests: on a shelf, where nobody needs the exact tokens of the page quantized
             last.
         """
         if self.config is None:

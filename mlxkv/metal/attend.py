@@ -1,4 +1,4 @@
-"""Reading page records: unseal decodes them, attend computes attention over them. Plain-ops twins:
+"""Reading page records: dequantize decodes them, attend computes attention over them. Plain-ops twins:
 `codec.records.to_codes`, and `cache.attention` over `CodePages`.
 
 `make` is the factory that builds the kernels (`launch`); tests pass the emulator's.
@@ -44,7 +44,7 @@ TILE_ROWS, TILE_DIMS, TILE_ROWS_CUDA = 2, 128, 4
 class Run:
     """Pages of one transform for the kernels, the first `records` of buffer [B, G, capacity, words] in `layout`.
 
-    page: records that are sealed together.
+    page: records that are quantized together.
     transforms: of keys and of values, one for all heads, one per kv head, or one for each of the batch too; None for
         none. headers: [B, G, pages, header words], for formats that have them. maps: what tiles read in place of the
         transforms, once they have been asked for.
@@ -59,7 +59,7 @@ class Run:
     maps: list = field(default_factory=list, repr=False)
 
 
-def unseal(
+def dequantize(
     run: Run, dtype: mx.Dtype, make: Factory, sink: Pair | None = None, live: Pair | None = None
 ) -> Pair:
     """(keys, values): sink, then the pages of `run` in their stored domain, then live, in one dispatch.
@@ -72,16 +72,16 @@ def unseal(
     keys, all_ = (batch * heads * tokens * n for n in (dims[0], sum(dims)))
     # Values would lie where no wide store goes, or the array would be longer than MLX allows.
     if keys % 8 or all_ >= 1 << 31:
-        return tuple(_unseal(run, dtype, make, sink, live, side, 1)[0] for side in range(2))
-    return tuple(_unseal(run, dtype, make, sink, live, 0, 2))
+        return tuple(_dequantize(run, dtype, make, sink, live, side, 1)[0] for side in range(2))
+    return tuple(_dequantize(run, dtype, make, sink, live, 0, 2))
 
 
-def unseal_side(run: Run, keys: bool, dtype: mx.Dtype, make: Factory) -> mx.array:
-    """As `unseal`, one side without windows: [B, G, 16 records, R]."""
-    return _unseal(run, dtype, make, None, None, int(not keys), 1)[0]
+def dequantize_side(run: Run, keys: bool, dtype: mx.Dtype, make: Factory) -> mx.array:
+    """As `dequantize`, one side without windows: [B, G, 16 records, R]."""
+    return _dequantize(run, dtype, make, None, None, int(not keys), 1)[0]
 
 
-def _unseal(
+def _dequantize(
     run: Run,
     dtype: mx.Dtype,
     make: Factory,
@@ -90,7 +90,7 @@ def _unseal(
     first: int,
     sides: int,
 ) -> list[mx.array]:
-    """Unseal `sides` sides from side `first` on, 0: keys, 1: values."""
+    """Dequantize `sides` sides from side `first` on, 0: keys, 1: values."""
     (batch, heads, capacity, _), layout, count = run.buffer.shape, run.layout, run.records
     n_sink, n_live = (0 if x is None else x[0].shape[2] for x in (sink, live))
     tokens = n_sink + count * TOKENS + n_live
@@ -99,7 +99,7 @@ def _unseal(
     ranks = (layout.keys.dims, layout.values.dims)[first : first + sides]
     sizes = [batch * heads * tokens * rank for rank in ranks]
     (out,) = launch(
-        "unseal",
+        "dequantize",
         [
             *(run.buffer, _shared(run)),
             *(*(sink or empty), *(live or empty)),
@@ -107,7 +107,7 @@ def _unseal(
         ],
         {
             "T": dtype,
-            **({} if layout.filled else _unseal_template(layout)),
+            **({} if layout.filled else _dequantize_template(layout)),
             **sides_template(layout),
         },
         (32 * SIMDGROUPS * -(-units // SIMDGROUPS), sides, 1),
@@ -127,7 +127,7 @@ def _shared(run: Run) -> mx.array:
 
 
 @lru_cache(maxsize=256)
-def _unseal_template(layout: RecordLayout) -> dict[str, object]:
+def _dequantize_template(layout: RecordLayout) -> dict[str, object]:
     return {
         "RECORD": layout.words,
         "PAGE": layout.page,

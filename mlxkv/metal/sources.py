@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 # name: (inputs, outputs), in the order in which the body names them
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "seal": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
-    "seal_channel": (("keys", "values", "size"), ("records", "headers")),
+    "quantize": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
+    "quantize_channel": (("keys", "values", "size"), ("records", "headers")),
     "whiten": (("rows", "numbers"), ("out",)),
-    "unseal": (("records", "headers", "sink_k", "sink_v", "live_k", "live_v", "size"), ("out",)),
+    "dequantize": (
+        ("records", "headers", "sink_k", "sink_v", "live_k", "live_v", "size"),
+        ("out",),
+    ),
     "attend": (
         (
             *("q_pages", "q_window", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
@@ -42,13 +45,13 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
 HEADERS = {  # files before a body; before the codes of tiles comes the machine's own tile file
-    "seal": (
-        *("codes.h", "loads.h", "butterflies.h", "select.h", "seal.h", "seal_codebook.h"),
-        *("seal_half.h", "seal_fill.h"),
+    "quantize": (
+        *("codes.h", "loads.h", "butterflies.h", "select.h", "quantize.h", "quantize_codebook.h"),
+        *("quantize_half.h", "quantize_fill.h"),
     ),
-    "seal_channel": ("codes.h", "loads.h", "select.h", "seal.h"),
+    "quantize_channel": ("codes.h", "loads.h", "select.h", "quantize.h"),
     "attend": ("codes.h", "loads.h", "tree.h", "fill.h", "attend.h"),
-    "unseal": ("codes.h", "loads.h", "tree.h", "fill.h", "unseal.h"),
+    "dequantize": ("codes.h", "loads.h", "tree.h", "fill.h", "dequantize.h"),
     "attend_tile": ("codes.h", "tree.h", "fill.h", "tile.h", "tile_codes.h"),
     "attend_latent": ("codes.h", "loads.h", "tile.h"),
     "whiten": (),

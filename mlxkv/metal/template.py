@@ -15,8 +15,8 @@ from mlxkv.formats.records import LANES, MOST_BLOCKS, QUARTERS, RecordLayout, Si
 
 MAX_TERMS = 8  # of the polynomial through the levels of a codebook: 4 bits
 LOG2E = log2(e)
-# Bits by direction: words of a table before the blocks, of a block, and of a block for sealing.
-HEAD, ENTRY, SEALED = 8, 12, 8
+# Bits by direction: words of a table before the blocks, of a block, and of a block for quantizing.
+HEAD, ENTRY, QUANTIZEED = 8, 12, 8
 HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW = 1, 2, 4, 8  # of blocks that are not read in one go
 SPECIAL = 1 << 31  # all of these
 Pair = tuple[mx.array, mx.array]
@@ -62,8 +62,8 @@ def sides_template(layout: RecordLayout) -> dict[str, object]:
     return side_template(layout.keys, "_K") | side_template(layout.values, "_V")
 
 
-def sealing_template(at: SideLayout, suffix: str) -> dict[str, object]:
-    """Further template values for sealing. B: the boundaries above 0 between levels."""
+def quantizing_template(at: SideLayout, suffix: str) -> dict[str, object]:
+    """Further template values for quantizing. B: the boundaries above 0 between levels."""
     table = levels.sphere(at.dims, at.bits) if at.codebook else np.zeros(2)
     middles = (table[1:] + table[:-1])[len(table) // 2 :] / 2
     return {f"B{suffix}": _constants(middles)}
@@ -167,10 +167,10 @@ def fill_table(layout: RecordLayout) -> mx.array:
 
 
 @lru_cache(maxsize=512)
-def fill_sealing(at: SideLayout) -> mx.array:
+def fill_quantizing(at: SideLayout) -> mx.array:
     """[HEAD + MOST_BLOCKS SEALED] float32: blocks, stored dims, words of the codes, 1 / stored dims, 0, ...; of each
     block the distance of levels for variance 1, the gain, (2^b - 1) / 2, b, then 0, ..."""
-    out = np.zeros((MOST_BLOCKS, SEALED), np.float32)
+    out = np.zeros((MOST_BLOCKS, QUANTIZEED), np.float32)
     for entry, bits in zip(out, at.widths, strict=False):
         entry[:4] = GAINS[bits] * STEPS[bits], GAINS[bits], (2**bits - 1) / 2, bits
     head = np.zeros(HEAD, np.float32)

@@ -85,7 +85,7 @@ TOKENS = 3  # decoded: the first trace, a replay, and what is not used before th
 
 
 def warm_up(loaded: Loaded) -> None:
-    """Decode a few tokens on a GPU, after a prompt that seals a page, with caches that are thrown away; shows
+    """Decode a few tokens on a GPU, after a prompt that quantizes a page, with caches that are thrown away; shows
     progress. For the thread that decodes later: traces belong to a thread. Does nothing where no step is
     traced, nor on a CPU, which would take a second or two at every start.
 

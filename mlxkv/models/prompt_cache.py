@@ -131,8 +131,8 @@ def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.ar
     keys, values = like.live
     dims, heads = (keys.shape[3], values.shape[3]), keys.shape[1]
     token = tuple((1, heads, 1, dim) for dim in dims)
-    tree, sealed, maps, page, bases = cache.state, cache.store, like.layer_maps, {}, {}
-    runs = [] if sealed is None else getattr(sealed, "runs", [sealed])
+    tree, quantized, maps, page, bases = cache.state, cache.store, like.layer_maps, {}, {}
+    runs = [] if quantized is None else getattr(quantized, "runs", [quantized])
     if any(run.count for run in runs):
         store = like.page_store(dims, keys.dtype)
         store.append(tuple(mx.zeros((1, heads, like.config.page, dim)) for dim in dims), 1)

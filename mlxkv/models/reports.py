@@ -30,8 +30,8 @@ class LayerReport:
     index: position in the model's list of caches; layers without a cache of their own do not count.
     kind: the sort of layer. reason: the preset if compressed, else why not.
     bits_per_value: stored bits per value inside the pages, 16 in full precision.
-    attention: what computes it, where no plan says so. plan: which code seals and reads its pages, and why no faster
-    one; of several caches, the one of a cache without kernels. grows: the cache grows with the context.
+    attention: what computes it, where no plan says so. plan: which code quantizes and reads its pages, and why no
+    faster one; of several caches, the one of a cache without kernels. grows: the cache grows with the context.
     kv_heads, key_dim, value_dim: sizes of a compressed layer;
         0 for others.
     fold: "folded" where the weights turn the values, why they do not where that was asked for.

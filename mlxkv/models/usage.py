@@ -1,7 +1,7 @@
 """The memory of a KV cache in figures, by one rule for `chat`, `serve` and `demo`.
 
-In use: the bytes of the tokens that a cache holds: codes and scales of sealed pages, the exact tokens of the
-windows and of the page that was sealed last. Exact numbers count 16 bits, also on a CPU that holds them in 32,
+In use: the bytes of the tokens that a cache holds: codes and scales of quantized pages, the exact tokens of the
+windows and of the page that was quantized last. Exact numbers count 16 bits, also on a CPU that holds them in 32,
 so that the two figures compare. 16 bits: what caches without compression take for the same tokens, by the same
 rule (a sliding window counts its window). Allocated: the arrays with their room to grow. What is not measured is
 computed by `formats.sizes`.
@@ -34,7 +34,7 @@ class Usage:
     """Figures of the caches of one sequence, or the sum of several.
 
     kv_bytes: in use. kv_bytes_fp16: the same tokens in 16 bits. allocated: with the room to grow. window:
-    tokens that stay exact before the first page is sealed, of a preset that compresses; else 0. tokens: of
+    tokens that stay exact before the first page is quantized, of a preset that compresses; else 0. tokens: of
     the longest sequence. compressed: of them in pages.
     """
 
@@ -52,7 +52,7 @@ class Usage:
             return NOTHING
         if self.tokens <= self.window:
             return NOTHING_YET.format(self.window)
-        if self._bits > BITS:  # the page that was sealed last is kept twice
+        if self._bits > BITS:  # the page that was quantized last is kept twice
             return f"little compressed yet (exact up to {self.window} tokens)"
         return None
 

@@ -224,10 +224,10 @@ def unpack(words: np.ndarray, bits: int | np.ndarray, dims: int) -> np.ndarray:
 
 
 def split(tokens: int, sink: int, recent: int, page: int) -> tuple[int, int]:
-    """Return (sink tokens, sealed pages) after `tokens` tokens have been appended.
+    """Return (sink tokens, quantized pages) after `tokens` tokens have been appended.
 
-    Nothing is sealed while all tokens fit into sink + recent + page. After that as few of the oldest
-    pages are sealed as leave at most recent + page tokens in the recent window.
+    Nothing is quantized while all tokens fit into sink + recent + page. After that as few of the oldest
+    pages are quantized as leave at most recent + page tokens in the recent window.
     """
     body = tokens - sink
     if body <= recent + page:

@@ -71,7 +71,7 @@ def test_attention_over_a_growing_cache_follows_the_spec(name, dims):
         q = queries[:, :, done - step : done].astype(np.float32)
         mask = "causal" if step > 1 else None
         out = attend(mx.array(q), view, dims**-0.5, mask)
-        # New tokens are exact in their own step, also those sealed by it.
+        # New tokens are exact in their own step, also those quantized by it.
         k = stored(keys[:, :, :done], config.keys, sink, pages, config.page)
         v = stored(values[:, :, :done], config.values, sink, pages, config.page)
         spec = ref.attention(q.astype(float), k, v, dims**-0.5, ref.causal_mask(step, done))
@@ -81,7 +81,7 @@ def test_attention_over_a_growing_cache_follows_the_spec(name, dims):
     assert max(errors) < 1.5e-2
 
 
-def test_pages_are_sealed_as_the_spec_says():
+def test_pages_are_quantized_as_the_spec_says():
     keys, values = tokens(400)
     for first in (1, 16, 79, 80, 81, 300):
         cache = CompressedKVCache(SMALL)
@@ -116,7 +116,7 @@ def test_a_window_larger_than_the_text_is_bit_equal_to_the_plain_cache():
     assert ours.nbytes <= plain.nbytes
 
 
-def test_sealed_tokens_have_no_full_precision_copy_and_nbytes_is_allocated():
+def test_quantized_tokens_have_no_full_precision_copy_and_nbytes_is_allocated():
     keys, values = tokens(4000, 128)
     cache = CompressedKVCache(
         dataclasses.replace(PRESETS["srft-int4+g64"], sink=16, recent=32, page=32)
@@ -165,7 +165,7 @@ def test_growth_copies_little():
     mx.eval(cache.state)
 
 
-def test_a_step_that_seals_a_page_copies_no_other_page():
+def test_a_step_that_quantizes_a_page_copies_no_other_page():
     cache = CompressedKVCache(dataclasses.replace(SMALL, keys=Side(Full())))
     keys, values = (mx.array(x) for x in tokens(4096))
     mx.eval(keys, values)
@@ -176,7 +176,7 @@ def test_a_step_that_seals_a_page_copies_no_other_page():
         capacity, before = cache._store and cache._store.pages.capacity, mx.get_active_memory()
         mx.reset_peak_memory()
         new = cache.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
-        mx.eval(new[0].sealed)
+        mx.eval(new[0].quantized)
         del new
         mx.eval(cache.state)
         if stop - start == 1 and cache._store.pages.capacity == capacity:

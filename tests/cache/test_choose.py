@@ -42,11 +42,11 @@ def test_a_plan_holds_until_the_machine_changes(monkeypatch):
 
 
 def test_kernels_that_fail_their_test_are_not_chosen(monkeypatch):
-    outcome = selftest.Outcome({}, 0.0, "seal is off by 1")
+    outcome = selftest.Outcome({}, 0.0, "quantize is off by 1")
     monkeypatch.setattr(selftest, "test", lambda *_, **__: outcome)
     with launch.using(make):
         found = choose.plan(INT4, DIMS, mx.float16)
-    assert found.body == OPS and found.reason == f"{choose.FAILED}: seal is off by 1"
+    assert found.body == OPS and found.reason == f"{choose.FAILED}: quantize is off by 1"
 
 
 def test_steps_between_two_pages_share_one_snapshot():

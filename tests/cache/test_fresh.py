@@ -68,7 +68,7 @@ def read(cache, tokens: list[int]) -> None:
 
 def held(cache) -> dict[str, mx.array]:
     """The arrays of a state: pages, and exact tokens (the sink, which parts from the live tokens when
-    a page is sealed, and these). Not the exact tokens of the last page, which go when it is cut."""
+    a page is quantized, and these). Not the exact tokens of the last page, which go when it is cut."""
     arrays = dict(tree_flatten(cache.state))
     out = {
         n: x for n, x in arrays.items() if n.split(".")[0] not in ("header", "last", "live", "sink")
@@ -163,7 +163,7 @@ class Walk:
             case "save":
                 mlx_cache.save_prompt_cache(self.file, [old])
                 (self.cache,) = mlx_cache.load_prompt_cache(self.file)
-        read(old, list(range(130)))  # seals pages of its own
+        read(old, list(range(130)))  # quantizes pages of its own
 
     def check(self) -> None:
         assert_same(self.cache, self.twin)

@@ -115,7 +115,7 @@ def test_attention_in_low_rank_is_that_over_what_comes_back(name):
     assert close(attend(q, view, SCALE), expected, 1e-5)
 
 
-def test_the_first_chunk_teaches_before_it_is_sealed():
+def test_the_first_chunk_teaches_before_it_is_quantized():
     one = cache()
     feed(one, 128, chunk=128)
     q, k, v = data(128, 0, HEADS), data(128, 1), data(128, 2)
@@ -358,7 +358,7 @@ def test_pages_that_were_cut_off_are_no_longer_those_that_stay():
     assert one.dropped == 16
 
 
-def test_a_cut_behind_what_was_chosen_takes_no_seal_back():
+def test_a_cut_behind_what_was_chosen_takes_no_quantize_back():
     """The exact page is of tokens that may be gone."""
     one = cache("fp16+keep0.25")
     feed(one, 160, chunk=160)

@@ -83,7 +83,7 @@ def is_same(ours: CompressedKVCache, other: CompressedKVCache) -> bool:
 )
 def test_each_gets_what_it_gets_alone(factory, config, dtype, bound):
     with launch.using(factory):
-        caches = filled(config, (150, 0, 70), dtype)  # no page of the second is sealed
+        caches = filled(config, (150, 0, 70), dtype)  # no page of the second is quantized
         batch = BatchedKVCache.merge(caches)
         for seed, new in enumerate((1, 8, 1, 7, 8)):
             view = step(batch, caches, new, 100 * seed, bound, dtype)
@@ -249,7 +249,7 @@ def test_a_row_that_is_chosen_keeps_its_own_exact_page():
             assert all(is_same(batch.extract(i), cache) for i, cache in enumerate(caches))
 
 
-def test_pages_that_are_sealed_at_once_are_each_its_own():
+def test_pages_that_are_quantized_at_once_are_each_its_own():
     with launch.using(make):
         caches = filled(SMALL, (111, 143))
         batch = BatchedKVCache.merge(caches)
@@ -260,7 +260,7 @@ def test_pages_that_are_sealed_at_once_are_each_its_own():
 
 
 def test_caches_of_other_maps_stay_apart():
-    """Also before a page is sealed."""
+    """Also before a page is quantized."""
     config = replace(PRESETS["oscar-int4"], sink=16, recent=32, page=32)
     one, other = sample(KV_HEADS, (DIMS, DIMS)), replace(sample(KV_HEADS, (DIMS, DIMS)))
     with launch.using(make):
@@ -288,8 +288,8 @@ def test_masks_of_shared_arrays_are_those_of_each_sequence(subtests):
                 assert not got[:, want.shape[1] :].any()
 
 
-def test_a_copy_of_a_batch_does_not_see_what_the_original_seals():
-    """In the copy the sink is still live, and no page is sealed."""
+def test_a_copy_of_a_batch_does_not_see_what_the_original_quantizes():
+    """In the copy the sink is still live, and no page is quantized."""
     with launch.using(make):
         caches = filled(SMALL, (SMALL.window - 4, 40))
         batch = BatchedKVCache.merge(caches)
@@ -304,7 +304,7 @@ def test_a_copy_of_a_batch_does_not_see_what_the_original_seals():
 
 
 def test_a_sink_without_pages_is_read_through_a_mask():
-    """A sequence that was cut back to its first page: nothing is sealed, its sink has moved out."""
+    """A sequence that was cut back to its first page: nothing is quantized, its sink has moved out."""
     with launch.using(make):
         caches = filled(SMALL, (SMALL.window + 1, 90))
         caches[0].trim(SMALL.window + 1 - SMALL.sink - 5)

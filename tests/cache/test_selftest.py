@@ -7,7 +7,7 @@ from on_emulator import make
 
 from mlxkv.cache import selftest
 from mlxkv.formats.presets import PRESETS
-from mlxkv.metal import seal
+from mlxkv.metal import quantize
 
 
 @pytest.mark.parametrize("preset", ("int4", "oscar-int2"))
@@ -20,34 +20,34 @@ def test_kernels_pass(preset):
         "prefill",
         "seal",
     }
-    assert found.errors["seal"] < selftest.SEAL_BOUND / 2 and found.ties < 0.002
+    assert found.errors["seal"] < selftest.QUANTIZE_BOUND / 2 and found.ties < 0.002
 
 
 def test_a_product_rounded_to_ten_bits_passes(monkeypatch):
     """What TF32 does to a rotation: some codes fall to the other side, nothing is wrong."""
-    monkeypatch.setattr(seal, "DENSE_TOKENS", 0)
-    store = seal.Transform.store
+    monkeypatch.setattr(quantize, "DENSE_TOKENS", 0)
+    store = quantize.Transform.store
 
     def rounded(self, x):
         down = self.down.view(mx.uint32) + 0x1000 & 0xFFFFE000
         return x.astype(mx.float32) @ down.view(mx.float32)
 
     def build(*args, **more):
-        monkeypatch.setattr(seal.Transform, "store", rounded)  # once plain ops are done
+        monkeypatch.setattr(quantize.Transform, "store", rounded)  # once plain ops are done
         return make(*args, **more)
 
     found = selftest.test(PRESETS["oscar-int2"], 64, mx.float16, build)
-    assert seal.Transform.store is rounded is not store
+    assert quantize.Transform.store is rounded is not store
     assert found.reason is None, found
-    assert 2e-3 < found.errors["seal"] < selftest.SEAL_BOUND and found.ties > 0
+    assert 2e-3 < found.errors["seal"] < selftest.QUANTIZE_BOUND and found.ties > 0
 
 
 @pytest.mark.parametrize(
     ("part", "good", "bad", "said"),
     [
-        ("mlxkv_seal", "fma(left[", "fma(-left[", "seal"),
-        ("mlxkv_seal", "return kv_ranked<RANK>", "return 3.0f * kv_ranked<RANK>", "seal"),
-        ("mlxkv_unseal", "scales[at] = scale", "scales[at] = 0.9f * scale", "keys"),
+        ("mlxkv_quantize", "fma(left[", "fma(-left[", "seal"),
+        ("mlxkv_quantize", "return kv_ranked<RANK>", "return 3.0f * kv_ranked<RANK>", "seal"),
+        ("mlxkv_dequantize", "scales[at] = scale", "scales[at] = 0.9f * scale", "keys"),
         ("mlxkv_merge", "T(total * share)", "T(1.05f * total * share)", "attend"),
     ],
 )
@@ -67,7 +67,7 @@ def test_two_bases_in_one_pass_are_on_trial_where_they_will_be_used():
 
 def test_ties_are_allowed_for_only_behind_a_rotation_that_is_multiplied():
     """A fault as small as what TF32 does: none of it may come from a fast transform."""
-    small = broken("mlxkv_seal", "kv_inverse(step) *", "1.001f * kv_inverse(step) *")
+    small = broken("mlxkv_quantize", "kv_inverse(step) *", "1.001f * kv_inverse(step) *")
     found = selftest.test(PRESETS["srft-int4+g64"], 64, mx.float16, small)
-    assert selftest.BOUND < found.errors["seal"] < selftest.SEAL_BOUND
+    assert selftest.BOUND < found.errors["seal"] < selftest.QUANTIZE_BOUND
     assert found.reason is not None and found.reason.startswith("seal")

@@ -78,7 +78,7 @@ def shown(cache) -> tuple[mx.array, mx.array]:
 
 
 def last_page(cache, page: int) -> tuple[mx.array, mx.array]:
-    """A sealed page as attention sees it."""
+    """A quantized page as attention sees it."""
     one = cache._store.read(page, page + 1)
     if isinstance(cache, LatentKVCache):
         return (one.decode(0, mx.float32),)
@@ -86,7 +86,7 @@ def last_page(cache, page: int) -> tuple[mx.array, mx.array]:
 
 
 def filled(name: str):
-    """A cache of 4 pages or more; the second chunk seals pages of its own."""
+    """A cache of 4 pages or more; the second chunk quantizes pages of its own."""
     cache = copy.deepcopy(made(name))
     count = 4 + 3 * cache.config.page + 40
     read(cache, 0, count)
@@ -124,7 +124,7 @@ def test_any_trim_leaves_what_was_read(name):
 
 
 @pytest.mark.parametrize("name", EVERY[1::2])
-def test_reading_on_seals_again_what_was_decoded(name):
+def test_reading_on_quantizes_again_what_was_decoded(name):
     """Pages that stay are untouched, what is encoded twice stays near, and saved and copied caches are the same."""
     cache = filled(name)
     before, page = shown(cache), cache.config.page

@@ -10,7 +10,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.config import SCALED, Affine, CacheConfig, Side
 from mlxkv.formats.presets import PRESETS
-from mlxkv.metal import seal
+from mlxkv.metal import quantize
 from mlxkv.models.calibration import measure, moments
 from mlxkv.spec import affine as ref
 
@@ -43,7 +43,7 @@ def test_maps_of_both_tracks_are_the_specs(made):
             for x in (np.array(getattr(mine, name)), getattr(other, name).numpy()):
                 assert x.shape == (64, 64)
                 np.testing.assert_allclose(x, exact, rtol=1e-5, atol=1e-6)
-        assert seal.fast_kind(mine, 64) == 4  # butterflies and scales, in one dispatch
+        assert quantize.fast_kind(mine, 64) == 4  # butterflies and scales, in one dispatch
     assert maps.cut(ours, 1, 2).keys is ours.keys  # of all kv heads: nothing to cut
     assert maps.find(made.digest, "1", kinds=KINDS) is ours
 

@@ -116,7 +116,7 @@ class Pair:
 
 @pytest.mark.parametrize("kernels", ["ops", pytest.param("tiles", marks=pytest.mark.slow)])
 def test_sequences_come_go_and_are_taken_back(kernels, monkeypatch):
-    """Over pages that are sealed at different steps."""
+    """Over pages that are quantized at different steps."""
     with launch.using(make_tiles) if kernels == "tiles" else nullcontext():
         model, steps = attached(kernels=kernels, num_hidden_layers=1)
         pair = Pair(model, steps, (150, 97, 121))
@@ -197,7 +197,7 @@ def adding(input_names, **texts):
 
 
 def test_shared_arrays_are_traced(monkeypatch):
-    """Over pages that are sealed, with kernels that tell lengths, starts and divisions apart."""
+    """Over pages that are quantized, with kernels that tell lengths, starts and divisions apart."""
     monkeypatch.setattr(adding, "tiles", True, raising=False)
     with launch.using(adding):
         model, steps = attached(kernels="tiles", num_hidden_layers=2)

@@ -53,7 +53,7 @@ def test_which_families_are_traced(family, attached, monkeypatch):
 
 
 def test_a_window_before_it_is_full_as_it_gets_full_and_after(attached):
-    """Pages are sealed when the ring still has room, so that all its stages are traced."""
+    """Pages are quantized when the ring still has room, so that all its stages are traced."""
     model = attached("gemma3_text", sliding_window=64)
     twins, token = prompted(model, 30)
     ring = next(cache for cache in twins.traced if type(cache) is RotatingKVCache)
@@ -93,8 +93,8 @@ def test_caches_that_are_not_in_step(attached):
     assert twins.steps.traced and not twins.steps.refused
 
 
-def test_layers_that_share_a_cache_read_the_same_where_a_page_is_sealed(attached):
-    """gemma3n: the last layers read what others have written, also in the step that seals it."""
+def test_layers_that_share_a_cache_read_the_same_where_a_page_is_quantized(attached):
+    """gemma3n: the last layers read what others have written, also in the step that quantizes it."""
     twins, token = prompted(attached("gemma3n", config=small(page=16)))
     before = [c.store.count for c in twins.plain if hasattr(c, "store")]
     twins.near = 2e-5  # codes in place of exact tokens make hundreds of times that

@@ -60,7 +60,7 @@ def emulated():
 
 
 def go(model, parts=(1, 4, 1, 8, 1, 1, 7, 1), prompt: int = 60, near: float = 0.0) -> Twins:
-    """Twins that read past the sealing of pages, several tokens at a time, to the last bit alike by default."""
+    """Twins that read past the quantizing of pages, several tokens at a time, to the last bit alike by default."""
     twins = Twins(model, near)
     twins.read(tokens(prompt))
     for i, new in enumerate(parts):

@@ -27,7 +27,7 @@ def apart(model, text: mx.array, traced: list, plain: list) -> float:
     return mx.abs(model(text, cache=traced) - untraced(model, text, plain)).max().item()
 
 
-def test_layers_that_share_a_cache_wait_in_a_batch_that_seals(attached):
+def test_layers_that_share_a_cache_wait_in_a_batch_that_quantizes(attached):
     model, text = attached("gemma3n"), mx.array([[3], [4]])
     traced, plain = batch_of(model), batch_of(model)
     assert max(apart(model, text, traced, plain) for _ in range(20)) < NEAR

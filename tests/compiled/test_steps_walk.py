@@ -59,7 +59,7 @@ class Walk(Twins):
         self.next = self.read(self._text(self.random.randint(9, 70)))
 
     def _page(self) -> None:
-        """Up to the token that seals a page, or just before, or just behind."""
+        """Up to the token that quantizes a page, or just before, or just behind."""
         cache = self.plain[0]
         room = cache.config.room(cache.sink is not None) - cache.count
         new = max(1, room + self.random.choice((0, 1, 2)))

@@ -83,7 +83,8 @@ def test_a_file_is_read_by_both(made, loaded, tmp_path):
 
 
 def test_keys_without_their_mean(made, loaded, tokens):
-    """Nothing is sealed: the plain logits; caches of transformers have the mean back; and a mean for each kv head."""
+    """Nothing is quantized: the plain logits; caches of transformers have the mean back; and a mean for each kv
+    head."""
     ids = torch.tensor([tokens[:120]])
     with torch.no_grad():
         right = loaded.model(ids, **handed(DynamicCache(config=loaded.model.config)))

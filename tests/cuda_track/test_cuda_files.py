@@ -91,7 +91,7 @@ def check_states_are_read_on_the_other_side(preset):
     # A code at a boundary may differ, and an angle of few bits shows it.
     assert np.abs(out_mlx(theirs) - right).max() < 0.02
     again = CompressedKVCache.from_state(ours.state)
-    for cache in (ours, again):  # into the page sealed last, whose exact tokens come back
+    for cache in (ours, again):  # into the page quantized last, whose exact tokens come back
         cache.trim(cache._count + 5)
     assert all(map(torch.equal, *(x.view().whole(torch.float32) for x in (ours, again))))
 

@@ -31,9 +31,13 @@ def test_the_parity_page_shows_every_row_and_what_is_wrong(by_set):
     written = [{"set": name, **row.as_dict()} for name, row in by_set]
     found = parity.sets(written)
     # Of another backend: a row with a side behind a comma, one that is wrong, a table of its own.
-    seal = next(row for _, row in by_set if row.table == "seal")
-    others = [replace(seal, case=f"{seal.case}, keys"), replace(seal, wrong=1), seal]
-    others = [row.as_dict() for row in others[:2]] + [{**seal.as_dict(), "table": "more"}]
+    quantize = next(row for _, row in by_set if row.table == "seal")
+    others = [
+        replace(quantize, case=f"{quantize.case}, keys"),
+        replace(quantize, wrong=1),
+        quantize,
+    ]
+    others = [row.as_dict() for row in others[:2]] + [{**quantize.as_dict(), "table": "more"}]
     columns = {"torch": written, "other": others, "GPU": None}
     cells = [
         [cell.strip() for cell in line.split("|")[1:-1]]
@@ -44,9 +48,9 @@ def test_the_parity_page_shows_every_row_and_what_is_wrong(by_set):
     assert sum(int(line[2]) for line in cells if line[0] != "more") == sum(
         row.values for _, row in by_set
     )
-    kind = seal.case.split(".")[0]
+    kind = quantize.case.split(".")[0]
     line = next(line for line in cells if line[:2] == ["encode", kind])
-    assert line[4:] == ["0 ties", f"WRONG: {seal.case}", "not run"]
+    assert line[4:] == ["0 ties", f"WRONG: {quantize.case}", "not run"]
     assert not any("WRONG" in line[4] for line in cells)
 
 

@@ -191,7 +191,7 @@ def test_causal_masks_of_drafts_are_recognised():
 
 
 def test_transforms_of_a_calibration_differ_by_head(monkeypatch):
-    """Not orthogonal, one per kv head: sealed by the kernel, read by the kernel."""
+    """Not orthogonal, one per kv head: quantized by the kernel, read by the kernel."""
     monkeypatch.setattr(launch, "MANY", 0)
     dtype = torch.float16
     rng = np.random.default_rng(0)
@@ -239,7 +239,7 @@ def test_the_golden_table():
 
 
 def test_a_cache_with_a_pool_is_a_cache():
-    """Appending, sealing, trimming, rows in another order: as with plain ops."""
+    """Appending, quantizing, trimming, rows in another order: as with plain ops."""
     torch.manual_seed(0)
     config = CacheConfig(SIDES["int4"], SIDES["int4"], sink=16, recent=16, page=PAGE)
     caches = {}
@@ -306,7 +306,7 @@ ENCODED = {
 }
 
 
-def test_sealing_gives_the_codes_of_plain_ops(subtests):
+def test_quantizing_gives_the_codes_of_plain_ops(subtests):
     for name in ENCODED:
         with subtests.test(name=name):
             dims, dtype, keys = ENCODED[name]
@@ -317,7 +317,7 @@ def test_sealing_gives_the_codes_of_plain_ops(subtests):
             at = layout.PlaneLayout(code.spec, dims, PAGE, keys)
             pool, places = Pool(), [4, 0, 2, 5, 1, 3]
             pool.reserve(6, (at.shapes(2), at.shapes(2)), x.device)
-            launch.seal(code, x, at, pool.sides[0], places)
+            launch.quantize_pages(code, x, at, pool.sides[0], places)
             right = code.encode(x)
             found = {n: y[torch.tensor(places).view(2, 3)] for n, y in pool.sides[0].items()}
             found = at.restore(found)
@@ -330,7 +330,7 @@ def test_sealing_gives_the_codes_of_plain_ops(subtests):
             assert gap.sum() <= 2e-4 * gap.numel()  # sums in another order, at a boundary
 
 
-def test_an_infinite_number_is_sealed_as_plain_ops_do(monkeypatch):
+def test_an_infinite_number_is_quantized_as_plain_ops_do(monkeypatch):
     monkeypatch.setattr(launch, "interpreted", lambda: False)  # divided as on a GPU
     torch.manual_seed(0)
     code, pool = Codec(SIDES["int4 channels"], 64, PAGE), Pool()
@@ -338,7 +338,7 @@ def test_an_infinite_number_is_sealed_as_plain_ops_do(monkeypatch):
     x[0, 0, 3, 5] = torch.inf
     at = layout.PlaneLayout(code.spec, 64, PAGE, True)
     pool.reserve(1, (at.shapes(1), at.shapes(1)), x.device)
-    launch.seal(code, x, at, pool.sides[0], [0])
+    launch.quantize_pages(code, x, at, pool.sides[0], [0])
     found = at.restore({n: y[:1].unsqueeze(0) for n, y in pool.sides[0].items()})
     right = code.encode(x)
     assert right["scale"].max() == 65504 and torch.equal(found["bias"], right["bias"])
@@ -364,7 +364,7 @@ def test_kernels_compile_for_hopper(tmp_path):
     kept = str(build.cache_dir() / "triton")
     env = {**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": kept}
     env.pop("TRITON_INTERPRET")
-    names = "attend int4", "merge of many", "seal"
+    names = "attend int4", "merge of many", "quantize"
     command = [sys.executable, str(script), str(tmp_path), *names]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]

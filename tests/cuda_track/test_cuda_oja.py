@@ -95,9 +95,9 @@ def test_trim_and_forget():
     assert type(one.view().pages) is Parts
     for n in (3, 20, 70):
         one.cut(one.offset - n)
-        sealed = one._sunk + one._count_pages * one.config.page
+        quantized = one._sunk + one._count_pages * one.config.page
         for x, y in zip(one.view().whole(torch.float32), whole, strict=True):  # behind: exact again
-            assert torch.allclose(x[:, :, :sealed], y[:, :, :sealed], atol=1e-6)
+            assert torch.allclose(x[:, :, :quantized], y[:, :, :quantized], atol=1e-6)
     one.clear()
     assert (one.offset, one.nbytes, one.basis) == (0, 0, one.layer_maps)
     kept = caches("fp16+keep0.25")[0]

@@ -49,7 +49,7 @@ def feed(cache, pair, start, stop):
         cache.update_and_fetch(*(x[:, :, start:stop] for x in pair))
 
 
-def test_a_window_is_sealed_by_the_token_that_it_has_no_room_for(subtests):
+def test_a_window_is_quantized_by_the_token_that_it_has_no_room_for(subtests):
     for name, config in CONFIGS.items():
         with subtests.test(name=name):
             cache, room = CompressedKVCache(config), config.room(False)

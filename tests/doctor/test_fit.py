@@ -73,7 +73,7 @@ def test_published_sizes():
 
 def test_compressed_layer_by_hand():
     layer, kv = LayerShape("full", 8, 128, 128), PRESETS["int4"]
-    # 1000 tokens: 64 sink, 65 to 128 recent, 13 pages of 64, and the exact tokens of the page sealed last.
+    # 1000 tokens: 64 sink, 65 to 128 recent, 13 pages of 64, and the exact tokens of the page quantized last.
     packed = 13 * 64 * 8 * 256 * 4.5 / 8
     exact = 2 * (1000 - 13 * 64 + 64) * 8 * 256
     assert layer_bytes(layer, kv, 1000) == packed + exact

@@ -84,7 +84,7 @@ def test_a_cut_keeps_the_first_tokens_and_whole_pages(subtests):
                     assert cache._sink is None and cache._count == left == len(exact)
                 elif live > RECENT:
                     assert (cache._count_pages, cache._count) == (pages, live)
-                elif live > -PAGE:  # the last seal is taken back
+                elif live > -PAGE:  # the last page is restored
                     assert (cache._count_pages, cache._count) == (pages - 1, PAGE + live)
                     assert len(exact) == SINK + PAGE + live
                 else:  # whole pages stay codes; of the next one what stays is decoded

@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from on_emulator import make, make_mma, make_tiles
-from record_sides import seal_by_ops
+from record_sides import quantize_by_ops
 from samples import data, rms, softmax
 
 from mlxkv.codec.transform import Transform
@@ -73,7 +73,7 @@ def attended(
     specs = [Affine(b, g, bool(s)) for b, (g, s) in zip((k_bits, v_bits), formats, strict=True)]
     x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
     x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
-    buffer, whole, held = seal_by_ops(x, specs)
+    buffer, whole, held = quantize_by_ops(x, specs)
     turns = turns_of(transform, dims)
     run = Run(buffer, count, whole, 1, turns)  # of count + 2 records
     paged = [y[:, :, : count * 16] for y in held]
@@ -142,7 +142,7 @@ def test_sixteen_simdgroups(monkeypatch):
 def test_queries_of_any_size_stay_finite():
     """Offsets of codes are multiplied with the queries' sums: halves must hold them."""
     x = mx.array(data(1, 1, 9 * 16, 64))
-    buffer, both, _ = seal_by_ops((x, x), (Affine(4, 64), Affine(4, 64)))
+    buffer, both, _ = quantize_by_ops((x, x), (Affine(4, 64), Affine(4, 64)))
     live = tuple(mx.array(data(1, 1, 20, 64, seed=2)).astype(mx.float16) for _ in range(2))
     q, lengths = mx.full((1, 4, 1, 64), 200.0, mx.float16), alone(((9, 0, 20),), 0, 1)
     out = tiles.attend(q, [Run(buffer, 9, both)], None, live, lengths, 1.0, make_tiles)

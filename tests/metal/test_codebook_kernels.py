@@ -5,14 +5,14 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 from on_emulator import make
+from quantize_pairs import layout
 from record_sides import unpack_side
 from samples import data
-from sealing import layout
 
 from mlxkv.codec import transform
 from mlxkv.formats import levels
 from mlxkv.formats.config import Codebook
-from mlxkv.metal import attend, seal
+from mlxkv.metal import attend, quantize
 from mlxkv.spec import codebook as ref
 
 NEAR = 1e-5  # of a boundary, for coordinates of a unit vector
@@ -42,7 +42,7 @@ CASES = [  # dims, bits, transform, dtype
 ]
 
 
-def test_seal_gives_the_codes_of_the_spec(subtests):
+def test_quantize_gives_the_codes_of_the_spec(subtests):
     for dims, bits, name, dtype in CASES:
         with subtests.test(dims=dims, bits=bits, name=name):
             made = transform.make(name, dims, 3)
@@ -50,11 +50,13 @@ def test_seal_gives_the_codes_of_the_spec(subtests):
             pair[0][1, 0, 3] = 0.0
             specs = Codebook(bits), Codebook(2)
             whole = layout(specs, (dims, dims))
-            words = seal.seal(pair, whole, make, (made, made))
+            words = quantize.quantize_pages(pair, whole, make, (made, made))
             split, down = whole.keys.words, None if made is None else made.down
             check(words[..., :split], pair[0], specs[0], whole.keys, down)
             check(words[..., split:], pair[1], specs[1], whole.values, down)
-            swapped = seal.seal(pair[::-1], layout(specs[::-1], (dims, dims)), make, (made, made))
+            swapped = quantize.quantize_pages(
+                pair[::-1], layout(specs[::-1], (dims, dims)), make, (made, made)
+            )
             check(
                 swapped[..., -split:],
                 pair[0],
@@ -68,9 +70,9 @@ def test_what_is_no_number_stays_none_and_large_norms_stay_finite():
     x = data(1, 1, 16, 64)
     x[0, 0, 2, 5], x[0, 0, 7] = np.nan, 1e8
     whole = layout((Codebook(4),) * 2, (64, 64))
-    run = attend.Run(seal.seal([mx.array(x)] * 2, whole, make), 1, whole)
+    run = attend.Run(quantize.quantize_pages([mx.array(x)] * 2, whole, make), 1, whole)
     for side in (True, False):
-        y = np.array(attend.unseal_side(run, side, mx.float32, make))[0, 0]
+        y = np.array(attend.dequantize_side(run, side, mx.float32, make))[0, 0]
         assert np.isnan(y[2]).all()
         assert np.isfinite(np.delete(y, 2, 0)).all()
 

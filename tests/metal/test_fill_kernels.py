@@ -8,7 +8,7 @@ from on_emulator import make, make_mma, make_tiles
 from samples import data, rms, softmax
 
 from mlxkv.cache import attention, choose, selftest
-from mlxkv.cache import stores as sealed
+from mlxkv.cache import stores as quantized
 from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, PORTABLE, TILES, View
@@ -35,7 +35,7 @@ def low(name):
 
 
 def stores(config, dims, factory, tiled=False, heads=2, tokens=None):
-    """The same tokens in records that the kernel sealed and in plain codes."""
+    """The same tokens in records that the kernel quantized and in plain codes."""
     turns = sample(heads, (dims, dims), config.fitted)
     if tokens is None:
         tokens = [data(1, heads, PAGES * PAGE, dims, seed=i) for i in range(2)]
@@ -49,10 +49,10 @@ def stores(config, dims, factory, tiled=False, heads=2, tokens=None):
 
 
 def same(state, other) -> bool:
-    return all(mx.array_equal(state[s][k], other[s][k]) for s in sealed.NAMES for k in other[s])
+    return all(mx.array_equal(state[s][k], other[s][k]) for s in quantized.NAMES for k in other[s])
 
 
-SEALED = [
+QUANTIZEED = [
     (64, config_of((3, 3, 2), (2,))),
     (128, config_of((8, 4, 3, 3, 2, 2, 1), (4, 3, 2, 2, 2, 1, 1, 1))),
     (128, low("static-r102")),
@@ -60,30 +60,32 @@ SEALED = [
 ]
 
 
-def test_the_seal_kernel_writes_what_plain_ops_store(subtests):
-    """And each store reads what the other saved; unseal gives the same numbers."""
-    for dims, config in SEALED:
+def test_the_quantize_kernel_writes_what_plain_ops_store(subtests):
+    """And each store reads what the other saved; dequantize gives the same numbers."""
+    for dims, config in QUANTIZEED:
         with subtests.test(dims=dims, keys=config.keys.label):
             ours, plain = stores(config, dims, make)
             other, back = stores(config, dims, make)
-            assert same(sealed.codes_of(ours), plain.state)
+            assert same(quantized.codes_of(ours), plain.state)
             other.restore(plain.state, PAGES)
             back.restore(ours.state, PAGES)
             assert mx.array_equal(ours.state["records"], other.state["records"])
             assert same(back.state, plain.state)
             for side, at in enumerate((ours.layout.keys, ours.layout.values)):
                 for dtype in (mx.float32, mx.float16, mx.bfloat16) if config.filled else ():
-                    got = ours.read(0, PAGES)._unsealed(side, dtype)
-                    want = plain.codecs[side].decode_stored(plain.state[sealed.NAMES[side]], dtype)
+                    got = ours.read(0, PAGES)._dequantized(side, dtype)
+                    want = plain.codecs[side].decode_stored(
+                        plain.state[quantized.NAMES[side]], dtype
+                    )
                     assert got.shape == (1, 2, PAGES * PAGE, at.dims) and mx.array_equal(got, want)
 
 
-def test_zeros_and_huge_numbers_are_sealed_as_plain_ops_do():
+def test_zeros_and_huge_numbers_are_quantized_as_plain_ops_do():
     x = data(1, 1, PAGE, 64)
     x[0, 0, 3], x[0, 0, 7], x[0, 0, 9] = 0, x[0, 0, 7] * 1e6, x[0, 0, 9] * 1e-7
     for config in (config_of((4, 2), (3, 1)), low("static-r24")):
         ours, plain = stores(config, 64, make, heads=1, tokens=(x, x))
-        assert same(sealed.codes_of(ours), plain.state)
+        assert same(quantized.codes_of(ours), plain.state)
     assert mx.abs(plain.state["keys"]["values"]).max() == 65504
 
 
@@ -97,7 +99,7 @@ WIDE = config_of((8, 4, 3, 2, 1), (4, 3, 2, 1, 1))
 # Head dim, cache, heads, kv heads, new tokens, factory, dtype, bound of the error. 512: Gemma 4.
 ATTENDED = [
     (80, config_of((8, 3, 1, 1), (1, 1, 1)), 4, 2, 2, make_tiles, mx.bfloat16, 6e-3),
-    (128, SEALED[1][1], 8, 2, 1, make_mma, mx.bfloat16, 6e-3),
+    (128, QUANTIZEED[1][1], 8, 2, 1, make_mma, mx.bfloat16, 6e-3),
     (256, WIDE, 2, 1, 1, make_tiles, mx.float16, 3e-3),
     (512, WIDE, 4, 2, 1, make, mx.float32, 5e-6),
     (64, low("static-0.75"), 4, 2, 2, make, mx.float32, 5e-6),
@@ -147,8 +149,8 @@ def test_one_text_and_one_trial_serve_all_widths():
         assert other == selftest.stand_in(config_of((1,), (1,)), 64)
     assert sorted(name.rsplit("_", 1)[0] for name in made) == [
         "mlxkv_attend_tile",
-        "mlxkv_seal",
-        "mlxkv_unseal",
+        "mlxkv_quantize",
+        "mlxkv_dequantize",
     ]
 
 

@@ -154,7 +154,7 @@ def test_where_mlx_is_not_fused_no_score_matrix_is_whole(monkeypatch, where, dim
     assert out.shape == q.shape
 
 
-def test_a_long_prefill_is_unsealed_a_side_at_a_time(monkeypatch):
+def test_a_long_prefill_is_dequantized_a_side_at_a_time(monkeypatch):
     """MLX's arrays have fewer than 2^31 elements along a dim."""
     sides = []
 
@@ -162,9 +162,9 @@ def test_a_long_prefill_is_unsealed_a_side_at_a_time(monkeypatch):
         sides.append(number)
         return [None] * number
 
-    monkeypatch.setattr(kernels, "_unseal", one)
+    monkeypatch.setattr(kernels, "_dequantize", one)
     layout = record_layout(SMALL, 128, 128)
     for tokens in (1 << 16, 1 << 20):
         buffer = mx.zeros((1, 8, tokens // 16, 0), mx.uint32)
-        kernels.unseal(kernels.Run(buffer, tokens // 16, layout), mx.bfloat16, make)
+        kernels.dequantize(kernels.Run(buffer, tokens // 16, layout), mx.bfloat16, make)
     assert sides == [2, 1, 1]

@@ -24,7 +24,7 @@ from mlxkv.formats.lowrank import DIMS, Fill, Half
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import RecordLayout, side_layout
 from mlxkv.metal import attend as kernels
-from mlxkv.metal import launch, seal, tiles
+from mlxkv.metal import launch, quantize, tiles
 from mlxkv.models import attach, detach
 
 
@@ -63,7 +63,7 @@ def test_records_hold_the_codes_and_come_back(subtests):
             assert all(mx.array_equal(same[name], x) for name, x in numbers.items())
 
 
-def test_unseal_is_its_twin(subtests):
+def test_dequantize_is_its_twin(subtests):
     for dims, keys in ((64, True), (80, False)):
         with subtests.test(dims=dims, keys=keys):
             specs = Affine(3, 64), Affine(8, 32, True)
@@ -74,8 +74,8 @@ def test_unseal_is_its_twin(subtests):
                 )
             )
             pair = [mx.array(data(1, 2, 48, dims, seed=i)) for i in range(2)]
-            run = kernels.Run(seal.seal(pair, whole, make), 2, whole)
-            decoded = kernels.unseal_side(run, keys, mx.float32, make)
+            run = kernels.Run(quantize.quantize_pages(pair, whole, make), 2, whole)
+            decoded = kernels.dequantize_side(run, keys, mx.float32, make)
             spec = specs[0 if keys else 1]
             stored = affine.encode(spec, pair[0 if keys else 1], 16)
             plain = affine.decode(spec, stored, dims, 16, mx.float32)[:, :, :32]
@@ -169,7 +169,7 @@ def test_an_environment_variable_keeps_to_plain_ops(monkeypatch, trusted):
 
 
 def test_models_decode_by_kernels_as_by_plain_ops(subtests, trusted):
-    """Through mlx-lm's own loop: prefill, decoding, pages sealed on the way; attention sinks too."""
+    """Through mlx-lm's own loop: prefill, decoding, pages quantized on the way; attention sinks too."""
     for factory, family, dtype, same in (
         (make, "gpt_oss", mx.float32, 26),
         (make_tiles, "llama", mx.float16, 20),  # then rounding may part them

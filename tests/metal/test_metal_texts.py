@@ -102,7 +102,14 @@ def test_steps_of_a_chat_and_both_bodies_are_recorded():
     steps = Counter((x.name, use.step) for x in found for use in x.uses)
     bodies = {use.body for x in found for use in x.uses}
     assert bodies == set(texts.BODIES)
-    for step in ("seal", "prefill seal", "unseal", "attend 1", "attend 5", "attend 1 of two runs"):
+    for step in (
+        "quantize",
+        "prefill quantize",
+        "dequantize",
+        "attend 1",
+        "attend 5",
+        "attend 1 of two runs",
+    ):
         assert any(x == step for _, x in steps), step
     assert any(x == "attend 1 with sinks" for _, x in steps)
     assert {x.level for x in found} == {310, 320}

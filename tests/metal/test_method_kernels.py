@@ -1,4 +1,4 @@
-"""Every method in the kernels: records, unsealing, both bodies of decode attention, their own test."""
+"""Every method in the kernels: records, dequantizing, both bodies of decode attention, their own test."""
 
 import mlx.core as mx
 import numpy as np
@@ -16,13 +16,13 @@ from mlxkv.formats.records import record_layout, why_no_record
 from mlxkv.metal import tiles
 
 
-def stores(method, dims, factory, tiled=False, pages=3, sealed=False):
-    """(pages as records, the same as codes). sealed: by the kernel that the store has for it, if any."""
+def stores(method, dims, factory, tiled=False, pages=3, quantized=False):
+    """(pages as records, the same as codes). quantized: by the kernel that the store has for it, if any."""
     config = method.config(dims)
     pair = tuple(mx.array(data(1, 2, pages * config.page, dims, seed=i)) for i in range(2))
     ours, plain = Records(config, (dims, dims), factory, tiled), Codes(config, (dims, dims))
     plain.append(pair, pages)
-    if sealed:
+    if quantized:
         ours.append(pair, 1)
         ours.append(pair, pages - 1, config.page)
     else:
@@ -97,14 +97,14 @@ def test_portable_attention_of_other_shapes(subtests):
             assert run(METHODS[name], dims, heads, new, dtype, make) < 2e-6
 
 
-def test_records_hold_the_same_as_codes_and_unseal_reads_them(subtests):
+def test_records_hold_the_same_as_codes_and_dequantize_reads_them(subtests):
     """Without a transform to the bit: behind one, a kernel's sum may end on the other side of a tie."""
     for name in READ:
         with subtests.test(name=name):
             method, sides = METHODS[name], ("keys", "values")
             dims = method.dims
             exact = method.turn == "none"
-            ours, plain = stores(method, dims, make, sealed=exact)
+            ours, plain = stores(method, dims, make, quantized=exact)
             back, again = Codes(ours.config, (dims, dims)), Records(ours.config, (dims, dims), make)
             back.restore(ours.state, 3)
             again.restore(plain.state, 3)
@@ -169,13 +169,13 @@ def test_presets_pass_the_test_of_kernels(subtests):
 def test_nothing_is_stored_twice(trusted):
     """At whole blocks of dims records and headers take what the codes of plain ops take."""
     for name in ("kivi", "channels of both", "polar"):
-        ours, plain = stores(METHODS[name], 128, make, sealed=True)
+        ours, plain = stores(METHODS[name], 128, make, quantized=True)
         assert sum(x.nbytes for x in ours.arrays()) == sum(x.nbytes for x in plain.arrays()), name
 
 
 def test_each_number_is_read_where_it_belongs(trusted):
     """One scale of the second page changed: what the kernels give changes there alone."""
-    ours, plain = stores(METHODS["kivi"], 64, make, sealed=True)
+    ours, plain = stores(METHODS["kivi"], 64, make, quantized=True)
     scale = np.array(plain.state["keys"]["scale"])
     scale[0, 1, 2, 5] *= 3  # group 0 of page 1
     state = plain.state | {"keys": {**plain.state["keys"], "scale": mx.array(scale)}}

@@ -48,7 +48,7 @@ def test_texts_are_written_with_an_index(tmp_path, capsys):
     assert xcrun.main([*FEW, "--write", str(tmp_path / "out")]) == 0
     index = json.loads((tmp_path / "out" / "index.json").read_text())
     assert capsys.readouterr().out.startswith(f"{len(index)} texts in ")
-    assert {x["body"] for x in index.values()} >= {"seal_channel", "unseal", "attend_tile"}
+    assert {x["body"] for x in index.values()} >= {"quantize_channel", "dequantize", "attend_tile"}
     for name, row in index.items():
         text = (tmp_path / "out" / f"{name}.metal").read_text()
         assert f"[[kernel]] void {row['function']}(\n" in text

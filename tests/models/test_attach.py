@@ -27,7 +27,7 @@ KINDS = (*("llama", "phi3", "gemma3_text", "gpt_oss", "gemma4_text", "qwen3_next
 KINDS += ("minicpm3", *OWN_CODE)
 INT4 = PRESETS["naive-int4"]
 INT8 = PRESETS["naive-int8"]
-WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are sealed early
+WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are quantized early
 EAGER, EAGER8 = (CacheConfig(c.keys, c.values, **WINDOWS) for c in (INT4, INT8))
 
 
@@ -70,7 +70,7 @@ def test_logits_are_equal_bit_for_bit_inside_the_window(family):
 
 
 @pytest.mark.parametrize("family", COMPRESSED)
-def test_sealed_pages_are_read(family):
+def test_quantized_pages_are_read(family):
     """Past the window logits differ, by little: the codes were read, not something else."""
     model, text = random_model(family), tokens(150)
     plain = logits(model, text)

@@ -24,7 +24,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach, detach
 
-EARLY = replace(PRESETS["int4"], sink=16, recent=16, page=16)  # pages are sealed early
+EARLY = replace(PRESETS["int4"], sink=16, recent=16, page=16)  # pages are quantized early
 PLAIN = base.scaled_dot_product_attention
 NOT_ATTACHED = r"^\[attach\] only an attached model reads compressed caches; got one in a model"
 

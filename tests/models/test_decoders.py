@@ -39,7 +39,7 @@ def session_of(loaded, tokens: int, letters: int = 90) -> Session:
     return Session(loaded, max_tokens=tokens, sampler=likeliest)
 
 
-LONG = "a long text to read " * 14  # pages are sealed while it is read
+LONG = "a long text to read " * 14  # pages are quantized while it is read
 
 
 # -- reasons
@@ -73,7 +73,7 @@ def test_a_kernel_that_is_not_built_is_told_from_a_wrong_one():
     found = selftest.test(PRESETS["int4"], 64, mx.float16, unbuildable())
     assert not found.built and found.reason.startswith("program_source:1312:5: error: ")
     assert "Unable to build" in found.detail and found.seconds > 0
-    lost = Failing("unseal")
+    lost = Failing("dequantize")
     lost.left = 0
     found = selftest.test(PRESETS["int4"], 64, mx.float16, lost)
     assert found.built and found.reason == LOST
@@ -90,7 +90,7 @@ def test_a_kernel_that_is_not_built_is_told_from_a_wrong_one():
     ],
 )
 def test_nothing_is_built_after_a_model_is_attached(family, dtype, tiles):
-    """Long prompts in chunks, short rests of prompts, replies, pages sealed on the way, a way back."""
+    """Long prompts in chunks, short rests of prompts, replies, pages quantized on the way, a way back."""
     model, built = random_model(family), []
     model.set_dtype(dtype)
     factory = counting(built, tiles)
@@ -98,7 +98,7 @@ def test_nothing_is_built_after_a_model_is_attached(family, dtype, tiles):
         reports = attach(model, "int4")
         assert any(r.compressed and "kernels" in r.kernel for r in reports)
         known = list(built)
-        assert len(known) == len(set(known)) and any("seal" in name for name in known)
+        assert len(known) == len(set(known)) and any("quantize" in name for name in known)
         assert (
             tiles
             == any("attend_tile" in name for name in known)
@@ -133,7 +133,7 @@ def test_one_line_tells_that_kernels_are_built(folder, capsys):
 
 
 def test_a_chat_says_loudly_that_kernels_fail(folder, capsys):
-    with launch.using(unbuildable("seal")):
+    with launch.using(unbuildable("quantize")):
         assert main(["chat", "--model", str(folder), "--prompt", "hello", "--max-tokens", "2"]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("!")]
     assert len(said) == 1

@@ -22,7 +22,7 @@ class Poor:
 
 
 def test_replies_of_mlx_lm_are_those_without_a_draft():
-    """Behind pages that were sealed, with the caches of both models compressed."""
+    """Behind pages that were quantized, with the caches of both models compressed."""
     loaded = load(TINY, "int4")
     text, draft = story_tokens(loaded, 260), Poor(loaded.model)
 

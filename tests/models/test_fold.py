@@ -37,7 +37,7 @@ from mlxkv.spec.bounds import rms
 
 pytestmark = pytest.mark.usefixtures("trusted")
 
-WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are sealed early
+WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are quantized early
 INT4, INT2 = (
     dataclasses.replace(PRESETS[name], **WINDOWS) for name in ("oscar-int4", "oscar-int2")
 )
@@ -230,7 +230,7 @@ def test_saved_caches_go_to_models_of_the_other_kind(made, saved, count, tmp_pat
     assert {c.layer_maps.folded for c in back} == {saved}  # as it was saved
     match_fold(there, back)
     assert {c.layer_maps.folded for c in back} == {not saved}
-    for caches in (cache, back):  # into the page sealed last, whose exact tokens come back
+    for caches in (cache, back):  # into the page quantized last, whose exact tokens come back
         trim_prompt_cache(caches, 15)
     assert rms(logits(there, back), logits(here, cache)) < 1e-3
     assert back[0].layer_maps is make_prompt_cache(there)[0].layer_maps

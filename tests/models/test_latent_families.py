@@ -16,7 +16,7 @@ from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.models import attach, detach, prompt_cache, summarise
 from mlxkv.models.hooks.probe import leaves
 
-WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are sealed early
+WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are quantized early
 CHANNEL, TOKEN = Side(Affine(4, 16, axis="channel")), Side(Affine(8, 64))
 EAGER, EAGER8 = CacheConfig(CHANNEL, CHANNEL, **WINDOWS), CacheConfig(TOKEN, TOKEN, **WINDOWS)
 HYBRIDS = ("kimi_k3", "kimi_linear", "bailing_hybrid", "bailing_moe_v3")

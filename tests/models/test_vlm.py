@@ -121,7 +121,7 @@ def logits(model, prompt, text: list[int]) -> mx.array:
 
 @pytest.mark.parametrize("family", VISION)
 def test_an_image_in_the_prompt(family):
-    """The text is that of plain caches while nothing is sealed; behind it the divergence is small, and that of
+    """The text is that of plain caches while nothing is quantized; behind it the divergence is small, and that of
     8 bits far smaller."""
     model, short = vision_model(family), prompt_with_image(family, 60)
     long = prompt_with_image(family, 400)
@@ -136,8 +136,8 @@ def test_an_image_in_the_prompt(family):
     off = {}
     for kv in ("int4", "int8"):
         attach(model, kv)
-        sealed = logits(model, long, more)
-        off[kv] = (mx.exp(plain) * (plain - sealed)).sum(-1).mean().item()
+        quantized = logits(model, long, more)
+        off[kv] = (mx.exp(plain) * (plain - quantized)).sum(-1).mean().item()
     assert 0 < off["int4"] < KL and off["int8"] < off["int4"] / 10
     detach(model)
     assert alone(model, short, 20)[0] == text

@@ -37,7 +37,7 @@ def names(own: int, count: int = 70) -> list[int]:
 
 
 def same(a, b) -> bool:
-    """Whether both hold the same, but for exact tokens of a sealed page, which a cache at rest drops."""
+    """Whether both hold the same, but for exact tokens of a quantized page, which a cache at rest drops."""
     left, right = (
         {n: y for n, y in tree_flatten(x.state) if not n.startswith("last.")} for x in (a, b)
     )

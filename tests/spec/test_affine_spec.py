@@ -48,7 +48,7 @@ def test_packing_is_a_little_endian_stream():
     assert ref.pack(codes, 3).tolist() == [[stream & 0xFFFFFFFF, stream >> 32]]
 
 
-def test_split_seals_as_few_pages_as_fit():
+def test_split_quantizes_as_few_pages_as_fit():
     assert ref.split(100, 16, 64, 64) == (16, 0)
     assert ref.split(144, 16, 64, 64) == (16, 0)
     assert ref.split(145, 16, 64, 64) == (16, 1)

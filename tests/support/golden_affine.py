@@ -153,7 +153,7 @@ SIDES = {  # transform, bits, group, symmetric, axis, clip
 
 
 def encode(rng) -> dict:
-    """Transform, then codes, as a page is sealed."""
+    """Transform, then codes, as a page is quantized."""
     out = {}
     for dims in (64, 96, 128, 256):
         x = inputs(rng, 1, 2, PAGE, dims)

@@ -12,8 +12,9 @@ def unpack_side(words, at):
     return codes, numbers["scale"], numbers.get("bias")
 
 
-def seal_by_ops(pair, specs):
-    """Seal keys and values [B, G, T, R] without a transform: (records, their layout, the numbers that they hold)."""
+def quantize_by_ops(pair, specs):
+    """Quantize keys and values [B, G, T, R] without a transform: (records, their layout, the numbers that they
+    hold)."""
     sides = zip(pair, specs, (True, False), strict=True)
     whole = RecordLayout(*(side_layout(spec, x.shape[-1], 64, keys) for x, spec, keys in sides))
     words, held = [], []

@@ -17,7 +17,7 @@ NEAR = (
 
 
 def small(keys: Side = INT4.keys, values: Side = INT4.values, **windows) -> CacheConfig:
-    """Pages that are sealed early."""
+    """Pages that are quantized early."""
     return CacheConfig(keys, values, **{"sink": 4, "recent": 8, "page": 16, **windows})
 
 

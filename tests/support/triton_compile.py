@@ -14,10 +14,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from cuda_track.kernels.decode import attend_kernel
-from cuda_track.kernels.encode import seal_kernel
+from cuda_track.kernels.dequantize import dequantize_kernel
+from cuda_track.kernels.encode import quantize_kernel
 from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
 from cuda_track.kernels.turn import merge_kernel, queries_kernel
-from cuda_track.kernels.unsealing import unseal_kernel
 
 TYPES = {
     attend_kernel: {
@@ -41,12 +41,12 @@ TYPES = {
         **dict.fromkeys(("part_out", "part_top", "part_sum", "up", "sinks"), "*fp32"),
         "out": "*bf16",
     },
-    unseal_kernel: {
+    dequantize_kernel: {
         "high": "*i8",
         **dict.fromkeys(("numbers", "table", "pages"), "*i32"),
         "out": "*bf16",
     },
-    seal_kernel: {
+    quantize_kernel: {
         **{"x": "*bf16", "down": "*bf16", "high": "*i8", "numbers": "*i32", "places": "*i64"}
     },
 }
@@ -74,8 +74,16 @@ def both(side: dict) -> dict:
 INT2 = {"BITS": 2, "PLANES": 8, "GROUPS": 1}
 SHORT = {"BITS": 4, "PLANES": 4, "GROUPS": 1}
 TURN = {"D": 128, **SIZES, "TURNED": True, "CHAINED": True}
-SEAL = {"D": 128, "R": 128, "T": 128, "SYMMETRIC": False, "TURNED": True, "PARTS": 3, "BLOCK": 32}
-SEAL["FUSED"] = True
+QUANTIZE = {
+    "D": 128,
+    "R": 128,
+    "T": 128,
+    "SYMMETRIC": False,
+    "TURNED": True,
+    "PARTS": 3,
+    "BLOCK": 32,
+}
+QUANTIZE["FUSED"] = True
 BY_TOKEN, BY_CHANNEL = {"PAGE": 64, "CHANNEL": 0}, {"PAGE": 128, "CHANNEL": 128}
 
 
@@ -90,14 +98,29 @@ CASES = {
         {**TURN, "SPLITS": 16, "SINKS": True, "CHUNK": 16, "M": 8},
         *(None, 8),
     ),
-    "seal": (
-        *(seal_kernel, {**SEAL, **INT2, **BY_TOKEN, "RANK": 6, "KEYS": False}, ("int2", 128), 8),
+    "quantize": (
+        *(
+            quantize_kernel,
+            {**QUANTIZE, **INT2, **BY_TOKEN, "RANK": 6, "KEYS": False},
+            ("int2", 128),
+            8,
+        ),
     ),
-    "seal channels": (
-        *(seal_kernel, {**SEAL, **INT2, **BY_CHANNEL, "RANK": 1, "KEYS": True}, ("int2", 128), 4),
+    "quantize channels": (
+        *(
+            quantize_kernel,
+            {**QUANTIZE, **INT2, **BY_CHANNEL, "RANK": 1, "KEYS": True},
+            ("int2", 128),
+            4,
+        ),
     ),
-    "unseal": (
-        *(unseal_kernel, {"R": 128, "T": 64, **INT2, **BY_TOKEN, "KEYS": False}, ("int2", 128), 4),
+    "dequantize": (
+        *(
+            dequantize_kernel,
+            {"R": 128, "T": 64, **INT2, **BY_TOKEN, "KEYS": False},
+            ("int2", 128),
+            4,
+        ),
     ),
 }
 

@@ -18,9 +18,9 @@ from mlxkv.metal.timing import seconds_of
 
 CALLS, CALLS_CPU = 8, 2  # per eval
 REPEATS = 5
-PAGES = 8  # sealed one after the other, to time one
+PAGES = 8  # quantized one after the other, to time one
 FOOTNOTE = (
-    "encode, unseal: append and decode of the store, keys and values; bytes: the values plus their "
+    "encode, dequantize: append and decode of the store, keys and values; bytes: the values plus their "
     "codes and scales\n"
     "GFLOP/s: counted as 2.5 D log2 D per vector, as in the SRFT paper, in every implementation"
 )
@@ -56,11 +56,11 @@ def row(
         stores[-1].append(pair, pages)
         mx.eval(stores[-1].arrays())
 
-    def unseal() -> list[mx.array]:
+    def dequantize() -> list[mx.array]:
         views = [stores[i % 2].read(0, pages) for i in range(calls)]
         return [view.decode(side, dtype) for view in views for side in (0, 1)]
 
-    unseal_seconds = seconds_of(unseal, REPEATS) / calls
+    dequantize_seconds = seconds_of(dequantize, REPEATS) / calls
     values = shape.values(tokens)
     size = values * (dtype.size + config.bits_per_value(*dims) / 8)
     vectors = values // shape.dims
@@ -75,23 +75,23 @@ def row(
         "encode_of_copy": size / seconds / bandwidth,
         "encode_gflop_s": 2.5 * shape.dims * log2(shape.dims) * vectors / seconds / 1e9,
         "page_us": 1e6 * _page_seconds(new(), shape, dtype),
-        "unseal_gb_s": size / unseal_seconds / 1e9,
-        "unseal_of_copy": size / unseal_seconds / bandwidth,
+        "unseal_gb_s": size / dequantize_seconds / 1e9,
+        "unseal_of_copy": size / dequantize_seconds / bandwidth,
     }
 
 
 def _page_seconds(store: Codes | Records, shape: Shape, dtype: mx.Dtype) -> float:
-    """Seconds to seal one page of all heads into spare room."""
+    """Seconds to quantize one page of all heads into spare room."""
     size = store.config.page
     page = shape.pair(size, dtype)
     pages_before = GROWTH * PAGES  # with fewer, truncate would free the room
     store.append(shape.pair(size * (pages_before + PAGES), dtype), pages_before + PAGES)
     mx.eval(store.arrays(), page)
 
-    def seal() -> list[mx.array]:
+    def quantize() -> list[mx.array]:
         store.truncate(pages_before)
         for _ in range(PAGES):
             store.append(tuple(mx.depends(list(page), store.arrays())), 1)
         return store.arrays()
 
-    return seconds_of(seal, REPEATS) / PAGES
+    return seconds_of(quantize, REPEATS) / PAGES

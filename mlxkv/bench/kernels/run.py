@@ -1,4 +1,4 @@
-"""`mlxkv bench kernels`: decode attention, encode and unseal alone. Each is checked, then timed."""
+"""`mlxkv bench kernels`: decode attention, encode and dequantize alone. Each is checked, then timed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ENCODE_COLUMNS = (
     ("of copy", "encode_of_copy", ".2f"),
     ("GFLOP/s", "encode_gflop_s", ".1f"),
     ("page us", "page_us", ".1f"),
-    ("unseal GB/s", "unseal_gb_s", ".1f"),
+    ("dequantize GB/s", "unseal_gb_s", ".1f"),
     ("of copy", "unseal_of_copy", ".2f"),
 )
 

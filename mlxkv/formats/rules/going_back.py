@@ -3,10 +3,10 @@
     tokens:  [ sink ][ page ] ... [ last page ][ live ]
 
 Any number of the last tokens can go, and what stays is read as before. Exact tokens stay exact where they exist: live
-ones, the sink, and the page that was sealed last, whose exact tokens are kept until the next one is sealed. A
-cut into that page takes the seal back and leaves what a cache that read only the other tokens would hold. A cut
+ones, the sink, and the page that was quantized last, whose exact tokens are kept until the next one is quantized. A
+cut into that page restores the last page and leaves what a cache that read only the other tokens would hold. A cut
 into an older page decodes the tokens of it that stay into the live window; they are encoded a second time when
-that is sealed.
+that is quantized.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class GoesBack:
 
     _forget: Callable[[], None]  # hold nothing
     _put_live: Callable[[Pair], None]  # append live tokens, where there are none
-    _last_and_live: Callable[[], Pair]  # exact tokens of the page sealed last, and live ones behind
-    # The first tokens, so many, of a sealed page as attention reads them, in the type of the live ones.
+    # exact tokens of the page quantized last, and live ones behind
+    _last_and_live: Callable[[], Pair]
+    # The first tokens, so many, of a quantized page as attention reads them, in the type of the live ones.
     _decoded: Callable[[int, int], Pair]
 
     @property
@@ -43,7 +44,7 @@ class GoesBack:
 
     @property
     def _room(self) -> int:
-        """Tokens that `live` may hold before pages have to be sealed."""
+        """Tokens that `live` may hold before pages have to be quantized."""
         return self.config.room(self._sink is not None)
 
     # -- how far
@@ -107,15 +108,16 @@ class GoesBack:
             if sink is not None:
                 self._put_live(sink)
         elif self._last is not None and -page < live <= self.config.recent:
-            self._unseal(live)
+            self._dequantize(live)
         elif live >= 0:
             self._count = live
         else:
             self._decode_end(self._count_pages + live // page, live % page)
         self.offset = count
 
-    def _unseal(self, live: int) -> None:
-        """Take the last seal back; `live` tokens stay behind its page (negative: fewer than the page)."""
+    def _dequantize(self, live: int) -> None:
+        """Restore the exact tokens of the last page; `live` tokens stay behind its page (negative: fewer than the
+        page)."""
         pair = tuple(x[:, :, : self.config.page + live] for x in self._last_and_live())
         self._store.truncate(self._count_pages - 1)
         self._live, self._count, self._last = None, 0, None

@@ -2,7 +2,7 @@
 tracks. No framework is imported here.
 
     prompt:  a chunk is attended to in full precision; then its last queries choose the tokens that
-             teach the basis (OjaKV), and only then its oldest pages are sealed
+             teach the basis (OjaKV), and only then its oldest pages are quantized
     decode:  the first step drops what the last queries of the prompt did not vote for (SnapKV), and
              moves the prompt's last tokens behind the sink, if they are to stay exact (OjaKV, section
              5.1); every so many tokens the basis learns from those decoded since
@@ -73,12 +73,12 @@ class Observing:
 
     # -- queries
 
-    def _seal_rest(self) -> None:
-        """Seal what is beyond the room: the basis has learned from it, or nothing attended to it."""
+    def _quantize_rest(self) -> None:
+        """Quantize what is beyond the room: the basis has learned from it, or nothing attended to it."""
         self._pending = None
         if self._live is not None and self._count > self._room:
             live, self._live = self._read_live(), None
-            self._seal(live)
+            self._quantize_pages(live)
 
     def _observe(self, queries: Tensor, scale: float, rows) -> bool:
         """Take in queries [B, H, L, D] of attention over the last chunk. rows(n): the mask of the last n.
@@ -99,7 +99,7 @@ class Observing:
             weights = self.importance(last, view, scale, rows(last.shape[2]))[..., -new:]
             at = self.salient(weights, max(1, round(self.config.rule.salient * new)))
             self._teach(tuple(self.taken(x[:, :, -new:], at) for x in view.live), True)
-        self._seal_rest()
+        self._quantize_rest()
         return True
 
     def _compact(self, x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Observing:
                 self._store.rebase(basis)
 
     def _keep(self) -> None:
-        """Drop the sealed tokens of the prompt that its last queries did not vote for."""
+        """Drop the quantized tokens of the prompt that its last queries did not vote for."""
         if self._queries is None:
             return
         (queries, scale), self._queries = self._queries, None

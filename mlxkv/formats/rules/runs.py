@@ -1,4 +1,4 @@
-"""Runs: sealed pages of one cache, each run behind a basis of its own. Which pages are joined, moved and
+"""Runs: quantized pages of one cache, each run behind a basis of its own. Which pages are joined, moved and
 dropped when the basis changes; arithmetic on tensors belongs to the tracks. No framework is imported here.
 
 The pages of an old basis are transported into the new one, or keep theirs in a run of their own (up to a

@@ -129,7 +129,7 @@ inline float sin(float a) {
 } // namespace fast
 } // namespace metal
 
-// 1 / a, exact but for the last bits, for seal.h; without a branch for values out of range.
+// 1 / a, exact but for the last bits, for quantize.h; without a branch for values out of range.
 #define KV_INVERSE
 constexpr int KV_ROOMY = 1;
 inline float kv_inverse(float a) {

@@ -28,7 +28,7 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import PRESETS
-from mlxkv.metal.seal import MAX_RANK
+from mlxkv.metal.quantize import MAX_RANK
 from mlxkv.models.calibration.measure import CHUNK, WINDOW, Progress, windows
 from mlxkv.models.hooks.dryrun import projections
 from mlxkv.models.hooks.fold import refuse_folded
@@ -38,7 +38,7 @@ from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
 from mlxkv.models.origin import layer_name, origin_of, sizes
 
-# Few: every pair of clips that layers use is one more build of the seal kernel.
+# Few: every pair of clips that layers use is one more build of the quantize kernel.
 CANDIDATES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.88, 0.84, 0.8, 0.7, 0.6)
 GAIN = 0.05  # smallest relative gain for which a layer gets a clip, and kernels, of its own
 QUERIES = 256  # of the last CHUNK tokens of a window, evenly spaced
@@ -214,7 +214,7 @@ def _judge(
 ) -> None:
     """Add the errors of the candidates in one call of attention.
 
-    For a query at token t, tokens sink .. end(t) are in pages, as in `CompressedKVCache`, which seals
+    For a query at token t, tokens sink .. end(t) are in pages, as in `CompressedKVCache`, which quantizes
     when the tokens before t no longer fit. project: errors are measured behind it.
     """
     keys, values = (x.astype(mx.float32) for x in call.exact)  # [B, G, T, D]

@@ -233,10 +233,10 @@ class Kind:
         return out.logits
 
     def _wait(self, forms: Sequence[Form]) -> None:
-        """Raises NotYet where a page is sealed that layers then read without writing to the cache: a trace
+        """Raises NotYet where a page is quantized that layers then read without writing to the cache: a trace
         has its exact tokens, these layers its codes."""
-        if any(forms[i].seals for i in self._shared):
-            raise NotYet("layers share a cache that seals a page")
+        if any(forms[i].quantizes for i in self._shared):
+            raise NotYet("layers share a cache that quantizes a page")
 
 
 @contextmanager

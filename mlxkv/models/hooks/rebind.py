@@ -158,11 +158,11 @@ def through(original):
 # -- Families whose files compute attention by code of their own: what is rebound in them, so that the code meets our
 # views.
 #
-# A view in which nothing is sealed gives its arrays to the family's own code: results stay equal, bit for bit.
+# A view in which nothing is quantized gives its arrays to the family's own code: results stay equal, bit for bit.
 
 
 def is_plain(view: View) -> bool:
-    """Return whether nothing is sealed, so that its arrays are as in a plain cache, and nobody observes it."""
+    """Return whether nothing is quantized, so that its arrays are as in a plain cache, and nobody observes it."""
     return isinstance(view, View) and view.plain and not hasattr(type(view), "attended")
 
 

@@ -26,7 +26,8 @@ OURS = (CompressedKVCache, BatchedKVCache)
 class Account:
     """The caches of one attached model.
 
-    kv: the preset. window: tokens that stay exact before a page is sealed. bytes, plain, tokens: of the longest caches
+    kv: the preset. window: tokens that stay exact before a page is quantized. bytes, plain, tokens: of the longest
+    caches
     seen, over all compressed layers and the sequences of a batch: in use, and in 16 bits. without: calls of the model
     without a cache, of more than one token.
     """

@@ -1,8 +1,8 @@
 """Caches at rest: sessions that begin with the same tokens store that beginning once.
 
-A compressed cache is stored as its sink, blocks of sealed pages, and the rest. A block is stored once
+A compressed cache is stored as its sink, blocks of quantized pages, and the rest. A block is stored once
 for all sessions that have the same tokens up to its end, and the same bytes in it. This is exact:
-sealed pages never change.
+quantized pages never change.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from agx import compiler
 
 PRESETS = ("int8", "int4", "int3", texts.FILL, "int2")  # fill-NUMBER: one text for every number
 DIMS = (64, 128, 256)
-KERNELS = ("seal", "seal_channel", "unseal", "attend", "merge", "attend_tile")
-STEPS = ("seal", "prefill seal", "unseal", "attend 1")
+KERNELS = ("quantize", "quantize_channel", "dequantize", "attend", "merge", "attend_tile")
+STEPS = ("quantize", "prefill quantize", "dequantize", "attend 1")
 DTYPE = "bfloat16"
 COLUMNS = (
     *("preset", "dims", "kernel", "registers", "spills", "fills", "scratch", "shared"),
@@ -24,7 +24,7 @@ COLUMNS = (
 def chosen(
     presets: Sequence[str] = PRESETS, dims: Sequence[int] = DIMS, kernels: Sequence[str] = KERNELS
 ) -> Iterator[tuple[str, int, str, texts.Text]]:
-    """(preset, dims, kernel, text) of a chat with four query heads to a kv head, in bfloat16. Kernels that seal
+    """(preset, dims, kernel, text) of a chat with four query heads to a kv head, in bfloat16. Kernels that quantize
     a prompt by another text than a page are named with the step."""
     for preset in presets:
         for dim in dims:
@@ -34,7 +34,7 @@ def chosen(
             for text in make.texts.values():
                 steps = sorted({x.step for x in text.uses} & set(STEPS), key=STEPS.index)
                 if text.name in kernels and steps:
-                    prompt = " of a prompt" if steps[0] == "prefill seal" else ""
+                    prompt = " of a prompt" if steps[0] == "prefill quantize" else ""
                     yield preset, dim, text.name + prompt, text
 
 

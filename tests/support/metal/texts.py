@@ -56,7 +56,7 @@ class Text:
 
     @property
     def name(self) -> str:
-        """Of its body: seal, attend and so on."""
+        """Of its body: quantize, attend and so on."""
         return self.kernel.name.removeprefix("mlxkv_").rsplit("_", 1)[0]
 
     @property
@@ -101,7 +101,7 @@ def reading_once() -> Iterator[None]:
 
 
 def why_not(config: CacheConfig, dims: int) -> str | None:
-    """Why no kernel reads pages of this format, or None: as `sealed.why_not` asks, but for the test
+    """Why no kernel reads pages of this format, or None: as `quantized.why_not` asks, but for the test
     of the kernels."""
     for i, side in enumerate((config.keys, config.values)):
         stored = side.dims(dims)
@@ -130,7 +130,7 @@ def record(
     groups: Sequence[int] = (4,),
     config: CacheConfig | None = None,
 ) -> None:
-    """All texts of a preset: pages sealed by one and by many, decoded for a prefill, read by decode
+    """All texts of a preset: pages quantized by one and by many, decoded for a prefill, read by decode
     attention with one new token and with several, over one run of pages or two, with and without
     attention sinks."""
     config, kind = config or config_of(preset, dims), DTYPES[dtype]
@@ -150,21 +150,21 @@ def record(
         pair = (mx.zeros((1, KV_HEADS, many * config.page, dims), kind),) * 2
         window = tuple(x[:, :, :5] for x in pair)
         store = Records(config, (dims, dims), make, tiled, turned)
-        step("seal")
+        step("quantize")
         store.append(pair, 1)
-        step("prefill seal")
+        step("prefill quantize")
         store.append(pair, many - 1, config.page)
         pages = store.read(0, store.count)
         runs = {"": pages}
         if config.follows:
             step("follow")
-            store.transported(store.codecs) if layout.sealed_by_kernel else None
+            store.transported(store.codecs) if layout.quantized_by_kernel else None
             runs[" of two runs"] = Parts((store.read(0, 1), store.read(1, store.count)))
         if not tiled:
             q = mx.zeros((1, KV_HEADS * groups[0], 16, dims), kind)
             for sink in (None, window):
                 usual = (sink is None) == (config.sink == 0)
-                step("unseal" if usual else "unseal, with other windows")
+                step("dequantize" if usual else "dequantize, with other windows")
                 attend(q, View(window, sink, pages), 1.0, "causal")
             step("decode")
             for run in runs.values():

@@ -1,4 +1,4 @@
-// Decode attention over sealed pages and full-precision windows, in base-2 exponents.
+// Decode attention over quantized pages and full-precision windows, in base-2 exponents.
 // Threadgroup: S simdgroups; grid: (32 S x tiles of QT query rows, splits, kv heads of the batch):
 // threadgroups that read the same records are neighbours. The first size[1] splits share the records,
 // the others the windows (sink, then live). Codes are read once for the QT query rows of a tile. Each

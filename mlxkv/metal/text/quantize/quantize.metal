@@ -48,10 +48,10 @@ if (unit < size[0] * size[1]) {
   device uint* out = records + size_t(unit) * record_words;
 #if WITH_FILL
   if (threadgroup_position_in_grid.y == 0) {
-    kv_seal_fill<T_K, 1>(
+    kv_quantize_fill<T_K, 1>(
         keys + (size_t(head) * size[3] + size[2] + token) * dims_k, table_k, out, lane);
   } else {
-    kv_seal_fill<T_V, 0>(
+    kv_quantize_fill<T_V, 0>(
         values + (size_t(head) * size[5] + size[4] + token) * dims_v, table_v, out + side_k, lane);
   }
 #else
@@ -60,17 +60,17 @@ if (unit < size[0] * size[1]) {
     const device float* table = table_k + (KIND_K == 3 ? size_t(head % size[6]) * (D_K * D_K) : 0);
 #if WITH_HALVES
     if (BITS_K == 16) {
-      kv_seal_half<T_K, D_K, 1, KIND_K>(from, table, tiles + simdgroup * TILE, out, lane);
+      kv_quantize_half<T_K, D_K, 1, KIND_K>(from, table, tiles + simdgroup * TILE, out, lane);
     }
 #endif
 #if WITH_CODEBOOK
     if (CODEBOOK_K) {
-      kv_seal_codebook<T_K, BITS_K, D_K, 1, KIND_K>(
+      kv_quantize_codebook<T_K, BITS_K, D_K, 1, KIND_K>(
           from, table, tiles + simdgroup * TILE, boundaries_k, out, lane);
     }
 #endif
     if (BITS_K != 16 && !CODEBOOK_K) {
-      kv_seal_side<T_K, BITS_K, D_K, GROUP_K, SYMMETRIC_K, 1, KIND_K, RANK_K>(
+      kv_quantize_side<T_K, BITS_K, D_K, GROUP_K, SYMMETRIC_K, 1, KIND_K, RANK_K>(
           from, table, tiles + simdgroup * TILE, out, lane);
     }
   } else {
@@ -78,17 +78,17 @@ if (unit < size[0] * size[1]) {
     const device float* table = table_v + (KIND_V == 3 ? size_t(head % size[7]) * (D_V * D_V) : 0);
 #if WITH_HALVES
     if (BITS_V == 16) {
-      kv_seal_half<T_V, D_V, 0, KIND_V>(from, table, tiles + simdgroup * TILE, out + SIDE_K, lane);
+      kv_quantize_half<T_V, D_V, 0, KIND_V>(from, table, tiles + simdgroup * TILE, out + SIDE_K, lane);
     }
 #endif
 #if WITH_CODEBOOK
     if (CODEBOOK_V) {
-      kv_seal_codebook<T_V, BITS_V, D_V, 0, KIND_V>(
+      kv_quantize_codebook<T_V, BITS_V, D_V, 0, KIND_V>(
           from, table, tiles + simdgroup * TILE, boundaries_v, out + SIDE_K, lane);
     }
 #endif
     if (BITS_V != 16 && !CODEBOOK_V) {
-      kv_seal_side<T_V, BITS_V, D_V, GROUP_V, SYMMETRIC_V, 0, KIND_V, RANK_V>(
+      kv_quantize_side<T_V, BITS_V, D_V, GROUP_V, SYMMETRIC_V, 0, KIND_V, RANK_V>(
           from, table, tiles + simdgroup * TILE, out + SIDE_K, lane);
     }
   }

@@ -1,4 +1,4 @@
-// Encoding of one side of a record by one simdgroup, for seal.metal.
+// Encoding of one side of a record by one simdgroup, for quantize.metal.
 
 // a / b, correctly rounded, from the rounded 1 / b.
 inline float kv_divide(float a, float b, float inverse) {
@@ -259,7 +259,7 @@ inline void kv_clipped(
 // KIND: 0 no transform, 1 Hadamard, 2 real Fourier, 3 any matrix, 4 real Fourier and scales. RANK: a token is clipped to its RANK-th
 // largest absolute value (`kv_limit`); 1 clips nothing.
 template <typename T, int BITS, int DIMS, int GROUP, int SYMMETRIC, int KEYS, int KIND, int RANK>
-inline void kv_seal_side(
+inline void kv_quantize_side(
     const device T* x, const device float* table, kv_pairs tile, device uint* out, int lane) {
   constexpr int BLOCKS = (DIMS + 31) / 32;
   constexpr int GROUPS = (DIMS + GROUP - 1) / GROUP;

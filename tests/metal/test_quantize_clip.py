@@ -1,16 +1,16 @@
-"""Clips in the seal kernel, in the emulator with all its checks: the networks, every kind, faults."""
+"""Clips in the quantize kernel, in the emulator with all its checks: the networks, every kind, faults."""
 
 import mlx.core as mx
 import numpy as np
 from emulator import metal_kernel
 from on_emulator import make
-from record_sides import seal_by_ops, unpack_side
-from sealing import data, orthogonal, seal_and_check
+from quantize_pairs import data, orthogonal, quantize_and_check
+from record_sides import quantize_by_ops, unpack_side
 
 from mlxkv.codec import transform
 from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import Affine
-from mlxkv.metal import seal
+from mlxkv.metal import quantize
 from mlxkv.metal.sources import ALL, read, resolved
 
 SORT = """
@@ -97,8 +97,8 @@ def test_without_transform_it_is_its_plain_ops_twin(subtests):
         with subtests.test(dims=dims, clips=clips):
             specs = Affine(2, 0, clip=clips[0]), Affine(3, 32, dims % 3 == 2, clip=clips[1])
             pair = [hard(dims, i) for i in range(2)]
-            twin, whole, _ = seal_by_ops(pair, specs)
-            words = seal.seal(
+            twin, whole, _ = quantize_by_ops(pair, specs)
+            words = quantize.quantize_pages(
                 pair, whole, make, ranks=tuple(spec.clip_rank(dims) for spec in specs)
             )
             for ours, theirs in zip(numbers(words, whole), numbers(twin, whole), strict=True):
@@ -115,10 +115,10 @@ def test_behind_butterflies(subtests):
             pair[0][0, 1, 8] = 0.0
             made = transform.make(name, dims, 3), transform.make(name, dims, 4)
             specs = Affine(2, 64, clip=0.96), Affine(4, 0, clip=0.92)
-            seal_and_check(pair, specs, made, start=5, tokens=80)
+            quantize_and_check(pair, specs, made, start=5, tokens=80)
             if dims == 128:
                 symmetric = Affine(3, 32, True, clip=0.92), Affine(2, 32, clip=0.96)
-                seal_and_check(pair, symmetric, made, start=0, tokens=16)
+                quantize_and_check(pair, symmetric, made, start=0, tokens=16)
 
 
 def test_behind_a_product(subtests):
@@ -128,12 +128,14 @@ def test_behind_a_product(subtests):
             q = orthogonal(dims, 0, 2)[..., :rank]
             made = Transform(mx.array(q), mx.array(q.swapaxes(-1, -2)))
             pair = [data(1, 2, 48, dims, seed=i, dtype=mx.float16) for i in range(2)]
-            seal_and_check(pair, (Affine(2, 0, clip=0.96), Affine(2, 32, clip=0.92)), (made, made))
+            quantize_and_check(
+                pair, (Affine(2, 0, clip=0.96), Affine(2, 32, clip=0.92)), (made, made)
+            )
 
 
 def test_more_than_the_lists_hold_is_clipped_before_the_kernel():
     specs = Affine(3, 64, clip=0.6), Affine(2, 64, clip=0.96)
-    assert specs[0].clip_rank(256) > seal.MAX_RANK
+    assert specs[0].clip_rank(256) > quantize.MAX_RANK
     made = transform.make("srft", 256, 1)
     pair = [data(1, 2, 64, 256, seed=i, dtype=mx.float16) for i in range(2)]
-    seal_and_check(pair, specs, (made, made), start=16, tokens=32)
+    quantize_and_check(pair, specs, (made, made), start=16, tokens=32)

@@ -1,4 +1,4 @@
-"""Keys with a scale per channel, sealed by a kernel in the emulator, against plain ops."""
+"""Keys with a scale per channel, quantized by a kernel in the emulator, against plain ops."""
 
 import mlx.core as mx
 from on_emulator import make
@@ -7,7 +7,7 @@ from samples import data
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.formats.config import Affine, CacheConfig, Codebook, Polar, Side
 from mlxkv.formats.records import record_layout
-from mlxkv.metal import seal
+from mlxkv.metal import quantize
 
 # keys, values, page, dims, transform of the values, dtype
 CASES = {
@@ -36,7 +36,7 @@ def test_pages_are_those_of_plain_ops(subtests):
         for name in CASES:
             with subtests.test(dtype=dtype, name=name):
                 ours, plain, dims, page = stores(name)
-                assert seal.why_no_channels(ours.layout) is None
+                assert quantize.why_no_channels(ours.layout) is None
                 x = pair(page, dims, 2, dtype)
                 for store in (ours, plain):
                     store.append(x, 2, page)
@@ -55,13 +55,13 @@ def test_the_kernel_is_one_dispatch():
 
     ours, _, dims, page = stores("kivi", counted)
     ours.append(pair(page, dims, 1), 1)
-    assert len(built) == 1 and "seal_channel" in built[0]
+    assert len(built) == 1 and "quantize_channel" in built[0]
 
 
-def test_what_it_does_not_seal_says_why():
+def test_what_it_does_not_quantize_says_why():
     def why(keys, values, dims=64):
         config = CacheConfig(Side(keys), Side(values), page=64)
-        return seal.why_no_channels(record_layout(config, dims, dims))
+        return quantize.why_no_channels(record_layout(config, dims, dims))
 
     channel = Affine(4, 32, axis="channel")
     assert why(channel, Affine(2, 32)) is None

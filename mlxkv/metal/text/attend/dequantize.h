@@ -1,4 +1,4 @@
-// Decoding of unseal.metal, with its wide stores.
+// Decoding of dequantize.metal, with its wide stores.
 
 inline uint kv_pack(half a, half b) {
   return uint(as_type<ushort>(a)) | (uint(as_type<ushort>(b)) << 16);
@@ -93,7 +93,7 @@ inline void kv_copy(device T* to, const device T* from, int rows, int lane) {
 template <
     typename T, int BITS, int DIMS, int GROUP, int SYMMETRIC, int CODEBOOK, int CHANNEL,
     int PAIRS, int TREE, int BOOKS, int KEYS>
-inline void kv_unseal_side(
+inline void kv_dequantize_side(
     const device uint* side, const device uint* header, int place, device T* rows,
     const thread float* levels, const thread int* books, int lane) {
   constexpr int BLOCKS = (DIMS + 31) / 32;
@@ -278,7 +278,7 @@ inline void kv_copy_words(device T* to, const device T* from, int count, int lan
 
 // Decodes one side of a record whose blocks have widths of their own (fill.h) to rows [16, stored dims].
 template <typename T, int KEYS>
-inline void kv_unseal_blocks(
+inline void kv_dequantize_blocks(
     const device uint* record, const device uint* table, device T* rows, int lane) {
   const int g = lane / 4;
   const int t = lane % 4;

@@ -52,9 +52,9 @@ inline uint kv_fill_part(
   return word;
 }
 
-// table: `template.fill_sealing`.
+// table: `template.fill_quantizing`.
 template <typename T, int KEYS>
-inline void kv_seal_fill(const device T* x, const device float* table, device uint* out, int lane) {
+inline void kv_quantize_fill(const device T* x, const device float* table, device uint* out, int lane) {
   const int g = lane / 4;
   const int t = lane % 4;
   const int blocks = int(table[0]);

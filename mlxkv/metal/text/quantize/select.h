@@ -1,4 +1,4 @@
-// The limit of a clipped token: the RANK-th largest of its absolute values, spread over lanes as in seal.h.
+// The limit of a clipped token: the RANK-th largest of its absolute values, spread over lanes as in quantize.h.
 // Sorting networks take the same instructions for all values and handle ties.
 
 #if WITH_CLIP

@@ -69,13 +69,13 @@ if (head < size[2]) {
     device T* rows = out + row * dims_k;
 #if WITH_FILL
     if (paged) {
-      kv_unseal_blocks<T, 1>(at, headers, rows, lane);
+      kv_dequantize_blocks<T, 1>(at, headers, rows, lane);
     } else {
       kv_copy_words(rows, (in_sink ? sink_k : live_k) + from * dims_k, many * dims_k, lane);
     }
 #else
     if (paged) {
-      kv_unseal_side<
+      kv_dequantize_side<
           T, BITS_K, DIMS_K, GROUP_K, SYMMETRIC_K, CODEBOOK_K, CHANNEL_K, PAIRS_K, TREE_K,
           BOOK_K, 1>(at, header, place, rows, levels_k, books_k, lane);
     } else {
@@ -86,13 +86,13 @@ if (head < size[2]) {
     device T* rows = out + (size[5] ? 0 : size_t(size[2]) * tokens * dims_k) + row * dims_v;
 #if WITH_FILL
     if (paged) {
-      kv_unseal_blocks<T, 0>(at, headers, rows, lane);
+      kv_dequantize_blocks<T, 0>(at, headers, rows, lane);
     } else {
       kv_copy_words(rows, (in_sink ? sink_v : live_v) + from * dims_v, many * dims_v, lane);
     }
 #else
     if (paged) {
-      kv_unseal_side<
+      kv_dequantize_side<
           T, BITS_V, DIMS_V, GROUP_V, SYMMETRIC_V, CODEBOOK_V, CHANNEL_V, PAIRS_V, TREE_V,
           BOOK_V, 0>(at + SIDE_K, header + HEADER_K, place, rows, levels_v, books_v, lane);
     } else {

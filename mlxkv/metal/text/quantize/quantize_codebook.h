@@ -1,13 +1,13 @@
 // Encodes one side of a record by a codebook, by one simdgroup: x [16, DIMS] to codes and norms at `out`.
-// boundaries: between levels above 0, for vectors of norm 1. KIND: `kv_seal_side`.
+// boundaries: between levels above 0, for vectors of norm 1. KIND: `kv_quantize_side`.
 #if WITH_CODEBOOK
 template <typename T, int BITS, int DIMS, int KEYS, int KIND>
-inline void kv_seal_codebook(
+inline void kv_quantize_codebook(
     const device T* x, const device float* table, kv_pairs tile, const thread float* boundaries,
     device uint* out, int lane) {
   constexpr int BLOCKS = (DIMS + 31) / 32;
   constexpr int WORDS = kv_lane_words<BITS>(BLOCKS);
-  constexpr int HELD = KEYS ? 2 : 4; // tokens of a lane, as in `kv_seal_side`
+  constexpr int HELD = KEYS ? 2 : 4; // tokens of a lane, as in `kv_quantize_side`
   constexpr int ABOVE = BITS > 4 ? 0 : (1 << (BITS - 1)) - 1;
   constexpr uint MIDDLE = 1u << (BITS - 1);
   const int g = lane / 4;

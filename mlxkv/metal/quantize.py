@@ -1,4 +1,4 @@
-"""Sealing: kernels that encode keys and values into page records. Plain-ops twins: `encode` of the
+"""Quantizing: kernels that encode keys and values into page records. Plain-ops twins: `encode` of the
 methods in `codec`, and `codec.records.to_records`.
 
 `make` is the factory that builds them (`launch`); tests pass the emulator's.
@@ -15,37 +15,45 @@ from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import SCALED
 from mlxkv.formats.records import TOKENS, RecordLayout
 from mlxkv.metal.launch import Factory, launch
-from mlxkv.metal.template import Pair, fill_sealing, ints, nothing, sealing_template, side_template
+from mlxkv.metal.template import (
+    Pair,
+    fill_quantizing,
+    ints,
+    nothing,
+    quantizing_template,
+    side_template,
+)
 
 SIMDGROUPS = 4  # of a threadgroup
-TILES = 2048  # pairs of floats in the threadgroup memory of a seal: 16 KiB, or one tile
+# pairs of floats in the threadgroup memory of a dispatch that quantizes: 16 KiB, or one tile
+TILES = 2048
 # Threadgroups that a multiprocessor of an NVIDIA GPU is to hold, by pairs of a tile: enough simdgroups
 # to wait for memory, with few registers spilled (counted by the compiler, not tuned by timing).
 RESIDENT = {512: 8, 1024: 10, 2048: 12}
-MAX_RANK = 64  # of a limit that the kernels find: the longest list of text/seal/select.h
+MAX_RANK = 64  # of a limit that the kernels find: the longest list of text/quantize/select.h
 FAST_DIMS = (64, 128, 256, 512)
 FAST_KINDS = {"hadamard": 1, "srft": 2, SCALED: 4}
 DENSE, DENSE_DIMS, DENSE_TOKENS = 3, (64, 96, 128, 192, 256), 512
 CHANNEL_SIMDGROUPS = 8
-# Blocks of dims that fit in an Apple GPU's 128 registers; on NVIDIA all do, and seal faster.
+# Blocks of dims that fit in an Apple GPU's 128 registers; on NVIDIA all do, and quantize faster.
 CHUNK = 2
 CHANNEL_DIMS = (
     256  # of keys: ranges of all channels, from every simdgroup, fit in threadgroup memory
 )
 
 
-def sealer(layout: RecordLayout) -> Callable[..., dict[str, mx.array]] | None:
-    """Return what seals pages of this layout, called as `seal`; None where plain ops have to."""
+def record_writer(layout: RecordLayout) -> Callable[..., dict[str, mx.array]] | None:
+    """Return what quantizes pages of this layout, called as `quantize_pages`; None where plain ops have to."""
     if why_no_channels(layout) is None:
-        return seal_channels
-    return _seal_records if layout.sealed_by_kernel else None
+        return quantize_channels
+    return _quantize_records if layout.quantized_by_kernel else None
 
 
-def _seal_records(*arguments) -> dict[str, mx.array]:
-    return {"records": seal(*arguments)}
+def _quantize_records(*arguments) -> dict[str, mx.array]:
+    return {"records": quantize_pages(*arguments)}
 
 
-def seal(
+def quantize_pages(
     pair: Pair,
     layout: RecordLayout,
     make: Factory,
@@ -59,7 +67,7 @@ def seal(
 
     start, tokens: which tokens are encoded, all by default; a multiple of 16. Pass whole buffers, since
         MLX copies slices.
-    transforms: of keys and values. One that the kernel cannot apply (`seal_kind`) is an MLX product
+    transforms: of keys and values. One that the kernel cannot apply (`quantize_kind`) is an MLX product
         before the dispatch.
     ranks: of keys and values, `Affine.clip_rank`. Beyond `MAX_RANK` MLX clips before the dispatch.
     """
@@ -69,7 +77,7 @@ def seal(
     inputs, tables, places, matrices, template, tile = [], [], [], [], {}, 16
     sides = zip("KV", pair, (layout.keys, layout.values), transforms, ranks, strict=True)
     for name, x, at, transform, rank in sides:
-        kind, first = seal_kind(transform, x.shape[3], tokens), start
+        kind, first = quantize_kind(transform, x.shape[3], tokens), start
         if kind is None or rank > MAX_RANK or (at.widths and kind):
             x, kind, first = x[:, :, start : start + tokens], 0, 0
             x = x if transform is None else transform.store(x)
@@ -80,16 +88,16 @@ def seal(
         inputs.append(x)
         table = transform.down if kind == DENSE else transform.table if kind else nothing()
         matrices.append(max(1, table.size // x.shape[3] ** 2))
-        tables.append(fill_sealing(at) if at.widths else table)
+        tables.append(fill_quantizing(at) if at.widths else table)
         places += [first, x.shape[2]]
         template |= {f"T_{name}": x.dtype} | side_template(at, f"_{name}")
         if not at.widths:
             template |= {f"D_{name}": at.dims, f"KIND_{name}": kind, f"RANK_{name}": rank}
-            template |= sealing_template(at, f"_{name}")
+            template |= quantizing_template(at, f"_{name}")
         tile = max(tile, TOKENS * at.dims // 2 if kind else 0)
     groups = max(1, min(SIMDGROUPS, TILES // tile))
     (out,) = launch(
-        "seal",
+        "quantize",
         [*inputs, *tables, ints(count, batch * heads, *places, *matrices)],
         template | {"S": groups} | ({} if layout.filled else {"TILE": tile}),
         (32 * groups * -(-count * batch * heads // groups), 2, 1),
@@ -102,14 +110,14 @@ def seal(
 
 
 def fast_kind(transform: Transform | None, dims: int) -> int | None:
-    """Return how the seal kernel applies a transform: 0 not at all, 1 by Hadamard's, 2 by Fourier's butterflies
+    """Return how the quantize kernel applies a transform: 0 not at all, 1 by Hadamard's, 2 by Fourier's butterflies
     and 4 by these and scales, None: it cannot."""
     if transform is None:
         return 0
     return FAST_KINDS.get(transform.kind) if dims in FAST_DIMS else None
 
 
-def seal_kind(transform: Transform | None, dims: int, tokens: int) -> int | None:
+def quantize_kind(transform: Transform | None, dims: int, tokens: int) -> int | None:
     """`fast_kind`, or DENSE for a square matrix and few tokens, where one dispatch is what counts.
     Of many tokens it is a product of MLX's, on matrix units where there are any."""
     kind = fast_kind(transform, dims)
@@ -120,7 +128,7 @@ def seal_kind(transform: Transform | None, dims: int, tokens: int) -> int | None
 
 
 def why_no_channels(layout: RecordLayout) -> str | None:
-    """Return why `seal_channels` does not write such records, or None."""
+    """Return why `quantize_channels` does not write such records, or None."""
     keys, values = layout.keys, layout.values
     if not keys.channel or keys.pairs:
         return "keys without scales per channel alone"
@@ -131,7 +139,7 @@ def why_no_channels(layout: RecordLayout) -> str | None:
     return None
 
 
-def seal_channels(
+def quantize_channels(
     pair: Pair,
     layout: RecordLayout,
     make: Factory,
@@ -141,7 +149,7 @@ def seal_channels(
     ranks: tuple[int, int] = (1, 1),
 ) -> dict[str, mx.array]:
     """(keys, values), each [B, G, T, D] -> records [B, G, tokens / 16, words] and headers
-    [B, G, pages, header words], for keys with a scale per channel. Arguments as in `seal`; tokens: whole
+    [B, G, pages, header words], for keys with a scale per channel. Arguments as in `quantize_pages`; tokens: whole
     pages.
 
     Transforms are MLX products before the one dispatch, as is a clip of keys, and one of values beyond
@@ -162,7 +170,7 @@ def seal_channels(
     keys, values = inputs
     units = max(tokens // at.group, -(-count // CHANNEL_SIMDGROUPS)) * batch * heads
     words, headers = launch(
-        "seal_channel",
+        "quantize_channel",
         [keys, values, ints(count, batch * heads, *places, 0, 0)],
         {
             **{"T_K": keys.dtype, "D_K": at.dims, "T_V": values.dtype, "D_V": layout.values.dims},

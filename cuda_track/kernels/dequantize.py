@@ -9,7 +9,7 @@ from cuda_track.kernels.codes import halves
 
 
 @triton.jit(do_not_specialize=["row_pages", "start"])
-def unseal_kernel(
+def dequantize_kernel(
     words, high, numbers, table, pages, out,  # of one side; [B, row_pages], [B]; [B, G, tokens, R]
     row_pages, start, out_row, out_head,
     R: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr,

@@ -123,7 +123,7 @@ if (threadgroup_position_in_grid.y == 0 && place < groups * heads) {
 const int unit = place * S + simdgroup;
 if (threadgroup_position_in_grid.y == 1 && unit < size[0] * heads) {
   const int token0 = size[4] + unit % size[0] * 16;
-  kv_seal_side<T_V, BITS_V, D_V, GROUP_V, SYMMETRIC_V, 0, 0, RANK_V>(
+  kv_quantize_side<T_V, BITS_V, D_V, GROUP_V, SYMMETRIC_V, 0, 0, RANK_V>(
       values + (size_t(unit / size[0]) * size[5] + token0) * D_V, (const device float*)size, tiles,
       records + size_t(unit) * (SIDE_K + SIDE_V) + SIDE_K, lane);
 }

@@ -1,4 +1,4 @@
-"""Seal a pair of keys and values in the emulator, and check its codes against the spec."""
+"""Quantize a pair of keys and values in the emulator, and check its codes against the spec."""
 
 import mlx.core as mx
 import numpy as np
@@ -7,7 +7,7 @@ from record_sides import unpack_side
 
 from mlxkv.formats.config import Affine
 from mlxkv.formats.records import RecordLayout, side_layout
-from mlxkv.metal import seal
+from mlxkv.metal import quantize
 from mlxkv.spec import affine as ref
 
 NEAR = 1e-3  # of a code from where rounding turns
@@ -63,12 +63,12 @@ def check(words, x, spec, at, down=None):
     assert (codes != want).mean() < 2e-2
 
 
-def seal_and_check(pair, specs, transforms, start=0, tokens=None):
+def quantize_and_check(pair, specs, transforms, start=0, tokens=None):
     downs = [None if t is None else t.down for t in transforms]
     dims = [x.shape[3] if d is None else d.shape[-1] for x, d in zip(pair, downs, strict=True)]
     whole = layout(specs, dims)
     ranks = tuple(spec.clip_rank(n) for spec, n in zip(specs, dims, strict=True))
-    words = seal.seal(pair, whole, make, transforms, start, tokens, ranks)
+    words = quantize.quantize_pages(pair, whole, make, transforms, start, tokens, ranks)
     stop = pair[0].shape[2] if tokens is None else start + tokens
     assert words.shape == (*pair[0].shape[:2], (stop - start) // 16, whole.words)
     split = whole.keys.words

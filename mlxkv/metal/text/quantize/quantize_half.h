@@ -1,12 +1,12 @@
 // Encodes one side of a record as float16 numbers, by one simdgroup: x [16, DIMS] to words at `out`. Numbers
-// saturate, and are zero beyond the last dim. KIND: `kv_seal_side`.
+// saturate, and are zero beyond the last dim. KIND: `kv_quantize_side`.
 #if WITH_HALVES
 inline uint kv_halves_word(float low, float high) {
   return uint(as_type<ushort>(half(low))) | (uint(as_type<ushort>(half(high))) << 16);
 }
 
 template <typename T, int DIMS, int KEYS, int KIND>
-inline void kv_seal_half(
+inline void kv_quantize_half(
     const device T* x, const device float* table, kv_pairs tile, device uint* out, int lane) {
   constexpr int BLOCKS = (DIMS + 31) / 32;
   constexpr int WORDS = kv_lane_words<16>(BLOCKS);
