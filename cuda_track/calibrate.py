@@ -73,7 +73,7 @@ class Moments(LayerSums):
             self.output = grouped.cpu().numpy()
 
     def _at_zero(self, x: torch.Tensor) -> torch.Tensor:
-        """Keys or queries of a window turned back to position 0, [B, H, L, D] float32."""
+        """Keys or queries of a window rotated back to position 0, [B, H, L, D] float32."""
         if self.rotary is None or not len(self.rotary.pairs):
             return x.float()
         partner, *factors = self.rotary.wheel(-np.arange(x.shape[2]), x.shape[3])
@@ -132,9 +132,9 @@ def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
     group = queries.shape[1] // keys.shape[1]
     place = torch.arange(keys.shape[2], device=keys.device)
     attention = torch.zeros(keys.shape[1:3], device=keys.device)
-    turn = torch.eye(call.out.shape[-1])[None] if root is None else root
-    values = call.values[0].float() @ turn.to(keys.device)  # [G, T, D]
-    out = call.out[0].float().unflatten(0, (-1, group)) @ turn.to(keys.device)[:, None]
+    transform = torch.eye(call.out.shape[-1])[None] if root is None else root
+    values = call.values[0].float() @ transform.to(keys.device)  # [G, T, D]
+    out = call.out[0].float().unflatten(0, (-1, group)) @ transform.to(keys.device)[:, None]
     squares, costs = torch.zeros(keys.shape[1], device=keys.device), []
     for block in at.split(64):
         q = queries[0, :, block].float().unflatten(0, (-1, group)) * call.scale  # [G, H / G, N, D]
@@ -266,7 +266,7 @@ def calibrate(
 def rotations(
     model: torch.nn.Module, tokens: Sequence[int], longest: int
 ) -> dict[int, Rotary | None]:
-    """Return how keys of each layer turn up to position `longest`; None where it is not as RoPE does. Tokens that see
+    """Return how keys of each layer rotate up to position `longest`; None where it is not as RoPE does. Tokens that see
     themselves alone compute the same at every position."""
     from cuda_track.models.taps import observing
 

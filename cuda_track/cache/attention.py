@@ -91,12 +91,12 @@ _examined: list[tuple] = []  # (weak reference to the last mask, its version, th
 def _prefill(queries, view: View, scale, mask: Mask, sink_logits, softcap):
     """Decode the pages of this one layer into a scratch for torch SDPA.
 
-    If the transforms are square, windows, queries and outputs turn, not the pages: those are far more
-    tokens. Else pages turn back, since windows lose nothing.
+    If the transforms are square, windows, queries and outputs are transformed, not the pages: those are far more
+    tokens. Else pages are transformed back, since windows lose nothing.
     """
     args, dtype = (scale, mask, sink_logits, softcap), queries.dtype
     runs = view.pages.parts if view.pages else ()
-    if len(runs) != 1 or not all(code.turns for code in runs[0].codecs):
+    if len(runs) != 1 or not all(code.is_square for code in runs[0].codecs):
         return _plain(queries, *view.whole(dtype), *args)
     keys, values = (_stored(view, side, dtype) for side in (0, 1))
     (of_keys, of_values), kv_heads = (code.transform for code in runs[0].codecs), keys.shape[1]

@@ -126,8 +126,8 @@ class CompressedKVCache(GoesBack):
         self._append(tuple(x[:, :, stop:] for x in live))
 
     def _check_heads(self, heads: int) -> None:
-        turns = (self.layer_maps.keys, self.layer_maps.values) if self.layer_maps else ()
-        head_counts = {len(turn.down) for turn in turns if turn.down.ndim == 3}
+        transforms = (self.layer_maps.keys, self.layer_maps.values) if self.layer_maps else ()
+        head_counts = {len(transform.down) for transform in transforms if transform.down.ndim == 3}
         if self.layer_maps and self.layer_maps.mean is not None:
             head_counts.add(len(self.layer_maps.mean))
         if head_counts - {heads}:
@@ -222,9 +222,10 @@ class CompressedKVCache(GoesBack):
 
     def _restore(self, header: dict, tree: dict) -> None:
         self._restore_extra(header, tree)
-        turn = self.layer_maps.values if header.get("folded") else None
+        transform = self.layer_maps.values if header.get("folded") else None
         self._live, self._sink, self._last = (
-            self._window_of(state.window(tree, name), turn) for name in ("live", "sink", "last")
+            self._window_of(state.window(tree, name), transform)
+            for name in ("live", "sink", "last")
         )
         self._count = 0 if self._live is None else self._live[0].shape[2]
         if header["pages"]:
@@ -235,11 +236,11 @@ class CompressedKVCache(GoesBack):
             raise ValueError(f"{self.offset} tokens announced")
 
     @staticmethod
-    def _window_of(pair: Pair | None, turn: Transform | None) -> Pair | None:
-        """Copies of a window; turn: of values that were saved behind weights which turn them."""
+    def _window_of(pair: Pair | None, transform: Transform | None) -> Pair | None:
+        """Copies of a window; transform: of values that were saved behind weights which transform them."""
         if pair is None:
             return None
         keys, values = pair
-        if turn is not None:
-            values = turn.to(values.device).restore(values).to(values.dtype)
+        if transform is not None:
+            values = transform.to(values.device).restore(values).to(values.dtype)
         return keys.clone(), values.clone()

@@ -52,15 +52,15 @@ def _sound(x: torch.Tensor) -> torch.Tensor:
 
 def taught(basis: LayerMaps, config: CacheConfig, batch: Pair, prompt: bool) -> LayerMaps:
     """`now` after a batch of keys and values [B, G, N, D], of a prompt or decoded."""
-    turns = {}
+    transforms = {}
     for name, x in zip(NAMES, batch, strict=True):
         low = getattr(config, name).low
         rate = 0.0 if low is None else low.rate(prompt)
         if rate:
             down = getattr(basis, name).down
             u = down.expand(*x.shape[:2], *down.shape[-2:]).to(x.device)
-            turns[name] = transform_of(update(u, x, rate, low.raw))
-    return replace(basis, **turns) if turns else basis
+            transforms[name] = transform_of(update(u, x, rate, low.raw))
+    return replace(basis, **transforms) if transforms else basis
 
 
 def transform_of(u: torch.Tensor) -> Transform:

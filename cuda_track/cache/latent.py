@@ -103,8 +103,10 @@ def attend(
     if queries.shape[2] > attention.DECODE_TOKENS:
         return attention.attend(queries, expanded(view, queries.dtype), scale, mask)
     heads = view.heads
-    plain, turned = queries.split([heads.keys.shape[1], queries.shape[3] - heads.keys.shape[1]], 3)
-    added = (turned.float() @ view.rotary(torch.float32).mT) * scale
+    plain, rotary_queries = queries.split(
+        [heads.keys.shape[1], queries.shape[3] - heads.keys.shape[1]], 3
+    )
+    added = (rotary_queries.float() @ view.rotary(torch.float32).mT) * scale
     added = attention.masked(added, mask)
     out = attention.decode_codes(plain @ heads.keys, view.latents, scale, added)
     return out @ heads.values.mT

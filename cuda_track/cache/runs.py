@@ -22,7 +22,7 @@ class Segments(Runs):
                 run.select(rows)
             chosen = of_rows(basis, rows)
             if chosen is not basis:
-                self.runs[i], self.bases[i] = self._turned(run, chosen), chosen
+                self.runs[i], self.bases[i] = self._transformed(run, chosen), chosen
 
     def _codes(self, run: Store) -> dict[str, Stored]:
         return dict(zip(NAMES, run.read(0, run.count).stored, strict=True))

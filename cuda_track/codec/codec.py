@@ -25,7 +25,7 @@ Stored = dict[str, torch.Tensor]
 class Codec:
     """Encodes and decodes pages of vectors of D values, stored as R.
 
-    dims: D; the attribute holds R. page: tokens per page. turn: the transform of a calibrated side,
+    dims: D; the attribute holds R. page: tokens per page. transform: the transform of a calibrated side,
     which belongs to one layer.
     """
 
@@ -34,11 +34,11 @@ class Codec:
         side: Side,
         dims: int,
         page: int,
-        turn: Transform | None = None,
+        side_transform: Transform | None = None,
         device: torch.device = torch.device("cpu"),
     ):
         self.spec, self.page, self.method = side.quantizer, page, METHODS[type(side.quantizer)]
-        self.transform = turn or transform.make(side.transform, dims, side.seed, device)
+        self.transform = side_transform or transform.make(side.transform, dims, side.seed, device)
         self.dims = dims if self.transform is None else self.transform.down.shape[-1]
 
     def __deepcopy__(self, memo) -> Codec:
@@ -55,11 +55,11 @@ class Codec:
         return self.method.encode(self.spec, self.store(x), self.page)
 
     def store(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn x [B, G, T, D] into the values that are encoded, [B, G, T, R]."""
+        """Transform x [B, G, T, D] into the values that are encoded, [B, G, T, R]."""
         return x if self.transform is None else self.transform.store(x)
 
     def decode_stored(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
-        """Decode without turning back: [B, G, T, R] in `dtype`."""
+        """Decode without transforming back: [B, G, T, R] in `dtype`."""
         return self.method.decode(self.spec, stored, self.dims, self.page, dtype)
 
     def decode(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
@@ -69,7 +69,7 @@ class Codec:
         return self.transform.restore(self.decode_stored(stored, torch.float32)).to(dtype)
 
     def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Turn queries q [B, G, N, D] into the stored domain: [B, G, N, R] float32."""
+        """Transform queries q [B, G, N, D] into the stored domain: [B, G, N, R] float32."""
         return q.float() if self.transform is None else self.transform.query(q)
 
     def scores(self, q: torch.Tensor, stored: Stored) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Codec:
         return x if self.transform is None else self.transform.restore(x)
 
     @property
-    def turns(self) -> bool:
+    def is_square(self) -> bool:
         """Return whether attention may stay in the stored domain: no rank is lost. False for a basis that
         follows the text: a copy of it in each dtype would be kept, and there are ever more."""
         if self.transform is None:

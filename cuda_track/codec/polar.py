@@ -19,8 +19,8 @@ def _halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def encode(spec: Polar, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     """x: [B, G, T, R], T a whole number of pages."""
     a, b = _halves(x.float().unflatten(2, (-1, page)))
-    turned = torch.atan2(b, a)
-    parts = {"radius": torch.hypot(a, b), "angle": turned.where(turned >= 0, turned + tau)}
+    angle = torch.atan2(b, a)
+    parts = {"radius": torch.hypot(a, b), "angle": angle.where(angle >= 0, angle + tau)}
     code, stored = 0, {}
     for name, part in parts.items():
         bits = getattr(spec, name)

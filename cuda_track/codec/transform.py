@@ -1,7 +1,7 @@
 """The (down, up) pair of a side and its makers: stored = x @ down, x = stored @ up. Spec:
 `mlxkv.spec.affine.transform`.
 
-Attention turns the query (`q @ up^T`) and the output (`o @ up`) once, so that the inner loop reads codes
+Attention transforms the query (`q @ up^T`) and the output (`o @ up`) once, so that the inner loop reads codes
 only. Hadamard and the real FFT are made by torch; signs and random matrices, on which saved caches
 depend bit by bit, come from `mlxkv.formats.matrices`.
 """
@@ -25,15 +25,15 @@ class Transform:
     up: torch.Tensor
 
     def store(self, x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Turn x [B, G, T, D] into the stored domain, [B, G, T, R] in `dtype`."""
+        """Transform x [B, G, T, D] into the stored domain, [B, G, T, R] in `dtype`."""
         return x.to(dtype) @ self._in(dtype)[0]
 
     def restore(self, c: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Turn c [B, G, T, R] back, [B, G, T, D] in `dtype`."""
+        """Transform c [B, G, T, R] back, [B, G, T, D] in `dtype`."""
         return c.to(dtype) @ self._in(dtype)[1]
 
     def query(self, q: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Turn q [B, G, N, D] to [B, G, N, R] in `dtype`, so that q . restore(c) = query(q) . c."""
+        """Transform q [B, G, N, D] to [B, G, N, R] in `dtype`, so that q . restore(c) = query(q) . c."""
         return q.to(dtype) @ self._in(dtype)[1].mT
 
     def _in(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

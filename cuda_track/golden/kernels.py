@@ -69,10 +69,12 @@ def metal_rows(device: torch.device) -> Iterator[Row]:
         config = CacheConfig(*(Side(side.quantizer) for side in inputs.sides), page=inputs.page)
         if metal.why_not(config, (dims, dims)) or metal_kernel.why_not(q, mask, DECODE_TOKENS):
             continue
-        turns = (code.transform for code in TABLE.given(inputs).pages.codecs)
+        transforms = (code.transform for code in TABLE.given(inputs).pages.codecs)
         codecs = tuple(
-            Codec(Side(side.quantizer), dims, inputs.page, turn and turn.to(device), device)
-            for side, turn in zip(inputs.sides, turns, strict=True)
+            Codec(
+                Side(side.quantizer), dims, inputs.page, transform and transform.to(device), device
+            )
+            for side, transform in zip(inputs.sides, transforms, strict=True)
         )
         pages = Records(config, codecs)
         pages.restore(dict(zip(NAMES, _moved(inputs.stored, device), strict=True)), inputs.pages)

@@ -47,20 +47,22 @@ class TorchTable(Table):
     def transform(self, name: str, dims: int, seed: int) -> Transform:
         return transform.make(name, dims, seed, torch.get_default_device())
 
-    def codec(self, side: Side, dims: int, page: int, turn: Transform | None = None) -> Codec:
-        return Codec(side, dims, page, turn, torch.get_default_device())
+    def codec(self, side: Side, dims: int, page: int, transform: Transform | None = None) -> Codec:
+        return Codec(side, dims, page, transform, torch.get_default_device())
 
     def left(self, keys: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        turn = self.transform("none", keys.shape[-1], 0)
-        return LayerMaps(turn, turn, mean=mean[:, None]).left(keys)
+        transform = self.transform("none", keys.shape[-1], 0)
+        return LayerMaps(transform, transform, mean=mean[:, None]).left(keys)
 
     def attend(self, it: Attention) -> torch.Tensor:
         return attention.attend(it.q, self.given(it), it.scale, it.mask, it.sink_logits, it.softcap)
 
     def given(self, it: Attention) -> View:
         """A view whose pages hold the codes of `it`."""
-        turns = it.turns or (None, None)
-        codecs = (self.codec(s, it.dims, it.page, t) for s, t in zip(it.sides, turns, strict=True))
+        transforms = it.transforms or (None, None)
+        codecs = (
+            self.codec(s, it.dims, it.page, t) for s, t in zip(it.sides, transforms, strict=True)
+        )
         return View(it.live, it.sink, CodePages(tuple(codecs), it.stored, it.pages * it.page))
 
     def causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -106,9 +106,10 @@ def attend_kernel(
     MASKED: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
     CHAINED: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits + programs of windows, G, B). rows: of a group, heads times `new` tokens; N: padded. T: tokens of a
-    turn. CHANNEL: tokens of a page of keys that share scales per channel, 0: scales are per token. CAPPED: scores are
-    bent to stay below `cap`. WIDE: windows are multiplied in float32, since Triton's interpreter has no bfloat16."""
+    """Grid (splits + programs of windows, G, B). rows: of a group, heads times `new` tokens; N: padded. T: tokens of
+    a step. CHANNEL: tokens of a page of keys that share scales per channel, 0: scales are per token. CAPPED: scores
+    are bent to stay below `cap`. WIDE: windows are multiplied in float32, since Triton's interpreter has no
+    bfloat16."""
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     at = (head * tl.num_programs(0) + split) * N
@@ -167,8 +168,8 @@ def _pages(
     last = ((split.to(tl.int64) + 1) * pages // splits).to(tl.int32)
     for page in tl.range(first, last, num_stages=STAGES):
         place = tl.load(table + page).to(tl.int64) * heads + g
-        for turn in tl.static_range(PAGE // T):
-            t = turn * T + tl.arange(0, T)
+        for step in tl.static_range(PAGE // T):
+            t = step * T + tl.arange(0, T)
             kw = tl.load(k_words + place * (PAGE * KJ) + t[:, None] * KJ + kj[None, :])
             vw = tl.load(v_words + place * (PAGE * VJ) + vj[:, None] * PAGE + t[None, :])
             kh, vh = kw, vw
@@ -180,8 +181,8 @@ def _pages(
 
             k = planes(kw, kh, K_BITS, K_PLANES, ASM)
             if CHANNEL:
-                if turn * T % CHANNEL == 0:
-                    kn = k_numbers + (place * (PAGE // CHANNEL) + turn * T // CHANNEL) * R
+                if step * T % CHANNEL == 0:
+                    kn = k_numbers + (place * (PAGE // CHANNEL) + step * T // CHANNEL) * R
                     folded, largest, shift, extra = _fold(q, kn, KJ, K_BITS, K_PLANES)
                     scaled, extra = factor * largest, factor * extra
                 s = tl.zeros([T, N], tl.float32) - shift[None, :]
@@ -243,8 +244,8 @@ def _windows(
     *_row: of a batch row."""
     n, t, d = tl.arange(0, N), tl.arange(0, T), tl.arange(0, D)
     dtype = tl.float32 if WIDE else live_k.dtype.element_ty
-    turned = tl.load(q + n[None, :] * D + d[:, None], mask=n[None, :] < rows, other=0.0)
-    turned = turned.to(dtype)  # q^T [D, N]
+    queries = tl.load(q + n[None, :] * D + d[:, None], mask=n[None, :] < rows, other=0.0)
+    queries = queries.to(dtype)  # q^T [D, N]
     # Row i of a group is token i % new of its head: it sees that many tokens less at the end.
     seen_by = live_tokens - new + 1 + n % new
     top = tl.full([N], -1e30, tl.float32)
@@ -264,7 +265,7 @@ def _windows(
             values = sink_v + b * sink_row + g * sink_stride
         exists = place < count
         k = tl.load(keys + place[:, None] * D + d[None, :], mask=exists[:, None], other=0.0)
-        s = tl.dot(k.to(dtype), turned, input_precision="ieee") * scale
+        s = tl.dot(k.to(dtype), queries, input_precision="ieee") * scale
         if CAPPED:
             s = _capped(s, cap)
         allowed = exists[:, None] & ((place[:, None] < seen_by[None, :]) | (not live))

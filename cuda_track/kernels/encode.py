@@ -16,7 +16,9 @@ ROUNDS = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _turned(x, down, t, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _transformed(
+    x, down, t, D: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
     """x @ down: float32 [T, R]. x, down: pointers; down [PARTS or 1, D, R]."""
     r = tl.arange(0, R)
     y = tl.zeros([t.shape[0], R], tl.float32)
@@ -110,7 +112,7 @@ def quantize_kernel(
     first = block * T
     source = x + b.to(tl.int64) * x_row + g * x_head + first.to(tl.int64) * D
     if TURNED:
-        y = _turned(source, down + g * down_head, t, D, R, PARTS, BLOCK)
+        y = _transformed(source, down + g * down_head, t, D, R, PARTS, BLOCK)
     else:
         y = tl.load(source + t[:, None] * D + r[None, :]).to(tl.float32)
     if RANK > 1:

@@ -137,7 +137,7 @@ def attend(
     """
     from cuda_track.kernels.decode import attend_kernel
     from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
-    from cuda_track.kernels.turn import merge_kernel, queries_kernel
+    from cuda_track.kernels.transform import merge_kernel, queries_kernel
 
     batch, heads, new, dims = queries.shape
     kv_heads = live[0].shape[1]
@@ -187,7 +187,7 @@ def attend(
         0.0 if softcap is None else softcap * LOG2E,
         **{f"K_{name}": x for name, x in sides[0].items()},
         **{f"V_{name}": x for name, x in sides[1].items()},
-        **{"R": dims, "N": padded, "T": keys.turn, "PAGE": keys.page, "WINDOW": 32},
+        **{"R": dims, "N": padded, "T": keys.step_tokens, "PAGE": keys.page, "WINDOW": 32},
         CHANNEL=keys.channel_tokens,
         MASKED=visible is not None,
         CAPPED=softcap is not None,
@@ -256,9 +256,9 @@ def _or(x: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
     return stand_in if x is None else x
 
 
-def _stride(turn: torch.Tensor | None) -> int:
+def _stride(matrix: torch.Tensor | None) -> int:
     """The stride of a head in a transform, 0 where all heads share it."""
-    return turn.stride(0) if turn is not None and turn.ndim == 3 else 0
+    return matrix.stride(0) if matrix is not None and matrix.ndim == 3 else 0
 
 
 def rows_together(x: torch.Tensor) -> torch.Tensor:
@@ -304,10 +304,10 @@ def dequantize(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> No
     at, stored = pages.layouts[side], pages.sides[side]
     batch, heads, _, dims = out.shape
     longest_row = pages.table.shape[1]
-    dequantize_kernel[(longest_row * (at.page // at.turn), heads, batch)](
+    dequantize_kernel[(longest_row * (at.page // at.step_tokens), heads, batch)](
         *_tensors(stored),
         *(pages.table, pages.counts, out, longest_row, start, out.stride(0), out.stride(1)),
-        **{"R": dims, "T": at.turn, "PAGE": at.page, **_constants(at)},
+        **{"R": dims, "T": at.step_tokens, "PAGE": at.page, **_constants(at)},
         **{"KEYS": at.keys, "CHANNEL": at.channel_tokens},
         num_warps=4,
     )

@@ -30,7 +30,7 @@ from mlxkv.formats.config import Affine, Fill
 LEAST = 16  # dims that a matrix unit sums over at least
 PLANES = 8  # accumulators of a program
 DIMS = (64, 128, 256)
-TURN = 64  # tokens that a program of one warp holds in registers
+STEP_TOKENS = 64  # tokens that a program of one warp holds in registers
 GROUP = 256  # tokens that share scales per channel at most: one program quantizes them
 WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
@@ -64,9 +64,9 @@ class PlaneLayout:
         return (self.page if self.channel else self.dims) // self.group
 
     @property
-    def turn(self) -> int:
+    def step_tokens(self) -> int:
         """Tokens that a program reads at a time at most."""
-        return min(TURN, self.group if self.channel else self.page)
+        return min(STEP_TOKENS, self.group if self.channel else self.page)
 
     @property
     def planes(self) -> int:

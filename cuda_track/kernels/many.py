@@ -1,4 +1,4 @@
-"""The kernels of `turn.py` for many rows: M of them share a program, which reads the matrix once."""
+"""The kernels of `transform.py` for many rows: M of them share a program, which reads the matrix once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def many_queries_kernel(
     x = tl.load(q + (head * rows + n)[None, :] * D + d[:, None], (n < rows)[None, :], 0.0)
     x = x.to(tl.float32)
     if TURNED:
-        turn = tl.load(up + g * up_head + r[:, None] * D + d[None, :])
-        x = tl.dot(turn, x, input_precision="tf32x3")
+        matrix = tl.load(up + g * up_head + r[:, None] * D + d[None, :])
+        x = tl.dot(matrix, x, input_precision="tf32x3")
     largest = tl.max(tl.abs(x), 0)
     largest = tl.where(largest > 0, largest, 1.0)
     x = (x / largest[None, :] / gain[:, None]).to(tl.float16)
@@ -54,7 +54,7 @@ def many_merge_kernel(
     n = tl.program_id(0) * M + tl.arange(0, M)
     r, d = tl.arange(0, R), tl.arange(0, D)
     if TURNED:
-        turn = tl.load(up + g * up_head + r[:, None] * D + d[None, :])
+        matrix = tl.load(up + g * up_head + r[:, None] * D + d[None, :])
     wait_for_previous(CHAINED)
     launch_next(CHAINED)
     s, parts = tl.arange(0, SPLITS)[:, None], splits + windows
@@ -82,7 +82,7 @@ def many_merge_kernel(
         partials += tl.load(part, mask=inside, other=0.0) * tl.exp2(of - top[None, None, :])
     y = tl.sum(partials, 0)  # [dims, M]
     if TURNED:
-        y = tl.dot(tl.trans(turn), y, input_precision="tf32x3")
+        y = tl.dot(tl.trans(matrix), y, input_precision="tf32x3")
     for w in range(windows):
         at = first + (splits + w) * N
         weight = tl.exp2(tl.load(part_top + at, n < rows, -float("inf")) - top)

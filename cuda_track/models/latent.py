@@ -85,20 +85,20 @@ def paired(state: dict, pairs: bool) -> dict:
     """A state whose rotary keys have their dims in the order of files, pairs side by side, or if not `pairs` in that
     of transformers."""
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def in_stored_order(x: torch.Tensor) -> torch.Tensor:
         halves = x.unflatten(-1, (2, -1) if pairs else (-1, 2))
         return halves.mT.flatten(-2).contiguous()
 
     out, values = dict(state), NAMES[1]
     for name in ("live", "sink", "last"):
         if name in out:
-            out[name] = out[name] | {values: turned(out[name][values])}
+            out[name] = out[name] | {values: in_stored_order(out[name][values])}
     if "rotary" in out:
-        out["rotary"] = turned(out["rotary"])
+        out["rotary"] = in_stored_order(out["rotary"])
     if values in out.get("pages", {}):
         stored, bits = out["pages"][values], ROTARY.quantizer.bits
         dims = stored["codes"].shape[-1] * 32 // bits
-        codes = turned(packing.unpack(stored["codes"], bits, dims))
+        codes = in_stored_order(packing.unpack(stored["codes"], bits, dims))
         codes = packing.pack(codes, bits)
         out["pages"] = out["pages"] | {values: stored | {"codes": codes}}
     return out

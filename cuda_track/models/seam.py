@@ -162,10 +162,10 @@ def _fit(
     configs = {str(i): cache.fitting(config) for i, cache in compressible.items()}
     fits = {}
     for name, fitted in layers.fitted(configs, source).items():
-        turns = maps.of(source, fitted.fitted, [name])[name]
+        layer_maps = maps.of(source, fitted.fitted, [name])[name]
         if share.size > 1:
-            turns = maps.cut(turns, share.rank, share.size)
-        fits[int(name)] = fitted, turns.to(model.device)
+            layer_maps = maps.cut(layer_maps, share.rank, share.size)
+        fits[int(name)] = fitted, layer_maps.to(model.device)
     return fits, source
 
 

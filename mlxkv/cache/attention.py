@@ -132,16 +132,16 @@ def _by_latents(queries, view, scale, mask, sink_logits, softcap):
 def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
     """The pages of this one layer decoded into a scratch, then `mx.fast` SDPA.
 
-    Where a transform is square, windows, queries and outputs are turned, not the many tokens of the
+    Where a transform is square, windows, queries and outputs are transformed, not the many tokens of the
     pages. Pages of low rank are restored, since the windows have no stored form.
     """
-    turns = view.pages.turns if view.pages else None
-    if turns is None:
+    transforms = view.pages.square_transforms if view.pages else None
+    if transforms is None:
         keys, values = _whole(view, queries.dtype)
-        turns = None, None
+        transforms = None, None
     else:
         sink, live = (
-            window and tuple(map(_turned, turns, window, (queries.dtype,) * 2))
+            window and tuple(map(_transformed, transforms, window, (queries.dtype,) * 2))
             for window in (view.sink, view.live)
         )
         keys, values = view.pages.between(sink, live)
@@ -149,8 +149,12 @@ def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
     q = queries
     if view.seen is not None:
         mask = view.visible(mask, new)
-    if turns[0] is not None:
-        q = turns[0].turned_query(q.reshape(batch, keys.shape[1], -1, dims)).reshape(queries.shape)
+    if transforms[0] is not None:
+        q = (
+            transforms[0]
+            .transform_query(q.reshape(batch, keys.shape[1], -1, dims))
+            .reshape(queries.shape)
+        )
     at_once = view.plain or view.seen is not None or _is_fused(q, values, mask)
     if softcap is not None or not at_once:
         out = _blocked(q, keys, values, scale, mask, sink_logits, softcap)
@@ -158,15 +162,15 @@ def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
         out = mx.fast.scaled_dot_product_attention(
             q, keys, values, scale=scale, mask=mask, sinks=sink_logits
         )
-    if turns[1] is None:
+    if transforms[1] is None:
         return out
-    out = turns[1].turned_back(out.reshape(batch, keys.shape[1], -1, out.shape[-1]))
+    out = transforms[1].inverse(out.reshape(batch, keys.shape[1], -1, out.shape[-1]))
     return out.reshape(batch, heads, new, -1)
 
 
-def _turned(turn, x: mx.array, dtype: mx.Dtype) -> mx.array:
+def _transformed(transform, x: mx.array, dtype: mx.Dtype) -> mx.array:
     x = x.astype(dtype)
-    return x if turn is None else turn.turned(x)
+    return x if transform is None else transform.apply(x)
 
 
 def _whole(view: View, dtype: mx.Dtype) -> Pair:

@@ -76,17 +76,17 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         folded = self.layer_maps is not None and self.layer_maps.folded
         return self.config.folded if folded else self.config
 
-    def turn_values(self, folded: bool) -> None:
+    def transform_values(self, folded: bool) -> None:
         """Map the values of the windows for a model whose weights map values (`folded`), or do not.
         Pages hold the same codes either way."""
         old_maps = self.layer_maps
         if old_maps is None or old_maps.folded == folded:
             return
         self.layer_maps = maps.folded(old_maps, folded)
-        turn = old_maps.values.store if folded else old_maps.values.restore
+        transform = old_maps.values.store if folded else old_maps.values.restore
         for name in ("_live", "_sink", "_last"):
             if (pair := getattr(self, name)) is not None:
-                setattr(self, name, (pair[0], turn(pair[1]).astype(pair[1].dtype)))
+                setattr(self, name, (pair[0], transform(pair[1]).astype(pair[1].dtype)))
         if (old := self._store) is not None:
             self._store = self._new_store(old.dims, self._live[0].dtype)
             self._store.restore(old.state, old.count)
@@ -360,7 +360,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         self._forget()
         try:
             self._restore(header, tree)
-            self.turn_values(folded)
+            self.transform_values(folded)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             self._forget()
             raise state.cut(error) from None

@@ -96,13 +96,13 @@ class LatentKVCache(CompressedKVCache):
         # Otherwise `_update` refuses.
         if exact and (self.empty() or rotary.shape[:2] == self._live[1].shape[:2]):
             self._write(rotary)
-        view, turned = self._update(latents, rotary)
-        if isinstance(turned, View):  # pages were quantized
-            turned = self.rotary if exact else _rotary_of(turned)
+        view, rotary_keys = self._update(latents, rotary)
+        if isinstance(rotary_keys, View):  # pages were quantized
+            rotary_keys = self.rotary if exact else _rotary_of(rotary_keys)
         view = _as_latents(view)
         if latents.shape[2] > DECODE_TOKENS and not self.lazy and backend() != "cpu":
             ahead(self.arrays())
-        return (decoded(view) if expands or self.selects else view), turned
+        return (decoded(view) if expands or self.selects else view), rotary_keys
 
     def keys_and_values(self) -> tuple[View, mx.array | None]:
         """The view and the rotary keys, without appending anything."""
@@ -155,9 +155,14 @@ class LatentKVCache(CompressedKVCache):
     def _decoded(self, page: int, count: int) -> Pair:
         pages, (latents, rotary) = self._store.read(page, page + 1), self._live
         start = self._sunk + page * self.config.page
-        turned = self._rotary if self.config.rotary == 16 else pages.decode_rotary(rotary.dtype)
+        rotary_keys = (
+            self._rotary if self.config.rotary == 16 else pages.decode_rotary(rotary.dtype)
+        )
         first = start if self.config.rotary == 16 else 0
-        pair = (pages.decode(0, latents.dtype)[:, :, :count], turned[:, :, first : first + count])
+        pair = (
+            pages.decode(0, latents.dtype)[:, :, :count],
+            rotary_keys[:, :, first : first + count],
+        )
         mx.async_eval(pair)
         return pair
 
@@ -166,8 +171,8 @@ class LatentKVCache(CompressedKVCache):
         super().cut(count)
         self._rotary = rotary if count else None
 
-    def turn_values(self, folded: bool) -> None:
-        """Nothing: no value of a latent is turned by weights."""
+    def transform_values(self, folded: bool) -> None:
+        """Nothing: no value of a latent is transformed by weights."""
 
     def arrays(self) -> tuple[mx.array, ...]:
         return super().arrays() + (() if self._rotary is None else (self._rotary,))

@@ -172,18 +172,18 @@ def _test(
         queries = queries[:, : case.heads, : DECODE_TOKENS + 1]
         logits = mx.linspace(-1, 1, case.heads).astype(dtype) if case.sinks else None
         mx.eval(pair, live, sink, queries)
-        turned = None
+        layer_maps = None
         if config.calibrated:
-            turned = sample(case.kv_heads, (dims, dims), config.fitted)
-        plain = quantize(Codes(config, (dims, dims), turned))
+            layer_maps = sample(case.kv_heads, (dims, dims), config.fitted)
+        plain = quantize(Codes(config, (dims, dims), layer_maps))
         mx.eval(plain.arrays())
     start = time.perf_counter()
     try:
-        by_kernels = quantize(Records(config, (dims, dims), make, tiled, turned))
+        by_kernels = quantize(Records(config, (dims, dims), make, tiled, layer_maps))
         results = outputs(by_kernels)
         seconds = time.perf_counter() - start
         with mx.stream(mx.cpu):
-            reference = Codes(config, (dims, dims), turned)
+            reference = Codes(config, (dims, dims), layer_maps)
             reference.restore(by_kernels.state, PAGES)
             expected = outputs(reference)
             windows = View(live, sink, None)
@@ -275,8 +275,8 @@ def _latent_fault(
         live, sink = x[:, :, 5:30], x[:, :, 40:44]
         queries = mx.random.normal((1, heads, 1, dims), key=mx.random.key(1)).astype(dtype)
         added = mx.random.normal((1, heads, 1, count + 29), key=mx.random.key(2)).astype(dtype)
-        turned = sample(1, (dims, dims), config.fitted) if config.calibrated else None
-        store = LatentCodes(config, (dims, dims), turned, plan=KernelPlan(TILES, make=make))
+        layer_maps = sample(1, (dims, dims), config.fitted) if config.calibrated else None
+        store = LatentCodes(config, (dims, dims), layer_maps, plan=KernelPlan(TILES, make=make))
         store.append((x, x), PAGES)
         pages = store.read(0, PAGES)
         view = View(tuple(mx.contiguous(live) for _ in "kv"), (mx.contiguous(sink),) * 2, pages)

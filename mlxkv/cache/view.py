@@ -12,7 +12,7 @@ both float32.
 
     scorer()             a function of q: q . k^ for every token, [B, G, N, T]; keys are decoded once for several q
     mix(p)               sum_t p_t v^_t: [B, G, N, D] float32
-    turns                transforms that lead into the stored domain, where attention may stay in it
+    square_transforms    transforms that lead into the stored domain, where attention may stay in it
     between(sink, live)  keys and values of all tokens, [B, G, T, R], pages in the stored domain, in the dtype of live
 """
 
@@ -104,11 +104,14 @@ class PageRun:
         return (self,)
 
     @property
-    def turns(self) -> tuple[Transform | None, Transform | None] | None:
-        """Transforms that turn windows, queries and outputs; None where one cannot be applied so."""
-        turns = self.codecs[0].turn, self.codecs[1].turn
-        is_pure = all(code.transform is turn for code, turn in zip(self.codecs, turns, strict=True))
-        return turns if is_pure else None
+    def square_transforms(self) -> tuple[Transform | None, Transform | None] | None:
+        """Transforms that transform windows, queries and outputs; None where one cannot be applied so."""
+        transforms = self.codecs[0].square_transform, self.codecs[1].square_transform
+        is_pure = all(
+            code.transform is transform
+            for code, transform in zip(self.codecs, transforms, strict=True)
+        )
+        return transforms if is_pure else None
 
 
 @dataclass(frozen=True)
@@ -148,11 +151,11 @@ class RecordPages(PageRun):
         return self.run.records * TOKENS
 
     def scorer(self) -> Callable[[mx.array], mx.array]:
-        turn = self.codecs[0].transform
+        transform = self.codecs[0].transform
         keys = self._dequantized(0, mx.float32).swapaxes(-1, -2)
-        if turn is None:
+        if transform is None:
             return lambda q: q @ keys
-        return lambda q: turn.query(q) @ keys  # queries are turned, not the many keys
+        return lambda q: transform.query(q) @ keys  # queries are transformed, not the many keys
 
     def mix(self, p: mx.array) -> mx.array:
         return p @ self.decode(1, mx.float32)
@@ -187,8 +190,8 @@ class LatentPages(CodePages):
         """Return whether the kernel computes this attention: one token a sequence, with scores to add or nothing."""
         if self.plan.body == OPS or queries.shape[2] != 1 or softcap is not None:
             return False
-        turn = self.codecs[0].transform
-        is_square = turn is None or turn.up.size == queries.shape[3] ** 2
+        transform = self.codecs[0].transform
+        is_square = transform is None or transform.up.size == queries.shape[3] ** 2
         added = mask is None or (isinstance(mask, mx.array) and mask.dtype != mx.bool_)
         return is_square and added and sink_logits is None
 
@@ -199,7 +202,7 @@ class Parts:
 
     parts: tuple[CodePages | RecordPages, ...]
 
-    turns = None  # one would have to be applied to each run
+    square_transforms = None  # one would have to be applied to each run
 
     @property
     def plan(self) -> KernelPlan:

@@ -13,10 +13,10 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.models import prompt_cache
 from mlxkv.models.decoders import step_down
 from mlxkv.models.generate import Stats, new_cache, stream
+from mlxkv.models.prompt_escaping import PromptEscaper, cut_front
 from mlxkv.models.replies.thinking import Thinking
 from mlxkv.models.roles import takes_system, without_system
 from mlxkv.models.taking_back import cut_back
-from mlxkv.models.turns import Turns, cut_front
 from mlxkv.models.usage import Usage, projected, usage
 
 THINKING = "enable_thinking"  # what chat templates of thinking models call their switch
@@ -55,7 +55,7 @@ class Session:
             raise UserError(
                 f"[--think] the chat template of {loaded.name} has no switch for thinking; leave it out"
             )
-        self.turns, self.thinking = Turns(loaded.tokenizer), Thinking(loaded.tokenizer)
+        self.escaper, self.thinking = PromptEscaper(loaded.tokenizer), Thinking(loaded.tokenizer)
         self.limit = loaded.context or 0
         self.reset()
 
@@ -215,9 +215,9 @@ class Session:
         text = "".join(pieces)
         if self.text and text.startswith(self.text):
             pieces = cut_front(pieces, len(self.text))
-            return text, self.tokens + self.turns.encode(pieces, context=self.text)
+            return text, self.tokens + self.escaper.encode(pieces, context=self.text)
         # A chat template writes its own first token.
-        return text, self.turns.encode(pieces, add_special_tokens=self.raw)
+        return text, self.escaper.encode(pieces, add_special_tokens=self.raw)
 
     def _pieces(self, messages: list[dict]) -> list[str]:
         """The conversation as text, in pieces to encode one by one."""
@@ -227,7 +227,7 @@ class Session:
         if messages[0]["role"] == "system" and not self._takes_system:
             messages = without_system(messages)
         try:
-            return self.turns.render(messages, add_generation_prompt=True, **self.template)
+            return self.escaper.render(messages, add_generation_prompt=True, **self.template)
         except Exception as error:  # of jinja, or raised by the template
             raise UserError(
                 f"[chat] the model's chat template refuses this: {errors.brief(error)}"

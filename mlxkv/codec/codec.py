@@ -62,7 +62,7 @@ class Codec:
         )
 
     @property
-    def turn(self) -> Transform | None:
+    def square_transform(self) -> Transform | None:
         """The transform, where it is square, so that attention may stay in the stored domain. None for one
         that follows the text: it would be cast again after every update."""
         square = self.transform is not None and len(set(self.transform.down.shape[-2:])) == 1
@@ -74,7 +74,7 @@ class Codec:
         return self.transform is not None and self.transform.down.ndim == 4
 
     def decode_stored(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
-        """Decoded values, not turned back: [B, G, T, R] in `dtype`."""
+        """Decoded values, not transformed back: [B, G, T, R] in `dtype`."""
         return self.method.decode(self.spec, stored, self.dims, self.page, dtype)
 
     def decode(self, stored: Stored, dtype: mx.Dtype) -> mx.array:

@@ -189,30 +189,30 @@ def _centre(mean: np.ndarray) -> Centre:
 def _random(kind: str, heads: int, dims: int) -> Transform:
     name, _, size = kind.partition(" ")
     kind = CENTRED.get(name, kind)
-    turn = matrices.random_basis(heads, dims, dims)
+    transform = matrices.random_basis(heads, dims, dims)
     if kind.startswith(PCA):
         size = kind.split()[1]
         rank = int(size) if size.isdigit() else LowRank(float(size)).dims(dims)
-        return _turn(turn[..., :rank])
+        return _transform(transform[..., :rank])
     if CENTRED.get(name, name) == FILLED:
         if not size:
             raise UserError(
                 "[--kv] random maps have no bits by direction; got fill-NUMBER; choose centred-int2 or another"
             )
-        return _turn(turn[..., : DIMS * len(size.split(","))])
+        return _transform(transform[..., : DIMS * len(size.split(","))])
     if kind in (CALIBRATED, SHARED):
-        return _turn(turn if kind == CALIBRATED else turn[:1])
+        return _transform(transform if kind == CALIBRATED else transform[:1])
     if kind == SCALED:
         return _scaled(2 ** np.cos(np.arange(dims)))
     # Stretched by 1/2 to 2 between two rotations, so that `up` is far from the transpose.
     stretch = 2 ** np.linspace(-1, 1, dims)
-    turn_back = matrices.random_basis(heads, dims, dims + 1)
+    back = matrices.random_basis(heads, dims, dims + 1)
     return _pair(
-        turn * stretch @ turn_back, turn_back.swapaxes(-1, -2) / stretch @ turn.swapaxes(-1, -2)
+        transform * stretch @ back, back.swapaxes(-1, -2) / stretch @ transform.swapaxes(-1, -2)
     )
 
 
-def _turn(down: np.ndarray) -> Transform:
+def _transform(down: np.ndarray) -> Transform:
     """The transform of orthonormal columns [G, D, D] (or [G, D, R]), or [1, D, D] for all heads."""
     return _pair(down, down.swapaxes(-1, -2))
 
@@ -223,7 +223,7 @@ def _scaled(scale: np.ndarray) -> Transform:
 
 
 def _pair(down: np.ndarray, up: np.ndarray) -> Transform:
-    """The transform of a map and its inverse, shaped as for `_turn`."""
+    """The transform of a map and its inverse, shaped as for `_transform`."""
     matrices_of_heads = (x[0] if len(x) == 1 else x for x in (down, up))
     return Transform(
         *(mx.array(np.ascontiguousarray(x.astype(np.float32))) for x in matrices_of_heads)

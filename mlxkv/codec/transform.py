@@ -48,15 +48,15 @@ class Transform:
         """q: [B, G, N, D] -> [B, G, N, R] float32, such that q . restore(c) = query(q) . c."""
         return q.astype(mx.float32) @ self.up.swapaxes(-1, -2)
 
-    def turned(self, x: mx.array) -> mx.array:
+    def apply(self, x: mx.array) -> mx.array:
         """As `store`, in the dtype of x: [B, G, T, D] -> [B, G, T, R]."""
         return x @ _cast(self, x.dtype)[0]
 
-    def turned_query(self, q: mx.array) -> mx.array:
+    def transform_query(self, q: mx.array) -> mx.array:
         """As `query`, in the dtype of q: [B, G, N, D] -> [B, G, N, R]."""
         return q @ _cast(self, q.dtype)[1].swapaxes(-1, -2)
 
-    def turned_back(self, x: mx.array) -> mx.array:
+    def inverse(self, x: mx.array) -> mx.array:
         """As `restore`, in the dtype of x: [B, G, T, R] -> [B, G, T, D]."""
         return x @ _cast(self, x.dtype)[1]
 

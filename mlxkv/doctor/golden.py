@@ -39,7 +39,7 @@ class MLXTable(Table):
 
     def attend(self, it: Attention) -> mx.array:
         config = CacheConfig(*it.sides, page=it.page)
-        store = self.stores(config, it.dims)(it.turns and LayerMaps(*it.turns))
+        store = self.stores(config, it.dims)(it.transforms and LayerMaps(*it.transforms))
         store.restore(dict(zip(NAMES, it.stored, strict=True)), it.pages)
         view = View(it.live, it.sink, store.read(0, it.pages))
         return attention.attend(it.q, view, it.scale, it.mask, it.sink_logits, it.softcap)
@@ -60,14 +60,14 @@ class MLXTable(Table):
         tensors, _ = read("learned")
         for key in keys(tensors, ".x"):
             variant, base, dims = key.split(".")
-            turn = transform.make(base, int(dims), 0)
-            turn = mx.eye(int(dims)) if turn is None else turn.down
+            side_transform = transform.make(base, int(dims), 0)
+            side_transform = mx.eye(int(dims)) if side_transform is None else side_transform.down
             params = {name: mx.array(tensors[f"{key}.{name}"]) for name in variant.split("+")}
-            pair = [np.array(x) for x in learn.pair(params, turn)]
+            pair = [np.array(x) for x in learn.pair(params, side_transform)]
             spec = [tensors[f"{key}.{name}"] for name in ("down", "up")]
             error = max(map(rms, pair, spec))
             yield Row("learned", key, spec[0].size, rms=error, bound=BOUNDS["learned"])
-            loss = learn.loss(params, mx.array(tensors[f"{key}.x"]), turn, LEARNED_SPEC)
+            loss = learn.loss(params, mx.array(tensors[f"{key}.x"]), side_transform, LEARNED_SPEC)
             error = rms(np.array(loss), tensors[f"{key}.loss"].mean())
             yield Row("learned", f"{key}, loss", 1, rms=error, bound=BOUNDS["learned"])
 

@@ -41,7 +41,7 @@ def _balanced(keys: Affine, values: Affine, **windows: int) -> CacheConfig:
     return CacheConfig(Side(keys, BALANCED), Side(values, BALANCED), **windows)
 
 
-def _turned(quantizer: Quantizer, transform: str = "random") -> CacheConfig:
+def _transformed(quantizer: Quantizer, transform: str = "random") -> CacheConfig:
     return CacheConfig(Side(quantizer, transform), Side(quantizer, transform))
 
 
@@ -111,7 +111,7 @@ PRESETS: dict[str, CacheConfig] = {
     **_widths("srft", (8, 4, 3, 2), lambda bits: _alike(bits, "srft", group=32, symmetric=True)),
     # One scale per token, and per page of all kv heads (section 4.1); groups of 16 (5.6).
     "srft-int4+token": _alike(4, "srft", group=0, symmetric=True),
-    "srft-int4+tensor": _turned(Affine(4, 0, True, shared=True), transform="srft"),
+    "srft-int4+tensor": _transformed(Affine(4, 0, True, shared=True), transform="srft"),
     "srft-int4+g16": _alike(4, "srft", group=16, symmetric=True),
     # With a calibrated scale per channel behind the FFT: the deployment kernel (7.1), the fix for Qwen (5.6).
     **_widths("srft-scaled", (8, 4, 3, 2), lambda bits: _alike(bits, SCALED, 32, symmetric=True)),
@@ -135,12 +135,12 @@ PRESETS: dict[str, CacheConfig] = {
     # Learned scales and rotations (SRFT paper, section 5), from mlxkv calibrate --learn.
     **_widths("learned", (4, 3, 2), lambda bits: _alike(bits, LEARNED)),
     # TurboQuant: a random rotation and the best codebook for it.
-    **_widths("turbo", (4, 3, 2), lambda bits: _turned(Codebook(bits))),
+    **_widths("turbo", (4, 3, 2), lambda bits: _transformed(Codebook(bits))),
     # PolarQuant (Han et al.): a random rotation, then radii and angles. The paper's row without preconditioning
     # reads a prompt as slowly as its online codebooks, so these are what it has.
-    "polar-tree": _turned(PolarTree()),
-    "polar-tree+online": _turned(PolarTree(online=True)),
-    "polar-tree+plain": _turned(PolarTree(online=True), transform="none"),
+    "polar-tree": _transformed(PolarTree()),
+    "polar-tree+online": _transformed(PolarTree(online=True)),
+    "polar-tree+plain": _transformed(PolarTree(online=True), transform="none"),
     # KIVI: keys per channel.
     **_widths("kivi", (4, 2), _kivi),
     # PolarQuant (Wu et al.): radius and angle of pairs of key channels.

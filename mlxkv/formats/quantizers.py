@@ -156,7 +156,7 @@ class Affine(Method):
 class Codebook(Method):
     """TurboQuant (arXiv 2504.19874), algorithm 1: `x ~ norm * levels[code]`, with a 16-bit norm per token.
 
-    A random rotation turns any vector into a uniform point on the sphere; the levels are the best for
+    A random rotation maps any vector to a uniform point on the sphere; the levels are the best for
     the coordinates of such a point.
 
     bits: bits per coordinate, 1 to 4.
@@ -240,7 +240,7 @@ class PolarTree(Method):
 
 @dataclass(frozen=True)
 class Polar(Method):
-    """PolarQuant (Wu et al., arXiv 2502.00527): dims i and i + R/2, which RoPE turns together, as polar
+    """PolarQuant (Wu et al., arXiv 2502.00527): dims i and i + R/2, which RoPE rotates together, as polar
     coordinates. For keys after RoPE, without a transform.
 
     radius, angle: bits of each, 1 to 4. Each has a range per pair over the tokens of a page; a code

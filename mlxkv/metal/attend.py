@@ -188,11 +188,11 @@ def attend(
         count, window_units, batch * heads * tiles, gpu.cores(make)
     )
     page_splits = first = max(len(runs), page_splits)
-    q_pages, up = _turned(run, q.astype(mx.float32)), _up(run)
+    q_pages, up = _transformed(run, q.astype(mx.float32)), _up(run)
     second, more_headers = nothing(mx.uint32), nothing(mx.uint32)
     if more_runs:
         first = min(page_splits - 1, max(1, round(page_splits * first_count / count)))
-        q_pages = mx.stack([q_pages, _turned(more_runs[0], q.astype(mx.float32))], axis=2)
+        q_pages = mx.stack([q_pages, _transformed(more_runs[0], q.astype(mx.float32))], axis=2)
         up = _both_up(up, _up(more_runs[0]), batch, heads)
         second = more_runs[0].buffer
         if more_runs[0].headers is not None:
@@ -271,16 +271,16 @@ def attend(
     return merged.reshape(shape)
 
 
-def _turned(run: Run, q: mx.array) -> mx.array:
+def _transformed(run: Run, q: mx.array) -> mx.array:
     """q: [B, G, N, D] float32 -> [B, G, N, R], in the stored domain of the keys."""
-    turn = run.transforms[0]
-    return q if turn is None else turn.query(q)
+    transform = run.transforms[0]
+    return q if transform is None else transform.query(q)
 
 
 def _up(run: Run) -> mx.array | None:
     """Lead from the stored domain of the values to the model's: [RV, D], [G, RV, D] or [B, G, RV, D] float32."""
-    turn = run.transforms[1]
-    return None if turn is None else turn.up
+    transform = run.transforms[1]
+    return None if transform is None else transform.up
 
 
 def rows_of_tile(dims: int, rows: int, make: Factory) -> int:

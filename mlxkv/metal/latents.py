@@ -81,10 +81,10 @@ def attend(
     Returns [B, H, 1, R] in the dtype of live.
     """
     batch, rows, _, dims = q.shape
-    spec, page, turn = code.spec, code.page, code.transform
+    spec, page, transform = code.spec, code.page, code.transform
     q_pages, up = q.astype(mx.float32).swapaxes(1, 2), None
-    if turn is not None:
-        q_pages, up = turn.query(q_pages), turn.up
+    if transform is not None:
+        q_pages, up = transform.query(q_pages), transform.up
     dtype, on_cuda = live.dtype, make is mx.fast.cuda_kernel
     group = spec.group_size(dims, page)
     by_channel = spec.axis == "channel"

@@ -74,7 +74,7 @@ FEATURES = {
     "WITH_CHANNEL": ("CHANNEL", 1),
     "WITH_PER_TOKEN": ("PER_TOKEN_K", 1),
     "WITH_HALVES": ("BITS", 16),
-    "WITH_TURN": ("KIND", 1),
+    "WITH_TRANSFORM": ("KIND", 1),
     "WITH_CLIP": ("RANK", 2),
     "WITH_FILL": ("FILL", 1),
 }

@@ -34,7 +34,7 @@ class LayerReport:
     faster one; of several caches, the one of a cache without kernels. grows: the cache grows with the context.
     kv_heads, key_dim, value_dim: sizes of a compressed layer;
         0 for others.
-    fold: "folded" where the weights turn the values, why they do not where that was asked for.
+    fold: "folded" where the weights transform the values, why they do not where that was asked for.
     clips: of keys and values, where the model's calibration has others than the preset.
     bases: bytes of the bases of a cache of low rank that follows the text, which come on top.
     """
@@ -135,9 +135,9 @@ def summarise(reports: list[LayerReport]) -> list[str]:
         if bases:
             treatment += f", on top bases of {human_bytes(bases)} per cache"
         if fold == FOLDED:
-            treatment += ", values turned by the weights"
+            treatment += ", values transformed by the weights"
         elif fold:
-            treatment += f", values turned at run time ({fold})"
+            treatment += f", values transformed at run time ({fold})"
         lines.append(f"{name} {ranges(indices)} ({kind}): {treatment}")
     if silent := nothing_compressed(reports):
         lines.insert(0, silent)

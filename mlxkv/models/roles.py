@@ -70,21 +70,21 @@ def without_system(messages: list[dict]) -> list[dict]:
     """Messages that `joined` has made, with the words of the system in front of the first question."""
     if not messages or messages[0]["role"] != "system":
         return messages
-    system, *turns = messages
-    if not turns or turns[0]["role"] != "user":
-        return [system | {"role": "user"}, *turns]
-    texts = system["content"], turns[0]["content"]
-    return [turns[0] | {"content": BETWEEN.join(filter(None, texts))}, *turns[1:]]
+    system, *layer_maps = messages
+    if not layer_maps or layer_maps[0]["role"] != "user":
+        return [system | {"role": "user"}, *layer_maps]
+    texts = system["content"], layer_maps[0]["content"]
+    return [layer_maps[0] | {"content": BETWEEN.join(filter(None, texts))}, *layer_maps[1:]]
 
 
 def alternating(messages: list[dict]) -> list[dict]:
     """Messages that `joined` has made, in which a user comes first, and user and assistant take turns. Calls and their
-    results are no turns."""
+    results are no transforms."""
     out = messages[: bool(messages) and messages[0]["role"] == "system"]
-    turns, speaker = messages[len(out) :], "assistant"
-    if not turns or turns[0]["role"] != "user":
-        turns = [{"role": "user", "content": OMITTED}, *turns]
-    for message in turns:
+    layer_maps, speaker = messages[len(out) :], "assistant"
+    if not layer_maps or layer_maps[0]["role"] != "user":
+        layer_maps = [{"role": "user", "content": OMITTED}, *layer_maps]
+    for message in layer_maps:
         role = message["role"]
         if role == "user" or (role == "assistant" and not message.get("tool_calls")):
             if role == speaker:

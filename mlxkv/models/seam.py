@@ -2,7 +2,7 @@
 
 After `attach`, mlx-lm's own `make_prompt_cache(model)` returns compressed caches, so everything in
 mlx-lm that makes or takes a prompt cache runs on them unchanged. `attach` takes five steps, which follow it here in
-their order: `examine`, `fit`, `turn_weights`, `choose_kernels`, `install`.
+their order: `examine`, `fit`, `transform_weights`, `choose_kernels`, `install`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def attach(
         fitted, reports = fit(model, config, shapes, reports, calibration, group, fold)
         _unmark(model)
         if shapes:
-            fitted, reports = turn_weights(model, make_cache, fitted, reports, fold)
+            fitted, reports = transform_weights(model, make_cache, fitted, reports, fold)
             plans, reports = choose_kernels(fitted, shapes, reports)
     except BaseException:  # such as Ctrl-C while kernels are built
         release(slots)
@@ -251,18 +251,18 @@ def fit(
                 f"[fold] changes the weights of a whole model; got a group of {group.size()} processes; "
                 "leave one of them out"
             )
-        for place, (layer, turns) in fitted.items():
-            if turns is not None and not shapes[place].latent:
-                fitted[place] = layer, maps.cut(turns, group.rank(), group.size())
+        for place, (layer, layer_maps) in fitted.items():
+            if layer_maps is not None and not shapes[place].latent:
+                fitted[place] = layer, maps.cut(layer_maps, group.rank(), group.size())
     check_maps(model, fitted)
     by_layer = {place[0]: layer for place, (layer, _) in fitted.items()}
     return fitted, [with_own(r, config, by_layer[r.index]) if r.compressed else r for r in reports]
 
 
-# -- 3. turn_weights: maps of values that the weights apply
+# -- 3. transform_weights: maps of values that the weights apply
 
 
-def turn_weights(
+def transform_weights(
     model: nn.Module,
     make_cache: Callable[[], list],
     fitted: Fitted,
@@ -273,7 +273,9 @@ def turn_weights(
     weights apply, and reports that say so."""
     folded = fold_of(model)
     if fold:
-        folded = fold_values(model, make_cache, {p: turns for p, (_, turns) in fitted.items()})
+        folded = fold_values(
+            model, make_cache, {p: layer_maps for p, (_, layer_maps) in fitted.items()}
+        )
     if folded is not None:
         reports = [_with_fold(report, folded, fold) for report in reports]
     return as_folded(model, fitted), reports
@@ -316,8 +318,8 @@ def choose_kernels(
     return plans, [_with_kernel(report, plans) for report in reports]
 
 
-def _question(config: CacheConfig, turns: LayerMaps | None, shape: Shape) -> Question:
-    stored = config.folded if turns is not None and turns.folded else config
+def _question(config: CacheConfig, layer_maps: LayerMaps | None, shape: Shape) -> Question:
+    stored = config.folded if layer_maps is not None and layer_maps.folded else config
     case = None
     if shape.queries:
         case = selftest.Case(shape.queries, shape.heads, shape.sinks, shape.softcap)
@@ -362,7 +364,7 @@ def detach(model: nn.Module) -> None:
     """Undo `attach`; nothing happens to a model that is not attached.
 
     Folded weights stay folded, with a note on stderr: the model computes the same as before `attach`,
-    its caches hold turned values. Raises UserError for what is no model.
+    its caches hold transformed values. Raises UserError for what is no model.
     """
     if not isinstance(model, nn.Module):
         _check_model(model)

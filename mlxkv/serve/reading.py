@@ -19,10 +19,10 @@ from starlette.concurrency import run_in_threadpool
 
 from mlxkv.errors import MachineError
 from mlxkv.models.catalog.bounded import Excess, Process, Stopped
+from mlxkv.models.prompt_escaping import Cut, PromptEscaper, pieces, with_texts
 from mlxkv.models.replies.continuing import continued
 from mlxkv.models.replies.thinking import NAMES, Thinking
 from mlxkv.models.roles import alternating, takes_system, without_system
-from mlxkv.models.turns import Cut, Turns, pieces, with_texts
 from mlxkv.serve.apis import anthropic, openai, responses
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.grammar import Grammars, Postponed
@@ -72,7 +72,7 @@ class Lane:
         self._waiting: dict[str | None, tuple[int, list[tuple[int, asyncio.Future]]]] = {}
 
     @asynccontextmanager
-    async def turn(self, size: int, key: str | None = None) -> AsyncIterator[Process]:
+    async def acquire(self, size: int, key: str | None = None) -> AsyncIterator[Process]:
         """Wait for the process, with a body of `size` bytes from a client with this API key."""
         if self.busy:
             future = asyncio.get_running_loop().create_future()
@@ -91,18 +91,18 @@ class Lane:
 
     def _pass_on(self) -> None:
         for key in list(self._waiting):
-            turns, bodies = self._waiting.pop(key)
+            escaper, bodies = self._waiting.pop(key)
             bodies = [
                 body for body in bodies if not body[1].done()
             ]  # of clients that are still there
             if not bodies:
                 continue
-            turns += 1
-            body = bodies[0] if turns % EVERY == 0 else min(bodies, key=lambda body: body[0])
+            escaper += 1
+            body = bodies[0] if escaper % EVERY == 0 else min(bodies, key=lambda body: body[0])
             bodies.remove(body)
             body[1].set_result(None)
             if bodies:
-                self._waiting[key] = turns, bodies
+                self._waiting[key] = escaper, bodies
             return
         self.busy = False
 
@@ -164,7 +164,7 @@ class Reader:
 
         try:
             for lane in self._lanes[len(raw) > LARGE :]:
-                async with lane.turn(len(raw), client_key) as process:
+                async with lane.acquire(len(raw), client_key) as process:
                     result = await run_in_threadpool(ask, process)
                 if not isinstance(result, Postponed):
                     break
@@ -187,7 +187,7 @@ class Prompts:
     def __init__(self, tokenizer: Any, template: dict, takes_system: bool = True):
         self._tokenizer, self._template = tokenizer, template
         self._takes_system = takes_system
-        self._turns, self._thinking = Turns(tokenizer), Thinking(tokenizer)
+        self._escaper, self._thinking = PromptEscaper(tokenizer), Thinking(tokenizer)
 
     def read(self, request: Request) -> Prompt:
         """The prompt of a request, of any length. Raises Refused where a template fails."""
@@ -195,7 +195,7 @@ class Prompts:
             if not request.chat:
                 tokens = request.prompt  # perhaps tokens already
                 if isinstance(tokens, str):
-                    tokens = self._turns.encode([tokens], add_special_tokens=True)
+                    tokens = self._escaper.encode([tokens], add_special_tokens=True)
                 return Prompt(tokens, [tokens])
             messages = self._thinking.named(request.messages)
             if not request.continue_final_message:
@@ -238,8 +238,8 @@ class Prompts:
         """The prompt of messages. reply: its start, which goes on."""
         extra = self._template | (request.chat_template_kwargs or {})
         # Special tokens in contents are text.
-        mark, (messages, tools, extra) = self._turns.marked(messages, request.tools, extra)
-        tokenizer = self._tokenizer if mark is None else Cut(self._tokenizer, self._turns, mark)
+        mark, (messages, tools, extra) = self._escaper.marked(messages, request.tools, extra)
+        tokenizer = self._tokenizer if mark is None else Cut(self._tokenizer, self._escaper, mark)
 
         def render(chat: list[dict], begins: bool = True, tokenize: bool = True) -> Any:
             if not tokenizer.has_chat_template:
@@ -257,7 +257,7 @@ class Prompts:
             return prompt
         text = render(messages, tokenize=False)
         parts = pieces(text + _blank(messages, text, reply, render), mark)
-        return Prompt(*continued(self._tokenizer, self._turns, prompt, parts, reply))
+        return Prompt(*continued(self._tokenizer, self._escaper, prompt, parts, reply))
 
     def _cut(self, messages: list[dict], tokens: list[int], render: Callable) -> Prompt:
         """The prompt of messages, whose tokens these are."""
@@ -319,10 +319,10 @@ def _forms(messages: list[dict]) -> Iterator[list[dict]]:
     yield messages
     if (texts := with_texts(messages)) != messages:
         yield texts
-    if (turns := alternating(messages)) != messages:
-        yield turns
+    if (escaper := alternating(messages)) != messages:
+        yield escaper
         if texts != messages:
-            yield with_texts(turns)
+            yield with_texts(escaper)
 
 
 _open: set[str] = set()  # the keys of readers; in the server

@@ -78,10 +78,10 @@ def balanced(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np
     entry of largest magnitude is positive.
     """
     lower = np.linalg.cholesky(noise)
-    squares, turn = np.linalg.eigh(lower.T @ sensitivity @ lower)
+    squares, rotation = np.linalg.eigh(lower.T @ sensitivity @ lower)
     sigma = np.sqrt(np.maximum(squares[::-1], 0))
     sigma = np.maximum(sigma, FLOOR * sigma[0])
-    down = np.linalg.inv(lower).T @ turn[:, ::-1] * np.sqrt(sigma)
+    down = np.linalg.inv(lower).T @ rotation[:, ::-1] * np.sqrt(sigma)
     top = np.abs(down).argmax(0)
     return down * np.sign(down[top, np.arange(len(top))]), sigma
 

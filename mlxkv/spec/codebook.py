@@ -1,6 +1,6 @@
 """THE SPEC of codebook codes (TurboQuant, arXiv 2504.19874), in NumPy float64.
 
-A random orthogonal matrix turns a vector, its norm is stored, and every coordinate of the unit vector
+A random orthogonal matrix rotates a vector, its norm is stored, and every coordinate of the unit vector
 becomes the nearest level of the best codebook for a uniform point on the sphere. Rules as in
 `affine.py`; row vectors throughout.
 

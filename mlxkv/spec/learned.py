@@ -49,8 +49,8 @@ def scale(free: np.ndarray) -> np.ndarray:
 def pair(base: str, rotation: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (down, up), each [D, D], of R [D, D] and lambda [D]. base: "srft" (seed 0) or "none"."""
     dims = len(scales)
-    turn = (ref.transform("srft", dims, 0)[0] if base == "srft" else np.eye(dims)) @ rotation
-    return turn * scales, turn.T / scales[:, None]
+    basis = (ref.transform("srft", dims, 0)[0] if base == "srft" else np.eye(dims)) @ rotation
+    return basis * scales, basis.T / scales[:, None]
 
 
 def loss(x: np.ndarray, down: np.ndarray, up: np.ndarray, bits: int, group: int) -> float:

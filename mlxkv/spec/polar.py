@@ -1,6 +1,6 @@
 """THE SPEC of PolarQuant (Wu et al., arXiv 2502.00527), in NumPy float64: keys as radius and angle.
 
-Written from the paper and its authors' code. Keys are taken after RoPE, which turns dims i and i + R/2
+Written from the paper and its authors' code. Keys are taken after RoPE, which rotates dims i and i + R/2
 together (the two halves of a head, not neighbours). Each such pair becomes a radius and an angle in
 [0, 2 pi); both are cut into steps between their smallest and largest value over the tokens of a
 page, per pair. A code is the index of the step (floor) and decodes to its middle.

@@ -1,6 +1,6 @@
 """THE SPEC of polar trees (PolarQuant of Han et al., arXiv 2502.02617), in NumPy float64.
 
-A vector, turned by a random orthogonal matrix, becomes one radius and 15 angles for each 16 of its
+A vector, rotated by a random orthogonal matrix, becomes one radius and 15 angles for each 16 of its
 dims: neighbours are paired into (radius, angle), their radii again, four times. Rules as in `affine.py`.
 
 Letters: `R` stored dims, a multiple of 16, `T` tokens. Level 1 pairs dims, level 4 gives the radii.

@@ -1,12 +1,12 @@
 """THE SPEC of second moments over positions, in NumPy float64. Rules as in `affine.py`.
 
-RoPE (arXiv 2104.09864) turns pair i of a key's channels, (a, b), by w_i t at position t: row vectors become x R(t)^T,
-R orthogonal, R(s) R(t) = R(s + t), R(0) = I. Moments "at position 0" are those of keys turned back, x R(t); what
+RoPE (arXiv 2104.09864) rotates pair i of a key's channels, (a, b), by w_i t at position t: row vectors become x R(t)^T,
+R orthogonal, R(s) R(t) = R(s + t), R(0) = I. Moments "at position 0" are those of keys rotated back, x R(t); what
 scaling does to their size (YaRN's factor) is in them. A text of a few thousand tokens gives them for all positions:
 what a key is before RoPE depends on the text, where it stands is R(t) alone.
 
 The eigenvectors of R are those of its planes, (e_a - j e_b) / sqrt 2 with eigenvalue exp(j w_i t), their conjugates,
-and e_c with 1 for channels that do not turn. With U their unitary matrix [D, D], theta = (w, -w, 0) and S a second
+and e_c with 1 for channels that do not rotate. With U their unitary matrix [D, D], theta = (w, -w, 0) and S a second
 moment at position 0,
 
     R(t) S R(t)^T = U (U^H S U * exp(j (theta_a - theta_b) t)) U^H,
@@ -16,11 +16,11 @@ so its mean over positions multiplies the entries by means of exp(j w t), which 
     mean over start <= t < start + n of exp(j w t) = exp(j w (start + (n - 1) / 2)) sin(n w / 2) / (n sin(w / 2)).
 
 A pair keeps its energy (w = 0), gives up what tells its two channels apart (2 w), and its products with other pairs
-(w_a - w_b, w_a + w_b) and with channels that do not turn (w_a), each as soon as n is past a turn: slow pairs keep all
-of it. The mean m turns with w alone.
+(w_a - w_b, w_a + w_b) and with channels that do not rotate (w_a), each as soon as n is past a turn: slow pairs keep all
+of it. The mean m rotates with w alone.
 
 For keys without one fixed mean (`balanced.py`), that mean is the one over positions, and their second moment about it
-is `over(S) - m m^T`: the covariance turned, and what the mean's own turning adds. Both are exact, whatever the text's
+is `over(S) - m m^T`: the covariance rotated, and what the mean's own rotating adds. Both are exact, whatever the text's
 distribution is, as long as it does not depend on t.
 
 A fixed map has noise e of one second moment N, in the frame that scores see. A query at position s reads it with
@@ -38,7 +38,7 @@ Span = tuple[int, int]  # positions from and to, without the last
 
 
 def rotary_pairs(dims: int, first: int = 0, interleaved: bool = False) -> np.ndarray:
-    """Return [dims / 2, 2], the channels that turn together: halves, or neighbours (`traditional`)."""
+    """Return [dims / 2, 2], the channels that rotate together: halves, or neighbours (`traditional`)."""
     channels = np.arange(first, first + dims)
     return channels.reshape(-1, 2) if interleaved else channels.reshape(2, -1).T
 
@@ -64,8 +64,8 @@ def rotation(t: float, pairs: np.ndarray, frequencies: np.ndarray, dims: int) ->
     return out
 
 
-def turned(x: np.ndarray, t: np.ndarray, pairs: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """Return x [..., N, D], row n turned to position t[n]; t of -t[n] turns back."""
+def rotate(x: np.ndarray, t: np.ndarray, pairs: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """Return x [..., N, D], row n rotated to position t[n]; t of -t[n] rotates back."""
     out, (a, b) = np.array(x, np.float64), pairs.T
     angle = np.asarray(t, np.float64)[:, None] * frequencies
     out[..., a] = x[..., a] * np.cos(angle) - x[..., b] * np.sin(angle)
@@ -76,10 +76,10 @@ def turned(x: np.ndarray, t: np.ndarray, pairs: np.ndarray, frequencies: np.ndar
 def harmonic(w: np.ndarray, span: Span) -> np.ndarray:
     """Return the mean of exp(j w t) over the positions of `span`, for w of any shape."""
     start, stop = span
-    turns = np.asarray(w, np.float64) / (2 * np.pi)
-    turns = turns - np.rint(turns)  # whole turns of a position are none
-    size = np.sinc(turns * (stop - start)) / np.sinc(turns)
-    return np.exp(1j * np.pi * turns * (start + stop - 1)) * size
+    cycles = np.asarray(w, np.float64) / (2 * np.pi)
+    cycles = cycles - np.rint(cycles)  # whole turns of a position are none
+    size = np.sinc(cycles * (stop - start)) / np.sinc(cycles)
+    return np.exp(1j * np.pi * cycles * (start + stop - 1)) * size
 
 
 def moment_over(

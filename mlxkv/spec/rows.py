@@ -71,7 +71,7 @@ RATES = {"pre": 0.10, "dec": 0.05, "one": 1.0}
 class Attention:
     """One call of attention over given pages.
 
-    q: [B, H, L, D]. sides, stored, turns: of keys and values; turns: (down, up) of calibrated sides.
+    q: [B, H, L, D]. sides, stored, transforms: of keys and values; transforms: (down, up) of calibrated sides.
     page: tokens of a page. pages: how many. live, sink: (keys, values) [B, G, T, D].
     """
 
@@ -84,7 +84,7 @@ class Attention:
     sink: tuple[Tensor, Tensor] | None = None
     mask: Tensor | str | None = None
     sink_logits: Tensor | None = None
-    turns: tuple[Any, Any] | None = None
+    transforms: tuple[Any, Any] | None = None
     softcap: float | None = None
 
     @property
@@ -261,12 +261,12 @@ class Table:
         """Moments of a calibration, and pages behind the spec's rotations."""
         for dims, golden in by_dims("oscar"):
             q, k, v = self._inputs(golden)
-            turns = {}
+            transforms = {}
             for letter, rows in (("k", q), ("v", self.causal(q, k, v))):
                 yield self._moments(f"{dims}.{letter}", rows, golden[f"{letter}.sigma"])
                 r = golden[f"{letter}.r"]
-                turns[letter] = r, r.swapaxes(-1, -2)
-            yield from self._page_rows("oscar", CALIBRATED, dims, golden, turns)
+                transforms[letter] = r, r.swapaxes(-1, -2)
+            yield from self._page_rows("oscar", CALIBRATED, dims, golden, transforms)
 
     def balanced_rows(self) -> Rows:
         """Moments of a calibration, and pages behind the spec's balanced transforms."""
@@ -322,16 +322,16 @@ class Table:
         """Codes of a page behind pairs [G, D, D], and attention over the spec's own."""
         q, k, v = self._inputs(golden)
         page = golden["k.codes"].shape[2]
-        sides, turns, stored = [], [], []
+        sides, transforms, stored = [], [], []
         for letter, x in (("k", k), ("v", v)):
             spec, case = specs[letter], f"{table}.{dims}.{letter}"
-            side, turn = Side(spec, kind), self.Transform(*map(self.floats, pairs[letter]))
-            encoded = self.codec(side, dims, page, turn).encode(x[:, :, :page])
+            side, transform = Side(spec, kind), self.Transform(*map(self.floats, pairs[letter]))
+            encoded = self.codec(side, dims, page, transform).encode(x[:, :, :page])
             codes = self.unpack(encoded["codes"], spec.bits, dims)
             ties = golden[f"{letter}.near"]
             yield compare_codes("seal", case, codes, golden[f"{letter}.codes"], ties)
             sides.append(side)
-            turns.append(turn)
+            transforms.append(transform)
             stored.append(self._stored(golden, f"{letter}.", spec.bits))
         call = Attention(
             q=q[:, :, -golden["out"].shape[2] :],
@@ -341,7 +341,7 @@ class Table:
             pages=1,
             live=tuple(x[:, :, page:] for x in (k, v)),
             mask="causal",
-            turns=tuple(turns),
+            transforms=tuple(transforms),
         )
         yield self._attention(f"{table}.{dims}", self.attend(call), golden["out"])
 

@@ -46,16 +46,16 @@ def made(kv: str) -> tuple:
     """(class, config, maps): of one calibration, which saved caches find again by its digest."""
     config = parse_kv(kv)
     config = replace(config, sink=8, recent=24, page=min(config.page, 64))
-    turns = None
+    layer_maps = None
     if config.calibrated:
         some = maps.sample(KV_HEADS, (DIMS, DIMS), config.fitted)
-        turns = pickle.loads(pickle.dumps(replace(some, digest=f"walk {kv}", layer="0")))
-    return (AdaptiveKVCache if config.listens else CompressedKVCache), config, turns
+        layer_maps = pickle.loads(pickle.dumps(replace(some, digest=f"walk {kv}", layer="0")))
+    return (AdaptiveKVCache if config.listens else CompressedKVCache), config, layer_maps
 
 
 def new(kv: str) -> CompressedKVCache:
-    kind, config, turns = made(kv)
-    return kind(config, turns)
+    kind, config, layer_maps = made(kv)
+    return kind(config, layer_maps)
 
 
 def read(cache, tokens: list[int]) -> None:

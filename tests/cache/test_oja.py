@@ -121,8 +121,11 @@ def test_the_first_chunk_teaches_before_it_is_quantized():
     q, k, v = data(128, 0, HEADS), data(128, 1), data(128, 2)
     seen = spec.importance(np.array(q[:, :, -32:], np.float64), np.array(k, np.float64), SCALE)
     at = spec.salient(seen, round(0.05 * 128))[0]
-    turns = sample(KV_HEADS, (DIMS, DIMS), one.config.fitted)
-    for x, now, was in ((k, one.basis.keys, turns.keys), (v, one.basis.values, turns.values)):
+    layer_maps = sample(KV_HEADS, (DIMS, DIMS), one.config.fitted)
+    for x, now, was in (
+        (k, one.basis.keys, layer_maps.keys),
+        (v, one.basis.values, layer_maps.values),
+    ):
         expected = spec.update(
             np.array(was.down, np.float64), np.array(x[0], np.float64)[:, at], 0.1
         )
@@ -180,8 +183,8 @@ def test_what_becomes_of_stored_tokens():
 def test_runs_are_bounded_and_keep_every_page(segments):
     one = cache(f"oja-r24+segments{segments}")
     feed(one, 64)
-    for turn in range(12):
-        feed(one, 40, seed=10 * turn, chunk=1 if turn % 2 else 40)
+    for round_ in range(12):
+        feed(one, 40, seed=10 * round_, chunk=1 if round_ % 2 else 40)
         assert len(one._store.runs) <= segments
         assert one._store.count * 16 + one._count + 4 == one.offset
         view = one.keys_and_values()[0]
@@ -200,10 +203,10 @@ def test_runs_are_bounded_and_keep_every_page(segments):
 )
 def test_saved_and_copied_caches_go_on_alike(name, monkeypatch):
     one = cache(name)
-    turns = one.layer_maps
-    monkeypatch.setattr(maps, "find", lambda *_: turns)
-    if turns is not None:
-        object.__setattr__(turns, "digest", "sample")
+    layer_maps = one.layer_maps
+    monkeypatch.setattr(maps, "find", lambda *_: layer_maps)
+    if layer_maps is not None:
+        object.__setattr__(layer_maps, "digest", "sample")
     feed(one, 150)
     for steps in (0, 40):
         if steps:
@@ -389,8 +392,8 @@ def test_selection_goes_with_every_format(name):
     """Where tokens share scales, whole pages go."""
     made = parse_kv(name)
     made = replace(made, sink=4, recent=16)
-    turns = sample(KV_HEADS, (DIMS, DIMS), made.fitted) if made.calibrated else None
-    one = AdaptiveKVCache(made, turns)
+    layer_maps = sample(KV_HEADS, (DIMS, DIMS), made.fitted) if made.calibrated else None
+    one = AdaptiveKVCache(made, layer_maps)
     tokens = 15 + 5 * made.page
     feed(one, tokens, chunk=tokens)
     pages, before = one._store.count, one._store.read(0, one._store.count).decode(0, mx.float32)
@@ -400,7 +403,7 @@ def test_selection_goes_with_every_format(name):
     rows = np.array(before.reshape(-1, DIMS))
     after = one._store.read(0, one._store.count).decode(0, mx.float32)
     if "+keep" not in name or "oja" not in name:
-        # A product of another shape turns them back: equal but for the last bits.
+        # A product of another shape transforms them back: equal but for the last bits.
         apart = [np.abs(rows - row).max(-1).min() for row in np.array(after.reshape(-1, DIMS))]
         assert max(apart) < 1e-5
 
@@ -414,8 +417,8 @@ def test_a_server_sets_enough_aside(name):
     feed(one, 1)
     (shape,) = shapes_of([one])
     assert shape.plain.held(100) == shapes_of([filled_plainly(100)])[0].held(100)
-    for turn in range(6):
-        feed(one, 64 if turn < 2 else 40, seed=turn, chunk=64 if turn < 2 else 4)
+    for round_ in range(6):
+        feed(one, 64 if round_ < 2 else 40, seed=round_, chunk=64 if round_ < 2 else 4)
         asked = 0 if one._queries is None else one._queries[0].nbytes  # of so many query heads
         assert one.nbytes - asked <= shape.allocated(one.offset, 64, most=True)
 

@@ -44,10 +44,10 @@ def fitted(name: str, dim: int) -> CacheConfig:
 
 
 def made(config: CacheConfig, dim: int):
-    turns = sample(HEADS, (dim, dim), config.fitted) if config.calibrated else None
+    layer_maps = sample(HEADS, (dim, dim), config.fitted) if config.calibrated else None
     if not config.compresses:
         return KVCache()
-    return (AdaptiveKVCache if config.listens else CompressedKVCache)(config, turns)
+    return (AdaptiveKVCache if config.listens else CompressedKVCache)(config, layer_maps)
 
 
 def read(cache, tokens: int, dim: int, chunk: int = 0):

@@ -40,13 +40,13 @@ def made(name: str):
     config = replace(config, sink=4, recent=16, page=min(config.page, 64))
     if latent:
         return LatentKVCache(config.of_latents)
-    turns = None
+    layer_maps = None
     if config.calibrated:
-        turns = replace(
+        layer_maps = replace(
             maps.sample(HEADS, (DIMS, DIMS), config.fitted), digest=f"trim {name}", layer="0"
         )
-        turns = pickle.loads(pickle.dumps(turns))
-    return (AdaptiveKVCache if config.listens else CompressedKVCache)(config, turns)
+        layer_maps = pickle.loads(pickle.dumps(layer_maps))
+    return (AdaptiveKVCache if config.listens else CompressedKVCache)(config, layer_maps)
 
 
 @lru_cache

@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 import pytest
+from calibration_inputs import TEXT
 from random_models import random_model
-from turning import TEXT
 
 from mlxkv.models import detach
 from mlxkv.models.calibration import measure
@@ -21,7 +21,7 @@ def made(model):
 
 @pytest.fixture(scope="package")
 def leaning():
-    """Its keys have an offset of several standard deviations, which RoPE turns where it is fast."""
+    """Its keys have an offset of several standard deviations, which RoPE transforms where it is fast."""
     model = random_model("llama", attention_bias=True)
     for layer in model.layers:
         projection = layer.self_attn.k_proj

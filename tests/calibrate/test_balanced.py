@@ -5,9 +5,9 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
+from calibration_inputs import TEXT, at_zero, data, moments_over, rms, seen_by, stored
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_tiles
-from turning import TEXT, at_zero, data, moments_over, rms, seen_by, stored
 
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
@@ -41,8 +41,8 @@ def test_streamed_balances_equal_those_of_the_spec(model, monkeypatch):
     monkeypatch.setattr(measure, "CHUNK", 50)
     found = measure.calibrate(model, TEXT, window=350)
     for index, windows in enumerate(seen_by(model, TEXT, 350)):
-        turned = ((at_zero(q), at_zero(k), v) for q, k, v in windows)
-        q, k, v = (np.concatenate(parts, axis=2) for parts in zip(*turned, strict=True))
+        rotated = ((at_zero(q), at_zero(k), v) for q, k, v in windows)
+        q, k, v = (np.concatenate(parts, axis=2) for parts in zip(*rotated, strict=True))
         late = np.arange(len(TEXT)) % 350 >= moments.SINK
         heads, dims = q.shape[1], q.shape[3]
         w = np.array(model.layers[index].self_attn.o_proj.weight, np.float64)
@@ -75,9 +75,9 @@ def test_streamed_balances_equal_those_of_the_spec(model, monkeypatch):
 # Caches
 
 
-def through(x, turn: Transform, side):
+def through(x, transform: Transform, side):
     """[G, T, D] as attention sees pages of it, by the spec."""
-    down, up = (np.array(y, np.float64) for y in (turn.down, turn.up))
+    down, up = (np.array(y, np.float64) for y in (transform.down, transform.up))
     bits, size = side.quantizer.bits, ref.group_size(side.quantizer.group, x.shape[-1])
     stored = ref.affine_encode(x @ down, bits, size, clip=side.quantizer.clip)
     return ref.affine_decode(*stored, size) @ up
@@ -92,35 +92,35 @@ def test_pages_are_led_back_by_the_inverse(subtests):
         (make, 80, mx.float16, OSCAR),
         (make_tiles, 96, mx.float16, INT2),
     ):
-        turns = maps.sample(2, (dims, dims), config.fitted)  # the same for both sides
-        turn = turns.values
-        values = Transform(turn.down[..., ::-1], turn.up[..., ::-1, :])
-        turns = dataclasses.replace(turns, values=values)
+        layer_maps = maps.sample(2, (dims, dims), config.fitted)  # the same for both sides
+        transform = layer_maps.values
+        values = Transform(transform.down[..., ::-1], transform.up[..., ::-1, :])
+        layer_maps = dataclasses.replace(layer_maps, values=values)
         config = dataclasses.replace(config, recent=32)
         keys, values = (mx.array(data(1, 2, 177, dims, seed=i), dtype) for i in (0, 1))
         q = mx.array(data(1, 6, 1, dims, seed=2), dtype)
         sink, pages = ref.split(176, 16, 32, 16)
         inside, sides = slice(sink, sink + 16 * pages), []
-        for x, turn, side in (
-            (keys, turns.keys, config.keys),
-            (values, turns.values, config.values),
+        for x, transform, side in (
+            (keys, layer_maps.keys, config.keys),
+            (values, layer_maps.values, config.values),
         ):
             x = np.array(x, np.float64)
-            x[0, :, inside] = through(x[0, :, inside], turn, side)
+            x[0, :, inside] = through(x[0, :, inside], transform, side)
             sides.append(x)
         exact = ref.attention(np.array(q, np.float64), *sides, dims**-0.5)
         for new in (1, 9):
             with subtests.test(factory=factory, dims=dims, tokens=new), launch.using(factory):
-                cache = CompressedKVCache(config, turns)
+                cache = CompressedKVCache(config, layer_maps)
                 cache.update_and_fetch(keys[:, :, :176], values[:, :, :176])
                 view, _ = cache.update_and_fetch(keys[:, :, 176:], values[:, :, 176:])
                 out = attention.attend(mx.repeat(q, new, 2), view, dims**-0.5)[:, :, :1]
                 assert rms(out, exact) < (2e-2 if dtype == mx.float16 else 1e-2)
-        both = turns.keys, turns.values
+        both = layer_maps.keys, layer_maps.values
         if "oscar" in config.fitted:  # of the first kv head
             wrong = LayerMaps(*(Transform(t.down[0], t.up[0]) for t in both))
         else:
-            assert rms(turn.up, np.array(turn.down).swapaxes(-1, -2)) > 0.5
+            assert rms(transform.up, np.array(transform.down).swapaxes(-1, -2)) > 0.5
             wrong = LayerMaps(*(Transform(t.down, t.down.swapaxes(-1, -2)) for t in both))
         cache = CompressedKVCache(config, wrong)
         cache.update_and_fetch(keys, values)

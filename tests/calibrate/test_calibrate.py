@@ -3,10 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from calibration_inputs import TEXT, at_zero, moments_over, seen_by
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
-from turning import TEXT, at_zero, moments_over, seen_by
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices

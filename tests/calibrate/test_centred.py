@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from calibration_inputs import TEXT, data, logits, means_over, moments_over, rms, seen_by, stored
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from random_models import random_model
 from tensors import to_torch
-from turning import TEXT, data, logits, means_over, moments_over, rms, seen_by, stored
 
 from cuda_track.cache import attention as torch_attention
 from cuda_track.cache.compressed import CompressedKVCache as TorchCache
@@ -210,12 +210,14 @@ def test_the_other_track_reads_on_from_a_state(subtests, leaning, leaning_made):
             caches = make_prompt_cache(leaning)
             logits(leaning, caches)
             own = caches[0]
-            turns = torch_maps.of(leaning_made, own.config.fitted, ["0"])["0"]
-            theirs = TorchCache.from_state(to_torch(own.state), lambda *_, turns=turns: turns)
+            layer_maps = torch_maps.of(leaning_made, own.config.fitted, ["0"])["0"]
+            theirs = TorchCache.from_state(
+                to_torch(own.state), lambda *_, layer_maps=layer_maps: layer_maps
+            )
             keys, values, q = (data(1, n, 1, 64, seed=i) for i, n in enumerate((2, 2, 4)))
             view, _ = own.update_and_fetch(mx.array(keys), mx.array(values))
             ours = attention.attend(mx.array(q), view, 0.125)
             view = theirs.update_and_fetch(torch.from_numpy(keys), torch.from_numpy(values))
             out = torch_attention.attend(torch.from_numpy(q), view, 0.125)
             assert rms(out.numpy(), ours) < 1e-5
-            assert torch.equal(view.live[0][:, :, -1:], torch.from_numpy(keys) - turns.mean)
+            assert torch.equal(view.live[0][:, :, -1:], torch.from_numpy(keys) - layer_maps.mean)

@@ -5,9 +5,9 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
+from calibration_inputs import TEXT, data
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
-from turning import TEXT, data
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
@@ -40,7 +40,7 @@ def judged(keys, values, queries, config, rotations, softcap=None):
     return trial
 
 
-def unturned(dims):
+def identity_maps(dims):
     eye = Transform(mx.eye(dims), mx.eye(dims))
     return LayerMaps(eye, eye)
 
@@ -51,12 +51,12 @@ def test_outliers_that_nobody_reads_want_a_clip_and_even_data_none():
     keys, values, q = (data(1, 1, 256, 64, seed=s) for s in range(3))
     keys[..., :2] = values[..., :2] = 60 * rng.choice([-1, 1], (1, 1, 256, 2))
     q[..., :2] = 0
-    planted = judged(keys, values, 2 * q[:, :, :8], SMALL, unturned(64))
+    planted = judged(keys, values, 2 * q[:, :, :8], SMALL, identity_maps(64))
     errors = planted.errors("keys")
     assert planted.best("keys") < 0.97  # two of 64 are cut from .97 on
     assert errors[planted.best("keys")] < errors[1.0] / 5
     even = [rng.choice([-1.0, -1 / 3, 1 / 3, 1.0], (1, 1, 256, 64)) for _ in range(2)]
-    fair = judged(*(x.astype(np.float32) for x in even), q[:, :, :8], SMALL, unturned(64))
+    fair = judged(*(x.astype(np.float32) for x in even), q[:, :, :8], SMALL, identity_maps(64))
     assert fair.best("keys") == fair.best("values") == 1.0
 
 
@@ -67,13 +67,13 @@ def test_what_is_judged_is_what_the_cache_gives(subtests):
             with subtests.test(side=side, tokens=tokens):
                 keys, values = data(1, 2, tokens, 64), data(1, 2, tokens, 64, seed=1)
                 q = data(1, 4, 1, 64, seed=2)
-                turns = sample(2, (64, 64))
-                trial = judged(keys, values, q, SMALL, turns, softcap)
+                layer_maps = sample(2, (64, 64))
+                trial = judged(keys, values, q, SMALL, layer_maps, softcap)
                 for clip, error in trial.errors(artifact.SIDES[side]).items():
                     sides = [FULL, FULL]
                     sides[side] = (SMALL.keys, SMALL.values)[side].clipped(clip)
                     cached = CompressedKVCache(
-                        CacheConfig(*sides, sink=16, recent=16, page=16), turns
+                        CacheConfig(*sides, sink=16, recent=16, page=16), layer_maps
                     )
                     for part in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
                         pair = (mx.array(x[:, :, part]) for x in (keys, values))

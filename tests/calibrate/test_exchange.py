@@ -5,7 +5,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from turning import TEXT, at_zero, data, moments_over, seen_by
+from calibration_inputs import TEXT, at_zero, data, moments_over, seen_by
 
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, fill, sums

@@ -3,9 +3,9 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from calibration_inputs import TEXT, logits, rms
 from mlx_lm.models import openelm
 from mlx_lm.models.cache import make_prompt_cache
-from turning import TEXT, logits, rms
 
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, fill

@@ -5,16 +5,16 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from calibration_inputs import LLAMA3, ROTARY, TEXT, YARN
 from random_model import write_model
 from random_models import random_model
-from turning import LLAMA3, ROTARY, TEXT, YARN
 
 from mlxkv.formats.calibration import artifact, layers, rotary
 from mlxkv.formats.calibration.rotary import Rotary
 from mlxkv.formats.calibration.sums import Sums
 from mlxkv.models import load
 from mlxkv.models.calibration import measure, moments
-from mlxkv.models.calibration.moments import far_attention, grouped, products, received, turned
+from mlxkv.models.calibration.moments import far_attention, grouped, products, received, rotate
 from mlxkv.models.hooks.taps import AttentionCall
 from mlxkv.models.origin import origin_of
 from mlxkv.spec import balanced
@@ -53,11 +53,11 @@ def test_rows_turn_as_the_law_says(subtests):
             frequencies = ROTARY[1][: len(pairs)]
             x = np.random.default_rng(0).standard_normal((1, 2, 50, 64))
             t = np.arange(-20, 30)
-            law = spec.turned(x, t, pairs, frequencies)
+            law = spec.rotate(x, t, pairs, frequencies)
             one = Rotary(pairs, frequencies)
-            np.testing.assert_allclose(one.turned(x, t), law, atol=1e-12)
-            np.testing.assert_allclose(turned(mx.array(x), one, t), law, atol=1e-5)
-            assert turned(mx.array(x), None, t).shape == x.shape
+            np.testing.assert_allclose(one.rotate(x, t), law, atol=1e-12)
+            np.testing.assert_allclose(rotate(mx.array(x), one, t), law, atol=1e-5)
+            assert rotate(mx.array(x), None, t).shape == x.shape
 
 
 def test_sums_lose_nothing_to_a_large_mean():

@@ -1,10 +1,10 @@
-"""What keys turn by, measured on models of many families, against the formulas of their configs."""
+"""What keys rotate by, measured on models of many families, against the formulas of their configs."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from calibration_inputs import LLAMA3, YARN
 from random_models import random_model
-from turning import LLAMA3, YARN
 
 from mlxkv.formats.calibration import rotary
 from mlxkv.models.calibration.moments import PROBES, rotations
@@ -84,8 +84,8 @@ def rows(kind, count=PROBES, dims=8):
     out = {}
     for t in rotary.positions(4096):
         frequencies = plain(dims) * (t > 1000 and kind == "bends") + plain(dims)
-        turned = positions.turned(x, np.full(count, t), pairs, frequencies)
-        out[t] = {"none": x, "grows": x * (1 + 1e-3 * t), "added": x + np.sin(t)}.get(kind, turned)
+        rotated = positions.rotate(x, np.full(count, t), pairs, frequencies)
+        out[t] = {"none": x, "grows": x * (1 + 1e-3 * t), "added": x + np.sin(t)}.get(kind, rotated)
     return out
 
 
@@ -103,7 +103,10 @@ def test_other_dependence_on_position_is_no_rotation(subtests):
 def test_other_families(subtests):
     for family, pairs in (
         ("gpt_oss", positions.rotary_pairs(64)),  # YaRN, sinks
-        ("gemma4_text", np.array([(i, i + 64) for i in range(16)])),  # a quarter of the pairs turns
+        (
+            "gemma4_text",
+            np.array([(i, i + 64) for i in range(16)]),
+        ),  # a quarter of the pairs rotates
         (
             "deepseek_v2",
             positions.rotary_pairs(32, 32, interleaved=True),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from turning import TEXT, seen_by
+from calibration_inputs import TEXT, seen_by
 
 from cuda_track.codec import maps as torch_maps
 from mlxkv.codec import maps

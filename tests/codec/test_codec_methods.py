@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import torch
-from methods import METHODS, OWN_BOOKS, turn_at
+from methods import METHODS, OWN_BOOKS, transform_at
 from samples import data
 from stored_spec import stored
 
@@ -22,14 +22,14 @@ BACKENDS = {
 FORMATS = {}
 for _method in METHODS.values():
     for _spec in (_method.keys, _method.values):
-        _own = _method.turn if isinstance(_spec, PolarTree) else ""
-        FORMATS.setdefault((_spec, _own), (_spec, _method.page, _method.turn))
+        _own = _method.transform if isinstance(_spec, PolarTree) else ""
+        FORMATS.setdefault((_spec, _own), (_spec, _method.page, _method.transform))
 
 
 def cases():
-    for spec, page, turn in FORMATS.values():
+    for spec, page, transform in FORMATS.values():
         for dims in (64, 80):
-            side = Side(spec, turn_at(turn, dims))
+            side = Side(spec, transform_at(transform, dims))
             if not (side.why_not(dims, page) or spec.why_not(dims, page)):
                 yield side, dims, page
 
@@ -82,9 +82,11 @@ def test_codes_keep_to_their_bits(subtests):
 
 
 def law_of(side, x, page):
-    """By the spec, or None where it has no such case: codebooks of its own, levels without their turn."""
+    """By the spec, or None where it has no such case: codebooks of its own, levels without their transform."""
     spec = side.quantizer
-    turned = isinstance(spec, Codebook)
-    if (turned and side.transform != "random") or getattr(spec, "codebooks", None) == OWN_BOOKS:
+    transformed = isinstance(spec, Codebook)
+    if (transformed and side.transform != "random") or getattr(
+        spec, "codebooks", None
+    ) == OWN_BOOKS:
         return None
     return stored(x.astype(np.float64), side, 0, x.shape[2] // page, page)

@@ -68,7 +68,7 @@ def test_what_is_made_of_a_basis_goes_with_it():
     for seed in range(200):
         u = adaptive.update(u, mx.random.normal((1, 2, 8, 32), key=mx.random.key(seed)), 0.1)
         one = adaptive.transform_of(u)
-        mx.eval(*(one.turned(mx.zeros((1, 2, 1, 32), mx.float16)) for _ in range(2)))
+        mx.eval(*(one.apply(mx.zeros((1, 2, 1, 32), mx.float16)) for _ in range(2)))
         seen.append(weakref.ref(one))
         bytes_.append(mx.get_active_memory())
     del one

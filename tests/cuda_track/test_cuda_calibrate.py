@@ -63,7 +63,7 @@ def test_moments_are_those_of_mlx(loaded, tokens, monkeypatch):
             assert np.allclose(ours.peaks, exact.peaks, rtol=1e-3)
             if side == "keys":
                 assert np.allclose(ours.mean, exact.mean, atol=1e-3 * np.abs(exact.mean).max())
-            # Directions of like eigenvalues may turn among themselves; what they span may not.
+            # Directions of like eigenvalues may rotate among themselves; what they span may not.
             means = (
                 b.vectors * b.values[:, None] @ b.vectors.swapaxes(-1, -2) for b in (ours, exact)
             )

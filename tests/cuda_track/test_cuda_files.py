@@ -97,14 +97,16 @@ def check_states_are_read_on_the_other_side(preset):
 
 
 def test_windows_of_values_that_weights_had_turned():
-    """A cache of a folded model of MLX, read for a model whose weights turn nothing."""
+    """A cache of a folded model of MLX, read for a model whose weights transform nothing."""
     config = replace(PRESETS["oscar-int4"], sink=16, recent=16, page=16)
-    turns = sample(2, (64, 64))
-    pairs = (maps.pair(np.array(x.down), np.array(x.up)) for x in (turns.keys, turns.values))
+    layer_maps = sample(2, (64, 64))
+    pairs = (
+        maps.pair(np.array(x.down), np.array(x.up)) for x in (layer_maps.keys, layer_maps.values)
+    )
     mine = maps.LayerMaps(*pairs, "sample", "0")
     keys, values = np.random.default_rng(0).standard_normal((2, 1, 2, 100, 64)).astype(np.float32)
-    theirs = MlxCache(config, folded(turns))
-    theirs.update_and_fetch(mx.array(keys), turns.values.store(mx.array(values)))
+    theirs = MlxCache(config, folded(layer_maps))
+    theirs.update_and_fetch(mx.array(keys), layer_maps.values.store(mx.array(values)))
     plain = CompressedKVCache(config, mine)
     plain.update_and_fetch(*map(torch.from_numpy, (keys, values)))
     moved = CompressedKVCache.from_state(to_torch(theirs.state), lambda *_: mine)

@@ -114,7 +114,7 @@ def test_attention_over_codes(subtests):
         with subtests.test(case=case), pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "MANY", 0 if i % 2 else launch.MANY)
             if "channels" in case:  # several turns of a page read with the same queries
-                patch.setattr(layout, "TURN", 16)
+                patch.setattr(layout, "STEP_TOKENS", 16)
             check_attention(case)
 
 
@@ -161,7 +161,7 @@ PREFILLED = {
 
 @pytest.mark.parametrize("name", PREFILLED)
 def test_prefill_decodes_pages_in_the_stored_domain(name, monkeypatch):
-    monkeypatch.setattr(layout, "TURN", 16)
+    monkeypatch.setattr(layout, "STEP_TOKENS", 16)
     dims, dtype, keys, values = PREFILLED[name]
     torch.manual_seed(0)
     store, plain = filled(SIDES[keys], SIDES[values], 2, 2, dims)

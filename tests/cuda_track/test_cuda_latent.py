@@ -35,9 +35,9 @@ def heads(h=H, d=D, v=V, r=R) -> Heads:
 
     def expand(latents, rotary):
         plain = torch.einsum("bgtr,hdr->bhtd", latents, keys.to(latents.dtype))
-        turned = rotary.expand(-1, h, -1, -1)
+        rotary_queries = rotary.expand(-1, h, -1, -1)
         seen = torch.einsum("bgtr,hvr->bhtv", latents, values.to(latents.dtype))
-        return torch.cat([plain, turned], -1), seen
+        return torch.cat([plain, rotary_queries], -1), seen
 
     return Heads(keys, values, expand)
 

@@ -77,8 +77,8 @@ class Library:
 
 
 def filled(config: CacheConfig, dims: int, dtype=torch.float32, batch: int = 1):
-    turns = caches("static-r24+int4")[0].layer_maps if config.keys.low else None
-    made = CompressedKVCache(config, turns)
+    layer_maps = caches("static-r24+int4")[0].layer_maps if config.keys.low else None
+    made = CompressedKVCache(config, layer_maps)
     torch.manual_seed(0)
     tokens = config.window + 2 * config.page + 5
     made.update_and_fetch(*(torch.randn(batch, 2, tokens, dims).to(dtype) for _ in "kv"))

@@ -1,4 +1,4 @@
-"""The golden rows hold on this machine, planted faults turn them red, and the spec makes the stored tensors."""
+"""The golden rows hold on this machine, planted faults transform them red, and the spec makes the stored tensors."""
 
 import make_golden
 import numpy as np

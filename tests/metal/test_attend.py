@@ -74,10 +74,13 @@ def attended(
     x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
     x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
     buffer, whole, held = quantize_by_ops(x, specs)
-    turns = turns_of(transform, dims)
-    run = Run(buffer, count, whole, 1, turns)  # of count + 2 records
+    layer_maps = turns_of(transform, dims)
+    run = Run(buffer, count, whole, 1, layer_maps)  # of count + 2 records
     paged = [y[:, :, : count * 16] for y in held]
-    paged = [y if turn is None else turn.restore(y) for y, turn in zip(paged, turns, strict=True)]
+    paged = [
+        y if transform is None else transform.restore(y)
+        for y, transform in zip(paged, layer_maps, strict=True)
+    ]
     shape = (1, kv_heads, n_sink + n_live + 7, dims)
     windows = [mx.array(data(*shape, seed=2 + i)).astype(dtype) for i in range(2)]
     sink = tuple(y[:, :, :n_sink] for y in windows) if n_sink else None

@@ -36,12 +36,12 @@ def low(name):
 
 def stores(config, dims, factory, tiled=False, heads=2, tokens=None):
     """The same tokens in records that the kernel quantized and in plain codes."""
-    turns = sample(heads, (dims, dims), config.fitted)
+    layer_maps = sample(heads, (dims, dims), config.fitted)
     if tokens is None:
         tokens = [data(1, heads, PAGES * PAGE, dims, seed=i) for i in range(2)]
     both = (
-        Records(config, (dims, dims), factory, tiled, turns),
-        Codes(config, (dims, dims), turns),
+        Records(config, (dims, dims), factory, tiled, layer_maps),
+        Codes(config, (dims, dims), layer_maps),
     )
     for store in both:
         store.append(tuple(map(mx.array, tokens)), tokens[0].shape[2] // PAGE)

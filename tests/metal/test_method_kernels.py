@@ -103,7 +103,7 @@ def test_records_hold_the_same_as_codes_and_dequantize_reads_them(subtests):
         with subtests.test(name=name):
             method, sides = METHODS[name], ("keys", "values")
             dims = method.dims
-            exact = method.turn == "none"
+            exact = method.transform == "none"
             ours, plain = stores(method, dims, make, quantized=exact)
             back, again = Codes(ours.config, (dims, dims)), Records(ours.config, (dims, dims), make)
             back.restore(ours.state, 3)

@@ -19,8 +19,8 @@ CASES = {
 
 
 def stores(name, factory=make):
-    keys, values, page, dims, turn = CASES[name]
-    config = CacheConfig(Side(keys, "none"), Side(values, turn), page=page)
+    keys, values, page, dims, transform = CASES[name]
+    config = CacheConfig(Side(keys, "none"), Side(values, transform), page=page)
     return Records(config, (dims, dims), factory), Codes(config, (dims, dims)), dims, page
 
 

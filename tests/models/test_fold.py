@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from calibration_inputs import TEXT, logits
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
@@ -18,7 +19,6 @@ from mlx_lm.models.cache import (
 from on_emulator import make, make_tiles
 from random_models import random_model
 from small_models import TINY
-from turning import TEXT, logits
 
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
@@ -75,7 +75,7 @@ def test_folded_weights_say_the_same(family, changes):
     plain, tokens = logits(model), spoken(model)
     reports = attach(model, INT4, calibration=made, fold=True)
     assert folds(reports) and set(folds(reports)) == {"folded"}
-    assert "values turned by the weights" in summarise(reports)[-1]
+    assert "values transformed by the weights" in summarise(reports)[-1]
     changed = {k for k, x in weights(model).items() if not np.array_equal(x, before[k])}
     assert len(changed) >= 2 * len(folds(reports))
     cache = make_prompt_cache(model)
@@ -114,7 +114,7 @@ def test_what_cannot_be_folded_says_why(family, reason):
     reports = attach(model, INT4, calibration=made, fold=True)
     assert any(reason in text for text in folds(reports))
     assert "folded" not in folds(reports)
-    assert any(f"values turned at run time ({reason}" in line for line in summarise(reports))
+    assert any(f"values transformed at run time ({reason}" in line for line in summarise(reports))
     assert all(np.array_equal(x, before[k]) for k, x in weights(model).items())
     detach(model)
 
@@ -137,10 +137,10 @@ def test_a_fold_that_changes_the_model_is_undone(monkeypatch):
     made = measure.calibrate(model, TEXT[:512])
     before, right = weights(model), fold._replace
 
-    def wrong(site, turn):
+    def wrong(site, transform):
         first = site.target is model.layers[0].self_attn.o_proj
         blocks = site.blocks[::-1] if first else site.blocks
-        return right(dataclasses.replace(site, blocks=blocks), turn)
+        return right(dataclasses.replace(site, blocks=blocks), transform)
 
     monkeypatch.setattr(fold, "_replace", wrong)
     reports = attach(model, INT4, calibration=made, fold=True)
@@ -195,7 +195,7 @@ def test_other_maps_of_values_are_refused(made):
     attach(model, INT4, calibration=made, fold=True)
     other = measure.calibrate(random_model("qwen2", seed=1), TEXT[:512])
     for kv, calibration in (("balanced-int3", made), ("oja-0.75", made), (INT4, other)):
-        with pytest.raises(UserError, match="weights of this model turn values by oscar maps"):
+        with pytest.raises(UserError, match="weights of this model transform values by oscar maps"):
             attach(model, kv, calibration=calibration)
         assert make_prompt_cache(model)[0].config == INT4  # left as it was
     keys_only = dataclasses.replace(parse_kv("balanced-int3/int4"), **WINDOWS)
@@ -273,11 +273,11 @@ def test_a_session_of_ours_follows_the_model_that_loads_it(tmp_path):
 
 
 def test_a_cache_of_another_calibration_is_refused(made):
-    """The weights hold the maps of one calibration; nothing turns values from one to the other."""
+    """The weights hold the maps of one calibration; nothing transforms values from one to the other."""
     model, other = random_model("qwen2"), random_model("qwen2")
     attach(model, INT4, calibration=made, fold=True)
     attach(other, INT4, calibration=measure.calibrate(other, TEXT[88:600]))
-    with pytest.raises(UserError, match="weights of this model turn values by"):
+    with pytest.raises(UserError, match="weights of this model transform values by"):
         match_fold(model, make_prompt_cache(other))
     for one in (model, other):
         detach(one)
@@ -287,7 +287,7 @@ def test_a_cache_of_another_calibration_is_refused(made):
 def test_pages_of_values_that_come_rotated(factory):
     """Kernels too: the output is that of the unfolded cache, rotated; and a cache that goes from
     one model to the other reads the same."""
-    turns = maps.sample(2, (64, 64))
+    layer_maps = maps.sample(2, (64, 64))
     x = np.random.default_rng(0).standard_normal((3, 1, 4, 177, 64)).astype(np.float32)
     keys, values = (mx.array(part[:, :2], mx.float16) for part in x[:2])
     q = mx.array(x[2][:, :, :1], mx.float16)
@@ -299,17 +299,17 @@ def test_pages_of_values_that_come_rotated(factory):
         return cache, cache.update_and_fetch(keys[:, :, 176:], values[:, :, 176:])[0]
 
     with launch.using(factory):
-        plain = attention.attend(q, filled(turns, values)[1], 0.125)
-        plain_turned = turns.values.store(plain.reshape(1, 2, 2, 64)).reshape(plain.shape)
-        cache, view = filled(maps.folded(turns), turns.values.turned(values))
+        plain = attention.attend(q, filled(layer_maps, values)[1], 0.125)
+        plain_transformed = layer_maps.values.store(plain.reshape(1, 2, 2, 64)).reshape(plain.shape)
+        cache, view = filled(maps.folded(layer_maps), layer_maps.values.apply(values))
         folded = attention.attend(q, view, 0.125)
         assert cache.layer_maps.folded
-        # Float16 values turned before and after rounding: some codes fall the other way.
-        assert rms(np.array(folded), np.array(plain_turned)) < 2e-2
-        cache.turn_values(False)
+        # Float16 values transformed before and after rounding: some codes fall the other way.
+        assert rms(np.array(folded), np.array(plain_transformed)) < 2e-2
+        cache.transform_values(False)
         view, _ = cache.update_and_fetch(keys[:, :, :1], values[:, :, :1])
         back = attention.attend(q, view, 0.125)
-        other = filled(turns, values)[0].update_and_fetch(keys[:, :, :1], values[:, :, :1])[0]
+        other = filled(layer_maps, values)[0].update_and_fetch(keys[:, :, :1], values[:, :, :1])[0]
         assert not cache.layer_maps.folded
         assert rms(np.array(back), np.array(attention.attend(q, other, 0.125))) < 2e-2
 
@@ -322,4 +322,4 @@ def test_presets_without_calibrated_values_are_refused():
 
 def test_loading_reports_it():
     report = load(TINY, "oscar-int2", fold=True).report()
-    assert any("values turned by the weights" in line for line in report)
+    assert any("values transformed by the weights" in line for line in report)

@@ -28,7 +28,7 @@ CALIBRATION = DATA / "calibration.safetensors"
 TEXT = np.random.default_rng(1).integers(0, 64, 600).tolist()
 HELD = 150  # tokens in a stored session
 REPLY = 8  # tokens that the model goes on with, greedily
-# Name of the file, preset, and whether the weights of the model that reads it turn values.
+# Name of the file, preset, and whether the weights of the model that reads it transform values.
 SESSIONS = [
     ("int4", "int4", False),
     ("kivi-int2", "kivi-int2", False),
@@ -74,9 +74,9 @@ def test_a_calibration_reads_the_same(stored):
     assert made.digest == said["digest"]
     assert (made.model, made.tokens, made.text) == ("stored", 512, "random tokens")
     for kind in ("oscar", "balanced"):
-        turns = maps.of(made, (kind, kind))["0"]
+        layer_maps = maps.of(made, (kind, kind))["0"]
         for side in ("keys", "values"):
-            got = np.array(getattr(turns, side).down)
+            got = np.array(getattr(layer_maps, side).down)
             np.testing.assert_allclose(got, arrays[f"{kind}.{side}"], atol=1e-6)
 
 

@@ -35,8 +35,8 @@ def test_replies_taken_back_leave_what_was_read(model):
     read(model, fresh, 0, PROMPT)
     read(model, cache, 0, PROMPT)
     right, held = read(model, fresh, PROMPT, PROMPT + 8, seed=9), None
-    for turn in range(2):
-        read(model, cache, PROMPT, PROMPT + REPLY, seed=turn + 1)
+    for round_ in range(2):
+        read(model, cache, PROMPT, PROMPT + REPLY, seed=round_ + 1)
         before = [x[:, :, :PROMPT] for x in _whole(cache[0].keys_and_values()[0], mx.float32)]
         assert cut_back(cache, PROMPT + REPLY, PROMPT)
         held = _whole(cache[0].keys_and_values()[0], mx.float32)

@@ -297,7 +297,7 @@ def test_there_has_to_be_a_start(server, subtests):
 
 
 class Plain:
-    """Stands for `Turns` with tokens that are characters."""
+    """Stands for `PromptEscaper` with tokens that are characters."""
 
     def marked(self, chat):
         return None, [chat]

@@ -87,7 +87,7 @@ def test_what_waits_while_a_model_is_closed_is_told(server):
     data = json.dumps({"prompt": "abc"}).encode()
 
     async def waits():
-        async with reader._lanes[0].turn(0):
+        async with reader._lanes[0].acquire(0):
             task = asyncio.create_task(reader.read("/v1/completions", data, None))
             await asyncio.sleep(0)
             reader.close()
@@ -101,7 +101,7 @@ def test_small_requests_come_before_large_ones_that_wait():
     lane, read = reading.Lane(None), []
 
     async def ask(size: int) -> None:
-        async with lane.turn(size):
+        async with lane.acquire(size):
             await asyncio.sleep(0)
             read.append(size)
 
@@ -126,7 +126,7 @@ async def in_turn(
     turns = []
 
     async def ask(key: str | None, size: int) -> None:
-        async with lane.turn(size, key):
+        async with lane.acquire(size, key):
             await asyncio.sleep(0)
             turns.append((key, size))
 
@@ -158,7 +158,9 @@ def test_who_waits_longest_comes_next_of_its_key():
     small = (("a", 1),) * 3
     asked = [("a", 5), ("a", 9), ("a", 7)]
     turns = [
-        turn for turn in asyncio.run(in_turn(reading.Lane(None), asked, small)) if turn in asked
+        acquire
+        for acquire in asyncio.run(in_turn(reading.Lane(None), asked, small))
+        if acquire in asked
     ]
     assert turns == asked
 
@@ -174,11 +176,11 @@ def test_clients_that_leave_count_for_nothing():
     lane = reading.Lane(None)
 
     async def wait(key: str) -> None:
-        async with lane.turn(1, key):
+        async with lane.acquire(1, key):
             pass
 
     async def main() -> list[tuple]:
-        async with lane.turn(0, "a"):
+        async with lane.acquire(0, "a"):
             tasks = [asyncio.create_task(wait(key)) for key in "abcdefgh" * 9]
             await asyncio.sleep(0)
             for task in tasks:
@@ -192,8 +194,8 @@ def test_clients_that_leave_count_for_nothing():
 
 
 def test_each_api_key_has_its_turns(model_folder, monkeypatch):
-    seen, plain = [], reading.Lane.turn
-    monkeypatch.setattr(reading.Lane, "turn", lambda *args: seen.append(args[2]) or plain(*args))
+    seen, plain = [], reading.Lane.acquire
+    monkeypatch.setattr(reading.Lane, "acquire", lambda *args: seen.append(args[2]) or plain(*args))
     with serving(model_folder, api_key=["first", "second"]) as server:
         for key in ("second", "first"):
             headers = {"Authorization": f"Bearer {key}"}

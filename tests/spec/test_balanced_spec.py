@@ -15,8 +15,8 @@ def normal(*shape, seed=0):
 
 def covariance(dims, seed, spread=1.0):
     rows = normal(3 * dims, dims, seed=seed) * np.exp(spread * normal(dims, seed=seed + 1))
-    turn = matrices.random_basis(1, dims, seed)[0]
-    return turn.T @ rows.T @ rows @ turn / len(rows)
+    rotation = matrices.random_basis(1, dims, seed)[0]
+    return rotation.T @ rows.T @ rows @ rotation / len(rows)
 
 
 def unfloored(noise, sensitivity, monkeypatch):
@@ -38,8 +38,8 @@ def test_no_invertible_map_does_better(subtests, monkeypatch):
             for other in range(40):
                 far = normal(dims, dims, seed=100 * seed + other)
                 near = down @ (np.eye(dims) + 1e-3 * far)
-                for turn in (far, near, matrices.random_basis(1, dims, other)[0]):
-                    assert spec.cost(turn, noise, reads) >= least * (1 - 1e-12)
+                for rotation in (far, near, matrices.random_basis(1, dims, other)[0]):
+                    assert spec.cost(rotation, noise, reads) >= least * (1 - 1e-12)
             # Nearby maps are strictly worse, to second order: a minimum, not a plateau.
             assert spec.cost(down @ np.diag(1 + 0.1 * normal(dims)), noise, reads) > least * (
                 1 + 1e-6

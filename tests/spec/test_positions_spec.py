@@ -31,15 +31,15 @@ def test_closed_form_is_the_mean_over_every_position(subtests):
                 dims, pairs, frequencies = KINDS[kind]
                 rows = normal(40, dims)
                 moment, mean = rows.T @ rows / len(rows), rows.mean(0)
-                turns = [positions.rotation(t, pairs, frequencies, dims) for t in range(*span)]
+                rotations = [positions.rotation(t, pairs, frequencies, dims) for t in range(*span)]
                 np.testing.assert_allclose(
                     positions.moment_over(moment, span, pairs, frequencies),
-                    np.mean([r @ moment @ r.T for r in turns], 0),
+                    np.mean([r @ moment @ r.T for r in rotations], 0),
                     atol=1e-12,
                 )
                 np.testing.assert_allclose(
                     positions.mean_over(mean, span, pairs, frequencies),
-                    np.mean([r @ mean for r in turns], 0),
+                    np.mean([r @ mean for r in rotations], 0),
                     atol=1e-12,
                 )
 
@@ -49,13 +49,13 @@ def test_rows_turn_as_their_moment(subtests):
         with subtests.test(kind=kind):
             dims, pairs, frequencies = KINDS[kind]
             rows, t = normal(7, dims), np.arange(7) * 1000
-            turned = positions.turned(rows, t, pairs, frequencies)
-            for row, at, x in zip(turned, t, rows, strict=True):
+            rotate = positions.rotate(rows, t, pairs, frequencies)
+            for row, at, x in zip(rotate, t, rows, strict=True):
                 np.testing.assert_allclose(
                     row, x @ positions.rotation(at, pairs, frequencies, dims).T, atol=1e-12
                 )
             np.testing.assert_allclose(
-                positions.turned(turned, -t, pairs, frequencies), rows, atol=1e-12
+                positions.rotate(rotate, -t, pairs, frequencies), rows, atol=1e-12
             )
 
 

@@ -41,8 +41,9 @@ def plain(data: np.ndarray, kind: str) -> np.ndarray:
     return dequantize(data, Types[kind]).astype(np.float32)
 
 
-def unturned(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k [heads dims, ...] from the hub's order to llama.cpp's, for which it turns pairs side by side."""
+def unpermuted(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k [heads dims, ...] from the hub's order to llama.cpp's, for which it transforms pairs side by
+    side."""
     order = np.arange(len(rows)).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
     return rows[order]
 
@@ -176,7 +177,7 @@ def write_gguf(path: Path, arch: str, made: dict, leave: tuple[str, ...] = (), *
     for name, (data, kind) in made.items():
         part = name.split(".")[-2]
         if arch == "llama" and part in ("attn_q", "attn_k"):
-            data = unturned(data, HEADS if part == "attn_q" else KV_HEADS)
+            data = unpermuted(data, HEADS if part == "attn_q" else KV_HEADS)
         writer.add_tensor(name, data, raw_dtype=Types[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -16,7 +16,7 @@ OSCAR = ((64, 4, 2), (80, 2, 1), (128, 2, 1), (16, 4, 2))  # D, H, G
 def oscar(rng) -> dict:
     """Calibrated rotations: second moments, R of each kv head, codes after R, attention over such a page.
 
-    R is made from the moments as stored, in float32: their rounding would turn it.
+    R is made from the moments as stored, in float32: their rounding would transform it.
     """
     out = {}
     for dims, heads, kv_heads in OSCAR:
@@ -31,14 +31,14 @@ def oscar(rng) -> dict:
             "k": oscar_ref.key_target(q, kv_heads),
             "v": oscar_ref.value_target(q, k, v, scale, causal),
         }
-        turns = {}
+        transforms = {}
         for letter, target in targets.items():
             sigma = target.astype(np.float32)
             r = np.stack([oscar_ref.rotation(one.astype(np.float64)) for one in sigma])
             r = r.astype(np.float32)
             out[f"{key}.{letter}.sigma"], out[f"{key}.{letter}.r"] = sigma, r
-            turns[letter] = r, r.swapaxes(-1, -2)
-        out |= page(key, q, {"k": k, "v": v}, turns)
+            transforms[letter] = r, r.swapaxes(-1, -2)
+        out |= page(key, q, {"k": k, "v": v}, transforms)
     return out
 
 
@@ -88,10 +88,10 @@ def scaled(rng) -> dict:
         q = rng.standard_normal((1, heads, total, dims)).astype(np.float16).astype(np.float64)
         tensors, pairs = {n: inputs(rng, 1, kv_heads, total, dims) for n in "kv"}, {}
         for letter, x in tensors.items():
-            turned = ref.srft(x)
-            peaks = np.abs(turned).max((0, 2)).astype(np.float32)
+            transformed = ref.srft(x)
+            peaks = np.abs(transformed).max((0, 2)).astype(np.float32)
             scale = 1.0 / peaks.astype(np.float64).max(0)
-            np.testing.assert_allclose(scale, ref.channel_scale(turned), rtol=1e-7)
+            np.testing.assert_allclose(scale, ref.channel_scale(transformed), rtol=1e-7)
             pair = ref.scaled(*ref.transform("srft", dims), scale)
             pairs[letter] = tuple(np.array(m[None], np.float32, order="C") for m in pair)
             out[f"{dims}.{letter}.peaks"] = peaks
@@ -99,11 +99,11 @@ def scaled(rng) -> dict:
                 out[f"{dims}.{letter}.{name}"] = m
         forms = {"k": (4, 32, True, 1.0), "v": (4, 16, True, 1.0)}
         out |= page(f"{dims}", q, tensors, pairs, forms)
-        turned = ref.srft(tensors["k"][0, :, :PAGE])
-        codes, number = ref.tensor_encode(turned, 4)
+        transformed = ref.srft(tensors["k"][0, :, :PAGE])
+        codes, number = ref.tensor_encode(transformed, 4)
         number = np.full((1, kv_heads, PAGE, 1), number).astype(np.float16)
         out[f"{dims}.tensor.codes"], out[f"{dims}.tensor.scale"] = codes[None], number
-        unsure = near(turned.reshape(1, -1), 4, turned.size, True, "token")
+        unsure = near(transformed.reshape(1, -1), 4, transformed.size, True, "token")
         out[f"{dims}.tensor.near"] = np.packbits(unsure)
     return out
 
@@ -203,13 +203,13 @@ def learned(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def maps(free: dict[str, np.ndarray], base: str, dims: int) -> tuple[np.ndarray, np.ndarray]:
     """Make (down, up), each [D, D], of one kv head."""
-    turn = np.eye(dims)
+    rotation = np.eye(dims)
     if "rotation" in free:
-        turn = learned_ref.exponential(free["rotation"])
+        rotation = learned_ref.exponential(free["rotation"])
     if "householder" in free:
-        turn = learned_ref.householder(free["householder"])
+        rotation = learned_ref.householder(free["householder"])
     return learned_ref.pair(
-        base, turn, learned_ref.scale(free["scale"]) if "scale" in free else np.ones(dims)
+        base, rotation, learned_ref.scale(free["scale"]) if "scale" in free else np.ones(dims)
     )
 
 

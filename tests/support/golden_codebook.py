@@ -35,10 +35,10 @@ def codebook(rng) -> dict:
     out = {}
     for dims in DIMS:
         x = inputs(rng, TOKENS, dims)
-        turn = codebook_ref.random_rotation(dims)
-        y = x @ turn
+        rotation = codebook_ref.random_rotation(dims)
+        y = x @ rotation
         out[f"{dims}.x"] = x.astype(np.float16)
-        out[f"{dims}.rotation"] = turn[:3].astype(np.float32)
+        out[f"{dims}.rotation"] = rotation[:3].astype(np.float32)
         norm = np.sqrt((y * y).sum(-1, keepdims=True))
         unit = y / np.where(norm > 0, norm, 1)
         for bits in (1, 2, 3, 4):
@@ -54,7 +54,7 @@ def codebook(rng) -> dict:
         decoded = codebook_ref.codebook_decode(*codebook_ref.codebook_encode(y, levels), levels)
         q = rng.standard_normal((1, 2, 1, dims)).astype(np.float16).astype(np.float64)
         out[f"{dims}.q"] = q.astype(np.float16)
-        values = decoded @ turn.T
+        values = decoded @ rotation.T
         out[f"{dims}.out"] = ref.attention(q, values, values, dims**-0.5).astype(np.float32)
     return out
 
@@ -65,8 +65,8 @@ def polar_tree(rng) -> dict:
     out = {f"book.{i}": book.astype(np.float32) for i, book in enumerate(books, 1)}
     for dims in DIMS:
         x = inputs(rng, TOKENS, dims)
-        turn = codebook_ref.random_rotation(dims)
-        y = x @ turn
+        rotation = codebook_ref.random_rotation(dims)
+        y = x @ rotation
         codes, radii = tree_ref.tree_encode(y, books)
         _, angles = tree_ref.to_polar(y)
         out[f"{dims}.x"], out[f"{dims}.radii"] = x.astype(np.float16), radii.astype(np.float16)
@@ -76,7 +76,7 @@ def polar_tree(rng) -> dict:
         out[f"{dims}.decoded"] = decoded[:, :, ::4].astype(np.float32)
         q = rng.standard_normal((1, 2, 1, dims)).astype(np.float16).astype(np.float64)
         out[f"{dims}.q"] = q.astype(np.float16)
-        attended = ref.attention(q, decoded @ turn.T, decoded @ turn.T, dims**-0.5)
+        attended = ref.attention(q, decoded @ rotation.T, decoded @ rotation.T, dims**-0.5)
         out[f"{dims}.out"] = attended.astype(np.float32)
     page = inputs(rng, 64, 64)  # online: fitted to a page that is far from Gaussian
     out["online.x"] = page.astype(np.float16)

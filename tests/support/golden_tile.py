@@ -36,10 +36,10 @@ def _given(rng, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def polar(rng) -> dict:
-    """Keys whose pairs are turned as by RoPE: some angles fill the circle, some do not."""
+    """Keys whose pairs are rotated as by RoPE: some angles fill the circle, some do not."""
     out = {}
     for dims, cases in POLAR.items():
-        given = _given(rng, _turned(inputs(rng, 1, 1, PAGE, dims)))
+        given = _given(rng, _rotated(inputs(rng, 1, 1, PAGE, dims)))
         out |= {f"{dims}.{name}": y for name, y in given.items()}
         x = given["x"].astype(np.float64)
         for radius, angle in cases:
@@ -56,11 +56,11 @@ def polar(rng) -> dict:
     return out
 
 
-def _turned(x: np.ndarray) -> np.ndarray:
+def _rotated(x: np.ndarray) -> np.ndarray:
     half = x.shape[-1] // 2
     frequency = 10000.0 ** (-np.arange(half) / half)
-    turn = np.exp(1j * np.arange(x.shape[-2])[:, None] * frequency)
-    y = (x[..., :half] + 1j * x[..., half:]) * turn
+    phase = np.exp(1j * np.arange(x.shape[-2])[:, None] * frequency)
+    y = (x[..., :half] + 1j * x[..., half:]) * phase
     return np.concatenate([y.real, y.imag], -1)
 
 

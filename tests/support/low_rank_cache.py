@@ -22,8 +22,8 @@ def config(name: str = "oja-r24", page: int = 16, sink: int = 4, recent: int = 1
 
 def cache(name: str = "oja-r24", **windows) -> AdaptiveKVCache:
     made = config(name, **windows)
-    turns = sample(KV_HEADS, (DIMS, DIMS), made.fitted) if made.calibrated else None
-    return AdaptiveKVCache(made, turns)
+    layer_maps = sample(KV_HEADS, (DIMS, DIMS), made.fitted) if made.calibrated else None
+    return AdaptiveKVCache(made, layer_maps)
 
 
 def data(

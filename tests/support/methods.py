@@ -18,16 +18,16 @@ from mlxkv.formats.config import (
 )
 
 
-def turn_at(turn: str, dims: int) -> str:
-    """The transform `turn`, or SRFT where `dims` have no Hadamard matrix."""
-    return "srft" if turn == "hadamard" and dims & (dims - 1) else turn
+def transform_at(transform: str, dims: int) -> str:
+    """The transform `transform`, or SRFT where `dims` have no Hadamard matrix."""
+    return "srft" if transform == "hadamard" and dims & (dims - 1) else transform
 
 
 @dataclass(frozen=True)
 class Method:
     """A pair of formats.
 
-    turn: transform of both sides. dims: head dim of its kernels. kernels: whether records hold it.
+    transform: transform of both sides. dims: head dim of its kernels. kernels: whether records hold it.
     tiles, mps, triton: whether the tile kernels, torch on a Mac and Triton read it.
     preset: one that stores these formats; its kernels take the test that users' machines run.
     """
@@ -35,7 +35,7 @@ class Method:
     keys: Quantizer
     values: Quantizer
     page: int = 64
-    turn: str = "none"
+    transform: str = "none"
     dims: int = 80
     kernels: bool = True
     tiles: bool = True
@@ -45,7 +45,7 @@ class Method:
 
     def config(self, dims: int) -> CacheConfig:
         """The config of a cache, for heads of `dims`."""
-        sides = (Side(one, turn_at(self.turn, dims)) for one in (self.keys, self.values))
+        sides = (Side(one, transform_at(self.transform, dims)) for one in (self.keys, self.values))
         return CacheConfig(*sides, sink=4, recent=16, page=self.page)
 
 
@@ -53,7 +53,11 @@ OWN_BOOKS = ((0.3, *(0.5 + 0.4 * i for i in range(15))),) + ((0.2, 0.6, 0.9, 1.3
 METHODS = {
     "affine": Method(Affine(4, 64), Affine(3, 64), 32, "srft", triton=True),
     "clipped": Method(
-        Affine(2, 0, clip=0.92), Affine(2, 32, clip=0.92), turn="hadamard", dims=64, triton=True
+        Affine(2, 0, clip=0.92),
+        Affine(2, 32, clip=0.92),
+        transform="hadamard",
+        dims=64,
+        triton=True,
     ),
     "kivi": Method(Affine(2, 32, axis="channel"), Affine(2, 32), triton=True, preset="kivi-int2"),
     "symmetric": Method(Affine(3, 32, True, axis="channel"), Affine(3, 32, True), 32, triton=True),
@@ -67,7 +71,7 @@ METHODS = {
     ),
     "groups of 16": Method(
         *(Affine(4, 16, True), Affine(4, 16)),
-        turn="srft",
+        transform="srft",
         kernels=False,
         tiles=False,
         mps=False,
@@ -76,13 +80,13 @@ METHODS = {
     "channels of both": Method(
         Affine(3, 16, True, axis="channel"), Affine(4, 32, True, axis="channel"), 32, tiles=False
     ),
-    "turbo": Method(Codebook(4), Codebook(2), turn="random", preset="turbo-int2"),
-    "turbo-int3": Method(Codebook(3), Affine(4, 32), turn="hadamard"),
-    "tree": Method(PolarTree(), PolarTree(), turn="random", mps=False),
+    "turbo": Method(Codebook(4), Codebook(2), transform="random", preset="turbo-int2"),
+    "turbo-int3": Method(Codebook(3), Affine(4, 32), transform="hadamard"),
+    "tree": Method(PolarTree(), PolarTree(), transform="random", mps=False),
     "tree of its own": Method(PolarTree(OWN_BOOKS), PolarTree(), mps=False),
     "online": Method(
         *(PolarTree(online=True), PolarTree(online=True)),
-        turn="random",
+        transform="random",
         mps=False,
         preset="polar-tree+online",
     ),

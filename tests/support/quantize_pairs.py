@@ -10,7 +10,7 @@ from mlxkv.formats.records import RecordLayout, side_layout
 from mlxkv.metal import quantize
 from mlxkv.spec import affine as ref
 
-NEAR = 1e-3  # of a code from where rounding turns
+NEAR = 1e-3  # of a code from where rounding transforms
 INT8, INT4, INT3, INT2 = (
     Affine(8, 64),
     Affine(4, 32, symmetric=True),

@@ -48,7 +48,7 @@ def _fill(x: np.ndarray, spec: Fill) -> np.ndarray:
 LAWS = {Affine: _affine, Codebook: _codebook, PolarTree: _tree, Polar: _polar, Fill: _fill}
 
 
-def _turn(side: Side, dims: int) -> tuple[np.ndarray, np.ndarray]:
+def _transform(side: Side, dims: int) -> tuple[np.ndarray, np.ndarray]:
     if side.transform == "random":
         down = codebook.random_rotation(dims, side.seed)
         return down, down.T
@@ -56,11 +56,11 @@ def _turn(side: Side, dims: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def stored(x: np.ndarray, side: Side, sink: int, pages: int, page: int) -> np.ndarray:
-    """Return x [B, G, T, D] as attention sees it: pages turned, encoded and decoded, windows exact."""
+    """Return x [B, G, T, D] as attention sees it: pages transformed, encoded and decoded, windows exact."""
     out = np.array(x, np.float64)
     if isinstance(side.quantizer, Full | Half):
         return out
-    (down, up), law = _turn(side, x.shape[-1]), LAWS[type(side.quantizer)]
+    (down, up), law = _transform(side, x.shape[-1]), LAWS[type(side.quantizer)]
     for b, n in np.ndindex(len(x), pages):
         inside = slice(sink + n * page, sink + (n + 1) * page)
         out[b, :, inside] = law(out[b, :, inside] @ down, side.quantizer) @ up

@@ -17,7 +17,7 @@ from cuda_track.kernels.decode import attend_kernel
 from cuda_track.kernels.dequantize import dequantize_kernel
 from cuda_track.kernels.encode import quantize_kernel
 from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
-from cuda_track.kernels.turn import merge_kernel, queries_kernel
+from cuda_track.kernels.transform import merge_kernel, queries_kernel
 
 TYPES = {
     attend_kernel: {
@@ -73,7 +73,7 @@ def both(side: dict) -> dict:
 
 INT2 = {"BITS": 2, "PLANES": 8, "GROUPS": 1}
 SHORT = {"BITS": 4, "PLANES": 4, "GROUPS": 1}
-TURN = {"D": 128, **SIZES, "TURNED": True, "CHAINED": True}
+STEP_TOKENS = {"D": 128, **SIZES, "TURNED": True, "CHAINED": True}
 QUANTIZE = {
     "D": 128,
     "R": 128,
@@ -92,10 +92,10 @@ CASES = {
     "attend int2 channels": (
         *(attend_kernel, {**SIZES, **PAGES, **both(INT2), **BY_CHANNEL}, ("int2", 128), 1),
     ),
-    "queries of many": (many_queries_kernel, {**TURN, **SIDE, "M": 8}, None, 8),
+    "queries of many": (many_queries_kernel, {**STEP_TOKENS, **SIDE, "M": 8}, None, 8),
     "merge of many": (
         many_merge_kernel,
-        {**TURN, "SPLITS": 16, "SINKS": True, "CHUNK": 16, "M": 8},
+        {**STEP_TOKENS, "SPLITS": 16, "SINKS": True, "CHUNK": 16, "M": 8},
         *(None, 8),
     ),
     "quantize": (

@@ -52,10 +52,10 @@ def balance(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np.
     noise, blank = shrunk(noise)
     sensitivity, deaf = shrunk(sensitivity)
     lower = np.linalg.cholesky(noise)
-    squares, turn = np.linalg.eigh(lower.swapaxes(-1, -2) @ sensitivity @ lower)
+    squares, rotation = np.linalg.eigh(lower.swapaxes(-1, -2) @ sensitivity @ lower)
     sigma = np.sqrt(np.maximum(squares, 0))[:, ::-1]
     sigma = np.maximum(sigma, sigma[:, :1] * FLOOR)
-    down = np.linalg.solve(lower.swapaxes(-1, -2), turn[..., ::-1]) * np.sqrt(sigma)[:, None]
+    down = np.linalg.solve(lower.swapaxes(-1, -2), rotation[..., ::-1]) * np.sqrt(sigma)[:, None]
     top = np.abs(down).argmax(-2)[:, None]
     return down * np.sign(np.take_along_axis(down, top, -2)), sigma, blank + deaf
 

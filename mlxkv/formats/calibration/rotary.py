@@ -1,4 +1,4 @@
-"""Measure how keys turn with their position, from the same keys at several positions, and average moments over
+"""Measure how keys rotate with their position, from the same keys at several positions, and average moments over
 positions. NumPy float64.
 
 No config is read: scaled, partial and interleaved RoPE, and none at all, are seen in what keys do. Spec:
@@ -15,25 +15,26 @@ import numpy as np
 Span = tuple[int, int]  # positions from and to, without the last
 DEFAULT_CONTEXT = 1 << 15  # the context of a model that names none
 SHORTEST = 1024  # positions of the shortest session
-STILL = 16  # rounding errors: a pair that moves less does not turn
-OFF = 0.03  # largest error of turned rows, as a share: float32 angles are off by .008 at position 131,072
+STILL = 16  # rounding errors: a pair that moves less does not rotate
+# largest error of rotated rows, as a share: float32 angles are off by .008 at position 131,072
+OFF = 0.03
 
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
-    """Pairs of channels [P, 2] that turn together, and by how much a position [P], radians (signed)."""
+    """Pairs of channels [P, 2] that rotate together, and by how much a position [P], radians (signed)."""
 
     pairs: np.ndarray
     frequencies: np.ndarray
 
-    def turned(self, x: np.ndarray, t: np.ndarray) -> np.ndarray:
-        """Return x [..., N, D], row n turned by t[n] positions."""
+    def rotate(self, x: np.ndarray, t: np.ndarray) -> np.ndarray:
+        """Return x [..., N, D], row n rotated by t[n] positions."""
         partner, cos, sin = self.wheel(t, x.shape[-1])
         x = np.asarray(x, np.float64)
         return x * cos + x[..., partner] * sin
 
     def wheel(self, t: np.ndarray, dims: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return partner [D], cos and sin [N, D]: a row x turns by t[n] as x * cos + x[partner] * sin."""
+        """Return partner [D], cos and sin [N, D]: a row x rotates by t[n] as x * cos + x[partner] * sin."""
         t, (a, b) = np.asarray(t, np.float64), self.pairs.T
         partner, cos, sin = np.arange(dims), np.ones((len(t), dims)), np.zeros((len(t), dims))
         partner[a], partner[b] = b, a
@@ -50,7 +51,7 @@ class Rotary:
         return (u @ (u.conj().T @ moments @ u * factors) @ u.conj().T).real
 
     def mean_over(self, means: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-        """Return the same of means [G, D] at position 0, turned with it."""
+        """Return the same of means [G, D] at position 0, rotated with it."""
         u, theta = self._planes(means.shape[-1])
         return (means @ u.conj() * _harmonics(theta, spans) @ u.T).real
 
@@ -65,12 +66,12 @@ class Rotary:
 
 def _harmonics(w: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     """The mean of exp(j w t) over each span, and over `spans`, for w of any shape."""
-    turns = w / (2 * np.pi)
-    turns = turns - np.rint(turns)
+    cycles = w / (2 * np.pi)
+    cycles = cycles - np.rint(cycles)
     return sum(
-        np.exp(1j * np.pi * turns * (start + stop - 1))
-        * np.sinc(turns * (stop - start))
-        / np.sinc(turns)
+        np.exp(1j * np.pi * cycles * (start + stop - 1))
+        * np.sinc(cycles * (stop - start))
+        / np.sinc(cycles)
         for start, stop in spans
     ) / len(spans)
 
@@ -93,7 +94,7 @@ def drawn(start: int, count: int, spans: Sequence[Span]) -> np.ndarray:
 
 
 def measured(rows: Mapping[int, np.ndarray], resolution: float) -> Rotary | None:
-    """Return how `rows` turn, or None where they do not turn as RoPE does.
+    """Return how `rows` rotate, or None where they do not rotate as RoPE does.
 
     rows: [N, D] by position, the same N keys; positions 0, 1, 4, 16, ... (`positions`), and any others, which are
     only checked. resolution: of the numbers, as 2^-8 of bfloat16.
@@ -107,13 +108,13 @@ def measured(rows: Mapping[int, np.ndarray], resolution: float) -> Rotary | None
     moved = np.concatenate([x**2 - start**2 for x in later.values()])  # [N * positions, D]
     norms = np.sqrt((moved**2).sum(0))
     noise_floor = STILL * resolution * np.sqrt((start**4).sum(0) * len(later))
-    turning = np.flatnonzero(norms > noise_floor)
+    rotating = np.flatnonzero(norms > noise_floor)
     gap = norms[:, None] ** 2 + norms**2 + 2 * moved.T @ moved  # |d_a + d_b|^2
     np.fill_diagonal(gap, np.inf)
     partner = gap.argmin(1)
-    if (partner[partner[turning]] != turning).any():
+    if (partner[partner[rotating]] != rotating).any():
         return None
-    found = {(min(a, b), max(a, b)) for a, b in zip(turning, partner[turning], strict=True)}
+    found = {(min(a, b), max(a, b)) for a, b in zip(rotating, partner[rotating], strict=True)}
     pairs = np.array(sorted(found), int).reshape(-1, 2)
     z = start[:, pairs[:, 0]] + 1j * start[:, pairs[:, 1]]
     w, t = np.zeros(len(pairs)), 1
@@ -125,7 +126,7 @@ def measured(rows: Mapping[int, np.ndarray], resolution: float) -> Rotary | None
     found = Rotary(pairs, w)
     size = np.sqrt((start**2).mean())
     for t, x in later.items():
-        off = np.sqrt(((found.turned(start, np.full(len(start), t)) - x) ** 2).mean())
+        off = np.sqrt(((found.rotate(start, np.full(len(start), t)) - x) ** 2).mean())
         if not off <= max(OFF, 4 * resolution) * size:
             return None
     return found

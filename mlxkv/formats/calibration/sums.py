@@ -130,11 +130,11 @@ def floored(by_layer: Mapping[Place, np.ndarray | None]) -> dict[Place, np.ndarr
 class LayerSums:
     """Sums of one layer.
 
-    rotary: how keys and queries turn; None where it is not as RoPE does: they are summed as they are, else at position
-    0. spans: of positions to average over. sums: by name: "keys" and "values" (rows of the target), WEIGHED, KEYS, READ
-    and "stored values" (what caches were handed). peaks: [G, D] by side, of the channels after SRFT, behind the first
-    tokens of a window, at the positions of the text. output: what output projections make of errors in values,
-    [G, D, D], or None. exchange: what errors of keys and values cost, or None.
+    rotary: how keys and queries rotate; None where it is not as RoPE does: they are summed as they are, else at
+    position 0. spans: of positions to average over. sums: by name: "keys" and "values" (rows of the target), WEIGHED,
+    KEYS, READ and "stored values" (what caches were handed). peaks: [G, D] by side, of the channels after SRFT,
+    behind the first tokens of a window, at the positions of the text. output: what output projections make of errors
+    in values, [G, D, D], or None. exchange: what errors of keys and values cost, or None.
     """
 
     rotary: Rotary | None = None
@@ -150,10 +150,10 @@ class LayerSums:
 
     def moment(self, name: str) -> np.ndarray:
         """Return the second moment [G, D, D] of a sum; over the positions of `spans` of keys and queries, if they
-        turn."""
+        rotate."""
         moment = self._halves(Sums.moment) if name == KEYS else self.sums[name].moment()
-        turns = self.rotary is not None and name in ("keys", KEYS, WEIGHED)
-        return self.rotary.moment_over(moment, self.spans) if turns else moment
+        rotates = self.rotary is not None and name in ("keys", KEYS, WEIGHED)
+        return self.rotary.moment_over(moment, self.spans) if rotates else moment
 
     def _halves(self, of: Callable[[Sums], np.ndarray]) -> np.ndarray:
         """Half of all stored keys alike, half by the attention that they get (`mlxkv.spec.balanced`); alike in heads

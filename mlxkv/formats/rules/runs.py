@@ -56,7 +56,7 @@ class Runs:
         """Encode further pages by `new`."""
         if self.rule.stored == STAY:
             for i, run in enumerate(self.runs):
-                self.runs[i], self.bases[i] = self._turned(run, new), new
+                self.runs[i], self.bases[i] = self._transformed(run, new), new
             return
         if not self.runs[-1].count:
             self.runs.pop(), self.bases.pop()
@@ -65,7 +65,7 @@ class Runs:
         while len(self.runs) > self.rule.runs:
             self._merge()
 
-    def _turned(self, run, new):
+    def _transformed(self, run, new):
         """The same codes, read by another basis."""
         store = self.make(new)
         if run.count:
@@ -167,5 +167,5 @@ def saved(basis) -> dict[str, Tensor]:
 
 def loaded(start, arrays: dict[str, Tensor]):
     """Invert `saved`; start: the basis of the calibration."""
-    turns = {n: type(getattr(start, n))(u, u.swapaxes(-1, -2)) for n, u in arrays.items()}
-    return replace(start, **turns) if turns else start
+    transforms = {n: type(getattr(start, n))(u, u.swapaxes(-1, -2)) for n, u in arrays.items()}
+    return replace(start, **transforms) if transforms else start

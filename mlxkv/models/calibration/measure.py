@@ -2,7 +2,7 @@
 some text.
 
 Queries, keys (after RoPE), values and outputs are observed where attention reads our caches, so every
-family that can be compressed can be calibrated. Keys and queries are turned back to position 0, and their
+family that can be compressed can be calibrated. Keys and queries are rotated back to position 0, and their
 moments averaged over the positions of the model's whole context (`spec/positions.py`): where a token of the
 text stands does not matter. Only second moments are kept, [G, D, D] per layer and side. Spec:
 `spec/oscar.py`. The value target V^T S^T S V is (S V)^T (S V), the second moment of the output of attention,

@@ -1,7 +1,7 @@
 """Sum the second moments of what a layer stores and of what reads it, while a text is read.
 
-Keys and queries are turned back to position 0 as they are summed, where they turn as RoPE does, and averaged over the
-positions of the model at the end (`spec/positions.py`). Half of the weight of keys is the attention that they get
+Keys and queries are rotated back to position 0 as they are summed, where they rotate as RoPE does, and averaged over
+the positions of the model at the end (`spec/positions.py`). Half of the weight of keys is the attention that they get
 (`spec/balanced.py`). Letters: `B` batch, `G` kv heads, `H` query heads, `L` new
 tokens, `D` head dim.
 """
@@ -131,7 +131,7 @@ class Moments(LayerSums):
     """Sums of one layer of this shape.
 
     begun: tokens of this window. received: [G, T], the attention that its keys got, or None. sample: the rows to keep,
-    keys turned to positions of `spans`, or None. readers: of latents, or None; their values are rotary keys, which are
+    keys rotated to positions of `spans`, or None. readers: of latents, or None; their values are rotary keys, which are
     stored unchanged.
     """
 
@@ -162,7 +162,7 @@ class Moments(LayerSums):
             if self.exchange is not None:
                 costs = self.exchange.add(call, *far, SINK)
                 at = start + np.array(far[0])
-                queries = turned(call.queries[:, :, far[0]], self.rotary, -at)
+                queries = rotate(call.queries[:, :, far[0]], self.rotary, -at)
                 self._add(WEIGHED, queries, costs)
 
     def add_update(self, keys: mx.array, values: mx.array) -> None:
@@ -193,14 +193,14 @@ class Moments(LayerSums):
         self.received = None
 
     def _at_zero(self, x: mx.array, start: int) -> mx.array:
-        """Keys or queries of positions `start` and on, turned back to position 0."""
-        return turned(x, self.rotary, -np.arange(start, start + x.shape[2]))
+        """Keys or queries of positions `start` and on, rotated back to position 0."""
+        return rotate(x, self.rotary, -np.arange(start, start + x.shape[2]))
 
     def _spread(self, keys: mx.array, start: int) -> mx.array:
-        """Keys of positions `start` and on, turned to others, spread over `spans`."""
+        """Keys of positions `start` and on, rotated to others, spread over `spans`."""
         count = keys.shape[2]
         to = drawn(self.sample.seen, count, self.spans) if self.spans else 0
-        return turned(keys, self.rotary, to - np.arange(start, start + count))
+        return rotate(keys, self.rotary, to - np.arange(start, start + count))
 
     def _add(self, name: str, x: mx.array, weights: mx.array | None = None) -> None:
         rows = grouped(x, self.shape.heads)
@@ -218,7 +218,7 @@ class Moments(LayerSums):
 
     def basis(self, side: str, label: str) -> Basis:
         """Return the maps of "keys" or "values". Raises MachineError for NaN or infinity."""
-        if self.readers and side == "values":  # rotary keys, which no map turns
+        if self.readers and side == "values":  # rotary keys, which no map rotates
             dims = self.shape.value_dim
             return unit_basis(np.broadcast_to(np.eye(dims), (self.shape.heads, dims, dims)), side)
         return super().basis(side, label)
@@ -232,8 +232,8 @@ def unit_basis(vectors: np.ndarray, side: str) -> Basis:
     return Basis(ones, vectors, Balance(vectors, ones), ones, mean=mean)
 
 
-def turned(x: mx.array, rotary: Rotary | None, t: np.ndarray) -> mx.array:
-    """Return x [B, H, L, D] float32, token n turned by t[n] positions; as it is where nothing turns."""
+def rotate(x: mx.array, rotary: Rotary | None, t: np.ndarray) -> mx.array:
+    """Return x [B, H, L, D] float32, token n rotated by t[n] positions; as it is where nothing rotates."""
     if rotary is None or not len(rotary.pairs):
         return x
     partner, *factors = rotary.wheel(t, x.shape[-1])
@@ -265,9 +265,9 @@ def peaks(x: mx.array) -> mx.array:
     return mx.abs(transform.make("srft", x.shape[-1], 0).store(x)).max((0, 2))
 
 
-# -- Measure how a model's keys turn with their position.
+# -- Measure how a model's keys rotate with their position.
 #
-# A token that sees itself alone computes the same at every position, but for what its keys are turned by: the model
+# A token that sees itself alone computes the same at every position, but for what its keys are rotated by: the model
 # runs on single tokens whose caches hold nothing and say that they are at position t. That is exact for every layer,
 # family and kind of RoPE, and reads no config.
 
@@ -307,7 +307,7 @@ def rotations(
     tokens: mx.array,
     longest: int,
 ) -> dict[Place, Rotary | None]:
-    """Return how keys of the caches at `places` turn up to position `longest`; None where it is not as RoPE does.
+    """Return how keys of the caches at `places` rotate up to position `longest`; None where it is not as RoPE does.
 
     make_cache: the model's own. tokens: [PROBES] ids, of any text.
     """

@@ -43,7 +43,7 @@ Replaced = list[tuple[nn.Module, str, mx.array]]  # a linear map, the name of it
 
 
 class Refused(Exception):
-    """The reason why the values of a cache stay turned at run time."""
+    """The reason why the values of a cache stay transformed at run time."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Fold:
-    """The turns that the weights of a model apply to values. layer_maps: by cache whose weights turn values.
+    """The transforms that the weights of a model apply to values. layer_maps: by cache whose weights transform values.
     reasons: by cache that was tried, FOLDED or why not."""
 
     layer_maps: dict[Place, LayerMaps]
@@ -72,7 +72,7 @@ class Fold:
         have = self.layer_maps.get(place)
         if have is not None and _values_map(have) != _values_map(rotations):
             raise UserError(
-                f"[fold] the weights of this model turn values by {have.kinds[1]} maps of calibration "
+                f"[fold] the weights of this model transform values by {have.kinds[1]} maps of calibration "
                 f"{have.digest}; got {rotations.kinds[1]} maps of {rotations.digest}; load the model "
                 "again for another calibration or kind of preset"
             )
@@ -84,10 +84,10 @@ def fold_of(model: nn.Module) -> Fold | None:
 
 
 def refuse_folded(model: nn.Module, command: str) -> None:
-    """Raises UserError where the weights turn values, for what has to see them plain."""
+    """Raises UserError where the weights transform values, for what has to see them plain."""
     if fold_of(model) is not None:
         raise UserError(
-            f"[{command}] the weights of this model turn values (fold); got folded values; load the "
+            f"[{command}] the weights of this model transform values (fold); got folded values; load the "
             "model again without fold"
         )
 
@@ -108,13 +108,16 @@ def as_folded(
     """`fitted`, with the maps of values marked as folded where the weights apply them."""
     fold = fold_of(model)
     return {
-        place: (config, rotations and maps.folded(rotations, _turns(fold, place, config)))
+        place: (
+            config,
+            rotations and maps.folded(rotations, _weights_transform(fold, place, config)),
+        )
         for place, (config, rotations) in fitted.items()
     }
 
 
 def match_fold(model: nn.Module, caches: list) -> None:
-    """Turn the values of `caches`, which may come from a model folded otherwise, to what `model` reads.
+    """Transform the values of `caches`, which may come from a model folded otherwise, to what `model` reads.
 
     Raises UserError for caches of another calibration than the weights hold.
     """
@@ -123,10 +126,10 @@ def match_fold(model: nn.Module, caches: list) -> None:
         if isinstance(cache, CompressedKVCache) and cache.layer_maps is not None:
             if fold is not None and cache.config.values.calibrated:
                 fold.check(place, cache.layer_maps)
-            cache.turn_values(_turns(fold, place, cache.config))
+            cache.transform_values(_weights_transform(fold, place, cache.config))
 
 
-def _turns(fold: Fold | None, place: Place, config: CacheConfig) -> bool:
+def _weights_transform(fold: Fold | None, place: Place, config: CacheConfig) -> bool:
     return fold is not None and place in fold.layer_maps and config.values.calibrated
 
 
@@ -227,10 +230,10 @@ def _shared(sites: Mapping[Place, Site]) -> list[Place]:
     ]
 
 
-def _replace(site: Site, turn: Transform) -> Replaced:
+def _replace(site: Site, transform: Transform) -> Replaced:
     """Fold maps [D, D] or [G, D, D] into both linear maps. Returns what was there before."""
-    heads, dims = len(site.blocks), turn.down.shape[-1]
-    down, up = (mx.broadcast_to(x, (heads, dims, dims)) for x in (turn.down, turn.up))
+    heads, dims = len(site.blocks), transform.down.shape[-1]
+    down, up = (mx.broadcast_to(x, (heads, dims, dims)) for x in (transform.down, transform.up))
     rows = mx.array(site.blocks)
 
     def source(x: mx.array) -> mx.array:  # [blocks * D, hidden], or a bias with hidden = 1
@@ -240,8 +243,8 @@ def _replace(site: Site, turn: Transform) -> Replaced:
 
     def target(x: mx.array) -> mx.array:  # [hidden, H * D]: query heads of a kv head stand together
         parts = x.astype(mx.float32).reshape(x.shape[0], heads, -1, dims).swapaxes(0, 1)
-        turned = parts.reshape(heads, -1, dims) @ up.swapaxes(-1, -2)
-        return turned.reshape(parts.shape).swapaxes(0, 1).reshape(x.shape)
+        transformed_parts = parts.reshape(heads, -1, dims) @ up.swapaxes(-1, -2)
+        return transformed_parts.reshape(parts.shape).swapaxes(0, 1).reshape(x.shape)
 
     plan = [(site.source, "weight", source), (site.target, "weight", target)]
     if "bias" in site.source:
@@ -251,9 +254,9 @@ def _replace(site: Site, turn: Transform) -> Replaced:
         out = [
             (m, name, m[name], change(m[name]).astype(m[name].dtype)) for m, name, change in plan
         ]
-        mx.eval([turned_array for *_, turned_array in out])  # one layer's float32 copies at a time
-    for module, name, _, turned_array in out:
-        module[name] = turned_array
+        mx.eval([transformed for *_, transformed in out])  # one layer's float32 copies at a time
+    for module, name, _, transformed in out:
+        module[name] = transformed
     return [(module, name, array) for module, name, array, _ in out]
 
 

@@ -43,7 +43,7 @@ def read(
         raw = raw.reshape(tensor.shape[0] if len(tensor.shape) == 2 else 1, -1)
         part = source[name].split(".")[-2]
         if folder.config["model_type"] == "llama" and part in heads:
-            raw = _turned(raw.reshape(tensor.shape[0], -1), folder.config[heads[part]])
+            raw = _permuted(raw.reshape(tensor.shape[0], -1), folder.config[heads[part]])
         stem = name.removesuffix(".weight")
         if tensor.dtype in CODES:
             words, scales, biases = codes(raw, tensor.dtype)
@@ -63,7 +63,7 @@ def read(
     return arrays, modules
 
 
-def _turned(rows: np.ndarray, heads: int) -> np.ndarray:
+def _permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     """Rows of a q or k projection in the hub's order: llama.cpp keeps the two halves of a rotary pair together."""
     return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from os.path import commonprefix
 from typing import Any
 
-from mlxkv.models.turns import Turns, pieces
+from mlxkv.models.prompt_escaping import PromptEscaper, pieces
 
 
-def continued(tokenizer: Any, turns: Turns, prompt: tuple, parts: list[str], reply: dict) -> tuple:
+def continued(
+    tokenizer: Any, escaper: PromptEscaper, prompt: tuple, parts: list[str], reply: dict
+) -> tuple:
     """Return the prompt of a chat with the start of its reply behind it, encoded as one text.
 
     tokenizer: mlx-lm's wrapper. prompt: (tokens, segments of them, state that a reply begins in) of the messages
@@ -20,11 +22,11 @@ def continued(tokenizer: Any, turns: Turns, prompt: tuple, parts: list[str], rep
     text, state = _text(tokenizer, state, reply)
     if not text:
         raise ValueError("continue_final_message needs a reply with text to go on with")
-    mark, (chat,) = turns.marked([{"role": "assistant", "content": text}])
+    mark, (chat,) = escaper.marked([{"role": "assistant", "content": text}])
     first, *tail = pieces(chat[0]["content"], mark)
     # A chat template writes its own first token.
     begins = not tokenizer.has_chat_template
-    complete = turns.encode([*parts[:-1], parts[-1] + first, *tail], add_special_tokens=begins)
+    complete = escaper.encode([*parts[:-1], parts[-1] + first, *tail], add_special_tokens=begins)
     shared, at, out = len(commonprefix([tokens, complete])), 0, []
     for segment in segments[:-1]:
         if at + len(segment) > shared:

@@ -137,7 +137,7 @@ def record(
     if why_not(config, dims):
         return
     layout = record_layout(config, *config.dims(dims, dims))
-    turned = _sampled(dims, config.fitted) if config.calibrated else None
+    layer_maps = _sampled(dims, config.fitted) if config.calibrated else None
     for body in BODIES:
         tiled = body == "tiles"
         if tiled and tiles.why_not(layout, dims, kind, make):
@@ -149,7 +149,7 @@ def record(
         many = max(4, 1024 // config.page)
         pair = (mx.zeros((1, KV_HEADS, many * config.page, dims), kind),) * 2
         window = tuple(x[:, :, :5] for x in pair)
-        store = Records(config, (dims, dims), make, tiled, turned)
+        store = Records(config, (dims, dims), make, tiled, layer_maps)
         step("quantize")
         store.append(pair, 1)
         step("prefill quantize")

@@ -58,7 +58,7 @@ threadgroup float tile_out[QT * OB * 32];
 threadgroup float tile_max[S * QT];
 threadgroup float tile_sum[S * QT];
 #if WITH_PAIRS
-threadgroup float turns[2 * PAIRS * ANGLES];  // cosine and sine of each angle of a pair
+threadgroup float rotations[2 * PAIRS * ANGLES];  // cosine and sine of each angle of a pair
 #endif
 
 #if WITH_CODEBOOK

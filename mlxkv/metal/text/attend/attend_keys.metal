@@ -15,8 +15,8 @@ if (paged) {
         const float step = float(angles[i / ANGLES]);
         const float low = float(angles[i / ANGLES + 2 * PAIRS]);
         const float angle = metal::fma(float(i % ANGLES) + 0.5f, step, low) - KV_PI;
-        turns[2 * i] = -metal::fast::cos(angle);
-        turns[2 * i + 1] = -metal::fast::sin(angle);
+        rotations[2 * i] = -metal::fast::cos(angle);
+        rotations[2 * i + 1] = -metal::fast::sin(angle);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
@@ -74,8 +74,8 @@ if (paged) {
           const float radius = metal::fma(steps[i], code, biases[i]);
           const int angle = int(kv_code<BITS_K>(angles[word], high[1], other, r, p, h));
           const int at = 2 * ANGLES * pair + 2 * angle;
-          const float first = radius * turns[at + 2 * ANGLES * i];
-          const float last = radius * turns[at + 2 * ANGLES * i + 1];
+          const float first = radius * rotations[at + 2 * ANGLES * i];
+          const float last = radius * rotations[at + 2 * ANGLES * i + 1];
 #pragma unroll
           for (int q = 0; q < QT; q++) {
             s[2 * q + r] = metal::fma(q_tile[q * 32 * BK + pair + i], first, s[2 * q + r]);

@@ -3,31 +3,31 @@
 // separated by additions. Keys: tokens q and q + 8; values: 2 q and 2 q + 1, since one lane stores both
 // (codes.h). Rounding leaves 1e-7 of the other token in each, so tokens of zeros are detected apart.
 
-#if WITH_TURN
+#if WITH_TRANSFORM
 // The bits of i < R <= 32 in reverse.
 template <int R>
 constexpr int kv_reversed(int i) {
   return (i % 2 * 16 + i / 2 % 2 * 8 + i / 4 % 2 * 4 + i / 8 % 2 * 2 + i / 16) / (32 / R);
 }
 
-// The cosine of `turn` 32nds of a circle: 0 to 8, and -16 to 16.
-constexpr float kv_cosine_of_quarter(int turn) {
-  return turn == 0 ? 1.0f
-      : turn == 1  ? 0.98078528040323044f
-      : turn == 2  ? 0.92387953251128676f
-      : turn == 3  ? 0.83146961230254524f
-      : turn == 4  ? 0.70710678118654752f
-      : turn == 5  ? 0.55557023301960222f
-      : turn == 6  ? 0.38268343236508977f
-      : turn == 7  ? 0.19509032201612827f
+// The cosine of `angle` 32nds of a circle: 0 to 8, and -16 to 16.
+constexpr float kv_cosine_of_quarter(int angle) {
+  return angle == 0 ? 1.0f
+      : angle == 1  ? 0.98078528040323044f
+      : angle == 2  ? 0.92387953251128676f
+      : angle == 3  ? 0.83146961230254524f
+      : angle == 4  ? 0.70710678118654752f
+      : angle == 5  ? 0.55557023301960222f
+      : angle == 6  ? 0.38268343236508977f
+      : angle == 7  ? 0.19509032201612827f
                    : 0.0f;
 }
 
-constexpr float kv_cosine(int turn) {
-  return turn < -8 ? -kv_cosine_of_quarter(16 + turn)
-      : turn < 0   ? kv_cosine_of_quarter(-turn)
-      : turn <= 8  ? kv_cosine_of_quarter(turn)
-                   : -kv_cosine_of_quarter(16 - turn);
+constexpr float kv_cosine(int angle) {
+  return angle < -8 ? -kv_cosine_of_quarter(16 + angle)
+      : angle < 0   ? kv_cosine_of_quarter(-angle)
+      : angle <= 8  ? kv_cosine_of_quarter(angle)
+                   : -kv_cosine_of_quarter(16 - angle);
 }
 
 // R-point transform in registers, R <= 32; entry c of the Fourier transform ends at kv_reversed(c).
@@ -40,25 +40,25 @@ inline void kv_butterflies(thread float* re, thread float* im) {
     for (int i = 0; i < R / 2; i++) {
       const int low = i / span * 2 * span + i % span;
       const int high = low + span;
-      const int turn = FOURIER ? i % span * (16 / span) : 0; // 32nds of a circle
+      const int angle = FOURIER ? i % span * (16 / span) : 0; // 32nds of a circle
       const float x = re[low] - re[high];
       const float y = im[low] - im[high];
       re[low] += re[high];
       im[low] += im[high];
-      if (turn == 0) {
+      if (angle == 0) {
         re[high] = x;
         im[high] = y;
-      } else if (turn == 8) {
+      } else if (angle == 8) {
         re[high] = y;
         im[high] = -x;
-      } else if (turn % 8 == 4) {
+      } else if (angle % 8 == 4) {
         const float sum = (x + y) * 0.70710678118654752f;
         const float difference = (y - x) * 0.70710678118654752f;
-        re[high] = turn == 4 ? sum : difference;
-        im[high] = turn == 4 ? difference : -sum;
+        re[high] = angle == 4 ? sum : difference;
+        im[high] = angle == 4 ? difference : -sum;
       } else {
-        const float c = kv_cosine(turn);
-        const float s = kv_cosine(turn - 8);
+        const float c = kv_cosine(angle);
+        const float s = kv_cosine(angle - 8);
         re[high] = x * c + y * s;
         im[high] = y * c - x * s;
       }
@@ -236,7 +236,7 @@ inline void kv_product(const device T* x, const device float* matrix, kv_pairs t
 }
 
 // Reads COUNT stored dims (4 or 8) of both tokens of a pair, from dim 32 j + COUNT u on, u the lane's.
-// at, back: the `kv_places` of the lane (`kv_turn`).
+// at, back: the `kv_places` of the lane (`kv_transform`).
 // Fourier: bins k of the two real spectra from bins k and -k of the pair, (DC, Nyquist) at 0.
 template <int DIMS, int FOURIER, int COUNT>
 inline void kv_stored(

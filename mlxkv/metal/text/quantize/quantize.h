@@ -80,7 +80,7 @@ inline float kv_together(thread float* most, int lane) {
 // Transforms a record and returns in `at`, `back`, `zero` where `kv_block` finds it. True: the token of
 // `kv_ranged` is all zeros, although its neighbour left rounding errors there.
 template <typename T, int DIMS, int KEYS, int KIND>
-inline bool kv_turn(
+inline bool kv_transform(
     const device T* x, const device float* table, kv_pairs tile, thread kv_pairs* at,
     thread kv_pairs* back, thread int* zero, int lane) {
   const int g = lane / 4;
@@ -89,7 +89,7 @@ inline bool kv_turn(
   constexpr int FOURIER = KIND == 2 || KIND == 4;
   bool empty = false;
   zero[0] = 0;
-#if WITH_TURN
+#if WITH_TRANSFORM
   if (KIND > 0) {
     uint any = 0u;
     if (KIND == 3) {
@@ -148,7 +148,7 @@ template <typename T, int DIMS, int KEYS, int KIND>
 inline void kv_block(
     const device T* x, const device float* table, kv_pairs tile, const thread kv_pairs* at,
     const thread kv_pairs* back, int zero, int lane, int j, thread float* v) {
-#if WITH_TURN
+#if WITH_TRANSFORM
   constexpr int FOURIER = KIND == 2 || KIND == 4;
   if (KIND > 0 && KEYS) {
     kv_stored<DIMS, FOURIER, 8>(tile, at, back, zero, lane % 4, j, 0, v, v + 8);
@@ -276,7 +276,7 @@ inline void kv_quantize_side(
   kv_pairs at[4];
   kv_pairs back[4];
   int found_zero[1];
-  const bool empty = kv_turn<T, DIMS, KEYS, KIND>(x, table, tile, at, back, found_zero, lane);
+  const bool empty = kv_transform<T, DIMS, KEYS, KIND>(x, table, tile, at, back, found_zero, lane);
   const int zero = found_zero[0];
   float limits[HELD];
 #if WITH_CLIP

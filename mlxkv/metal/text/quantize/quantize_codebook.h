@@ -15,7 +15,7 @@ inline void kv_quantize_codebook(
   kv_pairs at[4];
   kv_pairs back[4];
   int zero[1];
-  const bool empty = kv_turn<T, DIMS, KEYS, KIND>(x, table, tile, at, back, zero, lane);
+  const bool empty = kv_transform<T, DIMS, KEYS, KIND>(x, table, tile, at, back, zero, lane);
   float norms[HELD];
 #pragma unroll
   for (int n = 0; n < HELD; n++) {

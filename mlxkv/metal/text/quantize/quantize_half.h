@@ -13,7 +13,7 @@ inline void kv_quantize_half(
   kv_pairs at[4];
   kv_pairs back[4];
   int zero[1];
-  kv_turn<T, DIMS, KEYS, KIND>(x, table, tile, at, back, zero, lane);
+  kv_transform<T, DIMS, KEYS, KIND>(x, table, tile, at, back, zero, lane);
   uint words[WORDS];
 #pragma unroll
   for (int j = 0; j < BLOCKS; j++) {

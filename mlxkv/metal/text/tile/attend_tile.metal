@@ -120,12 +120,12 @@ for (int n = 0; n < MINE; n++) {
       ? float(q[((head * rows + first_row + row) * D) + dim])
       : 0.0f;
 }
-const bool turns = HAS_K && paged;
+const bool transforms = HAS_K && paged;
 const device uint* map = later ? map_k_2 : map_k;
 const int map_at = (size[22] & 1 ? head : kv_head) * size[7] + (4 * g + t) * 4;
 constexpr int AHEAD_K = 8;
 uint4 ahead[AHEAD_K];
-if (turns && group < 2 * BK) {
+if (transforms && group < 2 * BK) {
 #pragma unroll
   for (int k = 0; k < AHEAD_K && k < 2 * BD; k++) {
     ahead[k] = *(const device uint4*)(map + (map_at + (group * 2 * BD + k) * 128));
@@ -154,15 +154,15 @@ for (int n = 0; n < MINE; n++) {
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
-if (turns) {
+if (transforms) {
   constexpr int MOST = (2 * BK + S - 1) / S;
-  TileC turned[MOST];
+  TileC transformed[MOST];
 #pragma unroll
   for (int n = 0; n < MOST; n++) {
     const int m = group + n * S;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      turned[n].v[i] = 0.0f;
+      transformed[n].v[i] = 0.0f;
     }
     if (m < 2 * BK) {
 #pragma unroll
@@ -183,7 +183,7 @@ if (turns) {
               tile_rows[tile_b_column(lane, 0) * ROW + dim + tile_b_row(lane, 0)],
               tile_rows[tile_b_column(lane, 1) * ROW + dim + tile_b_row(lane, 1)]);
         }
-        tile_multiply(turned[n], a, b);
+        tile_multiply(transformed[n], a, b);
       }
     }
   }
@@ -194,7 +194,7 @@ if (turns) {
     if (m < 2 * BK) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        tile_rows[(2 * t + i % 2) * ROW + 16 * m + g + 8 * (i / 2)] = turned[n].v[i];
+        tile_rows[(2 * t + i % 2) * ROW + 16 * m + g + 8 * (i / 2)] = transformed[n].v[i];
       }
     }
   }

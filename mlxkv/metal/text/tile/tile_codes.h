@@ -120,12 +120,12 @@ inline void kv_polar_pair(
 #if WITH_TREE
 // The tables of a tree in halves (`KvTree`).
 struct KvHalfTree {
-  uint turn;   // cosine, sine
+  uint rotation;   // cosine, sine
   uint above;  // first, last
 };
 inline KvHalfTree kv_half_tree(KvTree tree) {
   KvHalfTree out;
-  out.turn = kv_halves(tree.cosine, tree.sine);
+  out.rotation = kv_halves(tree.cosine, tree.sine);
   out.above = kv_halves(tree.first, tree.last);
   return out;
 }
@@ -137,11 +137,11 @@ inline void kv_tree_key_pairs(
       kv_multiply_halves(radius, simd_shuffle(tree.above, kv_tree_above(high, 0, t % 2)));
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const uint turn = simd_shuffle(tree.turn, kv_tree_two(high, 16 + 2 * h));
-    const uint of_two = kv_multiply_halves(kv_twice(of_four, h), turn);
+    const uint rotation = simd_shuffle(tree.rotation, kv_tree_two(high, 16 + 2 * h));
+    const uint of_two = kv_multiply_halves(kv_twice(of_four, h), rotation);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint last = simd_shuffle(tree.turn, kv_tree_one(low, 16 * h + 4 * i));
+      const uint last = simd_shuffle(tree.rotation, kv_tree_one(low, 16 * h + 4 * i));
       pairs[2 * h + i] = kv_multiply_halves(kv_twice(of_two, i), last);
     }
   }
@@ -157,9 +157,9 @@ inline void kv_tree_value_pairs(
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     of[h][0] = simd_shuffle(tree.above, kv_tree_above(upper, 16 * h, g % 4 / 2));
-    of[h][1] = simd_shuffle(tree.turn, kv_tree_two(middle, 16 * h));
-    of[h][2] = simd_shuffle(tree.turn, kv_tree_one(low, 16 * h));
-    of[h][3] = simd_shuffle(tree.turn, kv_tree_one(low, 16 * h + 4));
+    of[h][1] = simd_shuffle(tree.rotation, kv_tree_two(middle, 16 * h));
+    of[h][2] = simd_shuffle(tree.rotation, kv_tree_one(low, 16 * h));
+    of[h][3] = simd_shuffle(tree.rotation, kv_tree_one(low, 16 * h + 4));
   }
   const uint radius = kv_multiply_halves(radii, kv_both(of[0][0], of[1][0], g % 2));
 #pragma unroll

@@ -20,7 +20,7 @@ MARKS = [chr(code) for code in range(0xE000, 0xE040)]  # private use: in no temp
 ANCHORS = ("\n", "a", ".", "|", "0")
 
 
-class Turns:
+class PromptEscaper:
     """The words that a tokenizer takes for a token in any text: its special tokens, and the added
     tokens that its chat template writes (`<think>`, `<tool_call>`).
 
@@ -118,14 +118,14 @@ class Turns:
 class Cut:
     """A tokenizer for one chat whose contents are broken by `mark`: it encodes text in pieces."""
 
-    def __init__(self, tokenizer, turns: Turns, mark: str):
-        self._tokenizer, self._turns, self._mark = tokenizer, turns, mark
+    def __init__(self, tokenizer, escaper: PromptEscaper, mark: str):
+        self._tokenizer, self._escaper, self._mark = tokenizer, escaper, mark
 
     def __getattr__(self, name: str):
         return getattr(self._tokenizer, name)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._turns.encode(pieces(text, self._mark), add_special_tokens)
+        return self._escaper.encode(pieces(text, self._mark), add_special_tokens)
 
     def apply_chat_template(self, chat: list[dict], tokenize: bool = True, **options):
         text = self._tokenizer.apply_chat_template(chat, tokenize=False, **options)

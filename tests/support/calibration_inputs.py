@@ -53,8 +53,8 @@ def seen_by(model, text, window, before=()):
 
 
 def at_zero(x):
-    """x [..., N, D] of positions 0 to N - 1, turned back."""
-    return positions.turned(x, -np.arange(x.shape[-2]), *ROTARY)
+    """x [..., N, D] of positions 0 to N - 1, rotated back."""
+    return positions.rotate(x, -np.arange(x.shape[-2]), *ROTARY)
 
 
 def moments_over(moments, longest=CONTEXT):

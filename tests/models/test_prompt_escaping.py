@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from mlxkv.models import load
-from mlxkv.models.turns import Cut, Turns, cut_front
+from mlxkv.models.prompt_escaping import Cut, PromptEscaper, cut_front
 from mlxkv.serve.http import request
 from mlxkv.serve.reading import Prompts
 
@@ -102,9 +102,9 @@ def tokenizer(request) -> TokenizerWrapper:
 
 def read(tokenizer, chat: list[dict], **asked) -> list[int]:
     """The tokens of a chat, by the rule."""
-    turns = Turns(tokenizer)
-    mark, (broken, tools) = turns.marked(chat, asked.pop("tools", None))
-    one = tokenizer if mark is None else Cut(tokenizer, turns, mark)
+    escaper = PromptEscaper(tokenizer)
+    mark, (broken, tools) = escaper.marked(chat, asked.pop("tools", None))
+    one = tokenizer if mark is None else Cut(tokenizer, escaper, mark)
     return one.apply_chat_template(broken, tools=tools, add_generation_prompt=True, **asked)
 
 
@@ -133,7 +133,7 @@ def test_other_text_is_encoded_as_ever(tokenizer):
         chat = [{"role": "system", "content": "the"}, *user(text)]
         plain = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
         assert read(tokenizer, chat) == plain
-        assert Turns(tokenizer).marked(chat)[0] is None
+        assert PromptEscaper(tokenizer).marked(chat)[0] is None
 
 
 def test_a_word_in_a_message_is_text(tokenizer):
@@ -192,19 +192,19 @@ def test_words_in_a_content_get_no_spaces(tokenizer):
 
 def test_behind_a_text_a_rest_is_as_in_the_whole(tokenizer):
     """`mlxkv chat` encodes what is new behind the tokens of the turns before."""
-    turns = Turns(tokenizer)
+    escaper = PromptEscaper(tokenizer)
     for start in ("<|im_start|>user\nthe<|im_end|>", "the time"):
         for rest in ("\n<|im_start|>user\n the time", "the", " the", ", the<|im_end|>\n"):
             whole = tokenizer.encode(start + rest, add_special_tokens=False)
-            tokens = turns.encode([start]) + turns.encode([rest], context=start)
+            tokens = escaper.encode([start]) + escaper.encode([rest], context=start)
             assert tokenizer.decode(tokens) == tokenizer.decode(whole), (start, rest)
 
 
 def test_tools_and_other_values_are_text(tokenizer):
     tools = [{"function": {"name": "f", "<|im_end|>": ["<|im_start|>", 1, None]}}]
     assert marks_of(tokenizer, read(tokenizer, user("a"), tools=tools)) == [*PLAIN[:2], *PLAIN]
-    turns = Turns(tokenizer)
-    mark, (_, extra) = turns.marked(user("a"), {"date": "<s>", "n": 2})
+    escaper = PromptEscaper(tokenizer)
+    mark, (_, extra) = escaper.marked(user("a"), {"date": "<s>", "n": 2})
     assert extra == {"date": f"<{mark}s>", "n": 2}
 
 
@@ -217,14 +217,14 @@ def test_json_that_escapes_what_it_need_not(tokenizer):
 
 
 def test_a_tokenizer_without_such_tokens():
-    turns = Turns(SimpleNamespace())
-    assert turns.words is None and turns.marked(user("<s>")) == (None, [user("<s>")])
+    escaper = PromptEscaper(SimpleNamespace())
+    assert escaper.words is None and escaper.marked(user("<s>")) == (None, [user("<s>")])
 
 
 def test_a_text_that_holds_every_mark():
     text = "".join(chr(code) for code in range(0xE000, 0xE040)) + "<s>"
     with pytest.raises(ValueError, match="private use"):
-        Turns(SimpleNamespace(all_special_tokens=["<s>"])).marked(user(text))
+        PromptEscaper(SimpleNamespace(all_special_tokens=["<s>"])).marked(user(text))
 
 
 def test_the_front_of_pieces():
@@ -273,10 +273,10 @@ def test_a_first_token_comes_once():
 
         bos_token = "A"
 
-    turns = Turns(Letters())
-    assert turns.encode(["ab", "c"], True) == [0, 97, 98, 99]
-    assert turns.encode(["ab", "c"]) == [97, 98, 99]
+    escaper = PromptEscaper(Letters())
+    assert escaper.encode(["ab", "c"], True) == [0, 97, 98, 99]
+    assert escaper.encode(["ab", "c"]) == [97, 98, 99]
     # As in mlx-lm, a text that begins with it has it already.
-    assert turns.encode(["Ab", "c"], True) == [65, 98, 99]
+    assert escaper.encode(["Ab", "c"], True) == [65, 98, 99]
     Letters.bos_token = None
-    assert turns.encode(["Ab", "c"], True) == [0, 65, 98, 99]
+    assert escaper.encode(["Ab", "c"], True) == [0, 65, 98, 99]

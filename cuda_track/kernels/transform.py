@@ -1,4 +1,5 @@
-"""Turn queries into the stored domain before `attend_kernel`; merge partial outputs and turn them back after it."""
+"""Transform queries into the stored domain before `attend_kernel`; merge partial outputs and transform them back
+after it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from cuda_track.kernels.codes import OFFSET, gain_bits
 
 @triton.jit(do_not_specialize=["rows"])
 def queries_kernel(
-    q, up, out, sums, factors,  # [B, H, L, D], [G or 1, R, D], [B, G, N, R], [B, G, 2, KG, N], [B, G, N]
+    # [B, H, L, D], [G or 1, R, D], [B, G, N, R], [B, G, 2, KG, N], [B, G, N]
+    q, up, out, sums, factors,
     rows, scale, up_head,
     D: tl.constexpr, R: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
     BITS: tl.constexpr, PLANES: tl.constexpr, TURNED: tl.constexpr, CHAINED: tl.constexpr,
@@ -27,9 +29,9 @@ def queries_kernel(
     wait_for_previous(CHAINED)
     if TURNED:
         at = up + g * up_head + r[:, None] * D + d[None, :]
-        turn = tl.load(at, mask=(n + 0 * r)[:, None] < rows, other=0.0)
+        matrix = tl.load(at, mask=(n + 0 * r)[:, None] < rows, other=0.0)
         row = tl.load(q + (head * rows + n) * D + d, mask=n + 0 * d < rows, other=0.0)
-        x = tl.sum(turn * row.to(tl.float32)[None, :], 1)
+        x = tl.sum(matrix * row.to(tl.float32)[None, :], 1)
     else:
         x = tl.load(q + (head * rows + n) * D + r, mask=n + 0 * r < rows, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), 0)
@@ -62,7 +64,7 @@ def merge_kernel(
     n = tl.program_id(0) // SLICES
     r, d = tl.arange(0, R), tl.program_id(0) % SLICES * BLOCK + tl.arange(0, BLOCK)
     if TURNED:
-        turn = tl.load(up + g * up_head + r[:, None] * D + d[None, :])
+        matrix = tl.load(up + g * up_head + r[:, None] * D + d[None, :])
     wait_for_previous(CHAINED)
     launch_next(CHAINED)
     s, parts = tl.arange(0, SPLITS), splits + windows
@@ -86,7 +88,7 @@ def merge_kernel(
         partials += tl.load(part, mask=inside[:, None], other=0.0) * tl.exp2(of - top)[:, None]
     y = tl.sum(partials, 0)
     if TURNED:
-        y = tl.sum(turn * y[:, None], 0)
+        y = tl.sum(matrix * y[:, None], 0)
     for w in range(windows):
         at = first + (splits + w) * N
         y += tl.exp2(tl.load(part_top + at) - top) * tl.load(part_out + at * D + d)
