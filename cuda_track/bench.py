@@ -179,7 +179,7 @@ def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
 
 
 def windows(config: CacheConfig, shape: Shape, dtype: torch.dtype = DTYPE):
-    """(sink, live) of a cache whose live window is half full."""
+    """(sink, recent) of a cache whose recent window is half full."""
     tokens = config.sink, config.recent + config.page // 2
     return tuple(_normal(shape.batch, shape.kv_heads, n, shape.dims, dtype=dtype) for n in tokens)
 
@@ -188,12 +188,12 @@ def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, launch: Launc
     """rms of the kernel against plain ops on a short context that one program of a head reads, so that sums
     are as long as the timed ones."""
     pages = pages_of(config, shape, min(shape.tokens, CHECKED))
-    sink, live = windows(config, shape, dtype)
+    sink, recent = windows(config, shape, dtype)
     q, _ = _normal(shape.batch, shape.heads, 1, shape.dims, dtype=dtype)
     scale, launch = shape.dims**-0.5, replace(launch, programs=0)
-    out = kernels.attend(q, pages, sink, live, scale, tuned=launch).float()
+    out = kernels.attend(q, pages, sink, recent, scale, tuned=launch).float()
     plain = CodePages(pages.codecs, pages.stored, pages.tokens)
-    floats = (tuple(x.float() for x in pair) for pair in (live, sink))
+    floats = (tuple(x.float() for x in pair) for pair in (recent, sink))
     right = attend(q.float(), View(*floats, plain), scale)
     return float((out - right).square().mean().sqrt() / right.square().mean().sqrt())
 
@@ -203,8 +203,8 @@ def attention(config: CacheConfig, shape: Shape) -> tuple[float, int]:
     copies = [pages_of(config, shape, shape.tokens)]
     size = sum(x.nbytes for side in copies[0].sides for x in side.values())
     copies += [pages_of(config, shape, shape.tokens) for _ in range(buffers(size) - 1)]
-    (sink, live), scale = windows(config, shape), shape.dims**-0.5
-    calls = [lambda x, p=p: kernels.attend(x, p, sink, live, scale) for p in copies]
+    (sink, recent), scale = windows(config, shape), shape.dims**-0.5
+    calls = [lambda x, p=p: kernels.attend(x, p, sink, recent, scale) for p in copies]
     return timed(calls, _normal(shape.batch, shape.heads, 1, shape.dims)[0]), size
 
 

@@ -26,7 +26,7 @@ def importance(
     mask: of these queries; None: causal. Returns [B, G, T] float32.
     """
     batch, heads, new, dims = queries.shape
-    kv_heads, total = view.live[0].shape[1], view.tokens
+    kv_heads, total = view.recent[0].shape[1], view.tokens
     if mask is None:
         mask = causal(new, total, queries.device)
     q = (queries.float() * scale).reshape(batch, kv_heads, -1, new, dims)
@@ -79,11 +79,11 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     importance, salient, taken = map(staticmethod, (importance, salient, taken))
     votes, kept, kept_pages = map(staticmethod, (votes, kept, kept_pages))
 
-    def _new_store(self, live: Pair):
+    def _new_store(self, recent: Pair):
         if not self.config.listens:
-            return super()._new_store(live)
-        dims = tuple(x.shape[3] for x in live)
-        make = partial(choose.store, self.config, dims, live[0].device)
+            return super()._new_store(recent)
+        dims = tuple(x.shape[3] for x in recent)
+        make = partial(choose.store, self.config, dims, recent[0].device)
         return Segments(make, self.layer_maps, self.basis, self.config.page, self.config.rule)
 
     def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor) -> View:
@@ -94,11 +94,11 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
             self._before_decoding(keys.shape[2])
             return super().update_and_fetch(keys, values)
         self._check_batch(keys)
-        self._live = self._with_live((keys, values))
-        self._count, self._chunk, self._since = self._live[0].shape[2], keys.shape[2], 0
+        self._recent = self._with_recent((keys, values))
+        self._count, self._chunk, self._since = self._recent[0].shape[2], keys.shape[2], 0
         self.offset += keys.shape[2]
         pages = self._store.read(0, self._count_pages) if self._count_pages else None
-        self._pending = View(self._live, self._sink, pages, observer=self._attended)
+        self._pending = View(self._recent, self._sink, pages, observer=self._attended)
         return self._pending
 
     def _attended(self, queries: torch.Tensor, scale: float, mask: Mask) -> None:

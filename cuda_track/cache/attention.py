@@ -1,4 +1,4 @@
-"""`attend(q, view)`: attention over sink | pages | live.
+"""`attend(q, view)`: attention over sink | pages | recent.
 
 Without pages torch SDPA reads plain tensors. A few new tokens take a Triton or Metal kernel that reads codes,
 or plain products with them. Many (prefill) decode the pages of this one layer into a scratch, in the
@@ -40,13 +40,13 @@ def attend(
     extra = sink_logits, softcap
     if why_not(queries, view, mask) is None:
         row = causal_row(mask, new) if tensor else None
-        out = launch.attend(queries, view.pages, view.sink, view.live, scale, row, *extra)
+        out = launch.attend(queries, view.pages, view.sink, view.recent, scale, row, *extra)
     elif (
         type(view.pages) is RecordPages
         and softcap is None
         and metal.why_not(queries, mask, DECODE_TOKENS) is None
     ):
-        out = metal.attend(queries, view.pages, view.sink, view.live, scale, sink_logits)
+        out = metal.attend(queries, view.pages, view.sink, view.recent, scale, sink_logits)
     elif view.pages is not None and new <= DECODE_TOKENS:
         out = decode_codes(queries, view, scale, mask, *extra)
     else:
@@ -63,7 +63,7 @@ def why_not(queries: torch.Tensor, view: View, mask: Mask) -> str | None:
     new = queries.shape[2]
     if new > DECODE_TOKENS:
         return f"more than {DECODE_TOKENS} new tokens are a prefill"
-    if queries.shape[1] // view.live[0].shape[1] * new > launch.ROWS:
+    if queries.shape[1] // view.recent[0].shape[1] * new > launch.ROWS:
         return f"a kv head with more than {launch.ROWS} rows of queries"
     if isinstance(mask, torch.Tensor) and causal_row(mask, new) is None:
         return "the kernel takes one boolean row of a mask, and causal ones"
@@ -115,13 +115,13 @@ def _heads_together(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def _stored(view: View, side: int, dtype: torch.dtype) -> torch.Tensor:
-    """sink | pages | live in the stored domain: [B, G, T, R] in `dtype`."""
+    """sink | pages | recent in the stored domain: [B, G, T, R] in `dtype`."""
     pages, code = view.pages, view.pages.codecs[side]
-    live = view.live[side]
-    out = live.new_empty(*live.shape[:2], view.tokens, code.dims, dtype=dtype)
+    recent = view.recent[side]
+    out = recent.new_empty(*recent.shape[:2], view.tokens, code.dims, dtype=dtype)
     first = 0 if view.sink is None else view.sink[side].shape[2]
     last = first + pages.tokens
-    for start, pair in ((0, view.sink), (last, view.live)):
+    for start, pair in ((0, view.sink), (last, view.recent)):
         if pair is not None:
             x = pair[side] if code.transform is None else code.transform.store(pair[side], dtype)
             out[:, :, start : start + x.shape[2]] = x
@@ -168,7 +168,7 @@ def _plain(queries, keys, values, scale, mask: Mask, sink_logits, softcap):
 def decode_codes(queries, view: View, scale, mask: Mask, sink_logits=None, softcap=None):
     """Attend by products with codes: scores of all parts side by side, one softmax, mixtures."""
     p = weights(queries, view, scale, mask, sink_logits, softcap)
-    p, out, start = _heads_together(p, view.live[0].shape[1]), 0.0, 0
+    p, out, start = _heads_together(p, view.recent[0].shape[1]), 0.0, 0
     for length, mix in _in_order(
         view,
         lambda window: (window[1].shape[2], lambda x: x @ window[1].float()),
@@ -181,13 +181,13 @@ def decode_codes(queries, view: View, scale, mask: Mask, sink_logits=None, softc
 
 def weights(queries, view: View, scale, mask: Mask, sink_logits=None, softcap=None):
     """The weights of attention, as `attend` takes its arguments: [B, H, L, T] float32."""
-    q = _heads_together(queries.float(), view.live[0].shape[1]) * scale
+    q = _heads_together(queries.float(), view.recent[0].shape[1]) * scale
     s = scores(q, view).reshape(*queries.shape[:3], -1)
     return _softmax(s, mask, sink_logits, softcap)
 
 
 def scores(q: torch.Tensor, view: View) -> torch.Tensor:
-    """Multiply q [B, G, N, D] float32 with the keys of sink, pages and live: [B, G, N, T]."""
+    """Multiply q [B, G, N, D] float32 with the keys of sink, pages and recent: [B, G, N, T]."""
     parts = _in_order(
         view,
         lambda window: q @ window[0].float().mT,
@@ -197,9 +197,9 @@ def scores(q: torch.Tensor, view: View) -> torch.Tensor:
 
 
 def _in_order(view: View, window, run) -> list:
-    """The results of `window` for sink and live, of `run` for each run of pages between them."""
-    *sink, live = map(window, view.windows)
-    return [*sink, *map(run, view.pages.parts if view.pages else ()), live]
+    """The results of `window` for sink and recent, of `run` for each run of pages between them."""
+    *sink, recent = map(window, view.windows)
+    return [*sink, *map(run, view.pages.parts if view.pages else ()), recent]
 
 
 def masked(scores: torch.Tensor, mask: Mask) -> torch.Tensor:

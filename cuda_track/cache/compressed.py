@@ -1,8 +1,8 @@
 """`CompressedKVCache`: sink | pages | recent of one layer, and its state as mlxkv saves it.
 
-    tokens:  [ sink: full precision ][ page ] ... [ page ][ live: full precision ]
+    tokens:  [ sink: full precision ][ page ] ... [ page ][ recent: full precision ]
 
-`live` holds everything until it is full; then the sink moves out and the oldest pages are encoded
+`recent` holds everything until it is full; then the sink moves out and the oldest pages are encoded
 and quantized. The page that was quantized last keeps its exact tokens beside its codes, until the next one
 is quantized: so that a `trim` into it can restore it (`mlxkv.formats.rules.going_back`).
 """
@@ -49,7 +49,7 @@ class CompressedKVCache(GoesBack):
         if self._store is not None:
             self._store.truncate(0)
         self.offset = self.dropped = 0
-        self._live: Pair | None = None  # buffers; `_count` tokens are in use
+        self._recent: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
         self._sink: Pair | None = None
         self._last: Pair | None = None  # exact tokens of the page quantized last
@@ -70,60 +70,60 @@ class CompressedKVCache(GoesBack):
         if self._count + keys.shape[2] <= self._room:
             self._append((keys, values))
             return self.view()
-        live = self._with_live((keys, values))
-        view = self._view(live)
-        self._quantize_pages(live)
+        recent = self._with_recent((keys, values))
+        view = self._view(recent)
+        self._quantize_pages(recent)
         return view
 
     def _check_batch(self, keys: torch.Tensor) -> None:
-        if self._live is not None:
-            state.check_batch(self._live[0].shape[0], keys.shape[0])
+        if self._recent is not None:
+            state.check_batch(self._recent[0].shape[0], keys.shape[0])
 
     def view(self) -> View:
         """Return what attention reads, without appending anything."""
-        return self._view(self._read_live())
+        return self._view(self._read_recent())
 
-    def _view(self, live: Pair) -> View:
+    def _view(self, recent: Pair) -> View:
         pages = self._store.read(0, self._store.count) if self._count_pages else None
-        return View(live, self._sink, pages)
+        return View(recent, self._sink, pages)
 
-    def _read_live(self) -> Pair:
-        return tuple(x[:, :, : self._count] for x in self._live)
+    def _read_recent(self) -> Pair:
+        return tuple(x[:, :, : self._count] for x in self._recent)
 
-    def _with_live(self, new: Pair) -> Pair:
-        """The live tokens and new ones."""
+    def _with_recent(self, new: Pair) -> Pair:
+        """The recent tokens and new ones."""
         if not self._count:
             return new
-        return tuple(torch.cat(pair, 2) for pair in zip(self._read_live(), new, strict=True))
+        return tuple(torch.cat(pair, 2) for pair in zip(self._read_recent(), new, strict=True))
 
     def _append(self, new: Pair) -> None:
         end = self._count + new[0].shape[2]
-        if self._live is None or end > self._live[0].shape[2]:
+        if self._recent is None or end > self._recent[0].shape[2]:
             room = max(min(self._room, buffer_tokens(self._count, end)), end)
             buffers = tuple(x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in new)
             if self._count:
-                for buffer, old in zip(buffers, self._read_live(), strict=True):
+                for buffer, old in zip(buffers, self._read_recent(), strict=True):
                     buffer[:, :, : self._count] = old
-            self._live = buffers
-        for buffer, x in zip(self._live, new, strict=True):
+            self._recent = buffers
+        for buffer, x in zip(self._recent, new, strict=True):
             buffer[:, :, self._count : end] = x
         self._count = end
 
-    def _quantize_pages(self, live: Pair) -> None:
-        """Encode the oldest pages of `live`, which no longer fits, and keep the rest."""
+    def _quantize_pages(self, recent: Pair) -> None:
+        """Encode the oldest pages of `recent`, which no longer fits, and keep the rest."""
         config, start = self.config, 0
         if config.sink and self._sink is None:
             start = config.sink
-            self._sink = tuple(x[:, :, :start].clone() for x in live)
-        count = config.pages_over(live[0].shape[2] - start)
+            self._sink = tuple(x[:, :, :start].clone() for x in recent)
+        count = config.pages_over(recent[0].shape[2] - start)
         if self._store is None:
-            self._check_heads(live[0].shape[1])
-            self._store = self._new_store(live)
-        self._store.append(live, count, start)
-        self._live, self._count = None, 0
+            self._check_heads(recent[0].shape[1])
+            self._store = self._new_store(recent)
+        self._store.append(recent, count, start)
+        self._recent, self._count = None, 0
         stop = start + count * config.page
-        self._last = tuple(x[:, :, stop - config.page : stop].clone() for x in live)
-        self._append(tuple(x[:, :, stop:] for x in live))
+        self._last = tuple(x[:, :, stop - config.page : stop].clone() for x in recent)
+        self._append(tuple(x[:, :, stop:] for x in recent))
 
     def _check_heads(self, heads: int) -> None:
         transforms = (self.layer_maps.keys, self.layer_maps.values) if self.layer_maps else ()
@@ -136,26 +136,26 @@ class CompressedKVCache(GoesBack):
                 "a calibration of this model, shared as its heads are"
             )
 
-    def _new_store(self, live: Pair) -> Codes | Paged | Records:
-        dims = tuple(x.shape[3] for x in live)
-        return store(self.config, dims, live[0].device, self.layer_maps)
+    def _new_store(self, recent: Pair) -> Codes | Paged | Records:
+        dims = tuple(x.shape[3] for x in recent)
+        return store(self.config, dims, recent[0].device, self.layer_maps)
 
-    def _put_live(self, pair: Pair) -> None:
+    def _put_recent(self, pair: Pair) -> None:
         self._append(pair)
 
-    def _last_and_live(self) -> Pair:
-        pairs = zip(self._last, self._read_live(), strict=True)
+    def _last_and_recent(self) -> Pair:
+        pairs = zip(self._last, self._read_recent(), strict=True)
         return tuple(torch.cat(pair, 2) for pair in pairs)
 
     def _decoded(self, page: int, count: int) -> Pair:
-        pages, live = self._store.read(page, page + 1), self._live
-        return tuple(pages.decode(side, x.dtype)[:, :, :count] for side, x in enumerate(live))
+        pages, recent = self._store.read(page, page + 1), self._recent
+        return tuple(pages.decode(side, x.dtype)[:, :, :count] for side, x in enumerate(recent))
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order: beams, finished sequences, repeats."""
-        if self._live is None:
+        if self._recent is None:
             return
-        self._live = tuple(x[rows] for x in self._live)
+        self._recent = tuple(x[rows] for x in self._recent)
         for name in ("_sink", "_last"):
             if (pair := getattr(self, name)) is not None:
                 setattr(self, name, tuple(x[rows] for x in pair))
@@ -164,11 +164,11 @@ class CompressedKVCache(GoesBack):
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes: pages with their spare room, sink and live windows."""
+        """Allocated bytes: pages with their spare room, sink and recent windows."""
         return sum(x.numel() * x.element_size() for x in self._arrays())
 
     def _arrays(self) -> list[torch.Tensor]:
-        pairs = (self._live, self._sink, self._last)
+        pairs = (self._recent, self._sink, self._last)
         windows = [x for pair in pairs if pair is not None for x in pair]
         return [*windows, *(self._store.arrays() if self._store else ())]
 
@@ -182,7 +182,7 @@ class CompressedKVCache(GoesBack):
         data = state.header(self.config, self.offset, self._count_pages, named, **extra)
         return state.tree(
             torch.frombuffer(bytearray(data), dtype=torch.uint8),
-            live=None if self._live is None else self._read_live(),
+            recent=None if self._recent is None else self._read_recent(),
             sink=self._sink,
             last=self._last,
             pages=self._store.state if self._count_pages else None,
@@ -223,16 +223,16 @@ class CompressedKVCache(GoesBack):
     def _restore(self, header: dict, tree: dict) -> None:
         self._restore_extra(header, tree)
         transform = self.layer_maps.values if header.get("folded") else None
-        self._live, self._sink, self._last = (
+        self._recent, self._sink, self._last = (
             self._window_of(state.window(tree, name), transform)
             for name in ("live", "sink", "last")
         )
-        self._count = 0 if self._live is None else self._live[0].shape[2]
+        self._count = 0 if self._recent is None else self._recent[0].shape[2]
         if header["pages"]:
-            self._store = self._new_store(self._live)
+            self._store = self._new_store(self._recent)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
-        if self._live is not None and self.offset != self.view().tokens + self.dropped:
+        if self._recent is not None and self.offset != self.view().tokens + self.dropped:
             raise ValueError(f"{self.offset} tokens announced")
 
     @staticmethod

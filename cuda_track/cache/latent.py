@@ -52,11 +52,13 @@ class LatentView(View):
         pages = self.pages
         if pages is not None:
             pages = CodePages(pages.codecs[:1] * 2, pages.stored[:1] * 2, pages.tokens)
-        return View((self.live[0],) * 2, sink, pages)
+        return View((self.recent[0],) * 2, sink, pages)
 
     def to(self, dtype: torch.dtype) -> LatentView:
         """The same in another type; of a view without pages."""
-        return replace(self, live=tuple(x.to(dtype) for x in self.live), heads=self.heads.to(dtype))
+        return replace(
+            self, recent=tuple(x.to(dtype) for x in self.recent), heads=self.heads.to(dtype)
+        )
 
     def rotary(self, dtype: torch.dtype) -> torch.Tensor:
         """The rotary keys of all tokens, [B, 1, T, N]."""
@@ -69,13 +71,13 @@ class LatentView(View):
 class LatentKVCache(CompressedKVCache):
     """As CompressedKVCache, for a `config` of `CacheConfig.of_latents`: keys are latents, values rotary keys."""
 
-    def _view(self, live: Pair) -> LatentView:
+    def _view(self, recent: Pair) -> LatentView:
         pages = self._store.read(0, self._store.count) if self._count_pages else None
-        return LatentView(live, self._sink, pages)
+        return LatentView(recent, self._sink, pages)
 
-    def _new_store(self, live: Pair) -> Codes:
-        dims = tuple(x.shape[3] for x in live)
-        return Codes(self.config, codecs_of(self.config, dims, self.layer_maps, live[0].device))
+    def _new_store(self, recent: Pair) -> Codes:
+        dims = tuple(x.shape[3] for x in recent)
+        return Codes(self.config, codecs_of(self.config, dims, self.layer_maps, recent[0].device))
 
     @property
     def state(self) -> dict:

@@ -1,4 +1,4 @@
-"""Where quantized pages live: `Codes` for plain ops, `Paged` for Triton, `Records` for Metal. One cache, one store.
+"""Where quantized pages recent: `Codes` for plain ops, `Paged` for Triton, `Records` for Metal. One cache, one store.
 
 A store grows and is truncated by whole pages, hands out snapshots that attention reads (`view`), and
 restores what any store of either track saved.

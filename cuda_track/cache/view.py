@@ -51,11 +51,11 @@ class Foreign(UserError, AttributeError):
 class View:
     """A cache as it was after one update.
 
-    live, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None. observer: attention calls
+    recent, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None. observer: attention calls
     it with (queries, scale, mask) once its output is computed.
     """
 
-    live: Pair
+    recent: Pair
     sink: Pair | None = None
     pages: QuantizedPages | Parts | None = None
     observer: Callable[..., None] | None = field(default=None, repr=False)
@@ -71,7 +71,7 @@ class View:
 
     @property
     def windows(self) -> list[Pair]:
-        return [self.live] if self.sink is None else [self.sink, self.live]
+        return [self.recent] if self.sink is None else [self.sink, self.recent]
 
     @property
     def tokens(self) -> int:
@@ -81,7 +81,7 @@ class View:
     def whole(self, dtype: torch.dtype) -> Pair:
         """Keys and values of all tokens in the model's domain, [B, G, T, D] each."""
         if self.sink is None and self.pages is None:
-            return self.live
+            return self.recent
         out = []
         for side in range(2):
             parts = [pair[side].to(dtype) for pair in self.windows]

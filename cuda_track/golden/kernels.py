@@ -55,7 +55,7 @@ def attention_rows(table: str = "attention") -> Iterator[Row]:
             continue
         store = Paged(config, TABLE.given(inputs).pages.codecs)
         store.restore(dict(zip(NAMES, inputs.stored, strict=True)), inputs.pages)
-        view = View(inputs.live, inputs.sink, store.read(0, store.count))
+        view = View(inputs.recent, inputs.sink, store.read(0, store.count))
         if why_not(inputs.q, view, mask) is None:
             out = attend(inputs.q, view, inputs.scale, mask, inputs.sink_logits, inputs.softcap)
             yield _row(case, out, spec, WEIGHTS_BOUND, table)
@@ -79,7 +79,7 @@ def metal_rows(device: torch.device) -> Iterator[Row]:
         pages = Records(config, codecs)
         pages.restore(dict(zip(NAMES, _moved(inputs.stored, device), strict=True)), inputs.pages)
         view = View(
-            *(_moved(x, device) for x in (inputs.live, inputs.sink)), pages.read(0, inputs.pages)
+            *(_moved(x, device) for x in (inputs.recent, inputs.sink)), pages.read(0, inputs.pages)
         )
         out = attend(q, view, inputs.scale, mask, _moved(inputs.sink_logits, device))
         yield _row(case, out, spec, METAL_BOUND)

@@ -63,7 +63,7 @@ class TorchTable(Table):
         codecs = (
             self.codec(s, it.dims, it.page, t) for s, t in zip(it.sides, transforms, strict=True)
         )
-        return View(it.live, it.sink, CodePages(tuple(codecs), it.stored, it.pages * it.page))
+        return View(it.recent, it.sink, CodePages(tuple(codecs), it.stored, it.pages * it.page))
 
     def causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

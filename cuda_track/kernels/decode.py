@@ -86,7 +86,7 @@ def _capped(s, cap):
 
 
 # Sizes that grow with the context must not cause another compilation.
-COUNTS = ["sink_tokens", "live_tokens", "mask_row", "row_pages", "splits", "rows", "new"]
+COUNTS = ["sink_tokens", "recent_tokens", "mask_row", "row_pages", "splits", "rows", "new"]
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -94,8 +94,8 @@ def attend_kernel(
     q, sums, factors, plain,  # [B, G, N, R] float16, [B, G, 2, KG, N], [B, G, N], [B, H, L, D]
     k_words, k_high, k_numbers, v_words, v_high, v_numbers,
     table, pages,  # [B, row_pages] int32, [B] int32
-    sink_k, sink_v, live_k, live_v,  # windows, [B, G, T, D]
-    sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row,
+    sink_k, sink_v, recent_k, recent_v,  # windows, [B, G, T, D]
+    sink_tokens, recent_tokens, sink_stride, recent_stride, sink_row, recent_row,
     mask, mask_row,  # uint8 [B, tokens], or nothing
     part_out, part_top, part_sum,  # [B, G, S, N, R], [B, G, S, N] twice, S of splits and windows
     row_pages, splits, rows, new, plain_scale, cap,
@@ -118,8 +118,8 @@ def attend_kernel(
     if split >= splits:
         _windows(
             split - splits, tl.num_programs(0) - splits,
-            plain + head * rows * R, sink_k, sink_v, live_k, live_v, b, g,
-            sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row,
+            plain + head * rows * R, sink_k, sink_v, recent_k, recent_v, b, g,
+            sink_tokens, recent_tokens, sink_stride, recent_stride, sink_row, recent_row,
             mask + b * mask_row, tl.load(pages + b) * PAGE,
             part_out + at * R, part_top + at, part_sum + at,
             rows, new, plain_scale, cap, R, N, WINDOW, MASKED, CAPPED, WIDE,
@@ -234,32 +234,32 @@ def _pages(
 
 @triton.jit
 def _windows(
-    part, parts, q, sink_k, sink_v, live_k, live_v, b, g,
-    sink_tokens, live_tokens, sink_stride, live_stride, sink_row, live_row, mask, paged,
+    part, parts, q, sink_k, sink_v, recent_k, recent_v, b, g,
+    sink_tokens, recent_tokens, sink_stride, recent_stride, sink_row, recent_row, mask, paged,
     part_out, part_top, part_sum, rows, new, scale, cap,
     D: tl.constexpr, N: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sink and live tokens, in the model's domain; every `parts`-th T of them. *_stride: of a head,
+    """Sink and recent tokens, in the model's domain; every `parts`-th T of them. *_stride: of a head,
     *_row: of a batch row."""
     n, t, d = tl.arange(0, N), tl.arange(0, T), tl.arange(0, D)
-    dtype = tl.float32 if WIDE else live_k.dtype.element_ty
+    dtype = tl.float32 if WIDE else recent_k.dtype.element_ty
     queries = tl.load(q + n[None, :] * D + d[:, None], mask=n[None, :] < rows, other=0.0)
     queries = queries.to(dtype)  # q^T [D, N]
     # Row i of a group is token i % new of its head: it sees that many tokens less at the end.
-    seen_by = live_tokens - new + 1 + n % new
+    seen_by = recent_tokens - new + 1 + n % new
     top = tl.full([N], -1e30, tl.float32)
     total = tl.zeros([N], tl.float32)
     out = tl.zeros([D, N], tl.float32)
     sink_blocks = (sink_tokens + T - 1) // T
-    for i in tl.range(part, sink_blocks + (live_tokens + T - 1) // T, parts, num_stages=1):
-        live = i >= sink_blocks
-        start = tl.where(live, i - sink_blocks, i) * T
-        count = tl.where(live, live_tokens, sink_tokens)
+    for i in tl.range(part, sink_blocks + (recent_tokens + T - 1) // T, parts, num_stages=1):
+        recent = i >= sink_blocks
+        start = tl.where(recent, i - sink_blocks, i) * T
+        count = tl.where(recent, recent_tokens, sink_tokens)
         place = start + t
-        if live:
-            keys = live_k + b * live_row + g * live_stride
-            values = live_v + b * live_row + g * live_stride
+        if recent:
+            keys = recent_k + b * recent_row + g * recent_stride
+            values = recent_v + b * recent_row + g * recent_stride
         else:
             keys = sink_k + b * sink_row + g * sink_stride
             values = sink_v + b * sink_row + g * sink_stride
@@ -268,9 +268,9 @@ def _windows(
         s = tl.dot(k.to(dtype), queries, input_precision="ieee") * scale
         if CAPPED:
             s = _capped(s, cap)
-        allowed = exists[:, None] & ((place[:, None] < seen_by[None, :]) | (not live))
+        allowed = exists[:, None] & ((place[:, None] < seen_by[None, :]) | (not recent))
         if MASKED:
-            shift = tl.where(live, sink_tokens + paged, 0)
+            shift = tl.where(recent, sink_tokens + paged, 0)
             visible = tl.load(mask + shift + place, mask=exists, other=0) != 0
             allowed = allowed & visible[:, None]
         s = tl.where(allowed, s, -1e30)

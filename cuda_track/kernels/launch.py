@@ -123,7 +123,7 @@ def attend(
     queries: torch.Tensor,
     pages: PoolPages,
     sink: tuple[torch.Tensor, torch.Tensor] | None,
-    live: tuple[torch.Tensor, torch.Tensor],
+    recent: tuple[torch.Tensor, torch.Tensor],
     scale: float,
     mask: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -132,7 +132,7 @@ def attend(
 ) -> torch.Tensor:
     """Attend with queries [B, H, L, D], causal among the new tokens. Returns [B, H, L, D].
 
-    live, sink: (keys, values) [B, G, T, D]; live holds the new tokens. mask: boolean [B, T], tokens that may
+    recent, sink: (keys, values) [B, G, T, D]; recent holds the new tokens. mask: boolean [B, T], tokens that may
     be seen at all. sink_logits: [H]. softcap: scores are bent to stay below it (Gemma 2).
     """
     from cuda_track.kernels.decode import attend_kernel
@@ -140,7 +140,7 @@ def attend(
     from cuda_track.kernels.transform import merge_kernel, queries_kernel
 
     batch, heads, new, dims = queries.shape
-    kv_heads = live[0].shape[1]
+    kv_heads = recent[0].shape[1]
     rows = heads // kv_heads * new
     padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
     keys, values = pages.layouts
@@ -173,15 +173,15 @@ def attend(
     shape = (batch, kv_heads, parts + around, padded)
     out = torch.empty(*shape, dims, dtype=torch.float32, **kw)
     top, total = (torch.empty(shape, dtype=torch.float32, **kw) for _ in range(2))
-    live = tuple(map(rows_together, live))
-    sink = tuple(map(rows_together, sink)) if sink is not None else live
+    recent = tuple(map(rows_together, recent))
+    sink = tuple(map(rows_together, sink)) if sink is not None else recent
     visible = None if mask is None else mask.to(torch.uint8).contiguous()
     attend_kernel[(parts + around, kv_heads, batch)](
         *(q, sums, factors, queries),
         *(x for side in pages.sides for x in _tensors(side)),
-        *(pages.table, pages.counts, *sink, *live),
-        *(0 if sink is live else sink[0].shape[2], live[0].shape[2]),
-        *(sink[0].stride(1), live[0].stride(1), sink[0].stride(0), live[0].stride(0)),
+        *(pages.table, pages.counts, *sink, *recent),
+        *(0 if sink is recent else sink[0].shape[2], recent[0].shape[2]),
+        *(sink[0].stride(1), recent[0].stride(1), sink[0].stride(0), recent[0].stride(0)),
         *(_or(visible, pages.table), 0 if visible is None else visible.shape[1]),
         *(out, top, total, pages.table.shape[1], parts, rows, new, scale * LOG2E),
         0.0 if softcap is None else softcap * LOG2E,
@@ -194,7 +194,7 @@ def attend(
         ASM=not interpreted() and torch.version.hip is None,
         STAGES=tuned.stages,
         EARLY=tuned.early,
-        WIDE=interpreted() and live[0].dtype == torch.bfloat16,
+        WIDE=interpreted() and recent[0].dtype == torch.bfloat16,
         num_warps=tuned.warps,
         **chained,
         **({"maxnreg": tuned.registers} if tuned.registers and not interpreted() else {}),

@@ -73,7 +73,7 @@ def attend_or_pass(
                 module, query, key, value, attention_mask, scaling=scaling, **kwargs
             )
         key = View((key, value))
-    mask = _biased(mask, bias, query, key.live[0], key.tokens)
+    mask = _biased(mask, bias, query, key.recent[0], key.tokens)
     if isinstance(key, LatentView):
         out, p = latent.attend(query, key, scale, mask), None
         if _weights_asked(module, kwargs):

@@ -61,7 +61,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.cache.offset:
-            batch = self.cache.view().live[0].shape[0]
+            batch = self.cache.view().recent[0].shape[0]
             self.cache.select(torch.arange(batch).repeat_interleave(repeats))
 
     def offload(self) -> None:
@@ -120,7 +120,7 @@ class CompressedCache(Cache):
                 yield None, None, None
             else:
                 cache, view = layer.cache, layer.cache.view()
-                keys, values = view.whole(view.live[0].dtype)
+                keys, values = view.whole(view.recent[0].dtype)
                 yield cache.layer_maps.whole(keys) if cache.config.centred else keys, values, None
 
     @property

@@ -20,11 +20,11 @@ def check_compressed(tree: dict, like: CompressedKVCache, tokens: int) -> None:
     """Raise UserError or ValueError, and what reading lists and dicts raises, unless `tree` is the state that `like`,
     which the model has given one token, could have after `tokens` of them."""
     header, saved_config = state.read_header(bytes(tree["header"][: state.LONGEST].tolist()))
-    config, maps, live = like.config, like.layer_maps, like.view().live
+    config, maps, recent = like.config, like.layer_maps, like.view().recent
     state.check_config(saved_config, config)
     if header["offset"] != tokens:
         raise ValueError(f"a cache of {header['offset']} tokens, not {tokens}")
-    dims, heads = tuple(x.shape[3] for x in live), live[0].shape[1]
+    dims, heads = tuple(x.shape[3] for x in recent), recent[0].shape[1]
     codecs = codecs_of(config, dims, maps, torch.device("cpu"))
     pages, bases, store = dict(tree.get("pages", {})), {}, Codes(config, codecs)
     store.append(tuple(torch.zeros(1, heads, config.page, dim) for dim in dims), 1)
@@ -41,7 +41,7 @@ def check_compressed(tree: dict, like: CompressedKVCache, tokens: int) -> None:
     if maps is not None:
         bases = {name: (1, heads, *getattr(maps, name).down.shape[-2:]) for name in NAMES}
     tree = tree | {"pages": pages}
-    state.check_shapes(tree, config, tuple(x.shape for x in live), page, counts, bases)
+    state.check_shapes(tree, config, tuple(x.shape for x in recent), page, counts, bases)
     runs_bases = {name: x for name, x in pages.items() if name.startswith("basis")}
     _check_floats(runs_bases | {name: tree.get(name, {}) for name in WINDOWS})
     _check_finite(tree)

@@ -26,16 +26,16 @@ def attend(
     queries: torch.Tensor,
     pages: RecordPages,
     sink: Pair | None,
-    live: Pair,
+    recent: Pair,
     scale: float,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with queries [B, H, L, D], causal among the new tokens, which are the last of live.
+    """Attend with queries [B, H, L, D], causal among the new tokens, which are the last of recent.
 
-    live, sink: (keys, values) [B, G, T, D]. sink_logits: [H]. Returns [B, H, L, D].
+    recent, sink: (keys, values) [B, G, T, D]. sink_logits: [H]. Returns [B, H, L, D].
     """
     batch, all_heads, new, dims = queries.shape
-    heads, device, kind = live[0].shape[1], queries.device, live[0].dtype
+    heads, device, kind = recent[0].shape[1], queries.device, recent[0].dtype
     q = queries.reshape(batch, heads, -1, dims)
     rows = q.shape[2]
     keys, values = pages.layout.keys, pages.layout.values
@@ -45,8 +45,8 @@ def attend(
     page_splits = min(MAX_SPLITS, max(1, -(-count // SPLIT_RECORDS)))
     splits = page_splits + 1
     width = BLOCK * max(values.blocks, -(-dims // BLOCK))
-    windows = [x.contiguous() for x in (*(sink or live), *live)]
-    lengths = (count, sink[0].shape[2] if sink else 0, live[0].shape[2])
+    windows = [x.contiguous() for x in (*(sink or recent), *recent)]
+    lengths = (count, sink[0].shape[2] if sink else 0, recent[0].shape[2])
     starts = (i * heads * capacity for i in range(batch))  # first records
     tokens = windows[0].shape[2], windows[2].shape[2]
     numbers = _numbers(scale, device)

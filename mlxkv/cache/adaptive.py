@@ -200,7 +200,7 @@ def importance(
     """[B, G, T] float32: the softmax scores of the last tokens' queries [B, H, w, D],
     summed over them and over the heads of a kv head. mask: of these queries; None: causal."""
     batch, heads, new, dims = queries.shape
-    kv_heads, total = view.live[0].shape[1], view.tokens
+    kv_heads, total = view.recent[0].shape[1], view.tokens
     if mask is None:
         mask = mx.arange(total - new, total)[:, None] >= mx.arange(total)[None]
     q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, -1, new, dims)
@@ -278,8 +278,8 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         if keys.shape[2] <= DECODE_TOKENS:
             self._before_decoding(keys.shape[2])
             return super().update_and_fetch(keys, values)
-        new = self._behind_live(keys, values)
-        self._live, self._count = new, new[0].shape[2]
+        new = self._behind_recent(keys, values)
+        self._recent, self._count = new, new[0].shape[2]
         self.offset += keys.shape[2]
         self._since = 0
         pages = self._store and self._store.read_all()

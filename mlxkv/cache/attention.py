@@ -1,4 +1,4 @@
-"""`attend(q, view)`: attention over sink | pages | live, of one cache or of a batch.
+"""`attend(q, view)`: attention over sink | pages | recent, of one cache or of a batch.
 
 No pages: `mx.fast` SDPA on plain arrays, bit for bit as over an uncompressed cache. A few new
 tokens: a kernel that reads page records, or plain products with the codes, as the plan of the view
@@ -95,7 +95,7 @@ def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
         mixed = attend(q, alone, scale, part, sink_logits, softcap)
         around = (skip, new - skip - n)
         out.append(mx.pad(mixed, [(0, 0), (0, 0), around, (0, 0)]) if any(around) else mixed)
-    dims = next((x.shape[3] for x in out if x is not None), view.live[1].shape[3])
+    dims = next((x.shape[3] for x in out if x is not None), view.recent[1].shape[3])
     nothing = mx.zeros((1, queries.shape[1], new, dims), queries.dtype)
     return mx.concatenate([nothing if x is None else x for x in out])
 
@@ -103,28 +103,28 @@ def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
 def _by_records(kernel, queries, view, scale, mask, sink_logits, softcap):
     """Walk records and windows by `kernel`: codes are read once, nothing is decoded. It knows which tokens a new one
     sees."""
-    sink, live, lengths = view.sink, view.buffers or view.live, view.lengths
+    sink, recent, lengths = view.sink, view.buffers or view.recent, view.lengths
     runs = list(map(attrgetter("run"), view.pages.parts))
     if lengths is None:
         heads, room = runs[0].buffer.shape[1:3]
-        row = runs[0].records, sink[0].shape[2] if sink else 0, view.live[0].shape[2]
+        row = runs[0].records, sink[0].shape[2] if sink else 0, view.recent[0].shape[2]
         lengths = alone((row,) * len(queries), heads * room, runs[0].page)
     make = view.pages.plan.make
-    out = kernel(queries, runs, sink, live, lengths, scale, make, sink_logits, softcap)
+    out = kernel(queries, runs, sink, recent, lengths, scale, make, sink_logits, softcap)
     return out.astype(queries.dtype)
 
 
 def _by_latents(queries, view, scale, mask, sink_logits, softcap):
     """One new token over latents, whose codes are read once for all heads. mask: added to the scores, or None."""
-    pages, live = view.pages, view.live[0]
+    pages, recent = view.pages, view.recent[0]
     shape = *queries.shape[:3], view.columns
     if mask is None:
-        mask = mx.zeros(shape, live.dtype)
+        mask = mx.zeros(shape, recent.dtype)
     elif mask.shape != shape:
         mask = mx.broadcast_to(mask, shape)
     out = latents.attend(
         *(queries, pages.codecs[0], pages.stored[0], pages.tokens, view.sink and view.sink[0]),
-        *(live, mask, scale, pages.plan.make, None if view.seen is None else view.sizes),
+        *(recent, mask, scale, pages.plan.make, None if view.seen is None else view.sizes),
     )
     return out.astype(queries.dtype)
 
@@ -140,11 +140,11 @@ def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
         keys, values = _whole(view, queries.dtype)
         transforms = None, None
     else:
-        sink, live = (
+        sink, recent = (
             window and tuple(map(_transformed, transforms, window, (queries.dtype,) * 2))
-            for window in (view.sink, view.live)
+            for window in (view.sink, view.recent)
         )
-        keys, values = view.pages.between(sink, live)
+        keys, values = view.pages.between(sink, recent)
     batch, heads, new, dims = queries.shape
     q = queries
     if view.seen is not None:
@@ -183,7 +183,7 @@ def whole_side(view: View, side: int, dtype: mx.Dtype) -> mx.array:
     parts = [] if view.sink is None else [view.sink[side]]
     if view.pages is not None:
         parts.append(view.pages.decode(side, dtype))
-    return mx.concatenate([*parts, view.live[side]], axis=2) if parts else view.live[side]
+    return mx.concatenate([*parts, view.recent[side]], axis=2) if parts else view.recent[side]
 
 
 def _is_fused(queries: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
@@ -246,9 +246,9 @@ def _exact(queries, keys, values, scale, mask, sink_logits, softcap):
 def _by_codes(queries, view, scale, mask, sink_logits, softcap):
     """Multiply codes: scores of the parts side by side, one softmax, a mixture of each."""
     batch, heads, new, dims = queries.shape
-    sink, live = view.sink, view.live
+    sink, recent = view.sink, view.recent
     # All query heads of a kv head in one product: [B, G, H/G * L, D].
-    q = (queries.astype(mx.float32) * scale).reshape(batch, live[0].shape[1], -1, dims)
+    q = (queries.astype(mx.float32) * scale).reshape(batch, recent[0].shape[1], -1, dims)
     s = scorer(view)(q).reshape(batch, heads, new, -1)
     if view.seen is not None:
         mask = view.visible(mask, new)
@@ -261,12 +261,12 @@ def _by_codes(queries, view, scale, mask, sink_logits, softcap):
         part = run.mix(p[..., start : start + run.tokens])
         out = part if out is None else out + part
         start += run.tokens
-    out = out + p[..., start:] @ live[1].astype(mx.float32)
+    out = out + p[..., start:] @ recent[1].astype(mx.float32)
     return out.reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
 def scorer(view: View) -> Callable[[mx.array], mx.array]:
-    """Return a function of q, [B, G, N, D] float32 -> its products with the keys of sink, pages and live,
+    """Return a function of q, [B, G, N, D] float32 -> its products with the keys of sink, pages and recent,
     [B, G, N, T]. What is decoded for them is decoded once."""
 
     def exact(window: Pair) -> Callable[[mx.array], mx.array]:
@@ -276,7 +276,7 @@ def scorer(view: View) -> Callable[[mx.array], mx.array]:
     parts = [] if view.sink is None else [exact(view.sink)]
     for run in view.pages.parts if view.pages else ():
         parts.append(run.scorer())
-    parts.append(exact(view.live))
+    parts.append(exact(view.recent))
 
     def score(q: mx.array) -> mx.array:
         out = []

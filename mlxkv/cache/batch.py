@@ -120,9 +120,9 @@ class BatchedKVCache(Contract):
     def _batch_view(self, rows: Sequence, nothing: Pair | None = None) -> View:
         """The view of all sequences. nothing: keys and values of no tokens, where all new ones are padding."""
         skips = self._skips if self._new is not None else None
-        live = next((row[0].live for row in rows if row is not None), nothing)
+        recent = next((row[0].recent for row in rows if row is not None), nothing)
         return View(
-            live,
+            recent,
             rows=tuple(rows),
             skips=skips and tuple(skips),
             padding=self._padding and tuple(self._padding),

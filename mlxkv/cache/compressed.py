@@ -1,8 +1,8 @@
 """`CompressedKVCache`: sink | pages | recent, speaking mlx-lm's cache contract.
 
-    tokens:  [ sink: full precision ][ page ] ... [ page ][ live: full precision ]
+    tokens:  [ sink: full precision ][ page ] ... [ page ][ recent: full precision ]
 
-`live` holds everything until it is full; then the sink moves out and the oldest pages are encoded
+`recent` holds everything until it is full; then the sink moves out and the oldest pages are encoded
 and quantized. The page that was quantized last keeps its exact tokens beside its codes, until the next one
 is quantized: so that a `trim` into it can restore it (`formats.rules.going_back`). Works
 with both contracts of the pinned range of mlx-lm (0.31: `meta_state`; 0.32: not).
@@ -62,7 +62,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     def _forget(self) -> None:
         self.offset = 0
-        self._live: Pair | None = None  # buffers; `_count` tokens are in use
+        self._recent: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
         # Pages at the last step of fixed shapes, whose room buffers have from then on; NEW: others since.
         self._roomy = 0
@@ -84,11 +84,11 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
             return
         self.layer_maps = maps.folded(old_maps, folded)
         transform = old_maps.values.store if folded else old_maps.values.restore
-        for name in ("_live", "_sink", "_last"):
+        for name in ("_recent", "_sink", "_last"):
             if (pair := getattr(self, name)) is not None:
                 setattr(self, name, (pair[0], transform(pair[1]).astype(pair[1].dtype)))
         if (old := self._store) is not None:
-            self._store = self._new_store(old.dims, self._live[0].dtype)
+            self._store = self._new_store(old.dims, self._recent[0].dtype)
             self._store.restore(old.state, old.count)
             self._roomy = NEW if self._roomy else 0
 
@@ -127,12 +127,12 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def _update(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         room = self.config.room(self._sink is not None)
         if self._count + keys.shape[2] <= room:
-            if self._live is None or not _alike(self._live, (keys, values)):
+            if self._recent is None or not _alike(self._recent, (keys, values)):
                 self._check_new(keys, values)
             self._append(keys, values)
             self.offset += keys.shape[2]
             return self.keys_and_values()
-        new, sink, count = self._behind_live(keys, values), self._sink, self._count_pages
+        new, sink, count = self._behind_recent(keys, values), self._sink, self._count_pages
         self._quantize_pages(new)
         # The pages of before, read from the arrays of after: a reference to the old arrays would
         # have all pages copied. Attention waits for the codes, so that these tokens are freed
@@ -145,21 +145,21 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def keys_and_values(self) -> tuple[View, View]:
         """The view without appending anything (mlx-lm 0.32)."""
         pages = self._store and self._store.read_all()
-        view = View(self._read_live(), self._sink, pages, pages is None, buffers=self._live)
+        view = View(self._read_recent(), self._sink, pages, pages is None, buffers=self._recent)
         return view, view
 
-    def _behind_live(self, keys: mx.array, values: mx.array) -> Pair:
-        """The live tokens and new ones."""
+    def _behind_recent(self, keys: mx.array, values: mx.array) -> Pair:
+        """The recent tokens and new ones."""
         self._check_new(keys, values)
-        return joined(self._read_live(), (keys, values)) if self._count else (keys, values)
+        return joined(self._read_recent(), (keys, values)) if self._count else (keys, values)
 
     def _check_new(self, keys: mx.array, values: mx.array) -> None:
         """Raises UserError for another batch or another model's heads, or heads that were not calibrated."""
-        if self._live is None:
+        if self._recent is None:
             if self.layer_maps is not None:
                 self.layer_maps.check(keys.shape[1])
             return
-        have = self._live
+        have = self._recent
         state.check_batch(have[0].shape[0], keys.shape[0])
         if not _alike(have, (keys, values)):
             sizes = (
@@ -182,15 +182,15 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
         return self.page_store(dims, dtype)
 
-    def _read_live(self) -> Pair:
-        keys, values = self._live
+    def _read_recent(self) -> Pair:
+        keys, values = self._recent
         if (count := self._count) == keys.shape[2]:
-            return self._live
+            return self._recent
         return keys[:, :, :count], values[:, :, :count]
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
         end = self._count + keys.shape[2]
-        if self._live is None or end > self._live[0].shape[2]:
+        if self._recent is None or end > self._recent[0].shape[2]:
             capacity = min(self._room, buffer_tokens(self._count, end))
             if self._roomy:
                 capacity = self._room + DECODE_TOKENS
@@ -198,26 +198,26 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
             for x in (keys, values):
                 buffers.append(mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype))
             if self._count:
-                for buffer, old in zip(buffers, self._read_live(), strict=True):
+                for buffer, old in zip(buffers, self._read_recent(), strict=True):
                     buffer[:, :, : self._count] = old
-            self._live = tuple(buffers)
-        own_keys, own_values = self._live
+            self._recent = tuple(buffers)
+        own_keys, own_values = self._recent
         own_keys[:, :, self._count : end] = keys
         own_values[:, :, self._count : end] = values
         self._count = end
 
-    def _quantize_pages(self, live: Pair) -> None:
-        """Encode the oldest pages of `live`, which no longer fits, and keep the rest."""
-        (keys, values), start, size = live, 0, self.config.page
+    def _quantize_pages(self, recent: Pair) -> None:
+        """Encode the oldest pages of `recent`, which no longer fits, and keep the rest."""
+        (keys, values), start, size = recent, 0, self.config.page
         if self._sink is None and self.config.sink:
             start = self.config.sink
             self._sink = mx.contiguous(keys[:, :, :start]), mx.contiguous(values[:, :, :start])
         count = self.config.pages_over(keys.shape[2] - start)
         if self._store is None:
             self._store = self._new_store((keys.shape[3], values.shape[3]), keys.dtype)
-        self._store.append(live, count, start)  # whole: kernels would copy slices
+        self._store.append(recent, count, start)  # whole: kernels would copy slices
         self._roomy = NEW if self._roomy else 0  # as many as before, if some were taken back
-        self._live, self._count = None, 0
+        self._recent, self._count = None, 0
         start += count * size
         last = slice(start - size, start)
         self._last = mx.contiguous(keys[:, :, last]), mx.contiguous(values[:, :, last])
@@ -226,19 +226,19 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     # -- a step of fixed shapes (`cache.traced`)
 
     @property
-    def windows(self) -> Pair | None:
-        """The buffers of the live window, with room for all tokens that come before a page is quantized, and
+    def recent_buffers(self) -> Pair | None:
+        """The buffers of the recent window, with room for all tokens that come before a page is quantized, and
         `DECODE_TOKENS` more; None before there are pages, which have room for one more."""
         if not (count := self._count_pages):
             return None
         if self._roomy != count:
             self._store.make_room()
-            if self._live[0].shape[2] != self._room + DECODE_TOKENS:
-                live, self._live, self._count = self._read_live(), None, 0
+            if self._recent[0].shape[2] != self._room + DECODE_TOKENS:
+                recent, self._recent, self._count = self._read_recent(), None, 0
                 self._roomy = count
-                self._append(*live)
+                self._append(*recent)
             self._roomy = count
-        return self._live
+        return self._recent
 
     @property
     def store(self) -> Codes | Records | None:
@@ -247,13 +247,13 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     @property
     def sink(self) -> Pair | None:
-        """The first tokens, once they have left the live window."""
+        """The first tokens, once they have left the recent window."""
         return self._sink
 
     @property
-    def live(self) -> Pair | None:
-        """The tokens of the live window, or None before there are any."""
-        return None if self._live is None else self._read_live()
+    def recent(self) -> Pair | None:
+        """The tokens of the recent window, or None before there are any."""
+        return None if self._recent is None else self._read_recent()
 
     @property
     def last(self) -> Pair | None:
@@ -262,31 +262,31 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     @property
     def count(self) -> int:
-        """Live tokens."""
+        """Recent tokens."""
         return self._count
 
-    def written(self, live: Pair, new: int) -> None:
-        """Take over the buffers of `windows` with `new` tokens more, and quantize what is due."""
-        self._live = live
+    def written(self, recent: Pair, new: int) -> None:
+        """Take over the buffers of `recent_buffers` with `new` tokens more, and quantize what is due."""
+        self._recent = recent
         self._count += new
         self.offset += new
         if self._count > self._room:
-            self._quantize_pages(self._read_live())
+            self._quantize_pages(self._read_recent())
 
     # -- the rest of mlx-lm's contract
 
     def is_trimmable(self) -> bool:
         return True
 
-    def _put_live(self, pair: Pair) -> None:
+    def _put_recent(self, pair: Pair) -> None:
         self._append(*pair)
 
-    def _last_and_live(self) -> Pair:
-        return joined(self._last, self._read_live())
+    def _last_and_recent(self) -> Pair:
+        return joined(self._last, self._read_recent())
 
     def _decoded(self, page: int, count: int) -> Pair:
-        pages, live = self._store.read(page, page + 1), self._live
-        pair = tuple(pages.decode(side, x.dtype)[:, :, :count] for side, x in enumerate(live))
+        pages, recent = self._store.read(page, page + 1), self._recent
+        pair = tuple(pages.decode(side, x.dtype)[:, :, :count] for side, x in enumerate(recent))
         mx.async_eval(pair)  # or it would hold the pages that go
         return pair
 
@@ -302,17 +302,17 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         return self.offset
 
     def empty(self) -> bool:
-        return self._live is None
+        return self._recent is None
 
     def arrays(self) -> tuple[mx.array, ...]:
         """All allocated arrays."""
-        pairs = (self._live, self._sink, self._last)
+        pairs = (self._recent, self._sink, self._last)
         windows = [x for pair in pairs if pair is not None for x in pair]
         return (*windows, *(self._store.arrays() if self._store else ()))
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes: pages with their spare room, sink and live windows."""
+        """Allocated bytes: pages with their spare room, sink and recent windows."""
         return sum(x.nbytes for x in self.arrays())
 
     @property
@@ -331,7 +331,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         )
         return state.tree(
             mx.array(np.frombuffer(data, np.uint8)),
-            live=None if self._live is None else self._read_live(),
+            recent=None if self._recent is None else self._read_recent(),
             sink=self._sink,
             last=self._last,
             pages=self._store.state if self._count_pages else None,
@@ -369,21 +369,25 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         self._restore_extra(header, tree)
         for name in ("live", "sink", "last"):
             if (pair := state.window(tree, name)) is not None:
-                setattr(self, f"_{name}", tuple(mx.contiguous(x) for x in pair))
+                setattr(
+                    self,
+                    "_recent" if name == "live" else f"_{name}",
+                    tuple(mx.contiguous(x) for x in pair),
+                )
         if self._last is not None:  # no attention reads it: it would wait in the file
             mx.eval(self._last)
-        if self._live is not None:
-            self._count = self._live[0].shape[2]
+        if self._recent is not None:
+            self._count = self._recent[0].shape[2]
         if header["pages"]:
-            dims = tuple(x.shape[3] for x in self._live)
-            self._store = self._new_store(dims, self._live[0].dtype)
+            dims = tuple(x.shape[3] for x in self._recent)
+            self._store = self._new_store(dims, self._recent[0].dtype)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
         sink = self._sink[0].shape[2] if self._sink else 0
         if self.offset != sink + self._paged + self._count + header.get("dropped", 0):
             raise ValueError(f"{self.offset} tokens announced")
         for x in self.arrays():
-            if x.shape[:2] != self._live[0].shape[:2]:
+            if x.shape[:2] != self._recent[0].shape[:2]:
                 raise ValueError("arrays of different batches or heads")
 
     @property
@@ -431,7 +435,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         """Return whether sequences like this one, which holds tokens, are decoded together."""
         if self.observes:
             return False
-        keys, values = self._live
+        keys, values = self._recent
         return self.plan((keys.shape[3], values.shape[3]), keys.dtype).body != OPS
 
     def like(self) -> CompressedKVCache:
@@ -441,14 +445,14 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def take_over(
         self,
         offset: int,
-        live: Pair,
+        recent: Pair,
         sink: Pair | None,
         last: Pair | None,
         store: Codes | Records | None,
     ) -> None:
-        """Hold these windows and pages of `offset` tokens; live is copied. For an empty cache."""
+        """Hold these windows and pages of `offset` tokens; recent is copied. For an empty cache."""
         self._sink, self._last, self._store, self.offset = sink, last, store, offset
-        self._append(*live)
+        self._append(*recent)
 
     @classmethod
     def from_state(cls, state: dict, meta_state: str = "") -> CompressedKVCache:

@@ -52,8 +52,8 @@ class BatchedLatentCache(BatchedKVCache):
         width = tokens + new if expands else self.size()  # of the mask, or of the longest
         rotary = mx.concatenate([padded(x, width) for x in rotary])
         if not expands:
-            live = next(row[0].live for row in latents if row is not None)
-            return View(live, rows=tuple(latents)), rotary
+            recent = next(row[0].recent for row in latents if row is not None)
+            return View(recent, rows=tuple(latents)), rotary
         return mx.concatenate([padded(x, width) for x in latents]), rotary
 
     def _joins(self, keys: mx.array, values: mx.array) -> bool:
@@ -94,7 +94,7 @@ class LatentKVCache(CompressedKVCache):
         """As `update_and_fetch`; expands: latents come back as an array."""
         exact = self.config.rotary == 16
         # Otherwise `_update` refuses.
-        if exact and (self.empty() or rotary.shape[:2] == self._live[1].shape[:2]):
+        if exact and (self.empty() or rotary.shape[:2] == self._recent[1].shape[:2]):
             self._write(rotary)
         view, rotary_keys = self._update(latents, rotary)
         if isinstance(rotary_keys, View):  # pages were quantized
@@ -133,7 +133,7 @@ class LatentKVCache(CompressedKVCache):
         they are stored with 8 bits. To be asked for behind `windows`."""
         if self.config.rotary < 16:
             return None
-        room = self._sunk + self._store.pages.capacity * self.config.page + self._live[0].shape[2]
+        room = self._sunk + self._store.pages.capacity * self.config.page + self._recent[0].shape[2]
         if self._rotary.shape[2] != room:
             keys = self._rotary[:, :, : self.offset]
             spare = [(0, 0), (0, 0), (0, room - self.offset), (0, 0)]
@@ -153,7 +153,7 @@ class LatentKVCache(CompressedKVCache):
     # -- the rest of mlx-lm's contract
 
     def _decoded(self, page: int, count: int) -> Pair:
-        pages, (latents, rotary) = self._store.read(page, page + 1), self._live
+        pages, (latents, rotary) = self._store.read(page, page + 1), self._recent
         start = self._sunk + page * self.config.page
         rotary_keys = (
             self._rotary if self.config.rotary == 16 else pages.decode_rotary(rotary.dtype)
@@ -189,8 +189,8 @@ class LatentKVCache(CompressedKVCache):
             return
         parts = [self._sink and self._sink[1], self._paged and tree["rotary"]]
         parts = [x for x in parts if isinstance(x, mx.array)]
-        if self._live is not None:
-            parts.append(self._read_live()[1])
+        if self._recent is not None:
+            parts.append(self._read_recent()[1])
         keys = mx.concatenate(parts, axis=2) if parts else None
         if parts and keys.shape[2] != self.offset:
             raise ValueError(f"rotary keys of {keys.shape[2]} tokens")
@@ -198,12 +198,12 @@ class LatentKVCache(CompressedKVCache):
 
     @property
     def keys(self) -> mx.array:
-        """The live latents, for mlx-lm's code that ties the computation of others to a cache's arrays."""
-        return self._live[0]
+        """The recent latents, for mlx-lm's code that ties the computation of others to a cache's arrays."""
+        return self._recent[0]
 
     @keys.setter
     def keys(self, latents: mx.array) -> None:
-        self._live = latents, self._live[1]
+        self._recent = latents, self._recent[1]
 
     @IntoBatch
     def merge(cls, caches: list[LatentKVCache]) -> BatchedLatentCache:
@@ -220,16 +220,16 @@ class IndexedLatentKVCache(LatentKVCache):
 def _as_latents(view: View) -> View:
     """The view whose windows are latents alone, as keys and as values."""
     sink = view.sink and (view.sink[0],) * 2
-    return replace(view, live=(view.live[0],) * 2, sink=sink, buffers=None)
+    return replace(view, recent=(view.recent[0],) * 2, sink=sink, buffers=None)
 
 
 def _rotary_of(view: View) -> mx.array:
     """The rotary keys of all tokens [B, 1, T, N] where those in pages have codes. view: of latents and rotary keys."""
-    live = view.live[1]
+    recent = view.recent[1]
     parts = [view.sink[1]] if view.sink is not None else []
     if view.pages is not None:
-        parts.append(view.pages.decode_rotary(live.dtype))
-    return mx.concatenate([*parts, live], axis=2) if parts else live
+        parts.append(view.pages.decode_rotary(recent.dtype))
+    return mx.concatenate([*parts, recent], axis=2) if parts else recent
 
 
 def decoded(view: View) -> mx.array:
@@ -259,14 +259,16 @@ class OwnLatents(Own):
         """Latents as a view, and the rotary keys of all tokens with room behind them."""
         exact = self.rotary is not None
         buffers, (view, _) = super().append(arrays[:-1] if exact else arrays, numbers, keys, values)
-        live = buffers[1]
+        recent = buffers[1]
         if exact:
             at = numbers.places(0, values.shape)
-            rotary = mx.put_along_axis(arrays[-1], at, values.astype(live.dtype), axis=2)
+            rotary = mx.put_along_axis(arrays[-1], at, values.astype(recent.dtype), axis=2)
             buffers = *buffers, rotary
         else:
             parts = [] if view.sink is None else [view.sink[1]]
-            rotary = mx.concatenate([*parts, view.pages.decode_rotary(live.dtype), live], axis=2)
+            rotary = mx.concatenate(
+                [*parts, view.pages.decode_rotary(recent.dtype), recent], axis=2
+            )
         latents = TracedLatents(
             *((buffers[0],) * 2, view.sink and (view.sink[0],) * 2, view.pages),
             seen=view.seen,

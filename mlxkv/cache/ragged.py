@@ -42,10 +42,10 @@ class Ragged:
         self.page_records = self.config.page // TOKENS  # records of a page
         self.pages = Pages.of_many(store.layout, self.config.page, heads)
         self.offsets: list[int] = []
-        self.counts: list[int] = []  # live tokens
-        self.parted: list[bool] = []  # whether the sink has moved out of the live window
+        self.counts: list[int] = []  # recent tokens
+        self.parted: list[bool] = []  # whether the sink has moved out of the recent window
         self.keeps: list[bool] = []  # whether the exact tokens of the page quantized last are kept
-        self.live: Pair = self._windows([], 0)
+        self.recent: Pair = self._windows([], 0)
         self.last: Pair = self._windows([], self.config.page)
         self.sink: Pair | None = self._windows([], self.config.sink) if self.config.sink else None
 
@@ -78,8 +78,8 @@ class Ragged:
             return True
         self.settle()
         parted = [row.sink is not None or not self.config.sink for row in rows]
-        room = max(self.live[0].shape[2], DECODE_TOKENS + max(map(self._limit, parted)))
-        self.live = self._joined(self.live, self._windows([row.live for row in rows], room))
+        room = max(self.recent[0].shape[2], DECODE_TOKENS + max(map(self._limit, parted)))
+        self.recent = self._joined(self.recent, self._windows([row.recent for row in rows], room))
         if self.sink is not None:
             windows = self._windows([row.sink for row in rows], self.config.sink)
             self.sink = self._joined(self.sink, windows)
@@ -87,7 +87,7 @@ class Ragged:
         self.last = self._joined(self.last, windows)
         self.keeps += [row.last is not None for row in rows]
         self.offsets += [row.offset for row in rows]
-        self.counts += [0 if row.live is None else row.live[0].shape[2] for row in rows]
+        self.counts += [0 if row.recent is None else row.recent[0].shape[2] for row in rows]
         self.parted += parted
         self.pages.join([(r.store.state, r.store.count) if r.store else ({}, 0) for r in rows])
         return True
@@ -97,9 +97,9 @@ class Ragged:
             return False
         if row.store is not None and not self.store.is_like(row.store):
             return False
-        if row.live is None:
+        if row.recent is None:
             return True
-        return row.live[0].dtype == self.dtype and row.live[0].shape[:2] == (1, self.heads)
+        return row.recent[0].dtype == self.dtype and row.recent[0].shape[:2] == (1, self.heads)
 
     def _windows(self, pairs: Sequence[Pair | None], room: int) -> Pair:
         """[B, G, room, D] of windows [1, G, tokens, D], with zeros behind."""
@@ -117,7 +117,7 @@ class Ragged:
         return tuple(mx.concatenate([padded(x, y.shape[2]), y]) for x, y in pairs)
 
     def _limit(self, parted: bool) -> int:
-        """Live tokens of a sequence before a page has to be quantized."""
+        """Recent tokens of a sequence before a page has to be quantized."""
         return self.config.recent + self.config.page + (0 if parted else self.config.sink)
 
     # -- reading and writing
@@ -127,16 +127,16 @@ class Ragged:
         self.settle()
         keys, new = left(self.centre, keys), keys.shape[2]
         at = _positions(tuple(self.counts), new)
-        live = tuple(
+        recent = tuple(
             mx.put_along_axis(old, mx.broadcast_to(at, x.shape), x.astype(old.dtype), axis=2)
-            for old, x in zip(self.live, (keys, values), strict=True)
+            for old, x in zip(self.recent, (keys, values), strict=True)
         )
-        self.written(live, new)
+        self.written(recent, new)
         return self._view()
 
-    def written(self, live: Pair, new: int) -> None:
-        """Take over the live windows with `new` tokens more of each sequence."""
-        self.live = live
+    def written(self, recent: Pair, new: int) -> None:
+        """Take over the recent windows with `new` tokens more of each sequence."""
+        self.recent = recent
         self.counts = [n + new for n in self.counts]
         self.offsets = [n + new for n in self.offsets]
 
@@ -152,11 +152,11 @@ class Ragged:
 
     def _view(self) -> View:
         pages, (starts, rows) = self.room(list(self.pages.arrays.values())), self.lengths
-        return View(self.live, self.sink, pages, lengths=together(rows, starts))
+        return View(self.recent, self.sink, pages, lengths=together(rows, starts))
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]:
-        """The first record of each sequence, and of each (records, sink tokens, live tokens)."""
+        """The first record of each sequence, and of each (records, sink tokens, recent tokens)."""
         pages, sink, page_records = self.pages, self.config.sink, self.page_records
         records = (n * page_records for n in pages.counts)
         sinks = (sink if parted else 0 for parted in self.parted)
@@ -170,34 +170,34 @@ class Ragged:
         return self.store.snapshot(named, self.pages.capacity * self.config.page)
 
     def settle(self) -> None:
-        """Quantize a page of each sequence whose live window is full."""
+        """Quantize a page of each sequence whose recent window is full."""
         full = [i for i, n in enumerate(self.counts) if n > self._limit(self.parted[i])]
         for parted in (True, False) if full else ():
             if rows := [i for i in full if self.parted[i] is parted]:
                 self._quantize_pages(rows, 0 if parted else self.config.sink)
 
     def _quantize_pages(self, rows: list[int], start: int) -> None:
-        """One page of each of these sequences, from live token `start` on, with what comes before as
+        """One page of each of these sequences, from recent token `start` on, with what comes before as
         their sink."""
         at, page = mx.array(rows, mx.int32), self.config.page
-        live = self.live if len(rows) == len(self.counts) else tuple(x[at] for x in self.live)
-        encoded = self.store.encode(live, page, start)
+        recent = self.recent if len(rows) == len(self.counts) else tuple(x[at] for x in self.recent)
+        encoded = self.store.encode(recent, page, start)
         for n, i in enumerate(rows):
             self.pages.append({name: x[n : n + 1] for name, x in encoded.items()}, 1, i)
             self.parted[i] = self.keeps[i] = True
             self.counts[i] -= start + page
         if start:
-            parts = zip(self.sink, live, strict=True)
+            parts = zip(self.sink, recent, strict=True)
             self.sink = tuple(_put(x, at, y[:, :, :start]) for x, y in parts)
         stop = start + page
-        parts = zip(self.last, live, strict=True)
+        parts = zip(self.last, recent, strict=True)
         self.last = tuple(_put(x, at, y[:, :, start:stop]) for x, y in parts)
         # No attention reads it: unevaluated, it would keep the windows of before.
         mx.async_eval(self.last)
-        moved = (mx.roll(x, -(start + page), axis=2) for x in live)
+        moved = (mx.roll(x, -(start + page), axis=2) for x in recent)
         if len(rows) < len(self.counts):
-            moved = (_put(x, at, y) for x, y in zip(self.live, moved, strict=True))
-        self.live = tuple(moved)
+            moved = (_put(x, at, y) for x, y in zip(self.recent, moved, strict=True))
+        self.recent = tuple(moved)
 
     # -- sequences come, go, and shrink
 
@@ -211,17 +211,17 @@ class Ragged:
             sink = tuple(mx.contiguous(x[i : i + 1]) for x in self.sink)
         if self.keeps[i]:
             last = tuple(mx.contiguous(x[i : i + 1]) for x in self.last)
-        live = tuple(x[i : i + 1, :, : self.counts[i]] for x in self.live)
+        recent = tuple(x[i : i + 1, :, : self.counts[i]] for x in self.recent)
         if count := self.pages.counts[i]:
             store = self.store.empty()
             store.restore(self.pages.read(i=i), count)
-        cache.take_over(self.offsets[i], live, sink, last, store)
+        cache.take_over(self.offsets[i], recent, sink, last, store)
         return cache
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep these sequences, in this order."""
         at = mx.array(indices, mx.int32)
-        self.live = tuple(x[at] for x in self.live)
+        self.recent = tuple(x[at] for x in self.recent)
         self.sink = self.sink and tuple(x[at] for x in self.sink)
         self.last = tuple(x[at] for x in self.last)
         self.offsets = [self.offsets[i] for i in indices]
@@ -232,7 +232,7 @@ class Ragged:
 
     def trim(self, n: int) -> bool:
         """Drop the last n tokens of every sequence; False, and nothing has changed, unless all stay as
-        caches that read only the other tokens: with `recent` live tokens, or without pages."""
+        caches that read only the other tokens: with `recent` recent tokens, or without pages."""
         self.settle()
         lowest = (self.config.recent if pages else 0 for pages in self.pages.counts)
         if any(count - n <= low for count, low in zip(self.counts, lowest, strict=True)):
@@ -243,7 +243,7 @@ class Ragged:
 
     def arrays(self) -> list[mx.array]:
         """Return what is allocated."""
-        return [*self.live, *(self.sink or ()), *self.last, *self.pages.arrays.values()]
+        return [*self.recent, *(self.sink or ()), *self.last, *self.pages.arrays.values()]
 
 
 def padded(x: mx.array, room: int) -> mx.array:

@@ -145,7 +145,7 @@ def _test(
         if config.follows:  # and two, as two bases make them
             halves = store.read(0, PAGES // 2), store.read(PAGES // 2, PAGES)
             runs.append(Parts(halves))
-        views = [View(live, sink, pages) for pages in runs]
+        views = [View(recent, sink, pages) for pages in runs]
         steps_out = [
             attend(
                 *(queries[:, :, :n], view, dims**-0.5, None if n == 1 else "causal", logits),
@@ -167,11 +167,11 @@ def _test(
         x = mx.random.normal((5, 1, count, PAGES * config.page, dims), key=mx.random.key(0))
         keys, values, queries, *ends = x.astype(dtype)
         pair = keys[:, : case.kv_heads], values[:, : case.kv_heads]
-        live = tuple(mx.contiguous(y[:, : case.kv_heads, : DECODE_TOKENS + 1]) for y in ends)
+        recent = tuple(mx.contiguous(y[:, : case.kv_heads, : DECODE_TOKENS + 1]) for y in ends)
         sink = tuple(mx.contiguous(y[:, : case.kv_heads, 16:20]) for y in ends)
         queries = queries[:, : case.heads, : DECODE_TOKENS + 1]
         logits = mx.linspace(-1, 1, case.heads).astype(dtype) if case.sinks else None
-        mx.eval(pair, live, sink, queries)
+        mx.eval(pair, recent, sink, queries)
         layer_maps = None
         if config.calibrated:
             layer_maps = sample(case.kv_heads, (dims, dims), config.fitted)
@@ -186,7 +186,7 @@ def _test(
             reference = Codes(config, (dims, dims), layer_maps)
             reference.restore(by_kernels.state, PAGES)
             expected = outputs(reference)
-            windows = View(live, sink, None)
+            windows = View(recent, sink, None)
             stored = [
                 _whole(replace(windows, pages=x.read(0, PAGES)), dtype) for x in (reference, plain)
             ]
@@ -272,17 +272,17 @@ def _latent_fault(
     with mx.stream(mx.cpu):
         count = PAGES * config.page
         x = mx.random.normal((1, 1, count, dims), key=mx.random.key(0)).astype(dtype)
-        live, sink = x[:, :, 5:30], x[:, :, 40:44]
+        recent, sink = x[:, :, 5:30], x[:, :, 40:44]
         queries = mx.random.normal((1, heads, 1, dims), key=mx.random.key(1)).astype(dtype)
         added = mx.random.normal((1, heads, 1, count + 29), key=mx.random.key(2)).astype(dtype)
         layer_maps = sample(1, (dims, dims), config.fitted) if config.calibrated else None
         store = LatentCodes(config, (dims, dims), layer_maps, plan=KernelPlan(TILES, make=make))
         store.append((x, x), PAGES)
         pages = store.read(0, PAGES)
-        view = View(tuple(mx.contiguous(live) for _ in "kv"), (mx.contiguous(sink),) * 2, pages)
+        view = View(tuple(mx.contiguous(recent) for _ in "kv"), (mx.contiguous(sink),) * 2, pages)
         plain = replace(view, pages=replace(pages, plan=BY_OPS))
         expected = attend(queries, plain, dims**-0.5, added).astype(mx.float32)
-        mx.eval(expected, view.live, view.sink, store.arrays(), queries, added)
+        mx.eval(expected, view.recent, view.sink, store.arrays(), queries, added)
     try:
         out = attend(queries, view, dims**-0.5, added).astype(mx.float32)
         mx.eval(out)

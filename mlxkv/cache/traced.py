@@ -189,9 +189,9 @@ def put(
 
 
 class Own(Form):
-    """A `CompressedKVCache`: its pages as they are, its live window in buffers of fixed room.
+    """A `CompressedKVCache`: its pages as they are, its recent window in buffers of fixed room.
 
-    Numbers: offset, live tokens before, then, of each sequence, records, sink tokens, live tokens
+    Numbers: offset, recent tokens before, then, of each sequence, records, sink tokens, recent tokens
     after, first record; in place of the records of plain ops, their tokens.
 
     writes: how many of its arrays, from the first on, a step writes.
@@ -200,7 +200,7 @@ class Own(Form):
     writes = 2
 
     def __init__(self, cache: CompressedKVCache, new: int):
-        if (live := cache.windows) is None:
+        if (recent := cache.recent_buffers) is None:
             raise NotYet("nothing is quantized yet")
         self.cache, self.new, self.store = cache, new, cache.store
         sink, config, pages = cache.sink, cache.config, self.store.pages
@@ -208,10 +208,10 @@ class Own(Form):
         self.quantizes = cache.count + new > config.room(sink is not None)
         self.centre = cache.centre
         self.key = self.store.form, self.n_sink, self.centre
-        shape = live[0].shape[:2]
+        shape = recent[0].shape[:2]
         self.lockstep = type(self.store), shape, config.page, config.recent, self.n_sink
         self.state = cache.offset, cache.count, pages.counts[0]
-        self.arrays = [*live, *(sink or ()), *pages.arrays.values()]
+        self.arrays = [*recent, *(sink or ()), *pages.arrays.values()]
         self.emulated = self.store.emulated
 
     @property
@@ -226,42 +226,42 @@ class Own(Form):
 
     @property
     def advance(self) -> tuple[int, ...]:
-        new, batch = self.new, self.cache.windows[0].shape[0]
+        new, batch = self.new, self.cache.recent_buffers[0].shape[0]
         rows = batch if isinstance(self.store, Records) else 1
         return new, new, *(0, 0, new, 0) * rows
 
     def append(
         self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
-        live = put(arrays[:2], (left(self.centre, keys), values), numbers, 1)
+        recent = put(arrays[:2], (left(self.centre, keys), values), numbers, 1)
         sink, pages = _parted(arrays, bool(self.n_sink), self.store.room)
         division = Division(pages.tokens // TOKENS)
         lengths = numbers.once(("lengths", division), lambda: Lengths(numbers.array[2:], division))
-        columns = partial(_columns, numbers, self.n_sink, pages.tokens, live[0].shape[2])
-        view = View(live, sink, pages, lengths=lengths, seen=columns)
-        return live, (view, view)
+        columns = partial(_columns, numbers, self.n_sink, pages.tokens, recent[0].shape[2])
+        view = View(recent, sink, pages, lengths=lengths, seen=columns)
+        return recent, (view, view)
 
     def commit(self, arrays: Arrays) -> None:
         self.cache.written(tuple(arrays), self.new)
 
 
 def _parted(arrays: Arrays, has_sink: bool, pages: Callable[[Arrays], object]) -> tuple:
-    """The sink and the snapshot of the pages of arrays that begin with the live window."""
+    """The sink and the snapshot of the pages of arrays that begin with the recent window."""
     stop = 4 if has_sink else 2
     return tuple(arrays[2:stop]) or None, pages(arrays[stop:])
 
 
-def _columns(numbers: Numbers, sink: int, pages: int, live: int, new: int) -> mx.array:
-    """[1, 1, L, sink + pages + live] bool: what each new token sees, with rooms of so many tokens."""
+def _columns(numbers: Numbers, sink: int, pages: int, recent: int, new: int) -> mx.array:
+    """[1, 1, L, sink + pages + recent] bool: what each new token sees, with rooms of so many tokens."""
 
     def make() -> mx.array:
         in_pages = mx.arange(pages) < numbers.array[2]
-        in_live = mx.arange(live)[None] <= numbers.array[1] + mx.arange(new)[:, None]
+        in_recent = mx.arange(recent)[None] <= numbers.array[1] + mx.arange(new)[:, None]
         earlier = mx.concatenate([mx.ones((sink,), mx.bool_), in_pages])
         earlier = mx.broadcast_to(earlier[None], (new, sink + pages))
-        return mx.concatenate([earlier, in_live], axis=1)[None, None]
+        return mx.concatenate([earlier, in_recent], axis=1)[None, None]
 
-    return numbers.once(("seen", sink, pages, live, new), make)
+    return numbers.once(("seen", sink, pages, recent, new), make)
 
 
 # -- The forms of `BatchedKVCache`: sequences in shared arrays, for kernels, or one after the other.
@@ -289,8 +289,8 @@ def check_rows(rows: Sequence[CompressedKVCache], kind: type[CompressedKVCache])
 
 
 class Together(Form):
-    """Sequences in shared arrays. Numbers, with one of each for every sequence: offsets, live tokens
-    before, then records, sink tokens, live tokens after, and first record of one sequence after the other."""
+    """Sequences in shared arrays. Numbers, with one of each for every sequence: offsets, recent tokens
+    before, then records, sink tokens, recent tokens after, and first record of one sequence after the other."""
 
     def __init__(self, cache: BatchedKVCache, new: int):
         self.cache, self.new, self.ragged = cache, new, cache.ragged
@@ -306,14 +306,14 @@ class Together(Form):
         self.lockstep = Together, config.page, config.recent, config.sink
         state = ragged.offsets, ragged.counts, ragged.parted, pages.counts, pages.starts
         self.state = tuple(map(tuple, state))
-        self.arrays = [*ragged.live, *(ragged.sink or ()), *pages.arrays.values()]
+        self.arrays = [*ragged.recent, *(ragged.sink or ()), *pages.arrays.values()]
         self.advance = (new,) * (2 * self.batch) + (0, 0, new, 0) * self.batch
 
     @property
     def numbers(self) -> tuple[int, ...]:
         rows = [*self.ragged.offsets, *self.ragged.counts]
-        for at, (records, sink, live) in zip(*self.ragged.lengths, strict=True):
-            rows += records, sink, live + self.new, at
+        for at, (records, sink, recent) in zip(*self.ragged.lengths, strict=True):
+            rows += records, sink, recent + self.new, at
         return tuple(rows)
 
     def offset(self, numbers: Numbers) -> mx.array:
@@ -323,13 +323,13 @@ class Together(Form):
         self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
         pair = left(self.ragged.centre, keys), values
-        live = put(arrays[:2], pair, numbers, self.batch, by_row=True)
+        recent = put(arrays[:2], pair, numbers, self.batch, by_row=True)
         sink, pages = _parted(arrays, self.has_sink, self.ragged.room)
         lengths = numbers.once(
             "lengths", lambda: Lengths(numbers.array[2 * self.batch :], self.division)
         )
-        view = View(live, sink, pages, lengths=lengths, seen=_not_by_kernels)
-        return live, (view, view)
+        view = View(recent, sink, pages, lengths=lengths, seen=_not_by_kernels)
+        return recent, (view, view)
 
     def commit(self, arrays: Arrays) -> None:
         self.ragged.written(tuple(arrays), self.new)
@@ -387,7 +387,7 @@ class Rows(Form):
 
     def joined(self, views: Sequence[tuple]) -> tuple:
         """Join what `update_and_fetch` returns for each sequence into what it returns for all."""
-        view = View(views[0][0].live, rows=tuple((row, None) for row, _ in views))
+        view = View(views[0][0].recent, rows=tuple((row, None) for row, _ in views))
         return view, view
 
     def commit(self, arrays: Arrays) -> None:

@@ -13,7 +13,8 @@ both float32.
     scorer()             a function of q: q . k^ for every token, [B, G, N, T]; keys are decoded once for several q
     mix(p)               sum_t p_t v^_t: [B, G, N, D] float32
     square_transforms    transforms that lead into the stored domain, where attention may stay in it
-    between(sink, live)  keys and values of all tokens, [B, G, T, R], pages in the stored domain, in the dtype of live
+    between(sink, recent)  keys and values of all tokens, [B, G, T, R], pages in the stored domain, in the dtype of
+    recent
 """
 
 from __future__ import annotations
@@ -131,12 +132,12 @@ class CodePages(PageRun):
     def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
         return self.codecs[side].decode(self.stored[side], dtype)
 
-    def between(self, sink: Pair | None, live: Pair) -> Pair:
+    def between(self, sink: Pair | None, recent: Pair) -> Pair:
         pages = (
             code.decode_stored(stored, x.dtype)
-            for code, stored, x in zip(self.codecs, self.stored, live, strict=True)
+            for code, stored, x in zip(self.codecs, self.stored, recent, strict=True)
         )
-        return joined(pages, live) if sink is None else joined(sink, pages, live)
+        return joined(pages, recent) if sink is None else joined(sink, pages, recent)
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,8 @@ class RecordPages(PageRun):
         code = self.codecs[side]
         return code.restore(self._dequantized(side, code.work_dtype(dtype)), dtype)
 
-    def between(self, sink: Pair | None, live: Pair) -> Pair:
-        return kernels.dequantize(self.run, live[0].dtype, self.plan.make, sink, live)
+    def between(self, sink: Pair | None, recent: Pair) -> Pair:
+        return kernels.dequantize(self.run, recent[0].dtype, self.plan.make, sink, recent)
 
     def _dequantized(self, side: int, dtype: mx.Dtype) -> mx.array:
         """One side in the stored domain: [B, G, T, R]."""
@@ -228,25 +229,25 @@ class View:
     """What attention reads of a cache after one update. Stands where mlx-lm's models expect keys and values, and
     answers what they ask of an array.
 
-    live, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None.
+    recent, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None.
     plain: nothing has been quantized yet, so results have to equal a plain cache's.
     quantized: arrays that this update wrote, to be computed before attention.
-    buffers: the arrays that hold live, spare room included; kernels take them whole, uncopied.
+    buffers: the arrays that hold recent, spare room included; kernels take them whole, uncopied.
     observer: called by attention with (queries, output, scale, mask), returns the output.
 
     Of a batch whose sequences differ in length, `lengths`, where `pages` hold the records of all; or
     rows: the view of each, to be read one after the other, with the number of new tokens that are its own (None:
-        all); None where all are padding. `live` is of any of them.
+        all); None where all are padding. `recent` is of any of them.
     skips: how many of the new tokens are padding on the left of each sequence. padding: how many columns of a mask are,
         where prompts were padded on the left.
 
     Where arrays have room that is not in use, in shared arrays or in a step of fixed shapes (`cache.traced`):
     lengths: how much each sequence has in use.
-    seen: of such a step, new tokens -> which columns of (sink | pages | live) each of them sees, boolean
+    seen: of such a step, new tokens -> which columns of (sink | pages | recent) each of them sees, boolean
         [B or 1, 1, L, T].
     """
 
-    live: Pair
+    recent: Pair
     sink: Pair | None = None
     pages: Snapshot | None = None
     plain: bool = False
@@ -271,10 +272,10 @@ class View:
             return max((row[0].tokens for row in self.rows if row is not None), default=0)
         if self.together:
             rows = self.lengths.rows
-            return max(records * TOKENS + sink + live for records, sink, live, _ in rows)
+            return max(records * TOKENS + sink + recent for records, sink, recent, _ in rows)
         sink = self.sink[0].shape[2] if self.sink else 0
         pages = self.pages.tokens if self.pages else 0
-        return sink + pages + self.live[0].shape[2]
+        return sink + pages + self.recent[0].shape[2]
 
     @property
     def columns(self) -> int:
@@ -284,7 +285,7 @@ class View:
     @property
     def dtype(self) -> mx.Dtype:
         """The type of the keys."""
-        return self.live[0].dtype
+        return self.recent[0].dtype
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -292,7 +293,7 @@ class View:
         the device alone."""
         if self.seen is not None:
             raise UserError("[attend] this model's code reads how many tokens a cache holds")
-        batch, heads, _, dims = self.live[0].shape
+        batch, heads, _, dims = self.recent[0].shape
         return batch if self.rows is None else len(self.rows), heads, self.tokens, dims
 
     def astype(self, dtype: mx.Dtype) -> View:
@@ -330,8 +331,8 @@ class View:
     def split(self) -> tuple[tuple[View, None], ...]:
         """`rows` of sequences in shared arrays."""
         out = []
-        for i, (count, sink, live, at) in enumerate(self.lengths.rows):
-            windows = tuple(x[i : i + 1, :, :live] for x in self.live)
+        for i, (count, sink, recent, at) in enumerate(self.lengths.rows):
+            windows = tuple(x[i : i + 1, :, :recent] for x in self.recent)
             first = tuple(x[i : i + 1] for x in self.sink) if sink else None
             if not count:
                 out.append((View(windows, first, plain=True), None))
@@ -349,8 +350,8 @@ class View:
 class TracedLatents(View):
     """What attention reads of latents in a step of fixed shapes, for one new token.
 
-    counts: [tokens in pages, sink tokens, live tokens], int32, on the device. width: columns of rotary scores: in the
-    order of tokens, with room behind the last one, or if not `in_order` sink | pages | live with the room of each.
+    counts: [tokens in pages, sink tokens, recent tokens], int32, on the device. width: columns of rotary scores: in the
+    order of tokens, with room behind the last one, or if not `in_order` sink | pages | recent with the room of each.
     once: returns what a function makes, once a step for each key.
     """
 
@@ -375,24 +376,24 @@ class TracedLatents(View):
         def make() -> mx.array:
             first = self.counts[0] + self.counts[1]
             if not self.in_order:
-                first = mx.array(self.tokens - self.live[0].shape[2], mx.int32)
+                first = mx.array(self.tokens - self.recent[0].shape[2], mx.int32)
             parts = [ints(rows, splits), self.counts, ints(*rooms), first[None]]
             return mx.concatenate(parts)
 
         return self.once(("latent sizes", rows, splits, *rooms, self.in_order), make)
 
     def visible(self, mask: mx.array, new: int) -> mx.array:
-        """Rotary scores [B, H, 1, columns] in the order of the view, [B, H, 1, sink + pages + live], with what is not
+        """Rotary scores [B, H, 1, columns] in the order of the view, [B, H, 1, sink + pages + recent], with what is not
         in use out of sight."""
-        scores, live, batch = mask, self.live[0].shape[2], mask.shape[0]
-        columns = self.tokens - live
+        scores, recent, batch = mask, self.recent[0].shape[2], mask.shape[0]
+        columns = self.tokens - recent
         if self.in_order:
 
             def places() -> mx.array:
-                at = self.counts[0] + self.counts[1] + mx.arange(live, dtype=mx.int32)
+                at = self.counts[0] + self.counts[1] + mx.arange(recent, dtype=mx.int32)
                 return mx.concatenate([mx.arange(columns, dtype=mx.int32), at])
 
-            scores = mx.take(scores, self.once(("places", columns, live), places), axis=3)
+            scores = mx.take(scores, self.once(("places", columns, recent), places), axis=3)
         lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
         columns_seen = self.seen(new)
         return mx.where(

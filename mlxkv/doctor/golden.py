@@ -41,7 +41,7 @@ class MLXTable(Table):
         config = CacheConfig(*it.sides, page=it.page)
         store = self.stores(config, it.dims)(it.transforms and LayerMaps(*it.transforms))
         store.restore(dict(zip(NAMES, it.stored, strict=True)), it.pages)
-        view = View(it.live, it.sink, store.read(0, it.pages))
+        view = View(it.recent, it.sink, store.read(0, it.pages))
         return attention.attend(it.q, view, it.scale, it.mask, it.sink_logits, it.softcap)
 
     def causal(self, q: mx.array, k: mx.array, v: mx.array) -> mx.array:

@@ -295,11 +295,11 @@ class CacheConfig:
         return None
 
     def room(self, sink_is_out: bool) -> int:
-        """Tokens that the live window may hold; at first the sink is part of it."""
+        """Tokens that the recent window may hold; at first the sink is part of it."""
         return self.recent + self.page + (0 if sink_is_out else self.sink)
 
     def pages_over(self, tokens: int) -> int:
-        """Pages to quantize of so many live tokens, once the sink is out."""
+        """Pages to quantize of so many recent tokens, once the sink is out."""
         return -(-(tokens - self.room(True)) // self.page)
 
     @property

@@ -68,15 +68,15 @@ def buffer_tokens(tokens: int, end: int) -> int:
 
 
 class Counts(NamedTuple):
-    """What a cache holds. pages, room: quantized, and with the room behind them. live, width: tokens of the window, and
-    those that its buffer has room for. sink, last: exact tokens of the sink, and of the page quantized last. rotary:
-    tokens that the buffer of exact rotary keys has room for. queries: kept, of each head. runs: of pages, each with a
-    basis, or 1 basis before there are pages. since: tokens decoded since the basis learned."""
+    """What a cache holds. pages, room: quantized, and with the room behind them. recent, width: tokens of the window,
+    and those that its buffer has room for. sink, last: exact tokens of the sink, and of the page quantized last.
+    rotary: tokens that the buffer of exact rotary keys has room for. queries: kept, of each head. runs: of pages,
+    each with a basis, or 1 basis before there are pages. since: tokens decoded since the basis learned."""
 
     tokens: int = 0
     pages: int = 0
     room: int = 0
-    live: int = 0
+    recent: int = 0
     width: int = 0
     sink: int = 0
     last: int = 0
@@ -101,35 +101,35 @@ def _compressed(c: CacheConfig, s: Counts, new: int) -> Counts:
             s = s._replace(queries=min(new, rule.window if rule else WINDOW))
         if rule:
             s = _learnt(c, s)
-        live = s.live + new
-        if live <= c.room(s.sink > 0):
-            return s._replace(live=live, width=live)
-        return _quantized(c, s, live)
+        recent = s.recent + new
+        if recent <= c.room(s.sink > 0):
+            return s._replace(recent=recent, width=recent)
+        return _quantized(c, s, recent)
     if c.listens:
         s = _decoding(c, s)
         s = s._replace(since=s.since + new)
-    s, live = s._replace(tokens=s.tokens + new), s.live + new
+    s, recent = s._replace(tokens=s.tokens + new), s.recent + new
     limit = c.room(s.sink > 0)
-    if live > limit:
-        return _quantized(c, s, live)
-    if live <= s.width:
-        return s._replace(live=live)
-    return s._replace(live=live, width=min(limit, buffer_tokens(s.live, live)))
+    if recent > limit:
+        return _quantized(c, s, recent)
+    if recent <= s.width:
+        return s._replace(recent=recent)
+    return s._replace(recent=recent, width=min(limit, buffer_tokens(s.recent, recent)))
 
 
-def _quantized(c: CacheConfig, s: Counts, live: int) -> Counts:
+def _quantized(c: CacheConfig, s: Counts, recent: int) -> Counts:
     sink = s.sink
     if not sink and c.sink:
-        sink, live = c.sink, live - c.sink
-    count = c.pages_over(live)
-    pages, room, live = s.pages + count, s.room, live - count * c.page
+        sink, recent = c.sink, recent - c.sink
+    count = c.pages_over(recent)
+    pages, room, recent = s.pages + count, s.room, recent - count * c.page
     if c.follows:  # runs that are joined have no room
         room = pages
     elif pages > room:
         room = s.pages + page_room(count, s.pages)
-    width = min(c.room(sink > 0), whole(live))
+    width = min(c.room(sink > 0), whole(recent))
     return s._replace(
-        **{"pages": pages, "room": room, "live": live, "width": width, "sink": sink},
+        **{"pages": pages, "room": room, "live": recent, "width": width, "sink": sink},
         **{"last": c.page, "runs": max(1, s.runs) if c.follows else 0, "is_fresh": False},
     )
 
@@ -149,15 +149,15 @@ def _decoding(c: CacheConfig, s: Counts) -> Counts:
             pages = s.chosen + max(1, round(c.keep * (s.pages - s.chosen)))
             s = s._replace(pages=pages, room=pages, chosen=pages, last=0)
     if s.pins:
-        count = min(c.pinned, s.live)
-        head = 0 if s.sink else min(c.sink, s.live - count)
-        live, limit = s.live - count - head, c.room(True)
+        count = min(c.pinned, s.recent)
+        head = 0 if s.sink else min(c.sink, s.recent - count)
+        recent, limit = s.recent - count - head, c.room(True)
         s = s._replace(
-            **{"sink": s.sink + head + count, "live": live, "width": min(limit, whole(live))},
+            **{"sink": s.sink + head + count, "live": recent, "width": min(limit, whole(recent))},
             **{"last": 0, "pins": False, "has_pinned": True},
         )
     if c.follows and s.since >= c.rule.every:
-        s = _learnt(c, s._replace(since=0)) if s.live else s._replace(since=0)
+        s = _learnt(c, s._replace(since=0)) if s.recent else s._replace(since=0)
     return s
 
 
@@ -171,9 +171,9 @@ def _latent(c: CacheConfig, s: Counts, new: int) -> Counts:
 def _plain(s: Counts, new: int) -> Counts:
     """mlx-lm's KVCache."""
     width = s.width
-    if s.live + new > width:
-        width = (s.live if s.live % STEP else width) + whole(new)
-    return s._replace(tokens=s.tokens + new, live=s.live + new, width=width)
+    if s.recent + new > width:
+        width = (s.recent if s.recent % STEP else width) + whole(new)
+    return s._replace(tokens=s.tokens + new, recent=s.recent + new, width=width)
 
 
 def _ring(window: int, s: Counts, new: int) -> Counts:
@@ -186,20 +186,20 @@ def _ring(window: int, s: Counts, new: int) -> Counts:
             width += min(STEP, window - s.tokens)
         width = min(width, window)
     tokens = s.tokens + new
-    return s._replace(tokens=tokens, live=min(tokens, window), width=width)
+    return s._replace(tokens=tokens, recent=min(tokens, window), width=width)
 
 
 def _chunks(window: int, s: Counts, new: int) -> Counts:
     """mlx-lm's ChunkedKVCache."""
-    if s.live > window:
-        s = s._replace(live=window, width=window)
+    if s.recent > window:
+        s = s._replace(recent=window, width=window)
     return _plain(s, new)
 
 
 def _numbers(s: Counts, new: int) -> Counts:
     """A cache of a family's own, which grows by what it is given."""
     tokens = s.tokens + new
-    return s._replace(tokens=tokens, live=tokens, width=tokens)
+    return s._replace(tokens=tokens, recent=tokens, width=tokens)
 
 
 def _reader(config: CacheConfig | None, kind: str, window: int) -> Read:
@@ -281,7 +281,7 @@ class CacheShape:
             count = min(tokens, self.window) if self.window else tokens
             return self.fixed + EXACT_BYTES * self.numbers * count
         s, c = self._walked(tokens, 0, prompt), self.config
-        exact = s.sink + s.live + (0 if rests and not c.listens else s.last)
+        exact = s.sink + s.recent + (0 if rests and not c.listens else s.last)
         rotary = self.heads * self.value_dim * s.pages * c.page if self._has_rotary else 0
         numbers = self.numbers * exact + rotary
         pages = int(s.pages * self.page_bytes(EXACT_BYTES))

@@ -81,11 +81,11 @@ def check_batch(have: int, new: int, cache: str = "CompressedKVCache") -> None:
         raise UserError(f"[{cache}] the cache holds a batch of {have}; got {new}")
 
 
-def tree(header, live, sink, pages, more: dict, last=None) -> dict:
+def tree(header, recent, sink, pages, more: dict, last=None) -> dict:
     """Return what is saved: the header, the windows (keys, values), the exact tokens of the last page and the state
     of the store, each if there is one, and entries of a kind of cache."""
     out: dict = {"header": header}
-    for name, pair in (("live", live), ("sink", sink), ("last", last)):
+    for name, pair in (("live", recent), ("sink", sink), ("last", last)):
         if pair is not None:
             out[name] = dict(zip(NAMES, pair, strict=True))
     return out | ({} if pages is None else {"pages": pages}) | more

@@ -60,20 +60,20 @@ class Run:
 
 
 def dequantize(
-    run: Run, dtype: mx.Dtype, make: Factory, sink: Pair | None = None, live: Pair | None = None
+    run: Run, dtype: mx.Dtype, make: Factory, sink: Pair | None = None, recent: Pair | None = None
 ) -> Pair:
-    """(keys, values): sink, then the pages of `run` in their stored domain, then live, in one dispatch.
+    """(keys, values): sink, then the pages of `run` in their stored domain, then recent, in one dispatch.
 
-    sink, live: (keys, values), [B, G, tokens, R] in `dtype`, or None. Returns [B, G, all tokens, R] each, in `dtype`.
+    sink, recent: (keys, values), [B, G, tokens, R] in `dtype`, or None. Returns [B, G, all tokens, R] each, in `dtype`.
     """
     batch, heads = run.buffer.shape[:2]
-    tokens = run.records * TOKENS + sum(x[0].shape[2] for x in (sink, live) if x is not None)
+    tokens = run.records * TOKENS + sum(x[0].shape[2] for x in (sink, recent) if x is not None)
     dims = run.layout.keys.dims, run.layout.values.dims
     keys, all_ = (batch * heads * tokens * n for n in (dims[0], sum(dims)))
     # Values would lie where no wide store goes, or the array would be longer than MLX allows.
     if keys % 8 or all_ >= 1 << 31:
-        return tuple(_dequantize(run, dtype, make, sink, live, side, 1)[0] for side in range(2))
-    return tuple(_dequantize(run, dtype, make, sink, live, 0, 2))
+        return tuple(_dequantize(run, dtype, make, sink, recent, side, 1)[0] for side in range(2))
+    return tuple(_dequantize(run, dtype, make, sink, recent, 0, 2))
 
 
 def dequantize_side(run: Run, keys: bool, dtype: mx.Dtype, make: Factory) -> mx.array:
@@ -86,15 +86,15 @@ def _dequantize(
     dtype: mx.Dtype,
     make: Factory,
     sink: Pair | None,
-    live: Pair | None,
+    recent: Pair | None,
     first: int,
     sides: int,
 ) -> list[mx.array]:
     """Dequantize `sides` sides from side `first` on, 0: keys, 1: values."""
     (batch, heads, capacity, _), layout, count = run.buffer.shape, run.layout, run.records
-    n_sink, n_live = (0 if x is None else x[0].shape[2] for x in (sink, live))
-    tokens = n_sink + count * TOKENS + n_live
-    units = batch * heads * (count + sum(-(-n // TOKENS) for n in (n_sink, n_live)))
+    n_sink, n_recent = (0 if x is None else x[0].shape[2] for x in (sink, recent))
+    tokens = n_sink + count * TOKENS + n_recent
+    units = batch * heads * (count + sum(-(-n // TOKENS) for n in (n_sink, n_recent)))
     empty = nothing(dtype), nothing(dtype)
     ranks = (layout.keys.dims, layout.values.dims)[first : first + sides]
     sizes = [batch * heads * tokens * rank for rank in ranks]
@@ -102,8 +102,8 @@ def _dequantize(
         "dequantize",
         [
             *(run.buffer, _shared(run)),
-            *(*(sink or empty), *(live or empty)),
-            ints(count, capacity, batch * heads, n_sink, n_live, first, 0, 0),
+            *(*(sink or empty), *(recent or empty)),
+            ints(count, capacity, batch * heads, n_sink, n_recent, first, 0, 0),
         ],
         {
             "T": dtype,
@@ -157,7 +157,7 @@ def attend(
     q: mx.array,
     runs: Sequence[Run],
     sink: Pair | None,
-    live: Pair,
+    recent: Pair,
     lengths: Lengths,
     scale: float,
     make: Factory,
@@ -166,17 +166,17 @@ def attend(
 ) -> mx.array:
     """Attention of a few new tokens over records and windows.
 
-    q: [B, H, L, D], of the last L tokens of live. runs: one or two, one behind the other; where all of a batch share
+    q: [B, H, L, D], of the last L tokens of recent. runs: one or two, one behind the other; where all of a batch share
         buffers, [1, G, capacity, words], `lengths` says where each begins.
-    sink, live: (keys, values), [B, G, tokens, D].
+    sink, recent: (keys, values), [B, G, tokens, D].
     sink_logits: [H] logits of attention sinks. softcap: scores are bent to stay below it.
-    Returns [B, H, L, D] in the dtype of live.
+    Returns [B, H, L, D] in the dtype of recent.
     """
-    (batch, _, new_tokens, dims), heads, dtype = q.shape, live[0].shape[1], live[0].dtype
+    (batch, _, new_tokens, dims), heads, dtype = q.shape, recent[0].shape[1], recent[0].dtype
     run, *more_runs = runs
     layout, capacity, filled = run.layout, run.buffer.shape[2], run.layout.filled
-    window_units = sum(-(-x[0].shape[2] // TOKENS) for x in (sink, live) if x is not None)
-    sink = sink or live  # never read: its length is 0
+    window_units = sum(-(-x[0].shape[2] // TOKENS) for x in (sink, recent) if x is not None)
+    sink = sink or recent  # never read: its length is 0
     shape, q = q.shape, q.reshape(batch, heads, -1, dims)
     rows = q.shape[2]
     tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, make)
@@ -209,9 +209,9 @@ def attend(
             run.buffer,
             _shared(run),
             *sink,
-            *live,
+            *recent,
             ints(
-                *(rows, page_splits, capacity, sink[0].shape[2], live[0].shape[2], new_tokens),
+                *(rows, page_splits, capacity, sink[0].shape[2], recent[0].shape[2], new_tokens),
                 *(heads, first, second.shape[2] if more_runs else 0, len(runs)),
             ),
             lengths.with_more(second_count),

@@ -23,7 +23,7 @@ HALVES = 2  # simdgroups that share the dims of a tile
 DIMS = (64, 128, 256, 512)  # threads divide these evenly
 TYPES = (mx.float16, mx.bfloat16, mx.float32)
 WANTED_CUDA, PER_CORE, MAX_SPLITS = 256, 2.5, 128  # threadgroups: in all, of a core, along tokens
-WINDOW = 256  # tokens in which live ones are counted
+WINDOW = 256  # tokens in which recent ones are counted
 LEAST_BLOCKS = 2  # of a split, so that merging stays small
 CAPABILITY = 8  # of CUDA: its matrix products
 
@@ -63,7 +63,7 @@ def attend(
     stored: Stored,
     tokens: int,
     sink: mx.array | None,
-    live: mx.array,
+    recent: mx.array,
     rotary: mx.array,
     scale: float,
     make: Factory,
@@ -73,19 +73,19 @@ def attend(
 
     q: [B, H, 1, R], absorbed queries. code: of affine codes, with a square transform or none.
     stored: codes [B, 1, T, W], and scale and bias, of at least `tokens` tokens (`Affine.tensors`).
-    sink, live: latents [B, 1, n, R] in full precision; no sink: None.
+    sink, recent: latents [B, 1, n, R] in full precision; no sink: None.
     rotary: [B, H, 1, all tokens], added to the scores. scale: of the products with latents.
-    sizes: in a step of fixed shapes, where `tokens`, live and rotary have spare room: makes the kernel's sizes of
-        (rows, splits of pages, room of codes, columns of rotary, room of live), with the lengths that only the
+    sizes: in a step of fixed shapes, where `tokens`, recent and rotary have spare room: makes the kernel's sizes of
+        (rows, splits of pages, room of codes, columns of rotary, room of recent), with the lengths that only the
         device knows.
-    Returns [B, H, 1, R] in the dtype of live.
+    Returns [B, H, 1, R] in the dtype of recent.
     """
     batch, rows, _, dims = q.shape
     spec, page, transform = code.spec, code.page, code.transform
     q_pages, up = q.astype(mx.float32).swapaxes(1, 2), None
     if transform is not None:
         q_pages, up = transform.query(q_pages), transform.up
-    dtype, on_cuda = live.dtype, make is mx.fast.cuda_kernel
+    dtype, on_cuda = recent.dtype, make is mx.fast.cuda_kernel
     group = spec.group_size(dims, page)
     by_channel = spec.axis == "channel"
     is_wide = (on_cuda or getattr(make, "wide", False)) and not (by_channel and group % 32)
@@ -95,18 +95,18 @@ def attend(
     groups = -(-need // MOST_TILES)
     tiles = -(-need // groups)
     n_sink = 0 if sink is None else sink.shape[2]
-    n_live = live.shape[2]
+    n_recent = recent.shape[2]
     # By the room of steps of fixed shapes, in all steps, so that both share work out alike.
     page_blocks = (
         -(-page * grown(tokens // page) // block) if sizes is None else -(-tokens // block)
     )
-    window_blocks = -(-n_sink // block) + -(-WINDOW * -(-n_live // WINDOW) // block)
+    window_blocks = -(-n_sink // block) + -(-WINDOW * -(-n_recent // WINDOW) // block)
     page_splits = _splits(page_blocks, groups * batch, make)
     split_blocks = -(-page_blocks // page_splits)
     splits = page_splits + min(MAX_SPLITS, -(-window_blocks // split_blocks))
-    rooms = stored["codes"].shape[2], rotary.shape[3], n_live
+    rooms = stored["codes"].shape[2], rotary.shape[3], n_recent
     if sizes is None:
-        lengths = ints(rows, page_splits, tokens, n_sink, n_live, *rooms, n_sink + tokens)
+        lengths = ints(rows, page_splits, tokens, n_sink, n_recent, *rooms, n_sink + tokens)
     else:
         lengths = sizes(rows, page_splits, *rooms)
     threads = 32 * tiles * HALVES
@@ -118,8 +118,8 @@ def attend(
             stored["codes"],
             stored["scale"],
             stored.get("bias", nothing(mx.float16)),
-            live if sink is None else sink,
-            live,
+            recent if sink is None else sink,
+            recent,
             rotary.reshape(batch, rows, -1).astype(dtype),
             exponents(scale),
             lengths,

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlxkv.formats.sizes import STEPS, grown
 from mlxkv.metal.template import ints
 
-Rows = tuple[tuple[int, int, int], ...]  # of each sequence: records, sink tokens, live tokens
+Rows = tuple[tuple[int, int, int], ...]  # of each sequence: records, sink tokens, recent tokens
 PARTS = 32  # in which the mean length of a batch is counted, of the longest
 
 
@@ -41,7 +41,7 @@ class Division:
 class Lengths:
     """Lengths of the sequences of a step, which its layers share.
 
-    numbers: [4 B], of each sequence records, sink tokens, live tokens and its first record; an int32 array where only
+    numbers: [4 B], of each sequence records, sink tokens, recent tokens and its first record; an int32 array where only
         the device knows them.
     division: for which kernels are launched. arrays: for the kernels of this step.
     """

@@ -17,19 +17,28 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "quantize_channel": (("keys", "values", "size"), ("records", "headers")),
     "whiten": (("rows", "numbers"), ("out",)),
     "dequantize": (
-        ("records", "headers", "sink_k", "sink_v", "live_k", "live_v", "size"),
+        ("records", "headers", "sink_k", "sink_v", "recent_k", "recent_v", "size"),
         ("out",),
     ),
     "attend": (
         (
-            *("q_pages", "q_window", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
+            *(
+                "q_pages",
+                "q_window",
+                "records",
+                "headers",
+                "sink_k",
+                "sink_v",
+                "recent_k",
+                "recent_v",
+            ),
             *("size", "lengths", "scale", "records_2", "headers_2"),
         ),
         ("partial_out", "partial_stats"),
     ),
     "attend_tile": (
         (
-            *("q", "records", "headers", "sink_k", "sink_v", "live_k", "live_v"),
+            *("q", "records", "headers", "sink_k", "sink_v", "recent_k", "recent_v"),
             *("map_k", "map_v", "sinks", "size", "counter"),
             *("records_2", "headers_2", "map_k_2", "map_v_2"),
         ),
@@ -37,7 +46,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "attend_latent": (
         (
-            *("q_pages", "q_window", "codes", "scales", "biases", "sink", "live", "rotary"),
+            *("q_pages", "q_window", "codes", "scales", "biases", "sink", "recent", "rotary"),
             *("scale", "size"),
         ),
         ("partial_out", "partial_stats"),

@@ -281,7 +281,7 @@ def _plan(
     """(kernel, sizes but for the lengths, the other arguments of the call), the same for all layers of a step.
 
     shape: of the queries. counts: maps of keys and of values. rooms: kv heads, then records, or tokens, that the
-        buffers of records, sink, live and a second run hold, and the records of that. scores: scale, softcap, whether
+        buffers of records, sink, recent and a second run hold, and the records of that. scores: scale, softcap, whether
         there are logits of attention sinks.
     """
     batch, q_heads, new_tokens, dims = shape
@@ -356,7 +356,7 @@ def attend(
     q: mx.array,
     runs: Sequence[Run],
     sink: Pair | None,
-    live: Pair,
+    recent: Pair,
     lengths: Lengths,
     scale: float,
     make: Factory,
@@ -364,10 +364,10 @@ def attend(
     softcap: float | None = None,
 ) -> mx.array:
     """As `attend.attend`."""
-    sink = sink or live  # never read: its length is 0
+    sink = sink or recent  # never read: its length is 0
     run, second, counts, second_inputs = runs[0], None, (0, 0), ()
     q, headers, (keys, values) = (
-        q.astype(live[0].dtype),
+        q.astype(recent[0].dtype),
         run.headers,
         run.maps or _maps(run, q.shape[3]),
     )
@@ -381,13 +381,13 @@ def attend(
         second_inputs = second.buffer, second.headers, *(words for words, _ in second_maps)
     kernel, numbers, call = _plan(
         *(tuple(q.shape), q.dtype, run.layout, (keys[1], values[1]), lengths.division, make),
-        (*run.buffer.shape[1:3], sink[0].shape[2], live[0].shape[2], *counts),
+        (*run.buffer.shape[1:3], sink[0].shape[2], recent[0].shape[2], *counts),
         (scale, softcap, sink_logits is not None),
     )
     merges, empty = call["grid"][2], nothing(mx.uint32)
     logits = nothing() if sink_logits is None else sink_logits.astype(mx.float32)
     counter = next(_counters()) if merges <= EACH else mx.zeros((merges,), mx.uint32)
-    inputs = [q, run.buffer, headers, *sink, *live, keys[0], values[0], logits]
+    inputs = [q, run.buffer, headers, *sink, *recent, keys[0], values[0], logits]
     inputs += lengths.behind(numbers), counter, *(second_inputs or (None,) * 4)
     for i, x in enumerate(inputs):
         if x is None:

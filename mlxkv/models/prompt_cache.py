@@ -128,7 +128,7 @@ def check(cache, like, tokens: int) -> None:
 def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.array]:
     """Check all but the numbers, which it returns, those inside of page records, too."""
     state.check_config(cache.config, like.config)
-    keys, values = like.live
+    keys, values = like.recent
     dims, heads = (keys.shape[3], values.shape[3]), keys.shape[1]
     token = tuple((1, heads, 1, dim) for dim in dims)
     tree, quantized, maps, page, bases = cache.state, cache.store, like.layer_maps, {}, {}

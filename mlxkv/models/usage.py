@@ -128,9 +128,9 @@ def in_use(cache: Any) -> int:
         return sum(map(shape_of(cache).held, cache.offsets))
     if not isinstance(cache, CompressedKVCache):
         return in_16_bits(cache)
-    if cache.live is None:
+    if cache.recent is None:
         return 0
-    tree, dtype, total = cache.state, cache.live[0].dtype, 0
+    tree, dtype, total = cache.state, cache.recent[0].dtype, 0
     for path, x in tree_flatten(tree):
         # The header; how many pages runs have; a basis that the last of them has, too.
         if path in ("header", "pages.counts") or (path.startswith("basis") and "pages" in tree):
@@ -168,7 +168,7 @@ def shape_of(cache: Any) -> CacheShape:
         name = next((name for name in KINDS if getattr(cache, name, None)), None)
         windows = {"kind": KINDS[name], "window": getattr(cache, name)} if name else {}
         return CacheShape(*_sizes((keys, values)), **windows, number=keys.dtype.size)
-    if (pair := cache.live) is None:
+    if (pair := cache.recent) is None:
         return CacheShape()
     heads, *dims = _sizes(pair)
     is_latent = isinstance(cache, LatentKVCache)

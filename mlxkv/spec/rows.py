@@ -72,7 +72,7 @@ class Attention:
     """One call of attention over given pages.
 
     q: [B, H, L, D]. sides, stored, transforms: of keys and values; transforms: (down, up) of calibrated sides.
-    page: tokens of a page. pages: how many. live, sink: (keys, values) [B, G, T, D].
+    page: tokens of a page. pages: how many. recent, sink: (keys, values) [B, G, T, D].
     """
 
     q: Tensor
@@ -80,7 +80,7 @@ class Attention:
     stored: tuple[Stored, Stored]
     page: int
     pages: int
-    live: tuple[Tensor, Tensor]
+    recent: tuple[Tensor, Tensor]
     sink: tuple[Tensor, Tensor] | None = None
     mask: Tensor | str | None = None
     sink_logits: Tensor | None = None
@@ -236,7 +236,7 @@ class Table:
                 spec = Affine(side["bits"], side["group"], side["symmetric"], side["axis"])
                 sides.append(Side(spec, side["transform"]))
                 stored.append(self._stored(golden, f"{letter}.", side["bits"]))
-            live, sink = (
+            recent, sink = (
                 tuple(self.floats(golden[f"{letter}.{part}"]) for letter in "kv")
                 for part in ("live", "sink")
             )
@@ -249,7 +249,7 @@ class Table:
                 stored=tuple(stored),
                 page=info["page"],
                 pages=golden["k.codes"].shape[2] // info["page"],
-                live=live,
+                recent=recent,
                 sink=sink if sink[0].shape[2] else None,
                 mask=mask,
                 sink_logits=self.floats(golden["sinks"]) if "sinks" in golden else None,
@@ -339,7 +339,7 @@ class Table:
             stored=tuple(stored),
             page=page,
             pages=1,
-            live=tuple(x[:, :, page:] for x in (k, v)),
+            recent=tuple(x[:, :, page:] for x in (k, v)),
             mask="causal",
             transforms=tuple(transforms),
         )
@@ -479,9 +479,9 @@ class Table:
         store.append((k, v), 1, OJA_PAGE)
         moved = self.runs.transported(store.runs[0], store.runs[1].codecs)
         yield row("oja", "moved", moved[NAMES[0]]["values"][0], "float16")
-        live = tuple(x[:, :, 2 * OJA_PAGE :] for x in (k, v))
+        recent = tuple(x[:, :, 2 * OJA_PAGE :] for x in (k, v))
         last = q[:, :, -golden["out"].shape[2] :]
-        view = self.View(live, None, store.read(0, 2))
+        view = self.View(recent, None, store.read(0, 2))
         out = self.attention.attend(last, view, dims**-0.5, "causal")
         yield row("attention", "out", out, "attention")
 
@@ -515,7 +515,7 @@ class Table:
             stored=stored,
             page=golden["x"].shape[2],
             pages=1,
-            live=(nothing, nothing),
+            recent=(nothing, nothing),
             mask=self.tensor(golden["mask"]) if "mask" in golden else None,
         )
         return self._attention(case, self.attend(call), golden["out"])

@@ -67,7 +67,7 @@ def read(cache, tokens: list[int]) -> None:
 
 
 def held(cache) -> dict[str, mx.array]:
-    """The arrays of a state: pages, and exact tokens (the sink, which parts from the live tokens when
+    """The arrays of a state: pages, and exact tokens (the sink, which parts from the recent tokens when
     a page is quantized, and these). Not the exact tokens of the last page, which go when it is cut."""
     arrays = dict(tree_flatten(cache.state))
     out = {
@@ -90,9 +90,9 @@ def assert_same(one, other) -> None:
 def is_exact(cache, left: int) -> bool:
     """Whether the first `left` tokens stay as a cache holds them that read no others."""
     pages, page = cache._count_pages, cache.config.page
-    live = left - cache.dropped - cache._sunk - pages * page
-    exact = cache._last is not None and live + page > cache.config.recent
-    return left <= cache._sunk or not pages or live > cache.config.recent or exact
+    recent = left - cache.dropped - cache._sunk - pages * page
+    exact = cache._last is not None and recent + page > cache.config.recent
+    return left <= cache._sunk or not pages or recent > cache.config.recent or exact
 
 
 @dataclass

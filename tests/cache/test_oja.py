@@ -243,7 +243,7 @@ def test_the_last_tokens_of_a_prompt_stay_exact_for_good():
 
     def holds(one):
         view = one.keys_and_values()[0]
-        exact = [np.array(x[0]) for x in (view.sink, view.live) if x is not None]
+        exact = [np.array(x[0]) for x in (view.sink, view.recent) if x is not None]
         off = np.abs(np.concatenate(exact, 2)[:, :, None] - keys[:, :, :, None]).max((1, 4))
         return bool((off[0].min(1) == 0).all())
 

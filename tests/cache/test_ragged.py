@@ -108,12 +108,12 @@ def test_kernels_read_records_from_where_a_sequence_starts():
     rows = (4, 0, 3), (2, 0, 3)
     # Pages 3 and 4 are those of the first sequence, page 1 that of the second, which has room behind.
     own = {name: mx.concatenate([pages(x, 3, 5), pages(x, 1, 3)]) for name, x in shared.items()}
-    q, live = mx.array(data(2, KV_HEADS, 4, DIMS, seed=3)), pair(2, 3, 8)
+    q, recent = mx.array(data(2, KV_HEADS, 4, DIMS, seed=3)), pair(2, 3, 8)
     out = [
         kernels.attend(
             q.reshape(2, -1, 1, DIMS),
             [kernels.Run(arrays["records"], 4, both, headers=arrays["headers"])],
-            *(None, live, lengths, 0.125, make),
+            *(None, recent, lengths, 0.125, make),
         )
         for arrays, lengths in (
             (shared, known.together(rows, (6, 2))),
@@ -289,7 +289,7 @@ def test_masks_of_shared_arrays_are_those_of_each_sequence(subtests):
 
 
 def test_a_copy_of_a_batch_does_not_see_what_the_original_quantizes():
-    """In the copy the sink is still live, and no page is quantized."""
+    """In the copy the sink is still recent, and no page is quantized."""
     with launch.using(make):
         caches = filled(SMALL, (SMALL.window - 4, 40))
         batch = BatchedKVCache.merge(caches)

@@ -69,7 +69,7 @@ def shown(cache) -> tuple[mx.array, mx.array]:
     view, rotary = cache.keys_and_values()
     if isinstance(cache, LatentKVCache):
         return decoded(view), rotary
-    parts = [view.sink, view.live]
+    parts = [view.sink, view.recent]
     parts = [[pair[side] for pair in parts if pair is not None] for side in (0, 1)]
     if view.pages is not None:
         for side in (0, 1):
@@ -101,7 +101,7 @@ EVERY = (*METHODS, *CALIBRATED, "latents of int4", "latents of int4+rope16", "la
 def test_any_trim_leaves_what_was_read(name):
     cache = filled(name)
     before, held, page = shown(cache), cache.offset, cache.config.page
-    live = cache._count
+    recent = cache._count
     # Pages end where n is 8 times an odd number.
     for n in [n for n in range(1, held + 1) if n % 8 in (0, 1, 7) or n == held]:
         one = copy.deepcopy(cache)
@@ -112,13 +112,14 @@ def test_any_trim_leaves_what_was_read(name):
         kept = shown(one)
         assert {x.shape[2] for x in kept} == {held - n}
         first, count = divmod(held - n - one._sunk, page)
-        if n > live + page and one._sink and count:  # rows of a page are live now, to the last bit
+        # rows of a page are recent now, to the last bit
+        if n > recent + page and one._sink and count:
             assert one._count_pages == first and one._count == count
-            for x, y in zip(one._read_live(), last_page(cache, first), strict=False):
+            for x, y in zip(one._read_recent(), last_page(cache, first), strict=False):
                 assert mx.array_equal(x, y[:, :, :count]).item()
         whole = one._sunk + one._paged
         for side, (x, y) in enumerate(zip(kept, before, strict=True)):
-            at = slice(whole) if n <= live + page else slice(None)
+            at = slice(whole) if n <= recent + page else slice(None)
             part = x[:, :, at], y[:, :, : held - n][:, :, at]
             assert mx.abs(part[0] - part[1]).max().item() < 2e-6, (n, side)
 

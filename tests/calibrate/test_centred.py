@@ -220,4 +220,4 @@ def test_the_other_track_reads_on_from_a_state(subtests, leaning, leaning_made):
             view = theirs.update_and_fetch(torch.from_numpy(keys), torch.from_numpy(values))
             out = torch_attention.attend(torch.from_numpy(q), view, 0.125)
             assert rms(out.numpy(), ours) < 1e-5
-            assert torch.equal(view.live[0][:, :, -1:], torch.from_numpy(keys) - layer_maps.mean)
+            assert torch.equal(view.recent[0][:, :, -1:], torch.from_numpy(keys) - layer_maps.mean)

@@ -59,7 +59,7 @@ def noted(steps, monkeypatch) -> list[int]:
 def exact(cache) -> tuple[mx.array, mx.array]:
     """The keys and values that a cache has in full precision."""
     pair = cache.keys_and_values()
-    return getattr(pair[0], "live", pair)
+    return getattr(pair[0], "recent", pair)
 
 
 def close(x: mx.array, y: mx.array) -> bool:

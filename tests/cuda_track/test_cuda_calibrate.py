@@ -93,7 +93,7 @@ def test_keys_without_their_mean(made, loaded, tokens):
         out = loaded.model(ids, **handed(cache))
     plain, own = cache_of(right).layers[1], cache.layers[1].cache
     assert (out.logits - right.logits).norm() < 1e-4 * right.logits.norm()
-    left = own.view().live[0]
+    left = own.view().recent[0]
     assert torch.allclose(left + own.layer_maps.mean, plain.keys, atol=1e-4)
     assert (left - plain.keys).abs().max() > 0.1
     back = DynamicCache(cache)

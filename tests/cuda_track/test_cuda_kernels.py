@@ -49,7 +49,7 @@ SIDES = {
     "int3 channels": Side(Affine(3, 0, axis="channel")),
     "int4 channels": Side(Affine(4, 16, axis="channel")),
 }
-# D, H, G, L, batch, keys, values, sink, live, mask, attention sinks
+# D, H, G, L, batch, keys, values, sink, recent, mask, attention sinks
 CASES = {
     "gqa": (128, 4, 2, 1, 1, "int4", "int4", 16, 21, False, False),
     "odd draft": (64, 5, 1, 4, 1, "int4", "int4", 16, 9, False, True),
@@ -119,19 +119,19 @@ def test_attention_over_codes(subtests):
 
 
 def check_attention(case):
-    dims, heads, kv_heads, new, batch, keys, values, sink, live, masked, sinks = CASES[case]
+    dims, heads, kv_heads, new, batch, keys, values, sink, recent, masked, sinks = CASES[case]
     torch.manual_seed(0)
     store, plain = filled(SIDES[keys], SIDES[values], batch, kv_heads, dims)
     windows = [
         tuple(torch.randn(batch, kv_heads, n, dims) for _ in "kv") if n else None
-        for n in (live, sink)
+        for n in (recent, sink)
     ]
     q = torch.randn(batch, heads, new, dims)
     mask, logits = "causal", torch.randn(heads) if sinks else None
     if masked:  # one row begins inside a page
-        mask = torch.ones(batch, 1, 1, sink + PAGES * PAGE + live, dtype=torch.bool)
+        mask = torch.ones(batch, 1, 1, sink + PAGES * PAGE + recent, dtype=torch.bool)
         mask[1, ..., : sink + PAGE + 5] = False
-        mask[0, ..., -2] = False  # and the other lacks a live token
+        mask[0, ..., -2] = False  # and the other lacks a recent token
     view = View(*windows, store.read(0, PAGES))
     assert why_not(q, view, mask) is None
     out = attend(q, view, dims**-0.5, mask, logits)
@@ -175,15 +175,15 @@ def test_prefill_decodes_pages_in_the_stored_domain(name, monkeypatch):
 
 def test_causal_masks_of_drafts_are_recognised():
     store, _ = filled(SIDES["int4"], SIDES["int4"], 2, 1)
-    live, q = tuple(torch.randn(2, 1, 7, 64) for _ in "kv"), torch.randn(2, 2, 4, 64)
-    view = View(live, None, store.read(0, PAGES))
+    recent, q = tuple(torch.randn(2, 1, 7, 64) for _ in "kv"), torch.randn(2, 2, 4, 64)
+    view = View(recent, None, store.read(0, PAGES))
     total = view.tokens
     mask = torch.ones(2, 1, 4, total, dtype=torch.bool).tril(total - 4)
     assert why_not(q, view, mask) is None
     assert torch.equal(attend(q, view, 0.125, mask), attend(q, view, 0.125, "causal"))
     mask[1, ..., :40] = False  # left padding: the same object, looked at again
     assert why_not(q, view, mask) is None
-    plain = View(live, None, CodePages(store.codecs, view.pages.stored, view.pages.tokens))
+    plain = View(recent, None, CodePages(store.codecs, view.pages.stored, view.pages.tokens))
     out, right = attend(q, view, 0.125, mask), attend(q, plain, 0.125, mask)
     assert rms(out.numpy(), right.numpy()) < BOUND
     mask[0, 0, 1, 50] = False
@@ -218,15 +218,15 @@ def test_rows_of_different_lengths():
     store, plain = filled(SIDES["int4"], SIDES["int4"], 2, 1)
     store.pool.release(store.rows[1][1:])
     del store.rows[1][1:]
-    live, q = tuple(torch.randn(2, 1, 7, 64) for _ in "kv"), torch.randn(2, 4, 1, 64)
-    out = launch.attend(q, store.read(0, PAGES), None, live, 0.125)
+    recent, q = tuple(torch.randn(2, 1, 7, 64) for _ in "kv"), torch.randn(2, 4, 1, 64)
+    out = launch.attend(q, store.read(0, PAGES), None, recent, 0.125)
     for row, pages in ((0, PAGES), (1, 1)):
         stored = tuple(
             {n: x[row : row + 1, :, : pages * PAGE] for n, x in s.items()} for s in plain.stored
         )
         short = CodePages(plain.codecs, stored, pages * PAGE)
         right = attend(
-            q[row : row + 1], View(tuple(x[row : row + 1] for x in live), None, short), 0.125
+            q[row : row + 1], View(tuple(x[row : row + 1] for x in recent), None, short), 0.125
         )
         assert rms(out[row : row + 1].numpy(), right.numpy()) < BOUND
 

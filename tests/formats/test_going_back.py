@@ -17,7 +17,7 @@ class Numbered(GoesBack):
         self.config = SimpleNamespace(page=PAGE, recent=RECENT)
         self._forget()
         numbers = window(range(tokens))
-        self.offset, live = tokens, numbers
+        self.offset, recent = tokens, numbers
         if tokens > SINK + ROOM:
             pages = -(-(tokens - SINK - ROOM) // PAGE)
             end = SINK + pages * PAGE
@@ -25,23 +25,23 @@ class Numbered(GoesBack):
             self._store.pages = [
                 cut(numbers, at, at + PAGE)[0] + 0.5 for at in range(SINK, end, PAGE)
             ]
-            self._last, live = cut(numbers, end - PAGE, end), cut(numbers, end, tokens)
-        self._put_live(live)
+            self._last, recent = cut(numbers, end - PAGE, end), cut(numbers, end, tokens)
+        self._put_recent(recent)
 
     def _forget(self):
-        self._sink = self._last = self._live = None
+        self._sink = self._last = self._recent = None
         self._count, self._store = 0, Pages()
 
     @property
     def _count_pages(self):
         return len(self._store.pages)
 
-    def _put_live(self, pair):
-        self._live, self._count = pair, pair[0].shape[2]
+    def _put_recent(self, pair):
+        self._recent, self._count = pair, pair[0].shape[2]
 
-    def _last_and_live(self):
-        live = cut(self._live, 0, self._count)
-        return tuple(np.concatenate(both, 2) for both in zip(self._last, live, strict=True))
+    def _last_and_recent(self):
+        recent = cut(self._recent, 0, self._count)
+        return tuple(np.concatenate(both, 2) for both in zip(self._last, recent, strict=True))
 
     def _decoded(self, page, count):
         return cut((self._store.pages[page],) * 2, 0, count)
@@ -49,7 +49,7 @@ class Numbered(GoesBack):
     @property
     def tokens(self) -> list[float]:
         windows = [] if self._sink is None else [self._sink[0]]
-        parts = [*windows, *self._store.pages, cut(self._live, 0, self._count)[0]]
+        parts = [*windows, *self._store.pages, cut(self._recent, 0, self._count)[0]]
         return np.concatenate(parts, 2).ravel().tolist()
 
 
@@ -76,24 +76,24 @@ def test_a_cut_keeps_the_first_tokens_and_whole_pages(subtests):
             for left in range(1, held + 1):
                 cache = Numbered(held)
                 pages = cache._count_pages
-                live = left - cache._sunk - pages * PAGE
+                recent = left - cache._sunk - pages * PAGE
                 assert cache.trim(held - left) == held - left and cache.offset == left
                 assert [int(n) for n in cache.tokens] == list(range(left))
                 exact = [n for n in cache.tokens if n == int(n)]
-                if not pages or left <= SINK:  # all is live, as it came
+                if not pages or left <= SINK:  # all is recent, as it came
                     assert cache._sink is None and cache._count == left == len(exact)
-                elif live > RECENT:
-                    assert (cache._count_pages, cache._count) == (pages, live)
-                elif live > -PAGE:  # the last page is restored
-                    assert (cache._count_pages, cache._count) == (pages - 1, PAGE + live)
-                    assert len(exact) == SINK + PAGE + live
+                elif recent > RECENT:
+                    assert (cache._count_pages, cache._count) == (pages, recent)
+                elif recent > -PAGE:  # the last page is restored
+                    assert (cache._count_pages, cache._count) == (pages - 1, PAGE + recent)
+                    assert len(exact) == SINK + PAGE + recent
                 else:  # whole pages stay codes; of the next one what stays is decoded
                     assert (cache._count_pages, cache._count) == divmod(left - SINK, PAGE)
                     assert len(exact) == SINK
-                assert cache._last is None or live > RECENT
+                assert cache._last is None or recent > RECENT
 
 
 def test_all_may_go_and_no_more():
     cache = Numbered(47)
     assert cache.trim(-1) == 0 and cache.trim(100) == 47
-    assert cache.offset == 0 and cache._live is None and not cache._count_pages
+    assert cache.offset == 0 and cache._recent is None and not cache._count_pages

@@ -19,7 +19,7 @@ from mlxkv.metal.lengths import alone
 BOUNDS = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 6e-3}
 CAP = {"softcap": 0.7}
 BY_TOKEN = {"formats": ((64, 0), (32, 1)), "transform": "values"}
-# D, H, G, L, records, sink, live, key bits, value bits, dtype
+# D, H, G, L, records, sink, recent, key bits, value bits, dtype
 PORTABLE = [
     ((64, 4, 1, 1, 4, 16, 20, 4, 4, mx.float16), CAP),
     ((64, 6, 1, 8, 5, 16, 33, 4, 2, mx.bfloat16), {"sinks": True}),
@@ -69,7 +69,7 @@ def attended(
 ):
     """(output, what softmax over the decoded pages gives). splits: threadgroups for the records and the windows of a
     head, where not as many as the kernels choose. ramp: how much larger the last stored keys are than the first."""
-    dims, heads, kv_heads, new, count, n_sink, n_live, k_bits, v_bits, dtype = case
+    dims, heads, kv_heads, new, count, n_sink, n_recent, k_bits, v_bits, dtype = case
     specs = [Affine(b, g, bool(s)) for b, (g, s) in zip((k_bits, v_bits), formats, strict=True)]
     x = [mx.array(data(1, kv_heads, (count + 2) * 16, dims, seed=i)) for i in range(2)]
     x[0] = x[0] * mx.linspace(1, ramp, x[0].shape[2])[:, None]
@@ -81,13 +81,13 @@ def attended(
         y if transform is None else transform.restore(y)
         for y, transform in zip(paged, layer_maps, strict=True)
     ]
-    shape = (1, kv_heads, n_sink + n_live + 7, dims)
+    shape = (1, kv_heads, n_sink + n_recent + 7, dims)
     windows = [mx.array(data(*shape, seed=2 + i)).astype(dtype) for i in range(2)]
     sink = tuple(y[:, :, :n_sink] for y in windows) if n_sink else None
-    live = tuple(y[:, :, n_sink:] for y in windows)  # 7 tokens more than are in use
+    recent = tuple(y[:, :, n_sink:] for y in windows)  # 7 tokens more than are in use
     q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
     logits = mx.array(3 * data(16, seed=6)[:heads]) if sinks else None
-    call = q, [run], sink, live, alone(((count, n_sink, n_live),), 0, 1), dims**-0.5, factory
+    call = q, [run], sink, recent, alone(((count, n_sink, n_recent),), 0, 1), dims**-0.5, factory
     body = tiles if getattr(factory, "tiles", False) else portable
     with pytest.MonkeyPatch.context() as patch:
         if splits:
@@ -96,7 +96,7 @@ def attended(
         out = body.attend(*call, logits, softcap)
     tiles._plan.cache_clear()
     keys, values = (
-        mx.concatenate([w[:, :, :n_sink], p, w[:, :, n_sink : n_sink + n_live]], 2)
+        mx.concatenate([w[:, :, :n_sink], p, w[:, :, n_sink : n_sink + n_recent]], 2)
         for w, p in zip(windows, paged, strict=True)
     )
     spec = softmax(q, keys, values, dims**-0.5, logits, softcap)
@@ -146,7 +146,7 @@ def test_queries_of_any_size_stay_finite():
     """Offsets of codes are multiplied with the queries' sums: halves must hold them."""
     x = mx.array(data(1, 1, 9 * 16, 64))
     buffer, both, _ = quantize_by_ops((x, x), (Affine(4, 64), Affine(4, 64)))
-    live = tuple(mx.array(data(1, 1, 20, 64, seed=2)).astype(mx.float16) for _ in range(2))
+    recent = tuple(mx.array(data(1, 1, 20, 64, seed=2)).astype(mx.float16) for _ in range(2))
     q, lengths = mx.full((1, 4, 1, 64), 200.0, mx.float16), alone(((9, 0, 20),), 0, 1)
-    out = tiles.attend(q, [Run(buffer, 9, both)], None, live, lengths, 1.0, make_tiles)
+    out = tiles.attend(q, [Run(buffer, 9, both)], None, recent, lengths, 1.0, make_tiles)
     assert bool(mx.all(mx.isfinite(out.astype(mx.float32))))

@@ -115,12 +115,12 @@ def test_attention_is_softmax_over_what_is_stored(subtests):
             ours, plain = stores(config, dims, factory, factory is not make, kv_heads)
             shape = 1, kv_heads, 21, dims
             windows = [mx.array(data(*shape, seed=2 + i)).astype(dtype) for i in range(2)]
-            sink, live = tuple(x[:, :, :4] for x in windows), tuple(x[:, :, 4:] for x in windows)
+            sink, recent = tuple(x[:, :, :4] for x in windows), tuple(x[:, :, 4:] for x in windows)
             q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
-            view = View(live, sink, ours.read(0, PAGES))
+            view = View(recent, sink, ours.read(0, PAGES))
             assert view.pages.plan.body == (PORTABLE if factory is make else TILES)
             out = attend(q, view, dims**-0.5, None if new == 1 else "causal")
-            keys, values = attention._whole(View(live, sink, plain.read(0, PAGES)), mx.float32)
+            keys, values = attention._whole(View(recent, sink, plain.read(0, PAGES)), mx.float32)
             assert rms(out, softmax(q, keys, values, dims**-0.5)) < bound
 
 

@@ -158,7 +158,7 @@ def test_a_long_prefill_is_dequantized_a_side_at_a_time(monkeypatch):
     """MLX's arrays have fewer than 2^31 elements along a dim."""
     sides = []
 
-    def one(run, dtype, make, sink, live, first, number):
+    def one(run, dtype, make, sink, recent, first, number):
         sides.append(number)
         return [None] * number
 

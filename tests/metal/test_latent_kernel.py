@@ -39,14 +39,14 @@ def test_it_is_attention_over_what_is_stored(subtests):
         (make_tiles, Affine(3, 64), 64, 16, 2, 3, mx.float32),
     ]:
         with subtests.test(form=form, rank=rank):
-            code, tokens, live = Codec(Side(form), rank, 64), 128, 21
+            code, tokens, recent = Codec(Side(form), rank, 64), 128, 21
             stored = code.encode(made(batch, 1, tokens, rank))
             pages = code.decode(stored, mx.float32)
             first = made(batch, 1, sink, rank, seed=1).astype(dtype) if sink else None
-            last = made(batch, 1, live, rank, seed=2).astype(dtype)
+            last = made(batch, 1, recent, rank, seed=2).astype(dtype)
             seen = [np.array(x.astype(mx.float32)) for x in (first, pages, last) if x is not None]
             q = made(batch, heads, 1, rank, seed=3)
-            added = made(batch, heads, 1, sink + tokens + live, seed=4).astype(dtype)
+            added = made(batch, heads, 1, sink + tokens + recent, seed=4).astype(dtype)
             out = latents.attend(q, code, stored, tokens, first, last, added, SCALE, factory)
             whole = np.concatenate(seen, axis=2).astype(np.float64)
             bias = np.array(added.astype(mx.float32))

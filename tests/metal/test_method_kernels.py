@@ -34,14 +34,14 @@ def run(method, dims, heads, new, dtype, factory, tiled=False, pages=3):
     """The error of attention over two windows and pages, by kernels."""
     ours, plain = stores(method, dims, factory, tiled, pages)
     windows = [mx.array(data(1, 2, 21, dims, seed=2 + i)).astype(dtype) for i in range(2)]
-    sink, live = tuple(x[:, :, :4] for x in windows), tuple(x[:, :, 4:] for x in windows)
+    sink, recent = tuple(x[:, :, :4] for x in windows), tuple(x[:, :, 4:] for x in windows)
     q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
     logits = mx.array(data(16, seed=6)[:heads])
     mask = "causal" if new > 1 else None
-    view = View(live, sink, ours.read(0, pages))
+    view = View(recent, sink, ours.read(0, pages))
     assert view.pages.plan.body != OPS
     out = attend(q, view, dims**-0.5, mask, logits)
-    keys, values = attention._whole(View(live, sink, plain.read(0, pages)), mx.float32)
+    keys, values = attention._whole(View(recent, sink, plain.read(0, pages)), mx.float32)
     return rms(out, softmax(q, keys, values, dims**-0.5, logits))
 
 
@@ -113,11 +113,11 @@ def test_records_hold_the_same_as_codes_and_dequantize_reads_them(subtests):
                     assert mx.array_equal(back.state[side][key], x), (side, key)
             for part, x in ours.state.items():
                 assert mx.array_equal(again.state[part], x), part
-            live = mx.array(data(1, 2, 5, dims, seed=7))
+            recent = mx.array(data(1, 2, 5, dims, seed=7))
             for side in (0, 1):
                 for start, stop in ((0, 3), (1, 2)):  # a cut of the buffer has headers of its own
                     read = [s.read(start, stop) for s in (ours, plain)]
-                    found, right = (pages.between(None, (live, live))[side] for pages in read)
+                    found, right = (pages.between(None, (recent, recent))[side] for pages in read)
                     assert found.shape == right.shape and rms(found, right) < 3e-6
                     found, right = (pages.decode(side, mx.float32) for pages in read)
                     assert rms(found, right) < 3e-6

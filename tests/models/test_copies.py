@@ -145,7 +145,7 @@ def test_a_cache_of_another_shape_in_an_attached_model(model):
     attach(model, EARLY)
     cache = make_prompt_cache(model)
     last(model, tokens(20), cache)
-    heads = cache[0].keys_and_values()[0].live[0].shape[1]
+    heads = cache[0].keys_and_values()[0].recent[0].shape[1]
     x = mx.zeros((1, heads + 1, 1, 64))
     for wrong in ((x, x), (x[:, :heads, :, :32],) * 2, (x[:, :heads], x[:, :heads, :, :32])):
         with pytest.raises(UserError, match=r"the cache holds \d heads of .*, as of another model"):

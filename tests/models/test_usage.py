@@ -58,9 +58,9 @@ def test_what_is_held_is_counted_token_by_token():
     model = random_model("llama")
     attach(model, "int4")
     caches = read(model, 300)
-    live = caches[0].keys_and_values()[0].live[0]
-    numbers = 2 * live.shape[1] * live.shape[3]  # of a token
-    bits = parse_kv("int4").bits_per_value(live.shape[3], live.shape[3])
+    recent = caches[0].keys_and_values()[0].recent[0]
+    numbers = 2 * recent.shape[1] * recent.shape[3]  # of a token
+    bits = parse_kv("int4").bits_per_value(recent.shape[3], recent.shape[3])
     pages = -(-(300 - 192) // 64)
     held = pages * 64 * bits / 8 + (300 - pages * 64 + 64) * EXACT
     found = usage(caches[:1])

@@ -165,7 +165,7 @@ def encode(rng) -> dict:
     return out
 
 
-# name: (D, H, G, sink, pages, live, L, key side, value side, mask, attention sinks)
+# name: (D, H, G, sink, pages, recent, L, key side, value side, mask, attention sinks)
 CASES = {
     "one": (128, 8, 2, 16, 2, 40, 1, "srft-int4", "srft-int4", "none", False),
     "verify8": (64, 6, 2, 16, 2, 24, 8, "hadamard-int4", "srft-int2", "causal", False),
@@ -198,8 +198,8 @@ def attention(rng, cases=None) -> dict:
     """Attention over given codes, so that no encoder's ties blur it."""
     out = {}
     for case, row in (cases or CASES).items():
-        dims, heads, kv_heads, sink, pages, live, new, *names, mask, logits = row[:11]
-        total, body = sink + pages * PAGE + live, slice(sink, sink + pages * PAGE)
+        dims, heads, kv_heads, sink, pages, recent, new, *names, mask, logits = row[:11]
+        total, body = sink + pages * PAGE + recent, slice(sink, sink + pages * PAGE)
         q = rng.standard_normal((1, heads, new, dims)).astype(np.float16).astype(np.float64)
         out[f"{case}.q"] = q.astype(np.float16)
         whole = []

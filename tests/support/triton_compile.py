@@ -21,7 +21,7 @@ from cuda_track.kernels.transform import merge_kernel, queries_kernel
 
 TYPES = {
     attend_kernel: {
-        **dict.fromkeys(("plain", "sink_k", "sink_v", "live_k", "live_v"), "*bf16"),
+        **dict.fromkeys(("plain", "sink_k", "sink_v", "recent_k", "recent_v"), "*bf16"),
         **dict.fromkeys(("sums", "factors", "part_out", "part_top", "part_sum"), "*fp32"),
         **dict.fromkeys(("k_numbers", "v_numbers", "table", "pages"), "*i32"),
         **{

@@ -203,7 +203,7 @@ def reference(queries: mx.array, view: View, scale: float) -> mx.array:
     """
     sides = []
     for side in (0, 1):
-        parts = [view.pages.decode(side, mx.float32), view.live[side].astype(mx.float32)]
+        parts = [view.pages.decode(side, mx.float32), view.recent[side].astype(mx.float32)]
         if view.sink is not None:
             parts.insert(0, view.sink[side].astype(mx.float32))
         sides.append(mx.concatenate(parts, axis=2))

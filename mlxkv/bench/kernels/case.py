@@ -52,10 +52,10 @@ def filled(config: CacheConfig, shape: Shape, tokens: int, dtype: mx.Dtype) -> V
     for start in range(0, tokens, CHUNK):
         pair = shape.pair(min(CHUNK, tokens - start), dtype)
         view = cache.update_and_fetch(*pair)[0]
-        mx.eval(view.quantized, view.live)
+        mx.eval(view.quantized, view.recent)
         del view  # while it lives, the next update copies its arrays
     view = cache.keys_and_values()[0]
-    mx.eval(view.live, view.sink)
+    mx.eval(view.recent, view.sink)
     return view
 
 

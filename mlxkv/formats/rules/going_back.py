@@ -1,11 +1,11 @@
 """`GoesBack`: how a cache takes tokens back, for both tracks. No framework is imported here.
 
-    tokens:  [ sink ][ page ] ... [ last page ][ live ]
+    tokens:  [ sink ][ page ] ... [ last page ][ recent ]
 
-Any number of the last tokens can go, and what stays is read as before. Exact tokens stay exact where they exist: live
+Any number of the last tokens can go, and what stays is read as before. Exact tokens stay exact where they exist: recent
 ones, the sink, and the page that was quantized last, whose exact tokens are kept until the next one is quantized. A
 cut into that page restores the last page and leaves what a cache that read only the other tokens would hold. A cut
-into an older page decodes the tokens of it that stay into the live window; they are encoded a second time when
+into an older page decodes the tokens of it that stay into the recent window; they are encoded a second time when
 that is quantized.
 """
 
@@ -20,7 +20,7 @@ Pair = tuple[Any, Any]  # keys and values [B, G, T, D] of the track
 
 
 class GoesBack:
-    """A mixin over a compressed cache, which has `config`, `offset`, the windows `_live` (of `_count`
+    """A mixin over a compressed cache, which has `config`, `offset`, the windows `_recent` (of `_count`
     tokens), `_sink` and `_last`, and `_store`, its pages, or None.
 
     dropped: tokens that were read and are not stored. pinned: length of the prompt whose last tokens stand
@@ -32,10 +32,10 @@ class GoesBack:
     # -- what a track adds
 
     _forget: Callable[[], None]  # hold nothing
-    _put_live: Callable[[Pair], None]  # append live tokens, where there are none
-    # exact tokens of the page quantized last, and live ones behind
-    _last_and_live: Callable[[], Pair]
-    # The first tokens, so many, of a quantized page as attention reads them, in the type of the live ones.
+    _put_recent: Callable[[Pair], None]  # append recent tokens, where there are none
+    # exact tokens of the page quantized last, and recent ones behind
+    _last_and_recent: Callable[[], Pair]
+    # The first tokens, so many, of a quantized page as attention reads them, in the type of the recent ones.
     _decoded: Callable[[int, int], Pair]
 
     @property
@@ -44,7 +44,7 @@ class GoesBack:
 
     @property
     def _room(self) -> int:
-        """Tokens that `live` may hold before pages have to be quantized."""
+        """Tokens that `recent_count` may hold before pages have to be quantized."""
         return self.config.room(self._sink is not None)
 
     # -- how far
@@ -65,7 +65,7 @@ class GoesBack:
 
     @property
     def _sunk(self) -> int:
-        """Tokens of the sink that have left the live window."""
+        """Tokens of the sink that have left the recent window."""
         return self._sink[0].shape[2] if self._sink else 0
 
     @property
@@ -100,34 +100,34 @@ class GoesBack:
         if count == self.offset:
             return
         page = self.config.page
-        live = count - self.dropped - self._sunk - self._count_pages * page
+        recent_count = count - self.dropped - self._sunk - self._count_pages * page
         out_of_order = self.dropped or self.pinned
-        if not count or (count <= self._sunk and not out_of_order):  # of the sink: live again
+        if not count or (count <= self._sunk and not out_of_order):  # of the sink: recent again
             sink = tuple(x[:, :, :count] for x in self._sink) if count and self._sink else None
             self._forget()
             if sink is not None:
-                self._put_live(sink)
-        elif self._last is not None and -page < live <= self.config.recent:
-            self._dequantize(live)
-        elif live >= 0:
-            self._count = live
+                self._put_recent(sink)
+        elif self._last is not None and -page < recent_count <= self.config.recent:
+            self._dequantize(recent_count)
+        elif recent_count >= 0:
+            self._count = recent_count
         else:
-            self._decode_end(self._count_pages + live // page, live % page)
+            self._decode_end(self._count_pages + recent_count // page, recent_count % page)
         self.offset = count
 
-    def _dequantize(self, live: int) -> None:
-        """Restore the exact tokens of the last page; `live` tokens stay behind its page (negative: fewer than the
-        page)."""
-        pair = tuple(x[:, :, : self.config.page + live] for x in self._last_and_live())
+    def _dequantize(self, recent_count: int) -> None:
+        """Restore the exact tokens of the last page; `recent_count` tokens stay behind its page (negative: fewer than
+        the page)."""
+        pair = tuple(x[:, :, : self.config.page + recent_count] for x in self._last_and_recent())
         self._store.truncate(self._count_pages - 1)
-        self._live, self._count, self._last = None, 0, None
-        self._put_live(pair)
+        self._recent, self._count, self._last = None, 0, None
+        self._put_recent(pair)
 
     def _decode_end(self, pages: int, count: int) -> None:
-        """Keep so many pages, and `count` tokens of the next one as live tokens."""
+        """Keep so many pages, and `count` tokens of the next one as recent tokens."""
         pair = self._decoded(pages, count) if count else None
         self._store.truncate(pages)
         self._count, self._last = 0, None
         if pair is not None:
-            self._live = None
-            self._put_live(pair)
+            self._recent = None
+            self._put_recent(pair)

@@ -76,9 +76,9 @@ class Observing:
     def _quantize_rest(self) -> None:
         """Quantize what is beyond the room: the basis has learned from it, or nothing attended to it."""
         self._pending = None
-        if self._live is not None and self._count > self._room:
-            live, self._live = self._read_live(), None
-            self._quantize_pages(live)
+        if self._recent is not None and self._count > self._room:
+            recent, self._recent = self._read_recent(), None
+            self._quantize_pages(recent)
 
     def _observe(self, queries: Tensor, scale: float, rows) -> bool:
         """Take in queries [B, H, L, D] of attention over the last chunk. rows(n): the mask of the last n.
@@ -91,14 +91,14 @@ class Observing:
         last = queries[:, :, -(self.config.rule.window if self.config.follows else WINDOW) :]
         if self.config.keep < 1:
             batch, heads, count, dims = last.shape
-            kv_heads = view.live[0].shape[1]
+            kv_heads = view.recent[0].shape[1]
             grouped = last.reshape(batch, kv_heads, heads // kv_heads, count, dims)
             self._queries = self._compact(grouped), scale
         if self.config.follows:
             new = self._chunk
             weights = self.importance(last, view, scale, rows(last.shape[2]))[..., -new:]
             at = self.salient(weights, max(1, round(self.config.rule.salient * new)))
-            self._teach(tuple(self.taken(x[:, :, -new:], at) for x in view.live), True)
+            self._teach(tuple(self.taken(x[:, :, -new:], at) for x in view.recent), True)
         self._quantize_rest()
         return True
 
@@ -113,7 +113,7 @@ class Observing:
         count = min(self._since, self._count)
         self._since = 0
         if count:
-            self._teach(tuple(x[:, :, -count:] for x in self._read_live()), False)
+            self._teach(tuple(x[:, :, -count:] for x in self._read_recent()), False)
 
     def _teach(self, batch: Pair, prompt: bool) -> None:
         basis = self._next_basis(batch, prompt)
@@ -152,16 +152,16 @@ class Observing:
         """
         if not self._chunk or self.pinned or not self.config.pinned:
             return
-        pair, out = self._read_live(), self._sink is not None
+        pair, out = self._read_recent(), self._sink is not None
         tail = self._count - min(self.config.pinned, self._count)
         head = 0 if out else min(self.config.sink, tail)
         first = self._sink if out else tuple(x[:, :, :head] for x in pair)
         last = tuple(x[:, :, tail:] for x in pair)
         self._sink = tuple(self._joined(*two) for two in zip(first, last, strict=True))
         middle = tuple(x[:, :, head:tail] for x in pair)
-        self._live, self._count, self._last = None, 0, None
+        self._recent, self._count, self._last = None, 0, None
         if head < tail:
-            self._put_live(middle)
+            self._put_recent(middle)
         self.pinned = self.offset
 
     # -- the rest of the contract

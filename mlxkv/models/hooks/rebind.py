@@ -197,7 +197,7 @@ def capped(original: Callable) -> Callable:
         if not isinstance(keys, (View, Handle)):
             return original(queries, keys, values, scale, softcap, mask)
         if is_plain(keys):
-            return original(queries, *keys.live, scale, softcap, mask)
+            return original(queries, *keys.recent, scale, softcap, mask)
         return _capped(queries, keys, scale, mask, softcap)
 
     return _softcap_attention
@@ -225,7 +225,7 @@ def gemma2(original: Callable) -> Callable:
         if not isinstance(view, (View, Handle)):  # of a cache that hands keys back
             return original(self, x, mask, _Updated(offset, (view, values)))
         if is_plain(view):
-            return original(self, x, mask, _Updated(offset, view.live))
+            return original(self, x, mask, _Updated(offset, view.recent))
         out = _capped(q, view, self.scale, mask, self.attn_logit_softcapping)
         return self.o_proj(out.swapaxes(1, 2).reshape(*x.shape[:2], -1))
 

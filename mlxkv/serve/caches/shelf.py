@@ -79,8 +79,8 @@ class Shelf:
         paged = [(f"pages.{name}", x) for name, x in tree_flatten(state.pop("pages", {}))]
         sink = [(f"sink.{name}", x) for name, x in tree_flatten(state.pop("sink", {}))]
         start = sink[0][1].shape[2] if sink else 0
-        live = state["live"]["keys"].shape[2]
-        pages = (cache.size() - start - live) // config.page
+        recent_count = state["live"]["keys"].shape[2]
+        pages = (cache.size() - start - recent_count) // config.page
         each = max(1, BLOCK // config.page)
         found, ends = [dict(sink)] if sink else [], [start] if sink else []
         for first in range(0, pages - each + 1, each):

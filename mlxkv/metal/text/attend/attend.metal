@@ -1,7 +1,7 @@
 // Decode attention over quantized pages and full-precision windows, in base-2 exponents.
 // Threadgroup: S simdgroups; grid: (32 S x tiles of QT query rows, splits, kv heads of the batch):
 // threadgroups that read the same records are neighbours. The first size[1] splits share the records,
-// the others the windows (sink, then live). Codes are read once for the QT query rows of a tile. Each
+// the others the windows (sink, then recent). Codes are read once for the QT query rows of a tile. Each
 // split writes (maximum, sum, output) per row.
 //
 // q_pages  [heads, runs, rows, RK]: queries in the stored domain, float
@@ -11,10 +11,10 @@
 //          have buffers of their own, or lie side by side in one.
 // records_2, headers_2 [heads, ..]: a second run of pages after the first, in its own stored domain
 // sink_k, sink_v, live_k, live_v [heads, tokens, D], of type T
-// size     [rows, page splits, record capacity, sink capacity, live capacity, new tokens, kv heads,
+// size     [rows, page splits, record capacity, sink capacity, recent capacity, new tokens, kv heads,
 //           page splits of the first run, capacity of the second, runs]
-// lengths  [batch, 5]: records, sink tokens, live tokens, first record, records of the second run
-// Row i of a head belongs to new token i % L, the last L tokens of live.
+// lengths  [batch, 5]: records, sink tokens, recent tokens, first record, records of the second run
+// Row i of a head belongs to new token i % L, the last L tokens of recent.
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
 constexpr int BD = (D + 31) / 32;
@@ -89,8 +89,8 @@ const bool second = paged && split >= size[7];
 const int n_before = second ? lengths[5 * batch] : 0;  // records
 const int n_records = lengths[5 * batch + (second ? 4 : 0)];
 const int n_sink = lengths[5 * batch + 1];
-const int n_live = lengths[5 * batch + 2];
-const int total = n_sink + 16 * (lengths[5 * batch] + lengths[5 * batch + 4]) + n_live;
+const int n_recent = lengths[5 * batch + 2];
+const int total = n_sink + 16 * (lengths[5 * batch] + lengths[5 * batch + 4]) + n_recent;
 const device uint* run = second ? records_2 : records;
 const device uint* run_headers = second ? headers_2 : headers;
 const int capacity = size[second ? 8 : 2];
@@ -144,7 +144,7 @@ KvTree tree_v = kv_tree<1, TREE_V == 1 ? 28 : 1>(books_v, (const device half*)he
 #endif
 
 const int sink_units = (n_sink + 15) / 16;
-const int units = paged ? n_records : sink_units + (n_live + 15) / 16;
+const int units = paged ? n_records : sink_units + (n_recent + 15) / 16;
 const int run_splits = second ? page_splits - size[7] : size[7];
 const int parts = paged ? run_splits : splits - page_splits;
 const int part = split - (paged ? (second ? size[7] : 0) : page_splits);

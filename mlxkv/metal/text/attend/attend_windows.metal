@@ -3,15 +3,15 @@
   for (int unit = part * each + group; unit < stop; unit += S) {
     const bool in_sink = unit < sink_units;
     const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);
-    const int tokens = (in_sink ? n_sink : n_live) - token0;
-    const int position0 = in_sink ? token0 : total - n_live + token0;
+    const int tokens = (in_sink ? n_sink : n_recent) - token0;
+    const int position0 = in_sink ? token0 : total - n_recent + token0;
     const int at_window = (head * (in_sink ? size[3] : size[4]) + token0) * D;
     float s[QT * 2];
 #pragma unroll
     for (int i = 0; i < QT * 2; i++) {
       s[i] = 0.0f;
     }
-    const device T* keys = (in_sink ? sink_k : live_k) + at_window;
+    const device T* keys = (in_sink ? sink_k : recent_k) + at_window;
 #pragma unroll 1
     for (int j = 0; j < BD; j++) {
       const int dim = 32 * j + 8 * t;
@@ -46,7 +46,7 @@
     }
     kv_probabilities<QT, OB * 4>(
         s, top, sum, o, last_seen, position0, tokens, g, LAZY, as_type<float>(CAP));
-    const device T* values = (in_sink ? sink_v : live_v) + at_window;
+    const device T* values = (in_sink ? sink_v : recent_v) + at_window;
     // A token at a time: the values of all would not fit in registers.
 #pragma unroll 1
     for (int n = 0; n < 4; n++) {

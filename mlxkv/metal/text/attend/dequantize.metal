@@ -2,8 +2,8 @@
 // layer at a time. A simdgroup per 16 tokens of a side; grid: (32 x units, sides).
 // records [heads, capacity, RECORD words]; headers [heads, capacity / records of a page, HEADER words];
 // sink_k, live_k [heads, tokens, DIMS_K], sink_v, live_v [heads, tokens, DIMS_V] of type T;
-// out: keys [heads, sink tokens + 16 records + live tokens, DIMS_K], then values in the same way.
-// size: [records per head, capacity, heads, sink tokens, live tokens, first side (1: values alone), 0, 0]
+// out: keys [heads, sink tokens + 16 records + recent tokens, DIMS_K], then values in the same way.
+// size: [records per head, capacity, heads, sink tokens, recent tokens, first side (1: values alone), 0, 0]
 // Template: T, RECORD, PAGE, HEADER, SIDE_K and HEADER_K (words of the keys in each); per side BITS (16:
 // float16 numbers), DIMS, GROUP, SYMMETRIC, CODEBOOK and the coefficients C of its levels, CHANNEL,
 // PAIRS, TREE and its BOOKS.
@@ -43,10 +43,10 @@ const int unit = threadgroup_position_in_grid.x * (threads_per_threadgroup.x / 3
     simdgroup_index_in_threadgroup;
 const bool values = int(threadgroup_position_in_grid.y) + size[5] == 1;
 const int n_sink = size[3];
-const int n_live = size[4];
+const int n_recent = size[4];
 const int sink_units = (n_sink + 15) / 16;
-const int units = sink_units + size[0] + (n_live + 15) / 16;
-const size_t tokens = size_t(n_sink) + 16 * size[0] + n_live;
+const int units = sink_units + size[0] + (n_recent + 15) / 16;
+const size_t tokens = size_t(n_sink) + 16 * size[0] + n_recent;
 const int head = unit / units;
 const int part = unit % units;
 const int record = part - sink_units;
@@ -54,10 +54,10 @@ if (head < size[2]) {
   const bool paged = record >= 0 && record < size[0];
   const bool in_sink = record < 0;
   const int first = 16 * (in_sink ? part : record - size[0]);  // of the window
-  const int many = metal::min(16, (in_sink ? n_sink : n_live) - first);
+  const int many = metal::min(16, (in_sink ? n_sink : n_recent) - first);
   const size_t row = size_t(head) * tokens +
       (paged ? n_sink + 16 * record : in_sink ? first : n_sink + 16 * size[0] + first);
-  const size_t from = size_t(head) * (in_sink ? n_sink : n_live) + first;
+  const size_t from = size_t(head) * (in_sink ? n_sink : n_recent) + first;
   const device uint* at = records + (size_t(head) * size[1] + (paged ? record : 0)) * record_words;
 #if WITH_FILL
 #else
@@ -71,7 +71,7 @@ if (head < size[2]) {
     if (paged) {
       kv_dequantize_blocks<T, 1>(at, headers, rows, lane);
     } else {
-      kv_copy_words(rows, (in_sink ? sink_k : live_k) + from * dims_k, many * dims_k, lane);
+      kv_copy_words(rows, (in_sink ? sink_k : recent_k) + from * dims_k, many * dims_k, lane);
     }
 #else
     if (paged) {
@@ -79,7 +79,7 @@ if (head < size[2]) {
           T, BITS_K, DIMS_K, GROUP_K, SYMMETRIC_K, CODEBOOK_K, CHANNEL_K, PAIRS_K, TREE_K,
           BOOK_K, 1>(at, header, place, rows, levels_k, books_k, lane);
     } else {
-      kv_copy<T, DIMS_K>(rows, (in_sink ? sink_k : live_k) + from * DIMS_K, many, lane);
+      kv_copy<T, DIMS_K>(rows, (in_sink ? sink_k : recent_k) + from * DIMS_K, many, lane);
     }
 #endif
   } else {
@@ -88,7 +88,7 @@ if (head < size[2]) {
     if (paged) {
       kv_dequantize_blocks<T, 0>(at, headers, rows, lane);
     } else {
-      kv_copy_words(rows, (in_sink ? sink_v : live_v) + from * dims_v, many * dims_v, lane);
+      kv_copy_words(rows, (in_sink ? sink_v : recent_v) + from * dims_v, many * dims_v, lane);
     }
 #else
     if (paged) {
@@ -96,7 +96,7 @@ if (head < size[2]) {
           T, BITS_V, DIMS_V, GROUP_V, SYMMETRIC_V, CODEBOOK_V, CHANNEL_V, PAIRS_V, TREE_V,
           BOOK_V, 0>(at + SIDE_K, header + HEADER_K, place, rows, levels_v, books_v, lane);
     } else {
-      kv_copy<T, DIMS_V>(rows, (in_sink ? sink_v : live_v) + from * DIMS_V, many, lane);
+      kv_copy<T, DIMS_V>(rows, (in_sink ? sink_v : recent_v) + from * DIMS_V, many, lane);
     }
 #endif
   }

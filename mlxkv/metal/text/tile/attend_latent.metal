@@ -2,18 +2,18 @@
 // value of all heads. A block of 16 M tokens is decoded once into threadgroup memory, as halves, and multiplied
 // twice, as keys and as values, for 8 QT query rows. The rotary keys' part of the scores is an input: exact.
 // Threadgroup: QT DH simdgroups, one for 8 query rows and R / DH dims; grid: (32 QT DH x tiles of rows, splits,
-// batch). The first size[1] splits share the pages, the others the windows (sink, then live). Each split writes
+// batch). The first size[1] splits share the pages, the others the windows (sink, then recent). Each split writes
 // (maximum, sum, output) per row, which `merge` joins.
 //
 // q_pages  [batch, rows, R]: queries in the stored domain, float; q_window [batch, rows, R]: in the model's, T
 // codes    [batch, tokens, R BITS / 32]: little-endian bit streams (codec/packing.py)
 // scales, biases [batch, tokens, R / GROUP], or with CHANNEL [batch, tokens / GROUP, R]; SYMMETRIC: no biases
-// sink, live [batch, tokens, R], T
-// rotary   [batch, rows, columns], T: added to the scores, in the model's units; columns in the order of tokens, live
+// sink, recent [batch, tokens, R], T
+// rotary   [batch, rows, columns], T: added to the scores, in the model's units; columns in the order of tokens, recent
 //          ones from a column of their own on
 // scale    [attention scale times log2(e), log2(e)]
-// size     [rows, page splits, tokens in pages, sink tokens, live tokens, room in tokens of codes, columns, room in
-//          tokens of live, first column of live tokens]
+// size     [rows, page splits, tokens in pages, sink tokens, recent tokens, room in tokens of codes, columns, room in
+//          tokens of recent, first column of recent tokens]
 constexpr int TOKENS = 16 * M;
 constexpr int DIMS = R / DH;  // of a simdgroup
 constexpr int STEPS = DIMS / 16;
@@ -38,11 +38,11 @@ const int rows = size[0];
 const int page_splits = size[1];
 const int n_pages = size[2];
 const int n_sink = size[3];
-const int n_live = size[4];
+const int n_recent = size[4];
 const int capacity = size[5];
 const int total = size[6];
-const int live_room = size[7];
-const int live_column = size[8];
+const int recent_room = size[7];
+const int recent_column = size[8];
 const int batch = threadgroup_position_in_grid.z;
 const int first_row = (threadgroup_position_in_grid.x * QT + tile) * 8;
 const int split = threadgroup_position_in_grid.y;
@@ -92,7 +92,7 @@ for (int n = 0; n < STEPS; n++) {
 
 const int sink_blocks = (n_sink + TOKENS - 1) / TOKENS;
 const int blocks =
-    paged ? (n_pages + TOKENS - 1) / TOKENS : sink_blocks + (n_live + TOKENS - 1) / TOKENS;
+    paged ? (n_pages + TOKENS - 1) / TOKENS : sink_blocks + (n_recent + TOKENS - 1) / TOKENS;
 const int shares = paged ? page_splits : splits - page_splits;
 const int share = split - (paged ? 0 : page_splits);
 const int each = (blocks + shares - 1) / shares;
@@ -101,8 +101,8 @@ const int unit = thread_id % UNITS;
 for (int block = share * each; block < stop; block++) {
   const bool in_sink = !paged && block < sink_blocks;
   const int token0 = TOKENS * (paged || in_sink ? block : block - sink_blocks);
-  const int tokens = metal::min(TOKENS, (paged ? n_pages : in_sink ? n_sink : n_live) - token0);
-  const int position0 = in_sink ? token0 : paged ? n_sink + token0 : live_column + token0;
+  const int tokens = metal::min(TOKENS, (paged ? n_pages : in_sink ? n_sink : n_recent) - token0);
+  const int position0 = in_sink ? token0 : paged ? n_sink + token0 : recent_column + token0;
   float steps[8];
   float lows[8];
   if (CHANNEL && paged) {  // a block lies in one group of tokens
@@ -157,8 +157,8 @@ for (int block = share * each; block < stop; block++) {
           x[i] = metal::fma(steps[i], kv_one_plus<BITS>(code), lows[i]);
         }
       } else {
-        const size_t row = size_t(batch) * (in_sink ? n_sink : live_room) + token0 + token;
-        kv_load<8>((in_sink ? sink : live) + row * R + 8 * unit, x);
+        const size_t row = size_t(batch) * (in_sink ? n_sink : recent_room) + token0 + token;
+        kv_load<8>((in_sink ? sink : recent) + row * R + 8 * unit, x);
       }
     }
     if (token < TOKENS) {

@@ -5,11 +5,11 @@
 // q [heads, rows, D] of type T, in the model's domain. Records, headers, windows, lengths and the inputs of a
 // second run of pages (RUNS = 2): as in attend.metal
 // map_k: model's -> stored domain, of q; map_v: stored -> model's: tiles of halves (tiles.py), HAS_K, HAS_V
-// size: [rows, page splits, record capacity, sink capacity, live capacity, new tokens,
+// size: [rows, page splits, record capacity, sink capacity, recent capacity, new tokens,
 //   kv heads, words of map_k per head, of map_v (0: one for all), scale log2(e) as bits, log2(e) as
 //   bits, 4 masks of keys, 4 of values, page splits of the first run, capacity of the second, its
 //   records, bits: each sequence has maps of its own (1: of keys, 2: of values), then per batch:
-//   records, sink, live tokens, first record]
+//   records, sink, recent tokens, first record]
 // counter: zero before and after, one per tile of rows.
 constexpr int BK = (RK + 31) / 32;
 constexpr int BV = (RV + 31) / 32;
@@ -90,8 +90,8 @@ const int kv_head = head % size[6];
 const int batch = head / size[6];
 const int n_first = size[23 + 4 * batch];
 const int n_sink = size[24 + 4 * batch];
-const int n_live = size[25 + 4 * batch];
-const int total = n_sink + 16 * (n_first + (RUNS == 2 ? size[21] : 0)) + n_live;
+const int n_recent = size[25 + 4 * batch];
+const int total = n_sink + 16 * (n_first + (RUNS == 2 ? size[21] : 0)) + n_recent;
 const bool later = RUNS == 2 && paged && split >= size[19];  // in the second run
 const int n_records = later ? size[21] : n_first;
 // Indices of 32 bits: arrays of MLX are shorter.
@@ -99,7 +99,7 @@ const uint first_record = later ? head * size[20] : kv_head * size[2] + size[26 
 const int first_splits = RUNS == 2 ? size[19] : page_splits;
 
 const int sink_units = (n_sink + 15) / 16;
-const int units = paged ? n_records : sink_units + (n_live + 15) / 16;
+const int units = paged ? n_records : sink_units + (n_recent + 15) / 16;
 const int parts = later ? page_splits - first_splits : paged ? first_splits : splits - page_splits;
 const int part = split - (later ? first_splits : paged ? 0 : page_splits);
 // Simdgroups take pairs of records in turn, or (FOLDED) a run of pairs each.

@@ -1,7 +1,7 @@
 // Fourth part of attend_tile: the windows, in threadgroups without records.
 } else {
   const int sinks_from = head * size[3] * D;
-  const int live_from = head * size[4] * D;
+  const int recent_from = head * size[4] * D;
   for (; unit < stop; unit += S) {
     const int mine = POOLED && unit < 0 ? 0 : lane;
     if (POOLED) {
@@ -9,11 +9,11 @@
     }
     const bool in_sink = unit < sink_units;
     const int token0 = in_sink ? 16 * unit : 16 * (unit - sink_units);
-    const int tokens = (in_sink ? n_sink : n_live) - token0;
-    const int position0 = in_sink ? token0 : total - n_live + token0;
-    const int base = (in_sink ? sinks_from : live_from) + token0 * D;
-    const device T* keys = in_sink ? sink_k : live_k;
-    const device T* values = in_sink ? sink_v : live_v;
+    const int tokens = (in_sink ? n_sink : n_recent) - token0;
+    const int position0 = in_sink ? token0 : total - n_recent + token0;
+    const int base = (in_sink ? sinks_from : recent_from) + token0 * D;
+    const device T* keys = in_sink ? sink_k : recent_k;
+    const device T* values = in_sink ? sink_v : recent_v;
     const int key = base + g * D + 8 * t;
     const int value = base + 2 * t * D + 4 * g;
     // Tokens from that key, and from that value on.
