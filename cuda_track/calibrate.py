@@ -153,7 +153,7 @@ def fisher(
     model: torch.nn.Module, layers: set[int], tokens: Sequence[int], bos: int | None = None
 ) -> dict[int, np.ndarray]:
     """Return F [G, D, D] of what attention of each of `layers` hands on, the sum over the query heads of a kv head: the
-    second moment of the gradient of the log-likelihood of tokens that the model draws (`mlxkv.spec.fill`).
+    second moment of the gradient of the log-likelihood of tokens that the model draws (`mlxkv.spec.mixed_bits`).
     {}, and a line on stderr, where the model cannot be differentiated or gradients are no numbers or all 0."""
     from cuda_track.models.taps import observing
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
-from cuda_track.codec import fill, packing, polar, polar_tree
+from cuda_track.codec import mixed_bits, packing, polar, polar_tree
 from cuda_track.codec.codec import Codec, Stored
 from cuda_track.codec.packing import signed
 from mlxkv.formats.records import (
@@ -151,7 +151,7 @@ def _unpacked(code: Codec, stored: Stored, at: SideLayout) -> torch.Tensor:
     if at.raw:
         return stored["values"].contiguous().view(torch.int16).long() & 0xFFFF
     if at.widths:
-        return fill.unpack(code.spec, stored["codes"])
+        return mixed_bits.unpack(code.spec, stored["codes"])
     return packing.unpack(stored["codes"], at.bits, at.dims)
 
 
@@ -164,5 +164,5 @@ def _packed(code: Codec, codes: torch.Tensor, numbers: Stored, at: SideLayout) -
     if at.raw:
         return {"values": codes.to(torch.int16).contiguous().view(torch.float16)}
     if at.widths:
-        return numbers | {"codes": fill.pack(code.spec, codes)}
+        return numbers | {"codes": mixed_bits.pack(code.spec, codes)}
     return numbers | {"codes": packing.pack(codes, at.bits)}

@@ -37,7 +37,7 @@ METHODS = {
     "balanced": "balanced",
     "centred": "balanced, keys centred",
     "scaled": "SRFT with scales",
-    "fill": "bits by direction",
+    "fill": "mixed bits",
     "latent": "latents (MLA)",
     "learned": "learning",
 }

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mlxkv.formats.calibration import fill
+from mlxkv.formats.calibration import mixed_bits
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Layer
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.config import CacheConfig
@@ -44,22 +44,22 @@ def _weighted(basis: Basis, seed: int) -> Basis:
 
 
 def allotted(config: CacheConfig, dims: int) -> CacheConfig:
-    """`config` for heads of `dims`, with bits by direction allotted where it asks for them: those of one of LAYERS
+    """`config` for heads of `dims`, with mixed bits allotted where it asks for them: those of one of LAYERS
     layers, whose keys and values take about as much as is asked for."""
-    filled = {side: getattr(config, side) for side in SIDES if getattr(config, side).filled}
-    rates = [side.quantizer.rate for side in filled.values()]
+    mixed = {side: getattr(config, side) for side in SIDES if getattr(config, side).mixed_bits}
+    rates = [side.quantizer.rate for side in mixed.values()]
     is_shared, sides = len(set(rates)) < len(rates), {}
-    for names in [SIDES] if is_shared else [(side,) for side in filled]:
+    for names in [SIDES] if is_shared else [(side,) for side in mixed]:
         directions = [
             (side, falling(1, dims, 2 * n + SIDES.index(side)))
             for n in range(LAYERS)
             for side in names
         ]
-        widths = fill.allot(directions, filled[names[0]].quantizer.rate)
+        widths = mixed_bits.allot(directions, mixed[names[0]].quantizer.rate)
         layers = [widths[i : i + len(names)] for i in range(0, len(widths), len(names))]
         bits = [sum(map(sum, layer)) for layer in layers]
         middle = layers[int(np.abs(np.array(bits) - np.mean(bits)).argmin())]
         for side, widths in zip(names, middle, strict=True):
-            old = filled[side]
+            old = mixed[side]
             sides[side] = replace(old, quantizer=replace(old.quantizer, widths=widths))
     return replace(config, **sides)

@@ -14,7 +14,7 @@ from mlxkv.cache.stores import Codes, LatentCodes, Records
 from mlxkv.cache.view import BY_OPS, TILES, KernelPlan, Parts, View
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.lowrank import DIMS, Fill
+from mlxkv.formats.lowrank import DIMS, MixedBits
 from mlxkv.formats.records import MOST_BLOCKS, record_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import tiles, trust
@@ -27,7 +27,7 @@ QUANTIZE_BOUND = 0.06
 # A prefill is MLX's attention in the model's type, with keys and values rounded to it.
 PREFILL_BOUND = 0.02
 PAGES = 16  # enough for several splits to be merged
-# Widths of blocks with which bits by direction are tried, for any number of them: all widths, in other orders.
+# Widths of blocks with which mixed bits are tried, for any number of them: all widths, in other orders.
 TRIED = ((8, 3, 1, 4, 3, 2, 1), (4, 3, 2, 1, 3, 2, 1))
 MOST_HEADS = 2  # kv heads of a trial; how many query heads read each is what kernels are built for
 
@@ -85,16 +85,16 @@ _outcomes: dict[_Key, dict[Case, Outcome]] = {}
 
 
 def stand_in(config: CacheConfig, dims: int) -> CacheConfig:
-    """The config whose trial stands for this one: itself, but for bits by direction, whose kernels are the same for all
+    """The config whose trial stands for this one: itself, but for mixed bits, whose kernels are the same for all
     widths (`metal.template`). Keys are tried with fewer stored dims than a head has."""
     sides = {}
     for name, pattern, fewer in (("keys", TRIED[0], 1), ("values", TRIED[1], 0)):
         side = getattr(config, name)
-        if not side.filled:
+        if not side.mixed_bits:
             return config
         count = min(MOST_BLOCKS, max(1, dims // DIMS - fewer))
         widths = sorted((pattern * (count // len(pattern) + 1))[:count], reverse=True)
-        sides[name] = replace(side, quantizer=Fill(1.0, tuple(widths)))
+        sides[name] = replace(side, quantizer=MixedBits(1.0, tuple(widths)))
     return replace(config, **sides)
 
 

@@ -6,9 +6,9 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlxkv.codec import affine, codebook, fill, polar, polar_tree, raw, transform
+from mlxkv.codec import affine, codebook, mixed_bits, polar, polar_tree, raw, transform
 from mlxkv.codec.transform import Transform
-from mlxkv.formats.config import Affine, Codebook, Fill, Full, Half, Polar, PolarTree, Side
+from mlxkv.formats.config import Affine, Codebook, Full, Half, MixedBits, Polar, PolarTree, Side
 
 METHODS = {
     Full: raw,
@@ -17,7 +17,7 @@ METHODS = {
     Codebook: codebook,
     PolarTree: polar_tree,
     Polar: polar,
-    Fill: fill,
+    MixedBits: mixed_bits,
 }
 Stored = dict[str, mx.array]
 

@@ -15,7 +15,7 @@ from mlxkv.codec import transform
 from mlxkv.codec.transform import Centre, Transform
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.config import CALIBRATED, CENTRED, FILLED, PCA, SCALED, SHARED
+from mlxkv.formats.config import CALIBRATED, CENTRED, MIXED_BITS, PCA, SCALED, SHARED
 from mlxkv.formats.lowrank import DIMS, LowRank
 
 if TYPE_CHECKING:  # without a calibrated preset nothing of calibrations is imported
@@ -194,10 +194,10 @@ def _random(kind: str, heads: int, dims: int) -> Transform:
         size = kind.split()[1]
         rank = int(size) if size.isdigit() else LowRank(float(size)).dims(dims)
         return _transform(transform[..., :rank])
-    if CENTRED.get(name, name) == FILLED:
+    if CENTRED.get(name, name) == MIXED_BITS:
         if not size:
             raise UserError(
-                "[--kv] random maps have no bits by direction; got fill-NUMBER; choose centred-int2 or another"
+                "[--kv] random maps have no mixed bits; got fill-NUMBER; choose centred-int2 or another"
             )
         return _transform(transform[..., : DIMS * len(size.split(","))])
     if kind in (CALIBRATED, SHARED):

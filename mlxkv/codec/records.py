@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlxkv.codec import fill, packing, polar, polar_tree
+from mlxkv.codec import mixed_bits, packing, polar, polar_tree
 from mlxkv.codec.codec import Codec, Stored
 from mlxkv.formats.records import (
     BLOCK,
@@ -171,7 +171,7 @@ def _split(code: Codec, stored: Stored, at: SideLayout) -> tuple[mx.array, Store
     if at.raw:
         return mx.contiguous(stored["values"]).view(mx.uint16), {}
     if at.widths:
-        return fill.unpacked(code.spec, stored["codes"]), stored
+        return mixed_bits.unpacked(code.spec, stored["codes"]), stored
     return packing.unpack(stored["codes"], at.bits, at.dims), stored
 
 
@@ -185,7 +185,7 @@ def _joined(code: Codec, codes: mx.array, numbers: Stored, at: SideLayout) -> St
     if at.raw:
         return {"values": mx.contiguous(codes.astype(mx.uint16)).view(mx.float16)}
     if at.widths:
-        return {"codes": fill.packed(code.spec, codes), **numbers}
+        return {"codes": mixed_bits.packed(code.spec, codes), **numbers}
     return {"codes": packing.pack(codes, at.bits), **numbers}
 
 

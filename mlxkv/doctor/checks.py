@@ -23,7 +23,7 @@ Step = Callable[[str], None]  # takes the name of what is computed next
 RIGHT, WRONG, NOT_BUILT, DID_NOT_RUN = "right", "wrong", "not built", "did not run"
 NOT_TRIED, NONE = "not tried", "none"
 FAILED = (WRONG, NOT_BUILT, DID_NOT_RUN)
-# One number of bits by direction stands for all: the kernels are the same (`selftest.stand_in`).
+# One number of mixed bits stands for all: the kernels are the same (`selftest.stand_in`).
 NEEDED, DIMS = ("int4", "int8", "fill-2.25", "int2", "int3"), (128, 64, 256)
 # With --all: other forms of these, then a preset of every other method, at one head dim.
 MORE = ("srft-int4+g64", "oscar-int2")

@@ -10,21 +10,21 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import get_args
 
 from mlxkv.errors import UserError
-from mlxkv.formats.lowrank import Fill, Half, LowRank
+from mlxkv.formats.lowrank import Half, LowRank, MixedBits
 from mlxkv.formats.quantizers import Affine, Codebook, Full, Polar, PolarTree
 
 CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
 SHARED = "oscar-layer"  # one rotation for all kv heads of a layer
 SCALED = "srft-scaled"  # SRFT, then a calibrated scale per channel
 PAIRED = (BALANCED, LEARNED)  # calibrated maps that are not rotations
-FILLED = "fill"  # balanced directions, scaled by the bits of their blocks
+MIXED_BITS = "fill"  # balanced directions, scaled by the bits of their blocks
 # The same of keys without their mean.
-CENTRED = {f"{name}-centred": name for name in (CALIBRATED, BALANCED, FILLED)}
+CENTRED = {f"{name}-centred": name for name in (CALIBRATED, BALANCED, MIXED_BITS)}
 PCA = "pca"  # fewer dims, from a calibration
-FROM_CALIBRATIONS = (CALIBRATED, SHARED, *PAIRED, *CENTRED, SCALED, PCA, FILLED)
+FROM_CALIBRATIONS = (CALIBRATED, SHARED, *PAIRED, *CENTRED, SCALED, PCA, MIXED_BITS)
 TRANSFORMS = ("none", "hadamard", "srft", "random", *FROM_CALIBRATIONS)
 
-Quantizer = Full | Half | Affine | Codebook | PolarTree | Polar | Fill
+Quantizer = Full | Half | Affine | Codebook | PolarTree | Polar | MixedBits
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Side:
         "srft" (every even head dim), "random" (a dense random
         rotation, every head dim); or, per kv head from `mlxkv calibrate`, "oscar" (a rotation),
         "balanced" (an invertible map), "pca" (fewer dims, by `low`), "fill" (fewer dims, with bits of their own, by
-        `Fill`) and, with --learn, "learned" (SRFT, then a map trained with Adam); "oscar-centred",
+        `MixedBits`) and, with --learn, "learned" (SRFT, then a map trained with Adam); "oscar-centred",
         "balanced-centred" and "fill-centred" (of keys alone) take a calibrated mean from every key first; or, per
         layer, "oscar-layer" (a rotation) and "srft-scaled" (SRFT, then a scale per channel).
     seed: seed of the transform's random signs or matrix; 0 for "srft-scaled", whose scales belong to it.
@@ -57,8 +57,10 @@ class Side:
             )
         if (self.transform == PCA) != (self.low is not None):
             raise UserError(f'[Side] "{PCA}" and low go together; got {self.transform!r}')
-        if self.filled and not isinstance(self.quantizer, Fill):
-            raise UserError(f'[Side] "{self.transform}" is for Fill; got {self.quantizer.label}')
+        if self.mixed_bits and not isinstance(self.quantizer, MixedBits):
+            raise UserError(
+                f'[Side] "{self.transform}" is for MixedBits; got {self.quantizer.label}'
+            )
         if self.transform == SCALED and self.seed:
             raise UserError(f"[Side] scales are calibrated for seed 0; got {self.seed}")
 
@@ -68,14 +70,14 @@ class Side:
         return self.transform in FROM_CALIBRATIONS
 
     @property
-    def filled(self) -> bool:
+    def mixed_bits(self) -> bool:
         """Return whether a calibration chooses its stored dims and their bits."""
-        return CENTRED.get(self.transform, self.transform) == FILLED
+        return CENTRED.get(self.transform, self.transform) == MIXED_BITS
 
     @property
     def cut(self) -> bool:
         """Return whether it may store fewer dims than a head has."""
-        return self.low is not None or self.filled
+        return self.low is not None or self.mixed_bits
 
     @property
     def centred(self) -> bool:
@@ -85,8 +87,8 @@ class Side:
     @property
     def kind(self) -> str:
         """Name of the calibrated transform: the transform, or for low rank "pca 96" (rank), "pca 0.75"
-        (share), then " mixed" where it is; for `Fill` with its widths, "fill 4,4,2"."""
-        if self.filled:
+        (share), then " mixed" where it is; for `MixedBits` with its widths, "fill 4,4,2"."""
+        if self.mixed_bits:
             return f"{self.transform} {','.join(map(str, self.quantizer.widths))}"
         if self.low is None:
             return self.transform
@@ -99,8 +101,8 @@ class Side:
         return self.low is not None and self.low.follows
 
     def dims(self, head_dim: int) -> int:
-        """Stored dims R; the head dim for `Fill` that a calibration has not given its widths."""
-        if self.filled:
+        """Stored dims R; the head dim for `MixedBits` that a calibration has not given its widths."""
+        if self.mixed_bits:
             return self.quantizer.dims or head_dim
         return head_dim if self.low is None else self.low.dims(head_dim)
 
@@ -255,9 +257,9 @@ class CacheConfig:
         return self.keys.centred
 
     @property
-    def filled(self) -> bool:
-        """Return whether a calibration gives a side bits by direction."""
-        return self.keys.filled or self.values.filled
+    def mixed_bits(self) -> bool:
+        """Return whether a calibration gives a side mixed bits."""
+        return self.keys.mixed_bits or self.values.mixed_bits
 
     @property
     def fitted(self) -> tuple[str, str]:
@@ -331,14 +333,14 @@ class CacheConfig:
         """Return plain data for headers of saved files, equal to itself after a round trip through JSON."""
         data = json.loads(json.dumps(asdict(self)))
         for name in ("keys", "values"):
-            data[name]["quantizer"]["method"] = type(getattr(self, name).quantizer).__name__.lower()
+            data[name]["quantizer"]["method"] = getattr(self, name).quantizer.method
         del data["short_rotary"], data["asks_rotary"], data["name"]
         return data
 
     @staticmethod
     def from_dict(data: dict) -> CacheConfig:
         """Read what `as_dict` returns. Raises UserError on anything else."""
-        methods = {kind.__name__.lower(): kind for kind in get_args(Quantizer)}
+        methods = {kind.method: kind for kind in get_args(Quantizer)}
         try:
             sides = {}
             for name in ("keys", "values"):

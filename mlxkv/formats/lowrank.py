@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
+from typing import ClassVar
 
 from mlxkv.errors import UserError
 from mlxkv.formats.quantizers import Method
@@ -23,7 +24,7 @@ RATES = (0.5, 8.25)  # bits a value that may be asked for
 # The uniform quantizer with an even number of levels that is best for a Gaussian number of variance 1 (Max, "Quantizing
 # for minimum distortion", IRE IT-6, 1960, table II; 8 bits by the same equations): the width of its cells; by how much
 # its levels are further apart, so that decoded numbers have variance 1, too; and the squared error then. 0 bits leave
-# all of the variance. Spec: `mlxkv.spec.fill`.
+# all of the variance. Spec: `mlxkv.spec.mixed_bits`.
 STEPS = {1: 1.595769134, 2: 0.995686668, 3: 0.586019449, 4: 0.335200601, 8: 0.030762395}
 GAINS = {1: 1.253314127, 2: 1.065305348, 3: 1.019262431, 4: 1.005821895, 8: 1.000043846}
 ERRORS = {0: 1.0, 1: 0.404230878, 2: 0.122603985, 3: 0.037796809, 4: 0.011576388, 8: 0.000087688}
@@ -32,6 +33,8 @@ ERRORS = {0: 1.0, 1: 0.404230878, 2: 0.122603985, 3: 0.037796809, 4: 0.011576388
 @dataclass(frozen=True)
 class Half(Method):
     """Store numbers in float16, whatever the model's type."""
+
+    method: ClassVar[str] = "half"
 
     def describe(self, bits: str | None = None) -> str:
         return "float16"
@@ -133,18 +136,20 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Fill(Method):
+class MixedBits(Method):
     """Codes whose bits differ by block of 16 stored dims: `x ~ scale * (code - (2^b - 1) / 2)`, one 16-bit scale per
     token and no bias; cells are `scale / GAINS[b]` wide.
 
     Stored dims are the directions of balanced maps, those first in which an error costs most; a calibration gives each
-    block its bits (`mlxkv.formats.calibration.fill`), the same for all kv heads of a layer, and scales directions so
-    that one step serves all widths. Blocks of 0 bits are not stored.
+    block its bits (`mlxkv.formats.calibration.mixed_bits`), the same for all kv heads of a layer, and scales
+    directions so that one step serves all widths. Blocks of 0 bits are not stored.
 
     rate: bits per value, scales included, that keys and values of all layers have to share; a side whose other one has
         another rate has its own.
     widths: bits of each stored block, never rising; (): not allotted yet.
     """
+
+    method: ClassVar[str] = "fill"
 
     rate: float
     widths: tuple[int, ...] = ()
@@ -153,11 +158,11 @@ class Fill(Method):
         object.__setattr__(self, "widths", tuple(self.widths))
         if not RATES[0] <= self.rate <= RATES[1]:
             raise UserError(
-                f"[Fill] bits a value must be {RATES[0]} to {RATES[1]}; got {self.rate}"
+                f"[MixedBits] bits a value must be {RATES[0]} to {RATES[1]}; got {self.rate}"
             )
         if not set(self.widths) <= set(WIDTHS) or list(self.widths) != sorted(self.widths)[::-1]:
             raise UserError(
-                f"[Fill] widths must be of {', '.join(map(str, WIDTHS))} and never rise; got "
+                f"[MixedBits] widths must be of {', '.join(map(str, WIDTHS))} and never rise; got "
                 f"{', '.join(map(str, self.widths))}"
             )
 

@@ -1,7 +1,7 @@
 """Parse what `--kv` takes: presets, pairs, and names with numbers in them.
 
     NUMBER                   the best codes of about so many bits a value: 8, 4, 3, 2.25 (`dialled`)
-    fill-NUMBER              bits by direction, so many a value with scales: fill-2.25; of a pair of equal numbers
+    fill-NUMBER              mixed bits, so many a value with scales: fill-2.25; of a pair of equal numbers
                              (fill-3) one budget, of others (fill-3/fill-2) one each
     KEYS/VALUES              int8/int4: keys and windows of the first, values of the second
     static-NUMBER[+EXTRA]    low rank (StaticPCA); +windows keeps the first and the last 32 tokens
@@ -28,7 +28,7 @@ from difflib import get_close_matches
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import RATES, SEGMENTS, STORED, Half, LowRank
-from mlxkv.formats.presets import PRESETS, filled, low_rank
+from mlxkv.formats.presets import PRESETS, low_rank, mixed_bits
 from mlxkv.formats.quantizers import Affine, Full
 
 METHODS = ("static", "oja")
@@ -85,7 +85,7 @@ def dialled(bits: float) -> str:
 
 
 def stand_in(config: CacheConfig) -> str | None:
-    """Return the name of the preset that takes the place of bits by direction in models whose keys need their mean (a
+    """Return the name of the preset that takes the place of mixed bits in models whose keys need their mean (a
     sink logit, a cap on scores) or are latents; None for other configurations."""
     rates = [getattr(side.quantizer, "rate", None) for side in (config.keys, config.values)]
     if None in rates:
@@ -204,14 +204,14 @@ def _side(name: str) -> CacheConfig | None:
 
 
 def _filled(number: str, name: str) -> CacheConfig:
-    """Return bits by direction. Raises UserError for what is no number of bits."""
+    """Return mixed bits. Raises UserError for what is no number of bits."""
     match = NUMBER.fullmatch(number)
     if match is None or match["kind"] or not RATES[0] <= float(number) <= RATES[1]:
         raise UserError(
             f"[--kv] no such number of bits; got {name!r}; write fill-NUMBER, bits a value from "
             f"{RATES[0]:g} to {RATES[1]:g} with scales, such as fill-2.25"
         )
-    return filled(float(number))
+    return mixed_bits(float(number))
 
 
 def _tuned(base: CacheConfig, match: re.Match, name: str) -> CacheConfig:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from mlxkv.formats.config import (
     BALANCED,
     CALIBRATED,
-    FILLED,
     LEARNED,
+    MIXED_BITS,
     PCA,
     SCALED,
     SHARED,
@@ -17,7 +17,7 @@ from mlxkv.formats.config import (
     Quantizer,
     Side,
 )
-from mlxkv.formats.lowrank import Fill, Half, LowRank
+from mlxkv.formats.lowrank import Half, LowRank, MixedBits
 from mlxkv.formats.quantizers import Affine, Codebook, Full, Polar, PolarTree
 
 FULL = Side(Full())
@@ -69,10 +69,10 @@ def _oja(share: float, quantizer: Quantizer | None = None) -> CacheConfig:
     return low_rank(LowRank(share, follows=True), quantizer or Half(), quantizer or Half())
 
 
-def filled(rate: float) -> CacheConfig:
-    """Bits by direction, `rate` a value: keys without their mean. Of 128 exact tokens the first four and the last 124
+def mixed_bits(rate: float) -> CacheConfig:
+    """Mixed bits, `rate` a value: keys without their mean. Of 128 exact tokens the first four and the last 124
     cost least (docs/results/history.md)."""
-    sides = (Side(Fill(rate), name) for name in (f"{FILLED}-centred", FILLED))
+    sides = (Side(MixedBits(rate), name) for name in (f"{MIXED_BITS}-centred", MIXED_BITS))
     return CacheConfig(*sides, sink=4, recent=124)
 
 

@@ -28,8 +28,10 @@ LEAST_TILE = 32  # tokens: the standard deviation or range of fewer says little
 
 
 class Method:
-    """A quantizer. A subclass has `tensors`, the names of the tensors of pages, and says its label."""
+    """A quantizer. A subclass has `method`, its name in saved files, `tensors`, the names of the tensors of
+    pages, and says its label."""
 
+    method: ClassVar[str]
     tensors: set[str]
 
     def describe(self, bits: str | None = None) -> str:
@@ -58,6 +60,8 @@ class Method:
 class Full(Method):
     """Store values unchanged, in the model's own type."""
 
+    method: ClassVar[str] = "full"
+
     def describe(self, bits: str | None = None) -> str:
         return "full precision"
 
@@ -84,6 +88,8 @@ class Affine(Method):
     shared: all tokens of a page and all kv heads share one abs-max scale (per-tensor scaling, SRFT paper,
         section 4.1); every token holds it, so that kernels read it as they read group 0.
     """
+
+    method: ClassVar[str] = "affine"
 
     bits: int
     group: int = 64
@@ -162,6 +168,8 @@ class Codebook(Method):
     bits: bits per coordinate, 1 to 4.
     """
 
+    method: ClassVar[str] = "codebook"
+
     bits: int
 
     def __post_init__(self):
@@ -197,6 +205,8 @@ class PolarTree(Method):
         empty: the best for Gaussian vectors.
     online: fit codebooks to each page and store them with it.
     """
+
+    method: ClassVar[str] = "polartree"
 
     codebooks: tuple[tuple[float, ...], ...] = ()
     online: bool = False
@@ -246,6 +256,8 @@ class Polar(Method):
     radius, angle: bits of each, 1 to 4. Each has a range per pair over the tokens of a page; a code
         decodes to the middle of its step.
     """
+
+    method: ClassVar[str] = "polar"
 
     radius: int = 4
     angle: int = 4

@@ -15,7 +15,7 @@ import numpy as np
 
 from mlxkv.formats import levels
 from mlxkv.formats.config import Affine, CacheConfig, Codebook, Full, Polar, PolarTree
-from mlxkv.formats.lowrank import DIMS, Fill, Half
+from mlxkv.formats.lowrank import DIMS, Half, MixedBits
 from mlxkv.formats.quantizers import TREE, TREE_BITS
 
 TOKENS = 16  # in a record
@@ -38,8 +38,8 @@ class SideLayout:
 
     kind: what codes are. Affine: "token" with a scale per token and group, "channel" per channel, in the page's header,
         "shared" with one for the page, repeated for every token (as only quantizing needs to know), "blocks" with bits
-        that differ by block of 16 dims (`Fill`). "pairs": keys as radius and angle (`codes.h`). "codebook": indices
-        of levels beside the norm of a token. "tree": polar trees, "online tree"
+        that differ by block of 16 dims (`MixedBits`). "pairs": keys as radius and angle (`codes.h`). "codebook":
+        indices of levels beside the norm of a token. "tree": polar trees, "online tree"
         with angles of their own for each page, in its header. "numbers": float16 numbers of 16 bits, without scales.
     dims: stored dims R. bits, group, symmetric: as in `Affine`.
     page: tokens in a page, 0 without a header.
@@ -164,7 +164,7 @@ class SideLayout:
         return self.dims // 2 if self.pairs else self.blocks * BLOCK
 
 
-Spec = Affine | Codebook | Fill | Half | Polar | PolarTree
+Spec = Affine | Codebook | MixedBits | Half | Polar | PolarTree
 
 
 def side_layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
@@ -177,7 +177,7 @@ def side_layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
         return SideLayout("tree", keys, dims, TREE_CODE, TREE, books=_angles(spec))
     if isinstance(spec, Half):
         return SideLayout("numbers", keys, dims, HALF, dims)
-    if isinstance(spec, Fill):
+    if isinstance(spec, MixedBits):
         return SideLayout("blocks", keys, dims, 0, dims, widths=spec.widths)
     kind = "pairs" if isinstance(spec, Polar) else spec.axis
     if isinstance(spec, Affine) and spec.shared:
@@ -195,18 +195,18 @@ def why_no_record(
     spec, dims: int, page: int, keys: bool = True, blocks: bool = False
 ) -> str | None:
     """Return why a side cannot be stored in records, or None. blocks: whether the caller reads codes whose bits
-    differ by block (`Fill`)."""
+    differ by block (`MixedBits`)."""
     if isinstance(spec, Half | PolarTree):
         return None
     if isinstance(spec, Codebook):
         return "codes of 1 bit have no record" if spec.bits == 1 else None
     if isinstance(spec, Full):
         return "full-precision pages have no record"
-    if isinstance(spec, Fill):
+    if isinstance(spec, MixedBits):
         if not blocks:
-            return "bits by direction have no kernel here"
+            return "mixed bits have no kernel here"
         if not spec.widths:
-            return "a calibration has to give bits by direction their widths"
+            return "a calibration has to give mixed bits their widths"
         too_many = len(spec.widths) > MOST_BLOCKS
         return f"more than {DIMS * MOST_BLOCKS} dims with bits of their own" if too_many else None
     if isinstance(spec, Polar):
@@ -224,8 +224,8 @@ def why_no_record(
 def why_no_records(config: CacheConfig, key_dim: int, value_dim: int) -> str | None:
     """Return why pages of heads of these dims have no records that a kernel reads, on any machine, or None."""
     sides = config.keys, config.values
-    if sum(isinstance(side.quantizer, Fill) for side in sides) == 1:
-        return "bits by direction beside other codes have no kernel"
+    if sum(isinstance(side.quantizer, MixedBits) for side in sides) == 1:
+        return "mixed bits beside other codes have no kernel"
     for i, (side, dim) in enumerate(zip(sides, (key_dim, value_dim), strict=True)):
         stored = side.dims(dim)
         if reason := why_no_record(side.quantizer, stored, config.page, i == 0, blocks=True):
@@ -268,8 +268,9 @@ class RecordLayout:
         return self.keys.quantized_by_kernel and self.values.quantized_by_kernel
 
     @property
-    def filled(self) -> bool:
-        """Return whether bits differ by block (`Fill`): of both sides, or of none, which no kernel reads together."""
+    def mixed_bits(self) -> bool:
+        """Return whether bits differ by block (`MixedBits`): of both sides, or of none, which no kernel reads
+        together."""
         return bool(self.keys.widths)
 
     @property

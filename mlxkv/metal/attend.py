@@ -22,8 +22,8 @@ from mlxkv.metal.template import (
     Pair,
     cap_bits,
     exponents,
-    fill_table,
     ints,
+    mixed_bits_table,
     nothing,
     sides_template,
 )
@@ -107,7 +107,7 @@ def _dequantize(
         ],
         {
             "T": dtype,
-            **({} if layout.filled else _dequantize_template(layout)),
+            **({} if layout.mixed_bits else _dequantize_template(layout)),
             **sides_template(layout),
         },
         (32 * SIMDGROUPS * -(-units // SIMDGROUPS), sides, 1),
@@ -121,8 +121,8 @@ def _dequantize(
 
 def _shared(run: Run) -> mx.array:
     """Return what kernels read as headers: those of the pages, or the table of a layer's blocks, or nothing."""
-    if run.layout.filled:
-        return fill_table(run.layout)
+    if run.layout.mixed_bits:
+        return mixed_bits_table(run.layout)
     return nothing(mx.uint32) if run.headers is None else run.headers
 
 
@@ -141,12 +141,12 @@ def _dequantize_template(layout: RecordLayout) -> dict[str, object]:
 
 @lru_cache(maxsize=256)
 def _attend_template(layout: RecordLayout, dims: int) -> dict[str, object]:
-    filled = layout.filled  # then one text serves all layers
+    mixed_bits = layout.mixed_bits  # then one text serves all layers
     return {
         "D": dims,
-        "RK": dims if filled else layout.keys.dims,
-        "RV": dims if filled else layout.values.dims,
-        "RECORD": 0 if filled else layout.words,
+        "RK": dims if mixed_bits else layout.keys.dims,
+        "RV": dims if mixed_bits else layout.values.dims,
+        "RECORD": 0 if mixed_bits else layout.words,
         "PAGE": layout.page,
         "HEADER": layout.header_words,
         **sides_template(layout),
@@ -174,7 +174,7 @@ def attend(
     """
     (batch, _, new_tokens, dims), heads, dtype = q.shape, recent[0].shape[1], recent[0].dtype
     run, *more_runs = runs
-    layout, capacity, filled = run.layout, run.buffer.shape[2], run.layout.filled
+    layout, capacity, mixed_bits = run.layout, run.buffer.shape[2], run.layout.mixed_bits
     window_units = sum(-(-x[0].shape[2] // TOKENS) for x in (sink, recent) if x is not None)
     sink = sink or recent  # never read: its length is 0
     shape, q = q.shape, q.reshape(batch, heads, -1, dims)
@@ -198,7 +198,7 @@ def attend(
         if more_runs[0].headers is not None:
             more_headers = more_runs[0].headers
     splits = page_splits + window_splits
-    stored = dims if filled else layout.values.dims
+    stored = dims if mixed_bits else layout.values.dims
     width = BLOCK * max(-(-stored // BLOCK), -(-dims // BLOCK))
     numbers = exponents(scale)
     out, stats = launch(
@@ -252,13 +252,13 @@ def attend(
                 1 if up is None else up.size // (len(runs) * layout.values.dims * dims),
                 first,
                 len(runs),
-                *((layout.values.dims, *[0] * 7) if filled else ()),
+                *((layout.values.dims, *[0] * 7) if mixed_bits else ()),
             ),
         ],
         {
             "T": dtype,
             "WIDTH": width,
-            "RV": 0 if filled else layout.values.dims,
+            "RV": 0 if mixed_bits else layout.values.dims,
             "D": dims,
             "HAS_UP": int(up is not None),
             "HAS_SINKS": int(sink_logits is not None),

@@ -17,8 +17,8 @@ from mlxkv.formats.records import TOKENS, RecordLayout
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.metal.template import (
     Pair,
-    fill_quantizing,
     ints,
+    mixed_bits_quantizing,
     nothing,
     quantizing_template,
     side_template,
@@ -88,7 +88,7 @@ def quantize_pages(
         inputs.append(x)
         table = transform.down if kind == DENSE else transform.table if kind else nothing()
         matrices.append(max(1, table.size // x.shape[3] ** 2))
-        tables.append(fill_quantizing(at) if at.widths else table)
+        tables.append(mixed_bits_quantizing(at) if at.widths else table)
         places += [first, x.shape[2]]
         template |= {f"T_{name}": x.dtype} | side_template(at, f"_{name}")
         if not at.widths:
@@ -99,7 +99,7 @@ def quantize_pages(
     (out,) = launch(
         "quantize",
         [*inputs, *tables, ints(count, batch * heads, *places, *matrices)],
-        template | {"S": groups} | ({} if layout.filled else {"TILE": tile}),
+        template | {"S": groups} | ({} if layout.mixed_bits else {"TILE": tile}),
         (32 * groups * -(-count * batch * heads // groups), 2, 1),
         (32 * groups, 1, 1),
         [((batch, heads, count, layout.words), mx.uint32)],

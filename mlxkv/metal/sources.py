@@ -56,12 +56,12 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 HEADERS = {  # files before a body; before the codes of tiles comes the machine's own tile file
     "quantize": (
         *("codes.h", "loads.h", "butterflies.h", "select.h", "quantize.h", "quantize_codebook.h"),
-        *("quantize_half.h", "quantize_fill.h"),
+        *("quantize_half.h", "quantize_mixed_bits.h"),
     ),
     "quantize_channel": ("codes.h", "loads.h", "select.h", "quantize.h"),
-    "attend": ("codes.h", "loads.h", "tree.h", "fill.h", "attend.h"),
-    "dequantize": ("codes.h", "loads.h", "tree.h", "fill.h", "dequantize.h"),
-    "attend_tile": ("codes.h", "tree.h", "fill.h", "tile.h", "tile_codes.h"),
+    "attend": ("codes.h", "loads.h", "tree.h", "mixed_bits.h", "attend.h"),
+    "dequantize": ("codes.h", "loads.h", "tree.h", "mixed_bits.h", "dequantize.h"),
+    "attend_tile": ("codes.h", "tree.h", "mixed_bits.h", "tile.h", "tile_codes.h"),
     "attend_latent": ("codes.h", "loads.h", "tile.h"),
     "whiten": (),
     "merge": (),
@@ -85,7 +85,7 @@ FEATURES = {
     "WITH_HALVES": ("BITS", 16),
     "WITH_TRANSFORM": ("KIND", 1),
     "WITH_CLIP": ("RANK", 2),
-    "WITH_FILL": ("FILL", 1),
+    "WITH_MIXED_BITS": ("MIXED_BITS", 1),
 }
 Features = frozenset[str]
 ALL: Features = frozenset(FEATURES)

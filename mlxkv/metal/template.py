@@ -15,7 +15,7 @@ from mlxkv.formats.records import LANES, MOST_BLOCKS, QUARTERS, RecordLayout, Si
 
 MAX_TERMS = 8  # of the polynomial through the levels of a codebook: 4 bits
 LOG2E = log2(e)
-# Bits by direction: words of a table before the blocks, of a block, and of a block for quantizing.
+# Mixed bits: words of a table before the blocks, of a block, and of a block for quantizing.
 HEAD, ENTRY, QUANTIZEED = 8, 12, 8
 HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW = 1, 2, 4, 8  # of blocks that are not read in one go
 SPECIAL = 1 << 31  # all of these
@@ -25,7 +25,7 @@ Pair = tuple[mx.array, mx.array]
 def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
     """The template values that describe a side. C: coefficients for `kv_level`."""
     if at.widths:
-        return _filled(suffix)
+        return _mixed_bits(suffix)
     bits = at.bits
     terms = levels.polynomial(at.dims, bits) / 2**bits if at.codebook else ()
     return {
@@ -42,7 +42,7 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
     }
 
 
-def _filled(suffix: str) -> dict[str, object]:
+def _mixed_bits(suffix: str) -> dict[str, object]:
     """`side_template` of any side whose blocks have widths of their own: a table tells them apart."""
     names = ("SYMMETRIC", "CHANNEL", "PER_TOKEN", "PAIRS", "CODEBOOK", "TREE")
     values = {f"{name}{suffix}": int(name == "SYMMETRIC") for name in names}
@@ -51,7 +51,7 @@ def _filled(suffix: str) -> dict[str, object]:
         "GROUP": DIMS * MOST_BLOCKS,
         "BOOKS": (0,),
         "C": _constants(()),
-        "FILL": 1,
+        "MIXED_BITS": 1,
     }
     return values | {f"{name}{suffix}": value for name, value in other_values.items()}
 
@@ -100,7 +100,7 @@ def nothing(dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.zeros(8, dtype)
 
 
-# -- bits by direction: tables that say where the codes of each block of 16 dims stand and how wide they are, so that
+# -- mixed bits: tables that say where the codes of each block of 16 dims stand and how wide they are, so that
 # one text serves all layers of a model, whose widths differ. Places: `formats.records.parts`; `text/fill.h` reads them.
 
 
@@ -155,7 +155,7 @@ def _entries(at: SideLayout, start: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=512)
-def fill_table(layout: RecordLayout) -> mx.array:
+def mixed_bits_table(layout: RecordLayout) -> mx.array:
     """Return what kernels read in the place of headers, [HEAD + 2 MOST_BLOCKS ENTRY] uint32: words of a
     record, of its keys,
     stored dims of keys and of values, blocks of keys and of values, 0, 0, then the blocks of both (`_entries`)."""
@@ -167,7 +167,7 @@ def fill_table(layout: RecordLayout) -> mx.array:
 
 
 @lru_cache(maxsize=512)
-def fill_quantizing(at: SideLayout) -> mx.array:
+def mixed_bits_quantizing(at: SideLayout) -> mx.array:
     """[HEAD + MOST_BLOCKS SEALED] float32: blocks, stored dims, words of the codes, 1 / stored dims, 0, ...; of each
     block the distance of levels for variance 1, the gain, (2^b - 1) / 2, b, then 0, ..."""
     out = np.zeros((MOST_BLOCKS, QUANTIZEED), np.float32)

@@ -21,7 +21,7 @@ from mlxkv.metal import gpu, trust
 from mlxkv.metal.attend import Run
 from mlxkv.metal.launch import Factory, build
 from mlxkv.metal.lengths import Division, Lengths
-from mlxkv.metal.template import LOG2E, Pair, cap_bits, fill_table, nothing, side_template
+from mlxkv.metal.template import LOG2E, Pair, cap_bits, mixed_bits_table, nothing, side_template
 
 SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
 ROWS = 8  # query rows of a threadgroup
@@ -372,7 +372,7 @@ def attend(
         run.maps or _maps(run, q.shape[3]),
     )
     if run.layout.keys.widths:
-        headers = fill_table(run.layout)
+        headers = mixed_bits_table(run.layout)
     if len(runs) > 1:
         second, second_maps = runs[1], _maps(runs[1], q.shape[3])
         heads = [max(x[1], y[1]) for x, y in zip((keys, values), second_maps, strict=True)]

@@ -152,7 +152,7 @@ def examine(
     model: nn.Module, make_cache: Callable[[], list], config: CacheConfig, strict: bool, fold: bool
 ) -> tuple[CacheConfig, list[LayerReport], dict[Place, Shape]]:
     """Decide which caches of `make_cache()` are compressed. Returns `config` as it fits this model (another one in
-    place of bits by direction, or the one of latents), a report for each layer, and the shapes of compressed caches.
+    place of mixed bits, or the one of latents), a report for each layer, and the shapes of compressed caches.
 
     Raises UserError, with `strict`, where a layer that grows stays in full precision, and for settings that this
     model has no use for. The attention function must be rebound (`rebind.bind`).

@@ -24,8 +24,8 @@ Centred keys: with the mean m of a kv head's keys after RoPE taken from every ke
 exactly, since all scores of a query lose the same number. That holds as long as every key which the query sees
 is without m, those of the exact windows too, and nothing stands beside the scores (sink logits) or bends
 them (soft-capping). What is left has Sigma - m m^T as its second moment, and the map is made for that, and for
-queries mostly by what errors of their scores cost the model, where that was measured (`fill.py`). After OptR (arXiv
-2608.02691), which removes the mean before its rotations.
+queries mostly by what errors of their scores cost the model, where that was measured (`mixed_bits.py`). After OptR
+(arXiv 2608.02691), which removes the mean before its rotations.
 
 Half of the weight of keys is the attention that they get. An error e of a key moves the scores of all queries, but an
 output only by the weight p of its token: by p (q . e) (v - out). A map that is best for the usual key may be poor for

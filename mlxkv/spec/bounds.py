@@ -130,17 +130,17 @@ def tile_cases(table: str) -> Iterator[tuple[str, int, Arrays]]:
         yield key, int(dims), shared | under(tensors, key)
 
 
-# Of bits by direction: moments are too large to be stored.
+# Of mixed bits: moments are too large to be stored.
 
 
-def filled_moments(dims: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def mixed_bits_moments(dims: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return two second moments [2, D, D] float64 of heads whose directions differ by much."""
     rows = gaussian((2, 2, 4 * dims, dims), seed)
     rows = rows * np.exp(gaussian((2, 1, 1, dims), seed + 50))
     return tuple(x.swapaxes(-1, -2) @ x / x.shape[1] for x in rows)
 
 
-def filled_sample(down: np.ndarray, up: np.ndarray) -> np.ndarray:
+def mixed_bits_sample(down: np.ndarray, up: np.ndarray) -> np.ndarray:
     """Return some numbers of maps [G, D, R] and [G, R, D], float32 [32]."""
     samples = (x.ravel()[np.linspace(0, x.size - 1, 16).astype(int)] for x in (down, up))
     return np.concatenate(list(samples)).astype(np.float32)

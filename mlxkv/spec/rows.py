@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mlxkv.formats import levels, matrices
-from mlxkv.formats.calibration import balance, fill, layers, subspace
+from mlxkv.formats.calibration import balance, layers, mixed_bits, subspace
 from mlxkv.formats.config import (
     BALANCED,
     CALIBRATED,
@@ -27,7 +27,7 @@ from mlxkv.formats.config import (
     Affine,
     CacheConfig,
     Codebook,
-    Fill,
+    MixedBits,
     Polar,
     PolarTree,
     Side,
@@ -49,10 +49,10 @@ from mlxkv.spec.bounds import (
     by_dims,
     close,
     compare_codes,
-    filled_moments,
-    filled_sample,
     keys,
     mask_at,
+    mixed_bits_moments,
+    mixed_bits_sample,
     read,
     rms,
     steps_off,
@@ -405,9 +405,9 @@ class Table:
             yield from self._read_rows(spec, key, dims, case)
 
     def fill_rows(self) -> Rows:
-        """Words and scales of bits by direction, and what the spec's codes stand for."""
+        """Words and scales of mixed bits, and what the spec's codes stand for."""
         for key, dims, case in tile_cases("fill"):
-            spec, page = Fill(2.0, tuple(int(b) for b in case["widths"])), case["x"].shape[2]
+            spec, page = MixedBits(2.0, tuple(int(b) for b in case["widths"])), case["x"].shape[2]
             key, bits = f"fill.{key}", np.repeat(case["widths"], dims // len(case["widths"]))
             stored = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))
             computed, expected = (
@@ -544,7 +544,7 @@ class Table:
 
 
 def shared_rows() -> Rows:
-    """Rotations, balanced transforms, bits by direction, scales per channel and codebooks that are computed."""
+    """Rotations, balanced transforms, mixed bits, scales per channel and codebooks that are computed."""
     for dims, golden in by_dims("oscar"):
         for letter in "kv":
             sigma, r = golden[f"{letter}.sigma"], golden[f"{letter}.r"]
@@ -592,18 +592,18 @@ def fill_map_rows() -> Rows:
         dims, layers, rate = tensors_of_case["asked"]
         sides = []
         for side in range(2 * int(layers)):
-            moments = filled_moments(int(dims), 100 * int(name) + side)
+            moments = mixed_bits_moments(int(dims), 100 * int(name) + side)
             sides.append(balance.balance(*moments)[:2])
         kinds = ("keys", "values") * int(layers)
         sides_by_kind = [(kind, sigma) for kind, (_, sigma) in zip(kinds, sides, strict=True)]
-        for side, widths in enumerate(fill.allot(sides_by_kind, float(rate))):
+        for side, widths in enumerate(mixed_bits.allot(sides_by_kind, float(rate))):
             case, right = (
                 f"fill.{name}.{side}",
                 tuple(int(b) for b in tensors_of_case[f"{side}.widths"]),
             )
             yield Row("widths", case, len(right), wrong=int(widths != right))
             sample = tensors_of_case[f"{side}.some"]
-            error = rms(filled_sample(*fill.pair(*sides[side], right)), sample)
+            error = rms(mixed_bits_sample(*mixed_bits.pair(*sides[side], right)), sample)
             yield Row("balances", case, sample.size, rms=error, bound=BOUNDS["transforms"])
 
 

@@ -1,4 +1,4 @@
-"""Random directions that differ in weight: bits by direction in the benchmarks, with kernels."""
+"""Random directions that differ in weight: mixed bits in the benchmarks, with kernels."""
 
 import mlx.core as mx
 import numpy as np

@@ -20,7 +20,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.pages import Pages
 from mlxkv.cache.ragged import Ragged
 from mlxkv.codec.maps import sample
-from mlxkv.formats.config import Affine, Fill, Side
+from mlxkv.formats.config import Affine, MixedBits, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import record_layout
 from mlxkv.formats.sizes import MORE
@@ -33,7 +33,9 @@ from mlxkv.serve.caches.memory import shapes_of
 HEADS, KV_HEADS, DIMS = 8, 2, 64
 # Keys with a header for each page; no sink.
 CHANNELS = replace(SMALL, keys=Side(Affine(2, 32, axis="channel")), sink=0)
-BLOCKS = replace(SMALL, keys=Side(Fill(2.6, (4, 3, 2, 1))), values=Side(Fill(2.6, (3, 3, 2, 1))))
+BLOCKS = replace(
+    SMALL, keys=Side(MixedBits(2.6, (4, 3, 2, 1))), values=Side(MixedBits(2.6, (3, 3, 2, 1)))
+)
 
 
 pytestmark = pytest.mark.usefixtures("trusted")

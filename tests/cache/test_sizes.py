@@ -14,7 +14,7 @@ from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.stores import Records
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.lowrank import DIMS, Fill
+from mlxkv.formats.lowrank import DIMS, MixedBits
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.sizes import CacheShape
 from mlxkv.metal import launch
@@ -30,15 +30,15 @@ HEADS, QUERIES = 2, 4
 
 
 def fitted(name: str, dim: int) -> CacheConfig:
-    """The configuration of a layer: bits by direction have widths, as a calibration gives them."""
+    """The configuration of a layer: mixed bits have widths, as a calibration gives them."""
     config = parse_kv(name)
-    for side in ("keys", "values") if config.filled else ():
+    for side in ("keys", "values") if config.mixed_bits else ():
         quantizer = getattr(config, side).quantizer
         bits, blocks = round(quantizer.rate * dim - 16) // DIMS, dim // DIMS
         widths = [next(w for w in (8, 4, 3, 2, 1) if w <= -(-bits // blocks))] * blocks
         while sum(widths) > bits:
             widths.pop()
-        own = replace(getattr(config, side), quantizer=Fill(quantizer.rate, tuple(widths)))
+        own = replace(getattr(config, side), quantizer=MixedBits(quantizer.rate, tuple(widths)))
         config = replace(config, **{side: own})
     return config
 
@@ -88,7 +88,7 @@ def test_bytes_are_those_of_caches_of_every_preset(dim, subtests):
                 if tokens > CHUNK:
                     cache = read(made(config, dim), tokens, dim, CHUNK)
                     assert shape(config, dim).allocated(tokens, CHUNK) == cache.nbytes
-                if not config.filled and not config.listens:
+                if not config.mixed_bits and not config.listens:
                     plan = ModelPlan("one", [LayerShape("full", HEADS, dim, dim)], 0, "")
                     found = need(plan, config, tokens)
                     assert (found.cache, found.in_use) == (cache.nbytes, in_use(cache))
@@ -109,7 +109,7 @@ def test_bytes_are_those_of_records(name):
                 known = replace(shape_of(cache), together=False)
                 assert known == replace(shape(config, dim, True), queries=0)
         codes, records = (shape(config, dim, x).page_bytes(2) for x in (False, True))
-        is_whole = config.dims(dim, dim)[0] % 32 == 0 or config.filled
+        is_whole = config.dims(dim, dim)[0] % 32 == 0 or config.mixed_bits
         assert codes == records if is_whole else codes < records
 
 

@@ -125,10 +125,10 @@ def test_one_pass_of_attach_gives_each_layer_its_own(model, searched):
 def test_presets_without_clips_to_search(subtests, model, searched):
     for name in ("int4", "fp16", "oscar-int2+clip.92", "balanced-int2/fill-3"):
         with subtests.test(name=name):
-            filled = "fill" in name
-            if not filled:
+            mixed_bits = "fill" in name
+            if not mixed_bits:
                 assert "choose from int3, int2, srft-scaled-int8" in clips.why_not(parse_kv(name))
-            reason = "not searched beside bits by" if filled else "searched for calibrated"
+            reason = "not searched beside mixed bits" if mixed_bits else "searched for calibrated"
             with pytest.raises(UserError, match=rf"\[search-clip\] clips are {reason}"):
                 clips.search(model, searched, parse_kv(name), TEXT)
 

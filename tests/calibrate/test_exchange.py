@@ -8,7 +8,7 @@ import pytest
 from calibration_inputs import TEXT, at_zero, data, moments_over, seen_by
 
 from mlxkv.errors import UserError
-from mlxkv.formats.calibration import artifact, fill, sums
+from mlxkv.formats.calibration import artifact, mixed_bits, sums
 from mlxkv.formats.calibration.layers import fitted
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.calibration import exchange, measure, moments
@@ -17,7 +17,7 @@ from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.probe import find
 from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.hooks.taps import AttentionCall
-from mlxkv.spec import fill as spec
+from mlxkv.spec import mixed_bits as spec
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +110,12 @@ def test_measured_costs_decide_about_bits_as_the_law_says():
     measured = [np.exp(2 * data(2, 2, seed=n).astype(np.float64)) for n in range(3)]
     sides = [pair for both in layers for pair in zip(artifact.SIDES, both, strict=True)]
     costs = [row for one in measured for row in one]
-    found = fill.allot(sides, 2.5, exchange=costs)
+    found = mixed_bits.allot(sides, 2.5, exchange=costs)
     assert list(zip(found[::2], found[1::2], strict=True)) == spec.allotted(layers, 2.5, measured)
-    assert found != fill.allot(sides, 2.5)
-    more = fill.allot(sides, 2.5, exchange=[costs[0] * 100, *costs[1:]])
+    assert found != mixed_bits.allot(sides, 2.5)
+    more = mixed_bits.allot(sides, 2.5, exchange=[costs[0] * 100, *costs[1:]])
     assert sum(more[0]) > sum(found[0])
-    assert fill.weighed("values", np.zeros((2, 16)), costs[0])[1].max() == 0
+    assert mixed_bits.weighed("values", np.zeros((2, 16)), costs[0])[1].max() == 0
 
 
 def test_roots_of_what_rounding_leaves():

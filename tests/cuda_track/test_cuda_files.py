@@ -19,7 +19,7 @@ from mlxkv.codec import records as mlx_records
 from mlxkv.codec.codec import Codec as MlxCodec
 from mlxkv.codec.maps import folded, sample
 from mlxkv.errors import UserError
-from mlxkv.formats.config import Fill, Side
+from mlxkv.formats.config import MixedBits, Side
 from mlxkv.formats.lowrank import Half
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
@@ -34,11 +34,11 @@ STATES = [*IN_RECORDS, "turbo-int2", "fp16/int4"]
 
 
 def record_sides():
-    """(sides of keys and values, dims, tokens of a page): presets, bits by direction, float16 numbers."""
+    """(sides of keys and values, dims, tokens of a page): presets, mixed bits, float16 numbers."""
     for preset in IN_RECORDS:
         config = parse_kv(preset)
         yield from (((config.keys, config.values), dims, config.page) for dims in (64, 128))
-    for spec in (Fill(2.0, (8, 3, 1)), Fill(2.0, (3, 3, 2, 1, 1)), Half()):
+    for spec in (MixedBits(2.0, (8, 3, 1)), MixedBits(2.0, (3, 3, 2, 1, 1)), Half()):
         yield (Side(spec),) * 2, getattr(spec, "dims", 96), 64
 
 

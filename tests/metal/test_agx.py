@@ -19,10 +19,10 @@ pytestmark = [
 
 # Instructions that write a register to memory, at most, in a kernel of a paper's preset; those of the dial have none.
 SPILLS = 22
-# Bytes of the largest loop of a kernel of the dial: an M1 has a cache of 12 KB. And of bits by direction, where each
+# Bytes of the largest loop of a kernel of the dial: an M1 has a cache of 12 KB. And of mixed bits, where each
 # block has a branch for widths of 3 and 8 bits.
 NEST = 12 << 10
-NEST_OF_FILL = 24 << 10
+NEST_OF_MIXED_BITS = 24 << 10
 THREADS = 512  # of `attend` up to 128 dims
 
 
@@ -34,7 +34,7 @@ def test_registers_are_enough(subtests):
             took = compiler.takes(text.kernel, text.threads)
             assert took.spills <= (0 if preset in DIAL else SPILLS)
             if preset in DIAL:
-                assert took.nest <= (NEST_OF_FILL if preset == texts.FILL else NEST)
+                assert took.nest <= (NEST_OF_MIXED_BITS if preset == texts.MIXED_BITS else NEST)
                 assert kernel != "attend" or dims > 128 or took.threads >= THREADS
             assert took.threads >= text.threads
             assert took.shared <= 32 << 10

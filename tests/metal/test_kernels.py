@@ -20,7 +20,7 @@ from mlxkv.cache.view import OPS
 from mlxkv.codec import affine, records
 from mlxkv.doctor.golden import TABLE as golden
 from mlxkv.formats.config import Affine, Polar, Side
-from mlxkv.formats.lowrank import DIMS, Fill, Half
+from mlxkv.formats.lowrank import DIMS, Half, MixedBits
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import RecordLayout, side_layout
 from mlxkv.metal import attend as kernels
@@ -29,7 +29,7 @@ from mlxkv.models import attach, detach
 
 
 def test_records_hold_the_codes_and_come_back(subtests):
-    """In the bytes that are counted. Bits by direction: all widths; an odd number of quarters; half a row behind whole
+    """In the bytes that are counted. Mixed bits: all widths; an odd number of quarters; half a row behind whole
     ones; half a row alone."""
     for spec, dims, keys in [
         (Affine(2, 32, True), 64, True),
@@ -39,13 +39,13 @@ def test_records_hold_the_codes_and_come_back(subtests):
         (Affine(3, 0), 192, True),
         (Affine(2, 64), 512, False),
         (Affine(8, 0, True), 40, True),
-        *((Fill(2.0, widths), 0, True) for widths in [(8, 4, 3, 2, 1), (8, 8, 4), (1,)]),
-        *((Fill(2.0, widths), 0, False) for widths in [(4, 3, 3, 2, 2, 1, 1), (3, 3, 3)]),
+        *((MixedBits(2.0, widths), 0, True) for widths in [(8, 4, 3, 2, 1), (8, 8, 4), (1,)]),
+        *((MixedBits(2.0, widths), 0, False) for widths in [(4, 3, 3, 2, 2, 1, 1), (3, 3, 3)]),
         (Half(), 24, True),
         (Half(), 102, False),
     ]:
         with subtests.test(spec=spec, dims=dims):
-            widths = np.repeat(spec.widths, DIMS) if isinstance(spec, Fill) else None
+            widths = np.repeat(spec.widths, DIMS) if isinstance(spec, MixedBits) else None
             dims = dims if widths is None else spec.dims
             at, rng = side_layout(spec, dims, 64, keys), np.random.default_rng(0)
             if widths is not None:

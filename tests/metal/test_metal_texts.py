@@ -19,7 +19,7 @@ from mlxkv.formats.presets import PRESETS
 pytestmark = pytest.mark.skipif(parse.why_not() is not None, reason=str(parse.why_not()))
 EVERY = os.environ.get("MLXKV_TEXTS") == "all"
 KINDS = ("int4", "int3", "int2", "oscar-int2", "turbo-int3", "polar", "polar-tree+online")
-KINDS += ("static-0.75", texts.FILL)
+KINDS += ("static-0.75", texts.MIXED_BITS)
 # Inputs that may have fewer than 8 elements: a logit for each head of a small model.
 SHORT = {"sinks"}
 SEEN: set[object] = set()  # texts that this process has read

@@ -1,4 +1,4 @@
-"""Golden tensors of PolarQuant (Wu), whose scales belong to a tile, and of bits by direction: words and scales, and the
+"""Golden tensors of PolarQuant (Wu), whose scales belong to a tile, and of mixed bits: words and scales, and the
 bits and maps that moments lead to. All are small, to keep the files small."""
 
 import numpy as np
@@ -6,7 +6,7 @@ from golden_affine import MARGIN, half_near, inputs
 
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced, bounds
-from mlxkv.spec import fill as fill_ref
+from mlxkv.spec import mixed_bits as mixed_bits_ref
 from mlxkv.spec import polar as polar_ref
 
 PAGE = 32
@@ -73,48 +73,48 @@ def _step_near(x: np.ndarray, bits: int) -> np.ndarray:
     return edge | half_near(x.min(-2, keepdims=True)) | half_near(width)
 
 
-FILLED, TOKENS = 48, 16
+MIXED_DIMS, TOKENS = 48, 16
 WIDTHS = (8, 4, 1), (3, 2, 2)  # the second: an odd number of half words
 CASES = ((64, 1, 2.25), (48, 2, 3.0), (32, 3, 2.5))  # head dim, layers, bits a value
 
 
 def fill(rng) -> dict:
     """Stored dims whose size fits some widths and not others; tokens differ, too."""
-    x = inputs(rng, 1, 1, TOKENS, FILLED).astype(np.float16)
-    q, p = rng.standard_normal((1, 1, 1, FILLED)), rng.random((1, 1, 1, TOKENS))
+    x = inputs(rng, 1, 1, TOKENS, MIXED_DIMS).astype(np.float16)
+    q, p = rng.standard_normal((1, 1, 1, MIXED_DIMS)), rng.random((1, 1, 1, TOKENS))
     q, p = q.astype(np.float16), p.astype(np.float16)
-    out = {f"{FILLED}.{name}": y for name, y in (("x", x), ("q", q), ("p", p))}
+    out = {f"{MIXED_DIMS}.{name}": y for name, y in (("x", x), ("q", q), ("p", p))}
     x = x.astype(np.float64)
     for number, widths in enumerate(WIDTHS):
-        key, (codes, scale) = f"{FILLED}.{number}", fill_ref.encode(x, widths)
+        key, (codes, scale) = f"{MIXED_DIMS}.{number}", mixed_bits_ref.encode(x, widths)
         out[f"{key}.widths"] = np.array(widths, np.uint8)
-        out[f"{key}.codes"] = ref.pack(codes, np.repeat(widths, fill_ref.DIMS))
+        out[f"{key}.codes"] = ref.pack(codes, np.repeat(widths, mixed_bits_ref.DIMS))
         out[f"{key}.scale"] = scale.astype(np.float16)
-        _, gains, top = fill_ref.tables(widths)
+        _, gains, top = mixed_bits_ref.tables(widths)
         value = x * gains / np.where(scale > 0, scale, 1.0) + top / 2
         edge = np.abs(value - np.floor(value) - 0.5) < MARGIN * 256
-        out[f"{key}.near"] = _near(edge | half_near(fill_ref.scale(x, widths)))
-        decoded = fill_ref.decode(codes, scale, widths)
+        out[f"{key}.near"] = _near(edge | half_near(mixed_bits_ref.scale(x, widths)))
+        decoded = mixed_bits_ref.decode(codes, scale, widths)
         out |= {f"{key}.{name}": y for name, y in _products(q, p, decoded).items()}
     return out
 
 
 def fill_maps(rng) -> dict:
     """The widths that a rate leads to for the moments of the keys and values of some layers, and some numbers of the
-    maps of both sides (`bounds.filled`)."""
+    maps of both sides (`bounds.mixed_bits`)."""
     out = {}
     for number, (dims, layers, rate) in enumerate(CASES):
         regular, sigma = {}, []
         for side in range(2 * layers):
-            both = bounds.filled_moments(dims, 100 * number + side)
+            both = bounds.mixed_bits_moments(dims, 100 * number + side)
             regular[side] = [[balanced.regular(x) for x in one] for one in zip(*both, strict=True)]
             sigma.append(np.stack([balanced.balanced(*one)[1] for one in regular[side]]))
-        found = fill_ref.allotted(list(zip(sigma[::2], sigma[1::2], strict=True)), rate)
+        found = mixed_bits_ref.allotted(list(zip(sigma[::2], sigma[1::2], strict=True)), rate)
         out[f"{number}.asked"] = np.array([dims, layers, rate], np.float64)
         for side, widths in enumerate(one for both in found for one in both):
             out[f"{number}.{side}.widths"] = np.array(widths, np.uint8)
-            maps = zip(*(fill_ref.pair(*one, widths) for one in regular[side]), strict=True)
-            out[f"{number}.{side}.some"] = bounds.filled_sample(*map(np.stack, maps))
+            maps = zip(*(mixed_bits_ref.pair(*one, widths) for one in regular[side]), strict=True)
+            out[f"{number}.{side}.some"] = bounds.mixed_bits_sample(*map(np.stack, maps))
     return out
 
 

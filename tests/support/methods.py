@@ -10,7 +10,7 @@ from mlxkv.formats.config import (
     Affine,
     CacheConfig,
     Codebook,
-    Fill,
+    MixedBits,
     Polar,
     PolarTree,
     Quantizer,
@@ -92,8 +92,8 @@ METHODS = {
     ),
     "fill": Method(
         *(
-            Fill(2.9, (4, 3, 2, 1)),
-            Fill(2.9, (3, 3, 2, 1)),
+            MixedBits(2.9, (4, 3, 2, 1)),
+            MixedBits(2.9, (3, 3, 2, 1)),
         ),  # the second: an odd number of half words
         dims=64,
         mps=False,

@@ -194,7 +194,7 @@ HISTORY = {
     f"{exact(rows()[QWEN].same('naive-int8', 8 * KI))} % of next tokens the same",
     "a polar tree of 3.9 bits": f"{kl('polar-tree', at=8)}; `fill-3` {kl('fill-3', at=8)}",
     "low rank and codes combine": kl("oja-0.75+int4", at=8),
-    "**Bits by direction**": f"yes: {kl('fill-2.25', at=8)}; before, only at 1K "
+    "**Mixed bits**": f"yes: {kl('fill-2.25', at=8)}; before, only at 1K "
     f"({kl('fill-2.25', at=1, folder=BEFORE)})",
     "**Keys without their mean**": "ahead of `int2`: "
     + each(

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from mlxkv.formats.config import Affine, Codebook, Fill, Full, Half, Polar, PolarTree, Side
+from mlxkv.formats.config import Affine, Codebook, Full, Half, MixedBits, Polar, PolarTree, Side
 from mlxkv.spec import affine as ref
-from mlxkv.spec import codebook, fill, polar
+from mlxkv.spec import codebook, mixed_bits, polar
 from mlxkv.spec import polar_tree as tree
 
 
@@ -40,12 +40,12 @@ def _polar(x: np.ndarray, spec: Polar) -> np.ndarray:
     return polar.decode(polar.encode(x, spec.radius, spec.angle), spec.angle)
 
 
-def _fill(x: np.ndarray, spec: Fill) -> np.ndarray:
-    return fill.decode(*fill.encode(x, spec.widths), spec.widths)
+def _fill(x: np.ndarray, spec: MixedBits) -> np.ndarray:
+    return mixed_bits.decode(*mixed_bits.encode(x, spec.widths), spec.widths)
 
 
 # A page of all heads, [G, page, R] -> the same, decoded.
-LAWS = {Affine: _affine, Codebook: _codebook, PolarTree: _tree, Polar: _polar, Fill: _fill}
+LAWS = {Affine: _affine, Codebook: _codebook, PolarTree: _tree, Polar: _polar, MixedBits: _fill}
 
 
 def _transform(side: Side, dims: int) -> tuple[np.ndarray, np.ndarray]:

@@ -158,9 +158,9 @@ def _sdpa(step: DecodeStep) -> Task:
 
 
 def _bits_beside(config: CacheConfig) -> int:
-    """Bits of mlx-lm's codes beside a preset: as many as of its keys; beside bits by direction the fewest that take
+    """Bits of mlx-lm's codes beside a preset: as many as of its keys; beside mixed bits the fewest that take
     as much room."""
-    if config.keys.filled:
+    if config.keys.mixed_bits:
         rate = config.keys.quantizer.rate
         return next((bits for bits in BITS if bits + 32 / MLX_LM_GROUP >= rate), BITS[-1])
     return getattr(config.keys.quantizer, "bits", None) or TREE_BESIDE

@@ -10,7 +10,7 @@ from which presets with a scale per channel make their scales. `LAYER.keys.mean`
 kv head, which presets with centred keys take from them.
 
 Where it was measured, `LAYER.exchange` [2, G] of every layer, what errors of keys and of values cost the model
-(`mlxkv.spec.fill`), by which bits by direction are shared out; without it all layers count alike. And
+(`mlxkv.spec.mixed_bits`), by which mixed bits are shared out; without it all layers count alike. And
 `LAYER.keys.queries` [G, D, D], the second moment of queries, mostly by what errors of their scores cost, for which
 maps of centred keys are made; without it all queries count alike.
 
@@ -42,8 +42,8 @@ from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import (
     BALANCED,
     CENTRED,
-    FILLED,
     LEARNED,
+    MIXED_BITS,
     PAIRED,
     PCA,
     SCALED,
@@ -66,7 +66,7 @@ FIELDS = {
     **dict.fromkeys(("fingerprint", "model", "model_type", "text", "text_digest", "version"), str),
     **dict.fromkeys(("tokens", "positions"), int),
 }
-BALANCES = {BALANCED, PCA, FILLED}  # transforms that are made of balanced ones
+BALANCES = {BALANCED, PCA, MIXED_BITS}  # transforms that are made of balanced ones
 Kinds = tuple[str, str]  # of keys and values: `CacheConfig.fitted`
 _warnings: set[str] = set()  # warnings of this process
 
@@ -81,7 +81,8 @@ class Basis:
     floored: number of eigenvalues that were below float32 resolution.
     clips: searched clips, by `Side.format`; other formats keep the preset's.
     mean: of keys, [G, D]; None for values.
-    queries: the second moment [G, D, D] of queries, mostly by what errors of their scores cost (`mlxkv.spec.fill`);
+    queries: the second moment [G, D, D] of queries, mostly by what errors of their scores cost
+    (`mlxkv.spec.mixed_bits`);
         None for values, and where that was not measured.
     """
 
@@ -127,7 +128,7 @@ class Layer:
     """Calibration of one layer.
 
     kv_heads: G. exchange: [2, G] float32, above 0, what errors cost the model: of one nat^2 of noise in the scores of
-        keys, and of values lost as a whole (`mlxkv.spec.fill`); None where that was not measured.
+        keys, and of values lost as a whole (`mlxkv.spec.mixed_bits`); None where that was not measured.
     """
 
     kv_heads: int

@@ -12,13 +12,13 @@ import numpy as np
 
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.calibration import balance, fill, subspace
+from mlxkv.formats.calibration import balance, mixed_bits, subspace
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration, Kinds, Layer
 from mlxkv.formats.config import (
     BALANCED,
     CALIBRATED,
     CENTRED,
-    FILLED,
+    MIXED_BITS,
     PCA,
     SCALED,
     SHARED,
@@ -46,13 +46,13 @@ def pairs(calibration: Calibration, kinds: Kinds, name: str) -> tuple[Pair, Pair
 def _mapped(kind: str, layer: Layer, side: str) -> Pair:
     basis = getattr(layer, side)
     name, _, size = kind.partition(" ")
-    if CENTRED.get(name, name) == FILLED:
+    if CENTRED.get(name, name) == MIXED_BITS:
         if not size:
             raise UserError(
-                f"[calibration] bits by direction have no widths yet; got {name}; choose a config of `layers.fitted`"
+                f"[calibration] mixed bits have no widths yet; got {name}; choose a config of `layers.fitted`"
             )
         widths = tuple(int(bits) for bits in size.split(","))
-        return fill.pair(*directions(basis, is_centred(kind)), widths)
+        return mixed_bits.pair(*directions(basis, is_centred(kind)), widths)
     if CENTRED.get(kind) == BALANCED:
         return balance.mixed(directions(basis, True)[0])
     if (
@@ -141,8 +141,8 @@ def fitted(configs: Mapping[str, CacheConfig], calibration: Calibration) -> dict
     """
     layers = calibration.layers
     ranked = {name: with_ranks(config, layers[name]) for name, config in configs.items()}
-    filled = with_widths(ranked, calibration)
-    return {name: with_clips(config, layers[name]) for name, config in filled.items()}
+    mixed = with_widths(ranked, calibration)
+    return {name: with_clips(config, layers[name]) for name, config in mixed.items()}
 
 
 def with_widths(
@@ -152,9 +152,9 @@ def with_widths(
     a budget, over all layers; where keys and values have other rates, each their own."""
     budgets: dict[tuple, list[tuple[str, str]]] = {}
     for name, config in configs.items():
-        filled = {side: getattr(config, side) for side in SIDES if getattr(config, side).filled}
-        rates = [side.quantizer.rate for side in filled.values()]
-        for side, old in filled.items():
+        mixed = {side: getattr(config, side) for side in SIDES if getattr(config, side).mixed_bits}
+        rates = [side.quantizer.rate for side in mixed.values()]
+        for side, old in mixed.items():
             if not old.quantizer.widths:
                 calibration.check_kinds(config.fitted)
                 rate = old.quantizer.rate
@@ -168,7 +168,7 @@ def with_widths(
             _, sigma = directions(basis, getattr(out[name], side).centred)
             sides.append((side, sigma.astype(np.float64)))
         exchange = [calibration.layers[name].costs(side) for name, side in places]
-        allotted_widths = fill.allot(sides, rate, exchange)
+        allotted_widths = mixed_bits.allot(sides, rate, exchange)
         for (name, side), widths in zip(places, allotted_widths, strict=True):
             old = getattr(out[name], side)
             allotted = replace(old, quantizer=replace(old.quantizer, widths=widths))

@@ -24,7 +24,7 @@ from mlxkv.formats.calibration.rotary import Rotary, Span
 # Keys that caches would compress: all alike, and by their attention.
 KEYS, READ = "stored keys", "read keys"
 WEIGHED = "weighed queries"  # by what errors of their scores cost
-READ_BY_COST = 0.75  # the share of queries' weight that is this cost (`mlxkv.spec.fill`)
+READ_BY_COST = 0.75  # the share of queries' weight that is this cost (`mlxkv.spec.mixed_bits`)
 
 Place = TypeVar("Place")  # of a layer
 
@@ -65,7 +65,7 @@ class Sums:
         return np.where(self.weight > 0, self.weight, 1)  # sums of no weight are 0
 
 
-# -- What errors cost (`mlxkv.spec.fill`).
+# -- What errors cost (`mlxkv.spec.mixed_bits`).
 
 LEAST_COST = 1e-4  # of a layer's errors, as a share of the mean: texts differ in what they read
 RIDGE = 1e-6  # of the mean of F's diagonal

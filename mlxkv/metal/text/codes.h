@@ -23,7 +23,7 @@
 // TREE (polar trees): codes of 3 bits: two are half an angle of level 1, the third is a bit of the levels
 // above (codec/polar_tree.py, `split`). Radii are scales of 16 dims. Codebooks of a page, 28 halves, are in
 // its header.
-// FILL (bits by direction): blocks of 16 dims in another order (fill.h), and a scale per token.
+// MIXED_BITS (mixed bits): blocks of 16 dims in another order (mixed_bits.h), and a scale per token.
 // PAIRS (PolarQuant's keys): as CHANNEL; the codes of dim i < R/2 are radii, the codes of dim i + R/2
 // angles, in steps of `scale` from `bias` on; a code decodes to the middle of its step.
 

@@ -66,8 +66,8 @@ class Trial:
 
 def why_not(config: CacheConfig) -> str | None:
     """Return why `config` has no clips to search, or None."""
-    if config.filled:  # their maps need widths, which are allotted over all layers
-        return "clips are not searched beside bits by direction; choose a pair without fill-NUMBER"
+    if config.mixed_bits:  # their maps need widths, which are allotted over all layers
+        return "clips are not searched beside mixed bits; choose a pair without fill-NUMBER"
     if config.keys.searchable or config.values.searchable:
         return None
     names = ", ".join(

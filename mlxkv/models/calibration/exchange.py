@@ -1,4 +1,4 @@
-"""Measure what errors of keys and of values cost the model, a kv head at a time. Spec: `mlxkv.spec.fill`.
+"""Measure what errors of keys and of values cost the model, a kv head at a time. Spec: `mlxkv.spec.mixed_bits`.
 
 An error d of what attention hands on changes the log-likelihood of a reply by g . d, g its gradient, and KL by half
 of E (g . d)^2 to first order: by d^T F d / 2, where F = E g g^T over tokens that the model itself draws (Fisher's

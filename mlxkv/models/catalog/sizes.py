@@ -61,7 +61,7 @@ class Need:
 
 
 def stored(layer: LayerShape, kv: CacheConfig) -> CacheConfig:
-    """Return what `attach` stores of a layer: of bits by direction their stand-in where keys need their mean."""
+    """Return what `attach` stores of a layer: of mixed bits their stand-in where keys need their mean."""
     name = (layer.tied or layer.kind == "latent") and stand_in(kv)
     return parse_kv(name) if name else kv
 

@@ -10,7 +10,13 @@ from metal import texts
 
 from agx import compiler
 
-PRESETS = ("int8", "int4", "int3", texts.FILL, "int2")  # fill-NUMBER: one text for every number
+PRESETS = (
+    "int8",
+    "int4",
+    "int3",
+    texts.MIXED_BITS,
+    "int2",
+)  # fill-NUMBER: one text for every number
 DIMS = (64, 128, 256)
 KERNELS = ("quantize", "quantize_channel", "dequantize", "attend", "merge", "attend_tile")
 STEPS = ("quantize", "prefill quantize", "dequantize", "attend 1")

@@ -17,7 +17,7 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import Parts, View
 from mlxkv.codec.maps import sample
-from mlxkv.formats.config import CacheConfig, Fill, Side
+from mlxkv.formats.config import CacheConfig, MixedBits, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.records import record_layout, side_layout, why_no_record
 from mlxkv.metal import launch, sources, tiles, whiten
@@ -30,9 +30,11 @@ GROUPS = (1, 2, 3, 4)  # query heads of a kv head, so query rows of one new toke
 DRAFT = 5  # new tokens of a speculative step
 # (dims, rank) of bases that follow the text, for each head dim: half and three quarters of it
 SHARES = (0.5, 0.75)
-# Bits by direction are no preset, and have widths once they are calibrated; texts are the same for all.
-FILL = "fill"
-FILLED = CacheConfig(Side(Fill(2.0, (1,)), "fill-centred"), Side(Fill(2.0, (1,)), "fill"))
+# Mixed bits are no preset, and have widths once they are calibrated; texts are the same for all.
+MIXED_BITS = "fill"
+MIXED_CONFIG = CacheConfig(
+    Side(MixedBits(2.0, (1,)), "fill-centred"), Side(MixedBits(2.0, (1,)), "fill")
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def _sampled(dims: int, fitted: tuple):
 
 def config_of(preset: str, dims: int) -> CacheConfig:
     """Return the config of a preset, or of FILL for heads of `dims`."""
-    return selftest.stand_in(FILLED, dims) if preset == FILL else PRESETS[preset]
+    return selftest.stand_in(MIXED_CONFIG, dims) if preset == MIXED_BITS else PRESETS[preset]
 
 
 def record(
@@ -202,7 +204,7 @@ def families() -> dict[str, tuple[str, ...]]:
         if config.compresses:
             key = (config.keys.quantizer, config.values.quantizer, config.page)
             found.setdefault(key, []).append(name)
-    return {names[0]: tuple(names) for names in found.values()} | {FILL: (FILL,)}
+    return {names[0]: tuple(names) for names in found.values()} | {MIXED_BITS: (MIXED_BITS,)}
 
 
 def dump(

@@ -27,7 +27,7 @@ constexpr int WORDS_V = kv_lane_words<BITS_V>(BV);
 constexpr int PAIR_WORDS_K = kv_lane_words<BITS_K>(2);  // of two blocks
 constexpr int SIDE_K =
     32 * WORDS_K + kv_number_words<BITS_K>(GROUPS_K, SYMMETRIC_K, CHANNEL_K);
-#if WITH_FILL
+#if WITH_MIXED_BITS
 // Template: RK and RV are the most stored dims; the table in the place of the headers has the layer's own.
 const int record_words = int(headers[0]);
 const int side_words_k = int(headers[1]);

@@ -34,7 +34,7 @@ for (int n = 0; n < S; n++) {
         if (j % 4 == t) {  // the four lanes of a g hold the same sums: each keeps some blocks
 #pragma unroll
           for (int p = 0; p < 4; p++) {
-#if WITH_FILL
+#if WITH_MIXED_BITS
             const int dim = paged ? 16 * (p / 2) + 2 * g + p % 2 : 4 * g + p;
 #else
             const int dim = 4 * g + p;

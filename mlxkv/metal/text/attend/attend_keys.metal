@@ -85,11 +85,11 @@ if (paged) {
       }
     }
 #endif
-#if WITH_FILL
+#if WITH_MIXED_BITS
 #pragma unroll 1
     for (int b = 0; b < blocks_k; b++) {
       float k[8];
-      kv_fill_levels(record, kv_fill_entry(headers, 0, b), lane, k);
+      kv_mixed_levels(record, kv_mixed_entry(headers, 0, b), lane, k);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
 #pragma unroll

@@ -7,7 +7,7 @@
     for (int i = 0; i < QT * 4; i++) {
       p_values[i] = simd_shuffle(s[i / 4 * 2 + i % 4 / 2], ushort(8 * t + 4 * (i % 2)));
     }
-#if WITH_FILL
+#if WITH_MIXED_BITS
     const device half* scales_v = (const device half*)(record + record_words - 8);
 #pragma unroll
     for (int i = 0; i < QT * 4; i++) {
@@ -18,7 +18,7 @@
     for (int b = 0; b < 2 * BV; b++) {
       if (b < blocks_v) {
         float v[8];
-        kv_fill_levels(record, kv_fill_entry(headers, 1, b), lane, v);
+        kv_mixed_levels(record, kv_mixed_entry(headers, 1, b), lane, v);
 #pragma unroll
         for (int q = 0; q < QT; q++) {
 #pragma unroll

@@ -254,7 +254,7 @@ inline void kv_dequantize_side(
   }
 }
 
-#if WITH_FILL
+#if WITH_MIXED_BITS
 // Stores two values to neighbouring dims, from an even one on.
 template <typename T>
 inline void kv_store2(device T* row, const thread T* values) {
@@ -276,7 +276,7 @@ inline void kv_copy_words(device T* to, const device T* from, int count, int lan
   }
 }
 
-// Decodes one side of a record whose blocks have widths of their own (fill.h) to rows [16, stored dims].
+// Decodes one side of a record whose blocks have widths of their own (mixed_bits.h) to rows [16, stored dims].
 template <typename T, int KEYS>
 inline void kv_dequantize_blocks(
     const device uint* record, const device uint* table, device T* rows, int lane) {
@@ -293,7 +293,7 @@ inline void kv_dequantize_blocks(
 #pragma unroll 1
   for (int b = 0; b < dims / 16; b++) {
     float x[8];
-    kv_fill_levels(record, kv_fill_entry(table, KEYS ? 0 : 1, b), lane, x);
+    kv_mixed_levels(record, kv_mixed_entry(table, KEYS ? 0 : 1, b), lane, x);
     T run[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {

@@ -7,7 +7,7 @@
 // Template: T, RECORD, PAGE, HEADER, SIDE_K and HEADER_K (words of the keys in each); per side BITS (16:
 // float16 numbers), DIMS, GROUP, SYMMETRIC, CODEBOOK and the coefficients C of its levels, CHANNEL,
 // PAIRS, TREE and its BOOKS.
-#if WITH_FILL
+#if WITH_MIXED_BITS
 // The table in the place of the headers has what differs by layer.
 const int record_words = int(headers[0]);
 const int dims_k = int(headers[2]);
@@ -59,7 +59,7 @@ if (head < size[2]) {
       (paged ? n_sink + 16 * record : in_sink ? first : n_sink + 16 * size[0] + first);
   const size_t from = size_t(head) * (in_sink ? n_sink : n_recent) + first;
   const device uint* at = records + (size_t(head) * size[1] + (paged ? record : 0)) * record_words;
-#if WITH_FILL
+#if WITH_MIXED_BITS
 #else
   const device uint* header = headers +
       (size_t(head) * (size[1] / PAGE_RECORDS) + (paged ? record / PAGE_RECORDS : 0)) * HEADER;
@@ -67,7 +67,7 @@ if (head < size[2]) {
 #endif
   if (!values) {
     device T* rows = out + row * dims_k;
-#if WITH_FILL
+#if WITH_MIXED_BITS
     if (paged) {
       kv_dequantize_blocks<T, 1>(at, headers, rows, lane);
     } else {
@@ -84,7 +84,7 @@ if (head < size[2]) {
 #endif
   } else {
     device T* rows = out + (size[5] ? 0 : size_t(size[2]) * tokens * dims_k) + row * dims_v;
-#if WITH_FILL
+#if WITH_MIXED_BITS
     if (paged) {
       kv_dequantize_blocks<T, 0>(at, headers, rows, lane);
     } else {

@@ -9,7 +9,7 @@
 // numbers), GROUP, SYMMETRIC, CODEBOOK (codes are indices of levels with boundaries B above 0), KIND (0 none,
 // 1 Hadamard, 2 real Fourier, 3 any matrix, 4 real Fourier and a scale per channel), RANK (`Affine.clip_rank`,
 // 64 at most).
-#if WITH_FILL
+#if WITH_MIXED_BITS
 // Tables and sizes have what differs by layer; transforms come before.
 const int dims_k = int(table_k[1]);
 const int dims_v = int(table_v[1]);
@@ -33,7 +33,7 @@ for (int i = 0; i < 8; i++) {
 }
 #endif
 
-#if WITH_FILL
+#if WITH_MIXED_BITS
 #else
 threadgroup float2 tiles[S * TILE];
 #endif
@@ -46,12 +46,12 @@ if (unit < size[0] * size[1]) {
   const int head = unit / size[0];
   const int token = unit % size[0] * 16;
   device uint* out = records + size_t(unit) * record_words;
-#if WITH_FILL
+#if WITH_MIXED_BITS
   if (threadgroup_position_in_grid.y == 0) {
-    kv_quantize_fill<T_K, 1>(
+    kv_quantize_mixed<T_K, 1>(
         keys + (size_t(head) * size[3] + size[2] + token) * dims_k, table_k, out, lane);
   } else {
-    kv_quantize_fill<T_V, 0>(
+    kv_quantize_mixed<T_V, 0>(
         values + (size_t(head) * size[5] + size[4] + token) * dims_v, table_v, out + side_k, lane);
   }
 #else

@@ -25,7 +25,7 @@ constexpr int SIDE_K = 32 * WORDS_K + NUMBERS_K;
 constexpr int SLOTS_K = NUMBERS_K / 8;  // numbers of a token
 constexpr int HELD_K = SLOTS_K > 0 ? SLOTS_K : 1;
 constexpr int SLOT_TILES = (HELD_K + 7) / 8;
-#if WITH_FILL
+#if WITH_MIXED_BITS
 // Template: RK and RV are the most stored dims, RECORD a share of shared memory; the table in the place of the headers
 // has what is the layer's own.
 const int record_words = int(headers[0]);
@@ -60,10 +60,10 @@ threadgroup float tile_max[S * 8];
 threadgroup float tile_sum[S * 8];
 threadgroup float q_sums[HELD_K * 8];
 threadgroup uint arrived[1];
-#if WITH_FILL
-threadgroup uint4 fill_k[3 * 2 * BK];  // `kv_fill_entry` of each block
-threadgroup uint4 fill_v[3 * 2 * BV];
-threadgroup uint fill_rows[2 * BK + 2 * BV];  // words before the row of each block
+#if WITH_MIXED_BITS
+threadgroup uint4 mixed_k[3 * 2 * BK];  // `kv_mixed_entry` of each block
+threadgroup uint4 mixed_v[3 * 2 * BV];
+threadgroup uint mixed_rows[2 * BK + 2 * BV];  // words before the row of each block
 #endif
 
 kv_floats pool = (kv_floats)pool_words;
@@ -134,15 +134,15 @@ if (transforms && group < 2 * BK) {
 KvPipe pipe = kv_pipe_start<RECORD, STAGES, S, STEP>(
     later ? records_2 : records, (first_record + unit) * record_words, record_words,
     paged ? stop - unit : 0, group, lane);
-#if WITH_FILL
+#if WITH_MIXED_BITS
 for (int i = thread_id; i < 3 * 2 * BK; i += 32 * S) {
-  fill_k[i] = ((const device uint4*)kv_fill_entry(headers, 0, 0))[i];
+  mixed_k[i] = ((const device uint4*)kv_mixed_entry(headers, 0, 0))[i];
 }
 for (int i = thread_id; i < 3 * 2 * BV; i += 32 * S) {
-  fill_v[i] = ((const device uint4*)kv_fill_entry(headers, 1, 0))[i];
+  mixed_v[i] = ((const device uint4*)kv_mixed_entry(headers, 1, 0))[i];
 }
 for (int i = thread_id; i < 2 * BK + 2 * BV; i += 32 * S) {
-  fill_rows[i] = (i < 2 * BK ? kv_fill_entry(headers, 0, i) : kv_fill_entry(headers, 1, i - 2 * BK))[8];
+  mixed_rows[i] = (i < 2 * BK ? kv_mixed_entry(headers, 0, i) : kv_mixed_entry(headers, 1, i - 2 * BK))[8];
 }
 #endif
 #pragma unroll
@@ -202,7 +202,7 @@ if (transforms) {
 }
 
 // Queries as the right factor: k-tile u of block j, word r holds dims 32 j + 8 t + 4 i + 2 u + r. Trees
-// decode neighbours together: dims 32 j + 8 t + 4 u + 2 r + i. Bits by direction (fill.h): dims 16 n + 4 t + 2 i + r.
+// decode neighbours together: dims 32 j + 8 t + 4 u + 2 r + i. Mixed bits (mixed_bits.h): dims 16 n + 4 t + 2 i + r.
 // They lie in `pool`, four words a lane and block (`kv_query`), and where registers are enough in those, too.
 for (int n = group; n < 2 * QB; n += S) {
 #pragma unroll
@@ -213,14 +213,14 @@ for (int n = group; n < 2 * QB; n += S) {
       const int k = tile_b_row(lane, i);
       int dim = 32 * (n / 2) + 8 * (k / 2) +
           (TREE_K && paged ? 4 * (n % 2) + 2 * r + k % 2 : 4 * (k % 2) + 2 * (n % 2) + r);
-#if WITH_FILL
+#if WITH_MIXED_BITS
       dim = paged ? 16 * n + 2 * k + r : dim;
 #endif
       pair[i] = tile_rows[tile_b_column(lane, i) * ROW + dim];
     }
-#if WITH_FILL
+#if WITH_MIXED_BITS
     if (paged && r == 1) {  // as high as the codes of these slots stand below their leading one
-      const float weight = as_type<float>(fill_k[3 * n + 2].y);
+      const float weight = as_type<float>(mixed_k[3 * n + 2].y);
       pair[0] *= weight;
       pair[1] *= weight;
     }
@@ -236,7 +236,7 @@ for (int n = 0; n < (POOLED ? 0 : 2 * QB); n++) {
 }
 
 // After the outputs: a tile whose rows are the sums over tokens of the middle values of each group.
-#if WITH_FILL
+#if WITH_MIXED_BITS
 constexpr int EXTRA = 1;
 #else
 constexpr int EXTRA = SYMMETRIC_V ? 0 : 1;

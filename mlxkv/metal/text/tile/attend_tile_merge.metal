@@ -37,7 +37,7 @@ for (int first = 0; first < 2 * OB; first += 4) {
     const int owner = i / 4 % 32;
     const int row = tile_column(owner) + i % 2;
     int dim = 16 * first + 32 * (i / 256) + 4 * tile_row(owner) + i / 128 % 2 * 2 + i % 4 / 2;
-#if WITH_FILL
+#if WITH_MIXED_BITS
     dim = paged ? 16 * first + 16 * (i / 128) + 2 * tile_row(owner) + i % 4 / 2 : dim;
 #endif
     float value = 0.0f;

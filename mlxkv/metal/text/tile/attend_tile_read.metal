@@ -42,7 +42,7 @@ if (paged) {
     }
   }
 #endif
-#if WITH_FILL
+#if WITH_MIXED_BITS
   // What codes have too much, times the queries: the leading one and the middle.
   TileC start_k;
 #pragma unroll
@@ -52,8 +52,8 @@ if (paged) {
 #pragma unroll
   for (int n = 0; n < 2 * BK; n++) {
     if (n < blocks_k) {
-      const float middle_of = as_type<float>(fill_k[3 * n + 2].z);
-      const float higher = middle_of / as_type<float>(fill_k[3 * n + 2].y);
+      const float middle_of = as_type<float>(mixed_k[3 * n + 2].z);
+      const float higher = middle_of / as_type<float>(mixed_k[3 * n + 2].y);
       TileA a;
       TileA middle;
 #pragma unroll
@@ -127,7 +127,7 @@ if (paged) {
   const device uint* page_headers = page_numbers + size_t(first_record / PAGE_RECORDS * HEADER);
   // Where instructions are the limit, two records side by side hide each other's latency.
   // Not where both would not fit in registers, or their code in a cache.
-#if WITH_FILL
+#if WITH_MIXED_BITS
   constexpr bool LARGE = !KV_ROOMY;
 #else
   constexpr bool LARGE = PAIRS_K || CODEBOOK_K;
@@ -189,19 +189,19 @@ if (paged) {
     }
 #endif
     TileC s[PAIR];
-#if WITH_FILL
-    const int fill_lane = 4 * g + t;
+#if WITH_MIXED_BITS
+    const int mixed_lane = 4 * g + t;
     // Blocks whose words are read before the first is used: as many as registers hold (tiles.py).
     constexpr int EARLY = 2 * BK < SOON ? 2 * BK : SOON;
     KvRecord lanes[PAIR];
 #pragma unroll
     for (int e = 0; e < PAIR; e++) {
-      lanes[e] = kv_record_after(record[e], fill_lane);
+      lanes[e] = kv_record_after(record[e], mixed_lane);
     }
     uint keys[EARLY > 0 ? PAIR * EARLY : 1];
 #pragma unroll
     for (int n = 0; n < EARLY; n++) {  // blocks that there are not have row 0
-      const int row = int(fill_rows[n]);
+      const int row = int(mixed_rows[n]);
 #pragma unroll
       for (int e = 0; e < PAIR; e++) {
         keys[PAIR * n + e] = kv_read1(lanes[e], row);
@@ -215,21 +215,21 @@ if (paged) {
 #pragma unroll AT_ONCE_K
     for (int n = 0; n < 2 * BK; n++) {
       if (n == 0 || n < blocks_k) {
-        const uint4 entry = fill_k[3 * n];
+        const uint4 entry = mixed_k[3 * n];
         uint pairs[PAIR * 4];
         uint own[PAIR];
 #pragma unroll
         for (int e = 0; e < PAIR; e++) {
           own[e] = EARLY > 0 && n < EARLY ? keys[n < EARLY ? PAIR * n + e : 0]
-                             : kv_read1(lanes[e], int(fill_rows[n]));
+                             : kv_read1(lanes[e], int(mixed_rows[n]));
         }
         if (int(entry.y) < 0) {
-          const uint4 rest = fill_k[3 * n + 1];
-          kv_fill_special<PAIR>(lanes, fill_rows[n], own, entry, rest, fill_lane, pairs);
+          const uint4 rest = mixed_k[3 * n + 1];
+          kv_mixed_special<PAIR>(lanes, mixed_rows[n], own, entry, rest, mixed_lane, pairs);
         } else {
 #pragma unroll
           for (int e = 0; e < PAIR; e++) {
-            kv_fill_pairs<0x64006400u>(own[e], entry, pairs + 4 * e);
+            kv_mixed_pairs<0x64006400u>(own[e], entry, pairs + 4 * e);
           }
         }
 #pragma unroll
@@ -246,7 +246,7 @@ if (paged) {
 #endif
 #pragma unroll
     for (int e = 0; e < PAIR; e++) {
-#if WITH_FILL
+#if WITH_MIXED_BITS
       const uint scales = kv_read1(record[e], side_words_k - 8 + g);
 #pragma unroll
       for (int i = 0; i < 4; i++) {

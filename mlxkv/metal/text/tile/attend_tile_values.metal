@@ -1,11 +1,11 @@
 // Third part of attend_tile: probabilities of the records' tokens, and their products with the values.
     TileB p[PAIR];
-#if WITH_FILL
+#if WITH_MIXED_BITS
     // The words of the values travel while probabilities are computed.
     uint values[EARLY > 0 ? PAIR * EARLY : 1];
 #pragma unroll
     for (int n = 0; n < EARLY; n++) {
-      const int row = int(fill_rows[2 * BK + n]);
+      const int row = int(mixed_rows[2 * BK + n]);
 #pragma unroll
       for (int e = 0; e < PAIR; e++) {
         values[PAIR * n + e] = kv_read1(lanes[e], row);
@@ -13,7 +13,7 @@
     }
 #endif
     kv_probabilities<2 * OB + EXTRA, PAIR>(s, p, top, sum, o, FOLDED ? 1.0f : KV_SCORE);
-#if WITH_FILL
+#if WITH_MIXED_BITS
     TileB scaled[PAIR];
 #pragma unroll
     for (int e = 0; e < PAIR; e++) {
@@ -30,22 +30,22 @@
 #pragma unroll
     for (int n = 0; n < 2 * BV; n++) {
       if (n == 0 || n < blocks_v) {
-        const uint4 entry = fill_v[3 * n];
+        const uint4 entry = mixed_v[3 * n];
         uint pairs[PAIR * 4];
         uint own[PAIR];
 #pragma unroll
         for (int e = 0; e < PAIR; e++) {
           own[e] = EARLY > 0 && n < EARLY ? values[n < EARLY ? PAIR * n + e : 0]
-                             : kv_read1(lanes[e], int(fill_rows[2 * BK + n]));
+                             : kv_read1(lanes[e], int(mixed_rows[2 * BK + n]));
         }
         if (int(entry.y) < 0) {
-          const uint4 rest = fill_v[3 * n + 1];
-          kv_fill_special<PAIR>(
-              lanes, fill_rows[2 * BK + n], own, entry, rest, fill_lane, pairs);
+          const uint4 rest = mixed_v[3 * n + 1];
+          kv_mixed_special<PAIR>(
+              lanes, mixed_rows[2 * BK + n], own, entry, rest, mixed_lane, pairs);
         } else {
 #pragma unroll
           for (int e = 0; e < PAIR; e++) {
-            kv_fill_pairs<0x64006400u>(own[e], entry, pairs + 4 * e);
+            kv_mixed_pairs<0x64006400u>(own[e], entry, pairs + 4 * e);
           }
         }
 #pragma unroll
@@ -54,7 +54,7 @@
 #pragma unroll
           for (int m = 0; m < 4; m++) {
             a.w[m] = kv_add_halves(
-                pairs[4 * e + m], m % 2 ? fill_v[3 * n + 1].y : fill_v[3 * n + 1].x);
+                pairs[4 * e + m], m % 2 ? mixed_v[3 * n + 1].y : mixed_v[3 * n + 1].x);
           }
           tile_multiply(o[n], a, scaled[e]);
         }
@@ -176,11 +176,11 @@
       unit += STEP - 2 + (PAIR == 1 && !both ? 1 : 0);
     }
   }
-#if WITH_FILL
+#if WITH_MIXED_BITS
 #pragma unroll
   for (int n = 0; n < 2 * BV; n++) {
     if (n < blocks_v) {
-      const float weight = as_type<float>(fill_v[3 * n + 2].y);
+      const float weight = as_type<float>(mixed_v[3 * n + 2].y);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         o[n].v[i] += o[2 * OB].v[i];

@@ -173,18 +173,18 @@ inline void kv_tree_value_pairs(
 }
 #endif
 
-#if WITH_FILL
-// Bits by direction (fill.h): a lane's word of a row. from: the lane's word of row 0 of a record. shared: two lanes
+#if WITH_MIXED_BITS
+// Mixed bits (mixed_bits.h): a lane's word of a row. from: the lane's word of row 0 of a record. shared: two lanes
 // share it.
-inline uint kv_fill_read(KvRecord from, uint row, int lane, uint shared) {
+inline uint kv_mixed_read(KvRecord from, uint row, int lane, uint shared) {
   const uint word = kv_read1(from, int(row) + (shared != 0u ? lane / 2 - lane : 0));
-  return shared != 0u ? kv_fill_spread(word, lane) : word;
+  return shared != 0u ? kv_mixed_spread(word, lane) : word;
 }
 
 // The codes of a block below a leading one: pairs[2 r + p] holds slots (r, p, half 0 and 1), those of p = 1 higher by
 // the entry's step. word: of the block's row. TOP: the leading one.
 template <uint TOP>
-inline void kv_fill_pairs(uint word, uint4 entry, thread uint* pairs) {
+inline void kv_mixed_pairs(uint word, uint4 entry, thread uint* pairs) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const uint x = word >> (r ? entry.y : entry.x);
@@ -196,17 +196,17 @@ inline void kv_fill_pairs(uint word, uint4 entry, thread uint* pairs) {
 // The same for COUNT records, of a block that stands in two places, or where lanes share words. rest: words 4 to 7 of
 // the entry; pairs: four for each record.
 template <int COUNT>
-inline void kv_fill_special(
+inline void kv_mixed_special(
     const thread KvRecord* from, uint row, const thread uint* word, uint4 entry, uint4 rest,
     int lane, thread uint* pairs) {
   const uint flags = rest.w >> 16;
   entry.y &= 31u;
-  if ((flags & KV_FILL_THIRD) != 0u) {
-    const uint shared = flags & KV_FILL_THIRD_HALF_ROW;
+  if ((flags & KV_MIXED_THIRD) != 0u) {
+    const uint shared = flags & KV_MIXED_THIRD_HALF_ROW;
 #pragma unroll
     for (int e = 0; e < COUNT; e++) {
-      const uint third = kv_fill_read(from[e], rest.z, lane, shared) >> (rest.w & 31u);
-      kv_fill_pairs<0u>(word[e], entry, pairs + 4 * e);
+      const uint third = kv_mixed_read(from[e], rest.z, lane, shared) >> (rest.w & 31u);
+      kv_mixed_pairs<0u>(word[e], entry, pairs + 4 * e);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const uint high = r ? third << 1 : third << 2;
@@ -214,7 +214,7 @@ inline void kv_fill_special(
         pairs[4 * e + 2 * r + 1] |= high & 0x00100010u;
       }
     }
-  } else if ((flags & KV_FILL_EIGHT) != 0u) {
+  } else if ((flags & KV_MIXED_EIGHT) != 0u) {
 #pragma unroll
     for (int e = 0; e < COUNT; e++) {
 #pragma unroll
@@ -227,7 +227,7 @@ inline void kv_fill_special(
   } else {
 #pragma unroll
     for (int e = 0; e < COUNT; e++) {
-      kv_fill_pairs<0u>(kv_fill_read(from[e], rest.z, lane, 1u), entry, pairs + 4 * e);
+      kv_mixed_pairs<0u>(kv_mixed_read(from[e], rest.z, lane, 1u), entry, pairs + 4 * e);
     }
   }
   // By another instruction than above, or a compiler would move it behind both ways of a branch.

@@ -1,6 +1,6 @@
 """Give blocks of directions their bits, and make the maps that go with them. NumPy float64.
 
-Spec: `mlxkv.spec.fill`. A calibration file stores none of this: it follows from the moments in it. Letters: `G`
+Spec: `mlxkv.spec.mixed_bits`. A calibration file stores none of this: it follows from the moments in it. Letters: `G`
 kv heads, `D` head dim, `R` stored dims.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, WIDTHS, Fill
+from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, WIDTHS, MixedBits
 
 Widths = tuple[int, ...]
 Choice = tuple[float, Widths]  # what widths cost
@@ -86,7 +86,9 @@ def allot(
     curves = []
     for n, (name, sigma), costs in zip(heads, sides, exchange or [None] * len(sides), strict=True):
         weight, weighed_sigma = weighed(name, sigma, costs)
-        curves.append([(weight * x, n * Fill(1.0, w).words, w) for x, w in curve(weighed_sigma)])
+        curves.append(
+            [(weight * x, n * MixedBits(1.0, w).words, w) for x, w in curve(weighed_sigma)]
+        )
     for options in curves:
         least_costs, choice = np.full_like(best, np.inf), np.zeros(len(best), int)
         for i, (cost, words, _) in enumerate(options):
@@ -115,7 +117,7 @@ def pair(map_down: np.ndarray, sigma: np.ndarray, widths: Widths) -> tuple[np.nd
     width mixed, and scaled so that the levels of a usual token are 1 apart in every width."""
     map_down, back = map_down.astype(np.float64), np.linalg.inv(map_down.astype(np.float64))
     down, up, start = [], [], 0
-    for bits, count in Fill(1.0, widths).runs:
+    for bits, count in MixedBits(1.0, widths).runs:
         part, mix = slice(start, start + count), matrices.ordered(count)
         size = (
             GAINS[bits]

@@ -1,4 +1,4 @@
-"""Bits by direction: the law, the budget, names, and caches whose layers differ in widths."""
+"""Mixed bits: the law, the budget, names, and caches whose layers differ in widths."""
 
 import mlx.core as mx
 import numpy as np
@@ -8,13 +8,13 @@ from mlx_lm.models import openelm
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv.errors import UserError
-from mlxkv.formats.calibration import artifact, fill
+from mlxkv.formats.calibration import artifact, mixed_bits
 from mlxkv.formats.config import Affine, CacheConfig, Side
-from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, Fill
+from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, MixedBits
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure
-from mlxkv.spec import fill as spec
+from mlxkv.spec import mixed_bits as spec
 
 pytestmark = pytest.mark.usefixtures("detached")
 
@@ -54,11 +54,11 @@ def test_the_budget_is_kept_and_used(subtests):
             sides = [
                 (side, falling(2, 128, 1.5, seed)) for seed in (0, 2) for side in artifact.SIDES
             ]
-            found = fill.allot(sides, rate)
+            found = mixed_bits.allot(sides, rate)
             bits = sum(spec.stored_bits(widths) for widths in found)
             assert rate * 512 - 64 < bits <= rate * 512
             for (_, sigma), widths in zip(sides, found, strict=True):
-                assert Fill(rate, widths).why_not(len(widths) * DIMS, 64) is None
+                assert MixedBits(rate, widths).why_not(len(widths) * DIMS, 64) is None
                 assert len(widths) * DIMS <= sigma.shape[1]
 
 
@@ -68,7 +68,7 @@ def test_more_bits_never_cost_more_and_no_pattern_is_better():
     for widths in spec.patterns(4):
         total = sum(widths)
         known[total] = min(known.get(total, np.inf), spec.cost(sigma, widths))
-    found = {sum(widths): cost for cost, widths in fill.curve(sigma)}
+    found = {sum(widths): cost for cost, widths in mixed_bits.curve(sigma)}
     assert known.keys() == found.keys()
     for total, cost in known.items():
         assert found[total] == pytest.approx(cost, rel=1e-5)
@@ -77,7 +77,7 @@ def test_more_bits_never_cost_more_and_no_pattern_is_better():
 def test_too_few_bits_are_refused():
     sigma = falling(2, 16, 1.0)
     with pytest.raises(UserError, match=r"\[--kv\] fill-0.5 leaves no bits.*16 dims.*fill-2.25"):
-        fill.allot([("keys", sigma), ("values", sigma)], 0.5)
+        mixed_bits.allot([("keys", sigma), ("values", sigma)], 0.5)
 
 
 # -- names and data
@@ -85,15 +85,17 @@ def test_too_few_bits_are_refused():
 
 def test_any_number_is_a_name():
     config = parse_kv("fill-2.6")
-    assert config.keys.quantizer == Fill(2.6) == config.values.quantizer
+    assert config.keys.quantizer == MixedBits(2.6) == config.values.quantizer
     assert config.keys.centred and not config.values.centred
-    assert config.calibrated and config.filled
+    assert config.calibrated and config.mixed_bits
     assert config.bits_per_value(128, 128) == 2.6
     assert config.keys.quantizer.label.startswith("2.6 bits a value in the mean, by blocks of 16")
-    assert Fill(2.6, (4, 2)).label.startswith("4/2 bits by blocks of 16")
+    assert MixedBits(2.6, (4, 2)).label.startswith("4/2 bits by blocks of 16")
     assert parse_kv("fill-3/fill-2").values.quantizer.rate == 2
     assert isinstance(parse_kv("fill-3/int4").values.quantizer, Affine)
-    own = CacheConfig(Side(Fill(2.6, (4, 2)), "fill-centred"), Side(Fill(2.6, (3, 1, 1)), "fill"))
+    own = CacheConfig(
+        Side(MixedBits(2.6, (4, 2)), "fill-centred"), Side(MixedBits(2.6, (3, 1, 1)), "fill")
+    )
     assert CacheConfig.from_dict(own.as_dict()) == own
     assert own.fitted == ("fill-centred 4,2", "fill 3,1,1") and own.dims(64, 64) == (32, 48)
     assert own.keys.bits_per_value(64, 64) == (6 * 16 + 16) / 64
@@ -111,14 +113,14 @@ def test_what_is_no_number_of_bits_is_one_line(subtests):
 
 def test_wrong_data_is_one_line():
     for widths in ((2, 3), (5,), (4, 0)):
-        with pytest.raises(UserError, match=r"\[Fill\] widths must"):
-            Fill(2.0, widths)
-    with pytest.raises(UserError, match=r"\[Fill\] bits a value"):
-        Fill(0.1)
-    with pytest.raises(UserError, match=r"\[Side\] .*is for Fill"):
+        with pytest.raises(UserError, match=r"\[MixedBits\] widths must"):
+            MixedBits(2.0, widths)
+    with pytest.raises(UserError, match=r"\[MixedBits\] bits a value"):
+        MixedBits(0.1)
+    with pytest.raises(UserError, match=r"\[Side\] .*is for MixedBits"):
         Side(Affine(4), "fill")
-    assert "do not divide 72" in Side(Fill(2.0), "fill").why_not(72, 64)
-    assert "more than the 32" in Side(Fill(2.0, (2, 2, 2)), "fill").why_not(32, 64)
+    assert "do not divide 72" in Side(MixedBits(2.0), "fill").why_not(72, 64)
+    assert "more than the 32" in Side(MixedBits(2.0, (2, 2, 2)), "fill").why_not(32, 64)
 
 
 # -- caches

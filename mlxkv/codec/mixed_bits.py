@@ -1,5 +1,5 @@
-"""Bits by direction in plain MLX ops: x ~ scale * (code - (2^b - 1) / 2), b by block of 16 stored dims. Spec:
-`spec.fill`. Stored: `Fill.tensors`."""
+"""Mixed bits in plain MLX ops: x ~ scale * (code - (2^b - 1) / 2), b by block of 16 stored dims. Spec:
+`spec.mixed_bits`. Stored: `MixedBits.tensors`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from mlxkv.codec import packing
 from mlxkv.codec.affine import half
-from mlxkv.formats.lowrank import DIMS, GAINS, STEPS, Fill
+from mlxkv.formats.lowrank import DIMS, GAINS, STEPS, MixedBits
 
 
 @lru_cache(maxsize=256)
@@ -23,7 +23,7 @@ def _tables(widths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return tuple(x.astype(np.float32).repeat(DIMS) for x in (steps, gains, middle))
 
 
-def encode(spec: Fill, x: mx.array, page: int) -> dict[str, mx.array]:
+def encode(spec: MixedBits, x: mx.array, page: int) -> dict[str, mx.array]:
     """x: [B, G, T, R], T a whole number of pages."""
     steps, gains, middle = map(mx.array, _tables(spec.widths))
     x = x.astype(mx.float32)
@@ -34,7 +34,7 @@ def encode(spec: Fill, x: mx.array, page: int) -> dict[str, mx.array]:
     return {"codes": packed(spec, codes), "scale": scale}
 
 
-def packed(spec: Fill, codes: mx.array) -> mx.array:
+def packed(spec: MixedBits, codes: mx.array) -> mx.array:
     """codes: [..., R] -> [..., W] words: the runs of one width one behind the other. A run is a whole number of
     half words."""
     parts, start = [], 0
@@ -48,7 +48,7 @@ def packed(spec: Fill, codes: mx.array) -> mx.array:
     return mx.contiguous(halves).view(mx.uint32)
 
 
-def unpacked(spec: Fill, words: mx.array) -> mx.array:
+def unpacked(spec: MixedBits, words: mx.array) -> mx.array:
     """Invert `packed`: [..., R] uint32."""
     halves, parts, start = mx.contiguous(words).view(mx.uint16), [], 0
     for bits, count in spec.runs:
@@ -61,26 +61,30 @@ def unpacked(spec: Fill, words: mx.array) -> mx.array:
     return mx.concatenate(parts, -1)
 
 
-def _levels(spec: Fill, stored: dict[str, mx.array]) -> mx.array:
+def _levels(spec: MixedBits, stored: dict[str, mx.array]) -> mx.array:
     """Values over the scale of their token, [B, G, T, R] float32."""
     middle = mx.array(_tables(spec.widths)[2])
     return unpacked(spec, stored["codes"]).astype(mx.float32) - middle
 
 
 def decode(
-    spec: Fill, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
+    spec: MixedBits, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
     """[B, G, T, R] in `dtype`."""
     return (_levels(spec, stored) * stored["scale"].astype(mx.float32)).astype(dtype)
 
 
-def scores(spec: Fill, q: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+def scores(
+    spec: MixedBits, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
+) -> mx.array:
     """q: [B, G, N, R] float32 -> q . x^ for every stored token: [B, G, N, T]."""
     scale = stored["scale"].astype(q.dtype).swapaxes(-1, -2)
     return q @ _levels(spec, stored).swapaxes(-1, -2) * scale
 
 
-def mix(spec: Fill, p: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+def mix(
+    spec: MixedBits, p: mx.array, stored: dict[str, mx.array], dims: int, page: int
+) -> mx.array:
     """p: [B, G, N, T] float32 -> sum_t p_t x^_t: [B, G, N, R]."""
     scale = stored["scale"].astype(p.dtype).swapaxes(-1, -2)
     return (p * scale) @ _levels(spec, stored)

@@ -1,4 +1,4 @@
-"""What calibrated maps lead to, bits by direction and float16 numbers of low rank, in records and kernels, beside plain
+"""What calibrated maps lead to, mixed bits and float16 numbers of low rank, in records and kernels, beside plain
 ops."""
 
 from dataclasses import replace
@@ -14,18 +14,18 @@ from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, PORTABLE, TILES, View
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import Affine, CacheConfig, Side
-from mlxkv.formats.lowrank import DIMS, Fill
+from mlxkv.formats.lowrank import DIMS, MixedBits
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.records import record_layout, why_no_record
 from mlxkv.metal import launch, tiles
-from mlxkv.metal.template import fill_table
+from mlxkv.metal.template import mixed_bits_table
 
 PAGES, PAGE = 3, 32
 
 
 def config_of(keys, values):
     """A cache of these widths, as a calibration leaves it."""
-    sides = Side(Fill(2.0, keys), "fill-centred"), Side(Fill(2.0, values), "fill")
+    sides = Side(MixedBits(2.0, keys), "fill-centred"), Side(MixedBits(2.0, values), "fill")
     return CacheConfig(*sides, page=PAGE)
 
 
@@ -72,7 +72,7 @@ def test_the_quantize_kernel_writes_what_plain_ops_store(subtests):
             assert mx.array_equal(ours.state["records"], other.state["records"])
             assert same(back.state, plain.state)
             for side, at in enumerate((ours.layout.keys, ours.layout.values)):
-                for dtype in (mx.float32, mx.float16, mx.bfloat16) if config.filled else ():
+                for dtype in (mx.float32, mx.float16, mx.bfloat16) if config.mixed_bits else ():
                     got = ours.read(0, PAGES)._dequantized(side, dtype)
                     want = plain.codecs[side].decode_stored(
                         plain.state[quantized.NAMES[side]], dtype
@@ -164,7 +164,7 @@ def test_the_trial_of_any_head_is_of_records_that_kernels_read(subtests):
                 why_no_record(side.quantizer, side.dims(dims), PAGE, keys, blocks=True)
                 for side, keys in sides
             )
-            fill_table(record_layout(tried, *tried.dims(dims, dims)))
+            mixed_bits_table(record_layout(tried, *tried.dims(dims, dims)))
 
 
 def test_a_ring_has_room_for_the_longest_records():
@@ -191,10 +191,10 @@ def test_plans_say_what_has_no_kernel():
         plan = choose.plan(config_of((2, 1), (2, 1)), (64, 64), mx.float16)
         assert plan.body != OPS
         reason = choose.plan(parse_kv("fill-2.25"), (64, 64), mx.float16).reason
-        assert reason == "a calibration has to give bits by direction their widths"
-        beside = CacheConfig(Side(Fill(2.0, (2, 2, 2, 2))), Side(Affine(4)))
+        assert reason == "a calibration has to give mixed bits their widths"
+        beside = CacheConfig(Side(MixedBits(2.0, (2, 2, 2, 2))), Side(Affine(4)))
         reason = choose.plan(beside, (64, 64), mx.float16).reason
-        assert reason == "bits by direction beside other codes have no kernel"
+        assert reason == "mixed bits beside other codes have no kernel"
 
 
 def test_only_low_rank_is_kept_as_numbers(trusted):

@@ -1,8 +1,8 @@
-// Encodes one side of a record whose blocks have widths of their own (fill.h), by one simdgroup.
-#if WITH_FILL
-// A lane's values of block b, in the order of `kv_fill_levels`. x: [16, dims].
+// Encodes one side of a record whose blocks have widths of their own (mixed_bits.h), by one simdgroup.
+#if WITH_MIXED_BITS
+// A lane's values of block b, in the order of `kv_mixed_levels`. x: [16, dims].
 template <typename T, int KEYS>
-inline void kv_fill_eight(const device T* x, int dims, int b, int lane, thread float* v) {
+inline void kv_mixed_eight(const device T* x, int dims, int b, int lane, thread float* v) {
   const int g = lane / 4;
   const int t = lane % 4;
   if (KEYS) {
@@ -24,11 +24,11 @@ inline void kv_fill_eight(const device T* x, int dims, int b, int lane, thread f
 
 // The same as codes. steps: the scale of each pair of them, with its rounded inverse.
 template <typename T, int KEYS>
-inline void kv_fill_codes(
+inline void kv_mixed_codes(
     const device T* x, int dims, int b, const device float* entry, const thread float* steps,
     const thread float* inverses, int lane, thread uint* codes) {
   float v[8];
-  kv_fill_eight<T, KEYS>(x, dims, b, lane, v);
+  kv_mixed_eight<T, KEYS>(x, dims, b, lane, v);
   const float gain = entry[1];
   const float middle = entry[2];
 #pragma unroll
@@ -41,7 +41,7 @@ inline void kv_fill_codes(
 }
 
 // Codes, or one bit of each, as a part of a word: code [r][half][p] at bit 16 half + r_step r + p_step p.
-inline uint kv_fill_part(
+inline uint kv_mixed_part(
     const thread uint* codes, uint low, uint mask, int r_step, int p_step) {
   uint word = 0u;
 #pragma unroll
@@ -52,9 +52,9 @@ inline uint kv_fill_part(
   return word;
 }
 
-// table: `template.fill_quantizing`.
+// table: `template.mixed_bits_quantizing`.
 template <typename T, int KEYS>
-inline void kv_quantize_fill(const device T* x, const device float* table, device uint* out, int lane) {
+inline void kv_quantize_mixed(const device T* x, const device float* table, device uint* out, int lane) {
   const int g = lane / 4;
   const int t = lane % 4;
   const int blocks = int(table[0]);
@@ -69,7 +69,7 @@ inline void kv_quantize_fill(const device T* x, const device float* table, devic
 #pragma unroll 1
   for (int b = 0; b < blocks; b++) {
     float v[8];
-    kv_fill_eight<T, KEYS>(x, dims, b, lane, v);
+    kv_mixed_eight<T, KEYS>(x, dims, b, lane, v);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const float y = v[i] * entries[8 * b];
@@ -102,7 +102,7 @@ inline void kv_quantize_fill(const device T* x, const device float* table, devic
     for (int b = 0; b < blocks; b++) {
       const int bits = int(entries[8 * b + 3]);
       if (bits == 8 && pass == 0) {
-        kv_fill_codes<T, KEYS>(x, dims, b, entries + 8 * b, steps, inverses, lane, codes);
+        kv_mixed_codes<T, KEYS>(x, dims, b, entries + 8 * b, steps, inverses, lane, codes);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const thread uint* some = codes + 4 * r;
@@ -110,13 +110,13 @@ inline void kv_quantize_fill(const device T* x, const device float* table, devic
         }
         row += 64;
       } else if (bits == 4 && pass == 0) {
-        kv_fill_codes<T, KEYS>(x, dims, b, entries + 8 * b, steps, inverses, lane, codes);
-        row[lane] = kv_fill_part(codes, 0u, 15u, 8, 4);
+        kv_mixed_codes<T, KEYS>(x, dims, b, entries + 8 * b, steps, inverses, lane, codes);
+        row[lane] = kv_mixed_part(codes, 0u, 15u, 8, 4);
         row += 32;
       } else if (pass == 0 ? bits == 3 || bits == 2 : bits == 3 || bits == 1) {
-        kv_fill_codes<T, KEYS>(x, dims, b, entries + 8 * b, steps, inverses, lane, codes);
-        const uint part = pass == 0 ? kv_fill_part(codes, 0u, 3u, 4, 2)
-                                    : kv_fill_part(codes, bits == 3 ? 2u : 0u, 1u, 1, 2);
+        kv_mixed_codes<T, KEYS>(x, dims, b, entries + 8 * b, steps, inverses, lane, codes);
+        const uint part = pass == 0 ? kv_mixed_part(codes, 0u, 3u, 4, 2)
+                                    : kv_mixed_part(codes, bits == 3 ? 2u : 0u, 1u, 1, 2);
         word |= part << (4 * quarter);
         quarter += pass == 0 ? 2 : 1;
         if (quarter == 4) {

@@ -1,4 +1,4 @@
-// Bits by direction (mlxkv/metal/template.py): codes whose width differs by block of 16 dims, read by a table that
+// Mixed bits (mlxkv/metal/template.py): codes whose width differs by block of 16 dims, read by a table that
 // the layers of a model share a text for. Comes after codes.h and loads.h.
 //
 // Lane (g, t) holds, of block b, the slots (r, p, half), r, p and half 0..1:
@@ -10,34 +10,34 @@
 // Codes of 3 bits have two bits as codes of 2 bits, and the third as one of 1 bit. Where the last row is half
 // empty, two lanes share a word.
 
-#if WITH_FILL
-constant constexpr int KV_FILL_HEAD = 8;
-constant constexpr int KV_FILL_MOST = 16;  // blocks of a side in the table
-constant constexpr int KV_FILL_ENTRY = 12;
-constant constexpr uint KV_FILL_HALF_ROW = 1u;
-constant constexpr uint KV_FILL_THIRD = 2u;
-constant constexpr uint KV_FILL_EIGHT = 4u;
-constant constexpr uint KV_FILL_THIRD_HALF_ROW = 8u;
+#if WITH_MIXED_BITS
+constant constexpr int KV_MIXED_HEAD = 8;
+constant constexpr int KV_MIXED_MOST = 16;  // blocks of a side in the table
+constant constexpr int KV_MIXED_ENTRY = 12;
+constant constexpr uint KV_MIXED_HALF_ROW = 1u;
+constant constexpr uint KV_MIXED_THIRD = 2u;
+constant constexpr uint KV_MIXED_EIGHT = 4u;
+constant constexpr uint KV_MIXED_THIRD_HALF_ROW = 8u;
 
 // A lane's part of a word that it shares with its neighbour, spread as in a word of its own.
-inline uint kv_fill_spread(uint word, int lane) {
+inline uint kv_mixed_spread(uint word, int lane) {
   const uint own = word >> (16 * (lane % 2));
   return (own & 0xFFu) | ((own & 0xFF00u) << 8);
 }
 
 // A lane's word of a row of a record.
-inline uint kv_fill_word(const device uint* record, uint row, int lane, uint shared) {
+inline uint kv_mixed_word(const device uint* record, uint row, int lane, uint shared) {
   const uint word = record[int(row) + (shared != 0u ? lane / 2 : lane)];
-  return shared != 0u ? kv_fill_spread(word, lane) : word;
+  return shared != 0u ? kv_mixed_spread(word, lane) : word;
 }
 
 // The entry of block b of one side, 0 keys, 1 values.
-inline const device uint* kv_fill_entry(const device uint* table, int side, int b) {
-  return table + KV_FILL_HEAD + (side * KV_FILL_MOST + b) * KV_FILL_ENTRY;
+inline const device uint* kv_mixed_entry(const device uint* table, int side, int b) {
+  return table + KV_MIXED_HEAD + (side * KV_MIXED_MOST + b) * KV_MIXED_ENTRY;
 }
 
 // A lane's eight codes of a block, minus the middle: [r][half][p].
-inline void kv_fill_levels(
+inline void kv_mixed_levels(
     const device uint* record, const device uint* entry, int lane, thread float* levels) {
   const uint4 shifts = *(const device uint4*)entry;
   const uint other_row = entry[6];
@@ -45,12 +45,12 @@ inline void kv_fill_levels(
   const uint row = entry[8];
   const float middle = as_type<float>(entry[10]);
   const uint flags = more >> 16;
-  const uint shared = flags & KV_FILL_HALF_ROW;
-  const uint word = kv_fill_word(record, shared != 0u ? other_row : row, lane, shared);
+  const uint shared = flags & KV_MIXED_HALF_ROW;
+  const uint word = kv_mixed_word(record, shared != 0u ? other_row : row, lane, shared);
   uint x[2];
   x[0] = word >> (shifts.x & 31u);
   x[1] = word >> (shifts.y & 31u);
-  if ((flags & KV_FILL_EIGHT) != 0u) {
+  if ((flags & KV_MIXED_EIGHT) != 0u) {
     x[1] = record[int(row) + 32 + lane];
   }
   const uint step = (more >> 8) & 31u;
@@ -60,9 +60,9 @@ inline void kv_fill_levels(
     const uint shift = (i % 2 ? step : 0u) + 16u * uint(i / 2 % 2);
     levels[i] = float((x[i / 4] >> shift) & top) - middle;
   }
-  if ((flags & KV_FILL_THIRD) != 0u) {
+  if ((flags & KV_MIXED_THIRD) != 0u) {
     const uint third =
-        kv_fill_word(record, other_row, lane, flags & KV_FILL_THIRD_HALF_ROW) >> (more & 31u);
+        kv_mixed_word(record, other_row, lane, flags & KV_MIXED_THIRD_HALF_ROW) >> (more & 31u);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       levels[i] += float((third >> (i / 4 + 2 * (i % 2) + 16 * (i / 2 % 2))) & 1u) * 4.0f;

@@ -1,5 +1,5 @@
-"""Bits by direction in torch ops: x ~ scale * (code - (2^b - 1) / 2), b by block of 16 stored dims. Spec:
-`mlxkv.spec.fill`; stored: `Fill.tensors`."""
+"""Mixed bits in torch ops: x ~ scale * (code - (2^b - 1) / 2), b by block of 16 stored dims. Spec:
+`mlxkv.spec.mixed_bits`; stored: `MixedBits.tensors`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from cuda_track.codec import packing
 from cuda_track.codec.affine import half, in_range
-from mlxkv.formats.lowrank import DIMS, GAINS, STEPS, Fill
+from mlxkv.formats.lowrank import DIMS, GAINS, STEPS, MixedBits
 
 
 @cache
@@ -22,7 +22,7 @@ def tables(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor,
     return tuple(torch.tensor(x, device=device).repeat_interleave(DIMS) for x in lists)
 
 
-def encode(spec: Fill, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
+def encode(spec: MixedBits, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     """x: [B, G, T, R], T a whole number of pages."""
     steps, gains, middle = tables(spec.widths, x.device)
     x = x.float()
@@ -33,7 +33,7 @@ def encode(spec: Fill, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     return {"codes": pack(spec, codes), "scale": scale}
 
 
-def pack(spec: Fill, codes: torch.Tensor) -> torch.Tensor:
+def pack(spec: MixedBits, codes: torch.Tensor) -> torch.Tensor:
     """codes: [..., R] int32 -> [..., W] int32, one stream of bits a token."""
     parts, start = [], 0
     for bits, count in spec.runs:
@@ -45,7 +45,7 @@ def pack(spec: Fill, codes: torch.Tensor) -> torch.Tensor:
     return halves.contiguous().view(torch.int32)
 
 
-def unpack(spec: Fill, words: torch.Tensor) -> torch.Tensor:
+def unpack(spec: MixedBits, words: torch.Tensor) -> torch.Tensor:
     """Invert `pack`."""
     halves, parts, start = words.contiguous().view(torch.int16), [], 0
     for bits, count in spec.runs:
@@ -57,7 +57,7 @@ def unpack(spec: Fill, words: torch.Tensor) -> torch.Tensor:
 
 
 def decode(
-    spec: Fill, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
+    spec: MixedBits, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """[B, G, T, R] in `dtype`."""
     codes = unpack(spec, stored["codes"])

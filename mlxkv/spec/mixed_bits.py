@@ -1,8 +1,9 @@
-"""THE SPEC of bits by direction, in NumPy float64. Rules as in `affine.py`.
+"""THE SPEC of mixed bits (bits per direction by reverse water-filling: Cover & Thomas, 10.3.3), in NumPy float64.
+Rules as in `affine.py`.
 
-Reverse water-filling (Cover and Thomas, Elements of Information Theory, theorem 10.3.3) over the directions
+Reverse water-filling (Cover & Thomas, Elements of Information Theory, theorem 10.3.3) over the directions
 of balanced maps (`balanced.py`), in whole bits and in blocks of 16: a block has 8, 4, 3, 2, 1 or 0 bits. Others
-spend bits by direction, too: KVTC (arXiv 2511.01815), SVDq (2502.15304), WaterSIC-KV (NVIDIA's Model-Optimizer), AATC
+spend mixed bits, too: KVTC (arXiv 2511.01815), SVDq (2502.15304), WaterSIC-KV (NVIDIA's Model-Optimizer), AATC
 (2608.14191), NOVA-KV (2608.04074), and Block-GTQ (2606.24033) by pairs of RoPE; its own are one budget for keys, values
 and layers in one unit, directions of one width mixed so that one scale a token serves all widths, and levels that keep
 the second moment.
