@@ -223,7 +223,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         self._last = mx.contiguous(keys[:, :, last]), mx.contiguous(values[:, :, last])
         self._append(keys[:, :, start:], values[:, :, start:])
 
-    # -- a step of fixed shapes (`cache.traced`)
+    # -- a step of fixed shapes (`cache.static`)
 
     @property
     def recent_buffers(self) -> Pair | None:

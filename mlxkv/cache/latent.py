@@ -19,8 +19,16 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.contract import IntoBatch
 from mlxkv.cache.ragged import padded
+from mlxkv.cache.static import (
+    Arrays,
+    ListStaticCache,
+    NotYet,
+    SingleStaticCache,
+    StaticCache,
+    StepIndices,
+    check_rows,
+)
 from mlxkv.cache.stores import LatentCodes
-from mlxkv.cache.traced import Arrays, Form, NotYet, Numbers, Own, Rows, check_rows
 from mlxkv.cache.view import BY_OPS, Pair, TracedLatents, View
 from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.formats.state import check_batch
@@ -125,7 +133,7 @@ class LatentKVCache(CompressedKVCache):
                 self._rotary[:, :, : self.offset] = old[:, :, : self.offset]
         self._rotary[:, :, self.offset : end] = rotary
 
-    # -- a step of fixed shapes (`cache.traced`)
+    # -- a step of fixed shapes (`cache.static`)
 
     @property
     def whole_rotary(self) -> mx.array | None:
@@ -238,12 +246,12 @@ def decoded(view: View) -> mx.array:
     return mx.depends(latents, list(view.quantized)) if view.quantized else latents
 
 
-# -- The forms of `LatentKVCache`, alone and in a batch: the forms of `CompressedKVCache`, and the rotary keys that the
-# model's code multiplies.
+# -- The static caches of `LatentKVCache`, alone and in a batch: the static caches of `CompressedKVCache`, and the
+# rotary keys that the model's code multiplies.
 
 
-class OwnLatents(Own):
-    """Numbers as of `Own`. Exact rotary keys are one more array, in the order of their tokens."""
+class SingleStaticLatents(SingleStaticCache):
+    """Indices as of `SingleStaticCache`. Exact rotary keys are one more array, in the order of their tokens."""
 
     def __init__(self, cache: LatentKVCache, new: int):
         if new > 1:
@@ -254,14 +262,14 @@ class OwnLatents(Own):
             self.arrays, self.writes = [*self.arrays, self.rotary], 3
 
     def append(
-        self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
+        self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
         """Latents as a view, and the rotary keys of all tokens with room behind them."""
         exact = self.rotary is not None
-        buffers, (view, _) = super().append(arrays[:-1] if exact else arrays, numbers, keys, values)
+        buffers, (view, _) = super().append(arrays[:-1] if exact else arrays, indices, keys, values)
         recent = buffers[1]
         if exact:
-            at = numbers.places(0, values.shape)
+            at = indices.places(0, values.shape)
             rotary = mx.put_along_axis(arrays[-1], at, values.astype(recent.dtype), axis=2)
             buffers = *buffers, rotary
         else:
@@ -272,10 +280,10 @@ class OwnLatents(Own):
         latents = TracedLatents(
             *((buffers[0],) * 2, view.sink and (view.sink[0],) * 2, view.pages),
             seen=view.seen,
-            counts=numbers.once("counts", lambda: numbers.array[2:5]),
+            counts=indices.once("counts", lambda: indices.array[2:5]),
             width=rotary.shape[2],
             in_order=exact,
-            once=numbers.once,
+            once=indices.once,
         )
         return buffers, (latents, rotary)
 
@@ -284,18 +292,19 @@ class OwnLatents(Own):
         return super().make_mask(N, return_array and N > 1, window_size)
 
 
-def of_latent_batch(cache: BatchedLatentCache, new: int) -> Form:
-    """The form of a batch of sequences, which are read one after the other. Raises NotYet while prompts are read."""
+def of_latent_batch(cache: BatchedLatentCache, new: int) -> StaticCache:
+    """The static cache of a batch of sequences, which are read one after the other. Raises NotYet while prompts are
+    read."""
     if cache.is_padded:
         raise NotYet("prompts of unequal lengths are read")
     check_rows(cache.rows, LatentKVCache)
-    return LatentRows(cache, new)
+    return ListStaticLatents(cache, new)
 
 
-class LatentRows(Rows):
-    """Arrays of `OwnLatents` for each sequence."""
+class ListStaticLatents(ListStaticCache):
+    """Arrays of `SingleStaticLatents` for each sequence."""
 
-    row_form = OwnLatents
+    row_class = SingleStaticLatents
 
     def joined(self, views: Sequence[tuple]) -> tuple:
         """Latents as views, and the rotary keys of all sequences [B, 1, columns, N], with zeros behind the shorter."""

@@ -241,7 +241,7 @@ class View:
     skips: how many of the new tokens are padding on the left of each sequence. padding: how many columns of a mask are,
         where prompts were padded on the left.
 
-    Where arrays have room that is not in use, in shared arrays or in a step of fixed shapes (`cache.traced`):
+    Where arrays have room that is not in use, in shared arrays or in a step of fixed shapes (`cache.static`):
     lengths: how much each sequence has in use.
     seen: of such a step, new tokens -> which columns of (sink | pages | recent) each of them sees, boolean
         [B or 1, 1, L, T].

@@ -14,7 +14,7 @@ from random_models import random_model, tokens
 from small_cache import SMALL
 
 from mlxkv.cache import view
-from mlxkv.cache.traced import Rows, Together, of_batch
+from mlxkv.cache.static import BatchStaticCache, ListStaticCache, of_batch
 from mlxkv.metal import launch
 from mlxkv.models import attach
 from mlxkv.models.hooks.mark import MARK
@@ -133,10 +133,13 @@ def test_sequences_come_go_and_are_taken_back(kernels, monkeypatch):
         pair.each(lambda cache: cache.filter(mx.array([3])))
         pair.say(3)
         assert {1, 2, 3, 4} <= set(taken) and len(taken) >= 33 and not steps.refused
-        forms = [of_batch(cache, 1) for cache in pair.ours]
-        assert all(type(form) is (Rows if kernels == "ops" else Together) for form in forms)
+        statics = [of_batch(cache, 1) for cache in pair.ours]
+        assert all(
+            type(static) is (ListStaticCache if kernels == "ops" else BatchStaticCache)
+            for static in statics
+        )
         if kernels != "ops":
-            assert all(form.ragged.store.plan.body == view.TILES for form in forms)
+            assert all(static.ragged.store.plan.body == view.TILES for static in statics)
 
 
 def test_windows_of_mlx_lm_beside(monkeypatch):

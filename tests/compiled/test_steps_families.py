@@ -79,11 +79,11 @@ def test_several_tokens_at_every_stage_of_a_window(attached, prompt):
     assert twins.steps.traced and not twins.steps.refused
 
 
-# -- caches that share numbers, or do not
+# -- caches that share indices, or do not
 
 
 def test_caches_that_are_not_in_step(attached):
-    """One layer was taken back alone: its numbers are its own."""
+    """One layer was taken back alone: its indices are its own."""
     twins, token = prompted(attached("llama", num_hidden_layers=3))
     token = twins.speak(token, 3)
     for caches in (twins.traced, twins.plain):

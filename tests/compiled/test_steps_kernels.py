@@ -15,7 +15,7 @@ from stepping import Twins, same_caches, small, steps_of, untraced
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.traced import Numbers, Own
+from mlxkv.cache.static import SingleStaticCache, StepIndices
 from mlxkv.cache.view import PORTABLE, TILES
 from mlxkv.formats.config import Affine, Side
 from mlxkv.formats.names import parse_kv
@@ -93,14 +93,14 @@ def test_logits_of_attention_sinks(body, new):
             cache.update_and_fetch(draw((1, 2, 70, 64)), draw((1, 2, 70, 64)) * 2)
         keys, values = draw((1, 2, new, 64)) + 1, draw((1, 2, new, 64))
         queries, logits = draw((1, 6, new, 64)), draw((6,))
-        form = Own(ours, new)
-        stand = form.standing_in(form.arrays, Numbers(mx.array(form.numbers, mx.int32)))
+        static = SingleStaticCache(ours, new)
+        proxy = static.proxy(static.arrays, StepIndices(mx.array(static.indices, mx.int32)))
         mask = "causal" if new > 1 else None
-        views = [one.update_and_fetch(keys, values)[0] for one in (stand, plain)]
+        views = [one.update_and_fetch(keys, values)[0] for one in (proxy, plain)]
         assert views[1].pages.plan.body == expected
         found, spec = (attend(queries, view, 0.125, mask, logits) for view in views)
         assert mx.array_equal(found, spec)
-        form.commit(stand.written)
+        static.commit(proxy.written)
         assert mx.abs(found - attend(queries, views[0], 0.125, mask)).max() > 1e-3
     same_caches(ours, plain, 0.0)
 

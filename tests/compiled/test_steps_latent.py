@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("trusted")
 
 WINDOWS = {"sink": 4, "recent": 8, "page": 16}
 TOKEN, CHANNEL = Side(Affine(4, 32), "srft"), Side(Affine(4, 16, axis="channel"))
-INDEXED = "no fixed form of IndexedLatentKVCache"
+INDEXED = "no static form of IndexedLatentKVCache"
 
 
 def config_of(side: Side = TOKEN, **more) -> CacheConfig:

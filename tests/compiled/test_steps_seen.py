@@ -36,7 +36,7 @@ def test_layers_that_share_a_cache_wait_in_a_batch_that_quantizes(attached):
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_offsets_that_mlx_lm_changes_in_place_are_read_again(attached, family):
-    """As mlx-lm 0.31 does in every step: the array is the same object, with other numbers in it."""
+    """As mlx-lm 0.31 does in every step: the array is the same object, with other indices in it."""
     model, text = attached(family), mx.array([[3], [4]])
     traced, plain = batch_of(model), batch_of(model)
     for _ in range(4):

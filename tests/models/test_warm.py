@@ -99,7 +99,7 @@ def test_steps_built_by_python_are_said_once(folder, on_a_gpu, monkeypatch, caps
     loaded = load(folder, "int4")
     monkeypatch.delitem(FORMS, type(new_cache(loaded)[0]))
     warm_up(loaded)
-    reason = "decode steps are built by Python: no fixed form of CompressedKVCache"
+    reason = "decode steps are built by Python: no static form of CompressedKVCache"
     assert capsys.readouterr().err.count(reason) == 1
     assert loaded.steps == reason.removeprefix("decode steps are ")
     loaded.tell_steps()

@@ -1,4 +1,4 @@
-"""The forms of mlx-lm's own caches, where layers keep them: sliding windows, states, full precision."""
+"""The static caches of mlx-lm's own caches, where layers keep them: sliding windows, states, full precision."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
-from mlxkv.cache.traced import Form, NotYet, Numbers, Untraceable, put
+from mlxkv.cache.static import NotYet, StaticCache, StepIndices, Untraceable, put
 from mlxkv.cache.view import View
 from mlxkv.metal.launch import backend
 
 
-class Buffers(Form):
-    """A form whose arrays are buffers of keys and values. first: which number says where new ones go. is_full: whether
-    all of the buffers is seen, without a mask."""
+class Buffers(StaticCache):
+    """A static cache whose arrays are buffers of keys and values. first: which number says where new ones go.
+    is_full: whether all of the buffers is seen, without a mask."""
 
     first, is_full = 1, False
 
     def append(
-        self, arrays: Sequence[mx.array], numbers: Numbers, keys: mx.array, values: mx.array
+        self, arrays: Sequence[mx.array], indices: StepIndices, keys: mx.array, values: mx.array
     ) -> tuple[Sequence[mx.array], tuple]:
-        pair = put(arrays[:2], (keys, values), numbers, self.first)
+        pair = put(arrays[:2], (keys, values), indices, self.first)
         if self.is_full:
             return pair, pair
-        view = View(pair, seen=partial(self.visible, numbers))
+        view = View(pair, seen=partial(self.visible, indices))
         return pair, (view, view)
 
     def make_mask(self, N: int, return_array: bool, window_size: int | None):
@@ -34,18 +34,18 @@ class Buffers(Form):
             raise Untraceable("a window that is shorter than its cache")
         return super().make_mask(N, return_array, None)
 
-    def visible(self, numbers: Numbers, new: int) -> mx.array:
+    def visible(self, indices: StepIndices, new: int) -> mx.array:
         """Return the places that each of the new tokens sees, [L, room]."""
         room = self.arrays[0].shape[2]
-        return numbers.once(
+        return indices.once(
             ("seen", room, new),
-            lambda: mx.arange(room)[None] <= numbers.array[1] + mx.arange(new)[:, None],
+            lambda: mx.arange(room)[None] <= indices.array[1] + mx.arange(new)[:, None],
         )
 
 
 class Ring(Buffers):
     """`RotatingKVCache`: new tokens overwrite the oldest, at a place that is a number. Before the ring is
-    full, a mask hides what is not written yet. Numbers: offset, place."""
+    full, a mask hides what is not written yet. Indices: offset, place."""
 
     def __init__(self, cache: RotatingKVCache, new: int):
         if cache.keys.shape[2] > cache.max_size:
@@ -63,7 +63,7 @@ class Ring(Buffers):
         self.key = Ring, self.is_full
         self.lockstep = Ring, cache.max_size, cache.keep
         self.arrays = [cache.keys, cache.values]
-        self.state = self.numbers = cache.offset, self.at
+        self.state = self.indices = cache.offset, self.at
         self.advance = new, new
 
     def commit(self, arrays: Sequence[mx.array]) -> None:
@@ -74,7 +74,7 @@ class Ring(Buffers):
 
 
 class Plain(Buffers):
-    """`KVCache`: a buffer with a mask over what is not written yet. Numbers: offset, offset.
+    """`KVCache`: a buffer with a mask over what is not written yet. Indices: offset, offset.
 
     Not for CUDA, where MLX's attention with a mask takes several times as long as without.
     """
@@ -87,7 +87,7 @@ class Plain(Buffers):
         self.cache, self.new = cache, new
         self.key = self.lockstep = Plain
         self.arrays = [cache.keys, cache.values]
-        self.state = self.numbers = cache.offset, cache.offset
+        self.state = self.indices = cache.offset, cache.offset
         self.advance = new, new
 
     def commit(self, arrays: Sequence[mx.array]) -> None:
@@ -108,8 +108,8 @@ def grow(cache, room: int) -> None:
         setattr(cache, name, mx.concatenate([x, zeros], axis=2))
 
 
-class Arrays(Form):
-    """`ArraysCache`: states of fixed shapes. No numbers."""
+class Arrays(StaticCache):
+    """`ArraysCache`: states of fixed shapes. No indices."""
 
     def __init__(self, cache: ArraysCache, new: int):
         self.cache, self.new = cache, new
@@ -120,7 +120,7 @@ class Arrays(Form):
         self.key = Arrays, type(cache), len(cache.cache), *self.filled, *self.extras
         self.lockstep = Arrays
         self.arrays = self.of(cache)
-        self.state = self.numbers = self.advance = ()
+        self.state = self.indices = self.advance = ()
 
     def of(self, cache: ArraysCache) -> list[mx.array]:
         """The arrays that `cache` holds."""
@@ -135,12 +135,12 @@ class Arrays(Form):
         for name, x in zip(self.extras, arrays[len(self.filled) :], strict=True):
             setattr(cache, name, x)
 
-    def standing_in(self, arrays: Sequence[mx.array], numbers: Numbers) -> ArraysCache:
+    def proxy(self, arrays: Sequence[mx.array], indices: StepIndices) -> ArraysCache:
         """mlx-lm's own class, with arrays of the trace."""
         kind = type(self.cache)
         out = _stand_in(kind).__new__(_stand_in(kind))
         vars(out).update(vars(self.cache))
-        out.form = self
+        out.static = self
         self.give(out, arrays)
         return out
 
@@ -153,9 +153,9 @@ def _stand_in(kind: type[ArraysCache]) -> type[ArraysCache]:
     """The class, with `written`."""
 
     def written(self) -> list[mx.array]:
-        if any(x is not None for i, x in enumerate(self.cache) if i not in self.form.filled):
+        if any(x is not None for i, x in enumerate(self.cache) if i not in self.static.filled):
             raise NotYet("a state that was not there before")
-        return self.form.of(self)
+        return self.static.of(self)
 
     return type(kind.__name__, (kind,), {"written": property(written)})
 
@@ -179,7 +179,7 @@ def _stand(cache: BatchRotatingKVCache) -> Integers:
 
 
 class PaddedRing(Buffers):
-    """`BatchRotatingKVCache`. Numbers: place; of each sequence its offset; of each its padding, as it is after this
+    """`BatchRotatingKVCache`. Indices: place; of each sequence its offset; of each its padding, as it is after this
     step."""
 
     first = 0
@@ -217,7 +217,7 @@ class PaddedRing(Buffers):
         return self.place, *self.lengths
 
     @cached_property
-    def numbers(self) -> Integers:
+    def indices(self) -> Integers:
         offsets, padding = self.lengths
         return self.place, *offsets, *(n - self.rotated for n in padding)
 
@@ -230,39 +230,39 @@ class PaddedRing(Buffers):
     def is_full(self) -> bool:
         """Return whether the new token sees all that the ring holds."""
         room, batch = self.arrays[0].shape[2], len(self.lengths[0])
-        return (self.rotated or self.place + 1 == room) and max(self.numbers[1 + batch :]) <= 0
+        return (self.rotated or self.place + 1 == room) and max(self.indices[1 + batch :]) <= 0
 
     @property
     def key(self):
         return PaddedRing, self.rotated, self.is_full
 
-    def offset(self, numbers: Numbers) -> mx.array:
+    def offset(self, indices: StepIndices) -> mx.array:
         stop = 1 + len(self.lengths[0])
-        return numbers.once("offset", lambda: numbers.array[1:stop])
+        return indices.once("offset", lambda: indices.array[1:stop])
 
-    def _padding(self, numbers: Numbers) -> mx.array:
+    def _padding(self, indices: StepIndices) -> mx.array:
         start = 1 + len(self.lengths[0])
-        return numbers.once("padding", lambda: numbers.array[start:])
+        return indices.once("padding", lambda: indices.array[start:])
 
     def append(
-        self, arrays: Sequence[mx.array], numbers: Numbers, keys: mx.array, values: mx.array
+        self, arrays: Sequence[mx.array], indices: StepIndices, keys: mx.array, values: mx.array
     ) -> tuple[Sequence[mx.array], tuple]:
-        pair, views = super().append(arrays, numbers, keys, values)
-        offset = numbers.once("next offset", lambda: self.offset(numbers) + 1)
-        return (*pair, offset, self._padding(numbers)), views
+        pair, views = super().append(arrays, indices, keys, values)
+        offset = indices.once("next offset", lambda: self.offset(indices) + 1)
+        return (*pair, offset, self._padding(indices)), views
 
-    def visible(self, numbers: Numbers, new: int) -> mx.array:
+    def visible(self, indices: StepIndices, new: int) -> mx.array:
         room = self.arrays[0].shape[2]
 
         def make() -> mx.array:
-            padding, place = self._padding(numbers)[:, None, None, None], numbers.array[0]
+            padding, place = self._padding(indices)[:, None, None, None], indices.array[0]
             columns = mx.arange(room)
             if not self.rotated:
                 return (padding <= columns) & (columns <= place)
             ages = columns - place - 1
             return padding <= mx.where(ages < 0, ages + room, ages)  # the place is the newest
 
-        return numbers.once(("seen", room), make)
+        return indices.once(("seen", room), make)
 
     def commit(self, arrays: Sequence[mx.array]) -> None:
         cache, batch = self.cache, len(self.lengths[0])
@@ -270,6 +270,6 @@ class PaddedRing(Buffers):
         cache.keys, cache.values, cache.offset, cache.left_padding = map(mx.array, arrays)
         cache._idx, cache.rotated = self.place + 1, self.rotated
         cache._offset += 1
-        offsets, padding = self.numbers[1 : 1 + batch], self.numbers[1 + batch :]
+        offsets, padding = self.indices[1 : 1 + batch], self.indices[1 + batch :]
         offsets = tuple(n + 1 for n in offsets)
         _read[cache] = _stand(cache), cache.offset, cache.left_padding, offsets, padding

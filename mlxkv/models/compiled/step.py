@@ -24,8 +24,22 @@ from mlx_lm.models.cache import (
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.latent import BatchedLatentCache, LatentKVCache, OwnLatents, of_latent_batch
-from mlxkv.cache.traced import Form, NotYet, Numbers, Own, StandIn, Untraceable, Unused, of_batch
+from mlxkv.cache.latent import (
+    BatchedLatentCache,
+    LatentKVCache,
+    SingleStaticLatents,
+    of_latent_batch,
+)
+from mlxkv.cache.static import (
+    CacheProxy,
+    NotYet,
+    SingleStaticCache,
+    StaticCache,
+    StepIndices,
+    Untraceable,
+    UnusedStaticCache,
+    of_batch,
+)
 from mlxkv.errors import UserError
 from mlxkv.metal import launch, tiles
 from mlxkv.models.compiled.plain import Arrays, PaddedRing, Plain, Ring
@@ -35,8 +49,8 @@ SWITCH = "MLXKV_COMPILE"  # an environment variable; 0: every step is built by P
 MOST_TRACES = 64  # of one kind of step: beyond, all are dropped and made anew as they are needed
 MOST_KINDS = 256  # beyond, too: how work is shared out among kernels changes as a batch grows
 FORMS = {
-    CompressedKVCache: Own,
-    LatentKVCache: OwnLatents,
+    CompressedKVCache: SingleStaticCache,
+    LatentKVCache: SingleStaticLatents,
     RotatingKVCache: Ring,
     KVCache: Plain,
     ArraysCache: Arrays,
@@ -119,8 +133,10 @@ class Steps:
         return by_python or "none yet"
 
     def _step(self, model, call: Callable, tokens: mx.array, caches: Sequence) -> mx.array:
-        forms = [form for cache in caches for form in forms_of(cache, tokens.shape[1])]
-        if self.compiles and any(form.emulated for form in forms):
+        statics = [
+            static for cache in caches for static in static_caches_of(cache, tokens.shape[1])
+        ]
+        if self.compiles and any(static.emulated for static in statics):
             raise Untraceable("kernels of no GPU")
         weights = self._weights
         arrays = weights.arrays() if weights is not None and weights.model is model else None
@@ -128,9 +144,9 @@ class Steps:
             weights = self._weights = Weights(model)
             arrays = weights.arrays()
             self._kinds.clear()
-        places, values, advances = grouped(forms)
+        places, values, advances = grouped(statics)
         stream = mx.default_stream(mx.default_device())
-        key = str(stream), places, advances, *(form.key for form in forms)
+        key = str(stream), places, advances, *(static.key for static in statics)
         if self._counters != tiles.times_forgotten() or len(self._kinds) > MOST_KINDS:
             self._kinds.clear()
             self._counters = tiles.times_forgotten()
@@ -138,12 +154,12 @@ class Steps:
         if kind is None:
             kind = self._kinds[key] = Kind(weights, call, self.compiles)
         traces = kind.traces
-        logits, outputs = kind(tokens, arrays, forms, caches, places, values, advances)
+        logits, outputs = kind(tokens, arrays, statics, caches, places, values, advances)
         self.traced += kind.traces - traces
         if kind.traces > MOST_TRACES:
             del self._kinds[key]
-        for form, new in zip(forms, outputs, strict=True):
-            form.commit(new)
+        for static, new in zip(statics, outputs, strict=True):
+            static.commit(new)
         self.replayed, self.waits_for = self.replayed + 1, None
         return logits if kind.output is None else kind.output(logits=logits)
 
@@ -167,30 +183,30 @@ class Steps:
 
 
 class Kind:
-    """Steps that differ in shapes and numbers alone. run: the trace, replayed. output: the class around logits
+    """Steps that differ in shapes and indices alone. run: the trace, replayed. output: the class around logits
     that the model's code returns (mlx-vlm), or None."""
 
     def __init__(self, weights: Weights, call: Callable, compiles: bool):
         self.weights, self.call, self.compiles, self.traces = weights, call, compiles, 0
         self.output: type | None = None
         self._current: tuple | None = None
-        self._shared: list[int] = []  # numbers of the caches that several layers read
+        self._shared: list[int] = []  # indices of the caches that several layers read
         self._carried: dict[tuple[int, ...], mx.array] = {}
         self.run = mx.compile(self._trace) if compiles else self._trace
 
-    def __call__(self, tokens, weights, forms, caches, places, values, advances):
-        """The logits, and what each form's stand-in wrote."""
-        # The last step has left the numbers on the device: uploading them takes CUDA longer than all
+    def __call__(self, tokens, weights, statics, caches, places, values, advances):
+        """The logits, and what each static cache's proxy wrote."""
+        # The last step has left the indices on the device: uploading them takes CUDA longer than all
         # that a replay does on the host.
-        numbers = [
+        indices = [
             self._carried[integers] if integers in self._carried else mx.array(integers, mx.int32)
             for integers in values
         ]
-        self._wait(forms)
-        self._current = forms, caches, places, advances
+        self._wait(statics)
+        self._current = statics, caches, places, advances
         try:
-            arrays = [form.arrays for form in forms]
-            logits, outputs, advanced = self.run(tokens, numbers, arrays, weights)
+            arrays = [static.arrays for static in statics]
+            logits, outputs, advanced = self.run(tokens, indices, arrays, weights)
         finally:
             self._current = None
         pairs = zip(values, advances, strict=True)
@@ -198,13 +214,13 @@ class Kind:
         self._carried = dict(zip(states, advanced, strict=True))
         return logits, outputs
 
-    def _trace(self, tokens, numbers, arrays, weights):
+    def _trace(self, tokens, indices, arrays, weights):
         self.traces += 1
-        forms, caches, places, advances = self._current
-        groups = [Numbers(array) for array in numbers]
+        statics, caches, places, advances = self._current
+        groups = [StepIndices(array) for array in indices]
         stands = [
-            form.standing_in(buffers, groups[place])
-            for form, buffers, place in zip(forms, arrays, places, strict=True)
+            static.proxy(buffers, groups[place])
+            for static, buffers, place in zip(statics, arrays, places, strict=True)
         ]
         queue = iter(stands)
         in_trace = [_in_place(cache, queue) for cache in caches]
@@ -213,13 +229,13 @@ class Kind:
             logits = self._logits(self.call(self.weights.model, tokens, cache=in_trace))
         if mx.random.state[0] is not seed:  # a replay would draw the same again
             raise Untraceable("the model's code draws random numbers")
-        self._shared = [i for i, stand in enumerate(stands) if getattr(stand, "shared", False)]
-        self._wait(forms)
+        self._shared = [i for i, proxy in enumerate(stands) if getattr(proxy, "shared", False)]
+        self._wait(statics)
         advanced = [
             array + mx.array(by, mx.int32) if by else array
-            for array, by in zip(numbers, advances, strict=True)
+            for array, by in zip(indices, advances, strict=True)
         ]
-        return logits, [_outputs_of(stand) for stand in stands], advanced
+        return logits, [_outputs_of(proxy) for proxy in stands], advanced
 
     def _logits(self, out) -> mx.array:
         """The logits alone. Raises Untraceable where the model's code returns more."""
@@ -232,10 +248,10 @@ class Kind:
         self.output = type(out)
         return out.logits
 
-    def _wait(self, forms: Sequence[Form]) -> None:
+    def _wait(self, statics: Sequence[StaticCache]) -> None:
         """Raises NotYet where a page is quantized that layers then read without writing to the cache: a trace
         has its exact tokens, these layers its codes."""
-        if any(forms[i].quantizes for i in self._shared):
+        if any(statics[i].quantizes for i in self._shared):
             raise NotYet("layers share a cache that quantizes a page")
 
 
@@ -249,7 +265,7 @@ def _reasons() -> Iterator[None]:
     except UserError as error:  # of our views, where an array is expected
         raise Untraceable(str(error)) from None
     except Exception as error:
-        if "transformations" in str(error):  # says MLX where code looks at the numbers in arrays
+        if "transformations" in str(error):  # says MLX where code looks at the indices in arrays
             error = "the model's code looks at numbers that only the device has"
         else:
             error = f"the model's code fails in a trace: {type(error).__name__}: {error}"
@@ -262,26 +278,26 @@ def _equal(x: mx.array | None, y: mx.array | None) -> bool:
     return mx.array_equal(x, y).item()
 
 
-def _outputs_of(stand: StandIn) -> list[mx.array]:
-    if stand.written is None:
+def _outputs_of(proxy: CacheProxy) -> list[mx.array]:
+    if proxy.written is None:
         raise Untraceable("a layer does not write to its cache")
-    return list(stand.written)
+    return list(proxy.written)
 
 
-def forms_of(cache, new: int) -> list[Form]:
-    """The forms of a cache, of each in a list of caches. Raises NotYet, Untraceable."""
+def static_caches_of(cache, new: int) -> list[StaticCache]:
+    """The static caches of a cache, of each in a list of caches. Raises NotYet, Untraceable."""
     if isinstance(cache, CacheList):
-        return [form for member in cache.caches for form in forms_of(member, new)]
+        return [static for member in cache.caches for static in static_caches_of(member, new)]
     kind = FORMS.get(type(cache))
     if kind is None and isinstance(cache, ArraysCache):
         kind = Arrays
     if kind is None:
-        raise Untraceable(f"no fixed form of {type(cache).__name__}")
-    return [Unused() if cache.empty() else kind(cache, new)]
+        raise Untraceable(f"no static form of {type(cache).__name__}")
+    return [UnusedStaticCache() if cache.empty() else kind(cache, new)]
 
 
 def _in_place(cache, stands):
-    """The stand-ins in the places of the caches."""
+    """The proxys in the places of the caches."""
     if not isinstance(cache, CacheList):
         return next(stands)
     out = CacheList.__new__(CacheList)
@@ -289,20 +305,20 @@ def _in_place(cache, stands):
     return out
 
 
-def grouped(forms: Sequence[Form]):
-    """Numbers that several caches share: for each form the place of its own, then these numbers, and by how
+def grouped(statics: Sequence[StaticCache]):
+    """Indices that several caches share: for each static cache the place of its own, then these indices, and by how
     much they grow."""
     groups, places, members = {}, [], []
-    for i, form in enumerate(forms):
-        group = groups.get(form.lockstep)
-        if group is not None and members[group].state != form.state:
+    for i, static in enumerate(statics):
+        group = groups.get(static.lockstep)
+        if group is not None and members[group].state != static.state:
             group = None  # a cache that was taken back alone
         if group is None:
-            group = groups[form.lockstep if form.lockstep not in groups else i] = len(members)
-            members.append(form)
+            group = groups[static.lockstep if static.lockstep not in groups else i] = len(members)
+            members.append(static)
         places.append(group)
     return (
         tuple(places),
-        [form.numbers for form in members],
-        tuple(form.advance for form in members),
+        [static.indices for static in members],
+        tuple(static.advance for static in members),
     )

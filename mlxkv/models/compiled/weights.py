@@ -34,7 +34,7 @@ class Weights:
         self.model = model
         self._harmless: set[tuple[int, object]] = set()
         self._places, self._links = _walk(model)
-        # Python numbers are constants of a trace: scales of adapters, the mode of training.
+        # Python indices are constants of a trace: scales of adapters, the mode of training.
         numbers = [
             (vars(module), name, value)
             for module in model.modules()

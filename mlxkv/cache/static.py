@@ -1,10 +1,10 @@
 """Caches in a step of fixed shapes, which is traced once and replayed: whole buffers, and arrays that say how much of
 them is in use. The loop around it is `models.compiled`.
 
-A `Form` is a cache as the next step finds it. On the host it has arrays, numbers (how much of the arrays is in use),
-and what a trace takes for granted. In the trace, `StandIn` is what the model's code sees in place of the cache, and
-`Form.append` computes what it writes and reads. On the host again, `Form.commit` hands the arrays that were written
-back to the cache.
+A `StaticCache` is a cache as the next step finds it. On the host it has arrays, indices (how much of the arrays is in
+use), and what a trace takes for granted. In the trace, `CacheProxy` is what the model's code sees in place of the
+cache, and `StaticCache.append` computes what it writes and reads. On the host again, `StaticCache.commit` hands the
+arrays that were written back to the cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NotYet(Exception):
     """This step cannot be traced; a later one may be."""
 
 
-class Numbers:
+class StepIndices:
     """The integers of a cache in a step: an array in the trace, shared by caches that go in step.
 
     array: int32. results: what layers have made of it, for others in the same step.
@@ -51,8 +51,8 @@ class Numbers:
         return self.results[key]
 
     def places(self, first: int, shape: tuple[int, ...], by_row: bool = False) -> mx.array:
-        """Return where new keys, or values, of this shape [B, G, L, D] go: the place that number `first` says, and
-        the next ones. by_row: B numbers from `first` on say it, one for each sequence."""
+        """Return where new keys, or values, of this shape [B, G, L, D] go: the place that index `first` says, and
+        the next ones. by_row: B indices from `first` on say it, one for each sequence."""
 
         def make() -> mx.array:
             at = self.array[first : first + (shape[0] if by_row else 1)]
@@ -62,12 +62,12 @@ class Numbers:
         return self.once(("places", first, shape), make)
 
 
-class Form:
+class StaticCache:
     """A cache, as the next step of `new` tokens finds it. A subclass sets what follows.
 
     key: what the trace takes for granted, beside the shapes of arrays. lockstep: caches with equal ones
-    have equal numbers, as a rule. state: what the numbers follow from, for equal `lockstep` and shapes.
-    arrays: which the step reads, and may write. numbers: integers.
+    have equal indices, as a rule. state: what the indices follow from, for equal `lockstep` and shapes.
+    arrays: which the step reads, and may write. indices: integers.
     advance: by how much each of them grows in the step, where nothing is quantized. emulated: whether its kernels
     are such that no trace can hold them. quantizes: whether the step quantizes a page.
     """
@@ -78,19 +78,19 @@ class Form:
     lockstep: Hashable
     state: Hashable
     arrays: Arrays
-    numbers: tuple[int, ...]
+    indices: tuple[int, ...]
     advance: tuple[int, ...]
 
-    def standing_in(self, arrays: Arrays, numbers: Numbers) -> StandIn:
-        """Return what the model's code sees in the trace. arrays, numbers: in the trace."""
-        return StandIn(self, arrays, numbers)
+    def proxy(self, arrays: Arrays, indices: StepIndices) -> CacheProxy:
+        """Return what the model's code sees in the trace. arrays, indices: in the trace."""
+        return CacheProxy(self, arrays, indices)
 
-    def offset(self, numbers: Numbers) -> mx.array:
-        """The position of the first new token, int32: a scalar, number 0 unless overridden; or [B]."""
-        return numbers.once("offset", lambda: numbers.array[0])
+    def offset(self, indices: StepIndices) -> mx.array:
+        """The position of the first new token, int32: a scalar, index 0 unless overridden; or [B]."""
+        return indices.once("offset", lambda: indices.array[0])
 
     def append(
-        self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
+        self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
         """Return, in the trace, the arrays that the step writes and what `update_and_fetch` returns."""
         raise NotImplementedError
@@ -105,26 +105,26 @@ class Form:
         raise NotImplementedError
 
 
-class StandIn:
+class CacheProxy:
     """A cache in a trace. Any use that a replay could not repeat raises Untraceable.
 
-    written: the form's arrays after the step. shared: whether other layers read it, too.
+    written: the static cache's arrays after the step. shared: whether other layers read it, too.
     """
 
     shared = False
     written: Arrays | None = None
 
-    def __init__(self, form: Form, arrays: Arrays, numbers: Numbers):
-        self._form, self._arrays, self._numbers, self._views = form, arrays, numbers, None
+    def __init__(self, static: StaticCache, arrays: Arrays, indices: StepIndices):
+        self._static, self._arrays, self._indices, self._views = static, arrays, indices, None
 
     @property
     def offset(self) -> mx.array:
-        return self._form.offset(self._numbers)
+        return self._static.offset(self._indices)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         if self.written is not None:
             raise Untraceable("a layer writes to its cache twice")
-        self.written, self._views = self._form.append(self._arrays, self._numbers, keys, values)
+        self.written, self._views = self._static.append(self._arrays, self._indices, keys, values)
         return self._views
 
     def keys_and_values(self) -> tuple:
@@ -133,7 +133,7 @@ class StandIn:
         return self._views
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        return self._form.make_mask(N, return_array, window_size)
+        return self._static.make_mask(N, return_array, window_size)
 
     def __getattr__(self, name: str):
         if name.startswith("__") or name == "bits":  # mlx-lm looks for its own quantized caches
@@ -141,21 +141,21 @@ class StandIn:
         raise Untraceable(f"the model's code uses .{name} of its cache")
 
 
-class Unused(Form):
+class UnusedStaticCache(StaticCache):
     """A cache that holds nothing when others do: the model's code never asks for it."""
 
     def __init__(self):
-        self.key = self.lockstep = Unused
-        self.arrays, self.state, self.numbers, self.advance = [], (), (), ()
+        self.key = self.lockstep = UnusedStaticCache
+        self.arrays, self.state, self.indices, self.advance = [], (), (), ()
 
-    def standing_in(self, arrays: Arrays, numbers: Numbers) -> StandIn:
-        return _UnusedStandIn()
+    def proxy(self, arrays: Arrays, indices: StepIndices) -> CacheProxy:
+        return _UnusedCacheProxy()
 
     def commit(self, arrays: Arrays) -> None:
         pass
 
 
-class _UnusedStandIn(StandIn):
+class _UnusedCacheProxy(CacheProxy):
     written = ()
 
     def __init__(self):
@@ -172,9 +172,9 @@ class _UnusedStandIn(StandIn):
 
 
 def put(
-    pair: Arrays, new: tuple, numbers: Numbers, first: int, by_row: bool = False
+    pair: Arrays, new: tuple, indices: StepIndices, first: int, by_row: bool = False
 ) -> tuple[mx.array, mx.array]:
-    """The buffers [B, G, room, D] with new keys and values; first, by_row: as in `Numbers.places`.
+    """The buffers [B, G, room, D] with new keys and values; first, by_row: as in `StepIndices.places`.
 
     By a scatter: a slice at a dynamic place takes MLX twice as many kernels. Raises Untraceable for
     another batch or other heads, which a scatter would broadcast.
@@ -183,15 +183,15 @@ def put(
     if any(x.shape[:2] + x.shape[3:] != old.shape[:2] + old.shape[3:] for old, x in pairs):
         raise Untraceable("keys of another batch, or of other heads, than the cache holds")
     return tuple(
-        mx.put_along_axis(old, numbers.places(first, x.shape, by_row), x.astype(old.dtype), axis=2)
+        mx.put_along_axis(old, indices.places(first, x.shape, by_row), x.astype(old.dtype), axis=2)
         for old, x in pairs
     )
 
 
-class Own(Form):
+class SingleStaticCache(StaticCache):
     """A `CompressedKVCache`: its pages as they are, its recent window in buffers of fixed room.
 
-    Numbers: offset, recent tokens before, then, of each sequence, records, sink tokens, recent tokens
+    Indices: offset, recent tokens before, then, of each sequence, records, sink tokens, recent tokens
     after, first record; in place of the records of plain ops, their tokens.
 
     writes: how many of its arrays, from the first on, a step writes.
@@ -215,7 +215,7 @@ class Own(Form):
         self.emulated = self.store.emulated
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def indices(self) -> tuple[int, ...]:
         (offset, count, pages), batch = self.state, 1
         stored, step = pages * self.cache.config.page, 0
         if isinstance(self.store, Records):
@@ -231,13 +231,13 @@ class Own(Form):
         return new, new, *(0, 0, new, 0) * rows
 
     def append(
-        self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
+        self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
-        recent = put(arrays[:2], (left(self.centre, keys), values), numbers, 1)
+        recent = put(arrays[:2], (left(self.centre, keys), values), indices, 1)
         sink, pages = _parted(arrays, bool(self.n_sink), self.store.room)
         division = Division(pages.tokens // TOKENS)
-        lengths = numbers.once(("lengths", division), lambda: Lengths(numbers.array[2:], division))
-        columns = partial(_columns, numbers, self.n_sink, pages.tokens, recent[0].shape[2])
+        lengths = indices.once(("lengths", division), lambda: Lengths(indices.array[2:], division))
+        columns = partial(_columns, indices, self.n_sink, pages.tokens, recent[0].shape[2])
         view = View(recent, sink, pages, lengths=lengths, seen=columns)
         return recent, (view, view)
 
@@ -251,45 +251,45 @@ def _parted(arrays: Arrays, has_sink: bool, pages: Callable[[Arrays], object]) -
     return tuple(arrays[2:stop]) or None, pages(arrays[stop:])
 
 
-def _columns(numbers: Numbers, sink: int, pages: int, recent: int, new: int) -> mx.array:
+def _columns(indices: StepIndices, sink: int, pages: int, recent: int, new: int) -> mx.array:
     """[1, 1, L, sink + pages + recent] bool: what each new token sees, with rooms of so many tokens."""
 
     def make() -> mx.array:
-        in_pages = mx.arange(pages) < numbers.array[2]
-        in_recent = mx.arange(recent)[None] <= numbers.array[1] + mx.arange(new)[:, None]
+        in_pages = mx.arange(pages) < indices.array[2]
+        in_recent = mx.arange(recent)[None] <= indices.array[1] + mx.arange(new)[:, None]
         earlier = mx.concatenate([mx.ones((sink,), mx.bool_), in_pages])
         earlier = mx.broadcast_to(earlier[None], (new, sink + pages))
         return mx.concatenate([earlier, in_recent], axis=1)[None, None]
 
-    return numbers.once(("seen", sink, pages, recent, new), make)
+    return indices.once(("seen", sink, pages, recent, new), make)
 
 
-# -- The forms of `BatchedKVCache`: sequences in shared arrays, for kernels, or one after the other.
+# -- The static caches of `BatchedKVCache`: sequences in shared arrays, for kernels, or one after the other.
 
 
-def of_batch(cache: BatchedKVCache, new: int) -> Form:
-    """The form of a batch. Raises NotYet while prompts are read, and where the next step joins sequences."""
+def of_batch(cache: BatchedKVCache, new: int) -> StaticCache:
+    """The static cache of a batch. Raises NotYet while prompts are read, and where the next step joins sequences."""
     if cache.is_padded:
         raise NotYet("prompts of unequal lengths are read")
     if cache.ragged is not None:
-        return Together(cache, new)
+        return BatchStaticCache(cache, new)
     rows = cache.rows
     check_rows(rows, CompressedKVCache)
     if len(rows) > 1 and all(row.joins for row in rows):
         raise NotYet("the sequences are about to join")
-    return Rows(cache, new)
+    return ListStaticCache(cache, new)
 
 
 def check_rows(rows: Sequence[CompressedKVCache], kind: type[CompressedKVCache]) -> None:
     """Raises Untraceable for sequences in caches of another class, NotYet where one has no pages."""
     if any(type(row) is not kind for row in rows):
-        raise Untraceable(f"no fixed form of {type(rows[0]).__name__} in a batch")
+        raise Untraceable(f"no static form of {type(rows[0]).__name__} in a batch")
     if not all(row.store is not None and row.store.count for row in rows):
         raise NotYet("nothing is quantized yet")
 
 
-class Together(Form):
-    """Sequences in shared arrays. Numbers, with one of each for every sequence: offsets, recent tokens
+class BatchStaticCache(StaticCache):
+    """Sequences in shared arrays. Indices, with one of each for every sequence: offsets, recent tokens
     before, then records, sink tokens, recent tokens after, and first record of one sequence after the other."""
 
     def __init__(self, cache: BatchedKVCache, new: int):
@@ -302,31 +302,31 @@ class Together(Form):
         self.has_sink = ragged.sink is not None
         self.quantizes = ragged.quantizes_after(new)
         self.emulated = store.emulated
-        self.key = Together, store.form, self.division, self.has_sink, ragged.centre
-        self.lockstep = Together, config.page, config.recent, config.sink
+        self.key = BatchStaticCache, store.form, self.division, self.has_sink, ragged.centre
+        self.lockstep = BatchStaticCache, config.page, config.recent, config.sink
         state = ragged.offsets, ragged.counts, ragged.parted, pages.counts, pages.starts
         self.state = tuple(map(tuple, state))
         self.arrays = [*ragged.recent, *(ragged.sink or ()), *pages.arrays.values()]
         self.advance = (new,) * (2 * self.batch) + (0, 0, new, 0) * self.batch
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def indices(self) -> tuple[int, ...]:
         rows = [*self.ragged.offsets, *self.ragged.counts]
         for at, (records, sink, recent) in zip(*self.ragged.lengths, strict=True):
             rows += records, sink, recent + self.new, at
         return tuple(rows)
 
-    def offset(self, numbers: Numbers) -> mx.array:
-        return numbers.once("offset", lambda: numbers.array[: self.batch])
+    def offset(self, indices: StepIndices) -> mx.array:
+        return indices.once("offset", lambda: indices.array[: self.batch])
 
     def append(
-        self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
+        self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
         pair = left(self.ragged.centre, keys), values
-        recent = put(arrays[:2], pair, numbers, self.batch, by_row=True)
+        recent = put(arrays[:2], pair, indices, self.batch, by_row=True)
         sink, pages = _parted(arrays, self.has_sink, self.ragged.room)
-        lengths = numbers.once(
-            "lengths", lambda: Lengths(numbers.array[2 * self.batch :], self.division)
+        lengths = indices.once(
+            "lengths", lambda: Lengths(indices.array[2 * self.batch :], self.division)
         )
         view = View(recent, sink, pages, lengths=lengths, seen=_not_by_kernels)
         return recent, (view, view)
@@ -340,47 +340,47 @@ def _not_by_kernels(new: int) -> mx.array:
     raise Untraceable("sequences in shared arrays are read without kernels")
 
 
-class Rows(Form):
-    """Separate caches, all with quantized pages: the arrays of `row_form` for each."""
+class ListStaticCache(StaticCache):
+    """Separate caches, all with quantized pages: the arrays of `row_class` for each."""
 
-    row_form: type[Own] = Own
+    row_class: type[SingleStaticCache] = SingleStaticCache
 
     def __init__(self, cache: BatchedKVCache, new: int):
-        self.cache, self.forms = cache, [self.row_form(row, new) for row in cache.rows]
-        self.emulated = any(form.emulated for form in self.forms)
-        self.quantizes = any(form.quantizes for form in self.forms)
-        self.key = type(self), *(form.key for form in self.forms)
-        self.lockstep = type(self), *(form.lockstep for form in self.forms)
-        self.state = tuple(form.state for form in self.forms)
-        self.arrays = [x for form in self.forms for x in form.arrays]
+        self.cache, self.statics = cache, [self.row_class(row, new) for row in cache.rows]
+        self.emulated = any(static.emulated for static in self.statics)
+        self.quantizes = any(static.quantizes for static in self.statics)
+        self.key = type(self), *(static.key for static in self.statics)
+        self.lockstep = type(self), *(static.lockstep for static in self.statics)
+        self.state = tuple(static.state for static in self.statics)
+        self.arrays = [x for static in self.statics for x in static.arrays]
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        return tuple(n for form in self.forms for n in form.numbers)
+    def indices(self) -> tuple[int, ...]:
+        return tuple(n for static in self.statics for n in static.indices)
 
     @property
     def advance(self) -> tuple[int, ...]:
-        return tuple(n for form in self.forms for n in form.advance)
+        return tuple(n for static in self.statics for n in static.advance)
 
-    def _by_row(self, numbers: Numbers) -> list[Numbers]:
-        counts = [len(form.numbers) for form in self.forms]
-        return numbers.once("rows", lambda: list(map(Numbers, _cut(numbers.array, counts))))
+    def _by_row(self, indices: StepIndices) -> list[StepIndices]:
+        counts = [len(static.indices) for static in self.statics]
+        return indices.once("rows", lambda: list(map(StepIndices, _cut(indices.array, counts))))
 
-    def offset(self, numbers: Numbers) -> mx.array:
+    def offset(self, indices: StepIndices) -> mx.array:
         def make() -> mx.array:
-            rows = zip(self.forms, self._by_row(numbers), strict=True)
-            return mx.stack([form.offset(group) for form, group in rows])
+            rows = zip(self.statics, self._by_row(indices), strict=True)
+            return mx.stack([static.offset(group) for static, group in rows])
 
-        return numbers.once("offset", make)
+        return indices.once("offset", make)
 
     def append(
-        self, arrays: Arrays, numbers: Numbers, keys: mx.array, values: mx.array
+        self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
         buffers, views = [], []
-        parts = _cut(arrays, [len(form.arrays) for form in self.forms])
-        rows = zip(self.forms, parts, self._by_row(numbers), strict=True)
-        for i, (form, part, group) in enumerate(rows):
-            new, view = form.append(part, group, keys[i : i + 1], values[i : i + 1])
+        parts = _cut(arrays, [len(static.arrays) for static in self.statics])
+        rows = zip(self.statics, parts, self._by_row(indices), strict=True)
+        for i, (static, part, group) in enumerate(rows):
+            new, view = static.append(part, group, keys[i : i + 1], values[i : i + 1])
             buffers += new
             views.append(view)
         return buffers, self.joined(views)
@@ -391,9 +391,9 @@ class Rows(Form):
         return view, view
 
     def commit(self, arrays: Arrays) -> None:
-        parts = _cut(arrays, [form.writes for form in self.forms])
-        for form, part in zip(self.forms, parts, strict=True):
-            form.commit(part)
+        parts = _cut(arrays, [static.writes for static in self.statics])
+        for static, part in zip(self.statics, parts, strict=True):
+            static.commit(part)
         self.cache.finalize()
 
 
