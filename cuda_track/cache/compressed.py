@@ -67,7 +67,7 @@ class CompressedKVCache(GoesBack):
             self._check_heads(keys.shape[1])
             keys = self.layer_maps.left(keys)
         self.offset += keys.shape[2]
-        if self._count + keys.shape[2] <= self._room:
+        if self._count + keys.shape[2] <= self._recent_capacity:
             self._append((keys, values))
             return self.view()
         recent = self._with_recent((keys, values))
@@ -99,8 +99,8 @@ class CompressedKVCache(GoesBack):
     def _append(self, new: Pair) -> None:
         end = self._count + new[0].shape[2]
         if self._recent is None or end > self._recent[0].shape[2]:
-            room = max(min(self._room, buffer_tokens(self._count, end)), end)
-            buffers = tuple(x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in new)
+            capacity = max(min(self._recent_capacity, buffer_tokens(self._count, end)), end)
+            buffers = tuple(x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in new)
             if self._count:
                 for buffer, old in zip(buffers, self._read_recent(), strict=True):
                     buffer[:, :, : self._count] = old
@@ -164,7 +164,7 @@ class CompressedKVCache(GoesBack):
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes: pages with their spare room, sink and recent windows."""
+        """Allocated bytes: pages with their spare capacity, sink and recent windows."""
         return sum(x.numel() * x.element_size() for x in self._arrays())
 
     def _arrays(self) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from cuda_track.codec.codec import Codec, QuantizedPages, Stored
 from cuda_track.kernels.layout import PlaneLayout
 
-GROWTH = 4  # spare room is a quarter of what is stored
+GROWTH = 4  # spare capacity is a quarter of what is stored
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -48,10 +48,10 @@ class Pool:
         added = max(count, have // GROWTH, 8)
         for pool, new in zip(self.sides, shapes, strict=True):
             for name, (shape, dtype) in new.items():
-                room = torch.zeros(have + added, *shape, dtype=dtype, device=device)
+                buffer = torch.zeros(have + added, *shape, dtype=dtype, device=device)
                 if have:
-                    room[:have] = pool[name]
-                pool[name] = room
+                    buffer[:have] = pool[name]
+                pool[name] = buffer
         self.holders += [0] * added
         self._free += range(have + added - 1, have - 1, -1)
 

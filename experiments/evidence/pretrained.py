@@ -301,10 +301,10 @@ class Subject:
     ) -> dict[str, Asked]:
         """Return documents by name, of one length whatever the forms: shorter than the context where the model has no
         more positions for the questions behind them."""
-        room = (
+        budget = (
             questions.ROOM * len(questions.NAMES) * (questions.per_form(context) + questions.SHOTS)
         )
-        length = min(context, self.positions - room)
+        length = min(context, self.positions - budget)
         out = {}
         for i in places:
             text = self.texts.encoded(self.loaded, f"document-{i % DOCUMENTS + 1}")

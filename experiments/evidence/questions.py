@@ -154,15 +154,15 @@ def document(
     rng.shuffle(planted)
     bos = getattr(loaded.tokenizer, "bos_token_id", None)
     start = [] if bos is None else [bos]
-    room = length - len(start) - sum(map(len, planted))
-    if not 0 < room <= len(text):
-        raise ValueError(f"a document of {length} tokens has room for {room} of {len(text)}")
-    body = [*start, *_mixed(rng, list(text[-room:]), planted, _ends(loaded))]
+    budget = length - len(start) - sum(map(len, planted))
+    if not 0 < budget <= len(text):
+        raise ValueError(f"a document of {length} tokens has room for {budget} of {len(text)}")
+    body = [*start, *_mixed(rng, list(text[-budget:]), planted, _ends(loaded))]
     tokens, spans = list(body), {}
     for form in forms:
         spans[form] = []
         if form == PASSAGE:
-            pieces = [(*x, []) for x in _passages(rng, text[-room:], per_form(context))]
+            pieces = [(*x, []) for x in _passages(rng, text[-budget:], per_form(context))]
         else:
             tokens += encode(HEADINGS[form])
             pieces = [_pieces(encode, fact) for fact in facts[form]]

@@ -76,8 +76,8 @@ class Texts:
         encoded = self.encoded(loaded, name)
         bos = getattr(loaded.tokenizer, "bos_token_id", None)
         start = [] if bos is None else [bos]
-        room = count - len(start)
-        return [*start, *encoded[-room:]] if len(encoded) >= room else None
+        budget = count - len(start)
+        return [*start, *encoded[-budget:]] if len(encoded) >= budget else None
 
     def encoded(self, loaded, name: str) -> list[int]:
         """Return all tokens of a text."""

@@ -106,9 +106,9 @@ def _by_records(kernel, queries, view, scale, mask, sink_logits, softcap):
     sink, recent, lengths = view.sink, view.buffers or view.recent, view.lengths
     runs = list(map(attrgetter("run"), view.pages.parts))
     if lengths is None:
-        heads, room = runs[0].buffer.shape[1:3]
+        heads, capacity = runs[0].buffer.shape[1:3]
         row = runs[0].records, sink[0].shape[2] if sink else 0, view.recent[0].shape[2]
-        lengths = alone((row,) * len(queries), heads * room, runs[0].page)
+        lengths = alone((row,) * len(queries), heads * capacity, runs[0].page)
     make = view.pages.plan.make
     out = kernel(queries, runs, sink, recent, lengths, scale, make, sink_logits, softcap)
     return out.astype(queries.dtype)

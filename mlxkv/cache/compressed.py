@@ -64,8 +64,8 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         self.offset = 0
         self._recent: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
-        # Pages at the last step of fixed shapes, whose room buffers have from then on; NEW: others since.
-        self._roomy = 0
+        # Pages at the last step of fixed shapes, whose capacity buffers have from then on; NEW: others since.
+        self._reserved_pages = 0
         self._sink: Pair | None = None
         self._last: Pair | None = None  # exact tokens of the page quantized last
         self._store: Codes | Records | None = None
@@ -90,7 +90,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         if (old := self._store) is not None:
             self._store = self._new_store(old.dims, self._recent[0].dtype)
             self._store.restore(old.state, old.count)
-            self._roomy = NEW if self._roomy else 0
+            self._reserved_pages = NEW if self._reserved_pages else 0
 
     # -- reading and writing
 
@@ -125,8 +125,8 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         return left(centre, keys)
 
     def _update(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
-        room = self.config.room(self._sink is not None)
-        if self._count + keys.shape[2] <= room:
+        capacity = self.config.recent_capacity(self._sink is not None)
+        if self._count + keys.shape[2] <= capacity:
             if self._recent is None or not _alike(self._recent, (keys, values)):
                 self._check_new(keys, values)
             self._append(keys, values)
@@ -191,9 +191,9 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
     def _append(self, keys: mx.array, values: mx.array) -> None:
         end = self._count + keys.shape[2]
         if self._recent is None or end > self._recent[0].shape[2]:
-            capacity = min(self._room, buffer_tokens(self._count, end))
-            if self._roomy:
-                capacity = self._room + DECODE_TOKENS
+            capacity = min(self._recent_capacity, buffer_tokens(self._count, end))
+            if self._reserved_pages:
+                capacity = self._recent_capacity + DECODE_TOKENS
             buffers = []
             for x in (keys, values):
                 buffers.append(mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype))
@@ -216,7 +216,8 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         if self._store is None:
             self._store = self._new_store((keys.shape[3], values.shape[3]), keys.dtype)
         self._store.append(recent, count, start)  # whole: kernels would copy slices
-        self._roomy = NEW if self._roomy else 0  # as many as before, if some were taken back
+        # as many as before, if some were taken back
+        self._reserved_pages = NEW if self._reserved_pages else 0
         self._recent, self._count = None, 0
         start += count * size
         last = slice(start - size, start)
@@ -231,13 +232,13 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         `DECODE_TOKENS` more; None before there are pages, which have room for one more."""
         if not (count := self._count_pages):
             return None
-        if self._roomy != count:
-            self._store.make_room()
-            if self._recent[0].shape[2] != self._room + DECODE_TOKENS:
+        if self._reserved_pages != count:
+            self._store.reserve_slack()
+            if self._recent[0].shape[2] != self._recent_capacity + DECODE_TOKENS:
                 recent, self._recent, self._count = self._read_recent(), None, 0
-                self._roomy = count
+                self._reserved_pages = count
                 self._append(*recent)
-            self._roomy = count
+            self._reserved_pages = count
         return self._recent
 
     @property
@@ -270,7 +271,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
         self._recent = recent
         self._count += new
         self.offset += new
-        if self._count > self._room:
+        if self._count > self._recent_capacity:
             self._quantize_pages(self._read_recent())
 
     # -- the rest of mlx-lm's contract
@@ -312,7 +313,7 @@ class CompressedKVCache(GoesBack, Snapshots, Contract):
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes: pages with their spare room, sink and recent windows."""
+        """Allocated bytes: pages with their spare capacity, sink and recent windows."""
         return sum(x.nbytes for x in self.arrays())
 
     @property

@@ -127,8 +127,8 @@ class LatentKVCache(CompressedKVCache):
         """Append the rotary keys of new tokens to the `offset` keys in the buffer."""
         end, old = self.offset + rotary.shape[2], self._rotary
         if old is None or end > old.shape[2]:
-            room = buffer_tokens(self.offset, end)
-            self._rotary = mx.zeros((*rotary.shape[:2], room, rotary.shape[3]), rotary.dtype)
+            capacity = buffer_tokens(self.offset, end)
+            self._rotary = mx.zeros((*rotary.shape[:2], capacity, rotary.shape[3]), rotary.dtype)
             if self.offset:
                 self._rotary[:, :, : self.offset] = old[:, :, : self.offset]
         self._rotary[:, :, self.offset : end] = rotary
@@ -141,10 +141,12 @@ class LatentKVCache(CompressedKVCache):
         they are stored with 8 bits. To be asked for behind `windows`."""
         if self.config.rotary < 16:
             return None
-        room = self._sunk + self._store.pages.capacity * self.config.page + self._recent[0].shape[2]
-        if self._rotary.shape[2] != room:
+        capacity = (
+            self._sunk + self._store.pages.capacity * self.config.page + self._recent[0].shape[2]
+        )
+        if self._rotary.shape[2] != capacity:
             keys = self._rotary[:, :, : self.offset]
-            spare = [(0, 0), (0, 0), (0, room - self.offset), (0, 0)]
+            spare = [(0, 0), (0, 0), (0, capacity - self.offset), (0, 0)]
             self._rotary = mx.pad(keys, spare)
         return self._rotary
 

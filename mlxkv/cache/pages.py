@@ -1,6 +1,6 @@
 """The holder of quantized pages: named arrays in which every sequence has its pages in one piece.
 
-    [ pages of A | room ][ pages of B | room ][ gap ][ pages of C | room ]
+    [ pages of A | slack ][ pages of B | slack ][ gap ][ pages of C | slack ]
 
 `starts` and `counts` are the block table, with one entry for each sequence, not for each page: the
 kernels read the records of a sequence as one contiguous run (`metal/text/attend`), so pages are not
@@ -10,7 +10,7 @@ for every record in the inner loop of attention, and kernels stay as they are.
 A cache of its own is one sequence with the arrays to itself, [B, G, rows, W], so that MLX reads
 them without a copy. Caches that are decoded together are sequences of one holder, [1, G, rows, W].
 
-A sequence grows into the room behind it. Where that ends, all are laid out anew, with the same room
+A sequence grows into the slack behind it. Where that ends, all are laid out anew, with the same slack
 for each, in all a sixteenth of what is stored, and what makes the capacity a round number. A
 sequence that is removed leaves a gap that later ones may fill.
 """
@@ -90,17 +90,17 @@ class Pages:
         if at + count <= end:
             self._write(at, encoded, count)
         else:
-            room = page_room(count, self.count, len(self.counts))
-            self._lay_out(self._parts(), room, i, encoded, count)
+            slack = page_room(count, self.count, len(self.counts))
+            self._lay_out(self._parts(), slack, i, encoded, count)
         self.counts[i] += count
 
-    def make_room(self) -> None:
-        """Have the room of steps of fixed shapes behind the only sequence."""
+    def reserve_slack(self) -> None:
+        """Have the slack of steps of fixed shapes behind the only sequence."""
         if self.capacity != (capacity := grown(self.counts[0])):
             self._lay_out(self._parts(), capacity - self.counts[0])
 
     def truncate(self, count: int) -> None:
-        """Keep the first `count` pages of the only sequence; give back more room than growing leaves."""
+        """Keep the first `count` pages of the only sequence; give back more slack than growing leaves."""
         arrays = self.read(0, count) if self.capacity - count > count // GROWTH else None
         self.counts[0] = count
         if arrays is not None:
@@ -123,7 +123,7 @@ class Pages:
             self.counts.append(count)
             places.append(self._gap(count))
             if places[-1] is None:
-                return self._lay_out([*earlier, *parts], self._room([*earlier, *parts]))
+                return self._lay_out([*earlier, *parts], self._slack([*earlier, *parts]))
             self.starts.append(places[-1])
         for at, (stored, count) in zip(places, parts, strict=True):
             if count:
@@ -135,13 +135,13 @@ class Pages:
         self.starts = [self.starts[i] for i in indices]
         self.counts = [self.counts[i] for i in indices]
         parts = self._parts()
-        room = self._room(parts)
-        needed_pages = self.count + len(parts) * room
+        slack = self._slack(parts)
+        needed_pages = self.count + len(parts) * slack
         if (
             self.capacity > grown(needed_pages - 1)
             and (self.capacity - needed_pages) * WASTE > self.capacity
         ):
-            self._lay_out(parts, room)
+            self._lay_out(parts, slack)
 
     def _describe(self, arrays: Named, count: int) -> None:
         self._blocks = {
@@ -153,27 +153,27 @@ class Pages:
         return [(self.read(i=i), count) for i, count in enumerate(self.counts)]
 
     @staticmethod
-    def _room(parts: Sequence[Part]) -> int:
+    def _slack(parts: Sequence[Part]) -> int:
         """Free pages behind each of several sequences."""
         return max(1, sum(count for _, count in parts) // (GROWTH * max(1, len(parts))))
 
-    def _rooms(self, at_least: int) -> list[int]:
+    def _slacks(self, at_least: int) -> list[int]:
         """Free pages behind each sequence, at least so many, by which several have a capacity that many
         others have, too."""
-        count, room, extra = len(self.counts), at_least, 0
+        count, slack, extra = len(self.counts), at_least, 0
         if self.is_shared:
             filled = sum(self.counts) + count * at_least
             spare, extra = divmod(grown(filled - 1) - filled, count)
-            room += spare
-        return [room + (i < extra) for i in range(count)]
+            slack += spare
+        return [slack + (i < extra) for i in range(count)]
 
     def _gap(self, count: int) -> int | None:
-        """Return where `count` pages fit, with room behind them and behind the sequence before."""
+        """Return where `count` pages fit, with slack behind them and behind the sequence before."""
         runs = ((at, at + n) for at, n in zip(self.starts, self.counts, strict=False))
-        room, free = max(1, self.count // (GROWTH * len(self.counts))), 0
+        slack, free = max(1, self.count // (GROWTH * len(self.counts))), 0
         for start, stop in chain(sorted(runs), [(self.capacity, self.capacity)]):
-            at = free + room if free else 0
-            if at + count + room <= start:
+            at = free + slack if free else 0
+            if at + count + slack <= start:
                 return at
             free = stop
         return None
@@ -186,21 +186,21 @@ class Pages:
     def _lay_out(
         self,
         parts: Sequence[Part],
-        room: int,
+        slack: int,
         to: int | None = None,
         added: Named | None = None,
         count: int = 0,
     ) -> None:
-        """Make new arrays with at least `room` pages behind each of `parts`. The room of sequence `to`
-        begins with `count` pages `added`. Only free room is filled with zeros."""
+        """Make new arrays with at least `slack` pages behind each of `parts`. The slack of sequence `to`
+        begins with `count` pages `added`. Only free slack is filled with zeros."""
         self.counts, self.starts, self.capacity = [n for _, n in parts], [], 0
-        rooms = self._rooms(room)
-        for n, room in zip(self.counts, rooms, strict=True):
+        slacks = self._slacks(slack)
+        for n, slack in zip(self.counts, slacks, strict=True):
             self.starts.append(self.capacity)
-            self.capacity += n + room
+            self.capacity += n + slack
         for name, ((batch, heads, rows, width), dtype) in self._blocks.items():
             pieces = []
-            for i, ((stored, _), free) in enumerate(zip(parts, rooms, strict=True)):
+            for i, ((stored, _), free) in enumerate(zip(parts, slacks, strict=True)):
                 if stored:
                     pieces.append(stored[name])
                 if i == to:

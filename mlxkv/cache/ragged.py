@@ -1,6 +1,6 @@
 """`Ragged`: the caches of several sequences in shared arrays, for one dispatch of each kernel.
 
-    pages: one holder    sinks [B, G, sink, D]    live [B, G, room, D]    last pages [B, G, page, D]
+    pages: one holder    sinks [B, G, sink, D]    live [B, G, capacity, D]    last pages [B, G, page, D]
 
 The cost of a new token does not depend on the number of sequences: one scatter for keys, one for
 values, one attention. Only quantizing is work for each, once in a page of tokens. Every sequence holds
@@ -78,8 +78,10 @@ class Ragged:
             return True
         self.settle()
         parted = [row.sink is not None or not self.config.sink for row in rows]
-        room = max(self.recent[0].shape[2], DECODE_TOKENS + max(map(self._limit, parted)))
-        self.recent = self._joined(self.recent, self._windows([row.recent for row in rows], room))
+        capacity = max(self.recent[0].shape[2], DECODE_TOKENS + max(map(self._limit, parted)))
+        self.recent = self._joined(
+            self.recent, self._windows([row.recent for row in rows], capacity)
+        )
         if self.sink is not None:
             windows = self._windows([row.sink for row in rows], self.config.sink)
             self.sink = self._joined(self.sink, windows)
@@ -101,14 +103,14 @@ class Ragged:
             return True
         return row.recent[0].dtype == self.dtype and row.recent[0].shape[:2] == (1, self.heads)
 
-    def _windows(self, pairs: Sequence[Pair | None], room: int) -> Pair:
-        """[B, G, room, D] of windows [1, G, tokens, D], with zeros behind."""
+    def _windows(self, pairs: Sequence[Pair | None], capacity: int) -> Pair:
+        """[B, G, capacity, D] of windows [1, G, tokens, D], with zeros behind."""
         out = []
         for side, dims in enumerate(self.store.dims):
-            parts = [mx.zeros((0, self.heads, room, dims), self.dtype)]
+            parts = [mx.zeros((0, self.heads, capacity, dims), self.dtype)]
             for pair in pairs:
                 x = mx.zeros((1, self.heads, 0, dims), self.dtype) if pair is None else pair[side]
-                parts.append(padded(x, room))
+                parts.append(padded(x, capacity))
             out.append(parts[0] if len(parts) == 1 else mx.concatenate(parts))
         return out[0], out[1]
 
@@ -151,7 +153,7 @@ class Ragged:
         return self._view()
 
     def _view(self) -> View:
-        pages, (starts, rows) = self.room(list(self.pages.arrays.values())), self.lengths
+        pages, (starts, rows) = self.whole_buffers(list(self.pages.arrays.values())), self.lengths
         return View(self.recent, self.sink, pages, lengths=together(rows, starts))
 
     @property
@@ -164,8 +166,8 @@ class Ragged:
             zip(records, sinks, self.counts, strict=True)
         )
 
-    def room(self, arrays: Sequence[mx.array]) -> RecordPages:
-        """A snapshot of `arrays`, in the order of `pages.arrays`, spare room included."""
+    def whole_buffers(self, arrays: Sequence[mx.array]) -> RecordPages:
+        """A snapshot of `arrays`, in the order of `pages.arrays`, spare capacity included."""
         named = dict(zip(self.pages.arrays, arrays, strict=True))
         return self.store.snapshot(named, self.pages.capacity * self.config.page)
 
@@ -246,9 +248,9 @@ class Ragged:
         return [*self.recent, *(self.sink or ()), *self.last, *self.pages.arrays.values()]
 
 
-def padded(x: mx.array, room: int) -> mx.array:
-    """[B, G, room, D] of [B, G, T, D], with zeros behind."""
-    spare = room - x.shape[2]
+def padded(x: mx.array, capacity: int) -> mx.array:
+    """[B, G, capacity, D] of [B, G, T, D], with zeros behind."""
+    spare = capacity - x.shape[2]
     return mx.pad(x, [(0, 0), (0, 0), (0, spare), (0, 0)]) if spare else x
 
 

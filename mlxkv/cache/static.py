@@ -174,7 +174,7 @@ class _UnusedCacheProxy(CacheProxy):
 def put(
     pair: Arrays, new: tuple, indices: StepIndices, first: int, by_row: bool = False
 ) -> tuple[mx.array, mx.array]:
-    """The buffers [B, G, room, D] with new keys and values; first, by_row: as in `StepIndices.places`.
+    """The buffers [B, G, capacity, D] with new keys and values; first, by_row: as in `StepIndices.places`.
 
     By a scatter: a slice at a dynamic place takes MLX twice as many kernels. Raises Untraceable for
     another batch or other heads, which a scatter would broadcast.
@@ -189,7 +189,7 @@ def put(
 
 
 class SingleStaticCache(StaticCache):
-    """A `CompressedKVCache`: its pages as they are, its recent window in buffers of fixed room.
+    """A `CompressedKVCache`: its pages as they are, its recent window in buffers of fixed capacity.
 
     Indices: offset, recent tokens before, then, of each sequence, records, sink tokens, recent tokens
     after, first record; in place of the records of plain ops, their tokens.
@@ -205,7 +205,7 @@ class SingleStaticCache(StaticCache):
         self.cache, self.new, self.store = cache, new, cache.store
         sink, config, pages = cache.sink, cache.config, self.store.pages
         self.n_sink = config.sink if sink else 0
-        self.quantizes = cache.count + new > config.room(sink is not None)
+        self.quantizes = cache.count + new > config.recent_capacity(sink is not None)
         self.centre = cache.centre
         self.key = self.store.form, self.n_sink, self.centre
         shape = recent[0].shape[:2]
@@ -219,8 +219,8 @@ class SingleStaticCache(StaticCache):
         (offset, count, pages), batch = self.state, 1
         stored, step = pages * self.cache.config.page, 0
         if isinstance(self.store, Records):
-            batch, heads, room, _ = self.store.pages.arrays["records"].shape
-            stored, step = stored // TOKENS, heads * room
+            batch, heads, capacity, _ = self.store.pages.arrays["records"].shape
+            stored, step = stored // TOKENS, heads * capacity
         rows = ((stored, self.n_sink, count + self.new, i * step) for i in range(batch))
         return offset, count, *(n for row in rows for n in row)
 
@@ -234,7 +234,7 @@ class SingleStaticCache(StaticCache):
         self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
         recent = put(arrays[:2], (left(self.centre, keys), values), indices, 1)
-        sink, pages = _parted(arrays, bool(self.n_sink), self.store.room)
+        sink, pages = _parted(arrays, bool(self.n_sink), self.store.whole_buffers)
         division = Division(pages.tokens // TOKENS)
         lengths = indices.once(("lengths", division), lambda: Lengths(indices.array[2:], division))
         columns = partial(_columns, indices, self.n_sink, pages.tokens, recent[0].shape[2])
@@ -252,7 +252,7 @@ def _parted(arrays: Arrays, has_sink: bool, pages: Callable[[Arrays], object]) -
 
 
 def _columns(indices: StepIndices, sink: int, pages: int, recent: int, new: int) -> mx.array:
-    """[1, 1, L, sink + pages + recent] bool: what each new token sees, with rooms of so many tokens."""
+    """[1, 1, L, sink + pages + recent] bool: what each new token sees, with capacities of so many tokens."""
 
     def make() -> mx.array:
         in_pages = mx.arange(pages) < indices.array[2]
@@ -324,7 +324,7 @@ class BatchStaticCache(StaticCache):
     ) -> tuple[Arrays, tuple]:
         pair = left(self.ragged.centre, keys), values
         recent = put(arrays[:2], pair, indices, self.batch, by_row=True)
-        sink, pages = _parted(arrays, self.has_sink, self.ragged.room)
+        sink, pages = _parted(arrays, self.has_sink, self.ragged.whole_buffers)
         lengths = indices.once(
             "lengths", lambda: Lengths(indices.array[2 * self.batch :], self.division)
         )

@@ -107,13 +107,13 @@ class PageStore:
             self._all = self.read(0, self.count)
         return self._all
 
-    def make_room(self) -> None:
-        """Have the room of steps of fixed shapes."""
+    def reserve_slack(self) -> None:
+        """Reserve what steps of fixed shapes need."""
         self._all = None
-        self.pages.make_room()
+        self.pages.reserve_slack()
 
-    def room(self, arrays: Sequence[mx.array]) -> CodePages | RecordPages:
-        """A snapshot of `arrays`, in the order of `self.arrays()`, with their spare room as pages of zeros."""
+    def whole_buffers(self, arrays: Sequence[mx.array]) -> CodePages | RecordPages:
+        """A snapshot of `arrays`, in the order of `self.arrays()`, with their spare capacity as pages of zeros."""
         named = dict(zip(self.pages.arrays, arrays, strict=True))
         return self.snapshot(named, self.pages.capacity * self.config.page)
 

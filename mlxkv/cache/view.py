@@ -232,7 +232,7 @@ class View:
     recent, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None.
     plain: nothing has been quantized yet, so results have to equal a plain cache's.
     quantized: arrays that this update wrote, to be computed before attention.
-    buffers: the arrays that hold recent, spare room included; kernels take them whole, uncopied.
+    buffers: the arrays that hold recent, spare capacity included; kernels take them whole, uncopied.
     observer: called by attention with (queries, output, scale, mask), returns the output.
 
     Of a batch whose sequences differ in length, `lengths`, where `pages` hold the records of all; or
@@ -267,7 +267,7 @@ class View:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the longest sequence; the room for tokens in a step of fixed shapes."""
+        """Tokens of the longest sequence; the capacity in a step of fixed shapes."""
         if self.rows is not None:
             return max((row[0].tokens for row in self.rows if row is not None), default=0)
         if self.together:
@@ -325,7 +325,7 @@ class View:
             )
 
     def visible(self, mask: mx.array | None, new: int) -> mx.array:
-        """The mask of a step of fixed shapes for plain ops over all columns, room included."""
+        """The mask of a step of fixed shapes for plain ops over all columns, spare capacity included."""
         return self.seen(new)
 
     def split(self) -> tuple[tuple[View, None], ...]:
@@ -351,7 +351,8 @@ class TracedLatents(View):
     """What attention reads of latents in a step of fixed shapes, for one new token.
 
     counts: [tokens in pages, sink tokens, recent tokens], int32, on the device. width: columns of rotary scores: in the
-    order of tokens, with room behind the last one, or if not `in_order` sink | pages | recent with the room of each.
+    order of tokens, with room behind the last one, or if not `in_order` sink | pages | recent with the capacity of
+    each.
     once: returns what a function makes, once a step for each key.
     """
 
@@ -370,17 +371,17 @@ class TracedLatents(View):
                 "[attend] this model's code adds no rotary scores to the scores of latents"
             )
 
-    def sizes(self, rows: int, splits: int, *rooms: int) -> mx.array:
+    def sizes(self, rows: int, splits: int, *capacities: int) -> mx.array:
         """The kernel's sizes (`metal.latents.attend`), which all layers share."""
 
         def make() -> mx.array:
             first = self.counts[0] + self.counts[1]
             if not self.in_order:
                 first = mx.array(self.tokens - self.recent[0].shape[2], mx.int32)
-            parts = [ints(rows, splits), self.counts, ints(*rooms), first[None]]
+            parts = [ints(rows, splits), self.counts, ints(*capacities), first[None]]
             return mx.concatenate(parts)
 
-        return self.once(("latent sizes", rows, splits, *rooms, self.in_order), make)
+        return self.once(("latent sizes", rows, splits, *capacities, self.in_order), make)
 
     def visible(self, mask: mx.array, new: int) -> mx.array:
         """Rotary scores [B, H, 1, columns] in the order of the view, [B, H, 1, sink + pages + recent], with what is not

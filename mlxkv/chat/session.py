@@ -89,9 +89,9 @@ class Session:
             )
         start = self.thinking.start
         self.opened = bool(start) and text.rstrip().endswith(start)
-        room = self.limit - len(tokens) if self.limit else UNKNOWN
+        budget = self.limit - len(tokens) if self.limit else UNKNOWN
         if self.max_tokens is not None:
-            room = min(room, self.max_tokens)
+            budget = min(budget, self.max_tokens)
         self._prefix = tokens[-1:] if self.raw else []
         reused = self._reuse(tokens)
         self.stats, reply, prompt_length, earlier = Stats(), "", len(tokens), []
@@ -104,7 +104,7 @@ class Session:
                         tokens[reused:],
                         self.cache,
                         sampler=self.sampler,
-                        max_tokens=max(1, room - len(tokens) + prompt_length),
+                        max_tokens=max(1, budget - len(tokens) + prompt_length),
                         progress=None if earlier else progress,
                         stop=stop,
                         stats=self.stats,

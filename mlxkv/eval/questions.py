@@ -48,10 +48,12 @@ class Sizes:
     def fit(length: int, questions: int, tokens: int) -> Sizes:
         """Return counts for a text of `length` tokens, of which facts of `tokens` tokens each take
         at most half."""
-        room = max(14, length // (2 * tokens))
-        limit = max(QUERIES, 3 * room // 10)
+        budget = max(14, length // (2 * tokens))
+        limit = max(QUERIES, 3 * budget // 10)
         keys = min(limit, max(QUERIES, questions, length // 200))
-        return Sizes(keys, keys, min(max(2, 4 * room // 25), max(2, questions // 2, length // 400)))
+        return Sizes(
+            keys, keys, min(max(2, 4 * budget // 25), max(2, questions // 2, length // 400))
+        )
 
 
 def spread(rng: Random, sentences: Sequence[str], groups: Sequence[Sequence[str]]) -> list[str]:
@@ -77,12 +79,12 @@ def rounds(rng: Random, items: Sequence, count: int) -> list:
     return out[:count]
 
 
-def filler(source, room: int, measure: Callable[[str], int]) -> list[str]:
-    """Return sentences of `source` that fit into `room` tokens together."""
+def filler(source, budget: int, measure: Callable[[str], int]) -> list[str]:
+    """Return sentences of `source` that fit into `budget` tokens together."""
     out: list[str] = []
     for sentence in source:
-        room -= measure(" " + sentence)
-        if room <= 0:
+        budget -= measure(" " + sentence)
+        if budget <= 0:
             return out
         out.append(sentence)
     return out
@@ -134,8 +136,8 @@ def document(rng: Random, length: int, questions: int, measure: Callable[[str], 
     values = {place: [str(next(codes))] for place in (*near, *single)}
     values |= {place: [str(next(codes)) for _ in range(n)] for place, n in counts.items()}
     groups = [[fact(p, v) for p in places for v in values[p]] for places in (single, near, several)]
-    room = length - sum(measure(" " + sentence) for group in groups for sentence in group)
-    text = _paragraphs(rng, spread(rng, filler(sentences(rng), room, measure), groups))
+    budget = length - sum(measure(" " + sentence) for group in groups for sentence in group)
+    text = _paragraphs(rng, spread(rng, filler(sentences(rng), budget, measure), groups))
     questions_asked: list[Question] = []
 
     def put(kind: str, pairs: list[tuple[str, str]], question: str, answer: str) -> None:

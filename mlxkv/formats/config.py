@@ -296,13 +296,13 @@ class CacheConfig:
             return "polar takes the pairs of RoPE, and latents have none"
         return None
 
-    def room(self, sink_is_out: bool) -> int:
+    def recent_capacity(self, sink_is_out: bool) -> int:
         """Tokens that the recent window may hold; at first the sink is part of it."""
         return self.recent + self.page + (0 if sink_is_out else self.sink)
 
     def pages_over(self, tokens: int) -> int:
         """Pages to quantize of so many recent tokens, once the sink is out."""
-        return -(-(tokens - self.room(True)) // self.page)
+        return -(-(tokens - self.recent_capacity(True)) // self.page)
 
     @property
     def window(self) -> int:

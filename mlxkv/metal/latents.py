@@ -75,9 +75,9 @@ def attend(
     stored: codes [B, 1, T, W], and scale and bias, of at least `tokens` tokens (`Affine.tensors`).
     sink, recent: latents [B, 1, n, R] in full precision; no sink: None.
     rotary: [B, H, 1, all tokens], added to the scores. scale: of the products with latents.
-    sizes: in a step of fixed shapes, where `tokens`, recent and rotary have spare room: makes the kernel's sizes of
-        (rows, splits of pages, room of codes, columns of rotary, room of recent), with the lengths that only the
-        device knows.
+    sizes: in a step of fixed shapes, where `tokens`, recent and rotary have spare capacity: makes the kernel's sizes of
+        (rows, splits of pages, capacity of codes, columns of rotary, capacity of recent), with the lengths that only
+        the device knows.
     Returns [B, H, 1, R] in the dtype of recent.
     """
     batch, rows, _, dims = q.shape
@@ -96,7 +96,7 @@ def attend(
     tiles = -(-need // groups)
     n_sink = 0 if sink is None else sink.shape[2]
     n_recent = recent.shape[2]
-    # By the room of steps of fixed shapes, in all steps, so that both share work out alike.
+    # By the capacity in steps of fixed shapes, in all steps, so that both share work out alike.
     page_blocks = (
         -(-page * grown(tokens // page) // block) if sizes is None else -(-tokens // block)
     )
@@ -104,11 +104,11 @@ def attend(
     page_splits = _splits(page_blocks, groups * batch, make)
     split_blocks = -(-page_blocks // page_splits)
     splits = page_splits + min(MAX_SPLITS, -(-window_blocks // split_blocks))
-    rooms = stored["codes"].shape[2], rotary.shape[3], n_recent
+    capacities = stored["codes"].shape[2], rotary.shape[3], n_recent
     if sizes is None:
-        lengths = ints(rows, page_splits, tokens, n_sink, n_recent, *rooms, n_sink + tokens)
+        lengths = ints(rows, page_splits, tokens, n_sink, n_recent, *capacities, n_sink + tokens)
     else:
-        lengths = sizes(rows, page_splits, *rooms)
+        lengths = sizes(rows, page_splits, *capacities)
     threads = 32 * tiles * HALVES
     out, stats = launch(
         "attend_latent",

@@ -113,20 +113,20 @@ def tile_map(matrix: mx.array) -> mx.array:
 Map = tuple[mx.array | None, int]  # words, for how many heads; 0 where there is no transform
 
 
-def _map(transform: Transform | None, keys: bool, room: int) -> Map:
-    """The map of queries into the stored domain of the keys, or of stored values back. room: stored dims at least, the
-    others zeros."""
+def _map(transform: Transform | None, keys: bool, least_dims: int) -> Map:
+    """The map of queries into the stored domain of the keys, or of stored values back. least_dims: stored dims at
+    least, the others zeros."""
     if transform is None or transform.up.ndim < 4:
-        return _lasting(transform, keys, room)
+        return _lasting(transform, keys, least_dims)
     return _following(transform, keys)
 
 
 @lru_cache(maxsize=512)
-def _lasting(transform: Transform | None, keys: bool, room: int) -> Map:
+def _lasting(transform: Transform | None, keys: bool, least_dims: int) -> Map:
     if transform is None:
         return None, 0
     with mx.stream(mx.cpu):
-        out = _map_of(transform, keys, room)
+        out = _map_of(transform, keys, least_dims)
         mx.eval(out[0])
     return out
 
@@ -137,19 +137,19 @@ def _following(transform: Transform, keys: bool) -> Map:
     return _map_of(transform, keys)
 
 
-def _map_of(transform: Transform, keys: bool, room: int = 0) -> Map:
+def _map_of(transform: Transform, keys: bool, least_dims: int = 0) -> Map:
     up = transform.up
-    if room > up.shape[-2]:
-        up = mx.pad(up, [(0, 0)] * (up.ndim - 2) + [(0, room - up.shape[-2]), (0, 0)])
+    if least_dims > up.shape[-2]:
+        up = mx.pad(up, [(0, 0)] * (up.ndim - 2) + [(0, least_dims - up.shape[-2]), (0, 0)])
     words = tile_map(up if keys else up.swapaxes(-1, -2))
     return words, words.shape[0]
 
 
 def _maps(run: Run, dims: int) -> tuple[Map, Map]:
     """The maps of keys and of values, which a run keeps. dims: head dim D, which maps of records of all sizes have."""
-    room = dims if run.layout.keys.widths else 0
+    least_dims = dims if run.layout.keys.widths else 0
     keys, values = run.transforms
-    run.maps[:] = _map(keys, True, room), _map(values, False, room)
+    run.maps[:] = _map(keys, True, least_dims), _map(values, False, least_dims)
     return run.maps
 
 
@@ -184,13 +184,13 @@ def splits_for(
     times tiles of rows; cores: of an Apple GPU, None elsewhere."""
     limit = -(-records // (2 * simdgroups))
     if cores is not None:  # windows come besides: they end early
-        room = max(1, round(PER_CORE * cores / merges))
-        return max(1, min(MAX_SPLITS // 2, room, limit)), 1
-    room = SIMDGROUPS_WANTED // simdgroups // merges
+        budget = max(1, round(PER_CORE * cores / merges))
+        return max(1, min(MAX_SPLITS // 2, budget, limit)), 1
+    budget = SIMDGROUPS_WANTED // simdgroups // merges
     if wide:  # a core holds half as many, and each leaves more to merge
-        room = min(room // 2 if merges > 1 else room, MAX_SPLITS // 2)
-    windows = 2 if room >= 16 and simdgroups < SIMDGROUPS_CUDA else 1
-    return max(1, min(MAX_SPLITS - windows, room - windows, limit)), windows
+        budget = min(budget // 2 if merges > 1 else budget, MAX_SPLITS // 2)
+    windows = 2 if budget >= 16 and simdgroups < SIMDGROUPS_CUDA else 1
+    return max(1, min(MAX_SPLITS - windows, budget - windows, limit)), windows
 
 
 def _ring_stage(layout: RecordLayout, simdgroups: int) -> int:
@@ -203,10 +203,10 @@ def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> t
     if make is not mx.fast.cuda_kernel:
         return 1, 0
     stage = _ring_stage(layout, simdgroups)
-    room = RING_BYTES if simdgroups == SIMDGROUPS_CUDA or wide else RING_BYTES // 2
+    budget = RING_BYTES if simdgroups == SIMDGROUPS_CUDA or wide else RING_BYTES // 2
     if layout.keys.widths:  # records of all sizes share a text, which finds how many stages fit
-        stage = room // MOST_STAGES // 128 * 128
-    stages = max(1, min(MOST_STAGES, room // stage))
+        stage = budget // MOST_STAGES // 128 * 128
+    stages = max(1, min(MOST_STAGES, budget // stage))
     return stages, stages * stage + -(-stages * simdgroups * 8 // 128) * 128
 
 
@@ -275,17 +275,17 @@ def _plan(
     counts: tuple[int, int],
     division: Division,
     make: Factory,
-    rooms: tuple[int, int, int, int, int, int],
+    capacities: tuple[int, int, int, int, int, int],
     scores: tuple[float, float | None, bool],
 ):
     """(kernel, sizes but for the lengths, the other arguments of the call), the same for all layers of a step.
 
-    shape: of the queries. counts: maps of keys and of values. rooms: kv heads, then records, or tokens, that the
+    shape: of the queries. counts: maps of keys and of values. capacities: kv heads, then records, or tokens, that the
         buffers of records, sink, recent and a second run hold, and the records of that. scores: scale, softcap, whether
         there are logits of attention sinks.
     """
     batch, q_heads, new_tokens, dims = shape
-    heads, *rooms, capacity, second_count = rooms
+    heads, *capacities, capacity, second_count = capacities
     scale, softcap, has_sinks = scores
     rows = q_heads // heads * new_tokens
     merges = batch * heads * -(-rows // ROWS)
@@ -305,7 +305,7 @@ def _plan(
         first = min(page_splits - 1, max(1, round(page_splits * first_count / count)))
     splits = page_splits + window_splits
     size = (
-        *(rows, page_splits, *rooms, new_tokens, heads, *strides),
+        *(rows, page_splits, *capacities, new_tokens, heads, *strides),
         *(_bits(scale * LOG2E), _bits(LOG2E)),
         *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits]),
         *(first, capacity, second_count, by_sequence),

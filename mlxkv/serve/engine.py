@@ -332,13 +332,13 @@ class Engine:
             max_tokens = min(max_tokens, limit - count)
         drops = job.request.chat and self.options.overflow == "drop"
         if job.request.shorten or drops:
-            room = self.memory.longest(count + max_tokens) - count
-            max_tokens = room if room > 0 else max_tokens  # else `promise` refuses it
+            budget = self.memory.longest(count + max_tokens) - count
+            max_tokens = budget if budget > 0 else max_tokens  # else `promise` refuses it
         self.memory.promise(job, count + max_tokens, job.is_operator)
-        self._make_room(self.memory.need(count + max_tokens), job.is_operator)
+        self._free_memory(self.memory.need(count + max_tokens), job.is_operator)
         return max_tokens
 
-    def _make_room(self, need: int, is_operator: bool) -> None:
+    def _free_memory(self, need: int, is_operator: bool) -> None:
         """Free memory where what is promised would not fit into this machine: MLX's freed buffers, then sessions that
         are kept, the least recently used first. need: of the last request. Raises Refused where that is not enough:
         macOS would swap, or end processes. is_operator: it names what the server takes."""

@@ -138,12 +138,12 @@ class Reader:
         self,
         path: str,
         raw: bytes,
-        room: int | None,
+        budget: int | None,
         names: tuple = (),
         client_key: str | None = None,
     ) -> Read | int | str:
         """The request in a body; at COUNT the number of its tokens; the model that it names where that is not this
-        one, and others have `names`. room: tokens that the memory has room for, where a chat that is too long loses
+        one, and others have `names`. budget: tokens that the memory has room for, where a chat that is too long loses
         its oldest turns. client_key: by which clients take turns. Raises Refused."""
         if self._key not in _open:
             raise ending()
@@ -152,7 +152,7 @@ class Reader:
         def ask(process: Process) -> Any:
             here = self._key in _kept
             served = replace(self._served, compiles=here or process is not PROCESSES[0])
-            question = _read, self._key, path, raw, served, room, names
+            question = _read, self._key, path, raw, served, budget, names
             data = pickle.dumps((frozenset(_open), *question))
             if here:
                 return pickle.loads(_answer(data))
@@ -358,7 +358,7 @@ def _keep(key: str, tokenizer: Any, template: dict, system: bool, vocabulary: in
 
 
 def _read(
-    key: str, path: str, raw: bytes, served: Served, room: int | None, names: tuple[str, ...]
+    key: str, path: str, raw: bytes, served: Served, budget: int | None, names: tuple[str, ...]
 ) -> Read | int | str:
     (prompts, grammars), body = _kept[key], document(raw)
     name = body.get("model")
@@ -370,8 +370,8 @@ def _read(
     request = reply.request
     if request.grammar is not None:
         grammars.try_out(request.grammar)
-    if request.chat and room is not None:
-        prompt, dropped = prompts.fitting(request, room - min(request.max_tokens, room // 4))
+    if request.chat and budget is not None:
+        prompt, dropped = prompts.fitting(request, budget - min(request.max_tokens, budget // 4))
     else:
         prompt = prompts.read(request)
     count = len(prompt.tokens)

@@ -207,7 +207,7 @@ def allotted(
 ) -> list[tuple[Widths, Widths]]:
     """Return the widths of keys and of values of each layer for sigma [G, D] of both and `rate` bits a value of
     all kv heads; measured: a and b of each. All that could be best are tried: for a few layers of few blocks."""
-    room = rate * sum(keys.size + values.size for keys, values in layers) + 1e-9
+    budget = rate * sum(keys.size + values.size for keys, values in layers) + 1e-9
     best = [(0.0, 0, [])]
     for sides, shares in zip(layers, measured or [(None, None)] * len(layers), strict=True):
         norms = np.full(len(sides[0]), sides[0].shape[1]), (sides[1] ** 2).sum(-1)
@@ -221,7 +221,7 @@ def allotted(
             j = costs[0][k] + costs[1][v]
             own[bits] = min(own.get(bits, (np.inf,)), (j, bits, (k, v)), key=lambda x: x[0])
         best = [(c + j, b + bits, [*w, both]) for c, b, w in best for j, bits, both in own.values()]
-    return min((one for one in best if one[1] <= room), key=lambda one: one[:2])[2]
+    return min((one for one in best if one[1] <= budget), key=lambda one: one[:2])[2]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -137,12 +137,12 @@ def test_quantized_tokens_have_no_full_precision_copy_and_nbytes_is_allocated():
     ("dtype", "steps", "most"),
     (
         (np.float16, [512] * 16, 0.31),
-        (np.float16, [6144] + [8] * 256, 0.32),  # spare room of the last growth
+        (np.float16, [6144] + [8] * 256, 0.32),  # spare capacity of the last growth
         (np.float32, [512] * 16, 0.35),  # a CPU keeps the windows in float32
     ),
 )
 def test_stored_bytes_at_8192_tokens(dtype, steps, most):
-    """Of 16-bit keys and values, windows and spare room included: two kv heads of 128 dims."""
+    """Of 16-bit keys and values, windows and spare capacity included: two kv heads of 128 dims."""
     keys, values = (x.astype(dtype) for x in tokens(8192, 128))
     cache = CompressedKVCache(PRESETS["int4"])
     feed(cache, keys, values, steps)

@@ -126,7 +126,7 @@ def test_an_index_gets_an_array_of_every_step():
 
 
 def test_one_record_serves_as_key_and_value():
-    """Codes of the latents once, rotary keys once: no more than their bits, beside windows and room."""
+    """Codes of the latents once, rotary keys once: no more than their bits, beside windows and spare capacity."""
     cache = LatentKVCache(parse_kv("int4+rope16").of_latents)
     pair = tokens(4096)
     fill(cache, pair, (4096,))

@@ -1,4 +1,4 @@
-"""The holder of quantized pages: one sequence, cut back within its room and beyond it."""
+"""The holder of quantized pages: one sequence, cut back within its capacity and beyond it."""
 
 import mlx.core as mx
 import numpy as np

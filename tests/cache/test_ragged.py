@@ -70,7 +70,7 @@ def step(batch: BatchedKVCache, caches, new: int, seed: int, bound: float, dtype
 
 
 def is_same(ours: CompressedKVCache, other: CompressedKVCache) -> bool:
-    """To the bit, spare room aside."""
+    """To the bit, spare capacity aside."""
     a, b = (dict(tree_flatten(cache.state)) for cache in (ours, other))
     return a.keys() == b.keys() and all(bool(mx.array_equal(a[name], b[name])) for name in a)
 

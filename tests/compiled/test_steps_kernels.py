@@ -1,6 +1,6 @@
 """Kernels in steps of fixed shapes, by the emulator, which no trace can hold: the same code, not traced.
 
-Lengths come to the kernels as an array, and buffers whole. The work is shared out by the room of the buffers, so
+Lengths come to the kernels as an array, and buffers whole. The work is shared out by the capacity of the buffers, so
 that results are equal to the last bit.
 """
 

@@ -71,8 +71,8 @@ def test_a_sparse_index_is_not(attached):
     ],
     ids=("channel", "no sink", "channel rope8 no sink", "turbo rope8"),
 )
-def test_formats_are_replayed_past_quantizing_and_room(config, attached):
-    """Past the first room of pages of 16 tokens, so that arrays grow and another trace is made."""
+def test_formats_are_replayed_past_quantizing_and_capacity(config, attached):
+    """Past the first capacity of pages of 16 tokens, so that arrays grow and another trace is made."""
     twins = Twins(attached("glm4_moe_lite", config, num_hidden_layers=1))
     token = twins.read(tokens(60))
     twins.speak(token, 110)

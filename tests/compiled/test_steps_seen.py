@@ -98,7 +98,7 @@ def test_a_thread_does_not_see_the_placeholders_of_another_ones_trace():
     try:
         sys.setswitchinterval(1e-6)
         other.start()
-        for length in range(60, 180, 12):  # other rooms: other traces
+        for length in range(60, 180, 12):  # other capacities: other traces
             caches = make_prompt_cache(model)
             model(tokens(length)[None], cache=caches)
             mx.eval(model(mx.array([[3]]), cache=caches))

@@ -52,10 +52,10 @@ def feed(cache, pair, start, stop):
 def test_a_window_is_quantized_by_the_token_that_it_has_no_room_for(subtests):
     for name, config in CONFIGS.items():
         with subtests.test(name=name):
-            cache, room = CompressedKVCache(config), config.room(False)
-            feed(cache, data([0]), 0, room)
+            cache, capacity = CompressedKVCache(config), config.recent_capacity(False)
+            feed(cache, data([0]), 0, capacity)
             assert not cache._count_pages
-            feed(cache, data([0]), room, room + 1)
+            feed(cache, data([0]), capacity, capacity + 1)
             assert cache._count_pages
 
 

@@ -184,10 +184,10 @@ def test_a_folder_that_one_process_cannot_open(tmp_path, loaded):
     assert all("another server keeps its sessions there" in str(error) for error in errors)
 
 
-@pytest.mark.parametrize(("ceiling", "kept", "room"), [(0.9, (300, 200), 50), (0.8, (0, 0), 0)])
-def test_machines_of_two_sizes_agree_on_what_is_too_much(ceiling, kept, room, monkeypatch):
+@pytest.mark.parametrize(("ceiling", "kept", "limit"), [(0.9, (300, 200), 50), (0.8, (0, 0), 0)])
+def test_machines_of_two_sizes_agree_on_what_is_too_much(ceiling, kept, limit, monkeypatch):
     """The first has room. The second has it, too, once sessions are gone, or has no session."""
-    machine, nbytes, rooms = local(), list(kept), []
+    machine, nbytes, limits = local(), list(kept), []
     monkeypatch.setattr(engine, "CEILING", ceiling)
     monkeypatch.setattr(engine, "machine_memory", lambda: machine.size)
     monkeypatch.setattr(engine, "used_memory", lambda: 800 + nbytes[machine.rank])
@@ -195,9 +195,9 @@ def test_machines_of_two_sizes_agree_on_what_is_too_much(ceiling, kept, room, mo
     def work(ranks):
         machine.rank, machine.size = ranks.rank, (4000, 1000)[ranks.rank]
 
-        def shrink(room: int) -> None:
-            rooms.append(room)
-            nbytes[ranks.rank] = min(nbytes[ranks.rank], room)
+        def shrink(limit: int) -> None:
+            limits.append(limit)
+            nbytes[ranks.rank] = min(nbytes[ranks.rank], limit)
 
         server = object.__new__(engine.Engine)
         server.ranks, server.kv_allocated = ranks, 0
@@ -209,7 +209,7 @@ def test_machines_of_two_sizes_agree_on_what_is_too_much(ceiling, kept, room, mo
         return server._reserve(Job(request, Prompt([], [])), 5)
 
     results = both_do(work, work)
-    assert rooms == [room] * 2
+    assert limits == [limit] * 2
     if any(kept):
         assert results == [5, 5]
     else:

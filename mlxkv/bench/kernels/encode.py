@@ -81,7 +81,7 @@ def row(
 
 
 def _page_seconds(store: Codes | Records, shape: Shape, dtype: mx.Dtype) -> float:
-    """Seconds to quantize one page of all heads into spare room."""
+    """Seconds to quantize one page of all heads into spare capacity."""
     size = store.config.page
     page = shape.pair(size, dtype)
     pages_before = GROWTH * PAGES  # with fewer, truncate would free the room

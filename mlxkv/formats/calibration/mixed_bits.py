@@ -81,8 +81,8 @@ def allot(
     common = gcd(*heads)
     heads = [n // common for n in heads]  # words are then as few as can be
     values = sum(n * sigma.shape[1] for n, (_, sigma) in zip(heads, sides, strict=True))
-    room = int((rate * values - SCALE * sum(heads) + 1e-9) // WORD)
-    best, choices = np.zeros(max(room, 0) + 1), []  # least cost by words at most
+    budget = int((rate * values - SCALE * sum(heads) + 1e-9) // WORD)
+    best, choices = np.zeros(max(budget, 0) + 1), []  # least cost by words at most
     curves = []
     for n, (name, sigma), costs in zip(heads, sides, exchange or [None] * len(sides), strict=True):
         weight, weighed_sigma = weighed(name, sigma, costs)
@@ -92,14 +92,14 @@ def allot(
     for options in curves:
         least_costs, choice = np.full_like(best, np.inf), np.zeros(len(best), int)
         for i, (cost, words, _) in enumerate(options):
-            if words <= room:
+            if words <= budget:
                 costs = np.full_like(best, np.inf)
                 costs[words:] = best[: len(best) - words] + cost
                 better = costs < least_costs
                 least_costs[better], choice[better] = costs[better], i
         best = least_costs
         choices.append(choice)
-    if room < 0 or not np.isfinite(best[-1]):
+    if budget < 0 or not np.isfinite(best[-1]):
         dims = ", ".join(map(str, sorted({sigma.shape[1] for _, sigma in sides})))
         raise UserError(
             f"[--kv] fill-{rate:g} leaves no bits for codes of heads of {dims} dims; choose more, such as fill-2.25"

@@ -43,9 +43,9 @@ class GoesBack:
         return self._store.count if self._store else 0
 
     @property
-    def _room(self) -> int:
+    def _recent_capacity(self) -> int:
         """Tokens that `recent_count` may hold before pages have to be quantized."""
-        return self.config.room(self._sink is not None)
+        return self.config.recent_capacity(self._sink is not None)
 
     # -- how far
 

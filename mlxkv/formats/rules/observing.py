@@ -74,9 +74,9 @@ class Observing:
     # -- queries
 
     def _quantize_rest(self) -> None:
-        """Quantize what is beyond the room: the basis has learned from it, or nothing attended to it."""
+        """Quantize what is beyond its capacity: the basis has learned from it, or nothing attended to it."""
         self._pending = None
-        if self._recent is not None and self._count > self._room:
+        if self._recent is not None and self._count > self._recent_capacity:
             recent, self._recent = self._read_recent(), None
             self._quantize_pages(recent)
 

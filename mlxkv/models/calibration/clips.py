@@ -221,8 +221,8 @@ def _judge(
     new, total = call.queries.shape[2], keys.shape[2]
     rows = np.unique(np.linspace(0, new - 1, QUERIES).astype(int))  # [N]
     at = total - new + rows
-    room = config.sink + config.recent + config.page
-    ends = config.sink + config.page * np.maximum(0, -(-(at - room) // config.page))
+    capacity = config.sink + config.recent + config.page
+    ends = config.sink + config.page * np.maximum(0, -(-(at - capacity) // config.page))
     place = mx.arange(total)[None]
     paged = (place >= config.sink) & (place < mx.array(ends)[:, None])  # [N, T]
     rows = mx.array(rows)

@@ -59,5 +59,5 @@ def _pieces(first: int, last: int, count: int) -> list[tuple[int, int]]:
         return [(first, last - first)]
     if count == 1:
         return [((first + last - PIECE) // 2, PIECE)]
-    room = last - first - PIECE
-    return [(first + room * i // (count - 1), PIECE) for i in range(count)]
+    span = last - first - PIECE
+    return [(first + span * i // (count - 1), PIECE) for i in range(count)]

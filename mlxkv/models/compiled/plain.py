@@ -35,11 +35,11 @@ class Buffers(StaticCache):
         return super().make_mask(N, return_array, None)
 
     def visible(self, indices: StepIndices, new: int) -> mx.array:
-        """Return the places that each of the new tokens sees, [L, room]."""
-        room = self.arrays[0].shape[2]
+        """Return the places that each of the new tokens sees, [L, capacity]."""
+        capacity = self.arrays[0].shape[2]
         return indices.once(
-            ("seen", room, new),
-            lambda: mx.arange(room)[None] <= indices.array[1] + mx.arange(new)[:, None],
+            ("seen", capacity, new),
+            lambda: mx.arange(capacity)[None] <= indices.array[1] + mx.arange(new)[:, None],
         )
 
 
@@ -100,11 +100,11 @@ def whole_steps(tokens: int, step: int) -> int:
     return -(-tokens // step) * step
 
 
-def grow(cache, room: int) -> None:
+def grow(cache, capacity: int) -> None:
     """Make room for so many tokens in the buffers of a cache of mlx-lm."""
     for name in ("keys", "values"):
         x = getattr(cache, name)
-        zeros = mx.zeros((*x.shape[:2], room - x.shape[2], x.shape[3]), x.dtype)
+        zeros = mx.zeros((*x.shape[:2], capacity - x.shape[2], x.shape[3]), x.dtype)
         setattr(cache, name, mx.concatenate([x, zeros], axis=2))
 
 
@@ -185,18 +185,18 @@ class PaddedRing(Buffers):
     first = 0
 
     def __init__(self, cache: BatchRotatingKVCache, new: int):
-        at, room = cache._idx, cache.keys.shape[2]
+        at, capacity = cache._idx, cache.keys.shape[2]
         if new > 1:
             raise NotYet("several tokens at once around a ring")
         if cache._lengths is not None:
             raise NotYet("prompts of unequal lengths are read")
-        if room > cache.max_size:
+        if capacity > cache.max_size:
             raise NotYet("mlx-lm has yet to cut the window")
         self.rotated = cache.rotated or at == cache.max_size
         if not self.rotated and at != cache._offset:
             raise NotYet("a ring that was taken back")
-        steps = min(cache.max_size, whole_steps(max(at + 1, room), cache.step))
-        if steps > room and not self.rotated:  # in whole steps, so that shapes are few
+        steps = min(cache.max_size, whole_steps(max(at + 1, capacity), cache.step))
+        if steps > capacity and not self.rotated:  # in whole steps, so that shapes are few
             grow(cache, steps)
         self.cache, self.place = cache, 0 if at == cache.max_size else at
         self.arrays = [cache.keys, cache.values]
@@ -229,8 +229,8 @@ class PaddedRing(Buffers):
     @cached_property
     def is_full(self) -> bool:
         """Return whether the new token sees all that the ring holds."""
-        room, batch = self.arrays[0].shape[2], len(self.lengths[0])
-        return (self.rotated or self.place + 1 == room) and max(self.indices[1 + batch :]) <= 0
+        capacity, batch = self.arrays[0].shape[2], len(self.lengths[0])
+        return (self.rotated or self.place + 1 == capacity) and max(self.indices[1 + batch :]) <= 0
 
     @property
     def key(self):
@@ -252,17 +252,17 @@ class PaddedRing(Buffers):
         return (*pair, offset, self._padding(indices)), views
 
     def visible(self, indices: StepIndices, new: int) -> mx.array:
-        room = self.arrays[0].shape[2]
+        capacity = self.arrays[0].shape[2]
 
         def make() -> mx.array:
             padding, place = self._padding(indices)[:, None, None, None], indices.array[0]
-            columns = mx.arange(room)
+            columns = mx.arange(capacity)
             if not self.rotated:
                 return (padding <= columns) & (columns <= place)
             ages = columns - place - 1
-            return padding <= mx.where(ages < 0, ages + room, ages)  # the place is the newest
+            return padding <= mx.where(ages < 0, ages + capacity, ages)  # the place is the newest
 
-        return indices.once(("seen", room), make)
+        return indices.once(("seen", capacity), make)
 
     def commit(self, arrays: Sequence[mx.array]) -> None:
         cache, batch = self.cache, len(self.lengths[0])

@@ -69,7 +69,7 @@ class Memory:
         return _together(list(self._promised.values()))
 
     @property
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes for caches that are kept for later."""
         return max(0, self.bound - self.promised)
 

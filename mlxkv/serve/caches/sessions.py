@@ -92,10 +92,10 @@ class Sessions:
         """Their size if each had its own copy."""
         return sum(session.nbytes for session in list(self.entries))
 
-    def shrink(self, room: int | None = None) -> None:
-        """Evict the least recently used until the rest fits into `room` bytes (default: the memory's)."""
-        room = self.memory.room if room is None else room
-        while self.entries and self.agree(self.nbytes) > room:
+    def shrink(self, limit: int | None = None) -> None:
+        """Evict the least recently used until the rest fits into `limit` bytes (default: the memory's)."""
+        limit = self.memory.free_bytes if limit is None else limit
+        while self.entries and self.agree(self.nbytes) > limit:
             session = self.entries.pop(0)
             self.counts["evicted"] += 1
             if self.disk is not None:  # a copy is whole, without shared parts

@@ -67,10 +67,10 @@ class Site:
     ) -> Read | int | str:
         """The request in a body, as `Reader.read` returns it. key: of the client. names: of other models. Raises
         Refused."""
-        room = None
+        budget = None
         if self.options.overflow == "drop":
-            room = self.engine.memory.longest(self.served.longest)
-        return await self._reader.read(path, raw, room, names, key)
+            budget = self.engine.memory.longest(self.served.longest)
+        return await self._reader.read(path, raw, budget, names, key)
 
     def close(self) -> None:
         """End the engine. Raises nothing."""
@@ -209,7 +209,7 @@ class Models:
             try:
                 place = await asyncio.to_thread(locate, options.models[0])
                 size = place.weights or place.config.stat().st_size
-                await self._make_room(size + LEAST_MEMORY)
+                await self._free_memory(size + LEAST_MEMORY)
                 self.loaded[name] = await asyncio.to_thread(Site, options)
             except Refused:
                 raise
@@ -217,7 +217,7 @@ class Models:
                 what = f"[model] {name} could not be loaded: {error}"
                 raise Refused(503, what[:300], "model_not_loaded") from None
 
-    async def _make_room(self, need: int) -> None:
+    async def _free_memory(self, need: int) -> None:
         """Unload models that nobody uses now, until so many bytes are free. Raises Refused."""
         for name in (None, *self.loaded):
             # Whether it is in use is asked in the event loop, which hands it out.

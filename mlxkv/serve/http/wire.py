@@ -82,7 +82,7 @@ class Limits:
         self.bodies: dict[Wire, int] = {}
         self._log_time = -60.0
 
-    def has_room(self, wires: set[Wire]) -> bool:
+    def can_accept(self, wires: set[Wire]) -> bool:
         """Return whether one more connection may come beside others, the oldest of which that waits is closed for it
         where there are too many."""
         if len(wires) < self.max_connections:
@@ -154,12 +154,12 @@ class Wire(H11Protocol):
     # -- asyncio's protocol
 
     def connection_made(self, transport: Any) -> None:
-        count, has_room = len(self.connections), self.limits.has_room(self.connections)
+        count, can_accept = len(self.connections), self.limits.can_accept(self.connections)
         super().connection_made(Lingering(transport, self))
         # asyncio does so where a socket names TCP, as none of a listening one does: replies would wait for 40 ms.
         self._socket = transport.get_extra_info("socket")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not has_room:
+        if not can_accept:
             self.refuse(Refused(503, f"[serve] {count} connections", "busy", retry=1))
 
     def data_received(self, data: bytes) -> None:

@@ -12,7 +12,7 @@
 // rotary   [batch, rows, columns], T: added to the scores, in the model's units; columns in the order of tokens, recent
 //          ones from a column of their own on
 // scale    [attention scale times log2(e), log2(e)]
-// size     [rows, page splits, tokens in pages, sink tokens, recent tokens, room in tokens of codes, columns, room in
+// size     [rows, page splits, tokens in pages, sink tokens, recent tokens, capacity in tokens of codes, columns, capacity in
 //          tokens of recent, first column of recent tokens]
 constexpr int TOKENS = 16 * M;
 constexpr int DIMS = R / DH;  // of a simdgroup
