@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from cuda_track import cli
+from cuda_track.models.attach_model import attach, new_cache
 from cuda_track.models.handing import handed
 from cuda_track.models.loader import Loaded, load
-from cuda_track.models.seam import attach, new_cache
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv

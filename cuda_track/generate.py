@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from cuda_track import cli
+from cuda_track.models.attach_model import new_cache
 from cuda_track.models.handing import handed
 from cuda_track.models.loader import Loaded, load
-from cuda_track.models.seam import new_cache
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.models.reports import summarise

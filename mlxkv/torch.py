@@ -3,8 +3,8 @@
 The code lives in `cuda_track`, the second implementation of mlxkv's formats.
 """
 
+from cuda_track.models.attach_model import attach, compressed_from, detach, new_cache
 from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.loader import load
-from cuda_track.models.seam import attach, compressed_from, detach, new_cache
 
 __all__ = ["attach", "cache_of", "compressed_from", "detach", "handed", "load", "new_cache"]

@@ -212,8 +212,8 @@ def trusted(monkeypatch):
 @pytest.fixture
 def unbound(monkeypatch):
     """mlx-lm as it is: models that tests of other files left attached are set aside meanwhile."""
-    from mlxkv.models.hooks import rebind
+    from mlxkv.models.hooks import patching
 
-    for slot, bound in rebind._bound.items():
-        monkeypatch.setattr(*rebind._place(slot), bound.original)
-    monkeypatch.setattr(rebind, "_bound", {})
+    for slot, patched in patching._patches.items():
+        monkeypatch.setattr(*patching._place(slot), patched.original)
+    monkeypatch.setattr(patching, "_patches", {})

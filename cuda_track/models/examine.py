@@ -91,7 +91,7 @@ def examine(model: PreTrainedModel, config: CacheConfig) -> list[Examined]:
     if growing:
         if model._can_set_attn_implementation():
             model.set_attn_implementation(name_for(model.config._attn_implementation))
-        latent.bind(model)
+        latent.patch(model)
         probes = dryrun.run(model, layers, growing)
     ranks = bool(text_config(model.config.to_dict()).get("kv_lora_rank"))
     return [
@@ -169,6 +169,6 @@ def implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str 
 
 def put_back(model: PreTrainedModel, names: list[tuple[PreTrainedConfig, str | None]]) -> None:
     """Undo what `examine` did to attention."""
-    latent.release(model)
+    latent.unpatch(model)
     for config, name in names:
         config._attn_implementation_internal = name

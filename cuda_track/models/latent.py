@@ -62,14 +62,14 @@ def heads_of(module: torch.nn.Module) -> Heads:
     return Heads(keys, values, expand)
 
 
-def bind(model: PreTrainedModel) -> None:
+def patch(model: PreTrainedModel) -> None:
     """Have the modules of `model` hand views on."""
     for module in modules_of(model):
         vars(module)[EXPAND] = Expanding(module)
 
 
-def release(model: PreTrainedModel) -> None:
-    """Undo `bind`."""
+def unpatch(model: PreTrainedModel) -> None:
+    """Undo `patch`."""
     for module in model.modules():
         if isinstance(vars(module).get(EXPAND), Expanding):
             del vars(module)[EXPAND]

@@ -18,11 +18,11 @@ from cuda_track.cache.latent import LatentKVCache
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.packing import as_file, from_file
 from cuda_track.models import latent, restored
+from cuda_track.models.attach_model import new_cache
 from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedCache, CompressedLayer, holds_state
 from cuda_track.models.loader import Loaded
 from cuda_track.models.parallel import insist_on_one
-from cuda_track.models.seam import new_cache
 from mlxkv import files
 from mlxkv.errors import UserError
 from mlxkv.formats import session

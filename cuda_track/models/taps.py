@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cuda_track.models.seam import attach, attached, detach
+from cuda_track.models.attach_model import attach, attached, detach
 from mlxkv.errors import UserError
 
 NAME = "mlxkv-observing"

@@ -8,7 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from cuda_track.models import seam
+from cuda_track.models import attach_model
 from experiments.families.found import EXACT, NEW, PROMPT, Family, examined
 from experiments.families.sizes import named, sizes
 
@@ -144,7 +144,9 @@ NOT_BUILT = {
 
 def family(name: str) -> Family:
     torch.set_num_threads(1)
-    return examined(name, NOT_BUILT, build, _written, seam.attach, seam.detach, EXACT)
+    return examined(
+        name, NOT_BUILT, build, _written, attach_model.attach, attach_model.detach, EXACT
+    )
 
 
 def _written(model) -> tuple[list[int], np.ndarray]:

@@ -26,7 +26,7 @@ from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.catalog.sizes import COMPRESSED
 from mlxkv.models.hooks.held import layers_of
 from mlxkv.models.hooks.mark import mark
-from mlxkv.models.hooks.rebind import bind
+from mlxkv.models.hooks.patching import patch
 from mlxkv.models.loading.outline import NotBuilt, build, classes_of
 
 GROUP = 64  # weights with one scale, as mlx-lm's converter quantises them
@@ -61,7 +61,7 @@ class Subject:
         calibration = self.calibration if config.calibrated else None
         reports = attach(self.model, config, calibration=calibration)
         if preset == REPLAYED:
-            mark(self.model, bind(self.model), {})
+            mark(self.model, patch(self.model), {})
         try:
             yield reports
         finally:

@@ -11,16 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mlxkv.models.attach_model import attach, detach
     from mlxkv.models.decoders import warm_up
     from mlxkv.models.loader import Loaded, context_limit, load
     from mlxkv.models.reports import LayerReport, summarise
-    from mlxkv.models.seam import attach, detach
     from mlxkv.models.taking_back import cut_back
 
 _HOME = {
-    "attach": "seam",
+    "attach": "attach_model",
     "cut_back": "taking_back",
-    "detach": "seam",
+    "detach": "attach_model",
     "LayerReport": "reports",
     "summarise": "reports",
     "Loaded": "loader",

@@ -17,6 +17,7 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_fold, parse_kv
 from mlxkv.metal.launch import backend
+from mlxkv.models.attach_model import attach
 from mlxkv.models.calibration.fitting import read_calibration
 from mlxkv.models.catalog import rendering
 from mlxkv.models.catalog.aliases import DEFAULT, KV, resolve
@@ -35,7 +36,6 @@ from mlxkv.models.loading.sampling import read as read_sampling
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.replies.stops import turn_end
 from mlxkv.models.reports import LayerReport, summarise
-from mlxkv.models.seam import attach
 
 ODD = "\u2603 Zq\U0010fffd"  # no vocabulary has it whole: fails where there is no token for what is unknown
 

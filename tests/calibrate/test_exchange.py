@@ -14,20 +14,20 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.models.calibration import exchange, measure, moments
 from mlxkv.models.calibration.exchange import Exchange
 from mlxkv.models.hooks.mark import own_make_cache
+from mlxkv.models.hooks.patching import patch, unpatch
 from mlxkv.models.hooks.probe import find
-from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.hooks.taps import AttentionCall
 from mlxkv.spec import mixed_bits as spec
 
 
 @pytest.fixture(scope="module")
 def information(model):
-    slots = bind(model)
+    slots = patch(model)
     try:
         heads = {place: x.heads for place, x in find(model, own_make_cache(model)).shapes.items()}
         yield heads, exchange.fisher(model, own_make_cache(model), heads, TEXT, [])
     finally:
-        release(slots)
+        unpatch(slots)
 
 
 def falling(heads, dims, spread, seed):
@@ -67,7 +67,7 @@ def test_information_is_that_of_tokens_which_the_model_draws(model, information)
     (place, fisher), size = list(found.items())[-1], 3e-2
     ids = TEXT[: exchange.WINDOW]
     plain = model(mx.array(ids)[None]).astype(mx.float32)[0]
-    slots = bind(model)
+    slots = patch(model)
     try:
         shifted = exchange.ShiftedCache()
         total, expected, rng = 0.0, 0.0, np.random.default_rng(0)
@@ -83,7 +83,7 @@ def test_information_is_that_of_tokens_which_the_model_draws(model, information)
             total += (mx.exp(logp) * (logp - logq)).sum().item()
             expected += size**2 / 2 * np.trace(fisher.sum(0)) * (len(ids) - exchange.FIRST)
     finally:
-        release(slots)
+        unpatch(slots)
     assert shifted.shape == (1, 4, len(ids), 64)
     assert total == pytest.approx(expected, rel=0.15)
 

@@ -11,7 +11,7 @@ from small_models import TINY
 from transformers import DynamicCache
 
 from cuda_track import calibrate, eval
-from cuda_track.models import seam
+from cuda_track.models import attach_model
 from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.loader import load
 from experiments.families.building import build
@@ -76,10 +76,10 @@ def test_a_file_is_read_by_both(made, loaded, tmp_path):
     artifact.write(path, made)
     back = artifact.read(path)
     assert back.digest == made.digest
-    reports = seam.attach(loaded.model, "balanced-int2", path)
+    reports = attach_model.attach(loaded.model, "balanced-int2", path)
     assert [r.compressed for r in reports] == [False, True] * 4
     assert models.load(TINY, "oscar-int2", calibration=path).layers[1].compressed
-    seam.attach(loaded.model, "fp16")
+    attach_model.attach(loaded.model, "fp16")
 
 
 def test_keys_without_their_mean(made, loaded, tokens):
@@ -88,8 +88,8 @@ def test_keys_without_their_mean(made, loaded, tokens):
     ids = torch.tensor([tokens[:120]])
     with torch.no_grad():
         right = loaded.model(ids, **handed(DynamicCache(config=loaded.model.config)))
-        seam.attach(loaded.model, "centred-int2", made)
-        cache = seam.new_cache(loaded.model)
+        attach_model.attach(loaded.model, "centred-int2", made)
+        cache = attach_model.new_cache(loaded.model)
         out = loaded.model(ids, **handed(cache))
     plain, own = cache_of(right).layers[1], cache.layers[1].cache
     assert (out.logits - right.logits).norm() < 1e-4 * right.logits.norm()
@@ -99,7 +99,7 @@ def test_keys_without_their_mean(made, loaded, tokens):
     back = DynamicCache(cache)
     assert torch.allclose(back.layers[1].keys, plain.keys, atol=1e-4)
     assert torch.equal(back.layers[1].values, plain.values)
-    seam.attach(loaded.model, "fp16")
+    attach_model.attach(loaded.model, "fp16")
 
 
 def test_bits_by_direction_are_those_of_mlx(made, loaded, tokens):
@@ -109,22 +109,22 @@ def test_bits_by_direction_are_those_of_mlx(made, loaded, tokens):
     with torch.no_grad():
         exact = loaded.model(ids, **handed(DynamicCache(config=loaded.model.config))).logits
         for rate in ("fill-1.5", "fill-6", "fill-2.25"):
-            seam.attach(loaded.model, rate, made)
-            cache = seam.new_cache(loaded.model)
+            attach_model.attach(loaded.model, rate, made)
+            cache = attach_model.new_cache(loaded.model)
             loaded.model(ids[:, :-1], **handed(cache))
             last = loaded.model(ids[:, -1:], **handed(cache)).logits[0, -1]
             errors.append(float((last - exact[0, -1]).norm() / exact[0, -1].norm()))
     own = [layer.cache.config for layer in cache.layers[1::2]]
     assert own == right and all(one.keys.quantizer.widths for one in own)
     assert 0 < errors[1] < min(errors[0], errors[2]) and max(errors) < 0.1
-    seam.attach(loaded.model, "fp16")
+    attach_model.attach(loaded.model, "fp16")
 
 
 def test_attention_that_is_more_than_softmax_keeps_its_keys(subtests):
     for family, why in [("gpt_oss", "a sink logit beside"), ("gemma2", "capped scores do not")]:
         with subtests.test(family=family, why=why):
             with pytest.warns(UserWarning, match=f"NOTHING IS COMPRESSED: {why}"):
-                seam.attach(build(family), "centred-int2")
+                attach_model.attach(build(family), "centred-int2")
 
 
 def test_too_little_text_is_refused(loaded):
@@ -134,7 +134,7 @@ def test_too_little_text_is_refused(loaded):
 
 def test_fewer_bits_lose_more(loaded, tokens):
     found = eval.evaluate(loaded, ["fp16", "int8", "naive-int2"], tokens[:420], 12)
-    seam.attach(loaded.model, "fp16")
+    attach_model.attach(loaded.model, "fp16")
     kl = {name: row["kl_mean"] for name, row in found.items()}
     assert kl["fp16"] == 0
     assert 0 < kl["int8"] < 1e-4 < kl["naive-int2"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cuda_track.cache.latent import Heads, LatentKVCache, attend
-from cuda_track.models import handing, latent, seam
+from cuda_track.models import attach_model, handing, latent
 from experiments.families.building import NOT_BUILT, build, families
 from experiments.families.found import EXACT
 from mlxkv.errors import UserError
@@ -145,7 +145,7 @@ def test_lossless_pages_give_the_plain_logits(family):
         pytest.skip(f"{family}: this version of transformers has none")
     model = build(family)
     right = written(model)
-    reports = seam.attach(model, EXACT)
+    reports = attach_model.attach(model, EXACT)
     ours = [r for r in reports if r.compressed]
     assert ours and {r.kind for r in ours} == {"latent attention"}
     assert {r.kv_heads for r in ours} == {1}
@@ -154,7 +154,7 @@ def test_lossless_pages_give_the_plain_logits(family):
         assert (a - b).norm() < 1e-4 * a.norm()
     with torch.no_grad():  # and without any cache
         assert model(IDS, use_cache=False).logits.isfinite().all()
-    seam.detach(model)
+    attach_model.detach(model)
     assert all(latent.EXPAND not in vars(m) for m in latent.modules_of(model))
     assert torch.equal(written(model).sequences, right.sequences)
 
@@ -165,7 +165,7 @@ def test_batches_beams_drafts_and_copies():
     mask[1, :7] = 0  # padded on the left
     padded = {"ids": two, "attention_mask": mask}
     right = [written(model, **padded), written(model, num_beams=3)]
-    seam.attach(model, EXACT)
+    attach_model.attach(model, EXACT)
     got = [written(model, **padded), written(model, num_beams=3)]
     for a, b in zip(right, got, strict=True):
         assert torch.equal(a.sequences, b.sequences)
@@ -174,8 +174,8 @@ def test_batches_beams_drafts_and_copies():
         modules = latent.modules_of(other)
         assert all(vars(m)[latent.EXPAND].module is m for m in modules)
         assert torch.equal(written(other).sequences, one)
-        seam.detach(other)
-    cache = seam.new_cache(model)
+        attach_model.detach(other)
+    cache = attach_model.new_cache(model)
     with torch.no_grad():
         whole = model(IDS, **handing.handed(cache)).logits
         cache.crop(-5)
@@ -189,15 +189,15 @@ def test_what_cannot_be_done_is_said_in_one_line():
     model = build("deepseek_v3")
     for kv, line in (("int4+keep0.5", "are not selected"),):
         with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
-            reports = seam.attach(model, kv)
+            reports = attach_model.attach(model, kv)
         assert all(line in r.reason for r in reports)
     for kv in ("int4+rope8", "int4+rope16"):
         with pytest.raises(UserError, match=r"\[attach\].*none of.*; choose int4$"):
-            seam.attach(build("llama"), kv)
+            attach_model.attach(build("llama"), kv)
     made = model.model.layers[0].self_attn
     made.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(made.kv_b_proj.out_features))
     with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED|cannot be absorbed"):
-        reports = seam.attach(model, "int4")
+        reports = attach_model.attach(model, "int4")
     assert any("cannot be absorbed" in r.reason for r in reports)
-    seam.detach(model)
+    attach_model.detach(model)
     assert all(latent.EXPAND not in vars(m) for m in latent.modules_of(model))

@@ -13,7 +13,7 @@ from small_models import TINY
 
 from cuda_track.cache.latent import LatentKVCache
 from cuda_track.calibrate import calibrate
-from cuda_track.models import prompt_cache, seam
+from cuda_track.models import attach_model, prompt_cache
 from cuda_track.models.handing import handed
 from cuda_track.models.loader import load
 from mlxkv import models
@@ -80,7 +80,7 @@ def theirs_read(made, cache, ids) -> np.ndarray:
 
 def filled(pair):
     ours, theirs = pair
-    mine, other = seam.new_cache(ours.model), mlx_generate.new_cache(theirs)
+    mine, other = attach_model.new_cache(ours.model), mlx_generate.new_cache(theirs)
     ours_read(ours, mine, IDS)
     theirs_read(theirs, other, IDS)
     return mine, other

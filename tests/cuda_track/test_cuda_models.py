@@ -14,7 +14,7 @@ from small_models import SOURCE, TINY
 from cuda_track import generate as generation
 from cuda_track.calibrate import calibrate
 from cuda_track.generate import generate
-from cuda_track.models import prompt_cache, seam
+from cuda_track.models import attach_model, prompt_cache
 from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
@@ -48,7 +48,7 @@ def test_files_that_somebody_changed_are_refused_in_one_line(pair, tokens, tmp_p
     """Of this track and of the other."""
     ours, theirs = pair
     path, bad = tmp_path / "torch.safetensors", tmp_path / "bad.safetensors"
-    cache, other = seam.new_cache(ours.model), mlx_generate.new_cache(theirs)
+    cache, other = attach_model.new_cache(ours.model), mlx_generate.new_cache(theirs)
     with torch.no_grad():
         ours.model(torch.tensor([tokens]), **handed(cache))
     prompt_cache.save(path, prompt_cache.Saved(cache, tokens), ours)
@@ -76,9 +76,9 @@ def test_left_padded_batches_say_what_single_prompts_say(pair, tokens):
     # Pages begin elsewhere in a padded row, so compressed text may differ; the unpadded row may not.
     single = ours.model.generate(ids[:1], attention_mask=mask[:1], **options)[0, most:].tolist()
     assert out[0] == single
-    seam.detach(ours.model)
+    attach_model.detach(ours.model)
     plain = ours.model.generate(ids, attention_mask=mask, **options)[:, most:].tolist()
-    seam.attach(ours.model, ours.kv_name)
+    attach_model.attach(ours.model, ours.kv_name)
     agree = np.mean([np.mean(np.array(a) == b) for a, b in zip(out, plain, strict=True)])
     assert agree > 0.5
 
@@ -99,7 +99,7 @@ def test_generate_makes_its_own_cache_and_detach_undoes(tokens):
     assert lines[1].endswith("int4, 4.5 bits per value, torch ops (no Triton kernels on cpu)")
     with pytest.raises(UserError, match="paged cache of its own"):
         made.model.generate_batch([tokens[:8]], max_new_tokens=1)
-    seam.detach(made.model)
+    attach_model.detach(made.model)
     assert made.model.config._attn_implementation != before
     assert not {"generate", "init_continuous_batching"} & set(vars(made.model))
 
@@ -109,7 +109,7 @@ def test_a_preset_without_its_calibration_is_refused(tokens):
     made.model._mlxkv_fingerprint = "0" * 16
     made.model.config._name_or_path = ""
     with pytest.raises(UserError, match="needs a calibration"):
-        seam.attach(made.model, "oscar-int2")
+        attach_model.attach(made.model, "oscar-int2")
 
 
 def test_a_model_in_several_processes_is_told_what_it_cannot(tmp_path):
@@ -118,7 +118,7 @@ def test_a_model_in_several_processes_is_told_what_it_cannot(tmp_path):
     made.model._device_mesh = SimpleNamespace(ndim=1, get_local_rank=lambda: 1)
     assert share_of(made.model) == Share(1, 2)
     with pytest.raises(UserError, match="1 kv heads cannot be shared by 2"):
-        seam.attach(made.model, "int4")
+        attach_model.attach(made.model, "int4")
     for call in (lambda: prompt_cache.load(tmp_path, made), lambda: calibrate(made, range(600))):
         with pytest.raises(UserError, match="in one process only; got a model spread over 2"):
             call()

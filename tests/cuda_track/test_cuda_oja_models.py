@@ -9,7 +9,7 @@ import torch
 from small_models import TINY
 from tensors import to_torch
 
-from cuda_track.models import prompt_cache, seam
+from cuda_track.models import attach_model, prompt_cache
 from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
@@ -59,9 +59,9 @@ def text(reads, loaded, cache, tokens: list[int]) -> list[int]:
 )
 def test_the_same_text_codes_and_files(kv, sides, tokens, tmp_path):
     ours, theirs = sides
-    assert sum(report.compressed for report in seam.attach(ours.model, kv)) == 4
+    assert sum(report.compressed for report in attach_model.attach(ours.model, kv)) == 4
     models.attach(theirs.model, kv)
-    cache, other = seam.new_cache(ours.model), mlx_generate.new_cache(theirs)
+    cache, other = attach_model.new_cache(ours.model), mlx_generate.new_cache(theirs)
     assert text(ours_reads, ours, cache, tokens) == text(theirs_reads, theirs, other, tokens)
     total = differ = 0
     for layer, right in zip(cache.layers, other, strict=True):
@@ -105,7 +105,7 @@ def crosses(kv, sides, tokens, caches, tmp_path):
 
 def test_selection_and_padding_do_not_go_together(sides, tokens):
     ours, _ = sides
-    seam.attach(ours.model, "int4+keep0.5")
+    attach_model.attach(ours.model, "int4+keep0.5")
     ids = torch.tensor([[0] * 10 + tokens[:290], tokens[:300]])
     mask = (ids != 0).long()
     with pytest.raises(UserError, match="prompts without padding"):
@@ -116,7 +116,7 @@ def test_selection_and_padding_do_not_go_together(sides, tokens):
 
 
 def test_ranks_by_energy_are_those_of_the_calibration(sides):
-    reports = seam.attach(sides[0].model, "oja-e0.95+int4")
+    reports = attach_model.attach(sides[0].model, "oja-e0.95+int4")
     right = models.attach(sides[1].model, "oja-e0.95+int4")
     found = [
         [(r.bits_per_value, r.bases) for r in side if r.compressed] for side in (reports, right)

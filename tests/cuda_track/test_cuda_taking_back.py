@@ -11,7 +11,7 @@ from tensors import to_mlx, to_torch
 
 from cuda_track.cache import choose
 from cuda_track.cache.compressed import CompressedKVCache
-from cuda_track.models import seam
+from cuda_track.models import attach_model
 from cuda_track.models.handing import handed
 from experiments.families.building import VOCABULARY, build
 from experiments.families.found import EXACT, INT4
@@ -141,8 +141,8 @@ def ids(count, seed=1):
 
 def test_crop_refuses_as_a_whole():
     model = build("llama")
-    seam.attach(model, replace(INT4, keep=0.5))
-    cache = seam.new_cache(model)
+    attach_model.attach(model, replace(INT4, keep=0.5))
+    cache = attach_model.new_cache(model)
     read(model, cache, ids(100))
     read(model, cache, ids(1, 2))
     with pytest.raises(UserError, match=r"\[cache\] tokens before .*; got 90 to take back") as e:
@@ -156,8 +156,8 @@ def test_crop_refuses_as_a_whole():
 def test_cut_back_and_read_on_is_a_fresh_cache():
     """Pages that lose nothing, so that logits tell."""
     model = build("llama")
-    seam.attach(model, EXACT)
-    text, cache, fresh = ids(200), seam.new_cache(model), seam.new_cache(model)
+    attach_model.attach(model, EXACT)
+    text, cache, fresh = ids(200), attach_model.new_cache(model), attach_model.new_cache(model)
     read(model, fresh, text[:, :90])
     right = read(model, fresh, text[:, 90:91])
     read(model, cache, text)
@@ -181,8 +181,8 @@ def test_cut_back_asks_every_layer(subtests):
                 model.config.sliding_window = 32
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                seam.attach(model, INT4)
-            cache = seam.new_cache(model)
+                attach_model.attach(model, INT4)
+            cache = attach_model.new_cache(model)
             read(model, cache, ids(100))
             before = [layer.cache.offset for layer in cache.layers if hasattr(layer, "cache")]
             assert cache.cut_back(93) == bool(kept)

@@ -1,4 +1,4 @@
-"""The seam: mlx-lm runs unchanged on an attached model, and detaching leaves no trace."""
+"""Attaching: mlx-lm runs unchanged on an attached model, and detaching leaves no trace."""
 
 import sys
 from dataclasses import replace
@@ -20,7 +20,7 @@ from mlxkv.models import attach, detach
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
 REFUSED = {"mamba2"} | ({"gemma3n", "afm7"} if OLD else set())
 COMPRESSED = sorted(set(FAMILIES) - REFUSED)
-# Families whose files have attention code of their own, reached through `hooks.rebind`.
+# Families whose files have attention code of their own, reached through `hooks.patching`.
 OWN_CODE = ("gear", "gemma2", "plamo2", "stablelm")
 # One of each kind of attention, cache and mask, and these; `experiments.families` runs all of mlx-lm.
 KINDS = (*("llama", "phi3", "gemma3_text", "gpt_oss", "gemma4_text", "qwen3_next", "falcon_h1"),)

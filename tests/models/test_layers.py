@@ -18,8 +18,8 @@ from mlxkv.metal import launch
 from mlxkv.metal.launch import OFF
 from mlxkv.models import LayerReport, attach, detach, summarise
 from mlxkv.models.decoders import not_used
+from mlxkv.models.hooks.patching import OWN_CODE
 from mlxkv.models.hooks.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32, refusal
-from mlxkv.models.hooks.rebind import OWN_CODE
 from mlxkv.models.reports import ranges
 
 OLD = mlx_lm.__version__ < "0.32"
@@ -147,7 +147,7 @@ def misuses(source: str) -> list[str]:
     """What the code in `source` does with fetched keys and values other than to pass them on, or to
     return them.
 
-    A file that calls mx.fast attention and never the function that we rebind counts too.
+    A file that calls mx.fast attention and never the function that we patch counts too.
     """
     tree = ast.parse(source)
     found = []

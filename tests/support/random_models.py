@@ -1,4 +1,4 @@
-"""Tiny models of many families with random float32 weights, for tests of the seam and of
+"""Tiny models of many families with random float32 weights, for tests of attaching and of
 loading. Their configs are tests/data/families.json: of each family what it adds to the base."""
 
 import json

@@ -33,8 +33,8 @@ from mlxkv.models.calibration.measure import CHUNK, WINDOW, Progress, windows
 from mlxkv.models.hooks.dryrun import projections
 from mlxkv.models.hooks.fold import refuse_folded
 from mlxkv.models.hooks.mark import own_make_cache
+from mlxkv.models.hooks.patching import patch, unpatch
 from mlxkv.models.hooks.probe import find, leaves, put
-from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
 from mlxkv.models.origin import layer_name, origin_of, sizes
 
@@ -107,7 +107,7 @@ def search(
             f"[search-clip] too little text at once; got {len(parts[-1]) if parts else 0} tokens; "
             f"this preset keeps {config.window} exact, choose more than that"
         )
-    make_cache, slots = own_make_cache(model), bind(model)
+    make_cache, slots = own_make_cache(model), patch(model)
     try:
         shapes = {layer_name(p): (p, s) for p, s in find(model, make_cache).shapes.items()}
         if any(shape.latent for _, shape in shapes.values()):
@@ -136,7 +136,7 @@ def search(
             if progress:
                 progress(len(part))
     finally:
-        release(slots)
+        unpatch(slots)
     for name, trial in trials.items():
         sums = [trial.energy, *(x for side in SIDES for x in trial.losses[side].values())]
         if not np.isfinite(sums).all():

@@ -79,7 +79,7 @@ def fisher(
     where the model cannot be differentiated, or gradients are no numbers or all 0. Raises RuntimeError where the GPU
     is lost.
 
-    heads: kv heads by cache. first: ids in front of each window. The attention function must be rebound.
+    heads: kv heads by cache. first: ids in front of each window. The attention function must be patched.
     """
     totals, count = dict.fromkeys(heads, 0.0), 0
     try:

@@ -43,8 +43,8 @@ from mlxkv.models.calibration.moments import (
 from mlxkv.models.hooks.dryrun import sensitivities
 from mlxkv.models.hooks.fold import refuse_folded
 from mlxkv.models.hooks.mark import own_make_cache
+from mlxkv.models.hooks.patching import patch, unpatch
 from mlxkv.models.hooks.probe import Place, Shape, find, leaves, modules_of, put
-from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.hooks.taps import LatentObserver, PlainObserver
 from mlxkv.models.origin import Origin, layer_name, origin_of
 from mlxkv.texts.sources import Text, calibration_tokens
@@ -87,7 +87,7 @@ def calibrate(
             f"better {TOKENS}"
         )
     lead = [] if bos is None else [bos]
-    make_cache, slots = own_make_cache(model), bind(model)
+    make_cache, slots = own_make_cache(model), patch(model)
     try:
         shapes = _compressible(model, make_cache)
         positions = positions or _positions(model)
@@ -111,7 +111,7 @@ def calibrate(
         for part in windows(tokens, window):
             _read(model, make_cache, moments, part, lead, progress)
     finally:
-        release(slots)
+        unpatch(slots)
     layers = {}
     costs = sums.floored({place: layer.costs() for place, layer in moments.items()})
     for place, layer in moments.items():
@@ -127,11 +127,11 @@ def random(model: nn.Module) -> Calibration:
     """Random rotations for all layers of `model` that could be compressed: for times of models with random weights.
 
     Raises UserError as `calibrate`."""
-    make_cache, slots = own_make_cache(model), bind(model)
+    make_cache, slots = own_make_cache(model), patch(model)
     try:
         shapes = _compressible(model, make_cache)
     finally:
-        release(slots)
+        unpatch(slots)
     layers = {}
     for place, shape in shapes.items():
         dims = zip(SIDES, (shape.key_dim, shape.value_dim), strict=True)
@@ -141,7 +141,7 @@ def random(model: nn.Module) -> Calibration:
 
 
 def _compressible(model: nn.Module, make_cache: Callable[[], list]) -> dict[Place, Shape]:
-    """The shapes of caches that could be compressed. The attention function must be rebound. Raises UserError where
+    """The shapes of caches that could be compressed. The attention function must be patched. Raises UserError where
     there are none."""
     findings = find(model, make_cache)
     shapes = {p: s for p, s in findings.shapes.items() if not (s.key_dim % 2 or s.value_dim % 2)}

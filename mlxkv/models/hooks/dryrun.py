@@ -63,7 +63,7 @@ class DryRun:
 def run(model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]) -> DryRun:
     """Run `model` once over TOKENS tokens, with observers in place of the plain caches at `places`.
 
-    The attention function must be rebound.
+    The attention function must be patched.
     """
     traces = {place: CacheTrace() for place in places}
     recent: deque[LinearCall] = deque(maxlen=NEAR)
@@ -113,7 +113,7 @@ def sensitivities(
     their rows of the output projection.
 
     Caches without one are left out: a gate or a norm comes between, or the projection serves other
-    caches too. make_cache: the model's own. The attention function must be rebound. Projections are
+    caches too. make_cache: the model's own. The attention function must be patched. Projections are
     found in a dry run, by the array that they take, not by name.
     """
     pairs = _projections(model, make_cache, places)

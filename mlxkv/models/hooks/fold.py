@@ -142,7 +142,7 @@ def fold_values(
 ) -> Fold:
     """Fold what can be folded, record it on the model and return it with the reasons for the rest.
 
-    make_cache: the model's own. The attention function must be rebound. A folded model stays as it
+    make_cache: the model's own. The attention function must be patched. A folded model stays as it
     is. What goes wrong in the model's own code becomes a reason, never an error.
     """
     if (fold := fold_of(model)) is not None:

@@ -11,8 +11,8 @@ from mlxkv.models.catalog.shapes import LayerShape
 from mlxkv.models.compiled.weights import unchanged
 from mlxkv.models.hooks import probe
 from mlxkv.models.hooks.mark import cached_part, own_make_cache
+from mlxkv.models.hooks.patching import patch, unpatch
 from mlxkv.models.hooks.probe import PROMPT, Findings, Place, leaves
-from mlxkv.models.hooks.rebind import bind, release
 
 # Tokens at which a cache of a family's own class is looked at: whole groups of them, beyond its windows.
 NEAR, FAR = 1 << 14, 1 << 15
@@ -29,7 +29,7 @@ def layers_of(model: nn.Module) -> list[LayerShape]:
     raised where none of a class was reached.
     """
     model = cached_part(model)
-    make, slots = own_make_cache(model), bind(model)
+    make, slots = own_make_cache(model), patch(model)
     try:
         with unchanged(model):
             caches, error = _run(model, make, PROMPT)
@@ -37,7 +37,7 @@ def layers_of(model: nn.Module) -> list[LayerShape]:
             odd = [place for place, cache in caches if type(cache).__name__ not in KINDS]
             growing = _growth(model, make, odd) if odd and not error else {}
     finally:
-        release(slots)
+        unpatch(slots)
     expanded = _expanded(model)
     shapes: dict[Place, LayerShape] = {}
     reached: dict[type, LayerShape] = {}

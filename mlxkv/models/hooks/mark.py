@@ -13,9 +13,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from mlxkv.models.compiled.step import Steps
-from mlxkv.models.hooks import rebind
+from mlxkv.models.hooks import patching
+from mlxkv.models.hooks.patching import MARK, Slot
 from mlxkv.models.hooks.probe import Place, leaves, put
-from mlxkv.models.hooks.rebind import MARK, Slot
 
 # -- Which models take one sequence at a time, and caches that say so to their hosts.
 #
@@ -62,7 +62,7 @@ NewCache = partial  # (class, config, layer maps, plan): called, it makes a comp
 class Attachment:
     """The changes that `attach` made, and the `make_cache` of `model` from then on.
 
-    slots: of `bind`. new: what makes the caches of compressed places. original: the instance's own
+    slots: of `patch`. new: what makes the caches of compressed places. original: the instance's own
     make_cache, if it had one. alone: sequences are read one at a time (`is_alone`). steps: the model's decode steps,
     traced. listeners: called with the arguments of each call of the model, behind it. Deep and unpickled copies of a
     model are attached themselves.
@@ -94,7 +94,7 @@ class Attachment:
 
     def __deepcopy__(self, memo) -> Attachment:
         model, make = deepcopy(self.model, memo), deepcopy(self.original, memo)
-        return Attachment(model, rebind.take(self.slots), self.new, make, self.alone)
+        return Attachment(model, patching.patch_slots(self.slots), self.new, make, self.alone)
 
     def __reduce__(self):
         # Kernels are chosen again where the model comes alive: they belong to a machine.
@@ -105,7 +105,7 @@ class Attachment:
 def _attached(model: nn.Module, slots: list[Slot], kinds: dict, make, alone: bool) -> Attachment:
     """Unpickle."""
     new = {p: partial(*k) for p, k in kinds.items()}
-    return Attachment(model, rebind.take(slots), new, make, alone)
+    return Attachment(model, patching.patch_slots(slots), new, make, alone)
 
 
 def _say_ignored(caller) -> None:

@@ -129,7 +129,7 @@ def probe(
     """Find what the caches at `places` (plain KV caches of `make_cache()`) hold, and whether ours can
     replace them. kind: of the caches that find out.
 
-    The attention function must be rebound. Whatever goes wrong becomes a reason, never an error.
+    The attention function must be patched. Whatever goes wrong becomes a reason, never an error.
     """
     findings = Findings({}, {})
     while pending := [place for place in places if place not in findings.refused]:
@@ -219,7 +219,7 @@ def find_latents(
 ) -> Findings | None:
     """Return what the plain caches at `places` hold, for a model with MLA; None for any other.
 
-    The attention function must be rebound.
+    The attention function must be patched.
     """
     modules = modules_of(model)
     if not modules:
@@ -268,7 +268,7 @@ class _IndexedProbe(LatentProbe):
 # -- The families of mlx-lm that cannot be compressed, by their file in `mlx_lm/models`, and why.
 #
 # A family can be compressed if it only passes what `cache.update_and_fetch` returns to
-# `scaled_dot_product_attention` or to a later layer, or where its own code is reached (`rebind.OWN_CODE`), or caches
+# `scaled_dot_product_attention` or to a later layer, or where its own code is reached (`patching.OWN_CODE`), or caches
 # latents. A test derives this table from the source of the installed mlx-lm.
 
 OWN_CACHE = "its code stores compressed groups of tokens in a cache of its own"
@@ -314,7 +314,7 @@ def refusal(files: list[str], mlx_lm_version: str) -> str | None:
 def find(model: nn.Module, make_cache: Callable[[], list]) -> Findings:
     """Find what the plain caches of `make_cache()` hold, and why some cannot be replaced by ours.
 
-    The attention function must be rebound (`rebind.bind`).
+    The attention function must be patched (`patching.patch`).
     """
     plain = [place for place, cache in leaves(make_cache()) if type(cache).__name__ == PLAIN]
     if reason := refusal([file.__name__ for file in files_of(model)], mlx_lm_version):

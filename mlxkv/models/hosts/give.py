@@ -12,6 +12,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlxkv.errors import UserError
+from mlxkv.models.attach_model import attach
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
 from mlxkv.models.catalog.shapes import context_limit
@@ -20,7 +21,6 @@ from mlxkv.models.hooks.mark import cached_part
 from mlxkv.models.hosts import Options, ledger
 from mlxkv.models.origin import Origin, introduce
 from mlxkv.models.reports import ASKED_FOR, LayerReport, summarise
-from mlxkv.models.seam import attach
 
 _reports: set[tuple] = set()  # reports that were printed: a server may load a model again
 

@@ -13,8 +13,8 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.console import human_bytes, note, one_line
 from mlxkv.formats.config import CacheConfig
+from mlxkv.models.hooks.patching import MARK
 from mlxkv.models.hooks.probe import leaves
-from mlxkv.models.hooks.rebind import MARK
 from mlxkv.models.reports import LayerReport
 from mlxkv.models.usage import in_16_bits, in_use
 

@@ -116,7 +116,7 @@ def detach(model: PreTrainedModel) -> None:
     if model.config._attn_implementation in (NAME, EAGER):  # else somebody has chosen another since
         put_back(model, attachment.attention_names)
     else:
-        latent.release(model)
+        latent.unpatch(model)
 
 
 def attached(model: PreTrainedModel) -> Attached:

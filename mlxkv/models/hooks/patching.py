@@ -1,4 +1,4 @@
-"""Rebind the attention function in mlx-lm's model files, and count users to undo it exactly."""
+"""Patch the attention function in mlx-lm's model files, and count users to undo it exactly."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ Slot = tuple[str, str]  # module name, attribute, of a class in it where there i
 
 
 @dataclass
-class _Bound:
+class _Patch:
     original: Callable
     wrapper: Callable
     users: int
 
 
-_bound: dict[Slot, _Bound] = {}
+_patches: dict[Slot, _Patch] = {}
 
 
-def bind(model: nn.Module) -> list[Slot]:
+def patch(model: nn.Module) -> list[Slot]:
     """Route attention over our views to `attend` in every file of `model`; other calls are unchanged.
 
-    Returns the slots to `release` later.
+    Returns the slots to `unpatch` later.
     """
     files = files_of(model)
     slots = [(file.__name__, NAME) for file in files if callable(getattr(file, NAME, None))]
     names = {file.__name__ for file in files}
     own_code = [(f"mlx_lm.models.{family}", name) for family, name in OWN_CODE]
     slots += [slot for slot in own_code if slot[0] in names]
-    return take([*slots, *_call_of(model)])
+    return patch_slots([*slots, *_call_of(model)])
 
 
 def _call_of(model: nn.Module) -> list[Slot]:
@@ -54,16 +54,16 @@ def _call_of(model: nn.Module) -> list[Slot]:
     return [(cls.__module__, f"{cls.__name__}.{CALL}")] if named and cls is not nn.Module else []
 
 
-def take(slots: list[Slot]) -> list[Slot]:
-    """Count one more user of each slot; the first one rebinds it. Returns the slots."""
+def patch_slots(slots: list[Slot]) -> list[Slot]:
+    """Count one more user of each slot; the first one patches it. Returns the slots."""
     for slot in slots:
-        if slot in _bound:
-            _bound[slot].users += 1
+        if slot in _patches:
+            _patches[slot].users += 1
             continue
         owner, name = _place(slot)
         original = getattr(owner, name)
-        _bound[slot] = _Bound(original, _wrap(slot)(original), 1)
-        setattr(owner, name, _bound[slot].wrapper)
+        _patches[slot] = _Patch(original, _wrap(slot)(original), 1)
+        setattr(owner, name, _patches[slot].wrapper)
     return slots
 
 
@@ -72,21 +72,21 @@ def _wrap(slot: Slot) -> Callable:
     package, _, family = slot[0].rpartition(".")
     if package == "mlx_lm.models" and (family, slot[1]) in OWN_CODE:
         return OWN_CODE[family, slot[1]]
-    return through if slot[1] == NAME else stepped
+    return attention_wrapper if slot[1] == NAME else step_wrapper
 
 
-def release(slots: list[Slot]) -> None:
-    """Undo one `bind`. The last user of a slot restores it."""
+def unpatch(slots: list[Slot]) -> None:
+    """Undo one `patch`. The last user of a slot restores it."""
     for slot in slots:
-        bound = _bound[slot]
-        bound.users -= 1
-        if bound.users:
+        patched = _patches[slot]
+        patched.users -= 1
+        if patched.users:
             continue
-        del _bound[slot]
+        del _patches[slot]
         owner, name = _place(slot)
         # Else patched by somebody since: theirs stays.
-        if getattr(owner, name, None) is bound.wrapper:
-            setattr(owner, name, bound.original)
+        if getattr(owner, name, None) is patched.wrapper:
+            setattr(owner, name, patched.original)
 
 
 def _place(slot: Slot) -> tuple[ModuleType | type, str]:
@@ -96,7 +96,7 @@ def _place(slot: Slot) -> tuple[ModuleType | type, str]:
     return (getattr(file, inside) if inside else file), name
 
 
-def stepped(original):
+def step_wrapper(original):
     """Wrap `original`, the call of a class of models: a decode step of a model that is attached is replayed
     where it can be (`models.compiled`)."""
 
@@ -133,7 +133,7 @@ def _step_of(
     return inputs, cache
 
 
-def through(original):
+def attention_wrapper(original):
     """Wrap `original`: calls over our views and handles go to our attention."""
 
     @wraps(original)
@@ -155,7 +155,7 @@ def through(original):
     return scaled_dot_product_attention
 
 
-# -- Families whose files compute attention by code of their own: what is rebound in them, so that the code meets our
+# -- Families whose files compute attention by code of their own: what is patched in them, so that the code meets our
 # views.
 #
 # A view in which nothing is quantized gives its arrays to the family's own code: results stay equal, bit for bit.
@@ -182,7 +182,7 @@ class _Functions(ModuleType):
 
 def fast_attention(original: ModuleType) -> ModuleType:
     """Wrap a file's `mx`: `mx.fast.scaled_dot_product_attention` over our views is ours."""
-    fast = _Functions(original.fast, **{NAME: through(getattr(original.fast, NAME))})
+    fast = _Functions(original.fast, **{NAME: attention_wrapper(getattr(original.fast, NAME))})
     return _Functions(original, fast=fast)
 
 
@@ -249,7 +249,7 @@ def _capped(queries, keys: View | Handle, scale, mask, softcap: float) -> mx.arr
     return attend(queries, keys, scale, mask, softcap=softcap)
 
 
-# (Family, attribute): what is rebound besides in families whose files have attention code of their own.
+# (Family, attribute): what is patched besides in families whose files have attention code of their own.
 OWN_CODE: dict[tuple[str, str], Callable] = {
     ("gear", "_softcap_attention"): capped,
     ("gemma2", f"Attention.{CALL}"): gemma2,

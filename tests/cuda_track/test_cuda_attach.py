@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
-from cuda_track.models import handing, prompt_cache, seam
+from cuda_track.models import attach_model, handing, prompt_cache
 from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import Loaded
@@ -44,7 +44,7 @@ def llama():
 
 @pytest.fixture
 def attached(llama):
-    seam.attach(llama, INT4)
+    attach_model.attach(llama, INT4)
     return llama
 
 
@@ -76,7 +76,7 @@ def test_what_is_not_compressed_is_said_with_its_reason_and_goes_on(subtests):
             model = build(family)
             right, before = written(model), model.config._attn_implementation
             with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
-                reports = seam.attach(model, "int4")
+                reports = attach_model.attach(model, "int4")
             lines = summarise(reports)
             assert lines[0].startswith("NOTHING IS COMPRESSED") and any(line in x for x in lines), (
                 lines
@@ -88,7 +88,7 @@ def test_what_is_not_compressed_is_said_with_its_reason_and_goes_on(subtests):
 def test_attention_beside_state_layers_is_compressed(subtests):
     for family in ["jamba", "bamba", "nemotron_h"]:
         with subtests.test(family=family):
-            reports = seam.attach(build(family), "int4")
+            reports = attach_model.attach(build(family), "int4")
             kinds = {r.kind for r in reports if not r.compressed}
             assert any(r.compressed for r in reports)
             assert kinds <= {"state", "no cache of its own"} and "state" in kinds
@@ -109,7 +109,7 @@ def test_the_dry_run_leaves_a_model_as_it_was(llama):
     buffer, modes = llama.model.counter, [m.training for m in llama.modules()]
     weights = [p.clone() for p in llama.parameters()]
     state = torch.random.get_rng_state()
-    assert all(r.compressed for r in seam.attach(llama, "int4"))
+    assert all(r.compressed for r in attach_model.attach(llama, "int4"))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert [m.training for m in llama.modules()] == modes
     assert llama.model.counter is buffer and not buffer.any() and llama.model.seen == 0
@@ -128,7 +128,7 @@ def test_attention_that_is_another_function_is_refused(llama, monkeypatch):
 
     monkeypatch.setattr(sys.modules[module], "eager_attention_forward", bent)
     with pytest.warns(UserWarning, match="attention is another function"):
-        reports = seam.attach(llama, "int4")
+        reports = attach_model.attach(llama, "int4")
     assert not any(r.compressed for r in reports)
 
 
@@ -148,7 +148,7 @@ def test_lossless_pages_give_the_plain_logits(subtests):
             plain = model.generate(
                 two, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **options
             )
-            assert any(r.compressed for r in seam.attach(model, EXACT))
+            assert any(r.compressed for r in attach_model.attach(model, EXACT))
             got = model.generate(
                 two, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, **options
             )
@@ -163,7 +163,7 @@ def test_lossless_pages_give_the_plain_logits(subtests):
 
 def test_no_cache_is_the_plain_model(llama):
     right = written(llama)
-    seam.attach(llama, INT4)
+    attach_model.attach(llama, INT4)
     assert torch.equal(written(llama, use_cache=False), right)
     own = GenerationConfig(use_cache=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
     got = llama.generate(IDS, own, attention_mask=torch.ones_like(IDS))
@@ -173,7 +173,7 @@ def test_no_cache_is_the_plain_model(llama):
     cached = cache_of(written(llama, use_cache=True, return_dict_in_generate=True))
     assert cached.get_seq_length() == PROMPT + NEW - 1
     with pytest.raises(UserError, match="reads no cache; got a compressed one"):
-        written(llama, **handed(seam.new_cache(llama)))
+        written(llama, **handed(attach_model.new_cache(llama)))
 
 
 def test_a_cache_is_handed_by_the_name_of_this_version():
@@ -190,16 +190,16 @@ def test_a_cache_is_handed_by_the_name_of_this_version():
 def test_generate_of_attached_models_takes_a_cache_by_either_name(subtests, attached):
     for name in handing.NAMES:
         with subtests.test(name=name):
-            right, cache = written(attached), seam.new_cache(attached)
+            right, cache = written(attached), attach_model.new_cache(attached)
             out = written(attached, return_dict_in_generate=True, **{name: cache})
             assert torch.equal(out.sequences, right)
             assert cache_of(out) is cache and cache.get_seq_length() == PROMPT + NEW - 1
             assert torch.equal(written(attached, **{name: None}), right)
-            other = {x: seam.new_cache(attached) for x in handing.NAMES}
+            other = {x: attach_model.new_cache(attached) for x in handing.NAMES}
             with pytest.raises(UserError, match="one cache; got cache and past_key_values"):
                 written(attached, **other)
             with pytest.raises(UserError, match="reads no cache"):
-                written(attached, use_cache=False, **{name: seam.new_cache(attached)})
+                written(attached, use_cache=False, **{name: attach_model.new_cache(attached)})
 
 
 def test_caches_of_transformers_are_refused_by_name(subtests, attached):
@@ -236,7 +236,7 @@ def test_weights_of_attention_are_there(llama, way):
     options = {"return_dict_in_generate": True, "output_attentions": True}
     right = written(llama, **options).attentions
     llama.set_attn_implementation(way)
-    seam.attach(llama, EXACT)
+    attach_model.attach(llama, EXACT)
     got = written(llama, **options).attentions
     assert len(got) == len(right) == NEW
     for ours, theirs in zip(got, right, strict=True):
@@ -255,7 +255,7 @@ def test_an_attached_assistant_rolls_its_windows_back():
     options = {"max_new_tokens": 30, "min_new_tokens": 30}
     right = written(model, **options)
     for one in (model, assistant):
-        seam.attach(one, EXACT)
+        attach_model.attach(one, EXACT)
     assert torch.equal(written(model, assistant_model=assistant, **options), right)
 
 
@@ -270,7 +270,7 @@ def test_ways_to_generate_are_those_of_the_plain_model(subtests):
         with subtests.test(options=options, family=family):
             model = build(family)
             right = written(model, **options)
-            seam.attach(model, EXACT)
+            attach_model.attach(model, EXACT)
             assert torch.equal(written(model, **options), right)
 
 
@@ -279,13 +279,13 @@ def test_ways_to_generate_are_those_of_the_plain_model(subtests):
 
 def test_models_pickle(llama, tmp_path):
     plain = written(llama)
-    seam.attach(llama, INT4)
+    attach_model.attach(llama, INT4)
     right = written(llama)
     torch.save(llama, tmp_path / "model.pt")
     other = torch.load(tmp_path / "model.pt", weights_only=False)
     assert torch.equal(written(other), right)
     assert vars(other)["generate"].model is other
-    seam.detach(other)
+    attach_model.detach(other)
     assert torch.equal(written(other), plain)
     llama.save_pretrained(tmp_path / "folder")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
@@ -295,7 +295,7 @@ def test_models_pickle(llama, tmp_path):
 def test_caches_pickle(subtests, llama):
     for kv in ["int4", "naive-int4", "turbo-int4"]:
         with subtests.test(kv=kv):
-            seam.attach(llama, kv)
+            attach_model.attach(llama, kv)
             ids = IDS.repeat(1, 6)
             cache = cache_of(written(llama, ids=ids, return_dict_in_generate=True))
             assert cache.layers[0].cache._count_pages
@@ -313,8 +313,8 @@ def test_sessions_of_states_are_refused(tmp_path):
     model = build("jamba")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        seam.attach(model, "int4")
-    cache = seam.new_cache(model)
+        attach_model.attach(model, "int4")
+    cache = attach_model.new_cache(model)
     step(model, cache, IDS[0].tolist())
     loaded = Loaded(model, None, "m", "int4", [])
     with pytest.raises(UserError, match="sessions hold keys and values; got a layer of"):
@@ -324,32 +324,32 @@ def test_sessions_of_states_are_refused(tmp_path):
 
 @pytest.mark.parametrize("way", ["sdpa", "eager"])
 def test_a_cache_after_detach_is_one_line(attached, filled, way):
-    seam.detach(attached)
+    attach_model.detach(attached)
     attached.set_attn_implementation(way)
     with pytest.raises(UserError, match="cannot read compressed caches.*after detach") as found:
         step(attached, filled)
     assert "\n" not in str(found.value)
     with pytest.raises(UserError, match="call attach"):
-        seam.new_cache(attached)
+        attach_model.new_cache(attached)
 
 
 def test_a_cache_of_another_model_is_one_line(attached):
     with pytest.raises(UserError, match="cannot read compressed caches"):
-        step(build("gpt2"), seam.new_cache(attached))
+        step(build("gpt2"), attach_model.new_cache(attached))
     config = config_of("llama")
     config.num_hidden_layers = 6
     config.layer_types = None
     deeper = AutoModelForCausalLM.from_config(config).eval()
-    seam.attach(deeper, INT4)
+    attach_model.attach(deeper, INT4)
     with pytest.raises(UserError, match="a cache of 4 layers; got keys of layer 4"):
-        step(deeper, seam.new_cache(attached))
+        step(deeper, attach_model.new_cache(attached))
 
 
 def test_exchanged_attention_is_one_line(attached):
     attached.set_attn_implementation("sdpa")
     with pytest.raises(UserError, match="was exchanged; got 'sdpa'"):
         written(attached)
-    seam.detach(attached)
+    attach_model.detach(attached)
     assert attached.config._attn_implementation == "sdpa"
 
 
@@ -357,19 +357,19 @@ def test_dynamic_caches_go_both_ways(llama):
     with torch.no_grad():
         plain = cache_of(llama(IDS, **handed(DynamicCache(config=llama.config))))
     before = copy.deepcopy(plain)
-    seam.attach(llama, EXACT)
-    ours = seam.compressed_from(llama, plain)
+    attach_model.attach(llama, EXACT)
+    ours = attach_model.compressed_from(llama, plain)
     assert ours.layers[0].cache._count_pages
     right = step(llama, plain)
     assert (step(llama, ours) - right).norm() < 1e-4 * right.norm()
-    back = DynamicCache(seam.compressed_from(llama, before))
+    back = DynamicCache(attach_model.compressed_from(llama, before))
     for a, b in zip(back.layers, before.layers, strict=True):
         assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
-    assert DynamicCache(seam.new_cache(llama)).get_seq_length() == 0
+    assert DynamicCache(attach_model.new_cache(llama)).get_seq_length() == 0
     with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
         written(llama, **handed(DynamicCache(config=llama.config)))
     with pytest.raises(UserError, match="a model of 4 layers; got a cache of 0"):
-        seam.compressed_from(llama, DynamicCache())
+        attach_model.compressed_from(llama, DynamicCache())
 
 
 def test_crop_counts_as_transformers_does(attached, filled):
@@ -383,5 +383,5 @@ def test_crop_counts_as_transformers_does(attached, filled):
     assert filled.get_seq_length() == tokens - 3
     filled.crop(-1000)
     assert filled.get_seq_length() == 0
-    fresh = step(attached, seam.new_cache(attached), IDS[0].tolist())
+    fresh = step(attached, attach_model.new_cache(attached), IDS[0].tolist())
     assert torch.equal(step(attached, filled, IDS[0].tolist()), fresh)

@@ -33,8 +33,8 @@ from mlxkv.metal import launch
 from mlxkv.models.compiled.weights import unchanged
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
 from mlxkv.models.hooks.mark import cached_part, mark, own_make_cache, unmark
+from mlxkv.models.hooks.patching import patch, unpatch
 from mlxkv.models.hooks.probe import INDEX_KEYS, PLAIN, Place, Shape, find, leaves
-from mlxkv.models.hooks.rebind import bind, release
 from mlxkv.models.reports import (
     ASKED_FOR,
     CAPPED,
@@ -96,7 +96,7 @@ def attach(
     _check_model(model)
     model, config = cached_part(model), parse_kv(kv)
     check_fold(config, fold)
-    make_cache, slots = own_make_cache(model), bind(model)
+    make_cache, slots = own_make_cache(model), patch(model)
     try:
         config, reports, shapes = examine(model, make_cache, config, strict, fold)
         fitted, reports = fit(model, config, shapes, reports, calibration, group, fold)
@@ -105,10 +105,10 @@ def attach(
             fitted, reports = transform_weights(model, make_cache, fitted, reports, fold)
             plans, reports = choose_kernels(fitted, shapes, reports)
     except BaseException:  # such as Ctrl-C while kernels are built
-        release(slots)
+        unpatch(slots)
         raise
     if not shapes:
-        release(slots)
+        unpatch(slots)
         if message := nothing_compressed(reports):
             warnings.warn(f"[attach] {message}", stacklevel=2)
         return reports
@@ -155,7 +155,7 @@ def examine(
     place of mixed bits, or the one of latents), a report for each layer, and the shapes of compressed caches.
 
     Raises UserError, with `strict`, where a layer that grows stays in full precision, and for settings that this
-    model has no use for. The attention function must be rebound (`rebind.bind`).
+    model has no use for. The attention function must be patched (`patching.patch`).
     """
     with unchanged(model):
         reports, shapes = _examined(model, make_cache, config)
@@ -345,7 +345,7 @@ def install(
     shapes: Mapping[Place, Shape],
     plans: Mapping[Place, KernelPlan],
 ) -> None:
-    """Record on the model how its compressed caches are made. slots: of `rebind.bind`."""
+    """Record on the model how its compressed caches are made. slots: of `patching.patch`."""
     kinds = {place: _kind(fitted[place][0], shape) for place, shape in shapes.items()}
     mark(model, slots, {p: partial(kinds[p], *fitted[p], plans[p]) for p in shapes})
 
@@ -375,5 +375,5 @@ def detach(model: nn.Module) -> None:
 def _unmark(model: nn.Module) -> bool:
     """Undo `attach` without a word. Returns whether the model was attached."""
     slots = unmark(model)
-    release(slots or [])
+    unpatch(slots or [])
     return slots is not None
