@@ -4,7 +4,7 @@
 
 `recent` holds everything until it is full; then the sink moves out and the oldest pages are encoded
 and quantized. The page that was quantized last keeps its exact tokens beside its codes, until the next one
-is quantized: so that a `trim` into it can restore it (`mlxkv.formats.rules.going_back`).
+is quantized: so that a `trim` into it can restore it (`mlxkv.formats.rules.trimming`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from cuda_track.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.rules.going_back import GoesBack
+from mlxkv.formats.rules.trimming import TrimRules
 from mlxkv.formats.sizes import buffer_tokens
 
 FindMaps = Callable[[str, str, CacheConfig], LayerMaps]  # by digest and layer
 
 
-class CompressedKVCache(GoesBack):
+class CompressedKVCache(TrimRules):
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
     layer_maps: of this layer, for a calibrated `config`.

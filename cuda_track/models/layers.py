@@ -99,11 +99,11 @@ class CompressedCache(Cache):
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CompressedLayer)):
             layer.crop(tokens_to_remove)  # layers of transformers may refuse: first
 
-    def cut_back(self, length: int) -> bool:
+    def trim_to(self, length: int) -> bool:
         """Keep the first `length` tokens of all layers. False, and nothing has changed, where some layer cannot."""
         tokens = self.get_seq_length()
         if not 0 < length <= tokens or not all(
-            _keeps(layer, tokens, length) for layer in self.layers
+            _can_keep(layer, tokens, length) for layer in self.layers
         ):
             return False
         if length < tokens:
@@ -129,12 +129,12 @@ class CompressedCache(Cache):
         return sum(_bytes(layer) for layer in self.layers)
 
 
-def _keeps(layer, tokens: int, length: int) -> bool:
+def _can_keep(layer, tokens: int, length: int) -> bool:
     """Return whether a layer can keep the first `length` of so many tokens."""
     if length == tokens:
         return True
     if isinstance(layer, CompressedLayer):
-        return layer.cache.keeps(length)
+        return layer.cache.can_keep(length)
     full = getattr(layer, "is_sliding", False) and tokens >= layer.sliding_window
     return not full and not holds_state(layer)
 

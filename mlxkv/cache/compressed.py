@@ -4,7 +4,7 @@
 
 `recent` holds everything until it is full; then the sink moves out and the oldest pages are encoded
 and quantized. The page that was quantized last keeps its exact tokens beside its codes, until the next one
-is quantized: so that a `trim` into it can restore it (`formats.rules.going_back`). Works
+is quantized: so that a `trim` into it can restore it (`formats.rules.trimming`). Works
 with both contracts of the pinned range of mlx-lm (0.31: `meta_state`; 0.32: not).
 """
 
@@ -27,14 +27,14 @@ from mlxkv.codec.transform import Centre, left
 from mlxkv.errors import UserError
 from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.rules.going_back import GoesBack
+from mlxkv.formats.rules.trimming import TrimRules
 from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.metal.launch import ahead, backend
 
 NEW = -1
 
 
-class CompressedKVCache(GoesBack, Snapshots, Contract):
+class CompressedKVCache(TrimRules, Snapshots, Contract):
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
     layer_maps: of this layer, for a calibrated `config`. plan: its kernels, where they have been chosen

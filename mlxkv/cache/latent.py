@@ -176,9 +176,9 @@ class LatentKVCache(CompressedKVCache):
         mx.async_eval(pair)
         return pair
 
-    def cut(self, count: int) -> None:
+    def trim_to(self, count: int) -> None:
         rotary = self._rotary
-        super().cut(count)
+        super().trim_to(count)
         self._rotary = rotary if count else None
 
     def transform_values(self, folded: bool) -> None:

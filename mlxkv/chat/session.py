@@ -16,7 +16,7 @@ from mlxkv.models.generate import Stats, new_cache, stream
 from mlxkv.models.prompt_escaping import PromptEscaper, cut_front
 from mlxkv.models.replies.thinking import Thinking
 from mlxkv.models.roles import takes_system, without_system
-from mlxkv.models.taking_back import cut_back
+from mlxkv.models.trimming import trim_caches
 from mlxkv.models.usage import Usage, projected, usage
 
 THINKING = "enable_thinking"  # what chat templates of thinking models call their switch
@@ -251,7 +251,7 @@ class Session:
         shared = len(commonprefix([self.tokens, tokens[:-1]]))
         if shared == len(self.tokens):
             return shared
-        if not cut_back(self.cache, len(self.tokens), shared):
+        if not trim_caches(self.cache, len(self.tokens), shared):
             self._forget_cache()
             return 0
         self.tokens = self.tokens[:shared]

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from mlxkv.models.decoders import warm_up
     from mlxkv.models.loader import Loaded, context_limit, load
     from mlxkv.models.reports import LayerReport, summarise
-    from mlxkv.models.taking_back import cut_back
+    from mlxkv.models.trimming import trim_caches
 
 _HOME = {
     "attach": "attach_model",
-    "cut_back": "taking_back",
+    "trim_caches": "trimming",
     "detach": "attach_model",
     "LayerReport": "reports",
     "summarise": "reports",
@@ -34,7 +34,7 @@ __all__ = [
     "Loaded",
     "attach",
     "context_limit",
-    "cut_back",
+    "trim_caches",
     "detach",
     "load",
     "summarise",

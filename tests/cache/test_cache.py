@@ -15,7 +15,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Full, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models.taking_back import cut_back
+from mlxkv.models.trimming import trim_caches
 from mlxkv.spec import affine as ref
 
 SMALL = CacheConfig(Side(Affine(4), "srft"), Side(Affine(4), "srft"), sink=16, recent=32, page=32)
@@ -205,7 +205,7 @@ def test_trim_gives_memory_back_and_more_than_all_is_all():
     cache = CompressedKVCache(SMALL)
     feed(cache, keys, values, [3000])
     full = cache.nbytes
-    assert cut_back([cache], 3000, 200)
+    assert trim_caches([cache], 3000, 200)
     assert cache.nbytes < 0.3 * full
     assert cache.trim(10_000) > 100
     assert cache.empty()

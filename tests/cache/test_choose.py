@@ -58,5 +58,5 @@ def test_steps_between_two_pages_share_one_snapshot():
     other.update_and_fetch(*pair(200, 3))
     assert cache.update_and_fetch(*pair(1, 4))[0].pages is first
     assert other.update_and_fetch(*pair(1, 4))[0].pages.tokens > first.tokens
-    cache.cut(150)
+    cache.trim_to(150)
     assert cache.update_and_fetch(*pair(1, 5))[0].pages.tokens < first.tokens

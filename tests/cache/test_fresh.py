@@ -22,7 +22,7 @@ from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
-from mlxkv.models.taking_back import cut_back
+from mlxkv.models.trimming import trim_caches
 
 pytestmark = pytest.mark.usefixtures("trusted")
 
@@ -119,14 +119,16 @@ class Walk:
         left = max(0, len(self.tokens) - count)
         before = self.cache.offset, held(self.cache)
         self.exact = self.exact and is_exact(self.cache, left) or not left
-        if self.cache.keeps(left):
+        if self.cache.can_keep(left):
             assert self.cache.trim(count) == self.twin.trim(count) == before[0] - left
         else:
             with pytest.raises(UserError, match=f"choose at most {self.cache.trimmable}, or all"):
                 self.cache.trim(count)
             assert self.cache.offset == before[0]
             assert all(mx.array_equal(x, before[1][n]) for n, x in held(self.cache).items())
-            assert not any(cut_back([cache], before[0], left) for cache in (self.cache, self.twin))
+            assert not any(
+                trim_caches([cache], before[0], left) for cache in (self.cache, self.twin)
+            )
             self.cache, self.twin = new(self.kv), new(self.kv)
             for cache in (self.cache, self.twin):
                 read(cache, self.tokens[:left])

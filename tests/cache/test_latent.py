@@ -191,7 +191,7 @@ def test_tokens_are_taken_back(cache, back):
 def test_going_back_into_a_page_keeps_its_rotary_keys(cache, left):
     pair = tokens(160)
     fill(cache, pair, (160,))
-    cache.cut(left)
+    cache.trim_to(left)
     law = rotary_law(cache, pair[1])
     for one in (cache, LatentKVCache.from_state(cache.state)):
         np.testing.assert_allclose(np.array(one.rotary), law[:, :, :left], atol=2e-6)

@@ -19,7 +19,7 @@ from mlxkv.codec.maps import sample
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal import whiten
-from mlxkv.models.taking_back import cut_back
+from mlxkv.models.trimming import trim_caches
 from mlxkv.serve.caches.memory import shapes_of
 from mlxkv.spec import oja as spec
 
@@ -283,12 +283,12 @@ def test_pinned_tokens_cannot_be_taken_back_alone():
     before = _whole(one.keys_and_values()[0], mx.float32)
     with pytest.raises(UserError, match="choose at most 6, or all 156"):
         one.trim(7)
-    assert one.keeps(150) and not one.keeps(149) and not one.keeps(20) and one.keeps(0)
+    assert one.can_keep(150) and not one.can_keep(149) and not one.can_keep(20) and one.can_keep(0)
     one.trim(6)
     for x, y in zip(_whole(one.keys_and_values()[0], mx.float32), before, strict=True):
         assert mx.array_equal(x, y[:, :, :150])
     feed(one, 90, seed=5, chunk=1)
-    assert one.keeps(160) and one.trimmable == 90
+    assert one.can_keep(160) and one.trimmable == 90
     assert one.trim(10**6) and one.offset == 0 and one.empty() and not one.pinned
     feed(one, 40)
 
@@ -335,7 +335,7 @@ def test_selection_keeps_what_the_last_queries_look_at_and_positions():
     assert one.trim(1) == 1 and one.offset == 160
     with pytest.raises(UserError, match="choose at most [0-9]+, or all 160"):
         one.trim(140)
-    assert not cut_back([one], 160, 30) and one.offset == 160  # the prompt goes as a whole
+    assert not trim_caches([one], 160, 30) and one.offset == 160  # the prompt goes as a whole
     with pytest.raises(Exception, match="whole context; got a mask with a window of 8"):
         one.make_mask(3, window_size=8)
 

@@ -130,7 +130,7 @@ def test_reading_on_quantizes_again_what_was_decoded(name):
     cache = filled(name)
     before, page = shown(cache), cache.config.page
     left = 4 + page + page // 2 + 3
-    cache.cut(left)
+    cache.trim_to(left)
     others = [
         copy.deepcopy(cache),
         pickle.loads(pickle.dumps(cache)),

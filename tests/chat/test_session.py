@@ -76,7 +76,7 @@ def test_a_changed_past_is_cut_to_the_common_start(session):
 
 def test_a_cache_that_cannot_be_trimmed_starts_anew(session, monkeypatch):
     ask(session, "hello")
-    monkeypatch.setattr("mlxkv.chat.session.cut_back", lambda *given: False)
+    monkeypatch.setattr("mlxkv.chat.session.trim_caches", lambda *given: False)
     session.messages[0] = {"role": "user", "content": "help me"}
     ask(session, "and now?")
     assert in_step(session)

@@ -15,7 +15,7 @@ from stepping import INT4, INT8, Twins, small
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.formats.presets import FULL
 from mlxkv.models import attach, detach
-from mlxkv.models.taking_back import cut_back
+from mlxkv.models.trimming import trim_caches
 
 STEPS = 40
 LONGEST = 400  # tokens; longer caches are cut back before the walk goes on
@@ -79,7 +79,7 @@ class Walk(Twins):
     def _cut(self) -> None:
         left = self.random.randint(1, min(self.tokens, LONGEST // 2))
         held = self.tokens
-        assert all(cut_back(caches, held, left) for caches in (self.traced, self.plain))
+        assert all(trim_caches(caches, held, left) for caches in (self.traced, self.plain))
         self.next = self.read(self._text(10))
 
     def _copy(self) -> None:

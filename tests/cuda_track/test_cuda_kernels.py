@@ -249,7 +249,7 @@ def test_a_cache_with_a_pool_is_a_cache():
             cache = caches[way] = CompressedKVCache(config)
             for tokens in (100, 1, 60):
                 cache.update_and_fetch(*(torch.randn(2, 1, tokens, 64) for _ in "kv"))
-            cache.cut(91)
+            cache.trim_to(91)
             cache.update_and_fetch(*(torch.randn(2, 1, 90, 64) for _ in "kv"))
             cache.select(torch.tensor([1, 0, 1]))
     ours, plain = caches[choose.TRITON], caches[choose.OPS]

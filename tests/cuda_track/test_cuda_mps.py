@@ -125,7 +125,7 @@ def test_records_trim_and_go_to_files_as_codes_do():
         rows = torch.tensor([1, 0, 1])
 
         def back(cache, n):
-            cache.cut(cache.offset - n)
+            cache.trim_to(cache.offset - n)
 
         for change in (lambda c: back(c, 100), lambda c: c.select(rows), lambda c: back(c, 40)):
             with choose.using(choose.OPS):

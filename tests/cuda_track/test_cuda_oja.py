@@ -94,7 +94,7 @@ def test_trim_and_forget():
     whole = one.view().whole(torch.float32)
     assert type(one.view().pages) is Parts
     for n in (3, 20, 70):
-        one.cut(one.offset - n)
+        one.trim_to(one.offset - n)
         quantized = one._sunk + one._count_pages * one.config.page
         for x, y in zip(one.view().whole(torch.float32), whole, strict=True):  # behind: exact again
             assert torch.allclose(x[:, :, :quantized], y[:, :, :quantized], atol=1e-6)
@@ -106,7 +106,7 @@ def test_trim_and_forget():
     assert kept.trim(1) == 1 and kept.offset == 160
     with pytest.raises(UserError, match="choose at most [0-9]+, or all 160"):
         kept.trim(140)
-    assert not kept.keeps(30) and kept.offset == 160  # the prompt goes as a whole
+    assert not kept.can_keep(30) and kept.offset == 160  # the prompt goes as a whole
 
 
 def test_what_cannot_be_is_refused():

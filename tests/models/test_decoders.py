@@ -117,7 +117,7 @@ def test_nothing_is_built_after_a_model_is_attached(family, dtype, tiles):
         stores = [c._store for c in cache if hasattr(c, "_store")]
         assert stores and all(type(store) is Records for store in stores)
         for layer in cache:
-            layer.cut(layer.offset - 100) if hasattr(layer, "_store") else None
+            layer.trim_to(layer.offset - 100) if hasattr(layer, "_store") else None
         mx.eval([c.state for c in cache])
         detach(model)
     assert built == known

@@ -171,10 +171,10 @@ class Observing:
         """Pages of the prompt that tokens were chosen from."""
         return self._fixed if self.dropped else 0
 
-    def cut(self, count: int) -> None:
+    def trim_to(self, count: int) -> None:
         """As without selection; bases keep what they have learned."""
         n = self.offset - count
-        super().cut(count)
+        super().trim_to(count)
         if n:
             self._since = max(0, self._since - n)
             self._fixed = min(self._fixed, self._count_pages)

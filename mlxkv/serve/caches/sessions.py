@@ -8,7 +8,7 @@ from copy import deepcopy
 
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache
 
-from mlxkv.models.taking_back import cut_back
+from mlxkv.models.trimming import trim_caches
 from mlxkv.serve.caches.disk import Disk, Session, nearest, replaced
 from mlxkv.serve.caches.memory import Memory
 from mlxkv.serve.caches.shelf import Shelf
@@ -62,7 +62,7 @@ class Sessions:
         """A working cache of a start of `tokens`, and how many of them it holds; (None, 0) if none does."""
         for shared, session in nearest(self.entries, tokens, tenant):
             cache, count = deepcopy(session.cache), min(shared, len(tokens) - 1)
-            if cut_back(cache, len(session.tokens), count):
+            if trim_caches(cache, len(session.tokens), count):
                 self.entries.remove(session)
                 self.entries.append(session)
                 return cache, count

@@ -153,7 +153,7 @@ def test_crop_refuses_as_a_whole():
     assert {layer.cache.offset for layer in cache.layers} == {100}
 
 
-def test_cut_back_and_read_on_is_a_fresh_cache():
+def test_trim_and_read_on_is_a_fresh_cache():
     """Pages that lose nothing, so that logits tell."""
     model = build("llama")
     attach_model.attach(model, EXACT)
@@ -162,15 +162,15 @@ def test_cut_back_and_read_on_is_a_fresh_cache():
     right = read(model, fresh, text[:, 90:91])
     read(model, cache, text)
     for _ in range(5):
-        assert cache.cut_back(90) and cache.get_seq_length() == 90
+        assert cache.trim_to(90) and cache.get_seq_length() == 90
         got = read(model, cache, text[:, 90:91])
         assert (got - right).norm() < 1e-4 * right.norm()
         read(model, cache, ids(70, 3))
-    assert cache.cut_back(1) and cache.get_seq_length() == 1  # of the sink
-    assert not cache.cut_back(0) and cache.get_seq_length() == 1
+    assert cache.trim_to(1) and cache.get_seq_length() == 1  # of the sink
+    assert not cache.trim_to(0) and cache.get_seq_length() == 1
 
 
-def test_cut_back_asks_every_layer(subtests):
+def test_trim_to_asks_every_layer(subtests):
     """States cannot go back, windows only before they are full."""
     for family, kept in [("jamba", 0), ("gemma2", 0), ("gemma2", 93)]:
         with subtests.test(family=family, kept=kept):
@@ -185,6 +185,6 @@ def test_cut_back_asks_every_layer(subtests):
             cache = attach_model.new_cache(model)
             read(model, cache, ids(100))
             before = [layer.cache.offset for layer in cache.layers if hasattr(layer, "cache")]
-            assert cache.cut_back(93) == bool(kept)
+            assert cache.trim_to(93) == bool(kept)
             after = [layer.cache.offset for layer in cache.layers if hasattr(layer, "cache")]
             assert after == ([93] * len(before) if kept else before)

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from mlxkv.formats.rules.going_back import GoesBack
+from mlxkv.formats.rules.trimming import TrimRules
 
 SINK, PAGE, RECENT = 3, 8, 5
 ROOM = RECENT + PAGE
 
 
-class Numbered(GoesBack):
+class Numbered(TrimRules):
     """Holds the numbers of its tokens. Codes lose nothing, and say that they are codes by .5."""
 
     def __init__(self, tokens: int):

@@ -9,7 +9,7 @@ from random_models import random_model, tokens
 
 from mlxkv.cache.attention import _whole
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.models import attach, cut_back, detach
+from mlxkv.models import attach, detach, trim_caches
 from mlxkv.models.hooks.probe import leaves
 
 PROMPT, REPLY = 300, 150
@@ -38,7 +38,7 @@ def test_replies_taken_back_leave_what_was_read(model):
     for round_ in range(2):
         read(model, cache, PROMPT, PROMPT + REPLY, seed=round_ + 1)
         before = [x[:, :, :PROMPT] for x in _whole(cache[0].keys_and_values()[0], mx.float32)]
-        assert cut_back(cache, PROMPT + REPLY, PROMPT)
+        assert trim_caches(cache, PROMPT + REPLY, PROMPT)
         held = _whole(cache[0].keys_and_values()[0], mx.float32)
         for x, y in zip(held, before, strict=True):
             assert mx.abs(x - y).max() < 1e-5
@@ -53,10 +53,10 @@ def test_layers_with_sliding_windows_decide_for_all():
     kinds = {type(one) for _, one in leaves(cache)}
     assert CompressedKVCache in kinds and len(kinds) == 2
     read(model, cache, 0, 6)
-    assert cut_back(cache, 6, 4) and {one.offset for one in cache} == {4}
+    assert trim_caches(cache, 6, 4) and {one.offset for one in cache} == {4}
     model(tokens(400)[None], cache=cache)
     held = cache[0].offset
-    assert not cut_back(cache, held, 200)  # the windows have moved on
+    assert not trim_caches(cache, held, 200)  # the windows have moved on
     assert {one.offset for one in cache} == {held}
     detach(model)
 
@@ -67,15 +67,15 @@ def test_a_plain_layer_keeps_what_it_no_longer_holds():
     layer = SimpleNamespace(
         offset=100, start_position=60, is_trimmable=lambda: True, trim=cut.append
     )
-    assert not cut_back([layer], 100, 59) and not cut
-    assert cut_back([layer], 100, 60) and cut == [40]
+    assert not trim_caches([layer], 100, 59) and not cut
+    assert trim_caches([layer], 100, 60) and cut == [40]
 
 
 def test_nothing_to_take_back_is_nothing(model):
     cache = make_prompt_cache(model)
     read(model, cache, 0, 10)
-    assert cut_back(cache, 10, 10) and cache[0].offset == 10
-    assert not cut_back(cache, 10, 0)
+    assert trim_caches(cache, 10, 10) and cache[0].offset == 10
+    assert not trim_caches(cache, 10, 0)
 
 
 def test_states_cannot_be_cut_but_serve_whole():
@@ -84,4 +84,4 @@ def test_states_cannot_be_cut_but_serve_whole():
     attach(model, "int4")
     cache = make_prompt_cache(model)
     read(model, cache, 0, 10)
-    assert cut_back(cache, 10, 10) and not cut_back(cache, 10, 9)
+    assert trim_caches(cache, 10, 10) and not trim_caches(cache, 10, 9)

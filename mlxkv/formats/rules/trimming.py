@@ -1,4 +1,4 @@
-"""`GoesBack`: how a cache takes tokens back, for both tracks. No framework is imported here.
+"""`TrimRules`: how a cache takes tokens back, for both tracks. No framework is imported here.
 
     tokens:  [ sink ][ page ] ... [ last page ][ recent ]
 
@@ -19,7 +19,7 @@ from mlxkv.errors import UserError
 Pair = tuple[Any, Any]  # keys and values [B, G, T, D] of the track
 
 
-class GoesBack:
+class TrimRules:
     """A mixin over a compressed cache, which has `config`, `offset`, the windows `_recent` (of `_count`
     tokens), `_sink` and `_last`, and `_store`, its pages, or None.
 
@@ -73,7 +73,7 @@ class GoesBack:
         """Pages that only go with the whole cache."""
         return 0
 
-    def keeps(self, count: int) -> bool:
+    def can_keep(self, count: int) -> bool:
         """Return whether the first `left` tokens can be kept alone."""
         return not count or count >= self._shortest
 
@@ -81,22 +81,22 @@ class GoesBack:
 
     def trim(self, n: int) -> int:
         """Drop the last n tokens, return how many were dropped. Raises UserError, and changes nothing, where what
-        is left cannot be kept alone (`keeps`)."""
+        is left cannot be kept alone (`can_keep`)."""
         n = max(0, min(self.offset, n))
         self.check_trim(n)
-        self.cut(self.offset - n)
+        self.trim_to(self.offset - n)
         return n
 
     def check_trim(self, n: int) -> None:
         """Raises UserError where the last n tokens cannot be taken back."""
-        if not self.keeps(self.offset - min(self.offset, n)):
+        if not self.can_keep(self.offset - min(self.offset, n)):
             raise UserError(
                 f"[cache] tokens before the last {self.trimmable} were dropped or moved, and only go together; "
                 f"got {n} to take back; choose at most {self.trimmable}, or all {self.offset}"
             )
 
-    def cut(self, count: int) -> None:
-        """Keep the first `left` tokens, a length of `keeps`."""
+    def trim_to(self, count: int) -> None:
+        """Keep the first `left` tokens, a length of `can_keep`."""
         if count == self.offset:
             return
         page = self.config.page
