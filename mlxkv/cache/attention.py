@@ -19,7 +19,7 @@ from mlxkv.cache.view import OPS, PORTABLE, TILES, LatentPages, Pair, Parts, Vie
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import gpu, latents, tiles
 from mlxkv.metal.launch import backend
-from mlxkv.metal.lengths import alone
+from mlxkv.metal.lengths import separate_lengths
 
 # Up to this many new tokens codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = kernels.MOST_NEW
@@ -108,7 +108,7 @@ def _by_records(kernel, queries, view, scale, mask, sink_logits, softcap):
     if lengths is None:
         heads, capacity = runs[0].buffer.shape[1:3]
         row = runs[0].records, sink[0].shape[2] if sink else 0, view.recent[0].shape[2]
-        lengths = alone((row,) * len(queries), heads * capacity, runs[0].page)
+        lengths = separate_lengths((row,) * len(queries), heads * capacity, runs[0].page)
     make = view.pages.plan.make
     out = kernel(queries, runs, sink, recent, lengths, scale, make, sink_logits, softcap)
     return out.astype(queries.dtype)

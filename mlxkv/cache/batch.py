@@ -104,7 +104,7 @@ class BatchedKVCache(Contract):
         """Append keys, values: [B, G, L, D] without the padding; returns the view twice."""
         check_batch(self.batch_size, keys.shape[0], "BatchedKVCache")
         self._new = None
-        if not self.is_padded and keys.shape[2] <= DECODE_TOKENS and self._joins(keys, values):
+        if not self.is_padded and keys.shape[2] <= DECODE_TOKENS and self._has_joined(keys, values):
             view = self._ragged.append(keys, values)
             if self._padding is not None:
                 view = replace(view, padding=tuple(self._padding))
@@ -150,7 +150,7 @@ class BatchedKVCache(Contract):
             )
         return counts
 
-    def _joins(self, keys: mx.array, values: mx.array) -> bool:
+    def _has_joined(self, keys: mx.array, values: mx.array) -> bool:
         """Return whether the sequences are in shared arrays, now if not before."""
         if self._ragged is not None:
             return True

@@ -18,7 +18,7 @@ import numpy as np
 from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
-from mlxkv.cache.contract import Contract, IntoBatch, Snapshots, causal_mask, from_state
+from mlxkv.cache.contract import BatchMethod, Contract, Snapshots, causal_mask, from_state
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View, joined
 from mlxkv.codec import maps
@@ -42,7 +42,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
     """
 
     # Whether other layers of the model have caches of the host, so that no mask fits a batch of both.
-    alone = False
+    batchable = True
     observes = False  # queries: then sequences are not decoded together
     latent = False  # keys are latents (MLA)
     lazy = False  # True: a GPU, too, computes a prompt only when its output is evaluated
@@ -396,15 +396,15 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         """Empty: the header travels in `state` (mlx-lm 0.31)."""
         return ""
 
-    @IntoBatch
+    @BatchMethod
     def merge(cls, caches: list[CompressedKVCache]) -> BatchedKVCache:
         """Sequences as one batch (mlx-lm's BatchGenerator)."""
         return BatchedKVCache.merge(caches)
 
     @property
     def to_batch(self) -> Callable[[list[int] | mx.array], BatchedKVCache]:
-        """Makes an empty batch (`_to_batch`), for a cache that is not alone."""
-        if self.alone:
+        """Makes an empty batch (`_to_batch`), for a cache that is batchable."""
+        if not self.batchable:
             raise AttributeError("sequences of this model are read one at a time")
         return self._to_batch
 
@@ -421,18 +421,18 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         return batch
 
     def __reduce__(self):
-        return from_state, (type(self), self.state, self.alone)
+        return from_state, (type(self), self.state, not self.batchable)
 
     def __copy__(self) -> CompressedKVCache:
         """As independent as a deep copy: writing in place must not change the other."""
         out = self.from_state(self.state)
-        out._plan, out.alone = self._plan, self.alone
+        out._plan, out.batchable = self._plan, self.batchable
         return out
 
     # -- for caches of other forms
 
     @property
-    def joins(self) -> bool:
+    def supports_batching(self) -> bool:
         """Return whether sequences like this one, which holds tokens, are decoded together."""
         if self.observes:
             return False

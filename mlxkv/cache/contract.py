@@ -24,15 +24,15 @@ def causal_mask(
     return mask if window_size is None else mask & (rows < columns + window_size)
 
 
-class IntoBatch:
-    """A method of a class by which caches become a batch. A cache that is `alone` has no such attribute, which is what
-    hosts ask before they serve sequences together."""
+class BatchMethod:
+    """A method of a class by which caches become a batch. A cache that is not `batchable` has no such attribute,
+    which is what hosts ask before they serve sequences together."""
 
     def __init__(self, function: Callable):
         self._function = function
 
     def __get__(self, cache, kind: type):
-        if cache is not None and cache.alone:
+        if cache is not None and not cache.batchable:
             raise AttributeError("sequences of this model are read one at a time")
         return MethodType(self._function, kind)
 
@@ -94,8 +94,8 @@ class Snapshots:
         return self.merge(rows)
 
 
-def from_state(cls: type, state: dict, alone: bool = False):
-    """Unpickle a cache of one sequence."""
+def from_state(cls: type, state: dict, is_single: bool = False):
+    """Unpickle a cache of one sequence. is_single: it is not batchable."""
     out = cls.from_state(state)
-    out.alone = alone
+    out.batchable = not is_single
     return out

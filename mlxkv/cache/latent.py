@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlxkv.cache.attention import DECODE_TOKENS, whole_side
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.contract import IntoBatch
+from mlxkv.cache.contract import BatchMethod
 from mlxkv.cache.ragged import padded
 from mlxkv.cache.static import (
     Arrays,
@@ -64,7 +64,7 @@ class BatchedLatentCache(BatchedKVCache):
             return View(recent, rows=tuple(latents)), rotary
         return mx.concatenate([padded(x, width) for x in latents]), rotary
 
-    def _joins(self, keys: mx.array, values: mx.array) -> bool:
+    def _has_joined(self, keys: mx.array, values: mx.array) -> bool:
         return False
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
@@ -80,7 +80,7 @@ class LatentKVCache(CompressedKVCache):
 
     latent = True
     selects = False
-    joins = False
+    supports_batching = False
 
     def _forget(self) -> None:
         super()._forget()
@@ -215,7 +215,7 @@ class LatentKVCache(CompressedKVCache):
     def keys(self, latents: mx.array) -> None:
         self._recent = latents, self._recent[1]
 
-    @IntoBatch
+    @BatchMethod
     def merge(cls, caches: list[LatentKVCache]) -> BatchedLatentCache:
         """Sequences as one batch (mlx-lm's BatchGenerator)."""
         return BatchedLatentCache.merge(caches)

@@ -24,7 +24,7 @@ from mlxkv.cache.stores import Records
 from mlxkv.cache.view import KernelPlan, Pair, RecordPages, View
 from mlxkv.codec.transform import left
 from mlxkv.formats.records import TOKENS
-from mlxkv.metal.lengths import together
+from mlxkv.metal.lengths import batch_lengths
 
 if TYPE_CHECKING:
     from mlxkv.cache.compressed import CompressedKVCache
@@ -154,7 +154,7 @@ class Ragged:
 
     def _view(self) -> View:
         pages, (starts, rows) = self.whole_buffers(list(self.pages.arrays.values())), self.lengths
-        return View(self.recent, self.sink, pages, lengths=together(rows, starts))
+        return View(self.recent, self.sink, pages, lengths=batch_lengths(rows, starts))
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]:

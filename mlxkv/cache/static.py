@@ -275,7 +275,7 @@ def of_batch(cache: BatchedKVCache, new: int) -> StaticCache:
         return BatchStaticCache(cache, new)
     rows = cache.rows
     check_rows(rows, CompressedKVCache)
-    if len(rows) > 1 and all(row.joins for row in rows):
+    if len(rows) > 1 and all(row.supports_batching for row in rows):
         raise NotYet("the sequences are about to join")
     return ListStaticCache(cache, new)
 

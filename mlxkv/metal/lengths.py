@@ -1,6 +1,7 @@
 """How much of its buffers each sequence has filled, and how the work on it is shared out.
 
-A kernel reads the lengths from an array of sizes. They are known when it is launched (`alone`, `together`), or only
+A kernel reads the lengths from an array of sizes. They are known when it is launched (`separate_lengths`,
+`batch_lengths`), or only
 when it runs: a step that was traced once is replayed for lengths that grow. How many threadgroups share the work is
 settled before (`Division`), by what the buffers have room for, so that it is the same either way and results are, too.
 """
@@ -77,14 +78,14 @@ class Lengths:
 
 
 @lru_cache(maxsize=256)
-def alone(rows: Rows, step: int, page: int) -> Lengths:
+def separate_lengths(rows: Rows, step: int, page: int) -> Lengths:
     """Lengths of sequences with a buffer each, in an array with a first record every `step`. page: records of one."""
     numbers = chain.from_iterable((*row, i * step) for i, row in enumerate(rows))
     return Lengths(tuple(numbers), Division(page * grown(max(rows)[0] // page)))
 
 
 @lru_cache(maxsize=256)
-def together(rows: Rows, starts: tuple[int, ...]) -> Lengths:
+def batch_lengths(rows: Rows, starts: tuple[int, ...]) -> Lengths:
     """Lengths of sequences in one buffer. starts: the first record of each."""
     numbers = chain.from_iterable((*row, at) for row, at in zip(rows, starts, strict=True))
     return Lengths(tuple(numbers), shared(tuple(records for records, _, _ in rows)))

@@ -176,7 +176,7 @@ def shape_of(cache: Any) -> CacheShape:
         *(heads, *dims, cache.config, "latent" if is_latent else "full"),
         number=pair[0].dtype.size,
         records=not is_latent and cache.plan(tuple(dims), pair[0].dtype).body != OPS,
-        together=cache.joins,
+        together=cache.supports_batching,
     )
 
 

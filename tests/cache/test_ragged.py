@@ -118,8 +118,8 @@ def test_kernels_read_records_from_where_a_sequence_starts():
             *(None, recent, lengths, 0.125, make),
         )
         for arrays, lengths in (
-            (shared, known.together(rows, (6, 2))),
-            (own, known.alone(rows, KV_HEADS * own["records"].shape[2], 2)),
+            (shared, known.batch_lengths(rows, (6, 2))),
+            (own, known.separate_lengths(rows, KV_HEADS * own["records"].shape[2], 2)),
         )
     ]
     assert mx.array_equal(*out)
@@ -145,7 +145,7 @@ class Walk:
         assert self.batch.offset.tolist() == [cache.offset for cache in self.caches]
         assert self.batch.size() == max(cache.offset for cache in self.caches)
         if self.batch.ragged is not None:  # what a server sets aside for them is enough
-            assert self.shape.together
+            assert self.shape.batched
             need = sum(self.shape.allocated(one.offset, 20, most=True) for one in self.caches)
             assert self.batch.nbytes <= need
 

@@ -14,7 +14,7 @@ from mlxkv.formats.config import Affine
 from mlxkv.metal import attend as portable
 from mlxkv.metal import tiles
 from mlxkv.metal.attend import Run
-from mlxkv.metal.lengths import alone
+from mlxkv.metal.lengths import separate_lengths
 
 BOUNDS = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 6e-3}
 CAP = {"softcap": 0.7}
@@ -87,7 +87,15 @@ def attended(
     recent = tuple(y[:, :, n_sink:] for y in windows)  # 7 tokens more than are in use
     q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
     logits = mx.array(3 * data(16, seed=6)[:heads]) if sinks else None
-    call = q, [run], sink, recent, alone(((count, n_sink, n_recent),), 0, 1), dims**-0.5, factory
+    call = (
+        q,
+        [run],
+        sink,
+        recent,
+        separate_lengths(((count, n_sink, n_recent),), 0, 1),
+        dims**-0.5,
+        factory,
+    )
     body = tiles if getattr(factory, "tiles", False) else portable
     with pytest.MonkeyPatch.context() as patch:
         if splits:
@@ -147,6 +155,6 @@ def test_queries_of_any_size_stay_finite():
     x = mx.array(data(1, 1, 9 * 16, 64))
     buffer, both, _ = quantize_by_ops((x, x), (Affine(4, 64), Affine(4, 64)))
     recent = tuple(mx.array(data(1, 1, 20, 64, seed=2)).astype(mx.float16) for _ in range(2))
-    q, lengths = mx.full((1, 4, 1, 64), 200.0, mx.float16), alone(((9, 0, 20),), 0, 1)
+    q, lengths = mx.full((1, 4, 1, 64), 200.0, mx.float16), separate_lengths(((9, 0, 20),), 0, 1)
     out = tiles.attend(q, [Run(buffer, 9, both)], None, recent, lengths, 1.0, make_tiles)
     assert bool(mx.all(mx.isfinite(out.astype(mx.float32))))

@@ -24,34 +24,34 @@ from mlxkv.models.hooks.probe import Place, leaves, put
 # `to_batch` (mlx-vlm), and serve sequences one after the other where one has neither.
 
 
-def is_alone(caches: list, compressed: Container[Place]) -> bool:
-    """Return whether of the model's own `caches` some of one kind are to be compressed and others are not."""
+def is_batchable(caches: list, compressed: Container[Place]) -> bool:
+    """Return False where of the model's own `caches` some of one kind are to be compressed and others are not."""
     kinds: dict[bool, set[str]] = {True: set(), False: set()}
     for place, member in leaves(caches):
         kinds[place in compressed].add(type(member).__name__)
-    return bool(kinds[True] & kinds[False])
+    return not kinds[True] & kinds[False]
 
 
-def keep_alone(caches: list, compressed: Container[Place]) -> None:
+def forbid_batches(caches: list, compressed: Container[Place]) -> None:
     """Take the ways into a batch from those of `caches` that are compressed, and from lists that hold them."""
     for place, member in leaves(caches):
         if place in compressed:
-            member.alone = True
+            member.batchable = False
             if len(place) > 1:
                 outer = caches[place[0]]
-                if not hasattr(outer, "alone"):
-                    outer.__class__ = _alone(type(outer))
+                if not hasattr(outer, "batchable"):
+                    outer.__class__ = _unbatchable(type(outer))
 
 
 @cache
-def _alone(kind: type) -> type:
+def _unbatchable(kind: type) -> type:
     """The class of a list of caches without its ways into a batch; its name, which saved files hold, stays."""
 
     def absent(_):
         raise AttributeError("sequences of this model are read one at a time")
 
     ways = dict.fromkeys(("merge", "to_batch"), property(absent))
-    return type(kind.__name__, (kind,), ways | {"alone": True})
+    return type(kind.__name__, (kind,), ways | {"batchable": False})
 
 
 _MAKE = "make_cache"
@@ -63,16 +63,16 @@ class Attachment:
     """The changes that `attach` made, and the `make_cache` of `model` from then on.
 
     slots: of `patch`. new: what makes the caches of compressed places. original: the instance's own
-    make_cache, if it had one. alone: sequences are read one at a time (`is_alone`). steps: the model's decode steps,
-    traced. listeners: called with the arguments of each call of the model, behind it. Deep and unpickled copies of a
-    model are attached themselves.
+    make_cache, if it had one. batchable: False where sequences are read one at a time (`is_batchable`). steps: the
+    model's decode steps, traced. listeners: called with the arguments of each call of the model, behind it. Deep and
+    unpickled copies of a model are attached themselves.
     """
 
     model: nn.Module = field(repr=False)
     slots: list[Slot]
     new: Mapping[Place, NewCache]
     original: Callable[[], list] | None
-    alone: bool = False
+    batchable: bool = True
     steps: Steps = field(default_factory=Steps, repr=False)
     listeners: list[Callable] = field(default_factory=list, repr=False)
 
@@ -82,8 +82,8 @@ class Attachment:
         caches = self.plain_caches()
         for place, new in self.new.items():
             put(caches, place, new())
-        if self.alone:
-            keep_alone(caches, self.new)
+        if not self.batchable:
+            forbid_batches(caches, self.new)
         return caches
 
     def plain_caches(self) -> list:
@@ -94,18 +94,20 @@ class Attachment:
 
     def __deepcopy__(self, memo) -> Attachment:
         model, make = deepcopy(self.model, memo), deepcopy(self.original, memo)
-        return Attachment(model, patching.patch_slots(self.slots), self.new, make, self.alone)
+        return Attachment(model, patching.patch_slots(self.slots), self.new, make, self.batchable)
 
     def __reduce__(self):
         # Kernels are chosen again where the model comes alive: they belong to a machine.
         kinds = {p: (new.func, *new.args[:2]) for p, new in self.new.items()}
-        return _attached, (self.model, self.slots, kinds, self.original, self.alone)
+        return _attached, (self.model, self.slots, kinds, self.original, not self.batchable)
 
 
-def _attached(model: nn.Module, slots: list[Slot], kinds: dict, make, alone: bool) -> Attachment:
-    """Unpickle."""
+def _attached(
+    model: nn.Module, slots: list[Slot], kinds: dict, make, is_single: bool
+) -> Attachment:
+    """Unpickle. is_single: not batchable."""
     new = {p: partial(*k) for p, k in kinds.items()}
-    return Attachment(model, patching.patch_slots(slots), new, make, alone)
+    return Attachment(model, patching.patch_slots(slots), new, make, not is_single)
 
 
 def _say_ignored(caller) -> None:
@@ -140,8 +142,8 @@ def cached_part(model: nn.Module) -> nn.Module:
 
 def mark(model: nn.Module, slots: list[Slot], new: Mapping[Place, NewCache]) -> None:
     """Give `model` a `make_cache` with `new` caches and record what was there."""
-    alone = is_alone(own_make_cache(model)(), new)
-    attachment = Attachment(model, slots, new, vars(model).get(_MAKE), alone)
+    batchable = is_batchable(own_make_cache(model)(), new)
+    attachment = Attachment(model, slots, new, vars(model).get(_MAKE), batchable)
     setattr(model, MARK, attachment)
     setattr(model, _MAKE, attachment)
 
