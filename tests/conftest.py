@@ -75,7 +75,7 @@ def pytest_report_header() -> list[str]:
 # What takes more than about two seconds on a quiet core, by the start of its name below tests/.
 # `make test-fast` leaves it out, and with it what a test's own mark calls slow.
 SLOW = (
-    "cache/test_ragged.py::test_any_walk",
+    "cache/test_batch_buffers.py::test_any_walk",
     "calibrate/test_balanced.py::test_pages_are_led_back_by_the_inverse",
     "calibrate/test_learn.py::test_learning_lowers_the_error_of_the_codes",
     "cuda_track/test_cuda_kernels.py::test_attention_over_codes",

@@ -65,7 +65,7 @@ class CompressedKVCache(TrimRules):
         self._check_batch(keys)
         if self.config.centred:
             self._check_heads(keys.shape[1])
-            keys = self.layer_maps.left(keys)
+            keys = self.layer_maps.subtract_mean(keys)
         self.offset += keys.shape[2]
         if self._count + keys.shape[2] <= self._recent_capacity:
             self._append((keys, values))

@@ -36,7 +36,7 @@ class LayerMaps:
         mean = None if self.mean is None else self.mean.to(device)
         return replace(self, keys=self.keys.to(device), values=self.values.to(device), mean=mean)
 
-    def left(self, keys: torch.Tensor) -> torch.Tensor:
+    def subtract_mean(self, keys: torch.Tensor) -> torch.Tensor:
         """keys [B, G, L, D] without the mean, in their dtype."""
         return keys if self.mean is None else (keys.float() - self.mean).to(keys.dtype)
 

@@ -50,9 +50,9 @@ class TorchTable(Table):
     def codec(self, side: Side, dims: int, page: int, transform: Transform | None = None) -> Codec:
         return Codec(side, dims, page, transform, torch.get_default_device())
 
-    def left(self, keys: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    def subtract_mean(self, keys: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         transform = self.transform("none", keys.shape[-1], 0)
-        return LayerMaps(transform, transform, mean=mean[:, None]).left(keys)
+        return LayerMaps(transform, transform, mean=mean[:, None]).subtract_mean(keys)
 
     def attend(self, it: Attention) -> torch.Tensor:
         return attention.attend(it.q, self.given(it), it.scale, it.mask, it.sink_logits, it.softcap)

@@ -1,7 +1,7 @@
 """`BatchedKVCache`: the compressed caches of several sequences as one, for mlx-lm's batches.
 
 Lengths may differ without padding. A decode step scatters the new tokens of all sequences at once
-and attends to all in one dispatch (`Ragged`). Where that cannot be, each sequence is a cache of its
+and attends to all in one dispatch (`BatchBuffers`). Where that cannot be, each sequence is a cache of its
 own, and attention goes through them one after the other: while prompts are read, without kernels, for
 caches that observe queries. One sequence never changes the output of another.
 
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from mlxkv.cache.attention import DECODE_TOKENS
+from mlxkv.cache.batch_buffers import BatchBuffers
 from mlxkv.cache.contract import Contract, causal_mask
-from mlxkv.cache.ragged import Ragged
 from mlxkv.cache.view import OPS, Pair, View
 from mlxkv.errors import UserError
 from mlxkv.formats.state import check_batch
@@ -35,7 +35,7 @@ class BatchedKVCache(Contract):
 
     def __init__(self, rows: Sequence[CompressedKVCache]):
         self._rows = list(rows)
-        self._ragged: Ragged | None = None  # while there is one, `_rows` is empty
+        self._buffers: BatchBuffers | None = None  # while there is one, `_rows` is empty
         self._text: list[int] | None = None  # tokens to come before padding starts
         self._new: list[int] | None = None  # of the last step, without padding
         # Padding on the left of each prompt: all of it, where columns of masks count it, and what is to come.
@@ -62,15 +62,15 @@ class BatchedKVCache(Contract):
     @property
     def rows(self) -> list[CompressedKVCache]:
         """The sequences, each as a cache of its own until they are decoded together again."""
-        if self._ragged is not None:
-            self._rows = [self._ragged.row(i) for i in range(len(self.offsets))]
-            self._ragged = None
+        if self._buffers is not None:
+            self._rows = [self._buffers.row(i) for i in range(len(self.offsets))]
+            self._buffers = None
         return self._rows
 
     @property
-    def ragged(self) -> Ragged | None:
+    def buffers(self) -> BatchBuffers | None:
         """The shared arrays of all sequences, while there are any."""
-        return self._ragged
+        return self._buffers
 
     @property
     def is_padded(self) -> bool:
@@ -80,8 +80,8 @@ class BatchedKVCache(Contract):
     @property
     def offsets(self) -> list[int]:
         """Tokens read by each sequence."""
-        if self._ragged is not None:
-            return self._ragged.offsets
+        if self._buffers is not None:
+            return self._buffers.offsets
         return [row.offset for row in self._rows]
 
     @property
@@ -105,7 +105,7 @@ class BatchedKVCache(Contract):
         check_batch(self.batch_size, keys.shape[0], "BatchedKVCache")
         self._new = None
         if not self.is_padded and keys.shape[2] <= DECODE_TOKENS and self._has_joined(keys, values):
-            view = self._ragged.append(keys, values)
+            view = self._buffers.append(keys, values)
             if self._padding is not None:
                 view = replace(view, padding=tuple(self._padding))
             return view, view
@@ -152,7 +152,7 @@ class BatchedKVCache(Contract):
 
     def _has_joined(self, keys: mx.array, values: mx.array) -> bool:
         """Return whether the sequences are in shared arrays, now if not before."""
-        if self._ragged is not None:
+        if self._buffers is not None:
             return True
         rows = self.rows
         if len(rows) < 2 or any(row.observes for row in rows):  # one alone has nothing to join
@@ -160,15 +160,15 @@ class BatchedKVCache(Contract):
         plan = rows[0].plan((keys.shape[3], values.shape[3]), keys.dtype)
         if plan.body == OPS:
             return False
-        self._ragged = Ragged.of(rows, plan, keys.shape[1], keys.dtype)
-        if self._ragged is not None:
+        self._buffers = BatchBuffers.of(rows, plan, keys.shape[1], keys.dtype)
+        if self._buffers is not None:
             self._rows = []
-        return self._ragged is not None
+        return self._buffers is not None
 
     def keys_and_values(self):
         """The view without appending anything (mlx-lm 0.32)."""
-        if self._ragged is not None:
-            view = self._ragged.view()
+        if self._buffers is not None:
+            view = self._buffers.view()
         else:
             counts = self._new or [None] * len(self.offsets)
             pairs = zip(self._rows, counts, strict=True)
@@ -185,7 +185,7 @@ class BatchedKVCache(Contract):
             columns = mx.arange(self._columns + N)
             mask = causal_mask(self._columns, N, columns.size, window_size)
             return mask & (mx.array(self._padding)[:, None, None, None] <= columns)
-        if self._ragged is not None:
+        if self._buffers is not None:
             first = self.offset[:, None, None, None]
             return causal_mask(first, N, self.size() + N, window_size)
         return _stacked([row.make_mask(N, True, window_size) for row in self._rows])
@@ -217,9 +217,9 @@ class BatchedKVCache(Contract):
 
     def extract(self, idx: int) -> CompressedKVCache:
         """The cache of one sequence, independent of this one."""
-        if self._ragged is None:
+        if self._buffers is None:
             return deepcopy(self._rows[idx])
-        out = self._ragged.row(range(len(self.offsets))[idx])
+        out = self._buffers.row(range(len(self.offsets))[idx])
         # Or it would hold the shared arrays, which then could not be written in place.
         mx.async_eval(out.arrays())
         return out
@@ -231,21 +231,21 @@ class BatchedKVCache(Contract):
         )
         self._new = None
         self._keep_padding(keep)
-        if self._ragged is not None and len(set(keep)) == len(keep) > 0:
-            self._ragged.select(keep)
+        if self._buffers is not None and len(set(keep)) == len(keep) > 0:
+            self._buffers.select(keep)
         else:
             rows = self.rows
             self._rows = [
                 deepcopy(rows[i]) if i in keep[:n] else rows[i] for n, i in enumerate(keep)
             ]
-            self._ragged = None
+            self._buffers = None
 
     def extend(self, added: BatchedKVCache) -> None:
         """Add the sequences of another batch, which must not be used again."""
         self._new = self._padding = None
         rows, joined = added.rows, False
-        if self._ragged is not None and not any(row.observes for row in rows):
-            joined = self._ragged.join(rows)
+        if self._buffers is not None and not any(row.observes for row in rows):
+            joined = self._buffers.join(rows)
         if not joined:
             self._rows = self.rows + rows
         self._ahead = [0] * len(self.offsets)
@@ -272,13 +272,13 @@ class BatchedKVCache(Contract):
     # -- what it shares with the cache of one sequence
 
     def is_trimmable(self) -> bool:
-        return self._ragged is not None or all(row.is_trimmable() for row in self._rows)
+        return self._buffers is not None or all(row.is_trimmable() for row in self._rows)
 
     def trim(self, n: int) -> int:
         """Drop the last n tokens of every sequence, at most what the shortest one has. Raises UserError,
         and changes nothing, where a sequence cannot take them back."""
         n = min([n, *self.offsets])
-        if self._ragged is None or not self._ragged.trim(n):
+        if self._buffers is None or not self._buffers.trim(n):
             rows = self.rows
             for row in rows:
                 row.check_trim(n)
@@ -291,12 +291,12 @@ class BatchedKVCache(Contract):
         return max(self.offsets, default=0)
 
     def empty(self) -> bool:
-        return self._ragged is None and all(row.empty() for row in self._rows)
+        return self._buffers is None and all(row.empty() for row in self._rows)
 
     @property
     def nbytes(self) -> int:
-        if self._ragged is not None:
-            return sum(x.nbytes for x in self._ragged.arrays())
+        if self._buffers is not None:
+            return sum(x.nbytes for x in self._buffers.arrays())
         return sum(row.nbytes for row in self._rows)
 
     def __reduce__(self):
@@ -309,8 +309,8 @@ class BatchedKVCache(Contract):
     @property
     def state(self) -> list:
         """The arrays to evaluate; sequences are saved one by one (`extract`)."""
-        if self._ragged is not None:
-            return self._ragged.arrays()
+        if self._buffers is not None:
+            return self._buffers.arrays()
         return [row.arrays() for row in self._rows]
 
 

@@ -23,7 +23,7 @@ from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, KernelPlan, Pair, View, joined
 from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
-from mlxkv.codec.transform import Centre, left
+from mlxkv.codec.transform import KeyMean, subtract_mean
 from mlxkv.errors import UserError
 from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
@@ -113,16 +113,16 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         return views
 
     @property
-    def centre(self) -> Centre | None:
+    def key_mean(self) -> KeyMean | None:
         """The mean that is taken from keys, if `config` says so."""
-        return self.layer_maps.centre if self.config.centred else None
+        return self.layer_maps.key_mean if self.config.centred else None
 
     def arriving(self, keys: mx.array) -> mx.array:
         """New keys [B, G, L, D] as they are held, exactly and in pages: without their mean, for a centred
         `config`. Raises UserError for heads that were not calibrated."""
-        if (centre := self.centre) is not None:
+        if (key_mean := self.key_mean) is not None:
             self.layer_maps.check(keys.shape[1])
-        return left(centre, keys)
+        return subtract_mean(key_mean, keys)
 
     def _update(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         capacity = self.config.recent_capacity(self._sink is not None)
@@ -266,7 +266,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         """Recent tokens."""
         return self._count
 
-    def written(self, recent: Pair, new: int) -> None:
+    def commit(self, recent: Pair, new: int) -> None:
         """Take over the buffers of `recent_buffers` with `new` tokens more, and quantize what is due."""
         self._recent = recent
         self._count += new

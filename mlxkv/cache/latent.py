@@ -16,9 +16,9 @@ import mlx.core as mx
 
 from mlxkv.cache.attention import DECODE_TOKENS, whole_side
 from mlxkv.cache.batch import BatchedKVCache
+from mlxkv.cache.batch_buffers import padded
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.contract import BatchMethod
-from mlxkv.cache.ragged import padded
 from mlxkv.cache.static import (
     Arrays,
     ListStaticCache,
@@ -150,11 +150,11 @@ class LatentKVCache(CompressedKVCache):
             self._rotary = mx.pad(keys, spare)
         return self._rotary
 
-    def written(self, arrays: tuple[mx.array, ...], new: int) -> None:
+    def commit(self, arrays: tuple[mx.array, ...], new: int) -> None:
         """As of CompressedKVCache; a third array is the buffer of rotary keys."""
         if len(arrays) > 2:
             self._rotary = arrays[2]
-        super().written(arrays[:2], new)
+        super().commit(arrays[:2], new)
 
     def page_store(self, dims: tuple[int, int], dtype: mx.Dtype) -> LatentCodes:
         plan = BY_OPS if self.selects else self.plan(dims, dtype)

@@ -19,7 +19,7 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import View
-from mlxkv.codec.transform import left
+from mlxkv.codec.transform import subtract_mean
 from mlxkv.formats.records import TOKENS
 from mlxkv.metal.lengths import Division, Lengths, shared
 
@@ -206,8 +206,8 @@ class SingleStaticCache(StaticCache):
         sink, config, pages = cache.sink, cache.config, self.store.pages
         self.n_sink = config.sink if sink else 0
         self.quantizes = cache.count + new > config.recent_capacity(sink is not None)
-        self.centre = cache.centre
-        self.key = self.store.form, self.n_sink, self.centre
+        self.key_mean = cache.key_mean
+        self.key = self.store.form, self.n_sink, self.key_mean
         shape = recent[0].shape[:2]
         self.lockstep = type(self.store), shape, config.page, config.recent, self.n_sink
         self.state = cache.offset, cache.count, pages.counts[0]
@@ -233,8 +233,8 @@ class SingleStaticCache(StaticCache):
     def append(
         self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
-        recent = put(arrays[:2], (left(self.centre, keys), values), indices, 1)
-        sink, pages = _parted(arrays, bool(self.n_sink), self.store.whole_buffers)
+        recent = put(arrays[:2], (subtract_mean(self.key_mean, keys), values), indices, 1)
+        sink, pages = _sink_and_pages(arrays, bool(self.n_sink), self.store.whole_buffers)
         division = Division(pages.tokens // TOKENS)
         lengths = indices.once(("lengths", division), lambda: Lengths(indices.array[2:], division))
         columns = partial(_columns, indices, self.n_sink, pages.tokens, recent[0].shape[2])
@@ -242,10 +242,10 @@ class SingleStaticCache(StaticCache):
         return recent, (view, view)
 
     def commit(self, arrays: Arrays) -> None:
-        self.cache.written(tuple(arrays), self.new)
+        self.cache.commit(tuple(arrays), self.new)
 
 
-def _parted(arrays: Arrays, has_sink: bool, pages: Callable[[Arrays], object]) -> tuple:
+def _sink_and_pages(arrays: Arrays, has_sink: bool, pages: Callable[[Arrays], object]) -> tuple:
     """The sink and the snapshot of the pages of arrays that begin with the recent window."""
     stop = 4 if has_sink else 2
     return tuple(arrays[2:stop]) or None, pages(arrays[stop:])
@@ -271,7 +271,7 @@ def of_batch(cache: BatchedKVCache, new: int) -> StaticCache:
     """The static cache of a batch. Raises NotYet while prompts are read, and where the next step joins sequences."""
     if cache.is_padded:
         raise NotYet("prompts of unequal lengths are read")
-    if cache.ragged is not None:
+    if cache.buffers is not None:
         return BatchStaticCache(cache, new)
     rows = cache.rows
     check_rows(rows, CompressedKVCache)
@@ -293,26 +293,26 @@ class BatchStaticCache(StaticCache):
     before, then records, sink tokens, recent tokens after, and first record of one sequence after the other."""
 
     def __init__(self, cache: BatchedKVCache, new: int):
-        self.cache, self.new, self.ragged = cache, new, cache.ragged
-        ragged = self.ragged
-        ragged.settle()
-        store, config = ragged.store, ragged.config
-        self.batch, pages = len(ragged.counts), ragged.pages
-        self.division = shared(tuple(n * ragged.page_records for n in pages.counts))
-        self.has_sink = ragged.sink is not None
-        self.quantizes = ragged.quantizes_after(new)
+        self.cache, self.new, self.buffers = cache, new, cache.buffers
+        buffers = self.buffers
+        buffers.flush()
+        store, config = buffers.store, buffers.config
+        self.batch, pages = len(buffers.counts), buffers.pages
+        self.division = shared(tuple(n * buffers.page_records for n in pages.counts))
+        self.has_sink = buffers.sink is not None
+        self.quantizes = buffers.quantizes_after(new)
         self.emulated = store.emulated
-        self.key = BatchStaticCache, store.form, self.division, self.has_sink, ragged.centre
+        self.key = BatchStaticCache, store.form, self.division, self.has_sink, buffers.key_mean
         self.lockstep = BatchStaticCache, config.page, config.recent, config.sink
-        state = ragged.offsets, ragged.counts, ragged.parted, pages.counts, pages.starts
+        state = buffers.offsets, buffers.counts, buffers.sink_full, pages.counts, pages.starts
         self.state = tuple(map(tuple, state))
-        self.arrays = [*ragged.recent, *(ragged.sink or ()), *pages.arrays.values()]
+        self.arrays = [*buffers.recent, *(buffers.sink or ()), *pages.arrays.values()]
         self.advance = (new,) * (2 * self.batch) + (0, 0, new, 0) * self.batch
 
     @property
     def indices(self) -> tuple[int, ...]:
-        rows = [*self.ragged.offsets, *self.ragged.counts]
-        for at, (records, sink, recent) in zip(*self.ragged.lengths, strict=True):
+        rows = [*self.buffers.offsets, *self.buffers.counts]
+        for at, (records, sink, recent) in zip(*self.buffers.lengths, strict=True):
             rows += records, sink, recent + self.new, at
         return tuple(rows)
 
@@ -322,9 +322,9 @@ class BatchStaticCache(StaticCache):
     def append(
         self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
-        pair = left(self.ragged.centre, keys), values
+        pair = subtract_mean(self.buffers.key_mean, keys), values
         recent = put(arrays[:2], pair, indices, self.batch, by_row=True)
-        sink, pages = _parted(arrays, self.has_sink, self.ragged.whole_buffers)
+        sink, pages = _sink_and_pages(arrays, self.has_sink, self.buffers.whole_buffers)
         lengths = indices.once(
             "lengths", lambda: Lengths(indices.array[2 * self.batch :], self.division)
         )
@@ -332,7 +332,7 @@ class BatchStaticCache(StaticCache):
         return recent, (view, view)
 
     def commit(self, arrays: Arrays) -> None:
-        self.ragged.written(tuple(arrays), self.new)
+        self.buffers.commit(tuple(arrays), self.new)
         self.cache.finalize()
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.codec import transform
-from mlxkv.codec.transform import Centre, Transform
+from mlxkv.codec.transform import KeyMean, Transform
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.config import CALIBRATED, CENTRED, MIXED_BITS, PCA, SCALED, SHARED
@@ -32,7 +32,7 @@ class LayerMaps:
 
     digest: of the calibration, "" for none. layer: its name there. kinds: `Side.kind` of keys and
     values. folded: the weights of the model already apply the value map, so values
-    arrive in the stored domain. centre: the mean of keys, for kinds that take it from them.
+    arrive in the stored domain. key_mean: the mean of keys, for kinds that take it from them.
     """
 
     keys: Transform
@@ -41,13 +41,13 @@ class LayerMaps:
     layer: str = ""
     kinds: Kinds = ROTATED
     folded: bool = False
-    centre: Centre | None = None
+    key_mean: KeyMean | None = None
 
     def check(self, heads: int) -> None:
         """Raises UserError unless they fit this number of kv heads."""
         counts = {len(side.down) for side in (self.keys, self.values) if side.down.ndim == 3}
-        if self.centre is not None:
-            counts.add(len(self.centre.mean))
+        if self.key_mean is not None:
+            counts.add(len(self.key_mean.mean))
         for count in counts:
             if count != heads:
                 raise UserError(
@@ -61,7 +61,7 @@ class LayerMaps:
 
     def __reduce__(self):
         key = (self.digest, self.layer, self.kinds, self.folded)
-        return _unpickled, (self.keys, self.values, self.centre, *key)
+        return _unpickled, (self.keys, self.values, self.key_mean, *key)
 
 
 Key = tuple[str, str, Kinds, bool]  # digest, layer, kinds, folded
@@ -78,9 +78,9 @@ def _shared(key: Key, make: Callable[[], LayerMaps]) -> LayerMaps:
     return layer_maps
 
 
-def _unpickled(keys: Transform, values: Transform, centre: Centre | None, *key) -> LayerMaps:
+def _unpickled(keys: Transform, values: Transform, key_mean: KeyMean | None, *key) -> LayerMaps:
     """Unpickle: maps at hand are shared, as copies do; others are at hand from here on."""
-    return _shared(key, lambda: LayerMaps(keys, values, *key, centre=centre))
+    return _shared(key, lambda: LayerMaps(keys, values, *key, key_mean=key_mean))
 
 
 def of(
@@ -111,8 +111,8 @@ def _of_layer(calibration: Calibration, kinds: Kinds, name: str) -> LayerMaps:
         else:
             sides.append(_pair(*pair))
     mean = layers.key_mean(calibration, kinds, name)
-    centre = None if mean is None else _centre(mean)
-    return LayerMaps(*sides, calibration.digest, name, kinds, centre=centre)
+    key_mean = None if mean is None else _key_mean(mean)
+    return LayerMaps(*sides, calibration.digest, name, kinds, key_mean=key_mean)
 
 
 def folded(layer_maps: LayerMaps, yes: bool = True) -> LayerMaps:
@@ -128,10 +128,10 @@ def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
     run of heads. Raises UserError where heads cannot be shared evenly."""
     from mlxkv.formats.calibration import layers
 
-    sides, centre = [], layer_maps.centre
-    if centre is not None:
-        part = layers.share(len(centre.mean), rank, size, layer_maps.layer)
-        centre = Centre(centre.mean[part])
+    sides, key_mean = [], layer_maps.key_mean
+    if key_mean is not None:
+        part = layers.share(len(key_mean.mean), rank, size, layer_maps.layer)
+        key_mean = KeyMean(key_mean.mean[part])
     for side in (layer_maps.keys, layer_maps.values):
         heads = side.down.shape[0] if side.down.ndim == 3 else size
         part = layers.share(heads, rank, size, layer_maps.layer)
@@ -139,7 +139,7 @@ def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
         sides.append(side if is_shared else Transform(side.down[part], side.up[part]))
     digest = layer_maps.digest and f"{layer_maps.digest} {rank} of {size}"
     key = (digest, layer_maps.layer, layer_maps.kinds, layer_maps.folded)
-    return _shared(key, lambda: LayerMaps(*sides, *key, centre=centre))
+    return _shared(key, lambda: LayerMaps(*sides, *key, key_mean=key_mean))
 
 
 def reads_folded(digest: str, layer: str, folds: bool, kinds: Kinds) -> bool:
@@ -177,13 +177,13 @@ def sample(heads: int, dims: tuple[int, int], kinds: Kinds = ROTATED) -> LayerMa
     sides = map(_random, kinds, (heads, heads), dims)
     mean = np.cos(np.arange(heads * dims[0])).reshape(heads, dims[0])
     return LayerMaps(
-        *sides, kinds=kinds, centre=_centre(mean) if layers.is_centred(kinds[0]) else None
+        *sides, kinds=kinds, key_mean=_key_mean(mean) if layers.is_centred(kinds[0]) else None
     )
 
 
-def _centre(mean: np.ndarray) -> Centre:
+def _key_mean(mean: np.ndarray) -> KeyMean:
     """mean: [G, D]."""
-    return Centre(mx.array(mean.astype(np.float32)[:, None]))
+    return KeyMean(mx.array(mean.astype(np.float32)[:, None]))
 
 
 def _random(kind: str, heads: int, dims: int) -> Transform:

@@ -71,7 +71,7 @@ class Transform:
 
 
 @dataclass(frozen=True, eq=False)
-class Centre:
+class KeyMean:
     """The calibrated mean [G, 1, D] float32 of a layer's keys, which is taken from every key as it arrives.
 
     Attention needs nothing back: q . (k - mean) is q . k less one number for all keys of a query, which softmax does
@@ -80,14 +80,14 @@ class Centre:
 
     mean: mx.array
 
-    def left(self, keys: mx.array) -> mx.array:
+    def subtract_from(self, keys: mx.array) -> mx.array:
         """keys [B, G, L, D] without the mean, in their dtype."""
         return (keys.astype(mx.float32) - self.mean).astype(keys.dtype)
 
 
-def left(centre: Centre | None, keys: mx.array) -> mx.array:
-    """`Centre.left`; the keys themselves where there is no centre."""
-    return keys if centre is None else centre.left(keys)
+def subtract_mean(key_mean: KeyMean | None, keys: mx.array) -> mx.array:
+    """`KeyMean.subtract_from`; the keys themselves where there is none."""
+    return keys if key_mean is None else key_mean.subtract_from(keys)
 
 
 def kept_with(make: Callable) -> Callable:

@@ -13,7 +13,7 @@ from mlxkv.cache.view import View
 from mlxkv.codec import packing, polar_tree, transform
 from mlxkv.codec.codec import Codec
 from mlxkv.codec.maps import LayerMaps
-from mlxkv.codec.transform import Centre, Transform
+from mlxkv.codec.transform import KeyMean, Transform
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES
 from mlxkv.models.calibration import learn, moments
@@ -34,8 +34,8 @@ class MLXTable(Table):
     def unpack(self, words: mx.array, bits: int, dims: int) -> np.ndarray:
         return np.array(packing.unpack(words, bits, dims))
 
-    def left(self, keys: mx.array, mean: mx.array) -> mx.array:
-        return Centre(mean[:, None]).left(keys)
+    def subtract_mean(self, keys: mx.array, mean: mx.array) -> mx.array:
+        return KeyMean(mean[:, None]).subtract_from(keys)
 
     def attend(self, it: Attention) -> mx.array:
         config = CacheConfig(*it.sides, page=it.page)

@@ -123,7 +123,7 @@ def in_use(cache: Any) -> int:
     if (inner := getattr(cache, "caches", None)) is not None:
         return sum(map(in_use, inner))
     if isinstance(cache, BatchedKVCache):
-        if cache.ragged is None:
+        if cache.buffers is None:
             return sum(map(in_use, cache.rows))
         return sum(map(shape_of(cache).held, cache.offsets))
     if not isinstance(cache, CompressedKVCache):
@@ -145,7 +145,7 @@ def in_16_bits(cache: Any) -> int:
     if (inner := getattr(cache, "caches", None)) is not None:
         return sum(map(in_16_bits, inner))
     if isinstance(cache, BatchedKVCache):
-        if cache.ragged is None:
+        if cache.buffers is None:
             return sum(map(in_16_bits, cache.rows))
         return sum(map(shape_of(cache).plain.held, cache.offsets))
     return shape_of(cache).plain.held(getattr(cache, "offset", 0))
@@ -158,7 +158,7 @@ KINDS = {"max_size": "sliding", "chunk_size": "chunked"}
 def shape_of(cache: Any) -> CacheShape:
     """The shape of one cache, or of a sequence in shared arrays. A compressed one has to hold a token."""
     if isinstance(cache, BatchedKVCache):
-        shared, kind = cache.ragged, {"records": True, "together": True}
+        shared, kind = cache.buffers, {"records": True, "together": True}
         sizes = shared.heads, *shared.store.dims, shared.config
         return CacheShape(*sizes, number=shared.dtype.size, **kind)
     if not isinstance(cache, CompressedKVCache):

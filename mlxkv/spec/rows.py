@@ -122,7 +122,7 @@ class Table:
     unpack: Callable[[Tensor, int, int], np.ndarray]  # of words, bits and dims
     transform: Callable[[str, int, int], Any]  # of a name, dims and a seed
     codec: Callable[..., Any]  # of a side, dims, the tokens of a page and, where given, a transform
-    left: Callable[[Tensor, Tensor], Tensor]  # keys [B, G, L, D] without their mean [G, D]
+    subtract_mean: Callable[[Tensor, Tensor], Tensor]  # keys [B, G, L, D] without their mean [G, D]
     attend: Callable[[Attention], Tensor]
     causal: Callable[[Tensor, Tensor, Tensor], Tensor]  # attention in full precision over q, k, v
     stores: Callable[[CacheConfig, int], Callable]  # of a config and dims: maps -> an empty store
@@ -304,7 +304,7 @@ class Table:
         """Keys without their mean, pages behind the maps of what is left, and attention over such keys, exact."""
         for dims, golden in by_dims("centred"):
             full, mean = self.tensor(golden["k.came"]), self.floats(golden["k.mean"])
-            keys, spec, case = self.left(full, mean), golden["k.x"], f"centred.{dims}"
+            keys, spec, case = self.subtract_mean(full, mean), golden["k.x"], f"centred.{dims}"
             wrong = steps_off(self.array(keys).astype(np.float64), spec.astype(np.float64))
             yield Row("centred", case, spec.size, wrong=wrong)
             pairs = {x: (golden[f"{x}.down"], golden[f"{x}.up"]) for x in "kv"}

@@ -178,9 +178,9 @@ def test_sequences_of_a_batch_are_cut_alike(n, factory):
 
         for seed in range(4):
             step(seed)
-        assert (both.ragged is not None) == (factory is not None)
+        assert (both.buffers is not None) == (factory is not None)
         assert both.is_trimmable() and both.trim(n) == n
-        assert (both.ragged is not None) == (n == 3)
+        assert (both.buffers is not None) == (n == 3)
         for row in rows:
             row.trim(n)
         assert both.offsets == [row.offset for row in rows]

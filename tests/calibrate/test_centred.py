@@ -86,7 +86,7 @@ def test_both_tracks_have_the_same_maps_and_means(leaning_made):
     for kinds in (KINDS, ("oscar-centred", "oscar")):
         ours, theirs = maps.of(leaning_made, kinds)["1"], torch_maps.of(leaning_made, kinds)["1"]
         mean = leaning_made.layers["1"].keys.mean
-        np.testing.assert_array_equal(np.array(ours.centre.mean)[:, 0], mean)
+        np.testing.assert_array_equal(np.array(ours.key_mean.mean)[:, 0], mean)
         np.testing.assert_array_equal(theirs.mean.numpy()[:, 0], mean)
         for side in artifact.SIDES:
             for part in ("down", "up"):
@@ -94,10 +94,10 @@ def test_both_tracks_have_the_same_maps_and_means(leaning_made):
                 np.testing.assert_array_equal(np.array(mine), other.numpy())
         for rank in range(2):
             mine, other = maps.cut(ours, rank, 2), torch_maps.cut(theirs, rank, 2)
-            np.testing.assert_array_equal(np.array(mine.centre.mean)[:, 0], mean[rank : rank + 1])
+            np.testing.assert_array_equal(np.array(mine.key_mean.mean)[:, 0], mean[rank : rank + 1])
             np.testing.assert_array_equal(other.mean.numpy()[:, 0], mean[rank : rank + 1])
     plain = maps.of(leaning_made, ("oscar", "oscar"))["1"]
-    assert plain.centre is None and maps.of(leaning_made, KINDS)["1"].centre is not None
+    assert plain.key_mean is None and maps.of(leaning_made, KINDS)["1"].key_mean is not None
     np.testing.assert_array_equal(np.array(plain.keys.down), np.array(ours.keys.down))
     again = pickle.loads(pickle.dumps(maps.of(leaning_made, KINDS)["1"]))
     assert again is maps.of(leaning_made, KINDS)["1"]
@@ -198,7 +198,7 @@ def test_saved_prompt_caches_come_back(subtests, leaning, leaning_made, tmp_path
             artifact.write(artifact.kept_path("other"), leaning_made)
             back = load_prompt_cache(file)
             assert [one.config for one in back] == [one.config for one in caches]
-            assert (back[0].centre is not None) == config.centred
+            assert (back[0].key_mean is not None) == config.centred
             np.testing.assert_array_equal(logits(leaning, back), want)
             assert rms(want, logits(leaning)) > 0.01  # they read on behind other tokens
 

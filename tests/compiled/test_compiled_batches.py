@@ -139,7 +139,7 @@ def test_sequences_come_go_and_are_taken_back(kernels, monkeypatch):
             for static in statics
         )
         if kernels != "ops":
-            assert all(static.ragged.store.plan.body == view.TILES for static in statics)
+            assert all(static.buffers.store.plan.body == view.TILES for static in statics)
 
 
 def test_windows_of_mlx_lm_beside(monkeypatch):
@@ -208,8 +208,8 @@ def test_shared_arrays_are_traced(monkeypatch):
         pair = Pair(model, steps, (150, 97, 121))
         pair.say(1)
         for cache in pair.ours:
-            assert cache.ragged.store.plan.body == view.TILES
-            cache.ragged.store.emulated = False
+            assert cache.buffers.store.plan.body == view.TILES
+            cache.buffers.store.emulated = False
         pair.say(4)
         assert steps.traced == 1
         pair.say(30)

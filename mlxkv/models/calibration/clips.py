@@ -23,7 +23,7 @@ import numpy as np
 
 from mlxkv.codec.codec import Codec
 from mlxkv.codec.maps import LayerMaps, of
-from mlxkv.codec.transform import left
+from mlxkv.codec.transform import subtract_mean
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.config import CacheConfig
@@ -239,13 +239,13 @@ def _judge(
     trial.energy += energy(mix(p, values))
     inside = slice(config.sink, int(ends.max()))
 
-    centre = rotations.centre if config.centred else None
+    key_mean = rotations.key_mean if config.centred else None
 
     def stored(name: str, x: mx.array, clip: float) -> mx.array:
         """The error of the pages, decoded minus exact, [B, G, T, D]; zero outside of them."""
         side = getattr(config, name).clipped(clip)
         codec = Codec(side, x.shape[3], config.page, getattr(rotations, name))
-        pages = left(centre if name == "keys" else None, x[:, :, inside])
+        pages = subtract_mean(key_mean if name == "keys" else None, x[:, :, inside])
         change = codec.decode(codec.encode(pages), mx.float32) - pages
         return mx.pad(change, [(0, 0), (0, 0), (inside.start, total - inside.stop), (0, 0)])
 

@@ -16,9 +16,9 @@ from small_cache import SMALL
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.batch import BatchedKVCache
+from mlxkv.cache.batch_buffers import BatchBuffers
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.pages import Pages
-from mlxkv.cache.ragged import Ragged
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import Affine, MixedBits, Side
 from mlxkv.formats.presets import PRESETS
@@ -144,7 +144,7 @@ class Walk:
         getattr(self, f"_{action}")()
         assert self.batch.offset.tolist() == [cache.offset for cache in self.caches]
         assert self.batch.size() == max(cache.offset for cache in self.caches)
-        if self.batch.ragged is not None:  # what a server sets aside for them is enough
+        if self.batch.buffers is not None:  # what a server sets aside for them is enough
             assert self.shape.batched
             need = sum(self.shape.allocated(one.offset, 20, most=True) for one in self.caches)
             assert self.batch.nbytes <= need
@@ -257,7 +257,7 @@ def test_pages_that_are_quantized_at_once_are_each_its_own():
         batch = BatchedKVCache.merge(caches)
         for seed in (0, 10, 20):
             step(batch, caches, 1, seed, 1e-5)
-        assert batch.ragged.pages.counts == [2, 3]
+        assert batch.buffers.pages.counts == [2, 3]
         assert all(is_same(batch.extract(i), cache) for i, cache in enumerate(caches))
 
 
@@ -279,7 +279,7 @@ def test_masks_of_shared_arrays_are_those_of_each_sequence(subtests):
         caches = filled(SMALL, (90, 40))
         batch = BatchedKVCache.merge(caches)
         step(batch, caches, 1, 0, 1e-5)
-        assert batch.ragged is not None
+        assert batch.buffers is not None
     for window in (None, 16):
         with subtests.test(window=window):
             mask = batch.make_mask(3, True, window)
@@ -299,8 +299,8 @@ def test_a_copy_of_a_batch_does_not_see_what_the_original_quantizes():
         twin, before = copy.deepcopy(batch), copy.deepcopy(caches)
         for seed in (10, 20):
             step(batch, caches, 8, seed, 1e-5)
-        batch.ragged.settle()
-        assert batch.ragged.pages.counts == [1, 0]
+        batch.buffers.flush()
+        assert batch.buffers.pages.counts == [1, 0]
         assert all(is_same(twin.extract(i), cache) for i, cache in enumerate(before))
         step(twin, before, 8, 30, 1e-5)
 
@@ -337,13 +337,13 @@ def test_caches_of_other_kinds_stay_apart():
 
 def test_a_model_decodes_a_batch_as_each_alone(monkeypatch):
     """By mlx-lm's own batches, whose sequences come and go."""
-    model, sizes, append = random_model("llama", num_hidden_layers=1), [], Ragged.append
+    model, sizes, append = random_model("llama", num_hidden_layers=1), [], BatchBuffers.append
 
     def noted(self, keys, values):
         sizes.append(keys.shape[0])
         return append(self, keys, values)
 
-    monkeypatch.setattr(Ragged, "append", noted)
+    monkeypatch.setattr(BatchBuffers, "append", noted)
     with launch.using(make):
         attach(model, SMALL, strict=True)
         prompts = [tokens(n, seed=n).tolist() for n in (70, 3, 120)]

@@ -1,4 +1,4 @@
-"""`Ragged`: the caches of several sequences in shared arrays, for one dispatch of each kernel.
+"""`BatchBuffers`: the caches of several sequences in shared arrays, for one dispatch of each kernel.
 
     pages: one holder    sinks [B, G, sink, D]    live [B, G, capacity, D]    last pages [B, G, page, D]
 
@@ -22,7 +22,7 @@ from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.pages import Pages
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import KernelPlan, Pair, RecordPages, View
-from mlxkv.codec.transform import left
+from mlxkv.codec.transform import subtract_mean
 from mlxkv.formats.records import TOKENS
 from mlxkv.metal.lengths import batch_lengths
 
@@ -30,35 +30,36 @@ if TYPE_CHECKING:
     from mlxkv.cache.compressed import CompressedKVCache
 
 
-class Ragged:
+class BatchBuffers:
     """Sequences that are numbered from 0. like: an empty cache of one. store: an empty one,
     which quantizes for all."""
 
     def __init__(self, like: CompressedKVCache, store: Records, heads: int, dtype: mx.Dtype):
         self.like = like
         self.config, self.layer_maps = like.config, like.layer_maps
-        self.centre = self.layer_maps.centre if self.config.centred else None
+        self.key_mean = self.layer_maps.key_mean if self.config.centred else None
         self.store, self.heads, self.dtype = store, heads, dtype
         self.page_records = self.config.page // TOKENS  # records of a page
         self.pages = Pages.of_many(store.layout, self.config.page, heads)
         self.offsets: list[int] = []
         self.counts: list[int] = []  # recent tokens
-        self.parted: list[bool] = []  # whether the sink has moved out of the recent window
-        self.keeps: list[bool] = []  # whether the exact tokens of the page quantized last are kept
+        self.sink_full: list[bool] = []  # whether the sink has moved out of the recent window
+        # whether the exact tokens of the page quantized last are kept
+        self.has_last_page: list[bool] = []
         self.recent: Pair = self._windows([], 0)
         self.last: Pair = self._windows([], self.config.page)
         self.sink: Pair | None = self._windows([], self.config.sink) if self.config.sink else None
 
     def __deepcopy__(self, memo):
-        ragged = copy(self)  # the rest is never written in place
-        for name in ("offsets", "counts", "parted", "keeps", "pages"):
-            setattr(ragged, name, deepcopy(getattr(self, name), memo))
-        return ragged
+        buffers = copy(self)  # the rest is never written in place
+        for name in ("offsets", "counts", "sink_full", "has_last_page", "pages"):
+            setattr(buffers, name, deepcopy(getattr(self, name), memo))
+        return buffers
 
     @classmethod
     def of(
         cls, rows: Sequence[CompressedKVCache], plan: KernelPlan, heads: int, dtype: mx.Dtype
-    ) -> Ragged | None:
+    ) -> BatchBuffers | None:
         """These sequences, whose caches must not be used again; None where they have no kernels, or not
         the same. plan, heads, dtype: of their next tokens."""
         store = next((row.store for row in rows if row.store is not None), None)
@@ -76,9 +77,9 @@ class Ragged:
             return False
         if not rows:
             return True
-        self.settle()
-        parted = [row.sink is not None or not self.config.sink for row in rows]
-        capacity = max(self.recent[0].shape[2], DECODE_TOKENS + max(map(self._limit, parted)))
+        self.flush()
+        sink_full = [row.sink is not None or not self.config.sink for row in rows]
+        capacity = max(self.recent[0].shape[2], DECODE_TOKENS + max(map(self._limit, sink_full)))
         self.recent = self._joined(
             self.recent, self._windows([row.recent for row in rows], capacity)
         )
@@ -87,10 +88,10 @@ class Ragged:
             self.sink = self._joined(self.sink, windows)
         windows = self._windows([row.last for row in rows], self.config.page)
         self.last = self._joined(self.last, windows)
-        self.keeps += [row.last is not None for row in rows]
+        self.has_last_page += [row.last is not None for row in rows]
         self.offsets += [row.offset for row in rows]
         self.counts += [0 if row.recent is None else row.recent[0].shape[2] for row in rows]
-        self.parted += parted
+        self.sink_full += sink_full
         self.pages.join([(r.store.state, r.store.count) if r.store else ({}, 0) for r in rows])
         return True
 
@@ -118,25 +119,25 @@ class Ragged:
         pairs = zip(windows, added, strict=True)
         return tuple(mx.concatenate([padded(x, y.shape[2]), y]) for x, y in pairs)
 
-    def _limit(self, parted: bool) -> int:
+    def _limit(self, sink_full: bool) -> int:
         """Recent tokens of a sequence before a page has to be quantized."""
-        return self.config.recent + self.config.page + (0 if parted else self.config.sink)
+        return self.config.recent + self.config.page + (0 if sink_full else self.config.sink)
 
     # -- reading and writing
 
     def append(self, keys: mx.array, values: mx.array) -> View:
         """Append keys, values: [B, G, L, D] with L up to DECODE_TOKENS."""
-        self.settle()
-        keys, new = left(self.centre, keys), keys.shape[2]
+        self.flush()
+        keys, new = subtract_mean(self.key_mean, keys), keys.shape[2]
         at = _positions(tuple(self.counts), new)
         recent = tuple(
             mx.put_along_axis(old, mx.broadcast_to(at, x.shape), x.astype(old.dtype), axis=2)
             for old, x in zip(self.recent, (keys, values), strict=True)
         )
-        self.written(recent, new)
+        self.commit(recent, new)
         return self._view()
 
-    def written(self, recent: Pair, new: int) -> None:
+    def commit(self, recent: Pair, new: int) -> None:
         """Take over the recent windows with `new` tokens more of each sequence."""
         self.recent = recent
         self.counts = [n + new for n in self.counts]
@@ -144,12 +145,12 @@ class Ragged:
 
     def quantizes_after(self, new: int) -> bool:
         """Return whether a page has to be quantized once each sequence has `new` tokens more."""
-        pairs = zip(self.counts, self.parted, strict=True)
-        return any(n + new > self._limit(parted) for n, parted in pairs)
+        pairs = zip(self.counts, self.sink_full, strict=True)
+        return any(n + new > self._limit(sink_full) for n, sink_full in pairs)
 
     def view(self) -> View:
         """Return what attention reads without new tokens."""
-        self.settle()
+        self.flush()
         return self._view()
 
     def _view(self) -> View:
@@ -161,7 +162,7 @@ class Ragged:
         """The first record of each sequence, and of each (records, sink tokens, recent tokens)."""
         pages, sink, page_records = self.pages, self.config.sink, self.page_records
         records = (n * page_records for n in pages.counts)
-        sinks = (sink if parted else 0 for parted in self.parted)
+        sinks = (sink if sink_full else 0 for sink_full in self.sink_full)
         return tuple(n * page_records for n in pages.starts), tuple(
             zip(records, sinks, self.counts, strict=True)
         )
@@ -171,12 +172,12 @@ class Ragged:
         named = dict(zip(self.pages.arrays, arrays, strict=True))
         return self.store.snapshot(named, self.pages.capacity * self.config.page)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Quantize a page of each sequence whose recent window is full."""
-        full = [i for i, n in enumerate(self.counts) if n > self._limit(self.parted[i])]
-        for parted in (True, False) if full else ():
-            if rows := [i for i in full if self.parted[i] is parted]:
-                self._quantize_pages(rows, 0 if parted else self.config.sink)
+        full = [i for i, n in enumerate(self.counts) if n > self._limit(self.sink_full[i])]
+        for sink_full in (True, False) if full else ():
+            if rows := [i for i in full if self.sink_full[i] is sink_full]:
+                self._quantize_pages(rows, 0 if sink_full else self.config.sink)
 
     def _quantize_pages(self, rows: list[int], start: int) -> None:
         """One page of each of these sequences, from recent token `start` on, with what comes before as
@@ -186,7 +187,7 @@ class Ragged:
         encoded = self.store.encode(recent, page, start)
         for n, i in enumerate(rows):
             self.pages.append({name: x[n : n + 1] for name, x in encoded.items()}, 1, i)
-            self.parted[i] = self.keeps[i] = True
+            self.sink_full[i] = self.has_last_page[i] = True
             self.counts[i] -= start + page
         if start:
             parts = zip(self.sink, recent, strict=True)
@@ -205,13 +206,13 @@ class Ragged:
 
     def row(self, i: int) -> CompressedKVCache:
         """A sequence as a cache with windows and pages of its own."""
-        self.settle()
+        self.flush()
         cache, sink, last, store = self.like.like(), None, None, None
         if not self.offsets[i]:
             return cache
-        if self.config.sink and self.parted[i]:
+        if self.config.sink and self.sink_full[i]:
             sink = tuple(mx.contiguous(x[i : i + 1]) for x in self.sink)
-        if self.keeps[i]:
+        if self.has_last_page[i]:
             last = tuple(mx.contiguous(x[i : i + 1]) for x in self.last)
         recent = tuple(x[i : i + 1, :, : self.counts[i]] for x in self.recent)
         if count := self.pages.counts[i]:
@@ -228,14 +229,14 @@ class Ragged:
         self.last = tuple(x[at] for x in self.last)
         self.offsets = [self.offsets[i] for i in indices]
         self.counts = [self.counts[i] for i in indices]
-        self.parted = [self.parted[i] for i in indices]
-        self.keeps = [self.keeps[i] for i in indices]
+        self.sink_full = [self.sink_full[i] for i in indices]
+        self.has_last_page = [self.has_last_page[i] for i in indices]
         self.pages.select(indices)
 
     def trim(self, n: int) -> bool:
         """Drop the last n tokens of every sequence; False, and nothing has changed, unless all stay as
         caches that read only the other tokens: with `recent` recent tokens, or without pages."""
-        self.settle()
+        self.flush()
         lowest = (self.config.recent if pages else 0 for pages in self.pages.counts)
         if any(count - n <= low for count, low in zip(self.counts, lowest, strict=True)):
             return False
