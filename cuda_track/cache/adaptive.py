@@ -80,14 +80,14 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     votes, kept, kept_pages = map(staticmethod, (votes, kept, kept_pages))
 
     def _new_store(self, recent: Pair):
-        if not self.config.listens:
+        if not self.config.needs_queries:
             return super()._new_store(recent)
         dims = tuple(x.shape[3] for x in recent)
         make = partial(choose.store, self.config, dims, recent[0].device)
-        return Segments(make, self.layer_maps, self.basis, self.config.page, self.config.rule)
+        return Segments(make, self.layer_maps, self.basis, self.config.page, self.config.online)
 
     def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor) -> View:
-        if not self.config.listens:
+        if not self.config.needs_queries:
             return super().update_and_fetch(keys, values)
         self._quantize_rest()
         if keys.shape[2] <= DECODE_TOKENS:

@@ -73,7 +73,7 @@ def attach(
         )
     config = parse_kv(kv)
     detach(model)
-    if config.listens:  # heads vote together, and each process has some of them
+    if config.needs_queries:  # heads vote together, and each process has some of them
         insist_on_one(model, "attach", f"{config.label} runs")
     names_before = implementations(model)
     try:
@@ -88,7 +88,7 @@ def attach(
         raise
     caches = {}
     for i, cache in compressible.items():
-        kind = AdaptiveKVCache if config.listens else CompressedKVCache
+        kind = AdaptiveKVCache if config.needs_queries else CompressedKVCache
         caches[i] = partial(LatentKVCache if cache.latent else kind, *fits[i])
         reports[i] = with_own(reports[i], cache.fitting(config), fits[i][0])
     if compressible:

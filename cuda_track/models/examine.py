@@ -52,7 +52,7 @@ class Examined:
 
     def report(self, index: int, config: CacheConfig, device: torch.device) -> LayerReport:
         reason = self.reason if config.compresses else ASKED_FOR
-        if self.capped and config.listens:
+        if self.capped and config.needs_queries:
             reason = reason or "queries of capped scores cannot be observed"
         if config.centred and (self.capped or self.sinks):
             reason = reason or (CAPPED if self.capped else SINKS)

@@ -19,7 +19,7 @@ def why_not(config: CacheConfig, dims: tuple[int, int]) -> str | None:
         return "no Metal here"
     if dims[0] != dims[1]:
         return f"keys of {dims[0]} and values of {dims[1]} dims have no kernel"
-    if config.follows:
+    if config.is_online:
         return "bases that follow the text have no kernel here"
     for side, dim, keys in zip((config.keys, config.values), dims, (True, False), strict=True):
         stored = side.dims(dim)

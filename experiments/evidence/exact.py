@@ -39,7 +39,7 @@ class Context:
     def stored(self, loaded) -> list:
         """Return caches of the attached preset that hold the context."""
         caches = new_cache(loaded)
-        if any(getattr(cache, "observes", False) for cache in caches):
+        if any(getattr(cache, "observes_queries", False) for cache in caches):
             return feed.prefill(loaded, self.tokens[:, : self.length])
         out = []
         for new, old in zip(caches, self.cache, strict=True):

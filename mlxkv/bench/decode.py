@@ -135,7 +135,7 @@ def _rows(
 ) -> list[dict]:
     """One row per preset: medians over interleaved runs, after one of each to warm up."""
     for name in presets:  # one token, but all where a basis that follows builds kernels
-        measure(subject, name, context, fill, tokens if cache_config(name).follows else 1, 1)
+        measure(subject, name, context, fill, tokens if cache_config(name).is_online else 1, 1)
         done()
     tasks = {
         name: lambda name=name: measure(subject, name, context, fill, tokens, tokens)

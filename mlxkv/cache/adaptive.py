@@ -257,22 +257,22 @@ def _largest(x: mx.array, count: int) -> mx.array:
 class AdaptiveKVCache(Observing, CompressedKVCache):
     """As CompressedKVCache, for every `config`."""
 
-    observes = True
+    observes_queries = True
     importance, salient, taken = map(staticmethod, (importance, salient, taken))
     votes, kept, kept_pages = map(staticmethod, (votes, kept, kept_pages))
 
     def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
-        if not self.config.listens:
+        if not self.config.needs_queries:
             return super()._new_store(dims, dtype)
         plan = self.plan(dims, dtype)
         make = partial(choose.store, plan)
-        rule = self.config.rule
-        return Segments(make, self.layer_maps, self.basis, self.config.page, rule)
+        online = self.config.online
+        return Segments(make, self.layer_maps, self.basis, self.config.page, online)
 
     # -- reading and writing
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
-        if not self.config.listens:
+        if not self.config.needs_queries:
             return super().update_and_fetch(keys, values)
         self._quantize_rest()
         if keys.shape[2] <= DECODE_TOKENS:

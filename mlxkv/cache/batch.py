@@ -155,7 +155,8 @@ class BatchedKVCache(Contract):
         if self._buffers is not None:
             return True
         rows = self.rows
-        if len(rows) < 2 or any(row.observes for row in rows):  # one alone has nothing to join
+        # one alone has nothing to join
+        if len(rows) < 2 or any(row.observes_queries for row in rows):
             return False
         plan = rows[0].plan((keys.shape[3], values.shape[3]), keys.dtype)
         if plan.body == OPS:
@@ -244,7 +245,7 @@ class BatchedKVCache(Contract):
         """Add the sequences of another batch, which must not be used again."""
         self._new = self._padding = None
         rows, joined = added.rows, False
-        if self._buffers is not None and not any(row.observes for row in rows):
+        if self._buffers is not None and not any(row.observes_queries for row in rows):
             joined = self._buffers.join(rows)
         if not joined:
             self._rows = self.rows + rows

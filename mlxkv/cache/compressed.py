@@ -43,7 +43,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
 
     # Whether other layers of the model have caches of the host, so that no mask fits a batch of both.
     batchable = True
-    observes = False  # queries: then sequences are not decoded together
+    observes_queries = False  # queries: then sequences are not decoded together
     latent = False  # keys are latents (MLA)
     lazy = False  # True: a GPU, too, computes a prompt only when its output is evaluated
     _plan = None
@@ -434,7 +434,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
     @property
     def supports_batching(self) -> bool:
         """Return whether sequences like this one, which holds tokens, are decoded together."""
-        if self.observes:
+        if self.observes_queries:
             return False
         keys, values = self._recent
         return self.plan((keys.shape[3], values.shape[3]), keys.dtype).body != OPS

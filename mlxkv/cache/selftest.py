@@ -142,7 +142,7 @@ def _test(
 
     def outputs(store):
         runs = [store.read(0, PAGES)]
-        if config.follows:  # and two, as two bases make them
+        if config.is_online:  # and two, as two bases make them
             halves = store.read(0, PAGES // 2), store.read(PAGES // 2, PAGES)
             runs.append(Parts(halves))
         views = [View(recent, sink, pages) for pages in runs]

@@ -66,10 +66,10 @@ class Codec:
         """The transform, where it is square, so that attention may stay in the stored domain. None for one
         that follows the text: it would be cast again after every update."""
         square = self.transform is not None and len(set(self.transform.down.shape[-2:])) == 1
-        return self.transform if square and not self.moving else None
+        return self.transform if square and not self.is_online else None
 
     @property
-    def moving(self) -> bool:
+    def is_online(self) -> bool:
         """Return whether the transform is of one cache alone and follows the text: [B, G, D, R]."""
         return self.transform is not None and self.transform.down.ndim == 4
 

@@ -96,7 +96,7 @@ class Side:
         return f"{PCA} {size}{' mixed' if self.low.mixed else ''}"
 
     @property
-    def follows(self) -> bool:
+    def is_online(self) -> bool:
         """Return whether its basis follows the text."""
         return self.low is not None and self.low.follows
 
@@ -201,7 +201,7 @@ class CacheConfig:
                 f"[CacheConfig] only keys can be stored without their mean; got values {self.values.transform}; "
                 f"choose {CENTRED[self.values.transform]}"
             )
-        if self.keys.centred and self.listens:
+        if self.keys.centred and self.needs_queries:
             raise UserError(
                 "[CacheConfig] keys without their mean cannot be selected, and no basis follows them; got "
                 f"{self.keys.transform}; choose keys of the transform {CENTRED[self.keys.transform]}, or a preset "
@@ -223,24 +223,24 @@ class CacheConfig:
         return self.keep < 1 or not all(full)
 
     @property
-    def follows(self) -> bool:
+    def is_online(self) -> bool:
         """Return whether a side's basis follows the text."""
-        return self.rule is not None
+        return self.online is not None
 
     @property
-    def rule(self) -> LowRank | None:
+    def online(self) -> LowRank | None:
         """The `low` of the side that follows the text, keys first, or None."""
-        return next((side.low for side in (self.keys, self.values) if side.follows), None)
+        return next((side.low for side in (self.keys, self.values) if side.is_online), None)
 
     @property
     def pinned(self) -> int:
         """Last tokens of the first prompt that stay exact for good."""
-        return self.recent if self.rule is not None and self.rule.pinned else 0
+        return self.recent if self.online is not None and self.online.pinned else 0
 
     @property
-    def listens(self) -> bool:
+    def needs_queries(self) -> bool:
         """Return whether caches need to see queries."""
-        return self.follows or self.keep < 1
+        return self.is_online or self.keep < 1
 
     def dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
         """Stored dims R of keys and values."""
@@ -326,8 +326,8 @@ class CacheConfig:
         """Return the most bytes that one sequence's bases [G, D, R] in float32 take, one per run of pages,
         in a cache that follows the text; fixed bases belong to the model."""
         sides = ((self.keys, key_dim), (self.values, value_dim))
-        values = sum(heads * dim * side.dims(dim) for side, dim in sides if side.follows)
-        return 4 * values * self.rule.runs if values else 0
+        values = sum(heads * dim * side.dims(dim) for side, dim in sides if side.is_online)
+        return 4 * values * self.online.runs if values else 0
 
     def as_dict(self) -> dict:
         """Return plain data for headers of saved files, equal to itself after a round trip through JSON."""

@@ -94,7 +94,7 @@ Read = Callable[[Counts, int], Counts]  # what so many more tokens, in one call,
 
 
 def _compressed(c: CacheConfig, s: Counts, new: int) -> Counts:
-    if c.listens and new > DECODE_TOKENS:  # attended to in full precision, then quantized
+    if c.needs_queries and new > DECODE_TOKENS:  # attended to in full precision, then quantized
         rule = c.rule
         s = s._replace(tokens=s.tokens + new, since=0, pins=bool(c.pinned) and not s.has_pinned)
         if c.keep < 1:
@@ -105,7 +105,7 @@ def _compressed(c: CacheConfig, s: Counts, new: int) -> Counts:
         if recent <= c.room(s.sink > 0):
             return s._replace(recent=recent, width=recent)
         return _quantized(c, s, recent)
-    if c.listens:
+    if c.needs_queries:
         s = _decoding(c, s)
         s = s._replace(since=s.since + new)
     s, recent = s._replace(tokens=s.tokens + new), s.recent + new
@@ -281,7 +281,7 @@ class CacheShape:
             count = min(tokens, self.window) if self.window else tokens
             return self.fixed + EXACT_BYTES * self.numbers * count
         s, c = self._walked(tokens, 0, prompt), self.config
-        exact = s.sink + s.recent + (0 if rests and not c.listens else s.last)
+        exact = s.sink + s.recent + (0 if rests and not c.needs_queries else s.last)
         rotary = self.heads * self.value_dim * s.pages * c.page if self._has_rotary else 0
         numbers = self.numbers * exact + rotary
         pages = int(s.pages * self.page_bytes(EXACT_BYTES))
@@ -331,7 +331,7 @@ class CacheShape:
         if count > s.tokens:
             s = read(s, count - s.tokens)
         if prompt is not None:
-            if self.config is not None and self.config.listens:
+            if self.config is not None and self.config.needs_queries:
                 s = _decoding(self.config, s)
             elif self.kind == "sliding" and self.config is None:
                 s = s._replace(width=min(s.width, self.window))

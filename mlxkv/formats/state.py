@@ -121,7 +121,7 @@ def check_shapes(
             _check_pages(pages.get(f"run{i}", pages), page, count)
     if not set(tree) <= PARTS or ("last" in tree and not sum(counts)):
         raise ValueError("parts that no cache has")
-    following = {name for name in NAMES if getattr(config, name).follows}
+    following = {name for name in NAMES if getattr(config, name).is_online}
     for sides in (tree.get("basis"), *(pages.get(f"basis{i}") for i in range(len(counts)))):
         if sides and set(sides) != following:
             raise ValueError("a basis of another side")

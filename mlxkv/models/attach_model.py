@@ -354,7 +354,7 @@ def _kind(config: CacheConfig, shape: Shape) -> type[CompressedKVCache]:
     """The class of a cache."""
     if shape.latent:
         return IndexedLatentKVCache if shape.selects else LatentKVCache
-    return AdaptiveKVCache if config.listens else CompressedKVCache
+    return AdaptiveKVCache if config.needs_queries else CompressedKVCache
 
 
 # -- and back

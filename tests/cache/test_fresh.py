@@ -50,7 +50,7 @@ def made(kv: str) -> tuple:
     if config.calibrated:
         some = maps.sample(KV_HEADS, (DIMS, DIMS), config.fitted)
         layer_maps = pickle.loads(pickle.dumps(replace(some, digest=f"walk {kv}", layer="0")))
-    return (AdaptiveKVCache if config.listens else CompressedKVCache), config, layer_maps
+    return (AdaptiveKVCache if config.needs_queries else CompressedKVCache), config, layer_maps
 
 
 def new(kv: str) -> CompressedKVCache:
@@ -169,7 +169,7 @@ class Walk:
 
     def check(self) -> None:
         assert_same(self.cache, self.twin)
-        if not self.cache.observes and self.tokens and self.exact:
+        if not self.cache.observes_queries and self.tokens and self.exact:
             fresh = new(self.kv)
             read(fresh, self.tokens)
             assert_same(self.cache, fresh)

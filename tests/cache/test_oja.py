@@ -302,7 +302,7 @@ def test_moving_bases_of_full_rank_are_not_kept_by_anyone():
             adaptive, "transform_of", lambda u: made.append(weakref.ref(t := plain(u))) or t
         )
         feed(one, 300, chunk=50)
-    assert one._store.runs[-1].codecs[0].moving and one.basis.keys.down.shape[-1] == DIMS
+    assert one._store.runs[-1].codecs[0].is_online and one.basis.keys.down.shape[-1] == DIMS
     assert len(made) > 8 and sum(ref() is not None for ref in made) <= 6
 
 

@@ -47,7 +47,7 @@ def made(config: CacheConfig, dim: int):
     layer_maps = sample(HEADS, (dim, dim), config.fitted) if config.calibrated else None
     if not config.compresses:
         return KVCache()
-    return (AdaptiveKVCache if config.listens else CompressedKVCache)(config, layer_maps)
+    return (AdaptiveKVCache if config.needs_queries else CompressedKVCache)(config, layer_maps)
 
 
 def read(cache, tokens: int, dim: int, chunk: int = 0):
@@ -88,7 +88,7 @@ def test_bytes_are_those_of_caches_of_every_preset(dim, subtests):
                 if tokens > CHUNK:
                     cache = read(made(config, dim), tokens, dim, CHUNK)
                     assert shape(config, dim).allocated(tokens, CHUNK) == cache.nbytes
-                if not config.mixed_bits and not config.listens:
+                if not config.mixed_bits and not config.needs_queries:
                     plan = ModelPlan("one", [LayerShape("full", HEADS, dim, dim)], 0, "")
                     found = need(plan, config, tokens)
                     assert (found.cache, found.in_use) == (cache.nbytes, in_use(cache))

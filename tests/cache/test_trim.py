@@ -46,7 +46,7 @@ def made(name: str):
             maps.sample(HEADS, (DIMS, DIMS), config.fitted), digest=f"trim {name}", layer="0"
         )
         layer_maps = pickle.loads(pickle.dumps(layer_maps))
-    return (AdaptiveKVCache if config.listens else CompressedKVCache)(config, layer_maps)
+    return (AdaptiveKVCache if config.needs_queries else CompressedKVCache)(config, layer_maps)
 
 
 @lru_cache

@@ -25,8 +25,8 @@ def test_kv_heads_that_were_spread_over_processes(subtests):
     for preset in ["oscar-int4", "int2", "oja-0.75"]:
         with subtests.test(preset=preset):
             config = PRESETS[preset]
-            listens = AdaptiveKVCache if config.listens else CompressedKVCache
-            cache = listens(config, maps.sample(2, (64, 64), config.fitted))
+            kind = AdaptiveKVCache if config.needs_queries else CompressedKVCache
+            cache = kind(config, maps.sample(2, (64, 64), config.fitted))
             for new in (1, 300):
                 with pytest.raises(UserError, match=r"\[attach\] .* 2 kv heads; got 1"):
                     cache.update_and_fetch(*[mx.zeros((1, 1, new, 64))] * 2)

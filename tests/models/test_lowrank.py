@@ -27,7 +27,7 @@ def test_names_have_numbers_codes_and_settings():
     assert parse_kv("static-0.75").sink == 0 and parse_kv("static-0.75+windows").recent == 32
     assert parse_kv("int8/oja-0.75+pages0.5").whole_pages
     assert parse_kv("oja-.75+prompt+fast") == parse_kv("oja-0.75+fast+prompt")
-    assert parse_kv("oja-0.75+prompt+fast").rule.decode_rate == 0
+    assert parse_kv("oja-0.75+prompt+fast").online.decode_rate == 0
     assert parse_kv("oja-0.75").bits_per_value(128, 128) == 12
     for name in ("oja-0.75", "oja-e0.9+int4", "fp16+keep0.5"):
         assert CacheConfig.from_dict(parse_kv(name).as_dict()) == parse_kv(name)

@@ -88,16 +88,16 @@ class Observing:
         view = self._pending
         if view is None:
             return False
-        last = queries[:, :, -(self.config.rule.window if self.config.follows else WINDOW) :]
+        last = queries[:, :, -(self.config.online.window if self.config.is_online else WINDOW) :]
         if self.config.keep < 1:
             batch, heads, count, dims = last.shape
             kv_heads = view.recent[0].shape[1]
             grouped = last.reshape(batch, kv_heads, heads // kv_heads, count, dims)
             self._queries = self._compact(grouped), scale
-        if self.config.follows:
+        if self.config.is_online:
             new = self._chunk
             weights = self.importance(last, view, scale, rows(last.shape[2]))[..., -new:]
-            at = self.salient(weights, max(1, round(self.config.rule.salient * new)))
+            at = self.salient(weights, max(1, round(self.config.online.salient * new)))
             self._teach(tuple(self.taken(x[:, :, -new:], at) for x in view.recent), True)
         self._quantize_rest()
         return True
@@ -108,7 +108,7 @@ class Observing:
 
     def _learn(self) -> None:
         """Teach the basis the tokens decoded since the last time, when they are enough."""
-        if not self.config.follows or self._since < self.config.rule.every:
+        if not self.config.is_online or self._since < self.config.online.every:
             return
         count = min(self._since, self._count)
         self._since = 0

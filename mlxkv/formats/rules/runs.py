@@ -24,12 +24,12 @@ Choose = Callable[[int, int], tuple[Tensor, bool]]
 class Runs:
     """A store of stores: each run has one that `make` returns for its basis.
 
-    start: the basis of the calibration; basis: of the next page. rule: how the basis follows the text, None
+    start: the basis of the calibration; basis: of the next page. online: how the basis follows the text, None
     if it does not.
     """
 
-    def __init__(self, make: Callable, start, basis, page: int, rule: LowRank | None):
-        self.make, self.start, self.page, self.rule = make, start, page, rule
+    def __init__(self, make: Callable, start, basis, page: int, online: LowRank | None):
+        self.make, self.start, self.page, self.online = make, start, page, online
         self.runs, self.bases = [make(basis)], [basis]
 
     # -- what a track adds
@@ -54,7 +54,7 @@ class Runs:
 
     def rebase(self, new) -> None:
         """Encode further pages by `new`."""
-        if self.rule.stored == STAY:
+        if self.online.stored == STAY:
             for i, run in enumerate(self.runs):
                 self.runs[i], self.bases[i] = self._transformed(run, new), new
             return
@@ -62,7 +62,7 @@ class Runs:
             self.runs.pop(), self.bases.pop()
         self.runs.append(self.make(new))
         self.bases.append(new)
-        while len(self.runs) > self.rule.runs:
+        while len(self.runs) > self.online.runs:
             self._merge()
 
     def _transformed(self, run, new):
@@ -148,7 +148,7 @@ class Runs:
     def restore(self, state: dict, count: int) -> None:
         """Take over the pages of a state."""
         counts = state["counts"].tolist()
-        longest = self.rule.runs if self.rule else 1
+        longest = self.online.runs if self.online else 1
         if sum(counts) != count or min(counts) < 0 or len(counts) > longest:
             raise ValueError(f"{sum(counts)} pages in {len(counts)} runs")
         self.runs, self.bases = [], []

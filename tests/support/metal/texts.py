@@ -158,7 +158,7 @@ def record(
         store.append(pair, many - 1, config.page)
         pages = store.read(0, store.count)
         runs = {"": pages}
-        if config.follows:
+        if config.is_online:
             step("follow")
             store.transported(store.codecs) if layout.quantized_by_kernel else None
             runs[" of two runs"] = Parts((store.read(0, 1), store.read(1, store.count)))
