@@ -251,9 +251,9 @@ def _parts(transform: Transform, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(out, -3).contiguous()
 
 
-def _or(x: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+def _or(x: torch.Tensor | None, fallback: torch.Tensor) -> torch.Tensor:
     """x, or a tensor that stands in for an argument that is not read."""
-    return stand_in if x is None else x
+    return fallback if x is None else x
 
 
 def _stride(matrix: torch.Tensor | None) -> int:

@@ -189,7 +189,7 @@ def _needs(kv: CacheConfig) -> str:
 def _body(kv: CacheConfig) -> str:
     if not kv.compresses:
         return "mlx-lm's own"
-    asked = selftest.stand_in(kv, HEAD_DIM)  # mixed bits: allotted to random ones
+    asked = selftest.representative_config(kv, HEAD_DIM)  # mixed bits: allotted to random ones
     has = Question(asked, (HEAD_DIM, HEAD_DIM), mx.bfloat16).has_kernels
     return "kernels" if has else "plain operations"
 

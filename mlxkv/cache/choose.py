@@ -133,7 +133,7 @@ def _distrust(question: Question, tiled: bool) -> str | None:
     config, dims, dtype, make = question.config, question.dims[0], question.dtype, launch.factory()
     layout, on_mac, reason = question.layout, make is mx.fast.metal_kernel, None
     if on_mac:
-        on_trial = selftest.stand_in(config, dims)
+        on_trial = selftest.representative_config(config, dims)
         layout = record_layout(on_trial, *on_trial.dims(*question.dims))
     if tiled:
         reason = tiles.why_not(layout, dims, dtype, make)

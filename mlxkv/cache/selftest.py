@@ -84,7 +84,7 @@ _Key = tuple[CacheConfig, int, mx.Dtype, Factory, bool]
 _outcomes: dict[_Key, dict[Case, Outcome]] = {}
 
 
-def stand_in(config: CacheConfig, dims: int) -> CacheConfig:
+def representative_config(config: CacheConfig, dims: int) -> CacheConfig:
     """The config whose trial stands for this one: itself, but for mixed bits, whose kernels are the same for all
     widths (`metal.template`). Keys are tried with fewer stored dims than a head has."""
     sides = {}
@@ -111,7 +111,7 @@ def test(
 
     An exception of the kernels becomes the reason, never an error.
     """
-    config = stand_in(config, dims)
+    config = representative_config(config, dims)
     outcomes = _outcomes.setdefault((config, dims, dtype, make, tiled), {})
     if case is None and outcomes:
         return next(

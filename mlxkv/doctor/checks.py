@@ -23,7 +23,7 @@ Step = Callable[[str], None]  # takes the name of what is computed next
 RIGHT, WRONG, NOT_BUILT, DID_NOT_RUN = "right", "wrong", "not built", "did not run"
 NOT_TRIED, NONE = "not tried", "none"
 FAILED = (WRONG, NOT_BUILT, DID_NOT_RUN)
-# One number of mixed bits stands for all: the kernels are the same (`selftest.stand_in`).
+# One number of mixed bits stands for all: the kernels are the same (`selftest.representative_config`).
 NEEDED, DIMS = ("int4", "int8", "fill-2.25", "int2", "int3"), (128, 64, 256)
 # With --all: other forms of these, then a preset of every other method, at one head dim.
 MORE = ("srft-int4+g64", "oscar-int2")
@@ -62,7 +62,7 @@ def rows(step: Step, every: bool = False) -> list[dict]:
         return [_row(p, d, "", NONE, launch.absent()) for p, d in cases()]
     table, chosen_cases = [], set(cases(every))
     for preset, dims in cases():
-        config = selftest.stand_in(parse_kv(preset), dims)
+        config = selftest.representative_config(parse_kv(preset), dims)
         for body in BODIES:
             table.append(_designed(config, preset, dims, body, make))
             if (preset, dims) not in chosen_cases and table[-1]["should_run"]:
@@ -115,7 +115,7 @@ def _is_virtual() -> bool:
 
 def _try(row: dict, make: launch.Factory, every: bool) -> None:
     dims, tiled = row["head_dim"], row["body"] == "tiles"
-    config = selftest.stand_in(parse_kv(row["preset"]), dims)
+    config = selftest.representative_config(parse_kv(row["preset"]), dims)
     if make is mx.fast.metal_kernel and not every:
         place = record_layout(config, *config.dims(dims, dims)), dims, mx.float16, tiled
         if trust.state(*place) == trust.DIED:

@@ -84,7 +84,7 @@ def dialled(bits: float) -> str:
     return "fp16" if bits >= 16 else "int8" if bits >= 8 else f"{FILL}-{bits:g}"
 
 
-def stand_in(config: CacheConfig) -> str | None:
+def fallback_preset(config: CacheConfig) -> str | None:
     """Return the name of the preset that takes the place of mixed bits in models whose keys need their mean (a
     sink logit, a cap on scores) or are latents; None for other configurations."""
     rates = [getattr(side.quantizer, "rate", None) for side in (config.keys, config.values)]

@@ -28,7 +28,7 @@ from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import check_fold, check_rotary, parse_kv, stand_in
+from mlxkv.formats.names import check_fold, check_rotary, fallback_preset, parse_kv
 from mlxkv.metal import launch
 from mlxkv.models.compiled.weights import unchanged
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
@@ -159,7 +159,7 @@ def examine(
     """
     with unchanged(model):
         reports, shapes = _examined(model, make_cache, config)
-        if not shapes and (name := stand_in(config)):
+        if not shapes and (name := fallback_preset(config)):
             config = replace(parse_kv(name), name=f"{name} in place of {config.label}")
             reports, shapes = _examined(model, make_cache, config)
     if strict and (out := left_out(reports)):
@@ -304,14 +304,16 @@ def choose_kernels(
     kernels that the caches of a model need, with a line of progress."""
     questions = {place: _question(*fitted[place], shape) for place, shape in shapes.items()}
     unique = list(dict.fromkeys(questions.values()))
-    stand_ins = {q: replace(q, config=selftest.stand_in(q.config, q.dims[0])) for q in unique}
+    representatives = {
+        q: replace(q, config=selftest.representative_config(q.config, q.dims[0])) for q in unique
+    }
     make, answers = launch.factory(), {}
-    new = {(q, make) for q in stand_ins.values() if make and q.has_kernels} - _tried
+    new = {(q, make) for q in representatives.values() if make and q.has_kernels} - _tried
     _tried.update(new)
     with console.counted("building kernels", len(new)) as step:
         for q in unique:
-            if (stand_ins[q], make) in new:
-                new.remove((stand_ins[q], make))
+            if (representatives[q], make) in new:
+                new.remove((representatives[q], make))
                 step()
             answers[q] = choose.plan(q.config, q.dims, q.dtype, q.case, q.latent, q.picked)
     plans = {place: answers[q] for place, q in questions.items()}

@@ -179,7 +179,7 @@ def test_kernels_of_all_that_people_are_told_to_pick_are_needed(monkeypatch):
 
 
 def stood_for(name: str, dims: int):
-    return selftest.stand_in(parse_kv(name), dims)
+    return selftest.representative_config(parse_kv(name), dims)
 
 
 # -- the file for an issue

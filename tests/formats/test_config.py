@@ -12,7 +12,7 @@ from mlxkv.cache.stores import Codes
 from mlxkv.codec.maps import sample
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Side
-from mlxkv.formats.names import parse_kv, stand_in
+from mlxkv.formats.names import fallback_preset, parse_kv
 from mlxkv.formats.presets import PRESETS
 
 DIMS = (64, 80, 192)
@@ -60,8 +60,8 @@ def test_a_stand_in_takes_no_more_bits_than_the_smaller_side():
     """Of keys or of values, whichever has fewer bits."""
     named = {"fill-4": "int4", "fill-3": "int3", "fill-2.25": "int2"}
     named |= {"fill-4/fill-2.25": "int2", "fill-3/fill-4": "int3", "fill-4.5/fill-4": "int4"}
-    assert {name: stand_in(parse_kv(name)) for name in named} == named
-    assert stand_in(parse_kv("fill-4/int4")) is stand_in(parse_kv("int4")) is None
+    assert {name: fallback_preset(parse_kv(name)) for name in named} == named
+    assert fallback_preset(parse_kv("fill-4/int4")) is fallback_preset(parse_kv("int4")) is None
 
 
 def test_a_setting_of_one_side_is_of_that_side():

@@ -145,8 +145,8 @@ def test_one_text_and_one_trial_serve_all_widths():
             )
         )
         mx.eval(ours.read(0, PAGES).decode(0, mx.float16))
-        other = selftest.stand_in(config, 64)
-        assert other == selftest.stand_in(config_of((1,), (1,)), 64)
+        other = selftest.representative_config(config, 64)
+        assert other == selftest.representative_config(config_of((1,), (1,)), 64)
     assert sorted(name.rsplit("_", 1)[0] for name in made) == [
         "mlxkv_attend_tile",
         "mlxkv_quantize",
@@ -158,7 +158,7 @@ def test_the_trial_of_any_head_is_of_records_that_kernels_read(subtests):
     """Heads of 512 dims (Gemma 4) have more blocks than a table: directions behind them are not stored."""
     for dims in (16, 48, 256, 272, 512):
         with subtests.test(dims=dims):
-            tried = selftest.stand_in(config_of((2,), (1,)), dims)
+            tried = selftest.representative_config(config_of((2,), (1,)), dims)
             sides = zip((tried.keys, tried.values), (True, False), strict=True)
             assert not any(
                 why_no_record(side.quantizer, side.dims(dims), PAGE, keys, blocks=True)

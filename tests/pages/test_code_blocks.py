@@ -74,7 +74,7 @@ def available(module: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def stand_in(tmp_path_factory):
+def embedded_model(tmp_path_factory):
     """The folder of a random model that has SmolLM2's name and size, but two layers: what commands print of a cache or
     a calibration does not depend on the weights, and a block takes a fifth of the time."""
     package, folder = PACKAGES["smollm2"], tmp_path_factory.mktemp("models")
@@ -84,9 +84,9 @@ def stand_in(tmp_path_factory):
 
 
 @pytest.mark.parametrize("page", outputs.pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks_run(page, tmp_path, stand_in, monkeypatch):
+def test_blocks_run(page, tmp_path, embedded_model, monkeypatch):
     """In one folder a page, one after the other, so that a block may read what one above it has written."""
-    monkeypatch.setenv(FOLDER, str(stand_in))
+    monkeypatch.setenv(FOLDER, str(embedded_model))
     blocks = repo_pages.blocks(page)
     for block, after in zip(blocks, [*blocks[1:], None], strict=False):
         if block.language not in ("bash", "python") or block.mark:

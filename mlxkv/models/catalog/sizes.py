@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv, stand_in
+from mlxkv.formats.names import fallback_preset, parse_kv
 from mlxkv.formats.sizes import CacheShape
 from mlxkv.models.catalog.shapes import LayerShape
 
@@ -61,8 +61,8 @@ class Need:
 
 
 def stored(layer: LayerShape, kv: CacheConfig) -> CacheConfig:
-    """Return what `attach` stores of a layer: of mixed bits their stand-in where keys need their mean."""
-    name = (layer.tied or layer.kind == "latent") and stand_in(kv)
+    """Return what `attach` stores of a layer: of mixed bits their fallback where keys need their mean."""
+    name = (layer.tied or layer.kind == "latent") and fallback_preset(kv)
     return parse_kv(name) if name else kv
 
 

@@ -121,7 +121,11 @@ def _sampled(dims: int, fitted: tuple):
 
 def config_of(preset: str, dims: int) -> CacheConfig:
     """Return the config of a preset, or of FILL for heads of `dims`."""
-    return selftest.stand_in(MIXED_CONFIG, dims) if preset == MIXED_BITS else PRESETS[preset]
+    return (
+        selftest.representative_config(MIXED_CONFIG, dims)
+        if preset == MIXED_BITS
+        else PRESETS[preset]
+    )
 
 
 def record(
