@@ -150,7 +150,7 @@ class Engine:
             bound = max(LEAST_MEMORY, spare // 2)
         mx.set_cache_limit(max(FREED_MEMORY, bound // 2))
         self.memory = Memory(
-            self.ranks.least(bound), shapes_of(caches), self._prefill_step, self.is_batchable
+            self.ranks.all_min(bound), shapes_of(caches), self._prefill_step, self.is_batchable
         )
         if options.kv_memory and (need := self.memory.need(SHORT)) > self.memory.bound:
             raise UserError(
@@ -159,13 +159,13 @@ class Engine:
             )
         folder, limit, disk = options.disk_folder, options.disk_bytes, None
         if folder and options.reuse:
-            disk = self.ranks.together(lambda: Disk(folder, limit, loaded, self.ranks))
+            disk = self.ranks.run_on_all(lambda: Disk(folder, limit, loaded, self.ranks))
         self.sessions = Sessions(
             self.memory,
             lambda: make_prompt_cache(loaded.model),
             disk,
             options.reuse,
-            self.ranks.most,
+            self.ranks.all_max,
         )
 
     def _step_down(self, error: Exception) -> bool:
@@ -346,7 +346,7 @@ class Engine:
             return
         mx.clear_cache()
         if (excess := self._excess()) > 0:
-            self.sessions.shrink(max(0, self.ranks.least(self.sessions.nbytes) - excess))
+            self.sessions.shrink(max(0, self.ranks.all_min(self.sessions.nbytes) - excess))
             mx.clear_cache()
         if self._excess() > 0:
             used = f" ({human_bytes(used_memory())})" if is_operator else ""
@@ -360,7 +360,7 @@ class Engine:
         """Return by how many bytes caches that are promised would pass the ceiling, on the machine with least room:
         all processes of a model take the same way."""
         coming = max(0, self.memory.promised - self.kv_allocated)
-        return self.ranks.most(used_memory() + coming - int(CEILING * machine_memory()))
+        return self.ranks.all_max(used_memory() + coming - int(CEILING * machine_memory()))
 
     def step(self) -> None:
         """Read a part of the prompts that wait, and write a token of each reply."""

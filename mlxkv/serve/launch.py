@@ -41,7 +41,7 @@ END_SECONDS = 30.0  # sessions go to disk meanwhile
 
 
 @dataclass(frozen=True)
-class Served:
+class Endpoint:
     """The server that a program is to use. longest: tokens of a sequence, its reply included."""
 
     url: str
@@ -58,17 +58,17 @@ class Served:
 # -- the programs: the environment and the arguments with which each finds its model. They read the key from `KEY`.
 
 
-def claude(served: Served) -> tuple[dict[str, str], list[str]]:
+def claude(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
     """code.claude.com/docs/en/env-vars and .../llm-gateway."""
-    model = served.model
+    model = endpoint.model
     env = {
-        "ANTHROPIC_BASE_URL": served.url,
-        "ANTHROPIC_AUTH_TOKEN": served.key,
+        "ANTHROPIC_BASE_URL": endpoint.url,
+        "ANTHROPIC_AUTH_TOKEN": endpoint.key,
         "ANTHROPIC_MODEL": model,
         **{f"ANTHROPIC_DEFAULT_{name}_MODEL": model for name in ("OPUS", "SONNET", "HAIKU")},
         "CLAUDE_CODE_SUBAGENT_MODEL": model,
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.output),
-        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(served.longest),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.output),
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.longest),
         # The others of its services are Anthropic's.
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         # A line that differs in each request would stand before everything that a cache holds.
@@ -77,38 +77,38 @@ def claude(served: Served) -> tuple[dict[str, str], list[str]]:
     return env, []
 
 
-def opencode(served: Served) -> tuple[dict[str, str], list[str]]:
+def opencode(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
     """opencode.ai/docs/config and .../providers."""
-    limit = {"context": served.longest, "output": served.output}
+    limit = {"context": endpoint.longest, "output": endpoint.output}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "mlxkv",
-        "options": {"baseURL": f"{served.url}/v1", "apiKey": f"{{env:{KEY}}}"},
-        "models": {served.model: {"name": served.model, "limit": limit, "tool_call": True}},
+        "options": {"baseURL": f"{endpoint.url}/v1", "apiKey": f"{{env:{KEY}}}"},
+        "models": {endpoint.model: {"name": endpoint.model, "limit": limit, "tool_call": True}},
     }
-    name = f"mlxkv/{served.model}"
+    name = f"mlxkv/{endpoint.model}"
     config = {"provider": {"mlxkv": provider}, "model": name, "small_model": name}
-    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config), KEY: served.key}, []
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config), KEY: endpoint.key}, []
 
 
-def codex(served: Served) -> tuple[dict[str, str], list[str]]:
+def codex(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
     """developers.openai.com/codex/config-advanced; values are TOML."""
     provider = "model_providers.mlxkv"
     settings = {
-        "model": served.model,
+        "model": endpoint.model,
         "model_provider": "mlxkv",
         f"{provider}.name": "mlxkv",
-        f"{provider}.base_url": f"{served.url}/v1",
+        f"{provider}.base_url": f"{endpoint.url}/v1",
         f"{provider}.env_key": KEY,
         f"{provider}.wire_api": "responses",
-        "model_context_window": served.longest,
+        "model_context_window": endpoint.longest,
         "web_search": "disabled",  # a tool that runs at OpenAI
     }
     pairs = [
         ("-c", f"{name}={json.dumps(value, ensure_ascii=False)}")
         for name, value in settings.items()
     ]
-    return {KEY: served.key}, [word for pair in pairs for word in pair]
+    return {KEY: endpoint.key}, [word for pair in pairs for word in pair]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Tool:
 
     program: str
     package: str
-    start: Callable[[Served], tuple[dict[str, str], list[str]]]
+    start: Callable[[Endpoint], tuple[dict[str, str], list[str]]]
     unset: tuple[str, ...] = ()
 
     @property
@@ -195,26 +195,26 @@ def _run(
         path = Path(model := options[options.index("--model") + 1]).expanduser()
         name = path.resolve().name if path.exists() else model
         say(shlex.join(["mlxkv", "serve", *options, "--port", "8080"]))
-        return _start(tool, program, Served(USUAL, "", _sound(name), LONGEST), args, dry)
+        return _start(tool, program, Endpoint(USUAL, "", _sound(name), LONGEST), args, dry)
     if options:
-        with started(options) as served:
-            note(f"{served.model} at {served.url}, {served.longest} tokens")
-            return _start(tool, program, served, args, dry)
+        with started(options) as endpoint:
+            note(f"{endpoint.model} at {endpoint.url}, {endpoint.longest} tokens")
+            return _start(tool, program, endpoint, args, dry)
     if url is not None and not _is_url(url):
         raise UserError(
             f"[--url] must begin with http:// or https://, and a host; got {url[:80]!r}"
         )
     key = key or next(iter(os.environ.get(KEY, "").splitlines()), "")
     where = (url or USUAL).rstrip("/").removesuffix("/v1")
-    served = ask(where, key)
-    if served is None and url is not None:
+    endpoint = ask(where, key)
+    if endpoint is None and url is not None:
         raise MachineError(f"[--url] no server of mlxkv answers at {where}")
-    if served is None:
+    if endpoint is None:
         raise UserError(
             f"[--model] needed to start a server; got none, and none answers at {where}; choose from "
             "mlxkv models, such as qwen3-4b"
         )
-    return _start(tool, program, served, args, dry)
+    return _start(tool, program, endpoint, args, dry)
 
 
 def _is_url(text: str) -> bool:
@@ -231,7 +231,7 @@ class _NoRedirects(HTTPRedirectHandler):
         return None
 
 
-def ask(url: str, key: str) -> Served | None:
+def ask(url: str, key: str) -> Endpoint | None:
     """The server at a URL, None where no server of ours answers. Raises UserError for a wrong key, and for the name
     of a model that programs would take for something else."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -242,7 +242,7 @@ def ask(url: str, key: str) -> Served | None:
         ) as response:
             about = untrusted.parse(response.read(1 << 20))
         name = _sound(about["model"])
-        return Served(url, key, name, untrusted.whole(about["longest_tokens"], "longest_tokens"))
+        return Endpoint(url, key, name, untrusted.whole(about["longest_tokens"], "longest_tokens"))
     except UserError:
         raise
     except HTTPError as error:
@@ -267,7 +267,7 @@ def _sound(model: str) -> str:
 
 
 @contextmanager
-def started(options: list[str]) -> Iterator[Served]:
+def started(options: list[str]) -> Iterator[Endpoint]:
     """A server on a free port of this machine, with a key of its own, as long as the block. Raises MachineError.
 
     What it says goes to a file: a program that draws on the terminal would be written over."""
@@ -283,8 +283,8 @@ def started(options: list[str]) -> Iterator[Served]:
         )
         try:
             with working("starting mlxkv serve"):
-                served = _wait(server, log, key)
-            yield served
+                endpoint = _wait(server, log, key)
+            yield endpoint
         finally:
             note("ending the server")
             server.terminate()  # as Ctrl-C would: sessions are put away
@@ -295,25 +295,25 @@ def started(options: list[str]) -> Iterator[Served]:
                 server.wait()
 
 
-def _wait(server: subprocess.Popen, log: IO[bytes], key: str) -> Served:
+def _wait(server: subprocess.Popen, log: IO[bytes], key: str) -> Endpoint:
     """Wait until a server answers. Raises MachineError where it ends before that."""
     while True:
         ended = server.poll() is not None
         # Reading by position must not move the server's.
         lines = os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace").splitlines()
         for line in lines:
-            if line.startswith("chat: ") and (served := ask(line.split()[1].rstrip("/"), key)):
-                return served
+            if line.startswith("chat: ") and (endpoint := ask(line.split()[1].rstrip("/"), key)):
+                return endpoint
         if ended:
             reason = lines[-1] if lines else "no output"
             raise MachineError(f"[launch] the server did not start: {reason}")
         time.sleep(0.1)
 
 
-def _start(tool: Tool, program: str | None, served: Served, args: list[str], dry: bool) -> int:
+def _start(tool: Tool, program: str | None, endpoint: Endpoint, args: list[str], dry: bool) -> int:
     # A dry run shows no key. Without one the programs do not start; a server without keys reads none.
-    key = ("..." if dry else served.key) if served.key else "mlxkv"
-    settings, first = tool.start(replace(served, key=key))
+    key = ("..." if dry else endpoint.key) if endpoint.key else "mlxkv"
+    settings, first = tool.start(replace(endpoint, key=key))
     if dry:
         for name in tool.unset:
             say(f"unset {name}")

@@ -66,22 +66,22 @@ class Ranks:
         self.hear()
         return thing if self.rank == 0 else json.loads(received)
 
-    def together(self, make: Callable[[], T]) -> T:
+    def run_on_all(self, make: Callable[[], T]) -> T:
         """Run `make` in each process and return its own result. Where it raises in one, all raise."""
         result = error = None
         try:
             result = make()
         except Exception as raised:
             error = raised
-        if self.least(error is None):
+        if self.all_min(error is None):
             return result
         raise error or MachineError("[serve] another process could not begin, and says why")
 
-    def most(self, number: int) -> int:
+    def all_max(self, number: int) -> int:
         """The largest of all processes' numbers."""
         return max(self._all(number))
 
-    def least(self, number: int) -> int:
+    def all_min(self, number: int) -> int:
         """The smallest of all processes' numbers."""
         return min(self._all(number))
 
@@ -127,8 +127,8 @@ class Ranks:
     def start(self, load: Callable[[], str]) -> None:
         """Load the model in all processes. load: returns the model's fingerprint. Raises what `load` raises,
         and MachineError if it raised, or returned another fingerprint, in another process."""
-        mark = [self.together(load), __version__, version("mlx-lm"), version("mlx")]
-        if not self.least(self.share(mark) == mark):
+        mark = [self.run_on_all(load), __version__, version("mlx-lm"), version("mlx")]
+        if not self.all_min(self.share(mark) == mark):
             raise MachineError(
                 "[serve] another process has another model or other versions than rank 0; "
                 f"got {mark} in rank {self.rank}"

@@ -27,12 +27,12 @@ from mlxkv.serve.apis import anthropic, openai, responses
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.grammar import Grammars, Postponed
 from mlxkv.serve.http.fields import document
-from mlxkv.serve.http.request import DEFAULT_NAMES, Request, Served
+from mlxkv.serve.http.request import DEFAULT_NAMES, ModelInfo, Request
 from mlxkv.serve.job import Prompt
 from mlxkv.serve.refusals import Refused, ending
 
 MESSAGES = "/v1/messages"
-REPLIES: dict[str, Callable[[dict, Served], Reply]] = {
+REPLIES: dict[str, Callable[[dict, ModelInfo], Reply]] = {
     "/v1/chat/completions": partial(openai.read, chat=True),
     "/chat/completions": partial(openai.read, chat=True),
     "/v1/completions": partial(openai.read, chat=False),
@@ -61,7 +61,7 @@ class Read(NamedTuple):
     dropped: int = 0
 
 
-class Lane:
+class WorkerQueue:
     """The turns at a process, one request at a time. Keys come one after the other; of one key the smallest body comes
     first, and every `EVERY`th time the one that waits longest. So a request waits for at most `EVERY` others of each
     key for itself and for each of its own key that was there before it. For the event loop."""
@@ -113,16 +113,16 @@ class Reader:
     tokenizer: mlx-lm's wrapper. template: what chat templates are given besides messages.
     """
 
-    def __init__(self, tokenizer: Any, template: dict, served: Served):
-        self._served, self._key = served, uuid4().hex
-        self._lanes = [Lane(process) for process in PROCESSES]
+    def __init__(self, tokenizer: Any, template: dict, model_info: ModelInfo):
+        self._model_info, self._key = model_info, uuid4().hex
+        self._queues = [WorkerQueue(process) for process in PROCESSES]
         system = takes_system(tokenizer, template)
         if not system:
             logging.warning(
-                f"[serve] the chat template of {served.model} takes no system message; "
+                f"[serve] the chat template of {model_info.model} takes no system message; "
                 "its words stand in front of the first question"
             )
-        self._setup = _keep, self._key, tokenizer, template, system, served.vocabulary
+        self._setup = _keep, self._key, tokenizer, template, system, model_info.vocabulary
         try:
             pickle.dumps(self._setup)
         except Exception:  # a tokenizer of C++, which no other process can have
@@ -151,8 +151,8 @@ class Reader:
 
         def ask(process: Process) -> Any:
             here = self._key in _kept
-            served = replace(self._served, compiles=here or process is not PROCESSES[0])
-            question = _read, self._key, path, raw, served, budget, names
+            model_info = replace(self._model_info, compiles=here or process is not PROCESSES[0])
+            question = _read, self._key, path, raw, model_info, budget, names
             data = pickle.dumps((frozenset(_open), *question))
             if here:
                 return pickle.loads(_answer(data))
@@ -163,8 +163,8 @@ class Reader:
             return pickle.loads(answer)
 
         try:
-            for lane in self._lanes[len(raw) > LARGE :]:
-                async with lane.acquire(len(raw), client_key) as process:
+            for queue in self._queues[len(raw) > LARGE :]:
+                async with queue.acquire(len(raw), client_key) as process:
                     result = await run_in_threadpool(ask, process)
                 if not isinstance(result, Postponed):
                     break
@@ -358,15 +358,20 @@ def _keep(key: str, tokenizer: Any, template: dict, system: bool, vocabulary: in
 
 
 def _read(
-    key: str, path: str, raw: bytes, served: Served, budget: int | None, names: tuple[str, ...]
+    key: str,
+    path: str,
+    raw: bytes,
+    model_info: ModelInfo,
+    budget: int | None,
+    names: tuple[str, ...],
 ) -> Read | int | str:
     (prompts, grammars), body = _kept[key], document(raw)
     name = body.get("model")
-    if names and isinstance(name, str) and name not in (served.model, *DEFAULT_NAMES):
+    if names and isinstance(name, str) and name not in (model_info.model, *DEFAULT_NAMES):
         return name
     if path == COUNT:
-        return len(prompts.read(anthropic.request_of(body, served)).tokens)
-    reply, dropped = REPLIES[path](body, served), 0
+        return len(prompts.read(anthropic.request_of(body, model_info)).tokens)
+    reply, dropped = REPLIES[path](body, model_info), 0
     request = reply.request
     if request.grammar is not None:
         grammars.try_out(request.grammar)
@@ -377,12 +382,12 @@ def _read(
     count = len(prompt.tokens)
     if not count:
         raise Refused(400, "[prompt] has no tokens; got an empty one", "invalid_value")
-    if served.context and count >= served.context:
-        reason = f"got {count} tokens; it takes {served.context}, the reply included"
+    if model_info.context and count >= model_info.context:
+        reason = f"got {count} tokens; it takes {model_info.context}, the reply included"
         message = f"[prompt] longer than the model's context; {reason}"
         # By these words Anthropic's clients know that a chat has to be summed up.
         if path == MESSAGES:
-            message = f"prompt is too long: {count} tokens > {served.context} maximum"
+            message = f"prompt is too long: {count} tokens > {model_info.context} maximum"
         raise Refused(400, message, "context_length_exceeded")
     reply.request = replace(request, prompt="", messages=[], chat_template_kwargs=None)
     return Read(reply, prompt, dropped)

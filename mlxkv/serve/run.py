@@ -21,9 +21,9 @@ from mlxkv.models.catalog.rendering import RENDERER
 from mlxkv.models.loading import quality
 from mlxkv.serve import reading
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.http.app import METHODS, Gate, application
+from mlxkv.serve.http.app import METHODS, RequestGuard, application
+from mlxkv.serve.http.connection import HTTPServer, listen
 from mlxkv.serve.http.models import Models
-from mlxkv.serve.http.wire import Web, listen
 from mlxkv.serve.options import PARENT, ServeOptions
 
 GRACE = 5.0  # seconds for replies under way when the end is asked for; Docker kills after 10
@@ -42,20 +42,20 @@ class Server:
             self.models = models = Models(options)
         except KeyboardInterrupt:  # nothing is there to lose, and loading stops for nobody
             os._exit(128 + signal.SIGINT)
-        self.site, self.engine = models.first, models.first.engine
+        self.loaded_model, self.engine = models.first, models.first.engine
         try:
             self.socket = listen(options.host, options.port)
         except OSError:
-            self.site.close()
+            self.loaded_model.close()
             raise
         self.server_address = self.socket.getsockname()
-        gate = CORSMiddleware(
-            Gate(options, models.keys, models.limits, application(models)),
+        guard = CORSMiddleware(
+            RequestGuard(options, models.keys, models.limits, application(models)),
             allow_origins=options.origins,
             allow_methods=METHODS,
             allow_headers=["*"],
         )
-        self.web = Web(gate, models.limits, self._tick, self._end)
+        self.http_server = HTTPServer(guard, models.limits, self._tick, self._end)
 
     @property
     def url(self) -> str:
@@ -65,7 +65,7 @@ class Server:
     def serve(self) -> None:
         """Serve until `stop`; then replies under way have `GRACE` seconds, and sessions are put away. Raises what has
         ended the engine."""
-        asyncio.run(self.web.serve([self.socket]))
+        asyncio.run(self.http_server.serve([self.socket]))
         if self.engine.problem is not None:
             raise self.engine.problem
 
@@ -83,7 +83,7 @@ class Server:
                 "ending: replies have a few seconds, sessions are put away; again cuts replies short"
             )
         await self._settle(GRACE, lambda: self._asked > 1)
-        await asyncio.to_thread(self.site.close)
+        await asyncio.to_thread(self.loaded_model.close)
         await self.models.close()
         await self._settle(TOLD, lambda: False)
 
@@ -120,7 +120,7 @@ def run(options: ServeOptions) -> None:
             "one"
         ) from None
     RENDERER.end()  # requests are rendered where they are read
-    loaded, memory = server.site.loaded, server.engine.memory
+    loaded, memory = server.loaded_model.loaded, server.engine.memory
     loaded.tell(backend())
     if group.size() == 1:
         quality.warn(loaded)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from request_bodies import SERVED
+from request_bodies import MODEL_INFO
 from small_models import TINY
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -259,7 +259,7 @@ def test_a_reply_goes_on_with_the_tokens_of_the_whole(tokenizer, template):
     for text in ("the time", "time", " the", "the ", "a\n the"):
         chat = [*user("the?"), {"role": "assistant", "content": text}]
         whole = tokenizer._tokenizer.apply_chat_template(chat, continue_final_message=True)
-        asked = request.check({"messages": chat, "continue_final_message": True}, True, SERVED)
+        asked = request.check({"messages": chat, "continue_final_message": True}, True, MODEL_INFO)
         tokens, segments, _ = Prompts(tokenizer, {}).read(asked)
         assert tokens == list(whole["input_ids"]) == sum(segments, []), text
 

@@ -34,8 +34,8 @@ def change(server, monkeypatch):
     """Changes the options of the running server."""
 
     def change(**options) -> None:
-        changed = replace(server.site.options, **options)
-        for owner in (server.models, server.site, server.engine):
+        changed = replace(server.loaded_model.options, **options)
+        for owner in (server.models, server.loaded_model, server.engine):
             monkeypatch.setattr(owner, "options", changed)
 
     return change

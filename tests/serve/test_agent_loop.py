@@ -18,7 +18,7 @@ from small_models import TINY
 
 from mlxkv.serve import sampling
 from mlxkv.serve.apis import anthropic
-from mlxkv.serve.http.request import Served
+from mlxkv.serve.http.request import ModelInfo
 from mlxkv.texts.corpus import pieces
 
 TIE = 0.05  # nats between the two best tokens
@@ -85,8 +85,8 @@ def cached(found: dict) -> int:
 
 def plain(messages: list[dict]) -> dict:
     """The same messages as OpenAI's chat takes them."""
-    served = Served("loop", "", 1 << 14, 512, 3072)
-    asked = anthropic.request_of({"messages": messages, "tools": TOOLS}, served)
+    model_info = ModelInfo("loop", "", 1 << 14, 512, 3072)
+    asked = anthropic.request_of({"messages": messages, "tools": TOOLS}, model_info)
     return {"messages": asked.messages, "tools": asked.tools}
 
 

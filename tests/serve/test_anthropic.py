@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from request_bodies import SERVED
+from request_bodies import MODEL_INFO
 from saying import ASK, SCHEMA, WEATHER, call
 from serving import get, post, send, serving, settled
 
@@ -183,7 +183,7 @@ def test_tools_are_not_offered_where_none_is_wanted(client):
 
 
 def request(**body):
-    return api.request_of({"messages": ASK} | body, SERVED)
+    return api.request_of({"messages": ASK} | body, MODEL_INFO)
 
 
 def test_blocks_become_messages():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import saying
-from request_bodies import SERVED
+from request_bodies import MODEL_INFO
 from saying import WEATHER, call
 from serving import send
 
@@ -122,7 +122,7 @@ def test_errors(openai, client, running, ask, said, monkeypatch):
 
 
 def request(*items, **body):
-    return api.request_of({"input": list(items)} | body, SERVED)[0]
+    return api.request_of({"input": list(items)} | body, MODEL_INFO)[0]
 
 
 def test_items_become_messages():
@@ -166,5 +166,5 @@ def test_items_become_messages():
 )
 def test_fields_are_named(body, field):
     with pytest.raises(Refused) as found:
-        api.request_of({"input": "a"} | body, SERVED)
+        api.request_of({"input": "a"} | body, MODEL_INFO)
     assert found.value.status == 400 and found.value.message.startswith(f"[{field}]")

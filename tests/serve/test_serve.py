@@ -218,7 +218,7 @@ def test_any_body_gets_an_answer(server, request_, chat):
 
 
 def test_a_fault_is_answered_and_the_next_request_is_served(server, monkeypatch):
-    loaded = server.site.loaded
+    loaded = server.loaded_model.loaded
     want = text_of(complete(server, "before", 5))
     real = type(loaded.model).__call__
 

@@ -13,9 +13,9 @@ from serving import until
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxkv.serve.http import wire
+from mlxkv.serve.http import connection
 from mlxkv.serve.http.access import Keys
-from mlxkv.serve.http.app import Gate, body_of
+from mlxkv.serve.http.app import RequestGuard, body_of
 from mlxkv.serve.options import ServeOptions
 
 PATIENCE = 20.0
@@ -30,18 +30,20 @@ class Echo:
 
     def __init__(self):
         self.go, self.stopping = Event(), False
-        self.limits = wire.Limits()
+        self.limits = connection.Limits()
         self.limits.body = LIMIT
-        gate = Gate(ServeOptions(), Keys(), self.limits, self.answer)
-        self.socket = wire.listen("127.0.0.1", 0)
+        guard = RequestGuard(ServeOptions(), Keys(), self.limits, self.answer)
+        self.socket = connection.listen("127.0.0.1", 0)
         self.server_address = self.socket.getsockname()
-        self.web = wire.Web(gate, self.limits, lambda: self.stopping, self.end)
+        self.http_server = connection.HTTPServer(
+            guard, self.limits, lambda: self.stopping, self.end
+        )
 
     @property
     def lines(self) -> dict:
         """The connections by what they do."""
-        states: dict = {state: [] for state in (*wire.STATES, "busy")}
-        for one in list(self.web.server_state.connections):
+        states: dict = {state: [] for state in (*connection.STATES, "busy")}
+        for one in list(self.http_server.server_state.connections):
             states[one.state].append(one)
         return states
 
@@ -60,11 +62,11 @@ class Echo:
 @contextmanager
 def running(seconds: float = PATIENCE, most: int | None = None):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "SECONDS", seconds)
-        patch.setattr(wire, "LOOK", 0.02)
+        patch.setattr(connection, "SECONDS", seconds)
+        patch.setattr(connection, "LOOK", 0.02)
         server = Echo()
         server.limits.max_connections = most or server.limits.max_connections
-        thread = Thread(target=lambda: asyncio.run(server.web.serve([server.socket])))
+        thread = Thread(target=lambda: asyncio.run(server.http_server.serve([server.socket])))
         thread.start()
         try:
             yield server
@@ -119,8 +121,8 @@ def test_small_replies_leave_at_once(echo):
     with connect(echo) as line:
         line.sendall(GET)
         assert reply(line) == (200, b"/x ")
-        wires = echo.web.server_state.connections
-        (one,) = [wire for wire in wires if wire.client == line.getsockname()]
+        connections = echo.http_server.server_state.connections
+        (one,) = [conn for conn in connections if conn.client == line.getsockname()]
         there = one.transport.get_extra_info("socket")
         assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -171,8 +173,8 @@ CODED = post(b"", b"Transfer-Encoding: chunked")
 def test_chunks_are_bounded(echo):
     """Few bytes of a body may be many on the wire."""
     for data, status in (
-        (b"1\r\nx\r\n" * wire.CHUNKS, 200),
-        (b"1\r\nx\r\n" * (wire.CHUNKS + 1), 413),
+        (b"1\r\nx\r\n" * connection.CHUNKS, 200),
+        (b"1\r\nx\r\n" * (connection.CHUNKS + 1), 413),
         (b"1;" + b"a" * 4000 + b"\r\nx\r\n", 200),
         ((b"1;" + b"a" * 4000 + b"\r\nx\r\n") * 100, 413),
     ):
@@ -197,7 +199,7 @@ def test_what_is_too_long_is_named(echo):
 @pytest.mark.parametrize(
     "data, status",
     [
-        (CODED + b"1\r\nx\r\n" * wire.CHUNKS + b"0\r\n\r\n", 200),
+        (CODED + b"1\r\nx\r\n" * connection.CHUNKS + b"0\r\n\r\n", 200),
         (GET[:-2] + b"a:\r\n" * 60_000 + b"\r\n", 431),
         (sized(b"a") + GET[:-2] + b"a:\r\n" * 60_000 + b"\r\n", 200),
         (CODED + b"0\r\n" + b"a:\r\n" * 60_000 + b"\r\n", 431),
@@ -205,7 +207,7 @@ def test_what_is_too_long_is_named(echo):
     ids=["chunks", "fields", "fields of the next request", "trailers"],
 )
 def test_nobody_waits_for_what_another_one_sends_at_once(echo, monkeypatch, data, status):
-    begun, turns, plain = [], [], wire.Wire.handle_events
+    begun, turns, plain = [], [], connection.H11Connection.handle_events
 
     def timed(self):
         begun.append(self)
@@ -213,7 +215,7 @@ def test_nobody_waits_for_what_another_one_sends_at_once(echo, monkeypatch, data
         plain(self)
         turns.append(time.thread_time() - start)
 
-    monkeypatch.setattr(wire.Wire, "handle_events", timed)
+    monkeypatch.setattr(connection.H11Connection, "handle_events", timed)
     with connect(echo) as line:
         line.sendall(data)
         assert reply(line)[0] == status
@@ -333,7 +335,7 @@ def test_a_late_body_is_told_in_the_words_of_its_api():
 
 
 def test_a_large_body_over_a_slow_line_has_its_time(monkeypatch):
-    monkeypatch.setattr(wire, "PACE", 1 << 8)
+    monkeypatch.setattr(connection, "PACE", 1 << 8)
     data = sized(bytes(6000))
     with running(seconds=0.2) as server, connect(server) as line:
         for at in range(0, len(data), 500):
@@ -344,7 +346,7 @@ def test_a_large_body_over_a_slow_line_has_its_time(monkeypatch):
 
 def test_requests_that_never_arrive_take_nobodys_place(monkeypatch, caplog):
     """Though they take all connections, again and again."""
-    monkeypatch.setattr(wire, "GRACE", 0.05)
+    monkeypatch.setattr(connection, "GRACE", 0.05)
     with running(most=4) as server:
         lines = []
         for _ in range(3):
@@ -361,7 +363,7 @@ def test_requests_that_never_arrive_take_nobodys_place(monkeypatch, caplog):
 
 
 def test_idle_connections_are_closed_in_the_end(monkeypatch):
-    monkeypatch.setattr(wire, "IDLE", 0.1)
+    monkeypatch.setattr(connection, "IDLE", 0.1)
     with running() as server, connect(server) as line:
         line.sendall(GET)
         assert reply(line) == (200, b"/x ")
@@ -369,7 +371,7 @@ def test_idle_connections_are_closed_in_the_end(monkeypatch):
 
 
 def test_bodies_that_arrive_at_once_are_bounded(monkeypatch):
-    monkeypatch.setattr(wire, "BODIES", 2)
+    monkeypatch.setattr(connection, "BODIES", 2)
     with running() as server:
         lines = [connect(server) for _ in range(5)]
         for line in lines:
@@ -395,7 +397,7 @@ def test_a_client_that_does_not_read_keeps_nobody_out():
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 def test_every_address_is_ipv4_too():
     try:
-        listening = wire.listen("::", 0)
+        listening = connection.listen("::", 0)
     except OSError:
         pytest.skip("no IPv6 here")
     with listening, socket.create_connection(("127.0.0.1", listening.getsockname()[1])):
@@ -403,7 +405,7 @@ def test_every_address_is_ipv4_too():
         with accepted:
             assert address[0] == "::ffff:127.0.0.1"
         with pytest.raises(OSError, match="in use"):
-            wire.listen("::", listening.getsockname()[1])
+            connection.listen("::", listening.getsockname()[1])
 
 
 def test_it_ends_with_connections_of_every_kind():

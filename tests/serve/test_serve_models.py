@@ -63,8 +63,8 @@ def test_each_request_gets_the_model_that_it_names(folders):
             assert int(numbers[f'mlxkv_sessions_count{{model="{name}"}}']) > 0
         error = refused(server, 404, prompt="a", model="four")
         assert "choose 'one' or 'two' or 'three'" in error["message"]
-        sites = list(server.models.loaded.values())
-    assert not any(site.engine.is_healthy for site in sites)
+        loaded_models = list(server.models.loaded.values())
+    assert not any(loaded_model.engine.is_healthy for loaded_model in loaded_models)
 
 
 def test_a_model_goes_for_another_one_but_not_from_its_requests(server, monkeypatch):
@@ -75,11 +75,11 @@ def test_a_model_goes_for_another_one_but_not_from_its_requests(server, monkeypa
         assert line.recv(12).endswith(b" 200")
         assert refused(server, 503, prompt="a", model="three")["code"] == "memory_busy"
         assert list(server.models.loaded) == ["two"]
-    site = server.models.loaded["two"]
-    until(lambda: not site.users)
+    loaded_model = server.models.loaded["two"]
+    until(lambda: not loaded_model.users)
     monkeypatch.setattr(models, "used_memory", lambda: used if server.models.loaded else 0)
     assert complete(server, "a", 2, model="three")["model"] == "three"
-    assert list(server.models.loaded) == ["three"] and not site.engine.is_healthy
+    assert list(server.models.loaded) == ["three"] and not loaded_model.engine.is_healthy
 
 
 def test_a_model_that_cannot_be_loaded_costs_its_requests_alone(folders, tmp_path):

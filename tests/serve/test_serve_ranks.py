@@ -173,14 +173,14 @@ def test_a_model_that_one_process_cannot_load():
 
 def test_a_folder_that_one_process_cannot_open(tmp_path, loaded):
     (tmp_path / "2-of-2").write_text("a file")
-    errors = both_do(*[lambda r: r.together(lambda: Disk(tmp_path, 1 << 20, loaded, r))] * 2)
+    errors = both_do(*[lambda r: r.run_on_all(lambda: Disk(tmp_path, 1 << 20, loaded, r))] * 2)
     assert isinstance(errors[0], MachineError) and "--kv-disk" in str(errors[1])
     (tmp_path / "2-of-2").unlink()
     errors.clear()  # they hold what rank 0 had opened
     gc.collect()
-    disks = both_do(*[lambda r: r.together(lambda: Disk(tmp_path, 1 << 20, loaded, r))] * 2)
+    disks = both_do(*[lambda r: r.run_on_all(lambda: Disk(tmp_path, 1 << 20, loaded, r))] * 2)
     assert [disk.entries for disk in disks] == [[], []]
-    errors = both_do(*[lambda r: r.together(lambda: Disk(tmp_path, 1 << 20, loaded, r))] * 2)
+    errors = both_do(*[lambda r: r.run_on_all(lambda: Disk(tmp_path, 1 << 20, loaded, r))] * 2)
     assert all("another server keeps its sessions there" in str(error) for error in errors)
 
 
@@ -269,7 +269,7 @@ def test_a_fault_is_the_end_of_all(batched, folder, monkeypatch):
         def broken(self, *args, **kwargs):
             raise RuntimeError("[ring] connection to a peer was lost")
 
-        monkeypatch.setattr(type(server.site.loaded.model), "__call__", broken)
+        monkeypatch.setattr(type(server.loaded_model.loaded.model), "__call__", broken)
         assert "a peer was lost" in refused(server, 500, prompt=LONG)["message"]
         assert "a peer was lost" in str(end.exception(PATIENCE))
     assert not server.engine.is_healthy

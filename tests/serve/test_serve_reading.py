@@ -72,7 +72,7 @@ def test_heavy_requests_are_read_in_another_process(server, subtests):
 def test_a_tokenizer_that_no_other_process_can_have_reads_here(server, monkeypatch):
     tokenizer = server.engine.tokenizer
     monkeypatch.setattr(tokenizer, "_odd", lambda: 0, raising=False)
-    reader = reading.Reader(tokenizer, {}, server.site.served)
+    reader = reading.Reader(tokenizer, {}, server.loaded_model.model_info)
     data = json.dumps({"model": "random", "prompt": "abc", "max_tokens": 1}).encode()
     result = asyncio.run(reader.read("/v1/completions", data, None))
     assert result.prompt.tokens == tokenizer.encode("abc")
@@ -83,11 +83,11 @@ def test_a_tokenizer_that_no_other_process_can_have_reads_here(server, monkeypat
 
 
 def test_what_waits_while_a_model_is_closed_is_told(server):
-    reader = reading.Reader(server.engine.tokenizer, {}, server.site.served)
+    reader = reading.Reader(server.engine.tokenizer, {}, server.loaded_model.model_info)
     data = json.dumps({"prompt": "abc"}).encode()
 
     async def waits():
-        async with reader._lanes[0].acquire(0):
+        async with reader._queues[0].acquire(0):
             task = asyncio.create_task(reader.read("/v1/completions", data, None))
             await asyncio.sleep(0)
             reader.close()
@@ -98,10 +98,10 @@ def test_what_waits_while_a_model_is_closed_is_told(server):
 
 
 def test_small_requests_come_before_large_ones_that_wait():
-    lane, read = reading.Lane(None), []
+    queue, read = reading.WorkerQueue(None), []
 
     async def ask(size: int) -> None:
-        async with lane.acquire(size):
+        async with queue.acquire(size):
             await asyncio.sleep(0)
             read.append(size)
 
@@ -116,17 +116,17 @@ def test_small_requests_come_before_large_ones_that_wait():
         await ask(2)
 
     asyncio.run(asyncio.wait_for(main(), 20))
-    assert read == [9, 1, 5, 2] and not lane.busy
+    assert read == [9, 1, 5, 2] and not queue.busy
 
 
 async def in_turn(
-    lane, asked: list[tuple], looped: tuple[tuple, ...], seconds: float = 20
+    queue, asked: list[tuple], looped: tuple[tuple, ...], seconds: float = 20
 ) -> list[tuple]:
     """Who had a turn until all of `asked`, (key, size), had theirs, beside clients that ask again and again."""
     turns = []
 
     async def ask(key: str | None, size: int) -> None:
-        async with lane.acquire(size, key):
+        async with queue.acquire(size, key):
             await asyncio.sleep(0)
             turns.append((key, size))
 
@@ -141,7 +141,7 @@ async def in_turn(
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    assert not lane.busy and not lane._waiting
+    assert not queue.busy and not queue._waiting
     return turns
 
 
@@ -149,7 +149,7 @@ async def in_turn(
 def test_nobody_waits_for_ever_for_smaller_requests(keys):
     """A large request of one key beside two clients of each key, which never stop."""
     smaller = tuple((f"{i % keys}", 60) for i in range(2 * keys))
-    turns = asyncio.run(in_turn(reading.Lane(None), [("0", 66)], smaller))
+    turns = asyncio.run(in_turn(reading.WorkerQueue(None), [("0", 66)], smaller))
     # the two clients of its key were there before it
     assert turns.index(("0", 66)) <= 3 * reading.EVERY * keys
 
@@ -159,7 +159,7 @@ def test_who_waits_longest_comes_next_of_its_key():
     asked = [("a", 5), ("a", 9), ("a", 7)]
     turns = [
         acquire
-        for acquire in asyncio.run(in_turn(reading.Lane(None), asked, small))
+        for acquire in asyncio.run(in_turn(reading.WorkerQueue(None), asked, small))
         if acquire in asked
     ]
     assert turns == asked
@@ -168,24 +168,24 @@ def test_who_waits_longest_comes_next_of_its_key():
 def test_another_key_waits_for_nobodys_many_requests():
     """Forty requests of a key are there before a larger one of another."""
     crowd = [("a", 1)] * 40
-    turns = asyncio.run(in_turn(reading.Lane(None), [*crowd, ("b", 99)], ()))
+    turns = asyncio.run(in_turn(reading.WorkerQueue(None), [*crowd, ("b", 99)], ()))
     assert turns.index(("b", 99)) <= 2
 
 
 def test_clients_that_leave_count_for_nothing():
-    lane = reading.Lane(None)
+    queue = reading.WorkerQueue(None)
 
     async def wait(key: str) -> None:
-        async with lane.acquire(1, key):
+        async with queue.acquire(1, key):
             pass
 
     async def main() -> list[tuple]:
-        async with lane.acquire(0, "a"):
+        async with queue.acquire(0, "a"):
             tasks = [asyncio.create_task(wait(key)) for key in "abcdefgh" * 9]
             await asyncio.sleep(0)
             for task in tasks:
                 task.cancel()
-            last = asyncio.create_task(in_turn(lane, [("z", 9)], ()))
+            last = asyncio.create_task(in_turn(queue, [("z", 9)], ()))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
         return await last
@@ -194,8 +194,10 @@ def test_clients_that_leave_count_for_nothing():
 
 
 def test_each_api_key_has_its_turns(model_folder, monkeypatch):
-    seen, plain = [], reading.Lane.acquire
-    monkeypatch.setattr(reading.Lane, "acquire", lambda *args: seen.append(args[2]) or plain(*args))
+    seen, plain = [], reading.WorkerQueue.acquire
+    monkeypatch.setattr(
+        reading.WorkerQueue, "acquire", lambda *args: seen.append(args[2]) or plain(*args)
+    )
     with serving(model_folder, api_key=["first", "second"]) as server:
         for key in ("second", "first"):
             headers = {"Authorization": f"Bearer {key}"}
@@ -214,7 +216,7 @@ def test_a_reader_that_was_stopped_is_no_fault_of_the_client(server, monkeypatch
             child = process._start()
         with held(monkeypatch, bounded, "_send", int) as go, ThreadPoolExecutor(1) as pool:
             job = pool.submit(send, server, "POST", "/v1/completions", {"prompt": "a"})
-            until(lambda: server.site._reader._lanes[0].busy)
+            until(lambda: server.loaded_model._reader._queues[0].busy)
             os.kill(child.pid, number)
             go.set()
             status, headers, data = job.result()
@@ -258,7 +260,7 @@ def test_schemas_hold_no_other_request_up(server):
     asked = chat(response_format={"type": "json_schema", "json_schema": {"schema": BOMB}})
     attack = Thread(target=refused, args=(server, 400, CHAT), kwargs=asked)
     attack.start()
-    until(lambda: any(lane.busy for lane in server.site._reader._lanes))
+    until(lambda: any(queue.busy for queue in server.loaded_model._reader._queues))
     for _ in range(3):  # the first may come before the schema is reached
         complete(server, "a", 1)
     assert attack.is_alive()

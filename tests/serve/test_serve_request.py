@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_sampler
-from request_bodies import BODIES, GOOD, SERVED, VOCABULARY, check
+from request_bodies import BODIES, GOOD, MODEL_INFO, VOCABULARY, check
 from transformers import PreTrainedTokenizerBase
 
 from mlxkv.models.loading.sampling import Sampling
@@ -19,7 +19,7 @@ from mlxkv.serve.refusals import Refused
 
 
 def parse(raw: bytes, chat: bool) -> request.Request:
-    return request.check(fields.document(raw), chat, SERVED)
+    return request.check(fields.document(raw), chat, MODEL_INFO)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -275,11 +275,11 @@ def test_the_longest_reply(name):
     }
     assert found == {7: [7, False], 100: [100, False], 5000: [100, False], -1: [100, True]}
     said = check(GOOD, True)
-    assert (said["max_tokens"], said["shorten"]) == (SERVED.max_tokens, False)
+    assert (said["max_tokens"], said["shorten"]) == (MODEL_INFO.max_tokens, False)
     assert check(GOOD | {"max_tokens": 9, "max_completion_tokens": 7}, True)["max_tokens"] == 7
 
 
 def test_what_the_makers_ask_for_is_what_a_request_does_not_say():
-    served = replace(SERVED, sampling=Sampling(temperature=0.6, top_p=0.9, top_k=20))
-    found = request.check(GOOD | {"temperature": 0, "top_k": 0}, True, served)
+    model_info = replace(MODEL_INFO, sampling=Sampling(temperature=0.6, top_p=0.9, top_k=20))
+    found = request.check(GOOD | {"temperature": 0, "top_k": 0}, True, model_info)
     assert (found.temperature, found.top_p, found.top_k) == (0.0, 0.9, 0)

@@ -14,8 +14,8 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Records
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach
+from mlxkv.serve.caches.block_store import BLOCK, BlockStore, StoredCache
 from mlxkv.serve.caches.sessions import Sessions
-from mlxkv.serve.caches.shelf import BLOCK, Kept, Shelf
 
 pytestmark = pytest.mark.usefixtures("trusted")
 
@@ -66,16 +66,16 @@ def test_what_is_shared_is_stored_once_and_comes_back_as_it_was(model):
     start = read(model, COMMON)
     sessions = [session(model, start, own) for own in range(4)]
     wanted = [deepcopy(one) for one in sessions]
-    shelf = Shelf()
+    store = BlockStore()
     for own, one in enumerate(sessions):
-        shelf.put(names(own), one)
-    kept = [cache for one in sessions for cache in one if isinstance(cache, Kept)]
+        store.put(names(own), one)
+    kept = [cache for one in sessions for cache in one if isinstance(cache, StoredCache)]
     if not kept:  # full precision: mlx-lm's own caches stay as they are
-        assert shelf.saved == 0
+        assert store.saved == 0
         return
     blocks = {id(block): block for cache in kept for block in cache._blocks}
     apart = sum(block.nbytes for cache in kept for block in cache._blocks)
-    assert shelf.saved == apart - sum(block.nbytes for block in blocks.values()) > apart / 2
+    assert store.saved == apart - sum(block.nbytes for block in blocks.values()) > apart / 2
     layers = len(wanted[0])
     assert len(blocks) <= layers * (2 + (COMMON + 70) // BLOCK + 4)
     for one, want in zip(sessions, wanted, strict=True):
@@ -88,34 +88,34 @@ def test_what_is_shared_is_stored_once_and_comes_back_as_it_was(model):
     del kept, blocks, one, again
     sessions.clear()
     gc.collect()
-    assert shelf.saved == 0 and not shelf._blocks
+    assert store.saved == 0 and not store._blocks
 
 
 def test_memory_holds_them_once(plain):
     """By MLX's count of allocated bytes."""
     start = read(plain, COMMON)
-    shelf, kept, taken = Shelf(), [], []
+    store, kept, taken = BlockStore(), [], []
     for own in range(4):
         kept.append(session(plain, start, own))
-        shelf.put(names(own), kept[-1])
+        store.put(names(own), kept[-1])
         gc.collect()
         taken.append(mx.get_active_memory())
     first = sum(cache.nbytes for cache in kept[0])
     grown = [b - a for a, b in zip(taken, taken[1:], strict=False)]
-    private = 4 * first - shelf.saved - first
+    private = 4 * first - store.saved - first
     assert private < 1.2 * first  # of three sessions
     assert sum(grown) < 2 * private  # MLX rounds allocations up
 
 
 def test_other_tokens_or_other_bytes_are_not_shared(plain):
     one, other, third = (read(plain, COMMON) for _ in range(3))
-    shelf = Shelf()
-    shelf.put(tokens(COMMON).tolist(), one)
-    shelf.put([7, *tokens(COMMON).tolist()[1:]], other)  # the first token differs: so does all
-    assert shelf.saved == 0
+    store = BlockStore()
+    store.put(tokens(COMMON).tolist(), one)
+    store.put([7, *tokens(COMMON).tolist()[1:]], other)  # the first token differs: so does all
+    assert store.saved == 0
     third[0]._sink = tuple(x + 1 for x in third[0]._sink)
-    shelf.put(tokens(COMMON).tolist(), third)
-    assert shelf.saved == sum(
+    store.put(tokens(COMMON).tolist(), third)
+    assert store.saved == sum(
         block.nbytes for i, c in enumerate(third) for j, block in enumerate(c._blocks) if i or j
     )
 
@@ -135,7 +135,7 @@ def test_the_bound_counts_them_once(plain):
     assert len(sessions.entries) == 3 and sessions.nbytes <= memory.bound
     memory.bound = 0
     sessions.shrink()
-    assert len(sessions.entries) == sessions.nbytes == sessions.shelf.saved == 0
+    assert len(sessions.entries) == sessions.nbytes == sessions.block_store.saved == 0
 
 
 @pytest.mark.parametrize("preset", ["int4", "srft-int4+g64"])
@@ -144,7 +144,7 @@ def test_records_of_kernels_are_shared_too(monkeypatch, preset):
     monkeypatch.setattr(
         "mlxkv.cache.choose.store", lambda plan, *_: Records(*plan.question[:2], make)
     )
-    shelf, kept = Shelf(), []
+    store, kept = BlockStore(), []
     for own in range(2):
         cache = CompressedKVCache(PRESETS[preset])
         for count, seed in ((COMMON, 0), (70, 1 + own)):
@@ -152,8 +152,8 @@ def test_records_of_kernels_are_shared_too(monkeypatch, preset):
             cache.update_and_fetch(*pair.astype(mx.float16))
         want = deepcopy(cache)
         kept.append([cache])
-        shelf.put(names(own), kept[-1])
+        store.put(names(own), kept[-1])
         back = deepcopy(kept[-1][0])
         assert isinstance(back._store, Records) and same(back, want)
     shared = [a is b for a, b in zip(*(one[0]._blocks for one in kept), strict=True)]
-    assert all(shared[: 1 + (COMMON - 256) // BLOCK]) and shelf.saved > 0
+    assert all(shared[: 1 + (COMMON - 256) // BLOCK]) and store.saved > 0

@@ -11,9 +11,9 @@ from serving import LONG, get, post, send, serving
 
 from mlxkv.machine import machine_memory
 from mlxkv.serve import engine
+from mlxkv.serve.caches.block_store import BlockStore
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.sessions import Sessions
-from mlxkv.serve.caches.shelf import Shelf
 from mlxkv.serve.http.access import tenant
 
 KEYS = ["operator", "one", "two"]
@@ -39,7 +39,7 @@ def test_sessions_are_found_by_their_tenant_alone(small, tmp_path):
     sessions.keep(names, read(small.model, 300), "a")
     assert [found(whose) for whose in ("a", "b", "")] == [300, 0, 0]
     sessions.keep(names, read(small.model, 300))  # nobody's
-    assert sessions.shelf.saved == 0
+    assert sessions.block_store.saved == 0
     assert [found(whose) for whose in ("a", "b", "")] == [300, 0, 300]
     sessions.shrink(-1)
     assert sessions.entries == []
@@ -54,16 +54,16 @@ def test_sessions_are_found_by_their_tenant_alone(small, tmp_path):
 
 
 def test_what_two_tenants_have_in_common_is_stored_twice(small):
-    shelf, names = Shelf(), tokens(900).tolist()
+    store, names = BlockStore(), tokens(900).tolist()
     one, other, again = (read(small.model, 900) for _ in range(3))
-    shelf.put(names, one, "a")
-    shelf.put(names, other, "b")
-    assert shelf.saved == 0
-    shelf.put(names, again, "b")
-    assert shelf.saved > 0
+    store.put(names, one, "a")
+    store.put(names, other, "b")
+    assert store.saved == 0
+    store.put(names, again, "b")
+    assert store.saved > 0
     del other, again
     gc.collect()
-    assert shelf.saved == 0
+    assert store.saved == 0
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["batched", "alone"])

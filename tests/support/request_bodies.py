@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mlxkv.serve.http import request
 
 VOCABULARY = 260
-SERVED = request.Served("m", "int4", longest=100, max_tokens=512, vocabulary=VOCABULARY)
+MODEL_INFO = request.ModelInfo("m", "int4", longest=100, max_tokens=512, vocabulary=VOCABULARY)
 KEYS = (
     *("role", "content", "type", "text", "function", "name", "arguments", "tool_calls"),
     *("include_usage", "tool_call_id", "chat_template"),
@@ -39,4 +39,4 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).flatmap(
 
 def check(body: dict, chat: bool) -> dict:
     """The fields of the request in a body. Raises Refused."""
-    return asdict(request.check(body, chat, SERVED))
+    return asdict(request.check(body, chat, MODEL_INFO))

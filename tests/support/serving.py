@@ -11,7 +11,7 @@ from threading import Event, Thread
 
 from pytest import MonkeyPatch
 
-from mlxkv.serve.http import wire
+from mlxkv.serve.http import connection
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.run import Server
 
@@ -26,7 +26,7 @@ def serving(model, kv: str = "int4", body=None, chunk=None, **options) -> Iterat
     models = [str(each) for each in (model if isinstance(model, list) else [model])]
     with MonkeyPatch.context() as patch:
         if body:
-            patch.setattr(wire, "BODY", body)
+            patch.setattr(connection, "BODY", body)
         if chunk:
             patch.setattr("mlxkv.serve.engine.prefill_step", lambda: chunk)
         server = Server(ServeOptions(model=models, kv=kv, port=0, **options))
@@ -80,14 +80,14 @@ def held(monkeypatch, owner, name: str, kind: type = object) -> Iterator[Event]:
 
 def read_prompts(server: Server, monkeypatch) -> list:
     """The list that gets the prompt of every request that the server reads from now on."""
-    prompts, plain = [], server.site.read
+    prompts, plain = [], server.loaded_model.read
 
     async def spied(*args):
         result = await plain(*args)
         prompts.append(result.prompt)
         return result
 
-    monkeypatch.setattr(server.site, "read", spied)
+    monkeypatch.setattr(server.loaded_model, "read", spied)
     return prompts
 
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
 from mlxkv.serve.http.fields import Fields, bad, call, mistyped, renamed, schema_format
-from mlxkv.serve.http.request import Request, Served, check
+from mlxkv.serve.http.request import ModelInfo, Request, check
 from mlxkv.serve.refusals import Refused
 
 SAME = (
@@ -30,12 +30,12 @@ BILLING = "x-anthropic-billing-header:"
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}  # in OpenAI's words
 
 
-def read(body: dict, served: Served) -> MessagesReply:
+def read(body: dict, model_info: ModelInfo) -> MessagesReply:
     """The request in a body. Raises Refused."""
-    return MessagesReply(request_of(body, served), served.model)
+    return MessagesReply(request_of(body, model_info), model_info.model)
 
 
-def request_of(body: dict, served: Served) -> Request:
+def request_of(body: dict, model_info: ModelInfo) -> Request:
     """The request of a JSON object. Raises Refused, which names the field."""
     mistyped(body, TAKEN)
     fields, messages = Fields(body), _system(body)
@@ -66,7 +66,7 @@ def request_of(body: dict, served: Served) -> Request:
         "tool_choice": _choice(fields.object("tool_choice")),
     }
     try:
-        return check(plain | translated, True, served, shorten=True)
+        return check(plain | translated, True, model_info, shorten=True)
     except Refused as refused:
         raise renamed(refused, NAMES) from None
 

@@ -191,7 +191,7 @@ class Disk:
         shared, entry = next(iter(nearest(self.entries, tokens, tenant)), (0, None))
         name, shared = self._ranks.share([entry and entry.path.name, shared])
         entry = next((each for each in self.entries if each.path.name == name), None)
-        if self._ranks.least(entry is not None):
+        if self._ranks.all_min(entry is not None):
             return entry, shared
         self._drop([entry] if entry is not None else [])
         return None, 0
@@ -207,7 +207,7 @@ class Disk:
         except Exception as error:  # whatever it is, the request is read afresh
             self.failed += 1
             logging.warning(f"a session could not be used, it is removed: {error}")
-        if not self._ranks.least(cache is not None):
+        if not self._ranks.all_min(cache is not None):
             self._drop([entry])
             return None
         self.found += 1

@@ -57,7 +57,7 @@ class Memory:
         return sum(shape.allocated(tokens, self.chunk, most=True) for shape in self.shapes)
 
     def in_use(self, tokens: int, rests: bool = False) -> int:
-        """Bytes that one sequence of so many tokens takes, without room to grow. rests: on the shelf."""
+        """Bytes that one sequence of so many tokens takes, without room to grow. rests: in the block store."""
         return sum(shape.held(tokens, rests=rests) for shape in self.shapes)
 
     def fp16(self, tokens: int) -> int:

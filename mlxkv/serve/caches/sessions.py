@@ -9,9 +9,9 @@ from copy import deepcopy
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache
 
 from mlxkv.models.trimming import trim_caches
+from mlxkv.serve.caches.block_store import BlockStore
 from mlxkv.serve.caches.disk import Disk, Session, nearest, replaced
 from mlxkv.serve.caches.memory import Memory
-from mlxkv.serve.caches.shelf import Shelf
 
 
 class Sessions:
@@ -33,7 +33,7 @@ class Sessions:
     ):
         self.memory, self.new, self.disk, self.reuse = memory, new, disk, reuse
         self.agree = agree
-        self.shelf = Shelf()
+        self.block_store = BlockStore()
         self.entries: list[Session] = []
         self.counts = Counter(lookups=0, hits=0, tokens=0, tokens_found=0, evicted=0)
 
@@ -76,7 +76,7 @@ class Sessions:
             self.shrink()
 
     def _insert(self, tokens: list[int], cache: list, tenant: str) -> None:
-        self.shelf.put(tokens, cache, tenant)
+        self.block_store.put(tokens, cache, tenant)
         trims, size = can_trim_prompt_cache(cache), sum(layer.nbytes for layer in cache)
         session = Session(tokens, tenant, trims, size, cache=cache)
         needless = replaced(self.entries, session)
@@ -85,7 +85,7 @@ class Sessions:
     @property
     def nbytes(self) -> int:
         """Their size; shared parts count once."""
-        return self.bytes_apart - self.shelf.saved
+        return self.bytes_apart - self.block_store.saved
 
     @property
     def bytes_apart(self) -> int:

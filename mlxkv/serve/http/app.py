@@ -22,9 +22,9 @@ from mlxkv.serve.apis import anthropic
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.access import Keys, check_host, given_key, tenant
+from mlxkv.serve.http.connection import Limits
 from mlxkv.serve.http.models import Models
 from mlxkv.serve.http.request import no_model
-from mlxkv.serve.http.wire import Limits
 from mlxkv.serve.job import Job, Start, Token
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import COUNT, REPLIES
@@ -52,7 +52,7 @@ OPEN, OPEN_FOLDER = ("/health", "/"), "/page/"
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
-class Gate:
+class RequestGuard:
     """Checks where each request goes and who asks, before its body is read; writes the headers of all replies."""
 
     def __init__(self, options: ServeOptions, keys: Keys, limits: Limits, app: Callable):
@@ -68,7 +68,7 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._limits.responses[status] += 1
-                if not is_checked or not scope["wire"].is_complete:
+                if not is_checked or not scope["connection"].is_complete:
                     # Where the next request begins is not known.
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
@@ -152,15 +152,15 @@ def _too_large(count: int, limit: int) -> Refused:
 
 async def body_of(request: Request, limits: Limits) -> bytes:
     """The bytes of a request's body. Raises Refused, and ClientDisconnect where the client has left or was refused."""
-    data, wire = bytearray(), request.scope["wire"]
+    data, conn = bytearray(), request.scope["connection"]
     try:
         async for part in request.stream():
             data += part
             if len(data) > limits.body:
                 raise _too_large(len(data), limits.body)
-            limits.add_body(wire, len(part))
+            limits.add_body(conn, len(part))
     finally:
-        limits.bodies.pop(wire, None)
+        limits.bodies.pop(conn, None)
     return bytes(data)
 
 
@@ -171,7 +171,7 @@ class Document(JSONResponse):
         return json.dumps(content, allow_nan=False).encode()
 
 
-class Talk:
+class ReplyStream:
     """The reply to the request in a body, as an application of ASGI. key: of the client. is_operator: whether it may
     know what others ask. arrival_time: of the request's first byte, by `time.monotonic`."""
 
@@ -205,8 +205,8 @@ class Talk:
         try:
             async with self._models.read(
                 scope["path"], self._raw, self._key, self._arrival_time
-            ) as (site, (reply, prompt, dropped)):
-                engine, asked = site.engine, reply.request
+            ) as (loaded_model, (reply, prompt, dropped)):
+                engine, asked = loaded_model.engine, reply.request
                 owner = await run_in_threadpool(tenant, self._key, asked.user, asked.cache_salt)
                 job = Job(asked, prompt, owner, dropped, self._is_operator, channel=self)
                 job.constraint = await run_in_threadpool(engine.constraint_of, job)
@@ -227,7 +227,7 @@ class Talk:
             refused = error if isinstance(error, Refused) else fault(error)
             if not has_begun:
                 raise refused from None
-            scope["wire"].cycle.keep_alive = False
+            scope["connection"].cycle.keep_alive = False
             await write(reply.error_event(refused), more=False)
 
     async def _watch(self, receive: Callable) -> None:
@@ -290,12 +290,12 @@ def application(models: Models) -> Router:
 
     async def reply(request: Request) -> Callable:
         raw = await body_of(request, models.limits)
-        arrival_time = request.scope["wire"].arrival_time
-        return Talk(models, raw, key(request), is_operator(request), arrival_time)
+        arrival_time = request.scope["connection"].arrival_time
+        return ReplyStream(models, raw, key(request), is_operator(request), arrival_time)
 
     async def count(request: Request) -> Response:
         raw = await body_of(request, models.limits)
-        arrival_time = request.scope["wire"].arrival_time
+        arrival_time = request.scope["connection"].arrival_time
         async with models.read(COUNT, raw, key(request), arrival_time) as (_, tokens):
             return Document({"input_tokens": tokens})
 

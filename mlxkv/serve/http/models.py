@@ -25,8 +25,8 @@ from mlxkv.serve.caches.memory import used_memory
 from mlxkv.serve.engine import LEAST_MEMORY, Engine
 from mlxkv.serve.grammar import calls_of
 from mlxkv.serve.http.access import Keys
-from mlxkv.serve.http.request import Served, no_model
-from mlxkv.serve.http.wire import Limits
+from mlxkv.serve.http.connection import Limits
+from mlxkv.serve.http.request import ModelInfo, no_model
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import Read, Reader
 from mlxkv.serve.refusals import Refused, ending
@@ -38,7 +38,7 @@ def name_of(model: str) -> str:
     return path.resolve().name if path.exists() else model.strip()
 
 
-class Site:
+class LoadedModel:
     """A model and its state, shared by all its requests. users: requests that it was given to, and whose replies have
     not ended. Raises what loading raises."""
 
@@ -47,7 +47,7 @@ class Site:
         try:
             self.loaded = self.engine.wait_until_ready()
             self.name = name_of(self.loaded.name)
-            self.served = Served(
+            self.model_info = ModelInfo(
                 model=self.name,
                 kv=self.loaded.kv_name,
                 longest=self.loaded.context or 1 << 20,
@@ -57,7 +57,7 @@ class Site:
                 sampling=self.loaded.sampling,
                 context=self.loaded.context,
             )
-            self._reader = Reader(self.loaded.tokenizer, options.template, self.served)
+            self._reader = Reader(self.loaded.tokenizer, options.template, self.model_info)
         except Exception:
             self.engine.stop_and_join()
             raise
@@ -69,7 +69,7 @@ class Site:
         Refused."""
         budget = None
         if self.options.overflow == "drop":
-            budget = self.engine.memory.longest(self.served.longest)
+            budget = self.engine.memory.longest(self.model_info.longest)
         return await self._reader.read(path, raw, budget, names, key)
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Site:
             "context": loaded.context,
             "max_tokens": self.options.max_tokens,  # of a reply whose request names none
             # Of a sequence, its reply included, where nobody else asks: by memory and by context.
-            "longest_tokens": memory.longest(self.served.longest),
+            "longest_tokens": memory.longest(self.model_info.longest),
             "exact_tokens": window_of(loaded),  # nothing is compressed in sequences up to here
             "batched": engine.is_batchable,
             "processes": engine.ranks.size,  # bytes below are those of one
@@ -105,7 +105,7 @@ class Site:
         kept = [len(session.tokens) for session in list(sessions.entries)]
         return document | {
             # The same beside what is promised now: a request of so many tokens is admitted.
-            "safe_tokens": memory.longest(self.served.longest, beside=True),
+            "safe_tokens": memory.longest(self.model_info.longest, beside=True),
             "memory": {
                 "bound_bytes": memory.bound,
                 "promised_bytes": memory.promised,
@@ -140,19 +140,19 @@ class Models:
     def __init__(self, options: ServeOptions):
         self.options, self.limits, self.keys = options, Limits(), Keys()
         _, *others = options.models
-        self.first, self.active = Site(options), 0
+        self.first, self.active = LoadedModel(options), 0
         self._options = {name_of(model): replace(options, model=model) for model in others}
         self.names = (self.first.name, *self._options)
         if len({*self.names}) <= len(others):
             self.first.close()
             raise UserError(f"[--model] two have one name; got {', '.join(self.names)}")
-        self.loaded: dict[str, Site] = {}
+        self.loaded: dict[str, LoadedModel] = {}
         self._lock, self._has_ended = asyncio.Lock(), False
 
     @asynccontextmanager
     async def read(
         self, path: str, raw: bytes, key: str | None, arrival_time: float
-    ) -> AsyncIterator[tuple[Site, Read | int]]:
+    ) -> AsyncIterator[tuple[LoadedModel, Read | int]]:
         """Yield the model that the request in a body names, which is loaded where it is not there and stays until the
         end of the block, and the request. key: of the client. The block is one of the requests in progress, and has the
         time that is left of `--timeout`. Raises Refused."""
@@ -162,14 +162,20 @@ class Models:
         self.active += 1
         try:
             async with asyncio.timeout_at(arrival_time + seconds):
-                result, site = await self.first.read(path, raw, key, self.names[1:]), self.first
+                result, loaded_model = (
+                    await self.first.read(path, raw, key, self.names[1:]),
+                    self.first,
+                )
                 if isinstance(result, str):
-                    site, result = await self._site(result), None
-                site.users += 1
+                    loaded_model, result = await self._loaded_model(result), None
+                loaded_model.users += 1
                 try:
-                    yield site, await site.read(path, raw, key) if result is None else result
+                    yield (
+                        loaded_model,
+                        await loaded_model.read(path, raw, key) if result is None else result,
+                    )
                 finally:
-                    site.users -= 1
+                    loaded_model.users -= 1
         except TimeoutError:
             raise Refused(504, f"[--timeout] took more than {seconds:.15g} s", "timeout") from None
         finally:
@@ -179,10 +185,10 @@ class Models:
         """Unload all models but the first; one that is being loaded goes once it is there. No others are loaded."""
         self._has_ended = True
         async with self._lock:
-            for site in list(self.loaded.values()):
-                await asyncio.to_thread(site.close)
+            for loaded_model in list(self.loaded.values()):
+                await asyncio.to_thread(loaded_model.close)
 
-    async def _site(self, name: str) -> Site:
+    async def _loaded_model(self, name: str) -> LoadedModel:
         if name not in self._options:
             raise no_model(name[:80], self.names)
         while not self._is_ready(name):
@@ -190,8 +196,8 @@ class Models:
             load = asyncio.create_task(self._load(name))
             load.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(load)
-        site = self.loaded[name] = self.loaded.pop(name)  # the latest last
-        return site
+        loaded_model = self.loaded[name] = self.loaded.pop(name)  # the latest last
+        return loaded_model
 
     def _is_ready(self, name: str) -> bool:
         return name in self.loaded and self.loaded[name].engine.is_healthy
@@ -210,7 +216,7 @@ class Models:
                 place = await asyncio.to_thread(locate, options.models[0])
                 size = place.weights or place.config.stat().st_size
                 await self._free_memory(size + LEAST_MEMORY)
-                self.loaded[name] = await asyncio.to_thread(Site, options)
+                self.loaded[name] = await asyncio.to_thread(LoadedModel, options)
             except Refused:
                 raise
             except Exception as error:
@@ -240,13 +246,16 @@ class Models:
         if is_operator:
             document |= {"active_requests": self.active}
             document["memory"] |= _process_memory()
-        others = {name: site.kv(is_operator) for name, site in self.loaded.items()}
+        others = {name: loaded_model.kv(is_operator) for name, loaded_model in self.loaded.items()}
         return {"models": self.names} | document | {"others": others}
 
     def metrics(self) -> str:
         """The page of /metrics."""
-        sites = {self.first.name: self.first} | self.loaded
-        models = {name: (site.engine.metrics, site.kv()) for name, site in sites.items()}
+        loaded_models = {self.first.name: self.first} | self.loaded
+        models = {
+            name: (loaded_model.engine.metrics, loaded_model.kv())
+            for name, loaded_model in loaded_models.items()
+        }
         gauges = {"active_requests": self.active, "wrong_keys": self.keys.wrong}
         gauges |= {f"kv_{name}": value for name, value in _process_memory().items()}
         return metrics.text(self.limits.responses, gauges, models)

@@ -112,7 +112,7 @@ TAKEN = (
 
 
 @dataclass(frozen=True)
-class Served:
+class ModelInfo:
     """What requests are checked against: the names of the model and of its preset; the longest reply,
     and the one of a request that names none; the size of the vocabulary; how
     the model's tool calls begin and end; how its makers want replies drawn; what the model takes, where that is
@@ -129,7 +129,7 @@ class Served:
     compiles: bool = True
 
 
-def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Request:
+def check(body: dict, chat: bool, model_info: ModelInfo, shorten: bool = False) -> Request:
     """The request of a JSON object. chat: whether it came to the path of chats. shorten: of the request. Raises
     Refused, which names the field."""
     body = {key: value for key, value in body.items() if value is not None}
@@ -138,27 +138,29 @@ def check(body: dict, chat: bool, served: Served, shorten: bool = False) -> Requ
         if name in body and (type(body[name]), body[name]) not in [(type(x), x) for x in values]:
             only = f"only {json.dumps(values[0])} is supported" if values else "not supported"
             raise bad(name, only, body[name])
-    model = body.get("model", served.model)
-    if model not in (served.model, *DEFAULT_NAMES):
-        raise no_model(str(model)[:80], (served.model,))
-    kv = body.get("kv", served.kv)
-    if kv != served.kv:  # a batch has one kind of cache
-        raise bad("kv", f"this server's caches are {served.kv}; choose that, or start another", kv)
+    model = body.get("model", model_info.model)
+    if model not in (model_info.model, *DEFAULT_NAMES):
+        raise no_model(str(model)[:80], (model_info.model,))
+    kv = body.get("kv", model_info.kv)
+    if kv != model_info.kv:  # a batch has one kind of cache
+        raise bad(
+            "kv", f"this server's caches are {model_info.kv}; choose that, or start another", kv
+        )
     for name in ("max_tokens", "max_completion_tokens"):
         if body.get(name) == ENDLESS:
-            body, shorten = body | {name: served.longest}, True
+            body, shorten = body | {name: model_info.longest}, True
     fields = Fields(body)
     options = Fields(fields.object("stream_options"), "stream_options")
-    content = _chat(fields) if chat else {"prompt": _text(body, served.vocabulary)}
+    content = _chat(fields) if chat else {"prompt": _text(body, model_info.vocabulary)}
     return Request(
         chat=chat,
         stream=fields.flag("stream"),
         include_usage=options.flag("include_usage"),
-        **_numbers(body, served),
+        **_numbers(body, model_info),
         stop=_stop(body),
         **_logprobs(body, chat),
-        logit_bias=_logit_bias(body, served.vocabulary),
-        grammar=_grammar(body, content, served),
+        logit_bias=_logit_bias(body, model_info.vocabulary),
+        grammar=_grammar(body, content, model_info),
         shorten=shorten,
         **{name: _name(body, name) for name in ("user", "cache_salt")},
         **content,
@@ -170,13 +172,13 @@ def no_model(name: str, names: tuple[str, ...]) -> Refused:
     return Refused(404, f"[model] no such model; got {name!r}; choose {choices}", "model_not_found")
 
 
-def _grammar(body: dict, content: dict, served: Served) -> str | None:
+def _grammar(body: dict, content: dict, model_info: ModelInfo) -> str | None:
     """Return what the reply follows: a format, or a call of a tool. Takes the tools out of `content` for "none"."""
     choice = body.get("tool_choice", "auto")
     if choice == "none":
         content.pop("tools", None)
-    call = of_choice(choice, content.get("tools"), served.calls, served.compiles)
-    form = of_format(body.get("response_format"), served.compiles)
+    call = of_choice(choice, content.get("tools"), model_info.calls, model_info.compiles)
+    form = of_format(body.get("response_format"), model_info.compiles)
     if call and form:
         raise bad("tool_choice", "a call follows no response_format; leave one of them out", choice)
     return call or form
@@ -189,8 +191,8 @@ def _name(body: dict, name: str) -> str:
     return value
 
 
-def _numbers(body: dict, served: Served) -> dict:
-    out = asdict(served.sampling)
+def _numbers(body: dict, model_info: ModelInfo) -> dict:
+    out = asdict(model_info.sampling)
     for name, (kind, low, high) in NUMBERS.items():
         if name not in body:
             continue
@@ -201,8 +203,8 @@ def _numbers(body: dict, served: Served) -> dict:
             raise bad(name, f"must be from {low} to {high}", value)
         out[name] = value if kind is int else float(value)
     max_tokens = out.pop("max_completion_tokens", None) or out.get("max_tokens")
-    out["max_tokens"] = min(max_tokens, served.longest) if max_tokens else served.max_tokens
-    if out.get("top_k", 0) >= served.vocabulary:
+    out["max_tokens"] = min(max_tokens, model_info.longest) if max_tokens else model_info.max_tokens
+    if out.get("top_k", 0) >= model_info.vocabulary:
         out["top_k"] = 0  # all of them: mlx-lm's sampler raises in the thread of all requests
     if out.get("temperature", 0) < COLDEST:
         out["temperature"] = 0.0

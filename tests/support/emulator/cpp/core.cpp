@@ -118,7 +118,7 @@ static bool together(const Lane& a, const Lane& b) {
       fault.message += "have ended;";
     else
       fault.message += text("wait in %s at %s;", op_name(lane.op), where(lane.at).c_str());
-    if (lane.stop != Stop::kDone) fault.site(lane.at);
+    if (lane.stop != Stop::kDone) fault.loaded_model(lane.at);
     if (party.size() <= fewest->size()) fewest = &party;
   }
   fault.message.pop_back();

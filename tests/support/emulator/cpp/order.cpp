@@ -125,7 +125,7 @@ extern "C" void emu_fence(int flags, int relaxed, Site) {
 extern "C" unsigned emu_atomic(bool adds, void* where, unsigned value, Site at) {
   if (uintptr_t(where) % 4) {
     report(
-        Fault{"misaligned", "an atomic operation at an address that is no multiple of 4"}.site(at));
+        Fault{"misaligned", "an atomic operation at an address that is no multiple of 4"}.loaded_model(at));
   }
   if (launch.checks) {
     check_access(where, 4, true, adds ? kUpdate : kAtomicStore, __builtin_return_address(0));

@@ -20,7 +20,7 @@ static void move(Lane* lane, int op, int first) {
                   text("%s by %u in lane %d, by %u in lane 0", op_name(op), argument, i,
                        lane[0].argument),
                   {first + i}};
-      report(fault.site(lane[i].at));
+      report(fault.loaded_model(lane[i].at));
     }
     int from = op == kShuffleXor ? i ^ int(argument) : int(argument);
     lane[i].result = lane[from].bits;

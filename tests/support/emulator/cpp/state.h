@@ -96,7 +96,7 @@ struct Fault {
   void* other = nullptr;          // the earlier access of a race
   const char* file = nullptr;
   unsigned line = 0, column = 0;
-  Fault& site(const Site& at) {
+  Fault& loaded_model(const Site& at) {
     file = at.file_name(), line = at.line(), column = at.column();
     return *this;
   }

@@ -29,7 +29,7 @@ class Block:
         self.users = 0
 
 
-class Kept:
+class StoredCache:
     """The cache of one layer at rest. Its deep copy, which mlx-lm's prompt cache makes to use an entry, is
     a working cache again.
 
@@ -59,7 +59,7 @@ class Kept:
         return CompressedKVCache.from_state(whole | dict(tree_unflatten(joined)))
 
 
-class Shelf:
+class BlockStore:
     """Stores the caches of sessions. saved: bytes that separate copies would take in addition."""
 
     def __init__(self):
@@ -67,13 +67,13 @@ class Shelf:
         self.saved = 0
 
     def put(self, tokens: list[int], caches: list, tenant: str = "") -> None:
-        """Replace compressed caches, which hold a start of `tokens`, by `Kept` ones in place, layer by layer:
+        """Replace compressed caches, which hold a start of `tokens`, by `StoredCache` ones in place, layer by layer:
         only one layer has two copies at a time. tenant: shares with its own sessions alone."""
         for layer, cache in enumerate(caches):
             if type(cache) is CompressedKVCache and not cache.empty():
-                caches[layer] = self._kept((tenant, layer), tokens, cache)
+                caches[layer] = self._stored((tenant, layer), tokens, cache)
 
-    def _kept(self, place: tuple, tokens: list[int], cache: CompressedKVCache) -> Kept:
+    def _stored(self, place: tuple, tokens: list[int], cache: CompressedKVCache) -> StoredCache:
         state, config = cache.state, cache.config
         state.pop("last", None)  # its codes are as good for who uses this cache again
         paged = [(f"pages.{name}", x) for name, x in tree_flatten(state.pop("pages", {}))]
@@ -92,7 +92,7 @@ class Shelf:
         blocks = self._shared(list(zip(_keys(place, tokens, ends), found, strict=True)))
         state = tree_map(_own, state)
         mx.eval(state, [block.arrays for block in blocks])
-        kept = Kept(blocks, state, cache.size())
+        kept = StoredCache(blocks, state, cache.size())
         for block in blocks:
             self.saved += block.nbytes if block.users else 0
             block.users += 1

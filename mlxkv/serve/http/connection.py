@@ -79,36 +79,36 @@ class Limits:
     def __init__(self):
         self.body, self.max_connections = BODY, connection_limit()
         self.responses: Counter[int] = Counter()
-        self.bodies: dict[Wire, int] = {}
+        self.bodies: dict[H11Connection, int] = {}
         self._log_time = -60.0
 
-    def can_accept(self, wires: set[Wire]) -> bool:
+    def can_accept(self, connections: set[H11Connection]) -> bool:
         """Return whether one more connection may come beside others, the oldest of which that waits is closed for it
         where there are too many."""
-        if len(wires) < self.max_connections:
+        if len(connections) < self.max_connections:
             return True
         now = time.monotonic()
         if now > self._log_time + 10:
             self._log_time = now
             logging.warning(
-                f"[serve] {len(wires)} connections: the oldest that wait are closed for new ones"
+                f"[serve] {len(connections)} connections: the oldest that wait are closed for new ones"
             )
-        waiting = [(STATES.index(wire.state), wire.since, id(wire), wire) for wire in wires
-                   if wire.state in STATES and (wire.state != "arriving" or now - wire.since >= GRACE)]  # fmt: skip
+        waiting = [(STATES.index(conn.state), conn.since, id(conn), conn) for conn in connections
+                   if conn.state in STATES and (conn.state != "arriving" or now - conn.since >= GRACE)]  # fmt: skip
         if waiting:
             min(waiting)[-1].abort()
         return bool(waiting)
 
-    def add_body(self, wire: Wire, count: int) -> None:
+    def add_body(self, conn: H11Connection, count: int) -> None:
         """Note that bytes of a body came. The oldest is refused where all of them together are too much."""
-        self.bodies[wire] = self.bodies.get(wire, 0) + count
+        self.bodies[conn] = self.bodies.get(conn, 0) + count
         if sum(self.bodies.values()) > BODIES * self.body:
             oldest = next(iter(self.bodies))
             del self.bodies[oldest]
             oldest.refuse(Refused(503, "[serve] too much arrives at once", "busy", retry=1))
 
 
-class Wire(H11Protocol):
+class H11Connection(H11Protocol):
     """One connection, with one request at a time.
 
     since: when it came to the state that it has, by `time.monotonic`. arrival_time: of the first byte of the request,
@@ -131,7 +131,7 @@ class Wire(H11Protocol):
         self._write_block_time: float | None = None  # since when the client reads nothing
 
     async def _answer(self, scope: dict, receive: Callable, send: Callable) -> None:
-        scope["wire"] = self
+        scope["connection"] = self
         await self._application(scope, receive, send)
 
     @property
@@ -155,7 +155,7 @@ class Wire(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         count, can_accept = len(self.connections), self.limits.can_accept(self.connections)
-        super().connection_made(Lingering(transport, self))
+        super().connection_made(LingeringTransport(transport, self))
         # asyncio does so where a socket names TCP, as none of a listening one does: replies would wait for 40 ms.
         self._socket = transport.get_extra_info("socket")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -321,35 +321,39 @@ class Wire(H11Protocol):
             self.refuse(Refused(408, text, "timeout"))
 
 
-class Lingering:
+class LingeringTransport:
     """asyncio's transport, which closes in two steps: a client that is still sending reads the reply first."""
 
-    def __init__(self, transport: Any, wire: Wire):
-        self._transport, self._wire = transport, wire
+    def __init__(self, transport: Any, conn: H11Connection):
+        self._transport, self._connection = transport, conn
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        return self._wire.is_ending or self._transport.is_closing()
+        return self._connection.is_ending or self._transport.is_closing()
 
     def resume_reading(self) -> None:
-        if not self._wire.is_behind:
+        if not self._connection.is_behind:
             self._transport.resume_reading()
 
     def close(self) -> None:
         if self.is_closing():
             return
-        if self._wire.is_half_closed:  # it sends nothing that would have to be read
+        if self._connection.is_half_closed:  # it sends nothing that would have to be read
             self._transport.close()
             return
-        self._wire.is_ending, self._wire.since, self._wire.byte_count = True, time.monotonic(), 0
+        self._connection.is_ending, self._connection.since, self._connection.byte_count = (
+            True,
+            time.monotonic(),
+            0,
+        )
         self._transport.resume_reading()
         with suppress(OSError):  # the client has closed it
             self._transport.write_eof()
 
 
-class Web(uvicorn.Server):
+class HTTPServer(uvicorn.Server):
     """uvicorn's server of one application, without its signals. tick: called ten times a second; its result ends
     `serve`. end: called when nobody comes in any more, before connections are closed."""
 
@@ -357,7 +361,7 @@ class Web(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application,
-                http=partial(Wire, limits),
+                http=partial(H11Connection, limits),
                 ws="none",
                 lifespan="off",
                 interface="asgi3",
@@ -379,15 +383,15 @@ class Web(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if (now := time.monotonic()) > self._look_time + LOOK:
             self._look_time = now
-            for wire in list(self.server_state.connections):
-                wire.look(now)
+            for conn in list(self.server_state.connections):
+                conn.look(now)
         return await super().on_tick(counter) or self._tick()
 
     async def shutdown(self, sockets: Any = None) -> None:
         for server in self.servers:
             server.close()
         await self._end()
-        for wire in list(self.server_state.connections):
-            wire.abort()
+        for conn in list(self.server_state.connections):
+            conn.abort()
         if tasks := self.server_state.tasks:
             await asyncio.wait(tasks, timeout=SECONDS)
