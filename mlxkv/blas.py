@@ -47,7 +47,7 @@ FORWARD(cblas_sgemm, float, float)
 in_front = False  # whether OpenBLAS multiplies
 
 
-def put_in_front() -> None:
+def preload_openblas() -> None:
     """Load the library before MLX is imported, if this machine can have it."""
     global in_front
     if sys.platform != "linux" or "mlx.core" in sys.modules or in_front:

@@ -22,7 +22,7 @@ from mlxkv import __version__, errors
 from mlxkv.bench.command import bench
 from mlxkv.calibrate.options import CalibrateOptions
 from mlxkv.chat.options import ChatOptions
-from mlxkv.console import forgive, is_full, let_go, note, one_line, working
+from mlxkv.console import drop_unwritten, is_full, note, one_line, replace_undecodable, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
 from mlxkv.formats.names import complete_kv, parse_kv
@@ -443,7 +443,7 @@ def _typed(words: list[str], names: list[str]) -> str:
 
 def main(args: list[str] | None = None) -> int:
     """Run a command and return its exit code. Every failure is one line on stderr."""
-    forgive()
+    replace_undecodable()
     try:
         for name in SWITCHES:
             if (value := os.environ.get(name, "")) not in ("", "0", "1"):
@@ -451,7 +451,7 @@ def main(args: list[str] | None = None) -> int:
         code = app(args=args, prog_name="mlxkv", standalone_mode=False) or 0
         if callable(code):  # a program of others, which runs once typer is done
             code = code()
-        let_go()
+        drop_unwritten()
         return code
     except UserError as error:
         line, code = str(error), 2
@@ -461,7 +461,7 @@ def main(args: list[str] | None = None) -> int:
         line, code = "", 130
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.EIO:  # the terminal was closed
-            let_go()
+            drop_unwritten()
             return 128 + 1  # as the signal of it, SIGHUP, which may come later than this
         if getattr(error, "errno", None) in FULL and is_full():
             line, code = f"[stdout] cannot be written to: {error.strerror}", 1

@@ -57,10 +57,11 @@ class PlainLog(logging.Formatter):
         return plain(super().format(record), lines=True)
 
 
-_strict: dict[str, str] = {}  # how each stream took what it cannot write, before `forgive`
+# how each stream took what it cannot write, before `replace_undecodable`
+_strict: dict[str, str] = {}
 
 
-def forgive() -> None:
+def replace_undecodable() -> None:
     """Have the streams replace what is not UTF-8, which must not end a chat. A closed stream becomes the null device:
     a file that is opened later would take its number."""
     for name in ("stdin", "stdout", "stderr"):
@@ -72,8 +73,8 @@ def forgive() -> None:
             stream.reconfigure(errors="replace")
 
 
-def as_they_were() -> None:
-    """Undo `forgive`, for programs of others."""
+def restore_streams() -> None:
+    """Undo `replace_undecodable`, for programs of others."""
     for name, errors in _strict.items():
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
@@ -110,7 +111,7 @@ def is_full() -> bool:
     return False
 
 
-def let_go() -> None:
+def drop_unwritten() -> None:
     """Drop what stderr, or a terminal that was closed, did not take."""
     for stream in (sys.stdout, sys.stderr):
         try:

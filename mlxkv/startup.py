@@ -9,7 +9,7 @@ DESCRIPTORS = 4096  # mlx-lm sets this limit on import, and ends where a process
 
 def prepare() -> None:
     """Have OpenBLAS multiply for MLX on Linux, and mlx-lm imported whatever the limit of descriptors is."""
-    blas.put_in_front()
+    blas.preload_openblas()
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < DESCRIPTORS:  # RLIM_INFINITY is below 0
         _cap_next_limit()
 

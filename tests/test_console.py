@@ -102,7 +102,7 @@ def test_output_that_a_closed_terminal_does_not_take_is_dropped():
     code = "import sys; from mlxkv import console; print(file=sys.stderr, flush=True); "
     code += "sys.stdin.read(); sys.stdout.write('x'); {}"
     codes, env = [], {**os.environ, "PYTHONUNBUFFERED": ""}
-    for last in ("", "console.let_go()"):
+    for last in ("", "console.drop_unwritten()"):
         master, end = os.openpty()
         pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "stdout": end}
         done = subprocess.Popen([sys.executable, "-c", code.format(last)], env=env, **pipes)

@@ -25,7 +25,7 @@ from mlxkv.metal import gpu
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import interleaved
 from mlxkv.models.generate import PREFILL_STEP
-from mlxkv.models.hooks.held import layers_of
+from mlxkv.models.hooks.cache_shapes import layers_of
 
 WARM = 4  # tokens decoded before the clock starts
 DIRECT_ABOVE, DIRECT_ABOVE_CPU = 32768, 1024  # longer contexts are filled without a prefill

@@ -24,7 +24,7 @@ from mlxkv.models.calibration.measure import random
 from mlxkv.models.catalog import aliases
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.catalog.sizes import COMPRESSED
-from mlxkv.models.hooks.held import layers_of
+from mlxkv.models.hooks.cache_shapes import layers_of
 from mlxkv.models.hooks.mark import mark
 from mlxkv.models.hooks.patching import patch
 from mlxkv.models.loading.outline import NotBuilt, build, classes_of

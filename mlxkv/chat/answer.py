@@ -11,7 +11,7 @@ from mlxkv.chat.session import Session
 from mlxkv.console import note, print_json, say, working
 from mlxkv.models import load, warm_up
 from mlxkv.models.generate import backend
-from mlxkv.models.loading import quality
+from mlxkv.models.loading import quality_check
 
 
 def talk(options: ChatOptions, prompt: str | None) -> None:
@@ -41,8 +41,8 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
         options.template,
         processors,
     )
-    loaded.tell(backend(), options.quiet)
-    quality.warn(loaded)
+    loaded.print_report(backend(), options.quiet)
+    quality_check.warn(loaded)
     warm_up(loaded)
     if options.load is not None:
         session.load(options.load)

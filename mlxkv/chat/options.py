@@ -10,7 +10,12 @@ from typer import Argument, Option
 from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical, parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT
-from mlxkv.models.catalog.asked import check_sampling, check_weights, dtype_name, template_arguments
+from mlxkv.models.catalog.option_checks import (
+    check_sampling,
+    check_weights,
+    dtype_name,
+    template_arguments,
+)
 from mlxkv.options import Calibration, Dtype, Json, Kv, Model, Strict, Weights
 
 

@@ -11,13 +11,13 @@ import mlx.core as mx
 from mlxkv import console, errors
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import prompt_cache
-from mlxkv.models.decoders import step_down
 from mlxkv.models.generate import Stats, new_cache, stream
 from mlxkv.models.prompt_escaping import PromptEscaper, cut_front
 from mlxkv.models.replies.thinking import Thinking
 from mlxkv.models.roles import takes_system, without_system
 from mlxkv.models.trimming import trim_caches
 from mlxkv.models.usage import Usage, projected, usage
+from mlxkv.models.warmup import step_down
 
 THINKING = "enable_thinking"  # what chat templates of thinking models call their switch
 UNKNOWN = 1 << 20  # tokens of a reply of a model that names no context

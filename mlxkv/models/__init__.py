@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlxkv.models.attach_model import attach, detach
-    from mlxkv.models.decoders import warm_up
     from mlxkv.models.loader import Loaded, context_limit, load
     from mlxkv.models.reports import LayerReport, summarise
     from mlxkv.models.trimming import trim_caches
+    from mlxkv.models.warmup import warm_up
 
 _HOME = {
     "attach": "attach_model",
@@ -26,7 +26,7 @@ _HOME = {
     "Loaded": "loader",
     "context_limit": "loader",
     "load": "loader",
-    "warm_up": "decoders",
+    "warm_up": "warmup",
 }
 
 __all__ = [

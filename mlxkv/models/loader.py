@@ -21,21 +21,21 @@ from mlxkv.models.attach_model import attach
 from mlxkv.models.calibration.fitting import read_calibration
 from mlxkv.models.catalog import rendering
 from mlxkv.models.catalog.aliases import DEFAULT, KV, resolve
-from mlxkv.models.catalog.asked import check_weights, dtype_name
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import Folder, check
 from mlxkv.models.catalog.gguf import tokens
 from mlxkv.models.catalog.hub import fetch
 from mlxkv.models.catalog.locate import require
+from mlxkv.models.catalog.option_checks import check_weights, dtype_name
 from mlxkv.models.catalog.shapes import context_limit, text_config
-from mlxkv.models.decoders import tell
 from mlxkv.models.hooks.mark import steps_of
 from mlxkv.models.loading import weights as reading
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.loading.sampling import read as read_sampling
-from mlxkv.models.origin import Origin, introduce
+from mlxkv.models.origin import Origin, set_origin
 from mlxkv.models.replies.stops import turn_end
 from mlxkv.models.reports import LayerReport, summarise
+from mlxkv.models.warmup import print_reports
 
 ODD = "\u2603 Zq\U0010fffd"  # no vocabulary has it whole: fails where there is no token for what is unknown
 
@@ -91,13 +91,13 @@ class Loaded:
             self._has_spoken = True
             console.note(f"  decode steps are {steps.state}")
 
-    def tell(self, backend: str = "", quiet: bool = False) -> None:
+    def print_report(self, backend: str = "", quiet: bool = False) -> None:
         """Print the report on stderr, and warnings about versions and kernels that are not used. quiet: the
         warnings alone."""
         lines = self.report()
         if backend:
             lines[:1] = [f"{backend}: {line}" for line in lines[:1]]
-        tell(lines, self.layers, quiet)
+        print_reports(lines, self.layers, quiet)
 
 
 def load(
@@ -152,7 +152,7 @@ def load(
         tokenizer.add_eos_token(end)
     mark = fingerprint(folder)
     context = context_limit(folder.config)
-    introduce(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
+    set_origin(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
     layers = attach(model, config, strict, fold=fold, group=group)
     if size > 1:  # before weights are read, so that no process holds all of them
         reading.take_share(model, folder, group)

@@ -31,7 +31,7 @@ class Origin:
     calibration: Calibration | None = None
 
 
-def introduce(model: nn.Module, origin: Origin) -> None:
+def set_origin(model: nn.Module, origin: Origin) -> None:
     """Record on `model` where it comes from; `attach` reads it."""
     setattr(model, _ORIGIN, origin)
 

@@ -20,12 +20,12 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models import load, warm_up
 from mlxkv.models.catalog.shapes import text_config
-from mlxkv.models.decoders import step_down
 from mlxkv.models.generate import prefill_step, wired
 from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
 from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import usage, window_of
+from mlxkv.models.warmup import step_down
 from mlxkv.serve import sampling
 from mlxkv.serve.apis.logprobs import LogProbs
 from mlxkv.serve.apis.reply import Markup

@@ -13,7 +13,7 @@ from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model
-from mlxkv.models.catalog.asked import check_weights, dtype_name, template_arguments
+from mlxkv.models.catalog.option_checks import check_weights, dtype_name, template_arguments
 from mlxkv.options import Calibration, Dtype, Kv, Strict, Weights
 
 OVERFLOWS = ("refuse", "drop")

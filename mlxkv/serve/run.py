@@ -18,7 +18,7 @@ from mlxkv.console import ENDING, PlainLog, human_bytes, note, on
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.models.catalog.rendering import RENDERER
-from mlxkv.models.loading import quality
+from mlxkv.models.loading import quality_check
 from mlxkv.serve import reading
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.app import METHODS, RequestGuard, application
@@ -121,9 +121,9 @@ def run(options: ServeOptions) -> None:
         ) from None
     RENDERER.end()  # requests are rendered where they are read
     loaded, memory = server.loaded_model.loaded, server.engine.memory
-    loaded.tell(backend())
+    loaded.print_report(backend())
     if group.size() == 1:
-        quality.warn(loaded)
+        quality_check.warn(loaded)
     share = memory.in_use(1 << 14) / memory.fp16(1 << 14) if memory.fp16(1 << 14) else 1
     place = f" in each of {size} processes" if (size := group.size()) > 1 else ""
     note(

@@ -16,7 +16,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import detach
 from mlxkv.models.calibration import measure
-from mlxkv.models.hosts import Options, give, ledger, wrap
+from mlxkv.models.hosts import Options, attach_loaded, usage_report, wrap
 from mlxkv.models.origin import origin_of
 
 INT4 = parse_kv("int4")
@@ -25,9 +25,9 @@ INT4 = parse_kv("int4")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Accounts and reports of this test alone."""
-    monkeypatch.setattr(give, "_reports", set())
-    monkeypatch.setattr(ledger, "ACCOUNTS", [])
-    monkeypatch.setattr(ledger.atexit, "register", lambda ask: None)
+    monkeypatch.setattr(attach_loaded, "_reports", set())
+    monkeypatch.setattr(usage_report, "TRACKED", [])
+    monkeypatch.setattr(usage_report.atexit, "register", lambda ask: None)
 
 
 @pytest.fixture
@@ -66,17 +66,17 @@ def test_what_a_program_loads_is_compressed_and_told_once(model_folder, asking, 
 
 def test_the_longest_cache_is_measured(model_folder, asking):
     model, tokenizer = load(model_folder)
-    (account,) = ledger.ACCOUNTS
-    assert "no cache was filled, so nothing was compressed (no model was run)" in account.line()
+    (usage,) = usage_report.TRACKED
+    assert "no cache was filled, so nothing was compressed (no model was run)" in usage.line()
     model(mx.zeros((1, 9), mx.int32))
-    assert "the program reads text without one" in account.line()
+    assert "the program reads text without one" in usage.line()
     generate(model, tokenizer, "a" * 20, max_tokens=2)
-    assert "nothing compressed yet: exact up to 192 tokens" in account.line()
+    assert "nothing compressed yet: exact up to 192 tokens" in usage.line()
     generate(model, tokenizer, "a" * 700, max_tokens=2)
-    assert account.tokens >= 699 and account.plain == 2 * 2 * (64 + 64)  # layers, bytes, dims
-    assert 0 < account.bytes < account.plain * account.tokens  # windows in float16
+    assert usage.tokens >= 699 and usage.plain == 2 * 2 * (64 + 64)  # layers, bytes, dims
+    assert 0 < usage.bytes < usage.plain * usage.tokens  # windows in float16
     generate(model, tokenizer, "a" * 300, max_tokens=2)
-    assert account.tokens >= 699 and "longest cache 7" in account.line().replace("699", "7")
+    assert usage.tokens >= 699 and "longest cache 7" in usage.line().replace("699", "7")
     detach(model)
 
 
@@ -86,17 +86,15 @@ def test_sequences_of_a_batch_are_added(model_folder, asking):
     model, tokenizer = load(model_folder)
     prompts = [tokenizer.encode("a" * n) for n in (300, 290)]
     batch_generate(model, tokenizer, prompts, max_tokens=4)
-    (account,) = ledger.ACCOUNTS
-    assert (
-        account.sequences == 2 and account.tokens >= 580 and " of 2 sequences in " in account.line()
-    )
+    (usage,) = usage_report.TRACKED
+    assert usage.sequences == 2 and usage.tokens >= 580 and " of 2 sequences in " in usage.line()
     detach(model)
 
 
 def test_a_refusal_leaves_the_model_as_it_was(model_folder, asking, capsys):
     asking(kv := "learned-int2")
     model, _ = load(model_folder)
-    assert not is_compressed(model) and not ledger.ACCOUNTS
+    assert not is_compressed(model) and not usage_report.TRACKED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("[mlxkv] caches stay in full precision: [")
     asking(kv, strict=True)
@@ -115,14 +113,14 @@ def test_strict_refuses_layers_that_stay(capsys):
         def __call__(self, inputs, cache=None):
             return inputs
 
-    assert give.give(Odd(), Options(INT4), "odd") is None
+    assert attach_loaded.attach_loaded(Odd(), Options(INT4), "odd") is None
     assert "full precision: RuntimeError: its own way" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        give.give(Odd(), Options(INT4, strict=True), "odd")
+        attach_loaded.attach_loaded(Odd(), Options(INT4, strict=True), "odd")
 
 
 def test_quiet(model_folder, asking, monkeypatch, capsys):
-    monkeypatch.setattr(ledger.atexit, "register", lambda ask: ask())
+    monkeypatch.setattr(usage_report.atexit, "register", lambda ask: ask())
     asking(quiet=True)
     model, _ = load(model_folder)
     assert is_compressed(model) and capsys.readouterr().err == ""
@@ -156,7 +154,7 @@ def test_mlxkv_s_own_models_are_left_to_it(model_folder, asking, capsys):
 
     loaded = own(str(model_folder), "int8")
     assert loaded.model.make_cache()[0].config.keys.quantizer.bits == 8
-    assert capsys.readouterr().err == "" and not ledger.ACCOUNTS
+    assert capsys.readouterr().err == "" and not usage_report.TRACKED
     detach(loaded.model)
 
 

@@ -17,10 +17,10 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.metal import launch
 from mlxkv.metal.launch import OFF
 from mlxkv.models import LayerReport, attach, detach, summarise
-from mlxkv.models.decoders import not_used
 from mlxkv.models.hooks.patching import OWN_CODE
 from mlxkv.models.hooks.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32, refusal
 from mlxkv.models.reports import ranges
+from mlxkv.models.warmup import not_used
 
 OLD = mlx_lm.__version__ < "0.32"
 # Families that compute on keys in some configurations only (soft-capping), or pass them on by a helper: the dry

@@ -9,7 +9,7 @@ from random_model import write_model
 from serving import get, serving
 
 from mlxkv.chat.session import Session
-from mlxkv.models import decoders, load, warm_up
+from mlxkv.models import load, warm_up, warmup
 from mlxkv.models.compiled.step import FORMS, SWITCH
 from mlxkv.models.generate import new_cache
 from mlxkv.models.hooks.mark import steps_of
@@ -28,7 +28,7 @@ def _traced(_untraced, monkeypatch):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(decoders, "backend", lambda: "metal")
+    monkeypatch.setattr(warmup, "backend", lambda: "metal")
 
 
 def decoded(loaded, tokens: int) -> list[int]:
@@ -61,8 +61,8 @@ def test_the_first_reply_finds_its_steps_traced(folder, on_a_gpu, capsys):
 
 @pytest.mark.parametrize("why", ["cpu", "fp16", "off"])
 def test_nothing_is_decoded_where_nothing_would_be_traced(folder, monkeypatch, capsys, why):
-    monkeypatch.setattr(decoders, "backend", lambda: "cpu" if why == "cpu" else "cuda")
-    monkeypatch.setattr(decoders, "_decode", lambda loaded: pytest.fail("decodes"))
+    monkeypatch.setattr(warmup, "backend", lambda: "cpu" if why == "cpu" else "cuda")
+    monkeypatch.setattr(warmup, "_decode", lambda loaded: pytest.fail("decodes"))
     if why == "off":
         monkeypatch.setenv(SWITCH, "0")
     loaded = load(folder, "fp16" if why == "fp16" else "int4")
@@ -75,15 +75,15 @@ def test_nothing_is_decoded_where_nothing_would_be_traced(folder, monkeypatch, c
 
 def test_a_fault_while_it_warms_up_is_no_end(folder, on_a_gpu, monkeypatch, capsys):
     loaded = load(folder, "int4")
-    monkeypatch.setattr(decoders, "step_down", lambda loaded, error: f"! instead of {error}")
+    monkeypatch.setattr(warmup, "step_down", lambda loaded, error: f"! instead of {error}")
 
     def lost(loaded):
         raise RuntimeError("a kernel")
 
-    monkeypatch.setattr(decoders, "_decode", lost)
+    monkeypatch.setattr(warmup, "_decode", lost)
     warm_up(loaded)
     assert "! instead of a kernel" in capsys.readouterr().err
-    monkeypatch.setattr(decoders, "step_down", lambda loaded, error: None)
+    monkeypatch.setattr(warmup, "step_down", lambda loaded, error: None)
     warm_up(loaded)
 
 

@@ -13,7 +13,7 @@ from mlxkv.eval.report import verdict
 from mlxkv.eval.tasks import divergence, retrieval
 from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models.catalog.sizes import COMPRESSED, bits_in_pages, layer_bytes
-from mlxkv.models.hooks.held import layers_of
+from mlxkv.models.hooks.cache_shapes import layers_of
 
 
 def assemble(

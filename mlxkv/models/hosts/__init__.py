@@ -1,5 +1,5 @@
-"""Programs of others (`mlxkv run`): `wrap` has the functions by which they load models wrapped, `give` gives such a
-model compressed caches, `ledger` counts what they held."""
+"""Programs of others (`mlxkv run`): `wrap` has the functions by which they load models wrapped, `attach_loaded` gives
+such a model compressed caches, `usage_report` counts what they held."""
 
 from __future__ import annotations
 

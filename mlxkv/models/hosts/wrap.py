@@ -115,10 +115,10 @@ def _reader(original: Callable) -> Callable:
 
 def compress(loaded: object, name: str, options: Options) -> None:
     """Give the model that a loader returned, alone or first of a tuple, compressed caches, and say so."""
-    from mlxkv.models.hosts.give import give
+    from mlxkv.models.hosts.attach_loaded import attach_loaded
 
     model, *companions = loaded if isinstance(loaded, tuple) else (loaded,)
     tokenizer = next(
         (companion for companion in companions if not isinstance(companion, dict)), None
     )
-    give(model, options, name, _call.folder, tokenizer)
+    attach_loaded(model, options, name, _call.folder, tokenizer)

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlxkv.errors import brief
 from mlxkv.models.catalog.numbers import check_names
 from mlxkv.models.catalog.shapes import LayerShape, text_config, working_bytes
-from mlxkv.models.hooks.held import layers_of
+from mlxkv.models.hooks.cache_shapes import layers_of
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.probe import PROMPT
 from mlxkv.models.hooks.taps import hook, restore_classes

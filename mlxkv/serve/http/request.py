@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
-from mlxkv.models.catalog.asked import RESERVED
+from mlxkv.models.catalog.option_checks import RESERVED
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.roles import joined
 from mlxkv.serve.grammar import Calls, of_choice, of_format

@@ -16,16 +16,16 @@ from mlxkv.models.attach_model import attach
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.folder import check
 from mlxkv.models.catalog.shapes import context_limit
-from mlxkv.models.decoders import tell
 from mlxkv.models.hooks.mark import cached_part
-from mlxkv.models.hosts import Options, ledger
-from mlxkv.models.origin import Origin, introduce
+from mlxkv.models.hosts import Options, usage_report
+from mlxkv.models.origin import Origin, set_origin
 from mlxkv.models.reports import ASKED_FOR, LayerReport, summarise
+from mlxkv.models.warmup import print_reports
 
 _reports: set[tuple] = set()  # reports that were printed: a server may load a model again
 
 
-def give(
+def attach_loaded(
     model: nn.Module, options: Options, name: str, folder: Path | None = None, tokenizer: Any = None
 ) -> list[LayerReport] | None:
     """Attach `options.kv` to the language model of `model`. Returns the reports, or None where that cannot be: then
@@ -38,7 +38,7 @@ def give(
         return _refuse("layers are dealt to processes (--pipeline)", options)
     try:
         if options.kv.calibrated and folder is not None:
-            introduce(target, _origin(name, folder, tokenizer))
+            set_origin(target, _origin(name, folder, tokenizer))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the report says it
             reports = attach(target, options.kv, strict=options.strict)
@@ -46,8 +46,8 @@ def give(
         return _refuse(str(error), options)
     except Exception as error:  # a model of others may raise anything
         return _refuse(f"{type(error).__name__}: {error}", options)
-    ledger.open_account(target, options.kv, reports, options.quiet)
-    _tell(name, options, reports)
+    usage_report.track_usage(target, options.kv, reports, options.quiet)
+    _report(name, options, reports)
     return reports
 
 
@@ -66,9 +66,9 @@ def _origin(name: str, folder: Path, tokenizer: Any) -> Origin:
 
 def _refuse(reason: str, options: Options) -> None:
     if not options.strict:
-        ledger.say(f"caches stay in full precision: {reason}")
+        usage_report.print_line(f"caches stay in full precision: {reason}")
         return
-    ledger.say(f"refused: {reason}")
+    usage_report.print_line(f"refused: {reason}")
     if threading.current_thread() is threading.main_thread():
         sys.exit(2)
     for stream in (sys.stdout, sys.stderr):  # servers load models in a thread of their own
@@ -76,7 +76,7 @@ def _refuse(reason: str, options: Options) -> None:
     os._exit(2)
 
 
-def _tell(name: str, options: Options, reports: list[LayerReport]) -> None:
+def _report(name: str, options: Options, reports: list[LayerReport]) -> None:
     """Print the report, once for each model."""
     lines = summarise(reports)
     asked_for = all(report.reason == ASKED_FOR for report in reports)
@@ -85,8 +85,8 @@ def _tell(name: str, options: Options, reports: list[LayerReport]) -> None:
         return
     _reports.add(key)
     if not options.quiet:
-        ledger.say(
+        usage_report.print_line(
             f"--kv {options.kv.label}: {name}"
             + (", in full precision as asked for" if asked_for else "")
         )
-    tell([] if asked_for else lines, reports, options.quiet)
+    print_reports([] if asked_for else lines, reports, options.quiet)

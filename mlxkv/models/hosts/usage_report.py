@@ -23,7 +23,7 @@ OURS = (CompressedKVCache, BatchedKVCache)
 
 
 @dataclass
-class Account:
+class UsageReport:
     """The caches of one attached model.
 
     kv: the preset. window: tokens that stay exact before a page is quantized. bytes, plain, tokens: of the longest
@@ -76,32 +76,30 @@ class Account:
         )
 
 
-ACCOUNTS: list[Account] = []  # of all models of this process
+TRACKED: list[UsageReport] = []  # of all models of this process
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line on stderr, told apart from the program's own."""
     note(f"[mlxkv] {one_line(text)}")
 
 
-def open_account(
-    model: nn.Module, kv: CacheConfig, reports: list[LayerReport], quiet: bool
-) -> None:
+def track_usage(model: nn.Module, kv: CacheConfig, reports: list[LayerReport], quiet: bool) -> None:
     """Watch the calls of an attached model from now on, and tell of them as the process ends unless `quiet`."""
     if not any(report.compressed for report in reports):
         return
-    account = Account(kv.label, kv.window)
-    if not ACCOUNTS and not quiet:
-        atexit.register(tell)
-    ACCOUNTS.append(account)
-    vars(model)[MARK].listeners.append(account.see)
+    usage = UsageReport(kv.label, kv.window)
+    if not TRACKED and not quiet:
+        atexit.register(print_usage)
+    TRACKED.append(usage)
+    vars(model)[MARK].listeners.append(usage.see)
 
 
-def tell() -> None:
+def print_usage() -> None:
     """Say what the caches held; a closed stderr hears nothing."""
-    for account in ACCOUNTS:
+    for usage in TRACKED:
         try:
-            say(account.line())
+            print_line(usage.line())
         except (OSError, ValueError):
             return
     sys.stderr.flush()

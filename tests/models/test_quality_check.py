@@ -5,13 +5,13 @@ import json
 import pytest
 
 from mlxkv.models import load
-from mlxkv.models.loading import quality
+from mlxkv.models.loading import quality_check
 
 
 @pytest.fixture
 def folder_of_results(tmp_path, monkeypatch):
     monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(quality, "TOKENS", 320)
+    monkeypatch.setattr(quality_check, "TOKENS", 320)
     return tmp_path / "quality"
 
 
@@ -33,35 +33,35 @@ def steep(monkeypatch):
 
 def test_a_lossy_cache_is_warned_of_once_measured(model_folder, steep, folder_of_results, capsys):
     loaded = steep(model_folder, "naive-int2")
-    quality.warn(loaded)
+    quality_check.warn(loaded)
     said = capsys.readouterr().err
     assert "naive-int2 changes what" in said and "--kv int4" in said
     (file,) = folder_of_results.iterdir()
     kl = json.loads(file.read_text())["kl"]
-    assert kl > quality.LIMIT and f"KL {kl:.2g}" in said
+    assert kl > quality_check.LIMIT and f"KL {kl:.2g}" in said
     file.write_text(json.dumps({"kl": 0.01}))
-    quality.warn(loaded)  # what was kept is believed
+    quality_check.warn(loaded)  # what was kept is believed
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("kept", ["", "{", '{"kl": "much"}', "[]"])
 def test_a_broken_result_is_measured_again(model_folder, steep, folder_of_results, capsys, kept):
     loaded = steep(model_folder, "naive-int2")
-    quality.warn(loaded)
+    quality_check.warn(loaded)
     (file,) = folder_of_results.iterdir()
     file.write_text(kept)
     capsys.readouterr()
-    quality.warn(loaded)
+    quality_check.warn(loaded)
     assert "changes what" in capsys.readouterr().err and json.loads(file.read_text())["kl"] > 0
 
 
 def test_a_faithful_cache_is_not(model_folder, steep, folder_of_results, capsys):
-    quality.warn(steep(model_folder, "int8/int4"))
+    quality_check.warn(steep(model_folder, "int8/int4"))
     assert capsys.readouterr().err == "" and list(folder_of_results.iterdir())
 
 
-@pytest.mark.parametrize("kv", quality.TRUSTED)
+@pytest.mark.parametrize("kv", quality_check.TRUSTED)
 def test_trusted_presets_start_at_once(model_folder, folder_of_results, kv, monkeypatch):
-    monkeypatch.setattr(quality, "divergence", None)
-    quality.warn(load(str(model_folder), kv))
+    monkeypatch.setattr(quality_check, "divergence", None)
+    quality_check.warn(load(str(model_folder), kv))
     assert not folder_of_results.exists()

@@ -20,7 +20,7 @@ from mlxkv.errors import MachineError
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach, load
-from mlxkv.models.decoders import not_used, step_down
+from mlxkv.models.warmup import not_used, step_down
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:
     return None
 
 
-def tell(lines: list[str], reports: list[LayerReport], quiet: bool) -> None:
+def print_reports(lines: list[str], reports: list[LayerReport], quiet: bool) -> None:
     """Print the lines of a report on stderr, and warnings about versions and kernels that are not used. quiet: the
     warnings alone."""
     for line in [] if quiet else lines:
