@@ -205,7 +205,7 @@ def trusted(monkeypatch):
     """Kernels are used without the test that a machine gives them first, which takes longer than what is tested."""
     from mlxkv.cache import selftest
 
-    monkeypatch.setattr(selftest, "test", lambda *_, **__: selftest.Outcome({}, 0.0, None))
+    monkeypatch.setattr(selftest, "test", lambda *_, **__: selftest.TrialResult({}, 0.0, None))
     monkeypatch.setattr(selftest, "latent_fault", lambda *_, **__: None)
 
 

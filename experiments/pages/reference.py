@@ -20,7 +20,7 @@ import mlxkv
 from experiments.options import Parser
 from mlxkv import console
 from mlxkv.cache import selftest
-from mlxkv.cache.choose import Question
+from mlxkv.cache.choose import KernelRequest
 from mlxkv.cli import app, is_option, plain, value_of
 from mlxkv.doctor.fit import plan_of
 from mlxkv.doctor.listing import HEAD_DIM, LISTED, MEASURED, by_paper, stored
@@ -190,7 +190,7 @@ def _body(kv: CacheConfig) -> str:
     if not kv.compresses:
         return "mlx-lm's own"
     asked = selftest.representative_config(kv, HEAD_DIM)  # mixed bits: allotted to random ones
-    has = Question(asked, (HEAD_DIM, HEAD_DIM), mx.bfloat16).has_kernels
+    has = KernelRequest(asked, (HEAD_DIM, HEAD_DIM), mx.bfloat16).has_kernels
     return "kernels" if has else "plain operations"
 
 

@@ -33,7 +33,7 @@ MOST_HEADS = 2  # kv heads of a trial; how many query heads read each is what ke
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionShape:
     """The part of a model's attention that kernels are built for. sinks: whether there are logits of
     attention sinks. softcap: of scores."""
 
@@ -43,7 +43,7 @@ class Case:
     softcap: float | None = None
 
     @property
-    def small(self) -> Case:
+    def small(self) -> AttentionShape:
         """The same with at most MOST_HEADS kv heads."""
         kv_heads = min(MOST_HEADS, self.kv_heads)
         return replace(
@@ -60,11 +60,11 @@ class Case:
         return list(tiles_.values())
 
 
-CASE = Case()
+DEFAULT_SHAPE = AttentionShape()
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialResult:
     """The result of a test of kernels.
 
     errors: rms against plain ops of attend, keys, values and prefill (all on the codes of the kernels)
@@ -81,7 +81,7 @@ class Outcome:
 
 
 _Key = tuple[CacheConfig, int, mx.Dtype, Factory, bool]
-_outcomes: dict[_Key, dict[Case, Outcome]] = {}
+_results: dict[_Key, dict[AttentionShape, TrialResult]] = {}
 
 
 def representative_config(config: CacheConfig, dims: int) -> CacheConfig:
@@ -104,37 +104,42 @@ def test(
     dtype: mx.Dtype,
     make: Factory,
     tiled: bool = False,
-    case: Case | None = None,
-) -> Outcome:
+    shape: AttentionShape | None = None,
+) -> TrialResult:
     """Quantize pages by kernels and by plain ops and compare; then attend to the kernels' pages both ways.
-    Once in a process. case: None takes the worst known result of any case.
+    Once in a process. shape: None takes the worst known result of any shape.
 
     An exception of the kernels becomes the reason, never an error.
     """
     config = representative_config(config, dims)
-    outcomes = _outcomes.setdefault((config, dims, dtype, make, tiled), {})
-    if case is None and outcomes:
+    results = _results.setdefault((config, dims, dtype, make, tiled), {})
+    if shape is None and results:
         return next(
-            (outcome for outcome in outcomes.values() if outcome.reason),
-            next(iter(outcomes.values())),
+            (result for result in results.values() if result.reason),
+            next(iter(results.values())),
         )
-    case = (case or CASE).small
-    if case not in outcomes:
+    shape = (shape or DEFAULT_SHAPE).small
+    if shape not in results:
         on_trial, on_mac = nullcontext(), make is mx.fast.metal_kernel
         place = record_layout(config, *config.dims(dims, dims)), dims, dtype, tiled
         if on_mac:
             on_trial = trust.trial(*place)
         with on_trial:
-            tested = _test(config, dims, dtype, make, tiled, case)
+            tested = _test(config, dims, dtype, make, tiled, shape)
         if on_mac and not (tested.reason and errors.is_of_memory(RuntimeError(tested.detail))):
             trust.note(*place[:3], tested.reason is None, tiled, tested.reason)
-        outcomes[case] = tested
-    return outcomes[case]
+        results[shape] = tested
+    return results[shape]
 
 
 def _test(
-    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, tiled: bool, case: Case
-) -> Outcome:
+    config: CacheConfig,
+    dims: int,
+    dtype: mx.Dtype,
+    make: Factory,
+    tiled: bool,
+    shape: AttentionShape,
+) -> TrialResult:
     def quantize(store):
         store.append(pair, 1)  # as decoding does, which has a kernel of its own for matrices
         store.append(pair, PAGES - 1, config.page)
@@ -149,32 +154,32 @@ def _test(
         steps_out = [
             attend(
                 *(queries[:, :, :n], view, dims**-0.5, None if n == 1 else "causal", logits),
-                softcap=case.softcap,
+                softcap=shape.softcap,
             )
             for n in steps
             for view in views
         ]
-        prefill = attend(queries, views[0], dims**-0.5, "causal", logits, case.softcap)
+        prefill = attend(queries, views[0], dims**-0.5, "causal", logits, shape.softcap)
         out = mx.concatenate(steps_out, axis=2), *_whole(views[-1], dtype), prefill
         mx.eval(out)
         return out
 
     layout = record_layout(config, *config.dims(dims, dims))
-    steps = case.steps(max(dims, layout.keys.dims, layout.values.dims), make)
+    steps = shape.steps(max(dims, layout.keys.dims, layout.values.dims), make)
     # Plain ops on the CPU are the reference: some GPUs lack a few of MLX's quantized products.
     with mx.stream(mx.cpu):
-        count = max(case.heads, case.kv_heads)
+        count = max(shape.heads, shape.kv_heads)
         x = mx.random.normal((5, 1, count, PAGES * config.page, dims), key=mx.random.key(0))
         keys, values, queries, *ends = x.astype(dtype)
-        pair = keys[:, : case.kv_heads], values[:, : case.kv_heads]
-        recent = tuple(mx.contiguous(y[:, : case.kv_heads, : DECODE_TOKENS + 1]) for y in ends)
-        sink = tuple(mx.contiguous(y[:, : case.kv_heads, 16:20]) for y in ends)
-        queries = queries[:, : case.heads, : DECODE_TOKENS + 1]
-        logits = mx.linspace(-1, 1, case.heads).astype(dtype) if case.sinks else None
+        pair = keys[:, : shape.kv_heads], values[:, : shape.kv_heads]
+        recent = tuple(mx.contiguous(y[:, : shape.kv_heads, : DECODE_TOKENS + 1]) for y in ends)
+        sink = tuple(mx.contiguous(y[:, : shape.kv_heads, 16:20]) for y in ends)
+        queries = queries[:, : shape.heads, : DECODE_TOKENS + 1]
+        logits = mx.linspace(-1, 1, shape.heads).astype(dtype) if shape.sinks else None
         mx.eval(pair, recent, sink, queries)
         layer_maps = None
         if config.calibrated:
-            layer_maps = sample(case.kv_heads, (dims, dims), config.fitted)
+            layer_maps = sample(shape.kv_heads, (dims, dims), config.fitted)
         plain = quantize(Codes(config, (dims, dims), layer_maps))
         mx.eval(plain.arrays())
     start = time.perf_counter()
@@ -196,7 +201,7 @@ def _test(
         elapsed = time.perf_counter() - start
         drain()
         built = not errors.is_of_build(error)
-        return Outcome({}, 0.0, errors.reason(error), built, elapsed, errors.text(error))
+        return TrialResult({}, 0.0, errors.reason(error), built, elapsed, errors.text(error))
     names = ("attend", "keys", "values", "prefill")
     rms = {name: relative_rms(*two) for name, *two in zip(names, results, expected, strict=True)}
     sides = list(zip(*stored, strict=True))
@@ -213,7 +218,7 @@ def _test(
         bounds["seal"] = QUANTIZE_BOUND
     wrong = next((name for name, off in rms.items() if not off <= bounds[name]), None)
     reason = None if wrong is None else f"{wrong} is off by {rms[wrong]:.2g}"
-    return Outcome(rms, ties, reason, True, seconds)
+    return TrialResult(rms, ties, reason, True, seconds)
 
 
 def drain(*streams: mx.Stream) -> None:

@@ -44,14 +44,14 @@ class KernelPlan:
     """Which code quantizes and reads the pages of one format on this machine.
 
     body: OPS, PORTABLE or TILES. reason: why no faster body, None for TILES. make: builds the kernels, None for OPS.
-    question: the one that `choose.plan` answered. failed: whether a faster body should run here, and does not. backend:
+    request: the one that `choose.plan` answered. failed: whether a faster body should run here, and does not. backend:
     that kernels run on.
     """
 
     body: str
     reason: str | None = None
     make: Factory | None = None
-    question: tuple | None = field(default=None, compare=False, repr=False)
+    request: tuple | None = field(default=None, compare=False, repr=False)
     failed: bool = field(default=False, compare=False)
     backend: str = field(default="", compare=False)
 

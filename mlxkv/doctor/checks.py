@@ -121,12 +121,12 @@ def _try(row: dict, make: launch.Factory, every: bool) -> None:
         if trust.state(*place) == trust.DIED:
             row |= {"state": DID_NOT_RUN, "reason": trust.why_not(*place), "right": False}
             return
-    outcome = selftest.test(config, dims, mx.float16, make, tiled)
-    right = outcome.reason is None
+    result = selftest.test(config, dims, mx.float16, make, tiled)
+    right = result.reason is None
     state = (
-        RIGHT if right else WRONG if outcome.errors else DID_NOT_RUN if outcome.built else NOT_BUILT
+        RIGHT if right else WRONG if result.errors else DID_NOT_RUN if result.built else NOT_BUILT
     )
-    row |= {**vars(outcome), "state": state, "right": right}
+    row |= {**vars(result), "state": state, "right": right}
     if right and make in (mx.fast.metal_kernel, mx.fast.cuda_kernel):
         row |= speed(config, dims, make, tiled)
         if tiled:

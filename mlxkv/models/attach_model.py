@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlxkv import console
 from mlxkv.cache import choose, selftest
 from mlxkv.cache.adaptive import AdaptiveKVCache
-from mlxkv.cache.choose import Question
+from mlxkv.cache.choose import KernelRequest
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
 from mlxkv.cache.view import KernelPlan
@@ -294,7 +294,7 @@ def _with_fold(report: LayerReport, folded: Fold, tell_all: bool) -> LayerReport
 # -- 4. choose_kernels: built and tried when a model is loaded, not in the middle of a prompt
 
 
-_tried: set[tuple[Question, launch.Factory]] = set()  # in this process
+_tried: set[tuple[KernelRequest, launch.Factory]] = set()  # in this process
 
 
 def choose_kernels(
@@ -302,8 +302,8 @@ def choose_kernels(
 ) -> tuple[dict[Place, KernelPlan], list[LayerReport]]:
     """The plan of each cache, and the reports with the kernels that decode their layers here. Builds and tries all
     kernels that the caches of a model need, with a line of progress."""
-    questions = {place: _question(*fitted[place], shape) for place, shape in shapes.items()}
-    unique = list(dict.fromkeys(questions.values()))
+    requests = {place: _request(*fitted[place], shape) for place, shape in shapes.items()}
+    unique = list(dict.fromkeys(requests.values()))
     representatives = {
         q: replace(q, config=selftest.representative_config(q.config, q.dims[0])) for q in unique
     }
@@ -315,18 +315,20 @@ def choose_kernels(
             if (representatives[q], make) in new:
                 new.remove((representatives[q], make))
                 step()
-            answers[q] = choose.plan(q.config, q.dims, q.dtype, q.case, q.latent, q.picked)
-    plans = {place: answers[q] for place, q in questions.items()}
+            answers[q] = choose.plan(q.config, q.dims, q.dtype, q.shape, q.latent, q.indexed)
+    plans = {place: answers[q] for place, q in requests.items()}
     return plans, [_with_kernel(report, plans) for report in reports]
 
 
-def _question(config: CacheConfig, layer_maps: LayerMaps | None, shape: Shape) -> Question:
+def _request(config: CacheConfig, layer_maps: LayerMaps | None, shape: Shape) -> KernelRequest:
     stored = config.folded if layer_maps is not None and layer_maps.folded else config
-    case = None
+    attention_shape = None
     if shape.queries:
-        case = selftest.Case(shape.queries, shape.heads, shape.sinks, shape.softcap)
+        attention_shape = selftest.AttentionShape(
+            shape.queries, shape.heads, shape.sinks, shape.softcap
+        )
     dims = shape.key_dim, shape.value_dim
-    return Question(stored, dims, shape.dtype, case, shape.latent, shape.selects)
+    return KernelRequest(stored, dims, shape.dtype, attention_shape, shape.latent, shape.selects)
 
 
 def _with_kernel(report: LayerReport, plans: Mapping[Place, KernelPlan]) -> LayerReport:

@@ -25,13 +25,13 @@ def pair(count: int, seed: int = 0):
 
 
 def test_a_plan_holds_until_the_machine_changes(monkeypatch):
-    monkeypatch.setattr(selftest, "test", lambda *_, **__: selftest.Outcome({}, 0.0, None))
+    monkeypatch.setattr(selftest, "test", lambda *_, **__: selftest.TrialResult({}, 0.0, None))
     with launch.using(make):
         first = choose.plan(INT4, DIMS, mx.float16)
         assert (first.body, first.reason, first.make) == (TILES, None, make)
         cache = CompressedKVCache(INT4, plan=first)
         assert cache.plan(DIMS, mx.float16) is first
-        assert cache.plan(DIMS, mx.float32).body == PORTABLE  # another question
+        assert cache.plan(DIMS, mx.float32).body == PORTABLE  # another request
         launch.switch_off(launch.TILES, "lost")
         found = CompressedKVCache(INT4, plan=first).plan(DIMS, mx.float16)
         assert found.body == PORTABLE and "lost" in found.reason and found.label == "kernels"
@@ -42,8 +42,8 @@ def test_a_plan_holds_until_the_machine_changes(monkeypatch):
 
 
 def test_kernels_that_fail_their_test_are_not_chosen(monkeypatch):
-    outcome = selftest.Outcome({}, 0.0, "quantize is off by 1")
-    monkeypatch.setattr(selftest, "test", lambda *_, **__: outcome)
+    result = selftest.TrialResult({}, 0.0, "quantize is off by 1")
+    monkeypatch.setattr(selftest, "test", lambda *_, **__: result)
     with launch.using(make):
         found = choose.plan(INT4, DIMS, mx.float16)
     assert found.body == OPS and found.reason == f"{choose.FAILED}: quantize is off by 1"

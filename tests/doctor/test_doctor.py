@@ -144,7 +144,7 @@ def test_on_a_mac_what_failed_is_tried_again_and_what_killed_only_if_asked_to(as
     assert trust.state(layout, 64, mx.float16) == trust.PASSED
     dead = {"state": "trying", "process": 1 << 30, "deaths": 1}
     trust._change(trust._key(layout, 64, mx.float16, True), lambda _: dead)
-    monkeypatch.setattr(selftest, "_outcomes", {})
+    monkeypatch.setattr(selftest, "_results", {})
     code, data, shown = ask(factory)
     assert code == 1 and states_of(data)["int4", "tiles"] == "did not run"
     assert "WRONG: int4 64 tiles: processes ended while they tried these tiles" in shown

@@ -208,6 +208,6 @@ def test_only_low_rank_is_kept_as_numbers(trusted):
 
 def test_kernels_pass_the_test_of_users_machines():
     """With logits of attention sinks and capped scores."""
-    case = selftest.Case(8, 2, sinks=True, softcap=20.0)
+    case = selftest.AttentionShape(8, 2, sinks=True, softcap=20.0)
     found = selftest.test(config_of((2,), (3, 1)), 64, mx.bfloat16, make_mma, True, case)
     assert found.reason is None and found.errors["attend"] < 6e-3 and not found.ties

@@ -40,7 +40,7 @@ def mac(folder, monkeypatch):
 
     def be(factory):
         monkeypatch.setattr(mx.fast, "metal_kernel", factory)
-        monkeypatch.setattr(selftest, "_outcomes", {})
+        monkeypatch.setattr(selftest, "_results", {})
         trust.forget()
         return launch.using(factory)
 
