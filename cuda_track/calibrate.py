@@ -301,7 +301,7 @@ def main() -> None:
     window = min(WINDOW, getattr(loaded.model.config, "max_position_embeddings", None) or WINDOW)
     name = options.text.name if options.text else "corpus calibration"
     calibration = calibrate(loaded, tokens, name, window, loaded.tokenizer.bos_token_id)
-    artifact.write(options.output, calibration)
+    artifact.write_calibration(options.output, calibration)
     console.note(f"calibrated on {calibration.tokens} tokens: {options.output}")
 
 

@@ -23,7 +23,7 @@ from types import ModuleType
 
 from experiments.options import Parser, words
 from mlxkv import console
-from mlxkv.bench.kernels.case import Shape
+from mlxkv.bench.kernels.case import KernelShape
 from mlxkv.errors import UserError
 from mlxkv.metal.timing import Chain, interleaved
 
@@ -46,7 +46,7 @@ def copy_package(folder: Path, place: Path) -> None:
     sys.path.insert(0, str(place))
 
 
-def attention_task(part: partial, name: str, shape: Shape, tokens: int):
+def attention_task(part: partial, name: str, shape: KernelShape, tokens: int):
     """A chain of decode attention by one package, over copies of a filled cache."""
     import mlx.core as mx
 
@@ -60,7 +60,7 @@ def attention_task(part: partial, name: str, shape: Shape, tokens: int):
     return partial(step.chain, call, views)
 
 
-def quantizing_task(part: partial, name: str, shape: Shape, tokens: int):
+def quantizing_task(part: partial, name: str, shape: KernelShape, tokens: int):
     """Quantizing all tokens by one package, one time after the other."""
     import mlx.core as mx
 
@@ -84,7 +84,7 @@ def quantizing_task(part: partial, name: str, shape: Shape, tokens: int):
     return run
 
 
-def config_of(part: partial, name: str, shape: Shape):
+def config_of(part: partial, name: str, shape: KernelShape):
     return part("bench.spread").allotted(part("formats.names").parse_kv(name), shape.dims)
 
 
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     import mlx.core as mx
 
     options = parse_options(argv)
-    shape = Shape(*map(int, options.shape.split(",")))
+    shape = KernelShape(*map(int, options.shape.split(",")))
     tokens = console.parse_tokens(options.tokens, "--tokens")
     make, rows = quantizing_task if options.quantize else attention_task, []
     with tempfile.TemporaryDirectory() as place:

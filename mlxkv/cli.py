@@ -29,7 +29,7 @@ from mlxkv.formats.names import complete_kv, parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model, resolve
 from mlxkv.models.catalog.locate import require
 from mlxkv.options import Json, Kv, Model
-from mlxkv.run import run
+from mlxkv.run import run_program
 from mlxkv.serve.launch import launch
 from mlxkv.serve.options import KEY, ServeOptions
 
@@ -251,9 +251,9 @@ def taking(kind: type) -> Callable[[Callable], Callable]:
 def chat(**values) -> None:
     """Talk to a model in the terminal, or ask one question: mlxkv chat "Why is the sky blue?"."""
     options = ChatOptions(**values)
-    from mlxkv.chat.run import run
+    from mlxkv.chat.run import run_chat
 
-    run(options)
+    run_chat(options)
 
 
 @app.command(cls=Command)
@@ -264,8 +264,8 @@ def demo(model: Model = DEFAULT, kv: Kv = "int4", json: Json = False) -> None:
     parse_kv(kv)
     note(f"{model.strip()} · fp16 and --kv {kv.strip()}")
     with working("importing MLX and mlx-lm"):
-        from mlxkv.chat.demo import run
-    run(model, kv, json)
+        from mlxkv.chat.demo import run_demo
+    run_demo(model, kv, json)
 
 
 @app.command(cls=Command)
@@ -284,12 +284,12 @@ def serve(**values) -> None:
     if os.environ.get("MLX_RANK", "0") == "0":  # of several processes the first one speaks
         note(f"{options.models[0].strip()} · --kv {options.kv.strip()}")
     with working("importing MLX and mlx-lm"):
-        from mlxkv.serve.run import run
+        from mlxkv.serve.run import run_server
 
-    run(options)
+    run_server(options)
 
 
-app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run)
+app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run_program)
 app.command("launch", cls=Command, context_settings={"allow_extra_args": True})(launch)
 
 
@@ -298,9 +298,9 @@ app.command("launch", cls=Command, context_settings={"allow_extra_args": True})(
 def calibrate(**values) -> None:
     """Calibrate a model for presets such as fill-3, in one pass over a little text. Without it, the first chat
     with such a preset does."""
-    from mlxkv.calibrate.run import run
+    from mlxkv.calibrate.run import run_calibrate
 
-    run(CalibrateOptions(**values))
+    run_calibrate(CalibrateOptions(**values))
 
 
 @app.command(cls=Command)
@@ -369,9 +369,9 @@ def fit(
     json: Json = False,
 ) -> None:
     """Estimate what fits in memory: the longest context by preset, of one model or of every alias."""
-    from mlxkv.doctor.fit import run
+    from mlxkv.doctor.fit import run_fit
 
-    run(model=model, context=context, memory=memory, kv=kv or [], as_json=json)
+    run_fit(model=model, context=context, memory=memory, kv=kv or [], as_json=json)
 
 
 @app.command(cls=ShareCommand)
@@ -391,9 +391,9 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Check this machine: versions, backends, the golden table, kernels. Exit code 1 if something is wrong."""
-    from mlxkv.doctor.command import run
+    from mlxkv.doctor.command import run_doctor
 
-    raise typer.Exit(run(every=every, share=share, as_json=json))
+    raise typer.Exit(run_doctor(every=every, share=share, as_json=json))
 
 
 app.command("eval", cls=Command)(evaluate)

@@ -34,7 +34,7 @@ BY_SHELL = re.compile(rb"""^'''exec'\s+"?([^"\s]+)"?""", re.M)  # of pip and uv,
 INSIDE = {__file__, runpy.__file__, f"<frozen {runpy.__name__}>"}
 
 
-def run(
+def run_program(
     words: Annotated[
         list[str] | None,
         Argument(

@@ -55,7 +55,7 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Header:
+class TensorsHeader:
     """The header of a safetensors file. start: where the data begins. size: of the file, in bytes."""
 
     metadata: dict[str, str]
@@ -93,7 +93,7 @@ def _insist(mode: int) -> None:
         raise Unsound(f"is {kind}, not a file")
 
 
-def read(path: Path | str, most: int, follow: bool = True) -> bytes:
+def read_tensors(path: Path | str, most: int, follow: bool = True) -> bytes:
     """The bytes of a regular file, at most `most` of them. Raises FileNotFoundError and Unsound."""
     with opened(path, follow) as file:
         data = file.read(most + 1)
@@ -105,8 +105,8 @@ def read(path: Path | str, most: int, follow: bool = True) -> bytes:
 def read_json(
     path: Path | str, most: int, follow: bool = True, depth: int = DEPTH, infinity: bool = False
 ) -> Any:
-    """The JSON in a file. Raises as `read` and `parse`."""
-    return parse(read(path, most, follow), depth, infinity)
+    """The JSON in a file. Raises as `read_tensors` and `parse`."""
+    return parse(read_tensors(path, most, follow), depth, infinity)
 
 
 def parse(data: bytes | str, depth: int = DEPTH, infinity: bool = False) -> Any:
@@ -161,7 +161,7 @@ def whole(value: Any, what: str, low: int = 0, most: int = 1 << 40) -> int:
     return value
 
 
-def safetensors(path: Path | str, follow: bool = True, most: int = HEADER) -> Header:
+def safetensors(path: Path | str, follow: bool = True, most: int = HEADER) -> TensorsHeader:
     """The header of a safetensors file, checked against its types, shapes and the file's size: tensors
     lie side by side and fill it. Nothing is allocated but the header, of at most `most` bytes.
 
@@ -192,7 +192,7 @@ def safetensors(path: Path | str, follow: bool = True, most: int = HEADER) -> He
         at = last
     if at != size:
         raise Unsound(f"is not whole: its header promises {at} bytes, it has {size}")
-    return Header(metadata, tensors, start, size)
+    return TensorsHeader(metadata, tensors, start, size)
 
 
 def _tensor(entry: Any, start: int) -> Tensor:

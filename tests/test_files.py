@@ -143,9 +143,11 @@ def test_what_is_kept_for_a_user(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "cache_dir", lambda: tmp_path / "cache" / "mlxkv")
     with typed.History():
         pass
-    made = artifact.read(Path(TINY))
-    artifact.write(tmp_path / "of" / "mine" / "c.safetensors", made)
-    assert artifact.read(tmp_path / "of" / "mine" / "c.safetensors").digest == made.digest
+    made = artifact.read_calibration(Path(TINY))
+    artifact.write_calibration(tmp_path / "of" / "mine" / "c.safetensors", made)
+    assert (
+        artifact.read_calibration(tmp_path / "of" / "mine" / "c.safetensors").digest == made.digest
+    )
     for path in tmp_path.rglob("*"):
         assert mode(path) == (0o700 if path.is_dir() else 0o600), path
     assert (tmp_path / "cache" / "mlxkv" / "chat_history").exists()

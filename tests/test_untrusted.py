@@ -106,12 +106,12 @@ def test_only_regular_files_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # names of sockets are short
     start = time.process_time()  # reading /dev/zero would take it
     for name, what in odd_files(tmp_path).items():
-        for read in (lambda path: untrusted.read(path, 10), untrusted.safetensors):
+        for read in (lambda path: untrusted.read_tensors(path, 10), untrusted.safetensors):
             with pytest.raises(Unsound, match=f"(?i){what}"):
                 read(tmp_path / name)
     assert time.process_time() - start < 2
     with pytest.raises(FileNotFoundError):
-        untrusted.read(tmp_path / "none", 10)
+        untrusted.read_tensors(tmp_path / "none", 10)
 
 
 def test_links_are_followed_where_that_is_asked_for(tmp_path):
@@ -122,14 +122,14 @@ def test_links_are_followed_where_that_is_asked_for(tmp_path):
         untrusted.read_json(tmp_path / "link", 2, follow=False)
     (tmp_path / "dangling").symlink_to("none")
     with pytest.raises(FileNotFoundError):
-        untrusted.read(tmp_path / "dangling", 2)
+        untrusted.read_tensors(tmp_path / "dangling", 2)
 
 
 def test_bytes_are_bounded(tmp_path):
     (tmp_path / "file").write_bytes(b"12345")
-    assert untrusted.read(tmp_path / "file", 5) == b"12345"
+    assert untrusted.read_tensors(tmp_path / "file", 5) == b"12345"
     with pytest.raises(Unsound, match="larger than 4 bytes"):
-        untrusted.read(tmp_path / "file", 4)
+        untrusted.read_tensors(tmp_path / "file", 4)
 
 
 def test_whole_numbers(subtests):

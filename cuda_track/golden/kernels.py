@@ -20,7 +20,7 @@ from cuda_track.mps import attend as metal_kernel
 from cuda_track.mps import pages as metal
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.records import NAMES
-from mlxkv.spec.bounds import Row, compare_codes, read, rms
+from mlxkv.spec.bounds import Row, compare_codes, read_golden, rms
 from mlxkv.spec.rows import encode_cases
 
 WEIGHTS_BOUND = 2e-3  # queries and weights are float16 in the kernel of Triton
@@ -29,7 +29,7 @@ METAL_BOUND = 1e-4  # float32; exponentials are those of the machine
 
 
 def quantize_rows() -> Iterator[Row]:
-    tensors, header = read("encode")
+    tensors, header = read_golden("encode")
     for key, side, dims in encode_cases(tensors, header):
         spec, x = side.quantizer, TABLE.floats(tensors[f"x.{dims}"])
         page = x.shape[2]

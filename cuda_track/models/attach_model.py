@@ -144,11 +144,11 @@ def _fit(
     path = Path(model.config._name_or_path)
     mark = getattr(model, "_mlxkv_fingerprint", None)
     if mark is None and path.is_dir():
-        mark = fingerprint(folder.check(path))
+        mark = fingerprint(folder.check_folder(path))
     if source is None:
         source = artifact.find(mark, path, config) if mark else None
     elif not isinstance(source, Calibration):
-        source = artifact.read(source)
+        source = artifact.read_calibration(source)
     if source is None:
         raise UserError(
             f"[attach] {config.label} needs a calibration; got none; make one with python -m "

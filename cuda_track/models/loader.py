@@ -70,7 +70,7 @@ def load(
             "owner/name on the hub, or a folder"
         )
     if source.folder is not None:
-        checked = folder.check(source.folder)
+        checked = folder.check_folder(source.folder)
         mark = fingerprint(checked)
         if "quantization" in checked.config:
             raise UserError(

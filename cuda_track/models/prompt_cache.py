@@ -70,7 +70,7 @@ def load(path: Path, loaded: Loaded) -> Saved:
     insist_on_one(loaded.model, "load", "sessions are loaded")
     head = session.read_header(path)
     kv = parse_kv(loaded.kv_name)
-    session.check(head, loaded.name, loaded.fingerprint or "", loaded.kv_name, kv, MLX_LM)
+    session.check_session(head, loaded.name, loaded.fingerprint or "", loaded.kv_name, kv, MLX_LM)
     saved = session.saved_of(
         head, None, text_config(loaded.model.config.to_dict()).get("vocab_size")
     )

@@ -162,8 +162,8 @@ class Subject:
                 calibration = calibrate(
                     self.loaded.model, text.tokens, text=text.name, window=window, bos=bos
                 )
-                artifact.write(file, calibration)
-        return artifact.read(file)
+                artifact.write_calibration(file, calibration)
+        return artifact.read_calibration(file)
 
     def length(self, context: int) -> int:
         """Return the tokens of a context: fewer where the model has no more positions behind them."""

@@ -57,9 +57,9 @@ def quick(context: typer.Context, model: OwnModel = None) -> None:
 @bench.command()
 def kernels(contexts: Contexts = None, kv: Kv = "int4,fill-2.25", json: Json = False) -> None:
     """Time decode attention, encode and dequantize, each checked first, beside MLX's own attention."""
-    from mlxkv.bench.kernels.run import run
+    from mlxkv.bench.kernels.run import run_kernels
 
-    run(contexts, kv, json)
+    run_kernels(contexts, kv, json)
 
 
 @bench.command()
@@ -80,6 +80,6 @@ def decode(
     --kv also takes mlx-lm-kv8 and mlx-lm-kv4, mlx-lm's own quantized caches, and fp16-replayed and
     fp16-pages, full precision through steps like those of compressed caches.
     """
-    from mlxkv.bench.decode import run
+    from mlxkv.bench.decode import run_decode
 
-    run(model, contexts, kv, tokens, rounds, bits, json)
+    run_decode(model, contexts, kv, tokens, rounds, bits, json)

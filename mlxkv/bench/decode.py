@@ -56,7 +56,7 @@ COLUMNS = (
 )
 
 
-def run(
+def run_decode(
     model: str,
     contexts: str | None,
     kv: str,

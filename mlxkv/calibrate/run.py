@@ -26,9 +26,9 @@ SEARCHED = "oscar-int2"
 LEARNED_COLUMNS = ["layer", "srft K", "error K", "gain K", "srft V", "error V", "gain V"]
 
 
-def run(options: CalibrateOptions) -> None:
+def run_calibrate(options: CalibrateOptions) -> None:
     """Read text, write the file, print a report."""
-    check(options)  # before a model is loaded
+    check_options(options)  # before a model is loaded
     if options.learn is not None:
         run_learning(options)
     else:
@@ -63,7 +63,7 @@ def run_fitting(options: CalibrateOptions) -> None:
                     loaded.model, calibration, config, text.tokens, progress=progress, **reading
                 )
     seconds = time.perf_counter() - start
-    artifact.write(path, calibration)
+    artifact.write_calibration(path, calibration)
     report(calibration, path, seconds, trials)
     named = "" if out is None and not comes_with_model else f" --calibration {path}"
     say(f"use it: mlxkv chat -m {options.model.strip()} --kv fill-3{named}")
@@ -81,7 +81,7 @@ def run_learning(options: CalibrateOptions) -> None:
     with progress_bar(steps(calibration, learned), "learning") as progress:
         calibration, outcomes = learn(calibration, samples, learned, progress)
     path = out or learned_path(calibration.fingerprint)
-    artifact.write(path, calibration)
+    artifact.write_calibration(path, calibration)
     report_learned(calibration, path, time.perf_counter() - start, outcomes)
 
 
@@ -104,7 +104,7 @@ def searched_presets(options: CalibrateOptions) -> dict[str, CacheConfig]:
     return {name: parse_kv(name) for name in names} if options.search_clip else {}
 
 
-def check(options: CalibrateOptions) -> None:
+def check_options(options: CalibrateOptions) -> None:
     """Raises UserError for settings that do not go together."""
     _check_learning(options)
     for option, value in (("--kv", options.kv), ("--calibration", options.calibration)):
@@ -136,7 +136,7 @@ def _check_learning(options: CalibrateOptions) -> None:
 def _with_kept_clips(calibration: Calibration, path: Path) -> Calibration:
     """`made` with the clips of the file that it replaces, where the transforms are the same."""
     try:
-        old = artifact.read(path)
+        old = artifact.read_calibration(path)
     except UserError:  # not there, or not worth keeping
         return calibration
     if old.fingerprint != calibration.fingerprint:

@@ -32,7 +32,7 @@ LEAST, MOST = 512, 7680  # tokens; of a text that this machine reads in that tim
 LONGEST = 32  # tokens of an answer
 
 
-def run(model: str, kv: str, as_json: bool) -> None:
+def run_demo(model: str, kv: str, as_json: bool) -> None:
     """Load, read for half a minute, ask, and show."""
     with working(f"reading {model}") as progress:
         loaded = load(model, kv, progress=progress)
@@ -54,7 +54,7 @@ def run(model: str, kv: str, as_json: bool) -> None:
     chart = Chart(("fp16", name), len(tokens), quiet=as_json)
     begun = time.perf_counter()
     with chart:
-        for count in read(loaded, tokens[:-1], list(caches.values())):
+        for count in read_text(loaded, tokens[:-1], list(caches.values())):
             row = count, *(usage(cache).kv_bytes for cache in caches.values())
             rows.append(row)
             chart.add(*row)
@@ -117,7 +117,7 @@ def make_text(loaded, length: int) -> tuple[list[int], float]:
     return list(tokens), len(beginning) / len(prose)
 
 
-def read(loaded, tokens: list[int], sides: list[list]) -> Iterator[int]:
+def read_text(loaded, tokens: list[int], sides: list[list]) -> Iterator[int]:
     """Read `tokens` into each of the caches, a chunk at a time; yields how many each holds."""
     # Streams of a CPU are threads: two cores read at once.
     streams = [mx.new_stream(mx.cpu) for _ in sides] if backend() == "cpu" else []
@@ -136,9 +136,9 @@ def read(loaded, tokens: list[int], sides: list[list]) -> Iterator[int]:
 
 def _fitting(loaded, sides: tuple[list, list]) -> int:
     """Tokens that this machine reads into both caches in about SECONDS, whole chunks of them."""
-    list(read(loaded, [0] * CHUNK, list(sides)))  # builds what is built once
+    list(read_text(loaded, [0] * CHUNK, list(sides)))  # builds what is built once
     begun = time.perf_counter()
-    list(read(loaded, [0] * CHUNK, list(sides)))
+    list(read_text(loaded, [0] * CHUNK, list(sides)))
     rate = CHUNK / (time.perf_counter() - begun)
     return int(min(MOST, max(LEAST, SECONDS * rate))) // CHUNK * CHUNK
 

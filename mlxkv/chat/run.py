@@ -20,7 +20,7 @@ BROKEN = 0.1  # the share of letters that are no UTF-8 from which piped bytes ar
 PATIENCE = 1.0  # seconds without text on stdin before the terminal says what is waited for
 
 
-def run(options: ChatOptions) -> None:
+def run_chat(options: ChatOptions) -> None:
     """Answer once with a prompt or piped text, else talk in the terminal."""
     source = resolve(options.model)
     require(source)
@@ -86,7 +86,7 @@ def check_session(options: ChatOptions, source: Source) -> None:
         raise head.wrong("is not a session saved by mlxkv chat")
     files.check_version(head)
     if source.folder is not None and source.folder.exists():
-        model_fingerprint = fingerprint(folder.check(source.folder))
+        model_fingerprint = fingerprint(folder.check_folder(source.folder))
         if head.entries["fingerprint"] != model_fingerprint:
             raise head.wrong(
                 f"belongs to another model; got {files.printable(head.entries['model'])}; this is "

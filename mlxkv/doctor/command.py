@@ -11,7 +11,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from mlxkv.console import human_bytes, note, print_json, print_table
 from mlxkv.doctor import checks
 from mlxkv.doctor.checks import Step
-from mlxkv.doctor.share import check_place, write
+from mlxkv.doctor.share import check_place, write_share
 from mlxkv.machine import machine, out_of_range, versions
 
 OUTPUTS = ("attend", "keys", "values", "prefill")
@@ -50,7 +50,7 @@ def backends() -> list[dict]:
     return rows
 
 
-def run(*, every: bool, share: str | None, as_json: bool) -> int:
+def run_doctor(*, every: bool, share: str | None, as_json: bool) -> int:
     """Check and print. Returns 1 if a golden row is wrong, a version is out of range, or a kernel that
     should run here fails.
 
@@ -84,7 +84,7 @@ def run(*, every: bool, share: str | None, as_json: bool) -> int:
     data["kernels_left"] = checks.left(data["kernels"], checks.NEEDED)
     failed = [row for row in data["golden"] if not row["ok"]] + checks.failed(data["kernels"])
     if share is not None:
-        note(f"written: {write(data, share)}")
+        note(f"written: {write_share(data, share)}")
     if as_json:
         print_json(data)
     else:

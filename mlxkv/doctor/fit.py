@@ -41,7 +41,7 @@ from mlxkv.untrusted import Unsound
 DEFAULT_CONTEXT = "32k"
 
 
-def run(
+def run_fit(
     *, model: str | None, context: str | None, memory: str | None, kv: list[str], as_json: bool
 ) -> None:
     """Estimate and print. model: None for every alias. kv: presets; names, also several by commas;
@@ -223,7 +223,7 @@ def read_plan(model: str) -> ModelPlan:
         return plan_of(data, HUB[alias], more="as published (not downloaded)")
     place = locate(model)
     if is_gguf(place.config):
-        file = folder.check(place.config)
+        file = folder.check_folder(place.config)
         return plan_of(file.config, place.name, memory(file.headers[0]))
     data = _read_config(place.config, f"--model {model}")
     return plan_of(data, place.name, place.weights)
@@ -270,7 +270,7 @@ def _read_config(path: Path, where: str) -> dict:
         data = untrusted.read_json(path, SMALL, infinity=True)
         if not isinstance(data, dict):
             raise Unsound("is not the config of a model")
-        numbers.check(data, numbers.LAYERS)
+        numbers.check_numbers(data, numbers.LAYERS)
     except FileNotFoundError:
         raise UserError(f"[{where}] no such file; got {str(path)!r}") from None
     except Unsound as error:

@@ -17,7 +17,7 @@ from mlxkv.codec.transform import KeyMean, Transform
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES
 from mlxkv.models.calibration import learn, moments
-from mlxkv.spec.bounds import BOUNDS, LEARNED_SPEC, Row, keys, read, rms
+from mlxkv.spec.bounds import BOUNDS, LEARNED_SPEC, Row, keys, read_golden, rms
 from mlxkv.spec.rows import Attention, Table, shared_rows
 
 
@@ -57,7 +57,7 @@ class MLXTable(Table):
 
     def learned_rows(self) -> Iterator[Row]:
         """Maps of given parameters, and what codes behind them lose."""
-        tensors, _ = read("learned")
+        tensors, _ = read_golden("learned")
         for key in keys(tensors, ".x"):
             variant, base, dims = key.split(".")
             side_transform = transform.make(base, int(dims), 0)

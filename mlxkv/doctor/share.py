@@ -18,7 +18,7 @@ PATH = re.compile(r"(?:(?<![\w.~])|(?<=-[A-Z]))[~.]*/+\S.*?(?=:\d|$)", re.MULTIL
 
 
 def check_place(name: str) -> None:
-    """Raise MachineError, before minutes of work, if `write` could not write the file `name`."""
+    """Raise MachineError, before minutes of work, if `write_share` could not write the file `name`."""
     file = user_path(name, "--share")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise MachineError(f"[--share] cannot write {file}; choose a file in a folder of yours")
@@ -57,7 +57,7 @@ PRODUCTS = ("chip", "device_name", "format")
 
 
 def document(data: dict) -> dict:
-    """The results of `command.run` with the machine's GPU and cores, scrubbed."""
+    """The results of `command.run_doctor` with the machine's GPU and cores, scrubbed."""
     import mlx.core as mx
 
     from mlxkv.metal import gpu
@@ -95,8 +95,8 @@ def _scrubbed(value):
     return clean(value) if isinstance(value, str) else value
 
 
-def write(data: dict, name: str) -> Path:
-    """Write the results of `command.run` to the file `name`, or for "" to a new one here,
+def write_share(data: dict, name: str) -> Path:
+    """Write the results of `command.run_doctor` to the file `name`, or for "" to a new one here,
     mlxkv-doctor-<chip>-<date>.json. Returns the file. Raises MachineError."""
     shared = document(data)
     file = user_path(name, "--share") if name else _new_file(shared)

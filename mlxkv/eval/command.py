@@ -76,7 +76,7 @@ def evaluate(
     """Measure what compressed caches cost on a model: KL divergence, the next token, answers about
     long texts. A few minutes on two CPU cores; a stopped run continues where it was."""
     options = SimpleNamespace(**locals())
-    from mlxkv.eval.run import run
+    from mlxkv.eval.run import run_eval
 
     options.text = text or []
-    raise typer.Exit(run(options))
+    raise typer.Exit(run_eval(options))

@@ -36,7 +36,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class FactCounts:
     """Counts of facts in a text: `keys` with one value each (asked alone and four at a time), `near`
     near-identical keys, `lists` keys with several values."""
 
@@ -45,13 +45,13 @@ class Sizes:
     lists: int
 
     @staticmethod
-    def fit(length: int, questions: int, tokens: int) -> Sizes:
+    def fit(length: int, questions: int, tokens: int) -> FactCounts:
         """Return counts for a text of `length` tokens, of which facts of `tokens` tokens each take
         at most half."""
         budget = max(14, length // (2 * tokens))
         limit = max(QUERIES, 3 * budget // 10)
         keys = min(limit, max(QUERIES, questions, length // 200))
-        return Sizes(
+        return FactCounts(
             keys, keys, min(max(2, 4 * budget // 25), max(2, questions // 2, length // 400))
         )
 
@@ -120,7 +120,7 @@ def document(rng: Random, length: int, questions: int, measure: Callable[[str], 
     are others that differ in one word.
     """
     tokens = measure(" " + fact("northern warehouse", "1234567"))
-    sizes = Sizes.fit(length, questions, tokens)
+    sizes = FactCounts.fit(length, questions, tokens)
     side = min(NEAR, isqrt(sizes.near - 1) + 1)  # the table is all but full
     all_words = WORDS["adjectives"], WORDS["nouns"]
     near_words = [rng.sample(words, side) for words in all_words]

@@ -14,7 +14,7 @@ from mlxkv.eval.arms import Arms
 from mlxkv.eval.intervals import LEAST
 from mlxkv.eval.report import page, report
 from mlxkv.eval.tasks import divergence, retrieval
-from mlxkv.eval.tasks.part import Part, TaskOptions
+from mlxkv.eval.tasks.part import TaskOptions, TaskPart
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu
@@ -42,7 +42,7 @@ QUICK = Level("int4", "1k", "divergence", LEAST, 32)
 THOROUGH = Level("int8,int4,fill-4,fill-3,fill-2.25", "2k", "divergence,retrieval", 8, 64)
 
 
-def run(command: SimpleNamespace) -> int:
+def run_eval(command: SimpleNamespace) -> int:
     """Run the command with the options of `command.evaluate`, by their names there.
 
     Options are checked before the model is loaded. Returns the exit code.
@@ -70,7 +70,7 @@ def run(command: SimpleNamespace) -> int:
     data = report.assemble(arms, options, results, windows)
     data |= {"machine": machine() | gpu.device(), "versions": versions()}
     data["seconds"] = round(time.perf_counter() - start, 1)
-    page.write(data, folder)
+    page.write_page(data, folder)
     report.show(data)
     console.note(f"{data['seconds']:.0f} s; report: {folder / 'report.md'}")
     if command.json:
@@ -78,7 +78,7 @@ def run(command: SimpleNamespace) -> int:
     return 0
 
 
-def cost(parts: list[Part], arms: Arms) -> str:
+def cost(parts: list[TaskPart], arms: Arms) -> str:
     """Return what the run reads, for those who wait: texts and documents, times the caches."""
     texts = [part for part in parts if part.task == "divergence"]
     documents = [part for part in parts if part.task == "retrieval"]
@@ -92,7 +92,7 @@ def cost(parts: list[Part], arms: Arms) -> str:
     return f"reading {' and '.join(clauses)}, with {len(arms.names)} caches{hint}"
 
 
-def parts_of(arms: Arms, tasks: tuple[str, ...], options: TaskOptions) -> list[Part]:
+def parts_of(arms: Arms, tasks: tuple[str, ...], options: TaskOptions) -> list[TaskPart]:
     """Return what is to be computed, in the order of TASKS. Raises UserError."""
     loaded, longest = arms.loaded, max(options.contexts)
     if loaded.context and longest > loaded.context:
@@ -100,7 +100,7 @@ def parts_of(arms: Arms, tasks: tuple[str, ...], options: TaskOptions) -> list[P
             f"[--context] longer than {loaded.name} was made for; got {longest}; "
             f"choose {loaded.context} or less"
         )
-    parts: list[Part] = []
+    parts: list[TaskPart] = []
     if "divergence" in tasks:
         parts += divergence.parts(arms, options)
     if "retrieval" in tasks:
@@ -117,7 +117,7 @@ def _options(command: SimpleNamespace, level: Level) -> TaskOptions:
     if samples < 1:
         raise UserError(f"[--samples] must be at least 1; got {samples}; choose a larger one")
     texts = tuple(console.user_path(name, "--text") for name in command.text)
-    sources.check(texts)
+    sources.check_sources(texts)
     return TaskOptions(
         contexts=tuple(dict.fromkeys(lengths)),
         decode=level.decode,

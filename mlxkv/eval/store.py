@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from mlxkv import __version__, console
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.tasks.part import Part, Results
+from mlxkv.eval.tasks.part import Results, TaskPart
 from mlxkv.metal.launch import backend
 
 FORMAT = 2
@@ -34,7 +34,7 @@ class Store:
         except OSError as error:
             raise UserError(f"[--out] cannot write there; got {folder}: {error.strerror}") from None
 
-    def read(self, arms: Arms, part: Part, name: str) -> dict | None:
+    def read(self, arms: Arms, part: TaskPart, name: str) -> dict | None:
         """Return the result of an arm, or None if it must be computed."""
         try:
             data = json.loads(self._file(part, name).read_text(encoding="utf-8"))
@@ -42,7 +42,7 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError):
             return None  # no file, or one that was cut off while it was written
 
-    def write(self, arms: Arms, part: Part, name: str, result: dict) -> None:
+    def write(self, arms: Arms, part: TaskPart, name: str, result: dict) -> None:
         data = {"of": _of(arms, part, name), "result": result}
         file = self._file(part, name)
         try:
@@ -52,11 +52,11 @@ class Store:
         except OSError as error:
             raise MachineError(f"[eval] cannot keep a result: {error.strerror}") from None
 
-    def _file(self, part: Part, name: str) -> Path:
+    def _file(self, part: TaskPart, name: str) -> Path:
         return self.folder / f"{part.task}-{quote(part.name, '')}-{quote(name, '')}.json"
 
 
-def _of(arms: Arms, part: Part, name: str) -> dict:
+def _of(arms: Arms, part: TaskPart, name: str) -> dict:
     asks = json.dumps(part.asks, sort_keys=True, default=str)
     used = arms.calibration(name)
     return {
@@ -72,7 +72,7 @@ def _of(arms: Arms, part: Part, name: str) -> dict:
     }
 
 
-def computed(arms: Arms, parts: list[Part], folder: Path) -> dict[str, Results]:
+def computed(arms: Arms, parts: list[TaskPart], folder: Path) -> dict[str, Results]:
     """Return the results of all parts, by "TASK-NAME". Results that `folder` holds are not computed again."""
     store = Store(folder)
     missing = {}

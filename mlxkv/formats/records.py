@@ -331,7 +331,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockPart:
     """Where the codes of a block of 16 dims stand, or some bits of them: `width` bits from bit `low` of a code on.
 
     row: words before it in a lane. quarter: the first of its quarters in that word; 4 bits take all of them, 8 bits a
@@ -346,19 +346,19 @@ class Part:
 
 
 @lru_cache(maxsize=256)
-def parts(widths: tuple[int, ...]) -> tuple[Part, ...]:
+def parts(widths: tuple[int, ...]) -> tuple[BlockPart, ...]:
     """The parts of blocks of these widths, in the order in which they fill the words of a lane: codes of 8 and of 4
     bits, the two low bits of 3-bit codes and codes of 2 bits, the third bits, codes of 1 bit."""
     out, place = [], 0
     for width, low, of in ((8, 0, (8,)), (4, 0, (4,)), (2, 0, (3, 2)), (1, 2, (3,)), (1, 0, (1,))):
         for block, bits in enumerate(widths):
             if bits in of:
-                out.append(Part(block, low, width, *divmod(place, QUARTERS)))
+                out.append(BlockPart(block, low, width, *divmod(place, QUARTERS)))
                 place += width
     return tuple(out)
 
 
-def block_bit(part: Part, r: int, p: int, half: int) -> int:
+def block_bit(part: BlockPart, r: int, p: int, half: int) -> int:
     """The lowest bit of the code of slot (r, p, half) of a block of 16 dims in its word (`codes.h`)."""
     if part.width == 8:
         return 8 * p + 16 * half

@@ -87,7 +87,7 @@ def entries(
 
 
 @dataclass(frozen=True)
-class Header:
+class SessionHeader:
     """What a file says before any tensor is read. entries: by the names that `entries` gives. kinds: the
     classes of its caches, in their order."""
 
@@ -103,7 +103,7 @@ def wrong(path: Path, problem: str) -> UserError:
     return UserError(f"[load] {str(path)!r} {problem}")
 
 
-def read_header(path: Path, follow: bool = True) -> Header:
+def read_header(path: Path, follow: bool = True) -> SessionHeader:
     """Read and check the header of a session. follow: whether the path may be a link. Raises UserError."""
     try:
         head = untrusted.safetensors(path, follow, LONGEST)
@@ -126,7 +126,7 @@ def read_header(path: Path, follow: bool = True) -> Header:
         raise wrong(path, f"has parts missing ({printable(str(error))})") from None
     if absent := [name for name in ENTRIES if name not in entries_read]:
         raise wrong(path, f"has parts missing ({', '.join(absent)})")
-    return Header(path, entries_read, kinds)
+    return SessionHeader(path, entries_read, kinds)
 
 
 def _check_tensors(tensors: dict[str, Tensor], kinds: list[str], flags: dict[str, str]) -> None:
@@ -153,8 +153,13 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:80])
 
 
-def check(
-    head: Header, loaded_name: str, fingerprint: str, kv_name: str, kv: CacheConfig, mlx_lm: str
+def check_session(
+    head: SessionHeader,
+    loaded_name: str,
+    fingerprint: str,
+    kv_name: str,
+    kv: CacheConfig,
+    mlx_lm: str,
 ) -> None:
     """Raise UserError unless the file is a whole session of the model with this fingerprint, saved with
     this cache, in the format of this version of mlx-lm."""
@@ -173,13 +178,13 @@ def check(
         )
 
 
-def check_version(head: Header) -> None:
+def check_version(head: SessionHeader) -> None:
     """Raise UserError unless this version reads such files."""
     if (version := head.entries["mlxkv_format"]) != FORMAT:
         raise head.wrong(f"has session format {printable(version)}; this version reads {FORMAT}")
 
 
-def check_cache(head: Header, kv_name: str, kv: CacheConfig) -> None:
+def check_cache(head: SessionHeader, kv_name: str, kv: CacheConfig) -> None:
     """Raise UserError unless the file was saved with this cache."""
     data = head.entries
     try:
@@ -193,7 +198,7 @@ def check_cache(head: Header, kv_name: str, kv: CacheConfig) -> None:
         )
 
 
-def tokens_of(head: Header, vocabulary: int = 1 << 31) -> list[int]:
+def tokens_of(head: SessionHeader, vocabulary: int = 1 << 31) -> list[int]:
     """Its tokens. Raises UserError unless they are numbers below `vocabulary`."""
     try:
         tokens = untrusted.parse(head.entries["tokens"], 1)
@@ -204,7 +209,7 @@ def tokens_of(head: Header, vocabulary: int = 1 << 31) -> list[int]:
     return tokens
 
 
-def saved_of(head: Header, cache, vocabulary: int | None) -> Saved:
+def saved_of(head: SessionHeader, cache, vocabulary: int | None) -> Saved:
     """The session of a header. Raises UserError for entries of the wrong types."""
     try:
         messages, raw = (untrusted.parse(head.entries[name], 2) for name in ("messages", "raw"))

@@ -18,7 +18,16 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlxkv.metal import sources
-from mlxkv.metal.sources import FEATURES, SIGNATURES, bodies, body, features, header, headers, read
+from mlxkv.metal.sources import (
+    FEATURES,
+    SIGNATURES,
+    bodies,
+    body,
+    features,
+    header,
+    headers,
+    read_source,
+)
 
 Template = tuple[tuple[str, object], ...]
 TYPES = {  # on Metal, on CUDA
@@ -99,7 +108,7 @@ def include(name: str) -> str:
     where this package is not in a folder."""
     path = sources.path(name)
     usable = isinstance(path, Path) and '"' not in str(path)
-    return f'#include "{path}"\n' if usable else read(name)
+    return f'#include "{path}"\n' if usable else read_source(name)
 
 
 def constants(template: Template, on_cuda: bool = False) -> str:

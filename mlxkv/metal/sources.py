@@ -111,7 +111,7 @@ def path(name: str) -> Traversable:
     return next(file for file in paths if file.is_file())
 
 
-def read(name: str) -> str:
+def read_source(name: str) -> str:
     """The text of a file without comments and indentation: MLX finds names in comments too, and long
     texts cost time at every call."""
     text = path(name).read_text(encoding="ascii")
@@ -154,9 +154,9 @@ def bodies(name: str) -> tuple[str, ...]:
 
 def body(name: str, parts: Features = ALL) -> str:
     """The text of the body `name`."""
-    return resolved("".join(map(read, bodies(name))), parts)
+    return resolved("".join(map(read_source, bodies(name))), parts)
 
 
 def header(name: str, on_cuda: bool = False, parts: Features = ALL) -> str:
     """The text that stands before the body `name`."""
-    return resolved("".join(map(read, headers(name, on_cuda))), parts)
+    return resolved("".join(map(read_source, headers(name, on_cuda))), parts)

@@ -61,7 +61,7 @@ def _key(layout: object, dims: int, dtype: mx.Dtype, tiled: bool) -> str:
 def _file() -> dict[str, dict]:
     """The rows on disk; none if the file is damaged, or of another version or GPU."""
     try:
-        data = json.loads(untrusted.read(_path(), LONGEST))
+        data = json.loads(untrusted.read_tensors(_path(), LONGEST))
         rows = data["rows"] if data["here"] == _machine() else {}
         return {str(k): dict(row) for k, row in rows.items() if isinstance(row["state"], str)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

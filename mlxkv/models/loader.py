@@ -22,7 +22,7 @@ from mlxkv.models.calibration.fitting import read_calibration
 from mlxkv.models.catalog import rendering
 from mlxkv.models.catalog.aliases import DEFAULT, KV, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
-from mlxkv.models.catalog.folder import Folder, check
+from mlxkv.models.catalog.folder import Folder, check_folder
 from mlxkv.models.catalog.gguf import tokens
 from mlxkv.models.catalog.hub import fetch
 from mlxkv.models.catalog.locate import require
@@ -31,7 +31,7 @@ from mlxkv.models.catalog.shapes import context_limit, text_config
 from mlxkv.models.hooks.mark import steps_of
 from mlxkv.models.loading import weights as reading
 from mlxkv.models.loading.sampling import Sampling
-from mlxkv.models.loading.sampling import read as read_sampling
+from mlxkv.models.loading.sampling import read_sampling as read_sampling
 from mlxkv.models.origin import Origin, set_origin
 from mlxkv.models.replies.stops import turn_end
 from mlxkv.models.reports import LayerReport, summarise
@@ -134,7 +134,7 @@ def load(
         calibration = read_calibration(calibration)
     source = resolve(name)
     require(source)
-    folder = check(source.folder or fetch(source.repo))
+    folder = check_folder(source.folder or fetch(source.repo))
     rendering.RENDERER.start()  # it is ready by the time that the weights are
     model, full_config = reading.build(folder, dtype, weights, progress)
     size = 1 if group is None else group.size()
@@ -142,7 +142,7 @@ def load(
         reading.check_shares(model, folder, size)
     notes = reading.set_dtype(model, dtype)
     if size == 1:
-        reading.read(model, None if folder.is_gguf else progress)
+        reading.read_model(model, None if folder.is_gguf else progress)
         reading.try_out(model, folder)
         if backend() == "cpu" and dtype in (None, "float32") and weights is None:
             reading.fit_cpu(model)
@@ -185,7 +185,7 @@ def _tokenizer(folder: Folder, config: dict):
     try:
         if folder.is_gguf:
             with TemporaryDirectory() as place:
-                tokens.write(folder.headers[0].metadata, Path(place))
+                tokens.write_tokenizer(folder.headers[0].metadata, Path(place))
                 tokenizer = load_tokenizer(Path(place), extra, eos_token_ids=eos)
         else:
             tokenizer = load_tokenizer(folder.path, extra, eos_token_ids=eos)

@@ -40,7 +40,7 @@ def save(name: str, saved: Saved, loaded) -> Path:
         raise UserError(f"[/save] no such folder; got {str(path.parent)!r}")
     try:
         with files.written(path) as file:
-            write(file, saved, loaded)
+            write_session(file, saved, loaded)
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise MachineError(
@@ -49,7 +49,7 @@ def save(name: str, saved: Saved, loaded) -> Path:
     return path
 
 
-def write(file: BinaryIO, saved: Saved, loaded) -> None:
+def write_session(file: BinaryIO, saved: Saved, loaded) -> None:
     """Write a session to an empty file, open to write and to read. Raises OSError, RuntimeError."""
     entries = session.entries(
         saved,
@@ -66,16 +66,16 @@ def write(file: BinaryIO, saved: Saved, loaded) -> None:
 
 def load(name: str, loaded) -> Saved:
     """Read a session for this model and preset. Raises UserError for any other file."""
-    return read(session.file_named(name), loaded)
+    return read_session(session.file_named(name), loaded)
 
 
-def read(path: Path, loaded, follow: bool = True) -> Saved:
+def read_session(path: Path, loaded, follow: bool = True) -> Saved:
     """Read a session from a file, which may be a link only if `follow`. Raises UserError."""
     head = session.read_header(path, follow)
     if path.suffix != session.ENDING:
         raise head.wrong("is not a session saved by mlxkv chat")
     mlx_lm = version("mlx-lm")
-    session.check(head, loaded.name, loaded.fingerprint, loaded.kv_name, loaded.kv, mlx_lm)
+    session.check_session(head, loaded.name, loaded.fingerprint, loaded.kv_name, loaded.kv, mlx_lm)
     saved = session.saved_of(head, None, text_config(loaded.config).get("vocab_size"))
     like = make_prompt_cache(loaded.model)
     if head.kinds != [type(cache).__name__ for cache in like]:  # mlx-lm makes what it is told
@@ -85,7 +85,7 @@ def read(path: Path, loaded, follow: bool = True) -> Saved:
         match_fold(loaded.model, saved.cache)
         loaded.model(mx.array([[0]]), cache=like)  # for its shapes alone: nothing is computed
         for (_, restored), (_, fresh) in zip(leaves(saved.cache), leaves(like), strict=True):
-            check(restored, fresh, len(saved.tokens))
+            check_path(restored, fresh, len(saved.tokens))
     except UserError as error:
         raise head.wrong(f"cannot be used: {error}") from None
     except Exception as error:  # what others wrote may make MLX and mlx-lm raise anything
@@ -112,7 +112,7 @@ def about(path: Path) -> tuple[list[int], bool]:
 FIXED = ("keep", "max_size", "chunk_size", "group_size", "bits")
 
 
-def check(cache, like, tokens: int) -> None:
+def check_path(cache, like, tokens: int) -> None:
     """Raise UserError or ValueError unless `cache` can go on where `like`, which the model has given one token, could
     after `tokens` of them."""
     if type(cache) is not type(like):

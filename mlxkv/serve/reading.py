@@ -33,12 +33,12 @@ from mlxkv.serve.refusals import Refused, ending
 
 MESSAGES = "/v1/messages"
 REPLIES: dict[str, Callable[[dict, ModelInfo], Reply]] = {
-    "/v1/chat/completions": partial(openai.read, chat=True),
-    "/chat/completions": partial(openai.read, chat=True),
-    "/v1/completions": partial(openai.read, chat=False),
-    MESSAGES: anthropic.read,
-    "/v1/responses": responses.read,
-    "/responses": responses.read,
+    "/v1/chat/completions": partial(openai.read_completion, chat=True),
+    "/chat/completions": partial(openai.read_completion, chat=True),
+    "/v1/completions": partial(openai.read_completion, chat=False),
+    MESSAGES: anthropic.read_messages,
+    "/v1/responses": responses.read_response,
+    "/responses": responses.read_response,
 }
 COUNT = f"{MESSAGES}/count_tokens"
 SECONDS = 3.0  # of processor time for a request

@@ -94,7 +94,7 @@ class Server:
             await asyncio.sleep(0.02)
 
 
-def run(options: ServeOptions) -> None:
+def run_server(options: ServeOptions) -> None:
     """Serve until Ctrl-C, SIGTERM or SIGHUP. A second one cuts replies short; sessions are put away then, too."""
     log = logging.StreamHandler()
     log.setFormatter(PlainLog())

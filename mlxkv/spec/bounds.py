@@ -50,7 +50,7 @@ class Row:
         return {**asdict(self), "ok": self.ok}
 
 
-def read(table: str, sample: bool = not FOLDER.is_dir()) -> tuple[Arrays, dict[str, str]]:
+def read_golden(table: str, sample: bool = not FOLDER.is_dir()) -> tuple[Arrays, dict[str, str]]:
     """Return the tensors and the header of a golden table.
 
     sample: from the cases that the wheel has, which is all that there is outside of a clone.
@@ -116,14 +116,14 @@ def under(tensors: Arrays, name: str) -> Arrays:
 
 def by_dims(table: str) -> Iterator[tuple[int, Arrays]]:
     """(head dim, its tensors) of each case that has an output."""
-    tensors, _ = read(table)
+    tensors, _ = read_golden(table)
     for dims in keys(tensors, ".out"):
         yield int(dims), under(tensors, dims)
 
 
 def tile_cases(table: str) -> Iterator[tuple[str, int, Arrays]]:
     """(key, head dim, the tensors of the case and those shared by its head dim)."""
-    tensors, _ = read(table)
+    tensors, _ = read_golden(table)
     for key in keys(tensors):
         dims = key.split(".")[0]
         shared = {name: tensors[f"{dims}.{name}"] for name in ("x", "q", "p")}

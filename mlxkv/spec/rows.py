@@ -53,7 +53,7 @@ from mlxkv.spec.bounds import (
     mask_at,
     mixed_bits_moments,
     mixed_bits_sample,
-    read,
+    read_golden,
     rms,
     steps_off,
     tile_cases,
@@ -157,7 +157,7 @@ class Table:
                 yield table.__name__.removesuffix("_rows"), row
 
     def transform_rows(self) -> Rows:
-        tensors, _ = read("transforms")
+        tensors, _ = read_golden("transforms")
         for key in keys(tensors, ".x"):
             name, dims = key.split(".")
             transform = self.transform(name, int(dims), 1)
@@ -167,7 +167,7 @@ class Table:
             yield Row("transforms", key, spec.size, rms=error, bound=BOUNDS["transforms"])
 
     def packing_rows(self) -> Rows:
-        tensors, _ = read("packing")
+        tensors, _ = read_golden("packing")
         for key in keys(tensors):
             dims, bits = map(int, key.split("."))
             codes, words = tensors[f"{key}.codes"], tensors[f"{key}.words"]
@@ -177,7 +177,7 @@ class Table:
             yield Row("packing", key, codes.size, wrong=wrong)
 
     def affine_rows(self) -> Rows:
-        tensors, _ = read("affine")
+        tensors, _ = read_golden("affine")
         for key in keys(tensors):
             dims, bits, kind, axis, group = key.split(".")
             spec = Affine(int(bits), int(group), kind == "sym", axis)
@@ -187,7 +187,7 @@ class Table:
             yield self._decoded(key, code, golden, tensors[f"{key}.decoded"])
 
     def clip_rows(self) -> Rows:
-        tensors, _ = read("clip")
+        tensors, _ = read_golden("clip")
         for key in keys(tensors):
             dims, bits, kind, group, share = key.split(".")
             spec = Affine(int(bits), int(group), kind == "sym", clip=int(share) / 100)
@@ -199,13 +199,13 @@ class Table:
             yield replace(row, wrong=row.wrong + off)
 
     def encode_rows(self) -> Rows:
-        tensors, header = read("encode")
+        tensors, header = read_golden("encode")
         for key, side, dims in encode_cases(tensors, header):
             _, stored = self._encoded(side, tensors, dims)
             yield self._codes("seal", key, tensors, stored, side.quantizer.bits, dims)
 
     def latent_rows(self) -> Rows:  # read as keys and as values, beside rotary scores
-        tensors, header = read("latent")
+        tensors, header = read_golden("latent")
         for key, side, dims in encode_cases(tensors, header):
             case = under(tensors, key) | {"x": tensors[f"x.{dims}"]}
             (_, encoded), bits = self._encoded(side, tensors, dims), side.quantizer.bits
@@ -227,7 +227,7 @@ class Table:
         self, table: str = "attention"
     ) -> Iterator[tuple[str, Attention, np.ndarray]]:
         """(case, what is given, the spec's output)."""
-        tensors, header = read(table)
+        tensors, header = read_golden(table)
         for case, info in json.loads(header.get("cases", "{}")).items():
             golden = under(tensors, case)
             sides, stored = [], []
@@ -383,7 +383,7 @@ class Table:
             yield self._decoded(f"polar-tree.{dims}", code, of_spec, golden["decoded"])
             both = (side, side), (of_spec, of_spec)
             yield self._page_alone(f"polar-tree.{dims}", dims, golden, *both)
-        tensors, _ = read("polar_tree")
+        tensors, _ = read_golden("polar_tree")
         for level, book in enumerate(self.polar_tree.fit(self.floats(tensors["online.x"])), 1):
             spec = tensors[f"online.book.{level}"]
             yield close("levels", f"online.{level}", np.array(book), spec, FITTED_BOUND)
@@ -578,7 +578,7 @@ def shared_rows() -> Rows:
         for bits in (1, 2, 3, 4):
             spec = golden[f"{bits}.levels"]
             yield close("levels", f"{dims}.{bits}", levels.sphere(dims, bits), spec, LEVELS_BOUND)
-    tensors, _ = read("polar_tree")
+    tensors, _ = read_golden("polar_tree")
     for level, bits in enumerate(TREE_BITS, 1):
         spec = tensors[f"book.{level}"]
         yield close("levels", f"polar-tree.{level}", levels.angles(level, bits), spec, LEVELS_BOUND)
@@ -586,7 +586,7 @@ def shared_rows() -> Rows:
 
 def fill_map_rows() -> Rows:
     """The bits that directions are given, and their maps: NumPy code that all backends share."""
-    tensors, _ = read("fill_maps")
+    tensors, _ = read_golden("fill_maps")
     for name in sorted({key.split(".")[0] for key in tensors}):
         tensors_of_case = under(tensors, name)
         dims, layers, rate = tensors_of_case["asked"]

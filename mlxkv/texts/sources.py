@@ -123,7 +123,7 @@ def _stretches(loaded, count: int, limit: int, files: list[Path]) -> list[Text]:
     return out[:limit] or [evaluation_tokens(loaded, count, files)]
 
 
-def check(files: Sequence[Path]) -> None:
+def check_sources(files: Sequence[Path]) -> None:
     """Raise UserError for the first of the user's files that cannot be read."""
     for file in expanded(files):
         _read(Path(file))

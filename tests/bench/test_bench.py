@@ -9,12 +9,12 @@ from small_models import TINY
 
 from mlxkv.bench import decode, subject
 from mlxkv.bench.kernels import attend, case, encode, run
-from mlxkv.bench.kernels.case import Shape
+from mlxkv.bench.kernels.case import KernelShape
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch, predict
 
-SHAPE = Shape(1, 2, 1, 64)
-LAST = Shape(1, 4, 2, 64)
+SHAPE = KernelShape(1, 2, 1, 64)
+LAST = KernelShape(1, 4, 2, 64)
 ONE = ("--kv", "int4")
 TINY_RUN = ("--contexts", "320")
 
@@ -33,7 +33,7 @@ def small(monkeypatch):
 
 def test_the_reference_is_attention(subtests):
     for preset in ["int4", "oscar-int2+g32"]:
-        for shape in [Shape(2, 4, 2, 64), Shape(1, 2, 1, 96)]:
+        for shape in [KernelShape(2, 4, 2, 64), KernelShape(1, 2, 1, 96)]:
             with subtests.test(preset=preset, shape=shape):
                 view = case.filled(parse_kv(preset), shape, 500, mx.float32)
                 assert view.tokens == 500 and view.pages.tokens
@@ -44,7 +44,7 @@ def test_the_reference_is_attention(subtests):
 
 
 def test_kernels_prints_tables_and_json(capsys, monkeypatch):
-    monkeypatch.setattr(run, "SHAPES", (SHAPE, Shape(1, 2, 2, 64), LAST))
+    monkeypatch.setattr(run, "SHAPES", (SHAPE, KernelShape(1, 2, 2, 64), LAST))
     out, data = said(capsys, "bench", "kernels", *TINY_RUN, "--json")
     assert set(data) == {"machine", "versions", "rows"}
     assert {"backend", "device", "chip", "copy_gb_s", "link_us"} <= set(data["machine"])

@@ -7,7 +7,7 @@ from on_emulator import make
 from random_models import config_of, random_model
 
 from mlxkv.bench.kernels import attend, encode
-from mlxkv.bench.kernels.case import Shape
+from mlxkv.bench.kernels.case import KernelShape
 from mlxkv.bench.spread import allotted, falling, spread
 from mlxkv.bench.subject import Subject
 from mlxkv.formats.calibration import layers
@@ -15,7 +15,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
 from mlxkv.models.calibration.measure import random
 
-SHAPE = Shape(1, 2, 1, 64)
+SHAPE = KernelShape(1, 2, 1, 64)
 
 
 def widths(config):

@@ -5,7 +5,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model, tokens
-from stepping import same_caches, small, steps_of
+from step_twins import same_caches, small, steps_of
 
 from mlxkv.cache import compressed
 from mlxkv.metal import launch

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from faulty import broken
+from failing_kernels import broken
 from on_emulator import make
 
 from mlxkv.cache import selftest

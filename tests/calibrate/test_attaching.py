@@ -40,7 +40,7 @@ def test_a_calibrated_preset_needs_a_calibration(model, made, tmp_path):
         CompressedKVCache(OSCAR)
     assert not hasattr(model, "_mlxkv_attachment")
     path = tmp_path / "a.safetensors"
-    artifact.write(path, made)
+    artifact.write_calibration(path, made)
     for kv in ("oscar-int2", "oscar-int3/int4", "int4/oscar-int2"):
         assert all(report.compressed for report in attach(model, kv, calibration=path))
     with pytest.raises(UserError, match="another shape in layer 0; got 2 kv heads of 64"):
@@ -57,7 +57,7 @@ def test_on_the_spot_once(model_folder, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert "no calibration of" in said and "calibrated on 600 tokens, kept in" in said
     path = artifact.kept_path(loaded.fingerprint)
-    assert artifact.read(path).text == "corpus calibration"
+    assert artifact.read_calibration(path).text == "corpus calibration"
     before = path.stat().st_mtime_ns
     load(str(model_folder), "oscar-int3")
     assert capsys.readouterr().err == ""
@@ -66,7 +66,7 @@ def test_on_the_spot_once(model_folder, tmp_path, monkeypatch, capsys):
 
 def test_load_refuses_the_calibration_of_another_model(model_folder, made, tmp_path):
     path = tmp_path / "a.safetensors"
-    artifact.write(path, dataclasses.replace(made, fingerprint="0" * 16))
+    artifact.write_calibration(path, dataclasses.replace(made, fingerprint="0" * 16))
     with pytest.raises(UserError, match=r"\[calibration\] .* belongs to another model"):
         load(str(model_folder), "oscar-int2", calibration=path)
     with pytest.raises(UserError, match="is not there"):

@@ -120,10 +120,10 @@ def test_dead_and_sharp_heads(subtests, tmp_path):
                     projection.weight = projection.weight.at[parts[name]].multiply(size)
             made = measure.calibrate(model, TEXT)
             assert all(layer.exchange is not None for layer in made.layers.values())
-            artifact.write(path, made)
+            artifact.write_calibration(path, made)
             want = model(x)[:, -4:]
             for kv in ("balanced-int4", "fill-3.25", "oja-e0.95"):
-                attach(model, kv, calibration=artifact.read(path))
+                attach(model, kv, calibration=artifact.read_calibration(path))
                 caches = make_prompt_cache(model)
                 model(x[:, :-4], cache=caches)
                 off = mx.square(model(x[:, -4:], cache=caches) - want).mean() / mx.var(want)
@@ -154,12 +154,12 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     assert main(args) == 0
     assert "fewer than 8900" in capsys.readouterr().err
     path = artifact.kept_path(load(str(model_folder)).fingerprint)
-    first = artifact.read(path)
+    first = artifact.read_calibration(path)
     assert first.tokens == 1600 and len(first.layers) == 2
     path.write_bytes(b"damaged")
     out = tmp_path / "b.safetensors"
     assert main([*args, "-o", str(out)]) == 0
-    assert artifact.read(out).digest
+    assert artifact.read_calibration(out).digest
     assert f"--kv fill-3 --calibration {out}" in capsys.readouterr().out.splitlines()[-1]
     for more, message in (
         (["--target", "none"], "no such option; got --target"),

@@ -191,11 +191,11 @@ def test_saved_prompt_caches_come_back(subtests, leaning, leaning_made, tmp_path
             save_prompt_cache(file, caches)
             want = logits(leaning, [copy.copy(c) for c in caches])
             monkeypatch.setattr(maps, "_at_hand", {})  # another process
-            artifact.write(artifact.kept_path("some"), measure.random(leaning))
+            artifact.write_calibration(artifact.kept_path("some"), measure.random(leaning))
             artifact.kept_path("other").unlink(missing_ok=True)
             with pytest.raises(UserError, match="none with digest"):
                 load_prompt_cache(file)
-            artifact.write(artifact.kept_path("other"), leaning_made)
+            artifact.write_calibration(artifact.kept_path("other"), leaning_made)
             back = load_prompt_cache(file)
             assert [one.config for one in back] == [one.config for one in caches]
             assert (back[0].key_mean is not None) == config.centred

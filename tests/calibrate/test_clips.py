@@ -153,12 +153,12 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     args += ["-o", str(out)]
     assert main([*args, "--search-clip"]) == 0
     assert "oscar-int2: clips" in capsys.readouterr().out
-    first = artifact.read(out)
+    first = artifact.read_calibration(out)
     assert set(first.layers["0"].keys.clips) == {"int2 g64"}
     # Another format later, with the same rotations: what was found before stays.
     assert main([*args, "--search-clip", "--kv", "oscar-int3", "--calibration", str(out)]) == 0
     assert "oscar-int3: clips" in capsys.readouterr().out
-    both = artifact.read(out)
+    both = artifact.read_calibration(out)
     assert both.digest == first.digest
     assert set(both.layers["0"].values.clips) == {"int2 g64", "int3 g64"}
     for more, message in (

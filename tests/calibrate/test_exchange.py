@@ -12,7 +12,7 @@ from mlxkv.formats.calibration import artifact, mixed_bits, sums
 from mlxkv.formats.calibration.layers import fitted
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.calibration import exchange, measure, moments
-from mlxkv.models.calibration.exchange import Exchange
+from mlxkv.models.calibration.exchange import ExchangeMeasure
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.patching import patch, unpatch
 from mlxkv.models.hooks.probe import find
@@ -43,7 +43,7 @@ def test_sums_over_calls_are_the_laws():
     scores = np.where(np.tri(300, dtype=bool), 0.2 * q @ k.repeat(2, 0).swapaxes(-1, -2), -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     out = p / p.sum(-1, keepdims=True) @ v.repeat(2, 0)
-    found = Exchange(fisher)
+    found = ExchangeMeasure(fisher)
     for start, stop in ((0, 130), (130, 210), (210, 300)):
         exact = mx.array(k[None, :, :stop]), mx.array(v[None, :, :stop])
         part = (
@@ -57,7 +57,7 @@ def test_sums_over_calls_are_the_laws():
     tail = v[:, 16:].astype(np.float64)
     ours = found.costs(tail.swapaxes(-1, -2) @ tail / 284)
     np.testing.assert_allclose(ours, law, rtol=1e-4)
-    assert Exchange(fisher).costs(fisher) is None  # no query was far
+    assert ExchangeMeasure(fisher).costs(fisher) is None  # no query was far
     assert sums.floored({0: ours, 1: None}) == {}
 
 
@@ -139,8 +139,8 @@ def test_gradients_that_are_none(capsys):
 
 
 def test_a_file_holds_them(made, tmp_path):
-    artifact.write(tmp_path / "a.safetensors", made)
-    back = artifact.read(tmp_path / "a.safetensors")
+    artifact.write_calibration(tmp_path / "a.safetensors", made)
+    back = artifact.read_calibration(tmp_path / "a.safetensors")
     for name, layer in made.layers.items():
         np.testing.assert_array_equal(back.layers[name].exchange, layer.exchange)
         np.testing.assert_array_equal(back.layers[name].keys.queries, layer.keys.queries)
@@ -189,6 +189,6 @@ def test_faults_of_a_file_are_named(made, tmp_path, subtests):
     ):
         with subtests.test(fault=name):
             layers = {**made.layers, first: replace(layer, **faulty)}
-            artifact.write(tmp_path / "b.safetensors", replace(made, layers=layers))
+            artifact.write_calibration(tmp_path / "b.safetensors", replace(made, layers=layers))
             with pytest.raises(UserError, match=words):
-                artifact.read(tmp_path / "b.safetensors")
+                artifact.read_calibration(tmp_path / "b.safetensors")

@@ -62,7 +62,7 @@ def test_every_family_is_calibrated(subtests, tmp_path):
             plain = logits(model, text)
             made = measure.calibrate(model, TEXT)
             path = tmp_path / "calibration.safetensors"
-            artifact.write(path, made)
+            artifact.write_calibration(path, made)
             layer = next(iter(made.layers.values()))
             assert layer.kv_heads == 1 and layer.keys.values.shape == (1, 64)
             lost = {}

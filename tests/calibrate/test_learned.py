@@ -38,12 +38,12 @@ def made():
 
 @pytest.fixture
 def path(tmp_path):
-    artifact.write(tmp_path / "a.safetensors", made()[0])
+    artifact.write_calibration(tmp_path / "a.safetensors", made()[0])
     return tmp_path / "a.safetensors"
 
 
 def test_the_file_comes_back_the_same(path):
-    ours, back = made()[0], artifact.read(path)
+    ours, back = made()[0], artifact.read_calibration(path)
     assert back.learned == dataclasses.replace(RECIPE, rows=536 - 536 // learn.HELD)
     assert (back.digest, back.header()) == (ours.digest, ours.header())
     assert not back.serves(("balanced", "pca 8")) and made()[2].serves(("balanced", "pca 8"))
@@ -65,7 +65,7 @@ def test_a_changed_header_is_one_line(path, entry):
     """Without its entry the file would pass for a balanced one."""
     rewritten(path, {"learned": entry})
     with pytest.raises(UserError, match=r"\[calibration\] .*a.safetensors (has|was)") as caught:
-        artifact.read(path)
+        artifact.read_calibration(path)
     assert "\n" not in str(caught.value)
 
 
@@ -120,7 +120,7 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "Learned", functools.partial(Learned, steps=3))
     assert main([*args, "--bits", "3"]) == 0
     fingerprint = load(str(model_folder)).fingerprint
-    kept = artifact.read(command.learned_path(fingerprint))
+    kept = artifact.read_calibration(command.learned_path(fingerprint))
     wanted = Learned("rotation+scale", "srft", 3, 64, 3).as_dict()
     assert kept.learned.as_dict() | {"rows": 0} == wanted and list(kept.layers) == ["0", "1"]
     assert kept.path.name == f"{fingerprint[:16]}-learned.safetensors"
@@ -130,7 +130,7 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     assert main([*args, "-o", str(out)]) == 0
     said = capsys.readouterr()
     assert f"use it: --kv learned-int4 --calibration {out}" in said.out
-    assert artifact.read(out).learned.bits == 4
+    assert artifact.read_calibration(out).learned.bits == 4
     chat = ["chat", "--model", str(model_folder), "--kv", "learned-int4", "--prompt", "a" * 300]
     assert main([*chat, "--raw", "--calibration", str(out), "--max-tokens", "3", "--json"]) == 0
 

@@ -146,10 +146,12 @@ def test_layers_that_do_not_turn_as_rope_does_hold_for_their_windows(model, monk
 def test_files_say_their_reach(model, tmp_path):
     path = tmp_path / "a.safetensors"
     made = measure.calibrate(model, TEXT, positions=5000)
-    artifact.write(path, made)
-    assert artifact.read(path).positions == 5000
-    assert artifact.read(path).shortfall(5000) is None
-    assert "up to 5,000; longer contexts lose quality" in artifact.read(path).shortfall(5001)
+    artifact.write_calibration(path, made)
+    assert artifact.read_calibration(path).positions == 5000
+    assert artifact.read_calibration(path).shortfall(5000) is None
+    assert "up to 5,000; longer contexts lose quality" in artifact.read_calibration(path).shortfall(
+        5001
+    )
 
 
 @pytest.fixture
@@ -164,7 +166,7 @@ def test_a_file_of_fewer_positions_warns_once(folder, tmp_path, capsys):
     path = tmp_path / "a.safetensors"
     loaded = load(str(folder), "fp16")
     made = measure.from_corpus(loaded.model, origin_of(loaded.model))
-    artifact.write(path, replace(made, positions=2967))
+    artifact.write_calibration(path, replace(made, positions=2967))
     capsys.readouterr()
     for kv in ("fill-3", "balanced-int2"):
         load(str(folder), kv, calibration=path)
@@ -175,5 +177,5 @@ def test_a_file_of_fewer_positions_warns_once(folder, tmp_path, capsys):
 def test_the_users_own_holds_for_the_models_context(folder, capsys):
     load(str(folder), "fill-3")
     (kept,) = artifact.folder().iterdir()
-    assert artifact.read(kept).positions == 6000
+    assert artifact.read_calibration(kept).positions == 6000
     assert "holds for positions" not in capsys.readouterr().err

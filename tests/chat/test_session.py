@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from random_model import TEMPLATE, write_model
-from saying import write_thinker
+from scripted_models import write_thinker
 
 from mlxkv.chat.answer import said
 from mlxkv.chat.session import Session

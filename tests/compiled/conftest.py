@@ -2,7 +2,7 @@
 
 import pytest
 from random_models import random_model
-from stepping import small
+from step_twins import small
 
 from mlxkv.models import attach, detach
 

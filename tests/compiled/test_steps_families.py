@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from random_models import FAMILIES, tokens
-from stepping import prompted, small, steps_of
+from step_twins import prompted, small, steps_of
 
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
 # Not attached: nothing of them is compressed.

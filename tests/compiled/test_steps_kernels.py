@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_mma, make_tiles
 from random_models import random_model, tokens
-from stepping import Twins, same_caches, small, steps_of, untraced
+from step_twins import Twins, same_caches, small, steps_of, untraced
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache

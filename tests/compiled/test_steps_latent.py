@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from on_emulator import make_mma, make_tiles
 from random_models import latent_model, tokens
-from stepping import Twins, steps_of, untraced
+from step_twins import Twins, steps_of, untraced
 
 from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.view import OPS, TILES

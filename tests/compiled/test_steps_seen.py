@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 from random_models import random_model, tokens
-from stepping import NEAR, prompted, small, steps_of, untraced
+from step_twins import NEAR, prompted, small, steps_of, untraced
 
 from mlxkv.models import attach, detach
 

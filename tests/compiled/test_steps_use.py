@@ -12,7 +12,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from random_models import random_model, tokens
-from stepping import prompted, small, steps_of, untraced
+from step_twins import prompted, small, steps_of, untraced
 
 from mlxkv.models import attach, detach
 from mlxkv.models.compiled.step import SWITCH

@@ -10,7 +10,7 @@ import mlx_lm.models.cache as mlx_cache
 import pytest
 from methods import METHODS
 from random_models import VOCAB, random_model
-from stepping import INT4, INT8, Twins, small
+from step_twins import INT4, INT8, Twins, small
 
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.formats.presets import FULL

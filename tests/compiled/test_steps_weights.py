@@ -9,7 +9,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 from random_models import tokens
-from stepping import prompted, steps_of, untraced
+from step_twins import prompted, steps_of, untraced
 
 from mlxkv.models.compiled import step as steps_file
 

@@ -73,8 +73,8 @@ def test_moments_are_those_of_mlx(loaded, tokens, monkeypatch):
 
 def test_a_file_is_read_by_both(made, loaded, tmp_path):
     path = tmp_path / "made.safetensors"
-    artifact.write(path, made)
-    back = artifact.read(path)
+    artifact.write_calibration(path, made)
+    back = artifact.read_calibration(path)
     assert back.digest == made.digest
     reports = attach_model.attach(loaded.model, "balanced-int2", path)
     assert [r.compressed for r in reports] == [False, True] * 4

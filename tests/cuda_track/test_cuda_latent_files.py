@@ -55,7 +55,7 @@ def calibration(hub, tmp_path_factory) -> Path:
     """Made by MLX, for both."""
     path = tmp_path_factory.mktemp("calibration") / "file.safetensors"
     tokens = np.random.default_rng(1).integers(5, 3000, 1024).tolist()
-    artifact.write(
+    artifact.write_calibration(
         path, measure.calibrate(models.load(str(hub), "fp16", dtype="float32").model, tokens)
     )
     return path

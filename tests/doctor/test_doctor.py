@@ -6,7 +6,7 @@ import platform
 
 import mlx.core as mx
 import pytest
-from faulty import broken, counting, unbuildable
+from failing_kernels import broken, counting, unbuildable
 from on_emulator import make
 
 from mlxkv.cache import selftest

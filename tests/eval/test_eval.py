@@ -18,7 +18,7 @@ from mlxkv.eval.arms import Arms
 from mlxkv.eval.report import report, verdict
 from mlxkv.eval.store import Store, computed
 from mlxkv.eval.tasks import divergence
-from mlxkv.eval.tasks.part import Part, TaskOptions
+from mlxkv.eval.tasks.part import TaskOptions, TaskPart
 from mlxkv.formats.calibration import artifact
 from mlxkv.models import load
 from mlxkv.models.calibration.fitting import find_calibration
@@ -93,7 +93,7 @@ def test_a_killed_run_goes_on(planned, tmp_path, capsys):
     arms, parts = planned
     first = computed(arms, parts, tmp_path)
     calls = []
-    watched = [Part(p.task, p.name, lambda *a: calls.append(a), p.steps, p.asks) for p in parts]
+    watched = [TaskPart(p.task, p.name, lambda *a: calls.append(a), p.steps, p.asks) for p in parts]
     assert computed(arms, watched, tmp_path) == first
     assert not calls
     assert "kept from before" in capsys.readouterr().err
@@ -104,7 +104,7 @@ def test_a_killed_run_goes_on(planned, tmp_path, capsys):
     texts = [first[f"divergence-512-{i}"]["fp16"]["text"] for i in (1, 2)]
     assert len(parts) == 2 and len(set(texts)) == 2
     assert Store(tmp_path).read(arms, parts[0], "fp16") == first["divergence-512-1"]["fp16"]
-    other = Part("divergence", "512", parts[0].run, 1, {"text": "another"})
+    other = TaskPart("divergence", "512", parts[0].run, 1, {"text": "another"})
     assert Store(tmp_path).read(arms, other, "fp16") is None
     assert computed(arms, parts, tmp_path) == first
 
@@ -156,7 +156,7 @@ def test_a_stopped_run_says_what_is_kept(planned, tmp_path, capsys):
     def stop(*_):
         raise KeyboardInterrupt
 
-    stopping = [parts[0], Part(parts[1].task, parts[1].name, stop, 1, parts[1].asks)]
+    stopping = [parts[0], TaskPart(parts[1].task, parts[1].name, stop, 1, parts[1].asks)]
     with pytest.raises(KeyboardInterrupt):
         computed(arms, stopping, tmp_path)
     said = " ".join(capsys.readouterr().err.split())
@@ -262,7 +262,7 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
     """With --calibration FILE, other clips make a kept result unusable."""
     loaded = load(TINY, "fp16")
     own = find_calibration(loaded.model)
-    part, files = Part("divergence", "512", lambda *_: {}, 1), {}
+    part, files = TaskPart("divergence", "512", lambda *_: {}, 1), {}
     layers = {
         name: replace(layer, keys=replace(layer.keys, clips={"int2 g128": 0.5}))
         for name, layer in own.layers.items()
@@ -270,7 +270,7 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
     changed = {"own": own, "clips": replace(own, layers=layers)}
     for name, made in changed.items():
         files[name] = tmp_path / f"{name}.safetensors"
-        artifact.write(files[name], made)
+        artifact.write_calibration(files[name], made)
 
     def arms(file):
         return Arms(load(TINY, "fp16", calibration=str(file)), ("oscar-int2", "int4"), (64, 64))

@@ -28,7 +28,7 @@ def made() -> Calibration:
 
 @pytest.fixture
 def path(made, tmp_path):
-    artifact.write(tmp_path / "new" / "a.safetensors", made)
+    artifact.write_calibration(tmp_path / "new" / "a.safetensors", made)
     return tmp_path / "new" / "a.safetensors"
 
 
@@ -37,13 +37,13 @@ SHAPES = {"1": (2, 64, 96), "3.1": (2, 64, 96)}
 
 def refused(path, reason):
     with pytest.raises(UserError, match=reason) as caught:
-        artifact.read(path)
+        artifact.read_calibration(path)
     line = str(caught.value)
     assert line.startswith(f"[calibration] {path}") and "\n" not in line and "mlxkv calib" in line
 
 
 def test_it_comes_back_the_same(made, path):
-    back = artifact.read(path)
+    back = artifact.read_calibration(path)
     assert json.dumps(back.header()) == json.dumps(made.header())
     assert (back.digest, back.path) == (made.digest, path)
     assert back.layers["3.1"].keys.clips == {"int2 g64": 0.9, "int3 g64": 1.0}
@@ -60,7 +60,7 @@ def test_it_comes_back_the_same(made, path):
 
 
 def test_the_same_calibration_is_the_same_bytes(made, path, tmp_path):
-    artifact.write(tmp_path / "b.safetensors", made)
+    artifact.write_calibration(tmp_path / "b.safetensors", made)
     assert (tmp_path / "b.safetensors").read_bytes() == path.read_bytes()
 
 
@@ -71,7 +71,7 @@ def test_the_digest_knows_rotations_only(made):
 
 
 def test_another_model_or_shape(path):
-    made = artifact.read(path)
+    made = artifact.read_calibration(path)
     for shapes, mark, reason in (
         (SHAPES, "0" * 16, "another model; got one for some .f{16}., this model is 0{16}"),
         (
@@ -144,7 +144,7 @@ def test_what_is_no_file(path):
         file.truncate(8 + len(head) + (2 << 30))  # sparse
     refused(path, "larger than")
     with pytest.raises(UserError, match=r"^\[--calibration\] no file can have this name"):
-        artifact.read("~nouser/x")
+        artifact.read_calibration("~nouser/x")
 
 
 def test_another_version(path):
@@ -164,7 +164,7 @@ CLIPS = (
 
 
 def test_broken_headers(subtests, path):
-    layers = artifact.read(path).header()["layers"]
+    layers = artifact.read_calibration(path).header()["layers"]
     whole, rows = (
         path.read_bytes(),
         [
@@ -192,18 +192,18 @@ def test_files_are_found_again(made, tmp_path, monkeypatch):
     mark = made.fingerprint
     assert artifact.find(mark, model) is None
     assert artifact.with_digest(made.digest) is None
-    artifact.write(artifact.kept_path(mark), made)
+    artifact.write_calibration(artifact.kept_path(mark), made)
     assert artifact.find(mark, model).path == artifact.kept_path(mark)
     assert artifact.with_digest(made.digest).digest == made.digest
     (artifact.folder() / "broken.safetensors").write_bytes(b"x")
     assert artifact.with_digest(made.digest).digest == made.digest
     # The shipped file goes first; of two, the one with this fingerprint.
     shipped = model / f"{artifact.NAME}.safetensors"
-    artifact.write(shipped, made)
+    artifact.write_calibration(shipped, made)
     assert artifact.find(mark, model).path == shipped
-    assert artifact.read(model).path == shipped
+    assert artifact.read_calibration(model).path == shipped
     hard = model / f"{artifact.NAME}-hard.safetensors"
-    artifact.write(hard, dataclasses.replace(made, fingerprint="e" * 16))
+    artifact.write_calibration(hard, dataclasses.replace(made, fingerprint="e" * 16))
     assert artifact.find("e" * 16, model).path == hard
     assert artifact.find(mark, model).path == shipped
 
@@ -211,5 +211,5 @@ def test_files_are_found_again(made, tmp_path, monkeypatch):
 def test_what_cannot_be_written_changes_nothing(made, path):
     before = path.read_bytes()
     with pytest.raises(MachineError, match="could not write"):
-        artifact.write(path / "inside-a-file.safetensors", made)
+        artifact.write_calibration(path / "inside-a-file.safetensors", made)
     assert path.read_bytes() == before

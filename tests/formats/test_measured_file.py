@@ -24,12 +24,12 @@ def made(model):
 
 @pytest.fixture
 def path(made, tmp_path):
-    artifact.write(tmp_path / "a.safetensors", made)
+    artifact.write_calibration(tmp_path / "a.safetensors", made)
     return tmp_path / "a.safetensors"
 
 
 def test_it_comes_back_the_same(made, path):
-    back = artifact.read(path)
+    back = artifact.read_calibration(path)
     assert back.digest == made.digest
     for name, layer in made.layers.items():
         np.testing.assert_array_equal(back.layers[name].keys.mean, layer.keys.mean)
@@ -93,6 +93,6 @@ def test_every_fault_is_one_line(made, path, subtests):
             else:
                 rewritten(path, **{f"1.{name}": tensor})
             with pytest.raises(UserError, match=reason) as caught:
-                artifact.read(path)
+                artifact.read_calibration(path)
             line = str(caught.value)
             assert line.startswith(f"[calibration] {path}") and "\n" not in line

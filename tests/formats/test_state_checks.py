@@ -82,7 +82,7 @@ def test_rows_that_caches_have():
 
 def test_tokens_are_numbers_below_the_vocabulary():
     def read(text: str) -> list[int]:
-        return session.tokens_of(session.Header(Path("x"), {"tokens": text}, []), 64)
+        return session.tokens_of(session.SessionHeader(Path("x"), {"tokens": text}, []), 64)
 
     assert read("[0, 63]") == [0, 63]
     for text in ("[64]", "[-1]", "[1.0]", "[true]", '{"0": 1}'):

@@ -11,7 +11,7 @@ from mlxkv.codec import transform
 from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import Affine
 from mlxkv.metal import quantize
-from mlxkv.metal.sources import ALL, read, resolved
+from mlxkv.metal.sources import ALL, read_source, resolved
 
 SORT = """
 const int row = int(thread_position_in_grid.x);
@@ -35,7 +35,9 @@ for (int i = 0; i < N; i++) {
 
 
 def network(x, y=None):
-    kernel = metal_kernel("network", ["x", "y"], ["out"], SORT, resolved(read("select.h"), ALL))
+    kernel = metal_kernel(
+        "network", ["x", "y"], ["out"], SORT, resolved(read_source("select.h"), ALL)
+    )
     merge = int(y is not None)
     (out,) = kernel(
         inputs=[x, y if merge else x],

@@ -9,7 +9,7 @@ import time
 
 import mlx.core as mx
 import pytest
-from faulty import counting, unbuildable
+from failing_kernels import counting, unbuildable
 from patience import PATIENCE
 
 from mlxkv.cache import choose, selftest

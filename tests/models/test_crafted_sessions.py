@@ -47,7 +47,7 @@ def session(request, tmp_path_factory):
 def test_what_is_taken_apart_and_put_together_is_read(session):
     loaded, good, path = session
     path.write_bytes(crafted_files.Crafted(good).file())
-    assert prompt_cache.read(path, loaded).text == "hi"
+    assert prompt_cache.read_session(path, loaded).text == "hi"
 
 
 def test_nothing_that_was_changed_is_used(session):
@@ -56,7 +56,7 @@ def test_nothing_that_was_changed_is_used(session):
         path.write_bytes(data)
         start = time.process_time()
         with pytest.raises(UserError) as caught:
-            prompt_cache.read(path, loaded)
+            prompt_cache.read_session(path, loaded)
             pytest.fail(f"{name} was used")
         said = str(caught.value)
         assert said.startswith(f"[load] {str(path)!r} ") and said.isprintable(), (name, said)
@@ -69,7 +69,7 @@ def test_what_is_no_file(session, tmp_path):
         put()
         for follow in (True, False):
             with pytest.raises(UserError, match=r"^\[load\]"):
-                prompt_cache.read(tmp_path / "x.safetensors", loaded, follow)
+                prompt_cache.read_session(tmp_path / "x.safetensors", loaded, follow)
         path = tmp_path / "x.safetensors"
         (os.rmdir if path.is_dir() and not path.is_symlink() else os.unlink)(path)
         assert os.listdir(tmp_path) == [], name
@@ -81,7 +81,7 @@ def test_every_family_reads_what_it_saved(tmp_path):
         for count in (3, 200):
             loaded, saved = talk(family, kv, count)
             path = prompt_cache.save(str(tmp_path / "talk"), saved, loaded)
-            back = prompt_cache.read(path, loaded)
+            back = prompt_cache.read_session(path, loaded)
             assert back.tokens == saved.tokens
             assert [type(one) for one in back.cache] == [type(one) for one in saved.cache]
             more = mx.array([[7]])

@@ -11,11 +11,11 @@ from small_models import SOURCE, TINY
 
 from mlxkv.formats.calibration import artifact
 from mlxkv.models.catalog.fingerprint import PIECE, PIECES, _pieces, fingerprint
-from mlxkv.models.catalog.folder import INDEX, check
+from mlxkv.models.catalog.folder import INDEX, check_folder
 
 
 def of(path) -> str:
-    return fingerprint(check(path))
+    return fingerprint(check_folder(path))
 
 
 def test_every_tensor_counts(folder):
@@ -90,5 +90,5 @@ def test_files_name_a_model(tmp_path, monkeypatch):
     here = of(SOURCE)
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
     assert artifact.find(here, None) is None
-    artifact.write(artifact.kept_path(here), artifact.read(TINY))
+    artifact.write_calibration(artifact.kept_path(here), artifact.read_calibration(TINY))
     assert artifact.find(here, None).path.stem == here

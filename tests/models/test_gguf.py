@@ -31,10 +31,10 @@ from mlxkv.errors import UserError
 from mlxkv.models import load
 from mlxkv.models.catalog.aliases import resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
-from mlxkv.models.catalog.folder import check
+from mlxkv.models.catalog.folder import check_folder
 from mlxkv.models.catalog.gguf.config import CODES
 from mlxkv.models.catalog.gguf.header import KINDS
-from mlxkv.models.catalog.gguf.tokens import end_tokens, special, write
+from mlxkv.models.catalog.gguf.tokens import end_tokens, special, write_tokenizer
 from mlxkv.models.loading import gguf, weights
 
 DATA = Path(__file__).parents[1] / "data"
@@ -82,7 +82,7 @@ def test_logits_of_k_quants(tmp_path, arch):
 def test_sixteen_bits_stay(tmp_path, kind):
     file = write_gguf(tmp_path / "x.gguf", "qwen3", tensors("qwen3", [kind]))
     model = load(str(file), "fp16", dtype=None if mx.metal.is_available() else "float16").model
-    assert check(file).config["dtype"] == {"F16": "float16", "BF16": "bfloat16"}[kind]
+    assert check_folder(file).config["dtype"] == {"F16": "float16", "BF16": "bfloat16"}[kind]
     assert "scales" not in model.model.embed_tokens
 
 
@@ -152,7 +152,9 @@ def test_linear_positions(tmp_path, arch, values):
 
 def scaling_of(path, arch="llama", **values):
     made = tensors(arch, ["F32"])
-    return check(write_gguf(path / "x.gguf", arch, made, **values)).config.get("rope_scaling")
+    return check_folder(write_gguf(path / "x.gguf", arch, made, **values)).config.get(
+        "rope_scaling"
+    )
 
 
 def test_which_factor_counts(tmp_path):
@@ -191,15 +193,15 @@ def test_llama_3_positions(tmp_path):
     factors = (1 / ((1 - smooth) / 32 + smooth)).astype(np.float32)
     assert np.unique(factors).size > 1
     file = write_gguf(tmp_path / "x.gguf", "llama", made | {"rope_freqs.weight": (factors, "F32")})
-    assert check(file).config["rope_scaling"] == scaling
+    assert check_folder(file).config["rope_scaling"] == scaling
     got = logits(load(str(file), "fp16", dtype="float32").model)
     np.testing.assert_allclose(got, logits(load_folder(str(folder))[0]), atol=2e-4)
     odd = made | {"rope_freqs.weight": (np.sqrt(factors), "F32")}
     with pytest.raises(UserError, match="factors that are not Llama 3's"):
-        check(write_gguf(tmp_path / "y.gguf", "llama", odd))
+        check_folder(write_gguf(tmp_path / "y.gguf", "llama", odd))
     with pytest.raises(UserError, match="scales positions in two ways"):
         both = made | {"rope_freqs.weight": (factors, "F32")}
-        check(write_gguf(tmp_path / "z.gguf", "llama", both, rope__scale_linear=4.0))
+        check_folder(write_gguf(tmp_path / "z.gguf", "llama", both, rope__scale_linear=4.0))
 
 
 def test_tokens_and_template(tmp_path):
@@ -237,7 +239,7 @@ def test_special_tokens_that_a_file_does_not_name(tmp_path):
         "scores": array("f", [0, 0, 0, -1, -2]),
     }
     metadata = {f"tokenizer.ggml.{k}": x for k, x in data.items()}
-    write(metadata, tmp_path)
+    write_tokenizer(metadata, tmp_path)
     about = json.loads((tmp_path / "tokenizer_config.json").read_text())
     names = [about.get(f"{name}_token") for name in ("unk", "bos", "eos")]
     assert names == data["tokens"][:3] and end_tokens(metadata) == [2]
@@ -258,7 +260,7 @@ def test_merges_of_a_vocabulary_with_scores(tmp_path):
         "scores": array("f", [0, -9, -9, -9, -2, -1, -3]),
         "unknown_token_id": 0,
     }
-    write({f"tokenizer.ggml.{k}": x for k, x in data.items()}, tmp_path)
+    write_tokenizer({f"tokenizer.ggml.{k}": x for k, x in data.items()}, tmp_path)
     made = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
     assert made["merges"] == [["b", "c"], ["a", "b"], ["a", "bc"], ["ab", "c"]]
 
@@ -274,18 +276,18 @@ def test_a_blob_without_an_ending(tmp_path):
 def test_fingerprints(tmp_path):
     """One number of one tensor, one value, or the tokenizer: another model. The file's name is no part."""
     made = tensors("qwen2", ["Q4_0"])
-    first = fingerprint(check(write_gguf(tmp_path / "a.gguf", "qwen2", made)))
-    assert fingerprint(check(write_gguf(tmp_path / "b", "qwen2", made))) == first
+    first = fingerprint(check_folder(write_gguf(tmp_path / "a.gguf", "qwen2", made)))
+    assert fingerprint(check_folder(write_gguf(tmp_path / "b", "qwen2", made))) == first
     assert len(first) == 16
     others = [
         write_gguf(tmp_path / "c", "qwen2", made, rope__scaling__factor=1.5),
         write_gguf(tmp_path / "d", "qwen2", tensors("qwen2", ["Q4_0"], seed=1)),
     ]
     data = bytearray((tmp_path / "b").read_bytes())
-    start = check(tmp_path / "b").headers[0].tensors["blk.1.attn_k.weight"].span[0]
+    start = check_folder(tmp_path / "b").headers[0].tensors["blk.1.attn_k.weight"].span[0]
     data[start + 5] ^= 1
     (tmp_path / "e").write_bytes(data)
-    marks = [fingerprint(check(file)) for file in [*others, tmp_path / "e"]]
+    marks = [fingerprint(check_folder(file)) for file in [*others, tmp_path / "e"]]
     assert len({first, *marks}) == 4
 
 
@@ -296,7 +298,7 @@ def test_fit_reads_the_header(tmp_path):
     plan = read_plan(str(file))
     assert [(x.kv_heads, x.key_dim) for x in plan.layers] == [(KV_HEADS, DIMS)] * LAYERS
     assert plan.limit == 1024
-    counts = [(np.prod(x.shape), x.dtype) for x in check(file).headers[0].tensors.values()]
+    counts = [(np.prod(x.shape), x.dtype) for x in check_folder(file).headers[0].tensors.values()]
     bits = {"Q4_0": 5, "Q6_K": 16, "F32": 0}
     assert plan.weights == sum(int(n) * bits[kind] for n, kind in counts) // 8
 

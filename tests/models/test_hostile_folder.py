@@ -11,7 +11,7 @@ from model_folders import WEIGHTS, error_of, folder, saved
 
 from mlxkv.errors import UserError
 from mlxkv.models.catalog import numbers
-from mlxkv.models.catalog.folder import INDEX, check
+from mlxkv.models.catalog.folder import INDEX, check_folder
 from mlxkv.untrusted import Unsound
 
 DEEP = {"lists": "[" * 100_000, "objects": '{"a":' * 1000 + "1" + "}" * 1000}
@@ -39,7 +39,7 @@ def test_nested_files(folder, name):
     for text in DEEP.values():
         (folder / name).write_text(text)
         with pytest.raises(UserError, match=f"{name} is nested deeper than 64; got /"):
-            check(folder)
+            check_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_pipes_loops_and_devices(folder, name, kind):
     else:
         file.symlink_to("/dev/zero" if kind == "device" else name)
     with pytest.raises(UserError, match=rf"^\[load\] {name} "):
-        check(folder)
+        check_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_pipes_loops_and_devices(folder, name, kind):
 def test_numbers_that_no_model_has(folder, changes, what):
     edit(folder, **changes)
     with pytest.raises(UserError, match=rf"^\[load\] config.json .*{what}.*; got /"):
-        check(folder)
+        check_folder(folder)
 
 
 def test_numbers_that_models_have():
@@ -98,9 +98,9 @@ def test_numbers_that_models_have():
         {"model_type": "llama", "num_hidden_layers": 126, "vocab_size": 128256.0},
         {"model_type": "llama", "sliding_window": 0, "layer_types": ["full_attention"] * 4},
     ):
-        numbers.check(config, 1000)
+        numbers.check_numbers(config, 1000)
     with pytest.raises(Unsound, match="4 layers, but the weights have 99999 tensors"):
-        numbers.check({"model_type": "llama", "num_hidden_layers": 4}, 99999)
+        numbers.check_numbers({"model_type": "llama", "num_hidden_layers": 4}, 99999)
 
 
 def test_files_of_mlx_lm_that_are_no_models(folder):

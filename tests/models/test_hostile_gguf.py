@@ -9,7 +9,7 @@ from gguf_files import tensors, write_gguf
 from mlxkv.cli import main
 from mlxkv.errors import UserError
 from mlxkv.models import load
-from mlxkv.models.catalog.folder import check
+from mlxkv.models.catalog.folder import check_folder
 
 HUGE = 1 << 60
 STRING, ARRAY, U32, F32 = 8, 9, 4, 6
@@ -103,7 +103,7 @@ def test_crafted_files(tmp_path, capsys):
         path.write_bytes(data)
         tracemalloc.start()
         with pytest.raises(UserError) as fault:
-            check(path)
+            check_folder(path)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
         tracemalloc.stop()
         assert expected in str(fault.value) and "\n" not in str(fault.value)
@@ -122,12 +122,12 @@ def sound(tmp_path_factory):
 def test_cut_anywhere(sound, tmp_path):
     """In each value before the tokens, at many places in these, and in the data."""
     data, path = sound.read_bytes(), tmp_path / "x.gguf"
-    start = check(sound).headers[0].start
+    start = check_folder(sound).headers[0].start
     places = [*range(4, 900, 7), *range(900, start, 4999), start, start + 1, len(data) - 1]
     for at in places:
         path.write_bytes(data[:at])
         with pytest.raises(UserError, match="is not whole|no sound|ends inside"):
-            check(path)
+            check_folder(path)
 
 
 def test_values_that_do_not_fit(tmp_path):
@@ -167,7 +167,7 @@ def test_values_that_change_nothing_or_are_refused(tmp_path):
         ("gemma3", {"final_logit_softcapping": 30.0, "rope__local__freq_base": 1e4}),
         ("gemma3", {"vision__block_count": 27, "mm__tokens_per_image": 256}),
     ]:
-        check(write_gguf(tmp_path / "x.gguf", arch, made[arch], **values))
+        check_folder(write_gguf(tmp_path / "x.gguf", arch, made[arch], **values))
     for arch, values, expected in [
         ("llama", {"logit_scale": 0.25}, r"'llama.logit_scale' of 0.25, which is not read"),
         ("llama", {"residual_scale": 0.22}, r"'llama.residual_scale'"),
@@ -198,7 +198,7 @@ def test_values_that_change_nothing_or_are_refused(tmp_path):
         ),
     ]:
         with pytest.raises(UserError, match=expected) as fault:
-            check(write_gguf(tmp_path / "x.gguf", arch, made[arch], **values))
+            check_folder(write_gguf(tmp_path / "x.gguf", arch, made[arch], **values))
         assert "fetch the file again" not in str(fault.value) and len(str(fault.value)) < 400
 
 
@@ -213,7 +213,7 @@ def test_files_beside_a_model_say_what_they_are(tmp_path):
     ]:
         path.write_bytes(file(entries, held))
         with pytest.raises(UserError, match=f"{expected}.*; name the file of the model itself$"):
-            check(path)
+            check_folder(path)
 
 
 def test_tokenizers_that_are_not_read(sound, tmp_path):
@@ -227,7 +227,7 @@ def test_tokenizers_that_are_not_read(sound, tmp_path):
         assert sound.read_bytes().count(old) == 1
         path.write_bytes(sound.read_bytes().replace(old, new))
         with pytest.raises(UserError, match=expected):
-            check(path)
+            check_folder(path)
 
 
 def test_a_number_of_no_token(sound, tmp_path):
@@ -235,7 +235,7 @@ def test_a_number_of_no_token(sound, tmp_path):
     at = data.index(name) + len(name) + 4
     (tmp_path / "x.gguf").write_bytes(data[:at] + b"\xff" * 4 + data[at + 4 :])
     with pytest.raises(UserError, match="eos token that is none of its tokens"):
-        check(tmp_path / "x.gguf")
+        check_folder(tmp_path / "x.gguf")
 
 
 def test_another_file_is_no_model(tmp_path):

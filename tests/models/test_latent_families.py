@@ -131,10 +131,10 @@ def test_a_saved_session_is_checked(model, tmp_path):
     file = str(tmp_path / "cache.safetensors")
     save_prompt_cache(file, cache)
     for (_, one), (_, another) in zip(leaves(load_prompt_cache(file)), leaves(like), strict=True):
-        prompt_cache.check(one, another, 120)
+        prompt_cache.check_path(one, another, 120)
     attach(model, EAGER8)
     model(mx.array([[0]]), cache=(other := make_prompt_cache(model)))
     at = next(i for i, (_, c) in enumerate(leaves(cache)) if isinstance(c, LatentKVCache))
     pair = leaves(load_prompt_cache(file))[at][1], leaves(other)[at][1]
     with pytest.raises(ValueError, match="another configuration"):
-        prompt_cache.check(*pair, 120)
+        prompt_cache.check_path(*pair, 120)

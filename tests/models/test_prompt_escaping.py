@@ -259,7 +259,9 @@ def test_a_reply_goes_on_with_the_tokens_of_the_whole(tokenizer, template):
     for text in ("the time", "time", " the", "the ", "a\n the"):
         chat = [*user("the?"), {"role": "assistant", "content": text}]
         whole = tokenizer._tokenizer.apply_chat_template(chat, continue_final_message=True)
-        asked = request.check({"messages": chat, "continue_final_message": True}, True, MODEL_INFO)
+        asked = request.check_request(
+            {"messages": chat, "continue_final_message": True}, True, MODEL_INFO
+        )
         tokens, segments, _ = Prompts(tokenizer, {}).read(asked)
         assert tokens == list(whole["input_ids"]) == sum(segments, []), text
 

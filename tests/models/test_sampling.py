@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from mlxkv.models.catalog.aliases import PACKAGES
-from mlxkv.models.loading.sampling import FILE, LIMITS, Sampling, read
+from mlxkv.models.loading.sampling import FILE, LIMITS, Sampling, read_sampling
 
 VOCABULARY = 260
 SAID = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}
@@ -15,7 +15,7 @@ SAID = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetiti
 
 def of(folder, said, name: str = "some-model") -> Sampling:
     (folder / FILE).write_text(said if isinstance(said, str) else json.dumps(said))
-    return read(folder, name, VOCABULARY)
+    return read_sampling(folder, name, VOCABULARY)
 
 
 def test_what_the_makers_ask_for(tmp_path):
@@ -47,12 +47,16 @@ def test_the_likeliest_token_where_they_say_nothing(tmp_path):
         '{"temperature": ' + "9" * 5000 + "}",
     ]:
         assert of(tmp_path, said) == Sampling()
-        assert read(tmp_path / "absent", "some-model", VOCABULARY) == Sampling()
+        assert read_sampling(tmp_path / "absent", "some-model", VOCABULARY) == Sampling()
 
 
 def test_a_package_says_it_where_the_file_does_not(tmp_path):
     want = Sampling(**PACKAGES["smollm2"].sampling)
-    assert read(tmp_path, "smollm2", VOCABULARY) == want == of(tmp_path, {"top_p": 0.1}, "smollm2")
+    assert (
+        read_sampling(tmp_path, "smollm2", VOCABULARY)
+        == want
+        == of(tmp_path, {"top_p": 0.1}, "smollm2")
+    )
     assert of(tmp_path, {"do_sample": False}, "smollm2") == Sampling()
     assert of(tmp_path, {"temperature": 0.7}, "smollm2") == Sampling(temperature=0.7)
 

@@ -70,7 +70,7 @@ def stored() -> tuple[dict[str, np.ndarray], dict]:
 
 def test_a_calibration_reads_the_same(stored):
     arrays, said = stored
-    made = artifact.read(CALIBRATION)
+    made = artifact.read_calibration(CALIBRATION)
     assert made.digest == said["digest"]
     assert (made.model, made.tokens, made.text) == ("stored", 512, "random tokens")
     for kind in ("oscar", "balanced"):

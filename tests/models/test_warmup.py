@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from faulty import LOST, NOT_BUILT, Failing, counting, unbuildable
+from failing_kernels import LOST, NOT_BUILT, Failing, counting, unbuildable
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_tiles

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from saying import saying, write_thinker
+from scripted_models import saying, write_thinker
 from serving import serving
 
 from mlxkv.models import load

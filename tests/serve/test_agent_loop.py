@@ -12,7 +12,7 @@ from itertools import count
 
 import mlx.core as mx
 import pytest
-from saying import call
+from scripted_models import call
 from serving import post, serving, settled
 from small_models import TINY
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from request_bodies import MODEL_INFO
-from saying import ASK, SCHEMA, WEATHER, call
+from scripted_models import ASK, SCHEMA, WEATHER, call
 from serving import get, post, send, serving, settled
 
 from mlxkv.serve.apis import anthropic as api

@@ -4,7 +4,7 @@ and what it joined goes back as history."""
 import json
 
 import pytest
-from saying import ASK, SCHEMA, TOOL, WEATHER, call
+from scripted_models import ASK, SCHEMA, TOOL, WEATHER, call
 
 THOUGHT = "<think>Hm.</think>"
 OSLO, BERGEN = WEATHER, {"name": "weather", "arguments": {"city": 'Bergen "é☃"'}}

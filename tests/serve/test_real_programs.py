@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from saying import call, saying, write_thinker
+from scripted_models import call, saying, write_thinker
 
 from mlxkv.serve.http import app
 

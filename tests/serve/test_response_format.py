@@ -10,8 +10,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tool_parsers import json_tools
 from random_model import write_model
-from saying import ASK as WEATHER_ASK
-from saying import TEMPLATE, write_thinker
+from scripted_models import ASK as WEATHER_ASK
+from scripted_models import TEMPLATE, write_thinker
 from serving import get, post, refused, send, serving
 
 from mlxkv.serve import grammar, sampling

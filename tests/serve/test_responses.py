@@ -3,16 +3,16 @@
 import json
 
 import pytest
-import saying
+import scripted_models
 from request_bodies import MODEL_INFO
-from saying import WEATHER, call
+from scripted_models import WEATHER, call
 from serving import send
 
 from mlxkv.serve.apis import responses as api
 from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.refusals import Refused
 
-TOOL = {"type": "function", "strict": False} | saying.TOOL
+TOOL = {"type": "function", "strict": False} | scripted_models.TOOL
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Changes files."}
 ASK = "What is the weather in Oslo?"
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from request_bodies import BODIES
-from saying import ASK
+from scripted_models import ASK
 from serving import (
     ENDLESS,
     LONG,

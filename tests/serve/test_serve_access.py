@@ -148,7 +148,7 @@ def test_keys_come_from_options_and_the_environment(monkeypatch):
     with pytest.raises(UserError, match="got no --api-key"):
         ServeOptions(host="0.0.0.0", api_key=[])
     seen = []
-    monkeypatch.setattr("mlxkv.serve.run.run", seen.append)
+    monkeypatch.setattr("mlxkv.serve.run.run_server", seen.append)
     monkeypatch.setenv("MLXKV_API_KEY", "x\ny")
     serve(model=TINY, api_key=None)
     serve(model=TINY, api_key=["z"])

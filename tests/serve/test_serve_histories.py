@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from random_model import write_tokenizer
 from request_bodies import MODEL_INFO
-from saying import write_thinker
+from scripted_models import write_thinker
 from serving import post, read_prompts, refused, serving
 from small_models import TINY
 
@@ -70,7 +70,7 @@ def test_chats_with_calls_go_on(tmp_path, subtests):
             ]
             body = {"messages": [*chat, {"role": "tool", "tool_call_id": "1", "content": "rain"}]}
             with subtests.test(name, arguments=kind):
-                asked = request.check(body | {"tools": [TOOL]}, True, MODEL_INFO)
+                asked = request.check_request(body | {"tools": [TOOL]}, True, MODEL_INFO)
                 prompt = prompts.read(asked)
                 text = tokenizer.decode(prompt.tokens)
                 assert "rain" in text and text.count(word) >= 1

@@ -19,7 +19,7 @@ from mlxkv.serve.refusals import Refused
 
 
 def parse(raw: bytes, chat: bool) -> request.Request:
-    return request.check(fields.document(raw), chat, MODEL_INFO)
+    return request.check_request(fields.document(raw), chat, MODEL_INFO)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -281,5 +281,5 @@ def test_the_longest_reply(name):
 
 def test_what_the_makers_ask_for_is_what_a_request_does_not_say():
     model_info = replace(MODEL_INFO, sampling=Sampling(temperature=0.6, top_p=0.9, top_k=20))
-    found = request.check(GOOD | {"temperature": 0, "top_k": 0}, True, model_info)
+    found = request.check_request(GOOD | {"temperature": 0, "top_k": 0}, True, model_info)
     assert (found.temperature, found.top_p, found.top_k) == (0.0, 0.9, 0)

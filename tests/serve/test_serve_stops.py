@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from saying import TOOL, WEATHER, call, saying, write_thinker
+from scripted_models import TOOL, WEATHER, call, saying, write_thinker
 from serving import events, send, serving, settled
 
 from mlxkv.models import load

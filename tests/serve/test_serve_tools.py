@@ -7,7 +7,7 @@ The sampler is scripted, since no embedded model writes such calls; all that rea
 import json
 
 import pytest
-from saying import ASK, TOOL, WEATHER, call
+from scripted_models import ASK, TOOL, WEATHER, call
 
 from mlxkv.serve.apis.reply import Markup
 

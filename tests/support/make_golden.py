@@ -87,7 +87,7 @@ def sample() -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Return the tensors of the cases in SAMPLE, as TABLE/NAME, and the header of each table."""
     tensors, headers = {}, {}
     for name, pattern in SAMPLE.items():
-        stored, header = bounds.read(name, sample=False)
+        stored, header = bounds.read_golden(name, sample=False)
         chosen = {key: x for key, x in stored.items() if re.match(pattern, key)}
         if "cases" in header:
             cases = json.loads(header["cases"])
@@ -103,7 +103,7 @@ def main() -> None:
     for name in TABLES:
         path = bounds.FOLDER / f"{name}.safetensors"
         tensors, header = made(name)
-        stored = bounds.read(name)[0] if path.exists() else {}
+        stored = bounds.read_golden(name)[0] if path.exists() else {}
         changed = faults(name, tensors, stored)
         if changed:
             save_file(tensors, path, header)

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 from emulator import bfloat16, metal_kernel, tile_header, to_bfloat16, to_float32
 
-from mlxkv.metal.launch import read
+from mlxkv.metal.launch import read_source
 
 NUMPY = {
     mx.float32: np.float32,
@@ -34,7 +34,7 @@ def make_tiles(*names, **texts):
 
 def make_mma(name, input_names, output_names, source, header=""):
     """The same with the tiles of CUDA, and with CUDA's threadgroup memory."""
-    header = header.replace(read("tile_metal.h"), tile_header("mma"))
+    header = header.replace(read_source("tile_metal.h"), tile_header("mma"))
     header = header.replace("KV_ROOMY = 0", "KV_ROOMY = 1")
     return make(name, input_names, output_names, source, header, 48 << 10)
 

@@ -39,4 +39,4 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).flatmap(
 
 def check(body: dict, chat: bool) -> dict:
     """The fields of the request in a body. Raises Refused."""
-    return asdict(request.check(body, chat, MODEL_INFO))
+    return asdict(request.check_request(body, chat, MODEL_INFO))

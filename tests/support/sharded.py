@@ -10,7 +10,7 @@ import sys
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from stepping import steps_of
+from step_twins import steps_of
 
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import attach, load

@@ -135,7 +135,7 @@ def test_a_folder_stands_for_its_texts(tmp_path):
     for name in ("b.txt", "a.md", "ignored.json"):
         (tmp_path / name).write_text(name[0] * 9)
     assert decode(evaluation_tokens(model(bos=None), 12, [tmp_path]).tokens) == "a" * 9 + "\n\nb"
-    sources.check([tmp_path])
+    sources.check_sources([tmp_path])
 
 
 def test_texts_of_files_are_stretches_in_turn(tmp_path):

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 import mlx.core as mx
 
-from mlxkv.bench.kernels.case import Shape, filled, stored_bytes
+from mlxkv.bench.kernels.case import KernelShape, filled, stored_bytes
 from mlxkv.bench.options import BITS, MLX_LM_GROUP
 from mlxkv.bench.spread import allotted
 from mlxkv.cache import attention, choose
@@ -33,7 +33,7 @@ Task = Callable[[], Chain]
 class DecodeStep:
     """One decode step over `tokens` stored tokens, timed in chains of `calls` calls."""
 
-    shape: Shape
+    shape: KernelShape
     tokens: int
     dtype: mx.Dtype
     calls: int
@@ -67,7 +67,7 @@ def copies_of(bytes_each: int, calls: int) -> int:
 
 
 def rows(
-    shape: Shape,
+    shape: KernelShape,
     tokens: int,
     *,
     presets: dict[str, CacheConfig],

@@ -15,7 +15,7 @@ CHUNK = 8192  # tokens of one update of a cache
 
 
 @dataclass(frozen=True)
-class Shape:
+class KernelShape:
     """`B1.H32.G8.D128`: batch, query heads, kv heads, head dim."""
 
     batch: int
@@ -40,13 +40,13 @@ class Shape:
         return mx.random.normal((self.batch, self.heads, 1, self.dims), dtype)
 
 
-def rotations(config: CacheConfig, shape: Shape) -> LayerMaps | None:
+def rotations(config: CacheConfig, shape: KernelShape) -> LayerMaps | None:
     """Random rotations per kv head for a calibrated configuration, else None."""
     dims = (shape.dims, shape.dims)
     return sample(shape.kv_heads, dims, config.fitted) if config.calibrated else None
 
 
-def filled(config: CacheConfig, shape: Shape, tokens: int, dtype: mx.Dtype) -> View:
+def filled(config: CacheConfig, shape: KernelShape, tokens: int, dtype: mx.Dtype) -> View:
     """Return what attention reads of a cache with `tokens` random tokens."""
     cache = CompressedKVCache(config, rotations(config, shape))
     for start in range(0, tokens, CHUNK):
@@ -59,7 +59,7 @@ def filled(config: CacheConfig, shape: Shape, tokens: int, dtype: mx.Dtype) -> V
     return view
 
 
-def stored_bytes(config: CacheConfig, shape: Shape, view: View) -> int:
+def stored_bytes(config: CacheConfig, shape: KernelShape, view: View) -> int:
     """Bytes of pages and windows, which attention has to read once."""
     pages = shape.values(view.pages.tokens) * config.bits_per_value(shape.dims, shape.dims) / 8
     windows = shape.values(view.tokens - view.pages.tokens) * view.dtype.size

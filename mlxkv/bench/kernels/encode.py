@@ -7,7 +7,7 @@ from math import log2
 
 import mlx.core as mx
 
-from mlxkv.bench.kernels.case import Shape, rotations
+from mlxkv.bench.kernels.case import KernelShape, rotations
 from mlxkv.bench.spread import allotted
 from mlxkv.cache import choose
 from mlxkv.cache.stores import Codes, Records
@@ -27,7 +27,12 @@ FOOTNOTE = (
 
 
 def row(
-    name: str, config: CacheConfig, shape: Shape, tokens: int, dtype: mx.Dtype, bandwidth: float
+    name: str,
+    config: CacheConfig,
+    shape: KernelShape,
+    tokens: int,
+    dtype: mx.Dtype,
+    bandwidth: float,
 ) -> dict:
     """One row. tokens: whole pages. bandwidth: bytes per second, of a copy."""
     mx.random.seed(0)
@@ -80,7 +85,7 @@ def row(
     }
 
 
-def _page_seconds(store: Codes | Records, shape: Shape, dtype: mx.Dtype) -> float:
+def _page_seconds(store: Codes | Records, shape: KernelShape, dtype: mx.Dtype) -> float:
     """Seconds to quantize one page of all heads into spare capacity."""
     size = store.config.page
     page = shape.pair(size, dtype)

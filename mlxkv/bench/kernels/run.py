@@ -8,7 +8,7 @@ from rich.progress import Progress
 
 from mlxkv import console
 from mlxkv.bench.kernels import attend, encode
-from mlxkv.bench.kernels.case import Shape
+from mlxkv.bench.kernels.case import KernelShape
 from mlxkv.bench.options import parse_contexts, print_machine, print_rows
 from mlxkv.bench.subject import default_dtype, short
 from mlxkv.cache.view import TILES
@@ -22,11 +22,11 @@ from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import chain, copy_bandwidth, middle, read_bandwidth
 
 # The first as of Qwen3.5 to 3.8; Gemma 4 has windows of heads of 256 dims, too.
-SHAPES = (Shape(1, 16, 4, 256), Shape(1, 32, 8, 128), Shape(1, 16, 8, 64))
-BATCH_SHAPE, BATCH_CONTEXT = Shape(8, 32, 8, 128), 32768
+SHAPES = (KernelShape(1, 16, 4, 256), KernelShape(1, 32, 8, 128), KernelShape(1, 16, 8, 64))
+BATCH_SHAPE, BATCH_CONTEXT = KernelShape(8, 32, 8, 128), 32768
 CALLS, ROUNDS = 64, 3  # calls in a timed chain; each round runs all presets twice
 CONTEXTS, CONTEXTS_CPU = "4k,32k,128k", "1k,4k"
-ENCODE_SHAPE, ENCODE_TOKENS, ENCODE_TOKENS_CPU = Shape(1, 8, 8, 128), 32768, 1024
+ENCODE_SHAPE, ENCODE_TOKENS, ENCODE_TOKENS_CPU = KernelShape(1, 8, 8, 128), 32768, 1024
 ABOUT = tuple((name, name, "") for name in ("shape", "tokens", "preset", "by"))
 RMS = ("rms", "rms", ".1e")
 PREDICTED = ("predicted us", "predicted_us", ".1f")  # where this is an Apple GPU that we know
@@ -53,7 +53,7 @@ ENCODE_COLUMNS = (
 )
 
 
-def run(contexts: str | None, kv: str, as_json: bool) -> None:
+def run_kernels(contexts: str | None, kv: str, as_json: bool) -> None:
     """Measure and print. contexts, kv: by commas."""
     presets = {name: _preset(name) for name in kv.split(",")}
     cases = _cases(contexts, presets)
@@ -114,7 +114,7 @@ def _preset(name: str) -> CacheConfig:
     return config
 
 
-def _cases(contexts: str | None, presets: dict[str, CacheConfig]) -> list[tuple[Shape, int]]:
+def _cases(contexts: str | None, presets: dict[str, CacheConfig]) -> list[tuple[KernelShape, int]]:
     text = contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS)
     shortest = max(config.window for config in presets.values()) + 1
     lengths = parse_contexts(text, shortest, why="nothing is compressed in so few tokens")
@@ -128,7 +128,7 @@ def _cases(contexts: str | None, presets: dict[str, CacheConfig]) -> list[tuple[
     return cases
 
 
-def _link(shape: Shape, dtype: mx.Dtype) -> float:
+def _link(shape: KernelShape, dtype: mx.Dtype) -> float:
     """Microseconds of the addition that links the calls in a chain."""
     first, zeros = shape.queries(dtype), mx.zeros(shape.queries(dtype).shape, dtype)
     chains = [chain(lambda q, _: q, first * 1, [zeros], CALLS) for _ in range(6)]

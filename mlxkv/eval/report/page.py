@@ -11,7 +11,7 @@ from mlxkv.eval.report import plots, report, verdict
 PICTURE = "report.svg"
 
 
-def write(data: dict, folder: Path) -> None:
+def write_page(data: dict, folder: Path) -> None:
     """Write the files to `folder`. data: of `report.assemble`. Raises MachineError."""
     try:
         text = json.dumps(data, ensure_ascii=False, indent=1)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.tasks.part import Part, Progress, Results, TaskOptions, by_context
+from mlxkv.eval.tasks.part import Progress, Results, TaskOptions, TaskPart, by_context
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.generate import prefill_step
 from mlxkv.texts import sources
@@ -78,7 +78,7 @@ def summary(tokens: Tokens) -> dict:
     }
 
 
-def parts(arms: Arms, options: TaskOptions) -> list[Part]:
+def parts(arms: Arms, options: TaskOptions) -> list[TaskPart]:
     """Return one part per context and text; `pooled` joins their results. The texts have nothing in common."""
     out = []
     for context in options.contexts:
@@ -92,7 +92,7 @@ def parts(arms: Arms, options: TaskOptions) -> list[Part]:
 
             asks = {"text": text.name, "tokens": text.tokens, "chunk": _chunk(arms)}
             name = f"{context}-{at + 1}"
-            out.append(Part("divergence", name, run, context + options.decode, asks))
+            out.append(TaskPart("divergence", name, run, context + options.decode, asks))
     return out
 
 

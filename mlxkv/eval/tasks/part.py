@@ -1,4 +1,4 @@
-"""`Part`: one task on one text, for some arms. Its results are kept if a run is killed."""
+"""`TaskPart`: one task on one text, for some arms. Its results are kept if a run is killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TaskOptions:
 
 
 @dataclass(frozen=True)
-class Part:
+class TaskPart:
     """task, name: they name its files. asks: all that a result depends on besides model and arm, as
     plain data; a stored result is used only if it is the same. run: (arms, names, progress) -> a
     result per name; it gets only the names without a stored result. steps: the sum of progress per

@@ -21,7 +21,7 @@ from mlxkv.errors import MachineError, UserError, brief
 from mlxkv.eval import feed
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.questions import Document, Question, document
-from mlxkv.eval.tasks.part import Part, Results, TaskOptions, by_context
+from mlxkv.eval.tasks.part import Results, TaskOptions, TaskPart, by_context
 
 SEED = "retrieval-1"  # count it up when texts or scores change
 PER_TEXT = 16  # most questions of a kind about one text
@@ -30,12 +30,12 @@ MARGIN = 200  # tokens of a context that question and answer may take
 START, PER_VALUE = 16, 32
 
 
-def parts(arms: Arms, options: TaskOptions) -> list[Part]:
+def parts(arms: Arms, options: TaskOptions) -> list[TaskPart]:
     """Return one part per context and document, which is read once for all kinds of questions; `pooled`
     joins their results."""
     document_of = texts(arms.loaded, options)
     return [
-        Part(
+        TaskPart(
             "retrieval",
             f"{context}-{index + 1}",
             partial(_run, document_of, context, index, options),

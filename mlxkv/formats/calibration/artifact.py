@@ -281,7 +281,7 @@ def fault(path: Path | str, problem: str, options: str = "") -> UserError:
 # -- the file
 
 
-def write(path: Path, calibration: Calibration) -> None:
+def write_calibration(path: Path, calibration: Calibration) -> None:
     """Write the file, private, whole or not at all. Raises MachineError if that fails."""
     metadata = {"mlxkv": json.dumps(calibration.header())}
     tensors = {k: np.ascontiguousarray(x) for k, x in calibration._tensors().items()}
@@ -294,7 +294,7 @@ def write(path: Path, calibration: Calibration) -> None:
         raise MachineError(f"[calibration] could not write {path}: {reason}") from None
 
 
-def read(path: Path | str) -> Calibration:
+def read_calibration(path: Path | str) -> Calibration:
     """Read and check a file, or the one in a folder. Raises UserError on any fault."""
     path = console.user_path(path, "--calibration")
     if path.is_dir():
@@ -325,7 +325,7 @@ def read(path: Path | str) -> Calibration:
 
 
 def _layer(path: Path, name: str, entry: dict, tensors: Mapping[str, np.ndarray]) -> Layer:
-    """Check one layer of a file. Raises UserError, and what `read` takes for parts missing."""
+    """Check one layer of a file. Raises UserError, and what `read_calibration` takes for parts missing."""
     heads = whole(entry["kv_heads"], "kv_heads", 1)
     counts = zip(SIDES, entry["floored"], entry["clips"] or ({}, {}), entry["lacking"], strict=True)
     sides = [_basis(path, f"{name}.{side}", heads, *row, tensors) for side, *row in counts]
@@ -428,11 +428,11 @@ def find(
     for path in shipped:
         mark = _open(path, False)[0].get("fingerprint")
         if len(shipped) == 1 or mark == fingerprint:
-            calibration = read(path)
+            calibration = read_calibration(path)
             if config is None or calibration.serves(config.fitted):
                 return calibration
             break
-    return read(path) if (path := kept_path(fingerprint)).exists() else None
+    return read_calibration(path) if (path := kept_path(fingerprint)).exists() else None
 
 
 def tell_reach(calibration: Calibration, context: int | None) -> None:
@@ -445,7 +445,10 @@ def tell_reach(calibration: Calibration, context: int | None) -> None:
 
 def with_digest(digest: str) -> Calibration | None:
     """Find the user's calibration with this digest, or None."""
-    return next((read(path) for path, header in _headers() if header.get("digest") == digest), None)
+    return next(
+        (read_calibration(path) for path, header in _headers() if header.get("digest") == digest),
+        None,
+    )
 
 
 def _headers() -> Iterator[tuple[Path, dict]]:

@@ -25,7 +25,7 @@ FIRST = 64  # tokens of a window whose outputs are not asked
 
 
 @dataclass
-class Exchange(sums.Exchange):
+class ExchangeMeasure(sums.Exchange):
     """With the root of F."""
 
     root: mx.array = field(init=False, repr=False)

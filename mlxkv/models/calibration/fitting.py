@@ -19,13 +19,17 @@ from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import LEARNED, CacheConfig
 from mlxkv.models.calibration import measure
-from mlxkv.models.hooks.probe import Place, Shape
+from mlxkv.models.hooks.probe import LayerShape, Place
 from mlxkv.models.origin import Origin, layer_name, origin_of, sizes
 
 
 def read_calibration(calibration: Calibration | Path | str) -> Calibration:
     """Read a calibration from a file or folder; one that is read already is returned. Raises UserError."""
-    return calibration if isinstance(calibration, Calibration) else artifact.read(calibration)
+    return (
+        calibration
+        if isinstance(calibration, Calibration)
+        else artifact.read_calibration(calibration)
+    )
 
 
 def find_calibration(model: nn.Module, config: CacheConfig | None = None) -> Calibration | None:
@@ -40,7 +44,7 @@ def find_calibration(model: nn.Module, config: CacheConfig | None = None) -> Cal
 def fit(
     model: nn.Module,
     config: CacheConfig,
-    places: Mapping[Place, Shape],
+    places: Mapping[Place, LayerShape],
     calibration: Calibration | Path | str | None = None,
 ) -> dict[Place, tuple[CacheConfig, LayerMaps | None]]:
     """For each of `places`, `config`, which has a calibrated side, with the clips and ranks of its layer, and the
@@ -84,7 +88,7 @@ def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
     calibration = measure.from_corpus(model, origin)
     path = artifact.kept_path(origin.fingerprint)
     try:
-        artifact.write(path, calibration)
+        artifact.write_calibration(path, calibration)
     except MachineError as error:
         console.note(f"{error}; it serves this run only")
     else:

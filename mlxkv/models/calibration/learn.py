@@ -36,7 +36,7 @@ TINY = 1e-20
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LearnResult:
     """Error of the codes, |x^ - x|^2 / |x|^2, mean of the kv heads, on rows that were held out: behind random SRFT, and
     behind the learned map."""
 
@@ -49,7 +49,7 @@ class Outcome:
         return 1 - self.held / max(self.held_srft, TINY)
 
 
-Outcomes = dict[str, dict[str, Outcome]]  # by layer and side
+Outcomes = dict[str, dict[str, LearnResult]]  # by layer and side
 
 
 def learn(
@@ -84,7 +84,7 @@ def steps(calibration: Calibration, learned: Learned) -> int:
 
 def _side(
     basis: Basis, x: mx.array, learned: Learned, label: str, progress: Progress | None
-) -> tuple[Basis, Outcome]:
+) -> tuple[Basis, LearnResult]:
     count, dims = x.shape[1:]
     split = count - count // HELD
     rows, last = x[:, :split], x[:, split:] if split < count else x
@@ -95,7 +95,7 @@ def _side(
     sigma = np.sqrt((stored**2).mean(1)).astype(np.float32)
     balance = Balance(down, np.maximum(sigma, np.finfo(np.float32).tiny))
     pairs = transform.make("srft", dims, 0), Transform(*map(mx.array, balance.pair()))
-    outcome = Outcome(*(error(last, learned.spec, pair) for pair in pairs))
+    outcome = LearnResult(*(error(last, learned.spec, pair) for pair in pairs))
     return replace(basis, balance=balance), outcome
 
 

@@ -30,7 +30,7 @@ from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
 from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, contexts
 from mlxkv.formats.calibration.sums import windows
 from mlxkv.models.calibration import TOKENS
-from mlxkv.models.calibration.exchange import Exchange, fisher
+from mlxkv.models.calibration.exchange import ExchangeMeasure, fisher
 from mlxkv.models.calibration.moments import (
     PROBES,
     ROWS,
@@ -44,7 +44,7 @@ from mlxkv.models.hooks.dryrun import sensitivities
 from mlxkv.models.hooks.fold import refuse_folded
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.patching import patch, unpatch
-from mlxkv.models.hooks.probe import Place, Shape, find, leaves, modules_of, put
+from mlxkv.models.hooks.probe import LayerShape, Place, find, leaves, modules_of, put
 from mlxkv.models.hooks.taps import LatentObserver, PlainObserver
 from mlxkv.models.origin import Origin, layer_name, origin_of
 from mlxkv.texts.sources import Text, calibration_tokens
@@ -103,7 +103,7 @@ def calibrate(
                 moments[place].output = output
             heads = {place: shape.heads for place, shape in shapes.items()}
             for place, x in fisher(model, make_cache, heads, tokens, lead).items():
-                moments[place].exchange = Exchange(x)
+                moments[place].exchange = ExchangeMeasure(x)
         if samples is not None:
             samples |= {layer_name(p): Sample(-(-len(tokens) // ROWS)) for p in moments}
             for place, layer in moments.items():
@@ -140,7 +140,7 @@ def random(model: nn.Module) -> Calibration:
     return _calibration(model, (), "", layers, _positions(model))
 
 
-def _compressible(model: nn.Module, make_cache: Callable[[], list]) -> dict[Place, Shape]:
+def _compressible(model: nn.Module, make_cache: Callable[[], list]) -> dict[Place, LayerShape]:
     """The shapes of caches that could be compressed. The attention function must be patched. Raises UserError where
     there are none."""
     findings = find(model, make_cache)

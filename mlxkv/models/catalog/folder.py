@@ -15,7 +15,7 @@ from mlxkv import untrusted
 from mlxkv.errors import UserError
 from mlxkv.models.catalog import numbers
 from mlxkv.models.catalog.gguf import config as gguf
-from mlxkv.untrusted import Header, Unsound
+from mlxkv.untrusted import TensorsHeader, Unsound
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 INDEX = "model.safetensors.index.json"
@@ -38,14 +38,14 @@ class Folder:
     path: Path
     config: dict
     weights: list[Path]
-    headers: list[Header]
+    headers: list[TensorsHeader]
 
     @property
     def is_gguf(self) -> bool:
         return self.weights == [self.path]
 
 
-def check(path: Path) -> Folder:
+def check_folder(path: Path) -> Folder:
     """Check the folder, or the GGUF file, at `path`. Raises UserError for the first fault found."""
     if path.is_file():
         return _check_gguf(path)
@@ -64,7 +64,7 @@ def check(path: Path) -> Folder:
     weights = _weights(path)
     headers = [_sound(file, untrusted.safetensors) for file in weights]
     try:
-        numbers.check(config, sum(len(header.tensors) for header in headers))
+        numbers.check_numbers(config, sum(len(header.tensors) for header in headers))
     except Unsound as error:
         raise _fault(path / "config.json", error) from None
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -75,14 +75,14 @@ def check(path: Path) -> Folder:
             _json(path / name, LARGE if name in VOCABULARIES else SMALL)
     for file in (path / "chat_template.jinja", *path.glob("additional_chat_templates/*.jinja")):
         if file.exists():
-            _sound(file, untrusted.read, TEMPLATE)
+            _sound(file, untrusted.read_tensors, TEMPLATE)
     return Folder(path, config, weights, headers)
 
 
 def _check_gguf(path: Path) -> Folder:
-    header, config = _sound(path, gguf.read)
+    header, config = _sound(path, gguf.read_config)
     try:
-        numbers.check(config, len(header.tensors))
+        numbers.check_numbers(config, len(header.tensors))
     except Unsound as error:
         raise _fault(path, error) from None
     return Folder(path, config, [path], [header])

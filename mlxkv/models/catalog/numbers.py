@@ -40,7 +40,7 @@ BOUNDS = {
 }
 
 
-def check(config: dict, tensors: int | None = None) -> None:
+def check_numbers(config: dict, tensors: int | None = None) -> None:
     """Raise Unsound for sizes that no model has. tensors: in the weight files, where that is known.
 
     Names that are absent or null are left to their defaults; some families have a list, one per layer.

@@ -84,7 +84,7 @@ class Steps:
         self.refused: dict[tuple[type, ...], str] = {}
         self.traced, self.replayed, self.compiles = 0, 0, True
         self.waits_for: str | None = None
-        self._kinds: dict[tuple, Kind] = {}
+        self._kinds: dict[tuple, StepKind] = {}
         self._weights: Weights | None = None
         self._counters = tiles.times_forgotten()
         self.lock = RLock()  # of the model, whose weights a trace replaces
@@ -152,7 +152,7 @@ class Steps:
             self._counters = tiles.times_forgotten()
         kind = self._kinds.get(key)
         if kind is None:
-            kind = self._kinds[key] = Kind(weights, call, self.compiles)
+            kind = self._kinds[key] = StepKind(weights, call, self.compiles)
         traces = kind.traces
         logits, outputs = kind(tokens, arrays, statics, caches, places, values, advances)
         self.traced += kind.traces - traces
@@ -182,7 +182,7 @@ class Steps:
         return Steps, ()
 
 
-class Kind:
+class StepKind:
     """Steps that differ in shapes and indices alone. run: the trace, replayed. output: the class around logits
     that the model's code returns (mlx-vlm), or None."""
 

@@ -60,7 +60,7 @@ class DryRun:
     logits: mx.array
 
 
-def run(model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]) -> DryRun:
+def run_dry(model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]) -> DryRun:
     """Run `model` once over TOKENS tokens, with observers in place of the plain caches at `places`.
 
     The attention function must be patched.
@@ -138,7 +138,7 @@ def _projections(
     model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]
 ) -> dict[Place, tuple[CacheTrace, nn.Module]]:
     try:
-        traces = run(model, make_cache, list(places)).traces
+        traces = run_dry(model, make_cache, list(places)).traces
     except Exception:  # a foreign model may raise anything at all; identity serves as well
         return {}
     pairs = {p: (x, x.output_projection()) for p, x in traces.items() if x.is_read_once}

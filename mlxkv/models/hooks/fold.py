@@ -42,7 +42,7 @@ _FOLD = "_mlxkv_fold"
 Replaced = list[tuple[nn.Module, str, mx.array]]  # a linear map, the name of its array, the array
 
 
-class Refused(Exception):
+class NotFolded(Exception):
     """The reason why the values of a cache stay transformed at run time."""
 
 
@@ -147,11 +147,11 @@ def fold_values(
     """
     if (fold := fold_of(model)) is not None:
         return fold
-    from mlxkv.models.hooks.dryrun import run
+    from mlxkv.models.hooks.dryrun import run_dry
 
     places, reasons = list(rotations), {}
     try:
-        plain = run(model, make_cache, places)
+        plain = run_dry(model, make_cache, places)
     except Exception as error:  # a foreign model may raise anything at all
         reason = f"a dry run of the model failed ({type(error).__name__})"
         return Fold({}, dict.fromkeys(places, reason))
@@ -159,7 +159,7 @@ def fold_values(
     for place in places:
         try:
             sites[place] = _site(plain, place)
-        except Refused as refused:
+        except NotFolded as refused:
             reasons[place] = str(refused)
     for place in _shared(sites):
         del sites[place]
@@ -168,7 +168,7 @@ def fold_values(
     try:
         for place, site in sites.items():
             replaced[place] = _replace(site, rotations[place].values)
-        reasons |= _check(replaced, plain, lambda: run(model, make_cache, places), sites)
+        reasons |= _check(replaced, plain, lambda: run_dry(model, make_cache, places), sites)
     except BaseException:
         _put_back(replaced, list(replaced))
         raise
@@ -190,16 +190,16 @@ def _site(dry_run: DryRun, place: Place) -> Site:
     """Find the maps around one cache. Raises Refused."""
     trace = dry_run.traces[place]
     if not trace.is_read_once:
-        raise Refused("its values are read more than once")
+        raise NotFolded("its values are read more than once")
     source, blocks = _source(trace.sources, trace.values[0])
     target = trace.output_projection()
     if target is None:
-        raise Refused("a gate or a norm comes between attention and its output projection")
+        raise NotFolded("a gate or a norm comes between attention and its output projection")
     for module, role in ((source, "values"), (target, "outputs")):
         if type(module) is not nn.Linear:
             kind = type(module).__name__
             kind = "are quantised" if "Quantized" in kind else f"belong to a {kind}"
-            raise Refused(f"the weights of {role} {kind}")
+            raise NotFolded(f"the weights of {role} {kind}")
     return Site(source, blocks, target)
 
 
@@ -215,9 +215,9 @@ def _source(linears: list[LinearCall], values: mx.array) -> tuple[nn.Module, tup
         if not all(columns):
             continue
         if any(len(row) > 1 for row in columns) or len({row[0] for row in columns}) < heads:
-            raise Refused("kv heads share one value")
+            raise NotFolded("kv heads share one value")
         return module, tuple(row[0] for row in columns)
-    raise Refused(
+    raise NotFolded(
         "values are not the output of a linear map (a norm or another change comes first)"
     )
 

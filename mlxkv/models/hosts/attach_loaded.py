@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlxkv.errors import UserError
 from mlxkv.models.attach_model import attach
 from mlxkv.models.catalog.fingerprint import fingerprint
-from mlxkv.models.catalog.folder import check
+from mlxkv.models.catalog.folder import check_folder
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.models.hooks.mark import cached_part
 from mlxkv.models.hosts import Options, usage_report
@@ -53,7 +53,7 @@ def attach_loaded(
 
 def _origin(name: str, folder: Path, tokenizer: Any) -> Origin:
     """Return where the model comes from. Raises UserError for a folder that mlxkv would not load."""
-    checked = check(folder)
+    checked = check_folder(folder)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     if tokenizer is None:
         from mlx_lm.utils import load_tokenizer

@@ -16,7 +16,7 @@ from mlxkv.models.catalog.gguf.header import BY_NAME
 AT_ONCE = 1 << 24  # numbers that are decoded at once, in float32
 
 
-def read(
+def read_weights(
     folder: Folder,
     dtype: mx.Dtype,
     bits: int | None = None,

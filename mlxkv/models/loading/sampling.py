@@ -41,7 +41,7 @@ class Sampling:
         return sampler, make_logits_processors(repetition_penalty=self.repetition_penalty or None)
 
 
-def read(path: Path, name: str, vocabulary: int) -> Sampling:
+def read_sampling(path: Path, name: str, vocabulary: int) -> Sampling:
     """Return the settings for the model `name` in the folder `path`; the usual ones where its makers say nothing.
     A value that no sampler can take counts as not said."""
     try:

@@ -48,7 +48,7 @@ def build(
                 nn.quantize(model, class_predicate=lambda _, module: _rounded(module, bits))
             return model, config
         computed = getattr(mx, dtype or _usual(folder.config["dtype"]))
-        arrays, modules = gguf.read(folder, computed, bits, progress)
+        arrays, modules = gguf.read_weights(folder, computed, bits, progress)
         model = model_class(args_class.from_dict(folder.config))
         arrays = model.sanitize(arrays)
         nn.quantize(model, class_predicate=lambda path, _: modules.get(path, False))
@@ -70,7 +70,7 @@ def _rounded(module: nn.Module, bits: int) -> bool | dict[str, int]:
     return next(({"group_size": n, "bits": bits} for n in groups), False)
 
 
-def read(model: nn.Module, progress: Callable[[int, int], None] | None) -> None:
+def read_model(model: nn.Module, progress: Callable[[int, int], None] | None) -> None:
     """Read the weights, some at a time where somebody looks on."""
     weights = [x for _, x in tree_flatten(model.parameters())]
     if progress is None:

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
 from mlxkv.serve.http.fields import Fields, bad, call, mistyped, renamed, schema_format
-from mlxkv.serve.http.request import ModelInfo, Request, check
+from mlxkv.serve.http.request import ModelInfo, Request, check_request
 from mlxkv.serve.refusals import Refused
 
 SAME = (
@@ -30,7 +30,7 @@ BILLING = "x-anthropic-billing-header:"
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}  # in OpenAI's words
 
 
-def read(body: dict, model_info: ModelInfo) -> MessagesReply:
+def read_messages(body: dict, model_info: ModelInfo) -> MessagesReply:
     """The request in a body. Raises Refused."""
     return MessagesReply(request_of(body, model_info), model_info.model)
 
@@ -66,7 +66,7 @@ def request_of(body: dict, model_info: ModelInfo) -> Request:
         "tool_choice": _choice(fields.object("tool_choice")),
     }
     try:
-        return check(plain | translated, True, model_info, shorten=True)
+        return check_request(plain | translated, True, model_info, shorten=True)
     except Refused as refused:
         raise renamed(refused, NAMES) from None
 

@@ -12,16 +12,16 @@ import mlx.core as mx
 import mlx_lm
 
 from mlxkv.serve.apis.reply import Reply, event
-from mlxkv.serve.http.request import ModelInfo, check
+from mlxkv.serve.http.request import ModelInfo, check_request
 from mlxkv.serve.job import Token
 from mlxkv.serve.refusals import Refused
 
 SPOKEN = ("text", "thinking")
 
 
-def read(body: dict, model_info: ModelInfo, chat: bool) -> Completion:
+def read_completion(body: dict, model_info: ModelInfo, chat: bool) -> Completion:
     """The request in a body, for a chat or a text. Raises Refused."""
-    return Completion(check(body, chat, model_info), model_info.model)
+    return Completion(check_request(body, chat, model_info), model_info.model)
 
 
 @lru_cache(1)

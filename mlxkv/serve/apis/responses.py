@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from mlxkv.serve.apis.reply import Blocks, event
 from mlxkv.serve.http.fields import Fields, bad, call, mistyped, renamed, schema_format
-from mlxkv.serve.http.request import ModelInfo, Request, check
+from mlxkv.serve.http.request import ModelInfo, Request, check_request
 from mlxkv.serve.refusals import Refused
 
 SAME = ("model", "stream", "temperature", "top_p", "user", "chat_template_kwargs", "cache_salt")
@@ -34,7 +34,7 @@ TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", 
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-def read(body: dict, model_info: ModelInfo) -> ResponsesReply:
+def read_response(body: dict, model_info: ModelInfo) -> ResponsesReply:
     """The request in a body. Raises Refused."""
     request, customs = request_of(body, model_info)
     return ResponsesReply(request, model_info.model, body, customs)
@@ -68,7 +68,7 @@ def request_of(body: dict, model_info: ModelInfo) -> tuple[Request, set[str]]:
     if body.get("max_output_tokens") is not None:
         plain["max_tokens"] = body["max_output_tokens"]
     try:
-        return check(plain, True, model_info, shorten=True), customs
+        return check_request(plain, True, model_info, shorten=True), customs
     except Refused as refused:
         raise renamed(refused, NAMES) from None
 

@@ -32,7 +32,7 @@ WHERE = "--kv-disk"
 
 
 @dataclass(eq=False)
-class Session:
+class StoredSession:
     """A cache that is kept, in memory or in a file. tokens: those in it. tenant: whose it is. trims: whether it can
     be cut back to a part of them."""
 
@@ -54,8 +54,8 @@ class Session:
 
 
 def nearest(
-    sessions: list[Session], tokens: list[int], tenant: str = ""
-) -> list[tuple[int, Session]]:
+    sessions: list[StoredSession], tokens: list[int], tenant: str = ""
+) -> list[tuple[int, StoredSession]]:
     """The tenant's sessions that share a start with `tokens`, and the length of that start; the longest first. One
     that cannot be cut back has to be that start, with a token behind it for the model to read."""
     ids = np.array(tokens, np.int64)
@@ -68,7 +68,7 @@ def nearest(
     return sorted(usable, key=lambda pair: (-pair[0], len(pair[1].tokens)))
 
 
-def replaced(sessions: list[Session], new: Session) -> list[Session]:
+def replaced(sessions: list[StoredSession], new: StoredSession) -> list[StoredSession]:
     """Return those in whose place a new one serves: its starts, where it can be cut back to them, and itself."""
     ids = np.array(new.tokens, np.int64)
     starts = [x for x in sessions if x.tenant == new.tenant and x.shared(ids) == len(x.tokens)]
@@ -112,7 +112,7 @@ class Disk:
         except OSError:
             pass  # a file system without locks
 
-    def _scan(self) -> list[Session]:
+    def _scan(self) -> list[StoredSession]:
         """Read the headers of all files, the oldest first. Sweeps away what servers have left that were killed
         while saving."""
         dated = []
@@ -133,7 +133,9 @@ class Disk:
                 self.failed += 1
                 logging.warning(f"a session cannot be read, it is left alone: {error}")
                 continue
-            entries.append(Session(tokens, path.stem.rpartition("-")[0], trims, size, path=path))
+            entries.append(
+                StoredSession(tokens, path.stem.rpartition("-")[0], trims, size, path=path)
+            )
         return entries
 
     @property
@@ -151,25 +153,25 @@ class Disk:
         saved = prompt_cache.Saved(cache, tokens, messages=[], text="", raw=True)
         try:
             with files.written(path, self._handle) as file:
-                prompt_cache.write(file, saved, self.loaded)
+                prompt_cache.write_session(file, saved, self.loaded)
                 size = os.fstat(file.fileno()).st_size
         except (OSError, RuntimeError) as error:
             self.failed += 1
             logging.warning(f"a session could not be kept: {error}")
             return
         self.saved += 1
-        entry = Session(tokens, tenant, can_trim_prompt_cache(cache), size, path=path)
+        entry = StoredSession(tokens, tenant, can_trim_prompt_cache(cache), size, path=path)
         self._drop(replaced(self.entries, entry))
         self.entries.append(entry)
         self._bound()
 
-    def _touch(self, entry: Session) -> None:
+    def _touch(self, entry: StoredSession) -> None:
         self.entries.remove(entry)
         self.entries.append(entry)
         with suppress(OSError):  # only the order after a restart is lost
             os.utime(entry.path.name, dir_fd=self._handle, follow_symlinks=False)
 
-    def _drop(self, entries: list[Session]) -> None:
+    def _drop(self, entries: list[StoredSession]) -> None:
         for entry in entries:
             self.entries.remove(entry)
             self._remove(entry.path.name)
@@ -186,7 +188,7 @@ class Disk:
         while self.entries and self.nbytes > self.limit:
             self._drop(self.entries[:1])
 
-    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[Session | None, int]:
+    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[StoredSession | None, int]:
         """The tenant's file that shares the longest start with `tokens`, and the length of that start."""
         shared, entry = next(iter(nearest(self.entries, tokens, tenant)), (0, None))
         name, shared = self._ranks.share([entry and entry.path.name, shared])
@@ -196,11 +198,11 @@ class Disk:
         self._drop([entry] if entry is not None else [])
         return None, 0
 
-    def load(self, entry: Session) -> list | None:
+    def load(self, entry: StoredSession) -> list | None:
         """Read a cache. None if it cannot be used: then the file is removed."""
         cache = None
         try:
-            saved = prompt_cache.read(entry.path, self.loaded, follow=False)
+            saved = prompt_cache.read_session(entry.path, self.loaded, follow=False)
             if saved.tokens != entry.tokens:
                 raise UserError(f"[load] {str(entry.path)!r} was replaced by another session")
             cache = saved.cache

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache, can_trim_prompt_cache
 
 from mlxkv.models.trimming import trim_caches
 from mlxkv.serve.caches.block_store import BlockStore
-from mlxkv.serve.caches.disk import Disk, Session, nearest, replaced
+from mlxkv.serve.caches.disk import Disk, StoredSession, nearest, replaced
 from mlxkv.serve.caches.memory import Memory
 
 
@@ -34,7 +34,7 @@ class Sessions:
         self.memory, self.new, self.disk, self.reuse = memory, new, disk, reuse
         self.agree = agree
         self.block_store = BlockStore()
-        self.entries: list[Session] = []
+        self.entries: list[StoredSession] = []
         self.counts = Counter(lookups=0, hits=0, tokens=0, tokens_found=0, evicted=0)
 
     def fetch(self, tokens: list[int], tenant: str = "") -> tuple[list, int]:
@@ -78,7 +78,7 @@ class Sessions:
     def _insert(self, tokens: list[int], cache: list, tenant: str) -> None:
         self.block_store.put(tokens, cache, tenant)
         trims, size = can_trim_prompt_cache(cache), sum(layer.nbytes for layer in cache)
-        session = Session(tokens, tenant, trims, size, cache=cache)
+        session = StoredSession(tokens, tenant, trims, size, cache=cache)
         needless = replaced(self.entries, session)
         self.entries = [*(each for each in self.entries if each not in needless), session]
 

@@ -143,7 +143,7 @@ def refusal(request: Request, error: Exception) -> Response:
     if refused.status == 405:
         headers["Allow"] = allowed
     body = anthropic.error_of(refused, request.scope["path"], request.headers.keys())
-    return Document(body, refused.status, headers)
+    return JSONDocument(body, refused.status, headers)
 
 
 def _too_large(count: int, limit: int) -> Refused:
@@ -164,7 +164,7 @@ async def body_of(request: Request, limits: Limits) -> bytes:
     return bytes(data)
 
 
-class Document(JSONResponse):
+class JSONDocument(JSONResponse):
     """A document of JSON, in ASCII: a model may have written half of a surrogate pair."""
 
     def render(self, content: Any) -> bytes:
@@ -220,7 +220,7 @@ class ReplyStream:
                 reply.close(engine.kv_document(job), job.text.word)
                 await write(reply.flush(), more=False)
                 if not reply.streams:
-                    await Document(reply.document())(scope, receive, send)
+                    await JSONDocument(reply.document())(scope, receive, send)
         except ClientDisconnect:
             engine.metrics.counts["cut_off"] += 1
         except Exception as error:
@@ -297,18 +297,18 @@ def application(models: Models) -> Router:
         raw = await body_of(request, models.limits)
         arrival_time = request.scope["connection"].arrival_time
         async with models.read(COUNT, raw, key(request), arrival_time) as (_, tokens):
-            return Document({"input_tokens": tokens})
+            return JSONDocument({"input_tokens": tokens})
 
     async def index(request: Request) -> Response:
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
 
     async def health(request: Request) -> Response:
         if models.first.engine.is_healthy:
-            return Document({"status": "ok"})
-        return Document({"status": "unavailable"}, 503)
+            return JSONDocument({"status": "ok"})
+        return JSONDocument({"status": "unavailable"}, 503)
 
     async def kv(request: Request) -> Response:
-        return Document(models.kv(is_operator(request)))
+        return JSONDocument(models.kv(is_operator(request)))
 
     async def metrics(request: Request) -> Response:
         if not is_operator(request):
@@ -320,10 +320,10 @@ def application(models: Models) -> Router:
         if name and name not in models.names:
             raise no_model(name[:80], models.names)
         if anthropic.speaks(request.scope["path"], request.headers.keys()):
-            return Document(anthropic.models(models.names, name))
+            return JSONDocument(anthropic.models(models.names, name))
         model = {"object": "model", "created": created, "owned_by": "mlxkv"}
         data = [{"id": each, **model} for each in models.names]
-        return Document({"id": name, **model} if name else {"object": "list", "data": data})
+        return JSONDocument({"id": name, **model} if name else {"object": "list", "data": data})
 
     return Router(
         [

@@ -129,7 +129,7 @@ class ModelInfo:
     compiles: bool = True
 
 
-def check(body: dict, chat: bool, model_info: ModelInfo, shorten: bool = False) -> Request:
+def check_request(body: dict, chat: bool, model_info: ModelInfo, shorten: bool = False) -> Request:
     """The request of a JSON object. chat: whether it came to the path of chats. shorten: of the request. Raises
     Refused, which names the field."""
     body = {key: value for key, value in body.items() if value is not None}

@@ -96,7 +96,7 @@ class Recorder:
 @contextmanager
 def reading_once() -> Iterator[None]:
     """The files of the texts read once, not for each kernel; what was built is not kept."""
-    with mock.patch.object(sources, "read", cache(sources.read)):
+    with mock.patch.object(sources, "read_source", cache(sources.read_source)):
         yield
     for kept in (launch.build, tiles._kernel, tiles._plan):
         kept.cache_clear()

@@ -13,10 +13,10 @@ from typing import Any
 from mlxkv import untrusted
 from mlxkv.models.catalog.gguf import keys
 from mlxkv.models.catalog.gguf.header import BY_NAME
-from mlxkv.models.catalog.gguf.header import read as read_header
+from mlxkv.models.catalog.gguf.header import read_header as read_header
 from mlxkv.models.catalog.gguf.keys import OTHER_FILE
 from mlxkv.models.catalog.gguf.tokens import end_tokens, special, vocabulary
-from mlxkv.untrusted import Header, Tensor, Unsound, whole
+from mlxkv.untrusted import Tensor, TensorsHeader, Unsound, whole
 
 MODELS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 # Files that are no models, by their general.type: what they are.
@@ -60,7 +60,7 @@ GEMMA_27B = 62  # layers: the only Gemma 3 whose scores are scaled by the width 
 class Values:
     """Values of the model by llama.cpp's names, of checked types."""
 
-    def __init__(self, header: Header):
+    def __init__(self, header: TensorsHeader):
         self._metadata = header.metadata
         self.kind = header.metadata.get("general.architecture")
         if self.kind not in MODELS:
@@ -90,7 +90,7 @@ class Values:
         return self._metadata.get(f"{self.kind}.{name}", default)
 
 
-def read(path: Path) -> tuple[Header, dict[str, Any]]:
+def read_config(path: Path) -> tuple[TensorsHeader, dict[str, Any]]:
     """The checked header of a GGUF file, and what its config.json would say. Raises FileNotFoundError and Unsound."""
     header = read_header(path)
     factors = header.tensors.get(FACTORS)
@@ -103,7 +103,7 @@ def read(path: Path) -> tuple[Header, dict[str, Any]]:
         return header, config(header, tuple(array("f", file.read(4 * factors.shape[0]))))
 
 
-def config(header: Header, factors: tuple[float, ...] | None = None) -> dict[str, Any]:
+def config(header: TensorsHeader, factors: tuple[float, ...] | None = None) -> dict[str, Any]:
     """Return what config.json would say. factors: the numbers of `FACTORS`, where the file has them.
 
     Raises Unsound for another architecture, and for values that do not fit together. Whether tensors fit, mlx-lm's
@@ -286,7 +286,7 @@ def _dtype(tensors: dict[str, Tensor]) -> str:
     return names[max(kinds, key=kinds.count)]
 
 
-def memory(header: Header) -> int:
+def memory(header: TensorsHeader) -> int:
     """Bytes of the weights as they are computed with."""
     plain = 32 if _dtype(header.tensors) == "float32" else 16
     matrices = _matrices(header.tensors)

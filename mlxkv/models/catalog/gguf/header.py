@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from mlxkv import untrusted
 from mlxkv.models.catalog.gguf.keys import OTHER_FILE
-from mlxkv.untrusted import Header, Tensor, Unsound
+from mlxkv.untrusted import Tensor, TensorsHeader, Unsound
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -28,7 +28,7 @@ NUMBERS |= {10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """A type of numbers in tensors: `block` of them in `size` bytes."""
 
     name: str
@@ -38,29 +38,29 @@ class Kind(NamedTuple):
 
 # By the number of ggml's type: those that the `gguf` package decodes, without ternary ones.
 KINDS = {
-    0: Kind("F32", 1, 4),
-    1: Kind("F16", 1, 2),
-    2: Kind("Q4_0", 32, 18),
-    3: Kind("Q4_1", 32, 20),
-    6: Kind("Q5_0", 32, 22),
-    7: Kind("Q5_1", 32, 24),
-    8: Kind("Q8_0", 32, 34),
-    10: Kind("Q2_K", 256, 84),
-    11: Kind("Q3_K", 256, 110),
-    12: Kind("Q4_K", 256, 144),
-    13: Kind("Q5_K", 256, 176),
-    14: Kind("Q6_K", 256, 210),
-    16: Kind("IQ2_XXS", 256, 66),
-    17: Kind("IQ2_XS", 256, 74),
-    18: Kind("IQ3_XXS", 256, 98),
-    19: Kind("IQ1_S", 256, 50),
-    20: Kind("IQ4_NL", 32, 18),
-    21: Kind("IQ3_S", 256, 110),
-    22: Kind("IQ2_S", 256, 82),
-    23: Kind("IQ4_XS", 256, 136),
-    29: Kind("IQ1_M", 256, 56),
-    30: Kind("BF16", 1, 2),
-    39: Kind("MXFP4", 32, 17),
+    0: TensorKind("F32", 1, 4),
+    1: TensorKind("F16", 1, 2),
+    2: TensorKind("Q4_0", 32, 18),
+    3: TensorKind("Q4_1", 32, 20),
+    6: TensorKind("Q5_0", 32, 22),
+    7: TensorKind("Q5_1", 32, 24),
+    8: TensorKind("Q8_0", 32, 34),
+    10: TensorKind("Q2_K", 256, 84),
+    11: TensorKind("Q3_K", 256, 110),
+    12: TensorKind("Q4_K", 256, 144),
+    13: TensorKind("Q5_K", 256, 176),
+    14: TensorKind("Q6_K", 256, 210),
+    16: TensorKind("IQ2_XXS", 256, 66),
+    17: TensorKind("IQ2_XS", 256, 74),
+    18: TensorKind("IQ3_XXS", 256, 98),
+    19: TensorKind("IQ1_S", 256, 50),
+    20: TensorKind("IQ4_NL", 32, 18),
+    21: TensorKind("IQ3_S", 256, 110),
+    22: TensorKind("IQ2_S", 256, 82),
+    23: TensorKind("IQ4_XS", 256, 136),
+    29: TensorKind("IQ1_M", 256, 56),
+    30: TensorKind("BF16", 1, 2),
+    39: TensorKind("MXFP4", 32, 17),
 }
 BY_NAME = {kind.name: kind for kind in KINDS.values()}
 
@@ -121,7 +121,7 @@ class _Reader:
         form = "B" if NUMBERS[kind] == "?" else NUMBERS[kind]
         return array(form, self.take(count * struct.calcsize(form)))
 
-    def tensor(self) -> tuple[str, Kind, tuple[int, ...], int]:
+    def tensor(self) -> tuple[str, TensorKind, tuple[int, ...], int]:
         """(name, kind, shape with rows first, offset)"""
         name, dims = self.text(), self.number("I")
         if not 1 <= dims <= DIMS:
@@ -138,7 +138,7 @@ class _Reader:
         return name, KINDS[kind], shape[::-1], offset
 
 
-def read(path: Path) -> Header:
+def read_header(path: Path) -> TensorsHeader:
     """The header of a GGUF file, checked against the file's size. metadata: numbers, texts, lists of texts, and
     arrays of numbers. tensors: types are ggml's names; shapes have rows first.
 
@@ -167,11 +167,14 @@ def read(path: Path) -> Header:
     if type(alignment) is not int or not 1 <= alignment <= 1 << 16 or alignment & (alignment - 1):
         raise Unsound("has an alignment that is no power of two")
     start = -(-reader.at // alignment) * alignment
-    return Header(metadata, _tensors(places, start, alignment, size), start, size)
+    return TensorsHeader(metadata, _tensors(places, start, alignment, size), start, size)
 
 
 def _tensors(
-    places: list[tuple[str, Kind, tuple[int, ...], int]], start: int, alignment: int, size: int
+    places: list[tuple[str, TensorKind, tuple[int, ...], int]],
+    start: int,
+    alignment: int,
+    size: int,
 ) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name, kind, shape, offset in places:

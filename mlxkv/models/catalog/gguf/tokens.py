@@ -120,7 +120,7 @@ def end_tokens(metadata: dict[str, Any]) -> list[int]:
     return sorted((named | control) - {None})
 
 
-def write(metadata: dict[str, Any], folder: Path) -> None:
+def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json, of metadata that `vocabulary` has checked."""
     from tokenizers import AddedToken, processors
 
