@@ -16,9 +16,9 @@ from cuda_track.models.attach_model import attach, new_cache
 from cuda_track.models.handing import handed
 from cuda_track.models.loader import Loaded, load
 from mlxkv import console
+from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
-from mlxkv.texts import corpus
 
 CHUNK = 512  # tokens of the prefill at once
 

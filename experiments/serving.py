@@ -31,7 +31,7 @@ from tempfile import TemporaryDirectory
 
 from experiments.options import Parser, at_least, made_on
 from mlxkv import console
-from mlxkv.texts import corpus
+from mlxkv.corpora import corpus
 
 MEASURES = ("reuse", "load", "chunks")
 CLIENTS, CONNECTIONS, IDLE_SECONDS, BURST_SECONDS = (1, 8), 2000, 10.0, 3.0

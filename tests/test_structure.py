@@ -20,14 +20,14 @@ from mlxkv.cli import app, is_option
 ROOT = Path(__file__).parents[1]
 # A room may import from the rows below its own. The last row may import from itself.
 LAYERS = """__main__ > cli > chat serve eval bench calibrate doctor run > options > models > cache > metal > codec
-            > texts > spec > formats > blas errors console files machine startup torch untrusted"""
+            > corpora > spec > formats > blas errors console files machine startup torch untrusted"""
 FLOOR = {room: -i for i, rooms in enumerate(LAYERS.split(">")) for room in rooms.split()}
 LOWEST = FLOOR[""] = min(FLOOR.values())  # "": the package itself
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
 NO_FRAMEWORK = {
     "mlxkv.formats",
     "mlxkv.spec",
-    "mlxkv.texts",
+    "mlxkv.corpora",
     "mlxkv.models.catalog",
     "mlxkv.models.reports",
 }
@@ -37,7 +37,7 @@ USES_MLX_LM = ("models", "serve", "bench", "chat.session")
 SHARED = [
     "formats",
     "spec",
-    "texts",
+    "corpora",
     "models.catalog",
     "models.reports",
     "metal.sources",

@@ -34,6 +34,7 @@ from experiments.evidence.questions import Asked, document
 from experiments.evidence.texts import DOCUMENTS, TEXTS, Texts
 from experiments.options import Parser, at_least, made_on, words
 from mlxkv import __version__, console, errors
+from mlxkv.corpora import sources
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.report.report import bits
@@ -46,7 +47,6 @@ from mlxkv.models import load
 from mlxkv.models.calibration import TOKENS
 from mlxkv.models.calibration.measure import WINDOW, bos_of, calibrate
 from mlxkv.models.catalog.shapes import text_config
-from mlxkv.texts import sources
 
 FIRST = (
     "int4", "fill-4", "fill-2.25", "fill-3", "int3", "int2", "naive-int4", "kivi-int2", "oscar-int2",

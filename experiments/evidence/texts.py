@@ -9,7 +9,7 @@
                                                         Unicode's characters
 
 A file is read from its end: the last tokens are the ones that are decoded, whatever the context. No topic, module or
-paragraph is in two texts, and none in what presets are calibrated on (`mlxkv.texts.sources`).
+paragraph is in two texts, and none in what presets are calibrated on (`mlxkv.corpora.sources`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 
+from mlxkv.corpora import sources
+from mlxkv.corpora.corpus import KINDS, passages
+from mlxkv.corpora.sources import python_topics
 from mlxkv.errors import UserError
-from mlxkv.texts import sources
-from mlxkv.texts.corpus import KINDS, passages
-from mlxkv.texts.sources import python_topics
 
 LENGTH = 190_000  # characters of a text: 32K tokens of any model
 DOCUMENTS = 8

@@ -24,7 +24,7 @@ from serving import serving  # noqa: E402
 from experiments.options import Parser  # noqa: E402
 from experiments.pages.memory import FOLDER  # noqa: E402
 from mlxkv import console  # noqa: E402
-from mlxkv.texts import corpus  # noqa: E402
+from mlxkv.corpora import corpus  # noqa: E402
 
 LAST = "[...document.querySelectorAll('.assistant')].at(-1)"
 REPLY = """The standard library can read it, and keeps the names of the columns:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mlxkv.calibrate.options import CalibrateOptions
 from mlxkv.console import human_bytes, note, print_table, say, user_path
+from mlxkv.corpora.sources import Text, calibration_tokens
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES, Calibration
@@ -20,7 +21,6 @@ from mlxkv.models.calibration.fitting import read_calibration
 from mlxkv.models.calibration.learn import Outcomes, learn, steps
 from mlxkv.models.calibration.measure import LEAST, WINDOW, bos_of, on_text, progress_bar
 from mlxkv.models.calibration.moments import Sample
-from mlxkv.texts.sources import Text, calibration_tokens
 
 SEARCHED = "oscar-int2"
 LEARNED_COLUMNS = ["layer", "srft K", "error K", "gain K", "srft V", "error V", "gain V"]

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlxkv.chat.chart import Chart
 from mlxkv.console import note, print_json, say, working
+from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical
 from mlxkv.metal.launch import backend
@@ -21,7 +22,6 @@ from mlxkv.models import load
 from mlxkv.models.generate import new_cache, stream
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.usage import projected, usage
-from mlxkv.texts import corpus
 
 FACT = "The secret ingredient of my grandmother's soup is saffron."
 QUESTION = "What is the secret ingredient of my grandmother's soup?"

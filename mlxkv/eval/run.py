@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from mlxkv import console
+from mlxkv.corpora import sources
 from mlxkv.errors import UserError
 from mlxkv.eval import store
 from mlxkv.eval.arms import Arms
@@ -20,7 +21,6 @@ from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import backend
 from mlxkv.models import load
-from mlxkv.texts import sources
 
 TASKS = ("divergence", "retrieval")
 SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to quantize

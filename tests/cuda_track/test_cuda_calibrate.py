@@ -16,11 +16,11 @@ from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.loader import load
 from experiments.families.building import build
 from mlxkv import models
+from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES
 from mlxkv.models.calibration import measure as mlx_calibrate
-from mlxkv.texts import corpus
 
 torch.set_num_threads(1)
 

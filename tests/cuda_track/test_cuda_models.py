@@ -20,11 +20,11 @@ from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
 from cuda_track.models.parallel import Share, share_of
 from mlxkv import console, models
+from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.models import generate as mlx_generate
 from mlxkv.models import prompt_cache as mlx_prompt_cache
 from mlxkv.models import summarise
-from mlxkv.texts import corpus
 
 torch.set_num_threads(1)  # small products: threads of a busy machine only wait for each other
 

@@ -14,12 +14,12 @@ from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
 from mlxkv import models
+from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import generate as mlx_generate
 from mlxkv.models import prompt_cache as mlx_prompt_cache
 from mlxkv.models import summarise
-from mlxkv.texts import corpus
 
 torch.set_num_threads(1)
 DECODED = 36  # an update of a basis by what was decoded is among them

@@ -6,12 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxkv.corpora.sources import Text
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.tasks import divergence
 from mlxkv.eval.tasks.divergence import Tokens, summary
 from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models import load
-from mlxkv.texts.sources import Text
 
 CONTEXT, DECODE = 384, 24
 

@@ -6,8 +6,8 @@ import pytest
 
 from experiments.evidence import pretrained, questions
 from experiments.evidence.cells import ANSWERS, FORM, KL, read
+from mlxkv.corpora.corpus import passages
 from mlxkv.errors import UserError
-from mlxkv.texts.corpus import passages
 
 GIVEN = ["--kv", "int4,naive-int4", "--contexts", "384", "--decode", "16"]
 

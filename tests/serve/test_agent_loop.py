@@ -16,10 +16,10 @@ from scripted_models import call
 from serving import post, serving, settled
 from small_models import TINY
 
+from mlxkv.corpora.corpus import pieces
 from mlxkv.serve import sampling
 from mlxkv.serve.apis import anthropic
 from mlxkv.serve.http.request import ModelInfo
-from mlxkv.texts.corpus import pieces
 
 TIE = 0.05  # nats between the two best tokens
 PAGES = 200  # tokens at the least that a loop holds in pages

@@ -13,9 +13,9 @@ import pytest
 from random_model import write_model
 from serving import serving
 
+from mlxkv.corpora import corpus
 from mlxkv.serve import sampling
 from mlxkv.serve.run import Server
-from mlxkv.texts import corpus
 
 # mlx-lm finds its parser by the words of the template.
 TEMPLATE = (

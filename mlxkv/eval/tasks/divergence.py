@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from mlxkv.corpora import sources
 from mlxkv.eval.arms import BASELINE, Arms
 from mlxkv.eval.tasks.part import Progress, Results, TaskOptions, TaskPart, by_context
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.generate import prefill_step
-from mlxkv.texts import sources
 
 LOGITS = 1 << 27  # most numbers in the logits of one chunk
 LOWEST = -1e30

@@ -23,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlxkv.corpora.sources import Text, calibration_tokens
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import sums
@@ -47,7 +48,6 @@ from mlxkv.models.hooks.patching import patch, unpatch
 from mlxkv.models.hooks.probe import LayerShape, Place, find, leaves, modules_of, put
 from mlxkv.models.hooks.taps import LatentObserver, PlainObserver
 from mlxkv.models.origin import Origin, layer_name, origin_of
-from mlxkv.texts.sources import Text, calibration_tokens
 
 if TYPE_CHECKING:
     from mlxkv.models.loader import Loaded

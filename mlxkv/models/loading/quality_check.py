@@ -14,11 +14,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import __version__, console, files
+from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.calibration.fitting import find_calibration
 from mlxkv.models.hooks.mark import own_make_cache
-from mlxkv.texts import corpus
 
 TOKENS, LAST = 1024, 64  # that are read, and compared at their end
 STEP = 256  # tokens at once: attention reads what is stored of those before

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlxkv.errors import UserError
-from mlxkv.texts import corpus, sources
-from mlxkv.texts.sources import (
+from mlxkv.corpora import corpus, sources
+from mlxkv.corpora.sources import (
     calibration_text,
     documentation,
     evaluation_texts,
     evaluation_tokens,
     python_topics,
 )
+from mlxkv.errors import UserError
 
 BOS = -1
 TOPICS = cache(python_topics)  # seconds to read
@@ -190,9 +190,7 @@ def test_calibration_text_is_the_other_split():
 
 def test_the_same_text_in_every_process():
     """The text does not depend on the seed of Python's hashes, which differs between processes."""
-    code = (
-        "from mlxkv.texts.sources import *; print(sha256(calibration_text().encode()).hexdigest());"
-    )
+    code = "from mlxkv.corpora.sources import *; print(sha256(calibration_text().encode()).hexdigest());"
     code += "import sys; assert 'mlx' not in sys.modules"
     root = Path(__file__).parents[2]
     env = {"PYTHONHASHSEED": "1", "PYTHONPATH": str(root)}

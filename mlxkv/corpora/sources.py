@@ -13,8 +13,8 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
+from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
-from mlxkv.texts import corpus
 
 CALIBRATES = 4  # one in this many topics of Python's documentation is for calibration
 PARAGRAPH = 80  # characters; a paragraph at least this long in two topics counts as shared text

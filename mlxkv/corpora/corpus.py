@@ -20,7 +20,7 @@ PARTED = "\n%\n"
 def _file(split: str, kind: str):
     if split not in SPLITS:
         raise UserError(f"[corpus] no such split; got {split!r}; choose from {', '.join(SPLITS)}")
-    return files("mlxkv.texts") / "corpora" / split / f"{kind}.txt"
+    return files("mlxkv.corpora") / "texts" / split / f"{kind}.txt"
 
 
 def pieces(split: str) -> dict[str, list[str]]:

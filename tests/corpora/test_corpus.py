@@ -5,16 +5,16 @@ from importlib.resources import files
 
 import pytest
 
+from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
-from mlxkv.texts import corpus
 
 # Of the files that were checked: the splits share no line of more than 40 characters, no 8 words in a row and no
-# 12 signs; code runs, JSON is read, nothing looks like a control token (tests/texts at commit 4023461).
+# 12 signs; code runs, JSON is read, nothing looks like a control token (tests/corpora at commit 4023461).
 DIGESTS = {"calibration": "481beec0fe0a519a", "evaluation": "f3560e97367d98fc"}
 
 
 def content(split: str, kind: str) -> bytes:
-    return (files("mlxkv.texts") / "corpora" / split / f"{kind}.txt").read_bytes()
+    return (files("mlxkv.corpora") / "texts" / split / f"{kind}.txt").read_bytes()
 
 
 def test_the_files_are_those_that_were_checked():
