@@ -153,7 +153,7 @@ def baseline(shape: Shape) -> tuple[float, str]:
 
 
 def _normal(*shape: int, dtype: torch.dtype = DTYPE) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pair of random tensors."""
+    """Return a pair of random tensors."""
     return torch.randn(*shape, dtype=dtype), torch.randn(*shape, dtype=dtype)
 
 

@@ -95,7 +95,7 @@ class Moments(LayerSums):
 
 
 def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """The rows of each kv head's group: [B, H, L, D] -> [G, N, D] float32."""
+    """Return the rows of each kv head's group: [B, H, L, D] -> [G, N, D] float32."""
     rows = x.float().reshape(x.shape[0], kv_heads, -1, x.shape[3])
     return rows.swapaxes(0, 1).reshape(kv_heads, -1, x.shape[3])
 
@@ -103,7 +103,8 @@ def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 def products(
     rows: torch.Tensor, centre: torch.Tensor, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums of w y^T y [G, D, D] and of w y [G, D] over y = x - centre, of rows x [G, N, D]. weights: w [G, N]."""
+    """Return the sums of w y^T y [G, D, D] and of w y [G, D] over y = x - centre, of rows x [G, N, D]. weights: w [G,
+    N]."""
     y = rows - centre[:, None]
     weighted = y if weights is None else y * weights[..., None]
     return weighted.mT @ y, weighted.sum(1)
@@ -193,7 +194,7 @@ def fisher(
 
 
 def peaks(x: torch.Tensor) -> torch.Tensor:
-    """The largest absolute values of the channels after SRFT: [B, G, L, D] -> [G, D] float32."""
+    """Return the largest absolute values of the channels after SRFT: [B, G, L, D] -> [G, D] float32."""
     return transform.make("srft", x.shape[-1], 0, x.device).store(x).abs().amax((0, 2))
 
 

@@ -49,7 +49,7 @@ def compared(predicted: torch.Tensor, exact: torch.Tensor, truth: torch.Tensor) 
 
 
 def evaluate(loaded: Loaded, presets: list[str], tokens: list[int], decoded: int, calibration=None):
-    """The result of `compared` for each preset."""
+    """Return the result of `compared` for each preset."""
     attach(loaded.model, "fp16")
     exact, out = predictions(loaded, tokens, decoded), {}
     truth = torch.tensor(tokens[-decoded:])

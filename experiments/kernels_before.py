@@ -47,7 +47,7 @@ def copy_package(folder: Path, place: Path) -> None:
 
 
 def attention_task(part: partial, name: str, shape: KernelShape, tokens: int):
-    """A chain of decode attention by one package, over copies of a filled cache."""
+    """Return a chain of decode attention by one package, over copies of a filled cache."""
     import mlx.core as mx
 
     attend, case = part("bench.kernels.attend"), part("bench.kernels.case")

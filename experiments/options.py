@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def words(text: str) -> tuple[str, ...]:
-    """'a, b,a' -> ('a', 'b')."""
+    """Split 'a, b,a' into ('a', 'b')."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 

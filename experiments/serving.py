@@ -77,7 +77,7 @@ class Running:
 
 @contextmanager
 def started(model: str, *options: str) -> Iterator[Running]:
-    """A server on a free port."""
+    """Return a server on a free port."""
     command = [sys.executable, "-m", "mlxkv", "serve", "--model", model, "--port", "0", *options]
     start = time.perf_counter()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -137,7 +137,7 @@ def reuse(model: str, rounds: int, tokens: int) -> tuple[dict[str, list], float]
 
 
 def burst(ask: Callable[[HTTPConnection], None], port: int, clients: int) -> tuple[int, float]:
-    """Requests of several clients, each with a connection that stays open, and the seconds that they took."""
+    """Request of several clients, each with a connection that stays open, and the seconds that they took."""
 
     def client() -> int:
         line, count = HTTPConnection("127.0.0.1", port, timeout=60), 0
@@ -165,7 +165,7 @@ def _complete(line: HTTPConnection) -> None:
 
 
 def load(model: str, rounds: int) -> dict[str, float]:
-    """The best of all rounds, by what was measured; of memory the most."""
+    """Return the best of all rounds, by what was measured; of memory the most."""
     found: dict[str, list[float]] = {}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(CONNECTIONS + 256, hard)), hard))
@@ -198,7 +198,7 @@ def load(model: str, rounds: int) -> dict[str, float]:
 
 
 def chunks(model: str, rounds: int) -> dict[str, float]:
-    """The best of all rounds, by what was measured."""
+    """Return the best of all rounds, by what was measured."""
     found: dict[str, list[float]] = {}
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     request = head + CHUNKS * b"1\r\n \r\n" + b"0\r\n\r\n"

@@ -62,7 +62,7 @@ def preload_openblas() -> None:
 
 
 def _openblas() -> Path | None:
-    """The OpenBLAS of NumPy 2's wheels; other builds of NumPy have none, or name it otherwise."""
+    """Return the OpenBLAS of NumPy 2's wheels; other builds of NumPy have none, or name it otherwise."""
     numpy = find_spec("numpy")
     folder = Path(numpy.origin).parents[1] / "numpy.libs" if numpy else Path()
     return next(folder.glob("libscipy_openblas64_*.so"), None)

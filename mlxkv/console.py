@@ -317,7 +317,7 @@ def parse_tokens(text: str, where: str) -> int:
 
 
 def user_path(name: Path | str, where: str) -> Path:
-    """The path that a user named, `~` expanded. Raises UserError, with `where` in brackets, for a name that
+    """Return the path that a user named, `~` expanded. Raises UserError, with `where` in brackets, for a name that
     no file can have: too long, of an unknown user, with a zero byte in it."""
     try:
         path = Path(name).expanduser()
@@ -333,7 +333,7 @@ def user_path(name: Path | str, where: str) -> Path:
 
 
 def cache_dir() -> Path:
-    """The user's cache folder of mlxkv, which may not exist yet."""
+    """Return the user's cache folder of mlxkv, which may not exist yet."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mlxkv"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlxkv"

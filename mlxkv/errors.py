@@ -34,26 +34,26 @@ class MachineError(RuntimeError):
 
 
 def text(error: BaseException) -> str:
-    """The whole message, without empty lines and control characters."""
+    """Return the whole message, without empty lines and control characters."""
     plain = _COLOURS.sub("", str(error)).replace("\t", " ")
     lines = ("".join(map(_printable, line)).rstrip() for line in plain.splitlines())
     return "\n".join(line for line in lines if line.strip())[:LONGEST] or type(error).__name__
 
 
 def reason(error: BaseException) -> str:
-    """The first lines of the message with an error, or else its first line, joined into one."""
+    """Return the first lines of the message with an error, or else its first line, joined into one."""
     lines = [" ".join(line.split()) for line in text(error).splitlines()]
     found = [line for line in lines if _ERROR.search(line)][:LINES] or lines[:1]
     return "; ".join(map(cut, found))
 
 
 def brief(error: BaseException) -> str:
-    """The message in one line of at most WIDTH characters: what mlx-lm names follows behind ends of lines."""
+    """Return the message in one line of at most WIDTH characters: what mlx-lm names follows behind ends of lines."""
     return cut(" ".join(text(error).split()))
 
 
 def cut(line: str) -> str:
-    """A line, or what somebody else wrote, in at most WIDTH characters."""
+    """Return a line, or what somebody else wrote, in at most WIDTH characters."""
     return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
 
 

@@ -85,7 +85,7 @@ class Program:
 
 
 def find(words: list[str]) -> Program:
-    """The program that a command line names: as a shell finds it, else what lies beside this Python, else a
+    """Return the program that a command line names: as a shell finds it, else what lies beside this Python, else a
     module. Raises UserError."""
     if not words:
         raise UserError(
@@ -129,7 +129,7 @@ def find(words: list[str]) -> Program:
 
 
 def _of_python(python: str, args: list[str]) -> Program:
-    """The program of `python SCRIPT` and `python -m MODULE`."""
+    """Return the program of `python SCRIPT` and `python -m MODULE`."""
     if args[:1] == ["-m"]:
         return find(args)
     if args and Path(args[0]).is_file():
@@ -141,7 +141,7 @@ def _of_python(python: str, args: list[str]) -> Program:
 
 
 def interpreter(path: str) -> str | None:
-    """The Python that a script names in its first lines; a Python's own path; or None."""
+    """Return the Python that a script names in its first lines; a Python's own path; or None."""
     if PYTHON.fullmatch(Path(path).name):
         return path
     try:
@@ -213,7 +213,7 @@ def start(program: Program, options: Options) -> int:
 
 
 def _of_the_program(traceback):
-    """A traceback without the frames that started the program."""
+    """Return a traceback without the frames that started the program."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename in INSIDE:
         traceback = traceback.tb_next
     return traceback

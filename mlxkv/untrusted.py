@@ -94,7 +94,7 @@ def _insist(mode: int) -> None:
 
 
 def read_tensors(path: Path | str, most: int, follow: bool = True) -> bytes:
-    """The bytes of a regular file, at most `most` of them. Raises FileNotFoundError and Unsound."""
+    """Return the bytes of a regular file, at most `most` of them. Raises FileNotFoundError and Unsound."""
     with opened(path, follow) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -105,7 +105,7 @@ def read_tensors(path: Path | str, most: int, follow: bool = True) -> bytes:
 def read_json(
     path: Path | str, most: int, follow: bool = True, depth: int = DEPTH, infinity: bool = False
 ) -> Any:
-    """The JSON in a file. Raises as `read_tensors` and `parse`."""
+    """Return the JSON in a file. Raises as `read_tensors` and `parse`."""
     return parse(read_tensors(path, most, follow), depth, infinity)
 
 
@@ -162,7 +162,7 @@ def whole(value: Any, what: str, low: int = 0, most: int = 1 << 40) -> int:
 
 
 def safetensors(path: Path | str, follow: bool = True, most: int = HEADER) -> TensorsHeader:
-    """The header of a safetensors file, checked against its types, shapes and the file's size: tensors
+    """Return the header of a safetensors file, checked against its types, shapes and the file's size: tensors
     lie side by side and fill it. Nothing is allocated but the header, of at most `most` bytes.
 
     Raises FileNotFoundError, and Unsound for any fault.

@@ -102,7 +102,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         return self._pending
 
     def _attended(self, queries: torch.Tensor, scale: float, mask: Mask) -> None:
-        """Called by attention over the last chunk with its queries, [B, H, L, D]."""
+        """Take the queries [B, H, L, D] of the last chunk; attention calls it."""
         tensor = isinstance(mask, torch.Tensor)
         if self._pending is not None and self.config.keep < 1 and tensor:
             raise UserError(

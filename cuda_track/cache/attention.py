@@ -31,7 +31,7 @@ def attend(
     sink_logits: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """queries: [B, H, L, D] -> [B, H, L, Dv].
+    """Attend with queries: [B, H, L, D] -> [B, H, L, Dv].
 
     mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T].
     sink_logits: [H], of attention sinks (gpt-oss). softcap: scores are bent to stay below it (Gemma 2).
@@ -71,7 +71,7 @@ def why_not(queries: torch.Tensor, view: View, mask: Mask) -> str | None:
 
 
 def causal_row(mask: torch.Tensor, new: int) -> torch.Tensor | None:
-    """The tokens that may be seen at all, [B, T], if `mask` says that and is causal among `new` tokens;
+    """Return the tokens that may be seen at all, [B, T], if `mask` says that and is causal among `new` tokens;
     else None. A mask of several tokens is examined once: layers share it."""
     if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, new):
         return None
@@ -180,7 +180,7 @@ def decode_codes(queries, view: View, scale, mask: Mask, sink_logits=None, softc
 
 
 def weights(queries, view: View, scale, mask: Mask, sink_logits=None, softcap=None):
-    """The weights of attention, as `attend` takes its arguments: [B, H, L, T] float32."""
+    """Return the weights of attention, as `attend` takes its arguments: [B, H, L, T] float32."""
     q = _heads_together(queries.float(), view.recent[0].shape[1]) * scale
     s = scores(q, view).reshape(*queries.shape[:3], -1)
     return _softmax(s, mask, sink_logits, softcap)
@@ -197,7 +197,7 @@ def scores(q: torch.Tensor, view: View) -> torch.Tensor:
 
 
 def _in_order(view: View, window, run) -> list:
-    """The results of `window` for sink and recent, of `run` for each run of pages between them."""
+    """Return the results of `window` for sink and recent, of `run` for each run of pages between them."""
     *sink, recent = map(window, view.windows)
     return [*sink, *map(run, view.pages.parts if view.pages else ()), recent]
 
@@ -233,6 +233,6 @@ def _is_causal(mask: Mask) -> bool:
 
 
 def causal(new: int, total: int, device: torch.device) -> torch.Tensor:
-    """The causal mask [L, T] of the last L tokens."""
+    """Return the causal mask [L, T] of the last L tokens."""
     rows = torch.arange(total - new, total, device=device)
     return rows[:, None] >= torch.arange(total, device=device)

@@ -49,7 +49,7 @@ def why_not(config: CacheConfig, dims: tuple[int, int], device: torch.device) ->
 def store(
     config: CacheConfig, dims: tuple[int, int], device: torch.device, maps: LayerMaps | None = None
 ) -> Codes | Paged | Records:
-    """An empty store for heads of these (key, value) dims.
+    """Return an empty store for heads of these (key, value) dims.
 
     maps: of the layer, for calibrated sides. Raises UserError where kernels were asked for and cannot
     run.

@@ -91,7 +91,7 @@ class CompressedKVCache(TrimRules):
         return tuple(x[:, :, : self._count] for x in self._recent)
 
     def _with_recent(self, new: Pair) -> Pair:
-        """The recent tokens and new ones."""
+        """Return the recent tokens and new ones."""
         if not self._count:
             return new
         return tuple(torch.cat(pair, 2) for pair in zip(self._read_recent(), new, strict=True))
@@ -200,7 +200,7 @@ class CompressedKVCache(TrimRules):
     def from_state(
         cls, tree: dict, find: FindMaps | None = None, device: torch.device | None = None
     ) -> CompressedKVCache:
-        """The cache that a state of either track was taken from.
+        """Return the cache that a state of either track was taken from.
 
         find: returns the maps of (digest, layer, configuration). Raises UserError.
         """
@@ -237,7 +237,7 @@ class CompressedKVCache(TrimRules):
 
     @staticmethod
     def _window_of(pair: Pair | None, transform: Transform | None) -> Pair | None:
-        """Copies of a window; transform: of values that were saved behind weights which transform them."""
+        """Return copies of a window; transform: of values that were saved behind weights which transform them."""
         if pair is None:
             return None
         keys, values = pair

@@ -55,13 +55,13 @@ class LatentView(View):
         return View((self.recent[0],) * 2, sink, pages)
 
     def to(self, dtype: torch.dtype) -> LatentView:
-        """The same in another type; of a view without pages."""
+        """Return the same in another type; of a view without pages."""
         return replace(
             self, recent=tuple(x.to(dtype) for x in self.recent), heads=self.heads.to(dtype)
         )
 
     def rotary(self, dtype: torch.dtype) -> torch.Tensor:
-        """The rotary keys of all tokens, [B, 1, T, N]."""
+        """Return the rotary keys of all tokens, [B, 1, T, N]."""
         parts = [pair[1].to(dtype) for pair in self.windows]
         if self.pages is not None:
             parts.insert(-1, self.pages.decode(1, dtype))
@@ -98,7 +98,8 @@ class LatentKVCache(CompressedKVCache):
 def attend(
     queries: torch.Tensor, view: LatentView, scale: float, mask: attention.Mask = None
 ) -> torch.Tensor:
-    """queries: [B, H, L, D + N], with their rotary part behind -> [B, H, L, Dv]. mask: as in `attention.attend`.
+    """Attend with queries: [B, H, L, D + N], with their rotary part behind -> [B, H, L, Dv]. mask: as in
+    `attention.attend`.
 
     A few new tokens multiply with codes; many decode the latents of this layer.
     """
@@ -115,5 +116,5 @@ def attend(
 
 
 def expanded(view: LatentView, dtype: torch.dtype) -> View:
-    """The keys and values of every head."""
+    """Return the keys and values of every head."""
     return View(view.heads.expand(*view.whole(dtype)))

@@ -61,12 +61,12 @@ class Segments(Runs):
 
 
 def of_rows(basis: LayerMaps | None, rows: torch.Tensor) -> LayerMaps | None:
-    """The basis of these rows of the batch; itself where all rows share it."""
+    """Return the basis of these rows of the batch; itself where all rows share it."""
     return loaded(basis, {name: u[rows] for name, u in saved(basis).items()})
 
 
 def transported(run: Store, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
-    """The codes of a run as the bases of `codecs` would have stored them."""
+    """Return the codes of a run as the bases of `codecs` would have stored them."""
     out, codes = {}, run.read(0, run.count).stored
     for name, stored, old, new in zip(NAMES, codes, run.codecs, codecs, strict=True):
         if old.transform is not new.transform:

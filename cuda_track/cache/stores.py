@@ -26,7 +26,7 @@ Named = dict[Hashable, torch.Tensor]
 def codecs_of(
     config: CacheConfig, dims: tuple[int, int], maps: LayerMaps | None, device: torch.device
 ) -> tuple[Codec, Codec]:
-    """The codecs of keys and of values, for heads of these dims."""
+    """Return the codecs of keys and of values, for heads of these dims."""
     maps_here = maps and maps.to(device)
     return tuple(
         Codec(side, dim, config.page, getattr(maps_here, name), device)
@@ -57,7 +57,7 @@ class _Arrays:
         self._arrays, self.count = encoded, self.count + count
 
     def _between(self, start: int, stop: int) -> Named:
-        """The tensors of pages start .. stop - 1."""
+        """Return the tensors of pages start .. stop - 1."""
         out = {}
         for name, x in self._arrays.items():
             rows = x.shape[2] // self.count
@@ -99,7 +99,7 @@ class Codes(_Arrays):
         return out
 
     def read(self, start: int, stop: int) -> CodePages:
-        """A snapshot of pages start .. stop - 1."""
+        """Return a snapshot of pages start .. stop - 1."""
         stored = tuple(self._sides(start, stop).values())
         return CodePages(self.codecs, stored, (stop - start) * self.config.page)
 
@@ -124,7 +124,7 @@ class Records(_Arrays):
         self._add(to_records(self._encoded(pair, count, start), self.codecs), count)
 
     def read(self, start: int, stop: int) -> RecordPages:
-        """A snapshot of pages start .. stop - 1; from the first page on it copies nothing."""
+        """Return a snapshot of pages start .. stop - 1; from the first page on it copies nothing."""
         stored = self._between(start, stop) if start else self._arrays
         tokens = (stop - start) * self.config.page
         layout = layout_of(self.codecs)
@@ -177,7 +177,7 @@ class Paged:
             self._table = None
 
     def read(self, start: int, stop: int) -> PoolPages:
-        """A snapshot of pages start .. stop - 1."""
+        """Return a snapshot of pages start .. stop - 1."""
         if self._table is None:
             longest = self.count
             rows = [row + row[-1:] * (longest - len(row)) for row in self.rows]
@@ -208,7 +208,7 @@ class Paged:
         self.rows = new
 
     def __deepcopy__(self, memo) -> Paged:
-        """A store with the same pages."""
+        """Return a store with the same pages."""
         copied = Paged(self.config, self.codecs, self.pool)
         copied.rows = [list(row) for row in self.rows]
         for row in copied.rows:

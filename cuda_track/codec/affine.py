@@ -74,7 +74,7 @@ def _symmetric(
 
 
 def bias_of(spec: Affine, stored: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The bias of every group; a symmetric one, a power of two times the scale, is exact in float16."""
+    """Return the bias of every group; a symmetric one, a power of two times the scale, is exact in float16."""
     return stored["scale"] * -(2 ** (spec.bits - 1)) if spec.symmetric else stored["bias"]
 
 

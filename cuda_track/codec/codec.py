@@ -112,5 +112,5 @@ class QuantizedPages:
 
 @cache
 def codec(side: Side, dims: int, page: int, device: torch.device) -> Codec:
-    """The codec of a side that is not calibrated, shared by all layers."""
+    """Return the codec of a side that is not calibrated, shared by all layers."""
     return Codec(side, dims, page, device=device)

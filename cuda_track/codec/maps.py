@@ -41,7 +41,7 @@ class LayerMaps:
         return keys if self.mean is None else (keys.float() - self.mean).to(keys.dtype)
 
     def whole(self, keys: torch.Tensor) -> torch.Tensor:
-        """The inverse of `left`."""
+        """Return the inverse of `left`."""
         return keys if self.mean is None else (keys.float() + self.mean).to(keys.dtype)
 
 
@@ -50,7 +50,7 @@ def of(
     kinds: Kinds = (CALIBRATED, CALIBRATED),
     names: Iterable[str] | None = None,
 ) -> dict[str, LayerMaps]:
-    """The maps of each layer, or of those with these `names`. kinds: `CacheConfig.fitted`.
+    """Return the maps of each layer, or of those with these `names`. kinds: `CacheConfig.fitted`.
 
     Raises UserError for balanced or learned maps of a calibration without them.
     """
@@ -72,13 +72,13 @@ def _mean(mean: np.ndarray | None) -> torch.Tensor | None:
 
 
 def pair(down: np.ndarray, up: np.ndarray) -> Transform:
-    """The transform of two float64 arrays [G, D, R] and [G, R, D]; a single head's serves all."""
+    """Return the transform of two float64 arrays [G, D, R] and [G, R, D]; a single head's serves all."""
     both = (np.ascontiguousarray(x[0] if len(x) == 1 else x) for x in (down, up))
     return Transform(*(torch.from_numpy(x).float() for x in both))
 
 
 def cut(maps: LayerMaps, rank: int, size: int) -> LayerMaps:
-    """The maps of the kv heads that the `rank`-th of `size` processes has. Raises UserError."""
+    """Return the maps of the kv heads that the `rank`-th of `size` processes has. Raises UserError."""
     made = {}
     if maps.mean is not None:
         own = layers.share(len(maps.mean), rank, size, maps.layer)

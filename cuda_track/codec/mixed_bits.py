@@ -15,8 +15,8 @@ from mlxkv.formats.lowrank import DIMS, GAINS, STEPS, MixedBits
 
 @cache
 def tables(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The distance of levels for variance 1, the gain and half of the largest code of every stored dim, [R] float32
-    each."""
+    """Return the distance of levels for variance 1, the gain and half of the largest code of every stored dim, [R]
+    float32 each."""
     steps = [GAINS[bits] * STEPS[bits] for bits in widths]
     lists = steps, [GAINS[bits] for bits in widths], [(2**bits - 1) / 2 for bits in widths]
     return tuple(torch.tensor(x, device=device).repeat_interleave(DIMS) for x in lists)

@@ -21,7 +21,7 @@ def words_per_token(dims: int, bits: int) -> int:
 
 @cache
 def _places(dims: int, bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The word and the bit at which each code starts, int64."""
+    """Return the word and the bit at which each code starts, int64."""
     start = torch.arange(dims, device=device) * bits
     return start // 32, start % 32
 

@@ -130,7 +130,7 @@ def to_records(state: dict[str, Stored], codecs: tuple[Codec, Codec]) -> Stored:
 
 
 def as_codes(state: dict, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
-    """The quantized pages of a saved cache, records or not, as the tensors that plain ops read.
+    """Return the quantized pages of a saved cache, records or not, as the tensors that plain ops read.
 
     Raises KeyError or ValueError for anything else.
     """

@@ -40,7 +40,7 @@ class Transform:
         return (self.down, self.up) if dtype == torch.float32 else _cast(self, dtype)
 
     def to(self, device: torch.device) -> Transform:
-        """The transform on `device`; itself if it is there, since kernels cache what they derive from it."""
+        """Return the transform on `device`; itself if it is there, since kernels cache what they derive from it."""
         if self.down.device == device:
             return self
         return Transform(self.down.to(device), self.up.to(device))
@@ -75,7 +75,7 @@ def srft(dims: int, seed: int) -> Transform:
 
 
 def random(dims: int, seed: int) -> Transform:
-    """A random rotation (TurboQuant, Alg. 1)."""
+    """Return a random rotation (TurboQuant, Alg. 1)."""
     down = matrices.random(dims, seed)
     return of(down, down.T)
 
@@ -91,7 +91,7 @@ MAKERS = {"hadamard": hadamard, "srft": srft, "random": random}
 def make(
     name: str, dims: int, seed: int, device: torch.device = torch.device("cpu")
 ) -> Transform | None:
-    """The transform called `name`, which all layers of these dims share; None for "none".
+    """Return the transform called `name`, which all layers of these dims share; None for "none".
 
     Raises UserError for those whose matrices come from a calibration (`maps`).
     """

@@ -62,12 +62,12 @@ Made by `python -m cuda_track.golden.parity` from [rows](parity). The columns of
 
 
 def sets(rows: Rows) -> dict[Key, str]:
-    """The golden set of each row of torch."""
+    """Return the golden set of each row of torch."""
     return {(row["table"], row["case"]): row["set"] for row in rows}
 
 
 def line_of(row: dict, sets_by_row: dict[Key, str]) -> Line:
-    """The line of a row of any backend. found: golden sets by row; other rows stand under their table."""
+    """Return the line of a row of any backend. found: golden sets by row; other rows stand under their table."""
     case = row["case"].split(",")[0]  # behind a comma Triton names the side
     name = sets_by_row.get((row["table"], case), row["table"])  # MLX has more tables
     parts = case.split(".")
@@ -160,13 +160,13 @@ def kept(rows: Path) -> dict:
 
 
 def _doctor() -> dict:
-    """The report of `mlxkv doctor` on this machine."""
+    """Return the report of `mlxkv doctor` on this machine."""
     process = _run("-m", "mlxkv", "doctor", "--json")
     return json.loads(process.stdout.splitlines()[-1])
 
 
 def _torch() -> dict:
-    """The rows of torch on this CPU and of Triton's interpreter, which runs in a process of its own: it is
+    """Return the rows of torch on this CPU and of Triton's interpreter, which runs in a process of its own: it is
     chosen when triton is imported."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"

@@ -58,7 +58,7 @@ class TorchTable(Table):
         return attention.attend(it.q, self.given(it), it.scale, it.mask, it.sink_logits, it.softcap)
 
     def given(self, it: Attention) -> View:
-        """A view whose pages hold the codes of `it`."""
+        """Return a view whose pages hold the codes of `it`."""
         transforms = it.transforms or (None, None)
         codecs = (
             self.codec(s, it.dims, it.page, t) for s, t in zip(it.sides, transforms, strict=True)

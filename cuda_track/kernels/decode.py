@@ -24,8 +24,8 @@ LANES = tl.constexpr(8)  # rows of a matrix unit's result that lie in different 
 
 @triton.jit
 def _fold(q, numbers, J: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr):
-    """Queries of a page, by plane [J, N] float16, with the scales of its channels, divided by the largest; that scale;
-    what the offset of codes, and what biases, add to a score [N]."""
+    """Return queries of a page, by plane [J, N] float16, with the scales of its channels, divided by the largest;
+    that scale; what the offset of codes, and what biases, add to a score [N]."""
     j = tl.arange(0, J)
     pairs, tops = (), tl.zeros([J], tl.int32)  # non-negative scales are ordered as their bits
     for i in tl.static_range(PLANES):

@@ -80,7 +80,7 @@ MEASURED = {
 
 
 def launch(dims: int, bits: int, padded: int = LEAST_ROWS) -> Launch:
-    """The launch that was fastest on an H200, for few rows of queries; else as many warps
+    """Return the launch that was fastest on an H200, for few rows of queries; else as many warps
     as hold their part of the sums in registers (`tests/support/triton_compile.py`)."""
     if padded == LEAST_ROWS and bits in (2, 4):
         return MEASURED[dims]
@@ -219,13 +219,13 @@ def attend(
 
 
 def _constants(at: layout.PlaneLayout) -> dict[str, int]:
-    """The constants by which kernels read the codes of a side; GROUPS: of a token."""
+    """Return the constants by which kernels read the codes of a side; GROUPS: of a token."""
     groups = 1 if at.channel else at.groups
     return {"BITS": at.spec.bits, "PLANES": at.planes, "GROUPS": groups}
 
 
 def _tensors(side: Stored) -> tuple[torch.Tensor, ...]:
-    """The tensors of a side; without a third bit its words stand in for those of the high one."""
+    """Return the tensors of a side; without a third bit its words stand in for those of the high one."""
     return side["words"], side.get("high", side["words"]), side["numbers"]
 
 
@@ -257,7 +257,7 @@ def _or(x: torch.Tensor | None, fallback: torch.Tensor) -> torch.Tensor:
 
 
 def _stride(matrix: torch.Tensor | None) -> int:
-    """The stride of a head in a transform, 0 where all heads share it."""
+    """Return the stride of a head in a transform, 0 where all heads share it."""
     return matrix.stride(0) if matrix is not None and matrix.ndim == 3 else 0
 
 

@@ -90,7 +90,7 @@ class PlaneLayout:
         return {"words": (0, self.spec.bits)}
 
     def dtype(self, bits: int) -> torch.dtype:
-        """The type of words whose planes have `bits` bits."""
+        """Return the type of words whose planes have `bits` bits."""
         return WORDS[max(8, self.planes * bits)]
 
     def shapes(self, heads: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -138,7 +138,7 @@ class PlaneLayout:
 
 
 def layouts(codecs: tuple[Codec, Codec]) -> tuple[PlaneLayout, PlaneLayout]:
-    """The layouts of keys and of values."""
+    """Return the layouts of keys and of values."""
     pairs = zip(codecs, (True, False), strict=True)
     return tuple(PlaneLayout(code.spec, code.dims, code.page, keys) for code, keys in pairs)
 

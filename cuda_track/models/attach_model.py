@@ -120,14 +120,14 @@ def detach(model: PreTrainedModel) -> None:
 
 
 def attached(model: PreTrainedModel) -> Attached:
-    """Raises UserError where `attach` was not called."""
+    """Raise UserError where `attach` was not called."""
     if (attachment := vars(model).get(_ATTACHED)) is None:
         raise UserError("[attach] this model has no compressed cache; call attach(model, kv) first")
     return attachment
 
 
 def new_cache(model: PreTrainedModel) -> CompressedCache:
-    """An empty cache for `model.generate(cache=...)`, or `model(ids, **handed(cache))`."""
+    """Return an empty cache for `model.generate(cache=...)`, or `model(ids, **handed(cache))`."""
     return filled(model, {i: make() for i, make in attached(model).caches.items()})
 
 
@@ -137,7 +137,7 @@ def _fit(
     compressible: dict[int, Examined],
     source: Calibration | Path | str | None,
 ) -> tuple[dict[int, tuple[CacheConfig, LayerMaps | None]], Calibration | None]:
-    """The configuration and the maps of each layer, for the kv heads in this process."""
+    """Return the configuration and the maps of each layer, for the kv heads in this process."""
     share = share_of(model)
     if not config.calibrated or not compressible:
         return {i: (cache.fitting(config), None) for i, cache in compressible.items()}, None
@@ -170,7 +170,7 @@ def _fit(
 
 
 def compressed_from(model: PreTrainedModel, cache: DynamicCache) -> CompressedCache:
-    """A compressed cache of the tokens in `cache`, which stays as it is. The way back is
+    """Return a compressed cache of the tokens in `cache`, which stays as it is. The way back is
     `DynamicCache(compressed)`, of what was stored.
 
     Raises UserError for a cache of another model, or a preset that needs to see queries.
@@ -239,7 +239,7 @@ class Generate:
 
     @staticmethod
     def _option(name: str, *givers):
-        """The first value of an option: of the call's configuration, its own options, or the model's."""
+        """Return the first value of an option: of the call's configuration, its own options, or the model's."""
         options = [x.get(name) if isinstance(x, dict) else getattr(x, name, None) for x in givers]
         return next((x for x in options if x is not None), None)
 

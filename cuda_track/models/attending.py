@@ -26,7 +26,7 @@ CAUSAL = "is_causal_alone"  # an attribute of masks that say nothing else
 
 
 def name_for(implementation: str) -> str:
-    """The implementation that stands in for `before`."""
+    """Return the implementation that stands in for `before`."""
     return EAGER if implementation == "eager" else NAME
 
 
@@ -97,7 +97,7 @@ def _weights_asked(module: torch.nn.Module, kwargs: dict) -> bool:
 
 
 def _biased(mask: Mask, bias: torch.Tensor | None, query, keys, total: int | None = None) -> Mask:
-    """The mask with a bias of positions, [1, H, L, T], added to it."""
+    """Return the mask with a bias of positions, [1, H, L, T], added to it."""
     if bias is None:
         return mask
     new, total = query.shape[2], total or keys.shape[2]
@@ -106,7 +106,7 @@ def _biased(mask: Mask, bias: torch.Tensor | None, query, keys, total: int | Non
 
 
 def _eager(module: torch.nn.Module) -> Callable | None:
-    """The eager attention in the file of a model's attention."""
+    """Return the eager attention in the file of a model's attention."""
     return getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
 
 
@@ -119,7 +119,7 @@ def _eager_of(module, query, key, value, mask: Mask, scale: float, kwargs: dict)
 
 
 def _expected(module, scale: float, kwargs: dict, query, key, value, mask: Mask) -> torch.Tensor:
-    """The model's own attention, [B, H, L, D]: its eager function, or SDPA where it has none."""
+    """Return the model's own attention, [B, H, L, D]: its eager function, or SDPA where it has none."""
     if _eager(module) is None:
         added = matrix(mask, query.shape[2], key.shape[2], query.dtype, query.device)
         out, _ = sdpa_attention_forward(module, query, key, value, added, scaling=scale, **kwargs)

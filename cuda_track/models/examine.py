@@ -156,7 +156,7 @@ def _takes_caches(model: PreTrainedModel) -> bool:
 
 
 def implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
-    """The configurations of a model and of its parts, with the names of their attention functions."""
+    """Return the configurations of a model and of its parts, with the names of their attention functions."""
     queue = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
     configs: dict[int, PreTrainedConfig] = {}
     while queue:

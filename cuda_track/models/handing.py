@@ -18,12 +18,12 @@ NAME = next(name for name in NAMES if name in _KNOWN)
 
 
 def handed(cache: Cache) -> dict[str, Cache]:
-    """The keyword argument of a call of a model, or of its `generate`: `model(ids, **handed(cache))`."""
+    """Return the keyword argument of a call of a model, or of its `generate`: `model(ids, **handed(cache))`."""
     return {NAME: cache}
 
 
 def cache_of(output) -> Cache | None:
-    """The cache in what a model returns, or `generate` with `return_dict_in_generate=True`."""
+    """Return the cache in what a model returns, or `generate` with `return_dict_in_generate=True`."""
     return getattr(output, NAME)
 
 

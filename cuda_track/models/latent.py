@@ -24,7 +24,7 @@ PARTS = ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 
 
 def modules_of(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The attention modules of `model` that attend to latents."""
+    """Return the attention modules of `model` that attend to latents."""
     return [m for m in model.modules() if all(hasattr(m, name) for name in (EXPAND, *PARTS))]
 
 
@@ -82,8 +82,8 @@ def interleaves(model: PreTrainedModel) -> bool:
 
 
 def paired(state: dict, pairs: bool) -> dict:
-    """A state whose rotary keys have their dims in the order of files, pairs side by side, or if not `pairs` in that
-    of transformers."""
+    """Return a state whose rotary keys have their dims in the order of files, pairs side by side, or if not `pairs`
+    in that of transformers."""
 
     def in_stored_order(x: torch.Tensor) -> torch.Tensor:
         halves = x.unflatten(-1, (2, -1) if pairs else (-1, 2))

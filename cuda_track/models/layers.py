@@ -147,7 +147,7 @@ def _bytes(layer: CacheLayerMixin) -> int:
 
 
 def plain_layers(model) -> list[CacheLayerMixin]:
-    """The empty caches that transformers makes for the layers."""
+    """Return the empty caches that transformers makes for the layers."""
     return DynamicCache(config=model.config).layers
 
 
@@ -167,7 +167,7 @@ def holds_state(layer) -> bool:
 
 
 def filled(model, caches: Mapping[int, CompressedKVCache]) -> CompressedCache:
-    """A cache with `caches` at these layers, plain layers elsewhere."""
+    """Return a cache with `caches` at these layers, plain layers elsewhere."""
     layers = plain_layers(model)
     for index, cache in caches.items():
         layers[index] = CompressedLayer(cache)

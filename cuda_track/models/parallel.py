@@ -18,7 +18,7 @@ class Share:
 
 
 def share_of(model: PreTrainedModel) -> Share:
-    """The share of this process; the whole of a model in one process."""
+    """Return the share of this process; the whole of a model in one process."""
     size = getattr(model, "_tp_size", None) or 1
     if size == 1:
         return Share()

@@ -87,7 +87,7 @@ def load(path: Path, loaded: Loaded) -> Saved:
 
 
 def _cache(kinds: list[str], tensors: dict, tokens: int, loaded: Loaded) -> CompressedCache:
-    """The caches of these classes, of so many tokens. Raises anything where they are none of this model's."""
+    """Return the caches of these classes, of so many tokens. Raises anything where they are none of this model's."""
     model = loaded.model
     cache = new_cache(model)
     with torch.no_grad():  # for the shapes of its layers
@@ -109,7 +109,7 @@ def _cache(kinds: list[str], tensors: dict, tokens: int, loaded: Loaded) -> Comp
 
 
 def _maps(maps: LayerMaps, digest: str, *_) -> LayerMaps:
-    """`maps`, unless a cache was stored by those of another calibration."""
+    """Return `maps`, unless a cache was stored by those of another calibration."""
     if maps.digest != digest:
         raise UserError(
             f"[load] this cache needs the calibration it was stored with; got another; load its "
@@ -123,7 +123,7 @@ def _maps(maps: LayerMaps, digest: str, *_) -> LayerMaps:
 
 
 def _class_of(layer) -> str:
-    """The class in mlx-lm or mlxkv of the cache of a layer."""
+    """Return the class in mlx-lm or mlxkv of the cache of a layer."""
     if isinstance(layer, CompressedLayer):
         return type(layer.cache).__name__
     if not isinstance(layer, DynamicLayer) or holds_state(layer):
@@ -158,7 +158,7 @@ def _fill(layer: DynamicLayer, state: dict) -> None:
 
 
 def _in_order(x: torch.Tensor, place: int, tokens: int) -> torch.Tensor:
-    """A ring whose next token goes to `place` -> oldest first, without room that was never used."""
+    """Return a ring whose next token goes to `place` -> oldest first, without room that was never used."""
     if place == x.shape[2]:
         return x
     if place < tokens:

@@ -48,7 +48,7 @@ def check_compressed(tree: dict, like: CompressedKVCache, tokens: int) -> None:
 
 
 def check_plain(tree: dict, like: DynamicLayer, tokens: int) -> None:
-    """The same for the state of one of mlx-lm's caches, of a layer of transformers."""
+    """Check the same for the state of one of mlx-lm's caches, of a layer of transformers."""
     keys, values, *counts = (tree[str(i)] for i in range(len(tree)))
     if len(counts) != (4 if like.is_sliding else 1) or any(n.is_floating_point() for n in counts):
         raise ValueError("parts of a cache missing, or too many")

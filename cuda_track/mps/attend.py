@@ -102,7 +102,7 @@ def attend(
 
 
 def _side(at: SideLayout, suffix: str) -> dict[str, object]:
-    """The template values of a side. C: coefficients of the levels of a codebook, as the integers of their
+    """Return the template values of a side. C: coefficients of the levels of a codebook, as the integers of their
     float32 bits."""
     terms = np.zeros(MAX_TERMS, np.float32)
     if at.codebook:

@@ -47,14 +47,14 @@ def using(compiler: Compile) -> Iterator[None]:
 
 
 def compiler() -> Compile | None:
-    """The function that compiles Metal on this machine, or None."""
+    """Return the function that compiles Metal on this machine, or None."""
     if _compilers:
         return _compilers[-1]
     return torch.mps.compile_shader if torch.backends.mps.is_available() else None
 
 
 def text(name: str, types: tuple[torch.dtype, ...], template: Template) -> str:
-    """The whole text of the kernel `name`. types: of inputs, then of outputs."""
+    """Return the whole text of the kernel `name`. types: of inputs, then of outputs."""
     inputs, outputs = SIGNATURES[name]
     enabled = features(dict(template))
     source, parameters = body(name, enabled), []

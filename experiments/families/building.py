@@ -48,7 +48,7 @@ TOKENS_OF_CONFIG = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_sta
 
 
 def _small(defaults: dict, own: dict) -> dict:
-    """The options that make a configuration with these defaults small; own: of a family, by name."""
+    """Return the options that make a configuration with these defaults small; own: of a family, by name."""
     out = {}
     for name, value in defaults.items():
         if isinstance(value, dict) and "model_type" in value:
@@ -111,12 +111,12 @@ def config_of(family: str):
 
 
 def families() -> list[str]:
-    """The names of all causal language models in transformers."""
+    """Return the names of all causal language models in transformers."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def build(family: str) -> PreTrainedModel:
-    """A small random model. Matrices keep the variance of what they multiply: attention is not flat."""
+    """Return a small random model. Matrices keep the variance of what they multiply: attention is not flat."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config_of(family)).eval().float()
     with torch.no_grad():

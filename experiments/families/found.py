@@ -73,7 +73,7 @@ class Family:
 
 
 def line(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:160]
 

@@ -192,14 +192,14 @@ def module(family: str) -> ModuleType:
 
 
 def families() -> list[str]:
-    """The names of all files of mlx-lm's models that define one."""
+    """Return the names of all files of mlx-lm's models that define one."""
     folder = Path(mlx_lm.models.__path__[0])
     files = sorted(folder.glob("*.py"))
     return [file.stem for file in files if "class Model(" in file.read_text("utf-8")]
 
 
 def small(kind: type, own: dict, family: str) -> dict:
-    """The arguments of a small model."""
+    """Return the arguments of a small model."""
     out = {}
     for name, parameter in inspect.signature(kind).parameters.items():
         default = parameter.default
@@ -214,7 +214,7 @@ def small(kind: type, own: dict, family: str) -> dict:
 
 
 def build(family: str) -> nn.Module:
-    """A small random model in float32. Matrices keep the variance of what they multiply."""
+    """Return a small random model in float32. Matrices keep the variance of what they multiply."""
     file = module(family)
     mx.random.seed(7)
     own = dict(OWN.get(family, {}))

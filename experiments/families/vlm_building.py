@@ -146,14 +146,14 @@ UNFIT = {
 
 
 def families() -> list[str]:
-    """The names of mlx-vlm's families: the folders of its models."""
+    """Return the names of mlx-vlm's families: the folders of its models."""
     folder = Path(find_spec(MODELS).submodule_search_locations[0])
     return sorted(file.parent.name for file in folder.glob("*/__init__.py"))
 
 
 def build(name: str) -> nn.Module:
-    """The language model of a family with random weights in float32. Raises what its code raises on values that nobody
-    chose for it, ValueError where there is none."""
+    """Return the language model of a family with random weights in float32. Raises what its code raises on values
+    that nobody chose for it, ValueError where there is none."""
     file = import_module(f"{MODELS}.{name}")
     values = {**COMMON, "model_type": name, **EXTRA.get(name, {})}
     if getattr(file, "ModelConfig", None) is None:

@@ -68,13 +68,13 @@ class Bar:
 
 
 def mac(gib: float) -> str:
-    """The smallest Mac that has so much to use."""
+    """Return the smallest Mac that has so much to use."""
     size = next((size for size in MACS if gib <= USABLE * size), None)
     return f"a {size} GB Mac" if size else f"more than {MACS[-1]} GB"
 
 
 def bars(config: dict) -> list[Bar]:
-    """A bar for each of CACHES."""
+    """Return a bar for each of CACHES."""
     plan = plan_of(config | {"quantization": QUANTIZATION})
     return [_bar(plan, name) for name in CACHES]
 
@@ -105,7 +105,7 @@ NOTE = "Computed as mlxkv fit does, not measured. Weights in 4 bits. A bar that 
 
 
 def svg(colours: tuple[str, ...]) -> str:
-    """The picture."""
+    """Return the picture."""
     paper, ink, quiet, *fills = colours
     with plots.pyplot() as plt:
         plt.rcParams.update({"font.size": 11, "text.color": ink, "font.family": "sans-serif"})

@@ -43,12 +43,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def pages() -> list[Path]:
-    """The pages whose blocks are run."""
+    """Return the pages whose blocks are run."""
     return [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 
 
 def output(code: str, folder: Path) -> str:
-    """What the commands print to stdout, run in `folder` without a network. Raises MachineError."""
+    """Return what the commands print to stdout, run in `folder` without a network. Raises MachineError."""
     run = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", code],
         capture_output=True,
@@ -64,7 +64,7 @@ def output(code: str, folder: Path) -> str:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """A home of its own in `folder`, where `mlxkv` and `python` are those that run this."""
+    """Return a home of its own in `folder`, where `mlxkv` and `python` are those that run this."""
     names = folder / ".bin"
     names.mkdir(exist_ok=True)
     for name, words in (("mlxkv", "-m mlxkv "), ("python", "")):

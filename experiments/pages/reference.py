@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def pages() -> dict[str, str]:
-    """The pages by name."""
+    """Return the pages by name."""
     made = {"commands.md": commands(), "presets.md": presets(), "families.md": families()}
     made["python.md"] = python()
     return {name: "\n".join(lines) + "\n" for name, lines in made.items()}
@@ -222,7 +222,7 @@ def python() -> list[str]:
 
 
 def signature(thing) -> list[str]:
-    """A function's name and parameters with their types, one a line where they are long."""
+    """Return a function's name and parameters with their types, one a line where they are long."""
     kind = "class" if isinstance(thing, type) else "def"
     if isinstance(thing, type) and issubclass(thing, Exception):
         return [f"{kind} {thing.__name__}({thing.__base__.__name__})"]
@@ -241,7 +241,7 @@ def _parameter(x: inspect.Parameter) -> str:
 
 
 def described(thing) -> list[str]:
-    """The docstring, with what it says of each parameter as an item of a list."""
+    """Return the docstring, with what it says of each parameter as an item of a list."""
     is_error = isinstance(thing, type) and issubclass(thing, Exception)
     names = "-" if is_error else "|".join(inspect.signature(thing).parameters)
     item = re.compile(rf"(?:^|(?<=[.;])[ \n]+)((?:{names})(?:, (?:{names}))*): ", re.MULTILINE)

@@ -57,7 +57,7 @@ class Tab(chromium.Page):
             self.until(f"!!{LAST}.querySelector('footer').childNodes.length")
 
     def take(self, path: Path) -> None:
-        """A screenshot in at most 64 colours, of which text needs fewer."""
+        """Take a screenshot in at most 64 colours, of which text needs fewer."""
         self.shot(path)
         Image.open(path).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(
             path, optimize=True

@@ -132,7 +132,7 @@ def reason(test: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def differences(runs: Mapping[str, Run]) -> tuple[list[str], list[str]]:
-    """What to say of a suite: lines with reasons, and the tests that have none."""
+    """Return what to say of a suite: lines with reasons, and the tests that have none."""
     lines, unknown = [], []
     plain = runs["plain"]
     for test, said in plain.lost.items():
@@ -158,7 +158,7 @@ def short(test: str) -> str:
 
 
 def page(rows: Mapping[str, Mapping[str, Run]], command: str) -> str:
-    """The page: a row for each suite."""
+    """Return the page: a row for each suite."""
     kinds = "with its own caches and with ours"
     out = [HEAD.format(mlx_lm=version("mlx-lm"), kinds=kinds)]
     for suite, runs in rows.items():

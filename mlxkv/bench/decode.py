@@ -157,7 +157,7 @@ def _rows(
 
 
 def medians(runs: list[dict]) -> dict:
-    """The median of each of NUMBERS, bytes as whole numbers; None for what was not measured."""
+    """Return the median of each of NUMBERS, bytes as whole numbers; None for what was not measured."""
     out = {}
     for key in NUMBERS:
         values = [run[key] for run in runs if run[key] is not None]

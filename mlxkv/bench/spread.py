@@ -28,7 +28,7 @@ def falling(heads: int, dims: int, seed: int) -> np.ndarray:
 
 
 def spread(calibration: Calibration) -> Calibration:
-    """A calibration of random rotations, whose directions differ in weight."""
+    """Return a calibration of random rotations, whose directions differ in weight."""
     layers = {}
     for n, (name, layer) in enumerate(calibration.layers.items()):
         sides = (_weighted(getattr(layer, side), 2 * n + i) for i, side in enumerate(SIDES))

@@ -53,7 +53,7 @@ def parts(model: nn.Module, cache: list, token: int, count: int) -> dict:
 
 
 def _in_loop(step: Step, last: mx.array, count: int) -> tuple[mx.array, float, float, float]:
-    """The last token, and the median seconds of a token in mlx-lm's loop: processor time for building,
+    """Return the last token, and the median seconds of a token in mlx-lm's loop: processor time for building,
     for building and handing over, and all of its time."""
     current, times = step(last), []
     mx.async_eval(*current)

@@ -88,7 +88,7 @@ class Subject:
 
 
 def load_subject(name: str, bits: int | None) -> Subject:
-    """The model `name`: one of CONFIGS, a folder (random weights if it holds none), or any name
+    """Return the model `name`: one of CONFIGS, a folder (random weights if it holds none), or any name
     that `load` knows. bits: quantise random weights, which have `default_dtype()`."""
     config = CONFIGS.get(name) or _bare_config(Path(name))
     if config is not None:
@@ -114,7 +114,7 @@ def short(dtype: mx.Dtype) -> str:
 
 
 def _bare_config(folder: Path) -> dict | None:
-    """The config.json of a folder without weights."""
+    """Return the config.json of a folder without weights."""
     file = folder / "config.json"
     if not file.is_file() or any(folder.glob("*.safetensors")):
         return None
@@ -130,7 +130,7 @@ def _bare_config(folder: Path) -> dict | None:
 
 
 def _random(config: dict, dtype: mx.Dtype, bits: int | None) -> nn.Module:
-    """A model with MLX's initial weights in `dtype`, quantised as mlx-lm does it if `bits` are given."""
+    """Return a model with MLX's initial weights in `dtype`, quantised as mlx-lm does it if `bits` are given."""
     mx.random.seed(0)
     model = build(config)
     model.set_dtype(dtype)

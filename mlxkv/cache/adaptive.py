@@ -117,7 +117,7 @@ def transform_of(u: mx.array) -> Transform:
 
 
 def _merged(run: Codes | Records, following: Codes | Records) -> dict:
-    """The state of a run, transported into the basis of the next one, and of the next one together."""
+    """Return the state of a run, transported into the basis of the next one, and of the next one together."""
     if not run.count:
         return following.state
     if type(run) is Records and run.layout.quantized_by_kernel:
@@ -131,7 +131,7 @@ def _merged(run: Codes | Records, following: Codes | Records) -> dict:
 
 
 def transported(run: Codes | Records, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
-    """The codes of a run, encoded again in the bases of `codecs`. Spec: `spec.oja.transported`."""
+    """Return the codes of a run, encoded again in the bases of `codecs`. Spec: `spec.oja.transported`."""
     out = {}
     if not run.count:
         return out
@@ -171,7 +171,7 @@ class Segments(Runs):
         return self.runs[0].dims
 
     def read_all(self) -> Parts | CodePages | RecordPages | None:
-        """A snapshot of all pages, or None for none."""
+        """Return a snapshot of all pages, or None for none."""
         parts = [run.read_all() for run in self.runs if run.count]
         return Parts(tuple(parts)) if len(parts) > 1 else next(iter(parts), None)
 
@@ -215,7 +215,7 @@ def importance(
 
 
 def salient(importance: mx.array, count: int) -> mx.array:
-    """importance [B, G, T] -> [B, count] positions, ascending, of the tokens of most importance for all
+    """Rank importance [B, G, T] -> [B, count] positions, ascending, of the tokens of most importance for all
     heads together."""
     return mx.sort(_largest(importance.sum(1), count), axis=-1)
 
@@ -288,7 +288,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         return view, view
 
     def _attended(self, queries: mx.array, out: mx.array, scale: float, mask) -> mx.array:
-        """Called by attention over the last chunk with its queries, [B, H, L, D], and its output. Returns
+        """Take the queries [B, H, L, D] of the last chunk, and its output; attention calls it. Returns
         the output, which is then computed together with what it changes here."""
         array = isinstance(mask, mx.array)
         if not self._observe(queries, scale, lambda n: mask[..., -n:, :] if array else None):
@@ -308,7 +308,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     # -- the rest of mlx-lm's contract
 
     def is_trimmable(self) -> bool:
-        """False where tokens of a prompt are dropped or moved once it is read: a host that asks now may trim
+        """Return False where tokens of a prompt are dropped or moved once it is read: a host that asks now may trim
         into it later."""
         return self.config.keep == 1 and not self.config.pinned
 

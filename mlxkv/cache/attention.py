@@ -45,7 +45,7 @@ def attend(
     sink_logits: mx.array | None = None,
     softcap: float | None = None,
 ) -> mx.array:
-    """queries: [B, H, L, D] -> [B, H, L, Dv].
+    """Attend with queries: [B, H, L, D] -> [B, H, L, Dv].
 
     mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T]; of a batch an
     array is one that `BatchedKVCache.make_mask` made. sink_logits: [H], of attention sinks (gpt-oss).
@@ -130,7 +130,7 @@ def _by_latents(queries, view, scale, mask, sink_logits, softcap):
 
 
 def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
-    """The pages of this one layer decoded into a scratch, then `mx.fast` SDPA.
+    """Return the pages of this one layer decoded into a scratch, then `mx.fast` SDPA.
 
     Where a transform is square, windows, queries and outputs are transformed, not the many tokens of the
     pages. Pages of low rank are restored, since the windows have no stored form.

@@ -118,7 +118,7 @@ class BatchedKVCache(Contract):
         return view, view
 
     def _batch_view(self, rows: Sequence, nothing: Pair | None = None) -> View:
-        """The view of all sequences. nothing: keys and values of no tokens, where all new ones are padding."""
+        """Return the view of all sequences. nothing: keys and values of no tokens, where all new ones are padding."""
         skips = self._skips if self._new is not None else None
         recent = next((row[0].recent for row in rows if row is not None), nothing)
         return View(
@@ -167,7 +167,7 @@ class BatchedKVCache(Contract):
         return self._buffers is not None
 
     def keys_and_values(self):
-        """The view without appending anything (mlx-lm 0.32)."""
+        """Return the view without appending anything (mlx-lm 0.32)."""
         if self._buffers is not None:
             view = self._buffers.view()
         else:
@@ -213,11 +213,11 @@ class BatchedKVCache(Contract):
 
     @classmethod
     def merge(cls, caches: Sequence[CompressedKVCache]) -> BatchedKVCache:
-        """The caches as one batch, which is independent of them."""
+        """Return the caches as one batch, which is independent of them."""
         return cls([deepcopy(cache) for cache in caches])  # each alone: one may be there twice
 
     def extract(self, idx: int) -> CompressedKVCache:
-        """The cache of one sequence, independent of this one."""
+        """Return the cache of one sequence, independent of this one."""
         if self._buffers is None:
             return deepcopy(self._rows[idx])
         out = self._buffers.row(range(len(self.offsets))[idx])
@@ -267,7 +267,7 @@ class BatchedKVCache(Contract):
             self._text = list(lengths)
 
     def finalize(self) -> None:
-        """The padded tokens have all been read."""
+        """Note that the padded tokens have all been read."""
         self._text = self._new = None
 
     # -- what it shares with the cache of one sequence

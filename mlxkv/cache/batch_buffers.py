@@ -60,7 +60,7 @@ class BatchBuffers:
     def of(
         cls, rows: Sequence[CompressedKVCache], plan: KernelPlan, heads: int, dtype: mx.Dtype
     ) -> BatchBuffers | None:
-        """These sequences, whose caches must not be used again; None where they have no kernels, or not
+        """Return these sequences, whose caches must not be used again; None where they have no kernels, or not
         the same. plan, heads, dtype: of their next tokens."""
         store = next((row.store for row in rows if row.store is not None), None)
         if store is None:
@@ -168,7 +168,7 @@ class BatchBuffers:
         )
 
     def whole_buffers(self, arrays: Sequence[mx.array]) -> RecordPages:
-        """A snapshot of `arrays`, in the order of `pages.arrays`, spare capacity included."""
+        """Return a snapshot of `arrays`, in the order of `pages.arrays`, spare capacity included."""
         named = dict(zip(self.pages.arrays, arrays, strict=True))
         return self.store.snapshot(named, self.pages.capacity * self.config.page)
 
@@ -205,7 +205,7 @@ class BatchBuffers:
     # -- sequences come, go, and shrink
 
     def row(self, i: int) -> CompressedKVCache:
-        """A sequence as a cache with windows and pages of its own."""
+        """Return a sequence as a cache with windows and pages of its own."""
         self.flush()
         cache, sink, last, store = self.like.like(), None, None, None
         if not self.offsets[i]:

@@ -63,7 +63,7 @@ def plan(
     latent: bool = False,
     indexed: bool = False,
 ) -> KernelPlan:
-    """The fastest kernels that run here. The first request for a format builds them and tries them;
+    """Return the fastest kernels that run here. The first request for a format builds them and tries them;
     the portable ones only where tiles do not run."""
     request = KernelRequest(config, dims, dtype, shape, latent, indexed)
     key = (config, dims, dtype, launch.state())
@@ -101,7 +101,7 @@ def current(
 
 
 def store(plan: KernelPlan, layer_maps: LayerMaps | None = None) -> Codes | Records:
-    """An empty store as `plan` has chosen. layer_maps: of the layer, for calibrated sides."""
+    """Return an empty store as `plan` has chosen. layer_maps: of the layer, for calibrated sides."""
     config, dims, *_ = plan.request
     if plan.body == OPS:
         return Codes(config, dims, layer_maps)

@@ -118,7 +118,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         return self.layer_maps.key_mean if self.config.centred else None
 
     def arriving(self, keys: mx.array) -> mx.array:
-        """New keys [B, G, L, D] as they are held, exactly and in pages: without their mean, for a centred
+        """Return new keys [B, G, L, D] as they are held, exactly and in pages: without their mean, for a centred
         `config`. Raises UserError for heads that were not calibrated."""
         if (key_mean := self.key_mean) is not None:
             self.layer_maps.check(keys.shape[1])
@@ -143,18 +143,18 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         return view, view
 
     def keys_and_values(self) -> tuple[View, View]:
-        """The view without appending anything (mlx-lm 0.32)."""
+        """Return the view without appending anything (mlx-lm 0.32)."""
         pages = self._store and self._store.read_all()
         view = View(self._read_recent(), self._sink, pages, pages is None, buffers=self._recent)
         return view, view
 
     def _behind_recent(self, keys: mx.array, values: mx.array) -> Pair:
-        """The recent tokens and new ones."""
+        """Return the recent tokens and new ones."""
         self._check_new(keys, values)
         return joined(self._read_recent(), (keys, values)) if self._count else (keys, values)
 
     def _check_new(self, keys: mx.array, values: mx.array) -> None:
-        """Raises UserError for another batch or another model's heads, or heads that were not calibrated."""
+        """Raise UserError for another batch or another model's heads, or heads that were not calibrated."""
         if self._recent is None:
             if self.layer_maps is not None:
                 self.layer_maps.check(keys.shape[1])
@@ -171,12 +171,12 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
             )
 
     def plan(self, dims: tuple[int, int], dtype: mx.Dtype) -> KernelPlan:
-        """The kernels for pages of heads of these (key, value) dims; kept until the machine changes."""
+        """Return the kernels for pages of heads of these (key, value) dims; kept until the machine changes."""
         self._plan = choose.current(self._plan, self._stored, dims, dtype, self.latent)
         return self._plan
 
     def page_store(self, dims: tuple[int, int], dtype: mx.Dtype) -> Codes | Records:
-        """An empty store of pages of one transform."""
+        """Return an empty store of pages of one transform."""
         return choose.store(self.plan(dims, dtype), self.layer_maps)
 
     def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
@@ -409,7 +409,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         return self._to_batch
 
     def _to_batch(self, left_padding: list[int] | mx.array) -> BatchedKVCache:
-        """An empty batch of caches like this one, a sequence for each prompt, which comes with so much padding
+        """Return an empty batch of caches like this one, a sequence for each prompt, which comes with so much padding
         on its left (mlx-vlm's batches). Raises UserError if this one holds tokens."""
         if self.offset:
             raise UserError(
@@ -440,7 +440,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         return self.plan((keys.shape[3], values.shape[3]), keys.dtype).body != OPS
 
     def like(self) -> CompressedKVCache:
-        """An empty cache of the same kind."""
+        """Return an empty cache of the same kind."""
         return type(self)(self.config, self.layer_maps, self._plan)
 
     def take_over(
@@ -457,7 +457,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
 
     @classmethod
     def from_state(cls, state: dict, meta_state: str = "") -> CompressedKVCache:
-        """The cache that `state` describes."""
+        """Return the cache that `state` describes."""
         out = cls.__new__(cls)
         out.state = state
         return out

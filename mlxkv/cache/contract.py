@@ -76,7 +76,7 @@ class Snapshots:
     (`prefix_cache_snapshot`, `prefix_cache_restore`), and its batches are made of it."""
 
     def prefix_cache_snapshot(self) -> dict:
-        """A tree of arrays that `prefix_cache_restore` takes; they may be this cache's own."""
+        """Return a tree of arrays that `prefix_cache_restore` takes; they may be this cache's own."""
         return {"state": self.state, "meta_state": self.meta_state}
 
     def prefix_cache_restore(self, snapshot: dict) -> None:
@@ -88,7 +88,7 @@ class Snapshots:
         return ()
 
     def prefix_cache_merge(self, rows: list, prefix_lens: list[int]):
-        """Caches of one sequence each as a batch; None where they are not all compressed."""
+        """Return caches of one sequence each as a batch; None where they are not all compressed."""
         if not all(isinstance(row, Snapshots) for row in rows):
             return None
         return self.merge(rows)

@@ -113,7 +113,7 @@ class LatentKVCache(CompressedKVCache):
         return (decoded(view) if expands or self.selects else view), rotary_keys
 
     def keys_and_values(self) -> tuple[View, mx.array | None]:
-        """The view and the rotary keys, without appending anything."""
+        """Return the view and the rotary keys, without appending anything."""
         return _as_latents(super().keys_and_values()[0]), self.rotary
 
     @property
@@ -188,7 +188,7 @@ class LatentKVCache(CompressedKVCache):
         return super().arrays() + (() if self._rotary is None else (self._rotary,))
 
     def _extra(self) -> tuple[dict, dict]:
-        """The rotary keys of the tokens in pages; windows have their own."""
+        """Return the rotary keys of the tokens in pages; windows have their own."""
         if not self._paged or self.config.rotary < 16:
             return {}, {}
         return {}, {"rotary": self._rotary[:, :, self._sunk : self._sunk + self._paged]}
@@ -228,13 +228,14 @@ class IndexedLatentKVCache(LatentKVCache):
 
 
 def _as_latents(view: View) -> View:
-    """The view whose windows are latents alone, as keys and as values."""
+    """Return the view whose windows are latents alone, as keys and as values."""
     sink = view.sink and (view.sink[0],) * 2
     return replace(view, recent=(view.recent[0],) * 2, sink=sink, buffers=None)
 
 
 def _rotary_of(view: View) -> mx.array:
-    """The rotary keys of all tokens [B, 1, T, N] where those in pages have codes. view: of latents and rotary keys."""
+    """Return the rotary keys of all tokens [B, 1, T, N] where those in pages have codes. view: of latents and rotary
+    keys."""
     recent = view.recent[1]
     parts = [view.sink[1]] if view.sink is not None else []
     if view.pages is not None:
@@ -295,8 +296,8 @@ class SingleStaticLatents(SingleStaticCache):
 
 
 def of_latent_batch(cache: BatchedLatentCache, new: int) -> StaticCache:
-    """The static cache of a batch of sequences, which are read one after the other. Raises NotYet while prompts are
-    read."""
+    """Return the static cache of a batch of sequences, which are read one after the other. Raises NotYet while
+    prompts are read."""
     if cache.is_padded:
         raise NotYet("prompts of unequal lengths are read")
     check_rows(cache.rows, LatentKVCache)

@@ -66,7 +66,7 @@ class Pages:
         return sum(self.counts)
 
     def read(self, start: int = 0, stop: int | None = None, i: int = 0) -> Named:
-        """The arrays of pages start .. stop - 1 of a sequence, of all by default; {} for none."""
+        """Return the arrays of pages start .. stop - 1 of a sequence, of all by default; {} for none."""
         first = self.starts[i]
         start, stop = first + start, first + (self.counts[i] if stop is None else stop)
         if start == stop:

@@ -51,7 +51,7 @@ class AttentionShape:
         )
 
     def steps(self, dims: int, make: Factory) -> list[int]:
-        """New tokens of the calls to try, up to `kernels.MOST_NEW`: one call for each number of query rows
+        """Return new tokens of the calls to try, up to `kernels.MOST_NEW`: one call for each number of query rows
         that a threadgroup of the portable body is built for. dims: the largest stored."""
         rows = self.heads // self.kv_heads
         tiles_ = {}
@@ -85,7 +85,7 @@ _results: dict[_Key, dict[AttentionShape, TrialResult]] = {}
 
 
 def representative_config(config: CacheConfig, dims: int) -> CacheConfig:
-    """The config whose trial stands for this one: itself, but for mixed bits, whose kernels are the same for all
+    """Return the config whose trial stands for this one: itself, but for mixed bits, whose kernels are the same for all
     widths (`metal.template`). Keys are tried with fewer stored dims than a head has."""
     sides = {}
     for name, pattern, fewer in (("keys", TRIED[0], 1), ("values", TRIED[1], 0)):
@@ -237,7 +237,7 @@ def relative_rms(result: mx.array, expected: mx.array) -> float:
 
 
 def _share_off(result: mx.array, plain: mx.array) -> float:
-    """The share of values that differ by more than rounding."""
+    """Return the share of values that differ by more than rounding."""
     result, plain = result.astype(mx.float32), plain.astype(mx.float32)
     off = mx.abs(result - plain) > 0.05 * mx.sqrt(mx.mean(plain**2))
     return mx.mean(off.astype(mx.float32)).item()

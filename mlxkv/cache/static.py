@@ -86,7 +86,7 @@ class StaticCache:
         return CacheProxy(self, arrays, indices)
 
     def offset(self, indices: StepIndices) -> mx.array:
-        """The position of the first new token, int32: a scalar, index 0 unless overridden; or [B]."""
+        """Return the position of the first new token, int32: a scalar, index 0 unless overridden; or [B]."""
         return indices.once("offset", lambda: indices.array[0])
 
     def append(
@@ -174,7 +174,7 @@ class _UnusedCacheProxy(CacheProxy):
 def put(
     pair: Arrays, new: tuple, indices: StepIndices, first: int, by_row: bool = False
 ) -> tuple[mx.array, mx.array]:
-    """The buffers [B, G, capacity, D] with new keys and values; first, by_row: as in `StepIndices.places`.
+    """Return the buffers [B, G, capacity, D] with new keys and values; first, by_row: as in `StepIndices.places`.
 
     By a scatter: a slice at a dynamic place takes MLX twice as many kernels. Raises Untraceable for
     another batch or other heads, which a scatter would broadcast.
@@ -246,7 +246,7 @@ class SingleStaticCache(StaticCache):
 
 
 def _sink_and_pages(arrays: Arrays, has_sink: bool, pages: Callable[[Arrays], object]) -> tuple:
-    """The sink and the snapshot of the pages of arrays that begin with the recent window."""
+    """Return the sink and the snapshot of the pages of arrays that begin with the recent window."""
     stop = 4 if has_sink else 2
     return tuple(arrays[2:stop]) or None, pages(arrays[stop:])
 
@@ -268,7 +268,8 @@ def _columns(indices: StepIndices, sink: int, pages: int, recent: int, new: int)
 
 
 def of_batch(cache: BatchedKVCache, new: int) -> StaticCache:
-    """The static cache of a batch. Raises NotYet while prompts are read, and where the next step joins sequences."""
+    """Return the static cache of a batch. Raises NotYet while prompts are read, and where the next step joins
+    sequences."""
     if cache.is_padded:
         raise NotYet("prompts of unequal lengths are read")
     if cache.buffers is not None:
@@ -281,7 +282,7 @@ def of_batch(cache: BatchedKVCache, new: int) -> StaticCache:
 
 
 def check_rows(rows: Sequence[CompressedKVCache], kind: type[CompressedKVCache]) -> None:
-    """Raises Untraceable for sequences in caches of another class, NotYet where one has no pages."""
+    """Raise Untraceable for sequences in caches of another class, NotYet where one has no pages."""
     if any(type(row) is not kind for row in rows):
         raise Untraceable(f"no static form of {type(rows[0]).__name__} in a batch")
     if not all(row.store is not None and row.store.count for row in rows):

@@ -65,7 +65,7 @@ class PageStore:
         return self._with_pages(deepcopy(self.pages, memo))
 
     def empty(self) -> PageStore:
-        """A store of the same kind without pages."""
+        """Return a store of the same kind without pages."""
         return self._with_pages(Pages())
 
     def _with_pages(self, pages: Pages) -> PageStore:
@@ -85,11 +85,11 @@ class PageStore:
         return self.pages.counts[0]
 
     def encode(self, pair: Pair, tokens: int, start: int) -> Named:
-        """The arrays of whole pages: `tokens` of keys and values [B, G, T, D], from token `start` on."""
+        """Return the arrays of whole pages: `tokens` of keys and values [B, G, T, D], from token `start` on."""
         raise NotImplementedError
 
     def snapshot(self, arrays: Named, tokens: int) -> CodePages | RecordPages:
-        """The first `tokens` of these arrays for attention to read."""
+        """Return the first `tokens` of these arrays for attention to read."""
         raise NotImplementedError
 
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
@@ -98,11 +98,11 @@ class PageStore:
         self.pages.append(self.encode(pair, count * self.config.page, start), count)
 
     def read(self, start: int, stop: int) -> CodePages | RecordPages:
-        """A snapshot of pages start .. stop - 1."""
+        """Return a snapshot of pages start .. stop - 1."""
         return self.snapshot(self.pages.read(start, stop), (stop - start) * self.config.page)
 
     def read_all(self) -> CodePages | RecordPages | None:
-        """A snapshot of all pages, or None for none."""
+        """Return a snapshot of all pages, or None for none."""
         if self._all is None and self.count:
             self._all = self.read(0, self.count)
         return self._all
@@ -113,7 +113,8 @@ class PageStore:
         self.pages.reserve_slack()
 
     def whole_buffers(self, arrays: Sequence[mx.array]) -> CodePages | RecordPages:
-        """A snapshot of `arrays`, in the order of `self.arrays()`, with their spare capacity as pages of zeros."""
+        """Return a snapshot of `arrays`, in the order of `self.arrays()`, with their spare capacity as pages of
+        zeros."""
         named = dict(zip(self.pages.arrays, arrays, strict=True))
         return self.snapshot(named, self.pages.capacity * self.config.page)
 
@@ -142,7 +143,7 @@ class Codes(PageStore):
         }
 
     def _by_side(self, arrays: Named) -> dict[str, Stored]:
-        """The codes among these arrays, by side and name."""
+        """Return the codes among these arrays, by side and name."""
         out: dict[str, Stored] = {name: {} for name in self.sides}
         for (side, name), x in arrays.items():
             out[side][name] = x
@@ -277,6 +278,6 @@ class Records(PageStore):
 
 
 def codes_of(store: Codes | Records) -> dict[str, Stored]:
-    """The arrays of plain ops for the pages of either store, which has some."""
+    """Return the arrays of plain ops for the pages of either store, which has some."""
     state = store.state
     return records.to_codes(state, store.codecs) if "records" in state else state

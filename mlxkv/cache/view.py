@@ -183,7 +183,7 @@ class LatentPages(CodePages):
     rotary: tuple[Codec, Stored] | None = None
 
     def decode_rotary(self, dtype: mx.Dtype) -> mx.array:
-        """The rotary keys of these pages, [B, 1, T, N]."""
+        """Return the rotary keys of these pages, [B, 1, T, N]."""
         code, stored = self.rotary
         return code.decode(stored, dtype)
 
@@ -325,7 +325,7 @@ class View:
             )
 
     def visible(self, mask: mx.array | None, new: int) -> mx.array:
-        """The mask of a step of fixed shapes for plain ops over all columns, spare capacity included."""
+        """Return the mask of a step of fixed shapes for plain ops over all columns, spare capacity included."""
         return self.seen(new)
 
     def split(self) -> tuple[tuple[View, None], ...]:
@@ -372,7 +372,7 @@ class TracedLatents(View):
             )
 
     def sizes(self, rows: int, splits: int, *capacities: int) -> mx.array:
-        """The kernel's sizes (`metal.latents.attend`), which all layers share."""
+        """Return the kernel's sizes (`metal.latents.attend`), which all layers share."""
 
         def make() -> mx.array:
             first = self.counts[0] + self.counts[1]

@@ -99,13 +99,13 @@ def learned_path(fingerprint: str) -> Path:
 
 
 def searched_presets(options: CalibrateOptions) -> dict[str, CacheConfig]:
-    """The presets for which clips are searched, by name."""
+    """Return the presets for which clips are searched, by name."""
     names = [name.strip() for name in (options.kv or SEARCHED).split(",")]
     return {name: parse_kv(name) for name in names} if options.search_clip else {}
 
 
 def check_options(options: CalibrateOptions) -> None:
-    """Raises UserError for settings that do not go together."""
+    """Raise UserError for settings that do not go together."""
     _check_learning(options)
     for option, value in (("--kv", options.kv), ("--calibration", options.calibration)):
         if value is not None and not options.search_clip:

@@ -74,7 +74,7 @@ def one_shot(session: Session, prompt: str, show: bool) -> None:
 
 
 def report(session: Session) -> dict:
-    """The document of `mlxkv chat --json` for the last reply."""
+    """Return the document of `mlxkv chat --json` for the last reply."""
     loaded, stats, usage = session.loaded, session.stats, session.usage()
     return {
         "model": loaded.name,
@@ -95,7 +95,7 @@ def report(session: Session) -> dict:
 
 
 def said(session: Session) -> dict:
-    """The fields of `--json` about the text of the last reply: `reasoning` only where the model thought."""
+    """Return the fields of `--json` about the text of the last reply: `reasoning` only where the model thought."""
     last = session.messages[-1] if session.messages else {"content": ""}
     if "reasoning_content" not in last:
         return {"text": last["content"]}
@@ -103,7 +103,7 @@ def said(session: Session) -> dict:
 
 
 def stats_line(session: Session) -> str:
-    """The last reply and the cache in one line."""
+    """Return the last reply and the cache in one line."""
     stats = session.stats
     return (
         f"[{stats.prompt_tokens} + {stats.generated_tokens} tokens · "

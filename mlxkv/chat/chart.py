@@ -46,13 +46,13 @@ class Chart:
             say(f"  {self.line()}")
 
     def line(self) -> str:
-        """The last point: '1,024 tokens: fp16 2.5 MiB, int4 1.1 MiB'."""
+        """Return the last point: '1,024 tokens: fp16 2.5 MiB, int4 1.1 MiB'."""
         tokens, first, second = self.points[-1] if self.points else (0, 0, 0)
         first_name, second_name = self.names
         return f"{tokens:,} tokens: {first_name} {human_bytes(first)}, {second_name} {human_bytes(second)}"
 
     def drawing(self) -> Group:
-        """The chart as it is now."""
+        """Return the chart as it is now."""
         largest = max((first for _, first, _ in self.points), default=1)
         done = self.points[-1][0] if self.points else 0
         # The axis is as long as the text, and as high as the whole text will be in the first cache.

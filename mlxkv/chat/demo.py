@@ -99,8 +99,8 @@ def story() -> str:
 
 
 def make_text(loaded, length: int) -> tuple[list[int], float]:
-    """The tokens of a prompt of about `length`, prose with FACT in it and the question about that; the share of the
-    prose before FACT."""
+    """Return the tokens of a prompt of about `length`, prose with FACT in it and the question about that; the share
+    of the prose before FACT."""
     encode, sentences, count = loaded.tokenizer.encode, [], 2 * LONGEST
     for sentence in cycle(re.split(r"(?<=[.!?])\s+", story())):
         count += len(encode(sentence, add_special_tokens=False)) + 1
@@ -144,6 +144,6 @@ def _fitting(loaded, sides: tuple[list, list]) -> int:
 
 
 def _answer(loaded, last: list[int], caches: list) -> str:
-    """The likeliest answer, behind the last token of the prompt."""
+    """Return the likeliest answer, behind the last token of the prompt."""
     pieces = stream(loaded, last, caches, max_tokens=LONGEST)
     return "".join(piece.text for piece in pieces).strip()

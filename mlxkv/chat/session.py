@@ -144,7 +144,7 @@ class Session:
         ) from error
 
     def _rest(self, reply: str, written: list[int], finish: str, new: str) -> str:
-        """The text after `reply` once a reply continues after a failure. It is decoded from all tokens:
+        """Return the text after `reply` once a reply continues after a failure. It is decoded from all tokens:
         the new piece alone would lack the text that was held back at the failure."""
         decoded = self._decode(written[:-1] if finish == "stop" else written)
         if not decoded.startswith(reply):
@@ -177,7 +177,7 @@ class Session:
             self.text = ""
 
     def _decode(self, tokens: list[int]) -> str:
-        """The text of tokens of the reply, without --raw that of these alone."""
+        """Return the text of tokens of the reply, without --raw that of these alone."""
         prefix, text = (
             self.loaded.tokenizer.decode(part, skip_special_tokens=False) if part else ""
             for part in (self._prefix, [*self._prefix, *tokens])
@@ -185,7 +185,7 @@ class Session:
         return text[len(prefix) :]
 
     def _with_reply(self, messages: list[dict], shown: str, exact: str) -> list[dict]:
-        """The conversation with the reply in the wording that makes the template reproduce the cached
+        """Return the conversation with the reply in the wording that makes the template reproduce the cached
         text, so that the cache is reused.
 
         shown: when stopped, without text that was still held back. Some templates write the space themselves with which
@@ -206,7 +206,7 @@ class Session:
         return self.thinking.message(text, self.opened)
 
     def _render(self, messages: list[dict]) -> tuple[str, list[int]]:
-        """The conversation as text and as tokens.
+        """Return the conversation as text and as tokens.
 
         If the text only grows, the cached tokens are kept and the rest is encoded alone: encoding a
         reply again may give other tokens than the model wrote.
@@ -220,7 +220,7 @@ class Session:
         return text, self.escaper.encode(pieces, add_special_tokens=self.raw)
 
     def _pieces(self, messages: list[dict]) -> list[str]:
-        """The conversation as text, in pieces to encode one by one."""
+        """Return the conversation as text, in pieces to encode one by one."""
         if self.raw:
             return ["".join(message["content"] for message in messages)]
         messages = self.thinking.named(messages)
@@ -269,7 +269,7 @@ class Session:
         return f"cut off at {count} tokens; {reason}"
 
     def usage(self) -> Usage:
-        """The measured memory of the caches."""
+        """Return the measured memory of the caches."""
         return usage(self.cache)
 
     def projected(self, tokens: int) -> Usage:

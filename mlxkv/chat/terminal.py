@@ -243,7 +243,7 @@ def _may_write(path: Path, out: Console) -> bool:
 
 
 def shortened(text: str, most: int = 100) -> str:
-    """The beginning of a text in one line."""
+    """Return the beginning of a text in one line."""
     line = one_line(text)
     return line if len(line) <= most else f"{line[:most]}..."
 

@@ -46,7 +46,7 @@ class Wrap:
         self._write(self._ended())
 
     def _ended(self, spaces: bool = True) -> str:
-        """The word that waits with the spaces before it, or a break in their place; without a word, spaces
+        """Return the word that waits with the spaces before it, or a break in their place; without a word, spaces
         at the end of a line."""
         word, space = self._word, self._space
         if not word:

@@ -91,13 +91,13 @@ def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
 
 
 def _of_pages(peaks: mx.array, page: int) -> mx.array:
-    """The maximum over the kv heads and tokens of each page, [B, G, T, 1], for every one of them."""
+    """Return the maximum over the kv heads and tokens of each page, [B, G, T, 1], for every one of them."""
     pages = peaks.reshape(*peaks.shape[:2], -1, page)
     return mx.broadcast_to(pages.max((1, 3), keepdims=True), pages.shape).reshape(peaks.shape)
 
 
 def _bias(spec: Affine, stored: dict[str, mx.array]) -> mx.array:
-    """The bias of every group. A symmetric one, a power of two times the scale, is exact in float16."""
+    """Return the bias of every group. A symmetric one, a power of two times the scale, is exact in float16."""
     return stored["scale"] * -(2 ** (spec.bits - 1)) if spec.symmetric else stored["bias"]
 
 

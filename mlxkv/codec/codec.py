@@ -56,7 +56,7 @@ class Codec:
         return mx.float32 if dtype == mx.float32 else mx.float16
 
     def restore(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
-        """The inverse of `store` for decoded values: [B, G, T, R] -> [B, G, T, D] in `dtype`."""
+        """Return the inverse of `store` for decoded values: [B, G, T, R] -> [B, G, T, D] in `dtype`."""
         return (
             x if self.transform is None else (x @ self.transform.up.astype(x.dtype)).astype(dtype)
         )
@@ -74,11 +74,11 @@ class Codec:
         return self.transform is not None and self.transform.down.ndim == 4
 
     def decode_stored(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
-        """Decoded values, not transformed back: [B, G, T, R] in `dtype`."""
+        """Return decoded values, not transformed back: [B, G, T, R] in `dtype`."""
         return self.method.decode(self.spec, stored, self.dims, self.page, dtype)
 
     def decode(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
-        """The vectors that attention sees: [B, G, T, D] in `dtype`."""
+        """Return the vectors that attention sees: [B, G, T, D] in `dtype`."""
         work = self.work_dtype(dtype)
         return self.restore(self.decode_stored(stored, work), dtype)
 
@@ -101,5 +101,5 @@ class Codec:
 
 @cache
 def codec(side: Side, dims: int, page: int) -> Codec:
-    """The codec of a side without calibration, shared by all layers."""
+    """Return the codec of a side without calibration, shared by all layers."""
     return Codec(side, dims, page)

@@ -44,7 +44,7 @@ class LayerMaps:
     key_mean: KeyMean | None = None
 
     def check(self, heads: int) -> None:
-        """Raises UserError unless they fit this number of kv heads."""
+        """Raise UserError unless they fit this number of kv heads."""
         counts = {len(side.down) for side in (self.keys, self.values) if side.down.ndim == 3}
         if self.key_mean is not None:
             counts.add(len(self.key_mean.mean))
@@ -69,7 +69,7 @@ _at_hand: WeakValueDictionary[Key, LayerMaps] = WeakValueDictionary()
 
 
 def _shared(key: Key, make: Callable[[], LayerMaps]) -> LayerMaps:
-    """The maps of this key that are at hand, or new ones. Those of no calibration are not shared."""
+    """Return the maps of this key that are at hand, or new ones. Those of no calibration are not shared."""
     if not key[0]:
         return make()
     layer_maps = _at_hand.get(key)
@@ -86,7 +86,7 @@ def _unpickled(keys: Transform, values: Transform, key_mean: KeyMean | None, *ke
 def of(
     calibration: Calibration, kinds: Kinds = ROTATED, names: Iterable[str] | None = None
 ) -> dict[str, LayerMaps]:
-    """The transforms of each layer, or of the layers `names`; all caches of a model share them.
+    """Return the transforms of each layer, or of the layers `names`; all caches of a model share them.
 
     kinds: `CacheConfig.fitted`. Raises UserError for kinds that the calibration does not have.
     """
@@ -116,7 +116,7 @@ def _of_layer(calibration: Calibration, kinds: Kinds, name: str) -> LayerMaps:
 
 
 def folded(layer_maps: LayerMaps, yes: bool = True) -> LayerMaps:
-    """The same maps for weights that apply the value map (`yes`), or do not."""
+    """Return the same maps for weights that apply the value map (`yes`), or do not."""
     if layer_maps.folded == yes:
         return layer_maps
     key = (layer_maps.digest, layer_maps.layer, layer_maps.kinds, yes)
@@ -124,7 +124,7 @@ def folded(layer_maps: LayerMaps, yes: bool = True) -> LayerMaps:
 
 
 def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
-    """The maps of the kv heads of process `rank` of `size`; `model.shard` of mlx-lm gives each an equal
+    """Return the maps of the kv heads of process `rank` of `size`; `model.shard` of mlx-lm gives each an equal
     run of heads. Raises UserError where heads cannot be shared evenly."""
     from mlxkv.formats.calibration import layers
 
@@ -153,7 +153,7 @@ def reads_folded(digest: str, layer: str, folds: bool, kinds: Kinds) -> bool:
 
 
 def find(digest: str, layer: str, folds: bool = False, kinds: Kinds = ROTATED) -> LayerMaps:
-    """The maps that a saved cache names. Raises UserError if they are not on this machine."""
+    """Return the maps that a saved cache names. Raises UserError if they are not on this machine."""
     if (layer_maps := _at_hand.get((digest, layer, kinds, folds))) is not None:
         return layer_maps
     if (layer_maps := _at_hand.get((digest, layer, kinds, not folds))) is not None:
@@ -213,7 +213,7 @@ def _random(kind: str, heads: int, dims: int) -> Transform:
 
 
 def _transform(down: np.ndarray) -> Transform:
-    """The transform of orthonormal columns [G, D, D] (or [G, D, R]), or [1, D, D] for all heads."""
+    """Return the transform of orthonormal columns [G, D, D] (or [G, D, R]), or [1, D, D] for all heads."""
     return _pair(down, down.swapaxes(-1, -2))
 
 
@@ -223,7 +223,7 @@ def _scaled(scale: np.ndarray) -> Transform:
 
 
 def _pair(down: np.ndarray, up: np.ndarray) -> Transform:
-    """The transform of a map and its inverse, shaped as for `_transform`."""
+    """Return the transform of a map and its inverse, shaped as for `_transform`."""
     matrices_of_heads = (x[0] if len(x) == 1 else x for x in (down, up))
     return Transform(
         *(mx.array(np.ascontiguousarray(x.astype(np.float32))) for x in matrices_of_heads)

@@ -15,8 +15,8 @@ from mlxkv.formats.lowrank import DIMS, GAINS, STEPS, MixedBits
 
 @lru_cache(maxsize=256)
 def _tables(widths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The distance of levels for variance 1, the gain and half of the largest code of every stored dim, [R] float32
-    each."""
+    """Return the distance of levels for variance 1, the gain and half of the largest code of every stored dim, [R]
+    float32 each."""
     gains = np.array([GAINS[bits] for bits in widths])
     steps = gains * np.array([STEPS[bits] for bits in widths])
     middle = (2.0 ** np.array(widths) - 1) / 2

@@ -126,6 +126,6 @@ def split(spec: Polar, words: mx.array, dims: int) -> mx.array:
 
 
 def join(spec: Polar, codes: mx.array) -> mx.array:
-    """The inverse of `split`."""
+    """Return the inverse of `split`."""
     radii, angles = _halves(codes)
     return packing.pack((radii << spec.angle) + angles, spec.pair_bits)

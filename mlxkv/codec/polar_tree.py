@@ -102,7 +102,7 @@ def encode(spec: PolarTree, x: mx.array, page: int) -> dict[str, mx.array]:
 
 
 def stored_of(codes: list[mx.array], radii: mx.array) -> dict[str, mx.array]:
-    """The stored arrays of codes of the levels [B, G, T, R / 2^level] and radii."""
+    """Return the stored arrays of codes of the levels [B, G, T, R / 2^level] and radii."""
     upper = mx.concatenate(codes[1:], -1)
     upper = upper.reshape(*upper.shape[:2], upper.shape[2] // TREE_RECORD, -1)
     first, upper = packing.pack(codes[0], TREE_BITS[0]), packing.pack(upper, TREE_BITS[1])
@@ -110,7 +110,7 @@ def stored_of(codes: list[mx.array], radii: mx.array) -> dict[str, mx.array]:
 
 
 def split(stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
-    """Stored arrays -> codes of 3 bits [B, G, T, R], as records hold them.
+    """Return stored arrays -> codes of 3 bits [B, G, T, R], as records hold them.
 
     The two low bits of dims 2 i and 2 i + 1 are the angle of level 1. High bits of dims 8 i .. 8 i + 7:
     the angles of level 3 and of level 4 (which the two halves of 16 dims both have), then both of

@@ -139,7 +139,7 @@ def unpack_header(words: mx.array, at: SideLayout) -> Stored:
 
 
 def to_codes(state: Stored, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
-    """Records [B, G, N, words], and headers if there are any -> the tensors that plain ops read."""
+    """Return records [B, G, N, words], and headers if there are any -> the tensors that plain ops read."""
     out = {}
     for (name, at, words, shared), code in zip(spans(layout_of(codecs)), codecs, strict=True):
         codes, numbers = unpack(state["records"][..., words], at)

@@ -129,7 +129,7 @@ def srft(dims: int, seed: int) -> Transform:
 
 
 def random(dims: int, seed: int) -> Transform:
-    """A random rotation (TurboQuant, Alg. 1), the same for all layers and heads of these dims."""
+    """Return a random rotation (TurboQuant, Alg. 1), the same for all layers and heads of these dims."""
     down = matrices.random(dims, seed).astype(np.float32)
     return Transform(mx.array(down), mx.array(np.ascontiguousarray(down.T)))
 
@@ -139,7 +139,7 @@ MAKERS = {"hadamard": hadamard, SRFT: srft, "random": random}
 
 @cache
 def make(name: str, dims: int, seed: int) -> Transform | None:
-    """The transform called `name`, shared by all layers of these dims; None for "none".
+    """Return the transform called `name`, shared by all layers of these dims; None for "none".
 
     Raises UserError for calibrated ones such as "oscar", whose matrices come from a calibration
     (`mlxkv.codec.maps`).

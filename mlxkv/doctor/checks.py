@@ -49,7 +49,7 @@ def cases(every: bool = True) -> list[tuple[str, int]]:
 
 
 def rows(step: Step, every: bool = False) -> list[dict]:
-    """A row for each kernel with its `state`: RIGHT, WRONG, NOT_BUILT, DID_NOT_RUN, NOT_TRIED (out of
+    """Return a row for each kernel with its `state`: RIGHT, WRONG, NOT_BUILT, DID_NOT_RUN, NOT_TRIED (out of
     time, or only tried with `every`), NONE (no such kernel for this format, or on this machine).
 
     should_run: whether any other state than RIGHT is a failure. reason: None if right, else one line;
@@ -93,7 +93,7 @@ def _row(
 
 
 def _designed(config: CacheConfig, preset: str, dims: int, body: str, make: launch.Factory) -> dict:
-    """A row to try, or a row with the reason why this kernel does not exist here."""
+    """Return a row to try, or a row with the reason why this kernel does not exist here."""
     stored = config.dims(dims, dims)
     reason = why_no_record(config.keys.quantizer, stored[0], config.page, blocks=True)
     if reason is None and body == "tiles":

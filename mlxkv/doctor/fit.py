@@ -210,7 +210,7 @@ def _notes(kv: CacheConfig) -> Iterator[str]:
 
 
 def read_plan(model: str) -> ModelPlan:
-    """Finds config.json and the weights' size: that file itself, a local folder, the hub's cache, for an alias that
+    """Find config.json and the weights' size: that file itself, a local folder, the hub's cache, for an alias that
     is not there its known shape, or the hub."""
     from mlxkv.models.catalog.locate import cached, locate
 
@@ -230,8 +230,8 @@ def read_plan(model: str) -> ModelPlan:
 
 
 def plan_of(config: dict, name: str = "", weights: int | None = None, more: str = "") -> ModelPlan:
-    """The plan of a config.json. weights: bytes of the files, None where there are none. more: what is said of where
-    a computed size comes from. Raises UserError for sizes that no model has."""
+    """Return the plan of a config.json. weights: bytes of the files, None where there are none. more: what is said of
+    where a computed size comes from. Raises UserError for sizes that no model has."""
     from mlxkv.metal import launch
     from mlxkv.models.loading.outline import NotBuilt, outline
 

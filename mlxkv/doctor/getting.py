@@ -68,7 +68,7 @@ def get(name: str) -> Path:
 
 
 def find_pip() -> list[str]:
-    """The command line of a pip: of the running Python, the one in its standard library, or one on PATH.
+    """Return the command line of a pip: of the running Python, the one in its standard library, or one on PATH.
     Raises UserError where there is none."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]

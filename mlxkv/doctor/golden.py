@@ -56,7 +56,7 @@ class MLXTable(Table):
         return (*super().tables, shared_rows, self.learned_rows)
 
     def learned_rows(self) -> Iterator[Row]:
-        """Maps of given parameters, and what codes behind them lose."""
+        """Yield maps of given parameters, and what codes behind them lose."""
         tensors, _ = read_golden("learned")
         for key in keys(tensors, ".x"):
             variant, base, dims = key.split(".")

@@ -147,7 +147,7 @@ def _line(alike: list[dict]) -> str:
 
 
 def _windows(row: dict) -> str:
-    """The windows of a row that has others than most."""
+    """Return the windows of a row that has others than most."""
     sizes = tuple(row[name] for name in WINDOWS)
     usual = CacheConfig.sink, CacheConfig.recent, CacheConfig.page
     if not row["compresses"] or sizes == usual:

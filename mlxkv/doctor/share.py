@@ -57,7 +57,7 @@ PRODUCTS = ("chip", "device_name", "format")
 
 
 def document(data: dict) -> dict:
-    """The results of `command.run_doctor` with the machine's GPU and cores, scrubbed."""
+    """Return the results of `command.run_doctor` with the machine's GPU and cores, scrubbed."""
     import mlx.core as mx
 
     from mlxkv.metal import gpu
@@ -108,7 +108,7 @@ def write_share(data: dict, name: str) -> Path:
 
 
 def _new_file(shared: dict) -> Path:
-    """A name with a number where the file exists."""
+    """Return a name with a number where the file exists."""
     chip = re.sub(r"[^a-z0-9]+", "-", shared["machine"]["chip"].lower()).strip("-") or "unknown"
     stem, count = f"mlxkv-doctor-{chip}-{shared['date']}", 1
     while (file := Path(f"{stem}-{count}.json" if count > 1 else f"{stem}.json")).exists():

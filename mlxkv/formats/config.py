@@ -101,7 +101,7 @@ class Side:
         return self.low is not None and self.low.follows
 
     def dims(self, head_dim: int) -> int:
-        """Stored dims R; the head dim for `MixedBits` that a calibration has not given its widths."""
+        """Return stored dims R; the head dim for `MixedBits` that a calibration has not given its widths."""
         if self.mixed_bits:
             return self.quantizer.dims or head_dim
         return head_dim if self.low is None else self.low.dims(head_dim)
@@ -243,7 +243,7 @@ class CacheConfig:
         return self.is_online or self.keep < 1
 
     def dims(self, key_dim: int, value_dim: int) -> tuple[int, int]:
-        """Stored dims R of keys and values."""
+        """Return stored dims R of keys and values."""
         return self.keys.dims(key_dim), self.values.dims(value_dim)
 
     @property

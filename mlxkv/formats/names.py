@@ -94,7 +94,7 @@ def fallback_preset(config: CacheConfig) -> str | None:
 
 
 def check_fold(config: CacheConfig, fold: bool) -> None:
-    """Raises UserError if `fold` is asked for and `config` has no calibrated map of values."""
+    """Raise UserError if `fold` is asked for and `config` has no calibrated map of values."""
     if fold and (not config.values.calibrated or config.values.cut):
         sides = ((name, preset.values) for name, preset in PRESETS.items())
         choices = ", ".join(name for name, side in sides if side.calibrated and not side.cut)

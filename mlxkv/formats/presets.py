@@ -77,12 +77,12 @@ def mixed_bits(rate: float) -> CacheConfig:
 
 
 def _centred(config: CacheConfig) -> CacheConfig:
-    """The same with a calibrated mean taken from every key, which softmax does not see (OptR)."""
+    """Return the same with a calibrated mean taken from every key, which softmax does not see (OptR)."""
     return replace(config, keys=replace(config.keys, transform=f"{config.keys.transform}-centred"))
 
 
 def _short(config: CacheConfig) -> CacheConfig:
-    """The same with rotary keys of 8 bits, where a model has latents."""
+    """Return the same with rotary keys of 8 bits, where a model has latents."""
     return replace(config, short_rotary=True)
 
 

@@ -108,7 +108,7 @@ class SideLayout:
         return ("scale",) if self.symmetric else ("scale", "bias")
 
     def source(self, name: str) -> str:
-        """The stored tensor (`Spec.tensors`) of a number of the record."""
+        """Return the stored tensor (`Spec.tensors`) of a number of the record."""
         if self.tree and name == "scale":
             return "radii"
         return name
@@ -347,8 +347,8 @@ class BlockPart:
 
 @lru_cache(maxsize=256)
 def parts(widths: tuple[int, ...]) -> tuple[BlockPart, ...]:
-    """The parts of blocks of these widths, in the order in which they fill the words of a lane: codes of 8 and of 4
-    bits, the two low bits of 3-bit codes and codes of 2 bits, the third bits, codes of 1 bit."""
+    """Return the parts of blocks of these widths, in the order in which they fill the words of a lane: codes of 8 and
+    of 4 bits, the two low bits of 3-bit codes and codes of 2 bits, the third bits, codes of 1 bit."""
     out, place = [], 0
     for width, low, of in ((8, 0, (8,)), (4, 0, (4,)), (2, 0, (3, 2)), (1, 2, (3,)), (1, 0, (1,))):
         for block, bits in enumerate(widths):
@@ -359,7 +359,7 @@ def parts(widths: tuple[int, ...]) -> tuple[BlockPart, ...]:
 
 
 def block_bit(part: BlockPart, r: int, p: int, half: int) -> int:
-    """The lowest bit of the code of slot (r, p, half) of a block of 16 dims in its word (`codes.h`)."""
+    """Return the lowest bit of the code of slot (r, p, half) of a block of 16 dims in its word (`codes.h`)."""
     if part.width == 8:
         return 8 * p + 16 * half
     if part.width == 4:

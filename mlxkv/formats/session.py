@@ -48,7 +48,7 @@ class Saved:
 
 
 def path_for(name: str, option: str) -> Path:
-    """The file for a name the user typed; mlx reads the format from the ending. Raises UserError, `where` in
+    """Return the file for a name the user typed; mlx reads the format from the ending. Raises UserError, `where` in
     brackets, for a name that no file can have."""
     path = user_path(name, option)
     if path.name in ("", ".."):
@@ -59,7 +59,7 @@ def path_for(name: str, option: str) -> Path:
 
 
 def file_named(name: str) -> Path:
-    """The file of `--load NAME`: as named, or with the ending. Raises UserError."""
+    """Return the file of `--load NAME`: as named, or with the ending. Raises UserError."""
     if not name.strip():
         raise UserError("[load] no file name; got an empty one")
     path = user_path(name, "load")
@@ -69,7 +69,7 @@ def file_named(name: str) -> Path:
 def entries(
     saved: Saved, model: str, fingerprint: str, kv_name: str, kv: CacheConfig, mlx_lm: str
 ) -> dict[str, str]:
-    """The metadata of a session. mlx_lm: the version whose format of prompt caches this is."""
+    """Return the metadata of a session. mlx_lm: the version whose format of prompt caches this is."""
     return {
         "mlxkv_format": FORMAT,
         KEY: NO_CHECKSUM,
@@ -149,7 +149,7 @@ def _check_tensors(tensors: dict[str, Tensor], kinds: list[str], flags: dict[str
 
 
 def printable(text: str) -> str:
-    """A text from a file for an error: short, without control characters."""
+    """Return a text from a file for an error: short, without control characters."""
     return "".join(c if c.isprintable() else "?" for c in text[:80])
 
 
@@ -210,7 +210,7 @@ def tokens_of(head: SessionHeader, vocabulary: int = 1 << 31) -> list[int]:
 
 
 def saved_of(head: SessionHeader, cache, vocabulary: int | None) -> Saved:
-    """The session of a header. Raises UserError for entries of the wrong types."""
+    """Return the session of a header. Raises UserError for entries of the wrong types."""
     try:
         messages, raw = (untrusted.parse(head.entries[name], 2) for name in ("messages", "raw"))
     except Unsound as error:
@@ -245,7 +245,7 @@ def checksum(path: Path) -> str:
 
 
 def _checksum(file: BinaryIO) -> tuple[str, int]:
-    """The checksum, and where it belongs."""
+    """Return the checksum, and where it belongs."""
     digest = hashlib.sha256()
     start = file.read(8)
     head = file.read(int.from_bytes(start, "little"))

@@ -40,7 +40,7 @@ def whole(tokens: int) -> int:
 
 
 def grown(pages: int) -> int:
-    """The capacity for so many pages and one more, in steps of fixed shapes: others of about this length
+    """Return the capacity for so many pages and one more, in steps of fixed shapes: others of about this length
     have the same, and share the trace of a step. 6 capacities up to 64 pages: a trace takes the host as long
     as some ten steps, a page few bytes."""
     step = FEW if pages < 4 * FEW else MORE
@@ -135,7 +135,7 @@ def _quantized(c: CacheConfig, s: Counts, recent: int) -> Counts:
 
 
 def _learnt(c: CacheConfig, s: Counts) -> Counts:
-    """The basis has learned: further pages are a run of their own."""
+    """Return the basis has learned: further pages are a run of their own."""
     if not s.pages or c.rule.stored == STAY or s.is_fresh:
         return s._replace(runs=max(1, s.runs))
     return s._replace(runs=min(c.rule.runs, s.runs + 1), is_fresh=True)
@@ -197,13 +197,13 @@ def _chunks(window: int, s: Counts, new: int) -> Counts:
 
 
 def _numbers(s: Counts, new: int) -> Counts:
-    """A cache of a family's own, which grows by what it is given."""
+    """Return a cache of a family's own, which grows by what it is given."""
     tokens = s.tokens + new
     return s._replace(tokens=tokens, recent=tokens, width=tokens)
 
 
 def _reader(config: CacheConfig | None, kind: str, window: int) -> Read:
-    """The walk of one kind of cache. kind, window: as of `CacheShape`."""
+    """Return the walk of one kind of cache. kind, window: as of `CacheShape`."""
     if config is not None:
         return partial(_latent if kind == "latent" else _compressed, config)
     if kind in ("sliding", "chunked"):
@@ -213,7 +213,7 @@ def _reader(config: CacheConfig | None, kind: str, window: int) -> Read:
 
 @lru_cache(maxsize=64)
 def _begun(config: CacheConfig | None, kind: str, window: int, chunk: int) -> list[Counts]:
-    """Counts after 0, 1, 2 ... whole chunks, as far as they were asked for: all longer prompts begin so."""
+    """Return counts after 0, 1, 2 ... whole chunks, as far as they were asked for: all longer prompts begin so."""
     return [Counts()]
 
 
@@ -320,7 +320,7 @@ class CacheShape:
         return bases + number * self.queries * self.key_dim * s.queries
 
     def _walked(self, tokens: int, chunk: int, prompt: int | None) -> Counts:
-        """Counts after `prompt` tokens by chunks (None: all), and the others one by one."""
+        """Return counts after `prompt` tokens by chunks (None: all), and the others one by one."""
         kind = self.config, self.kind, self.window
         read, s, count = _reader(*kind), Counts(), tokens if prompt is None else prompt
         if 0 < chunk < count:
@@ -362,7 +362,7 @@ class CacheShape:
         return room + token * (exact + c.pinned) + rotary * (c.window + STEP) + more
 
     def _most_plain(self, tokens: int, chunk: int, padded: bool) -> int:
-        """The most tokens that mlx-lm's plain cache has room for. It grows in whole steps from any size."""
+        """Return the most tokens that mlx-lm's plain cache has room for. It grows in whole steps from any size."""
         if padded:  # as far as prompts that are read at the same time
             tokens += min(chunk, tokens)
         if not self.window:

@@ -29,7 +29,7 @@ def header(
     folded: bool = False,
     **extra,
 ) -> bytes:
-    """The header of a cache. offset: tokens read. calibration: (digest, layer). folded: whether values are
+    """Return the header of a cache. offset: tokens read. calibration: (digest, layer). folded: whether values are
     stored as weights that apply the value map leave them. extra: entries of a kind of cache."""
     data = {"version": VERSION, "config": config.as_dict(), "offset": offset, "pages": pages}
     if calibration is not None:

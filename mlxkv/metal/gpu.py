@@ -46,7 +46,7 @@ def _apple_cores() -> int:
 
 @cache
 def macos() -> int | None:
-    """The major version of macOS, or None on other systems."""
+    """Return the major version of macOS, or None on other systems."""
     major = platform.mac_ver()[0].partition(".")[0]
     return int(major) if major.isdigit() else None
 

@@ -65,7 +65,7 @@ def switched_off(part: str) -> str | None:
 
 
 def factory() -> Factory | None:
-    """The function that builds kernels on this machine. None without a GPU, with MLXKV_KERNELS=0, or
+    """Return the function that builds kernels on this machine. None without a GPU, with MLXKV_KERNELS=0, or
     once they are switched off."""
     if KERNELS in _off:
         return None
@@ -77,7 +77,7 @@ def factory() -> Factory | None:
 
 
 def state() -> tuple:
-    """The part of this module that a choice of kernels depends on: ask again when it changes."""
+    """Return the part of this module that a choice of kernels depends on: ask again when it changes."""
     return factory(), TILES in _off or os.environ.get(TILES_SWITCH) == "0"
 
 
@@ -128,7 +128,7 @@ def constants(template: Template, on_cuda: bool = False) -> str:
 
 @cache
 def build(name: str, template: Template, make: Factory, shared_memory: int = 0, bounds: str = ""):
-    """The kernel `name` for these template values, built by `make`.
+    """Return the kernel `name` for these template values, built by `make`.
 
     shared_memory, bounds: for CUDA alone, bytes of dynamic shared memory and launch bounds.
     """

@@ -33,7 +33,7 @@ class Division:
     parts: int = PARTS
 
     def busy(self, merges: int) -> int:
-        """`merges` with each sequence counted by its share of the longest, so that a long one among short
+        """Return `merges` with each sequence counted by its share of the longest, so that a long one among short
         ones is split as if it were nearly alone."""
         return max(1, round(merges * self.parts / PARTS))
 
@@ -93,7 +93,7 @@ def batch_lengths(rows: Rows, starts: tuple[int, ...]) -> Lengths:
 
 @lru_cache(maxsize=256)
 def shared(records: tuple[int, ...]) -> Division:
-    """The division for sequences of so many records in one buffer."""
+    """Return the division for sequences of so many records in one buffer."""
     longest = max(records)
     if not longest:
         return Division(0)

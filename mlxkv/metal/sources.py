@@ -92,7 +92,7 @@ ALL: Features = frozenset(FEATURES)
 
 
 def features(template: Mapping[str, object]) -> Features:
-    """The parts of the texts that these template values use; a value of either side is enough."""
+    """Return the parts of the texts that these template values use; a value of either side is enough."""
     return frozenset(
         name
         for name, (word, minimum) in FEATURES.items()
@@ -102,7 +102,7 @@ def features(template: Mapping[str, object]) -> Features:
 
 @cache
 def path(name: str) -> Traversable:
-    """The file `name` in `text/` or one of its folders: names are unique."""
+    """Return the file `name` in `text/` or one of its folders: names are unique."""
     home = files("mlxkv.metal").joinpath("text")
     paths = (
         folder / name
@@ -112,7 +112,7 @@ def path(name: str) -> Traversable:
 
 
 def read_source(name: str) -> str:
-    """The text of a file without comments and indentation: MLX finds names in comments too, and long
+    """Return the text of a file without comments and indentation: MLX finds names in comments too, and long
     texts cost time at every call."""
     text = path(name).read_text(encoding="ascii")
     text = re.sub(r"//[^\n]*", "", text)
@@ -120,7 +120,7 @@ def read_source(name: str) -> str:
 
 
 def resolved(text: str, parts: Features) -> str:
-    """The text with every `#if WITH_NAME` and `#if WITH_A || WITH_B` resolved."""
+    """Return the text with every `#if WITH_NAME` and `#if WITH_A || WITH_B` resolved."""
     out, open_ = [], []  # of each open condition: None for another's, else whether its lines stay
     for line in text.splitlines(keepends=True):
         word, _, condition = line.strip().partition(" ")
@@ -140,7 +140,7 @@ def resolved(text: str, parts: Features) -> str:
 
 
 def headers(name: str, on_cuda: bool = False) -> list[str]:
-    """The files that stand before the body `name`."""
+    """Return the files that stand before the body `name`."""
     names = list(HEADERS[name])
     if "tile.h" in names:
         names.insert(names.index("codes.h"), "tile_cuda.h" if on_cuda else "tile_metal.h")
@@ -148,15 +148,15 @@ def headers(name: str, on_cuda: bool = False) -> list[str]:
 
 
 def bodies(name: str) -> tuple[str, ...]:
-    """The files of the body `name`."""
+    """Return the files of the body `name`."""
     return BODIES.get(name, (f"{name}.metal",))
 
 
 def body(name: str, parts: Features = ALL) -> str:
-    """The text of the body `name`."""
+    """Return the text of the body `name`."""
     return resolved("".join(map(read_source, bodies(name))), parts)
 
 
 def header(name: str, on_cuda: bool = False, parts: Features = ALL) -> str:
-    """The text that stands before the body `name`."""
+    """Return the text that stands before the body `name`."""
     return resolved("".join(map(read_source, headers(name, on_cuda))), parts)

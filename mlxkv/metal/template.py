@@ -23,7 +23,7 @@ Pair = tuple[mx.array, mx.array]
 
 
 def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
-    """The template values that describe a side. C: coefficients for `kv_level`."""
+    """Return the template values that describe a side. C: coefficients for `kv_level`."""
     if at.widths:
         return _mixed_bits(suffix)
     bits = at.bits
@@ -70,7 +70,7 @@ def quantizing_template(at: SideLayout, suffix: str) -> dict[str, object]:
 
 
 def cap_bits(softcap: float | None) -> int:
-    """The template value CAP: a cap of scores in base-2 exponents, float32, as the integer of its bits; 0 for
+    """Return the template value CAP: a cap of scores in base-2 exponents, float32, as the integer of its bits; 0 for
     none."""
     return 0 if softcap is None else int(np.float32(softcap * LOG2E).view(np.int32))
 
@@ -179,7 +179,7 @@ def mixed_bits_quantizing(at: SideLayout) -> mx.array:
 
 
 def _shared_array(numbers: np.ndarray) -> mx.array:
-    """An array that all layers and threads may share."""
+    """Return an array that all layers and threads may share."""
     with mx.stream(mx.cpu):
         array = mx.array(numbers)
         mx.eval(array)

@@ -90,8 +90,8 @@ def half_levels(at: SideLayout) -> tuple[int, ...]:
 
 
 def _stored(layout: RecordLayout, dims: int) -> tuple[int, int]:
-    """Stored dims of keys and of values as kernels see them: where a table says what differs by layer, as many as a
-    head has."""
+    """Return stored dims of keys and of values as kernels see them: where a table says what differs by layer, as many
+    as a head has."""
     if layout.keys.widths:
         return dims, dims
     return layout.keys.dims, layout.values.dims
@@ -114,8 +114,8 @@ Map = tuple[mx.array | None, int]  # words, for how many heads; 0 where there is
 
 
 def _map(transform: Transform | None, keys: bool, least_dims: int) -> Map:
-    """The map of queries into the stored domain of the keys, or of stored values back. least_dims: stored dims at
-    least, the others zeros."""
+    """Return the map of queries into the stored domain of the keys, or of stored values back. least_dims: stored dims
+    at least, the others zeros."""
     if transform is None or transform.up.ndim < 4:
         return _lasting(transform, keys, least_dims)
     return _following(transform, keys)
@@ -133,7 +133,7 @@ def _lasting(transform: Transform | None, keys: bool, least_dims: int) -> Map:
 
 @kept_with
 def _following(transform: Transform, keys: bool) -> Map:
-    """The map of a transform that follows the text, not evaluated: it depends on tokens still being read."""
+    """Return the map of a transform that follows the text, not evaluated: it depends on tokens still being read."""
     return _map_of(transform, keys)
 
 
@@ -146,7 +146,8 @@ def _map_of(transform: Transform, keys: bool, least_dims: int = 0) -> Map:
 
 
 def _maps(run: Run, dims: int) -> tuple[Map, Map]:
-    """The maps of keys and of values, which a run keeps. dims: head dim D, which maps of records of all sizes have."""
+    """Return the maps of keys and of values, which a run keeps. dims: head dim D, which maps of records of all sizes
+    have."""
     least_dims = dims if run.layout.keys.widths else 0
     keys, values = run.transforms
     run.maps[:] = _map(keys, True, least_dims), _map(values, False, least_dims)
@@ -154,7 +155,7 @@ def _maps(run: Run, dims: int) -> tuple[Map, Map]:
 
 
 def _spread(single: Map, count: int) -> Map:
-    """The map repeated for each of a batch, where another run of pages has one for each."""
+    """Return the map repeated for each of a batch, where another run of pages has one for each."""
     words, heads = single
     return single if heads == count else (mx.tile(words, (count // heads, 1, 1, 1, 1)), count)
 

@@ -26,7 +26,7 @@ class Chain(NamedTuple):
 def chain(
     call: Callable[[mx.array, Any], mx.array], first: mx.array, copies: Sequence, calls: int
 ) -> Chain:
-    """`calls` calls, each fed with the result of the one before, in one eval.
+    """Make `calls` calls, each fed with the result of the one before, in one eval.
 
     Independent calls would overlap on a GPU and flatter a kernel. The linking op is one addition,
     the same for all that is compared; `first` keeps the queries from fading. The copies rotate, so
@@ -49,14 +49,14 @@ def middle(chains: Sequence[Chain]) -> Chain:
 
 
 def order(names: Sequence[str], rounds: int) -> list[str]:
-    """A B B A, `rounds` times: what drifts meets all of them alike."""
+    """Return a B B A, `rounds` times: what drifts meets all of them alike."""
     return [*names, *reversed(names)] * rounds
 
 
 def interleaved(
     tasks: dict[str, Callable[[], Result]], rounds: int, done: Callable[[], None] = lambda: None
 ) -> dict[str, list[Result]]:
-    """The results of each task, run in `order`; the caller has warmed them up."""
+    """Return the results of each task, run in `order`; the caller has warmed them up."""
     results: dict[str, list[Result]] = {name: [] for name in tasks}
     for name in order(list(tasks), rounds):
         results[name].append(tasks[name]())

@@ -59,7 +59,7 @@ def _key(layout: object, dims: int, dtype: mx.Dtype, tiled: bool) -> str:
 
 
 def _file() -> dict[str, dict]:
-    """The rows on disk; none if the file is damaged, or of another version or GPU."""
+    """Return the rows on disk; none if the file is damaged, or of another version or GPU."""
     try:
         data = json.loads(untrusted.read_tensors(_path(), LONGEST))
         rows = data["rows"] if data["here"] == _machine() else {}
@@ -118,8 +118,8 @@ def _change(key: str, change: Callable[[dict | None], dict | None]) -> None:
 
 
 def state(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str | None:
-    """PASSED, FAILED, DIED (with the processes that tried them), or None: to be tried, as another process may be doing
-    now."""
+    """Return PASSED, FAILED, DIED (with the processes that tried them), or None: to be tried, as another process may
+    be doing now."""
     key = _key(layout, dims, dtype, tiled)
     row = _rows().get(key)
     if row is not None and row["state"] == TRYING and key not in _trying:

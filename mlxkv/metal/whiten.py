@@ -79,7 +79,7 @@ def _fault(dims: int, rank: int, make: Factory) -> str | None:
 
 
 def _off_inverse(bases: mx.array, with_inverse: mx.array) -> float:
-    """The largest error of an entry of `whiten` with RIDGE, in float64."""
+    """Return the largest error of an entry of `whiten` with RIDGE, in float64."""
     x, rows, down = (
         np.array(y, np.float64) for y in (bases, *mx.split(with_inverse, [bases.shape[-2]], -2))
     )

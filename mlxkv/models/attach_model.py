@@ -179,7 +179,7 @@ def examine(
 def _examined(
     model: nn.Module, make_cache: Callable[[], list], config: CacheConfig
 ) -> tuple[list[LayerReport], dict[Place, LayerShape]]:
-    """A report for each layer, and the shapes of the caches that `config` compresses."""
+    """Return a report for each layer, and the shapes of the caches that `config` compresses."""
     caches = leaves(make_cache())
     shapes: dict[Place, LayerShape] = {}
     if config.compresses:
@@ -200,7 +200,7 @@ def _examined(
 def _judge(
     index: int, cache, shape: LayerShape | None, reason: str | None, config: CacheConfig
 ) -> LayerReport:
-    """The report of one cache. shape: None where it is not compressed. reason: why, or None for the rule's."""
+    """Return the report of one cache. shape: None where it is not compressed. reason: why, or None for the rule's."""
     name = type(cache).__name__
     rule = RULES.get(name) or Rule(f"cache of class {name}", True, "mlxkv does not know this class")
     kind = INDEX_KEYS if reason == INDEX_KEYS else rule.kind.format_map(vars(cache))
@@ -282,7 +282,7 @@ def transform_weights(
 
 
 def _with_fold(report: LayerReport, folded: Fold, tell_all: bool) -> LayerReport:
-    """The report of a layer with what the weights do to its values; reasons why not only with `tell_all`."""
+    """Return the report of a layer with what the weights do to its values; reasons why not only with `tell_all`."""
     places = [place for place in folded.reasons if place[0] == report.index]
     if not places or not report.compressed:
         return report
@@ -300,8 +300,8 @@ _tried: set[tuple[KernelRequest, launch.Factory]] = set()  # in this process
 def choose_kernels(
     fitted: Fitted, shapes: Mapping[Place, LayerShape], reports: list[LayerReport]
 ) -> tuple[dict[Place, KernelPlan], list[LayerReport]]:
-    """The plan of each cache, and the reports with the kernels that decode their layers here. Builds and tries all
-    kernels that the caches of a model need, with a line of progress."""
+    """Return the plan of each cache, and the reports with the kernels that decode their layers here. Builds and tries
+    all kernels that the caches of a model need, with a line of progress."""
     requests = {place: _request(*fitted[place], shape) for place, shape in shapes.items()}
     unique = list(dict.fromkeys(requests.values()))
     representatives = {
@@ -332,7 +332,7 @@ def _request(config: CacheConfig, layer_maps: LayerMaps | None, shape: LayerShap
 
 
 def _with_kernel(report: LayerReport, plans: Mapping[Place, KernelPlan]) -> LayerReport:
-    """The report of a layer with its plan; of several caches, the one that is not decoded well."""
+    """Return the report of a layer with its plan; of several caches, the one that is not decoded well."""
     own = [plan for place, plan in plans.items() if place[0] == report.index]
     if not report.compressed or not own:
         return report
@@ -355,7 +355,7 @@ def install(
 
 
 def _kind(config: CacheConfig, shape: LayerShape) -> type[CompressedKVCache]:
-    """The class of a cache."""
+    """Return the class of a cache."""
     if shape.latent:
         return IndexedLatentKVCache if shape.selects else LatentKVCache
     return AdaptiveKVCache if config.needs_queries else CompressedKVCache

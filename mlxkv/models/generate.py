@@ -177,7 +177,7 @@ def _broken_logits(loaded, step: int) -> Exception:
 
 
 def new_cache(loaded) -> list:
-    """An empty cache for each layer, compressed where the model is attached."""
+    """Return an empty cache for each layer, compressed where the model is attached."""
     return make_prompt_cache(loaded.model)
 
 

@@ -37,12 +37,12 @@ def set_origin(model: nn.Module, origin: Origin) -> None:
 
 
 def origin_of(model: nn.Module) -> Origin | None:
-    """The origin that `load` recorded, or None for a model from elsewhere."""
+    """Return the origin that `load` recorded, or None for a model from elsewhere."""
     return vars(model).get(_ORIGIN)
 
 
 def layer_name(place: Place) -> str:
-    """The name of a cache in calibrations: (3,) -> "3", (3, 1) -> "3.1"."""
+    """Return the name of a cache in calibrations: (3,) -> "3", (3, 1) -> "3.1"."""
     return ".".join(map(str, place))
 
 

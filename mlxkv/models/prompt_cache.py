@@ -97,7 +97,7 @@ def read_session(path: Path, loaded, follow: bool = True) -> Saved:
 
 
 def about(path: Path) -> tuple[list[int], bool]:
-    """The tokens of a saved session, and whether it can be cut back to a part of them, from the header
+    """Return the tokens of a saved session, and whether it can be cut back to a part of them, from the header
     alone. Raises UserError for other files, and links."""
     head = session.read_header(path, follow=False)
     return session.tokens_of(head), head.entries.get("trims") != "false"
@@ -151,7 +151,7 @@ def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.ar
 
 
 def _plain(cache, like) -> list[mx.array]:
-    """The same for mlx-lm's own caches."""
+    """Return the same for mlx-lm's own caches."""
     arrays_read, expected = (dict(tree_flatten(member.state)) for member in (cache, like))
     if set(arrays_read) != set(expected):
         raise ValueError("parts of a cache missing, or too many")

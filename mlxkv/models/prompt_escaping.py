@@ -68,7 +68,7 @@ class PromptEscaper:
         return mark, marked
 
     def _each_text(self, chat: list[dict], values: tuple, change) -> list:
-        """A copy in which change(text, words) stands for every text."""
+        """Return a copy in which change(text, words) stands for every text."""
         if self.words is None:
             return [chat, *values]
         out = []
@@ -83,7 +83,7 @@ class PromptEscaper:
         return [out, *(_mapped(value, change, self.words) for value in values)]
 
     def render(self, chat: list[dict], **options) -> list[str]:
-        """The text of the chat template, in pieces to encode one by one. options: arguments of
+        """Return the text of the chat template, in pieces to encode one by one. options: arguments of
         `apply_chat_template`. Raises what the template raises."""
         mark, (chat,) = self.marked(chat)
         return pieces(self._tokenizer.apply_chat_template(chat, tokenize=False, **options), mark)
@@ -91,8 +91,8 @@ class PromptEscaper:
     def encode(
         self, parts: list[str], add_special_tokens: bool = False, context: str = ""
     ) -> list[int]:
-        """The tokens of a text in pieces. add_special_tokens: the first token too, unless the text begins with it, as
-        in mlx-lm. context: the text that it stands behind."""
+        """Return the tokens of a text in pieces. add_special_tokens: the first token too, unless the text begins with
+        it, as in mlx-lm. context: the text that it stands behind."""
         out: list[int] = []
         for i, part in enumerate(parts):
             if i or context:
@@ -104,7 +104,7 @@ class PromptEscaper:
         return out
 
     def _continue(self, context: str, text: str) -> list[int]:
-        """The tokens of `text` where it stands behind `context`."""
+        """Return the tokens of `text` where it stands behind `context`."""
         encode = partial(self._tokenizer.encode, add_special_tokens=False)
         anchors = [word for word in self._special if context.endswith(word)][:1] or ANCHORS
         for anchor in anchors:
@@ -136,14 +136,14 @@ _REPLY = [(kind, end) for kind in ("think", "tool_call") for end in ("start", "e
 
 
 def pieces(text: str, mark: str | None) -> list[str]:
-    """A rendered text, cut at its marks; JSON that escapes more than it has to writes them as \\ue000."""
+    """Return a rendered text, cut at its marks; JSON that escapes more than it has to writes them as \\ue000."""
     if mark is None:
         return [text]
     return re.split(f"{mark}|{re.escape(json.dumps(mark)[1:-1])}", text)
 
 
 def cut_front(parts: list[str], count: int) -> list[str]:
-    """A text in pieces without its first `count` characters."""
+    """Return a text in pieces without its first `count` characters."""
     at = 0
     while at < len(parts) - 1 and count >= len(parts[at]):
         count -= len(parts[at])
@@ -152,7 +152,7 @@ def cut_front(parts: list[str], count: int) -> list[str]:
 
 
 def _finder(words: set[str], folds: bool) -> re.Pattern | None:
-    """Finds the first characters of such words: to break behind each one breaks those that overlap, too."""
+    """Find the first characters of such words: to break behind each one breaks those that overlap, too."""
     targets = sorted(word for word in words if len(word) > 1 and not word.isspace())
     if not targets:
         return None
@@ -172,7 +172,7 @@ def _mapped(thing: Any, change, words: re.Pattern | None) -> Any:
 
 
 def _with_arguments(message: dict) -> dict:
-    """A message whose tool calls have arguments as values: JSON may spell a word in escapes."""
+    """Return a message whose tool calls have arguments as values: JSON may spell a word in escapes."""
     if not isinstance(message.get("tool_calls"), list):
         return message
     return message | {"tool_calls": [_read_arguments(call) for call in message["tool_calls"]]}

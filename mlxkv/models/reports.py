@@ -74,7 +74,7 @@ def compressed(
     sizes: tuple[int, int, int],
     attention: str,
 ) -> LayerReport:
-    """The report of a layer that `config` compresses, or why its heads cannot be.
+    """Return the report of a layer that `config` compresses, or why its heads cannot be.
 
     label: the name of `config`. sizes: kv heads, key dim, value dim.
     """
@@ -96,7 +96,7 @@ def of_latents(config: CacheConfig) -> str:
 
 
 def with_own(report: LayerReport, config: CacheConfig, fitted: CacheConfig) -> LayerReport:
-    """The report of a compressed layer whose calibration makes `own` of `config`: its clips, and the bits
+    """Return the report of a compressed layer whose calibration makes `own` of `config`: its clips, and the bits
     of the rank that its energy takes."""
     dims = report.key_dim, report.value_dim
     clips = _clips_of(fitted)
@@ -113,7 +113,7 @@ def _clips_of(config: CacheConfig) -> tuple[float, ...]:
 
 
 def left_out(reports: list[LayerReport]) -> list[LayerReport]:
-    """The layers that grow and stay in full precision, though compression was asked for."""
+    """Return the layers that grow and stay in full precision, though compression was asked for."""
     return [r for r in reports if r.grows and not r.compressed and r.reason != ASKED_FOR]
 
 
@@ -145,7 +145,7 @@ def summarise(reports: list[LayerReport]) -> list[str]:
 
 
 def _bits(reports: list[LayerReport]) -> str:
-    """The bits per value of layers that share a line: their range and mean over all values where they differ."""
+    """Return the bits per value of layers that share a line: their range and mean over all values where they differ."""
     bits = [r.bits_per_value for r in reports]
     if min(bits) == max(bits):
         return f"{bits[0]:.3g} bits per value"
@@ -155,7 +155,7 @@ def _bits(reports: list[LayerReport]) -> str:
 
 
 def _clips(reports: list[LayerReport]) -> str:
-    """The searched clips of layers that share a line, as ranges."""
+    """Return the searched clips of layers that share a line, as ranges."""
     if not (pairs := [r.clips for r in reports if r.clips]):
         return ""
     keys, values = (
@@ -166,7 +166,7 @@ def _clips(reports: list[LayerReport]) -> str:
 
 
 def nothing_compressed(reports: list[LayerReport]) -> str | None:
-    """The line to say if no layer is compressed though that was asked for, or None."""
+    """Return the line to say if no layer is compressed though that was asked for, or None."""
     out, is_deliberate = left_out(reports), any(r.reason == ASKED_FOR for r in reports)
     if any(r.compressed for r in reports) or (is_deliberate and not out):
         return None

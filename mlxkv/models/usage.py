@@ -156,7 +156,7 @@ KINDS = {"max_size": "sliding", "chunk_size": "chunked"}
 
 
 def shape_of(cache: Any) -> CacheShape:
-    """The shape of one cache, or of a sequence in shared arrays. A compressed one has to hold a token."""
+    """Return the shape of one cache, or of a sequence in shared arrays. A compressed one has to hold a token."""
     if isinstance(cache, BatchedKVCache):
         shared, kind = cache.buffers, {"records": True, "together": True}
         sizes = shared.heads, *shared.store.dims, shared.config

@@ -28,7 +28,7 @@ WHY = "`mlxkv doctor` shows why"
 
 
 def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:
-    """The line to say where a GPU decodes a compressed layer without kernels. The bool says how loudly:
+    """Return the line to say where a GPU decodes a compressed layer without kernels. The bool says how loudly:
     True where kernels should run there and do not, False where no kernel reads the format. None where
     kernels run, where there is no GPU, or where they are not wanted."""
     if launch.factory() is None and not launch.switched_off(launch.KERNELS):

@@ -256,7 +256,7 @@ class Engine:
         return job_next, cancelled, steps
 
     def _take(self) -> Job | None:
-        """The next request, if it may begin now; waits a while for one where none is under way."""
+        """Return the next request, if it may begin now; waits a while for one where none is under way."""
         try:
             if not self.jobs:
                 job = self.requests.get(timeout=IDLE_SECONDS)
@@ -444,7 +444,7 @@ class Engine:
         return self.problem is not None or self.ranks.ended
 
     def kv_document(self, job: Job) -> dict:
-        """The `kv` field of a reply that has ended."""
+        """Return the `kv` field of a reply that has ended."""
         measured = job.usage
         bits = measured.figures["bits_per_value"]
         return {

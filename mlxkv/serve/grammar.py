@@ -63,7 +63,7 @@ def of_schema(path: str, schema: object, compiles: bool = True) -> str:
 
 
 def of_format(asked: Any, compiles: bool = True) -> str | None:
-    """The grammar for OpenAI's `response_format`, None for text. Raises what `of_schema` raises."""
+    """Return the grammar for OpenAI's `response_format`, None for text. Raises what `of_schema` raises."""
     kind = asked.get("type") if isinstance(asked, dict) else None
     if asked is None or kind == "text":
         return None
@@ -101,7 +101,7 @@ def calls_of(tokenizer: Any) -> Calls | None:
 def of_choice(
     choice: Any, tools: list[dict] | None, calls: Calls | None, compiles: bool = True
 ) -> str | None:
-    """The grammar for OpenAI's `tool_choice`: of one call of any tool ("required") or of a named one
+    """Return the grammar for OpenAI's `tool_choice`: of one call of any tool ("required") or of a named one
     ({"type": "function", "function": {"name": ...}}). None for "auto" and "none". Raises what `of_schema`
     raises."""
     if choice in ("auto", "none"):
@@ -127,7 +127,7 @@ def of_choice(
 
 
 def _call_schema(function: dict, definitions: dict[str, Any]) -> dict:
-    """The schema of a call; what its parameters define goes to `definitions`, where references find it."""
+    """Return the schema of a call; what its parameters define goes to `definitions`, where references find it."""
     parameters = function.get("parameters")
     parameters = dict(parameters) if isinstance(parameters, dict) else {}
     if (kind := parameters.get("type", "object")) not in ("object", ["object"]):
@@ -158,7 +158,7 @@ class Grammars:
         self._words: Any = None
 
     def processor(self, grammar: str, thinks: bool) -> Constraint:
-        """A logits processor for one reply. thinks: whether it begins with thinking, which is free."""
+        """Return a logits processor for one reply. thinks: whether it begins with thinking, which is free."""
         free = tuple(self._tokenizer.think_end_tokens or ()) if thinks else ()
         return Constraint(self._matcher(grammar), self._words.eos_tokens, free)
 

@@ -80,7 +80,7 @@ class Job:
     usage: Usage | None = None
 
     def to_json(self) -> list:
-        """A request without its text, its tokens and its tenant."""
+        """Return a request without its text, its tokens and its tenant."""
         request = asdict(self.request)
         fields = {k: x for k, x in request.items() if k not in LOCAL_FIELDS}
         return [fields, self.prompt, self.tenant]

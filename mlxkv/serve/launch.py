@@ -232,8 +232,8 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 def ask(url: str, key: str) -> Endpoint | None:
-    """The server at a URL, None where no server of ours answers. Raises UserError for a wrong key, and for the name
-    of a model that programs would take for something else."""
+    """Return the server at a URL, None where no server of ours answers. Raises UserError for a wrong key, and for the
+    name of a model that programs would take for something else."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         # Not by a proxy: the server is asked for by its address.
@@ -257,7 +257,7 @@ def ask(url: str, key: str) -> Endpoint | None:
 
 
 def _sound(model: str) -> str:
-    """A model's name. Raises UserError where OpenCode would put a variable or a file into it ({env:HOME}), or no
+    """Return a model's name. Raises UserError where OpenCode would put a variable or a file into it ({env:HOME}), or no
     configuration can hold it."""
     if not model.isprintable() or re.search(r"\{(env|file):", model):
         raise UserError(
@@ -268,7 +268,7 @@ def _sound(model: str) -> str:
 
 @contextmanager
 def started(options: list[str]) -> Iterator[Endpoint]:
-    """A server on a free port of this machine, with a key of its own, as long as the block. Raises MachineError.
+    """Return a server on a free port of this machine, with a key of its own, as long as the block. Raises MachineError.
 
     What it says goes to a file: a program that draws on the terminal would be written over."""
     key = secrets.token_urlsafe(24)

@@ -45,8 +45,8 @@ class Metrics:
 def text(
     responses: Counter[int], gauges: dict[str, float], models: dict[str, tuple[Metrics, dict]]
 ) -> str:
-    """The page of `/metrics`. responses: by status. gauges: of the server. models: counts of those that are loaded, and
-    their documents of /v1/kv."""
+    """Return the page of `/metrics`. responses: by status. gauges: of the server. models: counts of those that are
+    loaded, and their documents of /v1/kv."""
     families: dict[str, list[str]] = {}
 
     def add(name: str, kind: str, words: str, value: float, suffix: str = "", **labels) -> None:
@@ -78,5 +78,5 @@ def text(
 
 
 def _escaped(text: str) -> str:
-    """The value of a label. Prometheus knows no other escapes, and drops a page that has some."""
+    """Return the value of a label. Prometheus knows no other escapes, and drops a page that has some."""
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

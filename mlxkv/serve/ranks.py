@@ -78,11 +78,11 @@ class Ranks:
         raise error or MachineError("[serve] another process could not begin, and says why")
 
     def all_max(self, number: int) -> int:
-        """The largest of all processes' numbers."""
+        """Return the largest of all processes' numbers."""
         return max(self._all(number))
 
     def all_min(self, number: int) -> int:
-        """The smallest of all processes' numbers."""
+        """Return the smallest of all processes' numbers."""
         return min(self._all(number))
 
     def _all(self, number: int) -> list[int]:
@@ -136,5 +136,5 @@ class Ranks:
 
 
 def _summed(data: bytes) -> bytes:
-    """The sum of all processes' bytes, place by place."""
+    """Return the sum of all processes' bytes, place by place."""
     return bytes(memoryview(mx.distributed.all_sum(mx.array(data))))

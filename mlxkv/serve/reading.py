@@ -142,9 +142,9 @@ class Reader:
         names: tuple = (),
         client_key: str | None = None,
     ) -> Read | int | str:
-        """The request in a body; at COUNT the number of its tokens; the model that it names where that is not this
-        one, and others have `names`. budget: tokens that the memory has room for, where a chat that is too long loses
-        its oldest turns. client_key: by which clients take turns. Raises Refused."""
+        """Return the request in a body; at COUNT the number of its tokens; the model that it names where that is not
+        this one, and others have `names`. budget: tokens that the memory has room for, where a chat that is too long
+        loses its oldest turns. client_key: by which clients take turns. Raises Refused."""
         if self._key not in _open:
             raise ending()
         seconds = SECONDS + len(raw) // PACE
@@ -190,7 +190,7 @@ class Prompts:
         self._escaper, self._thinking = PromptEscaper(tokenizer), Thinking(tokenizer)
 
     def read(self, request: Request) -> Prompt:
-        """The prompt of a request, of any length. Raises Refused where a template fails."""
+        """Return the prompt of a request, of any length. Raises Refused where a template fails."""
         try:
             if not request.chat:
                 tokens = request.prompt  # perhaps tokens already
@@ -208,8 +208,8 @@ class Prompts:
             raise Refused(400, reason, "invalid_value") from None
 
     def fitting(self, request: Request, limit: int) -> tuple[Prompt, int]:
-        """The prompt of a chat in at most `limit` tokens, without the oldest turns behind the system's words, and how
-        many messages were dropped. The last question stays, whatever its length. Raises Refused.
+        """Return the prompt of a chat in at most `limit` tokens, without the oldest turns behind the system's words,
+        and how many messages were dropped. The last question stays, whatever its length. Raises Refused.
 
         Turns go by quarters of the limit, so that a chat that grows loses the same ones for a while: what is left
         begins alike, and is found in a cache."""
@@ -235,7 +235,7 @@ class Prompts:
         return behind(start), start - first
 
     def _chat(self, request: Request, messages: list[dict], reply: dict | None = None) -> Prompt:
-        """The prompt of messages. reply: its start, which goes on."""
+        """Return the prompt of messages. reply: its start, which goes on."""
         extra = self._template | (request.chat_template_kwargs or {})
         # Special tokens in contents are text.
         mark, (messages, tools, extra) = self._escaper.marked(messages, request.tools, extra)
@@ -260,7 +260,7 @@ class Prompts:
         return Prompt(*continued(self._tokenizer, self._escaper, prompt, parts, reply))
 
     def _cut(self, messages: list[dict], tokens: list[int], render: Callable) -> Prompt:
-        """The prompt of messages, whose tokens these are."""
+        """Return the prompt of messages, whose tokens these are."""
         tokenizer = self._tokenizer
         if not tokenizer.has_chat_template:
             return Prompt(tokens, [tokens])
@@ -299,7 +299,7 @@ def _accepted(messages: list[dict], render: Callable) -> tuple[list[dict], list[
 
 
 def _blank(messages: list[dict], text: str, reply: dict, render: Callable) -> str:
-    """The blanks that the chat template writes between the prompt and the reply. text: of the messages."""
+    """Return the blanks that the chat template writes between the prompt and the reply. text: of the messages."""
     content = reply["content"]
     if not content or any(reply.get(name) for name in NAMES):
         return ""

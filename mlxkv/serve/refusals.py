@@ -44,7 +44,7 @@ class Refused(Exception):
         return Refused, (self.status, self.message, self.code, self.retry, self.details)
 
     def body(self) -> dict:
-        """The JSON document that OpenAI's clients expect."""
+        """Return the JSON document that OpenAI's clients expect."""
         kind = KINDS.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "code": self.code, "param": None}
         return {"error": error | self.details}

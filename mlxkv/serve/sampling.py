@@ -21,7 +21,7 @@ GREEDY = make_sampler(0.0)  # one for all requests: a batch of them is drawn at 
 
 
 def sampler_of(request: Request, tokenizer: Any) -> Callable[[mx.array], mx.array]:
-    """The sampler of a request: log-probabilities [B, V] -> tokens [B]; B is 1 where a seed was given."""
+    """Return the sampler of a request: log-probabilities [B, V] -> tokens [B]; B is 1 where a seed was given."""
     if not request.temperature:
         return GREEDY
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)

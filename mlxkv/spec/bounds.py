@@ -110,7 +110,7 @@ def keys(tensors: Arrays, ending: str = ".codes") -> list[str]:
 
 
 def under(tensors: Arrays, name: str) -> Arrays:
-    """The tensors called `name.*`, without it."""
+    """Return the tensors called `name.*`, without it."""
     return {n.removeprefix(f"{name}."): x for n, x in tensors.items() if n.startswith(f"{name}.")}
 
 

@@ -521,7 +521,7 @@ class Table:
         return self._attention(case, self.attend(call), golden["out"])
 
     def _stored(self, golden: Arrays, prefix: str, bits: int) -> Stored:
-        """The spec's codes, scales and biases as the backend holds them."""
+        """Return the spec's codes, scales and biases as the backend holds them."""
         numbers = (name for name in ("scale", "bias") if f"{prefix}{name}" in golden)
         stored = {name: self.tensor(golden[f"{prefix}{name}"]) for name in numbers}
         return {"codes": self.pack(golden[f"{prefix}codes"], bits), **stored}
@@ -585,7 +585,7 @@ def shared_rows() -> Rows:
 
 
 def fill_map_rows() -> Rows:
-    """The bits that directions are given, and their maps: NumPy code that all backends share."""
+    """Yield the bits that directions are given, and their maps: NumPy code that all backends share."""
     tensors, _ = read_golden("fill_maps")
     for name in sorted({key.split(".")[0] for key in tensors}):
         tensors_of_case = under(tensors, name)

@@ -116,7 +116,7 @@ def rows(
 
 
 def _ours(name: str, config: CacheConfig, step: DecodeStep) -> tuple[dict, Task | None]:
-    """The row so far, and its task: None if the result is wrong."""
+    """Return the row so far, and its task: None if the result is wrong."""
     shape, first, scale = step.shape, step.first, step.scale
     config = allotted(config, shape.dims)
     views = [filled(config, shape, step.tokens, step.dtype)]

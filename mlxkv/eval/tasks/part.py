@@ -50,7 +50,8 @@ class TaskPart:
 def by_context(
     results: dict[str, Results], task: str
 ) -> tuple[dict[str, list[Results]], dict[str, Results]]:
-    """The results of a task, "TASK-2048-3" of the third text of 2048 tokens, by context; and the results of others."""
+    """Return the results of a task, "TASK-2048-3" of the third text of 2048 tokens, by context; and the results of
+    others."""
     contexts: dict[str, list[Results]] = {}
     others = {}
     for key, result in results.items():

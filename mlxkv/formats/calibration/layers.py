@@ -35,7 +35,7 @@ def is_centred(kind: str) -> bool:
 
 
 def pairs(calibration: Calibration, kinds: Kinds, name: str) -> tuple[Pair, Pair]:
-    """The maps (down, up) of keys and of values of the layer `name`."""
+    """Return the maps (down, up) of keys and of values of the layer `name`."""
     layer = calibration.layers[name]
     return tuple(
         _leading(kind, layer, side) if kind.startswith(PCA) else _mapped(kind, layer, side)
@@ -68,7 +68,7 @@ def _mapped(kind: str, layer: Layer, side: str) -> Pair:
 
 
 def directions(basis: Basis, centred: bool) -> Pair:
-    """The balanced map [G, D, D] and sigma [G, D], falling; centred: of keys without their mean, from the
+    """Return the balanced map [G, D, D] and sigma [G, D], falling; centred: of keys without their mean, from the
     moments that a calibration holds, and for queries mostly by what errors of their scores cost where it holds that."""
     if not centred:
         return basis.balance.down, basis.balance.sigma
@@ -80,7 +80,7 @@ def directions(basis: Basis, centred: bool) -> Pair:
 
 
 def key_mean(calibration: Calibration, kinds: Kinds, name: str) -> np.ndarray | None:
-    """The mean [G, D] float32 that is taken from the keys of the layer `name`; None for none."""
+    """Return the mean [G, D] float32 that is taken from the keys of the layer `name`; None for none."""
     return calibration.layers[name].keys.mean if is_centred(kinds[0]) else None
 
 
@@ -97,13 +97,13 @@ def channel_scale(peaks: np.ndarray) -> np.ndarray:
 
 
 def scaled(scale: np.ndarray) -> Pair:
-    """The maps [1, D, D] of SRFT with a scale [D] per channel after it (SRFT paper, section 7.1)."""
+    """Return the maps [1, D, D] of SRFT with a scale [D] per channel after it (SRFT paper, section 7.1)."""
     down = matrices.srft(len(scale))
     return (down * scale)[None], (down.T / scale[:, None])[None]
 
 
 def _leading(kind: str, layer: Layer, side: str) -> Pair:
-    """The leading directions of a side; kind: as `Side.kind` writes it."""
+    """Return the leading directions of a side; kind: as `Side.kind` writes it."""
     _, size, *mixed = kind.split()
     second_moment = moment(layer, side)
     rank = int(size) if size.isdigit() else LowRank(float(size)).dims(second_moment.shape[-1])
@@ -115,7 +115,7 @@ def _orthogonal(down: np.ndarray) -> Pair:
 
 
 def share(heads: int, rank: int, size: int, layer: str) -> slice:
-    """The kv heads of the `rank`-th of `size` processes, each with an equal run of them. Raises UserError."""
+    """Return the kv heads of the `rank`-th of `size` processes, each with an equal run of them. Raises UserError."""
     if heads % size:
         raise UserError(
             f"[attach] {heads} kv heads of {layer} cannot be shared by {size} processes; choose a number "

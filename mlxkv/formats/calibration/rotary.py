@@ -65,7 +65,7 @@ class Rotary:
 
 
 def _harmonics(w: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """The mean of exp(j w t) over each span, and over `spans`, for w of any shape."""
+    """Return the mean of exp(j w t) over each span, and over `spans`, for w of any shape."""
     cycles = w / (2 * np.pi)
     cycles = cycles - np.rint(cycles)
     return sum(

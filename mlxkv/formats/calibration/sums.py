@@ -162,13 +162,14 @@ class LayerSums:
         return alike if read is None else _by_weight((alike + of(read)) / 2, alike, read)
 
     def _key_mean(self) -> np.ndarray:
-        """The mean [G, D] of stored keys over the positions of `spans`."""
+        """Return the mean [G, D] of stored keys over the positions of `spans`."""
         mean = self._halves(Sums.mean)
         return mean if self.rotary is None else self.rotary.mean_over(mean, self.spans)
 
     def _weighed_queries(self) -> np.ndarray | None:
-        """The second moment [G, D, D] of queries over the positions of `spans`, READ_BY_COST of it of WEIGHED, of all
-        alike otherwise, and in heads where errors cost nothing; None where there are none of WEIGHED, or all are 0."""
+        """Return the second moment [G, D, D] of queries over the positions of `spans`, READ_BY_COST of it of WEIGHED,
+        of all alike otherwise, and in heads where errors cost nothing; None where there are none of WEIGHED, or all
+        are 0."""
         weighed = self.sums.get(WEIGHED)
         if weighed is None or not (weighed.weight > 0).any():
             return None
@@ -205,7 +206,7 @@ class LayerSums:
         )
 
     def _balance(self, side: str, label: str, reads: np.ndarray) -> Balance:
-        """The balanced transform of a side. reads: the second moment of queries, used for keys."""
+        """Return the balanced transform of a side. reads: the second moment of queries, used for keys."""
         noise = _sound(self.moment(f"stored {side}"), label)
         if side == "values":
             eye = np.broadcast_to(np.eye(noise.shape[-1]), noise.shape)

@@ -66,7 +66,7 @@ class Runs:
             self._merge()
 
     def _transformed(self, run, new):
-        """The same codes, read by another basis."""
+        """Return the same codes, read by another basis."""
         store = self.make(new)
         if run.count:
             store.restore(self._codes(run), run.count)
@@ -83,7 +83,7 @@ class Runs:
         del self.bases[at]
 
     def read(self, start: int, stop: int):
-        """A snapshot of pages start .. stop - 1."""
+        """Return a snapshot of pages start .. stop - 1."""
         parts, first = [], 0
         for run in self.runs:
             low, high = max(start - first, 0), min(stop - first, run.count)
@@ -160,7 +160,7 @@ class Runs:
 
 
 def saved(basis) -> dict[str, Tensor]:
-    """The sides of a basis that belong to one cache alone: down [B, G, D, R], by name."""
+    """Return the sides of a basis that belong to one cache alone: down [B, G, D, R], by name."""
     sides = {} if basis is None else {name: getattr(basis, name).down for name in NAMES}
     return {name: u for name, u in sides.items() if u.ndim == 4}
 

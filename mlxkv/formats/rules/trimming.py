@@ -88,7 +88,7 @@ class TrimRules:
         return n
 
     def check_trim(self, n: int) -> None:
-        """Raises UserError where the last n tokens cannot be taken back."""
+        """Raise UserError where the last n tokens cannot be taken back."""
         if not self.can_keep(self.offset - min(self.offset, n)):
             raise UserError(
                 f"[cache] tokens before the last {self.trimmable} were dropped or moved, and only go together; "

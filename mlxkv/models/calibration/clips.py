@@ -59,7 +59,7 @@ class Trial:
         return {clip: x / max(self.energy, 1e-30) for clip, x in self.losses[side].items()}
 
     def best(self, side: str) -> float:
-        """The clip with the smallest error; of several, the one that cuts least."""
+        """Return the clip with the smallest error; of several, the one that cuts least."""
         errors = self.errors(side)
         return min(errors, key=lambda clip: (errors[clip], -clip))
 
@@ -242,7 +242,7 @@ def _judge(
     key_mean = rotations.key_mean if config.centred else None
 
     def stored(name: str, x: mx.array, clip: float) -> mx.array:
-        """The error of the pages, decoded minus exact, [B, G, T, D]; zero outside of them."""
+        """Return the error of the pages, decoded minus exact, [B, G, T, D]; zero outside of them."""
         side = getattr(config, name).clipped(clip)
         codec = Codec(side, x.shape[3], config.page, getattr(rotations, name))
         pages = subtract_mean(key_mean if name == "keys" else None, x[:, :, inside])
@@ -260,7 +260,7 @@ def _judge(
 
 
 def _candidates(clips: Sequence[float], spec, dims: int) -> list[float]:
-    """The preset's own clip and those of `clips` that cut differently, less those no kernel supports."""
+    """Return the preset's own clip and those of `clips` that cut differently, less those no kernel supports."""
     ranks: dict[int, float] = {}
     for clip in (spec.clip, *clips):
         rank = replace(spec, clip=clip).clip_rank(dims)

@@ -33,7 +33,7 @@ def read_calibration(calibration: Calibration | Path | str) -> Calibration:
 
 
 def find_calibration(model: nn.Module, config: CacheConfig | None = None) -> Calibration | None:
-    """The calibration that `model` was loaded with, that came with it, or that the user keeps; None if it
+    """Return the calibration that `model` was loaded with, that came with it, or that the user keeps; None if it
     has to be made. config: one that serves it, unless it was named."""
     origin = origin_of(model)
     if origin is None or origin.calibration is not None:

@@ -146,7 +146,7 @@ def loss(params: Params, x: mx.array, base: mx.array, spec: Affine) -> mx.array:
 
 
 def relative(decoded: mx.array, x: mx.array) -> mx.array:
-    """|decoded - x|^2 / |x|^2 of [G, N, D], mean of the kv heads."""
+    """Return |decoded - x|^2 / |x|^2 of [G, N, D], mean of the kv heads."""
     off = ((decoded - x) ** 2).sum((1, 2)) / mx.maximum((x**2).sum((1, 2)), TINY)
     return off.mean()
 

@@ -141,8 +141,8 @@ def random(model: nn.Module) -> Calibration:
 
 
 def _compressible(model: nn.Module, make_cache: Callable[[], list]) -> dict[Place, LayerShape]:
-    """The shapes of caches that could be compressed. The attention function must be patched. Raises UserError where
-    there are none."""
+    """Return the shapes of caches that could be compressed. The attention function must be patched. Raises UserError
+    where there are none."""
     findings = find(model, make_cache)
     shapes = {p: s for p, s in findings.shapes.items() if not (s.key_dim % 2 or s.value_dim % 2)}
     if not shapes:
@@ -241,5 +241,5 @@ def progress_bar(total: int, title: str = "calibrating") -> Iterator[Progress]:
 
 
 def bos_of(tokenizer) -> int | None:
-    """The token that starts a text, or None."""
+    """Return the token that starts a text, or None."""
     return getattr(tokenizer, "bos_token_id", None)

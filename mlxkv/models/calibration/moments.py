@@ -225,7 +225,7 @@ class Moments(LayerSums):
 
 
 def unit_basis(vectors: np.ndarray, side: str) -> Basis:
-    """The basis of these vectors [G, D, D] where all moments are I."""
+    """Return the basis of these vectors [G, D, D] where all moments are I."""
     vectors = vectors.astype(np.float32)
     ones = np.ones(vectors.shape[:2], np.float32)
     mean = np.zeros_like(ones) if side == "keys" else None
@@ -261,7 +261,7 @@ def products(
 
 
 def peaks(x: mx.array) -> mx.array:
-    """The largest absolute values of the channels after SRFT: [B, G, L, D] -> [G, D] float32."""
+    """Return the largest absolute values of the channels after SRFT: [B, G, L, D] -> [G, D] float32."""
     return mx.abs(transform.make("srft", x.shape[-1], 0).store(x)).max((0, 2))
 
 

@@ -74,8 +74,8 @@ def folders() -> list[Path]:
 
 
 def kept(name: str) -> Path | None:
-    """The file of a package's model on this machine, or None. A file of another size is none: writing is atomic and
-    checked, so that one was put there by others."""
+    """Return the file of a package's model on this machine, or None. A file of another size is none: writing is
+    atomic and checked, so that one was put there by others."""
     package = PACKAGES[name]
     for folder in folders():
         file = folder / package.file

@@ -79,8 +79,8 @@ class Process:
         return self._process
 
     def ask(self, question: bytes, seconds: float = 0, memory: int = 0) -> bytes:
-        """The answer to a question. seconds: of processor time that it may take, memory: bytes beyond those that the
-        process has; 0: any. Raises Excess and Stopped."""
+        """Return the answer to a question. seconds: of processor time that it may take, memory: bytes beyond those
+        that the process has; 0: any. Raises Excess and Stopped."""
         with self._lock:
             return self._exchange(self._start(), question, seconds, memory)
 
@@ -155,7 +155,7 @@ def _receive(file: BinaryIO) -> tuple[bytes, float, int] | None:
 
 
 def serve(answer: Callable[[bytes], bytes]) -> None:
-    """The process: answers questions from stdin on stdout."""
+    """Answer questions from stdin on stdout."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # for whatever prints
     bound = MemoryBound()

@@ -79,7 +79,7 @@ def _weights(folder: Path) -> int | None:
 
 
 def cached(name: str) -> Place | None:
-    """A model of the hub whose weights lie in the hub's cache folder, or None."""
+    """Return a model of the hub whose weights lie in the hub's cache folder, or None."""
     from huggingface_hub import try_to_load_from_cache
 
     try:

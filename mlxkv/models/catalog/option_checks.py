@@ -30,13 +30,13 @@ def dtype_name(name: str | None) -> str | None:
 
 
 def check_weights(bits: int | None) -> None:
-    """Raises UserError for bits of weights other than 8."""
+    """Raise UserError for bits of weights other than 8."""
     if bits not in (None, 8):
         raise UserError(f"[--weights] must be 8, or left out for weights as stored; got {bits}")
 
 
 def check_sampling(temp: float | None, top_p: float | None) -> None:
-    """Raises UserError for settings out of range; None is for what the model's makers recommend."""
+    """Raise UserError for settings out of range; None is for what the model's makers recommend."""
     if temp is not None and not 0 <= temp < float("inf"):  # refuses NaN too
         raise UserError(f"[--temp] must be 0 or more, and finite; got {temp}")
     if top_p is not None and not 0 < top_p <= 1:

@@ -53,7 +53,7 @@ class LayerShape:
 
 
 def text_config(config: dict) -> dict:
-    """The language model's part of a config, defaults filled in."""
+    """Return the language model's part of a config, defaults filled in."""
     inner = config.get("text_config")
     merged = config | inner if isinstance(inner, dict) else dict(config)
     # The outer type names the family when the inner one is missing.
@@ -69,7 +69,7 @@ def _number(config: dict, *names: str) -> int:
 
 
 def context_limit(config: dict) -> int | None:
-    """The longest context, in tokens, that a config.json was made for; None if it does not say."""
+    """Return the longest context, in tokens, that a config.json was made for; None if it does not say."""
     text = {**config, **(config.get("text_config") or {})}
     limit = next((int(text[name]) for name in LIMITS if isinstance(text.get(name), int)), None)
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
@@ -86,7 +86,7 @@ def context_limit(config: dict) -> int | None:
 
 
 def estimated_layers(config: dict) -> list[LayerShape]:
-    """The caches of a usual decoder of these sizes whose layers all grow: an upper bound. Raises UserError."""
+    """Return the caches of a usual decoder of these sizes whose layers all grow: an upper bound. Raises UserError."""
     config = text_config(config)
     count, heads = _number(config, *DEPTH), _number(config, *HEADS)
     dim = int(config.get("head_dim") or _number(config, *WIDTH) // heads)

@@ -88,13 +88,14 @@ def _coded(layer: LayerShape, kv: CacheConfig) -> CacheConfig | None:
 
 
 def bits_in_pages(layer: LayerShape, kv: CacheConfig) -> float:
-    """Stored bits per value of a layer inside of pages."""
+    """Return stored bits per value of a layer inside of pages."""
     coded = _coded(layer, kv)
     return coded.bits_per_value(layer.key_dim, layer.value_dim) if coded else 16.0
 
 
 def cache_shape(layer: LayerShape, kv: CacheConfig, records: bool = False) -> CacheShape:
-    """The shape of the cache that `attach` makes for a layer, its state left out. records: whether kernels read it."""
+    """Return the shape of the cache that `attach` makes for a layer, its state left out. records: whether kernels
+    read it."""
     return CacheShape(
         *(layer.kv_heads, layer.key_dim, layer.value_dim, _coded(layer, kv), layer.kind),
         window=layer.window,
@@ -127,6 +128,6 @@ def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
 
 
 def longest(plan: ModelPlan, kv: CacheConfig, usable: int) -> int:
-    """The longest context that fits, at most the model's limit; 0 when nothing does."""
+    """Return the longest context that fits, at most the model's limit; 0 when nothing does."""
     contexts = range(1, (plan.limit or MOST_TOKENS) + 1)
     return bisect_right(contexts, usable, key=lambda tokens: need(plan, kv, tokens).total)

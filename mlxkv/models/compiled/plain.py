@@ -123,12 +123,12 @@ class Arrays(StaticCache):
         self.state = self.indices = self.advance = ()
 
     def of(self, cache: ArraysCache) -> list[mx.array]:
-        """The arrays that `cache` holds."""
+        """Return the arrays that `cache` holds."""
         states = [cache.cache[i] for i in self.filled]
         return states + [getattr(cache, name) for name in self.extras]
 
     def give(self, cache: ArraysCache, arrays: Sequence[mx.array]) -> None:
-        """The inverse of `of`."""
+        """Invert `of`."""
         cache.cache = list(cache.cache)
         for i, x in zip(self.filled, arrays, strict=False):
             cache.cache[i] = x
@@ -150,7 +150,7 @@ class Arrays(StaticCache):
 
 @cache
 def _stand_in(kind: type[ArraysCache]) -> type[ArraysCache]:
-    """The class, with `written`."""
+    """Return the class, with `written`."""
 
     def written(self) -> list[mx.array]:
         if any(x is not None for i, x in enumerate(self.cache) if i not in self.static.filled):

@@ -195,7 +195,7 @@ class StepKind:
         self.run = mx.compile(self._trace) if compiles else self._trace
 
     def __call__(self, tokens, weights, statics, caches, places, values, advances):
-        """The logits, and what each static cache's proxy wrote."""
+        """Return the logits, and what each static cache's proxy wrote."""
         # The last step has left the indices on the device: uploading them takes CUDA longer than all
         # that a replay does on the host.
         indices = [
@@ -238,7 +238,7 @@ class StepKind:
         return logits, [_outputs_of(proxy) for proxy in stands], advanced
 
     def _logits(self, out) -> mx.array:
-        """The logits alone. Raises Untraceable where the model's code returns more."""
+        """Return the logits alone. Raises Untraceable where the model's code returns more."""
         if isinstance(out, mx.array):
             return out
         fields = vars(out) if is_dataclass(out) else {}
@@ -249,7 +249,7 @@ class StepKind:
         return out.logits
 
     def _wait(self, statics: Sequence[StaticCache]) -> None:
-        """Raises NotYet where a page is quantized that layers then read without writing to the cache: a trace
+        """Raise NotYet where a page is quantized that layers then read without writing to the cache: a trace
         has its exact tokens, these layers its codes."""
         if any(statics[i].quantizes for i in self._shared):
             raise NotYet("layers share a cache that quantizes a page")
@@ -285,7 +285,7 @@ def _outputs_of(proxy: CacheProxy) -> list[mx.array]:
 
 
 def static_caches_of(cache, new: int) -> list[StaticCache]:
-    """The static caches of a cache, of each in a list of caches. Raises NotYet, Untraceable."""
+    """Return the static caches of a cache, of each in a list of caches. Raises NotYet, Untraceable."""
     if isinstance(cache, CacheList):
         return [static for member in cache.caches for static in static_caches_of(member, new)]
     kind = FORMS.get(type(cache))
@@ -297,7 +297,7 @@ def static_caches_of(cache, new: int) -> list[StaticCache]:
 
 
 def _in_place(cache, stands):
-    """The proxys in the places of the caches."""
+    """Return the proxys in the places of the caches."""
     if not isinstance(cache, CacheList):
         return next(stands)
     out = CacheList.__new__(CacheList)
@@ -306,8 +306,8 @@ def _in_place(cache, stands):
 
 
 def grouped(statics: Sequence[StaticCache]):
-    """Indices that several caches share: for each static cache the place of its own, then these indices, and by how
-    much they grow."""
+    """Return indices that several caches share: for each static cache the place of its own, then these indices, and
+    by how much they grow."""
     groups, places, members = {}, [], []
     for i, static in enumerate(statics):
         group = groups.get(static.lockstep)

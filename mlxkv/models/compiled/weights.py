@@ -127,7 +127,7 @@ def _put_back(container: Container | tuple, items, attributes: dict | None) -> N
 
 
 def _walk(model: nn.Module) -> tuple[list[Spot], list[Link]]:
-    """The places of arrays, and of the containers between them, the model first."""
+    """Return the places of arrays, and of the containers between them, the model first."""
     places, links, todo = [], [], [[model]]
     while todo:
         container = todo.pop()

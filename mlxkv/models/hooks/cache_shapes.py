@@ -23,7 +23,7 @@ STATES = ("ArraysCache", "MambaCache")
 
 
 def layers_of(model: nn.Module) -> list[LayerShape]:
-    """The shape of every cache that `model` makes for itself and uses, attached or not.
+    """Return the shape of every cache that `model` makes for itself and uses, attached or not.
 
     Layers behind a place where the model's code fails hold what others of their class do. Raises what the code
     raised where none of a class was reached.
@@ -57,7 +57,7 @@ def layers_of(model: nn.Module) -> list[LayerShape]:
 def _run(
     model: nn.Module, make_cache: Callable[[], list], tokens: int
 ) -> tuple[list[tuple[Place, object]], Exception | None]:
-    """The model's own caches, with their places, behind a prompt of `tokens`; and what its code raised."""
+    """Return the model's own caches, with their places, behind a prompt of `tokens`; and what its code raised."""
     caches, fault = make_cache(), None
     try:
         model(mx.zeros((1, tokens), mx.int32), cache=caches)
@@ -67,7 +67,7 @@ def _run(
 
 
 def _of_keys(place: Place, cache, findings: Findings, expanded: int) -> LayerShape:
-    """The shape of a cache of keys and values that has been written to."""
+    """Return the shape of a cache of keys and values that has been written to."""
     kind, window = KINDS[type(cache).__name__]
     sizes = (cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3])
     reason, shape = findings.refused.get(place, ""), findings.shapes.get(place)
@@ -84,7 +84,8 @@ def _of_keys(place: Place, cache, findings: Findings, expanded: int) -> LayerSha
 def _growth(
     model: nn.Module, make_cache: Callable[[], list], places: list[Place]
 ) -> dict[Place, LayerShape]:
-    """The shapes of caches of other classes: states of fixed size, or what grows by tokens, which is not compressed."""
+    """Return the shapes of caches of other classes: states of fixed size, or what grows by tokens, which is not
+    compressed."""
     runs = [dict(_run(model, make_cache, PROMPT)[0])]
     if any(type(runs[0][place]).__name__ not in STATES for place in places):
         runs = [dict(_run(model, make_cache, tokens)[0]) for tokens in (NEAR, FAR)]

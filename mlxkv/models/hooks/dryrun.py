@@ -47,7 +47,7 @@ class CacheTrace:
         return len(self.values) == len(self.calls) == 1
 
     def output_projection(self) -> nn.Module | None:
-        """The first linear map whose input is exactly the output of attention, or None."""
+        """Return the first linear map whose input is exactly the output of attention, or None."""
         out = self.calls[0].out
         return next((module for module, x, _ in self.readers if reads(x, out)), None)
 
@@ -123,7 +123,7 @@ def sensitivities(
 def projections(
     model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]
 ) -> dict[Place, Callable[[mx.array], mx.array]]:
-    """The output projection of each cache, as in `sensitivities`, as a linear map without bias, [B, H, L, Dv] ->
+    """Return the output projection of each cache, as in `sensitivities`, as a linear map without bias, [B, H, L, Dv] ->
     [B, L, hidden]."""
 
     def linear(target: nn.Module, heads: mx.array) -> mx.array:

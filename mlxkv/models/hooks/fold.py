@@ -68,7 +68,7 @@ class Fold:
     reasons: dict[Place, str]
 
     def check(self, place: Place, rotations: LayerMaps) -> None:
-        """Raises UserError unless a cache with these `rotations` stores what the weights leave."""
+        """Raise UserError unless a cache with these `rotations` stores what the weights leave."""
         have = self.layer_maps.get(place)
         if have is not None and _values_map(have) != _values_map(rotations):
             raise UserError(
@@ -84,7 +84,7 @@ def fold_of(model: nn.Module) -> Fold | None:
 
 
 def refuse_folded(model: nn.Module, command: str) -> None:
-    """Raises UserError where the weights transform values, for what has to see them plain."""
+    """Raise UserError where the weights transform values, for what has to see them plain."""
     if fold_of(model) is not None:
         raise UserError(
             f"[{command}] the weights of this model transform values (fold); got folded values; load the "
@@ -95,7 +95,7 @@ def refuse_folded(model: nn.Module, command: str) -> None:
 def check_maps(
     model: nn.Module, fitted: Mapping[Place, tuple[CacheConfig, LayerMaps | None]]
 ) -> None:
-    """Raises UserError where caches map values that the weights map otherwise."""
+    """Raise UserError where caches map values that the weights map otherwise."""
     if (fold := fold_of(model)) is not None:
         for place, (config, rotations) in fitted.items():
             if rotations is not None and config.values.calibrated:
@@ -204,7 +204,7 @@ def _site(dry_run: DryRun, place: Place) -> Site:
 
 
 def _source(linears: list[LinearCall], values: mx.array) -> tuple[nn.Module, tuple[int, ...]]:
-    """The nearest linear map whose output holds `values` [1, G, T, D], and the blocks that hold them."""
+    """Return the nearest linear map whose output holds `values` [1, G, T, D], and the blocks that hold them."""
     _, heads, count, dims = values.shape
     for module, _, y in reversed(linears):
         if y.shape[:-1] != (1, count) or y.shape[-1] % dims or y.shape[-1] < heads * dims:
@@ -290,7 +290,7 @@ def _check(
 
 
 def _bound(dry_run: DryRun, place: Place, site: Site) -> float:
-    """The bound for the coarsest dtype of weights and values."""
+    """Return the bound for the coarsest dtype of weights and values."""
     dtypes = (site.source.weight.dtype, site.target.weight.dtype)
     return max(BOUNDS.get(x, 0.0) for x in (*dtypes, dry_run.traces[place].values[0].dtype))
 

@@ -45,7 +45,7 @@ def forbid_batches(caches: list, compressed: Container[Place]) -> None:
 
 @cache
 def _unbatchable(kind: type) -> type:
-    """The class of a list of caches without its ways into a batch; its name, which saved files hold, stays."""
+    """Return the class of a list of caches without its ways into a batch; its name, which saved files hold, stays."""
 
     def absent(_):
         raise AttributeError("sequences of this model are read one at a time")
@@ -87,7 +87,7 @@ class Attachment:
         return caches
 
     def plain_caches(self) -> list:
-        """The caches of the model as it was before `attach`."""
+        """Return the caches of the model as it was before `attach`."""
         inherited = getattr(type(self.model), _MAKE, None)
         make = self.original or (inherited and inherited.__get__(self.model)) or _plain(self.model)
         return make()
@@ -134,7 +134,7 @@ def _is_of_mlx_vlm(model: nn.Module) -> bool:
 
 
 def cached_part(model: nn.Module) -> nn.Module:
-    """The part of a model that makes and takes the caches: the `language_model` of one of mlx-vlm, in mlx-lm the
+    """Return the part of a model that makes and takes the caches: the `language_model` of one of mlx-vlm, in mlx-lm the
     model."""
     inner = getattr(model, "language_model", None)
     return inner if _is_of_mlx_vlm(model) and isinstance(inner, nn.Module) else model
@@ -149,7 +149,7 @@ def mark(model: nn.Module, slots: list[Slot], new: Mapping[Place, NewCache]) -> 
 
 
 def steps_of(model: nn.Module) -> Steps | None:
-    """The decode steps of an attached model, or None."""
+    """Return the decode steps of an attached model, or None."""
     attachment = vars(model).get(MARK)
     return None if attachment is None else attachment.steps
 
@@ -179,7 +179,7 @@ def forget_steps(model: nn.Module) -> None:
 
 
 def own_make_cache(model: nn.Module) -> Callable[[], list]:
-    """The function by which the model makes its own caches, attached or not; what the user set since
+    """Return the function by which the model makes its own caches, attached or not; what the user set since
     counts as its own."""
     make, attachment = getattr(model, _MAKE, None), vars(model).get(MARK)
     if attachment is not None and make is attachment:

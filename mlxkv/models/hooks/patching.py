@@ -48,7 +48,7 @@ def patch(model: nn.Module) -> list[Slot]:
 
 
 def _call_of(model: nn.Module) -> list[Slot]:
-    """The slot of the model's own call; none for a class that its module does not name."""
+    """Return the slot of the model's own call; none for a class that its module does not name."""
     cls = next(cls for cls in type(model).__mro__ if CALL in vars(cls))
     named = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
     return [(cls.__module__, f"{cls.__name__}.{CALL}")] if named and cls is not nn.Module else []
@@ -90,7 +90,7 @@ def unpatch(slots: list[Slot]) -> None:
 
 
 def _place(slot: Slot) -> tuple[ModuleType | type, str]:
-    """The module or class, and the attribute."""
+    """Return the module or class, and the attribute."""
     inside, _, name = slot[1].rpartition(".")
     file = sys.modules[slot[0]]
     return (getattr(file, inside) if inside else file), name

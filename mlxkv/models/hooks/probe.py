@@ -70,7 +70,7 @@ class Handle:
     def attended(
         self, queries, values, cache=None, scale: float = 1.0, mask=None, sinks=None, softcap=None
     ) -> mx.array:
-        """queries: [B, H, L, D] -> zeros [B, H, L, Dv]. mlx-lm's signature."""
+        """Return zeros for queries: [B, H, L, D] -> zeros [B, H, L, Dv]. mlx-lm's signature."""
         if type(values) is not Handle or values._cache is not self._cache:
             raise Misuse("attends with keys and values of different caches")
         self._cache.waiting = False
@@ -188,7 +188,7 @@ def _reason(error: Exception, waiting: bool) -> str:
 
 
 def files_of(model: nn.Module) -> list[ModuleType]:
-    """The Python modules that define the classes of `model` and its layers, bases included."""
+    """Return the Python modules that define the classes of `model` and its layers, bases included."""
     names = {cls.__module__ for _, module in model.named_modules() for cls in type(module).__mro__}
     return [sys.modules[name] for name in sorted(names) if name in sys.modules]
 
@@ -205,7 +205,7 @@ INDEX_KEYS = "the keys of a sparse index stay in full precision"
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """The attention modules of `model` that attend to latents, in the order of layers."""
+    """Return the attention modules of `model` that attend to latents, in the order of layers."""
     keyed = [
         ([(part.isdigit(), int(part) if part.isdigit() else part) for part in path.split(".")], m)
         for path, m in model.named_modules()

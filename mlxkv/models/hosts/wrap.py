@@ -61,7 +61,8 @@ class _Finder:
         return None
 
     def _wrapped_after(self, spec):
-        """The spec, whose loader also wraps the module. The loader stays what it is, for tools that read sources."""
+        """Return the spec, whose loader also wraps the module. The loader stays what it is, for tools that read
+        sources."""
         loader = spec.loader
         run = loader.exec_module
 

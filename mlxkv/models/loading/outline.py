@@ -57,7 +57,7 @@ def outline(config: dict) -> tuple[list[LayerShape], int, int]:
 
 
 def classes_of(config: dict) -> tuple[type, type]:
-    """The classes of a model and of its arguments, as mlx-lm chooses them. Raises NotBuilt."""
+    """Return the classes of a model and of its arguments, as mlx-lm chooses them. Raises NotBuilt."""
     from mlx_lm.utils import _get_classes
 
     kind = str(config.get("model_type"))[:40]
@@ -71,8 +71,8 @@ def classes_of(config: dict) -> tuple[type, type]:
 
 
 def build(config: dict) -> nn.Module:
-    """The model of `config` with MLX's initial weights, none of them computed. Raises NotBuilt, Unsound, and what
-    mlx-lm raises."""
+    """Return the model of `config` with MLX's initial weights, none of them computed. Raises NotBuilt, Unsound, and
+    what mlx-lm raises."""
     check_names(text_config(config))
     model_class, args_class = classes_of(config)
     tied = text_config(config).get("tie_word_embeddings", True)
@@ -113,7 +113,7 @@ def quantise(model: nn.Module, config: dict) -> None:
 
 
 def _quantisation(config: dict) -> dict[str, Any] | None:
-    """The `quantization` of a config.json, as mlx-lm takes it; what it decodes to 16 bits has none."""
+    """Return the `quantization` of a config.json, as mlx-lm takes it; what it decodes to 16 bits has none."""
     if isinstance(values := config.get("quantization"), dict):
         return {"mode": "affine", **values}
     values = config.get("quantization_config", text_config(config).get("quantization_config"))

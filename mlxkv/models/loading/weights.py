@@ -105,7 +105,7 @@ def try_out(model: nn.Module, folder: Folder) -> None:
 
 
 def _usual(stored: str) -> str:
-    """The type to compute in where nobody asks for one."""
+    """Return the type to compute in where nobody asks for one."""
     return "float32" if mx.default_device() == mx.Device(mx.cpu) else stored
 
 
@@ -140,7 +140,7 @@ def fit_cpu(model: nn.Module) -> None:
 
 
 def dtype_of(model: nn.Module) -> mx.Dtype:
-    """The floating type of most arrays; quantised weights count by their scales."""
+    """Return the floating type of most arrays; quantised weights count by their scales."""
     kinds = [
         x.dtype for _, x in tree_flatten(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)
     ]
@@ -148,7 +148,7 @@ def dtype_of(model: nn.Module) -> mx.Dtype:
 
 
 def check_shares(model: nn.Module, folder: Folder, size: int) -> None:
-    """Raises UserError for a model that cannot be spread over `size` processes."""
+    """Raise UserError for a model that cannot be spread over `size` processes."""
     kind, text = cut(folder.config["model_type"]), text_config(folder.config)
     if not hasattr(model, "shard"):
         raise UserError(

@@ -37,7 +37,7 @@ def continued(
 
 
 def _text(tokenizer: Any, state: str, reply: dict) -> tuple[str, str]:
-    """The text of the start of a reply with its marks, and the state in which it goes on."""
+    """Return the text of the start of a reply with its marks, and the state in which it goes on."""
     content = reply.get("content") or ""
     if not getattr(tokenizer, "has_thinking", False):
         return content, state

@@ -38,7 +38,7 @@ class StopMatcher:
         return text[:safe]
 
     def flush(self) -> str:
-        """The text that was held back, where nothing comes behind it."""
+        """Return the text that was held back, where nothing comes behind it."""
         text, self._pending = self._pending, ""
         start, _, self.word = self._first(text) if self.word is None else (0, 0, self.word)
         return text[:start]
@@ -69,7 +69,7 @@ class Front:
             self._tokens.append(token)
 
     def mended(self, text: str, last: bool = False) -> str:
-        """The next text of the detokenizer, with the spaces that it has dropped."""
+        """Return the next text of the detokenizer, with the spaces that it has dropped."""
         if not self._is_open or not (text or last):
             return text
         self._is_open = False
@@ -101,7 +101,7 @@ class ReplyText:
         return self._matcher.word
 
     def matcher(self) -> ReplyText:
-        """The same: a request has one reply."""
+        """Return the same: a request has one reply."""
         return self
 
     def advance(self, token: int) -> bool:
@@ -114,7 +114,7 @@ class ReplyText:
         return self.word is not None
 
     def take(self, reason: str | None) -> tuple[str, str | None]:
-        """The text that may be sent since the last call, and why the reply ends. reason: why it would without
+        """Return the text that may be sent since the last call, and why the reply ends. reason: why it would without
         stop words; None while it goes on."""
         if reason is not None and self.word is None:
             self._detokenizer.finalize()
@@ -130,8 +130,8 @@ class ReplyText:
 
 
 def turn_end(tokenizer: Any) -> str | None:
-    """The special token with which a chat template ends the assistant's messages. None without one, and for templates
-    of gpt-oss, where it ends a thought, too. tokenizer: mlx-lm's wrapper."""
+    """Return the special token with which a chat template ends the assistant's messages. None without one, and for
+    templates of gpt-oss, where it ends a thought, too. tokenizer: mlx-lm's wrapper."""
     template, word = str(getattr(tokenizer, "chat_template", None) or ""), "continued"
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": word}]
     if not template or "<|channel|>" in template:

@@ -33,8 +33,8 @@ class Thinking:
         self._cuts = bool(self.end) and self.end in template
 
     def message(self, text: str, is_open: bool = False) -> dict:
-        """The message of the assistant for a text that the model wrote: `content`, and `reasoning_content` where it
-        thought. is_open: the prompt ended with the mark that begins thoughts."""
+        """Return the message of the assistant for a text that the model wrote: `content`, and `reasoning_content`
+        where it thought. is_open: the prompt ended with the mark that begins thoughts."""
         begins = self.start and text.lstrip().startswith(self.start)
         if not self.end or not (is_open or begins) or (self._cuts and not self.names):
             return {"role": "assistant", "content": text}
@@ -44,8 +44,8 @@ class Thinking:
         return {"role": "assistant", "content": content, NAMES[0]: thoughts}
 
     def named(self, chat: list[dict]) -> list[dict]:
-        """The messages of a chat with the assistant's thoughts under the names that the template reads, and without
-        thoughts where it reads none."""
+        """Return the messages of a chat with the assistant's thoughts under the names that the template reads, and
+        without thoughts where it reads none."""
         return [
             self._named(message) if message.get("role") == "assistant" else message
             for message in chat

@@ -31,12 +31,12 @@ CHOICES = {"auto": "auto", "none": "none", "any": "required"}  # in OpenAI's wor
 
 
 def read_messages(body: dict, model_info: ModelInfo) -> MessagesReply:
-    """The request in a body. Raises Refused."""
+    """Return the request in a body. Raises Refused."""
     return MessagesReply(request_of(body, model_info), model_info.model)
 
 
 def request_of(body: dict, model_info: ModelInfo) -> Request:
-    """The request of a JSON object. Raises Refused, which names the field."""
+    """Return the request of a JSON object. Raises Refused, which names the field."""
     mistyped(body, TAKEN)
     fields, messages = Fields(body), _system(body)
     asked = fields.objects("messages")
@@ -170,12 +170,12 @@ def speaks(path: str, headers: Collection[str]) -> bool:
 
 
 def error_of(refused: Refused, path: str, headers: Collection[str]) -> dict:
-    """The document that a client of this path, with these names of headers, expects."""
+    """Return the document that a client of this path, with these names of headers, expects."""
     return error_body(refused) if speaks(path, headers) else refused.body()
 
 
 def error_body(refused: Refused) -> dict:
-    """The document that Anthropic's clients expect."""
+    """Return the document that Anthropic's clients expect."""
     kind = KINDS.get(refused.status) or refused.body()["error"]["type"]
     kind = {"server_error": "api_error"}.get(kind, kind)
     error = {"type": kind, "message": refused.message}

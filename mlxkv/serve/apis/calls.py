@@ -39,8 +39,8 @@ NEEDS_END = ("glm47", "longcat", "minicpm5")
 
 
 def parts_of(parse: Any, text: str, tools: list | None, is_closed: bool) -> list[tuple]:
-    """The calls in what a model wrote between its marks of calls: ("call", id, name, arguments as JSON text), and
-    ("text", words) behind them.
+    """Return the calls in what a model wrote between its marks of calls: ("call", id, name, arguments as JSON text),
+    and ("text", words) behind them.
 
     parse: mlx-lm's parser. is_closed: whether the closing mark came. Raises anything where there is no call, or no one
     way to read it.
@@ -71,7 +71,7 @@ def _check_marks(form: str, text: str, calls: list[tuple]) -> None:
 
 
 def _call(call: Any, tools: list) -> tuple[str, str, str, str]:
-    """The part of a call, from an object with a name and arguments."""
+    """Return the part of a call, from an object with a name and arguments."""
     name = call.get("name") if isinstance(call, dict) else None
     if not (isinstance(name, str) and name) or {"arguments", "parameters"} <= call.keys():
         raise ValueError("a call needs a name, and arguments once")
@@ -97,7 +97,7 @@ def _needs_none(call: dict, tools: list) -> bool:
 
 
 def _values(text: str, is_closed: bool) -> list:
-    """The values of a text of JSON, one behind the other. Raises ValueError.
+    """Return the values of a text of JSON, one behind the other. Raises ValueError.
 
     Line breaks may stand in its strings, and a bracket too many behind it. Mended are escapes that JSON does not have,
     commas behind the last element, closing braces that are missing at the end of a closed call, and Python's quotes.
@@ -142,7 +142,7 @@ def _with_braces(text: str) -> str:
 
 
 def _literal(text: str) -> list:
-    """The value as Python reads it, where no string is escaped, or stands beside another."""
+    """Return the value as Python reads it, where no string is escaped, or stands beside another."""
     if "\\" in text or re.search(r"''\s*''", QUOTED.sub("''", text)):
         raise ValueError("not JSON")
     value = ast.literal_eval(text)
@@ -163,7 +163,7 @@ def _json(parse: Any, text: str, tools: list, is_closed: bool) -> list:
 
 
 def _mistral(parse: Any, text: str, tools: list, is_closed: bool) -> list:
-    """A list in JSON, or a name, perhaps an id, and arguments; words may follow, as there is no closing mark."""
+    """Return a list in JSON, or a name, perhaps an id, and arguments; words may follow, as there is no closing mark."""
     head = re.compile(
         rf"\s*(?:\[TOOL_CALLS\])?\s*({NAME})\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\]\s*"
     )
@@ -179,7 +179,7 @@ def _mistral(parse: Any, text: str, tools: list, is_closed: bool) -> list:
 
 
 def _kimi(parse: Any, text: str, tools: list, is_closed: bool) -> list:
-    """Calls with an id that has the name in it, and arguments in JSON."""
+    """Return calls with an id that has the name in it, and arguments in JSON."""
     out = []
     for call in re.findall(r"<\|tool_call_begin\|>(.*?)<\|tool_call_end\|>", text, re.DOTALL) or [
         text
@@ -191,7 +191,7 @@ def _kimi(parse: Any, text: str, tools: list, is_closed: bool) -> list:
 
 
 def _pairs(parse: Any, text: str, tools: list, is_closed: bool) -> list:
-    """A name, and pairs of a key and a value behind it; or JSON, with or without a name in front."""
+    """Return a name, and pairs of a key and a value behind it; or JSON, with or without a name in front."""
     name, rest = re.match(rf"\s*({NAME})?\s*(.*)", text, re.DOTALL).groups()
     if not name:
         return _values(rest, is_closed)
@@ -251,7 +251,7 @@ def _python(parse: Any, text: str, tools: list, is_closed: bool) -> list:
 
 
 def _gemma(parse: Any, text: str, tools: list, is_closed: bool) -> list:
-    """Calls as `call:name{...}`: what stands in braces is read whole, or not at all."""
+    """Return calls as `call:name{...}`: what stands in braces is read whole, or not at all."""
     found = parse(text, tools)
     count = len(found) if isinstance(found, list) else 1
     bare = re.sub(r'<\|"\|>.*?<\|"\|>|<escape>.*?<escape>', "", text, flags=re.DOTALL)

@@ -24,7 +24,7 @@ class LogProbs:
         self._anchor = tokenizer.encode("a", add_special_tokens=False)
 
     def entry(self, token: int, logits: mx.array, count: int) -> dict | None:
-        """The entry of a token, with those of the `count` best; None for one that ends the turn and is no text.
+        """Return the entry of a token, with those of the `count` best; None for one that ends the turn and is no text.
         logits: [V], of the model's type, whose rounding is not repeated."""
         if token in self._tokenizer.eos_token_ids:
             return None
@@ -48,8 +48,8 @@ class LogProbs:
 
 
 def _bytes_of(piece: str) -> bytes:
-    """The bytes of a piece of a vocabulary: "<0xE2>", or letters that stand for bytes as in GPT-2, or text in which
-    one stands for a space."""
+    """Return the bytes of a piece of a vocabulary: "<0xE2>", or letters that stand for bytes as in GPT-2, or text in
+    which one stands for a space."""
     if match := BYTE.fullmatch(piece):
         return bytes.fromhex(match[1])
     return b"".join(
@@ -58,5 +58,5 @@ def _bytes_of(piece: str) -> bytes:
 
 
 def finite(logprob: float) -> float | None:
-    """A log-probability that JSON has: minus infinity is `LEAST`, what is no number null."""
+    """Return a log-probability that JSON has: minus infinity is `LEAST`, what is no number null."""
     return max(logprob, LEAST) if isfinite(logprob) or logprob < 0 else None

@@ -20,7 +20,7 @@ SPOKEN = ("text", "thinking")
 
 
 def read_completion(body: dict, model_info: ModelInfo, chat: bool) -> Completion:
-    """The request in a body, for a chat or a text. Raises Refused."""
+    """Return the request in a body, for a chat or a text. Raises Refused."""
     return Completion(check_request(body, chat, model_info), model_info.model)
 
 

@@ -83,7 +83,7 @@ class Reply:
         self._has_calls, self._buffer = False, b""
 
     def begin(self, prompt: Start) -> None:
-        """The model reads the prompt."""
+        """Note that the model reads the prompt."""
         self.prompt = prompt
         self.start()
 
@@ -92,7 +92,7 @@ class Reply:
         self._buffer += b": keepalive %d/%d\n\n" % (done, total)
 
     def take(self, token: Token) -> None:
-        """A token was written."""
+        """Take a token that was written."""
         self.count += 1
         parts = self.prompt.markup.feed(token.text, token.reason is not None)
         self._has_calls = self._has_calls or any(part[0] == "call" for part in parts)
@@ -102,7 +102,7 @@ class Reply:
         self.add_parts(parts, token)
 
     def close(self, kv: dict, stop_word: str | None) -> None:
-        """The reply is complete."""
+        """Note that the reply is complete."""
         self.kv, self.stop_word = kv, stop_word if self.reason == "stop" else None
         self.end()
 
@@ -170,6 +170,6 @@ class Blocks(Reply):
 
 
 def event(document: dict, name: str = "") -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(document)}\n\n".encode()

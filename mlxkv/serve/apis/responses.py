@@ -35,13 +35,13 @@ CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "requir
 
 
 def read_response(body: dict, model_info: ModelInfo) -> ResponsesReply:
-    """The request in a body. Raises Refused."""
+    """Return the request in a body. Raises Refused."""
     request, customs = request_of(body, model_info)
     return ResponsesReply(request, model_info.model, body, customs)
 
 
 def request_of(body: dict, model_info: ModelInfo) -> tuple[Request, set[str]]:
-    """The request of a JSON object, and the names of its custom tools. Raises Refused."""
+    """Return the request of a JSON object, and the names of its custom tools. Raises Refused."""
     mistyped(body, TAKEN)
     fields = Fields(body)
     for name in KEPT:

@@ -100,7 +100,7 @@ class BlockStore:
         return kept
 
     def _shared(self, parts: list[tuple[tuple, dict[str, mx.array]]]) -> list[Block]:
-        """A block for each part: a stored one where the bytes are the same, else a new one."""
+        """Return a block for each part: a stored one where the bytes are the same, else a new one."""
         known = [self._blocks.get(key) for key, _ in parts]
         same = [
             block is not None and _equal(block.arrays, arrays)
@@ -131,7 +131,7 @@ def _keys(place: tuple, tokens: list[int], ends: list[int]) -> Iterator[tuple]:
 
 
 def _rows(x: mx.array, first: int, last: int, pages: int) -> mx.array:
-    """The rows of pages first .. last - 1. x: [B, G, rows of all pages, W]."""
+    """Return the rows of pages first .. last - 1. x: [B, G, rows of all pages, W]."""
     rows = x.shape[2] // pages
     return x[:, :, first * rows : last * rows]
 
@@ -145,7 +145,7 @@ def _equal(a: dict[str, mx.array], b: dict[str, mx.array]) -> mx.array | bool:
 
 
 def _own(x: mx.array) -> mx.array:
-    """A copy, which does not keep a larger array alive as a slice does."""
+    """Return a copy, which does not keep a larger array alive as a slice does."""
     flat = x.reshape(-1)
     half = flat.size // 2
     return mx.concatenate([flat[:half], flat[half:]]).reshape(x.shape)

@@ -47,7 +47,7 @@ class StoredSession:
         self._ids = np.array(self.tokens, np.int64)
 
     def shared(self, ids: np.ndarray) -> int:
-        """The length of the common start."""
+        """Return the length of the common start."""
         count = min(len(ids), len(self._ids))
         differ = np.flatnonzero(ids[:count] != self._ids[:count])
         return int(differ[0]) if differ.size else count
@@ -56,8 +56,8 @@ class StoredSession:
 def nearest(
     sessions: list[StoredSession], tokens: list[int], tenant: str = ""
 ) -> list[tuple[int, StoredSession]]:
-    """The tenant's sessions that share a start with `tokens`, and the length of that start; the longest first. One
-    that cannot be cut back has to be that start, with a token behind it for the model to read."""
+    """Return the tenant's sessions that share a start with `tokens`, and the length of that start; the longest first.
+    One that cannot be cut back has to be that start, with a token behind it for the model to read."""
     ids = np.array(tokens, np.int64)
     pairs = [(each.shared(ids), each) for each in sessions if each.tenant == tenant]
     usable = [
@@ -189,7 +189,7 @@ class Disk:
             self._drop(self.entries[:1])
 
     def nearest(self, tokens: list[int], tenant: str = "") -> tuple[StoredSession | None, int]:
-        """The tenant's file that shares the longest start with `tokens`, and the length of that start."""
+        """Return the tenant's file that shares the longest start with `tokens`, and the length of that start."""
         shared, entry = next(iter(nearest(self.entries, tokens, tenant)), (0, None))
         name, shared = self._ranks.share([entry and entry.path.name, shared])
         entry = next((each for each in self.entries if each.path.name == name), None)

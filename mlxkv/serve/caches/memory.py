@@ -22,7 +22,7 @@ def used_memory() -> int:
 
 
 def shapes_of(caches: list) -> list[CacheShape]:
-    """The shapes of caches that hold one token, those inside mlx-lm's CacheList included."""
+    """Return the shapes of caches that hold one token, those inside mlx-lm's CacheList included."""
     return [shape_of(cache) for _, cache in leaves(caches)]
 
 
@@ -53,7 +53,7 @@ class Memory:
         self._promised: dict[Hashable, tuple[int, int]] = {}  # bytes: of its own size, padded
 
     def need(self, tokens: int) -> int:
-        """The most bytes of one sequence of so many tokens that runs alone."""
+        """Return the most bytes of one sequence of so many tokens that runs alone."""
         return sum(shape.allocated(tokens, self.chunk, most=True) for shape in self.shapes)
 
     def in_use(self, tokens: int, rests: bool = False) -> int:
@@ -93,7 +93,7 @@ class Memory:
         self._promised[key] = own, alike
 
     def _needs(self, tokens: int) -> tuple[int, int]:
-        """The most bytes of a sequence: of its own size, padded."""
+        """Return the most bytes of a sequence: of its own size, padded."""
         own, alike = (
             sum(shape.allocated(tokens, self.chunk, most=True, padded=padded) for shape in shapes)
             for shapes, padded in ((self._own, False), (self._alike, True))
@@ -101,7 +101,7 @@ class Memory:
         return own, alike
 
     def longest(self, limit: int, beside: bool = False) -> int:
-        """The most tokens, up to `limit`, that `promise` sets memory aside for. beside: beside what is promised
+        """Return the most tokens, up to `limit`, that `promise` sets memory aside for. beside: beside what is promised
         already, else with nothing else under way. For any thread."""
         others = list(self._promised.values()) if beside else []
         return bisect_right(

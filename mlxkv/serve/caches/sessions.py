@@ -59,7 +59,7 @@ class Sessions:
         return cache, count
 
     def _nearest(self, tokens: list[int], tenant: str) -> tuple[list | None, int]:
-        """A working cache of a start of `tokens`, and how many of them it holds; (None, 0) if none does."""
+        """Return a working cache of a start of `tokens`, and how many of them it holds; (None, 0) if none does."""
         for shared, session in nearest(self.entries, tokens, tenant):
             cache, count = deepcopy(session.cache), min(shared, len(tokens) - 1)
             if trim_caches(cache, len(session.tokens), count):

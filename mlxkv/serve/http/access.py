@@ -67,7 +67,7 @@ def _digest(key: str) -> bytes:
 
 
 def _network(peer: str) -> str:
-    """An address, or for IPv6 the network of 64 bits that one customer has."""
+    """Return an address, or for IPv6 the network of 64 bits that one customer has."""
     try:
         address = ipaddress.ip_address(peer.partition("%")[0])
     except ValueError:
@@ -94,7 +94,7 @@ def check_host(headers: Message, options: ServeOptions, method: str = "GET") -> 
 
 
 def given_key(headers: Message) -> str:
-    """The key in the header Authorization, or in Anthropic's x-api-key; "" for none."""
+    """Return the key in the header Authorization, or in Anthropic's x-api-key; "" for none."""
     value = headers.get("Authorization") or headers.get("x-api-key") or ""
     scheme, _, key = value.partition(" ")
     return (key if scheme.lower() == "bearer" else value).strip()
@@ -103,7 +103,7 @@ def given_key(headers: Message) -> str:
 # How much of a prompt was known already, and how fast the reply begins, tell what others have asked before. So nobody's
 # caches are found by others.
 def tenant(key: str | None, user: str = "", salt: str = "") -> str:
-    """The name of whoever asks: of an API key, and of a user and a salt that a request names. It tells none
+    """Return the name of whoever asks: of an API key, and of a user and a salt that a request names. It tells none
     of them. "" for all who have none."""
     if not (key or user or salt):
         return ""

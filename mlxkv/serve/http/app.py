@@ -125,7 +125,7 @@ class RequestGuard:
 
 
 def refusal(request: Request, error: Exception) -> Response:
-    """An error, as clients of this path read it."""
+    """Return an error, as clients of this path read it."""
     if isinstance(error, HTTPException):  # of Starlette's router
         if request.method == "POST":
             error = Refused(
@@ -151,7 +151,8 @@ def _too_large(count: int, limit: int) -> Refused:
 
 
 async def body_of(request: Request, limits: Limits) -> bytes:
-    """The bytes of a request's body. Raises Refused, and ClientDisconnect where the client has left or was refused."""
+    """Return the bytes of a request's body. Raises Refused, and ClientDisconnect where the client has left or was
+    refused."""
     data, conn = bytearray(), request.scope["connection"]
     try:
         async for part in request.stream():
@@ -277,11 +278,11 @@ class Files(StaticFiles):
 
 
 def application(models: Models) -> Router:
-    """The paths of a server."""
+    """Return the paths of a server."""
     options, created = models.options, int(time.time())
 
     def key(request: Request) -> str | None:
-        """The API key of a request that was admitted, None where the server has none."""
+        """Return the API key of a request that was admitted, None where the server has none."""
         return given_key(request.headers) if options.api_keys else None
 
     def is_operator(request: Request) -> bool:

@@ -61,7 +61,7 @@ def connection_limit() -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address. Raises OSError; socket.gaierror where there is no such host."""
+    """Return a socket that listens at an address. Raises OSError; socket.gaierror where there is no such host."""
     family, *_, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

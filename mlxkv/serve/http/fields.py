@@ -22,7 +22,7 @@ LOOKALIKES = {"min_tokens", "mode", "models", "repeat_penalty", "top_a"}
 
 
 def bad(path: str, reason: str, got: object = _NOTHING) -> Refused:
-    """A field whose value cannot be taken."""
+    """Return a field whose value cannot be taken."""
     if got is not _NOTHING:
         shown = json.dumps(got, default=str)
         reason += f"; got {shown if len(shown) <= 80 else shown[:77] + '...'}"
@@ -30,7 +30,7 @@ def bad(path: str, reason: str, got: object = _NOTHING) -> Refused:
 
 
 def document(raw: bytes) -> dict:
-    """The JSON object in a body, with numbers and depth that JSON's other readers have, too. Raises Refused."""
+    """Return the JSON object in a body, with numbers and depth that JSON's other readers have, too. Raises Refused."""
     try:
         body = json.loads(raw.decode("utf-8"), parse_int=_whole)
         json.dumps(body, ensure_ascii=False).encode()  # raises at half of a surrogate pair
@@ -51,7 +51,7 @@ def document(raw: bytes) -> dict:
 
 
 def _whole(digits: str) -> int | float:
-    """An integer; beyond what Python reads, or a check takes, infinity."""
+    """Return an integer; beyond what Python reads, or a check takes, infinity."""
     return int(digits) if len(digits) < 400 else float(digits)
 
 
@@ -78,7 +78,7 @@ def check_values(path: str, value: dict) -> None:
 
 
 def renamed(refused: Refused, names: dict[str, str]) -> Refused:
-    """The same under the names that places have in another API. names: by how they begin in OpenAI's chats."""
+    """Return the same under the names that places have in another API. names: by how they begin in OpenAI's chats."""
     place, end, rest = refused.message.partition("]")
     first, dot, inner = place[1:].replace(".json_schema", "").partition(".")
     if first in names:
@@ -112,7 +112,7 @@ class Fields:
         return bad(self.place(name), reason, self.body.get(name))
 
     def get(self, name: str, kind: type, default: Any) -> Any:
-        """A field that may be missing or null."""
+        """Return a field that may be missing or null."""
         value = self.body.get(name)
         if value is None:
             return default
@@ -130,14 +130,14 @@ class Fields:
         return self.get(name, bool, False)
 
     def named(self, name: str) -> str:
-        """A text that must be there and not empty."""
+        """Return a text that must be there and not empty."""
         value = self.text(name)
         if not value:
             raise self.bad(name, "must be a text that is not empty")
         return value
 
     def objects(self, name: str, optional: bool = False) -> list[Fields]:
-        """The objects of a list."""
+        """Return the objects of a list."""
         values = self.body.get(name)
         if optional and not values:
             return []
@@ -149,7 +149,8 @@ class Fields:
         return [Fields(value, self.place(f"{name}.{i}")) for i, value in enumerate(values)]
 
     def part(self, kinds: tuple[str, ...] = ("text",)) -> str:
-        """The text of this object, a part whose type is one of `kinds`. A line stands for what a model that reads text
+        """Return the text of this object, a part whose type is one of `kinds`. A line stands for what a model that
+        reads text
         alone is not shown: a refusal would end the chat, in which it stays."""
         kind = self.body.get("type", "text")
         if kind == "document" and (text := self._document()) is not None:
@@ -164,27 +165,27 @@ class Fields:
         return text
 
     def left_out(self) -> str | None:
-        """A line that says what this object, a part, would show; None where it is nothing of MEDIA."""
+        """Return a line that says what this object, a part, would show; None where it is nothing of MEDIA."""
         kind = str(self.body.get("type"))
         medium = next((medium for medium in MEDIA if medium in kind), None)
         return medium and f"[{medium}: not shown, this model reads text only]"
 
     def _document(self) -> str | None:
-        """The text of a document of Anthropic's API; None of one that has to be shown."""
+        """Return the text of a document of Anthropic's API; None of one that has to be shown."""
         source = Fields(self.object("source"), self.place("source"))
         names = {"text": "data", "content": "content"}  # by the types of sources
         name = names.get(str(source.body.get("type")))
         return name and "\n".join(filter(None, (self.text("title"), source.content(name))))
 
     def texts(self, name: str, kinds: tuple[str, ...] = ("text",)) -> list[str]:
-        """The texts of a content, which is one or has parts, of these types."""
+        """Return the texts of a content, which is one or has parts, of these types."""
         content = self.body.get(name)
         if content is None or isinstance(content, str):
             return [content or ""]
         return [part.part(kinds) for part in self.objects(name)]
 
     def content(self, name: str, kinds: tuple[str, ...] = ("text",), between: str = "") -> str:
-        """The same as one text, with `between` its parts; what is left out has a line of its own."""
+        """Return the same as one text, with `between` its parts; what is left out has a line of its own."""
         if not isinstance(self.body.get(name), list):
             return "".join(self.texts(name, kinds))
         out, is_line = [], False
@@ -195,7 +196,7 @@ class Fields:
         return "".join(out)
 
     def tool(self, schema: str) -> dict:
-        """This object, a tool, in OpenAI's form. schema: the name of the field with its parameters."""
+        """Return this object, a tool, in OpenAI's form. schema: the name of the field with its parameters."""
         function = {
             "name": self.named("name"),
             "description": self.text("description"),
@@ -210,6 +211,6 @@ def schema_format(wanted: dict) -> dict:
 
 
 def call(id: str, name: str, arguments: object) -> dict:
-    """A call of a tool in OpenAI's form, with its arguments as text: JSON, unless the model wrote none."""
+    """Return a call of a tool in OpenAI's form, with its arguments as text: JSON, unless the model wrote none."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}

@@ -33,7 +33,7 @@ from mlxkv.serve.refusals import Refused, ending
 
 
 def name_of(model: str) -> str:
-    """The name under which a model is asked for: of a local folder or file, but not where it lies."""
+    """Return the name under which a model is asked for: of a local folder or file, but not where it lies."""
     path = Path(model.strip()).expanduser()
     return path.resolve().name if path.exists() else model.strip()
 
@@ -65,7 +65,7 @@ class LoadedModel:
     async def read(
         self, path: str, raw: bytes, key: str | None, names: tuple[str, ...] = ()
     ) -> Read | int | str:
-        """The request in a body, as `Reader.read` returns it. key: of the client. names: of other models. Raises
+        """Return the request in a body, as `Reader.read` returns it. key: of the client. names: of other models. Raises
         Refused."""
         budget = None
         if self.options.overflow == "drop":
@@ -78,7 +78,7 @@ class LoadedModel:
         self._reader.close()
 
     def kv(self, is_operator: bool = True) -> dict:
-        """The document of /v1/kv. is_operator: with numbers that depend on what all clients ask."""
+        """Return the document of /v1/kv. is_operator: with numbers that depend on what all clients ask."""
         engine, loaded = self.engine, self.loaded
         memory, sessions, disk = engine.memory, engine.sessions, engine.sessions.disk
         document = {
@@ -241,7 +241,7 @@ class Models:
         raise Refused(503, reason, "memory_busy", retry=10)
 
     def kv(self, is_operator: bool) -> dict:
-        """The document of /v1/kv: the caches of the first model, then of all others that are loaded."""
+        """Return the document of /v1/kv: the caches of the first model, then of all others that are loaded."""
         document = self.first.kv(is_operator)
         if is_operator:
             document |= {"active_requests": self.active}
@@ -250,7 +250,7 @@ class Models:
         return {"models": self.names} | document | {"others": others}
 
     def metrics(self) -> str:
-        """The page of /metrics."""
+        """Return the page of /metrics."""
         loaded_models = {self.first.name: self.first} | self.loaded
         models = {
             name: (loaded_model.engine.metrics, loaded_model.kv())

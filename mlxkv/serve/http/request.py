@@ -130,7 +130,7 @@ class ModelInfo:
 
 
 def check_request(body: dict, chat: bool, model_info: ModelInfo, shorten: bool = False) -> Request:
-    """The request of a JSON object. chat: whether it came to the path of chats. shorten: of the request. Raises
+    """Return the request of a JSON object. chat: whether it came to the path of chats. shorten: of the request. Raises
     Refused, which names the field."""
     body = {key: value for key, value in body.items() if value is not None}
     mistyped(body, TAKEN)
@@ -254,7 +254,7 @@ def _logit_bias(body: dict, vocabulary: int) -> dict[int, float] | None:
 
 
 def _text(body: dict, vocabulary: int) -> str | list[int]:
-    """The prompt: a text, or numbers of tokens, alone or as the one element of a list."""
+    """Return the prompt: a text, or numbers of tokens, alone or as the one element of a list."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]

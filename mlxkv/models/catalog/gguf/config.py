@@ -71,7 +71,7 @@ class Values:
             )
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A number above 0; of a list with one for each layer, all of which have to agree."""
+        """Return a number above 0; of a list with one for each layer, all of which have to agree."""
         value = self._metadata.get(f"{self.kind}.{name}", default)
         if isinstance(value, array) and value:
             if len(set(value)) > 1:
@@ -91,7 +91,8 @@ class Values:
 
 
 def read_config(path: Path) -> tuple[TensorsHeader, dict[str, Any]]:
-    """The checked header of a GGUF file, and what its config.json would say. Raises FileNotFoundError and Unsound."""
+    """Return the checked header of a GGUF file, and what its config.json would say. Raises FileNotFoundError and
+    Unsound."""
     header = read_header(path)
     factors = header.tensors.get(FACTORS)
     if factors is None:
@@ -256,8 +257,8 @@ def _llama3(factors: tuple[float, ...], config: dict[str, Any]) -> dict[str, Any
 
 
 def hub_name(name: str, kind: str) -> str | None:
-    """The hub's name of a tensor; None for one that is not part of the language model's weights. Raises Unsound for a
-    name that no architecture has."""
+    """Return the hub's name of a tensor; None for one that is not part of the language model's weights. Raises
+    Unsound for a name that no architecture has."""
     if name == FACTORS or name.startswith(UNUSED):
         return None
     if name in OUTSIDE:
@@ -278,7 +279,7 @@ def _matrices(tensors: dict[str, Tensor]) -> list[tuple[Tensor, int]]:
 
 
 def _dtype(tensors: dict[str, Tensor]) -> str:
-    """The type to compute in: of the matrices, and float16 as the scales where there are codes."""
+    """Return the type to compute in: of the matrices, and float16 as the scales where there are codes."""
     kinds = [x.dtype for x, _ in _matrices(tensors)]
     if any(BY_NAME[kind].block > 1 for kind in kinds):
         return "float16"

@@ -103,7 +103,7 @@ class _Reader:
             raise Unsound("has a text that is not UTF-8") from None
 
     def value(self) -> Any:
-        """A number, a text, or an array of either."""
+        """Return a number, a text, or an array of either."""
         kind = self.number("I")
         if kind == STRING:
             return self.text()
@@ -139,7 +139,7 @@ class _Reader:
 
 
 def read_header(path: Path) -> TensorsHeader:
-    """The header of a GGUF file, checked against the file's size. metadata: numbers, texts, lists of texts, and
+    """Return the header of a GGUF file, checked against the file's size. metadata: numbers, texts, lists of texts, and
     arrays of numbers. tensors: types are ggml's names; shapes have rows first.
 
     Raises FileNotFoundError, and Unsound for any fault.

@@ -52,7 +52,7 @@ COMPOSED = ("qwen2",)  # whose own tokenizer brings text to Unicode's form C
 
 
 def vocabulary(metadata: dict[str, Any]) -> list[str]:
-    """The tokens by number. Raises Unsound for a tokenizer that is not read, or values that do not fit."""
+    """Return the tokens by number. Raises Unsound for a tokenizer that is not read, or values that do not fit."""
     tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
     model, split = _values(metadata, "model"), _split(metadata)
     if model not in ("gpt2", "llama"):
@@ -96,7 +96,7 @@ def _values(metadata: dict[str, Any], name: str) -> Any:
 
 
 def special(metadata: dict[str, Any], name: str) -> int | None:
-    """The number of a special token. Of a SentencePiece vocabulary that names none it is the usual one."""
+    """Return the number of a special token. Of a SentencePiece vocabulary that names none it is the usual one."""
     number, usual = _values(metadata, f"{name}_token_id"), USUAL.get(name)
     if number is None and usual is not None and _values(metadata, "model") == "llama":
         kinds = _values(metadata, "token_type")
@@ -105,14 +105,14 @@ def special(metadata: dict[str, Any], name: str) -> int | None:
 
 
 def _split(metadata: dict[str, Any]) -> Any:
-    """The name of the splitting; files of before llama.cpp had one are known by their architecture."""
+    """Return the name of the splitting; files of before llama.cpp had one are known by their architecture."""
     named = _values(metadata, "pre")
     qwen = metadata.get("general.architecture") in ("qwen2", "qwen3")
     return "qwen2" if named in (None, "default") and qwen else named
 
 
 def end_tokens(metadata: dict[str, Any]) -> list[int]:
-    """The tokens that end a reply: those that the file names, and control tokens that end turns elsewhere."""
+    """Return the tokens that end a reply: those that the file names, and control tokens that end turns elsewhere."""
     tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
     named = {special(metadata, name) for name in ("eos", "eot", "eom")}
     named.update(_values(metadata, "eos_token_ids") or ())  # ollama's
