@@ -51,7 +51,7 @@ def _sound(x: torch.Tensor) -> torch.Tensor:
 
 
 def taught(basis: LayerMaps, config: CacheConfig, batch: Pair, prompt: bool) -> LayerMaps:
-    """`now` after a batch of keys and values [B, G, N, D], of a prompt or decoded."""
+    """Return `basis` after a batch of keys and values [B, G, N, D], of a prompt or decoded."""
     transforms = {}
     for name, x in zip(NAMES, batch, strict=True):
         low = getattr(config, name).low

@@ -67,7 +67,7 @@ def sets(rows: Rows) -> dict[Key, str]:
 
 
 def line_of(row: dict, sets_by_row: dict[Key, str]) -> Line:
-    """Return the line of a row of any backend. found: golden sets by row; other rows stand under their table."""
+    """Return the line of a row of any backend. sets_by_row: golden sets by row; other rows stand under their table."""
     case = row["case"].split(",")[0]  # behind a comma Triton names the side
     name = sets_by_row.get((row["table"], case), row["table"])  # MLX has more tables
     parts = case.split(".")
@@ -93,7 +93,7 @@ def _short(x: float) -> str:
 
 
 def page(columns: dict[str, Rows], sets_by_row: dict[Key, str], notes: list[str]) -> str:
-    """Write the page in Markdown. columns: rows of each backend. said: lines about machines and versions."""
+    """Write the page in Markdown. columns: rows of each backend. notes: lines about machines and versions."""
     lines: dict[Line, dict[str, list[dict]]] = {}
     for name, rows in columns.items():
         for row in rows or ():

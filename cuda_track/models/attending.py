@@ -26,7 +26,7 @@ CAUSAL = "is_causal_alone"  # an attribute of masks that say nothing else
 
 
 def name_for(implementation: str) -> str:
-    """Return the implementation that stands in for `before`."""
+    """Return the implementation that replaces `implementation`."""
     return EAGER if implementation == "eager" else NAME
 
 

@@ -75,7 +75,7 @@ def _updated(u: mx.array, x: mx.array, rate: float, make: Factory) -> mx.array:
 def next_basis(
     basis: LayerMaps, config: CacheConfig, batch: Pair, prompt: bool, heads: tuple[int, int]
 ) -> LayerMaps:
-    """`now` after a batch of keys and values [B, G, N, D], of a prompt or decoded. heads: (B, G)."""
+    """Return `basis` after a batch of keys and values [B, G, N, D], of a prompt or decoded. heads: (B, G)."""
     bases, todo = {}, []
     for name, x in zip(("keys", "values"), batch, strict=True):
         side = getattr(config, name)

@@ -118,7 +118,7 @@ class BatchedKVCache(Contract):
         return view, view
 
     def _batch_view(self, rows: Sequence, nothing: Pair | None = None) -> View:
-        """Return the view of all sequences. nothing: keys and values of no tokens, where all new ones are padding."""
+        """Return the view of all sequences. nothing: keys and values of length zero, for a step that is all padding."""
         skips = self._skips if self._new is not None else None
         recent = next((row[0].recent for row in rows if row is not None), nothing)
         return View(

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 
 class BatchBuffers:
-    """Sequences that are numbered from 0. like: an empty cache of one. store: an empty one,
-    which quantizes for all."""
+    """B sequences in shared buffers. like: template of a cache. store: encoder shared by all."""
 
     def __init__(self, like: CompressedKVCache, store: Records, heads: int, dtype: mx.Dtype):
         self.like = like

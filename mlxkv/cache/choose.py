@@ -94,7 +94,7 @@ def current(
     dtype: mx.Dtype,
     latent: bool = False,
 ) -> KernelPlan:
-    """`before` where it still answers this request, else a new plan."""
+    """Return `previous` if it is still valid, else plan again."""
     if previous is not None and previous.request == (config, dims, dtype, launch.state()):
         return previous
     return plan(config, dims, dtype, latent=latent)

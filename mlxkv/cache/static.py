@@ -35,7 +35,7 @@ class NotYet(Exception):
 
 
 class StepIndices:
-    """The integers of a cache in a step: an array in the trace, shared by caches that go in step.
+    """The integers of a cache in a step: an array in the trace, shared by caches of equal lengths.
 
     array: int32. results: what layers have made of it, for others in the same step.
     """

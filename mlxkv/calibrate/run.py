@@ -134,7 +134,7 @@ def _check_learning(options: CalibrateOptions) -> None:
 
 
 def _with_kept_clips(calibration: Calibration, path: Path) -> Calibration:
-    """`made` with the clips of the file that it replaces, where the transforms are the same."""
+    """Return `calibration` with the clips of the file that it replaces, where the transforms are the same."""
     try:
         old = artifact.read_calibration(path)
     except UserError:  # not there, or not worth keeping

@@ -305,8 +305,7 @@ def layout_of(codecs: Sequence) -> RecordLayout:
 
 
 def _in_memory(axes: tuple[int, ...], memory: tuple[int, ...]) -> np.ndarray:
-    """Return which of the numbers of an array, flattened, stand one behind the other where its axes are in the order
-    `memory`."""
+    """Return the flat indices of an array of shape `axes` in the order of axes `memory`."""
     return np.arange(np.prod(axes)).reshape(axes).transpose(memory).ravel()
 
 

@@ -48,7 +48,7 @@ class Saved:
 
 
 def path_for(name: str, option: str) -> Path:
-    """Return the file for a name the user typed; mlx reads the format from the ending. Raises UserError, `where` in
+    """Return the file for a name the user typed; mlx reads the format from the ending. Raises UserError, `option` in
     brackets, for a name that no file can have."""
     path = user_path(name, option)
     if path.name in ("", ".."):

@@ -39,7 +39,7 @@ Factory = Callable[..., Callable[..., list[mx.array]]]
 PER_LINE = 6  # constants in a line of text
 SWITCH = "MLXKV_KERNELS"  # an environment variable; 0: plain ops alone
 TILES_SWITCH = "MLXKV_TILES"  # 0: the portable body decodes
-LAYERS = 2  # of a prompt that may be under way
+LAYERS = 2  # in flight during a prefill
 
 
 def backend() -> str:

@@ -19,7 +19,7 @@ from mlxkv.formats.sizes import STEPS, grown
 from mlxkv.metal.template import ints
 
 Rows = tuple[tuple[int, int, int], ...]  # of each sequence: records, sink tokens, recent tokens
-PARTS = 32  # in which the mean length of a batch is counted, of the longest
+PARTS = 32  # resolution of mean length over longest length of a batch
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ ASKED_FOR = "as asked for"
 FAST, UNKNOWN = "mx.fast", "not known yet"
 FOLDED = "folded"
 # Why keys cannot be stored without their mean.
-SINKS = (
-    "a sink logit beside its scores does not shift with them, as keys without their mean ask for"
-)
+SINKS = "sink logits do not allow keys without their mean"
 LATENT = "latent attention"
 CAPPED = "capped scores do not all shift alike, as keys without their mean ask for"
 
@@ -96,7 +94,7 @@ def of_latents(config: CacheConfig) -> str:
 
 
 def with_own(report: LayerReport, config: CacheConfig, fitted: CacheConfig) -> LayerReport:
-    """Return the report of a compressed layer whose calibration makes `own` of `config`: its clips, and the bits
+    """Return the report of a compressed layer whose calibration changed `config` to `fitted`: its clips, and the bits
     of the rank that its energy takes."""
     dims = report.key_dim, report.value_dim
     clips = _clips_of(fitted)

@@ -1,4 +1,4 @@
-"""One request in the engine, and what the generation thread tells whoever waits for its reply."""
+"""One request in the engine, and events from the generation thread to the handler that waits."""
 
 from __future__ import annotations
 

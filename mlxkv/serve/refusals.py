@@ -51,7 +51,7 @@ class Refused(Exception):
 
 
 def ending() -> Refused:
-    """Return what clients read whose reply the end of the server has cut off."""
+    """Return the error for replies that a shutdown cuts off."""
     return Refused(503, "[serve] is ending", "ending")
 
 

@@ -97,7 +97,7 @@ def _half(x: np.ndarray, limit: float = HALF_MAX) -> np.ndarray:
 
 
 def group_size(group: int, size: int) -> int:
-    """Return the values per scale of `whole` dims (or tokens of a page); group 0: all."""
+    """Return the values per scale of `size` dims (or tokens of a page); group 0: all."""
     return min(group or size, size)
 
 

@@ -84,7 +84,7 @@ def tree_decode(
 def fit_codebook(
     angles: np.ndarray, marked: np.ndarray, start: np.ndarray, steps: int
 ) -> np.ndarray:
-    """Run Lloyd's k-means in one dimension from `start` [n] on the angles [m] marked by `there` (boolean [m]).
+    """Run Lloyd's k-means in one dimension from `start` [n] on the angles [m] where `marked` (boolean [m]).
 
     A centroid without angles stays. The paper starts with random k-means++; the codebook of the density
     is closer, and the same every time.

@@ -157,7 +157,7 @@ def test_models_with_sink_logits_are_left_out(subtests):
     for name in NAMES:
         with subtests.test(name=name):
             with pytest.warns(
-                UserWarning, match="NOTHING IS COMPRESSED: a sink logit beside its scores"
+                UserWarning, match="NOTHING IS COMPRESSED: sink logits do not allow keys"
             ):
                 reports = attach(model, name, calibration=made)
             assert not any(r.compressed for r in reports)

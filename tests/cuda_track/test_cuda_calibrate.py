@@ -121,7 +121,10 @@ def test_bits_by_direction_are_those_of_mlx(made, loaded, tokens):
 
 
 def test_attention_that_is_more_than_softmax_keeps_its_keys(subtests):
-    for family, why in [("gpt_oss", "a sink logit beside"), ("gemma2", "capped scores do not")]:
+    for family, why in [
+        ("gpt_oss", "sink logits do not allow"),
+        ("gemma2", "capped scores do not"),
+    ]:
         with subtests.test(family=family, why=why):
             with pytest.warns(UserWarning, match=f"NOTHING IS COMPRESSED: {why}"):
                 attach_model.attach(build(family), "centred-int2")

@@ -158,8 +158,8 @@ def _sdpa(step: DecodeStep) -> Task:
 
 
 def _bits_beside(config: CacheConfig) -> int:
-    """Bits of mlx-lm's codes beside a preset: as many as of its keys; beside mixed bits the fewest that take
-    as much room."""
+    """Return the bits of mlx-lm's codes to compare with a preset: those of its keys; for mixed bits the fewest of
+    equal size."""
     if config.keys.mixed_bits:
         rate = config.keys.quantizer.rate
         return next((bits for bits in BITS if bits + 32 / MLX_LM_GROUP >= rate), BITS[-1])

@@ -96,7 +96,7 @@ class Basis:
     queries: np.ndarray | None = None
 
     def is_like(self, basis: Basis, form: str) -> bool:
-        """Return whether `other` has the same transform that the clips of `form` were searched for."""
+        """Return whether a side has the transform that the clips of `form` were searched for."""
         sides = [self, basis]
         if form.startswith(tuple(CENTRED)):
             if not _close(self.mean, basis.mean):

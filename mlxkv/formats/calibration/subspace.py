@@ -14,7 +14,7 @@ from mlxkv.formats.calibration.balance import SHRINK, Balance
 
 
 def stored_moment(balance: Balance) -> np.ndarray:
-    """Return the second moment [G, D, D] of keys (values): undo `down`, where it is diag(sigma), and `shrunk`."""
+    """Return the second moment [G, D, D] of keys (values): undo `down`, where it is diag(sigma), and the shrinkage."""
     up = np.linalg.inv(balance.down.astype(np.float64))
     moment = up.swapaxes(-1, -2) @ (balance.sigma.astype(np.float64)[..., None] * up)
     diagonal = np.diagonal(moment, axis1=-2, axis2=-1)[:, None]

@@ -233,7 +233,7 @@ def unit_basis(vectors: np.ndarray, side: str) -> Basis:
 
 
 def rotate(x: mx.array, rotary: Rotary | None, t: np.ndarray) -> mx.array:
-    """Return x [B, H, L, D] float32, token n rotated by t[n] positions; as it is where nothing rotates."""
+    """Return x [B, H, L, D] float32, token n rotated by t[n] positions; unchanged without RoPE."""
     if rotary is None or not len(rotary.pairs):
         return x
     partner, *factors = rotary.wheel(t, x.shape[-1])

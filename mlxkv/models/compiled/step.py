@@ -306,8 +306,7 @@ def _in_place(cache, stands):
 
 
 def grouped(statics: Sequence[StaticCache]):
-    """Return indices that several caches share: for each static cache the place of its own, then these indices, and
-    by how much they grow."""
+    """Return the group of each static cache, then the indices of each group and their increments."""
     groups, places, members = {}, [], []
     for i, static in enumerate(statics):
         group = groups.get(static.lockstep)

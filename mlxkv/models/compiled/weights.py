@@ -47,7 +47,7 @@ class Weights:
         self._between = tuple(zip(*self._links, strict=True))
 
     def arrays(self) -> list[mx.array] | None:
-        """Return what the places hold now; None where there are others: modules, or lists of them, have been
+        """Return the current arrays; None if the tree of modules changed: modules, or lists of them, have been
         replaced, arrays have come or gone, or a module's floats have changed."""
         containers, keys, parts, sizes = self._between
         owners, names, numbers = self._numbers

@@ -71,7 +71,7 @@ def _rounded(module: nn.Module, bits: int) -> bool | dict[str, int]:
 
 
 def read_model(model: nn.Module, progress: Callable[[int, int], None] | None) -> None:
-    """Read the weights, some at a time where somebody looks on."""
+    """Evaluate the weights, in chunks if progress is shown."""
     weights = [x for _, x in tree_flatten(model.parameters())]
     if progress is None:
         mx.eval(weights)

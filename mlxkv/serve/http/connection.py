@@ -83,8 +83,7 @@ class Limits:
         self._log_time = -60.0
 
     def can_accept(self, connections: set[H11Connection]) -> bool:
-        """Return whether one more connection may come beside others, the oldest of which that waits is closed for it
-        where there are too many."""
+        """Return whether to accept a connection, closing the oldest idle one at the limit."""
         if len(connections) < self.max_connections:
             return True
         now = time.monotonic()

@@ -104,7 +104,7 @@ class LoadedModel:
         active = [job.cache_tokens for job in list(engine.jobs.values())]
         kept = [len(session.tokens) for session in list(sessions.entries)]
         return document | {
-            # The same beside what is promised now: a request of so many tokens is admitted.
+            # The longest request that is admitted beside what is reserved now.
             "safe_tokens": memory.longest(self.model_info.longest, beside=True),
             "memory": {
                 "bound_bytes": memory.bound,
