@@ -95,21 +95,21 @@ Read = Callable[[Counts, int], Counts]  # what so many more tokens, in one call,
 
 def _compressed(c: CacheConfig, s: Counts, new: int) -> Counts:
     if c.needs_queries and new > DECODE_TOKENS:  # attended to in full precision, then quantized
-        rule = c.rule
+        online = c.online
         s = s._replace(tokens=s.tokens + new, since=0, pins=bool(c.pinned) and not s.has_pinned)
         if c.keep < 1:
-            s = s._replace(queries=min(new, rule.window if rule else WINDOW))
-        if rule:
+            s = s._replace(queries=min(new, online.window if online else WINDOW))
+        if online:
             s = _learnt(c, s)
         recent = s.recent + new
-        if recent <= c.room(s.sink > 0):
+        if recent <= c.recent_capacity(s.sink > 0):
             return s._replace(recent=recent, width=recent)
         return _quantized(c, s, recent)
     if c.needs_queries:
         s = _decoding(c, s)
         s = s._replace(since=s.since + new)
     s, recent = s._replace(tokens=s.tokens + new), s.recent + new
-    limit = c.room(s.sink > 0)
+    limit = c.recent_capacity(s.sink > 0)
     if recent > limit:
         return _quantized(c, s, recent)
     if recent <= s.width:
@@ -123,22 +123,22 @@ def _quantized(c: CacheConfig, s: Counts, recent: int) -> Counts:
         sink, recent = c.sink, recent - c.sink
     count = c.pages_over(recent)
     pages, room, recent = s.pages + count, s.room, recent - count * c.page
-    if c.follows:  # runs that are joined have no room
+    if c.is_online:  # runs that are joined have no room
         room = pages
     elif pages > room:
         room = s.pages + page_room(count, s.pages)
-    width = min(c.room(sink > 0), whole(recent))
+    width = min(c.recent_capacity(sink > 0), whole(recent))
     return s._replace(
-        **{"pages": pages, "room": room, "live": recent, "width": width, "sink": sink},
-        **{"last": c.page, "runs": max(1, s.runs) if c.follows else 0, "is_fresh": False},
+        **{"pages": pages, "room": room, "recent": recent, "width": width, "sink": sink},
+        **{"last": c.page, "runs": max(1, s.runs) if c.is_online else 0, "is_fresh": False},
     )
 
 
 def _learnt(c: CacheConfig, s: Counts) -> Counts:
-    """Return the basis has learned: further pages are a run of their own."""
-    if not s.pages or c.rule.stored == STAY or s.is_fresh:
+    """Start a run of pages of its own, once the basis has learned."""
+    if not s.pages or c.online.stored == STAY or s.is_fresh:
         return s._replace(runs=max(1, s.runs))
-    return s._replace(runs=min(c.rule.runs, s.runs + 1), is_fresh=True)
+    return s._replace(runs=min(c.online.runs, s.runs + 1), is_fresh=True)
 
 
 def _decoding(c: CacheConfig, s: Counts) -> Counts:
@@ -151,12 +151,12 @@ def _decoding(c: CacheConfig, s: Counts) -> Counts:
     if s.pins:
         count = min(c.pinned, s.recent)
         head = 0 if s.sink else min(c.sink, s.recent - count)
-        recent, limit = s.recent - count - head, c.room(True)
+        recent, limit = s.recent - count - head, c.recent_capacity(True)
         s = s._replace(
-            **{"sink": s.sink + head + count, "live": recent, "width": min(limit, whole(recent))},
+            **{"sink": s.sink + head + count, "recent": recent, "width": min(limit, whole(recent))},
             **{"last": 0, "pins": False, "has_pinned": True},
         )
-    if c.follows and s.since >= c.rule.every:
+    if c.is_online and s.since >= c.online.every:
         s = _learnt(c, s._replace(since=0)) if s.recent else s._replace(since=0)
     return s
 
@@ -316,7 +316,9 @@ class CacheShape:
         """Bytes of bases that the text has made and of queries that wait for the end of a prompt."""
         c, bases = self.config, 0
         if s.runs:
-            bases = s.runs * c.basis_bytes(self.heads, self.key_dim, self.value_dim) // c.rule.runs
+            bases = (
+                s.runs * c.basis_bytes(self.heads, self.key_dim, self.value_dim) // c.online.runs
+            )
         return bases + number * self.queries * self.key_dim * s.queries
 
     def _walked(self, tokens: int, chunk: int, prompt: int | None) -> Counts:
@@ -356,8 +358,8 @@ class CacheShape:
         if pages:  # with the room that steps of fixed shapes take
             exact = c.sink + c.recent + 2 * c.page + DECODE_TOKENS
             room = int(max(grown(pages), pages + pages // GROWTH) * size)
-        runs = c.rule.runs if c.follows else 0
-        queries = (c.rule.window if c.rule else WINDOW) if c.keep < 1 else 0
+        runs = c.online.runs if c.is_online else 0
+        queries = (c.online.window if c.online else WINDOW) if c.keep < 1 else 0
         more = self._more(Counts(runs=runs, queries=queries), self.number)
         return room + token * (exact + c.pinned) + rotary * (c.window + STEP) + more
 

@@ -34,7 +34,7 @@ from mlxkv.models.compiled.weights import unchanged
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
 from mlxkv.models.hooks.mark import cached_part, mark, own_make_cache, unmark
 from mlxkv.models.hooks.patching import patch, unpatch
-from mlxkv.models.hooks.probe import INDEX_KEYS, PLAIN, LayerShape, Place, find, leaves
+from mlxkv.models.hooks.probe import INDEX_KEYS, PLAIN, Place, ProbedShape, find, leaves
 from mlxkv.models.reports import (
     ASKED_FOR,
     CAPPED,
@@ -150,7 +150,7 @@ RULES = {
 
 def examine(
     model: nn.Module, make_cache: Callable[[], list], config: CacheConfig, strict: bool, fold: bool
-) -> tuple[CacheConfig, list[LayerReport], dict[Place, LayerShape]]:
+) -> tuple[CacheConfig, list[LayerReport], dict[Place, ProbedShape]]:
     """Decide which caches of `make_cache()` are compressed. Returns `config` as it fits this model (another one in
     place of mixed bits, or the one of latents), a report for each layer, and the shapes of compressed caches.
 
@@ -178,10 +178,10 @@ def examine(
 
 def _examined(
     model: nn.Module, make_cache: Callable[[], list], config: CacheConfig
-) -> tuple[list[LayerReport], dict[Place, LayerShape]]:
+) -> tuple[list[LayerReport], dict[Place, ProbedShape]]:
     """Return a report for each layer, and the shapes of the caches that `config` compresses."""
     caches = leaves(make_cache())
-    shapes: dict[Place, LayerShape] = {}
+    shapes: dict[Place, ProbedShape] = {}
     if config.compresses:
         findings = find(model, make_cache)
         shapes, reasons = findings.shapes, findings.refused
@@ -198,7 +198,7 @@ def _examined(
 
 
 def _judge(
-    index: int, cache, shape: LayerShape | None, reason: str | None, config: CacheConfig
+    index: int, cache, shape: ProbedShape | None, reason: str | None, config: CacheConfig
 ) -> LayerReport:
     """Return the report of one cache. shape: None where it is not compressed. reason: why, or None for the rule's."""
     name = type(cache).__name__
@@ -231,7 +231,7 @@ def _merge(parts: list[LayerReport]) -> LayerReport:
 def fit(
     model: nn.Module,
     config: CacheConfig,
-    shapes: Mapping[Place, LayerShape],
+    shapes: Mapping[Place, ProbedShape],
     reports: list[LayerReport],
     calibration: Calibration | Path | str | None,
     group: mx.distributed.Group | None,
@@ -298,7 +298,7 @@ _tried: set[tuple[KernelRequest, launch.Factory]] = set()  # in this process
 
 
 def choose_kernels(
-    fitted: Fitted, shapes: Mapping[Place, LayerShape], reports: list[LayerReport]
+    fitted: Fitted, shapes: Mapping[Place, ProbedShape], reports: list[LayerReport]
 ) -> tuple[dict[Place, KernelPlan], list[LayerReport]]:
     """Return the plan of each cache, and the reports with the kernels that decode their layers here. Builds and tries
     all kernels that the caches of a model need, with a line of progress."""
@@ -320,7 +320,9 @@ def choose_kernels(
     return plans, [_with_kernel(report, plans) for report in reports]
 
 
-def _request(config: CacheConfig, layer_maps: LayerMaps | None, shape: LayerShape) -> KernelRequest:
+def _request(
+    config: CacheConfig, layer_maps: LayerMaps | None, shape: ProbedShape
+) -> KernelRequest:
     stored = config.folded if layer_maps is not None and layer_maps.folded else config
     attention_shape = None
     if shape.queries:
@@ -346,7 +348,7 @@ def install(
     model: nn.Module,
     slots: list,
     fitted: Fitted,
-    shapes: Mapping[Place, LayerShape],
+    shapes: Mapping[Place, ProbedShape],
     plans: Mapping[Place, KernelPlan],
 ) -> None:
     """Record on the model how its compressed caches are made. slots: of `patching.patch`."""
@@ -354,7 +356,7 @@ def install(
     mark(model, slots, {p: partial(kinds[p], *fitted[p], plans[p]) for p in shapes})
 
 
-def _kind(config: CacheConfig, shape: LayerShape) -> type[CompressedKVCache]:
+def _kind(config: CacheConfig, shape: ProbedShape) -> type[CompressedKVCache]:
     """Return the class of a cache."""
     if shape.latent:
         return IndexedLatentKVCache if shape.selects else LatentKVCache

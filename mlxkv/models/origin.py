@@ -10,7 +10,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlxkv.formats.calibration.artifact import Calibration
-from mlxkv.models.hooks.probe import LayerShape, Place
+from mlxkv.models.hooks.probe import Place, ProbedShape
 
 _ORIGIN = "_mlxkv_origin"
 
@@ -46,6 +46,6 @@ def layer_name(place: Place) -> str:
     return ".".join(map(str, place))
 
 
-def sizes(shapes: Mapping[Place, LayerShape]) -> dict[str, tuple[int, int, int]]:
+def sizes(shapes: Mapping[Place, ProbedShape]) -> dict[str, tuple[int, int, int]]:
     """(kv heads, key dim, value dim) of each cache, by its name in calibrations."""
     return {layer_name(p): (s.heads, s.key_dim, s.value_dim) for p, s in shapes.items()}

@@ -18,7 +18,7 @@ from uuid import uuid4
 from starlette.concurrency import run_in_threadpool
 
 from mlxkv.errors import MachineError
-from mlxkv.models.catalog.bounded import Excess, Process, Stopped
+from mlxkv.models.catalog.bounded import Excess, Process, ProcessStopped
 from mlxkv.models.prompt_escaping import Cut, PromptEscaper, pieces, with_texts
 from mlxkv.models.replies.continuing import continued
 from mlxkv.models.replies.thinking import NAMES, Thinking
@@ -170,7 +170,7 @@ class Reader:
                     break
         except Excess as error:
             raise Refused(400, f"[body] {error} to read", "too_complex") from None
-        except Stopped as error:
+        except ProcessStopped as error:
             raise Refused(503, str(error), "busy", retry=5) from None
         if isinstance(result, Exception):
             raise result

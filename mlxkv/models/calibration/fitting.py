@@ -19,7 +19,7 @@ from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import LEARNED, CacheConfig
 from mlxkv.models.calibration import measure
-from mlxkv.models.hooks.probe import LayerShape, Place
+from mlxkv.models.hooks.probe import Place, ProbedShape
 from mlxkv.models.origin import Origin, layer_name, origin_of, sizes
 
 
@@ -44,7 +44,7 @@ def find_calibration(model: nn.Module, config: CacheConfig | None = None) -> Cal
 def fit(
     model: nn.Module,
     config: CacheConfig,
-    places: Mapping[Place, LayerShape],
+    places: Mapping[Place, ProbedShape],
     calibration: Calibration | Path | str | None = None,
 ) -> dict[Place, tuple[CacheConfig, LayerMaps | None]]:
     """For each of `places`, `config`, which has a calibrated side, with the clips and ranks of its layer, and the

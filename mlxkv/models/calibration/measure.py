@@ -45,7 +45,7 @@ from mlxkv.models.hooks.dryrun import sensitivities
 from mlxkv.models.hooks.fold import refuse_folded
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.patching import patch, unpatch
-from mlxkv.models.hooks.probe import LayerShape, Place, find, leaves, modules_of, put
+from mlxkv.models.hooks.probe import Place, ProbedShape, find, leaves, modules_of, put
 from mlxkv.models.hooks.taps import LatentObserver, PlainObserver
 from mlxkv.models.origin import Origin, layer_name, origin_of
 
@@ -140,7 +140,7 @@ def random(model: nn.Module) -> Calibration:
     return _calibration(model, (), "", layers, _positions(model))
 
 
-def _compressible(model: nn.Module, make_cache: Callable[[], list]) -> dict[Place, LayerShape]:
+def _compressible(model: nn.Module, make_cache: Callable[[], list]) -> dict[Place, ProbedShape]:
     """Return the shapes of caches that could be compressed. The attention function must be patched. Raises UserError
     where there are none."""
     findings = find(model, make_cache)

@@ -21,7 +21,7 @@ from mlxkv.formats.calibration.artifact import SIDES, Basis
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.rotary import Rotary, drawn
 from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, LayerSums, Sums
-from mlxkv.models.hooks.probe import LayerShape, Place, leaves, put
+from mlxkv.models.hooks.probe import Place, ProbedShape, leaves, put
 from mlxkv.models.hooks.taps import AttentionCall
 
 # -- Weigh stored keys by the attention that far queries give them. Spec: `mlxkv.spec.balanced`.
@@ -135,7 +135,7 @@ class Moments(LayerSums):
     stored unchanged.
     """
 
-    shape: LayerShape = field(kw_only=True)
+    shape: ProbedShape = field(kw_only=True)
     begun: int = 0
     received: np.ndarray | None = None
     sample: Sample | None = None

@@ -44,7 +44,7 @@ class Excess(ValueError):
     """Something took more time or memory than it may."""
 
 
-class Stopped(MachineError):
+class ProcessStopped(MachineError):
     """A process was ended by others, or did not get to run: what it was asked had no part in that."""
 
 
@@ -80,7 +80,7 @@ class Process:
 
     def ask(self, question: bytes, seconds: float = 0, memory: int = 0) -> bytes:
         """Return the answer to a question. seconds: of processor time that it may take, memory: bytes beyond those
-        that the process has; 0: any. Raises Excess and Stopped."""
+        that the process has; 0: any. Raises Excess and ProcessStopped."""
         with self._lock:
             return self._exchange(self._start(), question, seconds, memory)
 
@@ -108,7 +108,7 @@ class Process:
             code = process.poll()
             self._end()
             if code in FOREIGN:
-                raise Stopped(
+                raise ProcessStopped(
                     "[memory] a process that reads texts was stopped or ended, or memory is short; try again later"
                 )
             if code == FAILED:

@@ -26,7 +26,7 @@ class Misuse(AttributeError):
 
 
 @dataclass(frozen=True)
-class LayerShape:
+class ProbedShape:
     """The numbers that one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers of `dtype`.
 
     queries: query heads that read it, 0 if none did. sinks: whether it is read with attention sinks.
@@ -89,11 +89,11 @@ class ProbeCache:
     def __init__(self, place: Place):
         self.place = place
         self.offset = 0
-        self.shape: LayerShape | None = None
+        self.shape: ProbedShape | None = None
         self.waiting = False  # for attention over what it returned
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], values.dtype)
+        self.shape = ProbedShape(keys.shape[1], keys.shape[3], values.shape[3], values.dtype)
         self.offset += keys.shape[2]
         self.waiting = True
         return self.keys_and_values()
@@ -119,7 +119,7 @@ class ProbeCache:
 class Findings:
     """shapes: of the caches that can be replaced. refused: why the others cannot."""
 
-    shapes: dict[Place, LayerShape]
+    shapes: dict[Place, ProbedShape]
     refused: dict[Place, str]
 
 
@@ -244,7 +244,7 @@ class LatentProbe(ProbeCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         if keys.shape[1] != 1 or values.shape[1] != 1:
             raise Misuse("caches keys of several heads beside latents")
-        shape = LayerShape(
+        shape = ProbedShape(
             1, keys.shape[3], values.shape[3], keys.dtype, latent=True, selects=self.selects
         )
         self.shape = shape if self.shape is None else replace(shape, queries=self.shape.queries)

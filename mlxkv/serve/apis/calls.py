@@ -251,7 +251,7 @@ def _python(parse: Any, text: str, tools: list, is_closed: bool) -> list:
 
 
 def _gemma(parse: Any, text: str, tools: list, is_closed: bool) -> list:
-    """Return calls as `call:name{...}`: what stands in braces is read whole, or not at all."""
+    """Read calls as `call:name{...}`: what stands in braces is read whole, or not at all."""
     found = parse(text, tools)
     count = len(found) if isinstance(found, list) else 1
     bare = re.sub(r'<\|"\|>.*?<\|"\|>|<escape>.*?<escape>', "", text, flags=re.DOTALL)
