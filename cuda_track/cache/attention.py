@@ -1,6 +1,6 @@
 """`attend(q, view)`: attention over sink | pages | recent.
 
-Without pages torch SDPA reads plain tensors. A few new tokens take a Triton or Metal kernel that reads codes,
+Without pages torch SDPA reads plain tensors. A few new tokens take a Triton kernel that reads codes,
 or plain products with them. Many (prefill) decode the pages of this one layer into a scratch, in the
 stored domain, for torch SDPA.
 """
@@ -15,8 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from cuda_track.cache.view import View
 from cuda_track.kernels import launch
 from cuda_track.kernels.pool import PoolPages
-from cuda_track.mps import attend as metal
-from cuda_track.mps.pages import RecordPages
 
 # Up to here the codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = 8
@@ -41,12 +39,6 @@ def attend(
     if why_not(queries, view, mask) is None:
         row = causal_row(mask, new) if tensor else None
         out = launch.attend(queries, view.pages, view.sink, view.recent, scale, row, *extra)
-    elif (
-        type(view.pages) is RecordPages
-        and softcap is None
-        and metal.why_not(queries, mask, DECODE_TOKENS) is None
-    ):
-        out = metal.attend(queries, view.pages, view.sink, view.recent, scale, sink_logits)
     elif view.pages is not None and new <= DECODE_TOKENS:
         out = decode_codes(queries, view, scale, mask, *extra)
     else:

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from cuda_track.cache.choose import store
-from cuda_track.cache.stores import Codes, Paged, Records
+from cuda_track.cache.stores import Codes, Paged
 from cuda_track.cache.view import Pair, View
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.transform import Transform
@@ -38,7 +38,7 @@ class CompressedKVCache(TrimRules):
         state.check_calibrated(config, layer_maps)
         self.config = config
         self.layer_maps = layer_maps if config.calibrated else None
-        self._store: Codes | Paged | Records | None = None
+        self._store: Codes | Paged | None = None
         self._forget()
 
     def clear(self) -> None:
@@ -136,7 +136,7 @@ class CompressedKVCache(TrimRules):
                 "a calibration of this model, shared as its heads are"
             )
 
-    def _new_store(self, recent: Pair) -> Codes | Paged | Records:
+    def _new_store(self, recent: Pair) -> Codes | Paged:
         dims = tuple(x.shape[3] for x in recent)
         return store(self.config, dims, recent[0].device, self.layer_maps)
 

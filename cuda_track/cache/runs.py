@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from cuda_track.cache.stores import Codes, Paged, Records
+from cuda_track.cache.stores import Codes, Paged
 from cuda_track.cache.view import Parts
 from cuda_track.codec.codec import Codec, Stored
 from cuda_track.codec.maps import LayerMaps
 from mlxkv.formats.records import NAMES
 from mlxkv.formats.rules.runs import Runs, loaded, saved
 
-Store = Codes | Paged | Records
+Store = Codes | Paged
 
 
 class Segments(Runs):

@@ -1,4 +1,4 @@
-"""Where quantized pages recent: `Codes` for plain ops, `Paged` for Triton, `Records` for Metal. One cache, one store.
+"""Where quantized pages are: `Codes` for plain ops, `Paged` for Triton. One cache, one store.
 
 A store grows and is truncated by whole pages, hands out snapshots that attention reads (`view`), and
 restores what any store of either track saved.
@@ -13,12 +13,11 @@ import torch
 from cuda_track.cache.view import CodePages, Pair
 from cuda_track.codec.codec import Codec, Stored, codec
 from cuda_track.codec.maps import LayerMaps
-from cuda_track.codec.records import as_codes, to_records
+from cuda_track.codec.records import as_codes
 from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool, PoolPages
-from cuda_track.mps.pages import RecordPages
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.records import NAMES, layout_of
+from mlxkv.formats.records import NAMES
 
 Named = dict[Hashable, torch.Tensor]
 
@@ -114,29 +113,6 @@ class Codes(_Arrays):
 
 def _flat(sides: dict[str, Stored]) -> Named:
     return {(side, name): x for side in NAMES for name, x in sides[side].items()}
-
-
-class Records(_Arrays):
-    """Quantized pages in a buffer of page records, and one of headers if the format has any; plain ops encode."""
-
-    def append(self, pair: Pair, count: int, start: int = 0) -> None:
-        """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
-        self._add(to_records(self._encoded(pair, count, start), self.codecs), count)
-
-    def read(self, start: int, stop: int) -> RecordPages:
-        """Return a snapshot of pages start .. stop - 1; from the first page on it copies nothing."""
-        stored = self._between(start, stop) if start else self._arrays
-        tokens = (stop - start) * self.config.page
-        layout = layout_of(self.codecs)
-        return RecordPages(self.codecs, layout, stored["records"], stored.get("headers"), tokens)
-
-    @property
-    def state(self) -> Stored:
-        return self._between(0, self.count)
-
-    def restore(self, state: dict, count: int) -> None:
-        """Take over the `count` pages of a state of any store."""
-        self._hold(state if "records" in state else to_records(state, self.codecs), count)
 
 
 class Paged:

@@ -1,7 +1,7 @@
-"""Pack codes and numbers into page records and headers, and read them back, in plain torch ops.
+"""Read codes and numbers out of page records and headers, in plain torch ops.
 
-`mlxkv/formats/records.py` says where every bit stands. Sessions and Metal kernels hold pages so; Triton
-has an order of its own (`kernels/layout.py`).
+`mlxkv/formats/records.py` says where every bit stands. Sessions of mlxkv hold pages so; Triton has an order of its own
+(`kernels/layout.py`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch.nn.functional import pad
 
 from cuda_track.codec import mixed_bits, packing, polar, polar_tree
 from cuda_track.codec.codec import Codec, Stored
-from cuda_track.codec.packing import signed
 from mlxkv.formats.records import (
     BLOCK,
     NAMES,
@@ -49,26 +47,9 @@ def _numbers(at: SideLayout, device: torch.device) -> torch.Tensor:
     return torch.tensor(number_places(at), device=device)
 
 
-def pack(codes: torch.Tensor, stored: Stored, at: SideLayout) -> torch.Tensor:
-    """Pack one side of pages.
-
-    codes: [..., T, R] unsigned. stored: the float16 numbers of the record, [..., T, groups], by name.
-    Returns words, [..., T/16, words].
-    """
-    codes = pad(codes.long(), (0, at.blocks * BLOCK - codes.shape[-1])).unflatten(-2, (-1, TOKENS))
-    flat = pad(codes.flatten(-2), (0, 1))  # behind the last code: 0, where a word has none
-    words = flat.new_zeros(*flat.shape[:-1], at.code_words)
-    for low, mask, places, of, shifts in _fields(at, codes.device):
-        words[..., places] += (((flat >> low) & mask)[..., of] << shifts).sum(-1)
-    if not at.numbers:
-        return signed(words)
-    numbers = [stored[name].unflatten(-2, (-1, TOKENS)) for name in at.numbers]
-    numbers = torch.stack(numbers, -3).flatten(-3)[..., _numbers(at, codes.device)]
-    return torch.cat([signed(words), numbers.contiguous().view(torch.int32)], -1)
-
-
 def unpack(words: torch.Tensor, at: SideLayout) -> tuple[torch.Tensor, Stored]:
-    """Invert `pack`: [..., N, words] -> codes and numbers."""
+    """Read one side of pages: words [..., N, words] -> codes [..., T, R], unsigned, and the float16 numbers of the
+    records, [..., T, groups], by name."""
     size = TOKENS * at.blocks * BLOCK
     flat = words.new_zeros(*words.shape[:-1], size + 1, dtype=torch.long)
     for low, mask, places, of, shifts in _fields(at, words.device):
@@ -85,18 +66,9 @@ def unpack(words: torch.Tensor, at: SideLayout) -> tuple[torch.Tensor, Stored]:
     return codes[..., : at.dims], numbers
 
 
-def pack_header(stored: Stored, at: SideLayout) -> torch.Tensor:
-    """Pack the numbers that the tokens of a page share, float16 [B, G, P rows, R or R/2].
-
-    Returns [B, G, P, header words].
-    """
-    numbers = torch.stack([stored[name] for name in at.header_names], -2)
-    numbers = pad(numbers, (0, at.header_dims - numbers.shape[-1]))
-    return numbers.unflatten(2, (-1, at.header_rows)).flatten(3).contiguous().view(torch.int32)
-
-
 def unpack_header(words: torch.Tensor, at: SideLayout) -> Stored:
-    """Invert `pack_header`."""
+    """Read the numbers that the tokens of a page share: words [B, G, P, header words] -> float16 [B, G, P rows, R or
+    R/2] by name."""
     rows, names = at.header_rows, at.header_names
     numbers = words.contiguous().view(torch.float16)
     numbers = numbers.unflatten(-1, (rows, len(names), at.header_dims)).flatten(2, 3)
@@ -116,19 +88,6 @@ def to_codes(state: Stored, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
     return out
 
 
-def to_records(state: dict[str, Stored], codecs: tuple[Codec, Codec]) -> Stored:
-    """Invert `to_codes`."""
-    words, shared = [], []
-    for (name, at, _, _), code in zip(spans(layout_of(codecs)), codecs, strict=True):
-        stored = state[name]
-        numbers = {number: stored[at.source(number)] for number in at.numbers}
-        words.append(pack(_unpacked(code, stored, at), numbers, at))
-        if at.header_words:
-            shared.append(pack_header(stored, at))
-    named = {"records": words, "headers": shared}
-    return {name: torch.cat(parts, -1) for name, parts in named.items() if parts}
-
-
 def as_codes(state: dict, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
     """Return the quantized pages of a saved cache, records or not, as the tensors that plain ops read.
 
@@ -142,21 +101,8 @@ def as_codes(state: dict, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
     return state
 
 
-def _unpacked(code: Codec, stored: Stored, at: SideLayout) -> torch.Tensor:
-    """Codes [B, G, T, R] of the width of the records."""
-    if at.tree:
-        return polar_tree.split(stored, at.dims, code.page)
-    if at.pairs:
-        return polar.split(code.spec, stored["codes"], at.dims)
-    if at.raw:
-        return stored["values"].contiguous().view(torch.int16).long() & 0xFFFF
-    if at.widths:
-        return mixed_bits.unpack(code.spec, stored["codes"])
-    return packing.unpack(stored["codes"], at.bits, at.dims)
-
-
 def _packed(code: Codec, codes: torch.Tensor, numbers: Stored, at: SideLayout) -> Stored:
-    """Invert `_unpacked`; numbers: by the names of stored tensors."""
+    """Return what plain ops store for these codes; numbers: by the names of stored tensors."""
     if at.tree:
         return numbers | polar_tree.join(codes, numbers["radii"])
     if at.pairs:

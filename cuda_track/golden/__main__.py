@@ -1,5 +1,4 @@
-"""`python -m cuda_track.golden --device cuda`: compute the golden table on this machine, by torch and by Triton;
-with `--device mps` decode attention by Metal's kernels."""
+"""`python -m cuda_track.golden --device cuda`: compute the golden table on this machine, by torch and by Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from cuda_track.golden import kernels
 from cuda_track.golden.table import TABLE
 from cuda_track.kernels.launch import absent, interpreted
 from mlxkv import console
-from mlxkv.errors import UserError
 
 
 def main() -> None:
@@ -27,15 +25,10 @@ def main() -> None:
     if interpreted() and by_triton:
         import cuda_track.kernels.interpreter  # noqa: F401 (it decides how kernels are built)
     rows_by = {"torch": [], "triton": []}
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError("[--device] no Metal here; got mps; choose cpu")
-    if device.type == "mps":  # which has no float64
-        rows_by["metal"] = [("", row) for row in kernels.metal_rows(device)]
-    else:
-        with device:
-            rows_by["torch"] = list(TABLE.by_set())
-            if by_triton and (device.type == "cuda" or interpreted()):
-                rows_by["triton"] = [("", row) for table in kernels.TABLES for row in table()]
+    with device:
+        rows_by["torch"] = list(TABLE.by_set())
+        if by_triton and (device.type == "cuda" or interpreted()):
+            rows_by["triton"] = [("", row) for table in kernels.TABLES for row in table()]
     rows = [row for part in rows_by.values() for _, row in part]
     for row in rows:
         if not row.ok:

@@ -1,5 +1,4 @@
-"""Rows of the golden table that kernels compute: quantizing and decode attention by Triton, decode attention
-by Metal."""
+"""Rows of the golden table that Triton computes: quantizing and decode attention."""
 
 from __future__ import annotations
 
@@ -8,16 +7,13 @@ from functools import partial
 
 import torch
 
-from cuda_track.cache.attention import DECODE_TOKENS, attend, why_not
-from cuda_track.cache.stores import Paged, Records
+from cuda_track.cache.attention import attend, why_not
+from cuda_track.cache.stores import Paged
 from cuda_track.cache.view import View
 from cuda_track.codec import packing
-from cuda_track.codec.codec import Codec
 from cuda_track.golden.table import TABLE
 from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool
-from cuda_track.mps import attend as metal_kernel
-from cuda_track.mps import pages as metal
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.records import NAMES
 from mlxkv.spec.bounds import Row, compare_codes, read_golden, rms
@@ -25,7 +21,6 @@ from mlxkv.spec.rows import encode_cases
 
 WEIGHTS_BOUND = 2e-3  # queries and weights are float16 in the kernel of Triton
 HEAD = 64  # dims of a head, where golden tensors have none that Triton reads
-METAL_BOUND = 1e-4  # float32; exponentials are those of the machine
 
 
 def quantize_rows() -> Iterator[Row]:
@@ -61,41 +56,8 @@ def attention_rows(table: str = "attention") -> Iterator[Row]:
             yield _row(case, out, spec, WEIGHTS_BOUND, table)
 
 
-def metal_rows(device: torch.device) -> Iterator[Row]:
-    """Attention over page records on `device`; inputs are made on the CPU."""
-    for case, inputs, spec in TABLE.attention_cases():
-        mask = "causal" if inputs.mask is None else _moved(inputs.mask, device)
-        dims, q = inputs.dims, inputs.q.to(device)
-        config = CacheConfig(*(Side(side.quantizer) for side in inputs.sides), page=inputs.page)
-        if metal.why_not(config, (dims, dims)) or metal_kernel.why_not(q, mask, DECODE_TOKENS):
-            continue
-        transforms = (code.transform for code in TABLE.given(inputs).pages.codecs)
-        codecs = tuple(
-            Codec(
-                Side(side.quantizer), dims, inputs.page, transform and transform.to(device), device
-            )
-            for side, transform in zip(inputs.sides, transforms, strict=True)
-        )
-        pages = Records(config, codecs)
-        pages.restore(dict(zip(NAMES, _moved(inputs.stored, device), strict=True)), inputs.pages)
-        view = View(
-            *(_moved(x, device) for x in (inputs.recent, inputs.sink)), pages.read(0, inputs.pages)
-        )
-        out = attend(q, view, inputs.scale, mask, _moved(inputs.sink_logits, device))
-        yield _row(case, out, spec, METAL_BOUND)
-
-
 def _row(case: str, out: torch.Tensor, spec, bound: float, table: str = "attention") -> Row:
     return Row(table, case, spec.size, rms=rms(TABLE.array(out), spec), bound=bound)
-
-
-def _moved(x, device: torch.device):
-    """Every tensor in tuples and dicts to `device`."""
-    if isinstance(x, torch.Tensor):
-        return x.to(device)
-    if isinstance(x, dict):
-        return {name: _moved(y, device) for name, y in x.items()}
-    return tuple(_moved(y, device) for y in x) if isinstance(x, tuple) else x
 
 
 TABLES = (quantize_rows, attention_rows, partial(attention_rows, "softcap"))

@@ -67,7 +67,7 @@ class Examined:
             why_ops = choose.why_not(config, self.sizes[1:], device)
         if self.capped:
             why_ops = "capped scores have no kernel"
-        kernel = f"torch ops ({why_ops})" if why_ops else choose.way(device).capitalize()
+        kernel = f"torch ops ({why_ops})" if why_ops else choose.TRITON.capitalize()
         return compressed(index, self.kind, fitted, label, self.sizes, kernel)
 
 

@@ -10,7 +10,7 @@ from tensors import to_mlx, to_torch
 
 from cuda_track.cache.attention import attend
 from cuda_track.cache.compressed import CompressedKVCache
-from cuda_track.codec import maps, records
+from cuda_track.codec import maps
 from cuda_track.codec.codec import Codec
 from cuda_track.codec.records import as_codes
 from mlxkv.cache.attention import attend as mlx_attend
@@ -42,7 +42,7 @@ def record_sides():
         yield (Side(spec),) * 2, getattr(spec, "dims", 96), 64
 
 
-def test_page_records_are_the_same_words(subtests):
+def test_page_records_of_the_other_side_are_read(subtests):
     for sides, dims, page in record_sides():
         with subtests.test(keys=sides[0].label, dims=dims):
             x = mx.array(
@@ -52,11 +52,7 @@ def test_page_records_are_the_same_words(subtests):
             state = {name: code.encode(x) for name, code in zip(NAMES, theirs, strict=True)}
             right = mlx_records.to_records(state, theirs)
             codecs = [Codec(side, dims, page) for side in sides]
-            ours = records.to_records(to_torch(state), codecs)
-            assert set(ours) == set(right)
-            for name, words in right.items():
-                assert torch.equal(ours[name], to_torch(words))
-            back = as_codes(ours, codecs)
+            back = as_codes(to_torch(right), codecs)
             for name, side in state.items():
                 assert all(torch.equal(back[name][n], to_torch(x)) for n, x in side.items())
 

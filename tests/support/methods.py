@@ -28,7 +28,7 @@ class Method:
     """A pair of formats.
 
     transform: transform of both sides. dims: head dim of its kernels. kernels: whether records hold it.
-    tiles, mps, triton: whether the tile kernels, torch on a Mac and Triton read it.
+    tiles, triton: whether the tile kernels and Triton read it.
     preset: one that stores these formats; its kernels take the test that users' machines run.
     """
 
@@ -39,7 +39,6 @@ class Method:
     dims: int = 80
     kernels: bool = True
     tiles: bool = True
-    mps: bool = True
     triton: bool = False
     preset: str = ""
 
@@ -74,7 +73,6 @@ METHODS = {
         transform="srft",
         kernels=False,
         tiles=False,
-        mps=False,
         triton=True,
     ),
     "channels of both": Method(
@@ -82,12 +80,11 @@ METHODS = {
     ),
     "turbo": Method(Codebook(4), Codebook(2), transform="random", preset="turbo-int2"),
     "turbo-int3": Method(Codebook(3), Affine(4, 32), transform="hadamard"),
-    "tree": Method(PolarTree(), PolarTree(), transform="random", mps=False),
-    "tree of its own": Method(PolarTree(OWN_BOOKS), PolarTree(), mps=False),
+    "tree": Method(PolarTree(), PolarTree(), transform="random"),
+    "tree of its own": Method(PolarTree(OWN_BOOKS), PolarTree()),
     "online": Method(
         *(PolarTree(online=True), PolarTree(online=True)),
         transform="random",
-        mps=False,
         preset="polar-tree+online",
     ),
     "fill": Method(
@@ -96,10 +93,9 @@ METHODS = {
             MixedBits(2.9, (3, 3, 2, 1)),
         ),  # the second: an odd number of half words
         dims=64,
-        mps=False,
     ),
     "polar": Method(Polar(4, 4), Affine(4, 64), dims=128, preset="polar-int2"),
-    "polar-tree": Method(Polar(2, 2), PolarTree(), dims=128, mps=False),
+    "polar-tree": Method(Polar(2, 2), PolarTree(), dims=128),
 }
 
 
