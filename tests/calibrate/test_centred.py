@@ -162,7 +162,7 @@ def test_models_with_sink_logits_are_left_out(subtests):
                 reports = attach(model, name, calibration=made)
             assert not any(r.compressed for r in reports)
             detach(model)
-            with pytest.raises(UserError, match=r"\[--kv-strict\] layers .* a sink logit"):
+            with pytest.raises(UserError, match=r"\[--kv-strict\] layers .* sink logits"):
                 attach(model, name, calibration=made, strict=True)
             reports = attach(model, "balanced-int2", calibration=made)
             assert any(r.compressed for r in reports)

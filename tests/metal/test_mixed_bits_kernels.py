@@ -149,8 +149,8 @@ def test_one_text_and_one_trial_serve_all_widths():
         assert other == selftest.representative_config(config_of((1,), (1,)), 64)
     assert sorted(name.rsplit("_", 1)[0] for name in made) == [
         "mlxkv_attend_tile",
-        "mlxkv_quantize",
         "mlxkv_dequantize",
+        "mlxkv_quantize",
     ]
 
 

@@ -142,7 +142,7 @@ def test_the_bound_counts_them_once(plain):
 def test_records_of_kernels_are_shared_too(monkeypatch, preset):
     """Pages in the layout of the kernels: one buffer of records, and headers if there are any."""
     monkeypatch.setattr(
-        "mlxkv.cache.choose.store", lambda plan, *_: Records(*plan.question[:2], make)
+        "mlxkv.cache.choose.store", lambda plan, *_: Records(*plan.request[:2], make)
     )
     store, kept = BlockStore(), []
     for own in range(2):
