@@ -88,7 +88,7 @@ class Side:
     def kind(self) -> str:
         """Name of the calibrated transform: the transform, or for low rank "pca 96" (rank), "pca 0.75"
         (share), then " mixed" where it is; for `MixedBits` with its widths, "fill 4,4,2"."""
-        if self.mixed_bits:
+        if self.mixed_bits and isinstance(self.quantizer, MixedBits):
             return f"{self.transform} {','.join(map(str, self.quantizer.widths))}"
         if self.low is None:
             return self.transform
@@ -102,7 +102,7 @@ class Side:
 
     def dims(self, head_dim: int) -> int:
         """Return stored dims R; the head dim for `MixedBits` that a calibration has not given its widths."""
-        if self.mixed_bits:
+        if self.mixed_bits and isinstance(self.quantizer, MixedBits):
             return self.quantizer.dims or head_dim
         return head_dim if self.low is None else self.low.dims(head_dim)
 
@@ -116,6 +116,7 @@ class Side:
     def format(self, dims: int, page: int) -> str:
         """Return the key of a searched clip: `Affine.format`, after "balanced " and the like for all but
         rotations per kv head."""
+        assert isinstance(self.quantizer, Affine)  # as where a clip is searched
         prefix = "" if self.transform == CALIBRATED else f"{self.transform} "
         return prefix + self.quantizer.format(dims, page)
 
@@ -264,8 +265,11 @@ class CacheConfig:
     @property
     def fitted(self) -> tuple[str, str]:
         """`Side.kind` of keys and values; "oscar" stands for a side that is not calibrated."""
-        sides = (self.keys, self.values)
-        return tuple(side.kind if side.calibrated else CALIBRATED for side in sides)
+        keys, values = self.keys, self.values
+        return (
+            keys.kind if keys.calibrated else CALIBRATED,
+            values.kind if values.calibrated else CALIBRATED,
+        )
 
     @property
     def folded(self) -> CacheConfig:
@@ -327,7 +331,7 @@ class CacheConfig:
         in a cache that follows the text; fixed bases belong to the model."""
         sides = ((self.keys, key_dim), (self.values, value_dim))
         values = sum(heads * dim * side.dims(dim) for side, dim in sides if side.is_online)
-        return 4 * values * self.online.runs if values else 0
+        return 4 * values * self.online.runs if self.online else 0
 
     def as_dict(self) -> dict:
         """Return plain data for headers of saved files, equal to itself after a round trip through JSON."""

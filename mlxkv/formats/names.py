@@ -27,7 +27,7 @@ from difflib import get_close_matches
 
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.lowrank import RATES, SEGMENTS, STORED, Half, LowRank
+from mlxkv.formats.lowrank import RATES, SEGMENTS, STORED, Half, LowRank, MixedBits
 from mlxkv.formats.presets import PRESETS, low_rank, mixed_bits
 from mlxkv.formats.quantizers import Affine, Full
 
@@ -87,8 +87,9 @@ def dialled(bits: float) -> str:
 def fallback_preset(config: CacheConfig) -> str | None:
     """Return the name of the preset that takes the place of mixed bits in models whose keys need their mean (a
     sink logit, a cap on scores) or are latents; None for other configurations."""
-    rates = [getattr(side.quantizer, "rate", None) for side in (config.keys, config.values)]
-    if None in rates:
+    quantizers = (config.keys.quantizer, config.values.quantizer)
+    rates = [quantizer.rate for quantizer in quantizers if isinstance(quantizer, MixedBits)]
+    if len(rates) < 2:
         return None
     return "int4" if min(rates) >= 4 else "int3" if min(rates) >= 3 else "int2"
 
@@ -141,12 +142,13 @@ def parse_kv(text: str | CacheConfig) -> CacheConfig:
         settings |= {"keep": float(selection["share"]), "whole_pages": selection["what"] == "pages"}
     names = name_part.split("/")
     sides = [_side(name) for name in names]
-    if None in sides or len(sides) > 2:
+    known = [side for side in sides if side is not None]
+    if len(known) < len(sides) or len(sides) > 2:
         raise UserError(
             f"[--kv] unknown preset; got {text!r}; {_hint(names, sides)}choose from {', '.join(PICKS)}, a number of "
             "bits such as 2.6, KEYS/VALUES such as int8/int4, or what mlxkv presets --all lists"
         )
-    keys, values = sides[0], sides[-1]
+    keys, values = known[0], known[-1]
     windows = keys if keys.compresses else values
     rotary_side = next((side for side in (windows, keys, values) if side.asks_rotary), windows)
     rotary = {
@@ -180,7 +182,8 @@ def _side(name: str) -> CacheConfig | None:
     codes = [extra for extra in extras if extra in PRESETS and _are_codes(PRESETS[extra])]
     stored = [extra for extra in extras if WAY.fullmatch(extra)]
     allowed = {*codes, *stored, *SETTINGS} if follows else {*codes, "windows"}
-    if not _is_size(match := NUMBER.fullmatch(number)) or not allowed.issuperset(extras):
+    match = NUMBER.fullmatch(number)
+    if match is None or not _is_size(match) or not allowed.issuperset(extras):
         raise _not_low_rank(name)
     if len(set(extras)) < len(extras) or max(len(codes), len(stored)) > 1:
         raise _not_low_rank(name)
@@ -251,10 +254,8 @@ def _are_codes(preset: CacheConfig) -> bool:
     return not {type(side.quantizer) for side in (preset.keys, preset.values)} & {Full, Half}
 
 
-def _is_size(match: re.Match | None) -> bool:
+def _is_size(match: re.Match) -> bool:
     """Return whether a number is a share of the dims or of the energy, or a whole number of dims."""
-    if match is None:
-        return False
     kind, value = match["kind"], float(match["number"])
     if kind == "r":
         return match["number"].isdigit() and value > 0

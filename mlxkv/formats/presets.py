@@ -36,9 +36,9 @@ def _oscar(
     return CacheConfig(*sides, sink=64, recent=256)
 
 
-def _balanced(keys: Affine, values: Affine, **windows: int) -> CacheConfig:
+def _balanced(keys: Affine, values: Affine, page: int = 64) -> CacheConfig:
     """Balanced maps of both sides. The clips serve models without searched ones."""
-    return CacheConfig(Side(keys, BALANCED), Side(values, BALANCED), **windows)
+    return CacheConfig(Side(keys, BALANCED), Side(values, BALANCED), page=page)
 
 
 def _transformed(quantizer: Quantizer, transform: str = "random") -> CacheConfig:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from mlxkv.formats import levels
-from mlxkv.formats.config import Affine, CacheConfig, Codebook, Full, Polar, PolarTree
+from mlxkv.formats.config import Affine, CacheConfig, Codebook, Full, Polar, PolarTree, Quantizer
 from mlxkv.formats.lowrank import DIMS, Half, MixedBits
 from mlxkv.formats.quantizers import TREE, TREE_BITS
 
@@ -108,7 +108,7 @@ class SideLayout:
         return ("scale",) if self.symmetric else ("scale", "bias")
 
     def source(self, name: str) -> str:
-        """Return the stored tensor (`Spec.tensors`) of a number of the record."""
+        """Return the stored tensor (`Method.tensors`) of a number of the record."""
         if self.tree and name == "scale":
             return "radii"
         return name
@@ -164,11 +164,9 @@ class SideLayout:
         return self.dims // 2 if self.pairs else self.blocks * BLOCK
 
 
-Spec = Affine | Codebook | MixedBits | Half | Polar | PolarTree
-
-
-def side_layout(spec: Spec, dims: int, page: int, keys: bool) -> SideLayout:
+def side_layout(spec: Quantizer, dims: int, page: int, keys: bool) -> SideLayout:
     """Make the layout of a side; the spec passes `why_no_record`."""
+    assert not isinstance(spec, Full)
     if isinstance(spec, Codebook):
         return SideLayout("codebook", keys, dims, spec.bits, dims)
     if isinstance(spec, PolarTree):

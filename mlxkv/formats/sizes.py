@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.lowrank import STAY
+from mlxkv.formats.lowrank import STAY, LowRank
 from mlxkv.formats.quantizers import Full
 from mlxkv.formats.records import TOKENS, record_layout, why_no_records
 from mlxkv.formats.rules.observing import WINDOW
@@ -100,7 +100,7 @@ def _compressed(c: CacheConfig, s: Counts, new: int) -> Counts:
         if c.keep < 1:
             s = s._replace(queries=min(new, online.window if online else WINDOW))
         if online:
-            s = _learnt(c, s)
+            s = _learnt(online, s)
         recent = s.recent + new
         if recent <= c.recent_capacity(s.sink > 0):
             return s._replace(recent=recent, width=recent)
@@ -134,11 +134,11 @@ def _quantized(c: CacheConfig, s: Counts, recent: int) -> Counts:
     )
 
 
-def _learnt(c: CacheConfig, s: Counts) -> Counts:
+def _learnt(online: LowRank, s: Counts) -> Counts:
     """Start a run of pages of its own, once the basis has learned."""
-    if not s.pages or c.online.stored == STAY or s.is_fresh:
+    if not s.pages or online.stored == STAY or s.is_fresh:
         return s._replace(runs=max(1, s.runs))
-    return s._replace(runs=min(c.online.runs, s.runs + 1), is_fresh=True)
+    return s._replace(runs=min(online.runs, s.runs + 1), is_fresh=True)
 
 
 def _decoding(c: CacheConfig, s: Counts) -> Counts:
@@ -156,8 +156,8 @@ def _decoding(c: CacheConfig, s: Counts) -> Counts:
             **{"sink": s.sink + head + count, "recent": recent, "width": min(limit, whole(recent))},
             **{"last": 0, "pins": False, "has_pinned": True},
         )
-    if c.is_online and s.since >= c.online.every:
-        s = _learnt(c, s._replace(since=0)) if s.recent else s._replace(since=0)
+    if c.online and s.since >= c.online.every:
+        s = _learnt(c.online, s._replace(since=0)) if s.recent else s._replace(since=0)
     return s
 
 
@@ -256,11 +256,16 @@ class CacheShape:
     @property
     def _has_rotary(self) -> bool:
         """Return whether exact rotary keys stand in a buffer beside the pages."""
-        return self.kind == "latent" and self.config.rotary == 16
+        return self.kind == "latent" and self._format.rotary == 16
+
+    @property
+    def _format(self) -> CacheConfig:
+        assert self.config is not None
+        return self.config
 
     def page_bytes(self, number: int) -> float:
         """Bytes of a page, exact rotary keys beside latents left out. number: of an exact number in it."""
-        c, dims, bits = self.config, (self.key_dim, self.value_dim), 0.0
+        c, dims, bits = self._format, (self.key_dim, self.value_dim), 0.0
         if self.records and self.kind != "latent" and why_no_records(c, *dims) is None:
             layout = record_layout(c, *c.dims(*dims))
             return 4 * self.heads * (c.page // TOKENS * layout.words + layout.header_words)
@@ -314,11 +319,10 @@ class CacheShape:
 
     def _more(self, s: Counts, number: int) -> int:
         """Bytes of bases that the text has made and of queries that wait for the end of a prompt."""
-        c, bases = self.config, 0
-        if s.runs:
-            bases = (
-                s.runs * c.basis_bytes(self.heads, self.key_dim, self.value_dim) // c.online.runs
-            )
+        c, bases = self._format, 0
+        if s.runs and c.online:
+            most = c.basis_bytes(self.heads, self.key_dim, self.value_dim)
+            bases = s.runs * most // c.online.runs
         return bases + number * self.queries * self.key_dim * s.queries
 
     def _walked(self, tokens: int, chunk: int, prompt: int | None) -> Counts:
@@ -358,7 +362,7 @@ class CacheShape:
         if pages:  # with the room that steps of fixed shapes take
             exact = c.sink + c.recent + 2 * c.page + DECODE_TOKENS
             room = int(max(grown(pages), pages + pages // GROWTH) * size)
-        runs = c.online.runs if c.is_online else 0
+        runs = c.online.runs if c.online else 0
         queries = (c.online.window if c.online else WINDOW) if c.keep < 1 else 0
         more = self._more(Counts(runs=runs, queries=queries), self.number)
         return room + token * (exact + c.pinned) + rotary * (c.window + STEP) + more

@@ -106,10 +106,11 @@ def check_shapes(
     """
     for name in ("live", "sink", "last"):
         if (pair := window(tree, name)) is not None:
-            count = {"sink": config.sink, "last": config.page}.get(name, pair[0].shape[2])
+            rows = pair[0].shape[2]
+            count = {"live": rows, "sink": config.sink, "last": config.page}[name]
             # With the last tokens of a prompt, or a short one as a whole.
             if name == "sink" and config.pinned:
-                count = min(pair[0].shape[2], config.sink + config.pinned)
+                count = min(rows, config.sink + config.pinned)
             for x, shape in zip(pair, token, strict=True):
                 check_shape(name, x, (*shape[:2], count, *shape[3:]))
     if "rotary" in tree:  # of the tokens in pages of latents
@@ -164,7 +165,7 @@ def check_rows(
     if size is None or offset <= rows:
         sound = place in (None, offset)
     else:  # a window that has moved on: a ring whose next token goes to `place`, or in order
-        sound = keep <= place <= rows if rows == size else place == rows
+        sound = place is not None and (keep <= place <= rows if rows == size else place == rows)
     if not complete or not sound or offset < 0:
         raise ValueError(f"{rows} tokens in a cache of {offset}")
 

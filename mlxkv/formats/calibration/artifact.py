@@ -328,10 +328,13 @@ def _layer(path: Path, name: str, entry: dict, tensors: Mapping[str, np.ndarray]
     """Check one layer of a file. Raises UserError, and what `read_calibration` takes for parts missing."""
     heads = whole(entry["kv_heads"], "kv_heads", 1)
     counts = zip(SIDES, entry["floored"], entry["clips"] or ({}, {}), entry["lacking"], strict=True)
-    sides = [_basis(path, f"{name}.{side}", heads, *row, tensors) for side, *row in counts]
+    keys, values = (
+        _basis(path, f"{name}.{side}", heads, floored, clips, lacking, tensors)
+        for side, floored, clips, lacking in counts
+    )
     if (exchange := tensors.get(f"{name}.{EXCHANGE}")) is not None:
         _check_numbers(path, f"layer {name}", exchange, (len(SIDES), heads), "costs")
-    return Layer(heads, *sides, exchange)
+    return Layer(heads, keys, values, exchange)
 
 
 def _basis(
@@ -361,7 +364,8 @@ def _basis(
                 f"has a clip that is no share above 0 and up to 1 in {place}; got {form}: {clip}"
             )
             raise fault(path, problem)
-    balance = Balance(*map(stored.pop, MAPS), whole(lacking, "lacking"))
+    down, sigma = map(stored.pop, MAPS)
+    balance = Balance(down, sigma, whole(lacking, "lacking"))
     if reason := balances.fault(balance.down):
         raise fault(path, f"holds a transform that is not invertible in {place}: {reason}")
     if "queries" in stored and not balances.is_moment(stored["queries"]):

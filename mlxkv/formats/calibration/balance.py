@@ -41,7 +41,8 @@ class Balance:
 
     def mixed(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the same with the directions mixed (`mixed`)."""
-        return tuple(x.astype(np.float32) for x in mixed(self.down.astype(np.float64)))
+        down, up = mixed(self.down.astype(np.float64))
+        return down.astype(np.float32), up.astype(np.float32)
 
 
 def balance(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:

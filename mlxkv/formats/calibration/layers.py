@@ -37,10 +37,11 @@ def is_centred(kind: str) -> bool:
 def pairs(calibration: Calibration, kinds: Kinds, name: str) -> tuple[Pair, Pair]:
     """Return the maps (down, up) of keys and of values of the layer `name`."""
     layer = calibration.layers[name]
-    return tuple(
+    keys, values = (
         _leading(kind, layer, side) if kind.startswith(PCA) else _mapped(kind, layer, side)
         for kind, side in zip(kinds, SIDES, strict=True)
     )
+    return keys, values
 
 
 def _mapped(kind: str, layer: Layer, side: str) -> Pair:
@@ -72,6 +73,7 @@ def directions(basis: Basis, centred: bool) -> Pair:
     moments that a calibration holds, and for queries mostly by what errors of their scores cost where it holds that."""
     if not centred:
         return basis.balance.down, basis.balance.sigma
+    assert basis.mean is not None  # keys have one
     noise = balance.about_mean(subspace.stored_moment(basis.balance), basis.mean.astype(np.float64))
     reads = basis.queries
     if reads is None:

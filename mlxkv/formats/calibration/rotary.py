@@ -48,12 +48,12 @@ class Rotary:
         """Return the mean of R(t) S R(t)^T over each span, and over `spans`, of moments S [G, D, D] at position 0."""
         u, theta = self._planes(moments.shape[-1])
         factors = _harmonics(theta[:, None] - theta, spans)
-        return (u @ (u.conj().T @ moments @ u * factors) @ u.conj().T).real
+        return np.real(u @ (u.conj().T @ moments @ u * factors) @ u.conj().T)
 
     def mean_over(self, means: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
         """Return the same of means [G, D] at position 0, rotated with it."""
         u, theta = self._planes(means.shape[-1])
-        return (means @ u.conj() * _harmonics(theta, spans) @ u.T).real
+        return np.real(means @ u.conj() * _harmonics(theta, spans) @ u.T)
 
     def _planes(self, dims: int) -> tuple[np.ndarray, np.ndarray]:
         """Eigenvectors [D, D] of R, a column each, and radians a position [D]."""
@@ -68,12 +68,13 @@ def _harmonics(w: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     """Return the mean of exp(j w t) over each span, and over `spans`, for w of any shape."""
     cycles = w / (2 * np.pi)
     cycles = cycles - np.rint(cycles)
-    return sum(
+    means = (
         np.exp(1j * np.pi * cycles * (start + stop - 1))
         * np.sinc(cycles * (stop - start))
         / np.sinc(cycles)
         for start, stop in spans
-    ) / len(spans)
+    )
+    return sum(means, np.zeros(w.shape)) / len(spans)
 
 
 def contexts(longest: int) -> list[Span]:

@@ -40,7 +40,7 @@ class Sums:
     centre: np.ndarray
     square: np.ndarray | float = field(default=0.0, init=False)
     total: np.ndarray | float = field(default=0.0, init=False)
-    weight: np.ndarray | float = field(default=0.0, init=False)
+    weight: np.ndarray = field(default_factory=lambda: np.zeros(()), init=False)
 
     @np.errstate(over="ignore", invalid="ignore")  # `LayerSums.basis` looks for NaN and infinity
     def add(self, square: np.ndarray, total: np.ndarray, weight: np.ndarray | float) -> None:
@@ -113,14 +113,14 @@ class Exchange:
 
 def floored(by_layer: Mapping[Place, np.ndarray | None]) -> dict[Place, np.ndarray]:
     """Return the costs [2, G] of each layer, float32, at least LEAST_COST of their mean; {} where one is missing."""
-    if any(x is None or not np.isfinite(x).all() for x in by_layer.values()):
+    costs = [x for x in by_layer.values() if x is not None]
+    if len(costs) < len(by_layer) or not all(np.isfinite(x).all() for x in costs):
         return {}
-    least = LEAST_COST * np.mean(
-        np.concatenate([np.zeros(0), *(x.ravel() for x in by_layer.values())])
-    )
+    least = LEAST_COST * np.mean(np.concatenate([np.zeros(0), *map(np.ravel, costs)]))
     if not least > 0:
         return {}
-    return {place: np.maximum(x, least).astype(np.float32) for place, x in by_layer.items()}
+    floored_costs = (np.maximum(x, least).astype(np.float32) for x in costs)
+    return dict(zip(by_layer, floored_costs, strict=True))
 
 
 # -- All sums of one layer, and the maps that are made of them. Spec: `mlxkv.spec.oscar`, `mlxkv.spec.balanced`.
@@ -152,8 +152,9 @@ class LayerSums:
         """Return the second moment [G, D, D] of a sum; over the positions of `spans` of keys and queries, if they
         rotate."""
         moment = self._halves(Sums.moment) if name == KEYS else self.sums[name].moment()
-        rotates = self.rotary is not None and name in ("keys", KEYS, WEIGHED)
-        return self.rotary.moment_over(moment, self.spans) if rotates else moment
+        if self.rotary is None or name not in ("keys", KEYS, WEIGHED):
+            return moment
+        return self.rotary.moment_over(moment, self.spans)
 
     def _halves(self, of: Callable[[Sums], np.ndarray]) -> np.ndarray:
         """Half of all stored keys alike, half by the attention that they get (`mlxkv.spec.balanced`); alike in heads

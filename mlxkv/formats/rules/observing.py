@@ -17,26 +17,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlxkv.formats.rules.runs import loaded, saved
+from mlxkv.formats.rules.runs import Runs, loaded, saved
+from mlxkv.formats.rules.trimming import Pair, Tensor, TrimRules, between
 
 WINDOW = 32  # last queries that choose tokens, where no basis follows
 POOL = 7  # tokens: neighbours of an important token stay too
 BLOCK = 8  # queries whose scores are computed at a time
-Tensor = Any  # of the track
-Pair = tuple[Tensor, Tensor]
 
 
-class Observing:
-    """A mixin over a compressed cache of either track.
-
-    The cache has `config`, `layer_maps`, `offset`, `view()`, the windows and the store.
-    """
+class Observing(TrimRules):
+    """A mixin over a compressed cache of either track."""
 
     def _forget(self) -> None:
         super()._forget()
-        self._basis = None  # the basis, once it has learned
+        self._basis: Any = None  # the basis, once it has learned
         self._since = 0  # tokens decoded since it learned
-        self._pending = None  # the view of a chunk of a prompt that attention has not read
+        self._pending: Any = None  # the view of a chunk of a prompt that attention has not read
         self._chunk = 0  # its tokens
         # Last queries of a prompt, [B, G, H / G, w, D], and their scale.
         self._queries: tuple[Tensor, float] | None = None
@@ -52,6 +48,10 @@ class Observing:
     # -- what a track adds: how much the last queries look at each token (`importance`, [B, G, T]), and
     # which tokens that chooses
 
+    layer_maps: Any
+    view: Callable[[], Any]  # what attention reads
+    _read_recent: Callable[[], Pair]
+    _quantize_pages: Callable[[Pair], None]
     importance: Callable[..., Tensor]
     salient: Callable[..., Tensor]
     taken: Callable[..., Tensor]
@@ -88,17 +88,19 @@ class Observing:
         view = self._pending
         if view is None:
             return False
-        last = queries[:, :, -(self.config.online.window if self.config.is_online else WINDOW) :]
+        online = self.config.online
+        last = queries[:, :, -(online.window if online else WINDOW) :]
         if self.config.keep < 1:
             batch, heads, count, dims = last.shape
             kv_heads = view.recent[0].shape[1]
             grouped = last.reshape(batch, kv_heads, heads // kv_heads, count, dims)
             self._queries = self._compact(grouped), scale
-        if self.config.is_online:
+        if online:
             new = self._chunk
             weights = self.importance(last, view, scale, rows(last.shape[2]))[..., -new:]
-            at = self.salient(weights, max(1, round(self.config.online.salient * new)))
-            self._teach(tuple(self.taken(x[:, :, -new:], at) for x in view.recent), True)
+            at = self.salient(weights, max(1, round(online.salient * new)))
+            keys, values = between(view.recent, -new, None)
+            self._teach((self.taken(keys, at), self.taken(values, at)), True)
         self._quantize_rest()
         return True
 
@@ -108,19 +110,25 @@ class Observing:
 
     def _learn(self) -> None:
         """Teach the basis the tokens decoded since the last time, when they are enough."""
-        if not self.config.is_online or self._since < self.config.online.every:
+        online = self.config.online
+        if online is None or self._since < online.every:
             return
         count = min(self._since, self._count)
         self._since = 0
         if count:
-            self._teach(tuple(x[:, :, -count:] for x in self._read_recent()), False)
+            self._teach(between(self._read_recent(), -count, None), False)
 
     def _teach(self, batch: Pair, prompt: bool) -> None:
         basis = self._next_basis(batch, prompt)
         if basis is not self.basis:
             self._basis = basis
             if self._store is not None:
-                self._store.rebase(basis)
+                self._runs.rebase(basis)
+
+    @property
+    def _runs(self) -> Runs:
+        assert isinstance(self._store, Runs)
+        return self._store
 
     def _keep(self) -> None:
         """Drop the quantized tokens of the prompt that its last queries did not vote for."""
@@ -131,7 +139,7 @@ class Observing:
             return
         page, sink = self.config.page, self._sink[0].shape[2] if self._sink else 0
         votes = self.votes(self.importance(queries.flatten(1, 2), self.view(), scale))
-        by_page = self.config.whole_pages or not self._store.by_token
+        by_page = self.config.whole_pages or not self._runs.by_token
 
         def choose(first: int, count: int) -> tuple[Tensor, bool]:
             part = votes[..., sink + first * page :][..., : count * page]
@@ -140,7 +148,7 @@ class Observing:
                 return self.kept_pages(part, page, pages), True
             return self.kept(part, pages * page), False
 
-        self.dropped += page * self._store.keep(choose, self._fixed)
+        self.dropped += page * self._runs.keep(choose, self._fixed)
         self._fixed = self._count_pages
         self._last = None  # of another page now
 
@@ -152,13 +160,13 @@ class Observing:
         """
         if not self._chunk or self.pinned or not self.config.pinned:
             return
-        pair, out = self._read_recent(), self._sink is not None
+        pair, sink = self._read_recent(), self._sink
         tail = self._count - min(self.config.pinned, self._count)
-        head = 0 if out else min(self.config.sink, tail)
-        first = self._sink if out else tuple(x[:, :, :head] for x in pair)
-        last = tuple(x[:, :, tail:] for x in pair)
-        self._sink = tuple(self._joined(*two) for two in zip(first, last, strict=True))
-        middle = tuple(x[:, :, head:tail] for x in pair)
+        head = min(self.config.sink, tail) if sink is None else 0
+        first = between(pair, None, head) if sink is None else sink
+        last = between(pair, tail, None)
+        self._sink = self._joined(first[0], last[0]), self._joined(first[1], last[1])
+        middle = between(pair, head, tail)
         self._recent, self._count, self._last = None, 0, None
         if head < tail:
             self._put_recent(middle)

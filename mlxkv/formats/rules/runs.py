@@ -54,16 +54,22 @@ class Runs:
 
     def rebase(self, new) -> None:
         """Encode further pages by `new`."""
-        if self.online.stored == STAY:
+        online = self._online
+        if online.stored == STAY:
             for i, run in enumerate(self.runs):
                 self.runs[i], self.bases[i] = self._transformed(run, new), new
             return
         if not self.runs[-1].count:
-            self.runs.pop(), self.bases.pop()
+            del self.runs[-1], self.bases[-1]
         self.runs.append(self.make(new))
         self.bases.append(new)
-        while len(self.runs) > self.online.runs:
+        while len(self.runs) > online.runs:
             self._merge()
+
+    @property
+    def _online(self) -> LowRank:
+        assert self.online is not None  # else no basis changes
+        return self.online
 
     def _transformed(self, run, new):
         """Return the same codes, read by another basis."""

@@ -12,16 +12,32 @@ that is quantized.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
 
-Pair = tuple[Any, Any]  # keys and values [B, G, T, D] of the track
+Tensor = Any  # of the track
+Pair = tuple[Tensor, Tensor]  # keys and values [B, G, T, D]
+
+
+class Store(Protocol):
+    """Quantized pages of either track."""
+
+    @property
+    def count(self) -> int: ...
+
+    def truncate(self, count: int) -> None: ...
+
+
+def between(pair: Pair, start: int | None, stop: int | None) -> Pair:
+    """Return tokens start .. stop - 1 of keys and values."""
+    keys, values = pair
+    return keys[:, :, start:stop], values[:, :, start:stop]
 
 
 class TrimRules:
-    """A mixin over a compressed cache, which has `config`, `offset`, the windows `_recent` (of `_count`
-    tokens), `_sink` and `_last`, and `_store`, its pages, or None.
+    """A mixin over a compressed cache.
 
     dropped: tokens that were read and are not stored. pinned: length of the prompt whose last tokens stand
         behind the sink, out of order: nothing ends inside it.
@@ -31,6 +47,13 @@ class TrimRules:
 
     # -- what a track adds
 
+    config: CacheConfig
+    offset: int
+    _recent: Pair | None  # of `_count` tokens
+    _count: int
+    _sink: Pair | None
+    _last: Pair | None
+    _store: Store | None
     _forget: Callable[[], None]  # hold nothing
     _put_recent: Callable[[Pair], None]  # append recent tokens, where there are none
     # exact tokens of the page quantized last, and recent ones behind
@@ -41,6 +64,12 @@ class TrimRules:
     @property
     def _count_pages(self) -> int:
         return self._store.count if self._store else 0
+
+    @property
+    def _pages(self) -> Store:
+        """The store, where pages have been quantized."""
+        assert self._store is not None
+        return self._store
 
     @property
     def _recent_capacity(self) -> int:
@@ -103,7 +132,7 @@ class TrimRules:
         recent_count = count - self.dropped - self._sunk - self._count_pages * page
         out_of_order = self.dropped or self.pinned
         if not count or (count <= self._sunk and not out_of_order):  # of the sink: recent again
-            sink = tuple(x[:, :, :count] for x in self._sink) if count and self._sink else None
+            sink = between(self._sink, None, count) if count and self._sink else None
             self._forget()
             if sink is not None:
                 self._put_recent(sink)
@@ -118,15 +147,15 @@ class TrimRules:
     def _dequantize(self, recent_count: int) -> None:
         """Restore the exact tokens of the last page; `recent_count` tokens stay behind its page (negative: fewer than
         the page)."""
-        pair = tuple(x[:, :, : self.config.page + recent_count] for x in self._last_and_recent())
-        self._store.truncate(self._count_pages - 1)
+        pair = between(self._last_and_recent(), None, self.config.page + recent_count)
+        self._pages.truncate(self._count_pages - 1)
         self._recent, self._count, self._last = None, 0, None
         self._put_recent(pair)
 
     def _decode_end(self, pages: int, count: int) -> None:
         """Keep so many pages, and `count` tokens of the next one as recent tokens."""
         pair = self._decoded(pages, count) if count else None
-        self._store.truncate(pages)
+        self._pages.truncate(pages)
         self._count, self._last = 0, None
         if pair is not None:
             self._recent = None
