@@ -64,7 +64,8 @@ def preload_openblas() -> None:
 def _openblas() -> Path | None:
     """Return the OpenBLAS of NumPy 2's wheels; other builds of NumPy have none, or name it otherwise."""
     numpy = find_spec("numpy")
-    folder = Path(numpy.origin).parents[1] / "numpy.libs" if numpy else Path()
+    origin = numpy.origin if numpy else None
+    folder = Path(origin).parents[1] / "numpy.libs" if origin else Path()
     return next(folder.glob("libscipy_openblas64_*.so"), None)
 
 

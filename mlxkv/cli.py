@@ -13,7 +13,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import metadata
 from itertools import takewhile
-from typing import Annotated
+from typing import Annotated, Protocol, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -73,7 +73,14 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 NUMBERS = {"N": ("a whole number", "write it like 12"), "X": ("a number", "write it like 0.5")}
 
 
-class _Page:
+class _Parsed:
+    """What typer's commands and groups have."""
+
+    name: str | None
+    parse_args: Callable[..., list[str]]
+
+
+class _Page(_Parsed):
     """Prints the help of a command as plain text of 80 columns."""
 
     def format_help(self, ctx, formatter) -> None:
@@ -404,7 +411,15 @@ for measure in bench.registered_commands:
 app.add_typer(bench, name="bench", cls=Commands)
 
 
-def _usage_line(error: Exception, words: list[str]) -> str:
+class _UsageError(Protocol):
+    """One of typer, or of click before typer had its own."""
+
+    option_name: str  # of those that name one
+
+    def format_message(self) -> str: ...
+
+
+def _usage_line(error: _UsageError, words: list[str]) -> str:
     """Turn a usage error of typer into a line of ours. words: the command line."""
     ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
     where = ctx.command.name if ctx and ctx.parent else "mlxkv"
@@ -448,6 +463,7 @@ def main(args: list[str] | None = None) -> int:
         for name in SWITCHES:
             if (value := os.environ.get(name, "")) not in ("", "0", "1"):
                 raise UserError(f"[{name}] neither on nor off; got {value!r}; choose 0 or 1")
+        code: int | Callable[[], int]
         code = app(args=args, prog_name="mlxkv", standalone_mode=False) or 0
         if callable(code):  # a program of others, which runs once typer is done
             code = code()
@@ -463,10 +479,11 @@ def main(args: list[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno == errno.EIO:  # the terminal was closed
             drop_unwritten()
             return 128 + 1  # as the signal of it, SIGHUP, which may come later than this
-        if getattr(error, "errno", None) in FULL and is_full():
+        if isinstance(error, OSError) and error.errno in FULL and is_full():
             line, code = f"[stdout] cannot be written to: {error.strerror}", 1
         elif hasattr(error, "format_message"):  # a usage error from typer's parser
-            line, code = _usage_line(error, sys.argv[1:] if args is None else args), 2
+            words = sys.argv[1:] if args is None else args
+            line, code = _usage_line(cast(_UsageError, error), words), 2
         elif os.environ.get("MLXKV_TRACEBACK"):
             raise
         elif errors.is_of_memory(error):

@@ -105,7 +105,7 @@ def find(words: list[str]) -> Program:
         return _of_python(first, args)
     path = shutil.which(first)
     python = None if path is None else interpreter(path)
-    if python is not None and is_this(python):
+    if path is not None and python is not None and is_this(python):
         return Program(path, args) if python != path else _of_python(path, args)
     beside = str(Path(sys.executable).parent / first)
     if os.sep not in first and interpreter(beside) not in (None, beside):

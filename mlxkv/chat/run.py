@@ -25,7 +25,7 @@ def run_chat(options: ChatOptions) -> None:
     source = resolve(options.model)
     require(source)
     if options.load is not None:
-        check_session(options, source)
+        check_session(options.load, options, source)
     prompt = read_prompt(options)
     if prompt is not None and not prompt.strip():
         raise UserError("[chat] empty prompt; pass --prompt TEXT or pipe some text in")
@@ -78,10 +78,10 @@ def _say_that_it_waits() -> None:
         )
 
 
-def check_session(options: ChatOptions, source: Source) -> None:
-    """Raise UserError, before a model is read, for a file of `--load` that its header shows to be of another
+def check_session(load: str, options: ChatOptions, source: Source) -> None:
+    """Raise UserError, before a model is read, for the file `load` of `--load` that its header shows to be of another
     cache or another model; all of it is checked when it is read."""
-    head = files.read_header(files.file_named(options.load))
+    head = files.read_header(files.file_named(load))
     if head.path.suffix != files.ENDING:
         raise head.wrong("is not a session saved by mlxkv chat")
     files.check_version(head)

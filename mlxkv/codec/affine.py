@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from functools import cache, lru_cache
-from math import inf
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -43,10 +43,10 @@ def half(x: mx.array, limit: float = HALF_MAX) -> mx.array:
     return mx.clip(x, -limit, limit).astype(mx.float16)
 
 
-def rows_at_once() -> float:
+def rows_at_once() -> int:
     """Return how many rows MLX can sort at once: on CUDA its grid is (1, rows)."""
     on_cuda = mx.cuda.is_available() and mx.default_device() == mx.gpu
-    return CUDA_ROWS if on_cuda else inf
+    return CUDA_ROWS if on_cuda else sys.maxsize
 
 
 def clip_rows(x: mx.array, rank: int) -> mx.array:
@@ -56,7 +56,7 @@ def clip_rows(x: mx.array, rank: int) -> mx.array:
         return x
     rows = x.size // x.shape[-1]
     if rows > (rows_each := rows_at_once()):
-        parts = x.reshape(rows, -1).split(range(rows_each, rows, rows_each))
+        parts = x.reshape(rows, -1).split(tuple(range(rows_each, rows, rows_each)))
         return mx.concatenate([clip_rows(part, rank) for part in parts]).reshape(x.shape)
     size, at = mx.abs(x), x.shape[-1] - rank
     limit = mx.partition(size, at, axis=-1)[..., at : at + 1]  # selected, not sorted, on the CPU
@@ -191,7 +191,9 @@ def _has_compiler() -> bool:
     return shutil.which("g++") is not None
 
 
-def _plane_scores(spec, q, stored, dims, group):
+def _plane_scores(
+    spec: Affine, q: mx.array, stored: dict[str, mx.array], dims: int, group: int
+) -> mx.array:
     """As `_product`, where `_splits` holds, by products with codes less half of their range:
     q . (scale * code + bias) = (q * scale) . (code - middle) + q . (bias + middle * scale)."""
     codes, scale = stored["codes"], stored["scale"].astype(q.dtype)
@@ -220,9 +222,11 @@ def _plane_products(x: mx.array, codes: mx.array, bits: int) -> mx.array:
     words = mx.contiguous(codes.swapaxes(-1, -2))
     places = x.reshape(*x.shape[:-1], words.shape[-2], -1)
     places = mx.contiguous(mx.moveaxis(places, -1, 0))
-    out = None
-    for place, plane in zip(places, packing.planes(bits)(words), strict=True):
-        out = place @ plane if out is None else mx.addmm(out, place, plane)
+    pairs = zip(places, packing.planes(bits)(words), strict=True)
+    place, plane = next(pairs)
+    out = place @ plane
+    for place, plane in pairs:
+        out = mx.addmm(out, place, plane)
     return out
 
 
@@ -258,7 +262,14 @@ def _folded_mix(spec, p, stored, dims, group):
     return out + p.sum(-1).swapaxes(2, 3) @ (stored["bias"].astype(p.dtype) + middle * scale)
 
 
-def _product(spec, x, stored, dims, page, transpose):
+def _product(
+    spec: Affine,
+    x: mx.array,
+    stored: dict[str, mx.array],
+    dims: int,
+    page: int,
+    transpose: bool,
+) -> mx.array:
     form = _form(spec, dims, page)
     if form.tail:
         (split, head), (tail_dims, tail) = _cut(spec, form.group, stored, dims)

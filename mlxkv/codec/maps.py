@@ -112,7 +112,7 @@ def _of_layer(calibration: Calibration, kinds: Kinds, name: str) -> LayerMaps:
             sides.append(_pair(*pair))
     mean = layers.key_mean(calibration, kinds, name)
     key_mean = None if mean is None else _key_mean(mean)
-    return LayerMaps(*sides, calibration.digest, name, kinds, key_mean=key_mean)
+    return LayerMaps(sides[0], sides[1], calibration.digest, name, kinds, key_mean=key_mean)
 
 
 def folded(layer_maps: LayerMaps, yes: bool = True) -> LayerMaps:
@@ -139,7 +139,7 @@ def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
         sides.append(side if is_shared else Transform(side.down[part], side.up[part]))
     digest = layer_maps.digest and f"{layer_maps.digest} {rank} of {size}"
     key = (digest, layer_maps.layer, layer_maps.kinds, layer_maps.folded)
-    return _shared(key, lambda: LayerMaps(*sides, *key, key_mean=key_mean))
+    return _shared(key, lambda: LayerMaps(sides[0], sides[1], *key, key_mean=key_mean))
 
 
 def reads_folded(digest: str, layer: str, folds: bool, kinds: Kinds) -> bool:
@@ -174,11 +174,10 @@ def sample(heads: int, dims: tuple[int, int], kinds: Kinds = ROTATED) -> LayerMa
     """Random maps for heads of (key, value) dims, to try or time kernels with."""
     from mlxkv.formats.calibration import layers
 
-    sides = map(_random, kinds, (heads, heads), dims)
+    keys, values = map(_random, kinds, (heads, heads), dims)
     mean = np.cos(np.arange(heads * dims[0])).reshape(heads, dims[0])
-    return LayerMaps(
-        *sides, kinds=kinds, key_mean=_key_mean(mean) if layers.is_centred(kinds[0]) else None
-    )
+    key_mean = _key_mean(mean) if layers.is_centred(kinds[0]) else None
+    return LayerMaps(keys, values, kinds=kinds, key_mean=key_mean)
 
 
 def _key_mean(mean: np.ndarray) -> KeyMean:
@@ -219,12 +218,13 @@ def _transform(down: np.ndarray) -> Transform:
 
 def _scaled(scale: np.ndarray) -> Transform:
     """SRFT with a scale [D] per channel, whose butterflies quantizing may use."""
-    return transform.make(transform.SRFT, len(scale), 0).scaled(mx.array(scale.astype(np.float32)))
+    srft = transform.make(transform.SRFT, len(scale), 0)
+    assert srft is not None
+    return srft.scaled(mx.array(scale.astype(np.float32)))
 
 
 def _pair(down: np.ndarray, up: np.ndarray) -> Transform:
     """Return the transform of a map and its inverse, shaped as for `_transform`."""
-    matrices_of_heads = (x[0] if len(x) == 1 else x for x in (down, up))
-    return Transform(
-        *(mx.array(np.ascontiguousarray(x.astype(np.float32))) for x in matrices_of_heads)
-    )
+    both = (x[0] if len(x) == 1 else x for x in (down, up))
+    down, up = (np.ascontiguousarray(x.astype(np.float32)) for x in both)
+    return Transform(mx.array(down), mx.array(up))

@@ -20,7 +20,8 @@ def _tables(widths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray
     gains = np.array([GAINS[bits] for bits in widths])
     steps = gains * np.array([STEPS[bits] for bits in widths])
     middle = (2.0 ** np.array(widths) - 1) / 2
-    return tuple(x.astype(np.float32).repeat(DIMS) for x in (steps, gains, middle))
+    steps, gains, middle = (x.astype(np.float32).repeat(DIMS) for x in (steps, gains, middle))
+    return steps, gains, middle
 
 
 def encode(spec: MixedBits, x: mx.array, page: int) -> dict[str, mx.array]:

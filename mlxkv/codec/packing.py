@@ -14,10 +14,10 @@ import numpy as np
 
 
 @cache
-def _places(dims: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """For code i: the word it starts in and the bit it starts at."""
+def _places(dims: int, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For code i: the word it starts in, the bit it starts at, and whether it ends in the next word."""
     start = np.arange(dims) * bits
-    return start // 32, start % 32
+    return start // 32, start % 32, start % 32 + bits > 32
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:
@@ -33,16 +33,14 @@ def pack(codes: mx.array, bits: int) -> mx.array:
         codes = codes.reshape(*codes.shape[:-1], words, per)
         return (codes << (mx.arange(per, dtype=mx.uint32) * bits)).sum(-1)
     # A code may straddle two words: its upper bits are also added to the next one.
-    word, bit = _places(dims, bits)
+    word, bit, straddles = _places(dims, bits)
     low = codes << mx.array(bit.astype(np.uint32))
-    spill = mx.where(
-        mx.array(bit + bits > 32), codes >> mx.array(((32 - bit) % 32).astype(np.uint32)), 0
-    )
+    spill = mx.where(mx.array(straddles), codes >> mx.array(((32 - bit) % 32).astype(np.uint32)), 0)
     out = []
     for w in range(words):
         starts, straddling = (
             np.flatnonzero(word == w),
-            np.flatnonzero((word == w - 1) & (bit + bits > 32)),
+            np.flatnonzero((word == w - 1) & straddles),
         )
         total = low[..., starts[0] : starts[-1] + 1].sum(-1)
         for i in straddling:
@@ -57,8 +55,7 @@ def unpack(words: mx.array, bits: int, dims: int) -> mx.array:
     if 32 % bits == 0:
         codes = (words[..., None] >> (mx.arange(32 // bits, dtype=mx.uint32) * bits)) & mask
         return codes.reshape(*words.shape[:-1], -1)[..., :dims]
-    word, bit = _places(dims, bits)
-    straddles = bit + bits > 32
+    word, bit, straddles = _places(dims, bits)
     low = mx.take(words, mx.array(word), -1) >> mx.array(bit.astype(np.uint32))
     next_words = mx.take(words, mx.array(np.minimum(word + 1, words.shape[-1] - 1)), -1)
     high = mx.where(

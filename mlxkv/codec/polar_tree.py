@@ -82,7 +82,7 @@ def fit(x: mx.array) -> tuple[tuple[float, ...], ...]:
     """Codebooks for `PolarTree.codebooks`, by k-means on the vectors x [..., R] of a calibration, after
     the transform of the side (`Codec.store`)."""
     _, _, books = _fit_levels(x.astype(mx.float32).reshape(-1, x.shape[-1]))
-    return tuple(tuple(book.tolist()) for book in books)
+    return tuple(tuple(np.array(book).tolist()) for book in books)
 
 
 def encode(spec: PolarTree, x: mx.array, page: int) -> dict[str, mx.array]:

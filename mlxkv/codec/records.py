@@ -6,7 +6,8 @@ kernel, and to check the kernels.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -14,6 +15,8 @@ import numpy as np
 
 from mlxkv.codec import mixed_bits, packing, polar, polar_tree
 from mlxkv.codec.codec import Codec, Stored
+from mlxkv.formats.lowrank import MixedBits
+from mlxkv.formats.quantizers import Polar
 from mlxkv.formats.records import (
     BLOCK,
     TOKENS,
@@ -95,12 +98,14 @@ def _across(x: mx.array) -> mx.array:
 
 def unpack(words: mx.array, at: SideLayout) -> tuple[mx.array, Stored]:
     """Invert `pack`: [..., N, words] -> codes and numbers."""
-    (*lead, records, _), places, out = words.shape, _places(at), None
+    (*lead, records, _), places = words.shape, _places(at)
     across = _across(words[..., : at.code_words])
-    for (low, *_), (word, shift, mask) in zip(places.fields, places.codes, strict=True):
-        bits = ((across[word] >> shift[:, None]) & mask[:, None]) << low
-        out = bits if out is None else out | bits
-    codes = out.swapaxes(0, 1).reshape(*lead, records * TOKENS, at.blocks * BLOCK)[..., : at.dims]
+    parts = (
+        ((across[word] >> shift[:, None]) & mask[:, None]) << low
+        for (low, *_), (word, shift, mask) in zip(places.fields, places.codes, strict=True)
+    )
+    codes = reduce(or_, parts).swapaxes(0, 1)
+    codes = codes.reshape(*lead, records * TOKENS, at.blocks * BLOCK)[..., : at.dims]
     if not at.numbers:
         return codes, {}
     numbers = mx.contiguous(words[..., at.code_words :]).view(mx.float16)
@@ -166,11 +171,11 @@ def _split(code: Codec, stored: Stored, at: SideLayout) -> tuple[mx.array, Store
     if at.tree:
         codes = polar_tree.split(stored, at.dims, code.page)
         return codes, {**stored, "scale": stored["radii"]}
-    if at.pairs:
+    if isinstance(code.spec, Polar):
         return polar.split(code.spec, stored["codes"], at.dims), stored
     if at.raw:
         return mx.contiguous(stored["values"]).view(mx.uint16), {}
-    if at.widths:
+    if isinstance(code.spec, MixedBits):
         return mixed_bits.unpacked(code.spec, stored["codes"]), stored
     return packing.unpack(stored["codes"], at.bits, at.dims), stored
 
@@ -180,11 +185,11 @@ def _joined(code: Codec, codes: mx.array, numbers: Stored, at: SideLayout) -> St
     if at.tree:
         radii = numbers.pop("scale")
         return {**polar_tree.join(codes, radii), **numbers}
-    if at.pairs:
+    if isinstance(code.spec, Polar):
         return {"codes": polar.join(code.spec, codes), **numbers}
     if at.raw:
         return {"values": mx.contiguous(codes.astype(mx.uint16)).view(mx.float16)}
-    if at.widths:
+    if isinstance(code.spec, MixedBits):
         return {"codes": mixed_bits.packed(code.spec, codes), **numbers}
     return {"codes": packing.pack(codes, at.bits), **numbers}
 

@@ -65,7 +65,7 @@ class Transform:
         if scale.ndim > 1:
             return Transform(self.down * scale, self.up / scale.swapaxes(-1, -2))
         pair = self.down * scale, self.up / scale[:, None]
-        if self.kind != SRFT:
+        if self.kind != SRFT or self.table is None:
             return Transform(*pair)
         return Transform(*pair, SCALED, mx.concatenate([self.table, scale]))
 
@@ -111,8 +111,8 @@ def _cast(transform: Transform, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
 
 
 def _orthogonal(down: np.ndarray, kind: str, table: np.ndarray) -> Transform:
-    down, up, table = (mx.array(x.astype(np.float32)) for x in (down, down.T, table))
-    return Transform(down, up, kind, table)
+    pair = mx.array(down.astype(np.float32)), mx.array(down.T.astype(np.float32))
+    return Transform(*pair, kind, mx.array(table.astype(np.float32)))
 
 
 def hadamard(dims: int, seed: int) -> Transform:

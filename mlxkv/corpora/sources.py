@@ -251,17 +251,22 @@ def _docstrings(path: Path) -> list[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, OSError):
         return []
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-    docs = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    docs = (
+        ast.get_docstring(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    )
     return [doc for doc in docs if doc and len(doc) > 160]
 
 
 def _texts() -> Iterator[tuple[str, str]]:
     """Yield (topic, text): help topics, then docstrings under the top module of their file."""
     try:
-        from pydoc_data.topics import topics
+        from pydoc_data import topics as help_pages
     except ImportError:  # some distributions leave it out
         topics = {}
+    else:
+        topics = help_pages.topics
     library = Path(sysconfig.get_paths()["stdlib"])
     for name in sorted(topics):
         yield f"help {name}", topics[name]

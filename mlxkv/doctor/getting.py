@@ -72,7 +72,7 @@ def find_pip() -> list[str]:
     Raises UserError where there is none."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
-    if (spec := importlib.util.find_spec("ensurepip")) is not None:
+    if (spec := importlib.util.find_spec("ensurepip")) is not None and spec.origin:
         wheels = Path(spec.origin).parent.glob("_bundled/pip-*.whl")
         if (wheel := next(wheels, None)) is not None:
             return [sys.executable, str(wheel / "pip")]

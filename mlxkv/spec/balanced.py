@@ -134,4 +134,5 @@ def weighted(k: np.ndarray, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def halves(k: np.ndarray, a: np.ndarray, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return S [G, D, D] and the mean [G, D] of keys k [G, T, D], of which those of `stored` [T] are compressed."""
     plain = weighted(k, np.broadcast_to(stored, a.shape).astype(np.float64))
-    return tuple((x + y) / 2 for x, y in zip(plain, weighted(k, a), strict=True))
+    read = weighted(k, a)
+    return (plain[0] + read[0]) / 2, (plain[1] + read[1]) / 2

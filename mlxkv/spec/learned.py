@@ -23,7 +23,7 @@ def exponential(free: np.ndarray) -> np.ndarray:
     Lie-algebra map onto SO(d)"). i A is Hermitian: its eigenvectors give the exponential."""
     lower = np.tril(free, -1)
     values, vectors = np.linalg.eigh(1j * (lower - lower.T))
-    return ((vectors * np.exp(-1j * values)) @ vectors.conj().T).real
+    return np.real((vectors * np.exp(-1j * values)) @ vectors.conj().T)
 
 
 def householder(vectors: np.ndarray) -> np.ndarray:

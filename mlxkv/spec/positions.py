@@ -88,7 +88,7 @@ def moment_over(
     """Return the mean of R(t) S R(t)^T over `span`, for S [D, D] at position 0."""
     u, theta = planes(pairs, frequencies, len(moment))
     factors = harmonic(theta[:, None] - theta, span)
-    return (u @ (u.conj().T @ moment @ u * factors) @ u.conj().T).real
+    return np.real(u @ (u.conj().T @ moment @ u * factors) @ u.conj().T)
 
 
 def mean_over(
@@ -96,7 +96,7 @@ def mean_over(
 ) -> np.ndarray:
     """Return the mean of m R(t)^T over `span`, for m [D] at position 0."""
     u, theta = planes(pairs, frequencies, len(mean))
-    return (u @ (harmonic(theta, span) * (u.conj().T @ mean))).real
+    return np.real(u @ (harmonic(theta, span) * (u.conj().T @ mean)))
 
 
 def contexts(longest: int, shortest: int = 1024) -> list[Span]:

@@ -180,7 +180,9 @@ class Table:
         tensors, _ = read_golden("affine")
         for key in keys(tensors):
             dims, bits, kind, axis, group = key.split(".")
-            spec = Affine(int(bits), int(group), kind == "sym", axis)
+            spec = Affine(
+                int(bits), int(group), kind == "sym", "channel" if axis == "channel" else "token"
+            )
             code, stored = self._encoded(Side(spec), tensors, int(dims))
             yield self._codes("encode", key, tensors, stored, spec.bits, int(dims))
             golden = self._stored(tensors, f"{key}.", spec.bits)
@@ -201,14 +203,18 @@ class Table:
     def encode_rows(self) -> Rows:
         tensors, header = read_golden("encode")
         for key, side, dims in encode_cases(tensors, header):
+            spec = side.quantizer
+            assert isinstance(spec, Affine)
             _, stored = self._encoded(side, tensors, dims)
-            yield self._codes("seal", key, tensors, stored, side.quantizer.bits, dims)
+            yield self._codes("seal", key, tensors, stored, spec.bits, dims)
 
     def latent_rows(self) -> Rows:  # read as keys and as values, beside rotary scores
         tensors, header = read_golden("latent")
         for key, side, dims in encode_cases(tensors, header):
+            spec = side.quantizer
+            assert isinstance(spec, Affine)
             case = under(tensors, key) | {"x": tensors[f"x.{dims}"]}
-            (_, encoded), bits = self._encoded(side, tensors, dims), side.quantizer.bits
+            (_, encoded), bits = self._encoded(side, tensors, dims), spec.bits
             yield self._codes("latent", key, tensors, encoded, bits, dims)
             yield self._page_alone(
                 key, dims, case, (side,) * 2, (self._stored(case, "", bits),) * 2
@@ -603,7 +609,8 @@ def fill_map_rows() -> Rows:
             )
             yield Row("widths", case, len(right), wrong=int(widths != right))
             sample = tensors_of_case[f"{side}.some"]
-            error = rms(mixed_bits_sample(*mixed_bits.pair(*sides[side], right)), sample)
+            down, sigma = sides[side]
+            error = rms(mixed_bits_sample(*mixed_bits.pair(down, sigma, right)), sample)
             yield Row("balances", case, sample.size, rms=error, bound=BOUNDS["transforms"])
 
 
