@@ -208,7 +208,7 @@ def run_tool(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(code)
 
 
-def on(number: int, handler: Callable) -> Any:
+def on(number: int, handler: Callable | signal.Handlers) -> Any:
     """Handle a signal, unless it is ignored, as under nohup. Returns the handler before."""
     before = signal.getsignal(number)
     return before if before is signal.SIG_IGN else signal.signal(number, handler)

@@ -64,16 +64,18 @@ class Engine:
     ready: set when the model is loaded. problem: the error that ended the thread for good, or None. is_ending:
     whether it takes no more requests, and puts sessions away. is_batchable: whether requests are decoded together.
     jobs: requests under way, by the batch's number. kv_allocated: bytes that their caches take, with room to grow.
-    vocabulary: tokens that the model knows.
+    vocabulary: tokens that the model knows. loaded, memory, sessions: there when it is ready without a problem.
     """
+
+    loaded: Loaded
+    memory: Memory
+    sessions: Sessions
 
     def __init__(self, options: ServeOptions):
         self.options, self.metrics = options, Metrics()
-        self.ready, self.problem, self.is_ending = Event(), None, False
+        self.ready, self.is_ending = Event(), False
+        self.problem: Exception | None = None
         self.vocabulary, self.is_batchable = 0, False
-        self.loaded: Loaded | None = None
-        self.memory: Memory | None = None
-        self.sessions: Sessions | None = None
         self.jobs: dict[int, Job] = {}
         self.kv_allocated = 0
         self.ranks = Ranks()
@@ -118,7 +120,7 @@ class Engine:
             self._drop_generator()
             if self.problem is None:
                 self.sessions.close()
-            if self.loaded is not None:
+            if hasattr(self, "loaded"):
                 forget_steps(self.loaded.model)
             getattr(mx, "clear_streams", lambda: None)()
 
@@ -221,10 +223,11 @@ class Engine:
         """Begin the next request, or make steps until the next meeting."""
         job, cancelled, steps = self._meet()
         if cancelled:
-            self._generator.remove(cancelled)
+            generator = self._generator_now()
+            generator.remove(cancelled)
             for uid in cancelled:
                 self._active.discard(self.remove(uid))
-            self.kv_allocated = self._generator.prompt_cache_nbytes
+            self.kv_allocated = generator.prompt_cache_nbytes
         if job is not None:
             self._active.add(job)
             self._begin(job)
@@ -247,9 +250,8 @@ class Engine:
         cancelled = [uid for uid, job in self.jobs.items() if job.cancelled]
         if not self.ranks.many:
             return job_next, cancelled, 1
-        request, cancelled, steps, self._pace = self.ranks.share(
-            [job_next and job_next.to_json(), cancelled, self._steps, self._pace]
-        )
+        state: list[Any] = [job_next and job_next.to_json(), cancelled, self._steps, self._pace]
+        request, cancelled, steps, self._pace = self.ranks.share(state)
         self._stop = self._stop or self.ranks.ended
         if self.ranks.rank and request is not None:
             job_next = Job.from_json(*request)
@@ -284,23 +286,22 @@ class Engine:
         last = prompt.tokens[-1:] if goes_on else ()
         job.text = ReplyText(self.tokenizer, request.stop, last)
         processors = sampling.processors_of(request)
-        if request.grammar is not None:  # it has the last word
-            processors.append(job.constraint or self.constraint_of(job))
+        if constraint := job.constraint or self.constraint_of(job):  # it has the last word
+            processors.append(constraint)
         if request.logprobs:
             processors.append(job.note_logits)
         marks = self.tokenizer.tool_call_start, self.tokenizer.tool_call_end
         machine = self._machine if request.chat else TEXT
         markup = Markup(machine, prompt.state, self.tokenizer.tool_parser, request.tools, marks)
         job.put(Start(len(prompt.tokens), job.cached_tokens, markup))
-        self._generator = self._generator or self._new_generator()
-        (uid,) = self._generator.insert_segments(
+        (uid,) = self._generator_now().insert_segments(
             [_without_start(prompt.segments, job.cached_tokens)],
             max_tokens=[max_tokens],
             caches=[cache],
             all_tokens=[prompt.tokens[: job.cached_tokens]],
             samplers=[sampling.sampler_of(request, self.tokenizer)],
             logits_processors=[processors],
-            stop_sequences=[job.text],
+            stop_sequences=[job.text],  # pyright: ignore[reportArgumentType] has the methods of mlx-lm's
         )
         self.jobs[uid] = job
         self._pace = 0.0  # its first part may lie deeper than others, and take longer
@@ -310,6 +311,10 @@ class Engine:
         if self._generator is not None:
             self._generator.close()
         self._generator = None
+
+    def _generator_now(self) -> BatchGenerator | SingleGenerator:
+        self._generator = self._generator or self._new_generator()
+        return self._generator
 
     def _new_generator(self) -> BatchGenerator | SingleGenerator:
         stream = mx.default_stream(mx.default_device())  # the one in which processes meet
@@ -364,7 +369,7 @@ class Engine:
 
     def step(self) -> None:
         """Read a part of the prompts that wait, and write a token of each reply."""
-        generator, jobs = self._generator, self.jobs
+        generator, jobs = self._generator_now(), self.jobs
         depths = [job.cache_tokens for job in jobs.values() if job.is_reading]
         count = min(len(depths), PROMPTS)
         most = self._prefill_step

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -16,10 +16,16 @@ import numpy as np
 from mlxkv.serve.http.fields import bad
 from mlxkv.serve.refusals import Refused
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 INSTALL = "pip install 'llguidance>=1.9,<2'"  # by its own name: an index may have another mlxkv
 LONGEST = 64 << 10  # characters of a schema
 # Between tokens of JSON: without a bound models write spaces for ever.
-WHITESPACE = {"whitespace_flexible": True, "whitespace_pattern": r"\n?[ \t]{0,16}"}
+WHITESPACE: JsonCompileOptions = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"\n?[ \t]{0,16}",
+}
 ANY_OBJECT = {"type": "object"}
 
 
@@ -123,7 +129,9 @@ def of_choice(
     of_schema("tools", schema, compiles)  # says in one line what cannot be followed
     body = json.dumps(schema | {"x-guidance": WHITESPACE})
     text = f'start: {calls.start} line body line {calls.end}\nline: "\\n"?\nbody: %json {body}'
-    return _library().LLMatcher.grammar_from_lark(text)
+    library = _library()
+    assert library is not None  # `of_schema` raises before
+    return library.LLMatcher.grammar_from_lark(text)
 
 
 def _call_schema(function: dict, definitions: dict[str, Any]) -> dict:
@@ -171,11 +179,13 @@ class Grammars:
             raise Refused(400, reason, "invalid_value")
 
     def _matcher(self, grammar: str) -> Any:
+        library = _library()
+        assert library is not None  # there are no grammars without it
         if self._words is None:  # some 100 ms for 150,000 tokens
             plain = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
             ends = sorted(self._tokenizer.eos_token_ids)
-            self._words = _library().hf.from_tokenizer(plain, self._vocabulary, ends)
-        return _library().LLMatcher(self._words, grammar, log_level=0)
+            self._words = library.hf.from_tokenizer(plain, self._vocabulary, ends)
+        return library.LLMatcher(self._words, grammar, log_level=0)
 
 
 class Constraint:
@@ -196,7 +206,7 @@ class Constraint:
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self._begun:  # the first call comes behind the prompt
-            self._take(tokens[-1].item())
+            self._take(cast(int, tokens[-1].item()))
         self._begun = True
         if self._after:
             return logits

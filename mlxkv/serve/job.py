@@ -59,8 +59,8 @@ class Job:
     numbers of tokens of the prompt (read, all), each `Token`, and None at the end; or an error.
     dropped: messages of the chat that the context had no room for. is_reading: whether its prompt is not read yet.
     logits: of the tokens that come next, where probabilities were asked for: mlx-lm's have the rounding of 16 bits.
-    cached_tokens: of its prompt, found in a cache. cache_tokens: in its caches now. tokens, usage: of its caches at
-    the end.
+    text: there once it has begun. cached_tokens: of its prompt, found in a cache. cache_tokens: in its caches now.
+    tokens, usage: of its caches; there at the end.
     """
 
     request: Request
@@ -72,12 +72,12 @@ class Job:
     cancelled: bool = False
     is_reading: bool = True
     channel: Any = field(default_factory=Queue, repr=False)
-    text: ReplyText | None = None
+    text: ReplyText = field(init=False, repr=False)
     logits: deque[mx.array] = field(default_factory=deque, repr=False)
     cached_tokens: int = 0
     cache_tokens: int = 0
     tokens: int = 0
-    usage: Usage | None = None
+    usage: Usage = field(init=False, repr=False)
 
     def to_json(self) -> list:
         """Return a request without its text, its tokens and its tenant."""

@@ -323,6 +323,7 @@ def _start(tool: Tool, program: str | None, endpoint: Endpoint, args: list[str],
         if program is None:
             note(f"{tool.program} is not installed; {tool.install}")
         return 0
+    assert program is not None  # `launch` raises before
     env = {name: value for name, value in os.environ.items() if name not in tool.unset}
     before = on(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program
     try:

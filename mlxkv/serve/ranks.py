@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import mlx.core as mx
 
@@ -68,13 +68,14 @@ class Ranks:
 
     def run_on_all(self, make: Callable[[], T]) -> T:
         """Run `make` in each process and return its own result. Where it raises in one, all raise."""
-        result = error = None
+        results: list[T] = []
+        error = None
         try:
-            result = make()
+            results.append(make())
         except Exception as raised:
             error = raised
         if self.all_min(error is None):
-            return result
+            return results[0]
         raise error or MachineError("[serve] another process could not begin, and says why")
 
     def all_max(self, number: int) -> int:
@@ -88,9 +89,10 @@ class Ranks:
     def _all(self, number: int) -> list[int]:
         if not self.many:
             return [number]
-        numbers = mx.distributed.all_gather(mx.array([number], mx.int64)).tolist()
+        numbers = mx.distributed.all_gather(mx.array([number], mx.int64))
+        out = cast(list[int], numbers.tolist())
         self.hear()
-        return numbers
+        return out
 
     def tokens(self, drawn: mx.array) -> mx.array:
         """Return rank 0's tokens [B]: logits of different machines differ in the last bit."""
@@ -137,4 +139,6 @@ class Ranks:
 
 def _summed(data: bytes) -> bytes:
     """Return the sum of all processes' bytes, place by place."""
-    return bytes(memoryview(mx.distributed.all_sum(mx.array(data))))
+    # mlx's stub knows neither arrays of bytes nor bytes of arrays.
+    total = mx.distributed.all_sum(mx.array(data))  # pyright: ignore[reportArgumentType]
+    return bytes(memoryview(total))  # pyright: ignore[reportArgumentType]

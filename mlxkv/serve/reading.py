@@ -295,6 +295,7 @@ def _accepted(messages: list[dict], render: Callable) -> tuple[list[dict], list[
             raise
         except Exception as found:  # templates raise anything
             error = found
+    assert error is not None  # there is one form at the least
     raise error
 
 

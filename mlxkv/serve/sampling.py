@@ -60,6 +60,7 @@ class Seeded:
     """
 
     def __init__(self, settings: Request, special: list[int]):
+        assert settings.seed is not None
         self._settings, self._special = settings, special
         self._key = mx.random.key(settings.seed)
 

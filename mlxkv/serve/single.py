@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, greedy_sampler
+from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
+
+from mlxkv.serve.sampling import GREEDY
 
 
 class Alone(GenerationBatch):
@@ -53,7 +55,7 @@ class SingleGenerator:
                     mx.array(part),
                     self._cache,
                     settings.pop("all_tokens"),
-                    fallback_sampler=greedy_sampler,
+                    fallback_sampler=GREEDY,
                     **settings,
                 )
             self._done += len(part)
@@ -69,7 +71,7 @@ class SingleGenerator:
     def close(self) -> None:
         """Drop the request."""
         self._prompt, self._cache, self._settings = [], [], {}
-        self._generation_batch = Alone.empty(self._model, greedy_sampler)
+        self._generation_batch = Alone.empty(self._model, GREEDY)
 
     @property
     def prompt_cache_nbytes(self) -> int:

@@ -118,7 +118,8 @@ def _decoded(text: str) -> list:
     while at < len(text):
         value, at = decoder.raw_decode(text, at)
         out.append(value)
-        at = SURPLUS.match(text, at).end()
+        if surplus := SURPLUS.match(text, at):
+            at = surplus.end()
     return out
 
 
@@ -185,20 +186,22 @@ def _kimi(parse: Any, text: str, tools: list, is_closed: bool) -> list:
         text
     ]:
         head, _, arguments = call.partition("<|tool_call_argument_begin|>")
-        id, name = re.fullmatch(r"((?:functions\.)?(.+):\d+)", head.strip()).groups()
-        out.append({"id": id, "name": name, "arguments": arguments})
+        match = re.fullmatch(r"(?:functions\.)?(.+):\d+", head.strip())
+        if match is None:
+            raise ValueError("a call needs an id")
+        out.append({"id": match[0], "name": match[1], "arguments": arguments})
     return out
 
 
 def _pairs(parse: Any, text: str, tools: list, is_closed: bool) -> list:
     """Return a name, and pairs of a key and a value behind it; or JSON, with or without a name in front."""
-    name, rest = re.match(rf"\s*({NAME})?\s*(.*)", text, re.DOTALL).groups()
-    if not name:
-        return _values(rest, is_closed)
+    head = re.match(rf"\s*({NAME})\s*", text)
+    if head is None:
+        return _values(text, is_closed)
     if "arg_key>" not in text:
-        return [{"name": name, "arguments": rest}]
+        return [{"name": head[1], "arguments": text[head.end() :]}]
     call = parse(text, tools)
-    if call["name"] != name:
+    if call["name"] != head[1]:
         raise ValueError("words in front of the arguments")
     return [call]
 
@@ -235,11 +238,14 @@ def _python(parse: Any, text: str, tools: list, is_closed: bool) -> list:
     if text.startswith(("{", "[{")):
         return _values(text, is_closed)
     try:
-        calls = ast.parse(text, mode="eval").body.elts
+        body = ast.parse(text, mode="eval").body
     except SyntaxError:
         text = text.replace("\n", "\\n")
-        calls = ast.parse(text, mode="eval").body.elts
-    if not all(isinstance(call, ast.Call) and not call.args for call in calls):
+        body = ast.parse(text, mode="eval").body
+    if not isinstance(body, ast.List | ast.Tuple | ast.Set):
+        raise ValueError("no list")
+    calls = [call for call in body.elts if isinstance(call, ast.Call) and not call.args]
+    if len(calls) < len(body.elts):
         raise ValueError("values without a name")
     plain = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.UnaryOp, ast.USub, ast.Load)
     for word in [word for call in calls for word in call.keywords]:

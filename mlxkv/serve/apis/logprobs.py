@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -31,8 +31,8 @@ class LogProbs:
         count, logits = min(count, logits.size), logits.astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits)
         best = mx.argpartition(-logprobs, kth=count - 1)[:count].tolist() if count > 0 else []
-        ids = [token, *best]
-        values = [finite(x) for x in logprobs[mx.array(ids)].tolist()]
+        ids = [token, *cast(list[int], best)]
+        values = [finite(x) for x in cast(list[float], logprobs[mx.array(ids)].tolist())]
         entries = [self._named(*pair) for pair in zip(ids, values, strict=True)]
         top = sorted(entries[1:], key=lambda entry: -(entry["logprob"] or 0.0))
         return entries[0] | {"top_logprobs": top}

@@ -26,7 +26,8 @@ def read_completion(body: dict, model_info: ModelInfo, chat: bool) -> Completion
 
 @lru_cache(1)
 def fingerprint() -> str:
-    return f"{mlx_lm.__version__}-{mx.__version__}-{platform()}-{mx.device_info()['architecture']}"
+    mlx = mx.__version__  # pyright: ignore[reportAttributeAccessIssue] mlx's stub lacks it
+    return f"{mlx_lm.__version__}-{mlx}-{platform()}-{mx.device_info()['architecture']}"
 
 
 class Completion(Reply):

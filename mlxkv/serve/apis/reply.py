@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine
@@ -11,6 +12,7 @@ from mlx_lm.generate import TextStateMachine
 from mlxkv.serve.apis import calls
 from mlxkv.serve.http.request import Request
 from mlxkv.serve.job import Start, Token
+from mlxkv.serve.refusals import Refused
 
 KINDS = {"normal": "text", "reasoning": "thinking"}  # by mlx-lm's names of states
 
@@ -63,28 +65,28 @@ class Markup:
         return [("text", start + text + (end if is_closed else ""))]
 
 
-class Reply:
+class Reply(ABC):
     """The reply to one request, as an API says it.
 
     streams: whether parts are written as they come; else `document()` is the reply. model: its name in replies.
-    prompt: of the request, once it is read. count: tokens of the reply. kv: of the field of that name.
-    reason: "stop", "length" or "tool_calls". stop_word: the one that ended it, or None.
+    prompt: of the request; there when the reply `has_begun`. count: tokens of the reply. kv: of the field of that
+    name. reason: "stop", "length" or "tool_calls". stop_word: the one that ended it, or None.
 
-    The server calls `begin`, `wait`, `take` and `close`, and sends what `flush` returns. An API has `start` (the reply
-    begins), `add_parts` (of the text, which a token completes), `end` (everything was said), `document` and
-    `error_event` (of an error behind the start of a stream).
+    The server calls `begin`, `wait`, `take` and `close`, and sends what `flush` returns.
     """
+
+    prompt: Start
 
     def __init__(self, request: Request, model: str):
         self.request, self.streams, self.model = request, request.stream, model
-        self.prompt: Start | None = None
-        self.count, self.kv = 0, None
+        self.count, self.has_begun = 0, False
+        self.kv: dict | None = None
         self.reason, self.stop_word = "stop", None
         self._has_calls, self._buffer = False, b""
 
     def begin(self, prompt: Start) -> None:
         """Note that the model reads the prompt."""
-        self.prompt = prompt
+        self.prompt, self.has_begun = prompt, True
         self.start()
 
     def wait(self, done: int, total: int) -> None:
@@ -106,8 +108,24 @@ class Reply:
         self.kv, self.stop_word = kv, stop_word if self.reason == "stop" else None
         self.end()
 
-    def start(self) -> None:
-        pass
+    def start(self) -> None:  # noqa: B027 some have nothing to say
+        """Begin the reply."""
+
+    @abstractmethod
+    def add_parts(self, parts: list[tuple], token: Token) -> None:
+        """Say parts of the text, which a token completes."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Say the end: all parts were said."""
+
+    @abstractmethod
+    def document(self) -> dict:
+        """Return the whole reply."""
+
+    @abstractmethod
+    def error_event(self, refused: Refused) -> bytes:
+        """Return an error behind the start of a stream."""
 
     def event(self, document: dict, name: str = "") -> None:
         """Send a server-sent event."""
@@ -124,14 +142,28 @@ class Blocks(Reply):
     """A reply in blocks of text, of thoughts and of calls. Blank lines between blocks are no part of them.
 
     parts: of the whole reply so far: ["text" or "thinking", text], or ["call", id, name, arguments as JSON text].
-    An API has `add_text(kind, text, begins)`, where `begins` tells a part of another kind from more of the last one,
-    `add_call(id, name, arguments)`, `end_part(kind, text, is_last)`, called where a part is complete, and `finish()`.
     """
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.parts: list[list[str]] = []
         self._blank = ""
+
+    @abstractmethod
+    def add_text(self, kind: str, text: str, begins: bool) -> None:
+        """Say a text. begins: whether it is a part, of another kind, and not more of the last one."""
+
+    @abstractmethod
+    def add_call(self, id: str, name: str, arguments: str) -> None:
+        """Say a call."""
+
+    @abstractmethod
+    def end_part(self, kind: str, text: str, is_last: bool) -> None:
+        """Say that a part is complete. text: of it; of a call its id."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Say the end, behind that of the last part."""
 
     def add_parts(self, parts: list[tuple], token: Token) -> None:
         for kind, *values in parts:
@@ -166,7 +198,8 @@ class Blocks(Reply):
 
     def _end_part(self, is_last: bool = False) -> None:
         if self.parts:
-            self.end_part(*self.parts[-1][:2], is_last)
+            kind, text, *_ = self.parts[-1]
+            self.end_part(kind, text, is_last)
 
 
 def event(document: dict, name: str = "") -> bytes:

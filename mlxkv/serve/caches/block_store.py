@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 from weakref import WeakValueDictionary, finalize
 
 import mlx.core as mx
@@ -38,7 +39,7 @@ class StoredCache:
 
     def __init__(self, blocks: Sequence[Block], rest: dict, tokens: int):
         self._blocks, self._rest, self._tokens = blocks, rest, tokens
-        own = sum(x.nbytes for _, x in tree_flatten(rest))
+        own = sum(x.nbytes for _, x in _flat(rest))
         self.nbytes = own + sum(block.nbytes for block in blocks)
 
     def is_trimmable(self) -> bool:
@@ -52,7 +53,7 @@ class StoredCache:
         for block in self._blocks:
             for name, x in block.arrays.items():
                 runs.setdefault(name, []).append(x)
-        for name, x in tree_flatten(self._rest.get("pages", {})):
+        for name, x in _flat(self._rest.get("pages", {})):
             runs.setdefault(f"pages.{name}", []).append(x)
         joined = [(name, mx.concatenate(run, axis=2)) for name, run in runs.items()]
         whole = {name: x for name, x in self._rest.items() if name != "pages"}
@@ -76,8 +77,8 @@ class BlockStore:
     def _stored(self, place: tuple, tokens: list[int], cache: CompressedKVCache) -> StoredCache:
         state, config = cache.state, cache.config
         state.pop("last", None)  # its codes are as good for who uses this cache again
-        paged = [(f"pages.{name}", x) for name, x in tree_flatten(state.pop("pages", {}))]
-        sink = [(f"sink.{name}", x) for name, x in tree_flatten(state.pop("sink", {}))]
+        paged = [(f"pages.{name}", x) for name, x in _flat(state.pop("pages", {}))]
+        sink = [(f"sink.{name}", x) for name, x in _flat(state.pop("sink", {}))]
         start = sink[0][1].shape[2] if sink else 0
         recent_count = state["live"]["keys"].shape[2]
         pages = (cache.size() - start - recent_count) // config.page
@@ -119,6 +120,11 @@ class BlockStore:
         for block in blocks:
             block.users -= 1
             self.saved -= block.nbytes if block.users else 0
+
+
+def _flat(tree: Any) -> list[tuple[str, mx.array]]:
+    # By mlx's stub it may be a dict, too: where one was given to be filled.
+    return cast(list[tuple[str, mx.array]], tree_flatten(tree))
 
 
 def _keys(place: tuple, tokens: list[int], ends: list[int]) -> Iterator[tuple]:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, TypeVar
 from weakref import finalize
 
 import numpy as np
@@ -33,15 +34,13 @@ WHERE = "--kv-disk"
 
 @dataclass(eq=False)
 class StoredSession:
-    """A cache that is kept, in memory or in a file. tokens: those in it. tenant: whose it is. trims: whether it can
+    """What is known of a cache that is kept. tokens: those in it. tenant: whose it is. trims: whether it can
     be cut back to a part of them."""
 
     tokens: list[int]
     tenant: str = ""
     trims: bool = True
     nbytes: int = 0
-    cache: list | None = None
-    path: Path | None = None
 
     def __post_init__(self):
         self._ids = np.array(self.tokens, np.int64)
@@ -53,9 +52,24 @@ class StoredSession:
         return int(differ[0]) if differ.size else count
 
 
-def nearest(
-    sessions: list[StoredSession], tokens: list[int], tenant: str = ""
-) -> list[tuple[int, StoredSession]]:
+@dataclass(eq=False, kw_only=True)
+class KeptSession(StoredSession):
+    """One in memory."""
+
+    cache: list
+
+
+@dataclass(eq=False, kw_only=True)
+class SessionFile(StoredSession):
+    """One in a file."""
+
+    path: Path
+
+
+S = TypeVar("S", bound=StoredSession)
+
+
+def nearest(sessions: list[S], tokens: list[int], tenant: str = "") -> list[tuple[int, S]]:
     """Return the tenant's sessions that share a start with `tokens`, and the length of that start; the longest first.
     One that cannot be cut back has to be that start, with a token behind it for the model to read."""
     ids = np.array(tokens, np.int64)
@@ -68,7 +82,7 @@ def nearest(
     return sorted(usable, key=lambda pair: (-pair[0], len(pair[1].tokens)))
 
 
-def replaced(sessions: list[StoredSession], new: StoredSession) -> list[StoredSession]:
+def replaced(sessions: list[S], new: S) -> list[S]:
     """Return those in whose place a new one serves: its starts, where it can be cut back to them, and itself."""
     ids = np.array(new.tokens, np.int64)
     starts = [x for x in sessions if x.tenant == new.tenant and x.shared(ids) == len(x.tokens)]
@@ -112,7 +126,7 @@ class Disk:
         except OSError:
             pass  # a file system without locks
 
-    def _scan(self) -> list[StoredSession]:
+    def _scan(self) -> list[SessionFile]:
         """Read the headers of all files, the oldest first. Sweeps away what servers have left that were killed
         while saving."""
         dated = []
@@ -134,7 +148,7 @@ class Disk:
                 logging.warning(f"a session cannot be read, it is left alone: {error}")
                 continue
             entries.append(
-                StoredSession(tokens, path.stem.rpartition("-")[0], trims, size, path=path)
+                SessionFile(tokens, path.stem.rpartition("-")[0], trims, size, path=path)
             )
         return entries
 
@@ -160,18 +174,18 @@ class Disk:
             logging.warning(f"a session could not be kept: {error}")
             return
         self.saved += 1
-        entry = StoredSession(tokens, tenant, can_trim_prompt_cache(cache), size, path=path)
+        entry = SessionFile(tokens, tenant, can_trim_prompt_cache(cache), size, path=path)
         self._drop(replaced(self.entries, entry))
         self.entries.append(entry)
         self._bound()
 
-    def _touch(self, entry: StoredSession) -> None:
+    def _touch(self, entry: SessionFile) -> None:
         self.entries.remove(entry)
         self.entries.append(entry)
         with suppress(OSError):  # only the order after a restart is lost
             os.utime(entry.path.name, dir_fd=self._handle, follow_symlinks=False)
 
-    def _drop(self, entries: list[StoredSession]) -> None:
+    def _drop(self, entries: list[SessionFile]) -> None:
         for entry in entries:
             self.entries.remove(entry)
             self._remove(entry.path.name)
@@ -188,17 +202,18 @@ class Disk:
         while self.entries and self.nbytes > self.limit:
             self._drop(self.entries[:1])
 
-    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[StoredSession | None, int]:
+    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[SessionFile | None, int]:
         """Return the tenant's file that shares the longest start with `tokens`, and the length of that start."""
         shared, entry = next(iter(nearest(self.entries, tokens, tenant)), (0, None))
-        name, shared = self._ranks.share([entry and entry.path.name, shared])
+        choice: list[Any] = [entry and entry.path.name, shared]
+        name, shared = self._ranks.share(choice)
         entry = next((each for each in self.entries if each.path.name == name), None)
         if self._ranks.all_min(entry is not None):
             return entry, shared
         self._drop([entry] if entry is not None else [])
         return None, 0
 
-    def load(self, entry: StoredSession) -> list | None:
+    def load(self, entry: SessionFile) -> list | None:
         """Read a cache. None if it cannot be used: then the file is removed."""
         cache = None
         try:
@@ -209,7 +224,7 @@ class Disk:
         except Exception as error:  # whatever it is, the request is read afresh
             self.failed += 1
             logging.warning(f"a session could not be used, it is removed: {error}")
-        if not self._ranks.all_min(cache is not None):
+        if not self._ranks.all_min(cache is not None) or cache is None:
             self._drop([entry])
             return None
         self.found += 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from typing import cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache
@@ -26,13 +27,13 @@ def shapes_of(caches: list) -> list[CacheShape]:
     return [shape_of(cache) for _, cache in leaves(caches)]
 
 
-def cut_padding(caches: list) -> None:
+def cut_padding(caches: Iterable) -> None:
     """Drop padding that all rows of mlx-lm's batched caches have: else they grow by a chunk of the longest
     prompt at the end of every shorter one."""
     for cache in caches:
         cut_padding(getattr(cache, "caches", ()))
         if isinstance(cache, BatchKVCache) and not cache.empty():
-            padding = cache.left_padding.tolist()
+            padding = cast(list[int], cache.left_padding.tolist())
             if min(padding) > 0:
                 cache.filter(list(range(len(padding))))
 

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache, can_trim_prompt_cache
 
 from mlxkv.models.trimming import trim_caches
 from mlxkv.serve.caches.block_store import BlockStore
-from mlxkv.serve.caches.disk import Disk, StoredSession, nearest, replaced
+from mlxkv.serve.caches.disk import Disk, KeptSession, nearest, replaced
 from mlxkv.serve.caches.memory import Memory
 
 
@@ -34,7 +34,7 @@ class Sessions:
         self.memory, self.new, self.disk, self.reuse = memory, new, disk, reuse
         self.agree = agree
         self.block_store = BlockStore()
-        self.entries: list[StoredSession] = []
+        self.entries: list[KeptSession] = []
         self.counts = Counter(lookups=0, hits=0, tokens=0, tokens_found=0, evicted=0)
 
     def fetch(self, tokens: list[int], tenant: str = "") -> tuple[list, int]:
@@ -43,7 +43,7 @@ class Sessions:
         cache, count = self._nearest(tokens, tenant)
         if self.disk is not None:
             session, shared = self.disk.nearest(tokens, tenant)
-            if min(shared, len(tokens) - 1) > count:
+            if session is not None and min(shared, len(tokens) - 1) > count:
                 loaded, before = self.disk.load(session), count
                 if loaded is not None:
                     self._insert(session.tokens, loaded, tenant)
@@ -51,8 +51,8 @@ class Sessions:
                     session.trims = session.trims and count > before
         cache = self.new() if cache is None else cache
         for layer in cache:
-            if type(layer) is KVCache and layer.keys is not None:  # its trim frees nothing
-                layer.keys = layer.keys[:, :, : layer.offset]
+            if type(layer) is KVCache and layer.keys is not None and layer.values is not None:
+                layer.keys = layer.keys[:, :, : layer.offset]  # its trim frees nothing
                 layer.values = layer.values[:, :, : layer.offset]
         self.counts.update(lookups=1, hits=int(count > 0), tokens=len(tokens), tokens_found=count)
         self.shrink()
@@ -78,7 +78,7 @@ class Sessions:
     def _insert(self, tokens: list[int], cache: list, tenant: str) -> None:
         self.block_store.put(tokens, cache, tenant)
         trims, size = can_trim_prompt_cache(cache), sum(layer.nbytes for layer in cache)
-        session = StoredSession(tokens, tenant, trims, size, cache=cache)
+        session = KeptSession(tokens, tenant, trims, size, cache=cache)
         needless = replaced(self.entries, session)
         self.entries = [*(each for each in self.entries if each not in needless), session]
 

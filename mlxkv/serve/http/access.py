@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections import OrderedDict
-from email.message import Message
+from collections.abc import Mapping
 from functools import lru_cache
 from math import ceil
 
@@ -77,7 +77,7 @@ def _network(peer: str) -> str:
     return str(address.ipv4_mapped or ipaddress.ip_network((int(address) >> 64 << 64, 64)))
 
 
-def check_host(headers: Message, options: ServeOptions, method: str = "GET") -> None:
+def check_host(headers: Mapping[str, str], options: ServeOptions, method: str = "GET") -> None:
     """Keep out web pages that were not allowed; their links may lead here. Raises Refused."""
     host = headers.get("Host") or ""
     match = HOST.fullmatch(host)
@@ -93,7 +93,7 @@ def check_host(headers: Message, options: ServeOptions, method: str = "GET") -> 
         raise Refused(403, f"[Origin] {origin[:80]} may not ask; see --allow-origin")
 
 
-def given_key(headers: Message) -> str:
+def given_key(headers: Mapping[str, str]) -> str:
     """Return the key in the header Authorization, or in Anthropic's x-api-key; "" for none."""
     value = headers.get("Authorization") or headers.get("x-api-key") or ""
     scheme, _, key = value.partition(" ")

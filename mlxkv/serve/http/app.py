@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route, Router
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxkv.serve.apis import anthropic
 from mlxkv.serve.apis.reply import Reply
@@ -27,7 +28,7 @@ from mlxkv.serve.http.models import Models
 from mlxkv.serve.http.request import no_model
 from mlxkv.serve.job import Job, Start, Token
 from mlxkv.serve.options import ServeOptions
-from mlxkv.serve.reading import COUNT, REPLIES
+from mlxkv.serve.reading import COUNT, REPLIES, Read
 from mlxkv.serve.refusals import Refused, fault
 
 LOG = logging.getLogger("mlxkv.serve")
@@ -55,15 +56,15 @@ STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache
 class RequestGuard:
     """Checks where each request goes and who asks, before its body is read; writes the headers of all replies."""
 
-    def __init__(self, options: ServeOptions, keys: Keys, limits: Limits, app: Callable):
+    def __init__(self, options: ServeOptions, keys: Keys, limits: Limits, app: ASGIApp):
         self._options, self._keys, self._limits, self._app = options, keys, limits, app
 
-    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         start, status, is_checked = time.monotonic(), 0, False
         scope["app"] = self  # with which Starlette's router raises where there is no path
 
-        async def answer(message: dict) -> None:
+        async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -180,7 +181,8 @@ class ReplyStream:
         self, models: Models, raw: bytes, key: str | None, is_operator: bool, arrival_time: float
     ):
         self._models, self._raw, self._key, self._is_operator = models, raw, key, is_operator
-        self._arrival_time, self._first_token = arrival_time, None
+        self._arrival_time = arrival_time
+        self._first_token: float | None = None
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue = asyncio.Queue()
 
@@ -191,12 +193,13 @@ class ReplyStream:
         except RuntimeError:  # the loop has ended, and the client was told
             pass
 
-    async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        reply, has_begun = None, False
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply: Reply | None = None
+        has_begun = False
 
         async def write(data: bytes, more: bool = True) -> None:
             nonlocal has_begun
-            if not reply.streams:
+            if reply is None or not reply.streams:
                 return
             if not has_begun:
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM})
@@ -206,7 +209,9 @@ class ReplyStream:
         try:
             async with self._models.read(
                 scope["path"], self._raw, self._key, self._arrival_time
-            ) as (loaded_model, (reply, prompt, dropped)):
+            ) as (loaded_model, read):
+                assert isinstance(read, Read)  # a number comes at `COUNT` alone
+                reply, prompt, dropped = read
                 engine, asked = loaded_model.engine, reply.request
                 owner = await run_in_threadpool(tenant, self._key, asked.user, asked.cache_salt)
                 job = Job(asked, prompt, owner, dropped, self._is_operator, channel=self)
@@ -226,12 +231,12 @@ class ReplyStream:
             engine.metrics.counts["cut_off"] += 1
         except Exception as error:
             refused = error if isinstance(error, Refused) else fault(error)
-            if not has_begun:
+            if reply is None or not has_begun:
                 raise refused from None
             scope["connection"].cycle.keep_alive = False
             await write(reply.error_event(refused), more=False)
 
-    async def _watch(self, receive: Callable) -> None:
+    async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.put(ClientDisconnect())
@@ -255,8 +260,9 @@ class ReplyStream:
 
     def _counts(self, engine: Engine, reply: Reply, job: Job) -> str:
         """Count a reply that has begun, and return its part of the log's line."""
-        if (start := reply.prompt) is None:
+        if not reply.has_begun:
             return ""
+        start = reply.prompt
         metrics, total, reused = engine.metrics, start.prompt_tokens, start.cached_tokens
         metrics.counts.update(
             prompt_tokens=total, cached_tokens=reused, generated_tokens=reply.count

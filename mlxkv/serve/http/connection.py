@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -154,7 +154,7 @@ class H11Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         count, can_accept = len(self.connections), self.limits.can_accept(self.connections)
-        super().connection_made(LingeringTransport(transport, self))
+        super().connection_made(cast(asyncio.Transport, LingeringTransport(transport, self)))
         # asyncio does so where a socket names TCP, as none of a listening one does: replies would wait for 40 ms.
         self._socket = transport.get_extra_info("socket")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -360,7 +360,7 @@ class HTTPServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application,
-                http=partial(H11Connection, limits),
+                http=partial(H11Connection, limits),  # pyright: ignore[reportArgumentType] is called, as a type is
                 ws="none",
                 lifespan="off",
                 interface="asgi3",
@@ -379,10 +379,13 @@ class HTTPServer(uvicorn.Server):
     def capture_signals(self):
         return nullcontext()
 
+    def _connections(self) -> list[H11Connection]:
+        return [c for c in self.server_state.connections if isinstance(c, H11Connection)]
+
     async def on_tick(self, counter: int) -> bool:
         if (now := time.monotonic()) > self._look_time + LOOK:
             self._look_time = now
-            for conn in list(self.server_state.connections):
+            for conn in self._connections():
                 conn.look(now)
         return await super().on_tick(counter) or self._tick()
 
@@ -390,7 +393,7 @@ class HTTPServer(uvicorn.Server):
         for server in self.servers:
             server.close()
         await self._end()
-        for conn in list(self.server_state.connections):
+        for conn in self._connections():
             conn.abort()
         if tasks := self.server_state.tasks:
             await asyncio.wait(tasks, timeout=SECONDS)

@@ -55,7 +55,7 @@ def _whole(digits: str) -> int | float:
     return int(digits) if len(digits) < 400 else float(digits)
 
 
-def check_values(path: str, value: dict) -> None:
+def check_values(path: str, value: dict | list | float) -> None:
     """Raise Refused for lists and objects that are nested too deeply or hold too many values, and for numbers that are
     none. path: of the object."""
     values, count = [(path, value, DEPTH)], 0

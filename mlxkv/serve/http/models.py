@@ -162,18 +162,16 @@ class Models:
         self.active += 1
         try:
             async with asyncio.timeout_at(arrival_time + seconds):
-                result, loaded_model = (
-                    await self.first.read(path, raw, key, self.names[1:]),
-                    self.first,
-                )
+                loaded_model = self.first
+                result = await loaded_model.read(path, raw, key, self.names[1:])
                 if isinstance(result, str):
-                    loaded_model, result = await self._loaded_model(result), None
+                    loaded_model = await self._loaded_model(result)
                 loaded_model.users += 1
                 try:
-                    yield (
-                        loaded_model,
-                        await loaded_model.read(path, raw, key) if result is None else result,
-                    )
+                    if isinstance(result, str):
+                        result = await loaded_model.read(path, raw, key)
+                    assert not isinstance(result, str)  # which has no other names
+                    yield loaded_model, result
                 finally:
                     loaded_model.users -= 1
         except TimeoutError:
@@ -256,7 +254,7 @@ class Models:
             name: (loaded_model.engine.metrics, loaded_model.kv())
             for name, loaded_model in loaded_models.items()
         }
-        gauges = {"active_requests": self.active, "wrong_keys": self.keys.wrong}
+        gauges: dict[str, float] = {"active_requests": self.active, "wrong_keys": self.keys.wrong}
         gauges |= {f"kv_{name}": value for name, value in _process_memory().items()}
         return metrics.text(self.limits.responses, gauges, models)
 

@@ -151,7 +151,9 @@ def check_request(body: dict, chat: bool, model_info: ModelInfo, shorten: bool =
             body, shorten = body | {name: model_info.longest}, True
     fields = Fields(body)
     options = Fields(fields.object("stream_options"), "stream_options")
-    content = _chat(fields) if chat else {"prompt": _text(body, model_info.vocabulary)}
+    content: dict[str, Any] = (
+        _chat(fields) if chat else {"prompt": _text(body, model_info.vocabulary)}
+    )
     return Request(
         chat=chat,
         stream=fields.flag("stream"),
@@ -298,7 +300,7 @@ def _message(message: Fields) -> dict:
     role = message.body.get("role")
     if role not in ROLES:
         raise message.bad("role", f"unknown role; choose from {', '.join(ROLES)}")
-    out = {"role": "system" if role == "developer" else role}
+    out: dict[str, Any] = {"role": "system" if role == "developer" else role}
     out["content"] = message.content("content")
     texts = {name: message.get(name, str, None) for name in TEXTS}
     out |= {name: text for name, text in texts.items() if text is not None}
