@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median, mode
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -189,7 +190,7 @@ def measure(
             fill_directly(cache, subject, context - 1)
             mx.clear_cache()
             mx.reset_peak_memory()
-        settings = {"max_tokens": WARM + tokens, "prefill_step_size": PREFILL_STEP}
+        settings: dict[str, Any] = {"max_tokens": WARM + tokens, "prefill_step_size": PREFILL_STEP}
         if bits:
             settings |= {"kv_bits": bits, "kv_group_size": options.MLX_LM_GROUP}
             settings["quantized_kv_start"] = 0
@@ -219,7 +220,10 @@ def measure(
             "peak_bytes": mx.get_peak_memory(),
             "kv_bytes": sum(layer.nbytes for layer in cache),
         }
-        return row | (steps.parts(subject.model, cache, token, steps_apart) if steps_apart else {})
+        if not steps_apart:
+            return row
+        last_token = cast(int, token)  # which mlx-lm annotates as an array
+        return row | steps.parts(subject.model, cache, last_token, steps_apart)
 
 
 def fill_directly(cache: list, subject: Subject, tokens: int) -> None:

@@ -31,14 +31,15 @@ def spread(calibration: Calibration) -> Calibration:
     """Return a calibration of random rotations, whose directions differ in weight."""
     layers = {}
     for n, (name, layer) in enumerate(calibration.layers.items()):
-        sides = (_weighted(getattr(layer, side), 2 * n + i) for i, side in enumerate(SIDES))
-        layers[name] = Layer(layer.kv_heads, *sides)
+        keys, values = (_weighted(getattr(layer, side), 2 * n + i) for i, side in enumerate(SIDES))
+        layers[name] = Layer(layer.kv_heads, keys, values)
     return replace(calibration, layers=layers)
 
 
 def _weighted(basis: Basis, seed: int) -> Basis:
     """Return what is stored and what reads it have the same moment, with the eigenvectors of the basis."""
-    sigma = falling(*basis.values.shape, seed).astype(np.float32)
+    heads, dims = basis.values.shape
+    sigma = falling(heads, dims, seed).astype(np.float32)
     balance = Balance(np.ascontiguousarray(basis.vectors[..., ::-1]), sigma)
     return replace(basis, values=np.ascontiguousarray(sigma[:, ::-1]), balance=balance)
 

@@ -66,7 +66,8 @@ def _in_loop(step: Step, last: mx.array, count: int) -> tuple[mx.array, float, f
         current[0].item()
         times.append((built - begun, handed - begun, perf_counter() - start))
         current = following
-    return current[0], *(median(column) for column in zip(*times, strict=True))
+    build, host, whole = (median(column) for column in zip(*times, strict=True))
+    return current[0], build, host, whole
 
 
 def _together(step: Step, last: mx.array, count: int) -> float:

@@ -41,8 +41,9 @@ def log_probabilities(loaded, cache: list, tokens: Sequence[int] | mx.array) -> 
 
 def _batch(tokens: Sequence[int] | mx.array) -> mx.array:
     """[T] -> [1, T]; [B, T] as it is."""
-    tokens = mx.array(tokens, dtype=mx.int32)
-    return tokens if tokens.ndim == 2 else tokens[None]
+    ids = tokens if isinstance(tokens, mx.array) else list(tokens)
+    batch = mx.array(ids, dtype=mx.int32)
+    return batch if batch.ndim == 2 else batch[None]
 
 
 def selects(cache: list) -> bool:

@@ -35,13 +35,19 @@ class Interval:
     def known(self) -> bool:
         return self.low is not None and self.high is not None
 
+    @property
+    def limits(self) -> tuple[float, float]:
+        """(low, high), where they are `known`."""
+        assert self.low is not None and self.high is not None
+        return self.low, self.high
+
     def holds(self, number: float) -> bool:
         """Return whether `number` is inside; without limits every number is."""
-        return not self.known or self.low <= number <= self.high
+        return not self.known or self.limits[0] <= number <= self.limits[1]
 
     def as_list(self) -> list[float] | None:
         """Return [low, high] for JSON, or None."""
-        return [self.low, self.high] if self.known else None
+        return list(self.limits) if self.known else None
 
 
 def mean(values: Sequence[float]) -> Interval:
@@ -69,14 +75,16 @@ def mean(values: Sequence[float]) -> Interval:
 def share(values: Sequence[float]) -> Interval:
     """Return the mean over texts of numbers of either sign, [n], by widened percentiles."""
     x = np.asarray(values, dtype=np.float64)
-    return _widened(len(x), lambda draws: x[draws].mean(axis=-1), np.isfinite(x).all())
+    return _widened(len(x), lambda draws: x[draws].mean(axis=-1), bool(np.isfinite(x).all()))
 
 
 def ratio(values: Sequence[float], over: Sequence[float]) -> Interval:
     """Return the mean over texts divided by the mean of `over` on the same texts, [n] each, by widened
     percentiles."""
     x, y = (np.asarray(v, dtype=np.float64) for v in (values, over))
-    return _widened(len(x), lambda draws: x[draws].mean(axis=-1) / y[draws].mean(axis=-1), y.all())
+    return _widened(
+        len(x), lambda draws: x[draws].mean(axis=-1) / y[draws].mean(axis=-1), bool(y.all())
+    )
 
 
 def _widened(n: int, of: Callable[[np.ndarray], np.ndarray], fine: bool) -> Interval:
@@ -162,8 +170,9 @@ def newcombe(both: int, first: int, second: int, none: int) -> Interval:
     def side(x: float, y: float) -> float:
         return sqrt(max(0.0, x * x - 2 * phi * x * y + y * y))
 
-    below = side(a.value - a.low, b.high - b.value)
-    above = side(a.high - a.value, b.value - b.low)
+    (a_low, a_high), (b_low, b_high) = a.limits, b.limits
+    below = side(a.value - a_low, b_high - b.value)
+    above = side(a_high - a.value, b.value - b_low)
     return Interval(gap, max(-1.0, gap - below), min(1.0, gap + above))
 
 
@@ -172,4 +181,5 @@ def _wider(plain: Interval, sums: np.ndarray, counts: np.ndarray) -> Interval:
     drawn = _widened(len(sums), lambda d: sums[d].sum(-1) / np.maximum(counts[d].sum(-1), 1), True)
     if not (plain.known and drawn.known):
         return plain
-    return Interval(plain.value, min(plain.low, drawn.low), max(plain.high, drawn.high))
+    lows, highs = zip(plain.limits, drawn.limits, strict=True)
+    return Interval(plain.value, min(lows), max(highs))

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import cast
 from urllib.parse import quote
 
 import mlx.core as mx
@@ -67,7 +68,7 @@ def _of(arms: Arms, part: TaskPart, name: str) -> dict:
         "calibration": used and {"digest": used.digest, "layers": used.header()["layers"]},
         "asks": hashlib.sha256(asks.encode()).hexdigest(),
         "mlxkv": __version__,
-        "mlx": mx.__version__,
+        "mlx": mx.__version__,  # pyright: ignore[reportAttributeAccessIssue]  # not in mlx's stub
         "backend": backend(),
     }
 
@@ -105,6 +106,8 @@ def computed(arms: Arms, parts: list[TaskPart], folder: Path) -> dict[str, Resul
             )
             raise
     return {
-        f"{part.task}-{part.name}": {name: store.read(arms, part, name) for name in arms.names}
+        f"{part.task}-{part.name}": {
+            name: cast(dict, store.read(arms, part, name)) for name in arms.names
+        }
         for part in parts
     }

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 import mlx.core as mx
 
-from mlxkv.bench.kernels.case import KernelShape, filled, stored_bytes
+from mlxkv.bench.kernels.case import KernelShape, filled, pages_of, stored_bytes
 from mlxkv.bench.options import BITS, MLX_LM_GROUP
 from mlxkv.bench.spread import allotted
 from mlxkv.cache import attention, choose
@@ -16,6 +16,7 @@ from mlxkv.cache.selftest import relative_rms
 from mlxkv.cache.view import View
 from mlxkv.errors import brief
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.lowrank import MixedBits
 from mlxkv.machine import machine_memory
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import Chain, chain, interleaved, middle
@@ -61,7 +62,7 @@ def copies_of(bytes_each: int, calls: int) -> int:
     if backend() == "cpu":
         return min(calls, COPIES)
     info = mx.device_info()
-    memory = info.get("memory_size") or info.get("total_memory") or machine_memory()
+    memory = int(info.get("memory_size") or info.get("total_memory") or machine_memory())
     count = max(COPIES, min(calls, -(-COLD_BYTES // bytes_each)))
     return max(1, min(count, memory // MEMORY_SHARE // bytes_each))
 
@@ -160,10 +161,10 @@ def _sdpa(step: DecodeStep) -> Task:
 def _bits_beside(config: CacheConfig) -> int:
     """Return the bits of mlx-lm's codes to compare with a preset: those of its keys; for mixed bits the fewest of
     equal size."""
-    if config.keys.mixed_bits:
-        rate = config.keys.quantizer.rate
+    if isinstance(quantizer := config.keys.quantizer, MixedBits):
+        rate = quantizer.rate
         return next((bits for bits in BITS if bits + 32 / MLX_LM_GROUP >= rate), BITS[-1])
-    return getattr(config.keys.quantizer, "bits", None) or TREE_BESIDE
+    return getattr(quantizer, "bits", None) or TREE_BESIDE
 
 
 def _mlx_lm_name(bits: int) -> str:
@@ -201,9 +202,9 @@ def reference(queries: mx.array, view: View, scale: float) -> mx.array:
 
     Sums of products, not matrix products: some GPUs compute these in TF32.
     """
-    sides = []
+    sides, pages = [], pages_of(view)
     for side in (0, 1):
-        parts = [view.pages.decode(side, mx.float32), view.recent[side].astype(mx.float32)]
+        parts = [pages.decode(side, mx.float32), view.recent[side].astype(mx.float32)]
         if view.sink is not None:
             parts.insert(0, view.sink[side].astype(mx.float32))
         sides.append(mx.concatenate(parts, axis=2))

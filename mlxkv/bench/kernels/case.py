@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.view import View
+from mlxkv.cache.view import Snapshot, View
 from mlxkv.codec.maps import LayerMaps, sample
 from mlxkv.formats.config import CacheConfig
 
@@ -59,8 +59,15 @@ def filled(config: CacheConfig, shape: KernelShape, tokens: int, dtype: mx.Dtype
     return view
 
 
+def pages_of(view: View) -> Snapshot:
+    """Return the pages of a view of `filled`, whose tokens do not all fit the windows."""
+    assert view.pages is not None
+    return view.pages
+
+
 def stored_bytes(config: CacheConfig, shape: KernelShape, view: View) -> int:
     """Bytes of pages and windows, which attention has to read once."""
-    pages = shape.values(view.pages.tokens) * config.bits_per_value(shape.dims, shape.dims) / 8
-    windows = shape.values(view.tokens - view.pages.tokens) * view.dtype.size
+    paged = pages_of(view).tokens
+    pages = shape.values(paged) * config.bits_per_value(shape.dims, shape.dims) / 8
+    windows = shape.values(view.tokens - paged) * view.dtype.size
     return int(pages + windows)

@@ -48,9 +48,10 @@ def row(
         for i in range(calls):
             pair = inputs[i % 2]
             if out:  # no overlap with the call before
-                pair = mx.depends(list(pair), out)
+                keys, values = mx.depends(list(pair), out)
+                pair = keys, values
             store = new()
-            store.append(tuple(pair), pages)
+            store.append(pair, pages)
             out = store.arrays()
         return out
 

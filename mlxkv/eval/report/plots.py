@@ -38,7 +38,7 @@ def pyplot() -> Iterator:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    with plt.rc_context(SETTINGS):
+    with plt.rc_context(SETTINGS):  # pyright: ignore[reportArgumentType]  # its keys are literals
         yield plt
 
 

@@ -106,7 +106,7 @@ def _divergence_intervals(texts: list[dict]) -> dict:
         "texts": len(texts),
         **{f"{key}_interval": interval.as_list() for key, interval in limits_of.items()},
         "ppl_ratio": exp(ratio.value),
-        "ppl_ratio_interval": [exp(ratio.low), exp(ratio.high)] if ratio.known else None,
+        "ppl_ratio_interval": [exp(limit) for limit in ratio.limits] if ratio.known else None,
     }
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from math import isfinite
 from os.path import commonprefix
 from random import Random
+from typing import cast
 
 import mlx.core as mx
 
@@ -173,8 +174,9 @@ def score(
         feed.extend(loaded, cache, prompt[:-1])
         prompt = prompt[-1:]
     logs = feed.log_probabilities(loaded, cache, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
-    scores = mx.take_along_axis(logs, mx.array(tokens)[:, None], axis=-1)[:, 0].tolist()
-    return [[scores[i] for i in span] for span in spans(loaded, tokens, values)]
+    scores = mx.take_along_axis(logs, mx.array(tokens)[:, None], axis=-1)[:, 0]
+    numbers = cast(list[float], scores.tolist())
+    return [[numbers[i] for i in span] for span in spans(loaded, tokens, values)]
 
 
 def spans(loaded, tokens: list[int], values: Sequence[str]) -> list[list[int]]:
@@ -208,9 +210,9 @@ def greedy(
     row = feed.log_probabilities(loaded, cache, prompt)[-1]
     tokens, text = [], ""
     while True:
-        if not isfinite(row.max().item()):  # one NaN makes all of a row NaN
+        if not isfinite(float(row.max())):  # one NaN makes all of a row NaN
             raise MachineError(f"[eval] NaN or infinity in the logits of {loaded.name}")
-        tokens.append(int(mx.argmax(row).item()))
+        tokens.append(int(mx.argmax(row)))
         if tokens[-1] in stop:
             break
         text = loaded.tokenizer.decode(tokens)
@@ -259,7 +261,7 @@ def ask(loaded, text: str, question: str) -> list[int]:
 
 def prefix(loaded, text: str) -> list[int]:
     """Return the tokens with which every prompt about the text starts."""
-    return commonprefix([ask(loaded, text, start) for start in _STARTS])
+    return list(commonprefix([ask(loaded, text, start) for start in _STARTS]))
 
 
 def split(prompt: list[int], prefix: list[int]) -> tuple[list[int], list[int]]:
