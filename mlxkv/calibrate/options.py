@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -46,7 +46,7 @@ class CalibrateOptions:
     dtype: Dtype = None
 
     @property
-    def learning(self) -> dict[str, str | int]:
+    def learning(self) -> dict[str, Any]:
         """The options of learned transforms that were given, as arguments of `Learned`."""
         named = {"variant": self.learn, "bits": self.bits}
         return {k: v for k, v in named.items() if v is not None}

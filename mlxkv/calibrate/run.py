@@ -44,10 +44,11 @@ def run_fitting(options: CalibrateOptions) -> None:
         first = artifact.find(loaded.fingerprint, loaded.path)
     except UserError:  # a damaged one, which this may be made to replace
         first = None
-    comes_with_model = first is not None and loaded.path in first.path.parents
+    found = None if first is None else first.path
+    comes_with_model = found is not None and loaded.path in found.parents
     if comes_with_model and out is None:
         note(
-            f"{loaded.name} comes with {first.path}, which commands use before the new file; name that one by "
+            f"{loaded.name} comes with {found}, which commands use before the new file; name that one by "
             "--calibration"
         )
     text = _read(loaded, options)
@@ -193,6 +194,7 @@ def report_learned(
         )
         cells.append([name, *(f"{x:.4g}" for three in numbers for x in three)])
     learned = calibration.learned
+    assert learned is not None
     title = (
         f"{calibration.model}: {learned.label}, {learned.spec.label}, {learned.rows} rows a head"
     )

@@ -240,7 +240,7 @@ def fit(
     """For each compressed cache its config and maps, cut to this process's kv heads; every process holds all of a
     latent. The reports say clips and ranks. Raises UserError for a calibration that is missing or does not fit, for
     `fold` with several processes, and where the weights are folded for other maps."""
-    fitted = dict.fromkeys(shapes, (config, None))
+    fitted: Fitted = dict.fromkeys(shapes, (config, None))
     if shapes and config.calibrated:
         from mlxkv.models.calibration import fitting  # which reads texts
 
@@ -273,9 +273,8 @@ def transform_weights(
     weights apply, and reports that say so."""
     folded = fold_of(model)
     if fold:
-        folded = fold_values(
-            model, make_cache, {p: layer_maps for p, (_, layer_maps) in fitted.items()}
-        )
+        by_place = {p: of_layer for p, (_, of_layer) in fitted.items() if of_layer is not None}
+        folded = fold_values(model, make_cache, by_place)
     if folded is not None:
         reports = [_with_fold(report, folded, fold) for report in reports]
     return as_folded(model, fitted), reports
@@ -312,7 +311,7 @@ def choose_kernels(
     _tried.update(new)
     with console.counted("building kernels", len(new)) as step:
         for q in unique:
-            if (representatives[q], make) in new:
+            if make and (representatives[q], make) in new:
                 new.remove((representatives[q], make))
                 step()
             answers[q] = choose.plan(q.config, q.dims, q.dtype, q.shape, q.latent, q.indexed)

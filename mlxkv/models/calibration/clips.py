@@ -232,7 +232,7 @@ def _judge(
 
     def energy(out: mx.array) -> float:
         x = project(out.astype(call.out.dtype)).astype(mx.float32)
-        return (x * x).sum().item()
+        return float((x * x).sum())
 
     exact = call.scores(rows, keys)
     p = call.weights(rows, exact)

@@ -56,12 +56,13 @@ class ExchangeMeasure(sums.Exchange):
 class ShiftedCache(PlainObserver):
     """A plain cache that adds `shift` [B, H, L, Dv] to the output of attention; None adds nothing.
 
-    shape: of the last output.
+    shape: of the last output, () before there was one.
     """
 
     def __init__(self, shift: mx.array | None = None):
         super().__init__()
-        self.shift, self.shape = shift, None
+        self.shift = shift
+        self.shape: tuple[int, ...] = ()
 
     def handed_on(self, out: mx.array) -> mx.array:
         self.shape = out.shape
@@ -81,7 +82,7 @@ def fisher(
 
     heads: kv heads by cache. first: ids in front of each window. The attention function must be patched.
     """
-    totals, count = dict.fromkeys(heads, 0.0), 0
+    totals, count = dict.fromkeys(heads, np.zeros(())), 0
     try:
         for i in range(WINDOWS):
             part = list(tokens[i * WINDOW : (i + 1) * WINDOW])
@@ -110,15 +111,15 @@ def _gradients(
     seed: int,
 ) -> list[mx.array]:
     """Return what the log-likelihood of tokens drawn by the model gains from each output of attention, float32."""
-    places, ids = list(places), mx.array(ids)[None]
+    order, tokens = list(places), mx.array(ids)[None]
 
     def run(shifts: Sequence[mx.array | None]) -> tuple[mx.array, list[ShiftedCache]]:
         caches, shifted = make_cache(), [ShiftedCache(shift) for shift in shifts]
-        for place, cache in zip(places, shifted, strict=True):
+        for place, cache in zip(order, shifted, strict=True):
             put(caches, place, cache)
-        return model(ids, cache=caches).astype(mx.float32), shifted
+        return model(tokens, cache=caches).astype(mx.float32), shifted
 
-    logits, plain = run([None] * len(places))
+    logits, plain = run([None] * len(order))
     drawn = mx.random.categorical(logits, key=mx.random.key(seed))
     mx.eval(drawn)
 

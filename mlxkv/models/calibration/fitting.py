@@ -59,12 +59,12 @@ def fit(
     calibration = (
         find_calibration(model, config) if calibration is None else read_calibration(calibration)
     )
-    if calibration is None and origin is None:
-        raise UserError(
-            f"[attach] {config.label} needs a calibration; got a model that mlxkv did not load; pass "
-            "calibration=FILE (mlxkv calibrate makes one), or use mlxkv.models.load"
-        )
     if calibration is None:
+        if origin is None:
+            raise UserError(
+                f"[attach] {config.label} needs a calibration; got a model that mlxkv did not load; "
+                "pass calibration=FILE (mlxkv calibrate makes one), or use mlxkv.models.load"
+            )
         calibration = _on_the_spot(model, origin, config.label)
     calibration.check(sizes(places), origin and origin.fingerprint)
     if config.keys.calibrated and not all(shape.latent for shape in places.values()):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import log
+from typing import cast
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -94,9 +95,14 @@ def _side(
     stored = np.array(rows @ mx.array(down), np.float64)
     sigma = np.sqrt((stored**2).mean(1)).astype(np.float32)
     balance = Balance(down, np.maximum(sigma, np.finfo(np.float32).tiny))
-    pairs = transform.make("srft", dims, 0), Transform(*map(mx.array, balance.pair()))
+    to, back = map(mx.array, balance.pair())
+    pairs = _srft(dims), Transform(to, back)
     outcome = LearnResult(*(error(last, learned.spec, pair) for pair in pairs))
     return replace(basis, balance=balance), outcome
+
+
+def _srft(dims: int) -> Transform:
+    return cast(Transform, transform.make("srft", dims, 0))  # there is none for "none" alone
 
 
 def train(
@@ -107,7 +113,7 @@ def train(
     A step takes BATCH rows, in an order that is the same every time. Raises MachineError.
     """
     dims = x.shape[-1]
-    base = transform.make("srft", dims, 0).down if learned.base == "srft" else mx.eye(dims)
+    base = _srft(dims).down if learned.base == "srft" else mx.eye(dims)
     params = identity(learned, x.shape[0], dims)
     judge = partial(loss, base=base, spec=learned.spec)
     step = mx.value_and_grad(judge)
@@ -129,7 +135,7 @@ def train(
         mx.eval(params)
         if progress:
             progress(1)
-    start, end = (judge(p, x=x).item() for p in (first, params))
+    start, end = (float(judge(p, x=x)) for p in (first, params))
     if not np.isfinite(start):
         raise MachineError(
             f"[learn] NaN or infinity in layer {label}; try another --dtype, or other text"
@@ -171,7 +177,7 @@ def _group(x: mx.array, top: int) -> mx.array:
 def error(x: mx.array, spec: Affine, pair: Transform) -> float:
     """Relative error of what a cache decodes for x [G, N, D] behind `pair`."""
     codec = Codec(Side(spec, LEARNED), x.shape[-1], PAGE, pair)
-    return relative(codec.decode(codec.encode(x[None]), mx.float32)[0], x).item()
+    return float(relative(codec.decode(codec.encode(x[None]), mx.float32)[0], x))
 
 
 # -- Learned maps: rotations and scales as functions of free parameters, of all kv heads at once, in float32 by plain

@@ -91,7 +91,7 @@ def calibrate(
     try:
         shapes = _compressible(model, make_cache)
         positions = positions or _positions(model)
-        probes, longest = mx.array(tokens[:PROBES]), max(positions, window)
+        probes, longest = mx.array(list(tokens[:PROBES])), max(positions, window)
         rotaries = rotations(model, make_cache, shapes, probes, longest)
         spans = contexts(positions)
         moments = {p: Moments(rotaries[p], spans, shape=shape) for p, shape in shapes.items()}
@@ -116,8 +116,8 @@ def calibrate(
     costs = sums.floored({place: layer.costs() for place, layer in moments.items()})
     for place, layer in moments.items():
         name = layer_name(place)
-        bases = [layer.basis(side, f"layer {name}, {side}") for side in SIDES]
-        layers[name] = Layer(layer.shape.heads, *bases, costs.get(place))
+        keys, values = (layer.basis(side, f"layer {name}, {side}") for side in SIDES)
+        layers[name] = Layer(layer.shape.heads, keys, values, costs.get(place))
     if None in rotaries.values():
         positions = min(positions, len(next(iter(windows(tokens, window)))))
     return _calibration(model, tokens, text, layers, positions)
@@ -135,8 +135,10 @@ def random(model: nn.Module) -> Calibration:
     layers = {}
     for place, shape in shapes.items():
         dims = zip(SIDES, (shape.key_dim, shape.value_dim), strict=True)
-        bases = [unit_basis(matrices.random_basis(shape.heads, d, d), side) for side, d in dims]
-        layers[layer_name(place)] = Layer(shape.heads, *bases)
+        keys, values = (
+            unit_basis(matrices.random_basis(shape.heads, d, d), side) for side, d in dims
+        )
+        layers[layer_name(place)] = Layer(shape.heads, keys, values)
     return _calibration(model, (), "", layers, _positions(model))
 
 

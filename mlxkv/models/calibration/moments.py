@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlxkv.codec import transform
+from mlxkv.codec.transform import Transform
 from mlxkv.formats.calibration import rotary
 from mlxkv.formats.calibration.artifact import SIDES, Basis
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.rotary import Rotary, drawn
 from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, LayerSums, Sums
+from mlxkv.models.calibration.exchange import ExchangeMeasure
 from mlxkv.models.hooks.probe import Place, ProbedShape, leaves, put
 from mlxkv.models.hooks.taps import AttentionCall
 
@@ -66,7 +69,8 @@ class Readers:
     """What reads the latents of one layer. module: its attention."""
 
     def __init__(self, module: nn.Module, rank: int):
-        self.module, self.rank = module, rank
+        self.module: Any = module  # by mlx's annotations an attribute of a module is None
+        self.rank = rank
         self._spread: mx.array | None = None  # [H], the root of the trace, from the first tokens on
 
     def rows(self, queries: mx.array, scale: float, covariance: np.ndarray) -> mx.array:
@@ -138,12 +142,13 @@ class Moments(LayerSums):
     shape: ProbedShape = field(kw_only=True)
     begun: int = 0
     received: np.ndarray | None = None
+    exchange: ExchangeMeasure | None = None
     sample: Sample | None = None
     readers: Readers | None = None
 
     def add_queries(self, queries: mx.array, scale: float) -> None:
         """Add the queries that meet latents, [B, H, L, D] (`LatentObserver`)."""
-        if KEYS in self.sums:
+        if self.readers is not None and KEYS in self.sums:
             keys = self.sums[KEYS]
             mean = keys.mean()[0]
             covariance = keys.moment()[0] - np.outer(mean, mean)
@@ -175,7 +180,7 @@ class Moments(LayerSums):
         for side, x in zip(SIDES, (keys, values), strict=True):
             self.raise_peaks(side, np.array(peaks(x)))
         if self.sample is not None:
-            self.sample.add(self._spread(keys, start), values)
+            self.sample.add(self._spread(keys, start, self.sample.seen), values)
         self._add(KEYS, self._at_zero(keys, start))
         self._add("stored values", values)
 
@@ -189,17 +194,17 @@ class Moments(LayerSums):
         )
         read = self.sums.setdefault(READ, Sums(self.sums[KEYS].centre))
         added = products(rows, mx.array(read.centre), mx.array(weights.astype(np.float32)))
-        read.add(*map(np.array, added), weights.sum(1))
+        read.add(np.array(added[0]), np.array(added[1]), weights.sum(1))
         self.received = None
 
     def _at_zero(self, x: mx.array, start: int) -> mx.array:
         """Keys or queries of positions `start` and on, rotated back to position 0."""
         return rotate(x, self.rotary, -np.arange(start, start + x.shape[2]))
 
-    def _spread(self, keys: mx.array, start: int) -> mx.array:
-        """Keys of positions `start` and on, rotated to others, spread over `spans`."""
+    def _spread(self, keys: mx.array, start: int, seen: int) -> mx.array:
+        """Keys of positions `start` and on, after `seen` others, rotated to positions spread over `spans`."""
         count = keys.shape[2]
-        to = drawn(self.sample.seen, count, self.spans) if self.spans else 0
+        to = drawn(seen, count, self.spans) if self.spans else 0
         return rotate(keys, self.rotary, to - np.arange(start, start + count))
 
     def _add(self, name: str, x: mx.array, weights: mx.array | None = None) -> None:
@@ -208,7 +213,7 @@ class Moments(LayerSums):
             self.sums[name] = Sums(np.array(rows.mean(1)))
         added = products(rows, mx.array(self.sums[name].centre), weights)
         count = rows.shape[1] if weights is None else np.array(weights, np.float64).sum(1)
-        self.sums[name].add(*map(np.array, added), count)
+        self.sums[name].add(np.array(added[0]), np.array(added[1]), count)
 
     def moment(self, name: str) -> np.ndarray:
         """Return the second moment [G, D, D] of a sum, over the positions of `spans`; of the "keys" of latents M."""
@@ -262,7 +267,8 @@ def products(
 
 def peaks(x: mx.array) -> mx.array:
     """Return the largest absolute values of the channels after SRFT: [B, G, L, D] -> [G, D] float32."""
-    return mx.abs(transform.make("srft", x.shape[-1], 0).store(x)).max((0, 2))
+    srft = cast(Transform, transform.make("srft", x.shape[-1], 0))  # None for "none" alone
+    return mx.abs(srft.store(x)).max((0, 2))
 
 
 # -- Measure how a model's keys rotate with their position.
@@ -291,7 +297,7 @@ class PositionCache:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """As they were handed over, for layers that read those of another."""
-        return self.keys, self.values
+        return cast(tuple[mx.array, mx.array], (self.keys, self.values))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         return None  # one token sees itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,7 +57,7 @@ def layers_of(model: nn.Module) -> list[LayerShape]:
 
 def _run(
     model: nn.Module, make_cache: Callable[[], list], tokens: int
-) -> tuple[list[tuple[Place, object]], Exception | None]:
+) -> tuple[list[tuple[Place, Any]], Exception | None]:
     """Return the model's own caches, with their places, behind a prompt of `tokens`; and what its code raised."""
     caches, fault = make_cache(), None
     try:

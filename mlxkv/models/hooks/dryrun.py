@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -90,7 +91,8 @@ def run_dry(model: nn.Module, make_cache: Callable[[], list], places: Iterable[P
     caches = make_cache()
     for place, entry in traces.items():
         put(caches, place, PlainObserver(partial(attended, entry), partial(updated, entry)))
-    maps = {id(m): m for layer in model.layers for m in layer.modules() if has_matrix(m)}
+    layers: Any = model.layers  # by mlx's annotations an attribute of a module is None
+    maps = {id(m): m for layer in layers for m in layer.modules() if has_matrix(m)}
     hooked = []
     try:
         hooked += [hook(module, linear) for module in maps.values()]
@@ -142,7 +144,7 @@ def _projections(
     except Exception:  # a foreign model may raise anything at all; identity serves as well
         return {}
     pairs = {p: (x, x.output_projection()) for p, x in traces.items() if x.is_read_once}
-    return {place: pair for place, pair in pairs.items() if pair[1] is not None}
+    return {place: (x, linear) for place, (x, linear) in pairs.items() if linear is not None}
 
 
 def _moment(linear: nn.Module, trace: CacheTrace) -> np.ndarray:

@@ -8,9 +8,10 @@ to attention.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -54,14 +55,14 @@ class Handle:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """[B, G, T, D], the same for keys and values, as in our view."""
-        shape = self._cache.shape
+        shape = self._cache.probed
         if shape.key_dim != shape.value_dim:
             raise Misuse("reads the shape of the cached keys or values, which differ in width")
         return 1, shape.heads, self._cache.offset, shape.key_dim
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self._cache.shape.dtype
+        return self._cache.probed.dtype
 
     def astype(self, dtype: mx.Dtype) -> Handle:
         """Itself: attention casts what it reads."""
@@ -74,7 +75,7 @@ class Handle:
         if type(values) is not Handle or values._cache is not self._cache:
             raise Misuse("attends with keys and values of different caches")
         self._cache.waiting = False
-        shape = self._cache.shape
+        shape = self._cache.probed
         heads, has_sinks = queries.shape[1], sinks is not None
         self._cache.shape = replace(shape, queries=heads, sinks=has_sinks, softcap=softcap)
         return mx.zeros((*queries.shape[:3], self._cache.mixed_dim), queries.dtype)
@@ -102,9 +103,16 @@ class ProbeCache:
         return Handle(self), Handle(self)
 
     @property
+    def probed(self) -> ProbedShape:
+        """The shape, of a cache that has been updated."""
+        if self.shape is None:
+            raise Misuse("reads the keys or values of a cache before any are written")
+        return self.shape
+
+    @property
     def mixed_dim(self) -> int:
         """Dims of what attention returns."""
-        return self.shape.value_dim
+        return self.probed.value_dim
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         if window_size is None and (N == 1 or not return_array):
@@ -156,9 +164,9 @@ def probe(
     return findings
 
 
-def leaves(caches: list) -> list[tuple[Place, object]]:
+def leaves(caches: Sequence) -> list[tuple[Place, Any]]:
     """Every cache with its place; the members of a CacheList one by one."""
-    out: list[tuple[Place, object]] = []
+    out: list[tuple[Place, Any]] = []
     for i, cache in enumerate(caches):
         inner = getattr(cache, "caches", None)
         if inner is None:
@@ -257,7 +265,7 @@ class LatentProbe(ProbeCache):
 
     @property
     def mixed_dim(self) -> int:
-        return self.shape.key_dim
+        return self.probed.key_dim
 
 
 class _IndexedProbe(LatentProbe):

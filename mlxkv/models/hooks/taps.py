@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,7 +33,8 @@ class PlainObserver(KVCache):
     @property
     def exact(self) -> Pair:
         """All keys and values so far, [B, G, T, D]."""
-        return self.keys[..., : self.offset, :], self.values[..., : self.offset, :]
+        keys, values = cast(Pair, (self.keys, self.values))  # None before the first update
+        return keys[..., : self.offset, :], values[..., : self.offset, :]
 
     def handed_on(self, out: mx.array) -> mx.array:
         """Return what the layer is given for the output [B, H, L, Dv] of attention."""
@@ -70,7 +72,7 @@ class LatentObserver(KVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         pair = super().update_and_fetch(keys, values)
         self.on_update(keys, values)
-        return pair
+        return cast(Pair, pair)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class AttentionCall:
 def reads(x: mx.array, out: mx.array) -> bool:
     """Return whether a linear map that was given `x` read exactly the output of attention, [B, H, L, Dv]."""
     flat = joined(out)
-    return x.shape == flat.shape and mx.array_equal(x, flat.astype(x.dtype)).item()
+    return x.shape == flat.shape and bool(mx.array_equal(x, flat.astype(x.dtype)))
 
 
 def joined(heads: mx.array) -> mx.array:
