@@ -221,7 +221,7 @@ def _test(
     return TrialResult(rms, ties, reason, True, seconds)
 
 
-def drain(*streams: mx.Stream) -> None:
+def drain(*streams: mx.Stream | mx.ThreadLocalStream) -> None:
     """Wait for all work on the default stream and on `streams`, and ignore its errors. After an error of
     the GPU, buffers in flight set the error again, and the next computation would raise it."""
     for stream in (*streams, mx.default_stream(mx.default_device())):

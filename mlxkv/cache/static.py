@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -34,6 +35,9 @@ class NotYet(Exception):
     """This step cannot be traced; a later one may be."""
 
 
+T = TypeVar("T")
+
+
 class StepIndices:
     """The integers of a cache in a step: an array in the trace, shared by caches of equal lengths.
 
@@ -42,9 +46,9 @@ class StepIndices:
 
     def __init__(self, array: mx.array):
         self.array = array
-        self.results: dict[Hashable, object] = {}
+        self.results: dict[Hashable, Any] = {}
 
-    def once(self, key: Hashable, make: Callable[[], object]) -> object:
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make` returned for this key in this step."""
         if key not in self.results:
             self.results[key] = make()

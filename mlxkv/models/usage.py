@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
@@ -23,6 +22,7 @@ from mlxkv.cache.view import OPS
 from mlxkv.console import human_bytes
 from mlxkv.formats.sizes import EXACT_BYTES, CacheShape
 from mlxkv.models.hooks.probe import leaves
+from mlxkv.models.trees import flat
 
 BITS = 16  # of full precision
 NOTHING_YET = "nothing compressed yet (exact up to {} tokens)"
@@ -131,7 +131,7 @@ def in_use(cache: Any) -> int:
     if cache.recent is None:
         return 0
     tree, dtype, total = cache.state, cache.recent[0].dtype, 0
-    for path, x in tree_flatten(tree):
+    for path, x in flat(tree):
         # The header; how many pages runs have; a basis that the last of them has, too.
         if path in ("header", "pages.counts") or (path.startswith("basis") and "pages" in tree):
             continue
@@ -158,9 +158,10 @@ KINDS = {"max_size": "sliding", "chunk_size": "chunked"}
 def shape_of(cache: Any) -> CacheShape:
     """Return the shape of one cache, or of a sequence in shared arrays. A compressed one has to hold a token."""
     if isinstance(cache, BatchedKVCache):
-        shared, kind = cache.buffers, {"records": True, "together": True}
+        shared = cache.buffers
+        assert shared is not None
         sizes = shared.heads, *shared.store.dims, shared.config
-        return CacheShape(*sizes, number=shared.dtype.size, **kind)
+        return CacheShape(*sizes, number=shared.dtype.size, records=True, together=True)
     if not isinstance(cache, CompressedKVCache):
         keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
         if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4:
@@ -170,12 +171,12 @@ def shape_of(cache: Any) -> CacheShape:
         return CacheShape(*_sizes((keys, values)), **windows, number=keys.dtype.size)
     if (pair := cache.recent) is None:
         return CacheShape()
-    heads, *dims = _sizes(pair)
+    heads, key_dim, value_dim = _sizes(pair)
     is_latent = isinstance(cache, LatentKVCache)
     return CacheShape(
-        *(heads, *dims, cache.config, "latent" if is_latent else "full"),
+        *(heads, key_dim, value_dim, cache.config, "latent" if is_latent else "full"),
         number=pair[0].dtype.size,
-        records=not is_latent and cache.plan(tuple(dims), pair[0].dtype).body != OPS,
+        records=not is_latent and cache.plan((key_dim, value_dim), pair[0].dtype).body != OPS,
         together=cache.supports_batching,
     )
 

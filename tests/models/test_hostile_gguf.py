@@ -90,6 +90,10 @@ CASES = {
     ),
     "half a block": (file(tensors=[tensor(shape=(31,), kind=8)]), "no whole number of blocks"),
     "no architecture": (file(), "architecture 'none', which is not read; those are llama, qwen2"),
+    "numbers as an architecture": (
+        file([entry("general.architecture", ARRAY, struct.pack("<IQI", U32, 1, 1))]),
+        "architecture 'none', which is not read; those are llama, qwen2",
+    ),
     "another architecture": (
         file([entry("general.architecture", STRING, text("mamba"))]),
         "architecture 'mamba', which is not read; those are llama, qwen2, qwen3, gemma3",

@@ -97,7 +97,7 @@ class Source:
 
     name: str
     folder: Path | None = None
-    repo: str | None = None
+    repo: str = ""
 
 
 # The hub's models, of known.json: repositories, which no test reaches (the names are as others' public code and notes

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from mlxkv.errors import MachineError
 
@@ -92,6 +92,7 @@ class Process:
         watch.daemon = True
         watch.start()
         answer = None
+        assert process.stdin is not None and process.stdout is not None
         try:
             _send(process.stdin, question, seconds, memory)
             answer = _receive(process.stdout)
@@ -128,7 +129,8 @@ class Process:
             self._process.kill()
             for pipe in (self._process.stdin, self._process.stdout):
                 with suppress(OSError):
-                    pipe.close()
+                    if pipe is not None:
+                        pipe.close()
             self._process.wait()
             self._process = None
 
@@ -138,13 +140,13 @@ class Process:
             self._end()
 
 
-def _send(file: BinaryIO, data: bytes, seconds: float = 0, memory: int = 0) -> None:
+def _send(file: IO[bytes], data: bytes, seconds: float = 0, memory: int = 0) -> None:
     file.write(HEAD.pack(len(data), seconds, memory))
     file.write(data)
     file.flush()
 
 
-def _receive(file: BinaryIO) -> tuple[bytes, float, int] | None:
+def _receive(file: IO[bytes]) -> tuple[bytes, float, int] | None:
     """Return what `_send` has sent; None where the file ends before that."""
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:

@@ -52,7 +52,7 @@ def template_arguments(text: str | None, think: bool | None = None) -> dict:
         arguments = error
     if not isinstance(arguments, dict):
         raise UserError(
-            f"[--chat-template-args] must be a JSON object; got {text[:60]!r}; write it like "
+            f"[--chat-template-args] must be a JSON object; got {(text or '')[:60]!r}; write it like "
             """'{"enable_thinking": false}'"""
         )
     if reserved := sorted(set(arguments) & set(RESERVED)):

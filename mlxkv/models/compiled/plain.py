@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -12,6 +13,20 @@ from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, Rota
 from mlxkv.cache.static import NotYet, StaticCache, StepIndices, Untraceable, put
 from mlxkv.cache.view import View
 from mlxkv.metal.launch import backend
+
+if TYPE_CHECKING:  # mlx-lm's caches, of which every one that is to take a step holds tokens
+
+    class FilledRing(RotatingKVCache):
+        keys: mx.array
+        values: mx.array
+
+    class FilledCache(KVCache):
+        keys: mx.array
+        values: mx.array
+
+    class FilledBatchRing(BatchRotatingKVCache):
+        keys: mx.array
+        values: mx.array
 
 
 class Buffers(StaticCache):
@@ -47,7 +62,7 @@ class Ring(Buffers):
     """`RotatingKVCache`: new tokens overwrite the oldest, at a place that is a number. Before the ring is
     full, a mask hides what is not written yet. Indices: offset, place."""
 
-    def __init__(self, cache: RotatingKVCache, new: int):
+    def __init__(self, cache: FilledRing, new: int):
         if cache.keys.shape[2] > cache.max_size:
             raise NotYet("mlx-lm has yet to cut the window")
         end = cache.offset + new
@@ -79,7 +94,7 @@ class Plain(Buffers):
     Not for CUDA, where MLX's attention with a mask takes several times as long as without.
     """
 
-    def __init__(self, cache: KVCache, new: int):
+    def __init__(self, cache: FilledCache, new: int):
         if backend() == "cuda":
             raise Untraceable("full precision with a mask is slow on CUDA")
         if cache.offset + new > cache.keys.shape[2]:
@@ -124,7 +139,7 @@ class Arrays(StaticCache):
 
     def of(self, cache: ArraysCache) -> list[mx.array]:
         """Return the arrays that `cache` holds."""
-        states = [cache.cache[i] for i in self.filled]
+        states: list[Any] = [cache.cache[i] for i in self.filled]  # none is None
         return states + [getattr(cache, name) for name in self.extras]
 
     def give(self, cache: ArraysCache, arrays: Sequence[mx.array]) -> None:
@@ -139,8 +154,7 @@ class Arrays(StaticCache):
         """mlx-lm's own class, with arrays of the trace."""
         kind = type(self.cache)
         out = _stand_in(kind).__new__(_stand_in(kind))
-        vars(out).update(vars(self.cache))
-        out.static = self
+        vars(out).update(vars(self.cache), static=self)
         self.give(out, arrays)
         return out
 
@@ -184,7 +198,7 @@ class PaddedRing(Buffers):
 
     first = 0
 
-    def __init__(self, cache: BatchRotatingKVCache, new: int):
+    def __init__(self, cache: FilledBatchRing, new: int):
         at, capacity = cache._idx, cache.keys.shape[2]
         if new > 1:
             raise NotYet("several tokens at once around a ring")
@@ -207,10 +221,15 @@ class PaddedRing(Buffers):
         """The offsets and the padding of the sequences. Waits for the device, at the first step after
         sequences have come or gone; so it is asked for only when all caches take the step."""
         cache, record = self.cache, _read.get(self.cache)
-        is_current = record is not None and record[0] == _stand(cache)
-        if is_current and record[1] is cache.offset and record[2] is cache.left_padding:
+        if (
+            record is not None
+            and record[0] == _stand(cache)
+            and record[1] is cache.offset
+            and record[2] is cache.left_padding
+        ):
             return record[3:]
-        return tuple(cache.offset.tolist()), tuple(cache.left_padding.tolist())
+        offsets, padding = cache.offset.tolist(), cache.left_padding.tolist()
+        return tuple(cast(list[int], offsets)), tuple(cast(list[int], padding))
 
     @property
     def state(self) -> tuple[int, Integers, Integers]:

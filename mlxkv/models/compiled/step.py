@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from threading import RLock
+from typing import cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -140,7 +141,7 @@ class Steps:
             raise Untraceable("kernels of no GPU")
         weights = self._weights
         arrays = weights.arrays() if weights is not None and weights.model is model else None
-        if arrays is None:
+        if weights is None or arrays is None:
             weights = self._weights = Weights(model)
             arrays = weights.arrays()
             self._kinds.clear()
@@ -169,7 +170,7 @@ class Steps:
         logits = call(model, tokens, cache=caches)
         if any(was is None for was in contents) and not self._allows_places:
             self._allows_places = True  # it may make them once
-        elif all(map(_equal, contents, map(content, error.places))):
+        elif self._weights and all(map(_equal, contents, map(content, error.places))):
             self._weights.harmless(error.places)
         else:
             self.refused[tuple(map(type, caches))] = str(error)
@@ -189,7 +190,7 @@ class StepKind:
     def __init__(self, weights: Weights, call: Callable, compiles: bool):
         self.weights, self.call, self.compiles, self.traces = weights, call, compiles, 0
         self.output: type | None = None
-        self._current: tuple | None = None
+        self._current: tuple = ()  # of the step that is taken
         self._shared: list[int] = []  # indices of the caches that several layers read
         self._carried: dict[tuple[int, ...], mx.array] = {}
         self.run = mx.compile(self._trace) if compiles else self._trace
@@ -208,7 +209,7 @@ class StepKind:
             arrays = [static.arrays for static in statics]
             logits, outputs, advanced = self.run(tokens, indices, arrays, weights)
         finally:
-            self._current = None
+            self._current = ()
         pairs = zip(values, advances, strict=True)
         states = (tuple(a + b for a, b in zip(*pair, strict=True)) for pair in pairs)
         self._carried = dict(zip(states, advanced, strict=True))
@@ -224,10 +225,10 @@ class StepKind:
         ]
         queue = iter(stands)
         in_trace = [_in_place(cache, queue) for cache in caches]
-        seed = mx.random.state[0]
+        seed = _seed()
         with _reasons(), self.weights.replaced(weights):
             logits = self._logits(self.call(self.weights.model, tokens, cache=in_trace))
-        if mx.random.state[0] is not seed:  # a replay would draw the same again
+        if _seed() is not seed:  # a replay would draw the same again
             raise Untraceable("the model's code draws random numbers")
         self._shared = [i for i, proxy in enumerate(stands) if getattr(proxy, "shared", False)]
         self._wait(statics)
@@ -246,7 +247,7 @@ class StepKind:
         if extras or not isinstance(fields.get("logits"), mx.array):
             raise Untraceable(f"the model's code returns more than logits ({', '.join(extras)})")
         self.output = type(out)
-        return out.logits
+        return fields["logits"]
 
     def _wait(self, statics: Sequence[StaticCache]) -> None:
         """Raise NotYet where a page is quantized that layers then read without writing to the cache: a trace
@@ -272,10 +273,14 @@ def _reasons() -> Iterator[None]:
         raise Untraceable(error) from None
 
 
+def _seed() -> mx.array:
+    return cast(list[mx.array], mx.random.state)[0]  # which mlx's stub has as an object
+
+
 def _equal(x: mx.array | None, y: mx.array | None) -> bool:
     if x is None or y is None or x.shape != y.shape:
         return False
-    return mx.array_equal(x, y).item()
+    return bool(mx.array_equal(x, y))
 
 
 def _outputs_of(proxy: CacheProxy) -> list[mx.array]:

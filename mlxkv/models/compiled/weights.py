@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import eq, getitem, is_
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 Container = dict | list
-Spot = tuple[Container, object]  # a container in a model, and the key, or the position, in it
+Spot = tuple[Container, Any]  # a container in a model, and the key, or the position, in it
 # The place of a container, or a tuple, and its length.
-Link = tuple[Container, object, Container, int]
+Link = tuple[Container, Any, Container, int]
 
 
 class Assigned(Exception):
@@ -128,7 +129,8 @@ def _put_back(container: Container | tuple, items, attributes: dict | None) -> N
 
 def _walk(model: nn.Module) -> tuple[list[Spot], list[Link]]:
     """Return the places of arrays, and of the containers between them, the model first."""
-    places, links, todo = [], [], [[model]]
+    places, links = [], []
+    todo: list[Container | tuple] = [[model]]
     while todo:
         container = todo.pop()
         items = container.items() if isinstance(container, dict) else enumerate(container)

@@ -14,6 +14,7 @@ from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from mlxkv.models.hosts import Options
 
@@ -114,7 +115,7 @@ def _reader(original: Callable) -> Callable:
     return load_prompt_cache
 
 
-def compress(loaded: object, name: str, options: Options) -> None:
+def compress(loaded: Any, name: str, options: Options) -> None:
     """Give the model that a loader returned, alone or first of a tuple, compressed caches, and say so."""
     from mlxkv.models.hosts.attach_loaded import attach_loaded
 

@@ -62,13 +62,14 @@ class Values:
 
     def __init__(self, header: TensorsHeader):
         self._metadata = header.metadata
-        self.kind = header.metadata.get("general.architecture")
-        if self.kind not in MODELS:
-            name = self.kind[:60] if isinstance(self.kind, str) else "none"
+        kind = header.metadata.get("general.architecture")
+        if not isinstance(kind, str) or kind not in MODELS:
+            name = kind[:60] if isinstance(kind, str) else "none"
             raise Unsound(
                 f"is of the architecture {name!r}, which is not read; those are {', '.join(MODELS)}",
                 OTHER_FILE,
             )
+        self.kind = kind
 
     def whole(self, name: str, default: int | None = None) -> int:
         """Return a number above 0; of a list with one for each layer, all of which have to agree."""
@@ -81,7 +82,9 @@ class Values:
 
     def real(self, name: str, default: float | None = None) -> float:
         value = self._metadata.get(f"{self.kind}.{name}", default)
-        if type(value) not in (int, float) or not isfinite(value) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise Unsound(f"has no {name} above 0")
+        if not isfinite(value) or value <= 0:
             raise Unsound(f"has no {name} above 0")
         # Stored in 32 bits: the number that was meant is the shortest one that rounds to it.
         return float(f"{value:.7g}")

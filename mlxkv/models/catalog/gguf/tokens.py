@@ -117,7 +117,7 @@ def end_tokens(metadata: dict[str, Any]) -> list[int]:
     named = {special(metadata, name) for name in ("eos", "eot", "eom")}
     named.update(_values(metadata, "eos_token_ids") or ())  # ollama's
     control = {i for i, x in enumerate(tokens) if x in ENDS and kinds[i] in ADDED}
-    return sorted((named | control) - {None})
+    return sorted(i for i in named | control if i is not None)
 
 
 def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
@@ -154,7 +154,9 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
 
     split = _split(metadata)
     pattern = SPLITS[split]
-    steps = [pre_tokenizers.ByteLevel(False, use_regex=pattern in (GPT2, DIGITS))]
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.ByteLevel(False, use_regex=pattern in (GPT2, DIGITS))
+    ]
     if pattern == DIGITS:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     elif pattern != GPT2:
