@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.models.replies.stops import Front
+from mlxkv.models.trees import flat
 
 # Tokens of a prompt that are read at once. A CPU gains nothing from more, and progress and Ctrl-C are
 # looked at between two chunks.
@@ -82,7 +83,7 @@ class _CheckedSampler:
 
     def is_broken(self) -> bool:
         """Return whether the oldest flag is set."""
-        return bool(self.broken) and self.broken.popleft().item()
+        return bool(self.broken) and bool(self.broken.popleft())
 
 
 def stream(
@@ -163,7 +164,7 @@ def stream(
 def _broken_logits(loaded, step: int) -> Exception:
     """Return what to raise for NaN or infinity in the logits: a UserError where the weights hold them
     already."""
-    for name, x in tree_flatten(loaded.model.parameters()):
+    for name, x in flat(loaded.model.parameters()):
         if mx.issubdtype(x.dtype, mx.floating) and not mx.isfinite(x).all().item():
             return UserError(
                 f"[load] the weights hold NaN or infinity in {name}; got {loaded.name}; fetch the model again"
@@ -185,7 +186,7 @@ def new_cache(loaded) -> list:
 def wired(allowed: bool) -> Iterator[None]:
     """Hold back mlx-lm's `mx.set_wired_limit` in this block, unless `allowed`. Under concurrent work on macOS that call
     was followed by three kernel panics within 108 s, and its absence by none in 4.2 hours (ml-explore/mlx#3186)."""
-    module = import_module("mlx_lm.generate")  # mlx_lm has a function of this name
+    module: Any = import_module("mlx_lm.generate")  # mlx_lm has a function of this name
     plain = module.maybe_set_recommended_wired_limit
     if not allowed:
         module.maybe_set_recommended_wired_limit = lambda: None

@@ -154,7 +154,9 @@ def load(
     context = context_limit(folder.config)
     set_origin(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
     layers = attach(model, config, strict, fold=fold, group=group)
-    if size > 1:  # before weights are read, so that no process holds all of them
+    if (
+        group is not None and size > 1
+    ):  # before weights are read, so that no process holds all of them
         reading.take_share(model, folder, group)
     return Loaded(
         model=model,

@@ -26,6 +26,7 @@ from mlxkv.formats.session import Saved
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.hooks.fold import match_fold
 from mlxkv.models.hooks.probe import leaves
+from mlxkv.models.trees import flat
 
 
 def save(name: str, saved: Saved, loaded) -> Path:
@@ -60,7 +61,7 @@ def write_session(file: BinaryIO, saved: Saved, loaded) -> None:
         mlx_lm=version("mlx-lm"),
     )
     entries["trims"] = json.dumps(can_trim_prompt_cache(saved.cache))
-    save_prompt_cache(file, saved.cache, entries)
+    save_prompt_cache(file, saved.cache, entries)  # pyright: ignore[reportArgumentType]  # mlx takes files
     session.fill_checksum(file)
 
 
@@ -128,14 +129,16 @@ def check_path(cache, like, tokens: int) -> None:
 def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.array]:
     """Check all but the numbers, which it returns, those inside of page records, too."""
     state.check_config(cache.config, like.config)
+    assert like.recent is not None
     keys, values = like.recent
     dims, heads = (keys.shape[3], values.shape[3]), keys.shape[1]
-    token = tuple((1, heads, 1, dim) for dim in dims)
+    token = (1, heads, 1, dims[0]), (1, heads, 1, dims[1])
     tree, quantized, maps, page, bases = cache.state, cache.store, like.layer_maps, {}, {}
     runs = [] if quantized is None else getattr(quantized, "runs", [quantized])
     if any(run.count for run in runs):
         store = like.page_store(dims, keys.dtype)
-        store.append(tuple(mx.zeros((1, heads, like.config.page, dim)) for dim in dims), 1)
+        k, v = (mx.zeros((1, heads, like.config.page, dim)) for dim in dims)
+        store.append((k, v), 1)
         page = store.state
     if maps is not None:
         bases = {name: (1, heads, *getattr(maps, name).down.shape[-2:]) for name in NAMES}
@@ -145,9 +148,9 @@ def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.ar
         name: x for name, x in tree.get("pages", {}).items() if name.startswith("basis")
     }
     exact_arrays |= {name: x for name, x in tree.items() if name not in ("header", "pages")}
-    exact = [x for _, x in tree_flatten(exact_arrays)]
+    exact = [x for _, x in flat(exact_arrays)]
     _check_floats(exact)
-    return exact + [x for _, x in tree_flatten(parts)]
+    return exact + [x for _, x in flat(parts)]
 
 
 def _plain(cache, like) -> list[mx.array]:

@@ -108,7 +108,8 @@ def warm_up(loaded: Loaded) -> None:
 
 def _decode(loaded: Loaded) -> None:
     prompt = mx.zeros((loaded.kv.window + loaded.kv.page + 1,), mx.int32)
-    options = {"max_tokens": TOKENS, "prefill_step_size": prefill_step()}
-    cache = make_prompt_cache(loaded.model)
-    for _ in generate_step(prompt, loaded.model, prompt_cache=cache, **options):
+    cache, size = make_prompt_cache(loaded.model), prefill_step()
+    for _ in generate_step(
+        prompt, loaded.model, max_tokens=TOKENS, prefill_step_size=size, prompt_cache=cache
+    ):
         pass

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -195,12 +195,16 @@ def _site(dry_run: DryRun, place: Place) -> Site:
     target = trace.output_projection()
     if target is None:
         raise NotFolded("a gate or a norm comes between attention and its output projection")
-    for module, role in ((source, "values"), (target, "outputs")):
-        if type(module) is not nn.Linear:
-            kind = type(module).__name__
-            kind = "are quantised" if "Quantized" in kind else f"belong to a {kind}"
-            raise NotFolded(f"the weights of {role} {kind}")
-    return Site(source, blocks, target)
+    return Site(_plain(source, "values"), blocks, _plain(target, "outputs"))
+
+
+def _plain(module: nn.Module, role: str) -> nn.Linear:
+    """Return `module`. Raises NotFolded where its weights are not those of a plain linear map."""
+    if type(module) is nn.Linear:
+        return module
+    kind = type(module).__name__
+    kind = "are quantised" if "Quantized" in kind else f"belong to a {kind}"
+    raise NotFolded(f"the weights of {role} {kind}")
 
 
 def _source(linears: list[LinearCall], values: mx.array) -> tuple[nn.Module, tuple[int, ...]]:
@@ -211,7 +215,8 @@ def _source(linears: list[LinearCall], values: mx.array) -> tuple[nn.Module, tup
             continue
         blocks = y.astype(values.dtype).reshape(count, -1, dims).swapaxes(0, 1)  # [blocks, T, D]
         match = (blocks[None] == values[0][:, None]).all(axis=(2, 3))  # [G, blocks]
-        columns = [[b for b, yes in enumerate(row) if yes] for row in match.tolist()]
+        rows = cast(list[list[bool]], match.tolist())
+        columns = [[b for b, yes in enumerate(row) if yes] for row in rows]
         if not all(columns):
             continue
         if any(len(row) > 1 for row in columns) or len({row[0] for row in columns}) < heads:

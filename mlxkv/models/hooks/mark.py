@@ -126,7 +126,8 @@ def _plain(model: nn.Module) -> Callable[[], list]:
     cls = KVCache
     if _is_of_mlx_vlm(model):  # whose batches take no other library's caches
         cls = sys.modules["mlx_vlm.models.cache"].KVCache
-    return lambda: [cls() for _ in model.layers]
+    # By mlx's annotations an attribute of a module is None.
+    return lambda: [cls() for _ in model.layers]  # pyright: ignore[reportOptionalIterable]
 
 
 def _is_of_mlx_vlm(model: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
+from typing import Any, TypeGuard
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -145,7 +146,7 @@ def attention_wrapper(original):
             return attend(
                 queries, keys, options.get("scale", 1.0), options.get("mask"), options.get("sinks")
             )
-        cache = options.get("cache")
+        cache: Any = options.get("cache")
         if isinstance(cache, CacheList):
             cache = cache.caches[0]
         if hasattr(type(cache), "queried"):  # an observer of latents
@@ -161,7 +162,7 @@ def attention_wrapper(original):
 # A view in which nothing is quantized gives its arrays to the family's own code: results stay equal, bit for bit.
 
 
-def is_plain(view: View) -> bool:
+def is_plain(view: object) -> TypeGuard[View]:
     """Return whether nothing is quantized, so that its arrays are as in a plain cache, and nobody observes it."""
     return isinstance(view, View) and view.plain and not hasattr(type(view), "attended")
 
@@ -208,7 +209,7 @@ def gemma2(original: Callable) -> Callable:
     and the positions."""
 
     @wraps(original)
-    def __call__(self, x, mask=None, cache=None):
+    def __call__(self, x, mask=None, cache: Any = None):
         if not type(cache).__module__.startswith("mlxkv."):
             return original(self, x, mask, cache)
         offset = cache.offset
@@ -244,7 +245,7 @@ class _Updated:
 
 
 def _capped(queries, keys: View | Handle, scale, mask, softcap: float) -> mx.array:
-    if hasattr(type(keys), "attended"):
+    if isinstance(keys, Handle) or hasattr(type(keys), "attended"):
         return keys.attended(queries, keys, scale=scale, mask=mask, softcap=softcap)
     return attend(queries, keys, scale, mask, softcap=softcap)
 

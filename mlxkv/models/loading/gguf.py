@@ -102,8 +102,8 @@ def codes(raw: np.ndarray, kind: str) -> tuple[mx.array, mx.array, mx.array]:
     blocks = raw.reshape(-1, BY_NAME[kind].size)
     numbers, scale, bias = _PARTS[kind](blocks)
     words = _packed(numbers.reshape(-1, GROUP), CODES[kind]).reshape(len(raw), -1)
-    pair = (mx.array(x.astype(np.float16).reshape(len(raw), -1)) for x in (scale, bias))
-    return mx.array(words.view(np.uint32)), *pair
+    scales, biases = (mx.array(x.astype(np.float16).reshape(len(raw), -1)) for x in (scale, bias))
+    return mx.array(words.view(np.uint32)), scales, biases
 
 
 def _packed(numbers: np.ndarray, bits: int) -> np.ndarray:

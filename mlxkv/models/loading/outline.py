@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlxkv.errors import brief
 from mlxkv.models.catalog.numbers import check_names
@@ -23,6 +22,7 @@ from mlxkv.models.hooks.cache_shapes import layers_of
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.probe import PROMPT
 from mlxkv.models.hooks.taps import hook, restore_classes
+from mlxkv.models.trees import flat
 from mlxkv.untrusted import Unsound
 
 MODULES = 1 << 15  # of a model; the largest have some thousands
@@ -47,7 +47,7 @@ def outline(config: dict) -> tuple[list[LayerShape], int, int]:
         model.set_dtype(mx.float32 if dtype == "float32" else mx.bfloat16)
         layers, widths = _traced(model, lambda: (layers_of(model), _widths(model)))
         quantise(model, config)
-        weights = sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+        weights = sum(x.nbytes for _, x in flat(model.parameters()))
     except (NotBuilt, Unsound):
         raise
     except Exception as error:  # of any kind, where keys are missing or do not fit together
@@ -101,7 +101,7 @@ def quantise(model: nn.Module, config: dict) -> None:
     def predicate(path: str, module: nn.Module) -> bool | dict:
         if path in values:
             return values[path]
-        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % values["group_size"]:
+        if not hasattr(module, "to_quantized") or module["weight"].shape[-1] % values["group_size"]:
             return False
         if any(name in path or fnmatch(path, f"*{name}*") for name in exempt):
             return False
@@ -125,10 +125,11 @@ def _quantisation(config: dict) -> dict[str, Any] | None:
     if method in ("awq", "gptq"):
         scheme = values.get("bits", 4), values.get("group_size", 128), "affine"
     else:
-        scheme = METHODS.get(method) or PACKED.get(values.get("format"))
+        scheme = METHODS.get(str(method)) or PACKED.get(str(values.get("format")))
     if scheme is None:
         return None
-    return values | dict(zip(("bits", "group_size", "mode"), scheme, strict=True))
+    bits, group, mode = scheme
+    return {**values, "bits": bits, "group_size": group, "mode": mode}
 
 
 @contextmanager

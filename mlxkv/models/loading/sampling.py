@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -53,7 +54,9 @@ def read_sampling(path: Path, name: str, vocabulary: int) -> Sampling:
         return Sampling()
     if not settings.get("do_sample") and "temperature" not in settings:
         settings = PACKAGES[name].sampling if name in PACKAGES else {}
-    values = {key: settings[key] for key in LIMITS if _takes(key, settings.get(key))}
+    values: dict[str, Any] = {
+        key: settings[key] for key in LIMITS if _takes(key, settings.get(key))
+    }
     if settings.get("do_sample") and "temperature" not in values:
         values["temperature"] = 1.0  # as transformers
     if values.get("top_k", 0) >= vocabulary:  # all of them, which mlx-lm's sampler refuses

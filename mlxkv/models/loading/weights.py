@@ -7,7 +7,6 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
-from mlx.utils import tree_flatten
 
 from mlxkv import blas
 from mlxkv.errors import UserError, brief, cut
@@ -15,6 +14,7 @@ from mlxkv.models.catalog.folder import Folder
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.loading import gguf
 from mlxkv.models.loading.outline import NotBuilt, classes_of
+from mlxkv.models.trees import flat
 
 AT_ONCE = 64 << 20  # bytes of weights that are read before progress is told
 DECODED = 1 << 30  # bytes of matrices in float32
@@ -66,13 +66,13 @@ def _rounded(module: nn.Module, bits: int) -> bool | dict[str, int]:
     """Return how a module is rounded to codes, if it holds a matrix whose rows take whole groups."""
     if not hasattr(module, "to_quantized"):
         return False
-    groups = (n for n in (64, 32) if module.weight.shape[-1] % n == 0)
+    groups = (n for n in (64, 32) if module["weight"].shape[-1] % n == 0)
     return next(({"group_size": n, "bits": bits} for n in groups), False)
 
 
 def read_model(model: nn.Module, progress: Callable[[int, int], None] | None) -> None:
     """Evaluate the weights, in chunks if progress is shown."""
-    weights = [x for _, x in tree_flatten(model.parameters())]
+    weights = [x for _, x in flat(model.parameters())]
     if progress is None:
         mx.eval(weights)
         return
@@ -141,9 +141,7 @@ def fit_cpu(model: nn.Module) -> None:
 
 def dtype_of(model: nn.Module) -> mx.Dtype:
     """Return the floating type of most arrays; quantised weights count by their scales."""
-    kinds = [
-        x.dtype for _, x in tree_flatten(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)
-    ]
+    kinds = [x.dtype for _, x in flat(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)]
     return max(set(kinds), key=kinds.count, default=mx.float32)
 
 
@@ -166,7 +164,7 @@ def check_shares(model: nn.Module, folder: Folder, size: int) -> None:
 def take_share(model: nn.Module, folder: Folder, group: mx.distributed.Group) -> None:
     """Keep this process's share of the weights, and read them. Raises UserError."""
     try:
-        model.shard(group)
+        model.shard(group)  # pyright: ignore[reportOptionalCall]  # mlx: attributes are None
     except ValueError as error:  # widths that do not divide, or groups of quantised weights
         raise UserError(
             f"[load] weights cannot be shared evenly ({brief(error)}); got {folder.path} for "
@@ -188,4 +186,4 @@ def without_gradients(model: nn.Module) -> None:
     for each of them in each step, five a layer of a llama, of 20 us on the host each."""
     for module in model.modules():
         if isinstance(module, (AllToShardedLinear, QuantizedAllToShardedLinear)):
-            module.group = _Single()
+            module.group = _Single()  # pyright: ignore[reportAttributeAccessIssue]  # its size is read
