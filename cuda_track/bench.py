@@ -21,7 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from cuda_track.cache.attention import attend
 from cuda_track.cache.stores import Paged, codecs_of
-from cuda_track.cache.view import CodePages, View
+from cuda_track.cache.view import CodePages, Pair, View
+from cuda_track.codec.codec import Codec, Stored, both
 from cuda_track.kernels import launch as kernels
 from cuda_track.kernels import layout
 from cuda_track.kernels.launch import Launch
@@ -160,7 +161,7 @@ def _normal(*shape: int, dtype: torch.dtype = DTYPE) -> tuple[torch.Tensor, torc
 def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
     """Pages of random codes at shuffled places of a pool."""
     device, count = torch.get_default_device(), tokens // config.page
-    codecs = codecs_of(config, (shape.dims,) * 2, None, device)
+    codecs = codecs_of(config, (shape.dims, shape.dims), None, device)
     layouts, total, sides = layout.layouts(codecs), shape.batch * count, []
     for at in layouts:
         side = {}
@@ -178,10 +179,10 @@ def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
     return PoolPages(codecs, layouts, tuple(sides), table, counts, tokens)
 
 
-def windows(config: CacheConfig, shape: Shape, dtype: torch.dtype = DTYPE):
+def windows(config: CacheConfig, shape: Shape, dtype: torch.dtype = DTYPE) -> tuple[Pair, Pair]:
     """(sink, recent) of a cache whose recent window is half full."""
     tokens = config.sink, config.recent + config.page // 2
-    return tuple(_normal(shape.batch, shape.kv_heads, n, shape.dims, dtype=dtype) for n in tokens)
+    return both(lambda n: _normal(shape.batch, shape.kv_heads, n, shape.dims, dtype=dtype), tokens)
 
 
 def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, launch: Launch) -> float:
@@ -193,8 +194,8 @@ def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, launch: Launc
     scale, launch = shape.dims**-0.5, replace(launch, programs=0)
     out = kernels.attend(q, pages, sink, recent, scale, tuned=launch).float()
     plain = CodePages(pages.codecs, pages.stored, pages.tokens)
-    floats = (tuple(x.float() for x in pair) for pair in (recent, sink))
-    right = attend(q.float(), View(*floats, plain), scale)
+    floats, floats_of_sink = (both(torch.Tensor.float, pair) for pair in (recent, sink))
+    right = attend(q.float(), View(floats, floats_of_sink, plain), scale)
     return float((out - right).square().mean().sqrt() / right.square().mean().sqrt())
 
 
@@ -215,6 +216,7 @@ def attention_rows(cases: list[str], formats: list[str]) -> Iterator[Row]:
         yield Row(case, f"torch {backend}", base)
         for name in formats:
             config = FORMATS[name]
+            assert isinstance(config.values.quantizer, Affine)
             launch = kernels.launch(shape.dims, config.values.quantizer.bits)
             error = checked(config, replace(shape, batch=1), DTYPE, launch)
             if error > BOUND:
@@ -222,6 +224,18 @@ def attention_rows(cases: list[str], formats: list[str]) -> Iterator[Row]:
             micros, size = attention(config, shape)
             yield Row(case, name, micros, base / micros, size / micros / 1e3, error)
         torch.cuda.empty_cache()
+
+
+def quantizing(
+    code: Codec, x: torch.Tensor, at: layout.PlaneLayout, side: Stored, places: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a call for `timed` that quantizes x."""
+
+    def call(_: torch.Tensor) -> torch.Tensor:
+        kernels.quantize_pages(code, x, at, side, places)
+        return x
+
+    return call
 
 
 def quantize_rows(formats: list[str]) -> Iterator[Row]:
@@ -234,13 +248,11 @@ def quantize_rows(formats: list[str]) -> Iterator[Row]:
     yield Row("seal", "copy", copy, gigabytes_per_second=speed)
     for name, (i, label) in product(formats, enumerate(("keys", "values"))):
         config = FORMATS[name]
-        store = Paged(config, codecs_of(config, (shape.dims,) * 2, None, device))
-        count, shapes = shape.tokens // config.page, (at.shapes(8) for at in store.layouts)
-        places = torch.tensor(store.pool.reserve(count, tuple(shapes), device), device=device)
+        store = Paged(config, codecs_of(config, (shape.dims, shape.dims), None, device))
+        count, shapes = shape.tokens // config.page, both(lambda at: at.shapes(8), store.layouts)
+        places = torch.tensor(store.pool.reserve(count, shapes, device), device=device)
         to = store.layouts[i], store.pool.sides[i], places
-        calls = [
-            lambda _, y=y, c=store.codecs[i], to=to: kernels.quantize_pages(c, y, *to) for y in x
-        ]
+        calls = [quantizing(store.codecs[i], y, *to) for y in x]
         micros = timed(calls, x[0])
         size = x[0].nbytes + count * sum(y[0].nbytes for y in store.pool.sides[i].values())
         quantized_speed = size / micros / 1e3

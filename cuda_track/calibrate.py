@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from cuda_track.codec import transform
+from cuda_track.codec.codec import both
 from mlxkv import console
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
@@ -27,6 +28,8 @@ from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, Exchange, LayerS
 from mlxkv.models.catalog.shapes import context_limit
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from cuda_track.models.loader import Loaded
     from cuda_track.models.taps import Call
 
@@ -91,7 +94,7 @@ class Moments(LayerSums):
         if weights is not None:
             count = weights.sum(1).double().cpu().numpy()
         added = products(rows, centre, weights)
-        self.sums[name].add(*(x.cpu().numpy() for x in added), count)
+        self.sums[name].add(*both(lambda x: x.cpu().numpy(), added), count)
 
 
 def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -151,14 +154,14 @@ def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
 
 
 def fisher(
-    model: torch.nn.Module, layers: set[int], tokens: Sequence[int], bos: int | None = None
+    model: PreTrainedModel, layers: set[int], tokens: Sequence[int], bos: int | None = None
 ) -> dict[int, np.ndarray]:
     """Return F [G, D, D] of what attention of each of `layers` hands on, the sum over the query heads of a kv head: the
     second moment of the gradient of the log-likelihood of tokens that the model draws (`mlxkv.spec.mixed_bits`).
     {}, and a line on stderr, where the model cannot be differentiated or gradients are no numbers or all 0."""
     from cuda_track.models.taps import observing
 
-    totals: dict[int, np.ndarray | float] = dict.fromkeys(layers, 0.0)
+    totals = {layer: np.zeros(()) for layer in layers}
     first, count = [] if bos is None else [bos], 0
     shifts: dict[int, torch.Tensor] = {}
     heads: dict[int, int] = {}
@@ -195,7 +198,9 @@ def fisher(
 
 def peaks(x: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute values of the channels after SRFT: [B, G, L, D] -> [G, D] float32."""
-    return transform.make("srft", x.shape[-1], 0, x.device).store(x).abs().amax((0, 2))
+    srft = transform.make("srft", x.shape[-1], 0, x.device)
+    assert srft is not None
+    return srft.store(x).abs().amax((0, 2))
 
 
 def calibrate(
@@ -244,14 +249,10 @@ def calibrate(
     if None in [rotaries[layer] for layer in moments]:
         positions = min(positions, len(windows(tokens, window)[0]))
     costs = sums.floored({i: layer.costs() for i, layer in moments.items()})
-    layers = {
-        str(i): Layer(
-            layer.kv_heads,
-            *(layer.basis(side, f"layer {i}, {side}") for side in SIDES),
-            costs.get(i),
-        )
-        for i, layer in sorted(moments.items())
-    }
+    layers = {}
+    for i, layer in sorted(moments.items()):
+        keys, values = (layer.basis(side, f"layer {i}, {side}") for side in SIDES)
+        layers[str(i)] = Layer(layer.kv_heads, keys, values, costs.get(i))
     return Calibration(
         fingerprint=loaded.fingerprint or "",
         model=loaded.name,
@@ -265,7 +266,7 @@ def calibrate(
 
 
 def rotations(
-    model: torch.nn.Module, tokens: Sequence[int], longest: int
+    model: PreTrainedModel, tokens: Sequence[int], longest: int
 ) -> dict[int, Rotary | None]:
     """Return how keys of each layer rotate up to position `longest`; None where it is not as RoPE does. Tokens that see
     themselves alone compute the same at every position."""

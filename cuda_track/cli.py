@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 
 
-def parser(text: str, kv: str = "int4") -> ArgumentParser:
+def parser(text: str | None, kv: str = "int4") -> ArgumentParser:
     out = ArgumentParser(description=text)
     out.add_argument("--model", default="", help="a folder, or owner/name on the hub")
     out.add_argument("--kv", default=kv, help="preset, or KEYS/VALUES")

@@ -49,7 +49,7 @@ def generate(
     options |= {"do_sample": True, "temperature": temp} if temp else {"do_sample": False}
     ids = torch.tensor([tokens], device=model.device)
     start = time.perf_counter()
-    out = model.generate(
+    out = model.generate(  # pyright: ignore[reportCallIssue] (`attach` has looked for it)
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_tokens,

@@ -11,8 +11,9 @@ from torch.nn.functional import pad
 from cuda_track.cache import choose, following, runs
 from cuda_track.cache.attention import DECODE_TOKENS, Mask, causal, masked, scores
 from cuda_track.cache.compressed import CompressedKVCache
-from cuda_track.cache.runs import Segments
+from cuda_track.cache.runs import Segments, Store
 from cuda_track.cache.view import Pair, View
+from cuda_track.codec.codec import both
 from cuda_track.codec.maps import LayerMaps
 from mlxkv.errors import UserError
 from mlxkv.formats.rules.observing import BLOCK, POOL, Observing
@@ -30,7 +31,7 @@ def importance(
     if mask is None:
         mask = causal(new, total, queries.device)
     q = (queries.float() * scale).reshape(batch, kv_heads, -1, new, dims)
-    out = 0.0
+    out = queries.new_zeros(batch, kv_heads, total, dtype=torch.float32)
     for start in range(0, new, BLOCK):  # the scores of all at once would be large
         part = slice(start, min(start + BLOCK, new))
         s = scores(q[..., part, :].flatten(2, 3), view).reshape(batch, heads, -1, total)
@@ -76,13 +77,15 @@ def _largest(x: torch.Tensor, count: int) -> torch.Tensor:
 class AdaptiveKVCache(Observing, CompressedKVCache):
     """As CompressedKVCache, for every `config`."""
 
-    importance, salient, taken = map(staticmethod, (importance, salient, taken))
-    votes, kept, kept_pages = map(staticmethod, (votes, kept, kept_pages))
+    importance = staticmethod(importance)
+    salient, taken = staticmethod(salient), staticmethod(taken)
+    votes = staticmethod(votes)
+    kept, kept_pages = staticmethod(kept), staticmethod(kept_pages)
 
-    def _new_store(self, recent: Pair):
+    def _new_store(self, recent: Pair) -> Store | Segments:
         if not self.config.needs_queries:
             return super()._new_store(recent)
-        dims = tuple(x.shape[3] for x in recent)
+        dims = both(lambda x: x.shape[3], recent)
         make = partial(choose.store, self.config, dims, recent[0].device)
         return Segments(make, self.layer_maps, self.basis, self.config.page, self.config.online)
 
@@ -97,19 +100,18 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         self._recent = self._with_recent((keys, values))
         self._count, self._chunk, self._since = self._recent[0].shape[2], keys.shape[2], 0
         self.offset += keys.shape[2]
-        pages = self._store.read(0, self._count_pages) if self._count_pages else None
-        self._pending = View(self._recent, self._sink, pages, observer=self._attended)
+        self._pending = View(self._recent, self._sink, self._pages(), observer=self._attended)
         return self._pending
 
     def _attended(self, queries: torch.Tensor, scale: float, mask: Mask) -> None:
         """Take the queries [B, H, L, D] of the last chunk; attention calls it."""
-        tensor = isinstance(mask, torch.Tensor)
-        if self._pending is not None and self.config.keep < 1 and tensor:
+        rows = mask if isinstance(mask, torch.Tensor) else None
+        if self._pending is not None and self.config.keep < 1 and rows is not None:
             raise UserError(
                 "[--kv] token selection takes prompts without padding; got a mask; choose a preset "
                 "without +keep, or one prompt at a time"
             )
-        self._observe(queries, scale, lambda n: mask[..., -n:, :] if tensor else None)
+        self._observe(queries, scale, lambda n: rows if rows is None else rows[..., -n:, :])
 
     def _compact(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()

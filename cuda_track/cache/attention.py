@@ -7,12 +7,14 @@ stored domain, for torch SDPA.
 
 from __future__ import annotations
 
+from functools import reduce
 from weakref import ref
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from cuda_track.cache.view import View
+from cuda_track.codec.codec import QuantizedPages
 from cuda_track.kernels import launch
 from cuda_track.kernels.pool import PoolPages
 
@@ -34,10 +36,9 @@ def attend(
     mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T].
     sink_logits: [H], of attention sinks (gpt-oss). softcap: scores are bent to stay below it (Gemma 2).
     """
-    new, tensor = queries.shape[2], isinstance(mask, torch.Tensor)
-    extra = sink_logits, softcap
-    if why_not(queries, view, mask) is None:
-        row = causal_row(mask, new) if tensor else None
+    new, extra = queries.shape[2], (sink_logits, softcap)
+    if isinstance(view.pages, PoolPages) and why_not(queries, view, mask) is None:
+        row = causal_row(mask, new) if isinstance(mask, torch.Tensor) else None
         out = launch.attend(queries, view.pages, view.sink, view.recent, scale, row, *extra)
     elif view.pages is not None and new <= DECODE_TOKENS:
         out = decode_codes(queries, view, scale, mask, *extra)
@@ -90,7 +91,7 @@ def _prefill(queries, view: View, scale, mask: Mask, sink_logits, softcap):
     runs = view.pages.parts if view.pages else ()
     if len(runs) != 1 or not all(code.is_square for code in runs[0].codecs):
         return _plain(queries, *view.whole(dtype), *args)
-    keys, values = (_stored(view, side, dtype) for side in (0, 1))
+    keys, values = (_stored(view, runs[0], side, dtype) for side in (0, 1))
     (of_keys, of_values), kv_heads = (code.transform for code in runs[0].codecs), keys.shape[1]
     if of_keys is not None:
         rows = _heads_together(queries, kv_heads)
@@ -106,10 +107,9 @@ def _heads_together(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x.reshape(x.shape[0], kv_heads, -1, x.shape[3])
 
 
-def _stored(view: View, side: int, dtype: torch.dtype) -> torch.Tensor:
+def _stored(view: View, pages: QuantizedPages, side: int, dtype: torch.dtype) -> torch.Tensor:
     """sink | pages | recent in the stored domain: [B, G, T, R] in `dtype`."""
-    pages, code = view.pages, view.pages.codecs[side]
-    recent = view.recent[side]
+    code, recent = pages.codecs[side], view.recent[side]
     out = recent.new_empty(*recent.shape[:2], view.tokens, code.dims, dtype=dtype)
     first = 0 if view.sink is None else view.sink[side].shape[2]
     last = first + pages.tokens
@@ -117,7 +117,7 @@ def _stored(view: View, side: int, dtype: torch.dtype) -> torch.Tensor:
         if pair is not None:
             x = pair[side] if code.transform is None else code.transform.store(pair[side], dtype)
             out[:, :, start : start + x.shape[2]] = x
-    if type(pages) is PoolPages:
+    if isinstance(pages, PoolPages):
         launch.dequantize(pages, side, out, first)
     else:
         out[:, :, first:last] = code.decode_stored(pages.stored[side], dtype)
@@ -160,15 +160,15 @@ def _plain(queries, keys, values, scale, mask: Mask, sink_logits, softcap):
 def decode_codes(queries, view: View, scale, mask: Mask, sink_logits=None, softcap=None):
     """Attend by products with codes: scores of all parts side by side, one softmax, mixtures."""
     p = weights(queries, view, scale, mask, sink_logits, softcap)
-    p, out, start = _heads_together(p, view.recent[0].shape[1]), 0.0, 0
+    p, parts, start = _heads_together(p, view.recent[0].shape[1]), [], 0
     for length, mix in _in_order(
         view,
         lambda window: (window[1].shape[2], lambda x: x @ window[1].float()),
         lambda run: (run.tokens, lambda x: run.codecs[1].mix(x, run.stored[1])),
     ):
-        out = out + mix(p[..., start : start + length])
+        parts.append(mix(p[..., start : start + length]))
         start += length
-    return out.reshape(*queries.shape[:3], -1).to(queries.dtype)
+    return reduce(torch.add, parts).reshape(*queries.shape[:3], -1).to(queries.dtype)
 
 
 def weights(queries, view: View, scale, mask: Mask, sink_logits=None, softcap=None):
@@ -197,8 +197,8 @@ def _in_order(view: View, window, run) -> list:
 def masked(scores: torch.Tensor, mask: Mask) -> torch.Tensor:
     """Mask scores [B, H, L, T] float32 of the last L tokens; mask as in `attend`."""
     new, total = scores.shape[2:]
-    if _is_causal(mask):
-        mask = causal(new, total, scores.device) if new > 1 else None
+    if isinstance(mask, str):
+        mask = causal(new, total, scores.device) if _is_causal(mask) and new > 1 else None
     if mask is not None and mask.dtype == torch.bool:
         # Not -inf: a row that may see nothing (left padding) must not become NaN.
         return scores.masked_fill(~mask, torch.finfo(torch.float32).min)

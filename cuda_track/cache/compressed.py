@@ -15,8 +15,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from cuda_track.cache.choose import store
-from cuda_track.cache.stores import Codes, Paged
-from cuda_track.cache.view import Pair, View
+from cuda_track.cache.runs import Segments, Store
+from cuda_track.cache.view import Pair, Parts, View
+from cuda_track.codec.codec import QuantizedPages, both
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.transform import Transform
 from mlxkv.errors import UserError
@@ -38,7 +39,7 @@ class CompressedKVCache(TrimRules):
         state.check_calibrated(config, layer_maps)
         self.config = config
         self.layer_maps = layer_maps if config.calibrated else None
-        self._store: Codes | Paged | None = None
+        self._store: Store | Segments | None = None
         self._forget()
 
     def clear(self) -> None:
@@ -65,7 +66,7 @@ class CompressedKVCache(TrimRules):
         self._check_batch(keys)
         if self.config.centred:
             self._check_heads(keys.shape[1])
-            keys = self.layer_maps.subtract_mean(keys)
+            keys = self._maps.subtract_mean(keys)
         self.offset += keys.shape[2]
         if self._count + keys.shape[2] <= self._recent_capacity:
             self._append((keys, values))
@@ -74,6 +75,13 @@ class CompressedKVCache(TrimRules):
         view = self._view(recent)
         self._quantize_pages(recent)
         return view
+
+    @property
+    def _maps(self) -> LayerMaps:
+        """The maps of a calibrated configuration."""
+        if self.layer_maps is None:
+            raise ValueError("a cache without maps")
+        return self.layer_maps
 
     def _check_batch(self, keys: torch.Tensor) -> None:
         if self._recent is not None:
@@ -84,23 +92,27 @@ class CompressedKVCache(TrimRules):
         return self._view(self._read_recent())
 
     def _view(self, recent: Pair) -> View:
-        pages = self._store.read(0, self._store.count) if self._count_pages else None
-        return View(recent, self._sink, pages)
+        return View(recent, self._sink, self._pages())
+
+    def _pages(self) -> QuantizedPages | Parts | None:
+        store = self._store
+        return store.read(0, store.count) if store is not None and store.count else None
 
     def _read_recent(self) -> Pair:
-        return tuple(x[:, :, : self._count] for x in self._recent)
+        assert self._recent is not None
+        return both(lambda x: x[:, :, : self._count], self._recent)
 
     def _with_recent(self, new: Pair) -> Pair:
         """Return the recent tokens and new ones."""
         if not self._count:
             return new
-        return tuple(torch.cat(pair, 2) for pair in zip(self._read_recent(), new, strict=True))
+        return _joined(self._read_recent(), new)
 
     def _append(self, new: Pair) -> None:
         end = self._count + new[0].shape[2]
         if self._recent is None or end > self._recent[0].shape[2]:
             capacity = max(min(self._recent_capacity, buffer_tokens(self._count, end)), end)
-            buffers = tuple(x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in new)
+            buffers = both(lambda x: x.new_zeros(*x.shape[:2], capacity, x.shape[3]), new)
             if self._count:
                 for buffer, old in zip(buffers, self._read_recent(), strict=True):
                     buffer[:, :, : self._count] = old
@@ -114,7 +126,7 @@ class CompressedKVCache(TrimRules):
         config, start = self.config, 0
         if config.sink and self._sink is None:
             start = config.sink
-            self._sink = tuple(x[:, :, :start].clone() for x in recent)
+            self._sink = both(lambda x: x[:, :, :start].clone(), recent)
         count = config.pages_over(recent[0].shape[2] - start)
         if self._store is None:
             self._check_heads(recent[0].shape[1])
@@ -122,8 +134,8 @@ class CompressedKVCache(TrimRules):
         self._store.append(recent, count, start)
         self._recent, self._count = None, 0
         stop = start + count * config.page
-        self._last = tuple(x[:, :, stop - config.page : stop].clone() for x in recent)
-        self._append(tuple(x[:, :, stop:] for x in recent))
+        self._last = both(lambda x: x[:, :, stop - config.page : stop].clone(), recent)
+        self._append(both(lambda x: x[:, :, stop:], recent))
 
     def _check_heads(self, heads: int) -> None:
         transforms = (self.layer_maps.keys, self.layer_maps.values) if self.layer_maps else ()
@@ -136,29 +148,30 @@ class CompressedKVCache(TrimRules):
                 "a calibration of this model, shared as its heads are"
             )
 
-    def _new_store(self, recent: Pair) -> Codes | Paged:
-        dims = tuple(x.shape[3] for x in recent)
+    def _new_store(self, recent: Pair) -> Store | Segments:
+        dims = both(lambda x: x.shape[3], recent)
         return store(self.config, dims, recent[0].device, self.layer_maps)
 
     def _put_recent(self, pair: Pair) -> None:
         self._append(pair)
 
     def _last_and_recent(self) -> Pair:
-        pairs = zip(self._last, self._read_recent(), strict=True)
-        return tuple(torch.cat(pair, 2) for pair in pairs)
+        assert self._last is not None
+        return _joined(self._last, self._read_recent())
 
     def _decoded(self, page: int, count: int) -> Pair:
+        assert self._store is not None and self._recent is not None
         pages, recent = self._store.read(page, page + 1), self._recent
-        return tuple(pages.decode(side, x.dtype)[:, :, :count] for side, x in enumerate(recent))
+        return both(lambda side: pages.decode(side, recent[side].dtype)[:, :, :count], (0, 1))
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order: beams, finished sequences, repeats."""
         if self._recent is None:
             return
-        self._recent = tuple(x[rows] for x in self._recent)
-        for name in ("_sink", "_last"):
-            if (pair := getattr(self, name)) is not None:
-                setattr(self, name, tuple(x[rows] for x in pair))
+        self._recent, self._sink, self._last = (
+            pair and both(lambda x: x[rows], pair)
+            for pair in (self._recent, self._sink, self._last)
+        )
         if self._store is not None:
             self._store.select(rows)
 
@@ -185,7 +198,7 @@ class CompressedKVCache(TrimRules):
             recent=None if self._recent is None else self._read_recent(),
             sink=self._sink,
             last=self._last,
-            pages=self._store.state if self._count_pages else None,
+            pages=self._store.state if self._store is not None and self._store.count else None,
             more=extra_tree,
         )
 
@@ -222,13 +235,15 @@ class CompressedKVCache(TrimRules):
 
     def _restore(self, header: dict, tree: dict) -> None:
         self._restore_extra(header, tree)
-        transform = self.layer_maps.values if header.get("folded") else None
+        transform = self._maps.values if header.get("folded") else None
         self._recent, self._sink, self._last = (
             self._window_of(state.window(tree, name), transform)
             for name in ("live", "sink", "last")
         )
         self._count = 0 if self._recent is None else self._recent[0].shape[2]
         if header["pages"]:
+            if self._recent is None:
+                raise ValueError("pages without a recent window")
             self._store = self._new_store(self._recent)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
@@ -244,3 +259,8 @@ class CompressedKVCache(TrimRules):
         if transform is not None:
             values = transform.to(values.device).restore(values).to(values.dtype)
         return keys.clone(), values.clone()
+
+
+def _joined(first: Pair, second: Pair) -> Pair:
+    """Return both windows, one behind the other."""
+    return torch.cat([first[0], second[0]], 2), torch.cat([first[1], second[1]], 2)

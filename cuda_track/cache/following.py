@@ -55,8 +55,7 @@ def taught(basis: LayerMaps, config: CacheConfig, batch: Pair, prompt: bool) -> 
     transforms = {}
     for name, x in zip(NAMES, batch, strict=True):
         low = getattr(config, name).low
-        rate = 0.0 if low is None else low.rate(prompt)
-        if rate:
+        if low is not None and (rate := low.rate(prompt)):
             down = getattr(basis, name).down
             u = down.expand(*x.shape[:2], *down.shape[-2:]).to(x.device)
             transforms[name] = transform_of(update(u, x, rate, low.raw))

@@ -18,6 +18,7 @@ from cuda_track.cache import attention
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.cache.stores import Codes, codecs_of
 from cuda_track.cache.view import CodePages, Pair, View
+from cuda_track.codec.codec import both
 from mlxkv.formats.records import NAMES
 
 Expand = Callable[[torch.Tensor, torch.Tensor], Pair]
@@ -48,23 +49,27 @@ class LatentView(View):
     @property
     def latents(self) -> View:
         """The view whose keys and values are the latents, of one kv head."""
-        sink = self.sink and (self.sink[0],) * 2
-        pages = self.pages
-        if pages is not None:
-            pages = CodePages(pages.codecs[:1] * 2, pages.stored[:1] * 2, pages.tokens)
-        return View((self.recent[0],) * 2, sink, pages)
+        sink, pages = self.sink and (self.sink[0], self.sink[0]), None
+        if self.pages is not None:
+            (run,) = self.pages.parts
+            code, stored = run.codecs[0], run.stored[0]
+            pages = CodePages((code, code), (stored, stored), run.tokens)
+        return View((self.recent[0], self.recent[0]), sink, pages)
+
+    @property
+    def attending(self) -> Heads:
+        """The heads of the layer that attends; without them the view came past `models.latent`."""
+        assert self.heads is not None
+        return self.heads
 
     def to(self, dtype: torch.dtype) -> LatentView:
         """Return the same in another type; of a view without pages."""
-        return replace(
-            self, recent=tuple(x.to(dtype) for x in self.recent), heads=self.heads.to(dtype)
-        )
+        recent = both(lambda x: x.to(dtype), self.recent)
+        return replace(self, recent=recent, heads=self.attending.to(dtype))
 
     def rotary(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the rotary keys of all tokens, [B, 1, T, N]."""
-        parts = [pair[1].to(dtype) for pair in self.windows]
-        if self.pages is not None:
-            parts.insert(-1, self.pages.decode(1, dtype))
+        parts = self.parts(1, dtype)
         return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
@@ -72,11 +77,10 @@ class LatentKVCache(CompressedKVCache):
     """As CompressedKVCache, for a `config` of `CacheConfig.of_latents`: keys are latents, values rotary keys."""
 
     def _view(self, recent: Pair) -> LatentView:
-        pages = self._store.read(0, self._store.count) if self._count_pages else None
-        return LatentView(recent, self._sink, pages)
+        return LatentView(recent, self._sink, self._pages())
 
     def _new_store(self, recent: Pair) -> Codes:
-        dims = tuple(x.shape[3] for x in recent)
+        dims = both(lambda x: x.shape[3], recent)
         return Codes(self.config, codecs_of(self.config, dims, self.layer_maps, recent[0].device))
 
     @property
@@ -105,7 +109,7 @@ def attend(
     """
     if queries.shape[2] > attention.DECODE_TOKENS:
         return attention.attend(queries, expanded(view, queries.dtype), scale, mask)
-    heads = view.heads
+    heads = view.attending
     plain, rotary_queries = queries.split(
         [heads.keys.shape[1], queries.shape[3] - heads.keys.shape[1]], 3
     )
@@ -117,4 +121,4 @@ def attend(
 
 def expanded(view: LatentView, dtype: torch.dtype) -> View:
     """Return the keys and values of every head."""
-    return View(view.heads.expand(*view.whole(dtype)))
+    return View(view.attending.expand(*view.whole(dtype)))

@@ -70,6 +70,7 @@ def transported(run: Store, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
     out, codes = {}, run.read(0, run.count).stored
     for name, stored, old, new in zip(NAMES, codes, run.codecs, codecs, strict=True):
         if old.transform is not new.transform:
+            assert old.transform is not None and new.transform is not None  # of low rank
             values = old.decode_stored(stored, torch.float32)
             moved = values @ (old.transform.up @ new.transform.down)
             stored = new.method.encode(new.spec, moved, new.page)

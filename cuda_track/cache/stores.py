@@ -7,19 +7,20 @@ restores what any store of either track saved.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Generic, TypeVar
 
 import torch
 
 from cuda_track.cache.view import CodePages, Pair
-from cuda_track.codec.codec import Codec, Stored, codec
+from cuda_track.codec.codec import Codec, Stored, both, codec
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.records import as_codes
 from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool, PoolPages
-from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.records import NAMES
 
-Named = dict[Hashable, torch.Tensor]
+Key = TypeVar("Key", bound=Hashable)
 
 
 def codecs_of(
@@ -27,21 +28,22 @@ def codecs_of(
 ) -> tuple[Codec, Codec]:
     """Return the codecs of keys and of values, for heads of these dims."""
     maps_here = maps and maps.to(device)
-    return tuple(
-        Codec(side, dim, config.page, getattr(maps_here, name), device)
-        if side.calibrated and maps_here is not None
-        else codec(side, dim, config.page, device)
-        for name, side, dim in zip(NAMES, (config.keys, config.values), dims, strict=True)
-    )
+
+    def made(name: str, side: Side, dim: int) -> Codec:
+        if side.calibrated and maps_here is not None:
+            return Codec(side, dim, config.page, getattr(maps_here, name), device)
+        return codec(side, dim, config.page, device)
+
+    return made(NAMES[0], config.keys, dims[0]), made(NAMES[1], config.values, dims[1])
 
 
-class _Arrays:
+class _Arrays(Generic[Key]):
     """Quantized pages in named tensors with the rows of all pages on axis 2, a fixed number for each page."""
 
     def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec]):
         self.config, self.codecs = config, codecs
         self.count = 0
-        self._arrays: Named = {}
+        self._arrays: dict[Key, torch.Tensor] = {}
 
     def _encoded(self, pair: Pair, count: int, start: int) -> dict[str, Stored]:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
@@ -49,13 +51,13 @@ class _Arrays:
         sides = zip(NAMES, self.codecs, pair, strict=True)
         return {name: code.encode(x[:, :, start:stop]) for name, code, x in sides}
 
-    def _add(self, encoded: Named, count: int) -> None:
+    def _add(self, encoded: dict[Key, torch.Tensor], count: int) -> None:
         """Add `count` pages."""
         if self.count:
             encoded = {name: torch.cat([self._arrays[name], x], 2) for name, x in encoded.items()}
         self._arrays, self.count = encoded, self.count + count
 
-    def _between(self, start: int, stop: int) -> Named:
+    def _between(self, start: int, stop: int) -> dict[Key, torch.Tensor]:
         """Return the tensors of pages start .. stop - 1."""
         out = {}
         for name, x in self._arrays.items():
@@ -63,7 +65,7 @@ class _Arrays:
             out[name] = x[:, :, start * rows : stop * rows]
         return out
 
-    def _hold(self, arrays: Named, count: int) -> None:
+    def _hold(self, arrays: dict[Key, torch.Tensor], count: int) -> None:
         """Hold copies of the tensors of exactly `count` pages."""
         for name, x in arrays.items():
             if x.shape[2] % count:
@@ -84,7 +86,7 @@ class _Arrays:
         return list(self._arrays.values())
 
 
-class Codes(_Arrays):
+class Codes(_Arrays[tuple[str, str]]):
     """Quantized pages for plain ops: the tensors of both sides, by (side, name)."""
 
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
@@ -99,8 +101,8 @@ class Codes(_Arrays):
 
     def read(self, start: int, stop: int) -> CodePages:
         """Return a snapshot of pages start .. stop - 1."""
-        stored = tuple(self._sides(start, stop).values())
-        return CodePages(self.codecs, stored, (stop - start) * self.config.page)
+        keys, values = self._sides(start, stop).values()
+        return CodePages(self.codecs, (keys, values), (stop - start) * self.config.page)
 
     @property
     def state(self) -> dict[str, Stored]:
@@ -111,7 +113,7 @@ class Codes(_Arrays):
         self._hold(_flat(as_codes(state, self.codecs)), count)
 
 
-def _flat(sides: dict[str, Stored]) -> Named:
+def _flat(sides: dict[str, Stored]) -> dict[tuple[str, str], torch.Tensor]:
     return {(side, name): x for side in NAMES for name, x in sides[side].items()}
 
 
@@ -131,9 +133,9 @@ class Paged:
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
         stop = start + count * self.config.page
-        pair = tuple(x[:, :, start:stop] for x in pair)
+        pair = both(lambda x: x[:, :, start:stop], pair)
         batch, heads, _, _ = pair[0].shape
-        shapes = tuple(at.shapes(heads) for at in self.layouts)
+        shapes = both(lambda at: at.shapes(heads), self.layouts)
         places = self.pool.reserve(batch * count, shapes, pair[0].device)
         for code, x, at, side in zip(self.codecs, pair, self.layouts, self.pool.sides, strict=True):
             launch.quantize_pages(code, x, at, side, places)
@@ -208,8 +210,8 @@ class Paged:
         state = as_codes(state, self.codecs)
         self.truncate(0)
         self.rows = []
-        pairs = zip(NAMES, self.layouts, strict=True)
-        sides = tuple(at.arrange(state[name]) for name, at in pairs)  # [B, n, G, ...]
+        keys, values = self.layouts
+        sides = keys.arrange(state[NAMES[0]]), values.arrange(state[NAMES[1]])  # [B, n, G, ...]
         batch, count = sides[0]["words"].shape[:2]
-        flat = tuple({name: x.flatten(0, 1) for name, x in side.items()} for side in sides)
+        flat = both(lambda side: {name: x.flatten(0, 1) for name, x in side.items()}, sides)
         self._hand_out(self.pool.add(flat), batch, count)

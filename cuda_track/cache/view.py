@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cuda_track.codec.codec import Codec, QuantizedPages, Stored
+from cuda_track.codec.codec import Codec, QuantizedPages, Stored, both
 from mlxkv.errors import UserError
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -82,10 +82,11 @@ class View:
         """Keys and values of all tokens in the model's domain, [B, G, T, D] each."""
         if self.sink is None and self.pages is None:
             return self.recent
-        out = []
-        for side in range(2):
-            parts = [pair[side].to(dtype) for pair in self.windows]
-            if self.pages is not None:
-                parts.insert(-1, self.pages.decode(side, dtype))
-            out.append(torch.cat(parts, 2))
-        return tuple(out)
+        return both(lambda side: torch.cat(self.parts(side, dtype), 2), (0, 1))
+
+    def parts(self, side: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Keys (side 0) or values (1) of sink, pages and recent, as far as there are any."""
+        parts = [pair[side].to(dtype) for pair in self.windows]
+        if self.pages is not None:
+            parts.insert(-1, self.pages.decode(side, dtype))
+        return parts

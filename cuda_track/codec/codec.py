@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +22,14 @@ METHODS = {
     MixedBits: mixed_bits,
 }
 Stored = dict[str, torch.Tensor]
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
+def both(make: Callable[[X], Y], pair: tuple[X, X]) -> tuple[Y, Y]:
+    """Return what `make` makes of each of a pair: of keys and of values."""
+    keys, values = pair
+    return make(keys), make(values)
 
 
 class Codec:

@@ -21,17 +21,17 @@ def encode(spec: Polar, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     a, b = _halves(x.float().unflatten(2, (-1, page)))
     angle = torch.atan2(b, a)
     parts = {"radius": torch.hypot(a, b), "angle": angle.where(angle >= 0, angle + tau)}
-    code, stored = 0, {}
+    codes, stored = [], {}
     for name, part in parts.items():
         bits = getattr(spec, name)
         low = half(part.amin(-2, keepdim=True))
         width = (part.amax(-2, keepdim=True) - low.float()).clamp(min=0.0)
         step = half(width / 2**bits)
         size = step.float()
-        codes = ((part - low.float()) / size.where(size > 0, 1.0)).floor().clamp(0, 2**bits - 1)
-        code = (code << bits) + codes.int()  # the radius above the angle
+        code = ((part - low.float()) / size.where(size > 0, 1.0)).floor().clamp(0, 2**bits - 1)
+        codes.append(code.int().flatten(2, 3))
         stored |= {f"{name}_step": step.flatten(2, 3), f"{name}_low": low.flatten(2, 3)}
-    return {"codes": packing.pack(code.flatten(2, 3), spec.pair_bits), **stored}
+    return {"codes": join(spec, torch.cat(codes, -1)), **stored}
 
 
 def decode(

@@ -22,8 +22,8 @@ WIDTH = TREE // 2 - 1  # angles of the upper levels for each 16 dims
 @cache
 def _books(books: tuple[tuple[float, ...], ...], device: torch.device) -> Books:
     """Return the codebooks of a spec; () for those of Gaussian vectors."""
-    books = books or (levels.angles(i, bits) for i, bits in enumerate(TREE_BITS, 1))
-    return [torch.tensor(np.asarray(book, np.float32), device=device) for book in books]
+    angles = books or [levels.angles(i, bits) for i, bits in enumerate(TREE_BITS, 1)]
+    return [torch.tensor(np.asarray(book, np.float32), device=device) for book in angles]
 
 
 def to_polar(x: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

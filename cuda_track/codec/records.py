@@ -12,6 +12,7 @@ import torch
 
 from cuda_track.codec import mixed_bits, packing, polar, polar_tree
 from cuda_track.codec.codec import Codec, Stored
+from mlxkv.formats.config import MixedBits, Polar
 from mlxkv.formats.records import (
     BLOCK,
     NAMES,
@@ -105,10 +106,10 @@ def _packed(code: Codec, codes: torch.Tensor, numbers: Stored, at: SideLayout) -
     """Return what plain ops store for these codes; numbers: by the names of stored tensors."""
     if at.tree:
         return numbers | polar_tree.join(codes, numbers["radii"])
-    if at.pairs:
+    if isinstance(code.spec, Polar):
         return numbers | {"codes": polar.join(code.spec, codes)}
     if at.raw:
         return {"values": codes.to(torch.int16).contiguous().view(torch.float16)}
-    if at.widths:
+    if isinstance(code.spec, MixedBits):
         return numbers | {"codes": mixed_bits.pack(code.spec, codes)}
     return numbers | {"codes": packing.pack(codes, at.bits)}

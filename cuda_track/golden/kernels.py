@@ -11,10 +11,11 @@ from cuda_track.cache.attention import attend, why_not
 from cuda_track.cache.stores import Paged
 from cuda_track.cache.view import View
 from cuda_track.codec import packing
+from cuda_track.codec.codec import both
 from cuda_track.golden.table import TABLE
 from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool
-from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.config import Affine, CacheConfig, Side
 from mlxkv.formats.records import NAMES
 from mlxkv.spec.bounds import Row, compare_codes, read_golden, rms
 from mlxkv.spec.rows import encode_cases
@@ -29,11 +30,11 @@ def quantize_rows() -> Iterator[Row]:
         spec, x = side.quantizer, TABLE.floats(tensors[f"x.{dims}"])
         page = x.shape[2]
         for keys in (True, False):
-            if layout.why_not(spec, dims, page, keys):
+            if not isinstance(spec, Affine) or layout.why_not(spec, dims, page, keys):
                 continue
             at = layout.PlaneLayout(spec, dims, page, keys)
-            pool = Pool()
-            places = pool.reserve(x.shape[0], (at.shapes(x.shape[1]),) * 2, x.device)
+            pool, shapes = Pool(), at.shapes(x.shape[1])
+            places = pool.reserve(x.shape[0], (shapes, shapes), x.device)
             launch.quantize_pages(TABLE.codec(side, dims, page), x, at, pool.sides[0], places)
             pages = {n: y[torch.tensor(places)][:, None] for n, y in pool.sides[0].items()}
             codes = packing.unpack(at.restore(pages)["codes"], spec.bits, dims)
@@ -45,10 +46,10 @@ def quantize_rows() -> Iterator[Row]:
 def attention_rows(table: str = "attention") -> Iterator[Row]:
     for case, inputs, spec in TABLE.attention_cases(table):
         mask = "causal" if inputs.mask is None else inputs.mask
-        config = CacheConfig(*(Side(side.quantizer) for side in inputs.sides), page=inputs.page)
+        config = CacheConfig(*both(_plain, inputs.sides), page=inputs.page)
         if launch.why_not(config, (inputs.dims, inputs.dims)):
             continue
-        store = Paged(config, TABLE.given(inputs).pages.codecs)
+        store = Paged(config, TABLE.codecs(inputs))
         store.restore(dict(zip(NAMES, inputs.stored, strict=True)), inputs.pages)
         view = View(inputs.recent, inputs.sink, store.read(0, store.count))
         if why_not(inputs.q, view, mask) is None:
@@ -58,6 +59,10 @@ def attention_rows(table: str = "attention") -> Iterator[Row]:
 
 def _row(case: str, out: torch.Tensor, spec, bound: float, table: str = "attention") -> Row:
     return Row(table, case, spec.size, rms=rms(TABLE.array(out), spec), bound=bound)
+
+
+def _plain(side: Side) -> Side:
+    return Side(side.quantizer)
 
 
 TABLES = (quantize_rows, attention_rows, partial(attention_rows, "softcap"))

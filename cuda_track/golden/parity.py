@@ -61,7 +61,7 @@ Made by `python -m cuda_track.golden.parity` from [rows](parity). The columns of
 """
 
 
-def sets(rows: Rows) -> dict[Key, str]:
+def sets(rows: Iterable[dict]) -> dict[Key, str]:
     """Return the golden set of each row of torch."""
     return {(row["table"], row["case"]): row["set"] for row in rows}
 
@@ -69,7 +69,8 @@ def sets(rows: Rows) -> dict[Key, str]:
 def line_of(row: dict, sets_by_row: dict[Key, str]) -> Line:
     """Return the line of a row of any backend. sets_by_row: golden sets by row; other rows stand under their table."""
     case = row["case"].split(",")[0]  # behind a comma Triton names the side
-    name = sets_by_row.get((row["table"], case), row["table"])  # MLX has more tables
+    key = row["table"], case
+    name = sets_by_row[key] if key in sets_by_row else row["table"]  # MLX has more tables
     parts = case.split(".")
     if name in ("affine", "clip"):
         return name, f"int{parts[1]} per {parts[3] if name == 'affine' else 'token, clipped'}"

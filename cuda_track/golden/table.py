@@ -26,8 +26,8 @@ class TorchTable(Table):
     Transform, LayerMaps, View, float32 = Transform, LayerMaps, View, torch.float32
 
     def tensor(self, x: np.ndarray) -> torch.Tensor:
-        x = torch.from_numpy(np.ascontiguousarray(x)).to(torch.get_default_device())
-        return packing.from_file(x)
+        tensor = torch.from_numpy(np.ascontiguousarray(x)).to(torch.get_default_device())
+        return packing.from_file(tensor)
 
     def array(self, x: torch.Tensor) -> np.ndarray:
         return x.cpu().numpy()
@@ -44,26 +44,27 @@ class TorchTable(Table):
     def words(self, words: torch.Tensor) -> np.ndarray:
         return self.array(packing.as_file(words))
 
-    def transform(self, name: str, dims: int, seed: int) -> Transform:
+    def transform(self, name: str, dims: int, seed: int) -> Transform | None:
         return transform.make(name, dims, seed, torch.get_default_device())
 
     def codec(self, side: Side, dims: int, page: int, transform: Transform | None = None) -> Codec:
         return Codec(side, dims, page, transform, torch.get_default_device())
 
     def subtract_mean(self, keys: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        transform = self.transform("none", keys.shape[-1], 0)
-        return LayerMaps(transform, transform, mean=mean[:, None]).subtract_mean(keys)
+        same = Transform(eye := torch.eye(keys.shape[-1]), eye)
+        return LayerMaps(same, same, mean=mean[:, None]).subtract_mean(keys)
 
     def attend(self, it: Attention) -> torch.Tensor:
         return attention.attend(it.q, self.given(it), it.scale, it.mask, it.sink_logits, it.softcap)
 
     def given(self, it: Attention) -> View:
         """Return a view whose pages hold the codes of `it`."""
-        transforms = it.transforms or (None, None)
-        codecs = (
-            self.codec(s, it.dims, it.page, t) for s, t in zip(it.sides, transforms, strict=True)
-        )
-        return View(it.recent, it.sink, CodePages(tuple(codecs), it.stored, it.pages * it.page))
+        return View(it.recent, it.sink, CodePages(self.codecs(it), it.stored, it.pages * it.page))
+
+    def codecs(self, it: Attention) -> tuple[Codec, Codec]:
+        pairs = zip(it.sides, it.transforms or (None, None), strict=True)
+        keys, values = (self.codec(side, it.dims, it.page, pair) for side, pair in pairs)
+        return keys, values
 
     def causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

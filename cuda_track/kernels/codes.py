@@ -1,5 +1,8 @@
 """Unpack codes to float16 for matrix units, and scales to float32, in Triton."""
 
+# Kernels are in Triton's language, which its stubs do not make Python: constants are not numbers, loops no iterables.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import triton

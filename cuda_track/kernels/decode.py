@@ -11,6 +11,9 @@ scaled per token after the product, weights before it. Where a page of keys has 
 its scales go into the queries, once per page, and its biases become one number per query.
 """
 
+# Kernels are in Triton's language, which its stubs do not make Python: constants are not numbers, loops no iterables.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import triton

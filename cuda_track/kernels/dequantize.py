@@ -1,5 +1,8 @@
 """Decode pages of a pool in the stored domain, in Triton, for prefill."""
 
+# Kernels are in Triton's language, which its stubs do not make Python: constants are not numbers, loops no iterables.
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 import triton

@@ -5,6 +5,9 @@ into three parts of 16 bits whose sum is the float32 one, and products are summe
 of 32 bits are multiplied in float32.
 """
 
+# Kernels are in Triton's language, which its stubs do not make Python: constants are not numbers, loops no iterables.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportRedeclaration=false
+
 from __future__ import annotations
 
 import triton

@@ -31,8 +31,8 @@ def _once(fn):
         return _patch_lang(fn)
 
 
-def _end(scope) -> None:
-    _restore(scope)
+def _end(self) -> None:
+    _restore(self)
     _patched.clear()
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from typing import Protocol, cast
 
 import torch
 
-from cuda_track.codec.codec import Codec, Stored
+from cuda_track.codec.codec import Codec, Stored, both
 from cuda_track.codec.transform import Transform
 from cuda_track.kernels import layout
 from cuda_track.kernels.pool import PoolPages
@@ -31,6 +33,12 @@ QUANTIZE_BLOCK, QUANTIZE_STAGES = 32, 3  # dims that it multiplies at a time, an
 PARTS = 3  # of 16 bits, that make up a matrix of 32
 LONGEST = 4096  # tokens that a program sums at most: measured, and what `bench` checks
 LOG2E = math.log2(math.e)
+
+
+class Kernel(Protocol):
+    """What `triton.jit` returns. Its stubs know the arguments of the function, not the options of a launch."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
 
 
 @cache
@@ -148,8 +156,7 @@ def attend(
     queries = queries.contiguous()
     up_keys, up_values = (code.transform and code.transform.up for code in pages.codecs)
     sides = [_constants(at) for at in pages.layouts]
-    device, kw = queries.device, {"device": queries.device}
-    chained = _chained(device)
+    device, chained = queries.device, _chained(queries.device)
     parts, around = splits(
         pages.table.shape[1], keys.page, batch * kv_heads, device, tuned.programs
     )
@@ -160,10 +167,12 @@ def attend(
         (many_queries_kernel, many_merge_kernel) if shared else (queries_kernel, merge_kernel)
     )
 
-    q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, **kw)
-    sums = torch.empty(batch, kv_heads, 2, sides[0]["GROUPS"], padded, dtype=torch.float32, **kw)
-    factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, **kw)
-    first[(padded // (LEAST_ROWS if shared else 1), kv_heads, batch)](
+    q = torch.empty(batch, kv_heads, padded, dims, dtype=torch.float16, device=device)
+    sums = torch.empty(
+        batch, kv_heads, 2, sides[0]["GROUPS"], padded, dtype=torch.float32, device=device
+    )
+    factors = torch.empty(batch, kv_heads, padded, dtype=torch.float32, device=device)
+    cast(Kernel, first)[(padded // (LEAST_ROWS if shared else 1), kv_heads, batch)](
         *(queries, _or(up_keys, q), q, sums, factors, rows, scale * LOG2E, _stride(up_keys)),
         **{**sizes, **sides[0], "TURNED": up_keys is not None},
         **({"M": LEAST_ROWS} if shared else {}),
@@ -171,12 +180,12 @@ def attend(
     )
 
     shape = (batch, kv_heads, parts + around, padded)
-    out = torch.empty(*shape, dims, dtype=torch.float32, **kw)
-    top, total = (torch.empty(shape, dtype=torch.float32, **kw) for _ in range(2))
-    recent = tuple(map(rows_together, recent))
-    sink = tuple(map(rows_together, sink)) if sink is not None else recent
+    out = torch.empty(*shape, dims, dtype=torch.float32, device=device)
+    top, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+    recent = both(rows_together, recent)
+    sink = both(rows_together, sink) if sink is not None else recent
     visible = None if mask is None else mask.to(torch.uint8).contiguous()
-    attend_kernel[(parts + around, kv_heads, batch)](
+    cast(Kernel, attend_kernel)[(parts + around, kv_heads, batch)](
         *(q, sums, factors, queries),
         *(x for side in pages.sides for x in _tensors(side)),
         *(pages.table, pages.counts, *sink, *recent),
@@ -208,7 +217,7 @@ def attend(
         while block > 64 and batch * kv_heads * rows * dims // block < FEW // 2:
             block //= 2
         grid, at_once, block_of = rows * (dims // block), MERGED, {"BLOCK": block}
-    last[(grid, kv_heads, batch)](
+    cast(Kernel, last)[(grid, kv_heads, batch)](
         *(out, top, total, _or(up_values, out), _or(sink_logits, out), result),
         *(parts, around, rows, new, _stride(up_values)),
         **{**sizes, **block_of, "SPLITS": slots, "CHUNK": min(at_once // dims, slots)},
@@ -283,7 +292,7 @@ def quantize_pages(
     # Minima over the tokens of a channel cross warps: as few as hold its numbers in registers.
     wide = at.dims > 128 or block > QUANTIZEED if at.channel else block == QUANTIZEED
     down, of_head, parts = _down_of(code.transform, x.dtype)
-    quantize_kernel[(tokens // block, heads, batch)](
+    cast(Kernel, quantize_kernel)[(tokens // block, heads, batch)](
         *(x, _or(down, x), *_tensors(side)),
         *(torch.as_tensor(places, device=x.device), x.stride(0), x.stride(1), of_head),
         tokens // at.page,
@@ -304,7 +313,7 @@ def dequantize(pages: PoolPages, side: int, out: torch.Tensor, start: int) -> No
     at, stored = pages.layouts[side], pages.sides[side]
     batch, heads, _, dims = out.shape
     longest_row = pages.table.shape[1]
-    dequantize_kernel[(longest_row * (at.page // at.step_tokens), heads, batch)](
+    cast(Kernel, dequantize_kernel)[(longest_row * (at.page // at.step_tokens), heads, batch)](
         *_tensors(stored),
         *(pages.table, pages.counts, out, longest_row, start, out.stride(0), out.stride(1)),
         **{"R": dims, "T": at.step_tokens, "PAGE": at.page, **_constants(at)},

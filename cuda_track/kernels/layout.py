@@ -18,7 +18,7 @@ this order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 
@@ -122,12 +122,13 @@ class PlaneLayout:
 
     def restore(self, pool: Stored) -> Stored:
         """Invert `arrange`."""
-        codes = 0
+        parts = []
         for name, (low, bits) in self.fields.items():
             words = pool[name].swapaxes(1, 2)
             words = (words if self.keys else words.mT).int()
             shifts = torch.arange(self.planes, device=words.device, dtype=torch.int32)[:, None]
-            codes = codes | ((words[..., None, :] >> (shifts * bits)) & ((1 << bits) - 1)) << low
+            parts.append(((words[..., None, :] >> (shifts * bits)) & ((1 << bits) - 1)) << low)
+        codes = reduce(torch.bitwise_or, parts)
         batch, heads = codes.shape[:2]
         codes = codes.reshape(batch, heads, -1, self.dims)
         numbers = pool["numbers"].swapaxes(1, 2)
@@ -139,8 +140,12 @@ class PlaneLayout:
 
 def layouts(codecs: tuple[Codec, Codec]) -> tuple[PlaneLayout, PlaneLayout]:
     """Return the layouts of keys and of values."""
-    pairs = zip(codecs, (True, False), strict=True)
-    return tuple(PlaneLayout(code.spec, code.dims, code.page, keys) for code, keys in pairs)
+    return _layout(codecs[0], True), _layout(codecs[1], False)
+
+
+def _layout(code: Codec, keys: bool) -> PlaneLayout:
+    assert isinstance(code.spec, Affine)  # by `why_not`
+    return PlaneLayout(code.spec, code.dims, code.page, keys)
 
 
 def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:

@@ -1,5 +1,8 @@
 """The kernels of `transform.py` for many rows: M of them share a program, which reads the matrix once."""
 
+# Kernels are in Triton's language, which its stubs do not make Python: constants are not numbers, loops no iterables.
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 import triton

@@ -5,15 +5,16 @@ A page is never written to after it was quantized, so a prefix is shared by coun
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from cuda_track.codec.codec import Codec, QuantizedPages, Stored
+from cuda_track.codec.codec import Codec, QuantizedPages, Stored, both
 from cuda_track.kernels.layout import PlaneLayout
 
 GROWTH = 4  # spare capacity is a quarter of what is stored
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Pool:
@@ -26,7 +27,7 @@ class Pool:
 
     def add(self, sides: tuple[Stored, Stored]) -> list[int]:
         """Add pages [n, G, ...] of both sides, held once. Returns their places."""
-        shapes = tuple({n: (x.shape[1:], x.dtype) for n, x in side.items()} for side in sides)
+        shapes = both(lambda side: {n: (x.shape[1:], x.dtype) for n, x in side.items()}, sides)
         count, device = len(sides[0]["words"]), sides[0]["words"].device
         places = self.reserve(count, shapes, device)
         for pool, new in zip(self.sides, sides, strict=True):
@@ -85,7 +86,8 @@ class PoolPages(QuantizedPages):
     def stored(self) -> tuple[Stored, Stored]:
         """The pages as plain ops read them, for rows of one length."""
         places = self.table.long()
-        return tuple(
+        keys, values = (
             at.restore({name: x[places] for name, x in side.items()})
             for side, at in zip(self.sides, self.layouts, strict=True)
         )
+        return keys, values

@@ -1,6 +1,9 @@
 """Transform queries into the stored domain before `attend_kernel`; merge partial outputs and transform them back
 after it."""
 
+# Kernels are in Triton's language, which its stubs do not make Python: constants are not numbers, loops no iterables.
+# pyright: reportOperatorIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import triton

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MethodType
 
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from cuda_track.cache.adaptive import AdaptiveKVCache
 from cuda_track.cache.compressed import CompressedKVCache
@@ -25,7 +26,7 @@ from cuda_track.models import latent
 from cuda_track.models.attending import EAGER, NAME
 from cuda_track.models.examine import Examined, examine, implementations, put_back
 from cuda_track.models.handing import handed, renamed
-from cuda_track.models.layers import CompressedCache, CompressedLayer, filled
+from cuda_track.models.layers import CompressedCache, CompressedLayer, filled, held
 from cuda_track.models.parallel import insist_on_one, share_of
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
@@ -93,7 +94,7 @@ def attach(
         reports[i] = with_own(reports[i], cache.fitting(config), fits[i][0])
     if compressible:
         vars(model)["generate"] = Generate(model, vars(model).get("generate"))
-        model.init_continuous_batching = _no_batches
+        vars(model)["init_continuous_batching"] = _no_batches
     else:
         put_back(model, names_before)
         if message := nothing_compressed(reports):
@@ -155,7 +156,7 @@ def _fit(
             "cuda_track.calibrate --model MODEL -o FILE, and name it by --calibration FILE"
         )
     sizes = {str(i): cache.sizes for i, cache in compressible.items()}
-    whole_model = {name: (heads * share.size, *dims) for name, (heads, *dims) in sizes.items()}
+    whole_model = {n: (heads * share.size, k, v) for n, (heads, k, v) in sizes.items()}
     source.check(whole_model, mark)
     if config.keys.calibrated and not all(cache.latent for cache in compressible.values()):
         artifact.tell_reach(source, context_limit(model.config.to_dict()))
@@ -187,8 +188,13 @@ def compressed_from(model: PreTrainedModel, cache: DynamicCache) -> CompressedCa
     for i, (layer, source) in enumerate(zip(out.layers, cache.layers, strict=True)):
         if not isinstance(layer, CompressedLayer):
             out.layers[i] = copy.deepcopy(source)
+        elif not isinstance(source, CacheLayerMixin):
+            raise UserError(
+                f"[cache] layer {i} takes keys and values; got {type(source).__name__}; choose a cache of "
+                "this model"
+            )
         elif source.get_seq_length():
-            layer.update(source.keys, source.values)
+            layer.update(*held(source))
     return out
 
 
@@ -235,7 +241,8 @@ class Generate:
                 "or compressed_from(model, cache)",
                 stacklevel=2,
             )
-        return (self.own or MethodType(type(model).generate, model))(*args, **kwargs)
+        own = self.own or MethodType(type(model).generate, model)  # pyright: ignore[reportAttributeAccessIssue] (checked)
+        return own(*args, **kwargs)
 
     @staticmethod
     def _option(name: str, *givers):

@@ -25,7 +25,7 @@ NAME, EAGER = "mlxkv", "mlxkv-eager"
 CAUSAL = "is_causal_alone"  # an attribute of masks that say nothing else
 
 
-def name_for(implementation: str) -> str:
+def name_for(implementation: str | None) -> str:
     """Return the implementation that replaces `implementation`."""
     return EAGER if implementation == "eager" else NAME
 
@@ -47,7 +47,7 @@ def attend_or_pass(
     sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
     bias = kwargs.get("position_bias")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    new, plain = query.shape[2], not isinstance(key, View)
+    new = query.shape[2]
     causal = new > 1 and _is_causal(module, kwargs)
     mask: Mask = "causal" if attention_mask is None and causal else attention_mask
     if getattr(attention_mask, CAUSAL, False):
@@ -64,24 +64,28 @@ def attend_or_pass(
             query, key, value, mask, expected, computed, softcap is not None, sinks is not None
         )
         return out.transpose(1, 2).contiguous(), None
-    if plain and (eager or softcap is not None) and _eager(module) is not None:
-        return _eager_of(module, query, key, value, mask, scale, kwargs)
-    if plain:
+    if isinstance(key, View):
+        view = key
+    else:
+        assert not isinstance(value, View)  # a layer hands on two views, or none
+        own = _eager(module) if eager or softcap is not None else None
+        if own is not None:
+            return _eager_of(own, module, query, key, value, mask, scale, kwargs)
         # Without a mask the queries are the newest tokens (`mask`); SDPA takes them for the oldest.
         if sinks is None and (mask is attention_mask or new == key.shape[2]):
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **kwargs
             )
-        key = View((key, value))
-    mask = _biased(mask, bias, query, key.recent[0], key.tokens)
-    if isinstance(key, LatentView):
-        out, p = latent.attend(query, key, scale, mask), None
+        view = View((key, value))
+    mask = _biased(mask, bias, query, view.recent[0], view.tokens)
+    if isinstance(view, LatentView):
+        out, p = latent.attend(query, view, scale, mask), None
         if _weights_asked(module, kwargs):
-            p = weights(query, latent.expanded(key, query.dtype), scale, mask)
+            p = weights(query, latent.expanded(view, query.dtype), scale, mask)
         return out.transpose(1, 2).contiguous(), p
-    out = attend(query, key, scale, mask, sinks, softcap)
+    out = attend(query, view, scale, mask, sinks, softcap)
     wanted_weights = _weights_asked(module, kwargs)
-    p = weights(query, key, scale, mask, sinks, softcap) if wanted_weights else None
+    p = weights(query, view, scale, mask, sinks, softcap) if wanted_weights else None
     return out.transpose(1, 2).contiguous(), p
 
 
@@ -110,21 +114,21 @@ def _eager(module: torch.nn.Module) -> Callable | None:
     return getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
 
 
-def _eager_of(module, query, key, value, mask: Mask, scale: float, kwargs: dict):
+def _eager_of(own: Callable, module, query, key, value, mask: Mask, scale: float, kwargs: dict):
     total = key.shape[2]
     added = matrix(mask, query.shape[2], total, query.dtype, query.device)
     if added is None:  # some eager functions add one always
         added = query.new_zeros(1, 1, query.shape[2], total)
-    return _eager(module)(module, query, key, value, added, scaling=scale, **kwargs)
+    return own(module, query, key, value, added, scaling=scale, **kwargs)
 
 
 def _expected(module, scale: float, kwargs: dict, query, key, value, mask: Mask) -> torch.Tensor:
     """Return the model's own attention, [B, H, L, D]: its eager function, or SDPA where it has none."""
-    if _eager(module) is None:
+    if (own := _eager(module)) is None:
         added = matrix(mask, query.shape[2], key.shape[2], query.dtype, query.device)
         out, _ = sdpa_attention_forward(module, query, key, value, added, scaling=scale, **kwargs)
     else:
-        out, _ = _eager_of(module, query, key, value, mask, scale, kwargs)
+        out, _ = _eager_of(own, module, query, key, value, mask, scale, kwargs)
     return out.transpose(1, 2)
 
 
@@ -166,6 +170,7 @@ def eager_mask(batch_size: int, q_length: int, kv_length: int, **kwargs) -> torc
     plain = mask(batch_size, q_length, kv_length, **kwargs) is None
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     out = sdpa_mask(batch_size, q_length, kv_length, **kwargs)
+    assert out is not None  # nothing may be skipped
     if plain and kwargs.get("mask_function", causal_mask_function) is causal_mask_function:
         setattr(out, CAUSAL, True)
     return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -19,6 +20,9 @@ from cuda_track.cache.latent import LatentView
 from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedCache, CompressedLayer
 from mlxkv.formats.names import parse_kv
+
+if TYPE_CHECKING:
+    from cuda_track.models.layers import CacheLayer
 
 CALLS = (2, 1)  # tokens of the dry calls: a prompt, then a step of decoding
 SMALL = 1 << 20  # bytes of a buffer that is put back; larger ones are weights in few bits
@@ -70,6 +74,8 @@ class Probe(CompressedLayer):
 class Handle(torch.Tensor):
     """The keys or the values of a probe. Any use of them is done, and noted."""
 
+    probe: Probe
+
     @classmethod
     def of(cls, x: torch.Tensor, probe: Probe) -> Handle:
         out = x.as_subclass(cls)
@@ -105,7 +111,7 @@ def probed(
     sinks: bool = False,
 ) -> torch.Tensor:
     """Attend as `expected` does, and note whether `computed` agrees. Both take (queries, keys, values, mask)."""
-    probe: Probe = key.probe
+    probe = key.probe
     keys, values = _plain((key, value))
     if not isinstance(value, Handle) or value.probe is not probe:
         probe.refuse("the model attends with keys and values of different caches")
@@ -144,7 +150,7 @@ def matrix(
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
-def run(model, layers: list, places: list[int]) -> dict[int, Probe]:
+def run(model, layers: list[CacheLayer], places: list[int]) -> dict[int, Probe]:
     """Run `model` over a few tokens on `layers`, with probes at `places`; return them by place.
 
     Attention must be ours. The model is left as it was; what goes wrong becomes a reason, never an error.

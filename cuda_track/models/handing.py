@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 
 from transformers import Cache
-from transformers.generation import GenerationMixin
+from transformers.generation.utils import GenerationMixin
 
 from mlxkv.errors import UserError
 
 NAMES = ("cache", "past_key_values")
-_KNOWN = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+_KNOWN = inspect.signature(vars(GenerationMixin)["prepare_inputs_for_generation"]).parameters
 NAME = next(name for name in NAMES if name in _KNOWN)
 
 

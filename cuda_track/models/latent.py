@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from cuda_track.cache.latent import Heads, LatentView
 from cuda_track.codec import packing
-from cuda_track.models.dryrun import Handle, Probe
-from mlxkv.formats.config import ROTARY
+from cuda_track.codec.codec import both
+from cuda_track.models.dryrun import Handle
+from mlxkv.formats.config import ROTARY, Affine
 from mlxkv.formats.records import NAMES
 
 EXPAND = "expand_kv"  # the method of transformers' attention that makes keys and values
@@ -44,20 +45,19 @@ class Expanding:
         expand = partial(getattr(type(self.module), EXPAND), self.module)
         if not isinstance(latents, Handle):
             return expand(latents, rotary)
-        probe: Probe = latents.probe
+        probe = latents.probe
         with torch._C.DisableTorchFunctionSubclass():
-            pair = tuple(x.as_subclass(torch.Tensor) for x in (latents, rotary))
+            pair = both(lambda x: x.as_subclass(torch.Tensor), (latents, rotary))
             probe.latents = LatentView(pair, heads=heads_of(self.module))
             return tuple(Handle.of(x, probe) for x in expand(*pair))
 
 
 def heads_of(module: torch.nn.Module) -> Heads:
     """Return what the heads of `module` make of a latent. Raises ValueError where its weights cannot be absorbed."""
-    projection = module.kv_b_proj
+    projection, rank, *sizes = (getattr(module, name) for name in PARTS)
     if type(projection) is not torch.nn.Linear or projection.bias is not None:
         raise ValueError(f"weights of a {type(projection).__name__} cannot be absorbed")
-    sizes = module.qk_nope_head_dim, module.v_head_dim
-    keys, values = projection.weight.view(-1, sum(sizes), module.kv_lora_rank).split(sizes, 1)
+    keys, values = projection.weight.view(-1, sum(sizes), rank).split(sizes, 1)
     expand = partial(getattr(type(module), EXPAND), module)
     return Heads(keys, values, expand)
 
@@ -96,6 +96,7 @@ def paired(state: dict, pairs: bool) -> dict:
     if "rotary" in out:
         out["rotary"] = in_stored_order(out["rotary"])
     if values in out.get("pages", {}):
+        assert isinstance(ROTARY.quantizer, Affine)
         stored, bits = out["pages"][values], ROTARY.quantizer.bits
         dims = stored["codes"].shape[-1] * 32 // bits
         codes = in_stored_order(packing.unpack(stored["codes"], bits, dims))

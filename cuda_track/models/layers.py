@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from cuda_track.cache.compressed import CompressedKVCache
-from cuda_track.cache.view import View
+from cuda_track.cache.view import Pair, View
 from mlxkv.errors import UserError
+from mlxkv.formats.records import NAMES
+
+if TYPE_CHECKING:  # not every version has these
+    from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
+
+    CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -97,7 +104,8 @@ class CompressedCache(Cache):
             if isinstance(layer, CompressedLayer):
                 layer.cache.check_trim(-tokens_to_remove)
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CompressedLayer)):
-            layer.crop(tokens_to_remove)  # layers of transformers may refuse: first
+            # Layers of transformers may refuse: first.
+            layer.crop(tokens_to_remove)  # pyright: ignore[reportAttributeAccessIssue] (not of its base)
 
     def trim_to(self, length: int) -> bool:
         """Keep the first `length` tokens of all layers. False, and nothing has changed, where some layer cannot."""
@@ -108,20 +116,22 @@ class CompressedCache(Cache):
             return False
         if length < tokens:
             for layer in self.layers:
-                layer.crop(length - tokens)
+                layer.crop(length - tokens)  # pyright: ignore[reportAttributeAccessIssue] (as above)
         return True
 
     def __iter__(self):
         """Keys, values and window of each layer in full precision: `DynamicCache(cache)` takes them."""
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
-                yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+                keys, values = (getattr(layer, name) for name in NAMES)
+                yield keys, values, getattr(layer, "_sliding_window_tensor", None)
             elif not layer.cache.offset:
                 yield None, None, None
             else:
                 cache, view = layer.cache, layer.cache.view()
                 keys, values = view.whole(view.recent[0].dtype)
-                yield cache.layer_maps.whole(keys) if cache.config.centred else keys, values, None
+                maps = cache.layer_maps if cache.config.centred else None
+                yield keys if maps is None else maps.whole(keys), values, None
 
     @property
     def nbytes(self) -> int:
@@ -139,19 +149,25 @@ def _can_keep(layer, tokens: int, length: int) -> bool:
     return not full and not holds_state(layer)
 
 
-def _bytes(layer: CacheLayerMixin) -> int:
+def _bytes(layer: CacheLayer) -> int:
     if isinstance(layer, CompressedLayer):
         return layer.cache.nbytes
-    tensors = (x for x in (layer.keys, layer.values) if x is not None)
+    tensors = (x for x in (getattr(layer, name) for name in NAMES) if x is not None)
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def plain_layers(model) -> list[CacheLayerMixin]:
+def held(layer: CacheLayerMixin) -> Pair:
+    """Return keys and values of a layer of transformers that has read tokens."""
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys, layer.values
+
+
+def plain_layers(model) -> list[CacheLayer]:
     """Return the empty caches that transformers makes for the layers."""
     return DynamicCache(config=model.config).layers
 
 
-def replaceable(layer: CacheLayerMixin) -> bool:
+def replaceable(layer: CacheLayer) -> bool:
     """Return whether a compressed layer may take the place of this one."""
     return type(layer) is DynamicLayer
 

@@ -78,6 +78,7 @@ def load(
                 "transformers: owner/name on the hub, or a folder"
             )
     location = source.folder or source.repo
+    assert location is not None
     logging.disable_progress_bar()
     kind = DTYPES[dtype] if dtype else torch.float32 if device.type == "cpu" else "auto"
     try:
@@ -88,8 +89,8 @@ def load(
         raise
     except (OSError, ValueError) as error:
         raise UserError(f"[load] transformers cannot read {name!r}: {brief(error)}") from None
-    model = model.to(device).eval()
-    model._mlxkv_fingerprint = mark
+    model = model.to(device).eval()  # pyright: ignore[reportArgumentType] (its decorator hides `self`)
+    vars(model)["_mlxkv_fingerprint"] = mark
     layers = attach(model, kv, calibration)
     return Loaded(
         model=model,

@@ -23,6 +23,7 @@ def share_of(model: PreTrainedModel) -> Share:
     if size == 1:
         return Share()
     mesh = model._device_mesh
+    assert mesh is not None  # of a model in several processes
     mesh = mesh["tp"] if mesh.ndim > 1 else mesh
     return Share(mesh.get_local_rank(), size)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from safetensors import safe_open
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from cuda_track.cache.latent import LatentKVCache
 from cuda_track.codec.maps import LayerMaps
@@ -20,7 +20,7 @@ from cuda_track.codec.packing import as_file, from_file
 from cuda_track.models import latent, restored
 from cuda_track.models.attach_model import new_cache
 from cuda_track.models.handing import handed
-from cuda_track.models.layers import CompressedCache, CompressedLayer, holds_state
+from cuda_track.models.layers import CompressedCache, CompressedLayer, held, holds_state
 from cuda_track.models.loader import Loaded
 from cuda_track.models.parallel import insist_on_one
 from mlxkv import files
@@ -97,6 +97,7 @@ def _cache(kinds: list[str], tensors: dict, tokens: int, loaded: Loaded) -> Comp
     for i, layer in enumerate(cache.layers):
         tree = _tree({n[len(f"{i}.") :]: x for n, x in tensors.items() if n.startswith(f"{i}.")})
         if not isinstance(layer, CompressedLayer):
+            assert isinstance(layer, DynamicLayer)  # by `_class_of`
             restored.check_plain(tree, layer, tokens)
             _fill(layer, tree)
             continue
@@ -108,9 +109,9 @@ def _cache(kinds: list[str], tensors: dict, tokens: int, loaded: Loaded) -> Comp
     return cache
 
 
-def _maps(maps: LayerMaps, digest: str, *_) -> LayerMaps:
+def _maps(maps: LayerMaps | None, digest: str, *_) -> LayerMaps:
     """Return `maps`, unless a cache was stored by those of another calibration."""
-    if maps.digest != digest:
+    if maps is None or maps.digest != digest:
         raise UserError(
             f"[load] this cache needs the calibration it was stored with; got another; load its "
             f"model with that file, digest {digest}"
@@ -147,8 +148,9 @@ def _state_of(layer) -> dict:
 
 
 def _fill(layer: DynamicLayer, state: dict) -> None:
-    tokens, pair = int(state["2"]), (state[name].to(layer.keys.device) for name in ("0", "1"))
-    if layer.is_sliding:
+    tokens, device = int(state["2"]), held(layer)[0].device
+    pair = (state[name].to(device) for name in ("0", "1"))
+    if isinstance(layer, DynamicSlidingWindowLayer):
         place, window = int(state["5"]), layer.sliding_window
         keys, values = (_in_order(x, place, tokens)[:, :, 1 - window :] for x in pair)
         layer.cumulative_length = tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -68,7 +69,7 @@ def observing(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     cache again at the end."""
     attachment = attached(model)
     detach(model)
-    implementation = model.config._attn_implementation
+    implementation = cast(str, model.config._attn_implementation)  # models that are built have one
     model.set_attn_implementation(NAME)
     _observers.append(observer)
     try:
