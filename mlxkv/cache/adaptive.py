@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS, masked, scorer
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.stores import Codes, Records, codes_of
+from mlxkv.cache.stores import Codes, Records, codes_of, moved
 from mlxkv.cache.view import CodePages, Pair, Parts, RecordPages, View
 from mlxkv.codec.codec import Codec, Stored
 from mlxkv.codec.maps import LayerMaps
@@ -83,7 +83,7 @@ def next_basis(
             todo.append((name, per_head(getattr(basis, name), heads), x, rate, side.low.raw))
     if len(todo) == 2 and _alike(*todo):  # both in one kernel take the time of one
         (keys, *first), (values, *second) = todo
-        u, x = (mx.concatenate(pair) for pair in zip(first[:2], second[:2], strict=True))
+        u, x = (mx.concatenate([*pair]) for pair in zip(first[:2], second[:2], strict=True))
         bases[keys], bases[values] = mx.split(_update(u, x, *first[2:]), 2)
     else:
         bases |= {name: _update(*update) for name, *update in todo}
@@ -96,8 +96,8 @@ def _alike(a: tuple, b: tuple) -> bool:
 
 def _update(u: mx.array, x: mx.array, rate: float, raw: bool) -> mx.array:
     """`update` by kernels where they run."""
-    make = launch.factory()
-    return update(u, x, rate, raw, None if why_not(*u.shape[-2:], make) else make)
+    make, (dims, rank) = launch.factory(), u.shape[-2:]
+    return update(u, x, rate, raw, None if why_not(dims, rank, make) else make)
 
 
 def per_head(transform: Transform, heads: tuple[int, int]) -> mx.array:
@@ -120,14 +120,18 @@ def _merged(run: Codes | Records, following: Codes | Records) -> dict:
     """Return the state of a run, transported into the basis of the next one, and of the next one together."""
     if not run.count:
         return following.state
-    if type(run) is Records and run.layout.quantized_by_kernel:
-        moved = run.transported(following.codecs)
-        return _joined(moved, following.state) if following.count else moved
-    moved = transported(run, following.codecs)
+    if (
+        isinstance(run, Records)
+        and isinstance(following, Records)
+        and run.layout.quantized_by_kernel
+    ):
+        records = run.transported(following.codecs)
+        return _joined(records, following.state) if following.count else records
+    first = transported(run, following.codecs)
     if not following.count:
-        return moved
+        return first
     codes = codes_of(following)
-    return {name: _joined(moved[name], codes[name]) for name in NAMES}
+    return {name: _joined(first[name], codes[name]) for name in NAMES}
 
 
 def transported(run: Codes | Records, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
@@ -141,8 +145,7 @@ def transported(run: Codes | Records, codecs: tuple[Codec, Codec]) -> dict[str, 
             out[name] = stored[name]
             continue
         values = old.decode_stored(stored[name], mx.float32)
-        moved = values @ (old.transform.up @ new.transform.down)
-        out[name] = new.method.encode(new.spec, moved, new.page)
+        out[name] = new.method.encode(new.spec, moved(values, old, new), new.page)
     return out
 
 
@@ -204,7 +207,7 @@ def importance(
     if mask is None:
         mask = mx.arange(total - new, total)[:, None] >= mx.arange(total)[None]
     q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, -1, new, dims)
-    out, score = 0.0, scorer(view)
+    out, score = mx.array(0.0), scorer(view)
     for start in range(0, new, BLOCK):  # the scores of all at once would be large
         part = slice(start, min(start + BLOCK, new))
         s = score(q[..., part, :].flatten(2, 3)).reshape(batch, heads, -1, total)
@@ -258,8 +261,12 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     """As CompressedKVCache, for every `config`."""
 
     observes_queries = True
-    importance, salient, taken = map(staticmethod, (importance, salient, taken))
-    votes, kept, kept_pages = map(staticmethod, (votes, kept, kept_pages))
+    importance, salient, taken = (
+        staticmethod(importance),
+        staticmethod(salient),
+        staticmethod(taken),
+    )
+    votes, kept, kept_pages = staticmethod(votes), staticmethod(kept), staticmethod(kept_pages)
 
     def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
         if not self.config.needs_queries:
@@ -299,7 +306,8 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         return mx.concatenate([first, second], axis=2)
 
     def _next_basis(self, batch: Pair, prompt: bool) -> LayerMaps:
-        return next_basis(self.basis, self.config, batch, prompt, batch[0].shape[:2])
+        heads = batch[0].shape[0], batch[0].shape[1]
+        return next_basis(self.basis, self.config, batch, prompt, heads)
 
     def view(self) -> View:
         """Return what attention reads, without appending anything."""

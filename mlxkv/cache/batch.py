@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import mlx.core as mx
 
@@ -28,6 +28,8 @@ from mlxkv.formats.state import check_batch
 
 if TYPE_CHECKING:
     from mlxkv.cache.compressed import CompressedKVCache
+
+Batch = TypeVar("Batch", bound="BatchedKVCache")
 
 
 class BatchedKVCache(Contract):
@@ -46,9 +48,7 @@ class BatchedKVCache(Contract):
     def pad(self, left_padding: Sequence[int] | mx.array) -> None:
         """Expect padding on the left of each sequence, as in mlx-vlm's batches, whose masks have columns for it.
         Raises UserError where one holds tokens."""
-        padding = (
-            left_padding.tolist() if isinstance(left_padding, mx.array) else list(left_padding)
-        )
+        padding = _integers(left_padding)
         if not any(padding):
             return
         if len(padding) != len(self.offsets) or any(self.offsets):
@@ -104,8 +104,9 @@ class BatchedKVCache(Contract):
         """Append keys, values: [B, G, L, D] without the padding; returns the view twice."""
         check_batch(self.batch_size, keys.shape[0], "BatchedKVCache")
         self._new = None
-        if not self.is_padded and keys.shape[2] <= DECODE_TOKENS and self._has_joined(keys, values):
-            view = self._buffers.append(keys, values)
+        joins = not self.is_padded and keys.shape[2] <= DECODE_TOKENS
+        if joins and (buffers := self._join(keys, values)) is not None:
+            view = buffers.append(keys, values)
             if self._padding is not None:
                 view = replace(view, padding=tuple(self._padding))
             return view, view
@@ -121,11 +122,12 @@ class BatchedKVCache(Contract):
         """Return the view of all sequences. nothing: keys and values of length zero, for a step that is all padding."""
         skips = self._skips if self._new is not None else None
         recent = next((row[0].recent for row in rows if row is not None), nothing)
+        assert recent is not None  # layers that share a cache read some text
         return View(
             recent,
             rows=tuple(rows),
-            skips=skips and tuple(skips),
-            padding=self._padding and tuple(self._padding),
+            skips=None if skips is None else tuple(skips),
+            padding=None if self._padding is None else tuple(self._padding),
         )
 
     def _arriving(self, new: int) -> tuple[list[int], list[int]]:
@@ -150,21 +152,21 @@ class BatchedKVCache(Contract):
             )
         return counts
 
-    def _has_joined(self, keys: mx.array, values: mx.array) -> bool:
-        """Return whether the sequences are in shared arrays, now if not before."""
+    def _join(self, keys: mx.array, values: mx.array) -> BatchBuffers | None:
+        """Return the shared arrays of the sequences, made now if not before; None where there are none."""
         if self._buffers is not None:
-            return True
+            return self._buffers
         rows = self.rows
         # one alone has nothing to join
         if len(rows) < 2 or any(row.observes_queries for row in rows):
-            return False
+            return None
         plan = rows[0].plan((keys.shape[3], values.shape[3]), keys.dtype)
         if plan.body == OPS:
-            return False
+            return None
         self._buffers = BatchBuffers.of(rows, plan, keys.shape[1], keys.dtype)
         if self._buffers is not None:
             self._rows = []
-        return self._buffers is not None
+        return self._buffers
 
     def keys_and_values(self):
         """Return the view without appending anything (mlx-lm 0.32)."""
@@ -189,12 +191,14 @@ class BatchedKVCache(Contract):
         if self._buffers is not None:
             first = self.offset[:, None, None, None]
             return causal_mask(first, N, self.size() + N, window_size)
-        return _stacked([row.make_mask(N, True, window_size) for row in self._rows])
+        masks = [row.make_mask(N, True, window_size) for row in self._rows]
+        return _stacked(cast("list[mx.array]", masks))  # asked for as arrays
 
     @property
     def _columns(self) -> int:
-        """Columns that have come to each sequence of a padded batch, padding included."""
-        parts = zip(self.offsets, self._padding, self._ahead, strict=True)
+        """Columns that have come to each sequence, padding included."""
+        padding = self._padding or [0] * len(self.offsets)
+        parts = zip(self.offsets, padding, self._ahead, strict=True)
         return max((tokens + all_ - ahead for tokens, all_, ahead in parts), default=0)
 
     def _keep_padding(self, keep: Sequence[int]) -> None:
@@ -212,7 +216,7 @@ class BatchedKVCache(Contract):
     # -- mlx-lm's contract for batches
 
     @classmethod
-    def merge(cls, caches: Sequence[CompressedKVCache]) -> BatchedKVCache:
+    def merge(cls: type[Batch], caches: Sequence[CompressedKVCache]) -> Batch:
         """Return the caches as one batch, which is independent of them."""
         return cls([deepcopy(cache) for cache in caches])  # each alone: one may be there twice
 
@@ -227,9 +231,7 @@ class BatchedKVCache(Contract):
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep these sequences, in this order; one that is named twice becomes two."""
-        keep = (
-            batch_indices.tolist() if isinstance(batch_indices, mx.array) else list(batch_indices)
-        )
+        keep = _integers(batch_indices)
         self._new = None
         self._keep_padding(keep)
         if self._buffers is not None and len(set(keep)) == len(keep) > 0:
@@ -319,6 +321,10 @@ class BatchedKVCache(Contract):
 def _offsets(*values: int) -> mx.array:
     """[B] int32; every layer of a step asks for the same."""
     return mx.array(values, mx.int32)
+
+
+def _integers(x: Sequence[int] | mx.array) -> list[int]:
+    return cast("list[int]", x.tolist()) if isinstance(x, mx.array) else list(x)
 
 
 def _stacked(masks: list[mx.array]) -> mx.array:

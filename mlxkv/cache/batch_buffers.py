@@ -19,9 +19,9 @@ import mlx.core as mx
 
 from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
-from mlxkv.cache.pages import Pages
-from mlxkv.cache.stores import Records
-from mlxkv.cache.view import KernelPlan, Pair, RecordPages, View
+from mlxkv.cache.pages import Pages, Part
+from mlxkv.cache.stores import Codes, Records
+from mlxkv.cache.view import KernelPlan, Pair, RecordPages, View, both
 from mlxkv.codec.transform import subtract_mean
 from mlxkv.formats.records import TOKENS
 from mlxkv.metal.lengths import batch_lengths
@@ -36,7 +36,7 @@ class BatchBuffers:
     def __init__(self, like: CompressedKVCache, store: Records, heads: int, dtype: mx.Dtype):
         self.like = like
         self.config, self.layer_maps = like.config, like.layer_maps
-        self.key_mean = self.layer_maps.key_mean if self.config.centred else None
+        self.key_mean = like.key_mean
         self.store, self.heads, self.dtype = store, heads, dtype
         self.page_records = self.config.page // TOKENS  # records of a page
         self.pages = Pages.of_many(store.layout, self.config.page, heads)
@@ -91,7 +91,7 @@ class BatchBuffers:
         self.offsets += [row.offset for row in rows]
         self.counts += [0 if row.recent is None else row.recent[0].shape[2] for row in rows]
         self.sink_full += sink_full
-        self.pages.join([(r.store.state, r.store.count) if r.store else ({}, 0) for r in rows])
+        self.pages.join([_part(row.store) for row in rows])
         return True
 
     def _takes(self, row: CompressedKVCache) -> bool:
@@ -115,8 +115,7 @@ class BatchBuffers:
         return out[0], out[1]
 
     def _joined(self, windows: Pair, added: Pair) -> Pair:
-        pairs = zip(windows, added, strict=True)
-        return tuple(mx.concatenate([padded(x, y.shape[2]), y]) for x, y in pairs)
+        return both(lambda x, y: mx.concatenate([padded(x, y.shape[2]), y]), windows, added)
 
     def _limit(self, sink_full: bool) -> int:
         """Recent tokens of a sequence before a page has to be quantized."""
@@ -129,16 +128,17 @@ class BatchBuffers:
         self.flush()
         keys, new = subtract_mean(self.key_mean, keys), keys.shape[2]
         at = _positions(tuple(self.counts), new)
-        recent = tuple(
-            mx.put_along_axis(old, mx.broadcast_to(at, x.shape), x.astype(old.dtype), axis=2)
-            for old, x in zip(self.recent, (keys, values), strict=True)
-        )
-        self.commit(recent, new)
+
+        def put(old: mx.array, x: mx.array) -> mx.array:
+            places = mx.broadcast_to(at, x.shape)
+            return mx.put_along_axis(old, places, x.astype(old.dtype), axis=2)
+
+        self.commit((put(self.recent[0], keys), put(self.recent[1], values)), new)
         return self._view()
 
-    def commit(self, recent: Pair, new: int) -> None:
+    def commit(self, recent: Sequence[mx.array], new: int) -> None:
         """Take over the recent windows with `new` tokens more of each sequence."""
-        self.recent = recent
+        self.recent = recent[0], recent[1]
         self.counts = [n + new for n in self.counts]
         self.offsets = [n + new for n in self.offsets]
 
@@ -182,24 +182,24 @@ class BatchBuffers:
         """One page of each of these sequences, from recent token `start` on, with what comes before as
         their sink."""
         at, page = mx.array(rows, mx.int32), self.config.page
-        recent = self.recent if len(rows) == len(self.counts) else tuple(x[at] for x in self.recent)
+        recent = (
+            self.recent if len(rows) == len(self.counts) else both(lambda x: x[at], self.recent)
+        )
         encoded = self.store.encode(recent, page, start)
         for n, i in enumerate(rows):
             self.pages.append({name: x[n : n + 1] for name, x in encoded.items()}, 1, i)
             self.sink_full[i] = self.has_last_page[i] = True
             self.counts[i] -= start + page
-        if start:
-            parts = zip(self.sink, recent, strict=True)
-            self.sink = tuple(_put(x, at, y[:, :, :start]) for x, y in parts)
+        if self.sink is not None and start:
+            self.sink = both(lambda x, y: _put(x, at, y[:, :, :start]), self.sink, recent)
         stop = start + page
-        parts = zip(self.last, recent, strict=True)
-        self.last = tuple(_put(x, at, y[:, :, start:stop]) for x, y in parts)
+        self.last = both(lambda x, y: _put(x, at, y[:, :, start:stop]), self.last, recent)
         # No attention reads it: unevaluated, it would keep the windows of before.
         mx.async_eval(self.last)
-        moved = (mx.roll(x, -(start + page), axis=2) for x in recent)
+        moved = both(lambda x: mx.roll(x, -stop, 2), recent)
         if len(rows) < len(self.counts):
-            moved = (_put(x, at, y) for x, y in zip(self.recent, moved, strict=True))
-        self.recent = tuple(moved)
+            moved = both(lambda x, y: _put(x, at, y), self.recent, moved)
+        self.recent = moved
 
     # -- sequences come, go, and shrink
 
@@ -209,11 +209,11 @@ class BatchBuffers:
         cache, sink, last, store = self.like.like(), None, None, None
         if not self.offsets[i]:
             return cache
-        if self.config.sink and self.sink_full[i]:
-            sink = tuple(mx.contiguous(x[i : i + 1]) for x in self.sink)
+        if self.sink is not None and self.sink_full[i]:
+            sink = both(lambda x: mx.contiguous(x[i : i + 1]), self.sink)
         if self.has_last_page[i]:
-            last = tuple(mx.contiguous(x[i : i + 1]) for x in self.last)
-        recent = tuple(x[i : i + 1, :, : self.counts[i]] for x in self.recent)
+            last = both(lambda x: mx.contiguous(x[i : i + 1]), self.last)
+        recent = both(lambda x: x[i : i + 1, :, : self.counts[i]], self.recent)
         if count := self.pages.counts[i]:
             store = self.store.empty()
             store.restore(self.pages.read(i=i), count)
@@ -222,10 +222,10 @@ class BatchBuffers:
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep these sequences, in this order."""
-        at = mx.array(indices, mx.int32)
-        self.recent = tuple(x[at] for x in self.recent)
-        self.sink = self.sink and tuple(x[at] for x in self.sink)
-        self.last = tuple(x[at] for x in self.last)
+        at = mx.array([*indices], mx.int32)
+        self.recent = both(lambda x: x[at], self.recent)
+        self.sink = self.sink and both(lambda x: x[at], self.sink)
+        self.last = both(lambda x: x[at], self.last)
         self.offsets = [self.offsets[i] for i in indices]
         self.counts = [self.counts[i] for i in indices]
         self.sink_full = [self.sink_full[i] for i in indices]
@@ -246,6 +246,11 @@ class BatchBuffers:
     def arrays(self) -> list[mx.array]:
         """Return what is allocated."""
         return [*self.recent, *(self.sink or ()), *self.last, *self.pages.arrays.values()]
+
+
+def _part(store: Codes | Records | None) -> Part[str]:
+    """Return the pages of a sequence: records, or none yet."""
+    return (store.state, store.count) if isinstance(store, Records) else ({}, 0)
 
 
 def padded(x: mx.array, capacity: int) -> mx.array:

@@ -22,6 +22,7 @@ from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import RecordLayout, record_layout, why_no_records
 from mlxkv.metal import latents, launch, tiles, trust
+from mlxkv.metal.launch import Factory
 
 INDEXED = "this model's code picks single latents"
 FAILED = "its kernels failed their test here"  # or were switched off: what should run and does not
@@ -79,10 +80,10 @@ def plan(
         if reason := selftest.latent_fault(config, dims[0], dtype, make, request.heads):
             return by(OPS, f"{FAILED}: {reason}", failed=True)
         return by(TILES, None, make)
-    slower = _tiles_off() or _rejection_reason(request, tiled=True)
+    slower = _tiles_off() or _rejection_reason(request, make, tiled=True)
     if slower is None:
         return by(TILES, None, make)
-    if reason := _rejection_reason(request, tiled=False):
+    if reason := _rejection_reason(request, make, tiled=False):
         return by(OPS, f"{FAILED}: {reason}", failed=True)
     return by(PORTABLE, slower, make, failed=off)
 
@@ -102,10 +103,11 @@ def current(
 
 def store(plan: KernelPlan, layer_maps: LayerMaps | None = None) -> Codes | Records:
     """Return an empty store as `plan` has chosen. layer_maps: of the layer, for calibrated sides."""
+    assert plan.request is not None  # a plan of `plan`
     config, dims, *_ = plan.request
     if plan.body == OPS:
         return Codes(config, dims, layer_maps)
-    return Records(config, dims, plan.make, plan.body == TILES, layer_maps)
+    return Records(config, dims, plan.builder, plan.body == TILES, layer_maps)
 
 
 # -- parts of the decision: each answers by why not, or None
@@ -128,9 +130,9 @@ def _tiles_off() -> str | None:
     return launch.switched_off(launch.TILES)
 
 
-def _rejection_reason(request: KernelRequest, tiled: bool) -> str | None:
+def _rejection_reason(request: KernelRequest, make: Factory, tiled: bool) -> str | None:
     """Return what the format itself, the notes of earlier processes on a Mac, or trying the kernels say."""
-    config, dims, dtype, make = request.config, request.dims[0], request.dtype, launch.factory()
+    config, dims, dtype = request.config, request.dims[0], request.dtype
     layout, on_mac, reason = request.layout, make is mx.fast.metal_kernel, None
     if on_mac:
         on_trial = selftest.representative_config(config, dims)

@@ -10,7 +10,7 @@ with both contracts of the pinned range of mlx-lm (0.31: `meta_state`; 0.32: not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +20,7 @@ from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.contract import BatchMethod, Contract, Snapshots, causal_mask, from_state
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import OPS, KernelPlan, Pair, View, joined
+from mlxkv.cache.view import OPS, KernelPlan, Pair, View, both, joined
 from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import KeyMean, subtract_mean
@@ -88,9 +88,21 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
             if (pair := getattr(self, name)) is not None:
                 setattr(self, name, (pair[0], transform(pair[1]).astype(pair[1].dtype)))
         if (old := self._store) is not None:
-            self._store = self._new_store(old.dims, self._recent[0].dtype)
+            self._store = self._new_store(old.dims, self._existing_recent[0].dtype)
             self._store.restore(old.state, old.count)
             self._reserved_pages = NEW if self._reserved_pages else 0
+
+    @property
+    def _existing_recent(self) -> Pair:
+        """The buffers of the recent window of a cache that holds tokens."""
+        assert self._recent is not None
+        return self._recent
+
+    @property
+    def _existing_store(self) -> Codes | Records:
+        """The pages of a cache that has some."""
+        assert self._store is not None
+        return self._store
 
     # -- reading and writing
 
@@ -115,12 +127,12 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
     @property
     def key_mean(self) -> KeyMean | None:
         """The mean that is taken from keys, if `config` says so."""
-        return self.layer_maps.key_mean if self.config.centred else None
+        return self.layer_maps.key_mean if self.layer_maps and self.config.centred else None
 
     def arriving(self, keys: mx.array) -> mx.array:
         """Return new keys [B, G, L, D] as they are held, exactly and in pages: without their mean, for a centred
         `config`. Raises UserError for heads that were not calibrated."""
-        if (key_mean := self.key_mean) is not None:
+        if (key_mean := self.key_mean) is not None and self.layer_maps is not None:
             self.layer_maps.check(keys.shape[1])
         return subtract_mean(key_mean, keys)
 
@@ -137,7 +149,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         # The pages of before, read from the arrays of after: a reference to the old arrays would
         # have all pages copied. Attention waits for the codes, so that these tokens are freed
         # before the next layer.
-        pages = self._store.read(0, count) if count else None
+        pages = self._existing_store.read(0, count) if count else None
         view = View(new, sink, pages, quantized=self.arrays())
         self.offset += keys.shape[2]
         return view, view
@@ -183,9 +195,11 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         return self.page_store(dims, dtype)
 
     def _read_recent(self) -> Pair:
-        keys, values = self._recent
+        recent = self._recent
+        assert recent is not None
+        keys, values = recent
         if (count := self._count) == keys.shape[2]:
-            return self._recent
+            return recent
         return keys[:, :, :count], values[:, :, :count]
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
@@ -233,8 +247,8 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         if not (count := self._count_pages):
             return None
         if self._reserved_pages != count:
-            self._store.reserve_slack()
-            if self._recent[0].shape[2] != self._recent_capacity + DECODE_TOKENS:
+            self._existing_store.reserve_slack()
+            if self._existing_recent[0].shape[2] != self._recent_capacity + DECODE_TOKENS:
                 recent, self._recent, self._count = self._read_recent(), None, 0
                 self._reserved_pages = count
                 self._append(*recent)
@@ -266,9 +280,9 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         """Recent tokens."""
         return self._count
 
-    def commit(self, recent: Pair, new: int) -> None:
+    def commit(self, arrays: Sequence[mx.array], new: int) -> None:
         """Take over the buffers of `recent_buffers` with `new` tokens more, and quantize what is due."""
-        self._recent = recent
+        self._recent = arrays[0], arrays[1]
         self._count += new
         self.offset += new
         if self._count > self._recent_capacity:
@@ -283,11 +297,13 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         self._append(*pair)
 
     def _last_and_recent(self) -> Pair:
+        assert self._last is not None
         return joined(self._last, self._read_recent())
 
     def _decoded(self, page: int, count: int) -> Pair:
-        pages, recent = self._store.read(page, page + 1), self._recent
-        pair = tuple(pages.decode(side, x.dtype)[:, :, :count] for side, x in enumerate(recent))
+        pages, (keys, values) = self._existing_store.read(page, page + 1), self._existing_recent
+        decoded = pages.decode(0, keys.dtype), pages.decode(1, values.dtype)
+        pair = both(lambda x: x[:, :, :count], decoded)
         mx.async_eval(pair)  # or it would hold the pages that go
         return pair
 
@@ -335,7 +351,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
             recent=None if self._recent is None else self._read_recent(),
             sink=self._sink,
             last=self._last,
-            pages=self._store.state if self._count_pages else None,
+            pages=self._existing_store.state if self._count_pages else None,
             more=arrays,
         )
 
@@ -379,16 +395,19 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
             mx.eval(self._last)
         if self._recent is not None:
             self._count = self._recent[0].shape[2]
+        recent = self._recent
         if header["pages"]:
-            dims = tuple(x.shape[3] for x in self._recent)
-            self._store = self._new_store(dims, self._recent[0].dtype)
+            if recent is None:
+                raise ValueError("pages without recent tokens")
+            dims = recent[0].shape[3], recent[1].shape[3]
+            self._store = self._new_store(dims, recent[0].dtype)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
         sink = self._sink[0].shape[2] if self._sink else 0
         if self.offset != sink + self._paged + self._count + header.get("dropped", 0):
             raise ValueError(f"{self.offset} tokens announced")
         for x in self.arrays():
-            if x.shape[:2] != self._recent[0].shape[:2]:
+            if recent is None or x.shape[:2] != recent[0].shape[:2]:
                 raise ValueError("arrays of different batches or heads")
 
     @property
@@ -436,7 +455,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         """Return whether sequences like this one, which holds tokens, are decoded together."""
         if self.observes_queries:
             return False
-        keys, values = self._recent
+        keys, values = self._existing_recent
         return self.plan((keys.shape[3], values.shape[3]), keys.dtype).body != OPS
 
     def like(self) -> CompressedKVCache:

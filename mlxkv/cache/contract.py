@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from types import MethodType
+from typing import Any
 
 import mlx.core as mx
 
@@ -74,6 +75,10 @@ class Contract:
 class Snapshots:
     """A mixin of the cache of one sequence: mlx-vlm's prefix cache keeps its state, codes and windows
     (`prefix_cache_snapshot`, `prefix_cache_restore`), and its batches are made of it."""
+
+    state: dict
+    meta_state: str
+    merge: Callable[[list], Any]
 
     def prefix_cache_snapshot(self) -> dict:
         """Return a tree of arrays that `prefix_cache_restore` takes; they may be this cache's own."""

@@ -29,7 +29,7 @@ from mlxkv.cache.static import (
     check_rows,
 )
 from mlxkv.cache.stores import LatentCodes
-from mlxkv.cache.view import BY_OPS, Pair, TracedLatents, View
+from mlxkv.cache.view import BY_OPS, LatentPages, Pair, TracedLatents, View
 from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.formats.state import check_batch
 from mlxkv.metal.launch import ahead, backend
@@ -42,6 +42,8 @@ from mlxkv.metal.launch import ahead, backend
 
 class BatchedLatentCache(BatchedKVCache):
     """Caches of latents of one layer, each of a batch of 1."""
+
+    rows: list[LatentKVCache]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
         """As `LatentKVCache.update_and_fetch`, for every sequence, without the padding: latents as a view or an
@@ -64,8 +66,8 @@ class BatchedLatentCache(BatchedKVCache):
             return View(recent, rows=tuple(latents)), rotary
         return mx.concatenate([padded(x, width) for x in latents]), rotary
 
-    def _has_joined(self, keys: mx.array, values: mx.array) -> bool:
-        return False
+    def _join(self, keys: mx.array, values: mx.array) -> None:
+        return None
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """As of BatchedKVCache; always an array for several tokens, which plain attention takes."""
@@ -80,7 +82,10 @@ class LatentKVCache(CompressedKVCache):
 
     latent = True
     selects = False
-    supports_batching = False
+
+    @property
+    def supports_batching(self) -> bool:
+        return False
 
     def _forget(self) -> None:
         super()._forget()
@@ -98,15 +103,19 @@ class LatentKVCache(CompressedKVCache):
         """
         return self.append(keys, values, keys.shape[2] > 1)
 
-    def append(self, latents: mx.array, rotary: mx.array, expands: bool):
+    def append(
+        self, latents: mx.array, rotary: mx.array, expands: bool
+    ) -> tuple[View | mx.array, mx.array]:
         """As `update_and_fetch`; expands: latents come back as an array."""
         exact = self.config.rotary == 16
+        held = self._recent
         # Otherwise `_update` refuses.
-        if exact and (self.empty() or rotary.shape[:2] == self._recent[1].shape[:2]):
+        if exact and (held is None or rotary.shape[:2] == held[1].shape[:2]):
             self._write(rotary)
         view, rotary_keys = self._update(latents, rotary)
         if isinstance(rotary_keys, View):  # pages were quantized
             rotary_keys = self.rotary if exact else _rotary_of(rotary_keys)
+        assert rotary_keys is not None  # there are tokens now
         view = _as_latents(view)
         if latents.shape[2] > DECODE_TOKENS and not self.lazy and backend() != "cpu":
             ahead(self.arrays())
@@ -128,10 +137,11 @@ class LatentKVCache(CompressedKVCache):
         end, old = self.offset + rotary.shape[2], self._rotary
         if old is None or end > old.shape[2]:
             capacity = buffer_tokens(self.offset, end)
-            self._rotary = mx.zeros((*rotary.shape[:2], capacity, rotary.shape[3]), rotary.dtype)
-            if self.offset:
-                self._rotary[:, :, : self.offset] = old[:, :, : self.offset]
-        self._rotary[:, :, self.offset : end] = rotary
+            buffer = mx.zeros((*rotary.shape[:2], capacity, rotary.shape[3]), rotary.dtype)
+            if old is not None and self.offset:
+                buffer[:, :, : self.offset] = old[:, :, : self.offset]
+            self._rotary = old = buffer
+        old[:, :, self.offset : end] = rotary
 
     # -- a step of fixed shapes (`cache.static`)
 
@@ -141,20 +151,20 @@ class LatentKVCache(CompressedKVCache):
         they are stored with 8 bits. To be asked for behind `windows`."""
         if self.config.rotary < 16:
             return None
-        capacity = (
-            self._sunk + self._store.pages.capacity * self.config.page + self._recent[0].shape[2]
-        )
-        if self._rotary.shape[2] != capacity:
-            keys = self._rotary[:, :, : self.offset]
+        store, recent, rotary = self._store, self._recent, self._rotary
+        assert store is not None and recent is not None and rotary is not None
+        capacity = self._sunk + store.pages.capacity * self.config.page + recent[0].shape[2]
+        if rotary.shape[2] != capacity:
+            keys = rotary[:, :, : self.offset]
             spare = [(0, 0), (0, 0), (0, capacity - self.offset), (0, 0)]
             self._rotary = mx.pad(keys, spare)
         return self._rotary
 
-    def commit(self, arrays: tuple[mx.array, ...], new: int) -> None:
+    def commit(self, arrays: Sequence[mx.array], new: int) -> None:
         """As of CompressedKVCache; a third array is the buffer of rotary keys."""
         if len(arrays) > 2:
             self._rotary = arrays[2]
-        super().commit(arrays[:2], new)
+        super().commit(arrays, new)
 
     def page_store(self, dims: tuple[int, int], dtype: mx.Dtype) -> LatentCodes:
         plan = BY_OPS if self.selects else self.plan(dims, dtype)
@@ -163,12 +173,11 @@ class LatentKVCache(CompressedKVCache):
     # -- the rest of mlx-lm's contract
 
     def _decoded(self, page: int, count: int) -> Pair:
-        pages, (latents, rotary) = self._store.read(page, page + 1), self._recent
-        start = self._sunk + page * self.config.page
-        rotary_keys = (
-            self._rotary if self.config.rotary == 16 else pages.decode_rotary(rotary.dtype)
-        )
-        first = start if self.config.rotary == 16 else 0
+        pages, (latents, rotary) = self._existing_store.read(page, page + 1), self._existing_recent
+        rotary_keys, first = self._rotary, self._sunk + page * self.config.page
+        if rotary_keys is None:  # of those that are stored with codes
+            assert isinstance(pages, LatentPages)
+            rotary_keys, first = pages.decode_rotary(rotary.dtype), 0
         pair = (
             pages.decode(0, latents.dtype)[:, :, :count],
             rotary_keys[:, :, first : first + count],
@@ -189,7 +198,7 @@ class LatentKVCache(CompressedKVCache):
 
     def _extra(self) -> tuple[dict, dict]:
         """Return the rotary keys of the tokens in pages; windows have their own."""
-        if not self._paged or self.config.rotary < 16:
+        if not self._paged or self._rotary is None:
             return {}, {}
         return {}, {"rotary": self._rotary[:, :, self._sunk : self._sunk + self._paged]}
 
@@ -202,18 +211,18 @@ class LatentKVCache(CompressedKVCache):
         if self._recent is not None:
             parts.append(self._read_recent()[1])
         keys = mx.concatenate(parts, axis=2) if parts else None
-        if parts and keys.shape[2] != self.offset:
+        if keys is not None and keys.shape[2] != self.offset:
             raise ValueError(f"rotary keys of {keys.shape[2]} tokens")
         self._rotary = keys
 
     @property
     def keys(self) -> mx.array:
         """The recent latents, for mlx-lm's code that ties the computation of others to a cache's arrays."""
-        return self._recent[0]
+        return self._existing_recent[0]
 
     @keys.setter
     def keys(self, latents: mx.array) -> None:
-        self._recent = latents, self._recent[1]
+        self._recent = latents, self._existing_recent[1]
 
     @BatchMethod
     def merge(cls, caches: list[LatentKVCache]) -> BatchedLatentCache:
@@ -229,8 +238,8 @@ class IndexedLatentKVCache(LatentKVCache):
 
 def _as_latents(view: View) -> View:
     """Return the view whose windows are latents alone, as keys and as values."""
-    sink = view.sink and (view.sink[0],) * 2
-    return replace(view, recent=(view.recent[0],) * 2, sink=sink, buffers=None)
+    recent, sink = view.recent[0], view.sink and (view.sink[0], view.sink[0])
+    return replace(view, recent=(recent, recent), sink=sink, buffers=None)
 
 
 def _rotary_of(view: View) -> mx.array:
@@ -238,7 +247,7 @@ def _rotary_of(view: View) -> mx.array:
     keys."""
     recent = view.recent[1]
     parts = [view.sink[1]] if view.sink is not None else []
-    if view.pages is not None:
+    if isinstance(view.pages, LatentPages):
         parts.append(view.pages.decode_rotary(recent.dtype))
     return mx.concatenate([*parts, recent], axis=2) if parts else recent
 
@@ -280,8 +289,9 @@ class SingleStaticLatents(SingleStaticCache):
             rotary = mx.concatenate(
                 [*parts, view.pages.decode_rotary(recent.dtype), recent], axis=2
             )
+        view = _as_latents(view)
         latents = TracedLatents(
-            *((buffers[0],) * 2, view.sink and (view.sink[0],) * 2, view.pages),
+            *(view.recent, view.sink, view.pages),
             seen=view.seen,
             counts=indices.once("counts", lambda: indices.array[2:5]),
             width=rotary.shape[2],

@@ -20,18 +20,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from copy import copy, deepcopy
 from itertools import chain
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 
 from mlxkv.formats.records import TOKENS, RecordLayout
 from mlxkv.formats.sizes import GROWTH, WASTE, grown, page_room
 
-Named = dict[Hashable, mx.array]
-Part = tuple[Named, int]  # the arrays of exactly so many pages; {} for none
+Name = TypeVar("Name", bound=Hashable)
+Named = dict[Name, mx.array]
+Part = tuple[dict[Name, mx.array], int]  # the arrays of exactly so many pages; {} for none
 Block = tuple[tuple[int, ...], mx.Dtype]  # shape and type of the array of one page
 
 
-class Pages:
+class Pages(Generic[Name]):
     """Pages of sequences that are numbered from 0, at first one without pages.
 
     starts, counts: the first page and the pages of each. capacity: pages that the arrays hold.
@@ -40,14 +42,14 @@ class Pages:
 
     def __init__(self):
         self.starts, self.counts, self.capacity = [0], [0], 0
-        self.arrays: Named = {}
-        self._blocks: dict[Hashable, Block] = {}
+        self.arrays: Named[Name] = {}
+        self._blocks: dict[Name, Block] = {}
         self.is_shared = False
 
-    @classmethod
-    def of_many(cls, layout: RecordLayout, page: int, heads: int) -> Pages:
+    @staticmethod
+    def of_many(layout: RecordLayout, page: int, heads: int) -> Pages[str]:
         """Return an empty holder of records, `page` tokens a page, for several sequences."""
-        out = cls()
+        out: Pages[str] = Pages()
         out.starts, out.counts, out.is_shared = [], [], True
         out._blocks["records"] = (1, heads, page // TOKENS, layout.words), mx.uint32
         if layout.header_words:
@@ -65,7 +67,7 @@ class Pages:
         """Pages of all sequences."""
         return sum(self.counts)
 
-    def read(self, start: int = 0, stop: int | None = None, i: int = 0) -> Named:
+    def read(self, start: int = 0, stop: int | None = None, i: int = 0) -> Named[Name]:
         """Return the arrays of pages start .. stop - 1 of a sequence, of all by default; {} for none."""
         first = self.starts[i]
         start, stop = first + start, first + (self.counts[i] if stop is None else stop)
@@ -79,7 +81,7 @@ class Pages:
             out[name] = x[:, :, start * rows : stop * rows]
         return out
 
-    def append(self, encoded: Named, count: int, i: int = 0) -> None:
+    def append(self, encoded: Named[Name], count: int, i: int = 0) -> None:
         """Add `count` pages to a sequence, as `Codec.encode` or a kernel returned them."""
         if not self._blocks:
             self._describe(encoded, count)
@@ -106,7 +108,7 @@ class Pages:
         if arrays is not None:
             self.restore(arrays, count)
 
-    def restore(self, arrays: Named, count: int) -> None:
+    def restore(self, arrays: Named[Name], count: int) -> None:
         """Hold one sequence, of exactly `count` pages."""
         for name, x in arrays.items():
             if x.shape[2] % count:
@@ -116,7 +118,7 @@ class Pages:
         self.arrays = {name: mx.contiguous(x) for name, x in arrays.items()}
         self.starts, self.counts, self.capacity = [0], [count], count
 
-    def join(self, parts: Sequence[Part]) -> None:
+    def join(self, parts: Sequence[Part[Name]]) -> None:
         """Add sequences: into gaps, or all are laid out anew."""
         earlier, places = self._parts(), []
         for _, count in parts:
@@ -143,13 +145,13 @@ class Pages:
         ):
             self._lay_out(parts, slack)
 
-    def _describe(self, arrays: Named, count: int) -> None:
+    def _describe(self, arrays: Named[Name], count: int) -> None:
         self._blocks = {
             name: ((*x.shape[:2], x.shape[2] // count, x.shape[3]), x.dtype)
             for name, x in arrays.items()
         }
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[Part[Name]]:
         return [(self.read(i=i), count) for i, count in enumerate(self.counts)]
 
     @staticmethod
@@ -178,17 +180,17 @@ class Pages:
             free = stop
         return None
 
-    def _write(self, at: int, stored: Named, count: int) -> None:
+    def _write(self, at: int, stored: Named[Name], count: int) -> None:
         for name, x in self.arrays.items():
             rows = self._blocks[name][0][2]
             x[:, :, at * rows : (at + count) * rows] = stored[name]
 
     def _lay_out(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[Part[Name]],
         slack: int,
         to: int | None = None,
-        added: Named | None = None,
+        added: Named[Name] | None = None,
         count: int = 0,
     ) -> None:
         """Make new arrays with at least `slack` pages behind each of `parts`. The slack of sequence `to`
@@ -203,7 +205,7 @@ class Pages:
             for i, ((stored, _), free) in enumerate(zip(parts, slacks, strict=True)):
                 if stored:
                     pieces.append(stored[name])
-                if i == to:
+                if i == to and added is not None:
                     pieces.append(added[name])
                     free -= count
                 if free:

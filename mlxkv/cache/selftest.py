@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from typing import cast
 
 import mlx.core as mx
 
 from mlxkv import errors
 from mlxkv.cache.attention import DECODE_TOKENS, _whole, attend
 from mlxkv.cache.stores import Codes, LatentCodes, Records
-from mlxkv.cache.view import BY_OPS, TILES, KernelPlan, Parts, View
+from mlxkv.cache.view import BY_OPS, TILES, KernelPlan, Parts, View, both
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import DIMS, MixedBits
@@ -170,10 +171,11 @@ def _test(
     with mx.stream(mx.cpu):
         count = max(shape.heads, shape.kv_heads)
         x = mx.random.normal((5, 1, count, PAGES * config.page, dims), key=mx.random.key(0))
-        keys, values, queries, *ends = x.astype(dtype)
+        keys, values, queries, ends_keys, ends_values = x.astype(dtype)
         pair = keys[:, : shape.kv_heads], values[:, : shape.kv_heads]
-        recent = tuple(mx.contiguous(y[:, : shape.kv_heads, : DECODE_TOKENS + 1]) for y in ends)
-        sink = tuple(mx.contiguous(y[:, : shape.kv_heads, 16:20]) for y in ends)
+        ends = ends_keys, ends_values
+        recent = both(lambda y: mx.contiguous(y[:, : shape.kv_heads, : DECODE_TOKENS + 1]), ends)
+        sink = both(lambda y: mx.contiguous(y[:, : shape.kv_heads, 16:20]), ends)
         queries = queries[:, : shape.heads, : DECODE_TOKENS + 1]
         logits = mx.linspace(-1, 1, shape.heads).astype(dtype) if shape.sinks else None
         mx.eval(pair, recent, sink, queries)
@@ -233,14 +235,15 @@ def drain(*streams: mx.Stream | mx.ThreadLocalStream) -> None:
 def relative_rms(result: mx.array, expected: mx.array) -> float:
     """rms(result - expected) / rms(expected), in float32."""
     result, expected = result.astype(mx.float32), expected.astype(mx.float32)
-    return mx.sqrt(mx.mean((result - expected) ** 2) / mx.mean(expected**2)).item()
+    off = mx.sqrt(mx.mean((result - expected) ** 2) / mx.mean(expected**2))
+    return cast("float", off.item())
 
 
 def _share_off(result: mx.array, plain: mx.array) -> float:
     """Return the share of values that differ by more than rounding."""
     result, plain = result.astype(mx.float32), plain.astype(mx.float32)
     off = mx.abs(result - plain) > 0.05 * mx.sqrt(mx.mean(plain**2))
-    return mx.mean(off.astype(mx.float32)).item()
+    return cast("float", mx.mean(off.astype(mx.float32)).item())
 
 
 # -- Tests the kernel for latents on this machine before it is used, which also builds it.
@@ -284,7 +287,8 @@ def _latent_fault(
         store = LatentCodes(config, (dims, dims), layer_maps, plan=KernelPlan(TILES, make=make))
         store.append((x, x), PAGES)
         pages = store.read(0, PAGES)
-        view = View(tuple(mx.contiguous(recent) for _ in "kv"), (mx.contiguous(sink),) * 2, pages)
+        recent, sink = mx.contiguous(recent), mx.contiguous(sink)
+        view = View((recent, recent), (sink, sink), pages)
         plain = replace(view, pages=replace(pages, plan=BY_OPS))
         expected = attend(queries, plain, dims**-0.5, added).astype(mx.float32)
         mx.eval(expected, view.recent, view.sink, store.arrays(), queries, added)

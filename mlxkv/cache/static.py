@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from mlxkv.cache.batch import BatchedKVCache
+from mlxkv.cache.batch_buffers import BatchBuffers
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import View
@@ -25,6 +26,7 @@ from mlxkv.formats.records import TOKENS
 from mlxkv.metal.lengths import Division, Lengths, shared
 
 Arrays = Sequence[mx.array]
+T = TypeVar("T")
 
 
 class Untraceable(Exception):
@@ -119,7 +121,8 @@ class CacheProxy:
     written: Arrays | None = None
 
     def __init__(self, static: StaticCache, arrays: Arrays, indices: StepIndices):
-        self._static, self._arrays, self._indices, self._views = static, arrays, indices, None
+        self._static, self._arrays, self._indices = static, arrays, indices
+        self._views: tuple | None = None
 
     @property
     def offset(self) -> mx.array:
@@ -128,10 +131,11 @@ class CacheProxy:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
         if self.written is not None:
             raise Untraceable("a layer writes to its cache twice")
-        self.written, self._views = self._static.append(self._arrays, self._indices, keys, values)
-        return self._views
+        self.written, views = self._static.append(self._arrays, self._indices, keys, values)
+        self._views = views
+        return views
 
-    def keys_and_values(self) -> tuple:
+    def keys_and_values(self) -> tuple | None:
         """Return what `update_and_fetch` returned, for layers that share a cache (mlx-lm 0.32)."""
         self.shared = True
         return self._views
@@ -186,10 +190,11 @@ def put(
     pairs = list(zip(pair, new, strict=True))
     if any(x.shape[:2] + x.shape[3:] != old.shape[:2] + old.shape[3:] for old, x in pairs):
         raise Untraceable("keys of another batch, or of other heads, than the cache holds")
-    return tuple(
+    keys, values = (
         mx.put_along_axis(old, indices.places(first, x.shape, by_row), x.astype(old.dtype), axis=2)
         for old, x in pairs
     )
+    return keys, values
 
 
 class SingleStaticCache(StaticCache):
@@ -202,17 +207,19 @@ class SingleStaticCache(StaticCache):
     """
 
     writes = 2
+    state: tuple[int, int, int]
 
     def __init__(self, cache: CompressedKVCache, new: int):
-        if (recent := cache.recent_buffers) is None:
+        if (recent := cache.recent_buffers) is None or (store := cache.store) is None:
             raise NotYet("nothing is quantized yet")
-        self.cache, self.new, self.store = cache, new, cache.store
-        sink, config, pages = cache.sink, cache.config, self.store.pages
+        self.cache, self.new, self.store = cache, new, store
+        sink, config, pages = cache.sink, cache.config, store.pages
         self.n_sink = config.sink if sink else 0
         self.quantizes = cache.count + new > config.recent_capacity(sink is not None)
         self.key_mean = cache.key_mean
         self.key = self.store.form, self.n_sink, self.key_mean
         shape = recent[0].shape[:2]
+        self.batch = shape[0]
         self.lockstep = type(self.store), shape, config.page, config.recent, self.n_sink
         self.state = cache.offset, cache.count, pages.counts[0]
         self.arrays = [*recent, *(sink or ()), *pages.arrays.values()]
@@ -230,8 +237,7 @@ class SingleStaticCache(StaticCache):
 
     @property
     def advance(self) -> tuple[int, ...]:
-        new, batch = self.new, self.cache.recent_buffers[0].shape[0]
-        rows = batch if isinstance(self.store, Records) else 1
+        new, rows = self.new, self.batch if isinstance(self.store, Records) else 1
         return new, new, *(0, 0, new, 0) * rows
 
     def append(
@@ -246,7 +252,7 @@ class SingleStaticCache(StaticCache):
         return recent, (view, view)
 
     def commit(self, arrays: Arrays) -> None:
-        self.cache.commit(tuple(arrays), self.new)
+        self.cache.commit(arrays, self.new)
 
 
 def _sink_and_pages(arrays: Arrays, has_sink: bool, pages: Callable[[Arrays], object]) -> tuple:
@@ -276,8 +282,8 @@ def of_batch(cache: BatchedKVCache, new: int) -> StaticCache:
     sequences."""
     if cache.is_padded:
         raise NotYet("prompts of unequal lengths are read")
-    if cache.buffers is not None:
-        return BatchStaticCache(cache, new)
+    if (buffers := cache.buffers) is not None:
+        return BatchStaticCache(cache, buffers, new)
     rows = cache.rows
     check_rows(rows, CompressedKVCache)
     if len(rows) > 1 and all(row.supports_batching for row in rows):
@@ -297,9 +303,8 @@ class BatchStaticCache(StaticCache):
     """Sequences in shared arrays. Indices, with one of each for every sequence: offsets, recent tokens
     before, then records, sink tokens, recent tokens after, and first record of one sequence after the other."""
 
-    def __init__(self, cache: BatchedKVCache, new: int):
-        self.cache, self.new, self.buffers = cache, new, cache.buffers
-        buffers = self.buffers
+    def __init__(self, cache: BatchedKVCache, buffers: BatchBuffers, new: int):
+        self.cache, self.new, self.buffers = cache, new, buffers
         buffers.flush()
         store, config = buffers.store, buffers.config
         self.batch, pages = len(buffers.counts), buffers.pages
@@ -337,7 +342,7 @@ class BatchStaticCache(StaticCache):
         return recent, (view, view)
 
     def commit(self, arrays: Arrays) -> None:
-        self.buffers.commit(tuple(arrays), self.new)
+        self.buffers.commit(arrays, self.new)
         self.cache.finalize()
 
 

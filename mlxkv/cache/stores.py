@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import cached_property
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
-from mlxkv.cache.pages import Named, Pages
+from mlxkv.cache.pages import Name, Named, Pages
 from mlxkv.cache.view import (
     BY_OPS,
     PORTABLE,
@@ -40,7 +41,11 @@ class PageKind:
 _forms: WeakValueDictionary[tuple, PageKind] = WeakValueDictionary()
 
 
-class PageStore:
+Self = TypeVar("Self", bound="PageStore")
+Snapshot = TypeVar("Snapshot", CodePages, RecordPages)  # that a kind of store returns
+
+
+class PageStore(Generic[Name, Snapshot]):
     """Quantized pages and what encodes more of them. A subclass defines `encode` and `snapshot`.
 
     plan: which kernels read them. emulated: whether no trace can hold these kernels.
@@ -52,23 +57,25 @@ class PageStore:
         self, config: CacheConfig, dims: tuple[int, int], layer_maps: LayerMaps | None = None
     ):
         self.config, self.dims = config, dims
-        self.pages = Pages()
-        self._all: CodePages | RecordPages | None = None  # the last `whole`, until pages change
-        self.codecs = tuple(
-            Codec(side, dim, config.page, getattr(layer_maps, name))
-            if side.calibrated and layer_maps is not None
-            else codec(side, dim, config.page)
-            for name, side, dim in zip(NAMES, (config.keys, config.values), dims, strict=True)
-        )
+        self.pages: Pages[Name] = Pages()
+        self._all: Snapshot | None = None  # the last `whole`, until pages change
+
+        def codec_of(name: str, dim: int) -> Codec:
+            side = getattr(config, name)
+            if side.calibrated and layer_maps is not None:
+                return Codec(side, dim, config.page, getattr(layer_maps, name))
+            return codec(side, dim, config.page)
+
+        self.codecs = codec_of("keys", dims[0]), codec_of("values", dims[1])
 
     def __deepcopy__(self, memo):
         return self._with_pages(deepcopy(self.pages, memo))
 
-    def empty(self) -> PageStore:
+    def empty(self: Self) -> Self:
         """Return a store of the same kind without pages."""
         return self._with_pages(Pages())
 
-    def _with_pages(self, pages: Pages) -> PageStore:
+    def _with_pages(self: Self, pages: Pages) -> Self:
         store = copy(self)  # all but the pages is shared: MLX's kernel builders cannot be copied
         store.pages, store._all = pages, None
         return store
@@ -84,11 +91,11 @@ class PageStore:
     def count(self) -> int:
         return self.pages.counts[0]
 
-    def encode(self, pair: Pair, tokens: int, start: int) -> Named:
+    def encode(self, pair: Pair, tokens: int, start: int) -> Named[Name]:
         """Return the arrays of whole pages: `tokens` of keys and values [B, G, T, D], from token `start` on."""
         raise NotImplementedError
 
-    def snapshot(self, arrays: Named, tokens: int) -> CodePages | RecordPages:
+    def snapshot(self, arrays: Named[Name], tokens: int) -> Snapshot:
         """Return the first `tokens` of these arrays for attention to read."""
         raise NotImplementedError
 
@@ -97,11 +104,11 @@ class PageStore:
         self._all = None  # a hold on the arrays would have them copied
         self.pages.append(self.encode(pair, count * self.config.page, start), count)
 
-    def read(self, start: int, stop: int) -> CodePages | RecordPages:
+    def read(self, start: int, stop: int) -> Snapshot:
         """Return a snapshot of pages start .. stop - 1."""
         return self.snapshot(self.pages.read(start, stop), (stop - start) * self.config.page)
 
-    def read_all(self) -> CodePages | RecordPages | None:
+    def read_all(self) -> Snapshot | None:
         """Return a snapshot of all pages, or None for none."""
         if self._all is None and self.count:
             self._all = self.read(0, self.count)
@@ -112,7 +119,7 @@ class PageStore:
         self._all = None
         self.pages.reserve_slack()
 
-    def whole_buffers(self, arrays: Sequence[mx.array]) -> CodePages | RecordPages:
+    def whole_buffers(self, arrays: Sequence[mx.array]) -> Snapshot:
         """Return a snapshot of `arrays`, in the order of `self.arrays()`, with their spare capacity as pages of
         zeros."""
         named = dict(zip(self.pages.arrays, arrays, strict=True))
@@ -127,7 +134,7 @@ class PageStore:
         return list(self.pages.arrays.values())
 
 
-class Codes(PageStore):
+class Codes(PageStore[tuple[str, str], CodePages]):
     """Quantized pages for plain ops: the arrays of both sides, by (side, name).
 
     sides: those that it holds.
@@ -135,25 +142,26 @@ class Codes(PageStore):
 
     sides = NAMES
 
-    def encode(self, pair: Pair, tokens: int, start: int) -> Named:
+    def encode(self, pair: Pair, tokens: int, start: int) -> Named[tuple[str, str]]:
         return {
             (side, name): y
             for side, code, x in zip(self.sides, self.codecs, pair, strict=False)
             for name, y in code.encode(x[:, :, start : start + tokens]).items()
         }
 
-    def _by_side(self, arrays: Named) -> dict[str, Stored]:
+    def _by_side(self, arrays: Named[tuple[str, str]]) -> dict[str, Stored]:
         """Return the codes among these arrays, by side and name."""
         out: dict[str, Stored] = {name: {} for name in self.sides}
         for (side, name), x in arrays.items():
             out[side][name] = x
         return out
 
-    def snapshot(self, arrays: Named, tokens: int) -> CodePages:
-        return CodePages(self.codecs, tuple(self._by_side(arrays).values()), tokens)
+    def snapshot(self, arrays: Named[tuple[str, str]], tokens: int) -> CodePages:
+        keys, values = self._by_side(arrays).values()
+        return CodePages(self.codecs, (keys, values), tokens)
 
     @property
-    def state(self) -> dict:
+    def state(self) -> dict[str, Stored]:
         return self._by_side(self.pages.read())
 
     def restore(self, state: dict, count: int) -> None:
@@ -185,13 +193,14 @@ class LatentCodes(Codes):
         self.emulated = plan.make not in (None, mx.fast.metal_kernel, mx.fast.cuda_kernel)
         self.sides = NAMES[: 2 if config.rotary < 16 else 1]
 
-    def snapshot(self, arrays: Named, tokens: int) -> LatentPages:
+    def snapshot(self, arrays: Named[tuple[str, str]], tokens: int) -> LatentPages:
         latents, *rotary = self._by_side(arrays).values()
-        coded = (self.codecs[1], rotary[0]) if rotary else None
-        return LatentPages(self.codecs[:1] * 2, (latents, latents), tokens, self.plan, coded)
+        (code, rotary_code), twice = self.codecs, (latents, latents)
+        coded = (rotary_code, rotary[0]) if rotary else None
+        return LatentPages((code, code), twice, tokens, self.plan, coded)
 
 
-class Records(PageStore):
+class Records(PageStore[str, RecordPages]):
     """Quantized pages for kernels that `make` builds, tiles or the portable ones: a buffer of page
     records, and one of headers for formats that have them."""
 
@@ -208,14 +217,13 @@ class Records(PageStore):
         body = TILES if tiled else PORTABLE
         self.plan = KernelPlan(body, make=make)
         self.emulated = make not in (mx.fast.metal_kernel, mx.fast.cuda_kernel)
-        self.transforms = tuple(code.transform for code in self.codecs)
+        self.transforms = self.codecs[0].transform, self.codecs[1].transform
         self._write_records = quantize.record_writer(self.layout)
 
     def encode(self, pair: Pair, tokens: int, start: int) -> Stored:
-        layout, make = self.layout, self.plan.make
+        layout, make = self.layout, self.plan.builder
         if self._write_records is not None:
-            sides = layout.keys, layout.values
-            ranks = self._clip_ranks(self.codecs, [side.dims for side in sides])
+            ranks = self._clip_ranks(self.codecs, (layout.keys.dims, layout.values.dims))
             return self._write_records(pair, layout, make, self.transforms, start, tokens, ranks)
         codes = {}
         for name, x, code in zip(NAMES, pair, self.codecs, strict=True):
@@ -223,8 +231,8 @@ class Records(PageStore):
         return records.to_records(codes, self.codecs)
 
     @staticmethod
-    def _clip_ranks(codecs: Sequence[Codec], dims: Sequence[int]) -> tuple[int, ...]:
-        return tuple(code.spec.clip_rank(d) for code, d in zip(codecs, dims, strict=True))
+    def _clip_ranks(codecs: tuple[Codec, Codec], dims: tuple[int, int]) -> tuple[int, int]:
+        return codecs[0].spec.clip_rank(dims[0]), codecs[1].spec.clip_rank(dims[1])
 
     def snapshot(self, arrays: Stored, tokens: int) -> RecordPages:
         buffer, headers = arrays["records"], arrays.get("headers")
@@ -240,16 +248,17 @@ class Records(PageStore):
     def transported(self, codecs: tuple[Codec, Codec]) -> dict[str, mx.array]:
         """Its pages, encoded again in the bases of `codecs`. For layouts that the kernel quantizes: plain ops
         would take some hundred operations a page."""
-        pages, layout, make, moved = self.read_all(), self.layout, self.plan.make, []
-        for i, (old, new) in enumerate(zip(self.codecs, codecs, strict=True)):
+        pages, layout, make = self.read(0, self.count), self.layout, self.plan.builder
+
+        def side(i: int) -> mx.array:
             x = dequantize_side(pages.run, i == 0, mx.float32, make)
-            if old.transform is not new.transform:
-                x = x @ (old.transform.up @ new.transform.down)
-            moved.append(x)
-        ranks = self._clip_ranks(codecs, [x.shape[3] for x in moved])
+            return moved(x, self.codecs[i], codecs[i])
+
+        pair = side(0), side(1)
+        ranks = self._clip_ranks(codecs, (pair[0].shape[3], pair[1].shape[3]))
         return {
             "records": quantize.quantize_pages(
-                tuple(moved), layout, make, (None, None), 0, pages.tokens, ranks
+                pair, layout, make, (None, None), 0, pages.tokens, ranks
             )
         }
 
@@ -279,5 +288,14 @@ class Records(PageStore):
 
 def codes_of(store: Codes | Records) -> dict[str, Stored]:
     """Return the arrays of plain ops for the pages of either store, which has some."""
-    state = store.state
-    return records.to_codes(state, store.codecs) if "records" in state else state
+    if isinstance(store, Codes):
+        return store.state
+    return records.to_codes(store.state, store.codecs)
+
+
+def moved(values: mx.array, old: Codec, new: Codec) -> mx.array:
+    """Return values in the stored domain of `old` in that of `new`, both of a basis that follows the text."""
+    if old.transform is new.transform:
+        return values
+    assert old.transform is not None and new.transform is not None
+    return values @ (old.transform.up @ new.transform.down)

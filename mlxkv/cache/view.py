@@ -19,9 +19,10 @@ both float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -36,6 +37,8 @@ from mlxkv.metal.lengths import Lengths
 from mlxkv.metal.template import ints
 
 Pair = tuple[mx.array, mx.array]
+T = TypeVar("T")
+OneRun = TypeVar("OneRun", bound="PageRun")
 OPS, PORTABLE, TILES = "plain ops", "kernels", "tile kernels"
 
 
@@ -54,6 +57,12 @@ class KernelPlan:
     request: tuple | None = field(default=None, compare=False, repr=False)
     failed: bool = field(default=False, compare=False)
     backend: str = field(default="", compare=False)
+
+    @property
+    def builder(self) -> Factory:
+        """`make`, for pages that kernels read."""
+        assert self.make is not None
+        return self.make
 
     @property
     def by_kernels(self) -> bool:
@@ -86,9 +95,15 @@ class KernelPlan:
 BY_OPS = KernelPlan(OPS)
 
 
-def joined(*pairs: Iterable[mx.array]) -> Pair:
+def both(change: Callable[..., mx.array], *pairs: Pair) -> Pair:
+    """Return what `change` makes of the keys of all pairs, and of their values."""
+    keys, values = zip(*pairs, strict=True)
+    return change(*keys), change(*values)
+
+
+def joined(*pairs: Pair) -> Pair:
     """Keys and values [B, G, T, D] of all pairs, one behind the other."""
-    return tuple(mx.concatenate(parts, axis=2) for parts in zip(*pairs, strict=True))
+    return both(lambda *parts: mx.concatenate([*parts], axis=2), *pairs)
 
 
 # -- quantized pages
@@ -101,7 +116,7 @@ class PageRun:
     codecs: tuple[Codec, Codec]
 
     @property
-    def parts(self) -> tuple[PageRun]:
+    def parts(self: OneRun) -> tuple[OneRun]:
         return (self,)
 
     @property
@@ -133,9 +148,10 @@ class CodePages(PageRun):
         return self.codecs[side].decode(self.stored[side], dtype)
 
     def between(self, sink: Pair | None, recent: Pair) -> Pair:
+        (keys, values), (stored_keys, stored_values) = self.codecs, self.stored
         pages = (
-            code.decode_stored(stored, x.dtype)
-            for code, stored, x in zip(self.codecs, self.stored, recent, strict=True)
+            keys.decode_stored(stored_keys, recent[0].dtype),
+            values.decode_stored(stored_values, recent[1].dtype),
         )
         return joined(pages, recent) if sink is None else joined(sink, pages, recent)
 
@@ -166,11 +182,11 @@ class RecordPages(PageRun):
         return code.restore(self._dequantized(side, code.work_dtype(dtype)), dtype)
 
     def between(self, sink: Pair | None, recent: Pair) -> Pair:
-        return kernels.dequantize(self.run, recent[0].dtype, self.plan.make, sink, recent)
+        return kernels.dequantize(self.run, recent[0].dtype, self.plan.builder, sink, recent)
 
     def _dequantized(self, side: int, dtype: mx.Dtype) -> mx.array:
         """One side in the stored domain: [B, G, T, R]."""
-        return kernels.dequantize_side(self.run, side == 0, dtype, self.plan.make)
+        return kernels.dequantize_side(self.run, side == 0, dtype, self.plan.builder)
 
 
 @dataclass(frozen=True)
@@ -184,6 +200,7 @@ class LatentPages(CodePages):
 
     def decode_rotary(self, dtype: mx.Dtype) -> mx.array:
         """Return the rotary keys of these pages, [B, 1, T, N]."""
+        assert self.rotary is not None  # the config says so
         code, stored = self.rotary
         return code.decode(stored, dtype)
 
@@ -261,17 +278,17 @@ class View:
     seen: Callable[[int], mx.array] | None = field(default=None, repr=False)
 
     @property
-    def together(self) -> bool:
-        """Return whether sequences of different lengths are in shared arrays, outside of a step of fixed shapes."""
-        return self.lengths is not None and self.seen is None
+    def together(self) -> Lengths | None:
+        """The lengths of sequences in shared arrays, outside of a step of fixed shapes; None for others."""
+        return self.lengths if self.seen is None else None
 
     @property
     def tokens(self) -> int:
         """Tokens of the longest sequence; the capacity in a step of fixed shapes."""
         if self.rows is not None:
             return max((row[0].tokens for row in self.rows if row is not None), default=0)
-        if self.together:
-            rows = self.lengths.rows
+        if (lengths := self.together) is not None:
+            rows = lengths.rows
             return max(records * TOKENS + sink + recent for records, sink, recent, _ in rows)
         sink = self.sink[0].shape[2] if self.sink else 0
         pages = self.pages.tokens if self.pages else 0
@@ -317,7 +334,7 @@ class View:
             raise UserError(
                 "[attend] this model's code makes a mask of its own for compressed layers"
             )
-        batched = self.rows is not None or self.together
+        batched = self.rows is not None or self.together is not None
         if batched and (mask.ndim != 4 or mask.shape[-1] < self.tokens):
             raise UserError(
                 f"[attach] this model's mask does not fit a batch; got shape {list(mask.shape)} for "
@@ -326,24 +343,34 @@ class View:
 
     def visible(self, mask: mx.array | None, new: int) -> mx.array:
         """Return the mask of a step of fixed shapes for plain ops over all columns, spare capacity included."""
+        assert self.seen is not None
         return self.seen(new)
 
     def split(self) -> tuple[tuple[View, None], ...]:
         """`rows` of sequences in shared arrays."""
-        out = []
-        for i, (count, sink, recent, at) in enumerate(self.lengths.rows):
-            windows = tuple(x[i : i + 1, :, :recent] for x in self.recent)
-            first = tuple(x[i : i + 1] for x in self.sink) if sink else None
+        out, lengths, pages = [], self.lengths, self.pages
+        assert lengths is not None and isinstance(pages, RecordPages)  # of `BatchBuffers`
+        for i, (count, sink, recent, at) in enumerate(lengths.rows):
+            (keys, values), first = self.recent, None
+            windows = keys[i : i + 1, :, :recent], values[i : i + 1, :, :recent]
+            if sink and self.sink is not None:
+                first = self.sink[0][i : i + 1], self.sink[1][i : i + 1]
             if not count:
                 out.append((View(windows, first, plain=True), None))
                 continue
-            run = self.pages.run
+            run = pages.run
             buffer, headers = run.buffer[:, :, at : at + count], run.headers
             if headers is not None:
                 headers = headers[:, :, at // run.page : (at + count) // run.page]
             run = replace(run, buffer=buffer, records=count, headers=headers)
-            out.append((View(windows, first, replace(self.pages, run=run)), None))
+            out.append((View(windows, first, replace(pages, run=run)), None))
         return tuple(out)
+
+
+class Once(Protocol):
+    """Returns what `make` makes, once a step for each key."""
+
+    def __call__(self, key: Hashable, make: Callable[[], T], /) -> T: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,7 +386,7 @@ class TracedLatents(View):
     counts: mx.array = field(kw_only=True)
     width: int = field(kw_only=True)
     in_order: bool = field(kw_only=True)
-    once: Callable[[Hashable, Callable[[], object]], object] = field(kw_only=True, repr=False)
+    once: Once = field(kw_only=True, repr=False)
 
     @property
     def columns(self) -> int:
@@ -396,7 +423,7 @@ class TracedLatents(View):
 
             scores = mx.take(scores, self.once(("places", columns, recent), places), axis=3)
         lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
-        columns_seen = self.seen(new)
+        columns_seen = super().visible(mask, new)
         return mx.where(
             columns_seen if columns_seen.shape[0] == 1 else columns_seen[:batch], scores, lowest
         )

@@ -69,11 +69,13 @@ def dequantize(
     batch, heads = run.buffer.shape[:2]
     tokens = run.records * TOKENS + sum(x[0].shape[2] for x in (sink, recent) if x is not None)
     dims = run.layout.keys.dims, run.layout.values.dims
-    keys, all_ = (batch * heads * tokens * n for n in (dims[0], sum(dims)))
+    key_size, all_ = (batch * heads * tokens * n for n in (dims[0], sum(dims)))
     # Values would lie where no wide store goes, or the array would be longer than MLX allows.
-    if keys % 8 or all_ >= 1 << 31:
-        return tuple(_dequantize(run, dtype, make, sink, recent, side, 1)[0] for side in range(2))
-    return tuple(_dequantize(run, dtype, make, sink, recent, 0, 2))
+    if key_size % 8 or all_ >= 1 << 31:
+        keys, values = (_dequantize(run, dtype, make, sink, recent, i, 1)[0] for i in range(2))
+    else:
+        keys, values = _dequantize(run, dtype, make, sink, recent, 0, 2)
+    return keys, values
 
 
 def dequantize_side(run: Run, keys: bool, dtype: mx.Dtype, make: Factory) -> mx.array:

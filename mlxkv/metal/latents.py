@@ -46,7 +46,7 @@ def why_not(spec, dims: int, page: int, dtype: mx.Dtype) -> str | None:
 def why_not_here(make: Factory) -> str | None:
     """Return why it does not run on this machine, or None."""
     if make is mx.fast.cuda_kernel:
-        capability = mx.device_info().get("compute_capability_major", 0)
+        capability = int(mx.device_info().get("compute_capability_major", 0))
         return (
             None
             if capability >= CAPABILITY
@@ -82,6 +82,7 @@ def attend(
     """
     batch, rows, _, dims = q.shape
     spec, page, transform = code.spec, code.page, code.transform
+    assert isinstance(spec, Affine)  # by `why_not`
     q_pages, up = q.astype(mx.float32).swapaxes(1, 2), None
     if transform is not None:
         q_pages, up = transform.query(q_pages), transform.up

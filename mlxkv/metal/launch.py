@@ -183,7 +183,7 @@ def launch(
 _local = threading.local()  # MLX's streams are of a thread, too
 
 
-def ahead(arrays: list[mx.array]) -> None:
+def ahead(arrays: Sequence[mx.array]) -> None:
     """Let a GPU compute a layer of a prompt while Python builds the next ones, but not far behind it.
 
     Each layer decodes its pages into a scratch. The scratches of all layers that are built and not computed are

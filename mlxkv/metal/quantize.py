@@ -74,7 +74,8 @@ def quantize_pages(
     batch, heads, length, _ = pair[0].shape
     tokens = length - start if tokens is None else tokens
     count = tokens // TOKENS
-    inputs, tables, places, matrices, template, tile = [], [], [], [], {}, 16
+    inputs, tables, places, matrices, tile = [], [], [], [], 16
+    template: dict[str, object] = {}
     sides = zip("KV", pair, (layout.keys, layout.values), transforms, ranks, strict=True)
     for name, x, at, transform, rank in sides:
         kind, first = quantize_kind(transform, x.shape[3], tokens), start
@@ -86,7 +87,10 @@ def quantize_pages(
         elif x.dtype not in (mx.float32, mx.float16, mx.bfloat16):
             x = x.astype(mx.float32)
         inputs.append(x)
-        table = transform.down if kind == DENSE else transform.table if kind else nothing()
+        table = nothing()
+        if transform is not None and kind:
+            table = transform.down if kind == DENSE else transform.table
+            assert table is not None  # every fast form has one
         matrices.append(max(1, table.size // x.shape[3] ** 2))
         tables.append(mixed_bits_quantizing(at) if at.widths else table)
         places += [first, x.shape[2]]
@@ -121,7 +125,7 @@ def quantize_kind(transform: Transform | None, dims: int, tokens: int) -> int | 
     """`fast_kind`, or DENSE for a square matrix and few tokens, where one dispatch is what counts.
     Of many tokens it is a product of MLX's, on matrix units where there are any."""
     kind = fast_kind(transform, dims)
-    if kind is None and tokens <= DENSE_TOKENS and dims in DENSE_DIMS:
+    if kind is None and transform is not None and tokens <= DENSE_TOKENS and dims in DENSE_DIMS:
         by_sequence = transform.down.ndim > 3  # one for each of a batch
         return DENSE if transform.down.shape[-2:] == (dims, dims) and not by_sequence else None
     return kind

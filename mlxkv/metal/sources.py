@@ -96,7 +96,10 @@ def features(template: Mapping[str, object]) -> Features:
     return frozenset(
         name
         for name, (word, minimum) in FEATURES.items()
-        if any(template.get(word + side, 0) >= minimum for side in ("", "_K", "_V"))
+        if any(
+            isinstance(value := template.get(word + side), int) and value >= minimum
+            for side in ("", "_K", "_V")
+        )
     )
 
 

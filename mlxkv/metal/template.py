@@ -45,7 +45,7 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
 def _mixed_bits(suffix: str) -> dict[str, object]:
     """`side_template` of any side whose blocks have widths of their own: a table tells them apart."""
     names = ("SYMMETRIC", "CHANNEL", "PER_TOKEN", "PAIRS", "CODEBOOK", "TREE")
-    values = {f"{name}{suffix}": int(name == "SYMMETRIC") for name in names}
+    values: dict[str, object] = {f"{n}{suffix}": int(n == "SYMMETRIC") for n in names}
     other_values = {
         "BITS": 2,
         "GROUP": DIMS * MOST_BLOCKS,
@@ -75,7 +75,7 @@ def cap_bits(softcap: float | None) -> int:
     return 0 if softcap is None else int(np.float32(softcap * LOG2E).view(np.int32))
 
 
-def _constants(values: Sequence[float]) -> tuple[int, ...]:
+def _constants(values: Sequence[float] | np.ndarray) -> tuple[int, ...]:
     """Float32 values as the integers of their bits; zeros fill up to `MAX_TERMS`."""
     bits = np.zeros(MAX_TERMS, np.float32)
     bits[: len(values)] = values

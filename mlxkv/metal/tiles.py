@@ -71,7 +71,7 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
 
 @lru_cache(maxsize=1)
 def _capability() -> int:
-    return mx.device_info().get("compute_capability_major", 0)
+    return int(mx.device_info().get("compute_capability_major", 0))
 
 
 @lru_cache(maxsize=64)
@@ -150,14 +150,17 @@ def _maps(run: Run, dims: int) -> tuple[Map, Map]:
     have."""
     least_dims = dims if run.layout.keys.widths else 0
     keys, values = run.transforms
-    run.maps[:] = _map(keys, True, least_dims), _map(values, False, least_dims)
-    return run.maps
+    maps = _map(keys, True, least_dims), _map(values, False, least_dims)
+    run.maps[:] = maps
+    return maps
 
 
 def _spread(single: Map, count: int) -> Map:
     """Return the map repeated for each of a batch, where another run of pages has one for each."""
     words, heads = single
-    return single if heads == count else (mx.tile(words, (count // heads, 1, 1, 1, 1)), count)
+    if words is None or heads == count:
+        return single
+    return mx.tile(words, (count // heads, 1, 1, 1, 1)), count
 
 
 def _bits(value: float) -> int:
@@ -286,7 +289,7 @@ def _plan(
         there are logits of attention sinks.
     """
     batch, q_heads, new_tokens, dims = shape
-    heads, *capacities, capacity, second_count = capacities
+    heads, *buffers, capacity, second_count = capacities
     scale, softcap, has_sinks = scores
     rows = q_heads // heads * new_tokens
     merges = batch * heads * -(-rows // ROWS)
@@ -306,7 +309,7 @@ def _plan(
         first = min(page_splits - 1, max(1, round(page_splits * first_count / count)))
     splits = page_splits + window_splits
     size = (
-        *(rows, page_splits, *capacities, new_tokens, heads, *strides),
+        *(rows, page_splits, *buffers, new_tokens, heads, *strides),
         *(_bits(scale * LOG2E), _bits(LOG2E)),
         *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits]),
         *(first, capacity, second_count, by_sequence),

@@ -127,7 +127,7 @@ def state(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str
         row = _file().get(key)  # the other process may be done by now
         _noted.update({} if row is None else {key: row})
     if row is None or row["state"] != TRYING:
-        return row and row["state"]
+        return None if row is None else row["state"]
     return DIED if key not in _trying and _deaths(row) >= DEATHS else None
 
 

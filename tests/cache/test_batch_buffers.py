@@ -145,7 +145,7 @@ class Walk:
         assert self.batch.offset.tolist() == [cache.offset for cache in self.caches]
         assert self.batch.size() == max(cache.offset for cache in self.caches)
         if self.batch.buffers is not None:  # what a server sets aside for them is enough
-            assert self.shape.batched
+            assert self.shape.together
             need = sum(self.shape.allocated(one.offset, 20, most=True) for one in self.caches)
             assert self.batch.nbytes <= need
 
