@@ -1,6 +1,6 @@
 # make chat        talk to SmolLM2, which the first call downloads (93 MB; no terminal on stdin: make chat PROMPT="...")
 # make demo        one minute: a long text in fp16 and int4 side by side, and a question
-# make test        lint, format check and the whole test suite, as CI runs it
+# make test        lint, format check, types and the whole test suite, as CI runs it
 # make test-fast   the same without the tests marked slow (tests/conftest.py names most of them)
 # make planted     plants faults in a copy of the code, a sample of five minutes, and says which ones tests catch;
 #                  make planted ARGS=--all for every one, and for every text of Metal
@@ -43,6 +43,8 @@ test test-fast: export PYTHONDONTWRITEBYTECODE :=
 test test-fast: $(VENV)/.tested
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+# Python 3.10 gets an older mlx-lm and no mlx-vlm, which types are not written for.
+	@if $(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11))"; then $(BIN)/basedpyright --pythonpath $(BIN)/python; fi
 	@$(BIN)/python -m pytest -n auto --dist worksteal $(MARKS)
 
 planted: $(VENV)/.tested

@@ -10,6 +10,11 @@ DESCRIPTORS = 4096  # mlx-lm sets this limit on import, and ends where a process
 def prepare() -> None:
     """Have OpenBLAS multiply for MLX on Linux, and mlx-lm imported whatever the limit of descriptors is."""
     blas.preload_openblas()
+    allow_few_descriptors()
+
+
+def allow_few_descriptors() -> None:
+    """Have mlx-lm imported where this process may have fewer descriptors than it asks for."""
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < DESCRIPTORS:  # RLIM_INFINITY is below 0
         _cap_next_limit()
 

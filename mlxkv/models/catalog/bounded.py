@@ -30,6 +30,7 @@ PATIENCE = 60.0  # seconds by the clock beyond those of the processor, on a mach
 # transformers would import, takes 180 MB.
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); sys.modules['torch'] = None; "
+    "from mlxkv import startup; startup.allow_few_descriptors(); "
     "from {} import prepare; from mlxkv.models.catalog.bounded import serve; serve(prepare())"
 )
 # Exit codes: Python's own, where modules could not be imported; of what takes too much.
