@@ -2,13 +2,13 @@
 
 import resource
 
-from mlxkv import blas
-
 DESCRIPTORS = 4096  # mlx-lm sets this limit on import, and ends where a process may not have it
 
 
 def prepare() -> None:
     """Have OpenBLAS multiply for MLX on Linux, and mlx-lm imported whatever the limit of descriptors is."""
+    from mlxkv import blas
+
     blas.preload_openblas()
     allow_few_descriptors()
 

@@ -113,7 +113,7 @@ def test_mlx_lm_that_fails_costs_only_its_column(capsys, monkeypatch):
 
     monkeypatch.setattr(base, "quantized_scaled_dot_product_attention", missing)
     out, data = said(capsys, "bench", "kernels", *ONE, *TINY_RUN, "--json")
-    assert data["rows"][0]["mlx_lm_reason"] == "no kernel" and data["rows"][0]["us"]
+    assert data["rows"][0]["mlx_lm_reason"] == "no kernel for this" and data["rows"][0]["us"]
     assert "fails" in out and "mlx-lm fails: no kernel" in out
 
 

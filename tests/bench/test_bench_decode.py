@@ -8,6 +8,7 @@ from bench_workers import fails, said, subject
 
 from mlxkv.bench import steps
 from mlxkv.bench.decode import measure
+from mlxkv.errors import MachineError
 from mlxkv.models.hooks.mark import steps_of
 
 PARTS = {*steps.NUMBERS, "waits", "step"}
@@ -40,6 +41,13 @@ def test_the_model_is_as_it_was_after_a_replayed_row():
     assert measure(it, "fp16-replayed", 70, "prefill", 1, steps_apart=1)["step"] == "replayed"
     assert steps_of(it.model) is None and type(it.model).__call__ is call
     assert "host_ms" not in measure(it, "fp16", 70, "prefill", 1)
+
+
+def test_a_model_of_nan_has_no_speed():
+    it = subject("llama")
+    it.model.model.norm.weight = it.model.model.norm.weight * mx.nan
+    with pytest.raises(MachineError, match="NaN or infinity in the logits with fp16"):
+        measure(it, "fp16", 70, "prefill", 1)
 
 
 class Slow:

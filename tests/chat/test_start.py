@@ -150,6 +150,20 @@ def test_a_switch_that_a_template_lacks(loaded, model_folder):
     assert "".join(session.ask("hello")) is not None
 
 
+def test_a_temperature_of_zero_draws_nothing_whatever_the_makers_recommend(tmp_path, capsys):
+    from random_model import write_model
+
+    folder = write_model(tmp_path / "warm")
+    said = {"do_sample": True, "temperature": 5.0}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    command = ["chat", "-m", str(folder), "--kv", "fp16", "-p", "hello", "--max-tokens", "8", "-q"]
+    replies = []
+    for options in (["--temp", "0", "--seed", "1"], ["--temp", "0", "--seed", "2"], []):
+        assert main([*command, *options]) == 0
+        replies.append(capsys.readouterr().out)
+    assert replies[0] == replies[1] != replies[2]
+
+
 def test_the_template_is_told_whether_to_think(tmp_path):
     from random_model import write_model
 

@@ -42,6 +42,19 @@ def llama():
     return build("llama")
 
 
+def test_the_scale_of_scores_is_the_models_own(llama):
+    for layer in llama.model.layers:
+        layer.self_attn.scaling *= 3
+    with torch.no_grad():
+        right = llama(IDS).logits
+    attach_model.attach(llama, EXACT)
+    cache = attach_model.new_cache(llama)
+    got = torch.cat(
+        [step(llama, cache, IDS[0, :-1].tolist()), step(llama, cache, IDS[0, -1:].tolist())], 1
+    )
+    assert (got - right).norm() < 1e-3 * right.norm()
+
+
 @pytest.fixture
 def attached(llama):
     attach_model.attach(llama, INT4)

@@ -1,6 +1,7 @@
 """Calibration and evaluation by torch, beside MLX."""
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -78,6 +79,8 @@ def test_a_file_is_read_by_both(made, loaded, tmp_path):
     assert back.digest == made.digest
     reports = attach_model.attach(loaded.model, "balanced-int2", path)
     assert [r.compressed for r in reports] == [False, True] * 4
+    with pytest.raises(UserError, match="another model"):
+        attach_model.attach(loaded.model, "balanced-int2", replace(made, fingerprint="0" * 16))
     assert models.load(TINY, "oscar-int2", calibration=path).layers[1].compressed
     attach_model.attach(loaded.model, "fp16")
 

@@ -1,6 +1,7 @@
 """What both implementations store, byte for byte: page records, headers, states of caches."""
 
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +14,7 @@ from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.codec import maps
 from cuda_track.codec.codec import Codec
 from cuda_track.codec.records import as_codes
+from cuda_track.models.prompt_cache import _maps
 from mlxkv.cache.attention import attend as mlx_attend
 from mlxkv.cache.compressed import CompressedKVCache as MlxCache
 from mlxkv.codec import records as mlx_records
@@ -95,7 +97,7 @@ def check_states_are_read_on_the_other_side(preset):
 def test_windows_of_values_that_weights_had_turned():
     """A cache of a folded model of MLX, read for a model whose weights transform nothing."""
     config = replace(PRESETS["oscar-int4"], sink=16, recent=16, page=16)
-    layer_maps = sample(2, (64, 64))
+    layer_maps = replace(sample(2, (64, 64)), digest="sample", layer="0")
     pairs = (
         maps.pair(np.array(x.down), np.array(x.up)) for x in (layer_maps.keys, layer_maps.values)
     )
@@ -105,7 +107,10 @@ def test_windows_of_values_that_weights_had_turned():
     theirs.update_and_fetch(mx.array(keys), layer_maps.values.store(mx.array(values)))
     plain = CompressedKVCache(config, mine)
     plain.update_and_fetch(*map(torch.from_numpy, (keys, values)))
-    moved = CompressedKVCache.from_state(to_torch(theirs.state), lambda *_: mine)
+    moved = CompressedKVCache.from_state(to_torch(theirs.state), partial(_maps, mine))
+    other = partial(_maps, replace(mine, digest="another"))
+    with pytest.raises(UserError, match="needs the calibration it was stored with"):
+        CompressedKVCache.from_state(plain.state, other)
     for x, y in zip(*(c.view().whole(torch.float32) for c in (moved, plain)), strict=True):
         assert (x - y).abs().gt(1e-3).float().mean() < 5e-3
 

@@ -13,6 +13,7 @@ from cuda_track.cache import choose
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.models import attach_model
 from cuda_track.models.handing import handed
+from cuda_track.models.layers import CompressedLayer
 from experiments.families.building import VOCABULARY, build
 from experiments.families.found import EXACT, INT4
 from mlxkv.cache.attention import _whole
@@ -103,6 +104,15 @@ def test_a_row_that_is_chosen_takes_its_own_tokens_back():
     feed(fresh, tuple(x[rows] for x in pair), 260, 262)
     wholes = (one.view().whole(torch.float32) for one in (cache, fresh))
     assert all(map(torch.equal, *wholes))
+
+
+def test_rows_that_are_repeated_stand_side_by_side():
+    """As transformers expands inputs for several replies."""
+    pair, cache = data([0, 1]), CompressedKVCache(PLAIN)
+    feed(cache, pair, 0, 40)
+    CompressedLayer(cache).batch_repeat_interleave(2)
+    keys, _ = cache.view().whole(torch.float32)
+    assert torch.equal(keys, pair[0][:, :, :40].repeat_interleave(2, 0))
 
 
 def test_the_other_track_goes_back_alike(subtests):

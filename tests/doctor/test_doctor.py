@@ -117,6 +117,13 @@ def test_a_kernel_that_should_run_and_does_not_fails_the_doctor(ask, factory, st
         assert row["detail"].splitlines()[0].endswith("Unable to build metal library from source")
 
 
+def test_a_wrong_golden_row_is_an_error(ask, monkeypatch):
+    rows = [GOLDEN, GOLDEN | {"wrong": 3, "ok": False}]
+    monkeypatch.setattr("mlxkv.doctor.command.golden_rows", lambda step, every=False: rows)
+    code, _, shown = ask(None)
+    assert code == 1 and "WRONG: encode a: 3 values" in shown and "1 of 2 cases right" in shown
+
+
 def test_without_a_gpu_nothing_should_run(ask):
     code, data, shown = ask(None)
     assert code == 0 and data["kernels_left"] is None and "kernels: not used: no GPU here" in shown

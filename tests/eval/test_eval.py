@@ -15,7 +15,7 @@ from mlxkv.codec.codec import Codec
 from mlxkv.eval import run as evaluation
 from mlxkv.eval import store as kept
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.report import report, verdict
+from mlxkv.eval.report import plots, report, verdict
 from mlxkv.eval.store import Store, computed
 from mlxkv.eval.tasks import divergence
 from mlxkv.eval.tasks.part import TaskOptions, TaskPart
@@ -291,11 +291,27 @@ def test_an_out_that_cannot_be_written(model_folder, tmp_path, capsys):
     assert "[--out]" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_context_longer_than_the_model_was_made_for_is_refused(capsys):
-    """Before any text is read: 999k tokens of a model made for 8k would take hours."""
-    assert main(["eval", "-m", TINY, "--context", "2k,999k"]) == 2
+def test_a_context_longer_than_the_model_was_made_for_is_refused(capsys, monkeypatch):
+    """Before any text is read."""
+    monkeypatch.setattr(evaluation.store, "computed", None)
+    assert main(["eval", "-m", TINY, "--context", "2k,8193"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert f"longer than {TINY} was made for; got 1022976; choose 8192" in line
+    assert f"longer than {TINY} was made for; got 8193; choose 8192" in line
+
+
+def test_a_picture_shows_means_and_the_worst_percent():
+    pytest.importorskip("matplotlib")
+
+    def drawn(mean: float, worst: float) -> str:
+        rows = {
+            name: {"bits_per_value": bits, "kl_mean": bits * mean, "kl_p99": bits * worst}
+            for name, bits in (("fp16", 16), ("int4", 4), ("int2", 2))
+        }
+        return plots.bits({"model": "some", "rows": {"512": rows}})
+
+    first = drawn(1e-3, 1e-2)
+    assert drawn(1e-3, 1e-2) == first != drawn(1e-3, 5e-2)
+    assert first != drawn(5e-3, 1e-2)
 
 
 def test_without_matplotlib_the_report_says_so(model_folder, tmp_path):

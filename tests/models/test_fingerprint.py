@@ -30,6 +30,25 @@ def test_every_tensor_counts(folder):
     assert len(seen) == len(weights) + 1
 
 
+def test_configuration_names_types_and_shapes_count(folder):
+    """Of the same bytes of tensors."""
+    seen, weights = {of(folder)}, load_file(folder / WEIGHTS)
+    name, array = next((n, x) for n, x in sorted(weights.items()) if x.ndim == 2)
+    for changed in (
+        {f"{name}_": array},
+        {name: array.view(np.int16 if array.itemsize == 2 else np.int32)},
+        {name: array.reshape(-1, 2)},
+    ):
+        rest = {n: x for n, x in weights.items() if n != name}
+        save_file(rest | changed, folder / WEIGHTS, {"format": "mlx"})
+        seen.add(of(folder))
+    save_file(weights, folder / WEIGHTS, {"format": "mlx"})
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 12345.0}))
+    seen.add(of(folder))
+    assert len(seen) == 5
+
+
 def test_a_large_tensor_that_differs_in_a_share_of_its_bytes(tmp_path, saved):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     weights = load_file(tmp_path / WEIGHTS)

@@ -3,6 +3,7 @@
 # ruff: noqa: F401, F811 (the fixtures `saved` and `folder` are imported)
 import json
 import os
+from fnmatch import fnmatch
 
 import huggingface_hub
 import huggingface_hub.errors as hub_errors
@@ -11,6 +12,7 @@ from model_folders import WEIGHTS, error_of, folder, response, saved
 
 from mlxkv.errors import MachineError
 from mlxkv.models import load
+from mlxkv.models.catalog.hub import PATTERNS
 from mlxkv.models.catalog.locate import hub_cache
 
 
@@ -157,3 +159,9 @@ def test_a_fetched_folder_loads(folder, monkeypatch):
     loaded = load("gemma-3-1b")
     assert (loaded.name, loaded.path) == ("gemma-3-1b", folder)
     assert not any(pattern.endswith(".py") for pattern in asked["mlx-community/gemma-3-1b-it-4bit"])
+
+
+def test_no_code_is_fetched():
+    names = ("modeling_llama.py", "kernel.so", "setup.cfg", "pytorch_model.bin", "model.pkl")
+    assert not any(fnmatch(name, pattern) for name in names for pattern in PATTERNS)
+    assert all(any(fnmatch(n, p) for p in PATTERNS) for n in ("config.json", "model.safetensors"))

@@ -73,7 +73,7 @@ def test_the_longest_cache_is_measured(model_folder, asking):
     generate(model, tokenizer, "a" * 20, max_tokens=2)
     assert "nothing compressed yet: exact up to 192 tokens" in usage.line()
     generate(model, tokenizer, "a" * 700, max_tokens=2)
-    assert usage.tokens >= 699 and usage.plain == 2 * 2 * (64 + 64)  # layers, bytes, dims
+    assert usage.tokens >= 699 and usage.plain == 699 * 2 * 2 * (64 + 64)  # layers, bytes, dims
     assert 0 < usage.bytes < usage.plain * usage.tokens  # windows in float16
     generate(model, tokenizer, "a" * 300, max_tokens=2)
     assert usage.tokens >= 699 and "longest cache 7" in usage.line().replace("699", "7")

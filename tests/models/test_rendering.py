@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models.catalog import bounded, rendering
-from mlxkv.models.catalog.bounded import Excess, Process
+from mlxkv.models.catalog.bounded import Excess, Process, ProcessStopped
 from mlxkv.models.catalog.rendering import RENDERER, bound
 
 TALK = [
@@ -94,13 +94,13 @@ def test_an_excessive_template_is_refused(tokenizer, name, tmp_path, monkeypatch
 
 
 def test_what_waits_is_ended_by_the_clock(tmp_path, monkeypatch):
-    """It takes no time of the processor."""
+    """It takes no time of the processor: the server says that it is busy, not that the request is at fault."""
     waits = "import time\n\n\ndef prepare():\n    return lambda question: time.sleep(20)\n"
     (tmp_path / "waiting.py").write_text(waits)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(bounded, "PATIENCE", 0.2)
     start = time.monotonic()
-    with pytest.raises(Excess):
+    with pytest.raises(ProcessStopped):
         Process("waiting").ask(b"", 0.1)
     assert time.monotonic() - start < 15
 

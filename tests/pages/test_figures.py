@@ -83,9 +83,12 @@ def test_bytes_are_those_of_fit(subtests):
                 close(SAVED[preset][1], [kv.bits_per_value(128, 128)])
 
 
-def test_how_much_smaller_follows_from_bits(subtests):
+def test_how_much_smaller_follows_from_what_caches_allocate(subtests):
+    plan = plan_of(CONFIGS["llama-3.1-8b"])
+
     def times(preset: str) -> float:
-        return 16 / parse_kv(preset).bits_per_value(128, 128)
+        full, smaller = (need(plan, parse_kv(kv), 131072).cache for kv in ("fp16", preset))
+        return full / smaller
 
     for text, exact in [
         (r"mlx-lm\) (\d) to (\d) times smaller", [times("int8"), times("fill-2.25")]),

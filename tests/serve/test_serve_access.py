@@ -147,6 +147,9 @@ def test_keys_come_from_options_and_the_environment(monkeypatch):
     assert ServeOptions(api_key=[]).api_keys == ServeOptions().api_keys == ()
     with pytest.raises(UserError, match="got no --api-key"):
         ServeOptions(host="0.0.0.0", api_key=[])
+    for host in ("localhost.example", "127.0.0.1.example", "10.0.0.1", "::"):
+        with pytest.raises(UserError, match="no --api-key"):
+            ServeOptions(host=host)
     seen = []
     monkeypatch.setattr("mlxkv.serve.run.run_server", seen.append)
     monkeypatch.setenv("MLXKV_API_KEY", "x\ny")

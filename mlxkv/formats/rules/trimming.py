@@ -66,7 +66,7 @@ class TrimRules:
         return self._store.count if self._store else 0
 
     @property
-    def _pages(self) -> Store:
+    def _held_store(self) -> Store:
         """The store, where pages have been quantized."""
         assert self._store is not None
         return self._store
@@ -148,14 +148,14 @@ class TrimRules:
         """Restore the exact tokens of the last page; `recent_count` tokens stay behind its page (negative: fewer than
         the page)."""
         pair = between(self._last_and_recent(), None, self.config.page + recent_count)
-        self._pages.truncate(self._count_pages - 1)
+        self._held_store.truncate(self._count_pages - 1)
         self._recent, self._count, self._last = None, 0, None
         self._put_recent(pair)
 
     def _decode_end(self, pages: int, count: int) -> None:
         """Keep so many pages, and `count` tokens of the next one as recent tokens."""
         pair = self._decoded(pages, count) if count else None
-        self._pages.truncate(pages)
+        self._held_store.truncate(pages)
         self._count, self._last = 0, None
         if pair is not None:
             self._recent = None
