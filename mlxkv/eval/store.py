@@ -24,7 +24,7 @@ from mlxkv.metal.launch import backend
 FORMAT = 2
 
 
-class Store:
+class ResultStore:
     """folder: holds `parts/TASK-NAME-ARM.json`. A result is used only if everything that it depends
     on is the same: model, dtype, arm, calibration, what the part asks, versions and backend."""
 
@@ -75,7 +75,7 @@ def _of(arms: Arms, part: TaskPart, name: str) -> dict:
 
 def computed(arms: Arms, parts: list[TaskPart], folder: Path) -> dict[str, Results]:
     """Return the results of all parts, by "TASK-NAME". Results that `folder` holds are not computed again."""
-    store = Store(folder)
+    store = ResultStore(folder)
     missing = {}
     for part in parts:
         if names := [name for name in arms.names if store.read(arms, part, name) is None]:

@@ -16,7 +16,7 @@ from mlxkv.eval import run as evaluation
 from mlxkv.eval import store as kept
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.report import plots, report, verdict
-from mlxkv.eval.store import Store, computed
+from mlxkv.eval.store import ResultStore, computed
 from mlxkv.eval.tasks import divergence
 from mlxkv.eval.tasks.part import TaskOptions, TaskPart
 from mlxkv.formats.calibration import artifact
@@ -100,12 +100,12 @@ def test_a_killed_run_goes_on(planned, tmp_path, capsys):
     # A result that was cut while it was written, and one of another question, are done again.
     victim = next((tmp_path / "parts").glob("divergence-512-1-int4*"))
     victim.write_text(victim.read_text()[:100])
-    assert Store(tmp_path).read(arms, parts[0], "int4") is None
+    assert ResultStore(tmp_path).read(arms, parts[0], "int4") is None
     texts = [first[f"divergence-512-{i}"]["fp16"]["text"] for i in (1, 2)]
     assert len(parts) == 2 and len(set(texts)) == 2
-    assert Store(tmp_path).read(arms, parts[0], "fp16") == first["divergence-512-1"]["fp16"]
+    assert ResultStore(tmp_path).read(arms, parts[0], "fp16") == first["divergence-512-1"]["fp16"]
     other = TaskPart("divergence", "512", parts[0].run, 1, {"text": "another"})
-    assert Store(tmp_path).read(arms, other, "fp16") is None
+    assert ResultStore(tmp_path).read(arms, other, "fp16") is None
     assert computed(arms, parts, tmp_path) == first
 
 
@@ -113,7 +113,7 @@ def test_results_belong_to_a_model_its_type_windows_and_versions(
     subtests, planned, tmp_path, monkeypatch
 ):
     arms, (part, _) = planned
-    store = Store(tmp_path)
+    store = ResultStore(tmp_path)
     store.write(arms, part, "int4", {"kl": 1})
     assert store.read(arms, part, "int4") == {"kl": 1}
     assert store.read(Arms(arms.loaded, ("int4",), (16, 16)), part, "int4") is None
@@ -275,7 +275,7 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
     def arms(file):
         return Arms(load(TINY, "fp16", calibration=str(file)), ("oscar-int2", "int4"), (64, 64))
 
-    first, store = arms(files["own"]), Store(tmp_path)
+    first, store = arms(files["own"]), ResultStore(tmp_path)
     for name in ("oscar-int2", "int4"):
         store.write(first, part, name, {"kl": 1})
     for name, file in files.items():
