@@ -37,7 +37,7 @@ def spread(calibration: Calibration) -> Calibration:
 
 
 def _weighted(basis: Basis, seed: int) -> Basis:
-    """Return what is stored and what reads it have the same moment, with the eigenvectors of the basis."""
+    """Return a basis whose stored and reading second moments are equal, with the eigenvectors of `basis`."""
     heads, dims = basis.values.shape
     sigma = falling(heads, dims, seed).astype(np.float32)
     balance = Balance(np.ascontiguousarray(basis.vectors[..., ::-1]), sigma)

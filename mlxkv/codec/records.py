@@ -167,7 +167,7 @@ def to_records(state: dict[str, Stored], codecs: tuple[Codec, Codec]) -> Stored:
 
 
 def _split(code: Codec, stored: Stored, at: SideLayout) -> tuple[mx.array, Stored]:
-    """Return what is stored -> codes [B, G, T, R] of the width of the records, and the other numbers."""
+    """Unpack what is stored into codes [B, G, T, R] of the width of the records, and the other numbers."""
     if at.tree:
         codes = polar_tree.split(stored, at.dims, code.page)
         return codes, {**stored, "scale": stored["radii"]}
