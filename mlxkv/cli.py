@@ -26,12 +26,12 @@ from mlxkv.console import drop_unwritten, is_full, note, one_line, replace_undec
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
 from mlxkv.formats.names import complete_kv, parse_kv
+from mlxkv.launch import launch
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model, resolve
 from mlxkv.models.catalog.locate import require
-from mlxkv.options import Json, Kv, Model
+from mlxkv.options import KEY, Json, Kv, Model
 from mlxkv.run import run_program
-from mlxkv.serve.launch import launch
-from mlxkv.serve.options import KEY, ServeOptions
+from mlxkv.serve.options import ServeOptions
 
 # -- help: a screen of 80 columns, two examples, and what few people need behind --help-all
 

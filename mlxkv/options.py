@@ -9,6 +9,10 @@ from typer import Option
 from mlxkv.formats.names import complete_kv
 from mlxkv.models.catalog.aliases import complete_model
 
+# Environment variables of a server: the keys, one a line (OpenCode and Codex find theirs there, too); and the process
+# with which it ends, however that ends.
+KEY, PARENT = "MLXKV_API_KEY", "MLXKV_PARENT"
+
 Model = Annotated[
     str,
     Option(

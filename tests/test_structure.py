@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # A folder may import from the rows below its own. The last row may import from itself.
-LAYERS = """__main__ > cli > chat serve eval bench calibrate doctor run > options > models > cache > metal > codec
-            > corpora > spec > formats > blas errors console files machine startup torch untrusted"""
+LAYERS = """__main__ > cli > chat serve eval bench calibrate doctor run launch > options > models > cache > metal
+            > codec > corpora > spec > formats > blas errors console files machine startup torch untrusted"""
 FLOOR = {name: -i for i, row in enumerate(LAYERS.split(">")) for name in row.split()}
 LOWEST = FLOOR[""] = min(FLOOR.values())  # "": the package itself
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}

@@ -18,8 +18,6 @@ from mlxkv.options import Calibration, Dtype, Kv, Strict, Weights
 
 OVERFLOWS = ("refuse", "drop")
 LOG_LEVELS = ("error", "warning", "info", "debug")
-KEY = "MLXKV_API_KEY"  # the variable with the keys, one a line; OpenCode and Codex find theirs there, too
-PARENT = "MLXKV_PARENT"  # the variable with the process with which a server ends, however that ends
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 

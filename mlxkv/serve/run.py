@@ -19,12 +19,13 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
 from mlxkv.models.catalog.rendering import RENDERER
 from mlxkv.models.loading import quality_check
+from mlxkv.options import PARENT
 from mlxkv.serve import reading
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.app import METHODS, RequestGuard, application
 from mlxkv.serve.http.connection import HTTPServer, listen
 from mlxkv.serve.http.models import Models
-from mlxkv.serve.options import PARENT, ServeOptions
+from mlxkv.serve.options import ServeOptions
 
 GRACE = 5.0  # seconds for replies under way when the end is asked for; Docker kills after 10
 TOLD = 2.0  # seconds for their clients to read that they were cut off

@@ -31,7 +31,7 @@ from mlxkv.console import note, on, say, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import complete_kv
 from mlxkv.models.catalog.aliases import complete_model, resolve
-from mlxkv.serve.options import KEY, PARENT
+from mlxkv.options import KEY, PARENT
 
 USUAL = "http://127.0.0.1:8080"
 LONGEST = 1 << 15  # tokens, in a dry run without a server, which would know

@@ -13,9 +13,9 @@ from threading import Thread
 import pytest
 from serving import serving, until
 
+from mlxkv import launch as launching
 from mlxkv.cli import main
-from mlxkv.serve import launch as launching
-from mlxkv.serve.launch import TOOLS
+from mlxkv.launch import TOOLS
 
 ROOT = Path(__file__).parents[2]
 # Asks the server that it was pointed at, as the real one would, and notes what it was given.
