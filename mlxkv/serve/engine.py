@@ -11,7 +11,7 @@ from threading import Event, Thread
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, TextStateMachine, make_text_state_machine
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import errors
@@ -28,19 +28,17 @@ from mlxkv.models.usage import usage, window_of
 from mlxkv.models.warmup import step_down
 from mlxkv.serve import sampling
 from mlxkv.serve.apis.logprobs import LogProbs
-from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of, used_memory
 from mlxkv.serve.caches.sessions import Sessions
 from mlxkv.serve.grammar import Constraint, Grammars
-from mlxkv.serve.job import Job, Start, Token
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
+from mlxkv.serve.request import Job, Start, Token
 from mlxkv.serve.single import SingleGenerator
 
-TEXT = TextStateMachine()  # of completions, which are not marked up
 PROMPTS = 8  # read at once
 SHORT = 64  # tokens of a request that every --kv-memory has to have room for
 MEASURE_SECONDS = 0.25
@@ -142,7 +140,6 @@ class Engine:
         mx.eval(logits)
         self.vocabulary = logits.shape[-1]
         self.grammars = Grammars(self.tokenizer, self.vocabulary)
-        self._machine = make_text_state_machine(self.tokenizer)
         self.logprobs = LogProbs(self.tokenizer)
         self._prefill_step = prefill_step()
         self._heads = text_config(loaded.config).get("num_attention_heads") or 32
@@ -290,10 +287,7 @@ class Engine:
             processors.append(constraint)
         if request.logprobs:
             processors.append(job.note_logits)
-        marks = self.tokenizer.tool_call_start, self.tokenizer.tool_call_end
-        machine = self._machine if request.chat else TEXT
-        markup = Markup(machine, prompt.state, self.tokenizer.tool_parser, request.tools, marks)
-        job.put(Start(len(prompt.tokens), job.cached_tokens, markup))
+        job.put(Start(len(prompt.tokens), job.cached_tokens))
         (uid,) = self._generator_now().insert_segments(
             [_without_start(prompt.segments, job.cached_tokens)],
             max_tokens=[max_tokens],

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 import numpy as np
 
-from mlxkv.serve.http.fields import bad
-from mlxkv.serve.refusals import Refused
+from mlxkv.serve.refusals import Refused, bad
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -68,21 +67,6 @@ def of_schema(path: str, schema: object, compiles: bool = True) -> str:
     return grammar
 
 
-def of_format(asked: Any, compiles: bool = True) -> str | None:
-    """Return the grammar for OpenAI's `response_format`, None for text. Raises what `of_schema` raises."""
-    kind = asked.get("type") if isinstance(asked, dict) else None
-    if asked is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return of_schema("response_format", ANY_OBJECT, compiles)
-    if kind == "json_schema":
-        inner = asked.get("json_schema")
-        schema = inner.get("schema", ANY_OBJECT) if isinstance(inner, dict) else None
-        return of_schema("response_format.json_schema.schema", schema, compiles)
-    reason = "must be an object whose type is text, json_object or json_schema"
-    raise bad("response_format", reason, asked)
-
-
 @dataclass(frozen=True)
 class Calls:
     """What stands before and behind a tool call that is JSON, {"name": ..., "arguments": {...}}, as grammar."""
@@ -104,19 +88,12 @@ def calls_of(tokenizer: Any) -> Calls | None:
     return Calls(*(f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(text) for ids, text in marks))
 
 
-def of_choice(
-    choice: Any, tools: list[dict] | None, calls: Calls | None, compiles: bool = True
-) -> str | None:
-    """Return the grammar for OpenAI's `tool_choice`: of one call of any tool ("required") or of a named one
-    ({"type": "function", "function": {"name": ...}}). None for "auto" and "none". Raises what `of_schema`
+def of_call(
+    name: str | None, tools: list[dict] | None, calls: Calls | None, compiles: bool = True
+) -> str:
+    """Return the grammar of one call of a tool. name: of the tool, None for any of them. Raises what `of_schema`
     raises."""
-    if choice in ("auto", "none"):
-        return None
-    inner = choice.get("function") if isinstance(choice, dict) else None
-    name = inner.get("name") if isinstance(inner, dict) else None
-    if choice != "required" and not isinstance(name, str):
-        reason = 'must be auto, none, required, or {"type": "function", ...}'
-        raise bad("tool_choice", reason, choice)
+    choice = "required" if name is None else name
     functions = [tool["function"] for tool in tools or []]
     functions = [each for each in functions if name is None or each.get("name") == name]
     if not functions:

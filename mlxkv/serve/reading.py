@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -24,23 +23,31 @@ from mlxkv.models.replies.continuing import continued
 from mlxkv.models.replies.thinking import NAMES, Thinking
 from mlxkv.models.roles import alternating, takes_system, without_system
 from mlxkv.serve.apis import anthropic, openai, responses
+from mlxkv.serve.apis.body import document
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.grammar import Grammars, Postponed
-from mlxkv.serve.http.fields import document
-from mlxkv.serve.http.request import DEFAULT_NAMES, ModelInfo, Request
-from mlxkv.serve.job import Prompt
 from mlxkv.serve.refusals import Refused, ending
+from mlxkv.serve.request import DEFAULT_NAMES, ModelInfo, Prompt, Request
 
-MESSAGES = "/v1/messages"
-REPLIES: dict[str, Callable[[dict, ModelInfo], Reply]] = {
-    "/v1/chat/completions": partial(openai.read_completion, chat=True),
-    "/chat/completions": partial(openai.read_completion, chat=True),
-    "/v1/completions": partial(openai.read_completion, chat=False),
-    MESSAGES: anthropic.read_messages,
-    "/v1/responses": responses.read_response,
-    "/responses": responses.read_response,
+
+class API(NamedTuple):
+    """How the requests of a path are read, and in which words their replies are written."""
+
+    read: Callable[[dict, ModelInfo], Request]
+    reply: type[Reply]
+
+
+CHATS = API(openai.read_chat, openai.CompletionReply)
+RESPONSES = API(responses.read_response, responses.ResponsesReply)
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+APIS = {
+    "/v1/chat/completions": CHATS,
+    "/chat/completions": CHATS,
+    "/v1/completions": API(openai.read_text, openai.CompletionReply),
+    MESSAGES: API(anthropic.read_messages, anthropic.MessagesReply),
+    "/v1/responses": RESPONSES,
+    "/responses": RESPONSES,
 }
-COUNT = f"{MESSAGES}/count_tokens"
 SECONDS = 3.0  # of processor time for a request
 PACE = 1 << 20  # bytes for which it has a second more
 MEMORY = 1 << 30  # bytes that one request may take
@@ -56,7 +63,7 @@ PLAIN = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTA
 class Read(NamedTuple):
     """A request that was read. dropped: messages of its chat that the context had no room for."""
 
-    reply: Reply
+    request: Request
     prompt: Prompt
     dropped: int = 0
 
@@ -371,9 +378,8 @@ def _read(
     if names and isinstance(name, str) and name not in (model_info.model, *DEFAULT_NAMES):
         return name
     if path == COUNT:
-        return len(prompts.read(anthropic.request_of(body, model_info)).tokens)
-    reply, dropped = REPLIES[path](body, model_info), 0
-    request = reply.request
+        return len(prompts.read(anthropic.read_messages(body, model_info)).tokens)
+    request, dropped = APIS[path].read(body, model_info), 0
     if request.grammar is not None:
         grammars.try_out(request.grammar)
     if request.chat and budget is not None:
@@ -390,5 +396,5 @@ def _read(
         if path == MESSAGES:
             message = f"prompt is too long: {count} tokens > {model_info.context} maximum"
         raise Refused(400, message, "context_length_exceeded")
-    reply.request = replace(request, prompt="", messages=[], chat_template_kwargs=None)
-    return Read(reply, prompt, dropped)
+    request = replace(request, prompt="", messages=[], chat_template_kwargs=None)
+    return Read(request, prompt, dropped)

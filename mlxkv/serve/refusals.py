@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, field
 
@@ -48,6 +49,17 @@ class Refused(Exception):
         kind = KINDS.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "code": self.code, "param": None}
         return {"error": error | self.details}
+
+
+NOTHING = object()
+
+
+def bad(path: str, reason: str, got: object = NOTHING) -> Refused:
+    """Return the error for a field whose value cannot be taken. got: the value, which is shown."""
+    if got is not NOTHING:
+        shown = json.dumps(got, default=str)
+        reason += f"; got {shown if len(shown) <= 80 else shown[:77] + '...'}"
+    return Refused(400, f"[{path}] {reason}"[:300], "invalid_value")
 
 
 def ending() -> Refused:

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import (
     make_sampler,
 )
 
-from mlxkv.serve.http.request import Request
+from mlxkv.serve.request import Request
 
 GREEDY = make_sampler(0.0)  # one for all requests: a batch of them is drawn at once
 

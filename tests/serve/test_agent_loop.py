@@ -19,7 +19,7 @@ from small_models import TINY
 from mlxkv.corpora.corpus import pieces
 from mlxkv.serve import sampling
 from mlxkv.serve.apis import anthropic
-from mlxkv.serve.http.request import ModelInfo
+from mlxkv.serve.request import ModelInfo
 
 TIE = 0.05  # nats between the two best tokens
 PAGES = 200  # tokens at the least that a loop holds in pages
@@ -86,7 +86,7 @@ def cached(found: dict) -> int:
 def plain(messages: list[dict]) -> dict:
     """The same messages as OpenAI's chat takes them."""
     model_info = ModelInfo("loop", "", 1 << 14, 512, 3072)
-    asked = anthropic.request_of({"messages": messages, "tools": TOOLS}, model_info)
+    asked = anthropic.read_messages({"messages": messages, "tools": TOOLS}, model_info)
     return {"messages": asked.messages, "tools": asked.tools}
 
 

@@ -183,7 +183,7 @@ def test_tools_are_not_offered_where_none_is_wanted(client):
 
 
 def request(**body):
-    return api.request_of({"messages": ASK} | body, MODEL_INFO)
+    return api.read_messages({"messages": ASK} | body, MODEL_INFO)
 
 
 def test_blocks_become_messages():

@@ -15,7 +15,7 @@ from scripted_models import TEMPLATE, write_thinker
 from serving import get, post, refused, send, serving
 
 from mlxkv.serve import grammar, sampling
-from mlxkv.serve.grammar import Grammars, calls_of, of_choice
+from mlxkv.serve.grammar import Grammars, calls_of, of_call
 from mlxkv.serve.refusals import Refused
 
 CHAT = "/v1/chat/completions"
@@ -177,9 +177,8 @@ def test_what_is_no_schema_is_refused(server, subtests):
 def test_without_the_library_it_is_refused(monkeypatch):
     monkeypatch.setattr(grammar, "_library", lambda: None)
     with pytest.raises(Refused, match="pip install 'llguidance") as found:
-        grammar.of_format(FORMAT)
+        grammar.of_schema("response_format", PERSON)
     assert found.value.status == 400 and found.value.code == "not_installed"
-    assert grammar.of_format({"type": "text"}) is None and grammar.of_format(None) is None
 
 
 def allowed(logits: mx.array) -> list[int]:
@@ -301,7 +300,7 @@ def test_marks_that_are_one_token_are_known_by_their_number(tmp_path):
     calls = calls_of(tokenizer)
     assert (calls.start, calls.end) == tuple(f"<[{mark}]>" for mark in marks)
     masks = Grammars(tokenizer, len(plain))
-    mask = masks.processor(of_choice("required", [OTHER], calls), thinks=False)
+    mask = masks.processor(of_call(None, [OTHER], calls), thinks=False)
     written = '{"name": "other", "arguments": {}}'
     reply = [marks[0], *plain.encode(written, add_special_tokens=False), marks[1]]
     reply.append(plain.eos_token_id)

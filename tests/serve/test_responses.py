@@ -122,7 +122,7 @@ def test_errors(openai, client, running, ask, said, monkeypatch):
 
 
 def request(*items, **body):
-    return api.request_of({"input": list(items)} | body, MODEL_INFO)[0]
+    return api.read_response({"input": list(items)} | body, MODEL_INFO)
 
 
 def test_items_become_messages():
@@ -160,11 +160,11 @@ def test_items_become_messages():
         ({"tools": [{"type": "function"}]}, "tools.0.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"instruction": "x"}, "instruction"),
     ],
 )
 def test_fields_are_named(body, field):
     with pytest.raises(Refused) as found:
-        api.request_of({"input": "a"} | body, MODEL_INFO)
+        api.read_response({"input": "a"} | body, MODEL_INFO)
     assert found.value.status == 400 and found.value.message.startswith(f"[{field}]")

@@ -29,8 +29,8 @@ from serving import (
 )
 
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.job import Job
 from mlxkv.serve.metrics import Metrics, text
+from mlxkv.serve.request import Job
 
 
 def test_a_chat_and_what_it_counts(server):

@@ -7,9 +7,8 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 from serving import ENDLESS, LONG, asking, complete, held, refused, serving, settled, text_of, until
 
-from mlxkv.serve.apis.openai import Completion
-from mlxkv.serve.http.request import Request
-from mlxkv.serve.job import Job
+from mlxkv.serve.apis.openai import CompletionReply
+from mlxkv.serve.request import Job, Request
 from mlxkv.serve.sampling import Seeded
 
 SHARES = (0.4, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01)
@@ -17,9 +16,9 @@ ROW = mx.log(mx.array([SHARES]))
 
 
 def seeded(seed: int, temperature: float = 1.0, **settings) -> Seeded:
-    plain = {"chat": False, "stream": False, "include_usage": False, "stop": [], "logprobs": False}
-    more = {"top_logprobs": -1, "logit_bias": None, "temperature": temperature, "seed": seed}
-    return Seeded(Request(**plain, **more, **settings), [])
+    return Seeded(
+        Request(chat=False, max_tokens=1, temperature=temperature, seed=seed, **settings), []
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,14 +71,14 @@ def test_a_reply_that_is_served_alone_tells_the_size_of_its_caches(
     one_by_one, model_folder, monkeypatch
 ):
     """As in a batch, also where they are put away before the client's thread writes the size."""
-    server, plain = one_by_one, Completion.close
+    server, plain = one_by_one, CompletionReply.close
 
     def late(self, *args):
         until(lambda: server.engine.sessions.entries)
         return plain(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Completion, "close", late)
+        patch.setattr(CompletionReply, "close", late)
         alone = complete(server, LONG, 9)
     with serving(model_folder) as batches:
         assert complete(batches, LONG, 9)["kv"] == alone["kv"]

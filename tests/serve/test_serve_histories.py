@@ -12,7 +12,7 @@ from serving import post, read_prompts, refused, serving
 from small_models import TINY
 
 from mlxkv.models.replies.continuing import continued
-from mlxkv.serve.http import request
+from mlxkv.serve.apis.openai import read_chat
 from mlxkv.serve.reading import Prompts
 
 HEAD = (
@@ -70,7 +70,7 @@ def test_chats_with_calls_go_on(tmp_path, subtests):
             ]
             body = {"messages": [*chat, {"role": "tool", "tool_call_id": "1", "content": "rain"}]}
             with subtests.test(name, arguments=kind):
-                asked = request.check_request(body | {"tools": [TOOL]}, True, MODEL_INFO)
+                asked = read_chat(body | {"tools": [TOOL]}, MODEL_INFO)
                 prompt = prompts.read(asked)
                 text = tokenizer.decode(prompt.tokens)
                 assert "rain" in text and text.count(word) >= 1

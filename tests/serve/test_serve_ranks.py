@@ -37,9 +37,9 @@ from mlxkv.models import load
 from mlxkv.serve import engine, ranks
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.memory import CacheShape, Memory
-from mlxkv.serve.job import Job, Prompt
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.ranks import Ranks
+from mlxkv.serve.request import Job, Prompt
 from mlxkv.serve.run import Server
 
 PROMPTS = [f"{i} " + LONG[: 60 * i] for i in range(5)]

@@ -4,10 +4,11 @@ from dataclasses import asdict
 
 from hypothesis import strategies as st
 
-from mlxkv.serve.http import request
+from mlxkv.serve.apis import openai
+from mlxkv.serve.request import ModelInfo, Request
 
 VOCABULARY = 260
-MODEL_INFO = request.ModelInfo("m", "int4", longest=100, max_tokens=512, vocabulary=VOCABULARY)
+MODEL_INFO = ModelInfo("m", "int4", longest=100, max_tokens=512, vocabulary=VOCABULARY)
 KEYS = (
     *("role", "content", "type", "text", "function", "name", "arguments", "tool_calls"),
     *("include_usage", "tool_call_id", "chat_template"),
@@ -25,18 +26,17 @@ VALUES = st.recursive(
     ),
     max_leaves=8,
 )
-FIELDS = (
-    *request.NUMBERS,
-    *request.ONLY,
-    *("model", "stream", "stream_options", "stop", "logprobs", "top_logprobs", "logit_bias"),
-    *("prompt", "messages", "tools", "chat_template_kwargs", "user", "response_format"),
-)
+FIELDS = sorted({*openai.Chat.model_fields, *openai.Text.model_fields})
 GOOD = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).flatmap(
     lambda some: st.sampled_from([some, GOOD | some, some | GOOD])
 )
 
 
+def read(body: dict, chat: bool) -> Request:
+    return (openai.read_chat if chat else openai.read_text)(body, MODEL_INFO)
+
+
 def check(body: dict, chat: bool) -> dict:
     """The fields of the request in a body. Raises Refused."""
-    return asdict(request.check_request(body, chat, MODEL_INFO))
+    return asdict(read(body, chat))

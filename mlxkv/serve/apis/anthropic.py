@@ -1,151 +1,222 @@
-"""Anthropic's messages API: requests are read into the one of OpenAI's that says the same.
-
-Tools that run on Anthropic's servers are refused.
-"""
+"""Anthropic's messages API: what is asked, and replies. Tools that run on Anthropic's servers are refused."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from typing import Annotated, Any, ClassVar, Literal
 from uuid import uuid4
 
-from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.fields import Fields, bad, call, mistyped, renamed, schema_format
-from mlxkv.serve.http.request import ModelInfo, Request, check_request
-from mlxkv.serve.refusals import Refused
+from pydantic import AfterValidator, Field, model_validator
+from typing_extensions import Self
 
-SAME = (
-    *("model", "stream", "max_tokens", "temperature", "top_p", "top_k"),
-    *("chat_template_kwargs", "cache_salt"),
+from mlxkv.models.roles import joined
+from mlxkv.serve.apis.body import (
+    Body,
+    Choice,
+    Content,
+    Format,
+    Length,
+    Object,
+    Part,
+    StopWords,
+    ToolName,
+    Wrong,
+    between,
+    filled,
+    parts_of,
+    text_of,
+    tool,
+    tool_call,
 )
-TAKEN = (
-    *SAME,
-    *("system", "messages", "tools", "tool_choice", "stop_sequences", "thinking"),
-    *("output_config", "output_format"),
-)
-NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "tools": "tools"}
+from mlxkv.serve.apis.reply import Blocks, event
+from mlxkv.serve.refusals import Refused
+from mlxkv.serve.request import ModelInfo, Request
+
 # Claude Code begins its system prompt with a line for Anthropic's accounting, another one for each
 # request: no prompt would ever be found in a cache.
 BILLING = "x-anthropic-billing-header:"
-CHOICES = {"auto": "auto", "none": "none", "any": "required"}  # in OpenAI's words
 
 
-def read_messages(body: dict, model_info: ModelInfo) -> MessagesReply:
-    """Return the request in a body. Raises Refused."""
-    return MessagesReply(request_of(body, model_info), model_info.model)
+# -- requests
 
 
-def request_of(body: dict, model_info: ModelInfo) -> Request:
-    """Return the request of a JSON object. Raises Refused, which names the field."""
-    mistyped(body, TAKEN)
-    fields, messages = Fields(body), _system(body)
-    asked = fields.objects("messages")
-    if not asked:
-        raise fields.bad("messages", "must be a list that is not empty")
-    for message in asked:
-        messages += _message(message)
-    plain = {name: body[name] for name in SAME if name in body}
-    thinking = fields.object("thinking").get("type")
-    if thinking is not None:
-        if thinking not in ("enabled", "adaptive", "disabled"):
-            raise bad("thinking.type", "choose from enabled, adaptive, disabled", thinking)
-        extra = fields.object("chat_template_kwargs")
-        plain["chat_template_kwargs"] = {"enable_thinking": thinking != "disabled"} | extra
-    stops = fields.get("stop_sequences", list, [])
-    if not all(isinstance(word, str) and word for word in stops):
-        raise fields.bad("stop_sequences", "must be a list of strings, none empty")
-    # What an assistant has begun to say, it goes on with.
-    others = any(message["role"] != "assistant" for message in messages)
-    more = others and messages[-1]["role"] == "assistant"
-    translated = {
-        "messages": messages,
-        "tools": [_tool(each) for each in fields.objects("tools", optional=True)],
-        "continue_final_message": more and not messages[-1].get("tool_calls"),
-        "stop": stops,
-        "response_format": _format(fields),
-        "tool_choice": _choice(fields.object("tool_choice")),
+class Source(Object):
+    type: str = ""
+    data: str = ""
+    content: Content = Field(default_factory=list)
+
+
+class Document(Part):
+    """A part, which may be a document whose text is known."""
+
+    title: str = ""
+    source: Source = Field(default_factory=Source)
+
+    def shown(self) -> str:
+        if self.type == "document" and self.source.type in ("text", "content"):
+            text = self.source.data if self.source.type == "text" else text_of(self.source.content)
+            return "\n".join(filter(None, (self.title, text)))
+        return super().shown()
+
+
+class Block(Document):
+    """A part of a message. id, name, input: of a tool_use. tool_use_id, content, is_error: of a tool_result."""
+
+    # Types that are no parts of a text, by the role that has them, and the fields that each needs.
+    special: ClassVar[dict[str, dict[str, tuple[str, ...]]]] = {
+        "user": {"tool_result": ("tool_use_id",)},
+        "assistant": {"thinking": (), "redacted_thinking": (), "tool_use": ("id", "name")},
+        "system": {},
     }
-    try:
-        return check_request(plain | translated, True, model_info, shorten=True)
-    except Refused as refused:
-        raise renamed(refused, NAMES) from None
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = Field(default_factory=dict)
+    tool_use_id: str = ""
+    content: Annotated[list[Document], parts_of(Document)] = Field(default_factory=list)
+    is_error: bool = False
+
+    def check_part(self) -> None:
+        kinds = {kind: needed for role in self.special.values() for kind, needed in role.items()}
+        if self.type not in kinds:
+            super().check_part()
+        for name in kinds.get(self.type, ()):
+            if not getattr(self, name):
+                raise Wrong("must be a text that is not empty", name, "")
 
 
-def _choice(choice: dict) -> str | dict:
-    """`tool_choice` in OpenAI's words."""
-    kind = choice.get("type", "auto")
-    if kind == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if not isinstance(kind, str) or kind not in CHOICES:
-        raise bad("tool_choice.type", "choose from auto, any, tool, none", kind)
-    return CHOICES[kind]
+class Message(Object):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], parts_of(Block)] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _has_its_blocks(self) -> Self:
+        for i, block in enumerate(self.content):
+            if block.type not in block.special[self.role]:
+                try:
+                    super(Block, block).check_part()
+                except Wrong as wrong:
+                    raise Wrong(str(wrong), f"content.{i}", wrong.got) from None
+        return self
+
+    def for_template(self) -> list[dict]:
+        """Return the message as chat templates read it: results of tools are messages of their own."""
+        if self.role == "assistant":
+            return [_assistant(self.content)]
+        out = [
+            _result(block) if block.type == "tool_result" else self._text(block.shown())
+            for block in self.content
+        ]
+        return out or [self._text("")]
+
+    def _text(self, text: str) -> dict:
+        return {"role": self.role, "content": text}
 
 
-def _format(fields: Fields) -> dict | None:
-    """OpenAI's response_format for a schema, under its newer or its older name."""
-    wanted = fields.object("output_config").get("format") or fields.body.get("output_format")
-    if wanted is None:
-        return None
-    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
-        raise bad("output_config.format", "must be of type json_schema", wanted)
-    return schema_format(wanted)
-
-
-def _system(body: dict) -> list[dict]:
-    system = body.get("system")
-    if not isinstance(system, str):
-        texts = Fields(body).texts("system")
-        system = "\n".join(text for text in texts if not text.startswith(BILLING))
-    return [{"role": "system", "content": system}] if system else []
-
-
-def _message(message: Fields) -> list[dict]:
-    role, content = message.body.get("role"), message.body.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise message.bad("role", "unknown role; choose from user, assistant")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    blocks = message.objects("content")
-    if role == "assistant":
-        return [_assistant(blocks)]
-    out: list[dict] = []
-    for block in blocks:
-        if block.body.get("type") == "tool_result":
-            out.append(_result(block))
-        else:
-            out.append({"role": role, "content": block.part()})
-    return out or [{"role": role, "content": ""}]
-
-
-def _assistant(blocks: list[Fields]) -> dict:
+def _assistant(blocks: list[Block]) -> dict:
     texts, thoughts, calls = [], [], []
     for block in blocks:
-        kind = block.body.get("type")
-        if kind == "thinking":
-            thoughts.append(block.text("thinking"))
-        elif kind == "tool_use":
-            calls.append(call(block.named("id"), block.named("name"), block.object("input")))
-        elif kind != "redacted_thinking":  # nobody but Anthropic can read that
-            texts.append(block.part())
+        if block.type == "thinking":
+            thoughts.append(block.thinking)
+        elif block.type == "tool_use":
+            calls.append(tool_call(block.id, block.name, block.input))
+        elif block.type != "redacted_thinking":  # nobody but Anthropic can read that
+            texts.append(block.shown())
     out: dict = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):
         out["reasoning_content"] = "\n".join(thoughts)
     return out | ({"tool_calls": calls} if calls else {})
 
 
-def _result(block: Fields) -> dict:
-    text = block.content("content", between="\n")
-    if block.flag("is_error"):
-        text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": block.named("tool_use_id"), "content": text}
+def _result(block: Block) -> dict:
+    text = text_of(block.content, between="\n")
+    text = f"Error: {text}" if block.is_error else text
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
-def _tool(asked: Fields) -> dict:
-    if "input_schema" not in asked.body:
-        kind = str(asked.body.get("type"))[:40]
-        reason = f"{kind} runs on Anthropic's servers, and not here; leave it out, or give an input_schema"
-        raise bad(asked.path, reason)
-    return asked.tool("input_schema")
+class Tool(Object):
+    type: str = ""
+    name: ToolName = Field("", validate_default=True)
+    description: str = ""
+    input_schema: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _runs_here(self) -> Self:
+        if "input_schema" not in self.model_fields_set:
+            reason = (
+                "runs on Anthropic's servers, and not here; leave it out, or give an input_schema"
+            )
+            raise Wrong(f"{self.type[:40]} {reason}")
+        return self
+
+
+class ToolChoice(Object):
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str = ""
+
+    def choice(self) -> Choice:
+        if self.type == "tool":
+            return Choice("required", self.name)
+        return Choice("required" if self.type == "any" else self.type)
+
+
+class Schema(Object):
+    type: Literal["json_schema"]
+    schema_: Any = Field(default=None, alias="schema")
+
+
+class OutputConfig(Object):
+    format: Schema | None = None
+
+
+class Thinking(Object):
+    type: Literal["enabled", "adaptive", "disabled"] | None = None
+
+
+class Messages(Body):
+    messages: Annotated[list[Message], AfterValidator(filled)]
+    system: Content = Field(default_factory=list)
+    max_tokens: Length | None = None
+    top_k: Annotated[int, between(0, 1 << 20)] = 0
+    stop_sequences: StopWords = Field(default_factory=list)
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice = Field(default_factory=ToolChoice)
+    thinking: Thinking = Field(default_factory=Thinking)
+    output_config: OutputConfig = Field(default_factory=OutputConfig)
+    output_format: Schema | None = None  # an older name
+
+    def form(self) -> Format | None:
+        """Return the schema that the reply follows."""
+        if schema := self.output_config.format:
+            return Format("output_config.format.schema", schema.schema_)
+        return self.output_format and Format("output_format.schema", self.output_format.schema_)
+
+
+def read_messages(body: dict, model_info: ModelInfo) -> Request:
+    """Return the request in a body. Raises Refused."""
+    asked = Messages.read(body)
+    system = "\n".join(x.shown() for x in asked.system if not x.shown().startswith(BILLING))
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [one for message in asked.messages for one in message.for_template()]
+    # What an assistant has begun to say, it goes on with.
+    others = any(message["role"] != "assistant" for message in messages)
+    goes_on = others and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    if asked.thinking.type:
+        thinks = {"enable_thinking": asked.thinking.type != "disabled"}
+        asked.chat_template_kwargs = thinks | asked.chat_template_kwargs
+    return asked.request(
+        model_info,
+        asked.max_tokens,
+        shorten=True,
+        tools=[tool(one.name, one.description, one.input_schema) for one in asked.tools],
+        choice=asked.tool_choice.choice(),
+        form=asked.form(),
+        chat=True,
+        messages=joined(messages),
+        stop=asked.stop_sequences,
+        continue_final_message=goes_on,
+    )
 
 
 def models(names: tuple[str, ...], name: str) -> dict:
@@ -186,7 +257,7 @@ class MessagesReply(Blocks):
     """A message, or its events: message_start, for each block content_block_start, _delta and _stop,
     message_delta, message_stop."""
 
-    def __init__(self, *args):
+    def __init__(self, *args: Any):
         super().__init__(*args)
         self._id = f"msg_{uuid4().hex}"
 

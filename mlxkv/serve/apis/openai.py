@@ -1,27 +1,284 @@
-"""Replies of OpenAI's chat and text completions."""
+"""OpenAI's chat and text completions: what is asked, and replies."""
 
 from __future__ import annotations
 
 import time
 from functools import lru_cache
 from platform import platform
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 from uuid import uuid4
 
 import mlx.core as mx
 import mlx_lm
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
+from mlxkv.models.roles import joined
+from mlxkv.serve.apis.body import (
+    Body,
+    Choice,
+    Content,
+    Format,
+    Label,
+    Length,
+    Named,
+    Object,
+    StopWords,
+    ToolName,
+    between,
+    filled,
+    only,
+    text_of,
+    tool_call,
+)
 from mlxkv.serve.apis.reply import Reply, event
-from mlxkv.serve.http.request import ModelInfo, check_request
-from mlxkv.serve.job import Token
-from mlxkv.serve.refusals import Refused
+from mlxkv.serve.grammar import ANY_OBJECT
+from mlxkv.serve.refusals import Refused, bad
+from mlxkv.serve.request import ModelInfo, Request, Token
 
+LOGIT_BIASES = 1024
+ALTERNATIVES = 20  # of a token, as at OpenAI
+LEAST_PENALTY = 0.01  # logits are divided by it, and have to stay numbers in float16
 SPOKEN = ("text", "thinking")
 
 
-def read_completion(body: dict, model_info: ModelInfo, chat: bool) -> Completion:
-    """Return the request in a body, for a chat or a text. Raises Refused."""
-    return Completion(check_request(body, chat, model_info), model_info.model)
+# -- requests
+
+
+def _penalty(value: float) -> float:
+    if value and not LEAST_PENALTY <= value <= 100:
+        raise ValueError(f"must be 0 for none, or from {LEAST_PENALTY} to 100")
+    return value
+
+
+def _biases(values: dict[str, float]) -> dict[str, float]:
+    if len(values) > LOGIT_BIASES:
+        raise ValueError(f"must be an object of at most {LOGIT_BIASES} tokens")
+    for value in values.values():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 100:
+            raise ValueError("must be from -100 to 100")
+    return values
+
+
+def _choice(value: Any) -> Choice:
+    match value:
+        case "auto" | "none" | "required":
+            return Choice(value)
+        case {"function": {"name": str(name)}}:
+            return Choice("required", name)
+    raise ValueError('must be auto, none, required, or {"type": "function", ...}')
+
+
+def _alternatives(value: Any) -> int:
+    """Text completions ask with a number of alternatives, or with a boolean as chats do."""
+    if type(value) is bool:
+        return -1 if value else NO_LOGPROBS
+    if type(value) is not int or not -1 <= value <= ALTERNATIVES:
+        raise ValueError(f"must be from 0 to {ALTERNATIVES}")
+    return value or -1
+
+
+NO_LOGPROBS = -2
+Biases = Annotated[dict[str, Any], AfterValidator(_biases)]
+ToolChoice = Annotated[Choice, PlainValidator(_choice)]
+Count = Annotated[int, between(0, 1 << 20)]
+Penalty = Annotated[float, between(-100, 100)]
+
+
+class StreamOptions(Object):
+    include_usage: bool = False
+
+
+class JSONSchema(Object):
+    schema_: Any = Field(default_factory=lambda: ANY_OBJECT, alias="schema")
+
+
+class ResponseFormat(Object):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    def form(self) -> Format | None:
+        """Return the schema that the reply follows."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Format("response_format", ANY_OBJECT)
+        schema = self.json_schema and self.json_schema.schema_
+        return Format("response_format.json_schema.schema", schema)
+
+
+class CalledFunction(Object):
+    name: Named = Field("", validate_default=True)
+    arguments: Any = None
+
+
+class ToolCall(Object):
+    id: Any = None
+    function: CalledFunction = Field(default_factory=dict, validate_default=True)
+
+
+class Message(Object):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = Field(default_factory=list)
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+
+    def for_template(self) -> dict:
+        """Return the message as chat templates read it."""
+        out: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        out["content"] = text_of(self.content)
+        for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                out[name] = value
+        if self.tool_calls:
+            out["tool_calls"] = [
+                tool_call(str(x.id or ""), x.function.name, x.function.arguments or "{}")
+                for x in self.tool_calls
+            ]
+        return out
+
+
+class Function(Object):
+    name: ToolName = Field("", validate_default=True)
+
+
+class Tool(Object):
+    function: Function
+
+
+class Completion(Body):
+    """Fields of chats and of texts, by their names in OpenAI's API and in mlx-lm's server."""
+
+    fixed: ClassVar = frozenset(
+        [
+            "n",
+            "best_of",
+            "echo",
+            "suffix",
+            "adapters",
+            "draft_model",
+            "role_mapping",
+            "functions",
+            "modalities",
+        ]
+    )
+    n: Annotated[Any, only(1)] = None
+    best_of: Annotated[Any, only(1)] = None
+    echo: Annotated[Any, only(False)] = None
+    suffix: Annotated[Any, only("")] = None
+    adapters: Annotated[Any, only()] = None
+    draft_model: Annotated[Any, only()] = None
+    role_mapping: Annotated[Any, only()] = None
+    functions: Annotated[Any, only([])] = None
+    modalities: Annotated[Any, only(["text"])] = None
+
+    kv: str = ""
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
+    stop: Annotated[StopWords, BeforeValidator(lambda x: [x] if isinstance(x, str) else x)] = Field(
+        default_factory=list
+    )
+    logit_bias: Biases = Field(default_factory=dict)
+    max_tokens: Length | None = None
+    max_completion_tokens: Length | None = None  # OpenAI's newer name
+    user: Label = ""
+    response_format: ResponseFormat | None = None
+    top_k: Count = 0
+    min_p: Annotated[float, between(0, 1)] = 0.0
+    repetition_penalty: Annotated[float, AfterValidator(_penalty)] = 0.0
+    repetition_context_size: Count = 20
+    presence_penalty: Penalty = 0.0
+    presence_context_size: Count = 20
+    frequency_penalty: Penalty = 0.0
+    frequency_context_size: Count = 20
+    xtc_probability: Annotated[float, between(0, 1)] = 0.0
+    xtc_threshold: Annotated[float, between(0, 0.5)] = 0.1
+    seed: Annotated[int, between(-(1 << 63), (1 << 63) - 1)] | None = None
+
+    def completion(self, model_info: ModelInfo, **more: Any) -> Request:
+        """Return the request, as `request` does. Raises Refused."""
+        if self.kv and self.kv != model_info.kv:  # a batch has one kind of cache
+            reason = f"this server's caches are {model_info.kv}; choose that, or start another"
+            raise bad("kv", reason, self.kv)
+        for token in self.logit_bias:
+            known = token.isascii() and token.isdigit() and len(token) < 10
+            if not known or int(token) >= model_info.vocabulary:
+                reason = f"must name tokens by number, below {model_info.vocabulary}"
+                raise bad("logit_bias", reason, token)
+        return self.request(
+            model_info,
+            self.max_completion_tokens or self.max_tokens,
+            form=self.response_format and self.response_format.form(),
+            include_usage=self.stream_options.include_usage,
+            stop=self.stop,
+            logit_bias={int(token): float(x) for token, x in self.logit_bias.items()} or None,
+            user=self.user,
+            **more,
+        )
+
+
+class Chat(Completion):
+    messages: Annotated[list[Message], AfterValidator(filled)]
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice = Choice()
+    continue_final_message: bool = False
+    logprobs: bool = False
+    top_logprobs: Annotated[int, between(-1, ALTERNATIVES)] = -1
+
+
+class Text(Completion):
+    prompt: Any = None
+    logprobs: Annotated[int, PlainValidator(_alternatives)] = NO_LOGPROBS
+    top_logprobs: Annotated[int, between(-1, ALTERNATIVES)] = -1
+
+
+def read_chat(body: dict, model_info: ModelInfo) -> Request:
+    """Return the request in a body of chat completions. Raises Refused."""
+    asked = Chat.read(body)
+    messages = joined([message.for_template() for message in asked.messages])
+    more = asked.continue_final_message
+    if more and (len(messages) < 2 or messages[-1]["role"] != "assistant"):
+        reason = "needs a last message of the assistant behind others"
+        raise bad("continue_final_message", reason, more)
+    return asked.completion(
+        model_info,
+        chat=True,
+        messages=messages,
+        tools=body.get("tools"),  # as they came: templates read more than is checked
+        choice=asked.tool_choice,
+        continue_final_message=more,
+        logprobs=asked.logprobs,
+        top_logprobs=asked.top_logprobs,
+    )
+
+
+def read_text(body: dict, model_info: ModelInfo) -> Request:
+    """Return the request in a body of text completions. Raises Refused."""
+    asked = Text.read(body)
+    prompt = _prompt(asked.prompt, model_info.vocabulary)
+    has_logprobs = asked.logprobs != NO_LOGPROBS
+    top = asked.logprobs if asked.logprobs > 0 else asked.top_logprobs
+    return asked.completion(
+        model_info, chat=False, prompt=prompt, logprobs=has_logprobs, top_logprobs=top
+    )
+
+
+def _prompt(prompt: Any, vocabulary: int) -> str | list[int]:
+    """Return the prompt: a text, or numbers of tokens, alone or as the one element of a list."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if not isinstance(prompt, list) or not prompt or not all(type(x) is int for x in prompt):
+        raise bad("prompt", "must be one text, or one list of tokens, not empty", prompt)
+    for token in prompt:
+        if not 0 <= token < vocabulary:
+            raise bad("prompt", f"must name tokens by number, below {vocabulary}", token)
+    return prompt
+
+
+# -- replies
 
 
 @lru_cache(1)
@@ -30,7 +287,7 @@ def fingerprint() -> str:
     return f"{mlx_lm.__version__}-{mlx}-{platform()}-{mx.device_info()['architecture']}"
 
 
-class Completion(Reply):
+class CompletionReply(Reply):
     """A completion, or its chunks."""
 
     def __init__(self, *args: Any):

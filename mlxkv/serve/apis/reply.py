@@ -10,9 +10,8 @@ from typing import Any
 from mlx_lm.generate import TextStateMachine
 
 from mlxkv.serve.apis import calls
-from mlxkv.serve.http.request import Request
-from mlxkv.serve.job import Start, Token
 from mlxkv.serve.refusals import Refused
+from mlxkv.serve.request import Request, Start, Token
 
 KINDS = {"normal": "text", "reasoning": "thinking"}  # by mlx-lm's names of states
 
@@ -69,6 +68,7 @@ class Reply(ABC):
     """The reply to one request, as an API says it.
 
     streams: whether parts are written as they come; else `document()` is the reply. model: its name in replies.
+    markup: reads what the model writes.
     prompt: of the request; there when the reply `has_begun`. count: tokens of the reply. kv: of the field of that
     name. reason: "stop", "length" or "tool_calls". stop_word: the one that ended it, or None.
 
@@ -77,8 +77,9 @@ class Reply(ABC):
 
     prompt: Start
 
-    def __init__(self, request: Request, model: str):
+    def __init__(self, request: Request, model: str, markup: Markup):
         self.request, self.streams, self.model = request, request.stream, model
+        self._markup = markup
         self.count, self.has_begun = 0, False
         self.kv: dict | None = None
         self.reason, self.stop_word = "stop", None
@@ -96,7 +97,7 @@ class Reply(ABC):
     def take(self, token: Token) -> None:
         """Take a token that was written."""
         self.count += 1
-        parts = self.prompt.markup.feed(token.text, token.reason is not None)
+        parts = self._markup.feed(token.text, token.reason is not None)
         self._has_calls = self._has_calls or any(part[0] == "call" for part in parts)
         if token.reason is not None:
             ends_with_calls = token.reason == "stop" and self._has_calls

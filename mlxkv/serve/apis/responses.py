@@ -1,4 +1,4 @@
-"""OpenAI's responses API, as far as coding agents use it.
+"""OpenAI's responses API, as far as coding agents use it: what is asked, and replies.
 
 Nothing is stored: a client sends the whole conversation each time. Tools that run at OpenAI are not
 offered to the model.
@@ -8,87 +8,194 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 from uuid import uuid4
 
-from mlxkv.serve.apis.reply import Blocks, event
-from mlxkv.serve.http.fields import Fields, bad, call, mistyped, renamed, schema_format
-from mlxkv.serve.http.request import ModelInfo, Request, check_request
-from mlxkv.serve.refusals import Refused
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+from typing_extensions import Self
 
-SAME = ("model", "stream", "temperature", "top_p", "user", "chat_template_kwargs", "cache_salt")
-TAKEN = (
-    *SAME,
-    *("input", "instructions", "tools", "tool_choice", "max_output_tokens", "text"),
-    *("previous_response_id", "conversation", "background", "prompt"),
+from mlxkv.models.roles import joined
+from mlxkv.serve.apis.body import (
+    Body,
+    Choice,
+    Format,
+    Label,
+    Length,
+    Object,
+    Part,
+    Wrong,
+    check_tool_name,
+    parts_of,
+    text_of,
+    tool,
+    tool_call,
 )
-# What OpenAI's servers keep or do, by the field that asks for it.
-KEPT = ("previous_response_id", "conversation", "prompt")
-NAMES = {
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "messages": "input",
-    "tools": "tools",
-}
-TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+from mlxkv.serve.apis.reply import Blocks, event
+from mlxkv.serve.grammar import ANY_OBJECT
+from mlxkv.serve.refusals import Refused, bad
+from mlxkv.serve.request import ModelInfo, Request
+
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
-def read_response(body: dict, model_info: ModelInfo) -> ResponsesReply:
+# -- requests
+
+
+class ItemPart(Part):
+    texts: ClassVar = (
+        *("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"),
+    )
+
+
+Parts = Annotated[list[ItemPart], parts_of(ItemPart)]
+
+
+class Item(Object):
+    """A message, a thought, a call of a tool or its result."""
+
+    needed: ClassVar = {
+        "message": (),
+        "reasoning": (),
+        "function_call": ("call_id", "name"),
+        "custom_tool_call": ("call_id", "name"),
+        "function_call_output": ("call_id",),
+        "custom_tool_call_output": ("call_id",),
+    }
+    type: str = "message"
+    role: str = ""
+    content: Parts = Field(default_factory=list)
+    summary: Parts = Field(default_factory=list)
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    input: str = ""
+    output: Parts = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_known(cls, value: Any) -> Any:
+        kind = value.get("type", "message") if isinstance(value, dict) else "message"
+        if not isinstance(kind, str) or kind not in cls.needed:
+            raise Wrong(f"items of type {str(kind)[:40]} are not read here")
+        return value
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        for name in self.needed[self.type]:
+            if not getattr(self, name):
+                raise Wrong("must be a text that is not empty", name, "")
+        if self.type == "message" and self.role not in ("user", "system", "developer", "assistant"):
+            raise Wrong("unknown role; choose from user, assistant, developer", "role", self.role)
+        return self
+
+
+class Tool(Object):
+    type: str = Field("", validate_default=True)
+    name: str = ""
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if not self.type:
+            raise Wrong("must be a text", "type", None)
+        if self.runs_here:
+            try:
+                check_tool_name(self.name)
+            except Wrong as wrong:
+                raise Wrong(str(wrong), "name", self.name) from None
+        return self
+
+    @property
+    def runs_here(self) -> bool:
+        return self.type in ("function", "custom")
+
+    def for_template(self) -> dict:
+        # A custom tool takes free text, where a template has arguments.
+        return tool(
+            self.name, self.description, CUSTOM if self.type == "custom" else self.parameters
+        )
+
+
+def _choice(value: Any) -> Choice:
+    match value:
+        case "auto" | "none" | "required":
+            return Choice(value)
+        case {"type": "function" | "custom", "name": str(name)}:
+            return Choice("required", name)
+    raise ValueError('must be auto, none, required, or {"type": "function", ...}')
+
+
+class TextFormat(Object):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema_: Any = Field(default=None, alias="schema")
+
+
+class TextOptions(Object):
+    format: TextFormat = Field(default_factory=TextFormat)
+
+    def form(self) -> Format | None:
+        """Return the schema that the reply follows."""
+        schemas = {"json_object": ANY_OBJECT, "json_schema": self.format.schema_}
+        kind = self.format.type
+        return None if kind == "text" else Format("text.format.schema", schemas[kind])
+
+
+def _nothing_stored(value: Any) -> None:
+    raise Wrong("nothing is stored here; send the whole conversation as input")
+
+
+def _no_background(value: bool) -> bool:
+    if value:
+        raise Wrong("this server does not have it; leave it out")
+    return value
+
+
+Stored = Annotated[Any, BeforeValidator(_nothing_stored)]  # what OpenAI's servers keep
+
+
+class Response(Body):
+    previous_response_id: Stored = None
+    conversation: Stored = None
+    prompt: Stored = None
+    background: Annotated[bool, AfterValidator(_no_background)] = False
+    instructions: str = ""
+    input: Annotated[
+        list[Item],
+        BeforeValidator(lambda x: [{"role": "user", "content": x}] if isinstance(x, str) else x),
+    ]
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Annotated[Choice, PlainValidator(_choice)] = Choice()
+    max_output_tokens: Length | None = None
+    text: TextOptions = Field(default_factory=TextOptions)
+    user: Label = ""
+
+
+def read_response(body: dict, model_info: ModelInfo) -> Request:
     """Return the request in a body. Raises Refused."""
-    request, customs = request_of(body, model_info)
-    return ResponsesReply(request, model_info.model, body, customs)
+    asked = Response.read(body)
+    messages = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+    messages += _messages(asked.input)
+    if not messages:
+        raise bad("input", "must be a list that is not empty", body["input"])
+    tools = [one for one in asked.tools if one.runs_here]
+    return asked.request(
+        model_info,
+        asked.max_output_tokens,
+        shorten=True,
+        tools=[one.for_template() for one in tools],
+        choice=asked.tool_choice,
+        form=asked.text.form(),
+        chat=True,
+        messages=joined(messages),
+        user=asked.user,
+        custom_tools=frozenset(one.name for one in tools if one.type == "custom"),
+        echo={name: body[name] for name in ECHOED if body.get(name) is not None},
+    )
 
 
-def request_of(body: dict, model_info: ModelInfo) -> tuple[Request, set[str]]:
-    """Return the request of a JSON object, and the names of its custom tools. Raises Refused."""
-    mistyped(body, TAKEN)
-    fields = Fields(body)
-    for name in KEPT:
-        if body.get(name) is not None:
-            raise bad(name, "nothing is stored here; send the whole conversation as input")
-    if fields.flag("background"):
-        raise bad("background", "this server does not have it; leave it out")
-    messages = []
-    if instructions := fields.text("instructions"):
-        messages.append({"role": "system", "content": instructions})
-    if isinstance(body.get("input"), str):
-        messages.append({"role": "user", "content": body["input"]})
-    else:
-        messages += _messages(fields.objects("input"))
-    tools, customs = _tools(fields.objects("tools", optional=True))
-    choice, form = body.get("tool_choice"), fields.object("text").get("format")
-    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        form = schema_format(form)
-    plain = {name: body[name] for name in SAME if name in body}
-    plain |= {"messages": messages, "tools": tools}
-    plain |= {"tool_choice": choice, "response_format": form}  # checked where chats check theirs
-    if body.get("max_output_tokens") is not None:
-        plain["max_tokens"] = body["max_output_tokens"]
-    try:
-        return check_request(plain, True, model_info, shorten=True), customs
-    except Refused as refused:
-        raise renamed(refused, NAMES) from None
-
-
-def _tools(tools: list[Fields]) -> tuple[list[dict], set[str]]:
-    out, customs = [], set()
-    for tool in tools:
-        kind = tool.body.get("type")
-        if kind in ("function", "custom"):
-            out.append(tool.tool("parameters"))
-            if kind == "custom":  # free text, where a template has arguments
-                customs.add(tool.body["name"])
-                out[-1]["function"]["parameters"] = CUSTOM
-        elif not isinstance(kind, str):
-            raise tool.bad("type", "must be a text")
-    return out, customs
-
-
-def _messages(items: list[Fields]) -> list[dict]:
-    """Chat messages of items: thinking and calls belong to the assistant's message around them."""
+def _messages(items: list[Item]) -> list[dict]:
+    """Return messages as chat templates read them: thoughts and calls belong to the assistant's message around them."""
     out: list[dict] = []
 
     def assistant() -> dict:
@@ -97,36 +204,31 @@ def _messages(items: list[Fields]) -> list[dict]:
         return out[-1]
 
     for item in items:
-        kind = item.body.get("type", "message")
-        if kind == "message":
-            role, text = item.body.get("role"), item.content("content", TEXTS)
+        if item.type == "message":
+            role, text = item.role, text_of(item.content)
             if role == "assistant" and not (message := assistant())["content"]:
                 message["content"] = text
-            elif role in ("user", "system", "developer", "assistant"):
-                out.append({"role": "system" if role == "developer" else role, "content": text})
             else:
-                raise item.bad("role", "unknown role; choose from user, assistant, developer")
-        elif kind == "reasoning":
-            name = "content" if item.body.get("content") else "summary"
-            if text := item.content(name, TEXTS):
+                out.append({"role": "system" if role == "developer" else role, "content": text})
+        elif item.type == "reasoning":
+            if text := text_of(item.content or item.summary):
                 assistant()["reasoning_content"] = text
-        elif kind in ("function_call", "custom_tool_call"):
-            is_custom = kind == "custom_tool_call"
-            arguments: object = item.text("arguments") or "{}"
-            arguments = {"input": item.text("input")} if is_custom else arguments
-            calls = assistant().setdefault("tool_calls", [])
-            calls.append(call(item.named("call_id"), item.named("name"), arguments))
-        elif kind in ("function_call_output", "custom_tool_call_output"):
-            content = item.content("output", TEXTS)
-            out.append({"role": "tool", "tool_call_id": item.named("call_id"), "content": content})
+        elif item.type.endswith("_output"):
+            content = text_of(item.output)
+            out.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         else:
-            raise bad(item.path, f"items of type {str(kind)[:40]} are not read here")
+            is_custom = item.type == "custom_tool_call"
+            arguments: object = {"input": item.input} if is_custom else item.arguments or "{}"
+            calls = assistant().setdefault("tool_calls", [])
+            calls.append(tool_call(item.call_id, item.name, arguments))
     return out
 
 
 # -- replies
 
-ECHOED = ("instructions", "max_output_tokens", "temperature", "top_p", "tool_choice", "tools")
+# Fields that a reply repeats, and what they are where a request has none.
+ECHOED = {"instructions": None, "max_output_tokens": None, "temperature": None, "top_p": None}
+ECHOED |= {"tool_choice": "auto", "tools": [], "metadata": {}, "text": {"format": {"type": "text"}}}
 # New items, and names of texts, by the kind of a part.
 ITEMS = {
     "text": {"type": "message", "id": "msg_", "status": "in_progress", "role": "assistant"},
@@ -136,18 +238,12 @@ TEXTS_OF = {"text": "output_text", "thinking": "reasoning_text"}
 
 
 class ResponsesReply(Blocks):
-    """A response, or its events. body: of the request. customs: names of its tools that take free text."""
+    """A response, or its events."""
 
-    def __init__(self, request: Request, model: str, body: dict, customs: set[str]):
-        super().__init__(request, model)
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
-        self._echo = {name: body.get(name) for name in ECHOED} | {
-            "tool_choice": body.get("tool_choice") or "auto",
-            "tools": body.get("tools") or [],
-            "metadata": body.get("metadata") or {},
-            "text": body.get("text") or {"format": {"type": "text"}},
-        }
-        self._customs, self._number = customs, 0
+        self._number = 0
         self._items: list[dict] = []
 
     def _send(self, kind: str, **fields) -> None:
@@ -177,7 +273,7 @@ class ResponsesReply(Blocks):
     def add_call(self, id: str, name: str, arguments: str) -> None:
         id = id.replace("-", "")
         given: Any = json.loads(arguments)
-        if name in self._customs and isinstance(given.get("input"), str):
+        if name in self.request.custom_tools and isinstance(given.get("input"), str):
             item = {"type": "custom_tool_call", "id": f"ctc_{id}", "name": name, "input": ""}
             kind, field, text = "custom_tool_call_input", "input", given["input"]
         else:
@@ -238,7 +334,7 @@ class ResponsesReply(Blocks):
             "store": False,
             "truncation": "disabled",
             "usage": None,
-            **self._echo,
+            **(ECHOED | self.request.echo),
         }
 
     def error_event(self, refused: Refused) -> bytes:

@@ -25,11 +25,10 @@ from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.access import Keys, check_host, given_key, tenant
 from mlxkv.serve.http.connection import Limits
 from mlxkv.serve.http.models import Models
-from mlxkv.serve.http.request import no_model
-from mlxkv.serve.job import Job, Start, Token
 from mlxkv.serve.options import ServeOptions
-from mlxkv.serve.reading import COUNT, REPLIES, Read
+from mlxkv.serve.reading import APIS, COUNT, Read
 from mlxkv.serve.refusals import Refused, fault
+from mlxkv.serve.request import Job, Start, Token, no_model
 
 LOG = logging.getLogger("mlxkv.serve")
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
@@ -211,8 +210,10 @@ class ReplyStream:
                 scope["path"], self._raw, self._key, self._arrival_time
             ) as (loaded_model, read):
                 assert isinstance(read, Read)  # a number comes at `COUNT` alone
-                reply, prompt, dropped = read
-                engine, asked = loaded_model.engine, reply.request
+                asked, prompt, dropped = read
+                engine, name = loaded_model.engine, loaded_model.name
+                markup = loaded_model.markup(asked, prompt.state)
+                reply = APIS[scope["path"]].reply(asked, name, markup)
                 owner = await run_in_threadpool(tenant, self._key, asked.user, asked.cache_salt)
                 job = Job(asked, prompt, owner, dropped, self._is_operator, channel=self)
                 job.constraint = await run_in_threadpool(engine.constraint_of, job)
@@ -334,7 +335,7 @@ def application(models: Models) -> Router:
 
     return Router(
         [
-            *(Route(path, reply, methods=["POST"]) for path in REPLIES),
+            *(Route(path, reply, methods=["POST"]) for path in APIS),
             Route(COUNT, count, methods=["POST"]),
             Route("/", index),
             Mount("/page", Files(directory=PAGE, follow_symlink=True)),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
 from mlxkv import __version__
 from mlxkv.console import human_bytes
@@ -21,15 +22,16 @@ from mlxkv.metal.launch import backend
 from mlxkv.models.catalog.locate import locate
 from mlxkv.models.usage import window_of
 from mlxkv.serve import metrics
+from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.caches.memory import used_memory
 from mlxkv.serve.engine import LEAST_MEMORY, Engine
 from mlxkv.serve.grammar import calls_of
 from mlxkv.serve.http.access import Keys
 from mlxkv.serve.http.connection import Limits
-from mlxkv.serve.http.request import ModelInfo, no_model
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import Read, Reader
 from mlxkv.serve.refusals import Refused, ending
+from mlxkv.serve.request import ModelInfo, Request, no_model
 
 
 def name_of(model: str) -> str:
@@ -57,6 +59,7 @@ class LoadedModel:
                 sampling=self.loaded.sampling,
                 context=self.loaded.context,
             )
+            self._machine = make_text_state_machine(self.loaded.tokenizer)
             self._reader = Reader(self.loaded.tokenizer, options.template, self.model_info)
         except Exception:
             self.engine.stop_and_join()
@@ -71,6 +74,13 @@ class LoadedModel:
         if self.options.overflow == "drop":
             budget = self.engine.memory.longest(self.model_info.longest)
         return await self._reader.read(path, raw, budget, names, key)
+
+    def markup(self, request: Request, state: str) -> Markup:
+        """Return what reads thoughts and calls in a reply that begins in this state; none in a text that goes on."""
+        tokenizer = self.loaded.tokenizer
+        marks = tokenizer.tool_call_start, tokenizer.tool_call_end
+        machine = self._machine if request.chat else TextStateMachine()
+        return Markup(machine, state, tokenizer.tool_parser, request.tools, marks)
 
     def close(self) -> None:
         """End the engine. Raises nothing."""

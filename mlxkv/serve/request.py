@@ -1,4 +1,5 @@
-"""One request in the engine, and events from the generation thread to the handler that waits."""
+"""One request on its way from an API to the batch: what is asked, its prompt, and the job that the generation thread
+works on."""
 
 from __future__ import annotations
 
@@ -9,13 +10,91 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import Usage
-from mlxkv.serve.grammar import Constraint
-from mlxkv.serve.http.request import Request
+from mlxkv.serve.grammar import Calls, Constraint
+from mlxkv.serve.refusals import Refused
+
+DEFAULT_NAMES = ("default", "default_model")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Fields have the names of OpenAI's API and of mlx-lm's server.
+
+    chat: whether `messages` (with `tools`, `chat_template_kwargs`) are to be answered, or `prompt` to
+    be continued, a text or its tokens. max_tokens: of the longest reply. shorten: whether the reply may be shorter
+    where memory has no room for it. continue_final_message: the last message is the start of the reply, which
+    goes on (as in vLLM and transformers). include_usage: whether a stream ends with counts. top_logprobs: -1 for
+    none. user, cache_salt: whose caches are used, within an API key. grammar: llguidance's, which the reply follows,
+    or None. repetition_penalty: 0 for none. custom_tools: names of those whose argument is a free text. echo: fields
+    that the reply repeats.
+    """
+
+    chat: bool
+    max_tokens: int
+    stream: bool = False
+    include_usage: bool = False
+    shorten: bool = False
+    prompt: str | list[int] = ""
+    messages: list[dict] = field(default_factory=list)
+    tools: list[dict] | None = None
+    chat_template_kwargs: dict | None = None
+    continue_final_message: bool = False
+    grammar: str | None = None
+    custom_tools: frozenset[str] = frozenset()
+    echo: dict = field(default_factory=dict)
+    user: str = ""
+    cache_salt: str = ""
+    stop: list[str] = field(default_factory=list)
+    logprobs: bool = False
+    top_logprobs: int = -1
+    logit_bias: dict[int, float] | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 0.0
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    seed: int | None = None
+
 
 # Fields of requests that no process but rank 0 needs.
-LOCAL_FIELDS = ("prompt", "messages", "tools", "chat_template_kwargs", "user", "cache_salt")
+LOCAL_FIELDS = (
+    *("prompt", "messages", "tools", "chat_template_kwargs", "custom_tools", "echo"),
+    *("user", "cache_salt"),
+)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What requests are checked against: the names of the model and of its preset; the longest reply,
+    and the one of a request that names none; the size of the vocabulary; how
+    the model's tool calls begin and end; how its makers want replies drawn; what the model takes, where that is
+    known; whether schemas may be compiled here. Counts are in tokens."""
+
+    model: str
+    kv: str
+    longest: int
+    max_tokens: int
+    vocabulary: int
+    calls: Calls | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    context: int | None = None
+    compiles: bool = True
+
+
+def no_model(name: str, names: tuple[str, ...]) -> Refused:
+    """Return the error for a model that is not here."""
+    choices = " or ".join(map(repr, names))
+    return Refused(404, f"[model] no such model; got {name!r}; choose {choices}", "model_not_found")
 
 
 class Prompt(NamedTuple):
@@ -33,11 +112,10 @@ class Prompt(NamedTuple):
 @dataclass(frozen=True)
 class Start:
     """A request whose prompt is read now. prompt_tokens, cached_tokens: of the prompt, and those of them that a cache
-    held. markup: `apis.reply.Markup` for the reply."""
+    held."""
 
     prompt_tokens: int
     cached_tokens: int
-    markup: Any
 
 
 @dataclass(frozen=True)
@@ -87,6 +165,7 @@ class Job:
 
     @classmethod
     def from_json(cls, request: dict, prompt: list, tenant: str) -> Job:
+        """Return the request that `to_json` has written."""
         if bias := request["logit_bias"]:  # keys of JSON are texts
             request["logit_bias"] = {int(token): value for token, value in bias.items()}
         return cls(Request(**request), Prompt(*prompt), tenant)
