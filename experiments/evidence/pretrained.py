@@ -37,8 +37,8 @@ from mlxkv import __version__, console, errors
 from mlxkv.corpora import sources
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.report.report import bits
-from mlxkv.eval.tasks.divergence import compare
+from mlxkv.eval.divergence import compare
+from mlxkv.eval.report import bits
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from experiments.evidence.cells import OURS, Cells
+from mlxkv.eval import plots
 from mlxkv.eval.arms import BASELINE
-from mlxkv.eval.report import plots
 
 BITS, CONTEXTS = "bits.svg", "contexts.svg"
 CONTEXT = 8192  # of the first picture, or the longest below it

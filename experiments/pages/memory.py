@@ -17,7 +17,7 @@ from pathlib import Path
 from experiments.options import Parser
 from mlxkv import console
 from mlxkv.doctor.fit import plan_of
-from mlxkv.eval.report import plots
+from mlxkv.eval import plots
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import USABLE
 from mlxkv.models.catalog.aliases import CONFIGS, QUANTIZATION

@@ -10,12 +10,10 @@ from types import SimpleNamespace
 from mlxkv import console
 from mlxkv.corpora import sources
 from mlxkv.errors import UserError
-from mlxkv.eval import store
+from mlxkv.eval import divergence, page, report, retrieval, store
 from mlxkv.eval.arms import Arms
+from mlxkv.eval.engine import TaskOptions, TaskPart
 from mlxkv.eval.intervals import LEAST
-from mlxkv.eval.report import page, report
-from mlxkv.eval.tasks import divergence, retrieval
-from mlxkv.eval.tasks.part import TaskOptions, TaskPart
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu

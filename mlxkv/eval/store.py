@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from mlxkv import __version__, console
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.tasks.part import Results, TaskPart
+from mlxkv.eval.engine import Results, TaskPart
 from mlxkv.metal.launch import backend
 
 FORMAT = 2

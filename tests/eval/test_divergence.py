@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mlxkv.corpora.sources import Text
+from mlxkv.eval import divergence
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.tasks import divergence
-from mlxkv.eval.tasks.divergence import Tokens, summary
-from mlxkv.eval.tasks.part import TaskOptions
+from mlxkv.eval.divergence import Tokens, summary
+from mlxkv.eval.engine import TaskOptions
 from mlxkv.models import load
 
 CONTEXT, DECODE = 384, 24

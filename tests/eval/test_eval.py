@@ -12,13 +12,12 @@ from small_models import TINY
 
 from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
+from mlxkv.eval import divergence, plots, report, verdict
 from mlxkv.eval import run as evaluation
 from mlxkv.eval import store as kept
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.report import plots, report, verdict
+from mlxkv.eval.engine import TaskOptions, TaskPart
 from mlxkv.eval.store import ResultStore, computed
-from mlxkv.eval.tasks import divergence
-from mlxkv.eval.tasks.part import TaskOptions, TaskPart
 from mlxkv.formats.calibration import artifact
 from mlxkv.models import load
 from mlxkv.models.calibration.fitting import find_calibration

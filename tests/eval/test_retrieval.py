@@ -11,12 +11,11 @@ from small_models import TINY
 
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import MachineError
-from mlxkv.eval import feed
+from mlxkv.eval import feed, retrieval
 from mlxkv.eval import questions as texts
 from mlxkv.eval.arms import Arms
+from mlxkv.eval.engine import TaskOptions
 from mlxkv.eval.questions import KINDS, QUERIES, Question
-from mlxkv.eval.tasks import retrieval
-from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models import load
 
 SMALL = TaskOptions(contexts=(768,), questions=3, samples=2)

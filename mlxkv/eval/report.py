@@ -5,13 +5,11 @@ from __future__ import annotations
 from math import exp
 
 from mlxkv import __version__, console
-from mlxkv.eval import intervals
+from mlxkv.eval import divergence, intervals, retrieval, verdict
 from mlxkv.eval.arms import BASELINE, Arms
+from mlxkv.eval.engine import TaskOptions
 from mlxkv.eval.intervals import Interval
 from mlxkv.eval.questions import KINDS
-from mlxkv.eval.report import verdict
-from mlxkv.eval.tasks import divergence, retrieval
-from mlxkv.eval.tasks.part import TaskOptions
 from mlxkv.models.catalog.sizes import COMPRESSED, bits_in_pages, layer_bytes
 from mlxkv.models.hooks.cache_shapes import layers_of
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from mlxkv.corpora import sources
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.tasks.part import Progress, Results, TaskOptions, TaskPart, by_context
+from mlxkv.eval.engine import Progress, Results, TaskOptions, TaskPart, by_context
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.generate import prefill_step
 

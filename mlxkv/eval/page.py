@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from mlxkv.errors import MachineError
-from mlxkv.eval.report import plots, report, verdict
+from mlxkv.eval import plots, report, verdict
 
 PICTURE = "report.svg"
 

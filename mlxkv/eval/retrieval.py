@@ -21,8 +21,8 @@ import mlx.core as mx
 from mlxkv.errors import MachineError, UserError, brief
 from mlxkv.eval import feed
 from mlxkv.eval.arms import Arms
+from mlxkv.eval.engine import Results, TaskOptions, TaskPart, by_context
 from mlxkv.eval.questions import Document, Question, document
-from mlxkv.eval.tasks.part import Results, TaskOptions, TaskPart, by_context
 
 SEED = "retrieval-1"  # count it up when texts or scores change
 PER_TEXT = 16  # most questions of a kind about one text

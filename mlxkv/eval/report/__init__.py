@@ -1,1 +1,0 @@
-"""What an evaluation shows: rows, verdicts, tables, report.json, report.md and a picture."""
