@@ -137,7 +137,7 @@ def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
     """
     transforms = view.pages.square_transforms if view.pages else None
     if transforms is None:
-        keys, values = _whole(view, queries.dtype)
+        keys, values = decode_all(view, queries.dtype)
         transforms = None, None
     else:
         sink, recent = (
@@ -173,7 +173,7 @@ def _transformed(transform, x: mx.array, dtype: mx.Dtype) -> mx.array:
     return x if transform is None else transform.apply(x)
 
 
-def _whole(view: View, dtype: mx.Dtype) -> Pair:
+def decode_all(view: View, dtype: mx.Dtype) -> Pair:
     """Keys and values of all tokens as the model sees them, [B, G, T, D] each."""
     return whole_side(view, 0, dtype), whole_side(view, 1, dtype)
 
@@ -239,7 +239,7 @@ def _exact(queries, keys, values, scale, mask, sink_logits, softcap):
     batch, heads, new, dims = queries.shape
     q = (queries.astype(mx.float32) * scale).reshape(batch, keys.shape[1], -1, dims)
     s = (q @ keys.astype(mx.float32).swapaxes(-1, -2)).reshape(batch, heads, new, -1)
-    p = _softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
+    p = softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
     return (p @ values.astype(mx.float32)).reshape(batch, heads, new, -1).astype(queries.dtype)
 
 
@@ -252,7 +252,7 @@ def _by_codes(queries, view, scale, mask, sink_logits, softcap):
     s = scorer(view)(q).reshape(batch, heads, new, -1)
     if view.seen is not None:
         mask = view.visible(mask, new)
-    p = _softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
+    p = softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
     out, start = None, 0
     if sink is not None:
         start = sink[1].shape[2]
@@ -303,7 +303,7 @@ def masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
     return scores
 
 
-def _softmax(scores, mask, sink_logits, softcap=None):
+def softmax(scores, mask, sink_logits, softcap=None):
     """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
     total = scores.shape[3]
     if softcap is not None:

@@ -45,7 +45,6 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
     batchable = True
     observes_queries = False  # queries: then sequences are not decoded together
     latent = False  # keys are latents (MLA)
-    lazy = False  # True: a GPU, too, computes a prompt only when its output is evaluated
     _plan = None
 
     def __init__(
@@ -120,7 +119,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         if self.layer_maps is not None:
             keys = self.arriving(keys)
         views = self._update(keys, values)
-        if keys.shape[2] > DECODE_TOKENS and not self.lazy and backend() != "cpu":
+        if keys.shape[2] > DECODE_TOKENS and backend() != "cpu":
             ahead(self.arrays())
         return views
 

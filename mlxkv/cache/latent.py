@@ -117,7 +117,7 @@ class LatentKVCache(CompressedKVCache):
             rotary_keys = self.rotary if exact else _rotary_of(rotary_keys)
         assert rotary_keys is not None  # there are tokens now
         view = _as_latents(view)
-        if latents.shape[2] > DECODE_TOKENS and not self.lazy and backend() != "cpu":
+        if latents.shape[2] > DECODE_TOKENS and backend() != "cpu":
             ahead(self.arrays())
         return (decoded(view) if expands or self.selects else view), rotary_keys
 

@@ -10,7 +10,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlxkv import errors
-from mlxkv.cache.attention import DECODE_TOKENS, _whole, attend
+from mlxkv.cache.attention import DECODE_TOKENS, attend, decode_all
 from mlxkv.cache.stores import Codes, LatentCodes, Records
 from mlxkv.cache.view import BY_OPS, TILES, KernelPlan, Parts, View, both
 from mlxkv.codec.maps import sample
@@ -161,7 +161,7 @@ def _test(
             for view in views
         ]
         prefill = attend(queries, views[0], dims**-0.5, "causal", logits, shape.softcap)
-        out = mx.concatenate(steps_out, axis=2), *_whole(views[-1], dtype), prefill
+        out = mx.concatenate(steps_out, axis=2), *decode_all(views[-1], dtype), prefill
         mx.eval(out)
         return out
 
@@ -195,7 +195,8 @@ def _test(
             expected = outputs(reference)
             windows = View(recent, sink, None)
             stored = [
-                _whole(replace(windows, pages=x.read(0, PAGES)), dtype) for x in (reference, plain)
+                decode_all(replace(windows, pages=x.read(0, PAGES)), dtype)
+                for x in (reference, plain)
             ]
             mx.eval(stored)
     except Exception as error:  # a compiler or a driver may raise anything at all

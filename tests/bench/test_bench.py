@@ -38,7 +38,7 @@ def test_the_reference_is_attention(subtests):
                 view = case.filled(parse_kv(preset), shape, 500, mx.float32)
                 assert view.tokens == 500 and view.pages.tokens
                 q = shape.queries(mx.float32)
-                keys, values = attend.attention._whole(view, mx.float32)
+                keys, values = attend.attention.decode_all(view, mx.float32)
                 spec = mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.2)
                 assert attend.relative_rms(attend.reference(q, view, 0.2), spec) < 1e-5
 

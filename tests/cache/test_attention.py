@@ -27,9 +27,9 @@ def setup(heads, kv_heads, dims, length, value_dims=None, seed=0):
 
 def exact(view):
     """Keys and values as stored, in float64."""
-    from mlxkv.cache.attention import _whole
+    from mlxkv.cache.attention import decode_all
 
-    return tuple(np.array(x, np.float64) for x in _whole(view, mx.float32))
+    return tuple(np.array(x, np.float64) for x in decode_all(view, mx.float32))
 
 
 def rms(x, spec):

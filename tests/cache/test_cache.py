@@ -43,9 +43,9 @@ def feed(cache, keys, values, steps):
 def seen(cache, dims=64):
     """Keys and values as attention would see them."""
     view, _ = cache.keys_and_values()
-    from mlxkv.cache.attention import _whole
+    from mlxkv.cache.attention import decode_all
 
-    return tuple(np.array(x) for x in _whole(view, mx.float32))
+    return tuple(np.array(x) for x in decode_all(view, mx.float32))
 
 
 DIMS = (64, 80, 96, 128, 192, 256, 512)

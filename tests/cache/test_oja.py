@@ -13,7 +13,7 @@ from on_emulator import make
 
 from mlxkv.cache import adaptive
 from mlxkv.cache.adaptive import AdaptiveKVCache
-from mlxkv.cache.attention import _whole, attend
+from mlxkv.cache.attention import attend, decode_all
 from mlxkv.codec import maps
 from mlxkv.codec.maps import sample
 from mlxkv.errors import UserError
@@ -110,7 +110,7 @@ def test_attention_in_low_rank_is_that_over_what_comes_back(name):
     feed(one, 160)
     feed(one, 48, seed=5, chunk=1)
     q, view = data(1, 9, HEADS), one.keys_and_values()[0]
-    keys, values = _whole(view, mx.float32)
+    keys, values = decode_all(view, mx.float32)
     expected = mx.fast.scaled_dot_product_attention(q, keys, values, scale=SCALE)
     assert close(attend(q, view, SCALE), expected, 1e-5)
 
@@ -231,7 +231,7 @@ def test_a_run_of_the_calibrations_basis_keeps_it_when_saved(monkeypatch):
     assert [basis.keys.down.ndim for basis in one._store.bases] == [3, 4]
     again = AdaptiveKVCache.from_state(one.state)
     for x, y in zip(
-        *(_whole(c.keys_and_values()[0], mx.float32) for c in (one, again)), strict=True
+        *(decode_all(c.keys_and_values()[0], mx.float32) for c in (one, again)), strict=True
     ):
         assert mx.array_equal(x, y)
 
@@ -280,12 +280,12 @@ def test_pinned_tokens_cannot_be_taken_back_alone():
     feed(one, 150)
     feed(one, 6, seed=5, chunk=1)
     assert one.pinned == 150 and one.trimmable == 6
-    before = _whole(one.keys_and_values()[0], mx.float32)
+    before = decode_all(one.keys_and_values()[0], mx.float32)
     with pytest.raises(UserError, match="choose at most 6, or all 156"):
         one.trim(7)
     assert one.can_keep(150) and not one.can_keep(149) and not one.can_keep(20) and one.can_keep(0)
     one.trim(6)
-    for x, y in zip(_whole(one.keys_and_values()[0], mx.float32), before, strict=True):
+    for x, y in zip(decode_all(one.keys_and_values()[0], mx.float32), before, strict=True):
         assert mx.array_equal(x, y[:, :, :150])
     feed(one, 90, seed=5, chunk=1)
     assert one.can_keep(160) and one.trimmable == 90
@@ -366,9 +366,9 @@ def test_a_cut_behind_what_was_chosen_takes_no_quantize_back():
     one = cache("fp16+keep0.25")
     feed(one, 160, chunk=160)
     feed(one, 1, seed=3, chunk=1)
-    before = _whole(one.keys_and_values()[0], mx.float32)
+    before = decode_all(one.keys_and_values()[0], mx.float32)
     one.trim(14)
-    for x, y in zip(_whole(one.keys_and_values()[0], mx.float32), before, strict=True):
+    for x, y in zip(decode_all(one.keys_and_values()[0], mx.float32), before, strict=True):
         assert mx.array_equal(x, y[:, :, :-14])
 
 

@@ -16,7 +16,7 @@ from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedLayer
 from experiments.families.building import VOCABULARY, build
 from experiments.families.found import EXACT, INT4
-from mlxkv.cache.attention import _whole
+from mlxkv.cache.attention import decode_all
 from mlxkv.cache.compressed import CompressedKVCache as MLXCache
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Affine, CacheConfig, Side
@@ -130,7 +130,7 @@ def test_the_other_track_goes_back_alike(subtests):
                         torch.testing.assert_close(to_torch(x), y, atol=1e-5, rtol=0)
                 view = other.keys_and_values()[0]
                 for x, y in zip(
-                    _whole(view, mx.float32), cache.view().whole(torch.float32), strict=True
+                    decode_all(view, mx.float32), cache.view().whole(torch.float32), strict=True
                 ):
                     # A code at a rounding boundary: behind a transform its whole token.
                     assert (to_torch(x) - y).abs().gt(1e-3).float().mean() < 5e-3

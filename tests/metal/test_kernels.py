@@ -103,7 +103,7 @@ def test_a_cache_of_records_gives_what_a_cache_of_codes_gives(trusted):
     # cut back to a page, with what is left the same
     for cache in (ours, plain):
         cache.trim_to(cache.offset - 120)
-    a, b = (attention._whole(c.keys_and_values()[0], mx.float32) for c in (ours, plain))
+    a, b = (attention.decode_all(c.keys_and_values()[0], mx.float32) for c in (ours, plain))
     same_but_ties(a[0], b[0])
     same_but_ties(a[1], b[1])
 
@@ -115,11 +115,11 @@ def test_each_store_reads_what_the_other_saved(subtests, trusted):
             cache = CompressedKVCache(SMALL)
             with launch.using(start):
                 cache.update_and_fetch(keys, values)
-                before = attention._whole(cache.keys_and_values()[0], mx.float32)
+                before = attention.decode_all(cache.keys_and_values()[0], mx.float32)
             with launch.using(None if start else make):
                 other = CompressedKVCache.from_state(cache.state)
                 assert type(other._store) is not type(cache._store)
-                after = attention._whole(other.keys_and_values()[0], mx.float32)
+                after = attention.decode_all(other.keys_and_values()[0], mx.float32)
             for x, y in zip(before, after, strict=True):
                 assert rms(x, y) < 2e-6
             back = CompressedKVCache.from_state(
@@ -163,7 +163,7 @@ def test_an_environment_variable_keeps_to_plain_ops(monkeypatch, trusted):
         q = mx.array(data(1, 4, 1, 64))
         mask = mx.arange(200)[None] >= 150  # no kernel: still right
         out = attend(q, view, 0.125, mask)
-    keys, values = attention._whole(view, mx.float32)
+    keys, values = attention.decode_all(view, mx.float32)
     spec = softmax(q, keys[:, :, 150:], values[:, :, 150:], 0.125)
     assert rms(out, spec) < 2e-6
 

@@ -41,7 +41,7 @@ def run(method, dims, heads, new, dtype, factory, tiled=False, pages=3):
     view = View(recent, sink, ours.read(0, pages))
     assert view.pages.plan.body != OPS
     out = attend(q, view, dims**-0.5, mask, logits)
-    keys, values = attention._whole(View(recent, sink, plain.read(0, pages)), mx.float32)
+    keys, values = attention.decode_all(View(recent, sink, plain.read(0, pages)), mx.float32)
     return rms(out, softmax(q, keys, values, dims**-0.5, logits))
 
 

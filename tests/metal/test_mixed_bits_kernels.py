@@ -120,7 +120,9 @@ def test_attention_is_softmax_over_what_is_stored(subtests):
             view = View(recent, sink, ours.read(0, PAGES))
             assert view.pages.plan.body == (PORTABLE if factory is make else TILES)
             out = attend(q, view, dims**-0.5, None if new == 1 else "causal")
-            keys, values = attention._whole(View(recent, sink, plain.read(0, PAGES)), mx.float32)
+            keys, values = attention.decode_all(
+                View(recent, sink, plain.read(0, PAGES)), mx.float32
+            )
             assert rms(out, softmax(q, keys, values, dims**-0.5)) < bound
 
 

@@ -11,7 +11,7 @@ from samples import softmax
 
 from mlxkv.cache import adaptive, choose
 from mlxkv.cache.adaptive import AdaptiveKVCache
-from mlxkv.cache.attention import _whole, attend
+from mlxkv.cache.attention import attend, decode_all
 from mlxkv.cache.view import PORTABLE, TILES
 from mlxkv.codec.maps import sample
 from mlxkv.metal import launch, tiles
@@ -38,7 +38,7 @@ def test_kernels_read_low_rank_and_two_bases_in_one_pass(subtests):
                     assert [basis.keys.down.ndim for basis in one._store.bases] == [3, 4]
                 assert [run.plan.body for run in view.pages.parts] == [body] * 2
                 out = attend(q, view, SCALE, "causal")
-            right = softmax(q, *_whole(view, mx.float32), SCALE)
+            right = softmax(q, *decode_all(view, mx.float32), SCALE)
             assert close(out.astype(mx.float32), right, bound)
 
 

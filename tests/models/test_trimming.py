@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model, tokens
 
-from mlxkv.cache.attention import _whole
+from mlxkv.cache.attention import decode_all
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.models import attach, detach, trim_caches
 from mlxkv.models.hooks.probe import leaves
@@ -37,9 +37,9 @@ def test_replies_taken_back_leave_what_was_read(model):
     right, held = read(model, fresh, PROMPT, PROMPT + 8, seed=9), None
     for round_ in range(2):
         read(model, cache, PROMPT, PROMPT + REPLY, seed=round_ + 1)
-        before = [x[:, :, :PROMPT] for x in _whole(cache[0].keys_and_values()[0], mx.float32)]
+        before = [x[:, :, :PROMPT] for x in decode_all(cache[0].keys_and_values()[0], mx.float32)]
         assert trim_caches(cache, PROMPT + REPLY, PROMPT)
-        held = _whole(cache[0].keys_and_values()[0], mx.float32)
+        held = decode_all(cache[0].keys_and_values()[0], mx.float32)
         for x, y in zip(held, before, strict=True):
             assert mx.abs(x - y).max() < 1e-5
     ours = read(model, cache, PROMPT, PROMPT + 8, seed=9)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from mlxkv.cache.attention import _softmax, attend
+from mlxkv.cache.attention import attend, softmax
 from mlxkv.cache.view import Pair, View
 
 
@@ -122,7 +122,7 @@ class AttentionCall:
             mask = mx.arange(total) <= (total - self.queries.shape[2] + rows)[:, None]
         elif mask.shape[-2] > 1:
             mask = mask[..., rows, :]
-        return _softmax(scores, mask, self.sinks, self.softcap)
+        return softmax(scores, mask, self.sinks, self.softcap)
 
 
 def reads(x: mx.array, out: mx.array) -> bool:
