@@ -5,10 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import stream_generate
@@ -180,20 +177,6 @@ def _broken_logits(loaded, step: int) -> Exception:
 def new_cache(loaded) -> list:
     """Return an empty cache for each layer, compressed where the model is attached."""
     return make_prompt_cache(loaded.model)
-
-
-@contextmanager
-def wired(allowed: bool) -> Iterator[None]:
-    """Hold back mlx-lm's `mx.set_wired_limit` in this block, unless `allowed`. Under concurrent work on macOS that call
-    was followed by three kernel panics within 108 s, and its absence by none in 4.2 hours (ml-explore/mlx#3186)."""
-    module: Any = import_module("mlx_lm.generate")  # mlx_lm has a function of this name
-    plain = module.maybe_set_recommended_wired_limit
-    if not allowed:
-        module.maybe_set_recommended_wired_limit = lambda: None
-    try:
-        yield
-    finally:
-        module.maybe_set_recommended_wired_limit = plain
 
 
 def prefill_step() -> int:

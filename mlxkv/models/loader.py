@@ -17,6 +17,7 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_fold, parse_kv
 from mlxkv.metal.launch import backend
+from mlxkv.models import mlx_lm_compat
 from mlxkv.models.attach_model import attach
 from mlxkv.models.calibration.fitting import read_calibration
 from mlxkv.models.catalog import rendering
@@ -147,7 +148,7 @@ def load(
         if backend() == "cpu" and dtype in (None, "float32") and weights is None:
             reading.fit_cpu(model)
     tokenizer = _tokenizer(folder, full_config)
-    rendering.bound(tokenizer._tokenizer, folder.path)
+    rendering.bound(mlx_lm_compat.inner_tokenizer(tokenizer), folder.path)
     if (end := turn_end(tokenizer)) is not None:
         tokenizer.add_eos_token(end)
     mark = fingerprint(folder)

@@ -23,6 +23,7 @@ from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import session, state
 from mlxkv.formats.records import NAMES
 from mlxkv.formats.session import Saved
+from mlxkv.models import mlx_lm_compat
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.hooks.fold import match_fold
 from mlxkv.models.hooks.probe import leaves
@@ -175,8 +176,9 @@ def _plain(cache, like) -> list[mx.array]:
         rows, start = cache.keys.shape[2], getattr(cache, "start_position", 0)
         if cache.values.shape[2] != rows or not 0 <= start <= cache.offset:
             raise ValueError("keys and values of other tokens")
-        ring = (getattr(cache, name, None) for name in ("max_size", "_idx"))
-        state.check_rows(rows, cache.offset - start, getattr(cache, "keep", 0), *ring)
+        size = getattr(cache, "max_size", None)
+        index = None if size is None else mlx_lm_compat.ring_index(cache)
+        state.check_rows(rows, cache.offset - start, getattr(cache, "keep", 0), size, index)
     return arrays
 
 

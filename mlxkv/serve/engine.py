@@ -18,9 +18,9 @@ from mlxkv import errors
 from mlxkv.console import human_bytes, warn
 from mlxkv.errors import MachineError, UserError
 from mlxkv.machine import USABLE, machine_memory
-from mlxkv.models import load, warm_up
+from mlxkv.models import load, mlx_lm_compat, warm_up
 from mlxkv.models.catalog.shapes import text_config
-from mlxkv.models.generate import prefill_step, wired
+from mlxkv.models.generate import prefill_step
 from mlxkv.models.hooks.mark import forget_steps
 from mlxkv.models.loader import Loaded
 from mlxkv.models.replies.stops import ReplyText
@@ -314,7 +314,7 @@ class Engine:
         stream = mx.default_stream(mx.default_device())  # the one in which processes meet
         if not self.is_batchable:
             return SingleGenerator(self.loaded.model, self._prefill_step, stream)
-        with wired(self.options.wired_limit):
+        with mlx_lm_compat.wired(self.options.wired_limit):
             return BatchGenerator(
                 self.loaded.model,
                 completion_batch_size=self.options.batch,
@@ -371,9 +371,9 @@ class Engine:
             most = paced(most, self._pace)
         generator.prefill_step_size = chunk_of(most, count * self._heads, max(depths, default=0))
         progress, responses = generator.next()
-        self.ranks.step(generator._generation_batch)
+        self.ranks.step(mlx_lm_compat.generation_batch(generator))
         if isinstance(generator, BatchGenerator):
-            cut_padding(generator._prompt_batch.prompt_cache)
+            cut_padding(mlx_lm_compat.reading_caches(generator))
         self._read = 0
         for part in progress:
             job = jobs[part.uid]

@@ -22,6 +22,7 @@ import mlx.core as mx
 from mlxkv import __version__
 from mlxkv.console import note
 from mlxkv.errors import MachineError
+from mlxkv.models import mlx_lm_compat
 
 T = TypeVar("T")
 SHORT = 248  # bytes of JSON that travel with their length; longer ones take a second sum
@@ -109,8 +110,9 @@ class Ranks:
         """Replace the next tokens of a batch by rank 0's, after each of its steps."""
         self.hear()
         if self.many and batch.uids:
-            batch._next_tokens = self.tokens(batch._next_tokens)
-            mx.async_eval(batch._next_tokens)
+            drawn = self.tokens(mlx_lm_compat.next_tokens(batch))
+            mlx_lm_compat.set_next_tokens(batch, drawn)
+            mx.async_eval(drawn)
 
     def end(self) -> None:
         """Ask all processes to end, which they do at the same step. Safe from any thread."""

@@ -22,6 +22,7 @@ from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
+from mlxkv.models.hooks.mark import register_caches
 from mlxkv.models.trimming import trim_caches
 
 pytestmark = pytest.mark.usefixtures("trusted")
@@ -163,6 +164,7 @@ class Walk:
             case "state":
                 self.cache = type(old).from_state(state)
             case "save":
+                register_caches()
                 mlx_cache.save_prompt_cache(self.file, [old])
                 (self.cache,) = mlx_cache.load_prompt_cache(self.file)
         read(old, list(range(130)))  # quantizes pages of its own

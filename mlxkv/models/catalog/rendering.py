@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import Any
 
 from mlxkv.errors import UserError
+from mlxkv.models import mlx_lm_compat
 from mlxkv.models.catalog.bounded import Excess, Process
 
 SECONDS = 1.0  # of processor time for one text
 MEMORY = 1 << 30  # bytes for one text, beyond what the process takes at rest
-FUNCTION = "render_jinja_template"  # of transformers: conversations and a template -> texts
 RENDERER = Process(__name__)
 
 
@@ -28,23 +27,19 @@ def bound(tokenizer: Any, path: Path) -> None:
 
     path: the model's folder. Raises UserError for a template that takes too much for one word.
     """
-    call = getattr(type(tokenizer), "apply_chat_template", None)
-    if not isinstance(call, FunctionType) or FUNCTION not in call.__code__.co_names:
+
+    def bounded(original: Callable) -> Callable:
+        def render(**arguments) -> tuple[list[str], list]:
+            try:
+                question = json.dumps(arguments).encode()
+            except (TypeError, ValueError):  # functions as tools: of a program, not of a request
+                return original(**arguments)
+            return _rendered(question)
+
+        return render
+
+    if not mlx_lm_compat.render_by(tokenizer, bounded):
         return
-    original = call.__globals__[FUNCTION]
-
-    def render(**arguments) -> tuple[list[str], list]:
-        try:
-            question = json.dumps(arguments).encode()
-        except (TypeError, ValueError):  # functions as tools: of a program, not of a request
-            return original(**arguments)
-        return _rendered(question)
-
-    # The same code, in which that one name means ours: nobody else's tokenizers change.
-    names = {**call.__globals__, FUNCTION: render}
-    method = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-    method.__kwdefaults__ = call.__kwdefaults__
-    tokenizer.apply_chat_template = MethodType(method, tokenizer)
     if not getattr(tokenizer, "chat_template", None):
         return
     try:

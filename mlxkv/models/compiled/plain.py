@@ -13,6 +13,13 @@ from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, Rota
 from mlxkv.cache.static import NotYet, StaticCache, StepIndices, Untraceable, put
 from mlxkv.cache.view import View
 from mlxkv.metal.launch import backend
+from mlxkv.models.mlx_lm_compat import (
+    pads_right,
+    ring_index,
+    ring_tokens,
+    set_ring_index,
+    set_ring_tokens,
+)
 
 if TYPE_CHECKING:  # mlx-lm's caches, of which every one that is to take a step holds tokens
 
@@ -68,12 +75,13 @@ class Ring(Buffers):
         end = cache.offset + new
         if new > 1 and end > cache.max_size:
             raise NotYet("several tokens at once around a ring")
-        if cache.offset < cache.max_size and cache._idx != cache.offset:
+        if cache.offset < cache.max_size and ring_index(cache) != cache.offset:
             raise NotYet("a ring that was taken back")
         if end > cache.keys.shape[2] < cache.max_size:
             grow(cache, min(cache.max_size, whole_steps(end, cache.step)))
         self.cache, self.new = cache, new
-        self.at = cache.keep if cache._idx == cache.max_size else cache._idx
+        at = ring_index(cache)
+        self.at = cache.keep if at == cache.max_size else at
         self.is_full = end >= cache.keys.shape[2]
         self.key = Ring, self.is_full
         self.lockstep = Ring, cache.max_size, cache.keep
@@ -85,7 +93,7 @@ class Ring(Buffers):
         cache = self.cache
         cache.keys, cache.values = arrays
         cache.offset += self.new
-        cache._idx = self.at + self.new
+        set_ring_index(cache, self.at + self.new)
 
 
 class Plain(Buffers):
@@ -189,7 +197,7 @@ _read: WeakKeyDictionary[object, tuple[Integers, mx.array, mx.array, Integers, I
 def _stand(cache: BatchRotatingKVCache) -> Integers:
     """Return what changes with every token that mlx-lm writes or takes back; its arrays, changed in place, stay the
     same objects."""
-    return cache._idx, cache._offset
+    return ring_index(cache), ring_tokens(cache)
 
 
 class PaddedRing(Buffers):
@@ -199,15 +207,15 @@ class PaddedRing(Buffers):
     first = 0
 
     def __init__(self, cache: FilledBatchRing, new: int):
-        at, capacity = cache._idx, cache.keys.shape[2]
+        at, capacity = ring_index(cache), cache.keys.shape[2]
         if new > 1:
             raise NotYet("several tokens at once around a ring")
-        if cache._lengths is not None:
+        if pads_right(cache):
             raise NotYet("prompts of unequal lengths are read")
         if capacity > cache.max_size:
             raise NotYet("mlx-lm has yet to cut the window")
         self.rotated = cache.rotated or at == cache.max_size
-        if not self.rotated and at != cache._offset:
+        if not self.rotated and at != ring_tokens(cache):
             raise NotYet("a ring that was taken back")
         steps = min(cache.max_size, whole_steps(max(at + 1, capacity), cache.step))
         if steps > capacity and not self.rotated:  # in whole steps, so that shapes are few
@@ -287,8 +295,9 @@ class PaddedRing(Buffers):
         cache, batch = self.cache, len(self.lengths[0])
         # New handles: mlx-lm writes in place into what layers would share.
         cache.keys, cache.values, cache.offset, cache.left_padding = map(mx.array, arrays)
-        cache._idx, cache.rotated = self.place + 1, self.rotated
-        cache._offset += 1
+        cache.rotated = self.rotated
+        set_ring_index(cache, self.place + 1)
+        set_ring_tokens(cache, ring_tokens(cache) + 1)
         offsets, padding = self.indices[1 : 1 + batch], self.indices[1 + batch :]
         offsets = tuple(n + 1 for n in offsets)
         _read[cache] = _stand(cache), cache.offset, cache.left_padding, offsets, padding

@@ -7,11 +7,15 @@ import warnings
 from collections.abc import Callable, Container, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from mlxkv.cache.adaptive import AdaptiveKVCache
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
+from mlxkv.models import mlx_lm_compat
 from mlxkv.models.compiled.step import Steps
 from mlxkv.models.hooks import patching
 from mlxkv.models.hooks.patching import MARK, Slot
@@ -38,20 +42,14 @@ def forbid_batches(caches: list, compressed: Container[Place]) -> None:
         if place in compressed:
             member.batchable = False
             if len(place) > 1:
-                outer = caches[place[0]]
-                if not hasattr(outer, "batchable"):
-                    outer.__class__ = _unbatchable(type(outer))
+                mlx_lm_compat.forbid_merging(caches[place[0]])
 
 
-@cache
-def _unbatchable(kind: type) -> type:
-    """Return the class of a list of caches without its ways into a batch; its name, which saved files hold, stays."""
-
-    def absent(_):
-        raise AttributeError("sequences of this model are read one at a time")
-
-    ways = dict.fromkeys(("merge", "to_batch"), property(absent))
-    return type(kind.__name__, (kind,), ways | {"batchable": False})
+def register_caches() -> None:
+    """Let mlx-lm's `load_prompt_cache` find our classes of caches."""
+    mlx_lm_compat.register_caches(
+        CompressedKVCache, AdaptiveKVCache, LatentKVCache, IndexedLatentKVCache
+    )
 
 
 _MAKE = "make_cache"
@@ -76,9 +74,17 @@ class Attachment:
     steps: Steps = field(default_factory=Steps, repr=False)
     listeners: list[Callable] = field(default_factory=list, repr=False)
 
+    def __post_init__(self) -> None:
+        register_caches()
+
     def __call__(self) -> list:
         """As the model makes them, with compressed caches in their places."""
-        _say_ignored(sys._getframe(1))
+        if (size := mlx_lm_compat.requested_size()) is not None:
+            warnings.warn(
+                "[attach] max_kv_size has no effect on an attached model, whose compressed caches keep every "
+                f"token; got {size}; leave it out, or detach the model",
+                stacklevel=3,
+            )
         caches = self.plain_caches()
         for place, new in self.new.items():
             put(caches, place, new())
@@ -108,18 +114,6 @@ def _attached(
     """Unpickle. is_single: not batchable."""
     new = {p: partial(*k) for p, k in kinds.items()}
     return Attachment(model, patching.patch_slots(slots), new, make, not is_single)
-
-
-def _say_ignored(caller) -> None:
-    """Warn where mlx-lm makes caches for a `max_kv_size`, which it hands to no model's make_cache."""
-    if caller.f_code.co_name != "make_prompt_cache":
-        return
-    if (size := caller.f_locals.get("max_kv_size")) is not None:
-        warnings.warn(
-            f"[attach] max_kv_size has no effect on an attached model, whose compressed caches keep every "
-            f"token; got {size}; leave it out, or detach the model",
-            stacklevel=4,
-        )
 
 
 def _plain(model: nn.Module) -> Callable[[], list]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm._version import __version__ as mlx_lm_version
+from mlx_lm import __version__ as mlx_lm_version
 
 PLAIN = "KVCache"  # the class of mlx-lm's that ours replace
 Place = tuple[int, ...]  # position in the list of caches; a second number inside a CacheList

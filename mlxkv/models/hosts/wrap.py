@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,14 +91,12 @@ def _wrapped(original: Callable, options: Options) -> Callable:
             _call.folder = None
         if original.__name__ == "load_model":
             _call.folder = Path(name) if isinstance(name, (str, Path)) else None
-        # mlxkv gives the models that it loads caches of its own.
-        is_inner = sys._getframe(1).f_globals.get("__name__", "").startswith("mlxkv.")
         _call.depth += 1
         try:
             loaded = original(*args, **kwargs)
         finally:
             _call.depth -= 1
-        if outermost and not is_inner:
+        if outermost:
             compress(loaded, str(name), options)
         return loaded
 
@@ -109,7 +106,9 @@ def _wrapped(original: Callable, options: Options) -> Callable:
 def _reader(original: Callable) -> Callable:
     @wraps(original)
     def load_prompt_cache(*args, **kwargs):
-        import_module("mlxkv.models.hooks")  # mlx-lm finds our classes, before a model is loaded
+        from mlxkv.models.hooks.mark import register_caches
+
+        register_caches()  # before a model is loaded
         return original(*args, **kwargs)
 
     return load_prompt_cache

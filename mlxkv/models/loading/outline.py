@@ -6,8 +6,8 @@ refuses to compute anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from fnmatch import fnmatch
 from io import StringIO
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxkv.errors import brief
+from mlxkv.models import mlx_lm_compat
 from mlxkv.models.catalog.numbers import check_names
 from mlxkv.models.catalog.shapes import LayerShape, text_config, working_bytes
 from mlxkv.models.hooks.cache_shapes import layers_of
@@ -58,12 +59,10 @@ def outline(config: dict) -> tuple[list[LayerShape], int, int]:
 
 def classes_of(config: dict) -> tuple[type, type]:
     """Return the classes of a model and of its arguments, as mlx-lm chooses them. Raises NotBuilt."""
-    from mlx_lm.utils import _get_classes
-
     kind = str(config.get("model_type"))[:40]
     try:
         with redirect_stdout(StringIO()):
-            return _get_classes(config)
+            return mlx_lm_compat.model_classes(config)
     except ValueError:
         raise NotBuilt(f"mlx-lm knows no model of type {kind!r}") from None
     except (Exception, SystemExit) as error:  # a file that asks for another package leaves Python
@@ -76,7 +75,15 @@ def build(config: dict) -> nn.Module:
     check_names(text_config(config))
     model_class, args_class = classes_of(config)
     tied = text_config(config).get("tie_word_embeddings", True)
-    with _bounded():
+    count = 0
+
+    def made() -> None:
+        nonlocal count
+        count += 1
+        if count > MODULES:
+            raise NotBuilt(f"more than {MODULES} modules")
+
+    with mlx_lm_compat.count_modules(made):
         model = model_class(args_class.from_dict(config))
     for module in model.modules():
         # Families without this argument tie where a file has no head; transformers does by default.
@@ -130,25 +137,6 @@ def _quantisation(config: dict) -> dict[str, Any] | None:
         return None
     bits, group, mode = scheme
     return {**values, "bits": bits, "group_size": group, "mode": mode}
-
-
-@contextmanager
-def _bounded() -> Iterator[None]:
-    """Raise NotBuilt inside where more modules are made than any model has."""
-    init, count = nn.Module.__init__, 0
-
-    def counting(self) -> None:
-        nonlocal count
-        count += 1
-        if count > MODULES:
-            raise NotBuilt(f"more than {MODULES} modules")
-        init(self)
-
-    nn.Module.__init__ = counting
-    try:
-        yield
-    finally:
-        nn.Module.__init__ = init
 
 
 def _traced(model: nn.Module, run: Callable[[], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import unwrap
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,7 +44,8 @@ def build(
         ) from None
     try:
         if not folder.is_gguf:
-            model, config = load_model(folder.path, lazy=True)
+            # Of mlx-lm itself: `mlxkv run` gives what a program loads other caches.
+            model, config = unwrap(load_model)(folder.path, lazy=True)
             if bits is not None:
                 nn.quantize(model, class_predicate=lambda _, module: _rounded(module, bits))
             return model, config

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mlxkv.models import mlx_lm_compat
+
 
 class StopMatcher:
     """Finds the first stop word of a text that comes in pieces, however it is cut.
@@ -89,9 +91,7 @@ class ReplyText:
 
     def __init__(self, tokenizer: Any, words: Iterable[str], prefix: Sequence[int] = ()):
         self._tokenizer, self._detokenizer = tokenizer, tokenizer.detokenizer
-        if decode := getattr(self._detokenizer, "_decode_bytes", None):
-            # mlx-lm takes the letter that stands for a zero byte for itself.
-            self._detokenizer._decode_bytes = lambda text: decode(text.replace("\u0100", "\0"))
+        mlx_lm_compat.keep_zero_bytes(self._detokenizer)
         self._front = Front(tokenizer, prefix)
         self._matcher, self._ready = StopMatcher(words), ""
 
