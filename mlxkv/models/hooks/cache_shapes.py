@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlxkv.models.catalog.shapes import LayerShape
@@ -13,7 +12,8 @@ from mlxkv.models.compiled.weights import unchanged
 from mlxkv.models.hooks import probe
 from mlxkv.models.hooks.mark import cached_part, own_make_cache
 from mlxkv.models.hooks.patching import patch, unpatch
-from mlxkv.models.hooks.probe import PROMPT, Findings, Place, leaves
+from mlxkv.models.hooks.probe import Findings, Place, leaves
+from mlxkv.models.hooks.record import PROMPT, record
 
 # Tokens at which a cache of a family's own class is looked at: whole groups of them, beyond its windows.
 NEAR, FAR = 1 << 14, 1 << 15
@@ -59,12 +59,8 @@ def _run(
     model: nn.Module, make_cache: Callable[[], list], tokens: int
 ) -> tuple[list[tuple[Place, Any]], Exception | None]:
     """Return the model's own caches, with their places, behind a prompt of `tokens`; and what its code raised."""
-    caches, fault = make_cache(), None
-    try:
-        model(mx.zeros((1, tokens), mx.int32), cache=caches)
-    except Exception as error:  # a foreign model may raise anything at all
-        fault = error
-    return [(place, cache) for place, cache in leaves(caches) if cache is not None], fault
+    error = record(model, caches := make_cache(), (tokens,)).error
+    return [(place, cache) for place, cache in leaves(caches) if cache is not None], error
 
 
 def _of_keys(place: Place, cache, findings: Findings, expanded: int) -> LayerShape:

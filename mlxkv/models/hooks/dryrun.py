@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlxkv.models.hooks.probe import Place, put
-from mlxkv.models.hooks.taps import (
-    AttentionCall,
-    PlainObserver,
-    has_matrix,
-    hook,
-    joined,
-    reads,
-    restore_classes,
-)
+from mlxkv.models.hooks.record import LinearCall, record
+from mlxkv.models.hooks.taps import AttentionCall, PlainObserver, joined, reads
 
 TOKENS = 8
 NEAR = 16  # calls of linear maps before and after a cache that may belong to it
-
-LinearCall = tuple[nn.Module, mx.array, mx.array]  # a linear map, its input, its output
 
 
 @dataclass
@@ -64,45 +53,32 @@ class DryRun:
 def run_dry(model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]) -> DryRun:
     """Run `model` once over TOKENS tokens, with observers in place of the plain caches at `places`.
 
-    The attention function must be patched.
+    The attention function must be patched. Raises what the model's code raises.
     """
     traces = {place: CacheTrace() for place in places}
-    recent: deque[LinearCall] = deque(maxlen=NEAR)
-    open_: list[CacheTrace] = []  # after their attention, with fewer than NEAR calls recorded
-
-    def linear(call: Callable, *args, **kwargs):
-        y = call(*args, **kwargs)
-        if args and isinstance(y, mx.array):
-            linear_call = (call.args[0], args[0], y)
-            recent.append(linear_call)
-            for trace in open_:
-                trace.readers.append(linear_call)
-            open_[:] = [trace for trace in open_ if len(trace.readers) < NEAR]
-        return y
+    calls: list[LinearCall] = []
+    attentions: list[tuple[CacheTrace, int]] = []  # and how many calls came before
 
     def updated(trace: CacheTrace, keys: mx.array, values: mx.array) -> None:
         trace.values.append(values)
-        trace.sources = list(recent)
+        trace.sources = calls[-NEAR:]
 
     def attended(trace: CacheTrace, call: AttentionCall) -> None:
         trace.calls.append(call)
-        open_.append(trace)
+        attentions.append((trace, len(calls)))
 
     caches = make_cache()
     for place, entry in traces.items():
         put(caches, place, PlainObserver(partial(attended, entry), partial(updated, entry)))
-    layers: Any = model.layers  # by mlx's annotations an attribute of a module is None
-    maps = {id(m): m for layer in layers for m in layer.modules() if has_matrix(m)}
-    hooked = []
-    try:
-        hooked += [hook(module, linear) for module in maps.values()]
-        logits = model(mx.arange(1, TOKENS + 1)[None], cache=caches)
-    finally:
-        restore_classes(hooked)
+    recording = record(model, caches, (TOKENS,), calls)
+    if recording.error is not None:
+        raise recording.error
+    for trace, start in attentions:
+        trace.readers += calls[start : start + NEAR]
     pairs = [pair[1:] for entry in traces.values() for pair in (*entry.sources, *entry.readers)]
     arrays = [(entry.values, [call.out for call in entry.calls]) for entry in traces.values()]
-    mx.eval(logits, pairs, arrays)
-    return DryRun(traces, logits)
+    mx.eval(recording.logits, pairs, arrays)
+    return DryRun(traces, recording.logits)
 
 
 # -- Measure what output projections make of an error in the values of a cache.

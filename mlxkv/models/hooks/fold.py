@@ -31,7 +31,8 @@ from mlxkv.models.hooks.probe import Place, leaves
 from mlxkv.models.reports import FOLDED
 
 if TYPE_CHECKING:
-    from mlxkv.models.hooks.dryrun import DryRun, LinearCall
+    from mlxkv.models.hooks.dryrun import DryRun
+    from mlxkv.models.hooks.record import LinearCall
 
 # Largest relative rms change of an output projection or of the logits that rounding explains.
 # Measured on a CPU at up to 24 layers: 1.4e-6, 2.4e-3, 0.025; with heads mixed up: 1.3. Float32 leaves

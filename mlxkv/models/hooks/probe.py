@@ -17,9 +17,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import __version__ as mlx_lm_version
 
+from mlxkv.models.hooks.record import PROMPT, record
+
 PLAIN = "KVCache"  # the class of mlx-lm's that ours replace
 Place = tuple[int, ...]  # position in the list of caches; a second number inside a CacheList
-PROMPT = 2  # tokens of the first dry call; the second has one, as in decoding
 
 
 class Misuse(AttributeError):
@@ -145,10 +146,7 @@ def probe(
         probes = [kind(place) for place in pending]
         for cache in probes:
             put(caches, cache.place, cache)
-        try:
-            for tokens in (PROMPT, 1):
-                model(mx.zeros((1, tokens), mx.int32), cache=caches)
-        except Exception as error:  # a foreign model may raise anything at all
+        if (error := record(model, caches, (PROMPT, 1)).error) is not None:
             waiting = [cache for cache in probes if cache.waiting]
             for cache in waiting or probes:
                 findings.refused[cache.place] = _reason(error, bool(waiting))

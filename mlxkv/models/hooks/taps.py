@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import cast
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from mlxkv.cache.attention import attend, softmax
@@ -135,27 +133,3 @@ def joined(heads: mx.array) -> mx.array:
     """[B, H, L, Dv] -> [B, L, H * Dv]"""
     batch, _, new, _ = heads.shape
     return heads.swapaxes(1, 2).reshape(batch, new, -1)
-
-
-def has_matrix(module: nn.Module) -> bool:
-    """Return whether `module` holds a matrix itself, as linear maps and embeddings do."""
-    return any(isinstance(x, mx.array) and x.ndim == 2 for x in module.values())
-
-
-def hook(module: nn.Module, around: Callable) -> tuple[nn.Module, type]:
-    """Route calls of `module` through `around(call, *args, **kwargs)`. Returns what
-    `restore_classes` takes."""
-    cls = type(module)
-
-    def __call__(self, *args, **kwargs):
-        return around(partial(cls.__call__, self), *args, **kwargs)
-
-    members = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    object.__setattr__(module, "__class__", type(cls.__name__, (cls,), members))
-    return module, cls
-
-
-def restore_classes(hooked: list[tuple[nn.Module, type]]) -> None:
-    """Undo calls of `hook`, the last one first."""
-    for module, cls in reversed(hooked):
-        object.__setattr__(module, "__class__", cls)

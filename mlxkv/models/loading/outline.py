@@ -21,8 +21,7 @@ from mlxkv.models.catalog.numbers import check_names
 from mlxkv.models.catalog.shapes import LayerShape, text_config, working_bytes
 from mlxkv.models.hooks.cache_shapes import layers_of
 from mlxkv.models.hooks.mark import own_make_cache
-from mlxkv.models.hooks.probe import PROMPT
-from mlxkv.models.hooks.taps import hook, restore_classes
+from mlxkv.models.hooks.record import PROMPT, record
 from mlxkv.models.trees import flat
 from mlxkv.untrusted import Unsound
 
@@ -158,19 +157,7 @@ def _traced(model: nn.Module, run: Callable[[], T]) -> T:
 
 
 def _widths(model: nn.Module) -> list[int]:
-    """Numbers a token that go into each map of a dry run, in their order."""
-    widths = [0]
-
-    def observe(call: Callable, x: mx.array, *args, **kwargs):
-        widths.append(x.size // PROMPT)
-        return call(x, *args, **kwargs)
-
-    maps = [m for m in model.modules() if getattr(m.get("weight"), "ndim", 0) > 1]
-    hooked = [hook(m, observe) for m in maps if not isinstance(m, nn.Embedding)]
-    try:
-        model(mx.zeros((1, PROMPT), mx.int32), cache=own_make_cache(model)())
-    except Exception:  # `layers_of` judges that; this is an estimate
-        pass
-    finally:
-        restore_classes(hooked)
-    return widths[1:] or widths
+    """Numbers a token that go into each linear map, in their order: an estimate, where the model's code fails on the
+    way, which `layers_of` judges."""
+    calls = record(model, own_make_cache(model)(), calls=[]).calls
+    return [x.size // PROMPT for _, x, _ in calls] or [0]

@@ -13,6 +13,8 @@ from mlxkv import blas
 from mlxkv.errors import UserError, brief, cut
 from mlxkv.models.catalog.folder import Folder
 from mlxkv.models.catalog.shapes import text_config
+from mlxkv.models.hooks.mark import own_make_cache
+from mlxkv.models.hooks.record import PROMPT, record
 from mlxkv.models.loading import gguf
 from mlxkv.models.loading.outline import NotBuilt, classes_of
 from mlxkv.models.trees import flat
@@ -92,13 +94,11 @@ def read_model(model: nn.Module, progress: Callable[[int, int], None] | None) ->
 def try_out(model: nn.Module, folder: Folder) -> None:
     """Raise UserError for a model whose code fails on two tokens and on a third. Nothing is computed: MLX
     is lazy."""
-    from mlx_lm.models.cache import make_prompt_cache
-
     try:
-        caches = make_prompt_cache(model)
-        for tokens in (2, 1):
-            model(mx.zeros((1, tokens), mx.int32), cache=caches)
-    except Exception as error:
+        error = record(model, own_make_cache(model)(), (PROMPT, 1)).error
+    except Exception as fault:  # of the code that makes caches
+        error = fault
+    if error is not None:
         raise UserError(
             f"[load] config.json describes a model that cannot run ({type(error).__name__}: "
             f"{brief(error)}); got a {cut(folder.config['model_type'])} in {folder.path}; fetch the "

@@ -1,0 +1,83 @@
+"""The dry run of a model: what it does with a few tokens, for all who ask about its caches, its maps or its faults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+PROMPT = 2  # tokens of a short prompt; a decode step has one
+
+LinearCall = tuple[nn.Module, mx.array, mx.array]  # a linear map, its input, its output
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What calls of a model returned or raised.
+
+    logits: of the last call, None after an error. calls: of linear maps, in their order, where they were asked for.
+    """
+
+    logits: Any
+    error: Exception | None
+    calls: list[LinearCall]
+
+
+def record(
+    model: nn.Module,
+    caches: list,
+    tokens: Sequence[int] = (PROMPT,),
+    calls: list[LinearCall] | None = None,
+) -> Recording:
+    """Call `model` once for each of `tokens`, on so many of them, with `caches`. Computes nothing: MLX is lazy.
+
+    calls: filled with the calls of linear maps as they happen, if given. A foreign model may raise anything at all,
+    which is recorded.
+    """
+    logits, hooked = None, []
+
+    def note(call: partial, *args, **kwargs):
+        y = call(*args, **kwargs)
+        if calls is not None and args and isinstance(y, mx.array):
+            calls.append((call.args[0], args[0], y))
+        return y
+
+    try:
+        if calls is not None:
+            maps = {id(m): m for m in model.modules() if _is_map(m)}
+            hooked = [hook(module, note) for module in maps.values()]
+        for count in tokens:
+            logits = model(mx.arange(1, count + 1)[None], cache=caches)
+    except Exception as error:
+        return Recording(None, error, calls or [])
+    finally:
+        restore_classes(hooked)
+    return Recording(logits, None, calls or [])
+
+
+def _is_map(module: nn.Module) -> bool:
+    """Return whether `module` holds a matrix itself, as linear maps do, or one for each expert."""
+    holds = any(isinstance(x, mx.array) and x.ndim > 1 for x in module.values())
+    return holds and not isinstance(module, nn.Embedding)
+
+
+def hook(module: nn.Module, around: Callable) -> tuple[nn.Module, type]:
+    """Route calls of `module` through `around(call, *args, **kwargs)`. Returns what `restore_classes` takes."""
+    cls = type(module)
+
+    def __call__(self, *args, **kwargs):
+        return around(partial(cls.__call__, self), *args, **kwargs)
+
+    members = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    object.__setattr__(module, "__class__", type(cls.__name__, (cls,), members))
+    return module, cls
+
+
+def restore_classes(hooked: list[tuple[nn.Module, type]]) -> None:
+    """Undo calls of `hook`, the last one first."""
+    for module, cls in reversed(hooked):
+        object.__setattr__(module, "__class__", cls)
