@@ -29,7 +29,8 @@ from cuda_track.kernels.launch import Launch
 from cuda_track.kernels.pool import PoolPages
 from mlxkv import console
 from mlxkv.errors import UserError
-from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.quantizers import Affine
 
 DTYPE = torch.bfloat16
 COLD = 4  # times the L2 cache that rotating buffers fill at least

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import TypeVar
 
 import torch
 
-from cuda_track.codec import affine, codebook, mixed_bits, polar, polar_tree, raw, transform
+from cuda_track.codec import packing, transform
 from cuda_track.codec.transform import Transform
-from mlxkv.formats.config import Affine, Codebook, Full, Half, MixedBits, Polar, PolarTree, Side
+from mlxkv.formats.config import Side
+from mlxkv.formats.quantizers import Quantizer
 
-METHODS = {
-    Full: raw,
-    Half: raw,
-    Affine: affine,
-    Codebook: codebook,
-    PolarTree: polar_tree,
-    Polar: polar,
-    MixedBits: mixed_bits,
-}
 Stored = dict[str, torch.Tensor]
 X = TypeVar("X")
 Y = TypeVar("Y")
+
+
+def method(spec: Quantizer) -> ModuleType:
+    """Return the module of this package that encodes and decodes a quantizer.
+
+    It has `encode` and `decode`. It may have `join`, which packs codes of one width as pages hold them.
+    """
+    return import_module(f"cuda_track.codec.{spec.file or spec.method}")
 
 
 def both(make: Callable[[X], Y], pair: tuple[X, X]) -> tuple[Y, Y]:
@@ -47,7 +49,7 @@ class Codec:
         side_transform: Transform | None = None,
         device: torch.device = torch.device("cpu"),
     ):
-        self.spec, self.page, self.method = side.quantizer, page, METHODS[type(side.quantizer)]
+        self.spec, self.page, self.method = side.quantizer, page, method(side.quantizer)
         self.transform = side_transform or transform.make(side.transform, dims, side.seed, device)
         self.dims = dims if self.transform is None else self.transform.down.shape[-1]
 
@@ -58,7 +60,7 @@ class Codec:
         return {**vars(self), "method": None}  # a module: it does not pickle
 
     def __setstate__(self, state: dict) -> None:
-        vars(self).update(state, method=METHODS[type(state["spec"])])
+        vars(self).update(state, method=method(state["spec"]))
 
     def encode(self, x: torch.Tensor) -> Stored:
         """Encode x [B, G, T, D], whole pages; tokens, or groups of tokens, stay on axis 2."""
@@ -90,6 +92,14 @@ class Codec:
         """Sum the stored tokens with weights p [B, G, N, T]: [B, G, N, D] float32."""
         x = p.float() @ self.decode_stored(stored, torch.float32)
         return x if self.transform is None else self.transform.restore(x)
+
+    def join(self, codes: torch.Tensor, numbers: Stored) -> Stored:
+        """Pack the codes of page records [B, G, T, R] as pages hold them, beside their other tensors."""
+        if hasattr(self.method, "join"):
+            return self.method.join(self.spec, codes, numbers)
+        bits = self.spec.code_bits
+        assert bits is not None  # of methods without a `join`
+        return {**numbers, "codes": packing.pack(codes, bits)}
 
     @property
     def is_square(self) -> bool:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from cuda_track.codec import packing
 from cuda_track.codec.affine import half, in_range
-from mlxkv.formats.lowrank import DIMS, GAINS, STEPS, MixedBits
+from mlxkv.formats.quantizers import DIMS, GAINS, STEPS, MixedBits
 
 
 @cache
@@ -43,6 +43,13 @@ def pack(spec: MixedBits, codes: torch.Tensor) -> torch.Tensor:
     halves = torch.cat(parts, -1)
     halves = pad(halves, (0, halves.shape[-1] % 2))
     return halves.contiguous().view(torch.int32)
+
+
+def join(
+    spec: MixedBits, codes: torch.Tensor, numbers: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Pack codes [B, G, T, R], one for each stored dim, beside their scales."""
+    return {"codes": pack(spec, codes), **numbers}
 
 
 def unpack(spec: MixedBits, words: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ import torch
 from cuda_track.codec import packing
 from cuda_track.codec.affine import half
 from mlxkv.formats import levels
-from mlxkv.formats.quantizers import TREE, TREE_BITS, TREE_RECORD, TREE_SIZES, TREE_STEPS, PolarTree
+from mlxkv.formats.layout import TREE_BITS
+from mlxkv.formats.quantizers import TREE, TREE_RECORD, TREE_SIZES, TREE_STEPS, PolarTree
 
 Books = list[torch.Tensor]  # of the levels
 WIDTH = TREE // 2 - 1  # angles of the upper levels for each 16 dims
@@ -110,27 +111,19 @@ def codes_of(stored: dict[str, torch.Tensor], dims: int, page: int) -> list[torc
     return [code.unflatten(2, (-1, page)) for code in codes]
 
 
-def split(stored: dict[str, torch.Tensor], dims: int, page: int) -> torch.Tensor:
-    """Split what is stored into codes of 3 bits [B, G, T, R], as records hold them.
+def join(
+    spec: PolarTree, codes: torch.Tensor, numbers: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Pack the codes of 3 bits [B, G, T, R] of page records, beside the other tensors.
 
     The two low bits of dims 2 i and 2 i + 1 are the angle of level 1. High bits of dims 8 i .. 8 i + 7:
     the angles of level 3 and of level 4 (the same for both halves of 16 dims), then both of level 2,
     two bits each.
     """
-    first, two, three, four = codes_of(stored, dims, page)
-    low = torch.stack([first & 3, first >> 2], -1).flatten(-2)
-    two = two.unflatten(-1, (-1, 2))
-    angles = torch.stack([three, four.repeat_interleave(2, -1), *two.unbind(-1)], -1)
-    high = torch.stack([angles & 1, angles >> 1], -1).flatten(-3)
-    return (low + (high << 2)).flatten(2, 3)
-
-
-def join(codes: torch.Tensor, radii: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Invert `split`, with the radii [B, G, T, R/16]."""
     low, high = (codes & 3).unflatten(-1, (-1, 2)), (codes >> 2).unflatten(-1, (-1, 4, 2))
     three, four, *two = (high[..., 0] + 2 * high[..., 1]).unbind(-1)
     first, two = low[..., 0] + 4 * low[..., 1], torch.stack(two, -1).flatten(-2)
-    return stored_of([first, two, three, four[..., ::2]], radii)
+    return {**numbers, **stored_of([first, two, three, four[..., ::2]], numbers["radii"])}
 
 
 def decode(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from mlxkv.formats.config import Full, Half
-from mlxkv.formats.quantizers import HALF_MAX
+from mlxkv.formats.quantizers import HALF_MAX, Full, Half
 
 
 def encode(spec: Full | Half, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     """x: [B, G, T, R]."""
-    return {"values": x.clamp(-HALF_MAX, HALF_MAX).half() if isinstance(spec, Half) else x}
+    return {"values": x if spec.exact else x.clamp(-HALF_MAX, HALF_MAX).half()}
 
 
 def decode(
@@ -18,3 +17,10 @@ def decode(
 ) -> torch.Tensor:
     """[B, G, T, R] in `dtype`."""
     return stored["values"].to(dtype)
+
+
+def join(
+    spec: Full | Half, codes: torch.Tensor, numbers: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Read the float16 numbers whose bits page records hold, [B, G, T, R]."""
+    return {"values": codes.to(torch.int16).contiguous().view(torch.float16)}

@@ -10,20 +10,9 @@ from functools import lru_cache
 
 import torch
 
-from cuda_track.codec import mixed_bits, packing, polar, polar_tree
 from cuda_track.codec.codec import Codec, Stored
-from mlxkv.formats.config import MixedBits, Polar
-from mlxkv.formats.records import (
-    BLOCK,
-    NAMES,
-    TOKENS,
-    TREE_ANGLES,
-    SideLayout,
-    code_fields,
-    layout_of,
-    number_places,
-    spans,
-)
+from mlxkv.formats.layout import BLOCK, TOKENS, TREE_ANGLES, SideLayout
+from mlxkv.formats.records import NAMES, code_fields, layout_of, number_places, spans
 
 Field = tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -82,10 +71,9 @@ def to_codes(state: Stored, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
     out = {}
     for (name, at, words, shared), code in zip(spans(layout_of(codecs)), codecs, strict=True):
         codes, numbers = unpack(state["records"][..., words], at)
-        numbers = {at.source(number): x for number, x in numbers.items()}
         if at.header_words:
             numbers |= unpack_header(state["headers"][..., shared], at)
-        out[name] = _packed(code, codes, numbers, at)
+        out[name] = code.join(codes, numbers)
     return out
 
 
@@ -100,16 +88,3 @@ def as_codes(state: dict, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
         if set(state[name]) != code.spec.tensors:
             raise ValueError(f"tensors {', '.join(sorted(state[name]))} for {name}")
     return state
-
-
-def _packed(code: Codec, codes: torch.Tensor, numbers: Stored, at: SideLayout) -> Stored:
-    """Return what plain ops store for these codes; numbers: by the names of stored tensors."""
-    if at.tree:
-        return numbers | polar_tree.join(codes, numbers["radii"])
-    if isinstance(code.spec, Polar):
-        return numbers | {"codes": polar.join(code.spec, codes)}
-    if at.raw:
-        return {"values": codes.to(torch.int16).contiguous().view(torch.float16)}
-    if isinstance(code.spec, MixedBits):
-        return numbers | {"codes": mixed_bits.pack(code.spec, codes)}
-    return numbers | {"codes": packing.pack(codes, at.bits)}

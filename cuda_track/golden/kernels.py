@@ -15,7 +15,8 @@ from cuda_track.codec.codec import both
 from cuda_track.golden.table import TABLE
 from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool
-from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.quantizers import Affine
 from mlxkv.formats.records import NAMES
 from mlxkv.spec.bounds import Row, compare_codes, read_golden, rms
 from mlxkv.spec.rows import encode_cases

@@ -25,7 +25,7 @@ import torch
 from cuda_track.codec import packing
 from cuda_track.codec.affine import bias_of
 from cuda_track.codec.codec import Codec, Stored
-from mlxkv.formats.config import Affine, MixedBits
+from mlxkv.formats.quantizers import Affine
 
 LEAST = 16  # dims that a matrix unit sums over at least
 PLANES = 8  # accumulators of a program
@@ -150,8 +150,6 @@ def _layout(code: Codec, keys: bool) -> PlaneLayout:
 
 def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
     """Return why Triton does not read a side of heads of `dims`, or None."""
-    if isinstance(spec, MixedBits):
-        return "mixed bits have no Triton kernel"
     if not isinstance(spec, Affine):
         return "only affine codes have a Triton kernel yet"
     if spec.shared:

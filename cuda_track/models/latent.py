@@ -17,7 +17,7 @@ from cuda_track.cache.latent import Heads, LatentView
 from cuda_track.codec import packing
 from cuda_track.codec.codec import both
 from cuda_track.models.dryrun import Handle
-from mlxkv.formats.config import ROTARY, Affine
+from mlxkv.formats.config import ROTARY_BITS
 from mlxkv.formats.records import NAMES
 
 EXPAND = "expand_kv"  # the method of transformers' attention that makes keys and values
@@ -96,10 +96,9 @@ def paired(state: dict, pairs: bool) -> dict:
     if "rotary" in out:
         out["rotary"] = in_stored_order(out["rotary"])
     if values in out.get("pages", {}):
-        assert isinstance(ROTARY.quantizer, Affine)
-        stored, bits = out["pages"][values], ROTARY.quantizer.bits
-        dims = stored["codes"].shape[-1] * 32 // bits
-        codes = in_stored_order(packing.unpack(stored["codes"], bits, dims))
-        codes = packing.pack(codes, bits)
+        stored = out["pages"][values]
+        dims = stored["codes"].shape[-1] * 32 // ROTARY_BITS
+        codes = in_stored_order(packing.unpack(stored["codes"], ROTARY_BITS, dims))
+        codes = packing.pack(codes, ROTARY_BITS)
         out["pages"] = out["pages"] | {values: stored | {"codes": codes}}
     return out

@@ -23,7 +23,7 @@ from mlxkv.cache.pages import Pages, Part
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import KernelPlan, Pair, RecordPages, View, both
 from mlxkv.codec.transform import subtract_mean
-from mlxkv.formats.records import TOKENS
+from mlxkv.formats.layout import TOKENS
 from mlxkv.metal.lengths import batch_lengths
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from typing import Generic, TypeVar
 
 import mlx.core as mx
 
-from mlxkv.formats.records import TOKENS, RecordLayout
+from mlxkv.formats.layout import TOKENS
+from mlxkv.formats.records import RecordLayout
 from mlxkv.formats.sizes import GROWTH, WASTE, grown, page_room
 
 Name = TypeVar("Name", bound=Hashable)

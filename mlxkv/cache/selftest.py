@@ -15,8 +15,8 @@ from mlxkv.cache.stores import Codes, LatentCodes, Records
 from mlxkv.cache.view import BY_OPS, TILES, KernelPlan, Parts, View, both
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.lowrank import DIMS, MixedBits
-from mlxkv.formats.records import MOST_BLOCKS, record_layout
+from mlxkv.formats.quantizers import DIMS, MOST_BLOCKS, MixedBits
+from mlxkv.formats.records import record_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import tiles, trust
 from mlxkv.metal.launch import Factory

@@ -22,7 +22,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import View
 from mlxkv.codec.transform import subtract_mean
-from mlxkv.formats.records import TOKENS
+from mlxkv.formats.layout import TOKENS
 from mlxkv.metal.lengths import Division, Lengths, shared
 
 Arrays = Sequence[mx.array]

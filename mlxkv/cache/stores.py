@@ -29,7 +29,8 @@ from mlxkv.codec import records
 from mlxkv.codec.codec import Codec, Stored, codec
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.records import NAMES, TOKENS, record_layout
+from mlxkv.formats.layout import TOKENS
+from mlxkv.formats.records import NAMES, record_layout
 from mlxkv.metal import launch, quantize
 from mlxkv.metal.attend import Run, dequantize_side
 

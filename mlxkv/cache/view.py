@@ -29,7 +29,7 @@ import mlx.core as mx
 from mlxkv.codec.codec import Codec, Stored
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
-from mlxkv.formats.records import TOKENS
+from mlxkv.formats.layout import TOKENS
 from mlxkv.metal import attend as kernels
 from mlxkv.metal.attend import Run
 from mlxkv.metal.launch import Factory

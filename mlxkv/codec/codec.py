@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import mlx.core as mx
 
-from mlxkv.codec import affine, codebook, mixed_bits, polar, polar_tree, raw, transform
+from mlxkv.codec import packing, transform
 from mlxkv.codec.transform import Transform
-from mlxkv.formats.config import Affine, Codebook, Full, Half, MixedBits, Polar, PolarTree, Side
+from mlxkv.formats.config import Side
+from mlxkv.formats.quantizers import Quantizer
 
-METHODS = {
-    Full: raw,
-    Half: raw,
-    Affine: affine,
-    Codebook: codebook,
-    PolarTree: polar_tree,
-    Polar: polar,
-    MixedBits: mixed_bits,
-}
 Stored = dict[str, mx.array]
+
+
+def method(spec: Quantizer) -> ModuleType:
+    """Return the module of this package that encodes and decodes a quantizer.
+
+    It has `encode` and `decode`. It may have `scores` and `mix`, which multiply codes without decoding them, and
+    `split` and `join`, which turn stored tensors into codes of one width, and back, for page records.
+    """
+    return import_module(f"mlxkv.codec.{spec.file or spec.method}")
 
 
 class Codec:
@@ -32,7 +35,7 @@ class Codec:
     def __init__(self, side: Side, dims: int, page: int, own: Transform | None = None):
         self.spec = side.quantizer
         self.page = page
-        self.method = METHODS[type(side.quantizer)]
+        self.method = method(side.quantizer)
         self.transform = own or transform.make(side.transform, dims, side.seed)
         self.dims = dims if self.transform is None else self.transform.down.shape[-1]
 
@@ -97,6 +100,22 @@ class Codec:
         else:
             x = p @ self.decode_stored(stored, mx.float32)
         return x if self.transform is None else self.transform.restore(x)
+
+    def split(self, stored: Stored) -> tuple[mx.array, Stored]:
+        """Return the codes [B, G, T, R] of pages, one for each dim, and their other tensors."""
+        if hasattr(self.method, "split"):
+            return self.method.split(self.spec, stored, self.dims, self.page)
+        bits = self.spec.code_bits
+        assert bits is not None  # of methods without a `split`
+        return packing.unpack(stored["codes"], bits, self.dims), stored
+
+    def join(self, codes: mx.array, numbers: Stored) -> Stored:
+        """Invert `split`."""
+        if hasattr(self.method, "join"):
+            return self.method.join(self.spec, codes, numbers)
+        bits = self.spec.code_bits
+        assert bits is not None
+        return {"codes": packing.pack(codes, bits), **numbers}
 
 
 @cache

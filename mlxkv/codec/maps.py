@@ -16,7 +16,8 @@ from mlxkv.codec.transform import KeyMean, Transform
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.config import CALIBRATED, CENTRED, MIXED_BITS, PCA, SCALED, SHARED
-from mlxkv.formats.lowrank import DIMS, LowRank
+from mlxkv.formats.lowrank import LowRank
+from mlxkv.formats.quantizers import DIMS
 
 if TYPE_CHECKING:  # without a calibrated preset nothing of calibrations is imported
     from mlxkv.formats.calibration.artifact import Calibration

@@ -10,7 +10,7 @@ import numpy as np
 
 from mlxkv.codec import packing
 from mlxkv.codec.affine import half
-from mlxkv.formats.lowrank import DIMS, GAINS, STEPS, MixedBits
+from mlxkv.formats.quantizers import DIMS, GAINS, STEPS, MixedBits
 
 
 @lru_cache(maxsize=256)
@@ -60,6 +60,18 @@ def unpacked(spec: MixedBits, words: mx.array) -> mx.array:
         parts.append(packing.unpack(mx.contiguous(part).view(mx.uint32), bits, count))
         start += size
     return mx.concatenate(parts, -1)
+
+
+def split(
+    spec: MixedBits, stored: dict[str, mx.array], dims: int, page: int
+) -> tuple[mx.array, dict[str, mx.array]]:
+    """Return codes [B, G, T, R], one for each stored dim, and the other tensors."""
+    return unpacked(spec, stored["codes"]), stored
+
+
+def join(spec: MixedBits, codes: mx.array, numbers: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Invert `split`."""
+    return {"codes": packed(spec, codes), **numbers}
 
 
 def _levels(spec: MixedBits, stored: dict[str, mx.array]) -> mx.array:

@@ -119,13 +119,15 @@ def scores_by_tables(
     return mx.concatenate(out, axis=2)
 
 
-def split(spec: Polar, words: mx.array, dims: int) -> mx.array:
-    """Packed codes of pairs [..., W] -> [..., R]: the codes of all radii, then of all angles."""
-    codes = packing.unpack(words, spec.pair_bits, dims // 2)
-    return mx.concatenate([codes >> spec.angle, codes & (2**spec.angle - 1)], axis=-1)
+def split(
+    spec: Polar, stored: dict[str, mx.array], dims: int, page: int
+) -> tuple[mx.array, dict[str, mx.array]]:
+    """Return codes [B, G, T, R], of all radii and then of all angles, and the other tensors."""
+    codes = packing.unpack(stored["codes"], spec.pair_bits, dims // 2)
+    return mx.concatenate([codes >> spec.angle, codes & (2**spec.angle - 1)], axis=-1), stored
 
 
-def join(spec: Polar, codes: mx.array) -> mx.array:
-    """Return the inverse of `split`."""
+def join(spec: Polar, codes: mx.array, numbers: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Invert `split`."""
     radii, angles = _halves(codes)
-    return packing.pack((radii << spec.angle) + angles, spec.pair_bits)
+    return {"codes": packing.pack((radii << spec.angle) + angles, spec.pair_bits), **numbers}

@@ -12,7 +12,8 @@ import numpy as np
 from mlxkv.codec import packing
 from mlxkv.codec.affine import half
 from mlxkv.formats import levels
-from mlxkv.formats.quantizers import TREE_BITS, TREE_RECORD, TREE_SIZES, TREE_STEPS, PolarTree
+from mlxkv.formats.layout import TREE_BITS
+from mlxkv.formats.quantizers import TREE_RECORD, TREE_SIZES, TREE_STEPS, PolarTree
 
 Books = list[mx.array]  # of the levels, [n], or [B, G, pages, 1, 1, n]
 
@@ -109,8 +110,10 @@ def stored_of(codes: list[mx.array], radii: mx.array) -> dict[str, mx.array]:
     return {"first": first, "upper": upper, "radii": radii}
 
 
-def split(stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
-    """Return stored arrays -> codes of 3 bits [B, G, T, R], as records hold them.
+def split(
+    spec: PolarTree, stored: dict[str, mx.array], dims: int, page: int
+) -> tuple[mx.array, dict[str, mx.array]]:
+    """Return codes of 3 bits [B, G, T, R], as records hold them, and the other tensors.
 
     The two low bits of dims 2 i and 2 i + 1 are the angle of level 1. High bits of dims 8 i .. 8 i + 7:
     the angles of level 3 and of level 4 (which the two halves of 16 dims both have), then both of
@@ -122,17 +125,18 @@ def split(stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
     angles = mx.stack([third, mx.repeat(fourth, 2, axis=-1), second[..., 0], second[..., 1]], -1)
     high = mx.stack([angles & 1, angles >> 1], -1).reshape(low.shape)
     codes = low + (high << 2)
-    return codes.reshape(*codes.shape[:2], -1, dims)
+    return codes.reshape(*codes.shape[:2], -1, dims), stored
 
 
-def join(codes: mx.array, radii: mx.array) -> dict[str, mx.array]:
-    """Invert `split`; radii: [B, G, T, R/16]."""
+def join(spec: PolarTree, codes: mx.array, numbers: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Invert `split`."""
     low = (codes & 3).reshape(*codes.shape[:-1], -1, 2)
     high = (codes >> 2).reshape(*codes.shape[:-1], -1, 4, 2)
     angles = high[..., 0] + 2 * high[..., 1]
     second = angles[..., 2:].reshape(*codes.shape[:-1], -1)
     first = low[..., 0] + 4 * low[..., 1]
-    return stored_of([first, second, angles[..., 0], angles[..., ::2, 1]], radii)
+    levels_codes = [first, second, angles[..., 0], angles[..., ::2, 1]]
+    return {**numbers, **stored_of(levels_codes, numbers["radii"])}
 
 
 def _page_books(books: mx.array) -> Books:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlxkv.codec.affine import HALF_MAX
-from mlxkv.formats.config import Full, Half
+from mlxkv.formats.quantizers import Full, Half
 
 Raw = Full | Half
 
 
 def encode(spec: Raw, x: mx.array, page: int) -> dict[str, mx.array]:
     """x: [B, G, T, R], stored in its own type, or as float16 for `Half`."""
-    if isinstance(spec, Half):
+    if not spec.exact:
         x = mx.clip(x, -HALF_MAX, HALF_MAX).astype(mx.float16)
     return {"values": x}
 
@@ -23,3 +23,15 @@ def decode(
 ) -> mx.array:
     """[B, G, T, R] in `dtype`."""
     return stored["values"].astype(dtype)
+
+
+def split(
+    spec: Raw, stored: dict[str, mx.array], dims: int, page: int
+) -> tuple[mx.array, dict[str, mx.array]]:
+    """Return the bits of float16 numbers, [B, G, T, R] uint16, for page records."""
+    return mx.contiguous(stored["values"]).view(mx.uint16), {}
+
+
+def join(spec: Raw, codes: mx.array, numbers: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Invert `split`."""
+    return {"values": mx.contiguous(codes.astype(mx.uint16)).view(mx.float16)}

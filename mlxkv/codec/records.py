@@ -13,20 +13,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlxkv.codec import mixed_bits, packing, polar, polar_tree
 from mlxkv.codec.codec import Codec, Stored
-from mlxkv.formats.lowrank import MixedBits
-from mlxkv.formats.quantizers import Polar
-from mlxkv.formats.records import (
-    BLOCK,
-    TOKENS,
-    TREE_ANGLES,
-    SideLayout,
-    code_fields,
-    layout_of,
-    number_places,
-    spans,
-)
+from mlxkv.formats.layout import BLOCK, TOKENS, TREE_ANGLES, SideLayout
+from mlxkv.formats.records import code_fields, layout_of, number_places, spans
 
 
 class _Places(NamedTuple):
@@ -86,7 +75,7 @@ def pack(codes: mx.array, stored: Stored, at: SideLayout) -> mx.array:
     words = words.swapaxes(0, 1).reshape(*shape, -1)
     if not at.numbers:
         return words
-    numbers = mx.stack([stored[name].reshape(*shape, -1) for name in at.numbers], -2)
+    numbers = mx.stack([stored[n].reshape(*shape, -1) for n in at.numbers], -2)
     numbers = mx.take(numbers.reshape(*shape, -1), places.numbers, axis=-1)
     return mx.concatenate([words, mx.contiguous(numbers).view(mx.uint32)], -1)
 
@@ -112,7 +101,8 @@ def unpack(words: mx.array, at: SideLayout) -> tuple[mx.array, Stored]:
     numbers = mx.take(numbers, places.back, axis=-1)
     numbers = numbers.reshape(*lead, records, len(at.numbers), TOKENS, at.groups)
     shape = *lead, records * TOKENS, at.groups
-    return codes, {name: numbers[..., i, :, :].reshape(shape) for i, name in enumerate(at.numbers)}
+    stored = {n: numbers[..., i, :, :] for i, n in enumerate(at.numbers)}
+    return codes, {name: x.reshape(shape) for name, x in stored.items()}
 
 
 def pack_header(stored: Stored, at: SideLayout) -> mx.array:
@@ -150,7 +140,7 @@ def to_codes(state: Stored, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
         codes, numbers = unpack(state["records"][..., words], at)
         if at.header_words:
             numbers |= unpack_header(state["headers"][..., shared], at)
-        out[name] = _joined(code, codes, numbers, at)
+        out[name] = code.join(codes, numbers)
     return out
 
 
@@ -158,40 +148,12 @@ def to_records(state: dict[str, Stored], codecs: tuple[Codec, Codec]) -> Stored:
     """Invert `to_codes`."""
     words, shared = [], []
     for (name, at, _, _), code in zip(spans(layout_of(codecs)), codecs, strict=True):
-        codes, numbers = _split(code, state[name], at)
+        codes, numbers = code.split(state[name])
         words.append(pack(codes, numbers, at))
         if at.header_words:
             shared.append(pack_header(numbers, at))
     out = {"records": mx.concatenate(words, -1)}
     return {**out, "headers": mx.concatenate(shared, -1)} if shared else out
-
-
-def _split(code: Codec, stored: Stored, at: SideLayout) -> tuple[mx.array, Stored]:
-    """Unpack what is stored into codes [B, G, T, R] of the width of the records, and the other numbers."""
-    if at.tree:
-        codes = polar_tree.split(stored, at.dims, code.page)
-        return codes, {**stored, "scale": stored["radii"]}
-    if isinstance(code.spec, Polar):
-        return polar.split(code.spec, stored["codes"], at.dims), stored
-    if at.raw:
-        return mx.contiguous(stored["values"]).view(mx.uint16), {}
-    if isinstance(code.spec, MixedBits):
-        return mixed_bits.unpacked(code.spec, stored["codes"]), stored
-    return packing.unpack(stored["codes"], at.bits, at.dims), stored
-
-
-def _joined(code: Codec, codes: mx.array, numbers: Stored, at: SideLayout) -> Stored:
-    """Invert `_split`."""
-    if at.tree:
-        radii = numbers.pop("scale")
-        return {**polar_tree.join(codes, radii), **numbers}
-    if isinstance(code.spec, Polar):
-        return {"codes": polar.join(code.spec, codes), **numbers}
-    if at.raw:
-        return {"values": mx.contiguous(codes.astype(mx.uint16)).view(mx.float16)}
-    if isinstance(code.spec, MixedBits):
-        return {"codes": mixed_bits.packed(code.spec, codes), **numbers}
-    return {"codes": packing.pack(codes, at.bits), **numbers}
 
 
 def _padded(x: mx.array, count: int) -> mx.array:

@@ -15,7 +15,7 @@ from mlxkv.cache.view import View
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.records import record_layout, why_no_record
+from mlxkv.formats.records import record_layout
 from mlxkv.metal import launch, predict, tiles, trust, whiten
 from mlxkv.metal.timing import chain
 
@@ -95,7 +95,7 @@ def _row(
 def _designed(config: CacheConfig, preset: str, dims: int, body: str, make: launch.Factory) -> dict:
     """Return a row to try, or a row with the reason why this kernel does not exist here."""
     stored = config.dims(dims, dims)
-    reason = why_no_record(config.keys.quantizer, stored[0], config.page, blocks=True)
+    reason = config.keys.quantizer.why_no_record(stored[0], config.page)
     if reason is None and body == "tiles":
         layout = record_layout(config, *stored)
         reason = tiles.why_not(layout, dims, mx.float16, make)

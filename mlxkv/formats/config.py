@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, replace
-from typing import get_args
 
 from mlxkv.errors import UserError
-from mlxkv.formats.lowrank import Half, LowRank, MixedBits
-from mlxkv.formats.quantizers import Affine, Codebook, Full, Polar, PolarTree
+from mlxkv.formats.lowrank import LowRank
+from mlxkv.formats.quantizers import METHODS, Affine, Full, Quantizer
 
 CALIBRATED, BALANCED, LEARNED = "oscar", "balanced", "learned"
 SHARED = "oscar-layer"  # one rotation for all kv heads of a layer
@@ -23,8 +22,6 @@ CENTRED = {f"{name}-centred": name for name in (CALIBRATED, BALANCED, MIXED_BITS
 PCA = "pca"  # fewer dims, from a calibration
 FROM_CALIBRATIONS = (CALIBRATED, SHARED, *PAIRED, *CENTRED, SCALED, PCA, MIXED_BITS)
 TRANSFORMS = ("none", "hadamard", "srft", "random", *FROM_CALIBRATIONS)
-
-Quantizer = Full | Half | Affine | Codebook | PolarTree | Polar | MixedBits
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Side:
             )
         if (self.transform == PCA) != (self.low is not None):
             raise UserError(f'[Side] "{PCA}" and low go together; got {self.transform!r}')
-        if self.mixed_bits and not isinstance(self.quantizer, MixedBits):
+        if self.mixed_bits and self.quantizer.budget is None:
             raise UserError(
                 f'[Side] "{self.transform}" is for MixedBits; got {self.quantizer.label}'
             )
@@ -88,8 +85,8 @@ class Side:
     def kind(self) -> str:
         """Name of the calibrated transform: the transform, or for low rank "pca 96" (rank), "pca 0.75"
         (share), then " mixed" where it is; for `MixedBits` with its widths, "fill 4,4,2"."""
-        if self.mixed_bits and isinstance(self.quantizer, MixedBits):
-            return f"{self.transform} {','.join(map(str, self.quantizer.widths))}"
+        if self.mixed_bits:
+            return self.quantizer.kind(self.transform)
         if self.low is None:
             return self.transform
         size = self.low.rank or self.low.share
@@ -102,26 +99,23 @@ class Side:
 
     def dims(self, head_dim: int) -> int:
         """Return stored dims R; the head dim for `MixedBits` that a calibration has not given its widths."""
-        if self.mixed_bits and isinstance(self.quantizer, MixedBits):
-            return self.quantizer.dims or head_dim
+        if self.mixed_bits:
+            return self.quantizer.stored_dims(head_dim)
         return head_dim if self.low is None else self.low.dims(head_dim)
 
     @property
     def searchable(self) -> bool:
         """Return whether a calibration may search the clip."""
-        spec = self.quantizer
-        affine = isinstance(spec, Affine) and spec.axis == "token" and not spec.shared
-        return self.calibrated and affine and not self.own_clip and self.low is None
+        return self.calibrated and self.quantizer.clips and not self.own_clip and self.low is None
 
     def format(self, dims: int, page: int) -> str:
-        """Return the key of a searched clip: `Affine.format`, after "balanced " and the like for all but
-        rotations per kv head."""
-        assert isinstance(self.quantizer, Affine)  # as where a clip is searched
+        """Return the key of a searched clip: `Quantizer.format`, after "balanced " and the like for all but
+        rotations per kv head. Raises TypeError unless `searchable`."""
         prefix = "" if self.transform == CALIBRATED else f"{self.transform} "
         return prefix + self.quantizer.format(dims, page)
 
     def clipped(self, clip: float) -> Side:
-        return replace(self, quantizer=replace(self.quantizer, clip=clip))
+        return replace(self, quantizer=self.quantizer.clipped(clip))
 
     @property
     def label(self) -> str:
@@ -141,7 +135,7 @@ class Side:
             )
         if (self.transform == "srft" or self.calibrated) and head_dim % 2:
             return f"{self.transform} needs an even head dim, this one is {head_dim}"
-        if isinstance(self.quantizer, Polar) and self.transform != "none":
+        if self.quantizer.rope_pairs and self.transform != "none":
             return f"polar takes the pairs of RoPE, which {self.transform} mixes"
         if self.low is not None and (reason := self.low.why_not(head_dim)):
             return reason
@@ -157,7 +151,8 @@ class Side:
         return self.quantizer.bits_per_value(stored, page) * stored / head_dim
 
 
-ROTARY = Side(Affine(8, 0, symmetric=True))  # rotary keys beside latents with 8 bits
+ROTARY_BITS = 8
+ROTARY = Side(Affine(ROTARY_BITS, 0, symmetric=True))  # rotary keys beside latents
 
 
 @dataclass(frozen=True)
@@ -220,8 +215,7 @@ class CacheConfig:
 
     @property
     def compresses(self) -> bool:
-        full = (isinstance(side.quantizer, Full) for side in (self.keys, self.values))
-        return self.keep < 1 or not all(full)
+        return self.keep < 1 or not (self.keys.quantizer.exact and self.values.quantizer.exact)
 
     @property
     def is_online(self) -> bool:
@@ -294,9 +288,9 @@ class CacheConfig:
             return "a latent is read as a value, too, so no mean can be taken from it"
         if side.low is not None:
             return "a latent is of low rank already"
-        if isinstance(side.quantizer, Full):
+        if side.quantizer.exact:
             return "latents are stored as keys, which this preset keeps in full precision"
-        if isinstance(side.quantizer, Polar):
+        if side.quantizer.rope_pairs:
             return "polar takes the pairs of RoPE, and latents have none"
         return None
 
@@ -344,14 +338,13 @@ class CacheConfig:
     @staticmethod
     def from_dict(data: dict) -> CacheConfig:
         """Read what `as_dict` returns. Raises UserError on anything else."""
-        methods = {kind.method: kind for kind in get_args(Quantizer)}
         try:
             sides = {}
             for name in ("keys", "values"):
                 side = dict(data[name])
                 quantizer, low = dict(side.pop("quantizer")), side.pop("low", None)
                 side["low"] = LowRank(**low) if low else None
-                sides[name] = Side(methods[quantizer.pop("method")](**quantizer), **side)
+                sides[name] = Side(METHODS[quantizer.pop("method")](**quantizer), **side)
             config = CacheConfig(**data | sides)
             return replace(config, short_rotary=False, asks_rotary=False, name="")
         except UserError:

@@ -1,5 +1,4 @@
-"""Low rank as frozen data: how many dims are stored, whether their basis follows the text, and how many bits each
-has: 0 bits are low rank.
+"""Low rank as frozen data: how many dims are stored, and whether their basis follows the text.
 
 Letters as in `mlxkv.formats.config`.
 """
@@ -8,44 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import ClassVar
 
 from mlxkv.errors import UserError
-from mlxkv.formats.quantizers import Method
 
 TRANSPORT, SEGMENTS, STAY = "transport", "segments", "stay"
 STORED = (TRANSPORT, SEGMENTS, STAY)
 LEAST = 8  # stored dims
 RIDGE = 0.1  # of the mean energy of a stored dim, added by Oja's rule: what few tokens cannot tell
 SETTLED = 32  # pages in a run that may still be moved at every step
-DIMS = 16  # in a block of one width
-WIDTHS = (8, 4, 3, 2, 1)  # bits that a block may have, beside 0
-RATES = (0.5, 8.25)  # bits a value that may be asked for
-# The uniform quantizer with an even number of levels that is best for a Gaussian number of variance 1 (Max, "Quantizing
-# for minimum distortion", IRE IT-6, 1960, table II; 8 bits by the same equations): the width of its cells; by how much
-# its levels are further apart, so that decoded numbers have variance 1, too; and the squared error then. 0 bits leave
-# all of the variance. Spec: `mlxkv.spec.mixed_bits`.
-STEPS = {1: 1.595769134, 2: 0.995686668, 3: 0.586019449, 4: 0.335200601, 8: 0.030762395}
-GAINS = {1: 1.253314127, 2: 1.065305348, 3: 1.019262431, 4: 1.005821895, 8: 1.000043846}
-ERRORS = {0: 1.0, 1: 0.404230878, 2: 0.122603985, 3: 0.037796809, 4: 0.011576388, 8: 0.000087688}
-
-
-@dataclass(frozen=True)
-class Half(Method):
-    """Store numbers in float16, whatever the model's type."""
-
-    method: ClassVar[str] = "half"
-
-    def describe(self, bits: str | None = None) -> str:
-        return "float16"
-
-    @property
-    def tensors(self) -> set[str]:
-        """The tensor of pages: values float16 [B, G, T, R]."""
-        return {"values"}
-
-    def bits_per_value(self, dims: int, page: int) -> float:
-        return 16.0
 
 
 @dataclass(frozen=True)
@@ -132,77 +101,6 @@ class LowRank:
         """Return why heads of this dim cannot have such a basis, or None."""
         if self.dims(head_dim) > head_dim:
             return f"rank {self.rank} is more than the {head_dim} dims of a head"
-        return None
-
-
-@dataclass(frozen=True)
-class MixedBits(Method):
-    """Codes whose bits differ by block of 16 stored dims: `x ~ scale * (code - (2^b - 1) / 2)`, one 16-bit scale per
-    token and no bias; cells are `scale / GAINS[b]` wide.
-
-    Stored dims are the directions of balanced maps, those first in which an error costs most; a calibration gives each
-    block its bits (`mlxkv.formats.calibration.mixed_bits`), the same for all kv heads of a layer, and scales
-    directions so that one step serves all widths. Blocks of 0 bits are not stored.
-
-    rate: bits per value, scales included, that keys and values of all layers have to share; a side whose other one has
-        another rate has its own.
-    widths: bits of each stored block, never rising; (): not allotted yet.
-    """
-
-    method: ClassVar[str] = "fill"
-
-    rate: float
-    widths: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        object.__setattr__(self, "widths", tuple(self.widths))
-        if not RATES[0] <= self.rate <= RATES[1]:
-            raise UserError(
-                f"[MixedBits] bits a value must be {RATES[0]} to {RATES[1]}; got {self.rate}"
-            )
-        if not set(self.widths) <= set(WIDTHS) or list(self.widths) != sorted(self.widths)[::-1]:
-            raise UserError(
-                f"[MixedBits] widths must be of {', '.join(map(str, WIDTHS))} and never rise; got "
-                f"{', '.join(map(str, self.widths))}"
-            )
-
-    def describe(self, bits: str | None = None) -> str:
-        widths = "/".join(map(str, self.widths))
-        said = (
-            f"{widths} bits" if widths else f"{bits or f'{self.rate:g}'} bits a value in the mean,"
-        )
-        return f"{said} by blocks of {DIMS} directions, a scale per token"
-
-    @property
-    def tensors(self) -> set[str]:
-        """The tensors of pages: codes [B, G, T, W] words, all blocks of a token in one stream; scale float16
-        [B, G, T, 1]."""
-        return {"codes", "scale"}
-
-    @property
-    def dims(self) -> int:
-        """Stored dims R, once widths are allotted."""
-        return DIMS * len(self.widths)
-
-    @property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """(bits, dims) of each run of blocks of one width."""
-        return tuple((b, DIMS * self.widths.count(b)) for b in dict.fromkeys(self.widths))
-
-    @property
-    def words(self) -> int:
-        """32-bit words of a token's codes."""
-        return -(-DIMS * sum(self.widths) // 32)
-
-    def bits_per_value(self, dims: int, page: int) -> float:
-        """Return the rate that was asked for, as long as no widths are allotted."""
-        return (32 * self.words + 16) / dims if self.widths else self.rate
-
-    def why_not(self, dims: int, page: int) -> str | None:
-        if dims % DIMS:
-            return f"blocks of {DIMS} directions do not divide {dims} dims"
-        if self.widths and dims != self.dims:
-            return f"widths of {self.dims} dims do not fit {dims}"
         return None
 
 

@@ -27,9 +27,9 @@ from difflib import get_close_matches
 
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.lowrank import RATES, SEGMENTS, STORED, Half, LowRank, MixedBits
+from mlxkv.formats.lowrank import SEGMENTS, STORED, LowRank
 from mlxkv.formats.presets import PRESETS, low_rank, mixed_bits
-from mlxkv.formats.quantizers import Affine, Full
+from mlxkv.formats.quantizers import RATES, Affine, Half
 
 METHODS = ("static", "oja")
 FILL = "fill"
@@ -88,7 +88,7 @@ def fallback_preset(config: CacheConfig) -> str | None:
     """Return the name of the preset that takes the place of mixed bits in models whose keys need their mean (a
     sink logit, a cap on scores) or are latents; None for other configurations."""
     quantizers = (config.keys.quantizer, config.values.quantizer)
-    rates = [quantizer.rate for quantizer in quantizers if isinstance(quantizer, MixedBits)]
+    rates = [quantizer.budget for quantizer in quantizers if quantizer.budget is not None]
     if len(rates) < 2:
         return None
     return "int4" if min(rates) >= 4 else "int3" if min(rates) >= 3 else "int2"
@@ -251,7 +251,7 @@ def _not_tuned(name: str) -> UserError:
 
 def _are_codes(preset: CacheConfig) -> bool:
     """Return whether the preset quantises both sides."""
-    return not {type(side.quantizer) for side in (preset.keys, preset.values)} & {Full, Half}
+    return preset.keys.quantizer.codes and preset.values.quantizer.codes
 
 
 def _is_size(match: re.Match) -> bool:

@@ -14,11 +14,19 @@ from mlxkv.formats.config import (
     SCALED,
     SHARED,
     CacheConfig,
-    Quantizer,
     Side,
 )
-from mlxkv.formats.lowrank import Half, LowRank, MixedBits
-from mlxkv.formats.quantizers import Affine, Codebook, Full, Polar, PolarTree
+from mlxkv.formats.lowrank import LowRank
+from mlxkv.formats.quantizers import (
+    Affine,
+    Codebook,
+    Full,
+    Half,
+    MixedBits,
+    Polar,
+    PolarTree,
+    Quantizer,
+)
 
 FULL = Side(Full())
 
@@ -61,7 +69,7 @@ def low_rank(
     low: LowRank, keys: Quantizer, values: Quantizer, windows: int = 32, page: int = 64
 ) -> CacheConfig:
     """Store both sides by the same `low`, dims mixed where they are coded. windows: as in the OjaKV paper."""
-    sides = (Side(q, PCA, low=replace(low, mixed=type(q) is not Half)) for q in (keys, values))
+    sides = (Side(q, PCA, low=replace(low, mixed=q.codes)) for q in (keys, values))
     return CacheConfig(*sides, sink=windows, recent=windows, page=page)
 
 

@@ -15,9 +15,9 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.lowrank import STAY, LowRank
-from mlxkv.formats.quantizers import Full
-from mlxkv.formats.records import TOKENS, record_layout, why_no_records
+from mlxkv.formats.records import record_layout, why_no_records
 from mlxkv.formats.rules.observing import WINDOW
 
 EXACT_BYTES = (
@@ -270,8 +270,8 @@ class CacheShape:
             layout = record_layout(c, *c.dims(*dims))
             return 4 * self.heads * (c.page // TOKENS * layout.words + layout.header_words)
         for side, dim in list(zip((c.keys, c.values), dims, strict=True))[: 2 - self._has_rotary]:
-            full = isinstance(side.quantizer, Full)
-            bits += dim * (8 * number if full else side.bits_per_value(dim, c.page))
+            exact = side.quantizer.exact
+            bits += dim * (8 * number if exact else side.bits_per_value(dim, c.page))
         return self.heads * c.page * bits / 8
 
     def held(self, tokens: int, prompt: int | None = None, rests: bool = False) -> int:

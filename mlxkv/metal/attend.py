@@ -13,7 +13,8 @@ from functools import lru_cache
 import mlx.core as mx
 
 from mlxkv.codec.transform import Transform
-from mlxkv.formats.records import BLOCK, TOKENS, RecordLayout
+from mlxkv.formats.layout import BLOCK, TOKENS
+from mlxkv.formats.records import RecordLayout
 from mlxkv.formats.sizes import DECODE_TOKENS
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.records import TOKENS
 from mlxkv.metal import gpu
 
 # Cores of a GPU, GHz, GB/s.

@@ -13,7 +13,8 @@ import mlx.core as mx
 from mlxkv.codec import affine
 from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import SCALED
-from mlxkv.formats.records import TOKENS, RecordLayout
+from mlxkv.formats.layout import TOKENS
+from mlxkv.formats.records import RecordLayout
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.metal.template import (
     Pair,

@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlxkv.formats import levels
-from mlxkv.formats.lowrank import DIMS, GAINS, STEPS
-from mlxkv.formats.records import LANES, MOST_BLOCKS, QUARTERS, RecordLayout, SideLayout, parts
+from mlxkv.formats.layout import LANES, QUARTERS, SideLayout
+from mlxkv.formats.quantizers import DIMS, GAINS, MOST_BLOCKS, STEPS
+from mlxkv.formats.records import RecordLayout, parts
 
 MAX_TERMS = 8  # of the polynomial through the levels of a codebook: 4 bits
 LOG2E = log2(e)

@@ -16,7 +16,8 @@ import numpy as np
 
 from mlxkv.codec.transform import Transform, kept_with
 from mlxkv.formats import levels
-from mlxkv.formats.records import BLOCK, RecordLayout, SideLayout
+from mlxkv.formats.layout import BLOCK, SideLayout
+from mlxkv.formats.records import RecordLayout
 from mlxkv.metal import gpu, trust
 from mlxkv.metal.attend import Run
 from mlxkv.metal.launch import Factory, build

@@ -87,8 +87,7 @@ def of_latents(config: CacheConfig) -> str:
     """Return what a report says of a layer with latents: the name of `config`, and how its keys are coded
     where its values are coded otherwise."""
     keys, values = config.keys.quantizer, config.values.quantizer
-    bits = [getattr(side, "bits", None) for side in (keys, values)]
-    as_keys = "" if bits[0] == bits[1] else f" ({config.keys.label}, as its keys)"
+    as_keys = "" if keys.code_bits == values.code_bits else f" ({config.keys.label}, as its keys)"
     rotary = "exact" if config.of_latents.rotary == 16 else "int8"
     return f"latent {config.label}{as_keys}, rotary keys {rotary}"
 

@@ -19,21 +19,10 @@ import numpy as np
 
 from mlxkv.formats import levels, matrices
 from mlxkv.formats.calibration import balance, layers, mixed_bits, subspace
-from mlxkv.formats.config import (
-    BALANCED,
-    CALIBRATED,
-    PCA,
-    SCALED,
-    Affine,
-    CacheConfig,
-    Codebook,
-    MixedBits,
-    Polar,
-    PolarTree,
-    Side,
-)
-from mlxkv.formats.lowrank import Half, LowRank
-from mlxkv.formats.quantizers import TREE_BITS
+from mlxkv.formats.config import BALANCED, CALIBRATED, PCA, SCALED, CacheConfig, Side
+from mlxkv.formats.layout import TREE_BITS
+from mlxkv.formats.lowrank import LowRank
+from mlxkv.formats.quantizers import Affine, Codebook, Half, MixedBits, Polar, PolarTree
 from mlxkv.formats.records import NAMES
 from mlxkv.spec.affine import unpack
 from mlxkv.spec.bounds import (

@@ -7,7 +7,8 @@ import pytest
 from mlxkv.cache import attention
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.quantizers import Affine
 from mlxkv.spec import affine as ref
 
 CONFIG = CacheConfig(Side(Affine(4), "srft"), Side(Affine(3), "srft"), sink=16, recent=32, page=32)

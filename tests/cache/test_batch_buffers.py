@@ -20,8 +20,9 @@ from mlxkv.cache.batch_buffers import BatchBuffers
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.pages import Pages
 from mlxkv.codec.maps import sample
-from mlxkv.formats.config import Affine, MixedBits, Side
+from mlxkv.formats.config import Side
 from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.quantizers import Affine, MixedBits
 from mlxkv.formats.records import record_layout
 from mlxkv.formats.sizes import MORE
 from mlxkv.metal import attend as kernels

@@ -12,9 +12,10 @@ from mlxkv.cache import stores
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.errors import UserError
-from mlxkv.formats.config import Affine, CacheConfig, Full, Side
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.quantizers import Affine, Full
 from mlxkv.models.trimming import trim_caches
 from mlxkv.spec import affine as ref
 

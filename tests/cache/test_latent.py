@@ -15,8 +15,9 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache, decoded
 from mlxkv.cache.view import View
 from mlxkv.errors import UserError
-from mlxkv.formats.config import Affine, CacheConfig, Codebook, Side
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.quantizers import Affine, Codebook
 from mlxkv.models import attach, detach, usage
 from mlxkv.models.hooks.mark import register_caches
 from mlxkv.serve.caches.memory import shapes_of

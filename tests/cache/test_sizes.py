@@ -14,8 +14,8 @@ from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.stores import Records
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.lowrank import DIMS, MixedBits
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.quantizers import DIMS, MixedBits
 from mlxkv.formats.sizes import CacheShape
 from mlxkv.metal import launch
 from mlxkv.models.catalog.shapes import LayerShape

@@ -8,7 +8,8 @@ from random_models import latent_model, tokens
 
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
-from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.quantizers import Affine
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import clips, measure
 from mlxkv.models.calibration.moments import Readers

@@ -8,8 +8,9 @@ from cuda_track.codec import maps as torch_maps
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
-from mlxkv.formats.config import SCALED, Affine, CacheConfig, Side
+from mlxkv.formats.config import SCALED, CacheConfig, Side
 from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.quantizers import Affine
 from mlxkv.metal import quantize
 from mlxkv.models.calibration import measure, moments
 from mlxkv.spec import affine as ref

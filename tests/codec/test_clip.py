@@ -6,8 +6,9 @@ import pytest
 
 from mlxkv.codec import affine
 from mlxkv.errors import UserError
-from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.quantizers import Affine
 from mlxkv.spec import affine as ref
 
 

@@ -8,8 +8,9 @@ from samples import normal, off
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import UserError
 from mlxkv.formats import levels, matrices
-from mlxkv.formats.config import Codebook, Side
+from mlxkv.formats.config import Side
 from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.quantizers import Codebook
 from mlxkv.spec import codebook as ref
 
 PAPER = {1: 0.36, 2: 0.117, 3: 0.034, 4: 0.0095}  # Theorem 1, and its evaluation by simulation

@@ -6,7 +6,8 @@ import pytest
 
 from mlxkv.codec import polar
 from mlxkv.errors import UserError
-from mlxkv.formats.config import Affine, CacheConfig, Polar, Side
+from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.quantizers import Affine, Polar
 from mlxkv.spec import polar as spec
 
 PAGE = 128

@@ -9,8 +9,9 @@ from mlxkv.codec import polar_tree
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import UserError
 from mlxkv.formats import levels
-from mlxkv.formats.config import PolarTree, Side
+from mlxkv.formats.config import Side
 from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.quantizers import PolarTree
 from mlxkv.spec import polar_tree as ref
 
 DIMS = (64, 80, 96, 128, 256)

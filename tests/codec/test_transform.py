@@ -9,7 +9,7 @@ from samples import normal
 from mlxkv.cache import adaptive
 from mlxkv.codec import affine, transform
 from mlxkv.formats import matrices
-from mlxkv.formats.config import Affine
+from mlxkv.formats.quantizers import Affine
 from mlxkv.spec import affine as ref
 from mlxkv.spec import codebook as codebook_ref
 

@@ -17,8 +17,9 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.static import SingleStaticCache, StepIndices
 from mlxkv.cache.view import PORTABLE, TILES
-from mlxkv.formats.config import Affine, Side
+from mlxkv.formats.config import Side
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.quantizers import Affine
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import measure

@@ -12,8 +12,9 @@ from step_twins import Twins, steps_of, untraced
 
 from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.view import OPS, TILES
-from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.quantizers import Affine
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
 

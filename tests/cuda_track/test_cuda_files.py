@@ -21,10 +21,10 @@ from mlxkv.codec import records as mlx_records
 from mlxkv.codec.codec import Codec as MlxCodec
 from mlxkv.codec.maps import folded, sample
 from mlxkv.errors import UserError
-from mlxkv.formats.config import MixedBits, Side
-from mlxkv.formats.lowrank import Half
+from mlxkv.formats.config import Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.quantizers import Half, MixedBits
 from mlxkv.formats.records import NAMES
 
 CPU = torch.device("cpu")

@@ -26,8 +26,9 @@ from cuda_track.codec.maps import LayerMaps
 from cuda_track.golden import kernels as golden_kernels
 from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool
-from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.quantizers import Affine
 from mlxkv.formats.records import NAMES
 from mlxkv.spec.bounds import rms
 

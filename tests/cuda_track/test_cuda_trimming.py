@@ -19,8 +19,9 @@ from experiments.families.found import EXACT, INT4
 from mlxkv.cache.attention import decode_all
 from mlxkv.cache.compressed import CompressedKVCache as MLXCache
 from mlxkv.errors import UserError
-from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.quantizers import Affine
 
 torch.set_num_threads(1)
 

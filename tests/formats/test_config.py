@@ -11,9 +11,10 @@ import pytest
 from mlxkv.cache.stores import Codes
 from mlxkv.codec.maps import sample
 from mlxkv.errors import UserError
-from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import fallback_preset, parse_kv
 from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.quantizers import Affine
 
 DIMS = (64, 80, 192)
 

@@ -10,7 +10,7 @@ from samples import data, rms, softmax
 
 from mlxkv.codec.transform import Transform
 from mlxkv.codec.transform import make as make_transform
-from mlxkv.formats.config import Affine
+from mlxkv.formats.quantizers import Affine
 from mlxkv.metal import attend as portable
 from mlxkv.metal import tiles
 from mlxkv.metal.attend import Run

@@ -11,7 +11,7 @@ from samples import data
 
 from mlxkv.codec import transform
 from mlxkv.formats import levels
-from mlxkv.formats.config import Codebook
+from mlxkv.formats.quantizers import Codebook
 from mlxkv.metal import attend, quantize
 from mlxkv.spec import codebook as ref
 

@@ -11,7 +11,8 @@ from samples import data, rms
 from mlxkv.cache import attention
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.quantizers import Affine
 from mlxkv.formats.records import record_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import gpu, launch, tiles

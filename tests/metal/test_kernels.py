@@ -19,10 +19,10 @@ from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS
 from mlxkv.codec import affine, records
 from mlxkv.doctor.golden import TABLE as golden
-from mlxkv.formats.config import Affine, Polar, Side
-from mlxkv.formats.lowrank import DIMS, Half, MixedBits
+from mlxkv.formats.config import Side
 from mlxkv.formats.presets import PRESETS
-from mlxkv.formats.records import RecordLayout, side_layout
+from mlxkv.formats.quantizers import DIMS, Affine, Half, MixedBits, Polar
+from mlxkv.formats.records import RecordLayout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import launch, quantize, tiles
 from mlxkv.models import attach, detach
@@ -47,7 +47,7 @@ def test_records_hold_the_codes_and_come_back(subtests):
         with subtests.test(spec=spec, dims=dims):
             widths = np.repeat(spec.widths, DIMS) if isinstance(spec, MixedBits) else None
             dims = dims if widths is None else spec.dims
-            at, rng = side_layout(spec, dims, 64, keys), np.random.default_rng(0)
+            at, rng = spec.layout(dims, 64, keys), np.random.default_rng(0)
             if widths is not None:
                 assert 32 * at.words == 16 * dims * spec.bits_per_value(dims, 16)
             codes = rng.integers(0, 2 ** (at.bits if widths is None else widths), (1, 2, 48, dims))
@@ -69,7 +69,7 @@ def test_dequantize_is_its_twin(subtests):
             specs = Affine(3, 64), Affine(8, 32, True)
             whole = RecordLayout(
                 *(
-                    side_layout(spec, dims, 64, side)
+                    spec.layout(dims, 64, side)
                     for spec, side in zip(specs, (True, False), strict=True)
                 )
             )

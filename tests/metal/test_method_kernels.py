@@ -10,9 +10,10 @@ from mlxkv.cache import attention, selftest
 from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, View
-from mlxkv.formats.config import Affine, CacheConfig, Polar, PolarTree, Side
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.presets import PRESETS
-from mlxkv.formats.records import record_layout, why_no_record
+from mlxkv.formats.quantizers import Affine, Polar, PolarTree
+from mlxkv.formats.records import record_layout
 from mlxkv.metal import tiles
 
 
@@ -52,9 +53,7 @@ def test_which_methods_have_kernels(subtests):
             method = METHODS[name]
             config, dims = method.config(method.dims), method.dims
             sides = zip((config.keys, config.values), (True, False), strict=True)
-            why = [
-                why_no_record(side.quantizer, dims, config.page, keys, True) for side, keys in sides
-            ]
+            why = [side.quantizer.why_no_record(dims, config.page, keys) for side, keys in sides]
             assert (not any(why)) == method.kernels, why
             if method.kernels:
                 found = record_layout(config, dims, dims)
@@ -190,7 +189,7 @@ def test_each_number_is_read_where_it_belongs(trusted):
 
 def test_what_headers_cannot_hold_says_why():
     spec = Affine(2, 24, axis="channel")
-    assert why_no_record(spec, 64, 48) == "groups of 24 tokens are no multiple of 16"
+    assert spec.why_no_record(64, 48) == "groups of 24 tokens are no multiple of 16"
     for given, why in {
         ("polar", 80, 128, True): "pairs of 80 dims",
         ("polar", 512, 128, True): "pairs of 512 dims",
@@ -198,5 +197,5 @@ def test_what_headers_cannot_hold_says_why():
         ("polar", 128, 128, False): "values as radius and angle",
     }.items():
         name, dims, page, keys_ = given
-        assert why in why_no_record(PRESETS[name].keys.quantizer, dims, page, keys_)
-    assert "radius int2 and angle int4" in why_no_record(Polar(2, 4), 64, 64)
+        assert why in PRESETS[name].keys.quantizer.why_no_record(dims, page, keys_)
+    assert "radius int2 and angle int4" in Polar(2, 4).why_no_record(64, 64)

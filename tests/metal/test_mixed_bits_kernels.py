@@ -13,10 +13,10 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, PORTABLE, TILES, View
 from mlxkv.codec.maps import sample
-from mlxkv.formats.config import Affine, CacheConfig, Side
-from mlxkv.formats.lowrank import DIMS, MixedBits
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
-from mlxkv.formats.records import record_layout, why_no_record
+from mlxkv.formats.quantizers import DIMS, Affine, MixedBits
+from mlxkv.formats.records import record_layout
 from mlxkv.metal import launch, tiles
 from mlxkv.metal.template import mixed_bits_table
 
@@ -163,8 +163,7 @@ def test_the_trial_of_any_head_is_of_records_that_kernels_read(subtests):
             tried = selftest.representative_config(config_of((2,), (1,)), dims)
             sides = zip((tried.keys, tried.values), (True, False), strict=True)
             assert not any(
-                why_no_record(side.quantizer, side.dims(dims), PAGE, keys, blocks=True)
-                for side, keys in sides
+                side.quantizer.why_no_record(side.dims(dims), PAGE, keys) for side, keys in sides
             )
             mixed_bits_table(record_layout(tried, *tried.dims(dims, dims)))
 

@@ -8,7 +8,7 @@ from record_sides import quantize_by_ops
 
 from mlxkv.codec import transform
 from mlxkv.codec.transform import Transform
-from mlxkv.formats.config import Affine
+from mlxkv.formats.quantizers import Affine
 from mlxkv.metal import quantize
 from mlxkv.spec import affine as ref
 

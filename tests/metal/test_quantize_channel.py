@@ -5,7 +5,8 @@ from on_emulator import make
 from samples import data
 
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.formats.config import Affine, CacheConfig, Codebook, Polar, Side
+from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.quantizers import Affine, Codebook, Polar
 from mlxkv.formats.records import record_layout
 from mlxkv.metal import quantize
 

@@ -12,7 +12,8 @@ from random_models import LATENT_FAMILIES, latent_model, tokens
 
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
 from mlxkv.errors import UserError
-from mlxkv.formats.config import Affine, CacheConfig, Side
+from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.quantizers import Affine
 from mlxkv.models import attach, detach, prompt_cache, summarise
 from mlxkv.models.hooks.probe import leaves
 

@@ -1,21 +1,12 @@
 """Every method once: what it stores and who reads it. Tests of all backends take their cases from here.
 
-A new method is one new row. Its class of formats names the rest: the codecs of MLX and torch are
-`METHODS[class]` of `mlxkv.codec` and `cuda_track.codec`, the float64 law is `stored_spec.stored`.
+A new method is one new row. The float64 law is `stored_spec.stored`.
 """
 
 from dataclasses import dataclass
 
-from mlxkv.formats.config import (
-    Affine,
-    CacheConfig,
-    Codebook,
-    MixedBits,
-    Polar,
-    PolarTree,
-    Quantizer,
-    Side,
-)
+from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.quantizers import Affine, Codebook, MixedBits, Polar, PolarTree, Quantizer
 
 
 def transform_at(transform: str, dims: int) -> str:

@@ -5,8 +5,8 @@ import numpy as np
 from on_emulator import make
 from record_sides import unpack_side
 
-from mlxkv.formats.config import Affine
-from mlxkv.formats.records import RecordLayout, side_layout
+from mlxkv.formats.quantizers import Affine
+from mlxkv.formats.records import RecordLayout
 from mlxkv.metal import quantize
 from mlxkv.spec import affine as ref
 
@@ -28,7 +28,7 @@ def data(*shape, seed=0, dtype=mx.float32):
 
 def layout(specs, dims):
     keys, values = (
-        side_layout(s, d, 64, i == 0) for i, (s, d) in enumerate(zip(specs, dims, strict=True))
+        s.layout(d, 64, i == 0) for i, (s, d) in enumerate(zip(specs, dims, strict=True))
     )
     return RecordLayout(keys, values)
 

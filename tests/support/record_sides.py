@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from mlxkv.codec import affine, packing, records
-from mlxkv.formats.records import RecordLayout, side_layout
+from mlxkv.formats.records import RecordLayout
 
 
 def unpack_side(words, at):
@@ -16,7 +16,7 @@ def quantize_by_ops(pair, specs):
     """Quantize keys and values [B, G, T, R] without a transform: (records, their layout, the numbers that they
     hold)."""
     sides = zip(pair, specs, (True, False), strict=True)
-    whole = RecordLayout(*(side_layout(spec, x.shape[-1], 64, keys) for x, spec, keys in sides))
+    whole = RecordLayout(*(spec.layout(x.shape[-1], 64, keys) for x, spec, keys in sides))
     words, held = [], []
     for x, spec, at in zip(pair, specs, (whole.keys, whole.values), strict=True):
         stored = affine.encode(spec, x, 16)

@@ -6,8 +6,9 @@ from samples import data, rms
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.view import OPS
-from mlxkv.formats.config import Affine, CacheConfig, Side
-from mlxkv.formats.records import SideLayout, side_layout
+from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.layout import SideLayout
+from mlxkv.formats.quantizers import Affine
 from mlxkv.metal import launch
 
 SMALL = CacheConfig(
@@ -17,7 +18,7 @@ TIES = 5e-3  # rms of an output when one code, on a rounding tie, falls to the o
 
 
 def layout(bits: int, group: int, symmetric: bool, dims: int, keys: bool) -> SideLayout:
-    return side_layout(Affine(bits, group, symmetric), dims, 64, keys)
+    return Affine(bits, group, symmetric).layout(dims, 64, keys)
 
 
 def walk(factory, dtype: mx.Dtype, bound: float) -> tuple[CompressedKVCache, CompressedKVCache]:

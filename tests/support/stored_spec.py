@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from mlxkv.formats.config import Affine, Codebook, Full, Half, MixedBits, Polar, PolarTree, Side
+from mlxkv.formats.config import Side
+from mlxkv.formats.quantizers import Affine, Codebook, Full, Half, MixedBits, Polar, PolarTree
 from mlxkv.spec import affine as ref
 from mlxkv.spec import codebook, mixed_bits, polar
 from mlxkv.spec import polar_tree as tree

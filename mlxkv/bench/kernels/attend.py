@@ -16,7 +16,6 @@ from mlxkv.cache.selftest import relative_rms
 from mlxkv.cache.view import View
 from mlxkv.errors import brief
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.lowrank import MixedBits
 from mlxkv.machine import machine_memory
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import Chain, chain, interleaved, middle
@@ -161,10 +160,10 @@ def _sdpa(step: DecodeStep) -> Task:
 def _bits_beside(config: CacheConfig) -> int:
     """Return the bits of mlx-lm's codes to compare with a preset: those of its keys; for mixed bits the fewest of
     equal size."""
-    if isinstance(quantizer := config.keys.quantizer, MixedBits):
-        rate = quantizer.rate
-        return next((bits for bits in BITS if bits + 32 / MLX_LM_GROUP >= rate), BITS[-1])
-    return getattr(quantizer, "bits", None) or TREE_BESIDE
+    quantizer = config.keys.quantizer
+    if (budget := quantizer.budget) is not None:
+        return next((bits for bits in BITS if bits + 32 / MLX_LM_GROUP >= budget), BITS[-1])
+    return quantizer.code_bits or TREE_BESIDE
 
 
 def _mlx_lm_name(bits: int) -> str:

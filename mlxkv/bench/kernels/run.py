@@ -15,7 +15,6 @@ from mlxkv.cache.view import TILES
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_rotary, parse_kv
-from mlxkv.formats.quantizers import Full
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu, predict
 from mlxkv.metal.launch import backend
@@ -105,7 +104,7 @@ def run_kernels(contexts: str | None, kv: str, as_json: bool) -> None:
 
 def _preset(name: str) -> CacheConfig:
     config = parse_kv(name)
-    if any(isinstance(side.quantizer, Full) for side in (config.keys, config.values)):
+    if config.keys.quantizer.exact or config.values.quantizer.exact:
         raise UserError(
             f"[--kv] full precision is timed beside the others; got {name!r}; choose presets that "
             "compress keys and values, such as int4"

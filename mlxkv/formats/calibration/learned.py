@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 
 from mlxkv.errors import UserError
-from mlxkv.formats.config import Affine
+from mlxkv.formats.quantizers import Affine
 
 ROTATIONS = ("rotation", "householder")
 VARIANTS = ("scale", *ROTATIONS, *(f"{name}+scale" for name in ROTATIONS))

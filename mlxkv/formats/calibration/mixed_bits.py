@@ -13,7 +13,7 @@ import numpy as np
 
 from mlxkv.errors import UserError
 from mlxkv.formats import matrices
-from mlxkv.formats.lowrank import DIMS, ERRORS, GAINS, STEPS, WIDTHS, MixedBits
+from mlxkv.formats.quantizers import DIMS, ERRORS, GAINS, STEPS, WIDTHS, MixedBits
 
 Widths = tuple[int, ...]
 Choice = tuple[float, Widths]  # what widths cost

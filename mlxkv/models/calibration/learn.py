@@ -25,7 +25,8 @@ from mlxkv.errors import MachineError
 from mlxkv.formats.calibration.artifact import SIDES, Basis, Calibration
 from mlxkv.formats.calibration.balance import Balance, fault
 from mlxkv.formats.calibration.learned import Learned
-from mlxkv.formats.config import LEARNED, Affine, Side
+from mlxkv.formats.config import LEARNED, Side
+from mlxkv.formats.quantizers import Affine
 from mlxkv.models.calibration.measure import Progress
 from mlxkv.models.calibration.moments import Sample
 

@@ -17,9 +17,10 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import Parts, View
 from mlxkv.codec.maps import sample
-from mlxkv.formats.config import CacheConfig, MixedBits, Side
+from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.presets import PRESETS
-from mlxkv.formats.records import record_layout, side_layout, why_no_record
+from mlxkv.formats.quantizers import MixedBits
+from mlxkv.formats.records import record_layout
 from mlxkv.metal import launch, sources, tiles, whiten
 
 DIMS = (64, 80, 96, 128, 192, 256)
@@ -107,9 +108,9 @@ def why_not(config: CacheConfig, dims: int) -> str | None:
     of the kernels."""
     for i, side in enumerate((config.keys, config.values)):
         stored = side.dims(dims)
-        if reason := why_no_record(side.quantizer, stored, config.page, i == 0, blocks=True):
+        if reason := side.quantizer.why_no_record(stored, config.page, i == 0):
             return reason
-        if side_layout(side.quantizer, stored, config.page, i == 0).saves_nothing(dims):
+        if side.quantizer.layout(stored, config.page, i == 0).saves_nothing(dims):
             return f"{stored} float16 dims would take the room of {dims}"
     return config.why_not(dims, dims)
 
