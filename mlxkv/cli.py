@@ -30,7 +30,7 @@ from mlxkv.launch import launch
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model, resolve
 from mlxkv.models.catalog.locate import require
 from mlxkv.options import KEY, Json, Kv, Model
-from mlxkv.run import run_program
+from mlxkv.run.command import run_program
 from mlxkv.serve.options import ServeOptions
 
 # -- help: a screen of 80 columns, two examples, and what few people need behind --help-all

@@ -92,7 +92,7 @@ SLOW = (
     "metal/test_attend.py",
     "models/test_warmup.py::test_nothing_is_built_after_a_model_is_attached",
     "models/test_fold.py::test_pages_of_values_that_come_rotated",
-    "models/test_hosts.py::test_a_calibration_is_made_where_there_is_none",
+    "run/test_attach_loaded.py::test_a_calibration_is_made_where_there_is_none",
     "pages/test_code_blocks.py::test_blocks_run",
     "run/test_run.py",
 )

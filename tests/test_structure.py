@@ -29,7 +29,7 @@ NO_FRAMEWORK = {
 }
 # Templates are rendered by transformers in a process of its own.
 EXCEPTIONS = {"mlxkv.models.catalog.rendering"}
-USES_MLX_LM = ("models", "serve", "bench", "chat.session")
+USES_MLX_LM = ("models", "serve", "bench", "run", "chat.session")
 SHARED = [
     "formats",
     "spec",

@@ -7,7 +7,7 @@ import pytest
 
 from mlxkv.cli import main
 from mlxkv.errors import UserError
-from mlxkv.run import Program, check_options, find, is_this
+from mlxkv.run.command import Program, check_options, find, is_this
 
 BIN = Path(sys.executable).parent
 BASE = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-from mlxkv.models.hosts import Options
+from mlxkv.run import Options
 
-# Of each host, the functions that return a model, alone or first of a tuple, of which the first one reads a folder;
+# Of each library, the functions that return a model, alone or first of a tuple, of which the first one reads a folder;
 # or saved caches.
 LOADERS = {
     "mlx_lm.utils": ("load_model", "load", "sharded_load"),
@@ -38,44 +37,36 @@ _call = _Call()
 
 
 def watch(options: Options) -> None:
-    """Have the hosts wrapped as they are imported."""
+    """Wrap the loaders as the program imports them."""
     sys.meta_path.insert(0, _Finder(options))
 
 
 @dataclass
 class _Finder:
-    """Hands the hosts to the other finders, and has the module wrapped once it has run."""
+    """Leaves finding modules to the other finders, and wraps the loaders in a module once it has run."""
 
     options: Options
 
     def find_spec(self, name: str, path=None, target=None):
         if name not in LOADERS:
             return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            if find is None or finder is self:
-                continue
-            spec = find(name, path, target)
-            if spec is not None:
-                return self._wrapped_after(spec)
-        return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and (loader := spec.loader) is not None:
+            run = (
+                loader.exec_module
+            )  # of this loader, which serves one module, and stays for tools that read sources
 
-    def _wrapped_after(self, spec):
-        """Return the spec, whose loader also wraps the module. The loader stays what it is, for tools that read
-        sources."""
-        loader = spec.loader
-        run = loader.exec_module
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                wrap(module, self.options)
 
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            wrap(module, self.options)
-
-        loader.exec_module = exec_module  # of this loader, which serves one module
+            loader.exec_module = exec_module
         return spec
 
 
 def wrap(module: ModuleType, options: Options) -> None:
-    """Wrap the loaders of a host."""
+    """Wrap the functions of `module` that load models or caches."""
     for name in LOADERS[module.__name__]:
         if callable(original := getattr(module, name, None)):
             reads = name == "load_prompt_cache"
@@ -97,7 +88,9 @@ def _wrapped(original: Callable, options: Options) -> Callable:
         finally:
             _call.depth -= 1
         if outermost:
-            compress(loaded, str(name), options)
+            from mlxkv.run.attach_loaded import compress
+
+            compress(loaded, options, str(name), _call.folder)
         return loaded
 
     return loader
@@ -112,14 +105,3 @@ def _reader(original: Callable) -> Callable:
         return original(*args, **kwargs)
 
     return load_prompt_cache
-
-
-def compress(loaded: Any, name: str, options: Options) -> None:
-    """Give the model that a loader returned, alone or first of a tuple, compressed caches, and say so."""
-    from mlxkv.models.hosts.attach_loaded import attach_loaded
-
-    model, *companions = loaded if isinstance(loaded, tuple) else (loaded,)
-    tokenizer = next(
-        (companion for companion in companions if not isinstance(companion, dict)), None
-    )
-    attach_loaded(model, options, name, _call.folder, tokenizer)

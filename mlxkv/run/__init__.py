@@ -1,5 +1,4 @@
-"""Programs of others (`mlxkv run`): `wrap` has the functions by which they load models wrapped, `attach_loaded` gives
-such a model compressed caches, `usage_report` counts what they held."""
+"""`mlxkv run`: `wrap` wraps the loaders that a program imports, `attach_loaded` gives its models compressed caches."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from mlxkv.formats.config import CacheConfig
 @dataclass(frozen=True)
 class Options:
     """The options of `mlxkv run`. strict: end the process with exit code 2 where a layer that grows stays in
-    full precision. quiet: say only what is
-    wrong."""
+    full precision. quiet: print warnings only."""
 
     kv: CacheConfig
     strict: bool = False

@@ -20,9 +20,9 @@ from typer import Argument, Option
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
-from mlxkv.models.hosts import Options
-from mlxkv.models.hosts.wrap import watch
 from mlxkv.options import Kv
+from mlxkv.run import Options
+from mlxkv.run.wrap import watch
 
 # A program's own options for compressing its caches; --kv replaces what they ask for.
 THEIRS = ("--kv-bits", "--kv-quant-scheme", "--kv-k-bits", "--kv-v-bits")

@@ -16,8 +16,8 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import detach
 from mlxkv.models.calibration import measure
-from mlxkv.models.hosts import Options, attach_loaded, usage_report, wrap
 from mlxkv.models.origin import origin_of
+from mlxkv.run import Options, attach_loaded, wrap
 
 INT4 = parse_kv("int4")
 
@@ -26,8 +26,8 @@ INT4 = parse_kv("int4")
 def fresh(monkeypatch):
     """Accounts and reports of this test alone."""
     monkeypatch.setattr(attach_loaded, "_reports", set())
-    monkeypatch.setattr(usage_report, "TRACKED", [])
-    monkeypatch.setattr(usage_report.atexit, "register", lambda ask: None)
+    monkeypatch.setattr(attach_loaded, "TRACKED", [])
+    monkeypatch.setattr(attach_loaded.atexit, "register", lambda ask: None)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_what_a_program_loads_is_compressed_and_told_once(model_folder, asking, 
 
 def test_the_longest_cache_is_measured(model_folder, asking):
     model, tokenizer = load(model_folder)
-    (usage,) = usage_report.TRACKED
+    (usage,) = attach_loaded.TRACKED
     assert "no cache was filled, so nothing was compressed (no model was run)" in usage.line()
     model(mx.zeros((1, 9), mx.int32))
     assert "the program reads text without one" in usage.line()
@@ -86,7 +86,7 @@ def test_sequences_of_a_batch_are_added(model_folder, asking):
     model, tokenizer = load(model_folder)
     prompts = [tokenizer.encode("a" * n) for n in (300, 290)]
     batch_generate(model, tokenizer, prompts, max_tokens=4)
-    (usage,) = usage_report.TRACKED
+    (usage,) = attach_loaded.TRACKED
     assert usage.sequences == 2 and usage.tokens >= 580 and " of 2 sequences in " in usage.line()
     detach(model)
 
@@ -94,7 +94,7 @@ def test_sequences_of_a_batch_are_added(model_folder, asking):
 def test_a_refusal_leaves_the_model_as_it_was(model_folder, asking, capsys):
     asking(kv := "learned-int2")
     model, _ = load(model_folder)
-    assert not is_compressed(model) and not usage_report.TRACKED
+    assert not is_compressed(model) and not attach_loaded.TRACKED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("[mlxkv] caches stay in full precision: [")
     asking(kv, strict=True)
@@ -113,14 +113,14 @@ def test_strict_refuses_layers_that_stay(capsys):
         def __call__(self, inputs, cache=None):
             return inputs
 
-    assert attach_loaded.attach_loaded(Odd(), Options(INT4), "odd") is None
+    assert attach_loaded.compress(Odd(), Options(INT4), "odd") is None
     assert "full precision: RuntimeError: its own way" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        attach_loaded.attach_loaded(Odd(), Options(INT4, strict=True), "odd")
+        attach_loaded.compress(Odd(), Options(INT4, strict=True), "odd")
 
 
 def test_quiet(model_folder, asking, monkeypatch, capsys):
-    monkeypatch.setattr(usage_report.atexit, "register", lambda ask: ask())
+    monkeypatch.setattr(attach_loaded.atexit, "register", lambda ask: ask())
     asking(quiet=True)
     model, _ = load(model_folder)
     assert is_compressed(model) and capsys.readouterr().err == ""
@@ -154,7 +154,7 @@ def test_mlxkv_s_own_models_are_left_to_it(model_folder, asking, capsys):
 
     loaded = own(str(model_folder), "int8")
     assert loaded.model.make_cache()[0].config.keys.quantizer.bits == 8
-    assert capsys.readouterr().err == "" and not usage_report.TRACKED
+    assert capsys.readouterr().err == "" and not attach_loaded.TRACKED
     detach(loaded.model)
 
 
@@ -162,7 +162,7 @@ def test_layers_that_are_dealt_to_processes_stay(model_folder, asking, capsys):
     options = asking()
     model = mlx_lm.utils.load_model.__wrapped__(model_folder)[0]
     model.model.pipeline_size = 2
-    wrap.compress((model, None), "dealt", options)
+    attach_loaded.compress((model, None), options, "dealt")
     assert not is_compressed(model)
     (line,) = capsys.readouterr().err.splitlines()
     assert "full precision: layers are dealt to processes" in line
@@ -189,7 +189,9 @@ def test_loaders_are_wrapped_as_a_program_imports_them(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     given = []
-    monkeypatch.setattr(wrap, "compress", lambda found, name, options: given.append((found, name)))
+    monkeypatch.setattr(
+        attach_loaded, "compress", lambda found, options, name, folder: given.append((found, name))
+    )
     wrap.watch(Options(INT4))
     host = import_module("mlx_lm")
     try:
