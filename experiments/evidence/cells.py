@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.evidence import rows
 from experiments.evidence.questions import LEAST
-from mlxkv.eval import intervals
+from mlxkv.eval import intervals, rows
 from mlxkv.eval.arms import BASELINE
 from mlxkv.eval.intervals import Interval
 
@@ -34,7 +33,6 @@ class Cells:
     right: dict[Place, list[list[bool]]] = field(default_factory=dict)
     forms: dict[int, dict[str, float]] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
-    failed: dict[Place, str] = field(default_factory=dict)
 
     @property
     def contexts(self) -> list[int]:
@@ -76,28 +74,39 @@ class Cells:
 
 
 def cells(name: str, measured: Iterable[rows.Row]) -> Cells:
-    """Sort rows. Answers of other forms than full precision answers are left out."""
+    """Sort rows. Answers to other forms than full precision answers are left out."""
     out, measured = Cells(name), sorted(measured, key=lambda row: row["text"])
+    tried: dict[int, list[dict]] = {}
     for row in measured:
-        if row["task"] == FORM:
+        if row["task"] == FORM and "shares" in row:  # of all documents, as older runs kept it
             out.forms[row["context"]] = row["shares"]
+        elif row["task"] == FORM and "right" in row:
+            tried.setdefault(row["context"], []).append(row["right"])
+    out.forms |= {context: shares(documents) for context, documents in tried.items()}
     for row in measured:
         place = row["preset"], row["windows"], row["context"]
-        if "error" in row:
-            out.failed[place] = row["error"]
-            continue
         if "bits_per_value" in row:
             out.bits[row["preset"]] = row["bits_per_value"]
         if row["task"] == KL and "kl" in row:
             out.texts.setdefault(place, []).append(row)
             out.lengths[row["context"]] = row["length"]
-        elif row["task"] == ANSWERS and set(row["right"]) == set(out.counted(row["context"])):
+        elif (
+            row["task"] == ANSWERS
+            and "right" in row
+            and set(row["right"]) == set(out.counted(row["context"]))
+        ):
             out.right.setdefault(place, []).append(
                 [x for answers in row["right"].values() for x in answers]
             )
     if out.texts:
         out.bits.setdefault(BASELINE, 16.0)
     return out
+
+
+def shares(documents: Sequence[dict[str, list[bool]]]) -> dict[str, float]:
+    """Return the share of right answers by form of question. documents: of each, its answers by form."""
+    right = {form: [x for one in documents for x in one[form]] for form in documents[0]}
+    return {form: sum(answers) / len(answers) for form, answers in right.items()}
 
 
 def read(folder: Path) -> dict[str, Cells]:

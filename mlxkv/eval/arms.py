@@ -11,7 +11,9 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import Loaded, attach, detach
 from mlxkv.models.calibration.fitting import find_calibration
+from mlxkv.models.catalog.sizes import COMPRESSED, bits_in_pages, layer_bytes
 from mlxkv.models.generate import new_cache
+from mlxkv.models.hooks.cache_shapes import layers_of
 
 BASELINE = "fp16"  # mlx-lm's own caches, with which every other arm is compared
 
@@ -19,22 +21,25 @@ BASELINE = "fp16"  # mlx-lm's own caches, with which every other arm is compared
 class Arms:
     """A model and the caches to compare: an arm is a cache preset or configuration, by name.
 
-    presets: names, or {name: configuration}; BASELINE is always added. windows: (sink, recent) for
-        all arms, or None to keep each preset's own.
-    calibrations: by arm; others use the model's own.
+    presets: names, or {name: configuration}; BASELINE is always added. windows: (sink, recent) for all arms; None
+    keeps each preset's own, which is what a text says of windows that the configurations have already. model_name: in
+    rows, in place of the loaded name. calibrations: by arm; others use the model's own.
     """
 
     def __init__(
         self,
         loaded: Loaded,
         presets: Iterable[str] | Mapping[str, CacheConfig],
-        windows: tuple[int, int] | None = None,
+        windows: tuple[int, int] | str | None = None,
+        model_name: str | None = None,
     ):
-        self.loaded = loaded
+        self.loaded, self.model_name = loaded, model_name or loaded.name
         self.calibrations: dict[str, Calibration] = {}
         asked = presets if isinstance(presets, Mapping) else {n: parse_kv(n) for n in presets}
         self.configs: dict[str, CacheConfig] = {BASELINE: parse_kv(BASELINE), **asked}
-        if windows is not None:
+        self.windows = windows if isinstance(windows, str) else "own"
+        if isinstance(windows, tuple):
+            self.windows = "{},{}".format(*windows)
             self.configs = {
                 name: replace(config, sink=windows[0], recent=windows[1])
                 for name, config in self.configs.items()
@@ -94,3 +99,16 @@ class Arms:
         the same for every preset."""
         growing = {report.index for report in self.reports[name] if report.grows}
         return sum(cache[index].nbytes for index in growing)
+
+    def bits(self, name: str, context: int) -> dict:
+        """Return bits per value, over the layers that grow with the context: inside pages, and of the
+        whole cache of `context` tokens with its windows at 16 bits per number; and that cache's bytes."""
+        config = self.configs[name]
+        layers = [s for s in layers_of(self.loaded.model) if s.kind in COMPRESSED]
+        values = sum(s.values(context) for s in layers)
+        inside = sum(s.values(context) * bits_in_pages(s, config) for s in layers)
+        size = sum(layer_bytes(s, config, context) for s in layers)
+        return {
+            "bits_per_value": inside / values if values else 16.0,
+            "bits_with_windows": 8 * size / values if values else 16.0,
+        } | ({"kv_bytes_in_use": size} if values else {})

@@ -1,21 +1,26 @@
-"""Task `divergence`: perplexity and KL divergence with the cache in the loop, in two legs.
+"""Task `divergence`: perplexity and KL divergence with the cache in the loop.
 
-prompt: a text is read in chunks, as a chat reads a prompt, and its second half is scored. decode:
-the text goes on token by token, and attention reads the stored cache. All arms read the same tokens
-with the same weights, in step with full precision. Each of several texts is a part of its own.
+`measure` has two legs. prompt: a text is read in chunks, as a chat reads a prompt, and its second half is scored.
+decode: the text goes on token by token, and attention reads the stored cache. All arms read the same tokens with the
+same weights, in step with full precision. `measure_stored` reads the context once, in full precision, and each arm
+goes on from there. Each of several texts is a part of its own.
 """
 
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from mlxkv.corpora import sources
+from mlxkv.errors import MachineError
+from mlxkv.eval import reading
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.engine import Progress, Results, TaskOptions, TaskPart, by_context
+from mlxkv.eval.engine import Part, Results, TaskOptions
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.generate import prefill_step
 
@@ -78,7 +83,7 @@ def summary(tokens: Tokens) -> dict:
     }
 
 
-def parts(arms: Arms, options: TaskOptions) -> list[TaskPart]:
+def parts(arms: Arms, options: TaskOptions) -> list[Part]:
     """Return one part per context and text; `pooled` joins their results. The texts have nothing in common."""
     out = []
     for context in options.contexts:
@@ -86,37 +91,26 @@ def parts(arms: Arms, options: TaskOptions) -> list[TaskPart]:
         texts = sources.evaluation_texts(arms.loaded, count, options.samples, options.texts)
         for at, text in enumerate(texts):
 
-            def run(arms: Arms, names: list[str], progress: Progress, text=text, context=context):
-                results = measure(arms, names, text.tokens, context, progress)
-                return {name: {"text": text.name, **result} for name, result in results.items()}
+            def run(arms: Arms, names: list[str], progress, text=text, context=context):
+                for name, result in measure(arms, names, text.tokens, context, progress).items():
+                    yield name, {"name": text.name, **result}
 
             asks = {"text": text.name, "tokens": text.tokens, "chunk": _chunk(arms)}
-            name = f"{context}-{at + 1}"
-            out.append(TaskPart("divergence", name, run, context + options.decode, asks))
+            steps = context + options.decode
+            out.append(Part("divergence", str(at + 1), context, run, steps, asks))
     return out
 
 
-def pooled(results: dict[str, Results]) -> dict[str, Results]:
-    """Return results with one part per context, "divergence-2048", in place of one per text,
-    "divergence-2048-3". Of each arm it has `summary` of both legs over all tokens, and "texts": name and
-    means of each text, in one order for all arms."""
-    contexts, out = by_context(results, "divergence")
-    for context, texts in contexts.items():
-        arms = {name: _pooled([text[name] for text in texts]) for name in texts[0]}
-        out[f"divergence-{context}"] = arms
-    return out
-
-
-def _pooled(texts: list[dict]) -> dict:
+def pooled(texts: list[dict]) -> dict:
+    """Return the results of one arm on several texts as one: `summary` of both legs over all tokens, and "texts":
+    name and means of each, in one order for all arms."""
     scored = [{leg: Tokens.unpacked(text["scored"][leg]) for leg in LEGS} for text in texts]
-    of_each = ("scored", "text", "legs")
-    shared = {key: value for key, value in texts[0].items() if key not in of_each}
-    return shared | {
+    return {
         "legs": {leg: summary(joined([text[leg] for text in scored])) for leg in LEGS},
         "kv_bytes": max(text["kv_bytes"] for text in texts),
         "texts": [
             {
-                "name": text["text"],
+                "name": text["name"],
                 "kl": text["legs"]["decode"]["kl"]["mean"],
                 "top1": text["legs"]["decode"]["same_top"],
                 "ppl_log_ratio": text["legs"]["decode"]["ppl_log_ratio"],
@@ -128,7 +122,7 @@ def _pooled(texts: list[dict]) -> dict:
 
 
 def measure(
-    arms: Arms, names: list[str], tokens: list[int], context: int, progress: Progress
+    arms: Arms, names: list[str], tokens: list[int], context: int, progress: Callable[[int], None]
 ) -> Results:
     """Run both legs over tokens[:-1]; each token predicts the next. The prompt is tokens[:context].
 
@@ -161,6 +155,44 @@ def measure(
             "kv_bytes": stored[name],
         }
     return out
+
+
+def measure_stored(
+    arms: Arms,
+    names: Sequence[str],
+    tokens: list[int],
+    context: int,
+    progress: Callable[[int], None],
+) -> Iterator[tuple[str, dict]]:
+    """Yield name and numbers of each arm: full precision reads tokens[:context] once, each cache stores its keys and
+    values, and the other tokens are read through it, `reading.DECODE` at a time. Raises MachineError."""
+    begin, rest = tokens[:context], tokens[context:]
+    targets = mx.array(rest[1:])
+    with arms.attached(BASELINE) as loaded:
+        exact = reading.prefill(loaded, begin)
+        base = mx.concatenate([*reading.follow(loaded, deepcopy(exact), rest[:-1])])
+    for name in names:
+        with arms.attached(name) as loaded:
+            cache = reading.stored(loaded, begin, exact)
+            kv_bytes = arms.stored(name, cache)
+            scored = compare(
+                base, mx.concatenate([*reading.follow(loaded, cache, rest[:-1])]), targets
+            )
+        if not np.isfinite(scored.kl).all():
+            raise MachineError("[eval] NaN or infinity in the KL")
+        progress(len(tokens) - 1)
+        yield (
+            name,
+            {
+                "tokens": len(scored),
+                "kl": float(scored.kl.mean()),
+                "kl_p99": float(np.percentile(scored.kl, 99)),
+                "top1": float(scored.same.mean()),
+                "nll": float(scored.nll.mean()),
+                "nll_base": float(scored.nll_base.mean()),
+                "kv_bytes": kv_bytes,
+            },
+        )
 
 
 def compare(base: mx.array, logits: mx.array, targets: mx.array) -> Tokens:

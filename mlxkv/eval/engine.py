@@ -1,16 +1,28 @@
-"""`TaskPart`: one task on one text, for some arms. Its results are kept if a run is killed."""
+"""Measure parts of an evaluation, each one task on one text, for several arms; go on where a run was stopped."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+import gc
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import cast
 
+import mlx.core as mx
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from mlxkv import __version__, console, errors
+from mlxkv.errors import MachineError
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.questions import KINDS
+from mlxkv.eval.rows import Rows
+from mlxkv.metal.launch import backend
 
-Progress = Callable[[int], None]
 Results = dict[str, dict]  # arm -> plain data for JSON
 
 
@@ -33,30 +45,127 @@ class TaskOptions:
 
 
 @dataclass(frozen=True)
-class TaskPart:
-    """task, name: they name its files. asks: all that a result depends on besides model and arm, as
-    plain data; a stored result is used only if it is the same. run: (arms, names, progress) -> a
-    result per name; it gets only the names without a stored result. steps: the sum of progress per
-    name.
+class Part:
+    """task, text, context: they name its rows. asks: all that a result depends on besides model and arm, as plain
+    data; a stored result is used only if it is the same. run: (arms, names, progress) -> name and result of each
+    arm, in order; it gets only the names without a stored result. steps: the sum of progress per name.
     """
 
     task: str
-    name: str
-    run: Callable[[Arms, list[str], Progress], Results]
+    text: str
+    context: int
+    run: Callable[[Arms, list[str], Callable[[int], None]], Iterable[tuple[str, dict]]]
     steps: int
     asks: dict = field(default_factory=dict)
 
+    @cached_property
+    def digest(self) -> str:
+        asks = json.dumps(self.asks, sort_keys=True, default=str)
+        return hashlib.sha256(asks.encode()).hexdigest()
 
-def by_context(
-    results: dict[str, Results], task: str
-) -> tuple[dict[str, list[Results]], dict[str, Results]]:
-    """Return the results of a task, "TASK-2048-3" of the third text of 2048 tokens, by context; and the results of
-    others."""
-    contexts: dict[str, list[Results]] = {}
-    others = {}
-    for key, result in results.items():
-        if match := re.fullmatch(rf"{task}-(\d+)-\d+", key):
-            contexts.setdefault(match[1], []).append(result)
-        else:
-            others[key] = result
-    return contexts, others
+
+def row_of(arms: Arms, part: Part, name: str) -> tuple[dict, str]:
+    """Return what identifies the row of an arm, and the digest of all else that its numbers depend on: model, dtype,
+    configuration, calibration, what the part asks, versions and backend."""
+    identity = {
+        "task": part.task,
+        "split": "test",
+        "model": arms.model_name,
+        "preset": name,
+        "windows": arms.windows,
+        "text": part.text,
+        "context": part.context,
+    }
+    used = arms.calibration(name)
+    state = {
+        "model": arms.loaded.fingerprint,
+        "dtype": str(arms.loaded.dtype),
+        "arm": arms.configs[name].as_dict(),
+        "calibration": used and {"digest": used.digest, "layers": used.header()["layers"]},
+        "asks": part.digest,
+        "mlxkv": __version__,
+        "mlx": mx.__version__,  # pyright: ignore[reportAttributeAccessIssue]  # not in mlx's stub
+        "backend": backend(),
+    }
+    text = json.dumps(state, sort_keys=True, default=str)
+    return identity, hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def stored(arms: Arms, part: Part, name: str, rows: Rows) -> dict | None:
+    """Return the result of an arm that `rows` has, or None."""
+    return rows.get(*row_of(arms, part, name))
+
+
+def computed(
+    arms: Arms,
+    parts: Sequence[Part],
+    rows: Rows,
+    names: Sequence[str] | None = None,
+    tolerant: bool = False,
+) -> list[tuple[Part, Results]]:
+    """Return the results of all parts, for all arms or those of `names`. Results that `rows` has are not computed
+    again.
+
+    tolerant: an arm that fails gets a row with its "error", no result, and the others go on, unless memory or the GPU
+    is gone. Raises MachineError, and what a task raises.
+    """
+    names = arms.names if names is None else names
+    missing = []
+    for part in parts:
+        if left := [name for name in names if stored(arms, part, name, rows) is None]:
+            missing.append((part, left))
+    total = sum(part.steps * len(left) for part, left in missing)
+    ended = len(parts) - len(missing)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    with Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bars:
+        bar = bars.add_task("reading", total=total)
+        if ended:
+            bars.console.print(f"{ended} of {len(parts)} parts: kept from before", highlight=False)
+        try:
+            for part, left in missing:
+                start = time.perf_counter()
+                _compute(arms, part, left, rows, tolerant, lambda n: bars.advance(bar, n))
+                ended += 1
+                title = console.plain(f"{part.task} {part.context} {part.text}")
+                line = f"{title}: {time.perf_counter() - start:.0f} s"
+                bars.console.print(line, highlight=False, markup=False)
+        except KeyboardInterrupt:
+            console.note(
+                f"stopped; {ended} of {len(parts)} parts are kept in {rows.file.parent}, and the same "
+                "command continues from there"
+            )
+            raise
+    results = [(part, {name: stored(arms, part, name, rows) for name in names}) for part in parts]
+    return [(part, {n: cast(dict, x) for n, x in of.items() if x}) for part, of in results]
+
+
+def _compute(
+    arms: Arms, part: Part, names: list[str], rows: Rows, tolerant: bool, progress
+) -> None:
+    """Add a row for each arm, in order."""
+    left = list(names)
+    while left:
+        try:
+            for name, numbers in part.run(arms, list(left), progress):
+                rows.add(*row_of(arms, part, name), numbers)
+                left.remove(name)
+                gc.collect()  # caches of the arm before
+        except Exception as error:
+            if not tolerant:
+                raise
+            name = left.pop(0)
+            rows.add(*row_of(arms, part, name), {"error": _failure(error, name)})
+
+
+def _failure(error: Exception, name: str) -> str:
+    """Return the reason in a line. Raises MachineError where all that follows would fail, too."""
+    reason = errors.reason(error)
+    if errors.is_of_memory(error) or errors.is_of_lost_gpu(error):
+        said = "memory ran out" if errors.is_of_memory(error) else "the GPU failed"
+        raise MachineError(
+            f"[eval] {said} with {name}; got {reason}; what was measured is kept, the same command goes on"
+        ) from error
+    console.note(f"{name}: {type(error).__name__}: {reason}")
+    return f"{type(error).__name__}: {reason}"

@@ -1,32 +1,34 @@
-"""Turn the results of an evaluation into one tree of plain data, and print it as tables."""
+"""Turn the results of an evaluation into one tree of plain data; print it as tables, and write it to files."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
 from math import exp
+from pathlib import Path
 
 from mlxkv import __version__, console
-from mlxkv.eval import divergence, intervals, retrieval, verdict
+from mlxkv.errors import MachineError
+from mlxkv.eval import divergence, intervals, plots, retrieval, verdict
 from mlxkv.eval.arms import BASELINE, Arms
-from mlxkv.eval.engine import TaskOptions
+from mlxkv.eval.engine import Part, Results, TaskOptions
 from mlxkv.eval.intervals import Interval
 from mlxkv.eval.questions import KINDS
-from mlxkv.models.catalog.sizes import COMPRESSED, bits_in_pages, layer_bytes
-from mlxkv.models.hooks.cache_shapes import layers_of
 
 
 def assemble(
-    arms: Arms, options: TaskOptions, results: dict[str, dict[str, dict]], windows: tuple | None
+    arms: Arms, options: TaskOptions, results: list[tuple[Part, Results]], windows: tuple | None
 ) -> dict:
-    """Return everything in one tree. results: {"TASK-NAME": {arm: result}}.
+    """Return everything in one tree. results: of each part, by arm.
 
     Stable keys: "model", "context" (the longest) and "presets", which holds the rows at that
     context: "bits_per_value", "ppl", "kl_mean", "kl_p99", "top1", "retrieval" {kind: share}. Intervals
     stand beside them, as "kl_interval" [low, high].
     """
-    results = retrieval.pooled(divergence.pooled(results))
     contexts = sorted(options.contexts)
+    pooled = {k: v for context in contexts for k, v in _pooled(arms, results, context).items()}
     rows = {
-        context: {name: _row(arms, results, name, context) for name in arms.names}
+        context: {name: _row(arms, pooled, name, context) for name in arms.names}
         for context in contexts
     }
     for by_name in rows.values():
@@ -50,13 +52,33 @@ def assemble(
         },
         "presets": rows[contexts[-1]],
         "rows": {str(context): by_name for context, by_name in rows.items()},
-        "parts": results,
+        "parts": pooled,
     }
+
+
+def _pooled(arms: Arms, results: list[tuple[Part, Results]], context: int) -> dict[str, Results]:
+    """Return the results of all texts at a context as one, "divergence-2048", and those of all documents, by kind of
+    question: "retrieval-single-2048"."""
+
+    def of(task: str, name: str) -> list[dict]:
+        return [x[name] for part, x in results if (part.task, part.context) == (task, context)]
+
+    out = {}
+    if of("divergence", BASELINE):
+        out[f"divergence-{context}"] = {
+            name: divergence.pooled(of("divergence", name)) for name in arms.names
+        }
+    documents = {name: of("retrieval", name) for name in arms.names}
+    for kind in documents[BASELINE][0]["kinds"] if documents[BASELINE] else ():
+        out[f"retrieval-{kind}-{context}"] = {
+            name: retrieval.pooled(kind, context, found) for name, found in documents.items()
+        }
+    return out
 
 
 def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
     """Return the numbers of a preset at a context, without those that no task measured."""
-    row = bits(arms, name, context)
+    row = arms.bits(name, context)
     if part := results.get(f"divergence-{context}"):
         legs = part[name]["legs"]
         decode, prompt = legs["decode"], legs["prompt"]
@@ -91,7 +113,7 @@ def _row(arms: Arms, results: dict, name: str, context: int) -> dict:
 
 
 def _divergence_intervals(texts: list[dict]) -> dict:
-    """Return how many texts there are, and intervals of a pooled result of `tasks.divergence`: [low, high], or None
+    """Return how many texts there are, and intervals of a pooled result of `divergence`: [low, high], or None
     with too few texts."""
     by_name = {name: [text[name] for text in texts] for name in texts[0] if name != "name"}
     ratio = intervals.share(by_name["ppl_log_ratio"])
@@ -106,21 +128,6 @@ def _divergence_intervals(texts: list[dict]) -> dict:
         "ppl_ratio": exp(ratio.value),
         "ppl_ratio_interval": [exp(limit) for limit in ratio.limits] if ratio.known else None,
     }
-
-
-def bits(arms: Arms, name: str, context: int) -> dict:
-    """Return bits per value, over the layers that grow with the context: inside pages, and of the
-    whole cache of `context` tokens with its windows at 16 bits per number; and that cache's bytes."""
-    config = arms.configs[name]
-    shapes = layers_of(arms.loaded.model)
-    layers = [s for s in shapes if s.kind in COMPRESSED]
-    values = sum(s.values(context) for s in layers)
-    inside = sum(s.values(context) * bits_in_pages(s, config) for s in layers)
-    size = sum(layer_bytes(s, config, context) for s in layers)
-    return {
-        "bits_per_value": inside / values if values else 16.0,
-        "bits_with_windows": 8 * size / values if values else 16.0,
-    } | ({"kv_bytes_in_use": size} if values else {})
 
 
 def _limits(ends: list[float] | None, form: str = ".2g", scale: float = 1.0) -> str:
@@ -211,3 +218,60 @@ def show(data: dict) -> None:
             console.say(f"{name}: {sentence}")
         console.say("")
     console.say("\n".join(notes(data)))
+
+
+# -- files: `report.json`, `report.md`, and `report.svg` where matplotlib is installed
+
+PICTURE = "report.svg"
+
+
+def write_page(data: dict, folder: Path) -> None:
+    """Write the files to `folder`. data: of `assemble`. Raises MachineError."""
+    try:
+        text = json.dumps(data, ensure_ascii=False, indent=1)
+        (folder / "report.json").write_text(text + "\n", encoding="utf-8")
+        picture = plots.bits(data) if plots.available() else None
+        if picture is not None:
+            (folder / PICTURE).write_text(picture, encoding="utf-8")
+        (folder / "report.md").write_text(markdown(data, picture is not None), encoding="utf-8")
+    except OSError as error:
+        raise MachineError(f"[--out] cannot write the report: {error.strerror}") from None
+
+
+def markdown(data: dict, picture: bool) -> str:
+    """Return the report as Markdown. picture: whether PICTURE lies beside it."""
+    out = [f"# {_plain(data['model'])}: what a compressed cache costs", "", *_about(data), ""]
+    for context in data["contexts"]:
+        columns, rows = table(data, context)
+        out += [f"## {context} tokens", ""]
+        for name, colour, sentence in verdict.sentences(data, context):
+            out += [f"- **{_plain(name)}** ({colour}): {_plain(sentence)}"]
+        out += ["", *markdown_table(columns, rows), ""]
+    out += [f"- {_plain(line)}" for line in notes(data)]
+    if picture:
+        out += ["", f"![Bits per value against KL divergence]({PICTURE})"]
+    elif not plots.available():
+        out += ["", "No picture: it needs matplotlib (pip install matplotlib)."]
+    return "\n".join(out) + "\n"
+
+
+def _about(data: dict) -> list[str]:
+    machine = data.get("machine", {})
+    versions = ", ".join(f"{k} {v}" for k, v in data.get("versions", {}).items() if v)
+    lines = (
+        f"{machine.get('chip', '')}, {machine.get('system', '')}",
+        versions,
+        f"weights {data['fingerprint'][:12]}, computed in {data['dtype']}",
+    )
+    return [f"- {_plain(line)}" for line in lines]
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(_plain(str(cell)) for cell in line)} |" for line in lines]
+
+
+def _plain(text: str) -> str:
+    """Escape what Markdown and HTML would read in a name."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

@@ -7,7 +7,7 @@ answer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import cache as once
 from functools import partial
@@ -19,9 +19,9 @@ from typing import cast
 import mlx.core as mx
 
 from mlxkv.errors import MachineError, UserError, brief
-from mlxkv.eval import feed
+from mlxkv.eval import reading
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.engine import Results, TaskOptions, TaskPart, by_context
+from mlxkv.eval.engine import Part, TaskOptions
 from mlxkv.eval.questions import Document, Question, document
 
 SEED = "retrieval-1"  # count it up when texts or scores change
@@ -31,44 +31,28 @@ MARGIN = 200  # tokens of a context that question and answer may take
 START, PER_VALUE = 16, 32
 
 
-def parts(arms: Arms, options: TaskOptions) -> list[TaskPart]:
+def parts(arms: Arms, options: TaskOptions) -> list[Part]:
     """Return one part per context and document, which is read once for all kinds of questions; `pooled`
     joins their results."""
     document_of = texts(arms.loaded, options)
+    asks = {"seed": SEED, "kinds": options.kinds}
     return [
-        TaskPart(
+        Part(
             "retrieval",
-            f"{context}-{index + 1}",
+            str(index + 1),
+            context,
             partial(_run, document_of, context, index, options),
             count * len(options.kinds),
-            {
-                "seed": SEED,
-                "kinds": options.kinds,
-                "context": context,
-                "document": index,
-                "questions": count,
-            },
+            asks | {"context": context, "document": index, "questions": count},
         )
         for context in options.contexts
         for index, count in enumerate(asked_of(options))
     ]
 
 
-def pooled(results: dict[str, Results]) -> dict[str, Results]:
-    """Return results with one part per kind and context, "retrieval-single-2048", in place of one per
-    document, "retrieval-2048-3"."""
-    contexts, out = by_context(results, "retrieval")
-    for context, documents in contexts.items():
-        for kind in next(iter(documents[0].values()))["kinds"]:
-            out[f"retrieval-{kind}-{context}"] = {
-                name: _pooled(kind, int(context), [part[name] for part in documents])
-                for name in documents[0]
-            }
-    return out
-
-
-def _pooled(kind: str, context: int, documents: list[dict]) -> dict:
-    """Join one arm's results; "documents": of each, which values were found."""
+def pooled(kind: str, context: int, documents: list[dict]) -> dict:
+    """Return the results of one arm on several documents as one, of one kind of question; "documents": of each, which
+    values were found."""
     of_kind = [document["kinds"][kind] for document in documents]
     right, likely = (
         [x for document in of_kind for x in document[key]] for key in ("right", "likely")
@@ -111,13 +95,10 @@ def texts(loaded, options: TaskOptions) -> Callable[[int, int], Document]:
 
 def _run(
     document_of, context: int, index: int, options: TaskOptions, arms, names, progress
-) -> Results:
-    out = {}
+) -> Iterator[tuple[str, dict]]:
     for name in names:
         with arms.attached(name) as loaded:
-            document = document_of(context, index)
-            out[name] = _measure(arms, loaded, name, document, options, progress)
-    return out
+            yield name, _measure(arms, loaded, name, document_of(context, index), options, progress)
 
 
 def _measure(arms: Arms, loaded, name: str, document: Document, options, progress) -> dict:
@@ -130,7 +111,7 @@ def _measure(arms: Arms, loaded, name: str, document: Document, options, progres
             prompt = ask(loaded, document.text, question.question)
             start, question_tokens = split(prompt, begin)
             if start != head:  # the same for nearly all questions
-                head, cache = start, feed.prefill(loaded, start)
+                head, cache = start, reading.prefill(loaded, start)
             answer = question.answer if has_template(loaded) else f" {question.answer}"
             likely = score(loaded, deepcopy(cache), question_tokens, answer, question.values)
             rows["likely"].append(likely)
@@ -170,12 +151,12 @@ def score(
     values: in the order in which they stand in `answer`.
     """
     tokens = encode(loaded, answer)
-    if feed.selects(cache):  # the last tokens of a prompt choose, so read the question as a prompt
-        feed.extend(loaded, cache, prompt[:-1])
+    if reading.drops_tokens(cache):
+        # The last tokens of a prompt choose, so read the question as a prompt.
+        reading.extend(loaded, cache, prompt[:-1])
         prompt = prompt[-1:]
-    logs = feed.log_probabilities(loaded, cache, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
-    scores = mx.take_along_axis(logs, mx.array(tokens)[:, None], axis=-1)[:, 0]
-    numbers = cast(list[float], scores.tolist())
+    _, nll = reading.likely(loaded, cache, [*prompt, *tokens])
+    numbers = cast(list[float], (-nll[len(prompt) - 1 :]).tolist())
     return [[numbers[i] for i in span] for span in spans(loaded, tokens, values)]
 
 
@@ -207,10 +188,10 @@ def greedy(
     Raises MachineError if the logits hold NaN or infinity.
     """
     stop = set(loaded.tokenizer.eos_token_ids)
-    row = feed.log_probabilities(loaded, cache, prompt)[-1]
+    row = _last(loaded, cache, prompt)
     tokens, text = [], ""
     while True:
-        if not isfinite(float(row.max())):  # one NaN makes all of a row NaN
+        if not isfinite(float(mx.logsumexp(row))):  # one NaN makes it NaN
             raise MachineError(f"[eval] NaN or infinity in the logits of {loaded.name}")
         tokens.append(int(mx.argmax(row)))
         if tokens[-1] in stop:
@@ -219,8 +200,14 @@ def greedy(
         over = line and "\n" in text.lstrip()
         if over or len(tokens) >= limit or (enough and enough(text)):
             break
-        row = feed.log_probabilities(loaded, cache, tokens[-1:])[-1]
+        row = _last(loaded, cache, tokens[-1:])
     return text.lstrip().split("\n")[0] if line else text
+
+
+def _last(loaded, cache: list, tokens: Sequence[int]) -> mx.array:
+    """Return the logits after the last of `tokens`, [vocabulary]. The cache grows."""
+    *_, logits = reading.follow(loaded, cache, tokens)
+    return logits[-1]
 
 
 # -- prompts: by the chat template, or as `Question: ... Answer:` without one

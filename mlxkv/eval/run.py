@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from mlxkv import console
 from mlxkv.corpora import sources
 from mlxkv.errors import UserError
-from mlxkv.eval import divergence, page, report, retrieval, store
+from mlxkv.eval import divergence, engine, report, retrieval
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.engine import TaskOptions, TaskPart
+from mlxkv.eval.engine import Part, TaskOptions
 from mlxkv.eval.intervals import LEAST
+from mlxkv.eval.rows import Rows
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu
@@ -61,14 +62,15 @@ def run_eval(command: SimpleNamespace) -> int:
     if calibrated:  # make a calibration for all of them, before the first result names one
         with arms.attached(calibrated[0]):
             pass
+    rows = Rows(folder / "rows.jsonl")
     console.note(
         f"{cost(parts, arms)}; results go to {folder}: after Ctrl-C, the same command continues"
     )
-    results = store.computed(arms, parts, folder)
+    results = engine.computed(arms, parts, rows)
     data = report.assemble(arms, options, results, windows)
     data |= {"machine": machine() | gpu.device(), "versions": versions()}
     data["seconds"] = round(time.perf_counter() - start, 1)
-    page.write_page(data, folder)
+    report.write_page(data, folder)
     report.show(data)
     console.note(f"{data['seconds']:.0f} s; report: {folder / 'report.md'}")
     if command.json:
@@ -76,7 +78,7 @@ def run_eval(command: SimpleNamespace) -> int:
     return 0
 
 
-def cost(parts: list[TaskPart], arms: Arms) -> str:
+def cost(parts: list[Part], arms: Arms) -> str:
     """Return what the run reads, for those who wait: texts and documents, times the caches."""
     texts = [part for part in parts if part.task == "divergence"]
     documents = [part for part in parts if part.task == "retrieval"]
@@ -90,7 +92,7 @@ def cost(parts: list[TaskPart], arms: Arms) -> str:
     return f"reading {' and '.join(clauses)}, with {len(arms.names)} caches{hint}"
 
 
-def parts_of(arms: Arms, tasks: tuple[str, ...], options: TaskOptions) -> list[TaskPart]:
+def parts_of(arms: Arms, tasks: tuple[str, ...], options: TaskOptions) -> list[Part]:
     """Return what is to be computed, in the order of TASKS. Raises UserError."""
     loaded, longest = arms.loaded, max(options.contexts)
     if loaded.context and longest > loaded.context:
@@ -98,7 +100,7 @@ def parts_of(arms: Arms, tasks: tuple[str, ...], options: TaskOptions) -> list[T
             f"[--context] longer than {loaded.name} was made for; got {longest}; "
             f"choose {loaded.context} or less"
         )
-    parts: list[TaskPart] = []
+    parts: list[Part] = []
     if "divergence" in tasks:
         parts += divergence.parts(arms, options)
     if "retrieval" in tasks:

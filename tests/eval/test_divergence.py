@@ -108,19 +108,19 @@ def test_texts_are_pooled_token_by_token(arms, tokens, monkeypatch):
 
     monkeypatch.setattr(divergence.sources, "evaluation_texts", texts_of)
     parts = divergence.parts(arms, options)
-    names = ["fp16", "int4"]
-    found = {f"{p.task}-{p.name}": p.run(arms, names, lambda n: None) for p in parts}
-    assert set(found) == {f"divergence-{CONTEXT}-1", f"divergence-{CONTEXT}-2"}
-    found = json.loads(json.dumps(found))  # as the store keeps them
-    for one in found.values():
-        one["int4"]["legs"]["prompt"]["same_top"] = 0.5  # or both legs may have the same
-    found[f"divergence-{CONTEXT}-1"]["int4"]["kv_bytes"] += 9
-    out = divergence.pooled({"retrieval-384": {}, **found})
-    assert list(out) == ["retrieval-384", f"divergence-{CONTEXT}"]
-    both = out[f"divergence-{CONTEXT}"]["int4"]
-    own = [one["int4"]["legs"]["decode"] for one in found.values()]
+    assert [(p.task, p.context, p.text) for p in parts] == [
+        ("divergence", CONTEXT, "1"),
+        ("divergence", CONTEXT, "2"),
+    ]
+    found = [dict(p.run(arms, ["fp16", "int4"], lambda n: None))["int4"] for p in parts]
+    found = json.loads(json.dumps(found))  # as rows keep them
+    for one in found:
+        one["legs"]["prompt"]["same_top"] = 0.5  # or both legs may have the same
+    found[0]["kv_bytes"] += 9
+    both = divergence.pooled(found)
+    own = [one["legs"]["decode"] for one in found]
     assert [one["name"] for one in both["texts"]] == ["one", "two"]
-    prompts = [one["int4"]["legs"]["prompt"] for one in found.values()]
+    prompts = [one["legs"]["prompt"] for one in found]
     for key, legs in (("kl", own), ("prompt_kl", prompts)):
         assert [one[key] for one in both["texts"]] == [leg["kl"]["mean"] for leg in legs]
     for key, name in (("top1", "same_top"), ("ppl_log_ratio", "ppl_log_ratio")):
@@ -128,12 +128,30 @@ def test_texts_are_pooled_token_by_token(arms, tokens, monkeypatch):
     assert both["legs"]["prompt"]["kl"]["mean"] == pytest.approx(
         np.mean([leg["kl"]["mean"] for leg in prompts])
     )
-    assert both["kv_bytes"] == max(one["int4"]["kv_bytes"] for one in found.values())
+    assert both["kv_bytes"] == max(one["kv_bytes"] for one in found)
     decode = both["legs"]["decode"]
     assert decode["tokens"] == 2 * DECODE
     assert decode["kl"]["mean"] == pytest.approx(np.mean([one["kl"]["mean"] for one in own]))
     assert decode["kl"]["max"] == pytest.approx(max(one["kl"]["max"] for one in own))
     assert decode["ppl_base"] == pytest.approx(np.prod([one["ppl_base"] for one in own]) ** 0.5)
+
+
+def test_arms_go_on_from_what_full_precision_has_read(arms, tokens):
+    """Full precision's own numbers are those of its logits; fewer bits diverge more, and take less."""
+    seen, names = [], ["fp16", "int8", "srft-int2+g32"]
+    found = dict(divergence.measure_stored(arms, names, tokens, CONTEXT, seen.append))
+    assert list(found) == names and sum(seen) == len(names) * (CONTEXT + DECODE)
+    with arms.attached("fp16"):
+        logits = arms.loaded.model(mx.array(tokens[:-1])[None])[0].astype(mx.float32)
+    logs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    exact = -logs[np.arange(len(tokens) - 1), tokens[1:]]
+    assert found["fp16"]["kl"] == 0 and found["fp16"]["top1"] == 1
+    assert found["fp16"]["tokens"] == DECODE
+    for one in found.values():
+        assert one["nll_base"] == pytest.approx(exact[CONTEXT:].mean(), abs=2e-3)
+    assert 0 < found["int8"]["kl"] < found["srft-int2+g32"]["kl"]
+    stored = [one["kv_bytes"] for one in found.values()]
+    assert stored[0] > stored[1] > stored[2]
 
 
 def test_summary_is_what_its_names_say():

@@ -12,13 +12,14 @@ from small_models import TINY
 
 from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
-from mlxkv.eval import divergence, plots, report, verdict
+from mlxkv.errors import MachineError
+from mlxkv.eval import engine, plots, report, verdict
 from mlxkv.eval import run as evaluation
-from mlxkv.eval import store as kept
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.engine import TaskOptions, TaskPart
-from mlxkv.eval.store import ResultStore, computed
+from mlxkv.eval.engine import Part, TaskOptions, computed, row_of, stored
+from mlxkv.eval.rows import Rows
 from mlxkv.formats.calibration import artifact
+from mlxkv.formats.names import parse_kv
 from mlxkv.models import load
 from mlxkv.models.calibration.fitting import find_calibration
 
@@ -88,54 +89,85 @@ def check_page(out: Path) -> None:
         )
 
 
-def test_a_killed_run_goes_on(planned, tmp_path, capsys):
+@pytest.fixture
+def rows(tmp_path):
+    return Rows(tmp_path / "rows.jsonl")
+
+
+def test_a_killed_run_goes_on(planned, rows, capsys):
     arms, parts = planned
-    first = computed(arms, parts, tmp_path)
+    first = [results for _, results in computed(arms, parts, rows)]
     calls = []
-    watched = [TaskPart(p.task, p.name, lambda *a: calls.append(a), p.steps, p.asks) for p in parts]
-    assert computed(arms, watched, tmp_path) == first
+    watched = [replace(p, run=lambda *a: calls.append(a)) for p in parts]
+    assert [results for _, results in computed(arms, watched, rows)] == first
     assert not calls
     assert "kept from before" in capsys.readouterr().err
+    assert len(parts) == 2 and len({one["fp16"]["name"] for one in first}) == 2
     # A result that was cut while it was written, and one of another question, are done again.
-    victim = next((tmp_path / "parts").glob("divergence-512-1-int4*"))
-    victim.write_text(victim.read_text()[:100])
-    assert ResultStore(tmp_path).read(arms, parts[0], "int4") is None
-    texts = [first[f"divergence-512-{i}"]["fp16"]["text"] for i in (1, 2)]
-    assert len(parts) == 2 and len(set(texts)) == 2
-    assert ResultStore(tmp_path).read(arms, parts[0], "fp16") == first["divergence-512-1"]["fp16"]
-    other = TaskPart("divergence", "512", parts[0].run, 1, {"text": "another"})
-    assert ResultStore(tmp_path).read(arms, other, "fp16") is None
-    assert computed(arms, parts, tmp_path) == first
+    text = rows.file.read_text()
+    rows.file.write_text(text[:-100])
+    cut = Rows(rows.file)
+    assert stored(arms, parts[1], "int4", cut) is None
+    assert stored(arms, parts[0], "fp16", cut) == first[0]["fp16"]
+    assert stored(arms, replace(parts[0], asks={"text": "another"}), "fp16", cut) is None
+    assert [results for _, results in computed(arms, parts, cut)] == first
+    again = rows.file.read_text()
+    assert again.startswith(text[:-100] + "\n") and again.splitlines()[-1] == text.splitlines()[-1]
+
+
+def test_a_preset_that_fails_leaves_the_others(planned, rows, capsys):
+    arms, (part, _) = planned
+
+    def run(arms, names, progress):
+        for name in names:
+            if name == "fp16":
+                raise ValueError("of this one")
+            yield name, {"kl": 1}
+
+    failing = replace(part, run=run)
+    with pytest.raises(ValueError, match="of this one"):
+        computed(arms, [failing], rows)
+    assert computed(arms, [failing], rows, tolerant=True) == [(failing, {"int4": {"kl": 1}})]
+    assert "fp16: ValueError: of this one" in capsys.readouterr().err
+    assert stored(arms, failing, "fp16", Rows(rows.file)) is None, "it is tried again"
+    memory = replace(part, run=lambda *_: memory_error())
+    with pytest.raises(MachineError, match="memory ran out with fp16"):
+        computed(arms, [memory], rows, tolerant=True)
+
+
+def memory_error():
+    raise RuntimeError("[metal::malloc] Attempting to allocate 99 bytes")
 
 
 def test_results_belong_to_a_model_its_type_windows_and_versions(
-    subtests, planned, tmp_path, monkeypatch
+    subtests, planned, rows, monkeypatch
 ):
     arms, (part, _) = planned
-    store = ResultStore(tmp_path)
-    store.write(arms, part, "int4", {"kl": 1})
-    assert store.read(arms, part, "int4") == {"kl": 1}
-    assert store.read(Arms(arms.loaded, ("int4",), (16, 16)), part, "int4") is None
+    rows.add(*row_of(arms, part, "int4"), {"kl": 1})
+    assert stored(arms, part, "int4", rows) == {"kl": 1}
+    assert stored(Arms(arms.loaded, ("int4",), (16, 16)), part, "int4", rows) is None
+    other = Arms(arms.loaded, {"int4": parse_kv("int3")}, "64,64")
+    assert stored(other, part, "int4", rows) is None
     for name, change in {
         "model": (arms.loaded, "fingerprint", "another"),
         "type": (arms.loaded, "dtype", "another"),
-        "mlxkv": (kept, "__version__", "another"),
-        "MLX": (kept.mx, "__version__", "another"),
-        "backend": (kept, "backend", lambda: "another"),
+        "mlxkv": (engine, "__version__", "another"),
+        "MLX": (engine.mx, "__version__", "another"),
+        "backend": (engine, "backend", lambda: "another"),
     }.items():
         with subtests.test(name), monkeypatch.context() as patch:
             patch.setattr(*change)
-            assert store.read(arms, part, "int4") is None
+            assert stored(arms, part, "int4", rows) is None
 
 
-def test_figures_of_a_report_are_of_their_leg_and_context(planned, tmp_path):
+def test_figures_of_a_report_are_of_their_leg_and_context(planned, rows):
     arms, parts = planned
-    results = computed(arms, parts, tmp_path)
-    for name, by_arm in list(results.items()):
+    results = computed(arms, parts, rows)
+    for part, by_arm in list(results):
         larger = {arm: {**of, "kv_bytes": of["kv_bytes"] + 1} for arm, of in by_arm.items()}
-        results[name.replace("512", "640")] = larger
+        results.append((replace(part, context=640), larger))
     data = report.assemble(arms, replace(SMALL, contexts=(640, 512)), results, (64, 64))
-    pooled = divergence.pooled(results)
+    pooled = data["parts"]
     for context in ("512", "640"):
         row, of = data["rows"][context]["int4"], pooled[f"divergence-{context}"]["int4"]
         decode, prompt = of["legs"]["decode"], of["legs"]["prompt"]
@@ -149,15 +181,14 @@ def test_figures_of_a_report_are_of_their_leg_and_context(planned, tmp_path):
     assert data["rows"]["512"] != data["rows"]["640"]
 
 
-def test_a_stopped_run_says_what_is_kept(planned, tmp_path, capsys):
+def test_a_stopped_run_says_what_is_kept(planned, rows, capsys):
     arms, parts = planned
 
     def stop(*_):
         raise KeyboardInterrupt
 
-    stopping = [parts[0], TaskPart(parts[1].task, parts[1].name, stop, 1, parts[1].asks)]
     with pytest.raises(KeyboardInterrupt):
-        computed(arms, stopping, tmp_path)
+        computed(arms, [parts[0], replace(parts[1], run=stop)], rows)
     said = " ".join(capsys.readouterr().err.split())
     assert "stopped; 1 of 2 parts are kept in" in said and "the same command continues" in said
 
@@ -192,8 +223,9 @@ def test_a_broken_cache_is_red(tmp_path, monkeypatch, capsys):
     sound = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
     assert sound["naive-int8"]["verdict"] == "green" and sound["fp16"]["verdict"] is None
     monkeypatch.setattr(Codec, "encode", shuffled(Codec.encode))
-    for part in (tmp_path / "parts").glob("*naive-int8*"):  # those of fp16 are kept
-        part.unlink()
+    kept = tmp_path / "rows.jsonl"
+    lines = kept.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept.write_text("".join(line for line in lines if '"preset": "fp16"' in line), encoding="utf-8")
     assert main(command) == 0
     broken = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
     assert broken["naive-int8"]["verdict"] == "red" and "mean KL" in broken["naive-int8"]["reason"]
@@ -257,11 +289,11 @@ def test_bad_options_are_one_line(subtests, tmp_path, monkeypatch, capsys):
             assert printed.out == "" and list(tmp_path.iterdir()) == []
 
 
-def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
+def test_results_belong_to_a_calibration_and_its_clips(tmp_path, rows):
     """With --calibration FILE, other clips make a kept result unusable."""
     loaded = load(TINY, "fp16")
     own = find_calibration(loaded.model)
-    part, files = TaskPart("divergence", "512", lambda *_: {}, 1), {}
+    part, files = Part("divergence", "1", 512, lambda *_: (), 1), {}
     layers = {
         name: replace(layer, keys=replace(layer.keys, clips={"int2 g128": 0.5}))
         for name, layer in own.layers.items()
@@ -274,11 +306,11 @@ def test_results_belong_to_a_calibration_and_its_clips(tmp_path):
     def arms(file):
         return Arms(load(TINY, "fp16", calibration=str(file)), ("oscar-int2", "int4"), (64, 64))
 
-    first, store = arms(files["own"]), ResultStore(tmp_path)
+    first = arms(files["own"])
     for name in ("oscar-int2", "int4"):
-        store.write(first, part, name, {"kl": 1})
+        rows.add(*row_of(first, part, name), {"kl": 1})
     for name, file in files.items():
-        kept = {arm: store.read(arms(file), part, arm) for arm in ("oscar-int2", "int4")}
+        kept = {arm: stored(arms(file), part, arm, rows) for arm in ("oscar-int2", "int4")}
         assert kept["int4"] == {"kl": 1}  # needs none
         assert kept["oscar-int2"] == ({"kl": 1} if name == "own" else None), name
 
@@ -292,7 +324,7 @@ def test_an_out_that_cannot_be_written(model_folder, tmp_path, capsys):
 
 def test_a_context_longer_than_the_model_was_made_for_is_refused(capsys, monkeypatch):
     """Before any text is read."""
-    monkeypatch.setattr(evaluation.store, "computed", None)
+    monkeypatch.setattr(evaluation.engine, "computed", None)
     assert main(["eval", "-m", TINY, "--context", "2k,8193"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert f"longer than {TINY} was made for; got 8193; choose 8192" in line

@@ -11,8 +11,8 @@ from small_models import TINY
 
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import MachineError
-from mlxkv.eval import feed, retrieval
 from mlxkv.eval import questions as texts
+from mlxkv.eval import reading, retrieval
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.engine import TaskOptions
 from mlxkv.eval.questions import KINDS, QUERIES, Question
@@ -58,15 +58,18 @@ def test_every_kind_asks_for_its_values():
 
 
 def run(arms: Arms, options: TaskOptions = SMALL, kinds=KINDS) -> dict[str, dict]:
+    """Results by kind of question, then by arm."""
     steps, options = [], replace(options, kinds=tuple(kinds))
-    found = {
-        f"{part.task}-{part.name}": part.run(arms, arms.names, steps.append)
-        for part in retrieval.parts(arms, options)
-    }
+    parts = retrieval.parts(arms, options)
+    found = [dict(part.run(arms, arms.names, steps.append)) for part in parts]
     assert sum(steps) == len(kinds) * options.questions * len(arms.names)
-    out = retrieval.pooled(found | {"divergence-768": {}})
-    assert out.pop("divergence-768") == {}
-    return {next(iter(by_name.values()))["kind"]: by_name for by_name in out.values()}
+    return {
+        kind: {
+            name: retrieval.pooled(kind, parts[0].context, [by_name[name] for by_name in found])
+            for name in arms.names
+        }
+        for kind in kinds
+    }
 
 
 def test_int4_finds_what_full_precision_finds():
@@ -130,7 +133,7 @@ def test_values_are_found_in_free_words(subtests, monkeypatch, loaded):
 
 def test_replies_stop_where_they_should(loaded):
     def ask(limit, **how):
-        return retrieval.greedy(loaded, feed.prefill(loaded, [5, 6, 7]), [8, 9], limit, **how)
+        return retrieval.greedy(loaded, reading.prefill(loaded, [5, 6, 7]), [8, 9], limit, **how)
 
     loaded.tokenizer.eos_token_ids = {258}  # never written here
     text = ask(12)
@@ -145,4 +148,4 @@ def test_replies_stop_where_they_should(loaded):
 def test_broken_logits_are_a_fault(tmp_path):
     loaded = load(str(write_model(tmp_path / "poison", poison=True)), "fp16")
     with pytest.raises(MachineError, match="NaN or infinity in the logits"):
-        retrieval.greedy(loaded, feed.prefill(loaded, [1, 2]), [3], 4)
+        retrieval.greedy(loaded, reading.prefill(loaded, [1, 2]), [3], 4)

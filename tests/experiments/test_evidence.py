@@ -6,11 +6,12 @@ from hashlib import sha256
 
 import pytest
 
-from experiments.evidence import packages, pretrained_page, rows
+from experiments.evidence import packages, pretrained_page
 from experiments.evidence import pretrained_picture as picture
 from experiments.evidence.cells import cells, keep, read
 from experiments.evidence.questions import LEAST
 from mlxkv.errors import MachineError, UserError
+from mlxkv.eval import rows
 
 TEXTS = [f"text-{i}" for i in range(6)]
 
@@ -52,7 +53,8 @@ def stored(folder, found, name="m"):
 
 
 def test_later_rows_replace_earlier_ones_and_other_forms_do_not_count(ran, tmp_path):
-    ran += [row("int4", TEXTS[0], kl=0.1)]
+    failed = row("int4", TEXTS[1]) | {"error": "memory"}
+    ran += [row("int4", TEXTS[0], kl=0.1), {k: v for k, v in failed.items() if k != "kl"}]
     ran += [answers("int2", 0, [True]) | {"right": {"number": [True], "record": [True]}}]
     (found,) = read(stored(tmp_path, ran).parent).values()
     assert found.values("int4", 1024)[0] == 0.1 and len(found.values("int4", 1024)) == len(TEXTS)

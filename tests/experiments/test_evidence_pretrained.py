@@ -56,25 +56,27 @@ def test_texts_are_measured_once(model_folder, texts, tmp_path):
     ]
 
 
-def test_a_text_that_is_too_short_is_said_and_left_out(model_folder, texts, tmp_path):
-    _, found = run(model_folder, tmp_path, texts, "--documents", "0", "--texts-at-most", "12")
-    short = [row for row in found if "short" in row]
-    assert {row["text"] for row in short} == {"licence"} and short[0]["short"] < 384
-    assert all(row["preset"] == "fp16" and "kl" not in row for row in short)
+def test_a_text_that_is_too_short_is_said_and_left_out(model_folder, texts, tmp_path, capsys):
+    options = ["--documents", "0", "--texts-at-most", "12", "--decode", "8"]
+    _, found = run(model_folder, tmp_path, texts, *options, "--kv", "int4")
+    assert "licence is too short for 384 tokens, left out" in capsys.readouterr().err
+    assert "licence" not in {row["text"] for row in found}
     (cells,) = read(tmp_path).values()
     assert len(cells.values("int4", 384)) == len(list(texts.glob("*.txt"))) - 3
 
 
-def asked(model, out, texts, *more):
-    options = ["--contexts", "1200", "--documents", "1", "--texts-at-most", "1", *more]
+def asked(model, out, texts):
+    options = ["--contexts", "1200", "--documents", "1", "--texts-at-most", "1", "--kv", "int4"]
     return run(model, out, texts, *options)[1]
 
 
 def test_forms_that_full_precision_fails_are_refused(model_folder, texts, tmp_path):
     found = asked(model_folder, tmp_path, texts)
-    (form,) = [row for row in found if row["task"] == FORM]
-    assert set(form["shares"]) == set(questions.NAMES) and max(form["shares"].values()) < 0.8
-    assert form["asked"] == 4 and not [row for row in found if row["task"] == ANSWERS]
+    forms = [row["right"] for row in found if row["task"] == FORM]
+    assert len(forms) == 4 and {tuple(right) for right in forms} == {questions.NAMES}
+    assert not [row for row in found if row["task"] == ANSWERS]
+    (cells,) = read(tmp_path).values()
+    assert max(cells.forms[1200].values()) < 0.8 and cells.counted(1200) == []
 
 
 def test_forms_that_it_answers_are_asked_of_every_preset(
@@ -84,7 +86,7 @@ def test_forms_that_it_answers_are_asked_of_every_preset(
     found = asked(model_folder, tmp_path, texts)
     answers = [row for row in found if row["task"] == ANSWERS]
     assert {(r["preset"], r["text"]) for r in answers} == {
-        (p, f"document-{i}") for p in ("fp16", "int4", "naive-int4") for i in (1, 9, 17, 25)
+        (p, f"document-{i}") for p in ("fp16", "int4") for i in (1, 9, 17, 25)
     }
     assert len({r["answer_nll"]["passage"] for r in answers if r["preset"] == "fp16"}) == 4
     assert all(set(r["right"]) == set(questions.NAMES) for r in answers)
@@ -96,7 +98,6 @@ def test_slips_are_one_line(subtests, tmp_path):
     for options, message in [
         (["--kv", "int5"], r"\[--kv\] unknown preset; got 'int5'"),
         (["--documents", "99"], r"\[--documents\] there are 8; got 99"),
-        (["--share", "3/2"], r"\[--share\] not a share; got '3/2'"),
         (["--contexts", "x"], r"\[--contexts\] not a number of tokens"),
     ]:
         with subtests.test(options=options, message=message):
