@@ -22,8 +22,9 @@ from mlxkv.models.loading import quality_check
 from mlxkv.options import PARENT
 from mlxkv.serve import reading
 from mlxkv.serve.engine import Engine
+from mlxkv.serve.http.access import Keys
 from mlxkv.serve.http.app import METHODS, RequestGuard, application
-from mlxkv.serve.http.connection import HTTPServer, listen
+from mlxkv.serve.http.connection import HTTPServer, Limits, listen
 from mlxkv.serve.http.models import Models
 from mlxkv.serve.options import ServeOptions
 
@@ -50,13 +51,14 @@ class Server:
             self.loaded_model.close()
             raise
         self.server_address = self.socket.getsockname()
+        keys, limits = Keys(), Limits()
         guard = CORSMiddleware(
-            RequestGuard(options, models.keys, models.limits, application(models)),
+            RequestGuard(options, keys, limits, application(models, keys, limits)),
             allow_origins=options.origins,
             allow_methods=METHODS,
             allow_headers=["*"],
         )
-        self.http_server = HTTPServer(guard, models.limits, self._tick, self._end)
+        self.http_server = HTTPServer(guard, limits, self._tick, self._end)
 
     @property
     def url(self) -> str:

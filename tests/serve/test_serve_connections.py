@@ -1,4 +1,4 @@
-"""Connections without a model: what is read as a request, what is refused, and who gives way to whom."""
+"""Connections without a model: what is read as a request, what is refused, and who is cut off."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from serving import until
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxkv.serve.http import connection
+from mlxkv.serve.http import app, connection
 from mlxkv.serve.http.access import Keys
 from mlxkv.serve.http.app import RequestGuard, body_of
 from mlxkv.serve.options import ServeOptions
@@ -40,12 +40,14 @@ class Echo:
         )
 
     @property
-    def lines(self) -> dict:
-        """The connections by what they do."""
-        states: dict = {state: [] for state in (*connection.STATES, "busy")}
-        for one in list(self.http_server.server_state.connections):
-            states[one.state].append(one)
-        return states
+    def connections(self) -> list:
+        return list(self.http_server.server_state.connections)
+
+    @property
+    def busy(self) -> int:
+        """Connections whose request is complete, and not answered."""
+        cycles = [one.cycle for one in self.connections if one.cycle is not None]
+        return sum(not (cycle.more_body or cycle.response_complete) for cycle in cycles)
 
     async def end(self):
         pass
@@ -62,10 +64,11 @@ class Echo:
 @contextmanager
 def running(seconds: float = PATIENCE, most: int | None = None):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connection, "SECONDS", seconds)
-        patch.setattr(connection, "LOOK", 0.02)
+        for module in (app, connection):
+            patch.setattr(module, "SECONDS", seconds)
+        if most is not None:
+            patch.setattr(connection, "connection_limit", lambda: most)
         server = Echo()
-        server.limits.max_connections = most or server.limits.max_connections
         thread = Thread(target=lambda: asyncio.run(server.http_server.serve([server.socket])))
         thread.start()
         try:
@@ -121,8 +124,7 @@ def test_small_replies_leave_at_once(echo):
     with connect(echo) as line:
         line.sendall(GET)
         assert reply(line) == (200, b"/x ")
-        connections = echo.http_server.server_state.connections
-        (one,) = [conn for conn in connections if conn.client == line.getsockname()]
+        (one,) = [conn for conn in echo.connections if conn.client == line.getsockname()]
         there = one.transport.get_extra_info("socket")
         assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -255,39 +257,26 @@ def test_a_client_that_has_gone_is_not_taken_for_one_that_sends_no_more():
     data = GET.replace(b"/x", b"/wait")
     with running() as server:
         with half_closed(server, data) as line:
-            until(lambda: server.lines["busy"])
+            until(lambda: server.busy)
             time.sleep(0.1)  # several looks
             connect(server).close()
             with half_closed(server, data) as gone:
-                until(lambda: len(server.lines["busy"]) == 2)
+                until(lambda: server.busy == 2)
             assert gone.fileno() == -1
-            until(lambda: len(server.lines["busy"]) == 1, PATIENCE)
+            until(lambda: server.busy == 1, PATIENCE)
             server.go.set()
             assert reply(line) == (200, b"/wait ") and ended(line)
-        until(lambda: not sum(map(len, server.lines.values())))
+        until(lambda: not server.connections)
 
 
-def test_idle_connections_give_way():
-    with running(most=8) as server:
-        lines = [connect(server) for _ in range(30)]
-        with connect(server) as line:
-            line.sendall(GET)
-            assert reply(line) == (200, b"/x ")
-        until(lambda: sum(map(len, server.lines.values())) <= 8)
-        assert all(ended(line) for line in lines[:20])
-        lines[-1].sendall(GET)
-        assert reply(lines[-1]) == (200, b"/x ")
-        for line in lines:
-            line.close()
-
-
-def test_requests_under_way_do_not_give_way():
-    with running(most=3) as server:
+def test_there_are_so_many_connections():
+    with running(most=4) as server:
         lines = [connect(server) for _ in range(3)]
         for line in lines:
             line.sendall(GET.replace(b"/x", b"/wait"))
-        until(lambda: len(server.lines["busy"]) == 3)
+        until(lambda: server.busy == 3)
         with connect(server) as line:
+            line.sendall(GET)
             assert reply(line)[0] == 503 and ended(line)
         server.go.set()
         for line in lines:
@@ -335,31 +324,13 @@ def test_a_late_body_is_told_in_the_words_of_its_api():
 
 
 def test_a_large_body_over_a_slow_line_has_its_time(monkeypatch):
-    monkeypatch.setattr(connection, "PACE", 1 << 8)
+    monkeypatch.setattr(app, "PACE", 1 << 8)
     data = sized(bytes(6000))
     with running(seconds=0.2) as server, connect(server) as line:
         for at in range(0, len(data), 500):
             line.sendall(data[at : at + 500])
             time.sleep(0.03)
         assert reply(line)[0] == 200
-
-
-def test_requests_that_never_arrive_take_nobodys_place(monkeypatch, caplog):
-    """Though they take all connections, again and again."""
-    monkeypatch.setattr(connection, "GRACE", 0.05)
-    with running(most=4) as server:
-        lines = []
-        for _ in range(3):
-            lines += [connect(server) for _ in range(4)]
-            for line in lines[-4:]:
-                line.sendall(GET[:20])
-            time.sleep(0.1)
-            with connect(server) as line:
-                line.sendall(GET)
-                assert reply(line) == (200, b"/x ")
-        for line in lines:
-            line.close()
-    assert len([text for text in caplog.messages if "4 connections" in text]) == 1
 
 
 def test_idle_connections_are_closed_in_the_end(monkeypatch):
@@ -382,8 +353,7 @@ def test_bodies_that_arrive_at_once_are_bounded(monkeypatch):
         assert reply(lines[-1])[0] == 200
         for line in lines:
             line.close()
-        until(lambda: not server.lines["arriving"])
-        assert server.limits.bodies == {}
+        until(lambda: server.limits.bodies == {})
 
 
 def test_a_client_that_does_not_read_keeps_nobody_out():
@@ -391,7 +361,7 @@ def test_a_client_that_does_not_read_keeps_nobody_out():
         line.sendall(GET.replace(b"/x", b"/large"))
         other.sendall(GET)
         assert reply(other) == (200, b"/x ")
-        until(lambda: len(server.lines["idle"]) == 1 == sum(map(len, server.lines.values())))
+        until(lambda: len(server.connections) == 1, PATIENCE)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
@@ -413,7 +383,7 @@ def test_it_ends_with_connections_of_every_kind():
         lines = [connect(server) for _ in range(3)]
         lines[0].sendall(GET[:5])
         lines[1].sendall(GET.replace(b"/x", b"/wait"))
-        until(lambda: len(server.lines["busy"]) == len(server.lines["arriving"]) == 1)
+        until(lambda: server.busy == 1 and len(server.connections) == 3)
     for line in lines:
         while line.recv(100):
             pass

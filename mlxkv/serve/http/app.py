@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mlxkv.serve.apis import anthropic
 from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.access import Keys, check_host, given_key, tenant
-from mlxkv.serve.http.connection import Limits
+from mlxkv.serve.http.connection import DRAIN, PACE, SECONDS, Limits, late
 from mlxkv.serve.http.models import Models
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import APIS, COUNT, Read
@@ -34,6 +35,7 @@ LOG = logging.getLogger("mlxkv.serve")
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 ALLOW = ", ".join(METHODS)
 TARGET, FIELDS = 8 << 10, 100  # bytes of a request's target; header fields
+PAUSE = 1.0  # seconds without more of a body that was refused, after which its connection is closed
 # HTML, CSS and native modules, as they are; there is no build step.
 PAGE = Path(__file__).with_name("page")
 # A model's text is never script: no inline code, no markup from text but through DOMPurify's policy,
@@ -61,29 +63,43 @@ class RequestGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         start, status, is_checked = time.monotonic(), 0, False
+        is_complete = "transfer-encoding" not in request.headers
+        is_complete = is_complete and request.headers.get("content-length", "0") == "0"
         scope["app"] = self  # with which Starlette's router raises where there is no path
+        request.state.start = start
+
+        async def hear() -> Message:
+            nonlocal is_complete
+            message = await receive()
+            is_complete = is_complete or not message.get("more_body", False)
+            return message
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._limits.responses[status] += 1
-                if not is_checked or not scope["connection"].is_complete:
+                if not is_checked or not is_complete:
                     # Where the next request begins is not known.
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            elif not is_complete and not message.get("more_body", False):
+                await send(message | {"more_body": True})
+                if status != 408:  # a client that goes on sending reads the reply first
+                    await _drain(receive)
+                message = {"type": "http.response.body"}
             await send(message)
 
         try:
             self._check(request)
             is_checked = True
-            await self._app(scope, receive, answer)
+            await self._app(scope, hear, answer)
         except ClientDisconnect:
             pass
         except Exception as error:
             if status:  # its reply has begun
                 logging.exception("a request failed")
             else:
-                await refusal(request, error)(scope, receive, answer)
+                await refusal(request, error)(scope, hear, answer)
         finally:
             counts = scope.get("counts", "")
             if status == 401 and request.client:
@@ -150,18 +166,38 @@ def _too_large(count: int, limit: int) -> Refused:
     return Refused(413, f"[body] {count} bytes are too many; at most {limit}", "too_large")
 
 
+async def _drain(receive: Receive) -> None:
+    """Read the rest of a body, which nobody needs, as long as it comes."""
+    count, message, loop = 0, {"more_body": True}, asyncio.get_running_loop()
+    end = loop.time() + SECONDS
+    with suppress(TimeoutError):
+        async with asyncio.timeout(PAUSE) as deadline:
+            while message.get("more_body", False) and count < DRAIN:
+                message = await receive()
+                count += len(message.get("body", b""))
+                deadline.reschedule(min(end, loop.time() + PAUSE))
+
+
 async def body_of(request: Request, limits: Limits) -> bytes:
-    """Return the bytes of a request's body. Raises Refused, and ClientDisconnect where the client has left or was
-    refused."""
-    data, conn = bytearray(), request.scope["connection"]
+    """Return the bytes of a request's body. Raises Refused, and ClientDisconnect where the client has left."""
+    data, start = bytearray(), asyncio.get_running_loop().time()
+    deadline = asyncio.timeout(SECONDS)
     try:
-        async for part in request.stream():
-            data += part
-            if len(data) > limits.body:
-                raise _too_large(len(data), limits.body)
-            limits.add_body(conn, len(part))
+        async with deadline:
+            limits.bodies[deadline] = 0
+            async for part in request.stream():
+                data += part
+                if len(data) > limits.body:
+                    raise _too_large(len(data), limits.body)
+                limits.add_body(deadline, len(part))
+                if deadline in limits.bodies:
+                    deadline.reschedule(start + SECONDS + len(data) / PACE)
+    except TimeoutError:
+        if deadline in limits.bodies:
+            raise late(len(data), request.client) from None
+        raise Refused(503, "[serve] too much arrives at once", "busy", retry=1) from None
     finally:
-        limits.bodies.pop(conn, None)
+        limits.bodies.pop(deadline, None)
     return bytes(data)
 
 
@@ -174,13 +210,13 @@ class JSONDocument(JSONResponse):
 
 class ReplyStream:
     """The reply to the request in a body, as an application of ASGI. key: of the client. is_operator: whether it may
-    know what others ask. arrival_time: of the request's first byte, by `time.monotonic`."""
+    know what others ask. start: of the request, by `time.monotonic`."""
 
     def __init__(
-        self, models: Models, raw: bytes, key: str | None, is_operator: bool, arrival_time: float
+        self, models: Models, raw: bytes, key: str | None, is_operator: bool, start: float
     ):
         self._models, self._raw, self._key, self._is_operator = models, raw, key, is_operator
-        self._arrival_time = arrival_time
+        self._start = start
         self._first_token: float | None = None
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue = asyncio.Queue()
@@ -206,9 +242,10 @@ class ReplyStream:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         try:
-            async with self._models.read(
-                scope["path"], self._raw, self._key, self._arrival_time
-            ) as (loaded_model, read):
+            async with self._models.read(scope["path"], self._raw, self._key, self._start) as (
+                loaded_model,
+                read,
+            ):
                 assert isinstance(read, Read)  # a number comes at `COUNT` alone
                 asked, prompt, dropped = read
                 engine, name = loaded_model.engine, loaded_model.name
@@ -234,7 +271,6 @@ class ReplyStream:
             refused = error if isinstance(error, Refused) else fault(error)
             if reply is None or not has_begun:
                 raise refused from None
-            scope["connection"].cycle.keep_alive = False
             await write(reply.error_event(refused), more=False)
 
     async def _watch(self, receive: Receive) -> None:
@@ -269,8 +305,8 @@ class ReplyStream:
             prompt_tokens=total, cached_tokens=reused, generated_tokens=reply.count
         )
         if self._first_token is not None:
-            metrics.took("first_token", self._first_token - self._arrival_time)
-        metrics.took("duration", time.monotonic() - self._arrival_time)
+            metrics.took("first_token", self._first_token - self._start)
+        metrics.took("duration", time.monotonic() - self._start)
         dropped = f", {job.dropped} messages dropped" if job.dropped else ""
         return f": {total} tokens in, {reused} reused, {reply.count} out{dropped}"
 
@@ -284,7 +320,7 @@ class Files(StaticFiles):
         return response
 
 
-def application(models: Models) -> Router:
+def application(models: Models, keys: Keys, limits: Limits) -> Router:
     """Return the paths of a server."""
     options, created = models.options, int(time.time())
 
@@ -297,14 +333,12 @@ def application(models: Models) -> Router:
         return key(request) in (None, *options.api_keys[:1])
 
     async def reply(request: Request) -> Callable:
-        raw = await body_of(request, models.limits)
-        arrival_time = request.scope["connection"].arrival_time
-        return ReplyStream(models, raw, key(request), is_operator(request), arrival_time)
+        raw = await body_of(request, limits)
+        return ReplyStream(models, raw, key(request), is_operator(request), request.state.start)
 
     async def count(request: Request) -> Response:
-        raw = await body_of(request, models.limits)
-        arrival_time = request.scope["connection"].arrival_time
-        async with models.read(COUNT, raw, key(request), arrival_time) as (_, tokens):
+        raw = await body_of(request, limits)
+        async with models.read(COUNT, raw, key(request), request.state.start) as (_, tokens):
             return JSONDocument({"input_tokens": tokens})
 
     async def index(request: Request) -> Response:
@@ -321,7 +355,9 @@ def application(models: Models) -> Router:
     async def metrics(request: Request) -> Response:
         if not is_operator(request):
             raise Refused(403, "[/metrics] tells of all clients: it is for the first --api-key")
-        return Response(models.metrics(), media_type="text/plain; version=0.0.4")
+        return Response(
+            models.metrics(limits.responses, keys.wrong), media_type="text/plain; version=0.0.4"
+        )
 
     async def list_models(request: Request) -> Response:
         name = request.path_params.get("name", "").strip("/")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -26,8 +27,6 @@ from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.caches.memory import used_memory
 from mlxkv.serve.engine import LEAST_MEMORY, Engine
 from mlxkv.serve.grammar import calls_of
-from mlxkv.serve.http.access import Keys
-from mlxkv.serve.http.connection import Limits
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import Read, Reader
 from mlxkv.serve.refusals import Refused, ending
@@ -148,7 +147,7 @@ class Models:
     first. active: requests in progress. Raises UserError where two models have one name, and what loading raises."""
 
     def __init__(self, options: ServeOptions):
-        self.options, self.limits, self.keys = options, Limits(), Keys()
+        self.options = options
         _, *others = options.models
         self.first, self.active = LoadedModel(options), 0
         self._options = {name_of(model): replace(options, model=model) for model in others}
@@ -161,7 +160,7 @@ class Models:
 
     @asynccontextmanager
     async def read(
-        self, path: str, raw: bytes, key: str | None, arrival_time: float
+        self, path: str, raw: bytes, key: str | None, start: float
     ) -> AsyncIterator[tuple[LoadedModel, Read | int]]:
         """Yield the model that the request in a body names, which is loaded where it is not there and stays until the
         end of the block, and the request. key: of the client. The block is one of the requests in progress, and has the
@@ -171,7 +170,7 @@ class Models:
             raise Refused(429, f"[--max-requests] {self.active} under way", "busy", retry=1)
         self.active += 1
         try:
-            async with asyncio.timeout_at(arrival_time + seconds):
+            async with asyncio.timeout_at(start + seconds):
                 loaded_model = self.first
                 result = await loaded_model.read(path, raw, key, self.names[1:])
                 if isinstance(result, str):
@@ -257,16 +256,16 @@ class Models:
         others = {name: loaded_model.kv(is_operator) for name, loaded_model in self.loaded.items()}
         return {"models": self.names} | document | {"others": others}
 
-    def metrics(self) -> str:
-        """Return the page of /metrics."""
+    def metrics(self, responses: Counter[int], wrong_keys: int) -> str:
+        """Return the page of /metrics. responses: by status."""
         loaded_models = {self.first.name: self.first} | self.loaded
         models = {
             name: (loaded_model.engine.metrics, loaded_model.kv())
             for name, loaded_model in loaded_models.items()
         }
-        gauges: dict[str, float] = {"active_requests": self.active, "wrong_keys": self.keys.wrong}
+        gauges: dict[str, float] = {"active_requests": self.active, "wrong_keys": wrong_keys}
         gauges |= {f"kv_{name}": value for name, value in _process_memory().items()}
-        return metrics.text(self.limits.responses, gauges, models)
+        return metrics.text(responses, gauges, models)
 
 
 def _process_memory() -> dict[str, int]:
