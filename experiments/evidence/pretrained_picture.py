@@ -39,72 +39,17 @@ def against_bits(models: Mapping[str, Cells], names: Mapping[str, str]) -> str:
                 if p != BASELINE and cells.bits[p] <= MOST_BITS
             ]
             points = {p: (cells.bits[p], cells.kl(p, context).value) for p in presets}
-            for preset, (x, y) in points.items():
-                axis.plot([x], [y], "o", color=COLOURS[maker(preset)], markersize=5)
-            axis.set_yscale("log")
             axis.set_xlim(1.0, MOST_BITS + 0.9)
             axis.set_xticks([2, 3, 4, 5])
             axis.set_title(f"{names.get(name, name)}, {cells.lengths[context]:,} tokens")
             axis.set_xlabel("bits per value")
-            _labelled(figure, axis, points)
+            plots.scatter(figure, axis, points, lambda name: COLOURS[maker(name)])
         axes[0, 0].set_ylabel("mean KL over texts (nats)")
         for kind, label in LABELS.items():
             axes[0, 0].plot([], [], "o", color=COLOURS[kind], label=label)
         figure.legend(loc="upper center", ncol=3, bbox_to_anchor=(0.5, 1.05))
         figure.tight_layout()
         return plots.svg(figure)
-
-
-def _labelled(figure, axis, points: Mapping[str, tuple[float, float]]) -> None:
-    """Write each name right of its point, moved up or down until it lies on no other name or point."""
-    figure.canvas.draw()
-    at = {name: axis.transData.transform(point) for name, point in points.items()}
-    size, scale = 8.5, figure.dpi / 72
-    high = 1.18 * size * scale
-    boxes_used: list[tuple[float, float, float, float]] = []
-    dots = [(x - 8, y - 8, x + 8, y + 8) for x, y in at.values()]
-    for name in sorted(at, key=lambda n: -at[n][1]):
-        x, y = at[name]
-        wide = 0.58 * size * scale * len(name)
-        steps = [0.0] + [s * k * high / 4 for k in range(1, 80) for s in (1, -1)]
-        sides = (x + 9, x - 9 - wide)
-        boxes = [
-            (a, y + step - high / 2, a + wide, y + step + high / 2) for step in steps for a in sides
-        ]
-        low, top = axis.bbox.y0, axis.bbox.y1
-        free = (
-            box
-            for box in boxes
-            if box[0] >= axis.bbox.x0 + 2
-            and low <= box[1]
-            and box[3] <= top
-            and not any(_meet(box, obstacle) for obstacle in [*boxes_used, *dots])
-        )
-        box = next(free, boxes[0])
-        boxes_used.append(box)
-        middle = ((box[0]) - x) / scale, ((box[1] + box[3]) / 2 - y) / scale
-        axis.annotate(
-            name,
-            points[name],
-            xytext=middle,
-            textcoords="offset points",
-            fontsize=size,
-            va="center",
-            color=COLOURS[maker(name)],
-            arrowprops={
-                "arrowstyle": "-",
-                "color": "#bbbbbb",
-                "linewidth": 0.6,
-                "shrinkA": 1,
-                "relpos": (0.0 if middle[0] > 0 else 1.0, 0.5),
-            }
-            if abs(middle[1]) > size / 2
-            else None,
-        )
-
-
-def _meet(a: tuple, b: tuple) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def against_context(models: Mapping[str, Cells], names: Mapping[str, str]) -> str:
