@@ -32,7 +32,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import check_rotary, parse_kv
+from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.fingerprint import fingerprint
 from mlxkv.models.catalog.shapes import context_limit
@@ -81,8 +81,6 @@ def attach(
         examined = examine(model, config)
         reports = [cache.report(i, config, model.device) for i, cache in enumerate(examined)]
         compressible = {r.index: examined[r.index] for r in reports if r.compressed}
-        if not any(cache.latent for cache in compressible.values()):
-            check_rotary(config, "attach")
         fits, calibration_used = _fit(model, config, compressible, calibration)
     except BaseException:
         put_back(model, names_before)

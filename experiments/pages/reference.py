@@ -41,6 +41,7 @@ ARXIV = {
     "KIVI": "2402.02750",
     "PolarQuant (Wu": "2502.00527",
     "OjaKV": "2509.21623",
+    "SnapKV": "2404.14469",
 }
 COMMANDS = f"""# Commands and options
 
@@ -56,7 +57,7 @@ Every preset, beyond the [four lines](../guide/presets.md) of the guide. {WRITTE
 **Needs**: `mlxkv calibrate` is one pass over 8,900 tokens; `chat` and `serve` make it on first use and keep it.
 **Decodes by**: kernels that read codes on a GPU, or plain MLX operations everywhere. See [results](../results/pretrained.md) for quality, [kernels](../internals/kernels.md) for speed.
 
-A pair takes its keys from one preset and its values from another (`int8/int4`). Names take numbers: `int4+sink4+recent124`, `kivi-int2+g64`, `oja-r96+int4`; `+keep0.5` drops half of a prompt's tokens. `fill-2.25`, or any number of bits a value: [how the cache works](../README.md#how-the-cache-works)."""
+A pair takes its keys from one preset and its values from another (`int8/int4`). `fill-2.25`, or any number of bits a value: [how the cache works](../README.md#how-the-cache-works). `+keep0.5` drops half of a prompt's tokens. Other windows, groups and ranks are [written in Python](../guide/python.md#other-caches)."""
 FAMILIES = f"""# Model families
 
 Which model families are compressed, and which are not. {WRITTEN}

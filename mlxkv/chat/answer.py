@@ -21,7 +21,7 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
     with working(f"reading {options.model.strip()}") as progress:
         loaded = load(
             options.model,
-            options.preset,
+            options.cache,
             strict=options.kv_strict,
             dtype=options.dtype,
             calibration=options.calibration,

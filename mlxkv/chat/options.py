@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from typer import Argument, Option
 
 from mlxkv.errors import UserError
+from mlxkv.formats import session
+from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import canonical, parse_kv
 from mlxkv.models.catalog.aliases import DEFAULT
 from mlxkv.models.catalog.option_checks import (
@@ -78,7 +80,7 @@ class ChatOptions:
         if not 0 <= self.seed < 2**64:
             raise UserError(f"[--seed] must be 0 or more, below 2^64; got {self.seed}")
         check_sampling(self.temp, self.top_p)
-        parse_kv(self.preset)
+        _ = self.cache
         dtype_name(self.dtype)
         check_weights(self.weights)
         _ = self.template  # raises where it is no JSON
@@ -90,6 +92,19 @@ class ChatOptions:
     def preset(self) -> str:
         """`--kv` by its usual name."""
         return canonical(self.kv)
+
+    @property
+    def cache(self) -> CacheConfig:
+        """What `--kv` names; of a session that an older version saved under a name that is gone, what it holds."""
+        try:
+            return parse_kv(self.preset)
+        except UserError:
+            if self.load is None:
+                raise
+            head = session.read_header(session.file_named(self.load))
+            if head.entries["kv_name"] != self.preset:
+                raise
+            return replace(session.cache_of(head), name=self.preset)
 
     @property
     def asked(self) -> str | None:

@@ -10,7 +10,6 @@ from mlxkv.chat.options import ChatOptions
 from mlxkv.console import human_bytes, note, working
 from mlxkv.errors import UserError
 from mlxkv.formats import session as files
-from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import Source, resolve
 from mlxkv.models.catalog.fingerprint import fingerprint
@@ -92,4 +91,4 @@ def check_session(load: str, options: ChatOptions, source: Source) -> None:
                 f"belongs to another model; got {files.printable(head.entries['model'])}; this is "
                 f"{options.model.strip()}"
             )
-    files.check_cache(head, options.preset, parse_kv(options.preset))
+    files.check_cache(head, options.preset, options.cache)

@@ -27,7 +27,7 @@ from mlxkv.console import (
 )
 from mlxkv.errors import UserError, brief
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import PICKS, canonical, check_rotary, parse_kv
+from mlxkv.formats.names import PICKS, canonical, parse_kv
 from mlxkv.machine import USABLE, machine_memory
 from mlxkv.models.catalog import folder, numbers
 from mlxkv.models.catalog.aliases import CONFIGS, HUB, QUANTIZATION, resolve
@@ -56,9 +56,6 @@ def run_fit(
         every_alias(presets, total, as_json)
         return
     plan = read_plan(model)
-    if not any(layer.kind == "latent" for layer in plan.layers):
-        for cache in presets.values():
-            check_rotary(cache)
     if context is None and plan.limit:
         tokens = min(tokens, plan.limit)
     if plan.limit and tokens > plan.limit:

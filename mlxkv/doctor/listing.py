@@ -40,6 +40,7 @@ MEASURED = {
 }
 # Of `fill-NUMBER` those to pick from.
 LISTED = {name: parse_kv(name) for name in PICKS} | PRESETS
+SNAPKV = "SnapKV: the half of a prompt that its last queries attend to most"
 # (title, how the names of its presets begin), in the order of `presets --all`.
 PAPERS = (
     ("to pick from", PICKS),
@@ -59,6 +60,7 @@ PAPERS = (
     ("PolarQuant (Wu et al.)", ("polar",)),
     ("low rank: fixed", ("static-",)),
     ("OjaKV: low rank that follows the text", ("oja-",)),
+    (SNAPKV, ("",)),
 )
 
 
@@ -104,7 +106,8 @@ def by_paper() -> Iterator[tuple[str, list[list[dict]]]]:
     rows = {name: _preset(name, kv) for name, kv in LISTED.items()}
     for title, starts in (*PAPERS, ("others", ("",))):
         methods: dict[tuple, list[dict]] = {}
-        for name in [name for name in rows if name.startswith(starts)]:
+        drops = title == SNAPKV
+        for name in [n for n in rows if n.startswith(starts) and (LISTED[n].keep < 1) == drops]:
             methods.setdefault(_method(rows[name]), []).append(rows.pop(name))
         if methods:
             yield title, list(methods.values())
@@ -122,8 +125,8 @@ def _print_all() -> None:
         "a scale serves a group of values of one token, or of one channel if the row says so\n"
         f"for comparisons, slower than full precision on a GPU: {', '.join(COMPARED)}\n"
         f"{PAIR}\n"
-        "low rank takes other ranks and codes: oja-0.6+int8, static-r96+windows; plus the bytes of its basis\n"
-        "any of them drops tokens of a prompt with +keep0.5"
+        "low rank: plus the bytes of its basis\n"
+        "+keep0.5 drops half of a prompt's tokens; other windows, groups and ranks: docs/guide/python.md"
     )
 
 
@@ -131,7 +134,7 @@ def _method(row: dict) -> tuple:
     """Return what presets of one method share: what is stored, whatever its bits, and the windows."""
     kv = LISTED[row["name"]]
     sides = (side.describe(ANY) for side in (kv.keys, kv.values))
-    return (*sides, kv.pinned, *(row[name] for name in WINDOWS), row["offered"])
+    return (*sides, kv.keep, kv.pinned, *(row[name] for name in WINDOWS), row["offered"])
 
 
 def _line(alike: list[dict]) -> str:

@@ -165,12 +165,9 @@ class CacheConfig:
     keep: share of a prompt's quantized tokens that stay once the prompt is read, by the votes of its last
         queries (SnapKV).
     whole_pages: select pages, for all kv heads alike, in place of tokens for each head.
-    rotary: bits of the rotary keys beside latents (MLA): 16, as the model makes them, or 8.
-    short_rotary: 8 bits for them without being asked, where there are latents; it is not saved and no
-        part of what is compared: `of_latents` says it as `rotary`.
+    rotary: bits of the rotary keys beside latents (MLA) in pages: 16, as the model makes them, or 8. Other
+        models have none; `of_latents` makes it part of what is compared.
     name: by which `--kv` asked for it, for reports; not saved and not compared.
-    asks_rotary: whether a name asked for either (+rope8, +rope16), which no model without latents has; not saved
-        and not compared.
     """
 
     keys: Side
@@ -180,9 +177,7 @@ class CacheConfig:
     page: int = 64
     keep: float = 1.0
     whole_pages: bool = False
-    rotary: int = 16
-    short_rotary: bool = field(default=False, compare=False)
-    asks_rotary: bool = field(default=False, compare=False)
+    rotary: int = field(default=16, compare=False)
     name: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self):
@@ -274,9 +269,7 @@ class CacheConfig:
     def of_latents(self) -> CacheConfig:
         """The config of a cache of latents (MLA), one record a token: stored as keys are, which are the sensitive
         half; its other part, the rotary keys, stays exact, or is stored with 8 bits and a scale per token."""
-        rotary = 8 if self.short_rotary else self.rotary
-        values = Side(Full()) if rotary == 16 else ROTARY
-        return replace(self, values=values, rotary=rotary, short_rotary=False)
+        return replace(self, values=Side(Full()) if self.rotary == 16 else ROTARY)
 
     @property
     def why_no_latents(self) -> str | None:
@@ -332,7 +325,9 @@ class CacheConfig:
         data = json.loads(json.dumps(asdict(self)))
         for name in ("keys", "values"):
             data[name]["quantizer"]["method"] = getattr(self, name).quantizer.method
-        del data["short_rotary"], data["asks_rotary"], data["name"]
+        if self.values != ROTARY:  # no latents: there are no rotary keys apart
+            data["rotary"] = 16
+        del data["name"]
         return data
 
     @staticmethod
@@ -345,8 +340,7 @@ class CacheConfig:
                 quantizer, low = dict(side.pop("quantizer")), side.pop("low", None)
                 side["low"] = LowRank(**low) if low else None
                 sides[name] = Side(METHODS[quantizer.pop("method")](**quantizer), **side)
-            config = CacheConfig(**data | sides)
-            return replace(config, short_rotary=False, asks_rotary=False, name="")
+            return replace(CacheConfig(**data | sides), name="")
         except UserError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:

@@ -1,22 +1,12 @@
-"""Parse what `--kv` takes: presets, pairs, and names with numbers in them.
+"""Parse what `--kv` takes.
 
-    NUMBER                   the best codes of about so many bits a value: 8, 4, 3, 2.25 (`dialled`)
-    fill-NUMBER              mixed bits, so many a value with scales: fill-2.25; of a pair of equal numbers
-                             (fill-3) one budget, of others (fill-3/fill-2) one each
-    KEYS/VALUES              int8/int4: keys and windows of the first, values of the second
-    static-NUMBER[+EXTRA]    low rank (StaticPCA); +windows keeps the first and the last 32 tokens
-    oja-NUMBER[+EXTRA]       low rank that follows the text (OjaKV), with the same windows
-    PRESET+SETTING...        a preset with other numbers: +g32 (values that share a scale), +clip.96 (OSCAR's
-                             clip), both also of keys or values alone (+kg32, +vclip.94), +page128, and the
-                             exact tokens +sink32 and +recent96
-    PRESET+rope8, +rope16    the rotary keys beside latents (MLA) with 8 bits, or exact; other models refuse it
-    NAME+keepX, NAME+pagesX  any of them, keeping the share X of a prompt's quantized tokens, or pages
+    NUMBER          the best codes of about so many bits a value: 8, 4, 3, 2.25 (`dialled`)
+    PRESET          a name of `formats.presets.PRESETS`
+    fill-NUMBER     mixed bits, so many a value with scales: fill-2.25
+    KEYS/VALUES     int8/int4: keys and windows of the first, values of the second; of equal numbers (fill-3) one
+                    budget, of others (fill-3/fill-2) one each
 
-NUMBER: 0.75 of the head dim, r96 dims, or e0.95 of the energy. EXTRA: int8 to int2, codes per token in
-groups of 64, or a preset (kivi-int4) for its codes and page. For oja also transport, segments, segments4,
-stay; raw: the update as published; fast: rates of 1 and 0.5; all: every token of a prompt updates; prompt:
-no updates while decoding; pinned: the last tokens of the first prompt stay exact for good, as published
-(without it they are stored once 32 newer ones and a page have come).
+and what other tools call full precision and widths: f16, none, q8_0, INT4, 4bit. Anything else is a `CacheConfig`.
 """
 
 from __future__ import annotations
@@ -27,46 +17,24 @@ from difflib import get_close_matches
 
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.lowrank import SEGMENTS, STORED, LowRank
-from mlxkv.formats.presets import PRESETS, low_rank, mixed_bits
-from mlxkv.formats.quantizers import RATES, Affine, Half
+from mlxkv.formats.presets import PRESETS, mixed_bits
+from mlxkv.formats.quantizers import RATES
 
-METHODS = ("static", "oja")
 FILL = "fill"
-# Codes of the low-rank presets, a scale a token in groups of 64.
-PLAIN = {
-    "int8": Affine(8, 64),
-    "int4": Affine(4, 64),
-    "int3": Affine(3, 64),
-    "int2": Affine(2, 64, clip=0.92),
-}
 PICKS = ("fp16", "int8", "int4", "fill-4", "fill-3", "fill-2.25")  # what to choose from at first
 # What other tools call full precision, and widths: q4_0 (llama.cpp), INT4, 4bit.
 PLAIN_NAMES = ("f16", "bf16", "float16", "bfloat16", "none", "off", "full", "16", "16bit")
 WIDTH = re.compile(r"(?:int|q|kv)?[-_ ]?(?P<bits>[2348])(?:[-_ ]?bits?|_[01])?")
 DIAL = re.compile(r"\d*\.?\d+")
-NUMBER = re.compile(r"(?P<kind>[re]?)(?P<number>\d*\.?\d+)")
-SIZES = {"": "share", "r": "rank", "e": "energy"}
-KEEP = re.compile(r"\+(?P<what>keep|pages)(?P<share>\d*\.?\d+)$")
-WAY = re.compile(rf"{'|'.join(STORED)}|{SEGMENTS}\d+")
-TUNED = re.compile(r"\+(?P<sides>[kv]?)(?P<what>g|clip|page|sink|recent)(?P<number>\d*\.?\d+)$")
-ROTARY = re.compile(r"\+rope(8|16)$")
-SETTINGS = {
-    "raw": {"raw": True},
-    "fast": {"prefill_rate": 1.0, "decode_rate": 0.5},
-    "prompt": {"decode_rate": 0.0},  # after fast, one of whose rates it replaces
-    "all": {"salient": 1.0},
-    "pinned": {"pinned": True},
-}
+# Of names that older versions took: other windows, groups, ranks and shares.
+OLDER = ("+", "static-", "oja-")
+IN_PYTHON = "; in Python also attach(model, replace(parse_kv('int4'), sink=16)) and any CacheConfig"
 
 
 def canonical(text: str) -> str:
-    """Return the name of a preset, pair or selection for what users of other tools type: 'Q8_0/q4_0' -> 'int8/int4'.
-    Names that are not known stay as they are."""
-    name, keep = text.strip().lower(), ""
-    if match := KEEP.search(name):
-        name, keep = name[: match.start()], match[0]
-    return "/".join(map(_own_name, name.split("/"))) + keep
+    """Return the name of a preset or pair for what users of other tools type: 'Q8_0/q4_0' -> 'int8/int4'. Names that
+    are not known stay as they are."""
+    return "/".join(map(_own_name, text.strip().lower().split("/")))
 
 
 def _own_name(name: str) -> str:
@@ -105,18 +73,6 @@ def check_fold(config: CacheConfig, fold: bool) -> None:
         )
 
 
-def check_rotary(kv: CacheConfig, option: str = "--kv") -> None:
-    """Raise UserError where `kv` says how rotary keys beside latents are stored. For models that have
-    no latents to compress."""
-    if not kv.asks_rotary and kv.rotary == 16:
-        return
-    label, without = kv.label, re.sub(r"\+rope(8|16)", "", kv.label)
-    raise UserError(
-        f"[{option}] +rope{kv.rotary} is for rotary keys beside compressed latents (MLA), which this model has none "
-        f"of; got {label!r}; choose {without if without != label else 'presets without it'}"
-    )
-
-
 def complete_kv(incomplete: str) -> list[str]:
     """Names for a shell that completes `--kv`, behind a comma or a slash, too."""
     start = max(incomplete.rfind(","), incomplete.rfind("/")) + 1
@@ -128,33 +84,35 @@ def complete_kv(incomplete: str) -> list[str]:
 
 def parse_kv(text: str | CacheConfig) -> CacheConfig:
     """Return the configuration that `--kv TEXT` names. A configuration is returned unchanged, but loses a
-    name that stands for others. Raises UserError."""
+    name that stands for others. Raises UserError for names that it does not know."""
     if isinstance(text, CacheConfig):
-        return replace(text, name="") if text.name and parse_kv(text.name) != text else text
+        return text if _has_own_name(text) else replace(text, name="")
     if not isinstance(text, str):
         raise UserError(
             f"[--kv] is the name of a preset or a CacheConfig; got {text!r}; choose from {', '.join(PRESETS)}"
         )
-    name_part = canonical(text)
-    settings = {"name": name_part}
-    if selection := KEEP.search(name_part):
-        name_part = name_part[: selection.start()]
-        settings |= {"keep": float(selection["share"]), "whole_pages": selection["what"] == "pages"}
-    names = name_part.split("/")
-    sides = [_side(name) for name in names]
+    canonical_name = canonical(text)
+    names = canonical_name.split("/")
+    sides = [_preset(name) for name in names]
     known = [side for side in sides if side is not None]
     if len(known) < len(sides) or len(sides) > 2:
+        is_older = any(part in canonical_name for part in OLDER)
         raise UserError(
             f"[--kv] unknown preset; got {text!r}; {_hint(names, sides)}choose from {', '.join(PICKS)}, a number of "
             "bits such as 2.6, KEYS/VALUES such as int8/int4, or what mlxkv presets --all lists"
+            f"{IN_PYTHON if is_older else ''}"
         )
     keys, values = known[0], known[-1]
     windows = keys if keys.compresses else values
-    rotary_side = next((side for side in (windows, keys, values) if side.asks_rotary), windows)
-    rotary = {
-        name: getattr(rotary_side, name) for name in ("rotary", "short_rotary", "asks_rotary")
-    }
-    return replace(windows, keys=keys.keys, values=values.values, **rotary, **settings)
+    return replace(windows, keys=keys.keys, values=values.values, name=canonical_name)
+
+
+def _has_own_name(config: CacheConfig) -> bool:
+    """Return whether `config.name` names no other configuration."""
+    try:
+        return not config.name or parse_kv(config.name) == config
+    except UserError:  # a name of the caller's
+        return True
 
 
 def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
@@ -163,110 +121,14 @@ def _hint(names: list[str], sides: list[CacheConfig | None]) -> str:
     return f"did you mean {' or '.join(close)}? " if close else ""
 
 
-def _side(name: str) -> CacheConfig | None:
-    if name in PRESETS:
-        return PRESETS[name]
-    if match := ROTARY.search(name):
-        base = _side(name[: match.start()])
-        return base and replace(base, rotary=int(match[1]), short_rotary=False, asks_rotary=True)
-    if match := TUNED.search(name):
-        base = _side(name[: match.start()])
-        return base and _tuned(base, match, name)
-    method, dash, number_and_extras = name.partition("-")
-    if method == FILL and dash:
-        return _filled(number_and_extras, name)
-    if method not in METHODS or not dash:
-        return None
-    number, *extras = number_and_extras.split("+")
-    follows, settings = method == "oja", {}
-    codes = [extra for extra in extras if extra in PRESETS and _are_codes(PRESETS[extra])]
-    stored = [extra for extra in extras if WAY.fullmatch(extra)]
-    allowed = {*codes, *stored, *SETTINGS} if follows else {*codes, "windows"}
-    match = NUMBER.fullmatch(number)
-    if match is None or not _is_size(match) or not allowed.issuperset(extras):
-        raise _not_low_rank(name)
-    if len(set(extras)) < len(extras) or max(len(codes), len(stored)) > 1:
-        raise _not_low_rank(name)
-    for extra in SETTINGS:  # in this order, whatever order the user writes
-        settings |= SETTINGS[extra] if extra in extras else {}
-    if stored and (count := stored[0].removeprefix(SEGMENTS)).isdigit():
-        settings |= {"stored": SEGMENTS, "segments": int(count)}
-    elif stored:
-        settings |= {"stored": stored[0]}
-    size = SIZES[match["kind"]]
-    value = int(number[1:]) if size == "rank" else float(match["number"])
-    windows = 32 if follows or "windows" in extras else 0
-    low = LowRank(**{size: value}, follows=follows, **settings)
-    if not codes or codes[0] in PLAIN:
-        plain = PLAIN[codes[0]] if codes else Half()
-        return low_rank(low, plain, plain, windows)
-    code_preset = PRESETS[codes[0]]
-    return low_rank(
-        low, code_preset.keys.quantizer, code_preset.values.quantizer, windows, code_preset.page
-    )
-
-
-def _filled(number: str, name: str) -> CacheConfig:
-    """Return mixed bits. Raises UserError for what is no number of bits."""
-    match = NUMBER.fullmatch(number)
-    if match is None or match["kind"] or not RATES[0] <= float(number) <= RATES[1]:
+def _preset(name: str) -> CacheConfig | None:
+    """Return the configuration of one part of a name. Raises UserError for what is no number of bits."""
+    prefix, dash, number = name.partition("-")
+    if prefix != FILL or not dash:
+        return PRESETS.get(name)
+    if not DIAL.fullmatch(number) or not RATES[0] <= float(number) <= RATES[1]:
         raise UserError(
             f"[--kv] no such number of bits; got {name!r}; write fill-NUMBER, bits a value from "
             f"{RATES[0]:g} to {RATES[1]:g} with scales, such as fill-2.25"
         )
     return mixed_bits(float(number))
-
-
-def _tuned(base: CacheConfig, match: re.Match, name: str) -> CacheConfig:
-    """Return `base` with one other number. Raises UserError."""
-    sides, setting, number = match["sides"], match["what"], float(match["number"])
-    is_whole = number == int(number)
-    if setting in ("page", "sink", "recent"):
-        if sides or not is_whole:
-            raise _not_tuned(name)
-        return replace(base, **{setting: int(number)})
-    changed = {}
-    for side in ("keys", "values"):
-        old = getattr(base, side)
-        if sides and not side.startswith(sides):
-            continue
-        spec = old.quantizer
-        if not isinstance(spec, Affine) or (setting == "g" and not is_whole):
-            raise _not_tuned(name)
-        if setting == "g":
-            changed[side] = replace(old, quantizer=replace(spec, group=int(number)))
-        elif spec.axis == "token":  # keys per channel have no clip
-            changed[side] = replace(old.clipped(number), own_clip=True)
-    if not changed:
-        raise _not_tuned(name)
-    return replace(base, **changed)
-
-
-def _not_tuned(name: str) -> UserError:
-    return UserError(
-        f"[--kv] no such setting of this preset; got {name!r}; write +g32 or +clip.96 for affine codes (of "
-        "one side: +kg32, +vclip.94; keys per channel have no clip), +page128, +sink32, +recent96"
-    )
-
-
-def _are_codes(preset: CacheConfig) -> bool:
-    """Return whether the preset quantises both sides."""
-    return preset.keys.quantizer.codes and preset.values.quantizer.codes
-
-
-def _is_size(match: re.Match) -> bool:
-    """Return whether a number is a share of the dims or of the energy, or a whole number of dims."""
-    kind, value = match["kind"], float(match["number"])
-    if kind == "r":
-        return match["number"].isdigit() and value > 0
-    return 0 < value < 1 or (value == 1 and not kind)
-
-
-def _not_low_rank(name: str) -> UserError:
-    method = name.partition("-")[0]
-    extras = (*SETTINGS, *STORED, "segments4") if method == "oja" else ("windows",)
-    return UserError(
-        f"[--kv] no low rank of this name; got {name!r}; write {method}-NUMBER, a share of the dims "
-        "(0.75), even dims (r96) or a share of their energy (e0.95), then, each once, +CODES (a preset "
-        f"such as +int4) and any of {', '.join(f'+{extra}' for extra in extras)}"
-    )

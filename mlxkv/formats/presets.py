@@ -91,7 +91,7 @@ def _centred(config: CacheConfig) -> CacheConfig:
 
 def _short(config: CacheConfig) -> CacheConfig:
     """Return the same with rotary keys of 8 bits, where a model has latents."""
-    return replace(config, short_rotary=True)
+    return replace(config, rotary=8)
 
 
 def _widths(
@@ -155,13 +155,18 @@ PRESETS: dict[str, CacheConfig] = {
     "polar": _polar(4, 128),
     "polar-int3": _polar(3, 64),
     "polar-int2": _polar(2, 32),
-    # Low rank: fixed, and following the text (OjaKV). `mlxkv.formats.names` reads other ranks and extras.
+    # Low rank: fixed, and following the text (OjaKV). Other ranks and settings: `low_rank(LowRank(...), ...)`.
     "static-0.75": low_rank(LowRank(0.75), Half(), Half(), windows=0),
+    "static-0.75+int4": low_rank(LowRank(0.75), Affine(4, 64), Affine(4, 64), windows=0),
     "static-0.75+windows": low_rank(LowRank(0.75), Half(), Half()),
     "oja-0.75": _oja(0.75),
     "oja-0.75+pinned": low_rank(LowRank(0.75, follows=True, pinned=True), Half(), Half()),
     "oja-0.75+int8": _oja(0.75, Affine(8, 64)),
     "oja-0.75+int4": _oja(0.75, Affine(4, 64)),
+}
+# SnapKV: the half of a prompt that its last queries attend to most. Other shares: `replace(CONFIG, keep=...)`.
+PRESETS |= {
+    f"{name}+keep0.5": replace(PRESETS[name], keep=0.5) for name in ("fp16", "int4", "oja-0.75")
 }
 
 # Full precision in pages: they save nothing, and no `--kv` names them. `mlxkv bench decode` compares with them.

@@ -184,16 +184,19 @@ def check_version(head: SessionHeader) -> None:
         raise head.wrong(f"has session format {printable(version)}; this version reads {FORMAT}")
 
 
-def check_cache(head: SessionHeader, kv_name: str, kv: CacheConfig) -> None:
-    """Raise UserError unless the file was saved with this cache."""
-    data = head.entries
+def cache_of(head: SessionHeader) -> CacheConfig:
+    """Return the configuration that the file was saved with. Raises UserError."""
     try:
-        is_same = CacheConfig.from_dict(untrusted.parse(data["kv"])) == kv
+        return CacheConfig.from_dict(untrusted.parse(head.entries["kv"]))
     except (Unsound, UserError):
         raise head.wrong("names a cache that this version does not know") from None
-    if not is_same:
+
+
+def check_cache(head: SessionHeader, kv_name: str, kv: CacheConfig) -> None:
+    """Raise UserError unless the file was saved with this cache."""
+    if cache_of(head) != kv:
         raise head.wrong(
-            f"was saved with another cache; got --kv {printable(data['kv_name'])}; "
+            f"was saved with another cache; got --kv {printable(head.entries['kv_name'])}; "
             f"this session runs --kv {kv_name}"
         )
 

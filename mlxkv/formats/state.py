@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mlxkv import untrusted
 from mlxkv.errors import UserError
@@ -57,10 +58,14 @@ def read_header(data: bytes) -> tuple[dict, CacheConfig]:
 def check_config(saved: CacheConfig, config: CacheConfig) -> None:
     """Raise UserError for rotary keys beside latents of other bits, ValueError for another difference between a saved
     cache and the model's own."""
-    if saved.rotary != config.rotary:  # int4, int3 and int2 stored 16 bits at first
+    # int4, int3 and int2 stored rotary keys exactly at first.
+    if (
+        saved.values != config.values
+        and saved.of_latents == replace(config, rotary=saved.rotary).of_latents
+    ):
         raise UserError(
-            f"[--kv] rotary keys of {saved.rotary} bits; got a preset that stores {config.rotary}; choose it with "
-            f"+rope{saved.rotary}"
+            f"[--kv] rotary keys of {saved.rotary} bits; got a preset that stores {config.rotary}; choose "
+            f"dataclasses.replace(parse_kv(NAME), rotary={saved.rotary}) in Python"
         )
     if json.dumps(saved.as_dict()) != json.dumps(config.as_dict()):
         raise ValueError("another configuration of the cache")

@@ -28,7 +28,7 @@ from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import check_fold, check_rotary, fallback_preset, parse_kv
+from mlxkv.formats.names import check_fold, fallback_preset, parse_kv
 from mlxkv.metal import launch
 from mlxkv.models.compiled.weights import unchanged
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
@@ -171,8 +171,6 @@ def examine(
     if any(shape.latent for shape in shapes.values()):
         config = config.of_latents
         check_fold(replace(config, name=f"{config.label} for latents"), fold)
-    else:
-        check_rotary(config)
     return config, reports, shapes
 
 

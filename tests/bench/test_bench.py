@@ -5,12 +5,12 @@ import pytest
 from bench_workers import fails, said
 from mlx_lm.models import base
 from random_models import random_model
+from shorthand import config_named
 from small_models import TINY
 
 from mlxkv.bench import decode, subject
 from mlxkv.bench.kernels import attend, case, encode, run
 from mlxkv.bench.kernels.case import KernelShape
-from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch, predict
 
 SHAPE = KernelShape(1, 2, 1, 64)
@@ -35,7 +35,7 @@ def test_the_reference_is_attention(subtests):
     for preset in ["int4", "oscar-int2+g32"]:
         for shape in [KernelShape(2, 4, 2, 64), KernelShape(1, 2, 1, 96)]:
             with subtests.test(preset=preset, shape=shape):
-                view = case.filled(parse_kv(preset), shape, 500, mx.float32)
+                view = case.filled(config_named(preset), shape, 500, mx.float32)
                 assert view.tokens == 500 and view.pages.tokens
                 q = shape.queries(mx.float32)
                 keys, values = attend.attention.decode_all(view, mx.float32)
@@ -123,7 +123,6 @@ def test_kernels_refuses(subtests, capsys):
         (("--contexts", "64"), ("[--contexts]", "at least 193")),
         (("--kv", "int4,int5"), ("[--kv]", "got 'int5'")),
         (("--kv", "fp16"), ("[--kv]", "got 'fp16'")),
-        (("--kv", "int4+rope16"), ("[--kv] +rope16 is for", "got 'int4+rope16'", "choose int4")),
     ]:
         with subtests.test(options=options, words=words):
             line = fails(capsys, "bench", "kernels", *options)

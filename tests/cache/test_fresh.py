@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_cache
 from on_emulator import make
+from shorthand import config_named
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
-from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
 from mlxkv.models.hooks.mark import register_caches
 from mlxkv.models.trimming import trim_caches
@@ -45,7 +45,7 @@ def pool() -> tuple[mx.array, mx.array, mx.array]:
 @lru_cache
 def made(kv: str) -> tuple:
     """(class, config, maps): of one calibration, which saved caches find again by its digest."""
-    config = parse_kv(kv)
+    config = config_named(kv)
     config = replace(config, sink=8, recent=24, page=min(config.page, 64))
     layer_maps = None
     if config.calibrated:

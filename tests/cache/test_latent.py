@@ -8,17 +8,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
-from random_models import random_model
 from stored_spec import stored
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache, decoded
 from mlxkv.cache.view import View
 from mlxkv.errors import UserError
+from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import Affine, Codebook
-from mlxkv.models import attach, detach, usage
+from mlxkv.models import usage
 from mlxkv.models.hooks.mark import register_caches
 from mlxkv.serve.caches.memory import shapes_of
 from mlxkv.spec import affine as spec
@@ -43,10 +43,10 @@ def coarse(side: Side) -> CacheConfig:
     return replace(config(side), rotary=8).of_latents
 
 
-@pytest.fixture(params=[*sorted(SIDES), "srft-int4+rope8"])
+@pytest.fixture(params=[*sorted(SIDES), "srft-int4, rotary 8"])
 def cache(request):
-    name, _, rope = request.param.partition("+")
-    return LatentKVCache((coarse if rope else config)(SIDES[name]))
+    name, _, bits = request.param.partition(", ")
+    return LatentKVCache((coarse if bits else config)(SIDES[name]))
 
 
 def rotary_law(cache, rotary: mx.array) -> np.ndarray:
@@ -128,7 +128,7 @@ def test_an_index_gets_an_array_of_every_step():
 
 def test_one_record_serves_as_key_and_value():
     """Codes of the latents once, rotary keys once: no more than their bits, beside windows and spare capacity."""
-    cache = LatentKVCache(parse_kv("int4+rope16").of_latents)
+    cache = LatentKVCache(replace(parse_kv("int4"), rotary=16).of_latents)
     pair = tokens(4096)
     fill(cache, pair, (4096,))
     paged = cache.store.count * cache.config.page
@@ -164,7 +164,7 @@ def test_the_server_s_memory_rule_knows_latents(count):
     assert cache.nbytes <= shape.allocated(count, 512, most=True)
 
 
-@pytest.mark.parametrize("cache", ["channel-int4", "srft-int4+rope8"], indirect=True)
+@pytest.mark.parametrize("cache", ["channel-int4", "srft-int4, rotary 8"], indirect=True)
 @pytest.mark.parametrize("back", [5, 33, 81, 112, 150])
 def test_tokens_are_taken_back(cache, back):
     pair, other = tokens(160), tokens(30, seed=3)
@@ -187,7 +187,7 @@ def test_tokens_are_taken_back(cache, back):
     assert mx.allclose(found, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("cache", ["channel-int4", "srft-int4+rope8"], indirect=True)
+@pytest.mark.parametrize("cache", ["channel-int4", "srft-int4, rotary 8"], indirect=True)
 @pytest.mark.parametrize("left", [48, 70])
 def test_going_back_into_a_page_keeps_its_rotary_keys(cache, left):
     pair = tokens(160)
@@ -213,7 +213,7 @@ def same(one, other) -> bool:
     return mx.array_equal(*pairs).item() and mx.array_equal(one.rotary, other.rotary).item()
 
 
-@pytest.mark.parametrize("cache", ["channel-int4", "srft-int4+rope8"], indirect=True)
+@pytest.mark.parametrize("cache", ["channel-int4", "srft-int4, rotary 8"], indirect=True)
 @pytest.mark.parametrize(
     ("how", "count"),
     [("file", 150), ("pickle", 40), ("copy", 150), ("deepcopy", 150), ("pickle", 0)],
@@ -326,40 +326,22 @@ def test_presets_that_make_sense_of_latents():
 
 
 def test_rotary_keys_of_8_bits():
-    one = parse_kv("int4+rope8")
-    assert one == replace(parse_kv("int4"), rotary=8) == parse_kv("int4+rope8/int4")
-    assert CacheConfig.from_dict(one.as_dict()) == one
+    one, exact = parse_kv("int4"), replace(parse_kv("int4"), rotary=16)
+    assert one.rotary == 8 == parse_kv("int4/int8").rotary and parse_kv("int8/int4").rotary == 16
     assert one.of_latents.bits_per_value(512, 64) * 576 / 8 == 288 + 64 + 2
-    assert one.of_latents.of_latents == one.of_latents == parse_kv("int4").of_latents
+    assert one.of_latents.of_latents == one.of_latents != exact.of_latents
+    for config in (one.of_latents, exact.of_latents):
+        saved = CacheConfig.from_dict(config.as_dict())
+        assert saved == config and saved.rotary == config.rotary
     with pytest.raises(UserError, match="8 or 16"):
         replace(one, rotary=4)
 
 
-def test_models_without_latents_refuse_rotary_bits():
-    for kv, said in [
-        ("int4+rope8", r"\[--kv\] \+rope8 is for .*; got 'int4\+rope8'; choose int4$"),
-        ("int4+rope16", r"\+rope16 is for rotary keys beside compressed latents.*; choose int4$"),
-        ("int4+rope16+sink16", r"\+rope16 is for .*; choose int4\+sink16$"),
-        ("int4/int8+rope16", r"\+rope16 is for .*; choose int4/int8$"),
-        ("int4+rope16+keep0.5", r"\+rope16 is for .*; choose int4\+keep0.5$"),
-        (replace(parse_kv("int4"), rotary=8), r"\+rope8 is for .*; choose presets without it$"),
-    ]:
-        model = random_model("llama")
-        with pytest.raises(UserError, match=said):
-            attach(model, kv)
-        attach(
-            model, "int4"
-        )  # which has rotary keys of 8 bits where there are latents, without being asked
-        detach(model)
-
-
-def test_what_was_asked_of_rotary_keys_is_neither_saved_nor_compared():
-    asked = parse_kv("int8+rope16")
-    assert asked == parse_kv("int8") and asked.as_dict() == parse_kv("int8").as_dict()
-    assert asked.asks_rotary and not CacheConfig.from_dict(asked.as_dict()).asks_rotary
-    assert (
-        parse_kv("int4/int8+rope16").of_latents.rotary == 16 != parse_kv("int4").of_latents.rotary
-    )
+def test_models_without_latents_have_no_rotary_keys_apart():
+    """Their files say 16, as those of older versions do."""
+    one, exact = parse_kv("int4"), replace(parse_kv("int4"), rotary=16)
+    assert one == exact and one.as_dict() == exact.as_dict() and one.as_dict()["rotary"] == 16
+    state.check_config(CacheConfig.from_dict(one.as_dict()), one)
 
 
 def test_full_precision_keys_compress_no_latents():

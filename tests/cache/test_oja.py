@@ -10,6 +10,7 @@ import pytest
 from low_rank_cache import DIMS, HEADS, KV_HEADS, RANK, SCALE, cache, close, data, feed, start
 from mlx_lm.models.cache import KVCache
 from on_emulator import make
+from shorthand import config_named
 
 from mlxkv.cache import adaptive
 from mlxkv.cache.adaptive import AdaptiveKVCache
@@ -17,7 +18,6 @@ from mlxkv.cache.attention import attend, decode_all
 from mlxkv.codec import maps
 from mlxkv.codec.maps import sample
 from mlxkv.errors import UserError
-from mlxkv.formats.names import parse_kv
 from mlxkv.metal import whiten
 from mlxkv.models.trimming import trim_caches
 from mlxkv.serve.caches.memory import shapes_of
@@ -390,7 +390,7 @@ def test_tokens_that_were_taken_back_teach_nothing():
 )
 def test_selection_goes_with_every_format(name):
     """Where tokens share scales, whole pages go."""
-    made = parse_kv(name)
+    made = config_named(name)
     made = replace(made, sink=4, recent=16)
     layer_maps = sample(KV_HEADS, (DIMS, DIMS), made.fitted) if made.calibrated else None
     one = AdaptiveKVCache(made, layer_maps)

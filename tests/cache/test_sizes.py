@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from on_emulator import make
+from shorthand import config_named
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
@@ -14,7 +15,6 @@ from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.stores import Records
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import DIMS, MixedBits
 from mlxkv.formats.sizes import CacheShape
 from mlxkv.metal import launch
@@ -31,7 +31,7 @@ HEADS, QUERIES = 2, 4
 
 def fitted(name: str, dim: int) -> CacheConfig:
     """The configuration of a layer: mixed bits have widths, as a calibration gives them."""
-    config = parse_kv(name)
+    config = config_named(name)
     for side in ("keys", "values") if config.mixed_bits else ():
         quantizer = getattr(config, side).quantizer
         bits, blocks = round(quantizer.rate * dim - 16) // DIMS, dim // DIMS
@@ -134,10 +134,10 @@ def test_eager_growth_in_a_decode_loop(name, prompt):
             assert cache.nbytes <= shape(config, dim).allocated(tokens, prompt, most=True)
 
 
-@pytest.mark.parametrize("name", ["int4", "naive-int4", "int8+rope8"])
+@pytest.mark.parametrize("name", ["int4", "naive-int4", "int8+rotary8"])
 def test_bytes_of_latents(name):
     """DeepSeek's sizes: latents of 512, rotary keys of 64, exact or with codes."""
-    config = parse_kv(name).of_latents
+    config = config_named(name).of_latents
     sizes = CacheShape(1, 512, 64, config, "latent")
     for chunk in (8192, 512, 1):
         cache, done = LatentKVCache(config), 0

@@ -11,6 +11,7 @@ from methods import METHODS
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from on_emulator import make
 from random_models import random_model, tokens
+from shorthand import config_named
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
@@ -19,7 +20,6 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import LatentKVCache, decoded
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
-from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("trusted")
 
 HEADS, DIMS = 2, 64
 CALIBRATED = ("oscar-int4", "int2", "static-0.75+int4", "centred-int3", "oja-0.75", "oja-0.5+int4")
-INT4 = replace(parse_kv("naive-int4"), sink=4, recent=16, page=16)
+INT4 = replace(config_named("naive-int4"), sink=4, recent=16, page=16)
 
 
 @lru_cache
@@ -36,7 +36,7 @@ def made(name: str):
     if name in METHODS:
         return CompressedKVCache(METHODS[name].config(DIMS))
     latent = name.startswith("latents of ")
-    config = parse_kv(name.removeprefix("latents of "))
+    config = config_named(name.removeprefix("latents of "))
     config = replace(config, sink=4, recent=16, page=min(config.page, 64))
     if latent:
         return LatentKVCache(config.of_latents)
@@ -94,7 +94,7 @@ def filled(name: str):
     return cache
 
 
-EVERY = (*METHODS, *CALIBRATED, "latents of int4", "latents of int4+rope16", "latents of int8")
+EVERY = (*METHODS, *CALIBRATED, "latents of int4", "latents of int4+rotary16", "latents of int8")
 
 
 @pytest.mark.parametrize("name", EVERY[::2])

@@ -6,18 +6,18 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
+from shorthand import config_named
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
-from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach, detach, load
 from mlxkv.models.calibration import measure
 
-OSCAR = parse_kv("oscar-int2+g32")
+OSCAR = config_named("oscar-int2+g32")
 
 
 def test_kv_heads_that_were_spread_over_processes(subtests):

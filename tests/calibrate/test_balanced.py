@@ -8,13 +8,13 @@ import pytest
 from calibration_inputs import TEXT, at_zero, data, moments_over, rms, seen_by, stored
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_tiles
+from shorthand import config_named
 
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Transform
-from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("trusted")
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}
 INT2, OSCAR = (
-    dataclasses.replace(parse_kv(name), **WINDOWS)
+    dataclasses.replace(config_named(name), **WINDOWS)
     for name in ("balanced-int2+g32", "oscar-int2+g32")
 )
 

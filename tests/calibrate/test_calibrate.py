@@ -7,6 +7,7 @@ from calibration_inputs import TEXT, at_zero, moments_over, seen_by
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
+from shorthand import config_named
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
@@ -123,7 +124,7 @@ def test_dead_and_sharp_heads(subtests, tmp_path):
             artifact.write_calibration(path, made)
             want = model(x)[:, -4:]
             for kv in ("balanced-int4", "fill-3.25", "oja-e0.95"):
-                attach(model, kv, calibration=artifact.read_calibration(path))
+                attach(model, config_named(kv), calibration=artifact.read_calibration(path))
                 caches = make_prompt_cache(model)
                 model(x[:, :-4], cache=caches)
                 off = mx.square(model(x[:, -4:], cache=caches) - want).mean() / mx.var(want)

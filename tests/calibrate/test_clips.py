@@ -8,6 +8,7 @@ import pytest
 from calibration_inputs import TEXT, data
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
+from shorthand import config_named
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
@@ -17,7 +18,6 @@ from mlxkv.codec.transform import Transform
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import FULL, PRESETS
 from mlxkv.models import attach, detach
 from mlxkv.models.calibration import clips
@@ -103,7 +103,7 @@ def test_one_pass_of_attach_gives_each_layer_its_own(model, searched):
     values = [layer.values.clips["int2 g64"] for layer in layers.values()]
 
     def used(kv):
-        reports = attach(model, kv, calibration=made)
+        reports = attach(model, config_named(kv), calibration=made)
         caches = make_prompt_cache(model)
         detach(model)
         pairs = [(c.config.keys.quantizer.clip, c.config.values.quantizer.clip) for c in caches]
@@ -127,10 +127,12 @@ def test_presets_without_clips_to_search(subtests, model, searched):
         with subtests.test(name=name):
             mixed_bits = "fill" in name
             if not mixed_bits:
-                assert "choose from int3, int2, srft-scaled-int8" in clips.why_not(parse_kv(name))
+                assert "choose from int3, int2, srft-scaled-int8" in clips.why_not(
+                    config_named(name)
+                )
             reason = "not searched beside mixed bits" if mixed_bits else "searched for calibrated"
             with pytest.raises(UserError, match=rf"\[search-clip\] clips are {reason}"):
-                clips.search(model, searched, parse_kv(name), TEXT)
+                clips.search(model, searched, config_named(name), TEXT)
 
 
 def test_too_little_text_and_nan_are_one_line(model, searched):

@@ -6,6 +6,7 @@ import pytest
 from calibration_inputs import TEXT, logits, rms
 from mlx_lm.models import openelm
 from mlx_lm.models.cache import make_prompt_cache
+from shorthand import config_named
 
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, mixed_bits
@@ -136,7 +137,7 @@ def test_layers_share_a_budget_and_the_error_falls_with_it(leaning, leaning_made
     exact = logits(leaning)
     errors, shapes = [], [one.keys.values.shape[1] for one in leaning_made.layers.values()]
     for rate in (1.5, 2.5, 4, 8):
-        reports = attach(leaning, f"fill-{rate}{WINDOWS}", calibration=leaning_made)
+        reports = attach(leaning, config_named(f"fill-{rate}{WINDOWS}"), calibration=leaning_made)
         bits = [report.bits_per_value for report in reports]
         assert np.average(bits, weights=shapes) <= rate + 1e-9
         caches = make_prompt_cache(leaning)
@@ -157,7 +158,7 @@ def test_a_model_whose_layers_differ_in_kv_heads_keeps_the_rate():
         layer.attn.qkv_proj.weight *= (0.2, 1, 5)[n]
     found = measure.calibrate(one, TEXT)
     for rate in (1.5, 2.25, 3):
-        reports = attach(one, f"fill-{rate}{WINDOWS}", calibration=found)
+        reports = attach(one, config_named(f"fill-{rate}{WINDOWS}"), calibration=found)
         assert [r.kv_heads for r in reports] == args["num_kv_heads"]
         assert rate - 0.25 < mean_bits(reports) <= rate + 1e-9
         detach(one)

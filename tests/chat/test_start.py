@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from mlxkv.chat.run import read_prompt, text_of
 from mlxkv.chat.session import Session
 from mlxkv.cli import main
 from mlxkv.errors import UserError
+from mlxkv.formats.names import parse_kv
 from mlxkv.models import load
 
 HEAVY = ("mlx_lm", "transformers", "torch", "mlx")
@@ -49,7 +51,7 @@ def test_the_first_line_comes_before_heavy_imports(with_torch, smollm2):
 
 WRONG = (
     *("--temp -1", "--top-p 2", "--seed -1", "--max-tokens 0", "--kv int5"),
-    *("--kv int4+keep2", "--model tinny", "--dtype int8", "--chat-template-args [1]"),
+    *("--kv int4+keep0.3", "--model tinny", "--dtype int8", "--chat-template-args [1]"),
     *('--chat-template-args {"tokenize":true}', "--load no-such-session", "--raw --system x"),
     "-p twice",
 )
@@ -70,6 +72,24 @@ def test_a_session_is_looked_at_before_the_model_is_read(model_folder, tmp_path,
     assert codes[:3] == ["77", "2", "2"]
     assert "was saved with another cache; got --kv int4" in lines[-2]
     assert "belongs to another model" in lines[-1]
+
+
+def test_a_session_of_an_older_name_goes_on_as_it_was_saved(model_folder, tmp_path):
+    """Names took numbers once: such a file says what its cache was."""
+    kv = replace(parse_kv("int4"), sink=4, name="int4+sink4")
+    saved = Session(load(str(model_folder), kv), max_tokens=4)
+    list(saved.ask("hello"))
+    path = str(saved.save(str(tmp_path / "talk")))
+    options = ChatOptions(kv="int4+sink4", load=path)
+    assert options.cache == kv and options.cache.name == "int4+sink4"
+    again = Session(load(str(model_folder), options.cache), max_tokens=4)
+    again.load(path)
+    assert again.tokens == saved.tokens
+    for other in ("int4+sink8", "int4"):
+        with pytest.raises(UserError, match="unknown preset|was saved with another cache"):
+            Session(load(str(model_folder), ChatOptions(kv=other, load=path).cache)).load(path)
+    with pytest.raises(UserError, match="unknown preset"):
+        ChatOptions(kv="int4+sink4")
 
 
 class Terminal(io.StringIO):

@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_mma, make_tiles
 from random_models import random_model, tokens
+from shorthand import config_named
 from step_twins import Twins, same_caches, small, steps_of, untraced
 
 from mlxkv.cache.attention import attend
@@ -18,7 +19,6 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.static import SingleStaticCache, StepIndices
 from mlxkv.cache.view import PORTABLE, TILES
 from mlxkv.formats.config import Side
-from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import Affine
 from mlxkv.metal import launch
 from mlxkv.models import attach, detach
@@ -109,7 +109,7 @@ def test_logits_of_attention_sinks(body, new):
 @pytest.mark.parametrize("body", ["portable", "tiles"])
 def test_bits_by_direction(emulated, body):
     """Fewer stored dims than a head has, and other widths in each layer."""
-    config = parse_kv("fill-1.2+sink16+recent16+page16")
+    config = config_named("fill-1.2+sink16+recent16+page16")
     model = emulated(body, config=config, fitted=True, num_hidden_layers=2)
     twins = go(model, parts=(1, 4, 8, 8, 1), prompt=80)
     sides = [(cache.config.keys, cache.config.values) for cache in twins.plain]

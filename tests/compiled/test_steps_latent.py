@@ -68,9 +68,9 @@ def test_a_sparse_index_is_not(attached):
         config_of(CHANNEL),
         config_of(Side(Affine(3, 64), "hadamard"), sink=0),
         config_of(CHANNEL, rotary=8, sink=0),
-        replace(parse_kv("turbo-int4+rope8"), **WINDOWS),
+        replace(parse_kv("turbo-int4"), rotary=8, **WINDOWS),
     ],
-    ids=("channel", "no sink", "channel rope8 no sink", "turbo rope8"),
+    ids=("channel", "no sink", "channel rotary 8 no sink", "turbo rotary 8"),
 )
 def test_formats_are_replayed_past_quantizing_and_capacity(config, attached):
     """Past the first capacity of pages of 16 tokens, so that arrays grow and another trace is made."""

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from shorthand import config_named
 from tensors import to_mlx, to_torch
 
 from cuda_track.cache.attention import attend
@@ -22,7 +23,6 @@ from mlxkv.codec.codec import Codec as MlxCodec
 from mlxkv.codec.maps import folded, sample
 from mlxkv.errors import UserError
 from mlxkv.formats.config import Side
-from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.quantizers import Half, MixedBits
 from mlxkv.formats.records import NAMES
@@ -38,7 +38,7 @@ STATES = [*IN_RECORDS, "turbo-int2", "fp16/int4"]
 def record_sides():
     """(sides of keys and values, dims, tokens of a page): presets, mixed bits, float16 numbers."""
     for preset in IN_RECORDS:
-        config = parse_kv(preset)
+        config = config_named(preset)
         yield from (((config.keys, config.values), dims, config.page) for dims in (64, 128))
     for spec in (MixedBits(2.0, (8, 3, 1)), MixedBits(2.0, (3, 3, 2, 1, 1)), Half()):
         yield (Side(spec),) * 2, getattr(spec, "dims", 96), 64
@@ -66,7 +66,7 @@ def test_states_are_read_on_the_other_side(subtests):
 
 
 def check_states_are_read_on_the_other_side(preset):
-    config = parse_kv(preset)
+    config = config_named(preset)
     rng = np.random.default_rng(0)
     keys, values = (rng.standard_normal((1, 2, 420, 64)).astype(np.float32) for _ in "kv")
     ours, theirs = CompressedKVCache(config), MlxCache(config)

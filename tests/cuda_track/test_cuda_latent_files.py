@@ -1,6 +1,7 @@
 """A folder of a model with latents (MLA), random weights, in transformers and in MLX: logits, maps, sessions."""
 
 import shutil
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,13 +20,14 @@ from cuda_track.models.loader import load
 from mlxkv import models
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
+from mlxkv.formats.names import parse_kv
 from mlxkv.models import generate as mlx_generate
 from mlxkv.models import prompt_cache as mlx_prompt_cache
 from mlxkv.models.calibration import measure
 
 torch.set_num_threads(1)
 IDS = np.random.default_rng(0).integers(5, 3000, 460).tolist()
-KV = ("int4+rope8", "balanced-int3")
+KV = ("int4", "balanced-int3")
 NEW = [5, 77, 300]
 
 
@@ -122,13 +124,13 @@ def test_sessions_are_read_on_the_other_side(pair, tmp_path):
 @pytest.mark.skipif(version("mlx-lm") < "0.32", reason="the files of mlx-lm 0.32")
 def test_a_session_from_before_rotary_keys_had_8_bits_says_how_to_read_it(hub, tmp_path):
     """Those files name int4 alone, whose rotary keys were exact."""
-    older = models.load(str(hub), "int4+rope16", dtype="float32")
+    older = models.load(str(hub), replace(parse_kv("int4"), rotary=16), dtype="float32")
     cache = mlx_generate.new_cache(older)
     theirs_read(older, cache, IDS)
     saved = mlx_prompt_cache.Saved(cache, IDS, [], "")
     path = mlx_prompt_cache.save(str(tmp_path / "older"), saved, older)
     assert mlx_prompt_cache.load(str(path), older).tokens == IDS
-    said = r"rotary keys of 16 bits; got a preset that stores 8; choose it with \+rope16"
+    said = r"rotary keys of 16 bits; got a preset that stores 8; choose .*rotary=16\)"
     with pytest.raises(UserError, match=said):
         mlx_prompt_cache.load(str(path), models.load(str(hub), "int4", dtype="float32"))
     with pytest.raises(UserError, match=said):

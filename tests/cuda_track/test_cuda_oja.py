@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from low_rank_pairs import HEADS, KV_HEADS, SCALE, caches, data, feed
+from shorthand import config_named
 from tensors import to_torch
 
 from cuda_track.cache import adaptive, choose
@@ -135,7 +136,7 @@ def test_triton_reads_what_was_kept(subtests):
             outs, kept = [], []
             for way in (choose.TRITON, choose.OPS):
                 with choose.using(way):
-                    one = adaptive.AdaptiveKVCache(replace(parse_kv(name), sink=16, recent=16))
+                    one = adaptive.AdaptiveKVCache(replace(config_named(name), sink=16, recent=16))
                     for q, k, v in steps:
                         view = one.update_and_fetch(k, v)
                         outs.append(attend(q, view, 0.125, "causal"))

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from shorthand import config_named
 from small_models import TINY
 from tensors import to_torch
 
@@ -116,8 +117,8 @@ def test_selection_and_padding_do_not_go_together(sides, tokens):
 
 
 def test_ranks_by_energy_are_those_of_the_calibration(sides):
-    reports = attach_model.attach(sides[0].model, "oja-e0.95+int4")
-    right = models.attach(sides[1].model, "oja-e0.95+int4")
+    reports = attach_model.attach(sides[0].model, config_named("oja-e0.95+int4"))
+    right = models.attach(sides[1].model, config_named("oja-e0.95+int4"))
     found = [
         [(r.bits_per_value, r.bases) for r in side if r.compressed] for side in (reports, right)
     ]

@@ -6,6 +6,7 @@ from dataclasses import replace
 import mlx.core as mx
 from on_emulator import make, make_mma, make_tiles
 from samples import data, rms, softmax
+from shorthand import config_named
 
 from mlxkv.cache import attention, choose, selftest
 from mlxkv.cache import stores as quantized
@@ -14,7 +15,6 @@ from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import OPS, PORTABLE, TILES, View
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig, Side
-from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import DIMS, Affine, MixedBits
 from mlxkv.formats.records import record_layout
 from mlxkv.metal import launch, tiles
@@ -31,7 +31,7 @@ def config_of(keys, values):
 
 def low(name):
     """A cache of low rank, most of it in float16."""
-    return replace(parse_kv(name), page=PAGE)
+    return replace(config_named(name), page=PAGE)
 
 
 def stores(config, dims, factory, tiled=False, heads=2, tokens=None):
@@ -191,7 +191,7 @@ def test_plans_say_what_has_no_kernel():
     with launch.using(make_tiles):
         plan = choose.plan(config_of((2, 1), (2, 1)), (64, 64), mx.float16)
         assert plan.body != OPS
-        reason = choose.plan(parse_kv("fill-2.25"), (64, 64), mx.float16).reason
+        reason = choose.plan(config_named("fill-2.25"), (64, 64), mx.float16).reason
         assert reason == "a calibration has to give mixed bits their widths"
         beside = CacheConfig(Side(MixedBits(2.0, (2, 2, 2, 2))), Side(Affine(4)))
         reason = choose.plan(beside, (64, 64), mx.float16).reason
@@ -200,10 +200,10 @@ def test_plans_say_what_has_no_kernel():
 
 def test_only_low_rank_is_kept_as_numbers(trusted):
     with launch.using(make):
-        full = parse_kv("fp16/int4")
+        full = config_named("fp16/int4")
         assert "full-precision" in choose.plan(full, (64, 64), mx.float32).reason
-        assert choose.plan(parse_kv("static-r24"), (40, 40), mx.float32).body != OPS
-        reason = choose.plan(parse_kv("oja-0.8"), (128, 128), mx.float32).reason
+        assert choose.plan(config_named("static-r24"), (40, 40), mx.float32).body != OPS
+        reason = choose.plan(config_named("oja-0.8"), (128, 128), mx.float32).reason
         assert reason == "102 float16 dims would take the room of 128 in records"
 
 

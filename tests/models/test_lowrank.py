@@ -1,15 +1,19 @@
 """Low rank: its names, its bases out of a calibration, models that run on it, the table of subspaces."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from low_rank_cache import DIMS, KV_HEADS, RANK, close
+from shorthand import config_named
 
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import subspace
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.lowrank import LowRank
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.presets import PRESETS, low_rank
 from mlxkv.spec import oja as spec
 
 
@@ -18,46 +22,33 @@ def test_ranks_are_even_and_no_larger_than_a_head():
     assert {at: LowRank(share=at[0]).dims(at[1]) for at in sizes} == sizes
 
 
-def test_names_have_numbers_codes_and_settings():
-    one = parse_kv("oja-r96+srft-int3+transport+raw+keep0.25")
-    assert one.keys.low.rank == 96 and one.keys.low.raw and one.keys.low.mixed and one.keep == 0.25
-    assert one.values.quantizer == parse_kv("srft-int3").values.quantizer
-    assert one.keys.low.stored == "transport" and (one.sink, one.recent) == (32, 32)
-    assert parse_kv("oja-0.75+segments5").keys.low.segments == 5
-    assert parse_kv("static-0.75").sink == 0 and parse_kv("static-0.75+windows").recent == 32
-    assert parse_kv("int8/oja-0.75+pages0.5").whole_pages
-    assert parse_kv("oja-.75+prompt+fast") == parse_kv("oja-0.75+fast+prompt")
-    assert parse_kv("oja-0.75+prompt+fast").online.decode_rate == 0
-    assert parse_kv("oja-0.75").bits_per_value(128, 128) == 12
-    for name in ("oja-0.75", "oja-e0.9+int4", "fp16+keep0.5"):
-        assert CacheConfig.from_dict(parse_kv(name).as_dict()) == parse_kv(name)
+def test_low_rank_is_saved_as_it_is():
+    low = LowRank(rank=96, follows=True, stored="transport", raw=True)
+    codes = [side.quantizer for side in (PRESETS["srft-int3"].keys, PRESETS["srft-int3"].values)]
+    one = replace(low_rank(low, *codes), keep=0.25)
+    assert one.keys.low == replace(low, mixed=True) and (one.sink, one.recent) == (32, 32)
+    for config in (one, *(PRESETS[name] for name in ("oja-0.75", "oja-0.75+int4", "fp16+keep0.5"))):
+        assert CacheConfig.from_dict(config.as_dict()) == config
+    assert PRESETS["static-0.75"].sink == 0 and PRESETS["static-0.75+windows"].recent == 32
+    assert PRESETS["oja-0.75"].bits_per_value(128, 128) == 12
+    with pytest.raises(UserError, match="rank must be even"):
+        LowRank(rank=7)
+    with pytest.raises(UserError, match="keep must be above 0"):
+        replace(one, keep=0.0)
 
 
-def test_bad_names_are_one_line():
-    for name, reason in [
-        ("oja", "unknown preset"),
-        ("oja-", "no low rank of this name; got 'oja-'; write oja-NUMBER, a share"),
-        ("oja-1.5", "no low rank"),
-        ("oja-e1", "no low rank"),
-        ("oja-r0", "no low rank"),
-        ("oja-0.75+int5", "no low rank"),
-        ("oja-0.75+fp16", "no low rank"),  # no codes; `compresses` would say that nothing is stored
-        ("oja-0.75+static-0.75", "no low rank"),
-        ("oja-0.75+transport+stay", "each once"),
-        ("oja-0.75+int4+int8", "each once"),
-        ("static-0.75+raw", r"any of \+windows"),
-        ("oja-r7", "rank must be even"),
-        ("int4+keep0", "keep must be above 0"),
-        ("int4+keep", "unknown preset"),
-    ]:
-        with pytest.raises(UserError, match=reason):
+def test_names_of_older_versions_say_what_to_write():
+    for name in ("oja-r96", "static-0.6+windows", "int4+keep0.3", "int2+g32", "int4+rope16"):
+        with pytest.raises(UserError, match=r"unknown preset; got .*attach\(model, replace\("):
             parse_kv(name)
+    with pytest.raises(UserError, match="unknown preset; got 'oja'.*lists$"):
+        parse_kv("oja")
 
 
 def test_bases_that_follow_are_counted_on_top():
     assert parse_kv("oja-0.75").basis_bytes(8, 128, 64) == 4 * 8 * (128 * 96 + 64 * 48) * 2
-    assert parse_kv("oja-r96+transport/int4").basis_bytes(1, 128, 128) == 4 * 128 * 96
-    assert parse_kv("int4/oja-r96+segments3").basis_bytes(1, 128, 128) == 3 * 4 * 128 * 96
+    assert config_named("oja-r96+transport/int4").basis_bytes(1, 128, 128) == 4 * 128 * 96
+    assert config_named("int4/oja-r96+segments3").basis_bytes(1, 128, 128) == 3 * 4 * 128 * 96
     assert parse_kv("static-0.75").basis_bytes(8, 128, 128) == 0
 
 
@@ -100,7 +91,7 @@ def test_models_run_on_it(tmp_path):
     made = calibrate(model, tokens)
     prompt = mx.array(tokens[:280])
     for kv in ("oja-e0.97+int8", "oja-0.75+keep0.5"):
-        reports = attach(model, kv, calibration=made)
+        reports = attach(model, config_named(kv), calibration=made)
         assert all(r.compressed for r in reports)
         cache = make_prompt_cache(model)
         found = [t for t, _ in generate_step(prompt, model, prompt_cache=cache, max_tokens=4)]

@@ -36,7 +36,7 @@ def processes(folder: Path, *command: str) -> list[tuple[int, str, str]]:
 @pytest.mark.slow
 def test_caches_of_a_sharded_model(tmp_path):
     folder = write_model(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2)
-    for code, out, err in processes(tmp_path, str(SCRIPT), str(folder), "balanced-int2+g32"):
+    for code, out, err in processes(tmp_path, str(SCRIPT), str(folder), "balanced-int2"):
         assert code == 0, err
         found = json.loads(out.splitlines()[-1])
         assert found["size"] == 2 and found["error"] < 1e-4

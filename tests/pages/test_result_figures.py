@@ -132,13 +132,13 @@ def test_counts_of_families_add_up():
 
 
 def test_speeds_of_latents_are_those_of_the_kept_rows():
-    """docs/internals/mla.md: microseconds, and speed over mlx-lm's bfloat16. The run's `int4` is now `int4+rope16`."""
+    """docs/internals/mla.md: microseconds, and speed over mlx-lm's bfloat16. The run's `int4` had exact rotary keys."""
     text = figures.page("docs/internals/mla.md").read_text(encoding="utf-8")
     rows = json.loads((RESULTS / "latents/speed-h200.json").read_text(encoding="utf-8"))["rows"]
     names = {
         "bf16": "bf16, mlx-lm",
         "int8": "naive-int8",
-        "int4": "int4+rope16",
+        "int4": "int4, `rotary=16`",
         "int4+rope8": "int4",
     }
     wanted = []

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
+from shorthand import config_named
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import parse_kv
 from mlxkv.spec import oja as spec
 
 HEADS, KV_HEADS, DIMS, RANK = 4, 2, 32, 24
@@ -17,7 +17,7 @@ SCALE = DIMS**-0.5
 
 
 def config(name: str = "oja-r24", page: int = 16, sink: int = 4, recent: int = 16) -> CacheConfig:
-    return replace(parse_kv(name), page=page, sink=sink, recent=recent)
+    return replace(config_named(name), page=page, sink=sink, recent=recent)
 
 
 def cache(name: str = "oja-r24", **windows) -> AdaptiveKVCache:

@@ -4,13 +4,13 @@ import low_rank_cache as mlx
 import numpy as np
 import torch
 from low_rank_cache import DIMS, HEADS, KV_HEADS, SCALE
+from shorthand import config_named
 
 from cuda_track.cache import adaptive
 from cuda_track.cache.attention import attend
 from cuda_track.codec import maps
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.codec.maps import sample
-from mlxkv.formats.names import parse_kv
 from mlxkv.formats.records import NAMES
 
 
@@ -20,7 +20,7 @@ def data(tokens: int, seed: int, heads: int = KV_HEADS, batch: int = 1) -> np.nd
 
 def caches(name: str) -> tuple[adaptive.AdaptiveKVCache, AdaptiveKVCache]:
     """The same cache on both sides, its bases random."""
-    config = mlx.config(name, parse_kv(name).page if "kivi" in name else 16)
+    config = mlx.config(name, config_named(name).page if "kivi" in name else 16)
     mine = theirs = None
     if config.calibrated:
         theirs = sample(KV_HEADS, (DIMS, DIMS), config.fitted)

@@ -14,7 +14,7 @@ from mlxkv.bench.subject import default_dtype, short
 from mlxkv.cache.view import TILES
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import check_rotary, parse_kv
+from mlxkv.formats.names import parse_kv
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu, predict
 from mlxkv.metal.launch import backend
@@ -109,7 +109,6 @@ def _preset(name: str) -> CacheConfig:
             f"[--kv] full precision is timed beside the others; got {name!r}; choose presets that "
             "compress keys and values, such as int4"
         )
-    check_rotary(config)
     return config
 
 
