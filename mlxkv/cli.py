@@ -5,15 +5,11 @@ from __future__ import annotations
 import errno
 import inspect
 import os
-import re
-import shutil
-import sys
-import textwrap
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import metadata
 from itertools import takewhile
-from typing import Annotated, Protocol, cast
+from typing import Annotated
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -36,16 +32,9 @@ from mlxkv.serve.options import ServeOptions
 # -- help: a screen of 80 columns, two examples, and what few people need behind --help-all
 
 HELP_ALL = "--help-all"
-WIDTH, COLUMN = 80, 27  # of a page; where the text about an option begins
-# Sections in their order. An option that stands in none of them is shown by --help-all alone.
-SECTIONS = {
-    "Model": "model system load think raw text dtype:eval bits:decode",
-    "Sampling": "temp top_p seed max_tokens:chat",
-    "Cache": "kv kv_memory kv_disk",
-    "Server": "host port api_key allow_origin max_tokens:serve timeout url serve dry_run",
-    "What to run": "thorough context contexts tasks text tokens memory every share",
-    "Output": "prompt quiet json out version",
-}
+PANELS = ("Commands", "Model", "Sampling", "Cache", "Server", "What to run", "Output")  # in order
+OTHERS = "Others"
+COLUMN = 23  # letters of an option's name before its text
 EXAMPLES = {
     "mlxkv": ("mlxkv chat -m qwen3-4b", "mlxkv serve -m qwen3-4b"),
     "chat": ("mlxkv chat -m qwen3-4b", 'cat notes.txt | mlxkv chat -m qwen3-4b "Summarise"'),
@@ -70,74 +59,68 @@ EXAMPLES = {
 VALUES = {"int": "N", "float": "X", "path": "PATH"}  # by the start of a type's name
 SWITCHES = ("MLXKV_KERNELS", "MLXKV_TILES", "MLXKV_COMPILE")  # environment variables
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
-NUMBERS = {"N": ("a whole number", "write it like 12"), "X": ("a number", "write it like 0.5")}
 
 
 class _Parsed:
     """What typer's commands and groups have."""
 
     name: str | None
+    params: list
+    get_params: Callable[..., list]
+    format_usage: Callable[..., None]
+    format_help_text: Callable[..., None]
     parse_args: Callable[..., list[str]]
 
 
-class _Page(_Parsed):
-    """Prints the help of a command as plain text of 80 columns."""
+class _Help(_Parsed):
+    """Help with a section for each `rich_help_panel`. Options without one are for --help-all."""
+
+    everything = False
 
     def format_help(self, ctx, formatter) -> None:
-        formatter.write(page(self, ctx, everything=False))
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        self.format_options(ctx, formatter)
+        with formatter.section("Examples"):
+            formatter.write("".join(f"  {line}\n" for line in EXAMPLES[self.name or "mlxkv"]))
+        hidden = sum(not x.rich_help_panel for x in self.params if is_option(x))
+        if hidden and not self.everything:
+            plural = "options" if hidden > 1 else "option"
+            formatter.write(f"\n{hidden} more {plural}: {ctx.command_path} {HELP_ALL}\n")
+
+    def format_options(self, ctx, formatter) -> None:
+        for title, rows in self.sections(ctx).items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(COLUMN), text) for name, text in rows], COLUMN)
+
+    def sections(self, ctx) -> dict[str, list[tuple[str, str]]]:
+        """Return rows of names and texts by title: commands, then options by panel."""
+        commands = getattr(self, "commands", {})
+        rows = [(name, first_sentence(sub.help)) for name, sub in commands.items()]
+        titles = {title: [] for title in (*PANELS, OTHERS)} | {"Commands": rows}
+        for param in filter(is_option, self.get_params(ctx)):
+            if param.rich_help_panel or self.everything:
+                row = names_of(param), text_of(param)
+                titles[param.rich_help_panel or OTHERS].append(row)
+        return {title: rows for title, rows in titles.items() if rows}
 
     def parse_args(self, ctx, args):
         # What follows a subcommand, or the program of `run`, is theirs.
         mine = takewhile(lambda arg: arg.startswith("-"), args)
         words = args if not hasattr(self, "commands") and self.name != "run" else mine
         if HELP_ALL in takewhile(lambda arg: arg != "--", words):
-            print(page(self, ctx, everything=True), end="")
+            self.everything = True
+            print(ctx.get_help())
             raise typer.Exit
         return super().parse_args(ctx, args)
 
 
-class Command(_Page, TyperCommand):
+class Command(_Help, TyperCommand):
     """A command with such a help."""
 
 
-class Group(_Page, TyperGroup):
+class Group(_Help, TyperGroup):
     """A group of commands with such a help."""
-
-
-def page(command, ctx, everything: bool) -> str:
-    """Return the help of `command`. everything: of options without a section, too."""
-    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
-    words = [f"[{param.name.upper()}]..." for param in command.params if not is_option(param)]
-    commands = getattr(command, "commands", {})
-    path = ctx.command_path.replace("__main__.py", "mlxkv")
-    usage = [path, "[OPTIONS]", *(["COMMAND"] if commands else []), *words]
-    lines = [f"Usage: {' '.join(usage)}", "", *textwrap.wrap(plain(command.help), width)]
-    if commands:
-        lines += ["", "Commands"]
-        for name, sub in commands.items():
-            lines += _row(name, first_sentence(sub.help), width)
-    titles = {title: [] for title in (*SECTIONS, "Others")}
-    hidden = 0
-    for param in filter(is_option, command.params):
-        title = section(command.name, param)
-        if title or everything:
-            titles[title or "Others"].append(param)
-        hidden += not title
-    for title, params in titles.items():
-        if params:
-            lines += ["", title]
-            for param in params:
-                lines += _row(names_of(param), text_of(param), width)
-    lines += ["", "Examples", *(f"  {line}" for line in EXAMPLES[command.name or "mlxkv"])]
-    if hidden and not everything:
-        lines += ["", f"{hidden} more {'options' if hidden > 1 else 'option'}: {path} {HELP_ALL}"]
-    return "\n".join(lines) + "\n"
-
-
-def section(command: str | None, param) -> str | None:
-    """Return the title of the section that an option stands in, or None. NAME:COMMAND is for that command alone."""
-    names = {param.name, f"{param.name}:{command}"}
-    return next((title for title, known in SECTIONS.items() if names & set(known.split())), None)
 
 
 def is_option(param) -> bool:
@@ -185,13 +168,6 @@ def first_sentence(text: str | None) -> str:
     return line[: min(ends)] if ends else line.rstrip(".")
 
 
-def _row(name: str, text: str, width: int) -> list[str]:
-    rows = textwrap.wrap(text, max(20, width - COLUMN)) or [""]
-    head = f"  {name}"
-    lines = [f"{head:<{COLUMN}}{rows[0]}"] if len(head) < COLUMN else [head, " " * COLUMN + rows[0]]
-    return [line.rstrip() for line in lines] + [" " * COLUMN + row for row in rows[1:]]
-
-
 # -- commands
 
 SHARE = "--share"
@@ -234,7 +210,9 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def top(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", "-V", help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", "-V", help="Print the version.", rich_help_panel="Output")
+    ] = False,
 ) -> None:
     if version:
         print(f"mlxkv {__version__}")
@@ -313,7 +291,13 @@ def calibrate(**values) -> None:
 @app.command(cls=Command)
 def presets(
     every: Annotated[
-        bool, typer.Option("--all", "-a", help="Show every preset, grouped by paper.")
+        bool,
+        typer.Option(
+            "--all",
+            "-a",
+            help="Show every preset, grouped by paper.",
+            rich_help_panel="What to run",
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
@@ -355,15 +339,24 @@ def fit(
             "-m",
             help="An alias, a hub name, a folder, a GGUF file or a config.json. Default: every alias.",
             autocompletion=complete_model,
+            rich_help_panel="Model",
         ),
     ] = None,
     context: Annotated[
         str | None,
-        typer.Option("--context", help="Tokens: 8192, 128k. Default: 32k, or the model's limit."),
+        typer.Option(
+            "--context",
+            help="Tokens: 8192, 128k. Default: 32k, or the model's limit.",
+            rich_help_panel="What to run",
+        ),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option("--memory", help="The machine's memory: 16GB. Default: this one's."),
+        typer.Option(
+            "--memory",
+            help="The machine's memory: 16GB. Default: this one's.",
+            rich_help_panel="What to run",
+        ),
     ] = None,
     kv: Annotated[
         list[str] | None,
@@ -371,6 +364,7 @@ def fit(
             "--kv",
             help="Only these presets, comma-separated or repeated.",
             autocompletion=complete_kv,
+            rich_help_panel="Cache",
         ),
     ] = None,
     json: Json = False,
@@ -384,7 +378,10 @@ def fit(
 @app.command(cls=ShareCommand)
 def doctor(
     every: Annotated[
-        bool, typer.Option("--all", help="Try every kernel, which takes minutes.")
+        bool,
+        typer.Option(
+            "--all", help="Try every kernel, which takes minutes.", rich_help_panel="What to run"
+        ),
     ] = False,
     share: Annotated[
         str | None,
@@ -393,6 +390,7 @@ def doctor(
             metavar="[FILE]",
             help="Write a JSON file for an issue: no names, no paths. Default: "
             "mlxkv-doctor-<chip>-<date>.json here.",
+            rich_help_panel="What to run",
         ),
     ] = None,
     json: Json = False,
@@ -411,49 +409,13 @@ for measure in bench.registered_commands:
 app.add_typer(bench, name="bench", cls=Commands)
 
 
-class _UsageError(Protocol):
-    """One of typer, or of click before typer had its own."""
-
-    option_name: str  # of those that name one
-
-    def format_message(self) -> str: ...
-
-
-def _usage_line(error: _UsageError, words: list[str]) -> str:
-    """Turn a usage error of typer into a line of ours. words: the command line."""
-    ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
-    where = ctx.command.name if ctx and ctx.parent else "mlxkv"
-    example = f"write it like {EXAMPLES.get(where, EXAMPLES['mlxkv'])[0]}"
+def _usage_line(error) -> str:
+    """Return a usage error of typer, or of click before typer had its own, as a line of ours."""
+    ctx, param = error.ctx, getattr(error, "param", None)
+    name = ctx.command.name if ctx and ctx.parent else "mlxkv"
+    where = param.opts[0] if param and is_option(param) else getattr(error, "option_name", name)
     text = " ".join(error.format_message().split()).rstrip(".")
-    if hasattr(error, "possibilities"):
-        params = ctx.command.params if ctx else []
-        names = [opt for param in params for opt in param.opts if opt.startswith("--")]
-        close = get_close_matches(error.option_name, names, n=1)
-        ending = f"did you mean {close[0]}? " if close else f"choose from {', '.join(names)}"
-        path = f"{ctx.command_path} --help lists them" if close and ctx else ""
-        text = f"no such option; got {error.option_name}; {ending}{path}"
-    elif hasattr(error, "option_name"):
-        needs = "requires" in text
-        where, text = error.option_name, "needs a value behind it" if needs else "takes no value"
-    elif param is not None and is_option(param):
-        kind, such = NUMBERS.get(value_of(param), ("such a value", "--help says"))
-        where, text = param.opts[0], f"not {kind}; got {_typed(words, param.opts)!r}; {such}"
-    elif param is not None:
-        text = f"{param.name.upper()} is missing; {example}"
-    elif extra := re.search(r"extra argument.*\((.*)\)", text):
-        text = f"takes no words without an option; got {extra[1]}; {example}"
-    return f"[{where}] {text}"
-
-
-def _typed(words: list[str], names: list[str]) -> str:
-    """Return what was typed as the value of an option."""
-    for name in names:
-        for word, value in zip(words, [*words[1:], ""], strict=True):
-            if word == name:
-                return value
-            if word.startswith(f"{name}="):
-                return word.removeprefix(f"{name}=")
-    return ""
+    return f"[{where}] {text}" + (f"; write it like {EXAMPLES[name][0]}" if ctx else "")
 
 
 def main(args: list[str] | None = None) -> int:
@@ -482,8 +444,7 @@ def main(args: list[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno in FULL and is_full():
             line, code = f"[stdout] cannot be written to: {error.strerror}", 1
         elif hasattr(error, "format_message"):  # a usage error from typer's parser
-            words = sys.argv[1:] if args is None else args
-            line, code = _usage_line(cast(_UsageError, error), words), 2
+            line, code = _usage_line(error), 2
         elif os.environ.get("MLXKV_TRACEBACK"):
             raise
         elif errors.is_of_memory(error):

@@ -142,9 +142,15 @@ def launch(
     tool: Annotated[str, Argument(help=f"{', '.join(TOOLS)}; what follows -- is for it.")],
     url: Annotated[
         str | None,
-        Option(help="A running server. Default: the one at port 8080, or a new one."),
+        Option(
+            help="A running server. Default: the one at port 8080, or a new one.",
+            rich_help_panel="Server",
+        ),
     ] = None,
-    api_key: Annotated[str | None, Option(help="Key of that server. Or set MLXKV_API_KEY.")] = None,
+    api_key: Annotated[
+        str | None,
+        Option(help="Key of that server. Or set MLXKV_API_KEY.", rich_help_panel="Server"),
+    ] = None,
     model: Annotated[
         str | None,
         Option(
@@ -152,15 +158,26 @@ def launch(
             "-m",
             help="Start a server with this model: an alias, a hub name, a folder or a GGUF file.",
             autocompletion=complete_model,
+            rich_help_panel="Model",
         ),
     ] = None,
     kv: Annotated[
         str | None,
-        Option(help="Cache preset of that server. Default: int4.", autocompletion=complete_kv),
+        Option(
+            help="Cache preset of that server. Default: int4.",
+            autocompletion=complete_kv,
+            rich_help_panel="Cache",
+        ),
     ] = None,
-    serve: Annotated[str, Option(help='More options of mlxkv serve: "--kv-memory 8GB".')] = "",
+    serve: Annotated[
+        str,
+        Option(help='More options of mlxkv serve: "--kv-memory 8GB".', rich_help_panel="Server"),
+    ] = "",
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Only print what would be set and started.")
+        bool,
+        Option(
+            "--dry-run", help="Only print what would be set and started.", rich_help_panel="Server"
+        ),
     ] = False,
 ) -> None:
     """Start a coding agent (claude, opencode, codex) on a model of this machine: its environment is set, and

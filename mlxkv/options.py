@@ -20,6 +20,7 @@ Model = Annotated[
         "-m",
         help="An alias (mlxkv models), a hub name, a folder or a GGUF file.",
         autocompletion=complete_model,
+        rich_help_panel="Model",
     ),
 ]
 Kv = Annotated[
@@ -28,6 +29,7 @@ Kv = Annotated[
         "--kv",
         help="Cache preset (mlxkv presets), or KEYS/VALUES: int8/int4.",
         autocompletion=complete_kv,
+        rich_help_panel="Cache",
     ),
 ]
 Dtype = Annotated[
@@ -43,4 +45,9 @@ Calibration = Annotated[
     str | None,
     Option("--calibration", help="Calibration file. Default: the model's own."),
 ]
-Json = Annotated[bool, Option("--json", help="Make the last line of stdout one JSON document.")]
+Json = Annotated[
+    bool,
+    Option(
+        "--json", help="Make the last line of stdout one JSON document.", rich_help_panel="Output"
+    ),
+]

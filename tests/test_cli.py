@@ -14,7 +14,7 @@ from typer.main import get_command
 from experiments.evidence import cells
 from experiments.pages.reference import walk
 from mlxkv import __version__
-from mlxkv.cli import EXAMPLES, SECTIONS, app, is_option, main
+from mlxkv.cli import EXAMPLES, PANELS, app, is_option, main
 from mlxkv.console import parse_size, plain
 from mlxkv.doctor.listing import MEASURED
 from mlxkv.errors import UserError
@@ -64,8 +64,8 @@ def test_help_fits_a_screen(run, subtests, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     commands = dict(walk(get_command(app), "mlxkv"))
     assert {command.name or "mlxkv" for command in commands.values()} == set(EXAMPLES)
-    options = {param.name for command in commands.values() for param in command.params}
-    assert {name.split(":")[0] for names in SECTIONS.values() for name in names.split()} <= options
+    titles = {param.rich_help_panel for command in commands.values() for param in command.params}
+    assert titles - {None} == {*PANELS} - {"Commands"}
     for path, command in commands.items():
         with subtests.test(command=path):
             words = path.split()[1:]

@@ -11,15 +11,22 @@ from mlxkv.models.catalog.aliases import DEFAULT
 from mlxkv.options import Json
 
 Contexts = Annotated[
-    str | None, typer.Option("--contexts", help="Tokens, comma-separated: 4k,32k.")
+    str | None,
+    typer.Option(
+        "--contexts", help="Tokens, comma-separated: 4k,32k.", rich_help_panel="What to run"
+    ),
 ]
-Kv = Annotated[str, typer.Option("--kv", help="Comma-separated presets (mlxkv presets).")]
+Kv = Annotated[
+    str,
+    typer.Option("--kv", help="Comma-separated presets (mlxkv presets).", rich_help_panel="Cache"),
+]
 Model = Annotated[
     str,
     typer.Option(
         "--model",
         "-m",
         help="An alias, a folder, a hub name; gemma-3-1b, qwen2.5-1.5b, qwen3-4b, qwen3-8b: random weights.",
+        rich_help_panel="Model",
     ),
 ]
 OwnModel = Annotated[
@@ -31,7 +38,10 @@ OwnModel = Annotated[
     ),
 ]
 Bits = Annotated[
-    int | None, typer.Option("--bits", help="Quantise random weights, as mlx-lm does.")
+    int | None,
+    typer.Option(
+        "--bits", help="Quantise random weights, as mlx-lm does.", rich_help_panel="Model"
+    ),
 ]
 
 bench = typer.Typer(
@@ -67,7 +77,9 @@ def decode(
     model: Model = DEFAULT,
     contexts: Contexts = None,
     kv: Kv = "fp16,int4",
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens to decode.")] = 64,
+    tokens: Annotated[
+        int, typer.Option("--tokens", help="Tokens to decode.", rich_help_panel="What to run")
+    ] = 64,
     rounds: Annotated[
         int, typer.Option("--rounds", help="Each round runs all presets twice: A B B A.")
     ] = 2,

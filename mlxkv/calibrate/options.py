@@ -19,15 +19,25 @@ class CalibrateOptions:
     model: Model = DEFAULT
     text: Annotated[
         list[str] | None,
-        Option("--text", help="Text files in UTF-8. Default: text that comes with mlxkv."),
+        Option(
+            "--text",
+            help="Text files in UTF-8. Default: text that comes with mlxkv.",
+            rich_help_panel="Model",
+        ),
     ] = None
-    tokens: Annotated[int, Option("--tokens", help="Tokens to read.")] = TOKENS
+    tokens: Annotated[
+        int, Option("--tokens", help="Tokens to read.", rich_help_panel="What to run")
+    ] = TOKENS
     search_clip: Annotated[
         bool, Option("--search-clip", help="Search the clips of each layer on the text.")
     ] = False
     kv: Annotated[
         str | None,
-        Option("--kv", help="With --search-clip: comma-separated presets. Default: oscar-int2."),
+        Option(
+            "--kv",
+            help="With --search-clip: comma-separated presets. Default: oscar-int2.",
+            rich_help_panel="Cache",
+        ),
     ] = None
     calibration: Annotated[
         str | None,
@@ -38,10 +48,17 @@ class CalibrateOptions:
         Option("--learn", help="For learned presets: scale, rotation, householder, ...+scale."),
     ] = None
     bits: Annotated[
-        int | None, Option("--bits", help="With --learn: of the codes. Default: 4.")
+        int | None,
+        Option("--bits", help="With --learn: of the codes. Default: 4.", rich_help_panel="Model"),
     ] = None
     out: Annotated[
-        str | None, Option("-o", "--out", help="File. Default: where presets look for it.")
+        str | None,
+        Option(
+            "-o",
+            "--out",
+            help="File. Default: where presets look for it.",
+            rich_help_panel="Output",
+        ),
     ] = None
     dtype: Dtype = None
 

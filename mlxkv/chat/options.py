@@ -31,11 +31,19 @@ class ChatOptions:
     ] = None
     model: Model = DEFAULT
     kv: Kv = "int4"
-    prompt: Annotated[str | None, Option("--prompt", "-p", help="The same as TEXT.")] = None
-    system: Annotated[str | None, Option("--system", "-s", help="System prompt.")] = None
+    prompt: Annotated[
+        str | None, Option("--prompt", "-p", help="The same as TEXT.", rich_help_panel="Output")
+    ] = None
+    system: Annotated[
+        str | None, Option("--system", "-s", help="System prompt.", rich_help_panel="Model")
+    ] = None
     max_tokens: Annotated[
         int | None,
-        Option("--max-tokens", help="Longest reply. Default: until the context is full."),
+        Option(
+            "--max-tokens",
+            help="Longest reply. Default: until the context is full.",
+            rich_help_panel="Sampling",
+        ),
     ] = None
     temp: Annotated[
         float | None,
@@ -43,27 +51,46 @@ class ChatOptions:
             "--temp",
             "--temperature",
             help="Temperature; 0 picks the likeliest token. Default: what the model's makers recommend.",
+            rich_help_panel="Sampling",
         ),
     ] = None
     top_p: Annotated[
-        float | None, Option("--top-p", help="Nucleus sampling. Default: as for --temp.")
+        float | None,
+        Option(
+            "--top-p", help="Nucleus sampling. Default: as for --temp.", rich_help_panel="Sampling"
+        ),
     ] = None
-    seed: Annotated[int, Option("--seed", help="Sampling seed.")] = 0
+    seed: Annotated[int, Option("--seed", help="Sampling seed.", rich_help_panel="Sampling")] = 0
     quiet: Annotated[
-        bool, Option("--quiet", "-q", help="Hide the banner, the layer report and figures.")
+        bool,
+        Option(
+            "--quiet",
+            "-q",
+            help="Hide the banner, the layer report and figures.",
+            rich_help_panel="Output",
+        ),
     ] = False
     think: Annotated[
         bool | None,
-        Option("--think/--no-think", help="Turn thinking on or off (enable_thinking)."),
+        Option(
+            "--think/--no-think",
+            help="Turn thinking on or off (enable_thinking).",
+            rich_help_panel="Model",
+        ),
     ] = None
     chat_template_args: Annotated[
         str | None, Option("--chat-template-args", help="JSON for the chat template.")
     ] = None
     kv_strict: Strict = False
-    raw: Annotated[bool, Option("--raw", help="No chat template: continue the text as it is.")] = (
-        False
-    )
-    load: Annotated[str | None, Option("--load", help="Continue a saved session.")] = None
+    raw: Annotated[
+        bool,
+        Option(
+            "--raw", help="No chat template: continue the text as it is.", rich_help_panel="Model"
+        ),
+    ] = False
+    load: Annotated[
+        str | None, Option("--load", help="Continue a saved session.", rich_help_panel="Model")
+    ] = None
     dtype: Dtype = None
     weights: Weights = None
     calibration: Calibration = None

@@ -20,6 +20,7 @@ def evaluate(
             "--kv",
             help="Comma-separated presets; fp16 is always added. Default: int4; "
             "--thorough: int8,int4,fill-4,fill-3,fill-2.25.",
+            rich_help_panel="Cache",
         ),
     ] = None,
     thorough: Annotated[
@@ -28,12 +29,15 @@ def evaluate(
             "--thorough",
             help="More presets, longer and more texts, and questions about them: half an hour "
             "without a GPU.",
+            rich_help_panel="What to run",
         ),
     ] = False,
     context: Annotated[
         str | None,
         typer.Option(
-            "--context", help="Tokens, comma-separated: 2k,8k. Default: 1k; --thorough: 2k."
+            "--context",
+            help="Tokens, comma-separated: 2k,8k. Default: 1k; --thorough: 2k.",
+            rich_help_panel="What to run",
         ),
     ] = None,
     tasks: Annotated[
@@ -42,6 +46,7 @@ def evaluate(
             "--tasks",
             help="Comma-separated: divergence (KL, next token), retrieval (answers). Default: divergence; "
             "--thorough: both.",
+            rich_help_panel="What to run",
         ),
     ] = None,
     text: Annotated[
@@ -49,6 +54,7 @@ def evaluate(
         typer.Option(
             "--text",
             help="A UTF-8 file, or a folder of .txt and .md files, in place of built-in text; repeatable.",
+            rich_help_panel="Model",
         ),
     ] = None,
     windows: Annotated[
@@ -69,7 +75,11 @@ def evaluate(
     calibration: Calibration = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Report folder; a stopped run continues from it."),
+        typer.Option(
+            "--out",
+            help="Report folder; a stopped run continues from it.",
+            rich_help_panel="Output",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

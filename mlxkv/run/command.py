@@ -49,7 +49,13 @@ def run_program(
         Option("--strict", help="Exit with code 2 if a layer that grows stays uncompressed."),
     ] = False,
     quiet: Annotated[
-        bool, Option("--quiet", "-q", help="Hide the reports on stderr, but not what is wrong.")
+        bool,
+        Option(
+            "--quiet",
+            "-q",
+            help="Hide the reports on stderr, but not what is wrong.",
+            rich_help_panel="Output",
+        ),
     ] = False,
 ) -> Callable[[], int]:
     """Run a program that is built on mlx-lm or mlx-vlm, unchanged, with compressed caches:

@@ -34,44 +34,53 @@ class ServeOptions:
             help="An alias (mlxkv models), a hub name, a folder or a GGUF file; repeatable: others are loaded on "
             f"first use. Default: {DEFAULT}.",
             autocompletion=complete_model,
+            rich_help_panel="Model",
         ),
     ] = None
     kv: Kv = "int4"
     kv_memory: Annotated[
         str | None,
         Option(
-            help="Memory limit for each model's caches, per process: 8GB. Default: half of the free memory."
+            help="Memory limit for each model's caches, per process: 8GB. Default: half of the free memory.",
+            rich_help_panel="Cache",
         ),
     ] = None
     kv_disk: Annotated[
-        str | None, Option(help="Folder for sessions that do not fit in memory.")
+        str | None,
+        Option(help="Folder for sessions that do not fit in memory.", rich_help_panel="Cache"),
     ] = None
     kv_disk_size: Annotated[
         str, Option(help="Size limit of that folder, per model and preset.")
     ] = "16GB"
-    host: Annotated[str, Option(help="Address; needs --api-key unless it is loopback.")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, Option(help="Port; 0 picks a free one.")] = 8080
+    host: Annotated[
+        str,
+        Option(help="Address; needs --api-key unless it is loopback.", rich_help_panel="Server"),
+    ] = "127.0.0.1"
+    port: Annotated[int, Option(help="Port; 0 picks a free one.", rich_help_panel="Server")] = 8080
     api_key: Annotated[
         list[str] | None,
         Option(
             help="Key that clients must send; repeatable: one for each user, the operator's first. "
-            "Or set MLXKV_API_KEY, one key a line, which process lists do not show."
+            "Or set MLXKV_API_KEY, one key a line, which process lists do not show.",
+            rich_help_panel="Server",
         ),
     ] = None
     allow_origin: Annotated[
-        list[str] | None, Option(help="Web origin that may call the API; repeatable.")
+        list[str] | None,
+        Option(help="Web origin that may call the API; repeatable.", rich_help_panel="Server"),
     ] = None
     overflow: Annotated[
         str,
         Option(help="If a chat is longer than the context: refuse, or drop its oldest turns."),
     ] = "refuse"
-    max_tokens: Annotated[int, Option(help="Longest reply, unless the request names a length.")] = (
-        512
-    )
+    max_tokens: Annotated[
+        int,
+        Option(help="Longest reply, unless the request names a length.", rich_help_panel="Server"),
+    ] = 512
     max_requests: Annotated[int, Option(help="Requests in progress at once.")] = 64
-    timeout: Annotated[float, Option(help="Time limit of a request, in seconds.")] = 600
+    timeout: Annotated[
+        float, Option(help="Time limit of a request, in seconds.", rich_help_panel="Server")
+    ] = 600
     batch: Annotated[int, Option(help="Replies decoded at once.")] = 32
     log_level: Annotated[
         str,
@@ -85,7 +94,10 @@ class ServeOptions:
         ),
     ] = False
     reuse: Annotated[bool, Option(help="Keep finished conversations for reuse.")] = True
-    think: Annotated[bool | None, Option(help="Turn thinking on or off (enable_thinking).")] = None
+    think: Annotated[
+        bool | None,
+        Option(help="Turn thinking on or off (enable_thinking).", rich_help_panel="Model"),
+    ] = None
     chat_template_args: Annotated[
         str | None, Option(help="JSON for the chat template; requests may change it.")
     ] = None
