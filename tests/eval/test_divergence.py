@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlxkv.corpora.sources import Text
-from mlxkv.eval import divergence
+from mlxkv.eval import divergence, reading
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.divergence import Tokens, summary
 from mlxkv.eval.engine import TaskOptions
@@ -149,6 +149,11 @@ def test_arms_go_on_from_what_full_precision_has_read(arms, tokens):
     assert found["fp16"]["tokens"] == DECODE
     for one in found.values():
         assert one["nll_base"] == pytest.approx(exact[CONTEXT:].mean(), abs=2e-3)
+    with arms.attached("fp16"):
+        read = reading.prefill(arms.loaded, tokens[:CONTEXT])
+    with arms.attached("int8"):
+        cache = reading.stored(arms.loaded, tokens[:CONTEXT], read)
+    assert [layer.offset for layer in cache] == [CONTEXT] * len(read)
     assert 0 < found["int8"]["kl"] < found["srft-int2+g32"]["kl"]
     stored = [one["kv_bytes"] for one in found.values()]
     assert stored[0] > stored[1] > stored[2]

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from random import Random
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from random_model import write_model
@@ -116,6 +117,19 @@ def test_plain_needles_run_on_any_model(tmp_path, template, model_folder):
     for result in found["multi-value"].values():
         assert result["values"] == 0  # random weights
         assert -20 < result["likelihood"] < -2
+
+
+def test_values_are_scored_at_their_own_tokens(loaded):
+    prompt, answer = [5, 6, 7, 8], " It is 12, or 345."
+    tokens = retrieval.encode(loaded, answer)
+    found = retrieval.score(
+        loaded, reading.prefill(loaded, prompt[:2]), prompt[2:], answer, ("12", "345")
+    )
+    logits = np.array(loaded.model(mx.array([prompt + tokens]))[0].astype(mx.float32))
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    exact = [logs[len(prompt) + i - 1, token] for i, token in enumerate(tokens)]
+    for span, scores in zip(retrieval.spans(loaded, tokens, ("12", "345")), found, strict=True):
+        assert scores == pytest.approx([exact[i] for i in span], abs=5e-3)
 
 
 def test_values_are_found_in_free_words(subtests, monkeypatch, loaded):
