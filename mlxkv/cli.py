@@ -18,7 +18,7 @@ from mlxkv import __version__, errors
 from mlxkv.bench.command import bench
 from mlxkv.calibrate.options import CalibrateOptions
 from mlxkv.chat.options import ChatOptions
-from mlxkv.console import drop_unwritten, is_full, note, one_line, replace_undecodable, working
+from mlxkv.console import STREAMS, note, one_line, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
 from mlxkv.formats.names import complete_kv, parse_kv
@@ -34,6 +34,7 @@ from mlxkv.serve.options import ServeOptions
 HELP_ALL = "--help-all"
 PANELS = ("Commands", "Model", "Sampling", "Cache", "Server", "What to run", "Output")  # in order
 OTHERS = "Others"
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 COLUMN = 23  # letters of an option's name before its text
 EXAMPLES = {
     "mlxkv": ("mlxkv chat -m qwen3-4b", "mlxkv serve -m qwen3-4b"),
@@ -58,7 +59,6 @@ EXAMPLES = {
 }
 VALUES = {"int": "N", "float": "X", "path": "PATH"}  # by the start of a type's name
 SWITCHES = ("MLXKV_KERNELS", "MLXKV_TILES", "MLXKV_COMPILE")  # environment variables
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 
 
 class _Parsed:
@@ -418,9 +418,13 @@ def _usage_line(error) -> str:
     return f"[{where}] {text}" + (f"; write it like {EXAMPLES[name][0]}" if ctx else "")
 
 
+def _lost_line(error: OSError) -> str:
+    return f"[stdout] cannot be written to: {error.strerror}"
+
+
 def main(args: list[str] | None = None) -> int:
     """Run a command and return its exit code. Every failure is one line on stderr."""
-    replace_undecodable()
+    STREAMS.repair()
     try:
         for name in SWITCHES:
             if (value := os.environ.get(name, "")) not in ("", "0", "1"):
@@ -429,8 +433,9 @@ def main(args: list[str] | None = None) -> int:
         code = app(args=args, prog_name="mlxkv", standalone_mode=False) or 0
         if callable(code):  # a program of others, which runs once typer is done
             code = code()
-        drop_unwritten()
-        return code
+        if not (lost := STREAMS.flush()):
+            return code
+        line, code = _lost_line(lost), 1
     except UserError as error:
         line, code = str(error), 2
     except MachineError as error:
@@ -438,11 +443,12 @@ def main(args: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         line, code = "", 130
     except Exception as error:
+        may_be_full = isinstance(error, OSError) and error.errno in FULL
+        lost = STREAMS.flush("\n" if may_be_full else "")
         if isinstance(error, OSError) and error.errno == errno.EIO:  # the terminal was closed
-            drop_unwritten()
             return 128 + 1  # as the signal of it, SIGHUP, which may come later than this
-        if isinstance(error, OSError) and error.errno in FULL and is_full():
-            line, code = f"[stdout] cannot be written to: {error.strerror}", 1
+        if lost:
+            line, code = _lost_line(lost), 1
         elif hasattr(error, "format_message"):  # a usage error from typer's parser
             line, code = _usage_line(error), 2
         elif os.environ.get("MLXKV_TRACEBACK"):

@@ -57,29 +57,51 @@ class PlainLog(logging.Formatter):
         return plain(super().format(record), lines=True)
 
 
-# how each stream took what it cannot write, before `replace_undecodable`
-_strict: dict[str, str] = {}
+class StandardStreams:
+    """Make stdin, stdout and stderr fit for a command: whatever they are, they end no chat, and no exit code is
+    Python's own."""
+
+    def __init__(self):
+        self._errors: dict[
+            str, str
+        ] = {}  # how each stream took what it cannot write, before `repair`
+
+    def repair(self) -> None:
+        """Replace what is not UTF-8. A closed stream becomes the null device: a file that is opened later would take
+        its number."""
+        for name in ("stdin", "stdout", "stderr"):
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 - for good
+            stream = getattr(sys, name)
+            if hasattr(stream, "reconfigure"):
+                self._errors.setdefault(name, stream.errors)
+                stream.reconfigure(errors="replace")
+
+    def restore(self) -> None:
+        """Undo `repair`, for programs of others."""
+        for name, errors in self._errors.items():
+            stream = getattr(sys, name)
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors=errors)
+        self._errors.clear()
+
+    def flush(self, tried: str = "") -> OSError | None:
+        """Write what waits, and drop what a stream does not take. Returns the error of stdout, such as a full disk,
+        unless its terminal was closed. tried: written to stdout, where no buffer keeps what failed."""
+        lost = None
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                if tried and stream is sys.stdout:
+                    stream.write(tried)
+                stream.flush()
+            except OSError as error:
+                if stream is sys.stdout and error.errno != errno.EIO:
+                    lost = error
+                _drop(stream)
+        return lost
 
 
-def replace_undecodable() -> None:
-    """Have the streams replace what is not UTF-8, which must not end a chat. A closed stream becomes the null device:
-    a file that is opened later would take its number."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 - for good
-        stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):
-            _strict.setdefault(name, stream.errors)
-            stream.reconfigure(errors="replace")
-
-
-def restore_streams() -> None:
-    """Undo `replace_undecodable`, for programs of others."""
-    for name, errors in _strict.items():
-        stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors=errors)
-    _strict.clear()
+STREAMS = StandardStreams()
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -99,27 +121,6 @@ def _tell(text: str) -> None:
         if error.errno == errno.EIO:  # the terminal was closed
             raise
         _drop(sys.stderr)
-
-
-def is_full() -> bool:
-    """Return whether stdout takes nothing more, as on a full disk; then what waits is dropped."""
-    try:
-        print(flush=True)
-    except OSError:
-        _drop(sys.stdout)
-        return True
-    return False
-
-
-def drop_unwritten() -> None:
-    """Drop what stderr, or a terminal that was closed, did not take."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError as error:
-            if stream is sys.stdout and error.errno != errno.EIO:  # such as a full disk
-                raise
-            _drop(stream)
 
 
 def _drop(stream: TextIO) -> None:
@@ -215,7 +216,7 @@ def on(number: int, handler: Callable | signal.Handlers) -> Any:
 
 
 @contextmanager
-def unbroken() -> Iterator[None]:
+def hold_signals() -> Iterator[None]:
     """Hold signals that ask to end back until the block is done. Elsewhere than in the main thread, where they
     arrive, nothing is done."""
     if threading.current_thread() is not threading.main_thread():

@@ -102,7 +102,7 @@ def test_output_that_a_closed_terminal_does_not_take_is_dropped():
     code = "import sys; from mlxkv import console; print(file=sys.stderr, flush=True); "
     code += "sys.stdin.read(); sys.stdout.write('x'); {}"
     codes, env = [], {**os.environ, "PYTHONUNBUFFERED": ""}
-    for last in ("", "console.drop_unwritten()"):
+    for last in ("", "console.STREAMS.flush()"):
         master, end = os.openpty()
         pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "stdout": end}
         done = subprocess.Popen([sys.executable, "-c", code.format(last)], env=env, **pipes)
@@ -139,16 +139,16 @@ def test_signals_wait_for_a_block():
     came = []
     before = {n: signal.signal(n, lambda n, _: came.append(n)) for n in console.ENDING}
     try:
-        with console.unbroken():
+        with console.hold_signals():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.raise_signal(number)
             assert came == []
         assert came == [signal.SIGTERM]  # the first: it ends what the others would end
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-        with console.unbroken(), terminal.left_by_signals():
+        with console.hold_signals(), terminal.left_by_signals():
             signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        with pytest.raises(ZeroDivisionError), console.unbroken():
+        with pytest.raises(ZeroDivisionError), console.hold_signals():
             _ = 1 / 0
         signal.raise_signal(signal.SIGTERM)
         assert came == [signal.SIGTERM] * 2
@@ -159,7 +159,7 @@ def test_signals_wait_for_a_block():
 
 def test_elsewhere_than_in_the_main_thread_nothing_is_held():
     def work() -> str:
-        with console.unbroken():
+        with console.hold_signals():
             return "done"
 
     with ThreadPoolExecutor(1) as pool:

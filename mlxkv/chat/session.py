@@ -279,7 +279,7 @@ class Session:
     def save(self, name: str):
         """Write the session to a file, completely or not at all. Returns the path."""
         saved = prompt_cache.Saved(self.cache, self.tokens, self.messages, self.text, self.raw)
-        with console.unbroken():
+        with console.hold_signals():
             return prompt_cache.save(name, saved, self.loaded)
 
     def load(self, name: str) -> None:

@@ -199,7 +199,7 @@ def _is_module(name: str) -> bool:
 def start(program: Program, options: Options) -> int:
     """Run `program` to its end and return 0. What it raises is raised, SystemExit among it; a traceback is
     printed as Python does it, and ends the process with code 1."""
-    console.restore_streams()
+    console.STREAMS.restore()
     sys.excepthook = sys.__excepthook__  # typer has its own
     watch(options)
     if not getattr(sys.flags, "safe_path", False):
