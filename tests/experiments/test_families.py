@@ -8,7 +8,7 @@ import time
 import pytest
 
 from experiments.families import __main__ as table
-from experiments.families import found, mlx_building
+from experiments.families import found
 from experiments.families import mlx as mlx_table
 from experiments.families.building import NOT_BUILT, families
 from experiments.families.found import Family, apart
@@ -48,9 +48,9 @@ def test_model_files_of_mlx_lm_have_no_fault(capsys):
 
 
 def test_every_model_file_of_mlx_lm_is_tried_or_says_why():
-    files = set(mlx_building.families())
+    files = set(mlx_table.families())
     assert {"llama", "gemma2", "lille-130m"} <= files and not {"base", "cache", "mla"} & files
-    assert set(mlx_building.NOT_BUILT) | set(mlx_building.OWN) | set(mlx_building.TEXT) <= files
+    assert set(mlx_table.NOT_BUILT) | set(mlx_table.OWN) | set(mlx_table.TEXT) <= files
 
 
 def test_a_family_that_hangs_or_dies_is_a_fault():

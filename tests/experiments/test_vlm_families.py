@@ -7,8 +7,7 @@ pytest.importorskip("mlx_vlm")
 from experiments.families import found as survey  # noqa: E402
 from experiments.families import vlm  # noqa: E402
 from experiments.families.found import Family  # noqa: E402
-from experiments.families.vlm import SURVEY, family  # noqa: E402
-from experiments.families.vlm_building import families  # noqa: E402
+from experiments.families.vlm import SURVEY, families, family  # noqa: E402
 from mlxkv.errors import MachineError, UserError  # noqa: E402
 from mlxkv.models.reports import LayerReport  # noqa: E402
 
