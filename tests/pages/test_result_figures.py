@@ -1,18 +1,312 @@
-"""Figures of docs/results and of experiments/README.md are those of the rows that they come from
-(tests/support/page_figures.py says which; README.md has test_figures.py, pretrained.md tests/experiments)."""
+"""Figures of docs/results and of experiments/README.md are those of the rows that they come from (README.md has
+test_figures.py, pretrained.md tests/experiments).
+
+A template is a sentence or a table cell of a page with the exact number, <0.034213>, where the page shows one, rounded.
+It has to be found on its page once, and every number that is shown has to be the exact one rounded to its places.
+"""
 
 import json
 import re
+from functools import cache
+from pathlib import Path
+from statistics import median
 
-import page_figures as figures
 import pytest
+import repo_pages
 
 from cuda_track.golden import parity
 from experiments.evidence import pretrained, stages
+from experiments.evidence.cells import OURS, PAPER, Cells, read
+from mlxkv.eval import intervals
 
-RESULTS = figures.RESULTS
+RESULTS = repo_pages.ROOT / "docs/results"
+SMOL, GEMMA, QWEN = ALL = ("smollm2", "gemma-3-270m", "qwen2.5-coder-0.5b")
+BEFORE, AVERAGED = "positions/179f1097", "positions/94ce4093"
+KI = 1024
+EXACT = re.compile(r"<([\d.e-]+)>")
+SHOWN = r"(\d*\.?\d+)"
+
+# Figures of a machine's time, or of rows that are not in this repository: the page, a line that it has (a command or
+# a source), and the machine. Nothing here recomputes them.
+ELSEWHERE = {
+    "cuda.md": [("python -m cuda_track.bench --formats int4,int2", "one NVIDIA H200")],
+    "families.md": [
+        ("python -m experiments.families.mlx --out", "AMD EPYC"),
+        ("python -m experiments.families.vlm --out", "AMD EPYC"),
+        ("python -m experiments.families --out", "AMD EPYC"),
+    ],
+    "history.md": [("git worktree add ../before-4023461 4023461", "commit 4023461")],
+    "papers.md": [("Their pages are at commit 4023461", "commit 4023461")],
+    "parity.md": [("python -m cuda_track.golden.parity", "NVIDIA H200")],
+    "peer_tests.md": [("python -m experiments.peer_tests --tests FOLDER", "AMD EPYC")],
+    "positions.md": [("the scripts were trials outside the repository", "two CPU cores")],
+    "pretrained.md": [],
+    "reports.md": [],
+    "serve.md": [
+        ("python -m experiments.serving load", "two x86-64 cores"),
+        ("python -m experiments.serving reuse", "two x86-64 cores"),
+    ],
+}
+
+
+@cache
+def rows(folder: str = "pretrained") -> dict[str, Cells]:
+    return read(RESULTS / folder)
+
+
+def exact(number: float) -> str:
+    return f"<{number:.8g}>"
+
+
+def kl(preset, models=ALL, at=4, windows=OURS, folder="pretrained") -> str:
+    """Mean KL over texts after `at` K tokens, of each model."""
+    found = [rows(folder)[m].kl(preset, at * KI, windows).value for m in models]
+    return ", ".join(map(exact, found))
+
+
+def over(preset, other, models=ALL, at=4, windows=OURS, limits=True) -> str:
+    """Mean KL over that of another preset on the same texts, with the limits of its interval."""
+    parts = []
+    for model in models:
+        cells = rows()[model]
+        ratio = intervals.ratio(
+            cells.values(preset, at * KI, windows), cells.values(other, at * KI)
+        )
+        around = f" [{exact(ratio.low)}, {exact(ratio.high)}]" if limits else ""
+        parts.append(exact(ratio.value) + around)
+    return ", ".join(parts)
+
+
+def right(preset, model, at=4, folder="pretrained") -> str:
+    return "{} of {}".format(*rows(folder)[model].answers(preset, at * KI))
+
+
+def full(model, at=4) -> int:
+    return rows()[model].answers("fp16", at * KI)[0]
+
+
+def bits(preset, *models) -> str:
+    return " and ".join(exact(rows()[model].bits[preset]) for model in models)
+
+
+def changed(preset, other, at=4) -> str:
+    """Next tokens that differ from full precision's, in multiples of another preset's."""
+    parts = [(100 - c.same(preset, at * KI)) / (100 - c.same(other, at * KI)) for c in by_model()]
+    return ", ".join(map(exact, parts))
+
+
+def by_model() -> list[Cells]:
+    return [rows()[model] for model in ALL]
+
+
+def likelier(preset, other, at=4) -> str:
+    """By how many nats a token a text is likelier with a preset than with another."""
+    parts = [
+        c.likelihood(other, at * KI).value - c.likelihood(preset, at * KI).value for c in by_model()
+    ]
+    return ", ".join(map(exact, parts))
+
+
+def grown(preset, at, since=1, models=ALL) -> list[float]:
+    return [rows()[m].kl(preset, at * KI).value / rows()[m].kl(preset, KI).value for m in models]
+
+
+def worst(preset, at, model=QWEN) -> str:
+    values = rows()[model].values(preset, at * KI)
+    return exact(max(values) / median(values))
+
+
+def each(form: str, texts: str) -> str:
+    """Put figures one after the other into a sentence's places, {}."""
+    return form.format(*texts.split(", "))
+
+
+def and_last(texts: str) -> str:
+    return " and ".join(texts.rsplit(", ", 1))
+
+
+# docs/results/papers.md: the figures of each claim that rests on real models.
+PAPERS = {
+    "2 bits cost next to nothing": f"KL {kl('kivi-int2')} at {bits('kivi-int2', QWEN)} bits; answers "
+    f"{right('kivi-int2', GEMMA)} on Gemma (full precision {full(GEMMA)}), {right('kivi-int2', QWEN)} on Qwen "
+    f"({full(QWEN)})",
+    "keys need a scale per channel": f"at {bits('int4', QWEN)} bits, scales per token (mlx-lm's codes) over scales "
+    f"per channel of keys (`int4`): {over('naive-int4', 'int4')}",
+    "two bits near full precision": f"far from it on these three: KL {kl('oscar-int2')}; with its windows (64 first, "
+    f"256 last) {kl('oscar-int2', [SMOL], windows=PAPER)} on SmolLM2. Why it collapses on two: "
+    "[positions](positions.md#where-oscar-and-kvarn-collapse)",
+    "better than others at two bits": f"of KIVI's KL ({bits('kivi-int2', QWEN)} bits) "
+    f"{over('oscar-int2', 'kivi-int2', [SMOL])}, {over('oscar-int2', 'kivi-int2', [GEMMA, QWEN], limits=False)}; of "
+    f"KVarN's {over('oscar-int2', 'kvarn-int2')}; TurboQuant ({bits('turbo-int2', SMOL, GEMMA)} bits) has "
+    f"{over('turbo-int2', 'oscar-int2')} of its own",
+    "better than Hadamard": f"{over('oscar-int2', 'hadamard-int2', [SMOL, GEMMA])}; "
+    f"{over('oscar-int2', 'hadamard-int2', [QWEN])}. Hadamard has {bits('hadamard-int2', GEMMA)} bits; OSCAR, too, but "
+    f"{bits('oscar-int2', GEMMA)} on Gemma",
+    "SRFT and Hadamard are equivalent": "with the same codes 1.06 [1.00, 1.14] and 1.03 [.91, 1.15], and "
+    "indistinguishable by likelihood; the real presets have different codes: "
+    f"{over('srft-int4', 'hadamard-int4')}. In its own metric, on its first model (SmolLM2, five texts of 512 tokens, "
+    "4 bits, one scale per token, two seeds; no intervals, as the run was cut short): SRFT +.077 and +.070 nats a "
+    "token, Hadamard +.076 and +.086, neither +.315 (`experiments.placement` at commit 83184deb)",
+    "a scale per channel (lambda)": "`srft-scaled-int4` over `srft-int4`, both in groups: "
+    f"{over('srft-scaled-int4', 'srft-int4')}, which leaves KL {kl('srft-scaled-int4', [QWEN])} where `int4` has "
+    f"{kl('int4', [QWEN])}",
+    "Wu: near lossless at 4 bits": f"KL {kl('polar')} at {bits('polar', SMOL, GEMMA)} bits, "
+    f"{and_last(over('polar', 'int4', limits=False))} times `int4`'s (Gemma at 1K: "
+    f"{over('polar', 'int4', [GEMMA], 1, limits=False)}); answers {right('polar', GEMMA)} (full precision "
+    f"{full(GEMMA)}), {right('polar', QWEN)} ({full(QWEN)}). It survives Qwen, where rotations collapse",
+    "Han: 3.875 bits beat scalar codes": f"{over('polar-tree', 'turbo-int4', [SMOL])} and "
+    f"{over('polar-tree', 'turbo-int4', [GEMMA])} times TurboQuant's KL at {bits('turbo-int4', SMOL, GEMMA)} bits; "
+    f"both collapse on Qwen ({over('polar-tree', 'turbo-int4', [QWEN])})",
+    "TurboQuant: 2.5 bits near": f"there KL is .034 and .012; on real models at {bits('turbo-int2', SMOL, GEMMA)} bits "
+    f"{kl('turbo-int2')}",
+    "KVarN: far ahead": f"of the KL of mlx-lm's codes {over('kvarn-int2', 'naive-int2')}; its own KL is "
+    f"{kl('kvarn-int2')}, KIVI's ({bits('kivi-int2', QWEN)} bits) {kl('kivi-int2')}",
+    "low rank is worth its bytes": "KL of `oja-0.75+int4` over `int3` at nearly the same bits: "
+    f"{over('oja-0.75+int4', 'int3')}",
+    "half of `int2`'s KL at its bits": f"{over('fill-2.25', 'int2')} at 4K; {over('fill-2.25', 'int2', at=8)} at 8K",
+    "half of its errors": f"next tokens that differ: {changed('fill-2.25', 'int2')} times as many at 4K; likelihood is "
+    f"better by {likelier('fill-2.25', 'int2')} nats a token, but no better on our own models",
+    "first at 2.5 bits or fewer": f"over `centred-int2` {over('fill-2.25', 'centred-int2')} at 4K, "
+    f"{over('fill-2.25', 'centred-int2', [SMOL], 8)}, "
+    f"{over('fill-2.25', 'centred-int2', [GEMMA, QWEN], 8, limits=False)} at 8K; over TurboQuant "
+    f"({bits('turbo-int2', SMOL)} bits) at 8K {over('fill-2.25', 'turbo-int2', [SMOL], 8)}, "
+    f"{over('fill-2.25', 'turbo-int2', [GEMMA, QWEN], 8, limits=False)}. On our own models indistinguishable from a "
+    "single width at 8K",
+    "for long contexts": "`fill-2.25` at 8K has {}, {} and {} times its KL at 1K (6.5, 4.3 and 3.5 before; "
+    "[positions](positions.md))".format(*map(exact, grown("fill-2.25", 8))),
+}
+
+# docs/results/history.md: what real models say, by what was said or asked.
+HISTORY = {
+    "`fill-2.25` is the two-bit cache": f"before, only up to 1K tokens: at 8K {kl('fill-2.25', at=8, folder=BEFORE)} "
+    f"beside `int2`'s {kl('int2', at=8, folder=BEFORE)}; {right('fill-2.25', GEMMA, 8, BEFORE)} answers on Gemma (full "
+    f"precision {full(GEMMA, 8)}), {right('fill-2.25', QWEN, 8, BEFORE)} on Qwen ({full(QWEN, 8)}). Now "
+    f"{kl('fill-2.25', at=8)} beside {kl('int2', at=8)}; {right('fill-2.25', GEMMA, 8)}, {right('fill-2.25', QWEN, 8)}",
+    "`fill-3` in place of `int3`": f"before, behind it but on Qwen: {kl('fill-3', at=8, folder=BEFORE)}, `int3` "
+    f"{kl('int3', at=8, folder=BEFORE)}. Now {kl('fill-3', at=8)}, `int3` {kl('int3', at=8)}",
+    "`int3` loses no answers": f"{right('int3', GEMMA, 8)} on Gemma ({full(GEMMA, 8)}), {right('int3', QWEN, 8)} on "
+    f"Qwen ({full(QWEN, 8)}). Before, Qwen's KL was {kl('int3', [QWEN], 4, folder=BEFORE)} at 4K, "
+    f"{kl('int3', [QWEN], 8, folder=BEFORE)} at 8K, {kl('int3', [QWEN], 32, folder=BEFORE)} at 32K",
+    "`int4` beats mlx-lm's codes": f"by far more: {kl('int4', at=8)} against {kl('naive-int4', at=8)}",
+    "at four bits everything is good": f"rotations collapse on Qwen: Hadamard {kl('hadamard-int4', [QWEN], 8)}, SRFT "
+    f"{kl('srft-int4', [QWEN], 8)}, TurboQuant {kl('turbo-int4', [QWEN], 8)}; on Gemma "
+    f"{kl('hadamard-int4', [GEMMA], 8)} to {kl('turbo-int4', [GEMMA], 8)}",
+    "OSCAR matches KIVI": f"{kl('oscar-int2', at=8)}; KIVI {kl('kivi-int2', at=8)} at {bits('kivi-int2', QWEN)} bits",
+    "KVarN is near `int2`": f"{kl('kvarn-int2', at=8)}: ahead of `int2` on SmolLM2, collapsed on the others",
+    "keys have constants": "Gemma's weights of the key norm reach 30 where the median is 2.5; Qwen's key biases 145 to "
+    "211 ([positions](positions.md#where-oscar-and-kvarn-collapse))",
+    "8 bits are free": f"not on Qwen with scales per token: {kl('naive-int8', [QWEN], 8)}, "
+    f"{exact(rows()[QWEN].same('naive-int8', 8 * KI))} % of next tokens the same",
+    "a polar tree of 3.9 bits": f"{kl('polar-tree', at=8)}; `fill-3` {kl('fill-3', at=8)}",
+    "low rank and codes combine": kl("oja-0.75+int4", at=8),
+    "**Mixed bits**": f"yes: {kl('fill-2.25', at=8)}; before, only at 1K "
+    f"({kl('fill-2.25', at=1, folder=BEFORE)})",
+    "**Keys without their mean**": "ahead of `int2`: "
+    + each(
+        "{} and {}, {} and {}, {} and {}",
+        ", ".join(kl(p, [m], 8) for m in ALL for p in ("centred-int2", "int2")),
+    )
+    + "; before, on SmolLM2 alone ("
+    + each(
+        "{} and {}; {} and {}; {} and {}",
+        ", ".join(kl(p, [m], 8, folder=BEFORE) for m in ALL for p in ("centred-int2", "int2")),
+    )
+    + ")",
+    "**4 first and 124 last": "SmolLM2: `fill-2.25` "
+    + each(
+        "{} instead of {}; Gemma {} and {}; not Qwen, {} and {}",
+        ", ".join(kl("fill-2.25", [m], 8, w) for m in ALL for w in (PAPER, OURS)),
+    ),
+    "**Low rank that follows": f"`oja-0.75+int4` at {bits('oja-0.75+int4', GEMMA)} to {bits('oja-0.75+int4', SMOL)} "
+    f"bits: {kl('oja-0.75+int4', at=8)}, each far behind `int3`",
+}
+
+
+def averaging() -> str:
+    """KL at the longest contexts, before and after calibrations averaged over positions."""
+    longest = [([SMOL], 8), ([GEMMA], 32), ([QWEN], 32)]
+
+    def pairs(preset, folder):
+        return " {} to {}, {} to {} and {} to {}".format(
+            *(
+                kl(preset, model, at, folder=when)
+                for model, at in longest
+                for when in (BEFORE, folder)
+            )
+        )
+
+    return (
+        "Averaging alone took KL at the longest contexts (8K of SmolLM2, 32K of Gemma and Qwen) from"
+        + pairs("fill-2.25", AVERAGED)
+        + " with `fill-2.25`, from"
+        + pairs("int3", "pretrained")
+        + " with `int3`, from"
+        + pairs("int2", "pretrained")
+        + " with `int2`."
+    )
+
+
+# Sentences of other kinds, by page.
+SENTENCES = {
+    "docs/results/papers.md": [
+        f"windows, at 8K: {over('oscar-int2', 'oscar-int2', ALL, 8, PAPER)} of the KL with 64 "
+        "(`--ratios oscar-int2@paper/oscar-int2`)",
+        f"windows on SmolLM2: KL {kl('polar', [SMOL], windows=PAPER)} with none of the first and 128 last exact, "
+        f"{kl('polar', [SMOL])} with 64 and 64",
+    ],
+    "docs/results/history.md": [
+        f"PolarQuant (Wu) safe on every model ({kl('polar', at=8)} at {bits('polar', GEMMA)} to {bits('polar', SMOL)} "
+        "bits)",
+    ],
+    "docs/results/positions.md": [
+        "SmolLM2's KL at 8K is {} and {} times its KL at 1K.".format(
+            *(exact(grown(p, 8, models=[SMOL])[0]) for p in ("fill-2.25", "fill-3"))
+        )
+        + f" Qwen's worst text has {worst('fill-2.25', 4)} and {worst('fill-3', 4)} times the median KL at 4K, "
+        f"{worst('fill-2.25', 32)} and {worst('fill-3', 32)} times at 32K.",
+        averaging(),
+    ],
+}
+
+
+def _pattern(template: str) -> str:
+    parts = EXACT.split(template)
+    return "".join(re.escape(part) if i % 2 == 0 else SHOWN for i, part in enumerate(parts))
+
+
+def misfit(text: str, template: str, whole: bool = False) -> str:
+    """Return what is wrong with a template on a page, or in a cell if it is the `whole` of it; "" if nothing is."""
+    pattern = _pattern(template)
+    found = [re.fullmatch(pattern, text)] if whole else [*re.finditer(pattern, text)]
+    if len(found) != 1 or not found[0]:
+        return f"not there, or twice: {EXACT.sub(lambda m: f'{float(m[1]):.3g}', template)}"
+    exact_numbers = map(float, EXACT.findall(template))
+    for shown, number in zip(found[0].groups(), exact_numbers, strict=True):
+        half = 0.5 * 10 ** -len(shown.partition(".")[2])
+        if abs(float(shown) - number) > half * 1.0001:
+            return f"{shown} is {number:.5g}"
+    return ""
+
+
+def cells_of(text: str, start: str) -> list[str]:
+    """Return the cells of the one table row whose first cell starts with `start`."""
+    (line,) = [x for x in text.splitlines() if x.startswith(f"| {start}")]
+    return [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+def page(name: str) -> Path:
+    return repo_pages.ROOT / name
+
+
+def places(text: str, template: str, whole: bool = False) -> list[int]:
+    """Return where on a page, or in a cell, the characters of the numbers are that a template computes."""
+    pattern = _pattern(template)
+    found = re.fullmatch(pattern, text) if whole else re.search(pattern, text)
+    return [i for group in range(1, found.re.groups + 1) for i in range(*found.span(group))]
+
+
 NAMED = re.compile(r"`[^`]*`|\]\([^)]*\)")  # names of presets and files, links
-CELLS = {"docs/results/papers.md": figures.PAPERS, "docs/results/history.md": figures.HISTORY}
+CELLS = {"docs/results/papers.md": PAPERS, "docs/results/history.md": HISTORY}
 
 
 def tables(text: str) -> list[list[str]]:
@@ -24,48 +318,48 @@ def tables(text: str) -> list[list[str]]:
 def checked(name: str, text: str):
     """Each template of a page, the text that it has to fit, and whether it is all of it."""
     for start, template in CELLS.get(name, {}).items():
-        yield template, figures.cells_of(text, start)[2], True
-    for template in figures.SENTENCES.get(name, ()):
+        yield template, cells_of(text, start)[2], True
+    for template in SENTENCES.get(name, ()):
         yield template, text, False
 
 
-PAGES = sorted({*CELLS, *figures.SENTENCES})
+PAGES = sorted({*CELLS, *SENTENCES})
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_figures_are_those_of_the_rows(name, subtests):
-    for template, text, is_whole in checked(name, figures.page(name).read_text(encoding="utf-8")):
+    for template, text, is_whole in checked(name, page(name).read_text(encoding="utf-8")):
         with subtests.test(template=template):
-            assert not figures.misfit(text, template, is_whole)
+            assert not misfit(text, template, is_whole)
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_one_changed_digit_is_found(name):
     """Every digit of every figure that is computed."""
     changed = 0
-    for template, text, is_whole in checked(name, figures.page(name).read_text(encoding="utf-8")):
-        for place in figures.places(text, template, is_whole):
+    for template, text, is_whole in checked(name, page(name).read_text(encoding="utf-8")):
+        for place in places(text, template, is_whole):
             if text[place].isdigit():
                 other = str((int(text[place]) + 1) % 10)
-                assert figures.misfit(text[:place] + other + text[place + 1 :], template, is_whole)
+                assert misfit(text[:place] + other + text[place + 1 :], template, is_whole)
                 changed += 1
     assert changed > 30
 
 
 def test_all_that_rests_on_real_models_is_computed():
     """Rows that name another source have no rows in this repository."""
-    for row in tables(figures.page("docs/results/papers.md").read_text(encoding="utf-8")):
+    for row in tables(page("docs/results/papers.md").read_text(encoding="utf-8")):
         if len(row) == 4 and re.search(r"\breal\b", row[3]):
-            assert sum(row[0].startswith(start) for start in figures.PAPERS) == 1, row[0]
-    history = figures.page("docs/results/history.md").read_text(encoding="utf-8")
+            assert sum(row[0].startswith(start) for start in PAPERS) == 1, row[0]
+    history = page("docs/results/history.md").read_text(encoding="utf-8")
     for row in tables(history[history.index("## What real models") :]):
         if len(row) > 2 and re.search(r"\d", NAMED.sub("", row[2])):
-            assert sum(row[0].startswith(start) for start in figures.HISTORY) == 1, row[0]
+            assert sum(row[0].startswith(start) for start in HISTORY) == 1, row[0]
 
 
 def test_what_is_not_computed_names_its_source(subtests):
-    assert {path.name for path in RESULTS.glob("*.md")} == set(figures.ELSEWHERE)
-    for name, sources in figures.ELSEWHERE.items():
+    assert {path.name for path in RESULTS.glob("*.md")} == set(ELSEWHERE)
+    for name, sources in ELSEWHERE.items():
         text = (RESULTS / name).read_text(encoding="utf-8")
         for source in sources:
             with subtests.test(name=name, source=source):
@@ -79,7 +373,7 @@ def test_the_table_of_stages_is_that_of_its_rows():
 
 def test_counts_of_presets():
     measured = set.intersection(
-        *({p for p, windows, _ in c.texts if windows == figures.OURS} for c in figures.by_model())
+        *({p for p, windows, _ in c.texts if windows == OURS} for c in by_model())
     )
     published = len(measured - {"fp16"})
     on_gpu, on_cpu = (len(presets) for presets in pretrained.DEFAULTS["kv"])
@@ -90,13 +384,10 @@ def test_counts_of_presets():
         "docs/reproduce.md": f"On a GPU that measures {on_gpu} presets",
         "experiments/README.md": f"KL and answers of {on_gpu} presets ({on_cpu} without a GPU)",
     }.items():
-        text = figures.page(name).read_text(encoding="utf-8")
+        text = page(name).read_text(encoding="utf-8")
         assert said in text and len(re.findall(r"\b\d+ presets\b", text)) <= 2, name
     assert texts == 4
-    assert (
-        f"without one, {on_cpu} presets on four texts"
-        in figures.page("docs/reproduce.md").read_text()
-    )
+    assert f"without one, {on_cpu} presets on four texts" in page("docs/reproduce.md").read_text()
 
 
 def test_counts_of_families_add_up():
@@ -133,7 +424,7 @@ def test_counts_of_families_add_up():
 
 def test_speeds_of_latents_are_those_of_the_kept_rows():
     """docs/internals/mla.md: microseconds, and speed over mlx-lm's bfloat16. The run's `int4` had exact rotary keys."""
-    text = figures.page("docs/internals/mla.md").read_text(encoding="utf-8")
+    text = page("docs/internals/mla.md").read_text(encoding="utf-8")
     rows = json.loads((RESULTS / "latents/speed-h200.json").read_text(encoding="utf-8"))["rows"]
     names = {
         "bf16": "bf16, mlx-lm",
@@ -162,4 +453,4 @@ def test_parity_is_that_of_its_rows():
     right = f"{len(rows)} rows right, {sum(not row['ok'] for row in rows)} wrong, {sum(counts)} codes at a boundary"
     assert right in (RESULTS / "cuda.md").read_text(encoding="utf-8")
     for name in ("docs/README.md", "cuda_track/README.md"):
-        assert f"golden rows ({len(rows)} right" in figures.page(name).read_text(encoding="utf-8")
+        assert f"golden rows ({len(rows)} right" in page(name).read_text(encoding="utf-8")
