@@ -206,7 +206,6 @@ def trusted(monkeypatch):
     from mlxkv.cache import selftest
 
     monkeypatch.setattr(selftest, "test", lambda *_, **__: selftest.TrialResult({}, 0.0, None))
-    monkeypatch.setattr(selftest, "latent_fault", lambda *_, **__: None)
 
 
 @pytest.fixture

@@ -191,8 +191,8 @@ def _body(kv: CacheConfig) -> str:
     if not kv.compresses:
         return "mlx-lm's own"
     asked = selftest.representative_config(kv, HEAD_DIM)  # mixed bits: allotted to random ones
-    has = KernelRequest(asked, (HEAD_DIM, HEAD_DIM), mx.bfloat16).has_kernels
-    return "kernels" if has else "plain operations"
+    lacks = KernelRequest(asked, (HEAD_DIM, HEAD_DIM), mx.bfloat16).unsupported
+    return "plain operations" if lacks else "kernels"
 
 
 def _use(name: str, kv: CacheConfig) -> str:

@@ -10,7 +10,8 @@ from functools import partial
 import mlx.core as mx
 
 from mlxkv.cache import choose
-from mlxkv.cache.attention import DECODE_TOKENS, masked, scorer
+from mlxkv.cache.attention import DECODE_TOKENS
+from mlxkv.cache.backends import masked, scorer
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Codes, Records, codes_of, moved
 from mlxkv.cache.view import CodePages, Pair, Parts, RecordPages, View

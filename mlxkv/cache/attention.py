@@ -1,25 +1,23 @@
 """`attend(q, view)`: attention over sink | pages | recent, of one cache or of a batch.
 
 No pages: `mx.fast` SDPA on plain arrays, bit for bit as over an uncompressed cache. A few new
-tokens: a kernel that reads page records, or plain products with the codes, as the plan of the view
-says. Many (prefill): the pages of this one layer are decoded into a scratch, then `mx.fast` SDPA.
+tokens: the backend of the pages (`backends`). Many (prefill): the pages of this one layer are decoded into a
+scratch, then `mx.fast` SDPA.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
-from operator import attrgetter
 
 import mlx.core as mx
 
-from mlxkv.cache.view import OPS, PORTABLE, TILES, LatentPages, Pair, Parts, View
+from mlxkv.cache.backends import softmax
+from mlxkv.cache.view import Pair, View
 from mlxkv.metal import attend as kernels
-from mlxkv.metal import gpu, latents, tiles
+from mlxkv.metal import gpu
 from mlxkv.metal.launch import backend
-from mlxkv.metal.lengths import separate_lengths
 
 # Up to this many new tokens codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = kernels.MOST_NEW
@@ -32,7 +30,6 @@ FUSED_DIMS = {
     "cpu": {(0, 0, 0): set()},
 }
 WIDE, WIDE_TOKENS = 256, 1024  # dims, and new tokens at least, of causal prefills by tensor units
-RUNS = 2  # of pages, each with a basis of its own, that the kernel reads in one pass
 # Largest score matrix where MLX has no fused kernel: more gains nothing on a CPU; a GPU needs many rows.
 SCORE_BYTES, SCORE_BYTES_GPU = 1 << 22, 1 << 26
 
@@ -55,23 +52,15 @@ def attend(
         view.check(mask)
     if view.quantized:
         queries = mx.depends(queries, list(view.quantized))
-    way = _way(queries, view, mask, sink_logits, softcap)
-    out = WAYS[way](queries, view, scale, mask, sink_logits, softcap)
-    return out if view.observer is None else view.observer(queries, out, scale, mask)
-
-
-def _way(queries, view, mask, sink_logits, softcap) -> str:
-    """Return which of `WAYS` reads this view: the one of its plan, where that can."""
     pages, is_array = view.pages, isinstance(mask, mx.array)
     if view.rows is not None or (is_array and view.together):
-        return ROWS
-    if pages is None or queries.shape[2] > DECODE_TOKENS:
-        return SCRATCH
-    if isinstance(pages, LatentPages):
-        return LATENTS if pages.reads(queries, mask, sink_logits, softcap) else OPS
-    body = pages.plan.body
-    several = isinstance(pages, Parts) and len(pages.parts) > RUNS
-    return SCRATCH if body != OPS and (is_array or several) else body
+        run = _one_by_one
+    elif pages is None or queries.shape[2] > DECODE_TOKENS or not pages.backend.reads(pages, mask):
+        run = _by_scratch
+    else:
+        run = pages.backend.attend
+    out = run(queries, view, scale, mask, sink_logits, softcap)
+    return out if view.observer is None else view.observer(queries, out, scale, mask)
 
 
 def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
@@ -98,35 +87,6 @@ def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
     dims = next((x.shape[3] for x in out if x is not None), view.recent[1].shape[3])
     nothing = mx.zeros((1, queries.shape[1], new, dims), queries.dtype)
     return mx.concatenate([nothing if x is None else x for x in out])
-
-
-def _by_records(kernel, queries, view, scale, mask, sink_logits, softcap):
-    """Walk records and windows by `kernel`: codes are read once, nothing is decoded. It knows which tokens a new one
-    sees."""
-    sink, recent, lengths = view.sink, view.buffers or view.recent, view.lengths
-    runs = list(map(attrgetter("run"), view.pages.parts))
-    if lengths is None:
-        heads, capacity = runs[0].buffer.shape[1:3]
-        row = runs[0].records, sink[0].shape[2] if sink else 0, view.recent[0].shape[2]
-        lengths = separate_lengths((row,) * len(queries), heads * capacity, runs[0].page)
-    make = view.pages.plan.make
-    out = kernel(queries, runs, sink, recent, lengths, scale, make, sink_logits, softcap)
-    return out.astype(queries.dtype)
-
-
-def _by_latents(queries, view, scale, mask, sink_logits, softcap):
-    """One new token over latents, whose codes are read once for all heads. mask: added to the scores, or None."""
-    pages, recent = view.pages, view.recent[0]
-    shape = *queries.shape[:3], view.columns
-    if mask is None:
-        mask = mx.zeros(shape, recent.dtype)
-    elif mask.shape != shape:
-        mask = mx.broadcast_to(mask, shape)
-    out = latents.attend(
-        *(queries, pages.codecs[0], pages.stored[0], pages.tokens, view.sink and view.sink[0]),
-        *(recent, mask, scale, pages.plan.make, None if view.seen is None else view.sizes),
-    )
-    return out.astype(queries.dtype)
 
 
 def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
@@ -241,90 +201,3 @@ def _exact(queries, keys, values, scale, mask, sink_logits, softcap):
     s = (q @ keys.astype(mx.float32).swapaxes(-1, -2)).reshape(batch, heads, new, -1)
     p = softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
     return (p @ values.astype(mx.float32)).reshape(batch, heads, new, -1).astype(queries.dtype)
-
-
-def _by_codes(queries, view, scale, mask, sink_logits, softcap):
-    """Multiply codes: scores of the parts side by side, one softmax, a mixture of each."""
-    batch, heads, new, dims = queries.shape
-    sink, recent = view.sink, view.recent
-    # All query heads of a kv head in one product: [B, G, H/G * L, D].
-    q = (queries.astype(mx.float32) * scale).reshape(batch, recent[0].shape[1], -1, dims)
-    s = scorer(view)(q).reshape(batch, heads, new, -1)
-    if view.seen is not None:
-        mask = view.visible(mask, new)
-    p = softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
-    out, start = None, 0
-    if sink is not None:
-        start = sink[1].shape[2]
-        out = p[..., :start] @ sink[1].astype(mx.float32)
-    for run in view.pages.parts:
-        part = run.mix(p[..., start : start + run.tokens])
-        out = part if out is None else out + part
-        start += run.tokens
-    out = out + p[..., start:] @ recent[1].astype(mx.float32)
-    return out.reshape(batch, heads, new, -1).astype(queries.dtype)
-
-
-def scorer(view: View) -> Callable[[mx.array], mx.array]:
-    """Return a function of q, [B, G, N, D] float32 -> its products with the keys of sink, pages and recent,
-    [B, G, N, T]. What is decoded for them is decoded once."""
-
-    def exact(window: Pair) -> Callable[[mx.array], mx.array]:
-        keys = window[0].astype(mx.float32).swapaxes(-1, -2)
-        return lambda q: q @ keys
-
-    parts = [] if view.sink is None else [exact(view.sink)]
-    for run in view.pages.parts if view.pages else ():
-        parts.append(run.scorer())
-    parts.append(exact(view.recent))
-
-    def score(q: mx.array) -> mx.array:
-        out = []
-        for part in parts:
-            out.append(part(q))
-        return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
-
-    return score
-
-
-def masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
-    """scores: [B, H, L, T] float32, of new tokens that are the last ones; mask as in `attend`."""
-    new, total = scores.shape[2:]
-    if isinstance(mask, str):
-        if mask != "causal":
-            raise ValueError(f"[attend] unknown mask; got {mask!r}; choose causal, or an array")
-        mask = mx.arange(total - new, total)[:, None] >= mx.arange(total)[None] if new > 1 else None
-    if mask is not None:
-        if mask.dtype == mx.bool_:
-            # Not -inf: a row that may see nothing (left padding) must not become NaN.
-            scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
-        else:
-            scores = scores + mask.astype(mx.float32)
-    return scores
-
-
-def softmax(scores, mask, sink_logits, softcap=None):
-    """scores: [B, H, L, T] float32; the column of the attention sinks takes part and is dropped."""
-    total = scores.shape[3]
-    if softcap is not None:
-        scores = softcap * mx.tanh(scores / softcap)
-    if mask is not None:
-        scores = masked(scores, mask)
-    if sink_logits is None:
-        return mx.softmax(scores, axis=-1, precise=True)
-    column = mx.broadcast_to(
-        sink_logits.astype(mx.float32)[None, :, None, None], (*scores.shape[:3], 1)
-    )
-    return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :total]
-
-
-# How attention reads a view, beside the bodies of plans: decoded into a scratch, or one sequence after the other.
-SCRATCH, ROWS, LATENTS = "scratch", "rows", "latents"
-WAYS = {
-    OPS: _by_codes,
-    PORTABLE: partial(_by_records, kernels.attend),
-    TILES: partial(_by_records, tiles.attend),
-    LATENTS: _by_latents,
-    SCRATCH: _by_scratch,
-    ROWS: _one_by_one,
-}

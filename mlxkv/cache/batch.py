@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch_buffers import BatchBuffers
 from mlxkv.cache.contract import Contract, causal_mask
-from mlxkv.cache.view import OPS, Pair, View
+from mlxkv.cache.view import Pair, View
 from mlxkv.errors import UserError
 from mlxkv.formats.state import check_batch
 
@@ -161,7 +161,7 @@ class BatchedKVCache(Contract):
         if len(rows) < 2 or any(row.observes_queries for row in rows):
             return None
         plan = rows[0].plan((keys.shape[3], values.shape[3]), keys.dtype)
-        if plan.body == OPS:
+        if not plan.by_kernels:
             return None
         self._buffers = BatchBuffers.of(rows, plan, keys.shape[1], keys.dtype)
         if self._buffers is not None:

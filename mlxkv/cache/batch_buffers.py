@@ -19,9 +19,10 @@ import mlx.core as mx
 
 from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
+from mlxkv.cache.choose import KernelPlan
 from mlxkv.cache.pages import Pages, Part
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import KernelPlan, Pair, RecordPages, View, both
+from mlxkv.cache.view import Pair, RecordPages, View, both
 from mlxkv.codec.transform import subtract_mean
 from mlxkv.formats.layout import TOKENS
 from mlxkv.metal.lengths import batch_lengths

@@ -1,31 +1,74 @@
-"""Chooses the kernels of a format: one request, made when a model is attached.
+"""Chooses the backend of a format: one request, made when a model is attached.
 
 `plan` says which code quantizes and reads the pages of a cache on this machine and why nothing faster
-does. The cache is given the plan, its views carry it, attention and reports follow it. A plan holds
+does. The cache is given the plan, its pages carry the backend, attention and reports follow it. A plan holds
 as long as the machine is what it was (`launch.state`): after kernels were switched off, caches that
 are made ask again.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import mlx.core as mx
 
 from mlxkv.cache import selftest
+from mlxkv.cache.backends import (
+    PLAIN_OPS,
+    Backend,
+    LatentBackend,
+    OpsBackend,
+    PortableBackend,
+    TileBackend,
+)
 from mlxkv.cache.selftest import AttentionShape
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import OPS, PORTABLE, TILES, KernelPlan
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.records import RecordLayout, record_layout, why_no_records
-from mlxkv.metal import latents, launch, tiles, trust
+from mlxkv.metal import launch
 from mlxkv.metal.launch import Factory
 
 INDEXED = "this model's code picks single latents"
 FAILED = "its kernels failed their test here"  # or were switched off: what should run and does not
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """Which code quantizes and reads the pages of one format on this machine.
+
+    reason: why no faster backend, None for the fastest. request: the one that `plan` answered. failed: whether a faster
+    backend should run here, and does not. device: that kernels run on.
+    """
+
+    backend: Backend
+    reason: str | None = None
+    request: tuple | None = field(default=None, compare=False, repr=False)
+    failed: bool = field(default=False, compare=False)
+    device: str = field(default="", compare=False)
+
+    @property
+    def by_kernels(self) -> bool:
+        """Return whether kernels read the pages."""
+        return not isinstance(self.backend, OpsBackend)
+
+    @property
+    def label(self) -> str:
+        """The backend; plain ops say why."""
+        name = self.backend.name
+        return name if self.by_kernels else f"{name} ({self.reason})"
+
+    @property
+    def text(self) -> str:
+        """Return its line in reports."""
+        return f"{self.device} {self.label}" if self.by_kernels else self.label
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        """Leave out what belongs to a process: the question."""
+        return KernelPlan, (self.backend, self.reason, None, self.failed, self.device)
 
 
 @dataclass(frozen=True)
@@ -41,19 +84,17 @@ class KernelRequest:
     latent: bool = False
     indexed: bool = False
 
-    @property
-    def layout(self) -> RecordLayout:
-        return record_layout(self.config, *self.config.dims(*self.dims))
+    def backends(self, make: Factory | None) -> tuple[Backend, ...]:
+        """Return the backends with kernels for such pages, the fastest first."""
+        if self.latent:
+            return (LatentBackend(make),)
+        return TileBackend(make), PortableBackend(make)
 
     @property
-    def heads(self) -> int:
-        """Query heads that a kernel for latents is tried with."""
-        return selftest.LATENT_HEADS if self.shape is None else self.shape.heads
-
-    @property
-    def has_kernels(self) -> bool:
-        """Return whether any machine has kernels for such pages."""
-        return _no_records(self) is None
+    def unsupported(self) -> str | None:
+        """Return why no machine has kernels for such pages, or None."""
+        slowest = self.backends(None)[-1]
+        return INDEXED if self.indexed else slowest.supports(self.config, self.dims, self.dtype)
 
 
 def plan(
@@ -64,28 +105,27 @@ def plan(
     latent: bool = False,
     indexed: bool = False,
 ) -> KernelPlan:
-    """Return the fastest kernels that run here. The first request for a format builds them and tries them;
+    """Return the fastest backend that runs here. The first request for a format builds its kernels and tries them;
     the portable ones only where tiles do not run."""
     request = KernelRequest(config, dims, dtype, shape, latent, indexed)
     key = (config, dims, dtype, launch.state())
-    make, by = launch.factory(), partial(KernelPlan, request=key, backend=launch.backend())
+    make, by = launch.factory(), partial(KernelPlan, request=key, device=launch.backend())
     if make is None:
-        return by(OPS, launch.absent(), failed=launch.switched_off(launch.KERNELS) is not None)
-    if reason := _no_records(request):
-        return by(OPS, reason)
-    off = launch.switched_off(launch.TILES) is not None
-    if latent:
-        if reason := _tiles_off() or latents.why_not_here(make):
-            return by(OPS, reason, failed=off)
-        if reason := selftest.latent_fault(config, dims[0], dtype, make, request.heads):
-            return by(OPS, f"{FAILED}: {reason}", failed=True)
-        return by(TILES, None, make)
-    slower = _tiles_off() or _rejection_reason(request, make, tiled=True)
-    if slower is None:
-        return by(TILES, None, make)
-    if reason := _rejection_reason(request, make, tiled=False):
-        return by(OPS, f"{FAILED}: {reason}", failed=True)
-    return by(PORTABLE, slower, make, failed=off)
+        off = launch.switched_off(launch.KERNELS) is not None
+        return by(PLAIN_OPS, launch.absent(), failed=off)
+    if reason := request.unsupported:
+        return by(PLAIN_OPS, reason)
+    off, reasons, tried = launch.switched_off(launch.TILES) is not None, [], False
+    for backend in request.backends(make):
+        reason = backend.can_run(config, dims, dtype)
+        if tried := reason is None:
+            reason = selftest.why_not(config, dims[0], dtype, backend, shape)
+        if reason is None:
+            return by(backend, next(iter(reasons), None), failed=off)
+        reasons.append(reason)
+    if tried:
+        return by(PLAIN_OPS, f"{FAILED}: {reasons[-1]}", failed=True)
+    return by(PLAIN_OPS, reasons[-1], failed=off)
 
 
 def current(
@@ -105,40 +145,6 @@ def store(plan: KernelPlan, layer_maps: LayerMaps | None = None) -> Codes | Reco
     """Return an empty store as `plan` has chosen. layer_maps: of the layer, for calibrated sides."""
     assert plan.request is not None  # a plan of `plan`
     config, dims, *_ = plan.request
-    if plan.body == OPS:
-        return Codes(config, dims, layer_maps)
-    return Records(config, dims, plan.builder, plan.body == TILES, layer_maps)
-
-
-# -- parts of the decision: each answers by why not, or None
-
-
-def _no_records(request: KernelRequest) -> str | None:
-    """For any machine."""
-    config, dims = request.config, request.dims
-    if request.indexed:
-        return INDEXED
-    if request.latent:
-        side = config.keys
-        return latents.why_not(side.quantizer, side.dims(dims[0]), config.page, request.dtype)
-    return why_no_records(config, *dims)
-
-
-def _tiles_off() -> str | None:
-    if os.environ.get(launch.TILES_SWITCH) == "0":
-        return f"{launch.TILES_SWITCH}=0"
-    return launch.switched_off(launch.TILES)
-
-
-def _rejection_reason(request: KernelRequest, make: Factory, tiled: bool) -> str | None:
-    """Return what the format itself, the notes of earlier processes on a Mac, or trying the kernels say."""
-    config, dims, dtype = request.config, request.dims[0], request.dtype
-    layout, on_mac, reason = request.layout, make is mx.fast.metal_kernel, None
-    if on_mac:
-        on_trial = selftest.representative_config(config, dims)
-        layout = record_layout(on_trial, *on_trial.dims(*request.dims))
-    if tiled:
-        reason = tiles.why_not(layout, dims, dtype, make)
-    elif on_mac:
-        reason = trust.why_not(layout, dims, dtype, tiled)
-    return reason or selftest.test(config, dims, dtype, make, tiled, request.shape).reason
+    if isinstance(plan.backend, PortableBackend):
+        return Records(config, dims, plan.backend, layer_maps)
+    return Codes(config, dims, layer_maps)

@@ -18,9 +18,10 @@ import numpy as np
 from mlxkv.cache import choose
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
+from mlxkv.cache.choose import KernelPlan
 from mlxkv.cache.contract import BatchMethod, Contract, Snapshots, causal_mask, from_state
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import OPS, KernelPlan, Pair, View, both, joined
+from mlxkv.cache.view import Pair, View, both, joined
 from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import KeyMean, subtract_mean
@@ -455,7 +456,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         if self.observes_queries:
             return False
         keys, values = self._existing_recent
-        return self.plan((keys.shape[3], values.shape[3]), keys.dtype).body != OPS
+        return self.plan((keys.shape[3], values.shape[3]), keys.dtype).by_kernels
 
     def like(self) -> CompressedKVCache:
         """Return an empty cache of the same kind."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlxkv.cache.attention import DECODE_TOKENS, whole_side
+from mlxkv.cache.backends import PLAIN_OPS
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.batch_buffers import padded
 from mlxkv.cache.compressed import CompressedKVCache
@@ -29,7 +30,7 @@ from mlxkv.cache.static import (
     check_rows,
 )
 from mlxkv.cache.stores import LatentCodes
-from mlxkv.cache.view import BY_OPS, LatentPages, Pair, TracedLatents, View
+from mlxkv.cache.view import LatentPages, Pair, TracedLatents, View
 from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.formats.state import check_batch
 from mlxkv.metal.launch import ahead, backend
@@ -167,8 +168,8 @@ class LatentKVCache(CompressedKVCache):
         super().commit(arrays, new)
 
     def page_store(self, dims: tuple[int, int], dtype: mx.Dtype) -> LatentCodes:
-        plan = BY_OPS if self.selects else self.plan(dims, dtype)
-        return LatentCodes(self._stored, dims, self.layer_maps, plan)
+        backend = PLAIN_OPS if self.selects else self.plan(dims, dtype).backend
+        return LatentCodes(self._stored, dims, self.layer_maps, backend)
 
     # -- the rest of mlx-lm's contract
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import cast
@@ -11,8 +12,9 @@ import mlx.core as mx
 
 from mlxkv import errors
 from mlxkv.cache.attention import DECODE_TOKENS, attend, decode_all
+from mlxkv.cache.backends import PLAIN_OPS, Backend, LatentBackend, PortableBackend
 from mlxkv.cache.stores import Codes, LatentCodes, Records
-from mlxkv.cache.view import BY_OPS, TILES, KernelPlan, Parts, View, both
+from mlxkv.cache.view import Parts, View, both
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.quantizers import DIMS, MOST_BLOCKS, MixedBits
@@ -62,6 +64,7 @@ class AttentionShape:
 
 
 DEFAULT_SHAPE = AttentionShape()
+LATENT_SHAPE = AttentionShape(16, 1)  # where a model's heads are not known
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,7 @@ class TrialResult:
     detail: str = ""
 
 
-_Key = tuple[CacheConfig, int, mx.Dtype, Factory, bool]
-_results: dict[_Key, dict[AttentionShape, TrialResult]] = {}
+_results: dict[tuple, dict[AttentionShape, TrialResult]] = {}
 
 
 def representative_config(config: CacheConfig, dims: int) -> CacheConfig:
@@ -99,54 +101,98 @@ def representative_config(config: CacheConfig, dims: int) -> CacheConfig:
     return replace(config, **sides)
 
 
+def why_not(
+    config: CacheConfig,
+    dims: int,
+    dtype: mx.Dtype,
+    backend: Backend,
+    shape: AttentionShape | None = None,
+) -> str | None:
+    """Return why `backend` must not be used, or None: what earlier processes noted on a Mac, or what `test` finds."""
+    noted = None
+    if backend.make is mx.fast.metal_kernel:
+        noted = trust.why_not(_noted_as(representative_config(config, dims), dims, dtype, backend))
+    return noted or test(config, dims, dtype, backend, shape).reason
+
+
 def test(
     config: CacheConfig,
     dims: int,
     dtype: mx.Dtype,
-    make: Factory,
-    tiled: bool = False,
+    backend: Backend,
     shape: AttentionShape | None = None,
 ) -> TrialResult:
-    """Quantize pages by kernels and by plain ops and compare; then attend to the kernels' pages both ways.
-    Once in a process. shape: None takes the worst known result of any shape.
+    """Quantize pages by kernels and by plain ops and compare; then attend to the kernels' pages both ways. Latents
+    are attended to both ways. Once in a process. shape: None takes the worst known result of any shape.
 
     An exception of the kernels becomes the reason, never an error.
     """
     config = representative_config(config, dims)
-    results = _results.setdefault((config, dims, dtype, make, tiled), {})
+    results = _results.setdefault((config, dims, dtype, backend), {})
     if shape is None and results:
         return next(
             (result for result in results.values() if result.reason),
             next(iter(results.values())),
         )
-    shape = (shape or DEFAULT_SHAPE).small
+    is_latent = isinstance(backend, LatentBackend)
+    shape = (shape or (LATENT_SHAPE if is_latent else DEFAULT_SHAPE)).small
     if shape not in results:
-        on_trial, on_mac = nullcontext(), make is mx.fast.metal_kernel
-        place = record_layout(config, *config.dims(dims, dims)), dims, dtype, tiled
+        prepare = _latent_trial if is_latent else _page_trial
+        on_trial, on_mac = nullcontext(), backend.make is mx.fast.metal_kernel
+        kernels = _noted_as(config, dims, dtype, backend)
         if on_mac:
-            on_trial = trust.trial(*place)
+            on_trial = trust.trial(kernels)
         with on_trial:
-            tested = _test(config, dims, dtype, make, tiled, shape)
+            tested = _tried(*prepare(config, dims, dtype, backend, shape))
         if on_mac and not (tested.reason and errors.is_of_memory(RuntimeError(tested.detail))):
-            trust.note(*place[:3], tested.reason is None, tiled, tested.reason)
+            trust.note(kernels, tested.reason)
         results[shape] = tested
     return results[shape]
 
 
-def _test(
+def _noted_as(config: CacheConfig, dims: int, dtype: mx.Dtype, backend: Backend) -> trust.Kernels:
+    """Return what names these kernels in notes on a Mac."""
+    layout: object = config
+    if not isinstance(backend, LatentBackend):
+        layout = record_layout(config, *config.dims(dims, dims))
+    return layout, dims, dtype, backend.name
+
+
+Outputs = tuple[mx.array, ...]
+
+
+def _tried(
+    run: Callable[[], Outputs], judge: Callable[[Outputs, float], TrialResult]
+) -> TrialResult:
+    """Return what `judge` finds in the outputs of `run` and its seconds, or why there are none."""
+    start = time.perf_counter()
+    try:
+        outputs = run()
+        return judge(outputs, time.perf_counter() - start)
+    except Exception as error:  # a compiler or a driver may raise anything at all
+        tiles.forget_counters()
+        elapsed = time.perf_counter() - start
+        drain()
+        built = not errors.is_of_build(error)
+        return TrialResult({}, 0.0, errors.reason(error), built, elapsed, errors.text(error))
+
+
+def _page_trial(
     config: CacheConfig,
     dims: int,
     dtype: mx.Dtype,
-    make: Factory,
-    tiled: bool,
+    backend: Backend,
     shape: AttentionShape,
-) -> TrialResult:
+) -> tuple[Callable[[], Outputs], Callable[[Outputs, float], TrialResult]]:
+    """Return what runs these kernels over pages of records, and what judges the outputs."""
+    assert isinstance(backend, PortableBackend)
+
     def quantize(store):
         store.append(pair, 1)  # as decoding does, which has a kernel of its own for matrices
         store.append(pair, PAGES - 1, config.page)
         return store
 
-    def outputs(store):
+    def outputs(store) -> Outputs:
         runs = [store.read(0, PAGES)]
         if config.is_online:  # and two, as two bases make them
             halves = store.read(0, PAGES // 2), store.read(PAGES // 2, PAGES)
@@ -166,7 +212,7 @@ def _test(
         return out
 
     layout = record_layout(config, *config.dims(dims, dims))
-    steps = shape.steps(max(dims, layout.keys.dims, layout.values.dims), make)
+    steps = shape.steps(max(dims, layout.keys.dims, layout.values.dims), backend.builder)
     # Plain ops on the CPU are the reference: some GPUs lack a few of MLX's quantized products.
     with mx.stream(mx.cpu):
         count = max(shape.heads, shape.kv_heads)
@@ -184,11 +230,9 @@ def _test(
             layer_maps = sample(shape.kv_heads, (dims, dims), config.fitted)
         plain = quantize(Codes(config, (dims, dims), layer_maps))
         mx.eval(plain.arrays())
-    start = time.perf_counter()
-    try:
-        by_kernels = quantize(Records(config, (dims, dims), make, tiled, layer_maps))
-        results = outputs(by_kernels)
-        seconds = time.perf_counter() - start
+    by_kernels = Records(config, (dims, dims), backend, layer_maps)
+
+    def judge(results: Outputs, seconds: float) -> TrialResult:
         with mx.stream(mx.cpu):
             reference = Codes(config, (dims, dims), layer_maps)
             reference.restore(by_kernels.state, PAGES)
@@ -199,29 +243,60 @@ def _test(
                 for x in (reference, plain)
             ]
             mx.eval(stored)
-    except Exception as error:  # a compiler or a driver may raise anything at all
-        tiles.forget_counters()
-        elapsed = time.perf_counter() - start
-        drain()
-        built = not errors.is_of_build(error)
-        return TrialResult({}, 0.0, errors.reason(error), built, elapsed, errors.text(error))
-    names = ("attend", "keys", "values", "prefill")
-    rms = {name: relative_rms(*two) for name, *two in zip(names, results, expected, strict=True)}
-    sides = list(zip(*stored, strict=True))
-    rms["seal"] = max(relative_rms(*two) for two in sides)
-    ties = sum(_share_off(*two) for two in sides) / 2
-    bounds = dict.fromkeys(rms, BOUND) | {"prefill": PREFILL_BOUND}
-    if any(
-        side.calibrated
-        or side.transform == "random"
-        # The quantize kernel has butterflies for these; where others quantize, the rotation is a product.
-        or (side.transform != "none" and not by_kernels.layout.quantized_by_kernel)
-        for side in (config.keys, config.values)
-    ):
-        bounds["seal"] = QUANTIZE_BOUND
-    wrong = next((name for name, off in rms.items() if not off <= bounds[name]), None)
-    reason = None if wrong is None else f"{wrong} is off by {rms[wrong]:.2g}"
-    return TrialResult(rms, ties, reason, True, seconds)
+        pairs = zip(("attend", "keys", "values", "prefill"), results, expected, strict=True)
+        rms = {name: relative_rms(*two) for name, *two in pairs}
+        sides = list(zip(*stored, strict=True))
+        rms["seal"] = max(relative_rms(*two) for two in sides)
+        ties = sum(_share_off(*two) for two in sides) / 2
+        bounds = dict.fromkeys(rms, BOUND) | {"prefill": PREFILL_BOUND}
+        if any(
+            side.calibrated
+            or side.transform == "random"
+            # The quantize kernel has butterflies for these; where others quantize, the rotation is a product.
+            or (side.transform != "none" and not layout.quantized_by_kernel)
+            for side in (config.keys, config.values)
+        ):
+            bounds["seal"] = QUANTIZE_BOUND
+        wrong = next((name for name, off in rms.items() if not off <= bounds[name]), None)
+        reason = None if wrong is None else f"{wrong} is off by {rms[wrong]:.2g}"
+        return TrialResult(rms, ties, reason, True, seconds)
+
+    return lambda: outputs(quantize(by_kernels)), judge
+
+
+def _latent_trial(
+    config: CacheConfig, dims: int, dtype: mx.Dtype, backend: Backend, shape: AttentionShape
+) -> tuple[Callable[[], Outputs], Callable[[Outputs, float], TrialResult]]:
+    """Return what runs the kernel over latents of `dims` dims, and what judges the output."""
+    heads, count = shape.heads, PAGES * config.page
+    # Plain ops on the CPU are the reference: some GPUs lack a few of MLX's quantized products.
+    with mx.stream(mx.cpu):
+        x = mx.random.normal((1, 1, count, dims), key=mx.random.key(0)).astype(dtype)
+        recent, sink = x[:, :, 5:30], x[:, :, 40:44]
+        queries = mx.random.normal((1, heads, 1, dims), key=mx.random.key(1)).astype(dtype)
+        added = mx.random.normal((1, heads, 1, count + 29), key=mx.random.key(2)).astype(dtype)
+        layer_maps = sample(1, (dims, dims), config.fitted) if config.calibrated else None
+        store = LatentCodes(config, (dims, dims), layer_maps, backend)
+        store.append((x, x), PAGES)
+        pages = store.read(0, PAGES)
+        recent, sink = mx.contiguous(recent), mx.contiguous(sink)
+        view = View((recent, recent), (sink, sink), pages)
+        plain = replace(view, pages=replace(pages, backend=PLAIN_OPS))
+        expected = attend(queries, plain, dims**-0.5, added).astype(mx.float32)
+        mx.eval(expected, view.recent, view.sink, store.arrays(), queries, added)
+
+    def run() -> Outputs:
+        out = attend(queries, view, dims**-0.5, added).astype(mx.float32)
+        mx.eval(out)
+        return (out,)
+
+    def judge(results: Outputs, seconds: float) -> TrialResult:
+        with mx.stream(mx.cpu):
+            off = relative_rms(results[0], expected)
+        reason = None if off <= BOUND else f"attention over latents is off by {off:.2g}"
+        return TrialResult({"attend": off}, 0.0, reason, True, seconds)
+
+    return run, judge
 
 
 def drain(*streams: mx.Stream | mx.ThreadLocalStream) -> None:
@@ -245,60 +320,3 @@ def _share_off(result: mx.array, plain: mx.array) -> float:
     result, plain = result.astype(mx.float32), plain.astype(mx.float32)
     off = mx.abs(result - plain) > 0.05 * mx.sqrt(mx.mean(plain**2))
     return cast("float", mx.mean(off.astype(mx.float32)).item())
-
-
-# -- Tests the kernel for latents on this machine before it is used, which also builds it.
-
-LATENT_HEADS = 16  # query heads, where a model's are not known
-_LatentKey = tuple[CacheConfig, int, mx.Dtype, Factory, int]
-_latent_faults: dict[_LatentKey, str | None] = {}
-
-
-def latent_fault(
-    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, heads: int = LATENT_HEADS
-) -> str | None:
-    """Return why the kernel for latents of `dims` dims must not be used, or None: it is built and compared with
-    plain ops, once in a process. An exception becomes the reason."""
-    key = config, dims, dtype, make, heads
-    if key not in _latent_faults:
-        reason, on_mac = None, make is mx.fast.metal_kernel
-        place = ("latents", config, heads), dims, dtype, True
-        if on_mac:  # where earlier processes have left notes
-            reason = trust.why_not(*place)
-        if reason is None:
-            with trust.trial(*place) if on_mac else nullcontext():
-                reason = _latent_fault(*key)
-            if on_mac:
-                trust.note(*place[:3], reason is None, True, reason)
-        _latent_faults[key] = reason
-    return _latent_faults[key]
-
-
-def _latent_fault(
-    config: CacheConfig, dims: int, dtype: mx.Dtype, make: Factory, heads: int
-) -> str | None:
-    # Plain ops on the CPU are the reference: some GPUs lack a few of MLX's quantized products.
-    with mx.stream(mx.cpu):
-        count = PAGES * config.page
-        x = mx.random.normal((1, 1, count, dims), key=mx.random.key(0)).astype(dtype)
-        recent, sink = x[:, :, 5:30], x[:, :, 40:44]
-        queries = mx.random.normal((1, heads, 1, dims), key=mx.random.key(1)).astype(dtype)
-        added = mx.random.normal((1, heads, 1, count + 29), key=mx.random.key(2)).astype(dtype)
-        layer_maps = sample(1, (dims, dims), config.fitted) if config.calibrated else None
-        store = LatentCodes(config, (dims, dims), layer_maps, plan=KernelPlan(TILES, make=make))
-        store.append((x, x), PAGES)
-        pages = store.read(0, PAGES)
-        recent, sink = mx.contiguous(recent), mx.contiguous(sink)
-        view = View((recent, recent), (sink, sink), pages)
-        plain = replace(view, pages=replace(pages, plan=BY_OPS))
-        expected = attend(queries, plain, dims**-0.5, added).astype(mx.float32)
-        mx.eval(expected, view.recent, view.sink, store.arrays(), queries, added)
-    try:
-        out = attend(queries, view, dims**-0.5, added).astype(mx.float32)
-        mx.eval(out)
-    except Exception as error:  # a compiler or a driver may raise anything at all
-        drain()
-        return errors.reason(error)
-    with mx.stream(mx.cpu):
-        off = relative_rms(out, expected)
-    return None if off <= BOUND else f"attention over latents is off by {off:.2g}"

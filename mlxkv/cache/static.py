@@ -223,7 +223,7 @@ class SingleStaticCache(StaticCache):
         self.lockstep = type(self.store), shape, config.page, config.recent, self.n_sink
         self.state = cache.offset, cache.count, pages.counts[0]
         self.arrays = [*recent, *(sink or ()), *pages.arrays.values()]
-        self.emulated = self.store.emulated
+        self.emulated = self.store.backend.emulated
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -311,7 +311,7 @@ class BatchStaticCache(StaticCache):
         self.division = shared(tuple(n * buffers.page_records for n in pages.counts))
         self.has_sink = buffers.sink is not None
         self.quantizes = buffers.quantizes_after(new)
-        self.emulated = store.emulated
+        self.emulated = store.backend.emulated
         self.key = BatchStaticCache, store.form, self.division, self.has_sink, buffers.key_mean
         self.lockstep = BatchStaticCache, config.page, config.recent, config.sink
         state = buffers.offsets, buffers.counts, buffers.sink_full, pages.counts, pages.starts

@@ -14,24 +14,16 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
+from mlxkv.cache.backends import PLAIN_OPS, Backend, PortableBackend
 from mlxkv.cache.pages import Name, Named, Pages
-from mlxkv.cache.view import (
-    BY_OPS,
-    PORTABLE,
-    TILES,
-    CodePages,
-    KernelPlan,
-    LatentPages,
-    Pair,
-    RecordPages,
-)
+from mlxkv.cache.view import CodePages, LatentPages, Pair, RecordPages
 from mlxkv.codec import records
 from mlxkv.codec.codec import Codec, Stored, codec
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.records import NAMES, record_layout
-from mlxkv.metal import launch, quantize
+from mlxkv.metal import quantize
 from mlxkv.metal.attend import Run, dequantize_side
 
 
@@ -49,10 +41,10 @@ Snapshot = TypeVar("Snapshot", CodePages, RecordPages)  # that a kind of store r
 class PageStore(Generic[Name, Snapshot]):
     """Quantized pages and what encodes more of them. A subclass defines `encode` and `snapshot`.
 
-    plan: which kernels read them. emulated: whether no trace can hold these kernels.
+    backend: the code that reads them.
     """
 
-    plan, emulated = BY_OPS, False
+    backend: Backend = PLAIN_OPS
 
     def __init__(
         self, config: CacheConfig, dims: tuple[int, int], layer_maps: LayerMaps | None = None
@@ -85,7 +77,7 @@ class PageStore(Generic[Name, Snapshot]):
     def form(self) -> PageKind:
         """The same for stores whose pages are read by the same code, with the same transforms."""
         transforms = (code.transform for code in self.codecs)
-        key = type(self), self.config, self.dims, *transforms, self.plan.body, self.plan.make
+        key = type(self), self.config, self.dims, *transforms, self.backend
         return _forms.setdefault(key, PageKind())
 
     @property
@@ -144,11 +136,10 @@ class Codes(PageStore[tuple[str, str], CodePages]):
     sides = NAMES
 
     def encode(self, pair: Pair, tokens: int, start: int) -> Named[tuple[str, str]]:
-        return {
-            (side, name): y
-            for side, code, x in zip(self.sides, self.codecs, pair, strict=False)
-            for name, y in code.encode(x[:, :, start : start + tokens]).items()
-        }
+        codecs = self.codecs[: len(self.sides)]
+        encoded = PLAIN_OPS.quantize(pair, codecs, start, tokens)
+        sides = zip(self.sides, encoded, strict=True)
+        return {(side, name): y for side, codes in sides for name, y in codes.items()}
 
     def _by_side(self, arrays: Named[tuple[str, str]]) -> dict[str, Stored]:
         """Return the codes among these arrays, by side and name."""
@@ -180,83 +171,68 @@ class Codes(PageStore[tuple[str, str], CodePages]):
 
 class LatentCodes(Codes):
     """Quantized pages of latents: one record, the keys', which is read as keys and as values; the values' side are
-    rotary keys, if the config stores them with codes. plan: whether a kernel reads it."""
+    rotary keys, if the config stores them with codes."""
 
     def __init__(
         self,
         config: CacheConfig,
         dims: tuple[int, int],
         layer_maps: LayerMaps | None = None,
-        plan: KernelPlan = BY_OPS,
+        backend: Backend = PLAIN_OPS,
     ):
         super().__init__(config, dims, layer_maps)
-        self.plan = plan
-        self.emulated = plan.make not in (None, mx.fast.metal_kernel, mx.fast.cuda_kernel)
+        self.backend = backend
         self.sides = NAMES[: 2 if config.rotary < 16 else 1]
 
     def snapshot(self, arrays: Named[tuple[str, str]], tokens: int) -> LatentPages:
         latents, *rotary = self._by_side(arrays).values()
         (code, rotary_code), twice = self.codecs, (latents, latents)
         coded = (rotary_code, rotary[0]) if rotary else None
-        return LatentPages((code, code), twice, tokens, self.plan, coded)
+        return LatentPages((code, code), twice, tokens, self.backend, coded)
 
 
 class Records(PageStore[str, RecordPages]):
-    """Quantized pages for kernels that `make` builds, tiles or the portable ones: a buffer of page
-    records, and one of headers for formats that have them."""
+    """Quantized pages for kernels: a buffer of page records, and one of headers for formats that have them."""
+
+    backend: PortableBackend
 
     def __init__(
         self,
         config: CacheConfig,
         dims: tuple[int, int],
-        make: launch.Factory,
-        tiled: bool = False,
+        backend: PortableBackend,
         layer_maps: LayerMaps | None = None,
     ):
         super().__init__(config, dims, layer_maps)
         self.layout = record_layout(config, *(code.dims for code in self.codecs))
-        body = TILES if tiled else PORTABLE
-        self.plan = KernelPlan(body, make=make)
-        self.emulated = make not in (mx.fast.metal_kernel, mx.fast.cuda_kernel)
+        self.backend = backend
         self.transforms = self.codecs[0].transform, self.codecs[1].transform
-        self._write_records = quantize.record_writer(self.layout)
 
     def encode(self, pair: Pair, tokens: int, start: int) -> Stored:
-        layout, make = self.layout, self.plan.builder
-        if self._write_records is not None:
-            ranks = self._clip_ranks(self.codecs, (layout.keys.dims, layout.values.dims))
-            return self._write_records(pair, layout, make, self.transforms, start, tokens, ranks)
-        codes = {}
-        for name, x, code in zip(NAMES, pair, self.codecs, strict=True):
-            codes[name] = code.encode(x[:, :, start : start + tokens])
-        return records.to_records(codes, self.codecs)
-
-    @staticmethod
-    def _clip_ranks(codecs: tuple[Codec, Codec], dims: tuple[int, int]) -> tuple[int, int]:
-        return codecs[0].spec.clip_rank(dims[0]), codecs[1].spec.clip_rank(dims[1])
+        return self.backend.quantize(pair, self.codecs, self.layout, start, tokens)
 
     def snapshot(self, arrays: Stored, tokens: int) -> RecordPages:
         buffer, headers = arrays["records"], arrays.get("headers")
         page = self.config.page // TOKENS
         run = Run(buffer, tokens // TOKENS, self.layout, page, self.transforms, headers)
-        return RecordPages(self.codecs, self.plan, run)
+        return RecordPages(self.codecs, self.backend, run)
 
     def is_like(self, store: PageStore) -> bool:
         """Return whether the same kernels read the pages of both."""
         kinds = ((type(x), x.config, x.dims) for x in (self, store))
-        return next(kinds) == next(kinds) and self.plan == store.plan
+        return next(kinds) == next(kinds) and self.backend == store.backend
 
     def transported(self, codecs: tuple[Codec, Codec]) -> dict[str, mx.array]:
         """Its pages, encoded again in the bases of `codecs`. For layouts that the kernel quantizes: plain ops
         would take some hundred operations a page."""
-        pages, layout, make = self.read(0, self.count), self.layout, self.plan.builder
+        pages, layout, make = self.read(0, self.count), self.layout, self.backend.builder
 
         def side(i: int) -> mx.array:
             x = dequantize_side(pages.run, i == 0, mx.float32, make)
             return moved(x, self.codecs[i], codecs[i])
 
         pair = side(0), side(1)
-        ranks = self._clip_ranks(codecs, (pair[0].shape[3], pair[1].shape[3]))
+        ranks = quantize.clip_ranks(codecs, (pair[0].shape[3], pair[1].shape[3]))
         return {
             "records": quantize.quantize_pages(
                 pair, layout, make, (None, None), 0, pages.tokens, ranks

@@ -2,7 +2,7 @@
 
 Quantized pages are read through snapshots, which a store returns. All have the same members:
 
-    plan                 which code reads them (`KernelPlan`)
+    backend              the code that reads them (`backends`)
     tokens               in these pages
     parts                runs of pages of one transform, in the order of their tokens
     decode(side, dtype)  keys (side 0) or values (1) as attention sees them, [B, G, T, D]
@@ -26,73 +26,19 @@ from typing import Protocol, TypeVar
 
 import mlx.core as mx
 
+from mlxkv.cache.backends import PLAIN_OPS, Backend
 from mlxkv.codec.codec import Codec, Stored
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats.layout import TOKENS
 from mlxkv.metal import attend as kernels
 from mlxkv.metal.attend import Run
-from mlxkv.metal.launch import Factory
 from mlxkv.metal.lengths import Lengths
 from mlxkv.metal.template import ints
 
 Pair = tuple[mx.array, mx.array]
 T = TypeVar("T")
 OneRun = TypeVar("OneRun", bound="PageRun")
-OPS, PORTABLE, TILES = "plain ops", "kernels", "tile kernels"
-
-
-@dataclass(frozen=True)
-class KernelPlan:
-    """Which code quantizes and reads the pages of one format on this machine.
-
-    body: OPS, PORTABLE or TILES. reason: why no faster body, None for TILES. make: builds the kernels, None for OPS.
-    request: the one that `choose.plan` answered. failed: whether a faster body should run here, and does not. backend:
-    that kernels run on.
-    """
-
-    body: str
-    reason: str | None = None
-    make: Factory | None = None
-    request: tuple | None = field(default=None, compare=False, repr=False)
-    failed: bool = field(default=False, compare=False)
-    backend: str = field(default="", compare=False)
-
-    @property
-    def builder(self) -> Factory:
-        """`make`, for pages that kernels read."""
-        assert self.make is not None
-        return self.make
-
-    @property
-    def by_kernels(self) -> bool:
-        """Return whether kernels read the pages."""
-        return self.body != OPS
-
-    @property
-    def tiled(self) -> bool:
-        """Return whether these are the tile kernels."""
-        return self.body == TILES
-
-    @property
-    def label(self) -> str:
-        """The body; plain ops say why."""
-        return self.body if self.by_kernels else f"{OPS} ({self.reason})"
-
-    @property
-    def text(self) -> str:
-        """Return its line in reports."""
-        return f"{self.backend} {self.label}" if self.by_kernels else self.label
-
-    def __deepcopy__(self, memo):
-        return self  # MLX's kernel builders cannot be copied
-
-    def __reduce__(self):
-        """Leave out what belongs to a process: the builder and the question."""
-        return KernelPlan, (self.body, self.reason, None, None, self.failed, self.backend)
-
-
-BY_OPS = KernelPlan(OPS)
 
 
 def both(change: Callable[..., mx.array], *pairs: Pair) -> Pair:
@@ -136,7 +82,7 @@ class CodePages(PageRun):
 
     stored: tuple[Stored, Stored]
     tokens: int
-    plan: KernelPlan = BY_OPS
+    backend: Backend = PLAIN_OPS
 
     def scorer(self) -> Callable[[mx.array], mx.array]:
         return partial(self.codecs[0].scores, stored=self.stored[0])
@@ -160,7 +106,7 @@ class CodePages(PageRun):
 class RecordPages(PageRun):
     """Pages as kernels read them."""
 
-    plan: KernelPlan
+    backend: Backend
     run: Run
 
     @property
@@ -182,18 +128,17 @@ class RecordPages(PageRun):
         return code.restore(self._dequantized(side, code.work_dtype(dtype)), dtype)
 
     def between(self, sink: Pair | None, recent: Pair) -> Pair:
-        return kernels.dequantize(self.run, recent[0].dtype, self.plan.builder, sink, recent)
+        return kernels.dequantize(self.run, recent[0].dtype, self.backend.builder, sink, recent)
 
     def _dequantized(self, side: int, dtype: mx.Dtype) -> mx.array:
         """One side in the stored domain: [B, G, T, R]."""
-        return kernels.dequantize_side(self.run, side == 0, dtype, self.plan.builder)
+        return kernels.dequantize_side(self.run, side == 0, dtype, self.backend.builder)
 
 
 @dataclass(frozen=True)
 class LatentPages(CodePages):
     """As CodePages, both sides the same codes of one kv head, which a kernel reads in a decode step (`metal.latents`).
 
-    plan: OPS, or with what builds the kernel.
     rotary: the codec and the codes of rotary keys, where these are not exact."""
 
     rotary: tuple[Codec, Stored] | None = None
@@ -203,15 +148,6 @@ class LatentPages(CodePages):
         assert self.rotary is not None  # the config says so
         code, stored = self.rotary
         return code.decode(stored, dtype)
-
-    def reads(self, queries: mx.array, mask, sink_logits, softcap) -> bool:
-        """Return whether the kernel computes this attention: one token a sequence, with scores to add or nothing."""
-        if self.plan.body == OPS or queries.shape[2] != 1 or softcap is not None:
-            return False
-        transform = self.codecs[0].transform
-        is_square = transform is None or transform.up.size == queries.shape[3] ** 2
-        added = mask is None or (isinstance(mask, mx.array) and mask.dtype != mx.bool_)
-        return is_square and added and sink_logits is None
 
 
 @dataclass(frozen=True)
@@ -223,8 +159,8 @@ class Parts:
     square_transforms = None  # one would have to be applied to each run
 
     @property
-    def plan(self) -> KernelPlan:
-        return self.parts[0].plan
+    def backend(self) -> Backend:
+        return self.parts[0].backend
 
     @property
     def tokens(self) -> int:
@@ -341,7 +277,7 @@ class View:
                 f"{self.tokens} tokens; serve its requests one at a time"
             )
 
-    def visible(self, mask: mx.array | None, new: int) -> mx.array:
+    def visible(self, mask: mx.array | str | None, new: int) -> mx.array:
         """Return the mask of a step of fixed shapes for plain ops over all columns, spare capacity included."""
         assert self.seen is not None
         return self.seen(new)
@@ -410,9 +346,10 @@ class TracedLatents(View):
 
         return self.once(("latent sizes", rows, splits, *capacities, self.in_order), make)
 
-    def visible(self, mask: mx.array, new: int) -> mx.array:
+    def visible(self, mask: mx.array | str | None, new: int) -> mx.array:
         """Rotary scores [B, H, 1, columns] in the order of the view, [B, H, 1, sink + pages + recent], with what is not
         in use out of sight."""
+        assert isinstance(mask, mx.array)  # `check` says so
         scores, recent, batch = mask, self.recent[0].shape[2], mask.shape[0]
         columns = self.tokens - recent
         if self.in_order:

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlxkv.cache import selftest
 from mlxkv.cache.attention import attend
+from mlxkv.cache.backends import PortableBackend, TileBackend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import View
 from mlxkv.codec.maps import sample
@@ -33,7 +34,7 @@ METHODS = (
     "oja-0.75+int4",  # two bases in one pass
 )
 FOLLOWING, WHITEN = ("oja-0.75+int4", 128, 96), "whiten"  # preset, head dim, rank; its extra kernel
-BODIES = ("portable", "tiles")
+BODIES = {"portable": PortableBackend, "tiles": TileBackend}
 BUDGET = 20.0  # seconds after which no new kernel is started, without --all
 HEADS, KV_HEADS, TOKENS, CALLS = 16, 4, 8192, 16  # of the timed step
 TIMES = ("attend_us", "plain_us", "speedup", "predicted_us")
@@ -99,11 +100,8 @@ def _designed(config: CacheConfig, preset: str, dims: int, body: str, make: laun
     if reason is None and body == "tiles":
         layout = record_layout(config, *stored)
         reason = tiles.why_not(layout, dims, mx.float16, make)
-        if make is mx.fast.metal_kernel:
-            if reason is not None and reason == trust.why_not(layout, dims, mx.float16):
-                reason = None  # a failed trial of tiles is tried again
-            if reason is None and _is_virtual():
-                reason = "the GPU of a virtual machine has no simdgroup matrices"
+        if make is mx.fast.metal_kernel and reason is None and _is_virtual():
+            reason = "the GPU of a virtual machine has no simdgroup matrices"
     if reason is not None:
         return _row(preset, dims, body, NONE, reason)
     return _row(preset, dims, body, NOT_TRIED, None, True)
@@ -114,22 +112,23 @@ def _is_virtual() -> bool:
 
 
 def _try(row: dict, make: launch.Factory, every: bool) -> None:
-    dims, tiled = row["head_dim"], row["body"] == "tiles"
+    dims, backend = row["head_dim"], BODIES[row["body"]](make)
     config = selftest.representative_config(parse_kv(row["preset"]), dims)
     if make is mx.fast.metal_kernel and not every:
-        place = record_layout(config, *config.dims(dims, dims)), dims, mx.float16, tiled
-        if trust.state(*place) == trust.DIED:
-            row |= {"state": DID_NOT_RUN, "reason": trust.why_not(*place), "right": False}
+        layout = record_layout(config, *config.dims(dims, dims))
+        kernels = layout, dims, mx.float16, backend.name
+        if trust.ended_processes(kernels):
+            row |= {"state": DID_NOT_RUN, "reason": trust.why_not(kernels), "right": False}
             return
-    result = selftest.test(config, dims, mx.float16, make, tiled)
+    result = selftest.test(config, dims, mx.float16, backend)
     right = result.reason is None
     state = (
         RIGHT if right else WRONG if result.errors else DID_NOT_RUN if result.built else NOT_BUILT
     )
     row |= {**vars(result), "state": state, "right": right}
     if right and make in (mx.fast.metal_kernel, mx.fast.cuda_kernel):
-        row |= speed(config, dims, make, tiled)
-        if tiled:
+        row |= speed(config, dims, backend)
+        if row["body"] == "tiles":
             place = row["preset"], dims, KV_HEADS, HEADS // KV_HEADS, TOKENS
             row["predicted_us"] = predict.attend_us(*place)
 
@@ -143,7 +142,7 @@ def _try_whiten(row: dict, make: launch.Factory) -> None:
     row["built"] = True if wrong or reason is None else None
 
 
-def speed(config: CacheConfig, dims: int, make: launch.Factory, tiled: bool) -> dict:
+def speed(config: CacheConfig, dims: int, backend: PortableBackend) -> dict:
     """attend_us, plain_us and speedup of one decode step: the best of three chains of dependent calls. Empty
     if this GPU cannot run it."""
     try:
@@ -154,7 +153,7 @@ def speed(config: CacheConfig, dims: int, make: launch.Factory, tiled: bool) -> 
             layer_maps = sample(KV_HEADS, (dims, dims), config.fitted)
         count, first = TOKENS // config.page, mx.contiguous(x[2, :, :, :64])
         recent = first, mx.contiguous(x[2, :, :, 64:128])
-        ours = Records(config, (dims, dims), make, tiled, layer_maps)
+        ours = Records(config, (dims, dims), backend, layer_maps)
         ours.append((x[0], x[1]), count)
         plain = Codes(config, (dims, dims), layer_maps)
         with mx.stream(mx.cpu):

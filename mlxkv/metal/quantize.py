@@ -11,6 +11,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from mlxkv.codec import affine
+from mlxkv.codec.codec import Codec
 from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import SCALED
 from mlxkv.formats.layout import TOKENS
@@ -48,6 +49,12 @@ def record_writer(layout: RecordLayout) -> Callable[..., dict[str, mx.array]] | 
     if why_no_channels(layout) is None:
         return quantize_channels
     return _quantize_records if layout.quantized_by_kernel else None
+
+
+def clip_ranks(codecs: tuple[Codec, Codec], dims: tuple[int, int]) -> tuple[int, int]:
+    """Return the `ranks` of `quantize_pages` for keys and values of so many stored dims."""
+    keys, values = (code.spec.clip_rank(n) for code, n in zip(codecs, dims, strict=True))
+    return keys, values
 
 
 def _quantize_records(*arguments) -> dict[str, mx.array]:

@@ -18,7 +18,7 @@ from mlxkv.codec.transform import Transform, kept_with
 from mlxkv.formats import levels
 from mlxkv.formats.layout import BLOCK, SideLayout
 from mlxkv.formats.records import RecordLayout
-from mlxkv.metal import gpu, trust
+from mlxkv.metal import gpu
 from mlxkv.metal.attend import Run
 from mlxkv.metal.launch import Factory, build
 from mlxkv.metal.lengths import Division, Lengths
@@ -66,7 +66,7 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
             None if _capability() in RING_CAPABILITIES else "tiles need an H100 or its successors"
         )
     if make is mx.fast.metal_kernel:
-        return gpu.why_no_tiles() or trust.why_not(layout, dims, dtype)
+        return gpu.why_no_tiles()
     return None if getattr(make, "tiles", False) else "this backend has no tiles"
 
 

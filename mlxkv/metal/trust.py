@@ -1,20 +1,17 @@
 """Notes about kernels on this Mac: which failed their test, and which ended a process.
 
-A process tries the kernels of a format before it uses them. On a Mac it writes a note in the user's
-cache folder before it tries them, and the outcome afterwards. Tiles that failed are not built again at
-every start. Kernels that ended two processes in a row (as a GPU that hangs may) are not tried again
-until the user asks for it; one death says little: closing a terminal ends a process, too. Each layout,
-head dim and type has a note of its own, so that one failure distrusts no other kernels.
+A process tries the kernels of a format before it uses them. On a Mac it appends a line to a file in the user's cache
+folder before, and one with the outcome afterwards. Tiles that failed are not built again at every start. Kernels that
+ended two processes in a row (as a GPU that hangs may) are not tried again until the user asks for it; one death says
+little: closing a terminal ends a process, too. Each layout, head dim and type has lines of its own, so that one failure
+distrusts no other kernels.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import platform
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
@@ -26,187 +23,99 @@ import mlx.core as mx
 from mlxkv import __version__, console, files, untrusted
 from mlxkv.metal.launch import SIGNATURES, body, header
 
-PASSED, FAILED, TRYING, DIED = "passed", "failed", "trying", "died"
-LONGEST = 1 << 20  # bytes of a file that is read
+Kernels = tuple[object, int, mx.Dtype, str]  # layout, head dim, type, name of their backend
+TRYING, STOPPED, PASSED, FAILED = "trying", "stopped", "passed", "failed"
+TILES = "tile kernels"
+LONGEST = 1 << 20  # bytes of the file
 DEATHS = 2  # in a row, before what a process died of is not tried again
-# Seconds. An older mark belongs to another process of the same number, or to one that hangs.
-OLDEST = 600.0
-_noted: dict[str, dict] = {}  # rows by their key, as this process knows them
-_trying: set[str] = set()  # keys that this process is trying
-_read = False
 
 
 def _path() -> Path:
-    return console.cache_dir() / "kernels.json"
+    return console.cache_dir() / "kernels.txt"
 
 
 @cache
-def _machine() -> dict[str, str]:
+def _machine() -> str:
     """Return what notes are valid for: another GPU, compiler or text starts without any."""
-    texts = "".join(header(name) + body(name) for name in sorted(SIGNATURES))
-    return {
-        "device": str(mx.device_info().get("device_name", "")),
-        "system": platform.mac_ver()[0] or platform.release(),
-        "mlx": version("mlx"),
-        "mlxkv": __version__,
-        "text": sha256(texts.encode()).hexdigest(),
-    }
+    parts = [
+        str(mx.device_info().get("device_name", "")),
+        platform.mac_ver()[0] or platform.release(),
+        version("mlx"),
+        __version__,
+        *(header(name) + body(name) for name in sorted(SIGNATURES)),
+    ]
+    return " ".join(parts)
 
 
-def _key(layout: object, dims: int, dtype: mx.Dtype, tiled: bool) -> str:
-    kind, name = "tiles" if tiled else "portable", str(dtype).split(".")[-1]
-    return f"{kind} {dims} {name} {sha256(repr(layout).encode()).hexdigest()[:16]}"
+def _key(kernels: Kernels) -> str:
+    return sha256(f"{kernels} {_machine()}".encode()).hexdigest()[:24]
 
 
-def _file() -> dict[str, dict]:
-    """Return the rows on disk; none if the file is damaged, or of another version or GPU."""
+def _write(state: str, kernels: Kernels, reason: str = "") -> None:
+    """Append a line: state, process, key, reason. Ignores a folder that cannot be written."""
+    line = f"{state} {os.getpid()} {_key(kernels)} {' '.join(reason.split())[:500]}\n"
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with suppress(OSError):
+        files.make_folder(_path().parent)
+        with open(os.open(_path(), flags, 0o600), "ab", buffering=0) as file:
+            if file.tell() > LONGEST // 2:
+                file.truncate(0)  # all is tried once more
+            file.write(line.encode())
+
+
+def _known(kernels: Kernels) -> tuple[int, str | None]:
+    """Return how many processes in a row have ended while they tried these kernels, and why the last test failed."""
+    deaths, fault, key = 0, None, _key(kernels)
     try:
-        data = json.loads(untrusted.read_tensors(_path(), LONGEST))
-        rows = data["rows"] if data["here"] == _machine() else {}
-        return {str(k): dict(row) for k, row in rows.items() if isinstance(row["state"], str)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}
+        lines = untrusted.read_tensors(_path(), LONGEST).decode("utf-8", "replace").splitlines()
+    except (OSError, ValueError):  # none, or no file of ours
+        lines = []
+    for line in lines:
+        state, process, named, *reason = [*line.split(" ", 3), "", ""]
+        if named == key:
+            deaths = deaths + (not _is_alive(process)) if state == TRYING else 0
+            if state in (PASSED, FAILED):
+                fault = (reason[0] or "no reason noted") if state == FAILED else None
+    return deaths, fault
 
 
-def _rows() -> dict[str, dict]:
-    global _read
-    if not _read:
-        _noted.update(_file() | _noted)
-        _read = True
-    return _noted
-
-
-def forget() -> None:
-    """Read the file again at the next question."""
-    global _read
-    _noted.clear()
-    _read = False
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Keep other processes from changing the file meanwhile, where locks are possible."""
-    number, path = None, _path()
+def _is_alive(process: str) -> bool:
     try:
-        files.make_folder(path.parent)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        number = os.open(path.with_suffix(".lock"), flags, 0o600)
-        fcntl.flock(number, fcntl.LOCK_EX)
-    except OSError:
-        pass
-    try:
-        yield
-    finally:
-        if number is not None:
-            os.close(number)
-
-
-def _change(key: str, change: Callable[[dict | None], dict | None]) -> None:
-    """Replace the row by what `change` returns, None for no row. Ignores a folder that cannot be written."""
-    noted = _rows().get(key)
-    with _alone():
-        rows = _file()  # other processes may have written
-        row = change(
-            rows.get(key) or (noted if noted and noted["state"] in (PASSED, FAILED) else None)
-        )
-        for into in (_noted, rows):
-            into.pop(key, None)
-            if row is not None:
-                into[key] = row
-        with suppress(OSError), files.written(_path()) as file:
-            file.write(json.dumps({"here": _machine(), "rows": rows}, indent=1).encode())
-
-
-def state(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str | None:
-    """Return PASSED, FAILED, DIED (with the processes that tried them), or None: to be tried, as another process may
-    be doing now."""
-    key = _key(layout, dims, dtype, tiled)
-    row = _rows().get(key)
-    if row is not None and row["state"] == TRYING and key not in _trying:
-        _noted.pop(key)
-        row = _file().get(key)  # the other process may be done by now
-        _noted.update({} if row is None else {key: row})
-    if row is None or row["state"] != TRYING:
-        return None if row is None else row["state"]
-    return DIED if key not in _trying and _deaths(row) >= DEATHS else None
-
-
-def _is_left(row: dict) -> bool:
-    """Return whether the process that left a mark is gone. This process's own marks do not count."""
-    since, owner = row.get("since"), row.get("process")
-    if not isinstance(since, float) or not abs(time.time() - since) <= OLDEST:
-        return True
-    if not isinstance(owner, int) or owner == os.getpid():  # this process was given its number
-        return True
-    return not _is_alive(owner)
-
-
-def _deaths(row: dict | None) -> int:
-    """Return how many processes in a row have died while they tried, by the row."""
-    if row is None or row["state"] != TRYING:
-        return 0
-    deaths = row.get("deaths")
-    return (deaths if isinstance(deaths, int) else 0) + _is_left(row)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
+        os.kill(int(process), 0)
+    except (OSError, ValueError, OverflowError) as error:
+        return isinstance(error, PermissionError)
     return True
 
 
-def why_not(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> str | None:
-    """Return why such kernels must not be tried here, or None. Portable ones that failed are tried again: only
-    plain ops would be left."""
-    kernels, outcome = "tiles" if tiled else "kernels", state(layout, dims, dtype, tiled)
-    if outcome == DIED:
+def ended_processes(kernels: Kernels) -> bool:
+    """Return whether `DEATHS` processes in a row ended while they tried these kernels."""
+    return _known(kernels)[0] >= DEATHS
+
+
+def why_not(kernels: Kernels) -> str | None:
+    """Return why these kernels must not be tried here, or None. Portable ones that failed are tried again: only plain
+    ops would be left."""
+    (deaths, fault), tiled = _known(kernels), kernels[3] == TILES
+    if deaths >= DEATHS:
         return (
-            f"processes ended while they tried these {kernels}, {DEATHS} in a row; "
+            f"processes ended while they tried these {'tiles' if tiled else 'kernels'}, {DEATHS} in a row; "
             "mlxkv doctor --all tries them again"
         )
-    if outcome == FAILED and tiled:
-        reason = _rows()[_key(layout, dims, dtype, tiled)].get("reason") or "no reason noted"
-        return f"tiles failed their test here: {reason}; mlxkv doctor tries them again"
+    if fault is not None and tiled:
+        return f"tiles failed their test here: {fault}; mlxkv doctor tries them again"
     return None
 
 
-def note(
-    layout: object,
-    dims: int,
-    dtype: mx.Dtype,
-    passed: bool,
-    tiled: bool = True,
-    reason: str | None = None,
-) -> None:
-    """Keep the outcome of a test on this GPU."""
-    row = {"state": PASSED if passed else FAILED} | ({"reason": reason} if reason else {})
-    _change(_key(layout, dims, dtype, tiled), lambda _: row)
+def note(kernels: Kernels, reason: str | None) -> None:
+    """Keep the outcome of a test on this GPU: None for one that was passed."""
+    _write(PASSED if reason is None else FAILED, kernels, reason or "")
 
 
 @contextmanager
-def trial(layout: object, dims: int, dtype: mx.Dtype, tiled: bool = True) -> Iterator[None]:
-    """Mark them as being tried by this process. At the end, restore the outcome that was known before, or
-    keep the one that another process has written meanwhile."""
-    key, earlier = _key(layout, dims, dtype, tiled), None
-    mark = {"state": TRYING, "process": os.getpid(), "since": time.time()}
-
-    def begin(row: dict | None) -> dict:
-        nonlocal earlier
-        earlier = row if row is not None and row["state"] in (PASSED, FAILED) else None
-        return mark | {"deaths": _deaths(row)}
-
-    def end(row: dict | None) -> dict | None:
-        is_own = row is not None and {**row, "deaths": 0} == mark | {"deaths": 0}
-        return earlier if is_own or row is None else row
-
-    _change(key, begin)
-    _trying.add(key)
+def trial(kernels: Kernels) -> Iterator[None]:
+    """Leave a line while this process tries them, which says more if it ends meanwhile."""
+    _write(TRYING, kernels)
     try:
         yield
     finally:
-        _trying.discard(key)
-        _change(key, end)
+        _write(STOPPED, kernels)

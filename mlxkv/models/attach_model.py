@@ -20,10 +20,9 @@ import mlx.nn as nn
 from mlxkv import console
 from mlxkv.cache import choose, selftest
 from mlxkv.cache.adaptive import AdaptiveKVCache
-from mlxkv.cache.choose import KernelRequest
+from mlxkv.cache.choose import KernelPlan, KernelRequest
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
-from mlxkv.cache.view import KernelPlan
 from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.errors import UserError
@@ -305,7 +304,7 @@ def choose_kernels(
         q: replace(q, config=selftest.representative_config(q.config, q.dims[0])) for q in unique
     }
     make, answers = launch.factory(), {}
-    new = {(q, make) for q in representatives.values() if make and q.has_kernels} - _tried
+    new = {(q, make) for q in representatives.values() if make and not q.unsupported} - _tried
     _tried.update(new)
     with console.counted("building kernels", len(new)) as step:
         for q in unique:

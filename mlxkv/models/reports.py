@@ -10,7 +10,7 @@ from mlxkv.console import human_bytes
 from mlxkv.formats.config import CacheConfig
 
 if TYPE_CHECKING:
-    from mlxkv.cache.view import KernelPlan
+    from mlxkv.cache.choose import KernelPlan
 
 ASKED_FOR = "as asked for"
 FAST, UNKNOWN = "mx.fast", "not known yet"

@@ -18,7 +18,6 @@ import mlx.core as mx
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import LatentKVCache
-from mlxkv.cache.view import OPS
 from mlxkv.console import human_bytes
 from mlxkv.formats.sizes import EXACT_BYTES, CacheShape
 from mlxkv.models.hooks.probe import leaves
@@ -176,7 +175,7 @@ def shape_of(cache: Any) -> CacheShape:
     return CacheShape(
         *(heads, key_dim, value_dim, cache.config, "latent" if is_latent else "full"),
         number=pair[0].dtype.size,
-        records=not is_latent and cache.plan((key_dim, value_dim), pair[0].dtype).body != OPS,
+        records=not is_latent and cache.plan((key_dim, value_dim), pair[0].dtype).by_kernels,
         together=cache.supports_batching,
     )
 

@@ -13,7 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import console, errors
 from mlxkv.cache import selftest
-from mlxkv.cache.view import OPS, PORTABLE, KernelPlan
+from mlxkv.cache.backends import PLAIN_OPS, PortableBackend, TileBackend
+from mlxkv.cache.choose import KernelPlan
 from mlxkv.machine import out_of_range
 from mlxkv.metal import launch, tiles
 from mlxkv.metal.launch import backend
@@ -68,17 +69,22 @@ def step_down(loaded: Loaded, error: Exception) -> str | None:
     plans = [r.plan for r in loaded.layers if r.plan is not None and r.plan.by_kernels]
     if not plans or launch.factory() is None or errors.is_of_memory(error):
         return None
-    reason, tiled = errors.reason(error), any(plan.tiled for plan in plans)
+    reason, tiled = (
+        errors.reason(error),
+        any(plan.backend.name == TileBackend.name for plan in plans),
+    )
     first = launch.TILES if tiled else launch.KERNELS
     launch.switch_off(first, reason)
     # What was drawn from may be lost with the step.
     mx.random.seed(time.time_ns())
     mx.clear_cache()
-    body = PORTABLE if tiled else OPS  # the portable body is tried as the caches are made
-    plan = KernelPlan(body, launch.switched_off(first), failed=True, backend=backend())
+    slower = (
+        PortableBackend() if tiled else PLAIN_OPS
+    )  # the portable body is tried as the caches are made
+    plan = KernelPlan(slower, launch.switched_off(first), failed=True, device=backend())
     loaded.layers[:] = [replace(r, plan=plan) if r.plan in plans else r for r in loaded.layers]
-    slower = "portable kernels" if tiled else "plain ops, slowly,"
-    return f"! a kernel failed on this GPU: {reason}; from here on {slower} decode. {WHY}"
+    name = "portable kernels" if tiled else "plain ops, slowly,"
+    return f"! a kernel failed on this GPU: {reason}; from here on {name} decode. {WHY}"
 
 
 TOKENS = 3  # decoded: the first trace, a replay, and what is not used before the third

@@ -100,7 +100,7 @@ def test_a_prediction_stands_beside_what_a_known_apple_gpu_does(capsys, monkeypa
     with launch.using(None):  # tiles are what is predicted
         out, data = said(capsys, "bench", "kernels", *TINY_RUN, "--json")
         assert "predicted us" not in out
-        monkeypatch.setattr(run, "TILES", data["rows"][0]["by"])
+        monkeypatch.setattr(run.TileBackend, "name", data["rows"][0]["by"])
         out, data = said(capsys, "bench", "kernels", *TINY_RUN, "--json")
     assert "predicted us" in out
     assert [row["predicted_us"] for row in data["rows"][:2]] == [

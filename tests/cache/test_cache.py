@@ -10,6 +10,7 @@ from stored_spec import stored
 
 from mlxkv.cache import stores
 from mlxkv.cache.attention import attend
+from mlxkv.cache.backends import PortableBackend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig, Side
@@ -309,10 +310,10 @@ def test_models_that_index_the_keys_are_told_so():
 
 def test_a_store_of_records_is_copied_with_mlx_own_builder():
     """What builds kernels on a GPU is a function of MLX that no copy module knows."""
-    store = stores.Records(PRESETS["int4"], (64, 64), mx.fast.metal_kernel)
+    store = stores.Records(PRESETS["int4"], (64, 64), PortableBackend(mx.fast.metal_kernel))
     store.pages.append({"records": mx.arange(12).reshape(1, 1, 4, 3)}, 1)
     twin = copy.deepcopy(store)
-    assert twin.plan is store.plan and twin.layout == store.layout
+    assert twin.backend is store.backend and twin.layout == store.layout
     twin.pages.append({"records": mx.zeros((1, 1, 4, 3), mx.int32)}, 1)
     assert (store.count, twin.count) == (1, 2)
     assert mx.array_equal(store.state["records"], mx.arange(12).reshape(1, 1, 4, 3))

@@ -5,8 +5,8 @@ import copy
 import mlx.core as mx
 
 from mlxkv.cache import choose, selftest
+from mlxkv.cache.backends import PLAIN_OPS, PortableBackend, TileBackend
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.view import OPS, PORTABLE, TILES
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import launch
 
@@ -28,17 +28,23 @@ def test_a_plan_holds_until_the_machine_changes(monkeypatch):
     monkeypatch.setattr(selftest, "test", lambda *_, **__: selftest.TrialResult({}, 0.0, None))
     with launch.using(make):
         first = choose.plan(INT4, DIMS, mx.float16)
-        assert (first.body, first.reason, first.make) == (TILES, None, make)
+        assert (first.backend, first.reason) == (TileBackend(make), None)
         cache = CompressedKVCache(INT4, plan=first)
         assert cache.plan(DIMS, mx.float16) is first
-        assert cache.plan(DIMS, mx.float32).body == PORTABLE  # another request
+        assert cache.plan(DIMS, mx.float32).backend == PortableBackend(make)  # another request
         launch.switch_off(launch.TILES, "lost")
         found = CompressedKVCache(INT4, plan=first).plan(DIMS, mx.float16)
-        assert found.body == PORTABLE and "lost" in found.reason and found.label == "kernels"
+        assert (
+            found.backend == PortableBackend(make)
+            and "lost" in found.reason
+            and found.label == "kernels"
+        )
         launch.switch_off(launch.KERNELS, "lost too")
         found = CompressedKVCache(INT4, plan=first).plan(DIMS, mx.float16)
-        assert found.body == OPS and "lost too" in found.label
-    assert CompressedKVCache(INT4, plan=first).plan(DIMS, mx.float16).body == OPS  # no GPU here
+        assert found.backend == PLAIN_OPS and "lost too" in found.label
+    assert (
+        CompressedKVCache(INT4, plan=first).plan(DIMS, mx.float16).backend == PLAIN_OPS
+    )  # no GPU here
 
 
 def test_kernels_that_fail_their_test_are_not_chosen(monkeypatch):
@@ -46,7 +52,7 @@ def test_kernels_that_fail_their_test_are_not_chosen(monkeypatch):
     monkeypatch.setattr(selftest, "test", lambda *_, **__: result)
     with launch.using(make):
         found = choose.plan(INT4, DIMS, mx.float16)
-    assert found.body == OPS and found.reason == f"{choose.FAILED}: quantize is off by 1"
+    assert found.backend == PLAIN_OPS and found.reason == f"{choose.FAILED}: quantize is off by 1"
 
 
 def test_steps_between_two_pages_share_one_snapshot():

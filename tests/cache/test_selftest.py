@@ -6,13 +6,14 @@ from failing_kernels import broken
 from on_emulator import make
 
 from mlxkv.cache import selftest
+from mlxkv.cache.backends import PortableBackend
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import quantize
 
 
 @pytest.mark.parametrize("preset", ("int4", "oscar-int2"))
 def test_kernels_pass(preset):
-    found = selftest.test(PRESETS[preset], 64, mx.float16, make)
+    found = selftest.test(PRESETS[preset], 64, mx.float16, PortableBackend(make))
     assert found.reason is None and set(found.errors) == {
         "attend",
         "keys",
@@ -36,7 +37,7 @@ def test_a_product_rounded_to_ten_bits_passes(monkeypatch):
         monkeypatch.setattr(quantize.Transform, "store", rounded)  # once plain ops are done
         return make(*args, **more)
 
-    found = selftest.test(PRESETS["oscar-int2"], 64, mx.float16, build)
+    found = selftest.test(PRESETS["oscar-int2"], 64, mx.float16, PortableBackend(build))
     assert quantize.Transform.store is rounded is not store
     assert found.reason is None, found
     assert 2e-3 < found.errors["seal"] < selftest.QUANTIZE_BOUND and found.ties > 0
@@ -53,21 +54,21 @@ def test_a_product_rounded_to_ten_bits_passes(monkeypatch):
 )
 def test_faults_are_found_by_what_is_wrong(part, good, bad, said):
     build = broken(part, good, bad)
-    reason = selftest.test(PRESETS["oscar-int2"], 64, mx.float16, build).reason
+    reason = selftest.test(PRESETS["oscar-int2"], 64, mx.float16, PortableBackend(build)).reason
     assert any(build.held), good
     assert reason is not None and reason.startswith(said), reason
 
 
 def test_two_bases_in_one_pass_are_on_trial_where_they_will_be_used():
     fault = broken("mlxkv_merge", "run < runs", "run < 1")
-    reason = selftest.test(PRESETS["oja-0.75+int4"], 64, mx.float16, fault).reason
+    reason = selftest.test(PRESETS["oja-0.75+int4"], 64, mx.float16, PortableBackend(fault)).reason
     assert reason is not None and reason.startswith("attend"), reason
-    assert selftest.test(PRESETS["int4"], 64, mx.float16, fault).reason is None
+    assert selftest.test(PRESETS["int4"], 64, mx.float16, PortableBackend(fault)).reason is None
 
 
 def test_ties_are_allowed_for_only_behind_a_rotation_that_is_multiplied():
     """A fault as small as what TF32 does: none of it may come from a fast transform."""
     small = broken("mlxkv_quantize", "kv_inverse(step) *", "1.001f * kv_inverse(step) *")
-    found = selftest.test(PRESETS["srft-int4+g64"], 64, mx.float16, small)
+    found = selftest.test(PRESETS["srft-int4+g64"], 64, mx.float16, PortableBackend(small))
     assert selftest.BOUND < found.errors["seal"] < selftest.QUANTIZE_BOUND
     assert found.reason is not None and found.reason.startswith("seal")

@@ -13,7 +13,7 @@ from on_emulator import make_tiles
 from random_models import random_model, tokens
 from small_cache import SMALL
 
-from mlxkv.cache import view
+from mlxkv.cache.backends import TileBackend
 from mlxkv.cache.static import BatchStaticCache, ListStaticCache, of_batch
 from mlxkv.metal import launch
 from mlxkv.models import attach
@@ -139,7 +139,7 @@ def test_sequences_come_go_and_are_taken_back(kernels, monkeypatch):
             for static in statics
         )
         if kernels != "ops":
-            assert all(static.buffers.store.plan.body == view.TILES for static in statics)
+            assert all(type(static.buffers.store.backend) is TileBackend for static in statics)
 
 
 def test_windows_of_mlx_lm_beside(monkeypatch):
@@ -202,14 +202,14 @@ def adding(input_names, **texts):
 def test_shared_arrays_are_traced(monkeypatch):
     """Over pages that are quantized, with kernels that tell lengths, starts and divisions apart."""
     monkeypatch.setattr(adding, "tiles", True, raising=False)
+    monkeypatch.setattr(TileBackend, "emulated", False)
     with launch.using(adding):
         model, steps = attached(kernels="tiles", num_hidden_layers=2)
         steps.compiles = True
         pair = Pair(model, steps, (150, 97, 121))
         pair.say(1)
         for cache in pair.ours:
-            assert cache.buffers.store.plan.body == view.TILES
-            cache.buffers.store.emulated = False
+            assert type(cache.buffers.store.backend) is TileBackend
         pair.say(4)
         assert steps.traced == 1
         pair.say(30)

@@ -15,9 +15,9 @@ from shorthand import config_named
 from step_twins import Twins, same_caches, small, steps_of, untraced
 
 from mlxkv.cache.attention import attend
+from mlxkv.cache.backends import PortableBackend, TileBackend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.static import SingleStaticCache, StepIndices
-from mlxkv.cache.view import PORTABLE, TILES
 from mlxkv.formats.config import Side
 from mlxkv.formats.quantizers import Affine
 from mlxkv.metal import launch
@@ -27,9 +27,9 @@ from mlxkv.models.calibration import measure
 pytestmark = pytest.mark.usefixtures("trusted")
 
 BODIES = {
-    "portable": (make, mx.float32, PORTABLE),
-    "tiles": (make_tiles, mx.float16, TILES),
-    "mma": (make_mma, mx.bfloat16, TILES),
+    "portable": (make, mx.float32, PortableBackend),
+    "tiles": (make_tiles, mx.float16, TileBackend),
+    "mma": (make_mma, mx.bfloat16, TileBackend),
 }
 PAGES = small(Side(Affine(4), "srft"), Side(Affine(3, 32)), sink=5, recent=16, page=16)
 CHANNELS = small(Side(Affine(4, 32, axis="channel")), Side(Affine(4, 64)), recent=32, page=32)
@@ -52,7 +52,7 @@ def emulated():
         attach(model, config, calibration=made)
         steps_of(model).compiles = False
         cache = next(c for c in make_prompt_cache(model) if hasattr(c, "config"))
-        assert cache.plan((64, 64), dtype).body == expected
+        assert type(cache.plan((64, 64), dtype).backend) is expected
         return model
 
     yield with_body
@@ -98,7 +98,7 @@ def test_logits_of_attention_sinks(body, new):
         proxy = static.proxy(static.arrays, StepIndices(mx.array(static.indices, mx.int32)))
         mask = "causal" if new > 1 else None
         views = [one.update_and_fetch(keys, values)[0] for one in (proxy, plain)]
-        assert views[1].pages.plan.body == expected
+        assert type(views[1].pages.backend) is expected
         found, spec = (attend(queries, view, 0.125, mask, logits) for view in views)
         assert mx.array_equal(found, spec)
         static.commit(proxy.written)

@@ -31,9 +31,6 @@ def few(monkeypatch, tmp_path):
     monkeypatch.setattr("mlxkv.console.cache_dir", lambda: tmp_path / "cache")
     monkeypatch.setattr(trust, "_machine", trust._machine.__wrapped__)  # some tests fake a GPU
     monkeypatch.chdir(tmp_path)
-    trust.forget()
-    yield
-    trust.forget()
 
 
 GOLDEN = {"table": "encode", "case": "a", "values": 9, "differ": 0, "wrong": 0}
@@ -142,21 +139,24 @@ def test_on_a_mac_what_failed_is_tried_again_and_what_killed_only_if_asked_to(as
     monkeypatch.setattr(gpu, "known_cores", lambda: None)
     config = parse_kv("int4")
     layout = checks.record_layout(config, *config.dims(64, 64))
-    trust.note(layout, 64, mx.float16, False, reason="was off by 3")
+    kernels = layout, 64, mx.float16, trust.TILES
+    trust.note(kernels, "was off by 3")
     code, data, shown = ask(factory)
     predicted = 4 * 8192 / 16 * 948 / (4 * 40 * 1.578) / 1000
     row = next(x for x in data["kernels"] if x["body"] == "tiles" and x["state"] == "right")
     assert row["predicted_us"] == pytest.approx(predicted) and f"1 ({predicted:.0f})" in shown
     assert code == 0 and states_of(data)["int4", "tiles"] == "right" and "3.0x" in shown
-    assert trust.state(layout, 64, mx.float16) == trust.PASSED
-    dead = {"state": "trying", "process": 1 << 30, "deaths": 1}
-    trust._change(trust._key(layout, 64, mx.float16, True), lambda _: dead)
+    assert trust.why_not(kernels) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(trust.os, "getpid", lambda: 1 << 30)
+        for _ in range(trust.DEATHS):
+            trust._write(trust.TRYING, kernels)
     monkeypatch.setattr(selftest, "_results", {})
     code, data, shown = ask(factory)
     assert code == 1 and states_of(data)["int4", "tiles"] == "did not run"
     assert "WRONG: int4 64 tiles: processes ended while they tried these tiles" in shown
     assert ask(factory, "--all")[0] == 0
-    assert trust.state(layout, 64, mx.float16) == trust.PASSED
+    assert trust.why_not(kernels) is None
 
 
 def test_the_gpu_of_a_virtual_machine_has_no_tiles(ask, monkeypatch):

@@ -83,7 +83,6 @@ def test_tiles_need_metal_3_2(subtests, monkeypatch):
             monkeypatch.setattr(
                 gpu.platform, "mac_ver", lambda release=release: (release, ("", "", ""), "arm64")
             )
-            monkeypatch.setattr(tiles.trust, "why_not", lambda *args: None)
             layout = record_layout(SMALL, 64, 64)
             found = tiles.why_not(layout, 64, mx.float16, mx.fast.metal_kernel)
             assert (found is None) == (reason is None)

@@ -14,9 +14,9 @@ from small_cache import SMALL, TIES, layout, walk
 
 from mlxkv.cache import attention, choose, selftest
 from mlxkv.cache.attention import attend
+from mlxkv.cache.backends import TileBackend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import OPS
 from mlxkv.codec import affine, records
 from mlxkv.doctor.golden import TABLE as golden
 from mlxkv.formats.config import Side
@@ -133,7 +133,7 @@ def test_each_store_reads_what_the_other_saved(subtests, trusted):
 
 def test_what_has_no_kernel_says_why(trusted):
     with launch.using(make):
-        assert choose.plan(SMALL, (64, 64), mx.float32).body != OPS
+        assert choose.plan(SMALL, (64, 64), mx.float32).by_kernels
         assert "values of 128 dims" in choose.plan(SMALL, (64, 128), mx.float32).reason
         polar = dataclasses.replace(SMALL, keys=Side(Polar(2, 4)))
         assert "radius int2 and angle int4" in choose.plan(polar, (64, 64), mx.float32).reason
@@ -224,7 +224,7 @@ def test_a_wrong_tile_product_is_not_used():
                 header = header.replace(good, bad)
             return make(name, input_names, output_names, source, header)
 
-        reason = selftest.test(PRESETS["srft-int2+g32"], 64, mx.float16, broken, tiled=True).reason
+        reason = selftest.test(PRESETS["srft-int2+g32"], 64, mx.float16, TileBackend(broken)).reason
         assert reason is not None, good
 
 

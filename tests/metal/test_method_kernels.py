@@ -8,8 +8,9 @@ from samples import data, rms, softmax
 
 from mlxkv.cache import attention, selftest
 from mlxkv.cache.attention import attend
+from mlxkv.cache.backends import PortableBackend, TileBackend
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import OPS, View
+from mlxkv.cache.view import View
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.quantizers import Affine, Polar, PolarTree
@@ -21,7 +22,8 @@ def stores(method, dims, factory, tiled=False, pages=3, quantized=False):
     """(pages as records, the same as codes). quantized: by the kernel that the store has for it, if any."""
     config = method.config(dims)
     pair = tuple(mx.array(data(1, 2, pages * config.page, dims, seed=i)) for i in range(2))
-    ours, plain = Records(config, (dims, dims), factory, tiled), Codes(config, (dims, dims))
+    backend = (TileBackend if tiled else PortableBackend)(factory)
+    ours, plain = Records(config, (dims, dims), backend), Codes(config, (dims, dims))
     plain.append(pair, pages)
     if quantized:
         ours.append(pair, 1)
@@ -40,7 +42,7 @@ def run(method, dims, heads, new, dtype, factory, tiled=False, pages=3):
     logits = mx.array(data(16, seed=6)[:heads])
     mask = "causal" if new > 1 else None
     view = View(recent, sink, ours.read(0, pages))
-    assert view.pages.plan.body != OPS
+    assert view.pages.backend.make is not None
     out = attend(q, view, dims**-0.5, mask, logits)
     keys, values = attention.decode_all(View(recent, sink, plain.read(0, pages)), mx.float32)
     return rms(out, softmax(q, keys, values, dims**-0.5, logits))
@@ -104,7 +106,10 @@ def test_records_hold_the_same_as_codes_and_dequantize_reads_them(subtests):
             dims = method.dims
             exact = method.transform == "none"
             ours, plain = stores(method, dims, make, quantized=exact)
-            back, again = Codes(ours.config, (dims, dims)), Records(ours.config, (dims, dims), make)
+            back, again = (
+                Codes(ours.config, (dims, dims)),
+                Records(ours.config, (dims, dims), PortableBackend(make)),
+            )
             back.restore(ours.state, 3)
             again.restore(plain.state, 3)
             for side in sides:
@@ -157,7 +162,12 @@ def test_presets_pass_the_test_of_kernels(subtests):
                 type(q) for q in (METHODS[name].keys, METHODS[name].values)
             }
             assert (
-                selftest.test(preset, 64, mx.float16, make_mma if tiled else make, tiled).reason
+                selftest.test(
+                    preset,
+                    64,
+                    mx.float16,
+                    TileBackend(make_mma) if tiled else PortableBackend(make),
+                ).reason
                 is None
             )
 
@@ -178,7 +188,7 @@ def test_each_number_is_read_where_it_belongs(trusted):
     scale = np.array(plain.state["keys"]["scale"])
     scale[0, 1, 2, 5] *= 3  # group 0 of page 1
     state = plain.state | {"keys": {**plain.state["keys"], "scale": mx.array(scale)}}
-    other = Records(ours.config, (64, 64), make)
+    other = Records(ours.config, (64, 64), PortableBackend(make))
     other.restore(state, 3)
     before, after = (np.array(s.read(0, 3).decode(0, mx.float32)) for s in (ours, other))
     where = np.argwhere(before != after)

@@ -11,8 +11,9 @@ from shorthand import config_named
 from mlxkv.cache import attention, choose, selftest
 from mlxkv.cache import stores as quantized
 from mlxkv.cache.attention import attend
+from mlxkv.cache.backends import PortableBackend, TileBackend
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import OPS, PORTABLE, TILES, View
+from mlxkv.cache.view import View
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.quantizers import DIMS, Affine, MixedBits
@@ -34,13 +35,13 @@ def low(name):
     return replace(config_named(name), page=PAGE)
 
 
-def stores(config, dims, factory, tiled=False, heads=2, tokens=None):
+def stores(config, dims, factory, heads=2, tokens=None, backend=PortableBackend):
     """The same tokens in records that the kernel quantized and in plain codes."""
     layer_maps = sample(heads, (dims, dims), config.fitted)
     if tokens is None:
         tokens = [data(1, heads, PAGES * PAGE, dims, seed=i) for i in range(2)]
     both = (
-        Records(config, (dims, dims), factory, tiled, layer_maps),
+        Records(config, (dims, dims), backend(factory), layer_maps),
         Codes(config, (dims, dims), layer_maps),
     )
     for store in both:
@@ -112,13 +113,13 @@ def test_attention_is_softmax_over_what_is_stored(subtests):
     """Of widths at 64 dims: `test_method_kernels.py`."""
     for dims, config, heads, kv_heads, new, factory, dtype, bound in ATTENDED:
         with subtests.test(dims=dims, keys=config.keys.label):
-            ours, plain = stores(config, dims, factory, factory is not make, kv_heads)
+            backend = PortableBackend if factory is make else TileBackend
+            ours, plain = stores(config, dims, factory, kv_heads, backend=backend)
             shape = 1, kv_heads, 21, dims
             windows = [mx.array(data(*shape, seed=2 + i)).astype(dtype) for i in range(2)]
             sink, recent = tuple(x[:, :, :4] for x in windows), tuple(x[:, :, 4:] for x in windows)
             q = mx.array(data(1, heads, new, dims, seed=9)).astype(dtype)
             view = View(recent, sink, ours.read(0, PAGES))
-            assert view.pages.plan.body == (PORTABLE if factory is make else TILES)
             out = attend(q, view, dims**-0.5, None if new == 1 else "causal")
             keys, values = attention.decode_all(
                 View(recent, sink, plain.read(0, PAGES)), mx.float32
@@ -139,7 +140,7 @@ def test_one_text_and_one_trial_serve_all_widths():
     listening.tiles = True
     for keys, values in (((4, 2, 1), (3, 2, 2, 1)), ((2,), (8, 1)), ((3, 3, 3, 1), (1, 1))):
         config = config_of(keys, values)
-        ours, _ = stores(config, 64, listening, True)
+        ours, _ = stores(config, 64, listening, backend=TileBackend)
         window = (mx.zeros((1, 2, 1, 64), mx.float16),) * 2
         mx.eval(
             attend(
@@ -190,7 +191,7 @@ def test_a_ring_has_room_for_the_longest_records():
 def test_plans_say_what_has_no_kernel():
     with launch.using(make_tiles):
         plan = choose.plan(config_of((2, 1), (2, 1)), (64, 64), mx.float16)
-        assert plan.body != OPS
+        assert plan.by_kernels
         reason = choose.plan(config_named("fill-2.25"), (64, 64), mx.float16).reason
         assert reason == "a calibration has to give mixed bits their widths"
         beside = CacheConfig(Side(MixedBits(2.0, (2, 2, 2, 2))), Side(Affine(4)))
@@ -202,7 +203,7 @@ def test_only_low_rank_is_kept_as_numbers(trusted):
     with launch.using(make):
         full = config_named("fp16/int4")
         assert "full-precision" in choose.plan(full, (64, 64), mx.float32).reason
-        assert choose.plan(config_named("static-r24"), (40, 40), mx.float32).body != OPS
+        assert choose.plan(config_named("static-r24"), (40, 40), mx.float32).by_kernels
         reason = choose.plan(config_named("oja-0.8"), (128, 128), mx.float32).reason
         assert reason == "102 float16 dims would take the room of 128 in records"
 
@@ -210,5 +211,5 @@ def test_only_low_rank_is_kept_as_numbers(trusted):
 def test_kernels_pass_the_test_of_users_machines():
     """With logits of attention sinks and capped scores."""
     case = selftest.AttentionShape(8, 2, sinks=True, softcap=20.0)
-    found = selftest.test(config_of((2,), (3, 1)), 64, mx.bfloat16, make_mma, True, case)
+    found = selftest.test(config_of((2,), (3, 1)), 64, mx.bfloat16, TileBackend(make_mma), case)
     assert found.reason is None and found.errors["attend"] < 6e-3 and not found.ties

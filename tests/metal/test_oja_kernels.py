@@ -12,7 +12,7 @@ from samples import softmax
 from mlxkv.cache import adaptive, choose
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend, decode_all
-from mlxkv.cache.view import PORTABLE, TILES
+from mlxkv.cache.backends import PortableBackend, TileBackend
 from mlxkv.codec.maps import sample
 from mlxkv.metal import launch, tiles
 
@@ -27,16 +27,16 @@ def test_kernels_read_low_rank_and_two_bases_in_one_pass(subtests):
         ("oja-r24+int8/int8", 1, make_mma, mx.float16, 40, 64, 2e-3),
     ]:
         with subtests.test(name=name, batch=batch, factory=factory):
-            made, body = config(name), PORTABLE if factory is make else TILES
+            made, body = config(name), PortableBackend if factory is make else TileBackend
             with launch.using(factory):
-                assert choose.plan(made, (dims, dims), dtype).body == body
+                assert type(choose.plan(made, (dims, dims), dtype).backend) is body
                 one = AdaptiveKVCache(made, sample(KV_HEADS, (dims, dims), made.fitted))
                 feed(one, 70, chunk=first, batch=batch, dtype=dtype, dims=dims)
                 feed(one, 64, 5, 64 if first == 1 else 4, batch, dtype, dims)
                 view, q = one.keys_and_values()[0], data(2, 9, HEADS, batch, dims).astype(dtype)
                 if first == 1:
                     assert [basis.keys.down.ndim for basis in one._store.bases] == [3, 4]
-                assert [run.plan.body for run in view.pages.parts] == [body] * 2
+                assert [type(run.backend) for run in view.pages.parts] == [body] * 2
                 out = attend(q, view, SCALE, "causal")
             right = softmax(q, *decode_all(view, mx.float32), SCALE)
             assert close(out.astype(mx.float32), right, bound)

@@ -4,6 +4,7 @@ import mlx.core as mx
 from on_emulator import make
 from samples import data
 
+from mlxkv.cache.backends import PortableBackend
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.quantizers import Affine, Codebook, Polar
@@ -22,7 +23,12 @@ CASES = {
 def stores(name, factory=make):
     keys, values, page, dims, transform = CASES[name]
     config = CacheConfig(Side(keys, "none"), Side(values, transform), page=page)
-    return Records(config, (dims, dims), factory), Codes(config, (dims, dims)), dims, page
+    return (
+        Records(config, (dims, dims), PortableBackend(factory)),
+        Codes(config, (dims, dims)),
+        dims,
+        page,
+    )
 
 
 def pair(page, dims, count, dtype=mx.float32):
@@ -41,7 +47,10 @@ def test_pages_are_those_of_plain_ops(subtests):
                 x = pair(page, dims, 2, dtype)
                 for store in (ours, plain):
                     store.append(x, 2, page)
-                ours_state, same = ours.state, Records(ours.config, (dims, dims), make)
+                ours_state, same = (
+                    ours.state,
+                    Records(ours.config, (dims, dims), PortableBackend(make)),
+                )
                 same.restore(plain.state, 2)
                 assert mx.array_equal(ours_state["headers"], same.state["headers"])
                 assert mx.array_equal(ours_state["records"], same.state["records"])

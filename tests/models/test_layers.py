@@ -11,8 +11,8 @@ import pytest
 from on_emulator import make_tiles
 from random_models import random_model
 
-from mlxkv.cache.choose import FAILED
-from mlxkv.cache.view import OPS, KernelPlan
+from mlxkv.cache.backends import OpsBackend
+from mlxkv.cache.choose import FAILED, KernelPlan
 from mlxkv.formats.config import CacheConfig
 from mlxkv.metal import launch
 from mlxkv.metal.launch import OFF
@@ -74,7 +74,7 @@ def test_a_report_carries_the_plan_that_its_text_is_made_of(reports):
     data = compressed.as_dict()
     assert pickle.loads(pickle.dumps(compressed)) == compressed
     assert "plan" not in data and json.loads(json.dumps(data))["kernel"] == compressed.kernel
-    names_all = KernelPlan(OPS, f"{OFF}, tile kernels, {FAILED}", make_tiles)
+    names_all = KernelPlan(OpsBackend(make_tiles), f"{OFF}, tile kernels, {FAILED}")
     with launch.using(make_tiles):
         line, loud = not_used([replace(compressed, plan=names_all)])
         assert not loud and "no kernel reads this format" in line

@@ -12,8 +12,8 @@ from serving import complete, get, refused, serving, text_of
 
 from mlxkv import errors
 from mlxkv.cache import selftest
+from mlxkv.cache.backends import PortableBackend
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import PORTABLE
 from mlxkv.chat.session import Session
 from mlxkv.cli import main
 from mlxkv.errors import MachineError
@@ -70,12 +70,12 @@ def test_reasons_are_one_short_line():
 
 
 def test_a_kernel_that_is_not_built_is_told_from_a_wrong_one():
-    found = selftest.test(PRESETS["int4"], 64, mx.float16, unbuildable())
+    found = selftest.test(PRESETS["int4"], 64, mx.float16, PortableBackend(unbuildable()))
     assert not found.built and found.reason.startswith("program_source:1312:5: error: ")
     assert "Unable to build" in found.detail and found.seconds > 0
     lost = Failing("dequantize")
     lost.left = 0
-    found = selftest.test(PRESETS["int4"], 64, mx.float16, lost)
+    found = selftest.test(PRESETS["int4"], 64, mx.float16, PortableBackend(lost))
     assert found.built and found.reason == LOST
 
 
@@ -196,7 +196,7 @@ def test_where_tiles_fail_the_portable_kernels_take_over_and_then_plain_ops(fold
         capsys.readouterr()
         assert talk(session, LONG)
         assert "portable kernels decode" in capsys.readouterr().err
-        assert {c._store.plan.body for c in session.cache} == {PORTABLE}
+        assert {type(c._store.backend) for c in session.cache} == {PortableBackend}
         lost.part, lost.left = "merge", 3
         assert talk(session, "more")
         assert "plain ops" in capsys.readouterr().err

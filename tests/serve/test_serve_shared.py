@@ -10,6 +10,7 @@ from on_emulator import make
 from random_models import random_model, tokens
 from read_caches import CHUNK, memory_of, read
 
+from mlxkv.cache.backends import PortableBackend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Records
 from mlxkv.formats.presets import PRESETS
@@ -142,7 +143,8 @@ def test_the_bound_counts_them_once(plain):
 def test_records_of_kernels_are_shared_too(monkeypatch, preset):
     """Pages in the layout of the kernels: one buffer of records, and headers if there are any."""
     monkeypatch.setattr(
-        "mlxkv.cache.choose.store", lambda plan, *_: Records(*plan.request[:2], make)
+        "mlxkv.cache.choose.store",
+        lambda plan, *_: Records(*plan.request[:2], PortableBackend(make)),
     )
     store, kept = BlockStore(), []
     for own in range(2):

@@ -9,7 +9,8 @@ from typing import cast
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from mlxkv.cache.attention import attend, softmax
+from mlxkv.cache.attention import attend
+from mlxkv.cache.backends import softmax
 from mlxkv.cache.view import Pair, View
 
 

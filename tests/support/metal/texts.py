@@ -14,6 +14,7 @@ import mlx.core as mx
 from metal.signature import Kernel, kernel
 from mlxkv.cache import selftest
 from mlxkv.cache.attention import attend
+from mlxkv.cache.backends import PortableBackend, TileBackend
 from mlxkv.cache.stores import Records
 from mlxkv.cache.view import Parts, View
 from mlxkv.codec.maps import sample
@@ -156,7 +157,9 @@ def record(
         many = max(4, 1024 // config.page)
         pair = (mx.zeros((1, KV_HEADS, many * config.page, dims), kind),) * 2
         window = tuple(x[:, :, :5] for x in pair)
-        store = Records(config, (dims, dims), make, tiled, layer_maps)
+        store = Records(
+            config, (dims, dims), (TileBackend if tiled else PortableBackend)(make), layer_maps
+        )
         step("quantize")
         store.append(pair, 1)
         step("prefill quantize")
