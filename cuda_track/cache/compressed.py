@@ -4,7 +4,7 @@
 
 `recent` holds everything until it is full; then the sink moves out and the oldest pages are encoded
 and quantized. The page that was quantized last keeps its exact tokens beside its codes, until the next one
-is quantized: so that a `trim` into it can restore it (`mlxkv.formats.rules.trimming`).
+is quantized: so that a `trim` into it can restore it (`mlxkv.formats.rules.windows`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from cuda_track.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.rules.trimming import TrimRules
+from mlxkv.formats.rules.windows import Source, TrimPlan, Windows, between
 from mlxkv.formats.sizes import buffer_tokens
 
 FindMaps = Callable[[str, str, CacheConfig], LayerMaps]  # by digest and layer
 
 
-class CompressedKVCache(TrimRules):
+class CompressedKVCache:
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
     layer_maps: of this layer, for a calibrated `config`.
@@ -49,7 +49,7 @@ class CompressedKVCache(TrimRules):
     def _forget(self) -> None:
         if self._store is not None:
             self._store.truncate(0)
-        self.offset = self.dropped = 0
+        self.offset = 0
         self._recent: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
         self._sink: Pair | None = None
@@ -69,7 +69,7 @@ class CompressedKVCache(TrimRules):
             keys = self._maps.subtract_mean(keys)
         self.offset += keys.shape[2]
         if self._count + keys.shape[2] <= self._recent_capacity:
-            self._append((keys, values))
+            self._append(keys, values)
             return self.view()
         recent = self._with_recent((keys, values))
         view = self._view(recent)
@@ -108,8 +108,8 @@ class CompressedKVCache(TrimRules):
             return new
         return _joined(self._read_recent(), new)
 
-    def _append(self, new: Pair) -> None:
-        end = self._count + new[0].shape[2]
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        new, end = (keys, values), self._count + keys.shape[2]
         if self._recent is None or end > self._recent[0].shape[2]:
             capacity = max(min(self._recent_capacity, buffer_tokens(self._count, end)), end)
             buffers = both(lambda x: x.new_zeros(*x.shape[:2], capacity, x.shape[3]), new)
@@ -123,19 +123,16 @@ class CompressedKVCache(TrimRules):
 
     def _quantize_pages(self, recent: Pair) -> None:
         """Encode the oldest pages of `recent`, which no longer fits, and keep the rest."""
-        config, start = self.config, 0
-        if config.sink and self._sink is None:
-            start = config.sink
-            self._sink = both(lambda x: x[:, :, :start].clone(), recent)
-        count = config.pages_over(recent[0].shape[2] - start)
+        due, page = self.windows.flush(recent[0].shape[2]), self.config.page
+        if due.sink:
+            self._sink = both(torch.clone, between(recent, None, due.sink))
         if self._store is None:
             self._check_heads(recent[0].shape[1])
             self._store = self._new_store(recent)
-        self._store.append(recent, count, start)
+        self._store.append(recent, due.pages, due.sink)
         self._recent, self._count = None, 0
-        stop = start + count * config.page
-        self._last = both(lambda x: x[:, :, stop - config.page : stop].clone(), recent)
-        self._append(both(lambda x: x[:, :, stop:], recent))
+        self._last = both(torch.clone, between(recent, due.stop - page, due.stop))
+        self._append(*between(recent, due.stop, None))
 
     def _check_heads(self, heads: int) -> None:
         transforms = (self.layer_maps.keys, self.layer_maps.values) if self.layer_maps else ()
@@ -152,12 +149,56 @@ class CompressedKVCache(TrimRules):
         dims = both(lambda x: x.shape[3], recent)
         return store(self.config, dims, recent[0].device, self.layer_maps)
 
-    def _put_recent(self, pair: Pair) -> None:
-        self._append(pair)
+    @property
+    def windows(self) -> Windows:
+        """Where its tokens are."""
+        return Windows(
+            self.config, self._sunk, self._count_pages, self._count, self._last is not None
+        )
 
-    def _last_and_recent(self) -> Pair:
-        assert self._last is not None
-        return _joined(self._last, self._read_recent())
+    @property
+    def _count_pages(self) -> int:
+        return self._store.count if self._store else 0
+
+    @property
+    def _recent_capacity(self) -> int:
+        return self.config.recent_capacity(self._sink is not None)
+
+    @property
+    def _sunk(self) -> int:
+        """Tokens of the sink that have left the recent window."""
+        return self._sink[0].shape[2] if self._sink else 0
+
+    def trim(self, n: int) -> int:
+        """Drop the last n tokens, return how many were dropped. Raises UserError, and changes nothing, where
+        what is left cannot be kept alone."""
+        plan = self.windows.trim(n)
+        self._trim(plan)
+        return plan.removed
+
+    def trim_to(self, count: int) -> None:
+        """Keep the first `count` tokens. Raises as `trim`."""
+        self.trim(self.offset - count)
+
+    def _trim(self, plan: TrimPlan) -> None:
+        pair, offset = None, self.offset - plan.removed
+        if plan.source is Source.SINK:
+            if plan.recent and self._sink is not None:
+                pair = between(self._sink, None, plan.recent)
+            self._forget()
+        elif plan.source is not Source.RECENT:
+            assert self._store is not None
+            if plan.source is Source.LAST:
+                assert self._last is not None
+                pair = between(_joined(self._last, self._read_recent()), None, plan.recent)
+            elif plan.recent:
+                pair = self._decoded(plan.pages, plan.recent)
+            self._store.truncate(plan.pages)
+            self._last = None
+        if pair is not None:
+            self._recent, self._count = None, 0
+            self._append(*pair)
+        self._count, self.offset = plan.recent, offset
 
     def _decoded(self, page: int, count: int) -> Pair:
         assert self._store is not None and self._recent is not None
@@ -247,7 +288,7 @@ class CompressedKVCache(TrimRules):
             self._store = self._new_store(self._recent)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
-        if self._recent is not None and self.offset != self.view().tokens + self.dropped:
+        if self._recent is not None and self.offset != self.windows.offset:
             raise ValueError(f"{self.offset} tokens announced")
 
     @staticmethod

@@ -43,7 +43,8 @@ class CompressedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(tokens, offset) of the mask for `query_length` new tokens; dropped ones have no column."""
         cache = self.cache
-        return cache.offset - cache.dropped + query_length, cache.dropped
+        dropped = cache.windows.dropped
+        return cache.offset - dropped + query_length, dropped
 
     def get_seq_length(self) -> int:
         return self.cache.offset
@@ -102,7 +103,7 @@ class CompressedCache(Cache):
         _check_crop(tokens_to_remove)
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
-                layer.cache.check_trim(-tokens_to_remove)
+                layer.cache.windows.trim(-tokens_to_remove)  # raises
         for layer in sorted(self.layers, key=lambda layer: isinstance(layer, CompressedLayer)):
             # Layers of transformers may refuse: first.
             layer.crop(tokens_to_remove)  # pyright: ignore[reportAttributeAccessIssue] (not of its base)
@@ -144,7 +145,7 @@ def _can_keep(layer, tokens: int, length: int) -> bool:
     if length == tokens:
         return True
     if isinstance(layer, CompressedLayer):
-        return layer.cache.can_keep(length)
+        return layer.cache.windows.can_keep(length)
     full = getattr(layer, "is_sliding", False) and tokens >= layer.sliding_window
     return not full and not holds_state(layer)
 

@@ -261,7 +261,7 @@ def _largest(x: mx.array, count: int) -> mx.array:
 class AdaptiveKVCache(Observing, CompressedKVCache):
     """As CompressedKVCache, for every `config`."""
 
-    observes_queries = True
+    observes_queries, shares_buffers = True, False
     importance, salient, taken = (
         staticmethod(importance),
         staticmethod(salient),
@@ -330,11 +330,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
                 "[--kv] token selection and pinned tokens need layers that see the whole context; got a "
                 f"mask with a window of {window_size}; choose a preset without +keep and +pinned"
             )
-        self.offset -= self.dropped
-        try:
-            return super().make_mask(N, return_array, window_size)
-        finally:
-            self.offset += self.dropped
+        return super().make_mask(N, return_array, window_size)
 
     def arrays(self) -> tuple[mx.array, ...]:
         return (*super().arrays(), *self._own_arrays())

@@ -158,7 +158,7 @@ class BatchedKVCache(Contract):
             return self._buffers
         rows = self.rows
         # one alone has nothing to join
-        if len(rows) < 2 or any(row.observes_queries for row in rows):
+        if len(rows) < 2 or not all(row.shares_buffers for row in rows):
             return None
         plan = rows[0].plan((keys.shape[3], values.shape[3]), keys.dtype)
         if not plan.by_kernels:
@@ -247,7 +247,7 @@ class BatchedKVCache(Contract):
         """Add the sequences of another batch, which must not be used again."""
         self._new = self._padding = None
         rows, joined = added.rows, False
-        if self._buffers is not None and not any(row.observes_queries for row in rows):
+        if self._buffers is not None and all(row.shares_buffers for row in rows):
             joined = self._buffers.join(rows)
         if not joined:
             self._rows = self.rows + rows
@@ -284,7 +284,7 @@ class BatchedKVCache(Contract):
         if self._buffers is None or not self._buffers.trim(n):
             rows = self.rows
             for row in rows:
-                row.check_trim(n)
+                row.windows.trim(n)  # raises before anything has changed
             for row in rows:
                 row.trim(n)
         return n

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -25,6 +26,7 @@ from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import Pair, RecordPages, View, both
 from mlxkv.codec.transform import subtract_mean
 from mlxkv.formats.layout import TOKENS
+from mlxkv.formats.rules.windows import FlushPlan, Source, Windows
 from mlxkv.metal.lengths import batch_lengths
 
 if TYPE_CHECKING:
@@ -79,7 +81,8 @@ class BatchBuffers:
             return True
         self.flush()
         sink_full = [row.sink is not None or not self.config.sink for row in rows]
-        capacity = max(self.recent[0].shape[2], DECODE_TOKENS + max(map(self._limit, sink_full)))
+        capacity = max(map(self.config.recent_capacity, sink_full)) + DECODE_TOKENS
+        capacity = max(self.recent[0].shape[2], capacity)
         self.recent = self._joined(
             self.recent, self._windows([row.recent for row in rows], capacity)
         )
@@ -118,9 +121,11 @@ class BatchBuffers:
     def _joined(self, windows: Pair, added: Pair) -> Pair:
         return both(lambda x, y: mx.concatenate([padded(x, y.shape[2]), y]), windows, added)
 
-    def _limit(self, sink_full: bool) -> int:
-        """Recent tokens of a sequence before a page has to be quantized."""
-        return self.config.recent + self.config.page + (0 if sink_full else self.config.sink)
+    def windows(self, i: int) -> Windows:
+        """Return where the tokens of a sequence are."""
+        sink = self.config.sink if self.sink_full[i] else 0
+        last = self.has_last_page[i]
+        return Windows(self.config, sink, self.pages.counts[i], self.counts[i], last)
 
     # -- reading and writing
 
@@ -146,7 +151,7 @@ class BatchBuffers:
     def quantizes_after(self, new: int) -> bool:
         """Return whether a page has to be quantized once each sequence has `new` tokens more."""
         pairs = zip(self.counts, self.sink_full, strict=True)
-        return any(n + new > self._limit(sink_full) for n, sink_full in pairs)
+        return any(n + new > self.config.recent_capacity(sink_full) for n, sink_full in pairs)
 
     def view(self) -> View:
         """Return what attention reads without new tokens."""
@@ -174,27 +179,28 @@ class BatchBuffers:
 
     def flush(self) -> None:
         """Quantize a page of each sequence whose recent window is full."""
-        full = [i for i, n in enumerate(self.counts) if n > self._limit(self.sink_full[i])]
-        for sink_full in (True, False) if full else ():
-            if rows := [i for i in full if self.sink_full[i] is sink_full]:
-                self._quantize_pages(rows, 0 if sink_full else self.config.sink)
+        capacity, due = self.config.recent_capacity, {}
+        for i, (n, sink_full) in enumerate(zip(self.counts, self.sink_full, strict=True)):
+            if n > capacity(sink_full):
+                due.setdefault(self.windows(i).flush(n), []).append(i)
+        for plan in sorted(due, key=attrgetter("sink")):
+            self._quantize_pages(due[plan], plan)
 
-    def _quantize_pages(self, rows: list[int], start: int) -> None:
-        """One page of each of these sequences, from recent token `start` on, with what comes before as
-        their sink."""
-        at, page = mx.array(rows, mx.int32), self.config.page
+    def _quantize_pages(self, rows: list[int], due: FlushPlan) -> None:
+        """Quantize what is due of each of these sequences."""
+        at, page, start = mx.array(rows, mx.int32), self.config.page, due.sink
         recent = (
             self.recent if len(rows) == len(self.counts) else both(lambda x: x[at], self.recent)
         )
-        encoded = self.store.encode(recent, page, start)
+        encoded = self.store.encode(recent, due.stop - start, start)
         for n, i in enumerate(rows):
-            self.pages.append({name: x[n : n + 1] for name, x in encoded.items()}, 1, i)
+            self.pages.append({name: x[n : n + 1] for name, x in encoded.items()}, due.pages, i)
             self.sink_full[i] = self.has_last_page[i] = True
-            self.counts[i] -= start + page
+            self.counts[i] -= due.stop
         if self.sink is not None and start:
             self.sink = both(lambda x, y: _put(x, at, y[:, :, :start]), self.sink, recent)
-        stop = start + page
-        self.last = both(lambda x, y: _put(x, at, y[:, :, start:stop]), self.last, recent)
+        stop = due.stop
+        self.last = both(lambda x, y: _put(x, at, y[:, :, stop - page : stop]), self.last, recent)
         # No attention reads it: unevaluated, it would keep the windows of before.
         mx.async_eval(self.last)
         moved = both(lambda x: mx.roll(x, -stop, 2), recent)
@@ -234,13 +240,13 @@ class BatchBuffers:
         self.pages.select(indices)
 
     def trim(self, n: int) -> bool:
-        """Drop the last n tokens of every sequence; False, and nothing has changed, unless all stay as
-        caches that read only the other tokens: with `recent` recent tokens, or without pages."""
+        """Drop the last n tokens of every sequence; False, and nothing has changed, unless all of them are recent
+        ones."""
         self.flush()
-        lowest = (self.config.recent if pages else 0 for pages in self.pages.counts)
-        if any(count - n <= low for count, low in zip(self.counts, lowest, strict=True)):
+        plans = [self.windows(i).trim(n) for i in range(len(self.counts))]
+        if any(plan.source is not Source.RECENT for plan in plans):
             return False
-        self.counts = [count - n for count in self.counts]
+        self.counts = [plan.recent for plan in plans]
         self.offsets = [offset - n for offset in self.offsets]
         return True
 

@@ -4,7 +4,7 @@
 
 `recent` holds everything until it is full; then the sink moves out and the oldest pages are encoded
 and quantized. The page that was quantized last keeps its exact tokens beside its codes, until the next one
-is quantized: so that a `trim` into it can restore it (`formats.rules.trimming`). Works
+is quantized: so that a `trim` into it can restore it (`formats.rules.windows`). Works
 with both contracts of the pinned range of mlx-lm (0.31: `meta_state`; 0.32: not).
 """
 
@@ -28,14 +28,14 @@ from mlxkv.codec.transform import KeyMean, subtract_mean
 from mlxkv.errors import UserError
 from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.rules.trimming import TrimRules
+from mlxkv.formats.rules.windows import Source, TrimPlan, Windows, between
 from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.metal.launch import ahead, backend
 
 NEW = -1
 
 
-class CompressedKVCache(TrimRules, Snapshots, Contract):
+class CompressedKVCache(Snapshots, Contract):
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
     layer_maps: of this layer, for a calibrated `config`. plan: its kernels, where they have been chosen
@@ -44,7 +44,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
 
     # Whether other layers of the model have caches of the host, so that no mask fits a batch of both.
     batchable = True
-    observes_queries = False  # queries: then sequences are not decoded together
+    shares_buffers = True  # with other sequences, to be decoded together
     latent = False  # keys are latents (MLA)
     _plan = None
 
@@ -105,6 +105,26 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
         return self._store
 
     # -- reading and writing
+
+    @property
+    def windows(self) -> Windows:
+        """Where its tokens are."""
+        return Windows(
+            self.config, self._sunk, self._count_pages, self._count, self._last is not None
+        )
+
+    @property
+    def _count_pages(self) -> int:
+        return self._store.count if self._store else 0
+
+    @property
+    def _recent_capacity(self) -> int:
+        return self.config.recent_capacity(self._sink is not None)
+
+    @property
+    def _sunk(self) -> int:
+        """Tokens of the sink that have left the recent window."""
+        return self._sink[0].shape[2] if self._sink else 0
 
     @property
     def _paged(self) -> int:
@@ -222,21 +242,17 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
 
     def _quantize_pages(self, recent: Pair) -> None:
         """Encode the oldest pages of `recent`, which no longer fits, and keep the rest."""
-        (keys, values), start, size = recent, 0, self.config.page
-        if self._sink is None and self.config.sink:
-            start = self.config.sink
-            self._sink = mx.contiguous(keys[:, :, :start]), mx.contiguous(values[:, :, :start])
-        count = self.config.pages_over(keys.shape[2] - start)
+        (keys, values), due = recent, self.windows.flush(recent[0].shape[2])
+        if due.sink:
+            self._sink = both(mx.contiguous, between(recent, None, due.sink))
         if self._store is None:
             self._store = self._new_store((keys.shape[3], values.shape[3]), keys.dtype)
-        self._store.append(recent, count, start)  # whole: kernels would copy slices
+        self._store.append(recent, due.pages, due.sink)  # whole: kernels would copy slices
         # as many as before, if some were taken back
         self._reserved_pages = NEW if self._reserved_pages else 0
         self._recent, self._count = None, 0
-        start += count * size
-        last = slice(start - size, start)
-        self._last = mx.contiguous(keys[:, :, last]), mx.contiguous(values[:, :, last])
-        self._append(keys[:, :, start:], values[:, :, start:])
+        self._last = both(mx.contiguous, between(recent, due.stop - self.config.page, due.stop))
+        self._append(*between(recent, due.stop, None))
 
     # -- a step of fixed shapes (`cache.static`)
 
@@ -293,12 +309,35 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
     def is_trimmable(self) -> bool:
         return True
 
-    def _put_recent(self, pair: Pair) -> None:
-        self._append(*pair)
+    def trim(self, n: int) -> int:
+        """Drop the last n tokens, return how many were dropped. Raises UserError, and changes nothing, where
+        what is left cannot be kept alone."""
+        plan = self.windows.trim(n)
+        self._trim(plan)
+        return plan.removed
 
-    def _last_and_recent(self) -> Pair:
-        assert self._last is not None
-        return joined(self._last, self._read_recent())
+    def trim_to(self, count: int) -> None:
+        """Keep the first `count` tokens. Raises as `trim`."""
+        self.trim(self.offset - count)
+
+    def _trim(self, plan: TrimPlan) -> None:
+        pair, offset = None, self.offset - plan.removed
+        if plan.source is Source.SINK:
+            if plan.recent and self._sink is not None:
+                pair = between(self._sink, None, plan.recent)
+            self._forget()
+        elif plan.source is not Source.RECENT:
+            if plan.source is Source.LAST:
+                assert self._last is not None
+                pair = between(joined(self._last, self._read_recent()), None, plan.recent)
+            elif plan.recent:
+                pair = self._decoded(plan.pages, plan.recent)
+            self._existing_store.truncate(plan.pages)
+            self._last = None
+        if pair is not None:
+            self._recent, self._count = None, 0
+            self._append(*pair)
+        self._count, self.offset = plan.recent, offset
 
     def _decoded(self, page: int, count: int) -> Pair:
         pages, (keys, values) = self._existing_store.read(page, page + 1), self._existing_recent
@@ -313,7 +352,9 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
             return None
         if window_size is None and not return_array:
             return "causal"
-        return causal_mask(self.offset, N, self.offset + N, window_size)
+        windows = self.windows
+        held = windows.offset - windows.dropped
+        return causal_mask(held, N, held + N, window_size)
 
     def size(self) -> int:
         return self.offset
@@ -403,8 +444,7 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
             self._store = self._new_store(dims, recent[0].dtype)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
-        sink = self._sink[0].shape[2] if self._sink else 0
-        if self.offset != sink + self._paged + self._count + header.get("dropped", 0):
+        if self.offset != self.windows.offset:
             raise ValueError(f"{self.offset} tokens announced")
         for x in self.arrays():
             if recent is None or x.shape[:2] != recent[0].shape[:2]:
@@ -453,10 +493,11 @@ class CompressedKVCache(TrimRules, Snapshots, Contract):
     @property
     def supports_batching(self) -> bool:
         """Return whether sequences like this one, which holds tokens, are decoded together."""
-        if self.observes_queries:
-            return False
         keys, values = self._existing_recent
-        return self.plan((keys.shape[3], values.shape[3]), keys.dtype).by_kernels
+        return (
+            self.shares_buffers
+            and self.plan((keys.shape[3], values.shape[3]), keys.dtype).by_kernels
+        )
 
     def like(self) -> CompressedKVCache:
         """Return an empty cache of the same kind."""

@@ -31,6 +31,7 @@ from mlxkv.cache.static import (
 )
 from mlxkv.cache.stores import LatentCodes
 from mlxkv.cache.view import LatentPages, Pair, TracedLatents, View
+from mlxkv.formats.rules.windows import TrimPlan
 from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.formats.state import check_batch
 from mlxkv.metal.launch import ahead, backend
@@ -67,9 +68,6 @@ class BatchedLatentCache(BatchedKVCache):
             return View(recent, rows=tuple(latents)), rotary
         return mx.concatenate([padded(x, width) for x in latents]), rotary
 
-    def _join(self, keys: mx.array, values: mx.array) -> None:
-        return None
-
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """As of BatchedKVCache; always an array for several tokens, which plain attention takes."""
         return super().make_mask(N, return_array or N > 1, window_size)
@@ -82,11 +80,8 @@ class LatentKVCache(CompressedKVCache):
     """
 
     latent = True
+    shares_buffers = False
     selects = False
-
-    @property
-    def supports_batching(self) -> bool:
-        return False
 
     def _forget(self) -> None:
         super()._forget()
@@ -186,10 +181,10 @@ class LatentKVCache(CompressedKVCache):
         mx.async_eval(pair)
         return pair
 
-    def trim_to(self, count: int) -> None:
+    def _trim(self, plan: TrimPlan) -> None:
         rotary = self._rotary
-        super().trim_to(count)
-        self._rotary = rotary if count else None
+        super()._trim(plan)
+        self._rotary = rotary if self.offset else None
 
     def transform_values(self, folded: bool) -> None:
         """Nothing: no value of a latent is transformed by weights."""

@@ -21,6 +21,6 @@ def trim_caches(caches: list, count: int, keep: int) -> bool:
 
 def _can_keep(cache, count: int, keep: int) -> bool:
     if isinstance(cache, CompressedKVCache):
-        return cache.can_keep(keep)
+        return cache.windows.can_keep(keep)
     start = getattr(cache, "start_position", 0)
     return cache.is_trimmable() and count - keep <= cache.offset - start

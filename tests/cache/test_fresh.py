@@ -91,7 +91,7 @@ def assert_same(one, other) -> None:
 def is_exact(cache, left: int) -> bool:
     """Whether the first `left` tokens stay as a cache holds them that read no others."""
     pages, page = cache._count_pages, cache.config.page
-    recent = left - cache.dropped - cache._sunk - pages * page
+    recent = left - cache.windows.dropped - cache._sunk - pages * page
     exact = cache._last is not None and recent + page > cache.config.recent
     return left <= cache._sunk or not pages or recent > cache.config.recent or exact
 
@@ -120,10 +120,12 @@ class Walk:
         left = max(0, len(self.tokens) - count)
         before = self.cache.offset, held(self.cache)
         self.exact = self.exact and is_exact(self.cache, left) or not left
-        if self.cache.can_keep(left):
+        if self.cache.windows.can_keep(left):
             assert self.cache.trim(count) == self.twin.trim(count) == before[0] - left
         else:
-            with pytest.raises(UserError, match=f"choose at most {self.cache.trimmable}, or all"):
+            with pytest.raises(
+                UserError, match=f"choose at most {self.cache.windows.trimmable}, or all"
+            ):
                 self.cache.trim(count)
             assert self.cache.offset == before[0]
             assert all(mx.array_equal(x, before[1][n]) for n, x in held(self.cache).items())
@@ -171,7 +173,7 @@ class Walk:
 
     def check(self) -> None:
         assert_same(self.cache, self.twin)
-        if not self.cache.observes_queries and self.tokens and self.exact:
+        if self.cache.shares_buffers and self.tokens and self.exact:
             fresh = new(self.kv)
             read(fresh, self.tokens)
             assert_same(self.cache, fresh)

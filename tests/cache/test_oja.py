@@ -219,7 +219,7 @@ def test_saved_and_copied_caches_go_on_alike(name, monkeypatch):
         outs = [feed(copy.deepcopy(x), 36, seed=8, chunk=1) for x in (one, *others)]
         assert all(mx.array_equal(out, outs[0]) for out in outs[1:])
         assert all(x.nbytes <= one.nbytes for x in others)
-        assert {x.trimmable for x in others} == {one.trimmable}
+        assert {x.windows.trimmable for x in others} == {one.windows.trimmable}
 
 
 def test_a_run_of_the_calibrations_basis_keeps_it_when_saved(monkeypatch):
@@ -279,16 +279,17 @@ def test_pinned_tokens_cannot_be_taken_back_alone():
     one = cache("oja-r24+pinned")
     feed(one, 150)
     feed(one, 6, seed=5, chunk=1)
-    assert one.pinned == 150 and one.trimmable == 6
+    assert one.pinned == 150 and one.windows.trimmable == 6
     before = decode_all(one.keys_and_values()[0], mx.float32)
     with pytest.raises(UserError, match="choose at most 6, or all 156"):
         one.trim(7)
-    assert one.can_keep(150) and not one.can_keep(149) and not one.can_keep(20) and one.can_keep(0)
+    can_keep = one.windows.can_keep
+    assert can_keep(150) and not can_keep(149) and not can_keep(20) and can_keep(0)
     one.trim(6)
     for x, y in zip(decode_all(one.keys_and_values()[0], mx.float32), before, strict=True):
         assert mx.array_equal(x, y[:, :, :150])
     feed(one, 90, seed=5, chunk=1)
-    assert one.can_keep(160) and one.trimmable == 90
+    assert one.windows.can_keep(160) and one.windows.trimmable == 90
     assert one.trim(10**6) and one.offset == 0 and one.empty() and not one.pinned
     feed(one, 40)
 

@@ -141,7 +141,7 @@ def test_trim_and_forget():
     assert kept.trim(1) == 1 and kept.offset == 160
     with pytest.raises(UserError, match="choose at most [0-9]+, or all 160"):
         kept.trim(140)
-    assert not kept.can_keep(30) and kept.offset == 160  # the prompt goes as a whole
+    assert not kept.windows.can_keep(30) and kept.offset == 160  # the prompt goes as a whole
 
 
 def test_what_cannot_be_is_refused():

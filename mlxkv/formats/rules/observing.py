@@ -15,21 +15,27 @@ all that were ever read.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.rules.runs import Runs, loaded, saved
-from mlxkv.formats.rules.trimming import Pair, Tensor, TrimRules, between
+from mlxkv.formats.rules.windows import Pair, Tensor, TrimPlan, Windows, between
 
 WINDOW = 32  # last queries that choose tokens, where no basis follows
 POOL = 7  # tokens: neighbours of an important token stay too
 BLOCK = 8  # queries whose scores are computed at a time
 
 
-class Observing(TrimRules):
-    """A mixin over a compressed cache of either track."""
+class Observing:
+    """A mixin over a compressed cache of either track.
+
+    dropped: tokens that were read and are not stored. pinned: length of the prompt whose last tokens stand behind the
+        sink, out of order: nothing ends inside it.
+    """
 
     def _forget(self) -> None:
-        super()._forget()
+        super()._forget()  # pyright: ignore[reportAttributeAccessIssue] (of the cache beside it)
         self._basis: Any = None  # the basis, once it has learned
         self._since = 0  # tokens decoded since it learned
         self._pending: Any = None  # the view of a chunk of a prompt that attention has not read
@@ -44,6 +50,19 @@ class Observing(TrimRules):
     def basis(self) -> Any:
         """The basis of the next page, or None."""
         return self._basis or self.layer_maps
+
+    # -- of the cache beside it
+
+    config: CacheConfig
+    offset: int
+    _recent: Pair | None  # of `_count` tokens
+    _count: int
+    _sink: Pair | None
+    _last: Pair | None
+    _store: Any
+    _count_pages: int
+    _recent_capacity: int
+    _append: Callable[[Tensor, Tensor], None]  # recent tokens
 
     # -- what a track adds: how much the last queries look at each token (`importance`, [B, G, T]), and
     # which tokens that chooses
@@ -169,21 +188,23 @@ class Observing(TrimRules):
         middle = between(pair, head, tail)
         self._recent, self._count, self._last = None, 0, None
         if head < tail:
-            self._put_recent(middle)
+            self._append(*middle)
         self.pinned = self.offset
 
     # -- the rest of the contract
 
     @property
-    def _fixed_pages(self) -> int:
-        """Pages of the prompt that tokens were chosen from."""
-        return self._fixed if self.dropped else 0
+    def windows(self) -> Windows:
+        """Where its tokens are: nothing ends among tokens that were chosen for a prompt, or moved."""
+        windows = super().windows  # pyright: ignore[reportAttributeAccessIssue] (as above)
+        chosen = self._fixed if self.dropped else 0
+        shortest = self.dropped and self.dropped + windows.sink + chosen * self.config.page
+        return replace(windows, dropped=self.dropped, shortest=max(shortest, self.pinned))
 
-    def trim_to(self, count: int) -> None:
-        """As without selection; bases keep what they have learned."""
-        n = self.offset - count
-        super().trim_to(count)
-        if n:
+    def _trim(self, plan: TrimPlan) -> None:
+        """Trim as without selection; bases keep what they have learned."""
+        super()._trim(plan)  # pyright: ignore[reportAttributeAccessIssue] (as above)
+        if n := plan.removed:
             self._since = max(0, self._since - n)
             self._fixed = min(self._fixed, self._count_pages)
             self._pending = self._queries = None
