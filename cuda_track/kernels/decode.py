@@ -12,9 +12,11 @@ its scales go into the queries, once per page, and its biases become one number 
 """
 
 # Kernels are in Triton's language, which its stubs do not make Python: constants are not numbers, loops no iterables.
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -23,6 +25,38 @@ from cuda_track.kernels.chained import launch_next, wait_for_previous
 from cuda_track.kernels.codes import OFFSET, gain_bits, halves, planes
 
 LANES = tl.constexpr(8)  # rows of a matrix unit's result that lie in different lanes
+
+
+class SideConstants(NamedTuple):
+    """How the codes of one side are read. GROUPS: scales of a token."""
+
+    BITS: int
+    PLANES: int
+    GROUPS: int
+
+
+class Constants(NamedTuple):
+    """What `attend_kernel` is compiled for.
+
+    R: stored dims. N: padded rows of a group. T: tokens of a step. WINDOW: tokens of a step of the windows. PAGE:
+    tokens of a page. CHANNEL: tokens of a page of keys that share scales per channel, 0: scales are per token. CAPPED:
+    scores are bent to stay below `cap`. ASM: unpack by PTX. STAGES: of the pipeline. WIDE: windows are multiplied in
+    float32, since Triton's interpreter has no bfloat16.
+    """
+
+    K: SideConstants
+    V: SideConstants
+    R: int
+    N: int
+    T: int
+    WINDOW: int
+    PAGE: int
+    CHANNEL: int
+    MASKED: bool
+    CAPPED: bool
+    ASM: bool
+    STAGES: int
+    WIDE: bool
 
 
 @triton.jit
@@ -102,17 +136,11 @@ def attend_kernel(
     mask, mask_row,  # uint8 [B, tokens], or nothing
     part_out, part_top, part_sum,  # [B, G, S, N, R], [B, G, S, N] twice, S of splits and windows
     row_pages, splits, rows, new, plain_scale, cap,
-    R: tl.constexpr, N: tl.constexpr, T: tl.constexpr, WINDOW: tl.constexpr,
-    PAGE: tl.constexpr, CHANNEL: tl.constexpr,
-    K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
-    V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
-    CHAINED: tl.constexpr, EARLY: tl.constexpr, WIDE: tl.constexpr,
+    C: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits + programs of windows, G, B). rows: of a group, heads times `new` tokens; N: padded. T: tokens of
-    a step. CHANNEL: tokens of a page of keys that share scales per channel, 0: scales are per token. CAPPED: scores
-    are bent to stay below `cap`. WIDE: windows are multiplied in float32, since Triton's interpreter has no
-    bfloat16."""
+    """Grid (splits + programs of windows, G, B). C: `Constants`. rows: of a group, heads times `new` tokens."""
+    R: tl.constexpr = C.R
+    N: tl.constexpr = C.N
     split, g, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head = b.to(tl.int64) * tl.num_programs(1) + g
     at = (head * tl.num_programs(0) + split) * N
@@ -123,18 +151,15 @@ def attend_kernel(
             split - splits, tl.num_programs(0) - splits,
             plain + head * rows * R, sink_k, sink_v, recent_k, recent_v, b, g,
             sink_tokens, recent_tokens, sink_stride, recent_stride, sink_row, recent_row,
-            mask + b * mask_row, tl.load(pages + b) * PAGE,
-            part_out + at * R, part_top + at, part_sum + at,
-            rows, new, plain_scale, cap, R, N, WINDOW, MASKED, CAPPED, WIDE,
+            mask + b * mask_row, tl.load(pages + b) * C.PAGE,
+            part_out + at * R, part_top + at, part_sum + at, rows, new, plain_scale, cap, C,
         )  # fmt: skip
     else:
         _pages(
-            q + head * N * R, sums + head * 2 * K_GROUPS * N, factors + head * N,
+            q + head * N * R, sums + head * 2 * C.K.GROUPS * N, factors + head * N,
             k_words, k_high, k_numbers, v_words, v_high, v_numbers,
             table + b * row_pages, tl.load(pages + b), split, splits, g, tl.num_programs(1),
-            mask + b * mask_row + sink_tokens, part_out + at * R, part_top + at, part_sum + at, rows, cap,
-            R, N, T, PAGE, CHANNEL, K_BITS, K_PLANES, K_GROUPS, V_BITS, V_PLANES, V_GROUPS,
-            MASKED, CAPPED, ASM, STAGES,
+            mask + b * mask_row + sink_tokens, part_out + at * R, part_top + at, part_sum + at, rows, cap, C,
         )  # fmt: skip
     launch_next(CHAINED and not EARLY)
 
@@ -143,15 +168,18 @@ def attend_kernel(
 def _pages(
     queries, sums, factors, k_words, k_high, k_numbers, v_words, v_high, v_numbers,
     table, pages, split, splits, g, heads, mask, part_out, part_top, part_sum, rows, cap,
-    R: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
-    PAGE: tl.constexpr, CHANNEL: tl.constexpr,
-    K_BITS: tl.constexpr, K_PLANES: tl.constexpr, K_GROUPS: tl.constexpr,
-    V_BITS: tl.constexpr, V_PLANES: tl.constexpr, V_GROUPS: tl.constexpr,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
+    R: tl.constexpr = C.R
+    N: tl.constexpr = C.N
+    T: tl.constexpr = C.T
+    PAGE: tl.constexpr = C.PAGE
+    K_PLANES: tl.constexpr = C.K.PLANES
+    V_PLANES: tl.constexpr = C.V.PLANES
     KJ: tl.constexpr = R // K_PLANES
     VJ: tl.constexpr = R // V_PLANES
-    KE: tl.constexpr = K_PLANES // K_GROUPS
+    V_GROUPS: tl.constexpr = C.V.GROUPS
+    KE: tl.constexpr = K_PLANES // C.K.GROUPS
     VE: tl.constexpr = V_PLANES // V_GROUPS
     n = tl.arange(0, N)
     kj, vj = tl.arange(0, KJ), tl.arange(0, VJ)
@@ -166,33 +194,33 @@ def _pages(
     weights = (tl.zeros([16, N], tl.float32),) * V_GROUPS
     biases = (tl.zeros([LANES, N], tl.float32),) * V_GROUPS
     ones = tl.full([16, T], 1.0, tl.float16)
-    shifts = sums + K_GROUPS * N
+    shifts = sums + C.K.GROUPS * N
     first = (split.to(tl.int64) * pages // splits).to(tl.int32)
     last = ((split.to(tl.int64) + 1) * pages // splits).to(tl.int32)
-    for page in tl.range(first, last, num_stages=STAGES):
+    for page in tl.range(first, last, num_stages=C.STAGES):
         place = tl.load(table + page).to(tl.int64) * heads + g
         for step in tl.static_range(PAGE // T):
             t = step * T + tl.arange(0, T)
             kw = tl.load(k_words + place * (PAGE * KJ) + t[:, None] * KJ + kj[None, :])
             vw = tl.load(v_words + place * (PAGE * VJ) + vj[:, None] * PAGE + t[None, :])
             kh, vh = kw, vw
-            if K_BITS == 3:
+            if C.K.BITS == 3:
                 kh = tl.load(k_high + place * (PAGE * KJ) + t[:, None] * KJ + kj[None, :])
-            if V_BITS == 3:
+            if C.V.BITS == 3:
                 vh = tl.load(v_high + place * (PAGE * VJ) + vj[:, None] * PAGE + t[None, :])
             vn = v_numbers + place * (V_GROUPS * PAGE) + t
 
-            k = planes(kw, kh, K_BITS, K_PLANES, ASM)
-            if CHANNEL:
-                if step * T % CHANNEL == 0:
-                    kn = k_numbers + (place * (PAGE // CHANNEL) + step * T // CHANNEL) * R
-                    folded, largest, shift, extra = _fold(q, kn, KJ, K_BITS, K_PLANES)
+            k = planes(kw, kh, C.K.BITS, K_PLANES, C.ASM)
+            if C.CHANNEL:
+                if step * T % C.CHANNEL == 0:
+                    kn = k_numbers + (place * (PAGE // C.CHANNEL) + step * T // C.CHANNEL) * R
+                    folded, largest, shift, extra = _fold(q, kn, KJ, C.K.BITS, K_PLANES)
                     scaled, extra = factor * largest, factor * extra
                 s = tl.zeros([T, N], tl.float32) - shift[None, :]
                 for i in tl.static_range(K_PLANES):
                     s = tl.dot(k[i], folded[i], s)
             else:
-                kn = k_numbers + place * (K_GROUPS * PAGE) + t
+                kn = k_numbers + place * (C.K.GROUPS * PAGE) + t
                 scaled, extra, s = factor, tl.zeros([N], tl.float32), tl.zeros([T, N], tl.float32)
                 for i in tl.static_range(K_PLANES):
                     if i % KE == 0:  # a group begins: its products, without the offset's share
@@ -204,10 +232,10 @@ def _pages(
                         scale, bias = halves(numbers)
                         s += part * scale[:, None] + bias[:, None] * sum[None, :]
             by, shift_by = scaled, extra
-            if CAPPED:
+            if C.CAPPED:
                 s = _capped(s * scaled[None, :] + extra[None, :], cap)
                 by, shift_by = tl.full([N], 1.0, tl.float32), tl.zeros([N], tl.float32)
-            if MASKED:
+            if C.MASKED:
                 visible = tl.load(mask + page * PAGE + t) != 0
                 s = tl.where(visible[:, None], s, -1e30)
 
@@ -216,7 +244,12 @@ def _pages(
             decay = tl.exp2(top - higher)
             top = higher
             total = total * decay[None, :] + _lane_sums(p)
-            v, new_out, new_weights, new_biases = planes(vw, vh, V_BITS, V_PLANES, ASM), (), (), ()
+            v, new_out, new_weights, new_biases = (
+                planes(vw, vh, C.V.BITS, V_PLANES, C.ASM),
+                (),
+                (),
+                (),
+            )
             for i in tl.static_range(V_PLANES):
                 if i % VE == 0:
                     numbers = tl.load(vn + i // VE * PAGE)
@@ -230,7 +263,7 @@ def _pages(
 
     at = part_out + n[None, :] * R + vj[:, None]
     for i in tl.static_range(V_PLANES):
-        _finish(at + i * VJ, n < rows, out[i], i, weights[i // VE], biases[i // VE], V_BITS)
+        _finish(at + i * VJ, n < rows, out[i], i, weights[i // VE], biases[i // VE], C.V.BITS)
     tl.store(part_top + n, top)
     tl.store(part_sum + n, tl.sum(total, 0))
 
@@ -240,13 +273,15 @@ def _windows(
     part, parts, q, sink_k, sink_v, recent_k, recent_v, b, g,
     sink_tokens, recent_tokens, sink_stride, recent_stride, sink_row, recent_row, mask, paged,
     part_out, part_top, part_sum, rows, new, scale, cap,
-    D: tl.constexpr, N: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
-    WIDE: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Sink and recent tokens, in the model's domain; every `parts`-th T of them. *_stride: of a head,
     *_row: of a batch row."""
+    D: tl.constexpr = C.R
+    N: tl.constexpr = C.N
+    T: tl.constexpr = C.WINDOW
     n, t, d = tl.arange(0, N), tl.arange(0, T), tl.arange(0, D)
-    dtype = tl.float32 if WIDE else recent_k.dtype.element_ty
+    dtype = tl.float32 if C.WIDE else recent_k.dtype.element_ty
     queries = tl.load(q + n[None, :] * D + d[:, None], mask=n[None, :] < rows, other=0.0)
     queries = queries.to(dtype)  # q^T [D, N]
     # Row i of a group is token i % new of its head: it sees that many tokens less at the end.
@@ -269,10 +304,10 @@ def _windows(
         exists = place < count
         k = tl.load(keys + place[:, None] * D + d[None, :], mask=exists[:, None], other=0.0)
         s = tl.dot(k.to(dtype), queries, input_precision="ieee") * scale
-        if CAPPED:
+        if C.CAPPED:
             s = _capped(s, cap)
         allowed = exists[:, None] & ((place[:, None] < seen_by[None, :]) | (not recent))
-        if MASKED:
+        if C.MASKED:
             shift = tl.where(recent, sink_tokens + paged, 0)
             visible = tl.load(mask + shift + place, mask=exists, other=0) != 0
             allowed = allowed & visible[:, None]

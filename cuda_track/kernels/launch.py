@@ -143,7 +143,7 @@ def attend(
     recent, sink: (keys, values) [B, G, T, D]; recent holds the new tokens. mask: boolean [B, T], tokens that may
     be seen at all. sink_logits: [H]. softcap: scores are bent to stay below it (Gemma 2).
     """
-    from cuda_track.kernels.decode import attend_kernel
+    from cuda_track.kernels.decode import Constants, SideConstants, attend_kernel
     from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
     from cuda_track.kernels.transform import merge_kernel, queries_kernel
 
@@ -185,6 +185,21 @@ def attend(
     recent = both(rows_together, recent)
     sink = both(rows_together, sink) if sink is not None else recent
     visible = None if mask is None else mask.to(torch.uint8).contiguous()
+    constants = Constants(
+        K=SideConstants(**sides[0]),
+        V=SideConstants(**sides[1]),
+        R=dims,
+        N=padded,
+        T=keys.step_tokens,
+        WINDOW=32,
+        PAGE=keys.page,
+        CHANNEL=keys.channel_tokens,
+        MASKED=visible is not None,
+        CAPPED=softcap is not None,
+        ASM=not interpreted() and torch.version.hip is None,
+        STAGES=tuned.stages,
+        WIDE=interpreted() and recent[0].dtype == torch.bfloat16,
+    )
     cast(Kernel, attend_kernel)[(parts + around, kv_heads, batch)](
         *(q, sums, factors, queries),
         *(x for side in pages.sides for x in _tensors(side)),
@@ -194,16 +209,8 @@ def attend(
         *(_or(visible, pages.table), 0 if visible is None else visible.shape[1]),
         *(out, top, total, pages.table.shape[1], parts, rows, new, scale * LOG2E),
         0.0 if softcap is None else softcap * LOG2E,
-        **{f"K_{name}": x for name, x in sides[0].items()},
-        **{f"V_{name}": x for name, x in sides[1].items()},
-        **{"R": dims, "N": padded, "T": keys.step_tokens, "PAGE": keys.page, "WINDOW": 32},
-        CHANNEL=keys.channel_tokens,
-        MASKED=visible is not None,
-        CAPPED=softcap is not None,
-        ASM=not interpreted() and torch.version.hip is None,
-        STAGES=tuned.stages,
+        C=constants,
         EARLY=tuned.early,
-        WIDE=interpreted() and recent[0].dtype == torch.bfloat16,
         num_warps=tuned.warps,
         **chained,
         **({"maxnreg": tuned.registers} if tuned.registers and not interpreted() else {}),

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cuda_track.kernels.decode import attend_kernel
+from cuda_track.kernels.decode import Constants, SideConstants, attend_kernel
 from cuda_track.kernels.dequantize import dequantize_kernel
 from cuda_track.kernels.encode import quantize_kernel
 from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
@@ -63,12 +63,13 @@ PAGES = {
     "CAPPED": False,
     "ASM": True,
 }
-PAGES |= {"STAGES": 3, "CHAINED": True, "EARLY": False, "WIDE": False}
+PAGES |= {"STAGES": 3, "WIDE": False}
 SIDE = {"BITS": 4, "PLANES": 4, "GROUPS": 2}
 
 
-def both(side: dict) -> dict:
-    return {f"{letter}_{name}": value for letter in "KV" for name, value in side.items()}
+def attending(side: dict, **sizes: int) -> dict:
+    sides = {letter: SideConstants(**side) for letter in "KV"}
+    return {"C": Constants(**{**sides, **SIZES, **PAGES, **sizes}), "CHAINED": True, "EARLY": False}
 
 
 INT2 = {"BITS": 2, "PLANES": 8, "GROUPS": 1}
@@ -88,10 +89,8 @@ BY_TOKEN, BY_CHANNEL = {"PAGE": 64, "CHANNEL": 0}, {"PAGE": 128, "CHANNEL": 128}
 
 
 CASES = {
-    "attend int4": (attend_kernel, {**SIZES, **PAGES, **both(SIDE)}, ("int4", 128), 1),
-    "attend int2 channels": (
-        *(attend_kernel, {**SIZES, **PAGES, **both(INT2), **BY_CHANNEL}, ("int2", 128), 1),
-    ),
+    "attend int4": (attend_kernel, attending(SIDE), ("int4", 128), 1),
+    "attend int2 channels": (*(attend_kernel, attending(INT2, **BY_CHANNEL), ("int2", 128), 1),),
     "queries of many": (many_queries_kernel, {**STEP_TOKENS, **SIDE, "M": 8}, None, 8),
     "merge of many": (
         many_merge_kernel,
