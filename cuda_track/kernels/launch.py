@@ -144,8 +144,12 @@ def attend(
     be seen at all. sink_logits: [H]. softcap: scores are bent to stay below it (Gemma 2).
     """
     from cuda_track.kernels.decode import Constants, SideConstants, attend_kernel
-    from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
-    from cuda_track.kernels.transform import merge_kernel, queries_kernel
+    from cuda_track.kernels.transform import (
+        many_merge_kernel,
+        many_queries_kernel,
+        merge_kernel,
+        queries_kernel,
+    )
 
     batch, heads, new, dims = queries.shape
     kv_heads = recent[0].shape[1]

@@ -16,8 +16,12 @@ from triton.compiler import ASTSource
 from cuda_track.kernels.decode import Constants, SideConstants, attend_kernel
 from cuda_track.kernels.dequantize import dequantize_kernel
 from cuda_track.kernels.encode import quantize_kernel
-from cuda_track.kernels.many import many_merge_kernel, many_queries_kernel
-from cuda_track.kernels.transform import merge_kernel, queries_kernel
+from cuda_track.kernels.transform import (
+    many_merge_kernel,
+    many_queries_kernel,
+    merge_kernel,
+    queries_kernel,
+)
 
 TYPES = {
     attend_kernel: {
