@@ -213,15 +213,15 @@ def calibrate(
     """Compute the maps of all layers that grow with the context. Raises UserError, MachineError."""
     from cuda_track.models.latent import modules_of
     from cuda_track.models.layers import plain_layers, replaceable
-    from cuda_track.models.parallel import insist_on_one
     from cuda_track.models.taps import observing
+    from cuda_track.models.transformers_compat import check_one_process
 
     if len(tokens) < LEAST:
         raise UserError(
             f"[calibrate] too little text; got {len(tokens)} tokens; choose at least {LEAST}"
         )
     model = loaded.model
-    insist_on_one(model, "calibrate", "moments are taken")
+    check_one_process(model, "calibrate", "moments are taken")
     if modules_of(model):
         raise UserError(
             "[calibrate] moments of latents (MLA) are taken by mlxkv calibrate; got a model with latents; make "

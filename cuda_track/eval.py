@@ -13,8 +13,8 @@ import torch
 
 from cuda_track import cli
 from cuda_track.models.attach_model import attach, new_cache
-from cuda_track.models.handing import handed
 from cuda_track.models.loader import Loaded, load
+from cuda_track.models.transformers_compat import handed
 from mlxkv import console
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError

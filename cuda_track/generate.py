@@ -10,8 +10,8 @@ import torch
 
 from cuda_track import cli
 from cuda_track.models.attach_model import new_cache
-from cuda_track.models.handing import handed
 from cuda_track.models.loader import Loaded, load
+from cuda_track.models.transformers_compat import handed
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.models.reports import summarise

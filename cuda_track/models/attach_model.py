@@ -25,9 +25,8 @@ from cuda_track.codec.maps import LayerMaps
 from cuda_track.models import latent
 from cuda_track.models.attending import EAGER, NAME
 from cuda_track.models.examine import Examined, examine, implementations, put_back
-from cuda_track.models.handing import handed, renamed
 from cuda_track.models.layers import CompressedCache, CompressedLayer, filled, held
-from cuda_track.models.parallel import insist_on_one, share_of
+from cuda_track.models.transformers_compat import check_one_process, handed, renamed, share_of
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
@@ -75,7 +74,7 @@ def attach(
     config = parse_kv(kv)
     detach(model)
     if config.needs_queries:  # heads vote together, and each process has some of them
-        insist_on_one(model, "attach", f"{config.label} runs")
+        check_one_process(model, "attach", f"{config.label} runs")
     names_before = implementations(model)
     try:
         examined = examine(model, config)
@@ -198,7 +197,7 @@ def compressed_from(model: PreTrainedModel, cache: DynamicCache) -> CompressedCa
 
 class Generate:
     """Stands in for `model.generate`: makes a compressed cache if none is given, by either name
-    (`handing.NAMES`) in every version.
+    (`transformers_compat.NAMES`) in every version.
 
     An object, not a closure: copies and pickles of the model take one of their own with them. own: what
     stood there for this very model, or None for the method of its class.

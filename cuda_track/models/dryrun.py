@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from cuda_track.cache.attention import causal
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.cache.latent import LatentView
-from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedCache, CompressedLayer
+from cuda_track.models.transformers_compat import handed
 from mlxkv.formats.names import parse_kv
 
 if TYPE_CHECKING:

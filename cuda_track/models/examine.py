@@ -10,10 +10,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from cuda_track.cache import choose
-from cuda_track.models import dryrun, handing, latent
+from cuda_track.models import dryrun, latent, transformers_compat
 from cuda_track.models.attending import name_for
 from cuda_track.models.layers import has_class, holds_state, plain_layers, replaceable
-from cuda_track.models.parallel import share_of
+from cuda_track.models.transformers_compat import share_of
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.catalog.shapes import text_config
@@ -152,7 +152,7 @@ def _check_share(model: PreTrainedModel) -> None:
 
 def _takes_caches(model: PreTrainedModel) -> bool:
     names = inspect.signature(model.forward).parameters
-    return handing.NAME in names or any(p.kind is p.VAR_KEYWORD for p in names.values())
+    return transformers_compat.NAME in names or any(p.kind is p.VAR_KEYWORD for p in names.values())
 
 
 def implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:

@@ -12,21 +12,26 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from safetensors import safe_open
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.cache.latent import LatentKVCache
+from cuda_track.cache.stores import Codes, codecs_of
+from cuda_track.codec.codec import both
 from cuda_track.codec.maps import LayerMaps
 from cuda_track.codec.packing import as_file, from_file
-from cuda_track.models import latent, restored
+from cuda_track.codec.records import as_codes
+from cuda_track.models import latent
 from cuda_track.models.attach_model import new_cache
-from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedCache, CompressedLayer, held, holds_state
 from cuda_track.models.loader import Loaded
-from cuda_track.models.parallel import insist_on_one
+from cuda_track.models.transformers_compat import check_one_process, handed
 from mlxkv import files
 from mlxkv.errors import UserError
-from mlxkv.formats import session
+from mlxkv.formats import session, state
 from mlxkv.formats.names import parse_kv
+from mlxkv.formats.records import NAMES
 from mlxkv.formats.session import Saved
 from mlxkv.models.catalog.shapes import text_config
 
@@ -36,7 +41,7 @@ PLAIN, ROTATING = "KVCache", "RotatingKVCache"
 
 def save(path: Path, saved: Saved, loaded: Loaded) -> None:
     """Write a session for `loaded`. Raises UserError for a model in several processes."""
-    insist_on_one(loaded.model, "save", "sessions are saved")
+    check_one_process(loaded.model, "save", "sessions are saved")
     data = session.entries(
         saved,
         model=loaded.name,
@@ -48,11 +53,11 @@ def save(path: Path, saved: Saved, loaded: Loaded) -> None:
     entries = {f"0.{name}": value for name, value in data.items()}
     tensors, scalars = {}, []
     for i, layer in enumerate(saved.cache.layers):
-        kind, state = _class_of(layer), _state_of(layer)
+        kind, tree = _class_of(layer), _state_of(layer)
         if kind == LatentKVCache.__name__ and latent.interleaves(loaded.model):
-            state = latent.paired(state, pairs=True)
+            tree = latent.paired(tree, pairs=True)
         entries[f"1.{i}"] = kind
-        for name, x in _flat(state, str(i)):
+        for name, x in _flat(tree, str(i)):
             if isinstance(x, int):
                 scalars.append(name)
                 x = torch.tensor(x, dtype=torch.int32)
@@ -67,7 +72,7 @@ def save(path: Path, saved: Saved, loaded: Loaded) -> None:
 
 def load(path: Path, loaded: Loaded) -> Saved:
     """Read a session of either track. Raises UserError for any other file, model or cache."""
-    insist_on_one(loaded.model, "load", "sessions are loaded")
+    check_one_process(loaded.model, "load", "sessions are loaded")
     head = session.read_header(path)
     kv = parse_kv(loaded.kv_name)
     session.check_session(head, loaded.name, loaded.fingerprint or "", loaded.kv_name, kv, MLX_LM)
@@ -98,10 +103,10 @@ def _cache(kinds: list[str], tensors: dict, tokens: int, loaded: Loaded) -> Comp
         tree = _tree({n[len(f"{i}.") :]: x for n, x in tensors.items() if n.startswith(f"{i}.")})
         if not isinstance(layer, CompressedLayer):
             assert isinstance(layer, DynamicLayer)  # by `_class_of`
-            restored.check_plain(tree, layer, tokens)
+            _check_plain(tree, layer, tokens)
             _fill(layer, tree)
             continue
-        restored.check_compressed(tree, layer.cache, tokens)
+        _check_compressed(tree, layer.cache, tokens)
         if isinstance(layer.cache, LatentKVCache) and latent.interleaves(model):
             tree = latent.paired(tree, pairs=False)
         find = partial(_maps, layer.cache.layer_maps)
@@ -117,6 +122,69 @@ def _maps(maps: LayerMaps | None, digest: str, *_) -> LayerMaps:
             f"model with that file, digest {digest}"
         )
     return maps
+
+
+# -- Check that the state of a cache, read from a file, is that of a cache of this model: shapes, counts and numbers.
+
+WINDOWS = "live", "sink", "last", "basis", "asked", "rotary"  # floating-point numbers of a state
+
+
+def _check_compressed(tree: dict, like: CompressedKVCache, tokens: int) -> None:
+    """Raise UserError or ValueError, and what reading lists and dicts raises, unless `tree` is the state that `like`,
+    which the model has given one token, could have after `tokens` of them."""
+    header, saved_config = state.read_header(bytes(tree["header"][: state.LONGEST].tolist()))
+    config, maps, recent = like.config, like.layer_maps, like.view().recent
+    state.check_config(saved_config, config)
+    if header["offset"] != tokens:
+        raise ValueError(f"a cache of {header['offset']} tokens, not {tokens}")
+    dims, heads = both(lambda x: x.shape[3], recent), recent[0].shape[1]
+    codecs = codecs_of(config, dims, maps, torch.device("cpu"))
+    pages, bases, store = dict(tree.get("pages", {})), {}, Codes(config, codecs)
+    store.append(both(lambda dim: torch.zeros(1, heads, config.page, dim), dims), 1)
+    page = store.state
+    if isinstance(like, LatentKVCache) and config.rotary == 16:  # beside the pages
+        del page[NAMES[1]]
+    counts = [header["pages"]]
+    if "counts" in pages:
+        counts = pages["counts"].tolist()
+        runs = [name for name in pages if name.startswith("run")]
+        pages |= {name: as_codes(pages[name], codecs) for name in runs}
+    elif pages and len(page) == len(NAMES):
+        pages = as_codes(pages, codecs)
+    if maps is not None:
+        bases = {name: (1, heads, *getattr(maps, name).down.shape[-2:]) for name in NAMES}
+    tree = tree | {"pages": pages}
+    state.check_shapes(tree, config, both(lambda x: x.shape, recent), page, counts, bases)
+    runs_bases = {name: x for name, x in pages.items() if name.startswith("basis")}
+    _check_floats(runs_bases | {name: tree.get(name, {}) for name in WINDOWS})
+    _check_finite(tree)
+
+
+def _check_plain(tree: dict, like: DynamicLayer, tokens: int) -> None:
+    """Check the same for the state of one of mlx-lm's caches, of a layer of transformers."""
+    keys, values, *counts = (tree[str(i)] for i in range(len(tree)))
+    window = like.sliding_window if isinstance(like, DynamicSlidingWindowLayer) else None
+    if len(counts) != (1 if window is None else 4) or any(n.is_floating_point() for n in counts):
+        raise ValueError("parts of a cache missing, or too many")
+    offset, *ring = (int(n) for n in counts)
+    for x, token in zip((keys, values), held(like), strict=True):
+        state.check_shape("windows", x, (*token.shape[:2], keys.shape[2], token.shape[3]))
+    if offset != tokens or (ring and ring[:2] != [0, window]):
+        raise ValueError("a cache of other tokens, or of another window")
+    state.check_rows(keys.shape[2], offset, *ring)
+    _check_finite(tree)
+    _check_floats({"keys": keys, "values": values})
+
+
+def _check_floats(tree: dict) -> None:
+    if not all(x.is_floating_point() for x in tree_leaves(tree)):
+        raise ValueError("windows that are no floating-point numbers")
+
+
+def _check_finite(tree: dict) -> None:
+    floats = (x for x in tree_leaves(tree) if x.is_floating_point())
+    if not all(torch.isfinite(x).all() for x in floats):
+        raise ValueError("numbers that are not finite")
 
 
 # Layers of transformers <-> states of mlx-lm: (keys, values, tokens) of a plain cache; (keys, values,
@@ -147,11 +215,11 @@ def _state_of(layer) -> dict:
     return {"0": keys, "1": values, "2": tokens, "3": 0, "4": window, "5": keys.shape[2]}
 
 
-def _fill(layer: DynamicLayer, state: dict) -> None:
-    tokens, device = int(state["2"]), held(layer)[0].device
-    pair = (state[name].to(device) for name in ("0", "1"))
+def _fill(layer: DynamicLayer, tree: dict) -> None:
+    tokens, device = int(tree["2"]), held(layer)[0].device
+    pair = (tree[name].to(device) for name in ("0", "1"))
     if isinstance(layer, DynamicSlidingWindowLayer):
-        place, window = int(state["5"]), layer.sliding_window
+        place, window = int(tree["5"]), layer.sliding_window
         keys, values = (_in_order(x, place, tokens)[:, :, 1 - window :] for x in pair)
         layer.cumulative_length = tokens
     else:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
-from cuda_track.models import attach_model, handing, prompt_cache
-from cuda_track.models.handing import cache_of, handed
+from cuda_track.models import attach_model, prompt_cache, transformers_compat
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import Loaded
+from cuda_track.models.transformers_compat import cache_of, handed
 from experiments.families.building import VOCABULARY, build, config_of
 from experiments.families.found import EXACT, INT4, PROMPT
 from mlxkv.errors import UserError
@@ -201,14 +201,14 @@ def test_a_cache_is_handed_by_the_name_of_this_version():
 
 
 def test_generate_of_attached_models_takes_a_cache_by_either_name(subtests, attached):
-    for name in handing.NAMES:
+    for name in transformers_compat.NAMES:
         with subtests.test(name=name):
             right, cache = written(attached), attach_model.new_cache(attached)
             out = written(attached, return_dict_in_generate=True, **{name: cache})
             assert torch.equal(out.sequences, right)
             assert cache_of(out) is cache and cache.get_seq_length() == PROMPT + NEW - 1
             assert torch.equal(written(attached, **{name: None}), right)
-            other = {x: attach_model.new_cache(attached) for x in handing.NAMES}
+            other = {x: attach_model.new_cache(attached) for x in transformers_compat.NAMES}
             with pytest.raises(UserError, match="one cache; got cache and past_key_values"):
                 written(attached, **other)
             with pytest.raises(UserError, match="reads no cache"):

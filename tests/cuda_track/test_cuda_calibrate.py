@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from cuda_track import calibrate, eval
 from cuda_track.models import attach_model
-from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.loader import load
+from cuda_track.models.transformers_compat import cache_of, handed
 from experiments.families.building import build
 from mlxkv import models
 from mlxkv.corpora import corpus

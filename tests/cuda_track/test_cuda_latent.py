@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cuda_track.cache.latent import Heads, LatentKVCache, attend
-from cuda_track.models import attach_model, handing, latent
+from cuda_track.models import attach_model, latent, transformers_compat
 from experiments.families.building import NOT_BUILT, build, families
 from experiments.families.found import EXACT
 from mlxkv.formats.config import CacheConfig, Side
@@ -176,10 +176,12 @@ def test_batches_beams_drafts_and_copies():
         attach_model.detach(other)
     cache = attach_model.new_cache(model)
     with torch.no_grad():
-        whole = model(IDS, **handing.handed(cache)).logits
+        whole = model(IDS, **transformers_compat.handed(cache)).logits
         cache.crop(-5)
-        again = model(IDS[:, -5:], **handing.handed(cache)).logits
-        weights = model(IDS[:, :1], output_attentions=True, **handing.handed(cache)).attentions
+        again = model(IDS[:, -5:], **transformers_compat.handed(cache)).logits
+        weights = model(
+            IDS[:, :1], output_attentions=True, **transformers_compat.handed(cache)
+        ).attentions
     torch.testing.assert_close(again, whole[:, -5:], rtol=0, atol=1e-4)
     assert weights is None or weights[0].shape[-1] == PROMPT + 1
 

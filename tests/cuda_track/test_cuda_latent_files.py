@@ -15,8 +15,8 @@ from small_models import TINY
 from cuda_track.cache.latent import LatentKVCache
 from cuda_track.calibrate import calibrate
 from cuda_track.models import attach_model, prompt_cache
-from cuda_track.models.handing import handed
 from cuda_track.models.loader import load
+from cuda_track.models.transformers_compat import handed
 from mlxkv import models
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact

@@ -15,10 +15,9 @@ from cuda_track import generate as generation
 from cuda_track.calibrate import calibrate
 from cuda_track.generate import generate
 from cuda_track.models import attach_model, prompt_cache
-from cuda_track.models.handing import cache_of, handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
-from cuda_track.models.parallel import Share, share_of
+from cuda_track.models.transformers_compat import Share, cache_of, handed, share_of
 from mlxkv import console, models
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError

@@ -11,9 +11,9 @@ from small_models import TINY
 from tensors import to_torch
 
 from cuda_track.models import attach_model, prompt_cache
-from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
+from cuda_track.models.transformers_compat import handed
 from mlxkv import models
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError

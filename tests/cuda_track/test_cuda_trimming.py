@@ -12,8 +12,8 @@ from tensors import to_mlx, to_torch
 from cuda_track.cache import choose
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.models import attach_model
-from cuda_track.models.handing import handed
 from cuda_track.models.layers import CompressedLayer
+from cuda_track.models.transformers_compat import handed
 from experiments.families.building import VOCABULARY, build
 from experiments.families.found import EXACT, INT4
 from mlxkv.cache.attention import decode_all
