@@ -19,7 +19,7 @@ import torch
 from cuda_track.codec import transform
 from cuda_track.codec.codec import both
 from mlxkv import console
-from mlxkv.corpora import corpus
+from mlxkv.corpora import sources
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, rotary, sums
 from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
@@ -34,13 +34,6 @@ if TYPE_CHECKING:
     from cuda_track.models.taps import Call
 
 TOKENS = 8900  # about what the paper takes
-LEAST = 512
-WINDOW = 4096  # tokens that see each other
-SINK = 64  # first tokens of a window, which presets keep exact
-AWAY, EVERY = 124, 8  # attention counts from farther queries, one in so many: `mlxkv.spec.balanced`
-PROBES = 32  # tokens whose keys are compared from position to position
-# Tokens that are differentiated at once, how often, and the first ones whose outputs are not asked.
-DIFFERENTIATED, TIMES, FIRST = 256, 4, 64
 
 
 @dataclass
@@ -55,20 +48,20 @@ class Moments(LayerSums):
         queries = self._at_zero(call.queries)
         self._add("keys", queries)
         self._add("values", call.out)
-        if keys.shape[2] > SINK:
-            self._add(KEYS, keys[:, :, SINK:])
-            self._add("stored values", call.values[:, :, SINK:])
+        if keys.shape[2] > sums.SINK:
+            self._add(KEYS, keys[:, :, sums.SINK :])
+            self._add("stored values", call.values[:, :, sums.SINK :])
             exchange = self.exchange
             root = None if exchange is None else torch.from_numpy(sums.root(exchange.fisher))
             if (heard := received(call, root)) is not None:
-                self._add(READ, keys[:, :, SINK:], heard.attention[:, SINK:])
+                self._add(READ, keys[:, :, sums.SINK :], heard.attention[:, sums.SINK :])
                 if exchange is not None:
                     exchange.keys = exchange.keys + heard.costs.double().sum(1).cpu().numpy()
                     exchange.values = exchange.values + heard.squares.double().cpu().numpy()
                     exchange.queries += heard.costs.shape[1]
                     self._add(WEIGHED, queries[:, :, heard.asked], heard.costs)
             for side, x in zip(SIDES, (call.keys, call.values), strict=True):
-                self.raise_peaks(side, peaks(x[:, :, SINK:]).cpu().numpy())
+                self.raise_peaks(side, peaks(x[:, :, sums.SINK :]).cpu().numpy())
         if self.output is None and call.output is not None:
             squares = call.output.double() @ call.output.double().mT
             dims = squares.shape[-1]
@@ -126,11 +119,13 @@ class Heard:
 
 
 def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
-    """Ask one query in EVERY of a window; None where none is far from a key behind the first ones. root: L [G, D, D] of
-    F = L L^T; None for I."""
+    """Ask one query in `sums.EVERY` of a window; None where none is far from a key behind the first ones.
+
+    root: L [G, D, D] of F = L L^T; None for I.
+    """
     queries, keys = call.queries, call.keys
-    at = torch.arange(0, keys.shape[2], EVERY, device=keys.device)
-    at = at[at - AWAY > SINK]
+    at = torch.arange(0, keys.shape[2], sums.EVERY, device=keys.device)
+    at = at[at - sums.AWAY > sums.SINK]
     if not len(at):
         return None
     group = queries.shape[1] // keys.shape[1]
@@ -144,10 +139,10 @@ def received(call: Call, root: torch.Tensor | None = None) -> Heard | None:
         q = queries[0, :, block].float().unflatten(0, (-1, group)) * call.scale  # [G, H / G, N, D]
         scores = q @ keys[0, :, None].float().mT
         scores = scores.masked_fill(place > block[:, None], float("-inf"))
-        p = scores.softmax(-1).masked_fill(place >= block[:, None] - AWAY, 0)
+        p = scores.softmax(-1).masked_fill(place >= block[:, None] - sums.AWAY, 0)
         attention += p.sum((1, 2))
-        apart = torch.cdist(out[:, :, block], values[:, None, SINK:]) ** 2
-        p = p[..., SINK:] ** 2
+        apart = torch.cdist(out[:, :, block], values[:, None, sums.SINK :]) ** 2
+        p = p[..., sums.SINK :] ** 2
         costs.append((p * apart).sum(-1))
         squares += p.sum((1, 2, 3))
     return Heard(at, attention, torch.cat(costs, -1).flatten(1), squares)
@@ -175,9 +170,9 @@ def fisher(
 
     try:
         with observing(model, shifted), torch.enable_grad():
-            for i in range(TIMES):
-                part = list(tokens[i * DIFFERENTIATED : (i + 1) * DIFFERENTIATED])
-                if len(part) <= FIRST:
+            for i in range(sums.TIMES):
+                part = list(tokens[i * sums.DIFFERENTIATED : (i + 1) * sums.DIFFERENTIATED])
+                if len(part) <= sums.FIRST:
                     break
                 ids = torch.tensor([[*first, *part]], device=model.device)
                 logits = model(ids, use_cache=False).logits[0].float()
@@ -185,9 +180,9 @@ def fisher(
                 drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=seeded)
                 likelihood = logits.log_softmax(-1).gather(-1, drawn).sum()
                 gradients = torch.autograd.grad(likelihood, [shifts[layer] for layer in totals])
-                count += ids.shape[1] - FIRST
+                count += ids.shape[1] - sums.FIRST
                 for layer, g in zip(totals, gradients, strict=True):
-                    g = g[0, :, FIRST:].double().reshape(heads[layer], -1, g.shape[-1])
+                    g = g[0, :, sums.FIRST :].double().reshape(heads[layer], -1, g.shape[-1])
                     totals[layer] = totals[layer] + (g.mT @ g).cpu().numpy()
     except (RuntimeError, NotImplementedError, KeyError) as error:  # equal layers serve, too
         reason = str(error).partition("\n")[0]
@@ -207,7 +202,7 @@ def calibrate(
     loaded: Loaded,
     tokens: Sequence[int],
     text: str = "",
-    window: int = WINDOW,
+    window: int = sums.WINDOW,
     bos: int | None = None,
 ) -> Calibration:
     """Compute the maps of all layers that grow with the context. Raises UserError, MachineError."""
@@ -216,9 +211,9 @@ def calibrate(
     from cuda_track.models.taps import observing
     from cuda_track.models.transformers_compat import check_one_process
 
-    if len(tokens) < LEAST:
+    if len(tokens) < sums.LEAST:
         raise UserError(
-            f"[calibrate] too little text; got {len(tokens)} tokens; choose at least {LEAST}"
+            f"[calibrate] too little text; got {len(tokens)} tokens; choose at least {sums.LEAST}"
         )
     model = loaded.model
     check_one_process(model, "calibrate", "moments are taken")
@@ -229,7 +224,8 @@ def calibrate(
         )
     growing = {i for i, layer in enumerate(plain_layers(model)) if replaceable(layer)}
     positions = context_limit(model.config.to_dict()) or DEFAULT_CONTEXT
-    rotaries, spans = rotations(model, tokens[:PROBES], max(positions, window)), contexts(positions)
+    rotaries = rotations(model, tokens[: sums.PROBES], max(positions, window))
+    spans = contexts(positions)
     moments: dict[int, Moments] = {}
     information = fisher(model, growing, tokens, bos)
 
@@ -290,19 +286,15 @@ def main() -> None:
     from cuda_track import cli
     from cuda_track.models.loader import load
 
-    parser = cli.parser(__doc__, kv="fp16")
+    parser = cli.parser(__doc__, kv="fp16", reads=True)
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--text", type=Path, help="what is read; by default the corpus of mlxkv")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     options = parser.parse_args()
     loaded = load(options.model, "fp16", options.dtype, options.device)
-    text = (
-        options.text.read_text() if options.text else "\n\n".join(corpus.interleaved("calibration"))
-    )
-    tokens = loaded.tokenizer(text, add_special_tokens=False)["input_ids"][: options.tokens]
-    window = min(WINDOW, getattr(loaded.model.config, "max_position_embeddings", None) or WINDOW)
-    name = options.text.name if options.text else "corpus calibration"
-    calibration = calibrate(loaded, tokens, name, window, loaded.tokenizer.bos_token_id)
+    text = sources.calibration_tokens(loaded, options.tokens, options.text)
+    window = min(sums.WINDOW, context_limit(loaded.model.config.to_dict()) or sums.WINDOW)
+    bos = loaded.tokenizer.bos_token_id
+    calibration = calibrate(loaded, text.tokens, text.name, window, bos)
     artifact.write_calibration(options.output, calibration)
     console.note(f"calibrated on {calibration.tokens} tokens: {options.output}")
 

@@ -7,7 +7,6 @@ full-precision cache by its KL divergence. Keys are those of `mlxkv eval`.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import torch
 
@@ -16,7 +15,7 @@ from cuda_track.models.attach_model import attach, new_cache
 from cuda_track.models.loader import Loaded, load
 from cuda_track.models.transformers_compat import handed
 from mlxkv import console
-from mlxkv.corpora import corpus
+from mlxkv.corpora import sources
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 
@@ -62,30 +61,27 @@ def evaluate(loaded: Loaded, presets: list[str], tokens: list[int], decoded: int
 
 
 def main() -> None:
-    parser = cli.parser(__doc__, kv="int8,int4,fill-4,fill-3,fill-2.25")
+    parser = cli.parser(__doc__, kv="int8,int4,fill-4,fill-3,fill-2.25", reads=True)
     parser.add_argument("--context", type=int, default=2048, help="tokens of the prefill")
     parser.add_argument("--decode", type=int, default=128, help="tokens that are decoded")
-    parser.add_argument("--text", type=Path, help="what is read; by default the corpus of mlxkv")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options = parser.parse_args()
+    if options.context < 1 or options.decode < 1:
+        raise UserError(
+            f"[eval] --context and --decode are 1 or more; got {options.context} and {options.decode}"
+        )
     presets = options.kv.split(",")
     for name in presets:
         parse_kv(name)
     loaded = load(options.model, "fp16", options.dtype, options.device)
-    text = (
-        options.text.read_text() if options.text else "\n\n".join(corpus.interleaved("evaluation"))
-    )
-    tokens = loaded.tokenizer(text)["input_ids"][: options.context + options.decode]
-    if options.decode < 1 or len(tokens) <= options.decode:
-        raise UserError(
-            f"[eval] too little text; got {len(tokens)} tokens; choose less than --decode"
-        )
+    tokens = sources.evaluation_tokens(
+        loaded, options.context + options.decode, options.text
+    ).tokens
     measured = evaluate(loaded, presets, tokens, options.decode, options.calibration)
-    context = len(tokens) - options.decode
     if options.json:
-        print(json.dumps({"model": loaded.name, "context": context, "presets": measured}))
+        print(json.dumps({"model": loaded.name, "context": options.context, "presets": measured}))
         return
-    print(f"{loaded.name}, {options.decode} tokens behind {context}")
+    print(f"{loaded.name}, {options.decode} tokens behind {options.context}")
     for name, row in measured.items():
         print(f"{name:<18} " + "  ".join(f"{key} {value:.5g}" for key, value in row.items()))
 

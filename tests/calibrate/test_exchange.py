@@ -65,7 +65,7 @@ def test_information_is_that_of_tokens_which_the_model_draws(model, information)
     """KL of outputs that are off by a little, over that of nothing, is half of d^T F d."""
     heads, found = information
     (place, fisher), size = list(found.items())[-1], 3e-2
-    ids = TEXT[: exchange.WINDOW]
+    ids = TEXT[: sums.DIFFERENTIATED]
     plain = model(mx.array(ids)[None]).astype(mx.float32)[0]
     slots = patch(model)
     try:
@@ -76,12 +76,12 @@ def test_information_is_that_of_tokens_which_the_model_draws(model, information)
             exchange.put(caches, place, shifted)
             shifted.__init__()
             noise = size * rng.standard_normal((1, 4, len(ids), 64)).astype(np.float32)
-            noise[:, :, : exchange.FIRST] = 0
+            noise[:, :, : sums.FIRST] = 0
             shifted.shift = mx.array(noise)
             off = model(mx.array(ids)[None], cache=caches).astype(mx.float32)[0]
             logp, logq = (x - mx.logsumexp(x, -1, keepdims=True) for x in (plain, off))
             total += (mx.exp(logp) * (logp - logq)).sum().item()
-            expected += size**2 / 2 * np.trace(fisher.sum(0)) * (len(ids) - exchange.FIRST)
+            expected += size**2 / 2 * np.trace(fisher.sum(0)) * (len(ids) - sums.FIRST)
     finally:
         unpatch(slots)
     assert shifted.shape == (1, 4, len(ids), 64)

@@ -7,7 +7,8 @@ from calibration_inputs import LLAMA3, YARN
 from random_models import random_model
 
 from mlxkv.formats.calibration import rotary
-from mlxkv.models.calibration.moments import PROBES, rotations
+from mlxkv.formats.calibration.sums import PROBES
+from mlxkv.models.calibration.moments import rotations
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.probe import leaves
 from mlxkv.spec import positions

@@ -26,6 +26,16 @@ KEYS, READ = "stored keys", "read keys"
 WEIGHED = "weighed queries"  # by what errors of their scores cost
 READ_BY_COST = 0.75  # the share of queries' weight that is this cost (`mlxkv.spec.mixed_bits`)
 
+# What both tracks read of a text.
+LEAST = 512  # tokens: fewer are too few for heads of 64 to 256 dims
+WINDOW = 4096  # tokens that see each other
+SINK = 64  # first tokens of a window, which presets keep exact
+AWAY = 124  # tokens so near to a query are exact (`mlxkv.spec.balanced`)
+EVERY = 8  # one query in so many is asked: scores would cost as much as attention does
+PROBES = 32  # tokens whose keys are compared from position to position
+# Tokens that are differentiated at once, which bounds memory; how often; the first ones, whose outputs are not asked.
+DIFFERENTIATED, TIMES, FIRST = 256, 4, 64
+
 Place = TypeVar("Place")  # of a layer
 
 

@@ -16,12 +16,9 @@ import numpy as np
 
 from mlxkv import console, errors
 from mlxkv.formats.calibration import sums
+from mlxkv.formats.calibration.sums import DIFFERENTIATED, FIRST, TIMES
 from mlxkv.models.hooks.probe import Place, put
 from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
-
-WINDOW = 256  # tokens that are differentiated at once, which bounds memory
-WINDOWS = 4  # of a text
-FIRST = 64  # tokens of a window whose outputs are not asked
 
 
 @dataclass
@@ -84,8 +81,8 @@ def fisher(
     """
     totals, count = dict.fromkeys(heads, np.zeros(())), 0
     try:
-        for i in range(WINDOWS):
-            part = list(tokens[i * WINDOW : (i + 1) * WINDOW])
+        for i in range(TIMES):
+            part = list(tokens[i * DIFFERENTIATED : (i + 1) * DIFFERENTIATED])
             if len(part) <= FIRST:
                 break
             count += len(first) + len(part) - FIRST

@@ -29,11 +29,10 @@ from mlxkv.formats import matrices
 from mlxkv.formats.calibration import sums
 from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
 from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, contexts
-from mlxkv.formats.calibration.sums import windows
+from mlxkv.formats.calibration.sums import LEAST, PROBES, WINDOW, windows
 from mlxkv.models.calibration import TOKENS
 from mlxkv.models.calibration.exchange import ExchangeMeasure, fisher
 from mlxkv.models.calibration.moments import (
-    PROBES,
     ROWS,
     Moments,
     Readers,
@@ -52,8 +51,6 @@ from mlxkv.models.origin import Origin, layer_name, origin_of
 if TYPE_CHECKING:
     from mlxkv.models.loader import Loaded
 
-LEAST = 512  # tokens: fewer are too few for heads of 64 to 256 dims
-WINDOW = 4096  # tokens that see each other
 CORPUS = "corpus calibration"  # the name of the text that is read where none is named
 CHUNK = 512  # tokens that go through the model at once
 Progress = Callable[[int], None]

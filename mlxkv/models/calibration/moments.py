@@ -22,15 +22,21 @@ from mlxkv.formats.calibration import rotary
 from mlxkv.formats.calibration.artifact import SIDES, Basis
 from mlxkv.formats.calibration.balance import Balance
 from mlxkv.formats.calibration.rotary import Rotary, drawn
-from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, LayerSums, Sums
+from mlxkv.formats.calibration.sums import (
+    AWAY,
+    EVERY,
+    KEYS,
+    READ,
+    SINK,
+    WEIGHED,
+    LayerSums,
+    Sums,
+)
 from mlxkv.models.calibration.exchange import ExchangeMeasure
 from mlxkv.models.hooks.probe import Place, ProbedShape, leaves, put
 from mlxkv.models.hooks.taps import AttentionCall
 
 # -- Weigh stored keys by the attention that far queries give them. Spec: `mlxkv.spec.balanced`.
-
-AWAY = 124  # tokens so near to a query are exact
-EVERY = 8  # one query in so many is asked: scores would cost as much as attention does
 
 
 def far_attention(call: AttentionCall, sink: int) -> tuple[mx.array, mx.array] | None:
@@ -98,7 +104,6 @@ class Readers:
         return np.array(self.module.unembed_out(eye)[0].astype(mx.float32), np.float64)
 
 
-SINK = 64  # first tokens of a window, which presets keep exact
 ROWS = 4096  # of a sample, at most, per kv head
 
 
@@ -277,7 +282,6 @@ def peaks(x: mx.array) -> mx.array:
 # runs on single tokens whose caches hold nothing and say that they are at position t. That is exact for every layer,
 # family and kind of RoPE, and reads no config.
 
-PROBES = 32  # keys of each kv head that are compared
 WITH_POSITIONS = ("KVCache", "RotatingKVCache", "ChunkedKVCache")
 RESOLUTION = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 
