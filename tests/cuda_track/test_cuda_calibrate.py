@@ -146,3 +146,20 @@ def test_fewer_bits_lose_more(loaded, tokens):
     assert 0 < kl["int8"] < 1e-4 < kl["naive-int2"]
     assert found["fp16"]["bits_per_value"] == 16 and found["int8"]["bits_per_value"] == 8.5
     json.dumps(found)
+
+
+def test_what_is_measured_of_predictions(loaded, tokens):
+    """KL(exact, predicted) in nats, by hand; predictions are of the tokens that follow."""
+    exact, predicted = torch.tensor([[0.5, 0.5], [0.9, 0.1]]), torch.tensor([[0.25, 0.75]] * 2)
+    row = eval.compared(predicted.log(), exact.log(), torch.tensor([0, 1]))
+    kl = [0.5 * np.log(2) + 0.5 * np.log(2 / 3), 0.9 * np.log(3.6) + 0.1 * np.log(2 / 15)]
+    assert np.isclose(row["kl_mean"], np.mean(kl)) and row["kl_p99"] > 0.9 * max(kl)
+    assert np.isclose(row["ppl"], (0.25 * 0.75) ** -0.5) and row["top1"] in (0, 0.5)
+    attach_model.attach(loaded.model, "fp16")
+    with torch.no_grad():
+        right = loaded.model(torch.tensor([tokens[:40]]), use_cache=False).logits[0]
+    found = eval.predictions(loaded, tokens[:40], 4)
+    assert torch.allclose(found, right[-5:-1].log_softmax(-1), atol=1e-4)
+    row = eval.evaluate(loaded, ["fp16"], tokens[:40], 4)["fp16"]
+    truth = torch.tensor(tokens[36:40])[:, None]
+    assert np.isclose(row["ppl"], float((-found.gather(-1, truth)).mean().exp()), rtol=1e-3)

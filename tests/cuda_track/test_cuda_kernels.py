@@ -1,5 +1,6 @@
 """Triton's kernels in its interpreter: attention over pools of pages, and what pools share."""
 
+import contextlib
 import copy
 import os
 import re
@@ -26,6 +27,7 @@ from cuda_track.codec.maps import LayerMaps
 from cuda_track.golden import kernels as golden_kernels
 from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool
+from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import Affine
@@ -346,13 +348,24 @@ def test_an_infinite_number_is_quantized_as_plain_ops_do(monkeypatch):
     torch.testing.assert_close(found["scale"], right["scale"], rtol=2**-10, atol=0)
 
 
-def test_the_benchmark_checks_what_it_times(monkeypatch):
-    shape, config = bench.Shape(2, 2, 1, 64, 2 * 64), bench.FORMATS["int4"]
+def test_the_benchmark_checks_what_it_times_and_takes_the_fastest_baseline(monkeypatch):
+    micros = iter([8.0, 2.0, 6.0, 4.0, 0.5])  # four forms of the baseline, then ours
+    monkeypatch.setattr(bench, "timed", lambda calls, q: [next(micros), calls[0](q)][0])
+    monkeypatch.setattr(bench, "buffers", lambda size: 1)
+    monkeypatch.setattr(bench, "DTYPE", torch.float16)
+    monkeypatch.setattr(bench, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    monkeypatch.setitem(bench.CASES, "tiny", bench.Shape(2, 2, 1, 64, 2 * 64))
     torch.manual_seed(0)
-    assert bench.checked(config, shape, torch.float16, launch.Launch()) < bench.BOUND
+    base, ours = bench.attention_rows(["tiny"], ["int4"])
+    assert base.microseconds == 2 and "rows" in base.kind
+    assert ours.ratio == 4 and 0 < ours.rms < bench.BOUND
+    bits = 4 + 32 / 64  # of a value, of keys and values of two rows
+    assert ours.gigabytes_per_second == 2 * 2 * 128 * 64 * bits / 8 / 0.5e3
     attend = launch.attend
     monkeypatch.setattr(launch, "attend", lambda *a, **k: attend(*a, **k) * 1.01)
-    assert bench.checked(config, shape, torch.float16, launch.Launch()) > bench.BOUND
+    monkeypatch.setattr(bench, "baseline", lambda shape: (1.0, ""))
+    with pytest.raises(UserError, match="int4 is wrong by"):
+        list(bench.attention_rows(["tiny"], ["int4"]))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The trained model of tests/data in transformers and in MLX: the same codes, the same text, the same files."""
 
+import shutil
 import sys
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -138,6 +139,31 @@ def test_mistakes_are_one_line(subtests, monkeypatch, capsys):
             assert found.value.code == 2
             line = capsys.readouterr().err.strip()
             assert text in line and "\n" not in line
+
+
+def test_a_model_is_loaded_as_asked(tmp_path):
+    """In the dtype that was named, with its fingerprint; templates of others run with bounds."""
+    made = load(TINY, "int4", "bfloat16", "cpu")
+    assert made.model.dtype == torch.bfloat16 and load(TINY).model.dtype == torch.float32
+    assert made.fingerprint == models.load(TINY).fingerprint and made.kv_name == "int4"
+    assert not made.model.training and any(r.compressed for r in made.layers)
+    folder = shutil.copytree(TINY, tmp_path / "endless")
+    long = "{% for i in range(60000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(long)
+    with pytest.raises(UserError, match="chat template"):
+        load(str(folder))
+
+
+def test_a_sampled_reply_is_sampled(tokens, monkeypatch):
+    made, asked = load(TINY, "int4", "float32"), {}
+    own = made.model.generate
+    monkeypatch.setitem(
+        vars(made.model), "generate", lambda *a, **k: [asked.update(k), own(*a, **k)][1]
+    )
+    reply = generate(made, tokens[:30], 3, temp=0.7)
+    assert asked["do_sample"] and asked["temperature"] == 0.7
+    assert len(reply.tokens) == 3 and reply.prompt_tokens == 30 and reply.cache_bytes > 0
+    assert reply.text == made.tokenizer.decode(reply.tokens, skip_special_tokens=True)
 
 
 def test_weights_that_mlx_has_quantized_are_refused_in_one_line():
