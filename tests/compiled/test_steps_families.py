@@ -7,8 +7,6 @@ from random_models import FAMILIES, tokens
 from step_twins import prompted, small, steps_of
 
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
-# Not attached: nothing of them is compressed.
-NOT_ATTACHED = {"mamba2"}
 LENGTH = "[attend] this model's code reads how many tokens a cache holds"
 MASK = "the model's code asks compressed layers for a mask as an array"
 NUMBERS = "the model's code looks at numbers that only the device has"
@@ -21,27 +19,20 @@ KINDS = {
     "gpt_oss": {"RotatingKVCache", "CompressedKVCache"},
     "qwen3_next": {"ArraysCache", "CompressedKVCache"},
     "falcon_h1": {"CacheList"},
-    "iquestloopcoder": {"CompressedKVCache", "RotatingKVCache"},
 }
 
 
-@pytest.mark.parametrize(
-    "family", sorted({*REFUSED, *KINDS, *NOT_ATTACHED, "gemma4_text", "gemma3n"})
-)
+@pytest.mark.parametrize("family", sorted({*REFUSED, *KINDS, "gemma3n"}))
 def test_which_families_are_traced(family, attached, monkeypatch):
     monkeypatch.setitem(FAMILIES, "gpt_bigcode", BIGCODE | {"layer_norm_epsilon": 1e-5})
-    if family in NOT_ATTACHED:
-        with pytest.warns(UserWarning, match="NOTHING IS COMPRESSED"):
-            assert "_mlxkv_attachment" not in vars(attached(family))
-        return
     model = attached(family)
     if family in KINDS:
         kinds = {type(cache).__name__ for cache in make_prompt_cache(model)}
         assert kinds <= KINDS[family] and kinds & KINDS[family]
     twins, token = prompted(model)
-    token = twins.speak(token, 24)
+    token = twins.speak(token, 5)
     token = twins.read(mx.concatenate([token, tokens(3)]))
-    twins.speak(token, 10)
+    twins.speak(token, 2)
     twins.compare()
     assert list(steps_of(model).refused.values()) == (
         [REFUSED[family]] if family in REFUSED else []
@@ -54,12 +45,12 @@ def test_which_families_are_traced(family, attached, monkeypatch):
 
 def test_a_window_before_it_is_full_as_it_gets_full_and_after(attached):
     """Pages are quantized when the ring still has room, so that all its stages are traced."""
-    model = attached("gemma3_text", sliding_window=64)
-    twins, token = prompted(model, 30)
+    model = attached("gemma3_text", sliding_window=32)
+    twins, token = prompted(model, 14)
     ring = next(cache for cache in twins.traced if type(cache) is RotatingKVCache)
     assert ring.offset < ring.max_size
     stages = set()
-    for _ in range(110):
+    for _ in range(56):
         before = twins.steps.traced
         token = twins.read(token)
         stages |= {ring.offset - ring.max_size} if twins.steps.traced > before else set()
@@ -70,7 +61,7 @@ def test_a_window_before_it_is_full_as_it_gets_full_and_after(attached):
     )  # a trace before, one of the full ring
 
 
-@pytest.mark.parametrize("prompt", [14, 30, 33])
+@pytest.mark.parametrize("prompt", [14, 33])
 def test_several_tokens_at_every_stage_of_a_window(attached, prompt):
     twins, token = prompted(attached("gemma3_text", sliding_window=32), prompt)
     for new in (1, 3, 1, 8, 1, 2, 1, 1, 8, 8, 1):

@@ -44,7 +44,7 @@ def latents_of(twins: Twins) -> list[LatentKVCache]:
     return [cache for cache in flat if isinstance(cache, LatentKVCache)]
 
 
-@pytest.mark.parametrize("family", ("bailing_moe_v3", "kimi_k3", "longcat_flash", "mistral4"))
+@pytest.mark.parametrize("family", ("kimi_k3", "longcat_flash"))
 def test_families_are_replayed(family, attached):
     model = attached(family)
     twins = Twins(model)
@@ -65,12 +65,10 @@ def test_a_sparse_index_is_not(attached):
 @pytest.mark.parametrize(
     "config",
     [
-        config_of(CHANNEL),
-        config_of(Side(Affine(3, 64), "hadamard"), sink=0),
         config_of(CHANNEL, rotary=8, sink=0),
         replace(parse_kv("turbo-int4"), rotary=8, **WINDOWS),
     ],
-    ids=("channel", "no sink", "channel rotary 8 no sink", "turbo rotary 8"),
+    ids=("channel rotary 8 no sink", "turbo rotary 8"),
 )
 def test_formats_are_replayed_past_quantizing_and_capacity(config, attached):
     """Past the first capacity of pages of 16 tokens, so that arrays grow and another trace is made."""
@@ -99,8 +97,7 @@ def test_drafts_trims_copies_and_saved_caches_between_replayed_steps(attached):
     assert not twins.steps.refused and twins.steps.replayed > 35
 
 
-@pytest.mark.parametrize("family", ("deepseek_v3", "longcat_flash"))
-@pytest.mark.parametrize("rotary", (16, 8))
+@pytest.mark.parametrize(("family", "rotary"), [("deepseek_v3", 16), ("longcat_flash", 8)])
 def test_sequences_of_other_lengths_in_a_batch(family, rotary, attached):
     model = attached(family, config_of(rotary=rotary))
     steps = steps_of(model)
@@ -121,11 +118,11 @@ def test_sequences_of_other_lengths_in_a_batch(family, rotary, attached):
 
     ours, plain = batch(), batch()
     token, before = mx.array([[5], [6], [7]]), steps.replayed
-    for _ in range(24):
+    for _ in range(10):
         one, other = model(token, cache=ours), untraced(model, token, plain)
         assert mx.abs(one - other).max().item() < 1e-4
         token = mx.argmax(other[:, -1:], axis=-1)
-    assert steps.replayed - before == 24 and not steps.refused
+    assert steps.replayed - before == 10 and not steps.refused
 
 
 @pytest.mark.parametrize(

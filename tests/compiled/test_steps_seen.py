@@ -30,8 +30,8 @@ def apart(model, text: mx.array, traced: list, plain: list) -> float:
 def test_layers_that_share_a_cache_wait_in_a_batch_that_quantizes(attached):
     model, text = attached("gemma3n"), mx.array([[3], [4]])
     traced, plain = batch_of(model), batch_of(model)
-    assert max(apart(model, text, traced, plain) for _ in range(20)) < NEAR
-    assert steps_of(model).replayed > 10
+    assert max(apart(model, text, traced, plain) for _ in range(12)) < NEAR
+    assert steps_of(model).replayed > 4
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])

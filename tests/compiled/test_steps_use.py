@@ -18,7 +18,7 @@ from mlxkv.models import attach, detach
 from mlxkv.models.compiled.step import SWITCH
 
 
-def spoken(model, off: str | None = None, count: int = 60, **options) -> list[tuple[int, mx.array]]:
+def spoken(model, off: str | None = None, count: int = 24, **options) -> list[tuple[int, mx.array]]:
     """Tokens and log probabilities that mlx-lm's generator yields, with steps or without."""
     steps = steps_of(model)
     before, steps.off = steps.off, off
@@ -62,7 +62,7 @@ def test_a_draft_is_verified_by_traced_steps(attached, count, draft_seed):
     def speculated(off: str | None) -> list[int]:
         steps_of(model).off = off
         found = speculative_generate_step(
-            tokens(50), model, draft, num_draft_tokens=count, max_tokens=60
+            tokens(50), model, draft, num_draft_tokens=count, max_tokens=30
         )
         return [(int(token), bool(drafted)) for token, _, drafted in found]
 
@@ -135,7 +135,7 @@ def test_copies_have_traces_of_their_own(attached):
         assert mx.abs(found - untraced(one, token[None], plain)).max() < 1e-4
     assert steps_of(other).traced
     detach(other)
-    twins.speak(token, 20)
+    twins.speak(token, 3)
 
 
 # -- threads and streams
@@ -151,7 +151,7 @@ def test_one_thread_then_another(attached):
     def go_on() -> None:
         nonlocal token
         try:
-            token = twins.speak(token, 20)
+            token = twins.speak(token, 5)
             twins.compare()
             mx.eval(token)
         except BaseException as error:

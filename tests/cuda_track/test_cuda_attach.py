@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from cuda_track.models import attach_model, prompt_cache, transformers_compat
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import Loaded
+from cuda_track.models.taps import observing
 from cuda_track.models.transformers_compat import cache_of, handed
 from experiments.families.building import VOCABULARY, build, config_of
 from experiments.families.found import EXACT, INT4, PROMPT
@@ -53,6 +54,10 @@ def test_the_scale_of_scores_is_the_models_own(llama):
         [step(llama, cache, IDS[0, :-1].tolist()), step(llama, cache, IDS[0, -1:].tolist())], 1
     )
     assert (got - right).norm() < 1e-3 * right.norm()
+    scales = []
+    with observing(llama, lambda call: scales.append(call.scale)), torch.no_grad():
+        llama(IDS, use_cache=False)
+    assert scales == [layer.self_attn.scaling for layer in llama.model.layers]
 
 
 @pytest.fixture
