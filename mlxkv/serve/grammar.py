@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 import numpy as np
 
-from mlxkv.serve.refusals import Refused, bad
+from mlxkv.serve.refusals import Postponed, Refused, bad
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -26,10 +26,6 @@ WHITESPACE: JsonCompileOptions = {
     "whitespace_pattern": r"\n?[ \t]{0,16}",
 }
 ANY_OBJECT = {"type": "object"}
-
-
-class Postponed(Exception):
-    """A schema that is to be compiled elsewhere."""
 
 
 @lru_cache(1)

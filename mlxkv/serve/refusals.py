@@ -51,6 +51,18 @@ class Refused(Exception):
         return {"error": error | self.details}
 
 
+class Postponed(Exception):
+    """A request with a schema, which is to be compiled elsewhere."""
+
+
+class OtherModel(Exception):
+    """A request for another model, of this name."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.name = name
+
+
 NOTHING = object()
 
 

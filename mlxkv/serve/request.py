@@ -109,6 +109,14 @@ class Prompt(NamedTuple):
     state: str = "normal"
 
 
+class Read(NamedTuple):
+    """A request that was read. dropped: messages of its chat that the context had no room for."""
+
+    request: Request
+    prompt: Prompt
+    dropped: int = 0
+
+
 @dataclass(frozen=True)
 class Start:
     """A request whose prompt is read now. prompt_tokens, cached_tokens: of the prompt, and those of them that a cache

@@ -20,7 +20,6 @@ from mlxkv.metal.launch import backend
 from mlxkv.models.catalog.rendering import RENDERER
 from mlxkv.models.loading import quality_check
 from mlxkv.options import PARENT
-from mlxkv.serve import reading
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.access import Keys
 from mlxkv.serve.http.app import METHODS, RequestGuard, application
@@ -37,7 +36,6 @@ class Server:
     cannot listen."""
 
     def __init__(self, options: ServeOptions):
-        reading.PROCESSES[0].start()  # it is ready by the time that the model is
         self._asked = 0
         self._parent = os.environ.get(PARENT)  # None: it ends by itself
         try:

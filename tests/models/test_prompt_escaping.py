@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from mlxkv.models import load
 from mlxkv.models.prompt_escaping import Cut, PromptEscaper, cut_front
 from mlxkv.serve.apis.openai import read_chat
-from mlxkv.serve.reading import Prompts
+from mlxkv.serve.prompts import Prompts
 
 # As Qwen's: trims, takes thoughts out of replies, has tools and calls.
 TEMPLATE = """
@@ -260,7 +260,7 @@ def test_a_reply_goes_on_with_the_tokens_of_the_whole(tokenizer, template):
         chat = [*user("the?"), {"role": "assistant", "content": text}]
         whole = tokenizer._tokenizer.apply_chat_template(chat, continue_final_message=True)
         asked = read_chat({"messages": chat, "continue_final_message": True}, MODEL_INFO)
-        tokens, segments, _ = Prompts(tokenizer, {}).read(asked)
+        tokens, segments, _ = Prompts(tokenizer, {}).prompt(asked)
         assert tokens == list(whole["input_ids"]) == sum(segments, []), text
 
 

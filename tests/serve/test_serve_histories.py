@@ -13,7 +13,7 @@ from small_models import TINY
 
 from mlxkv.models.replies.continuing import continued
 from mlxkv.serve.apis.openai import read_chat
-from mlxkv.serve.reading import Prompts
+from mlxkv.serve.prompts import Prompts
 
 HEAD = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content if m.content is not none else '' }}"
@@ -71,7 +71,7 @@ def test_chats_with_calls_go_on(tmp_path, subtests):
             body = {"messages": [*chat, {"role": "tool", "tool_call_id": "1", "content": "rain"}]}
             with subtests.test(name, arguments=kind):
                 asked = read_chat(body | {"tools": [TOOL]}, MODEL_INFO)
-                prompt = prompts.read(asked)
+                prompt = prompts.prompt(asked)
                 text = tokenizer.decode(prompt.tokens)
                 assert "rain" in text and text.count(word) >= 1
                 assert '\\"city' not in text or kind == "half of it"  # encoded once

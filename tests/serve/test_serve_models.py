@@ -14,7 +14,6 @@ from serving import ENDLESS, asking, complete, get, held, refused, send, serving
 from mlxkv.errors import MachineError, UserError
 from mlxkv.machine import machine_memory
 from mlxkv.serve import engine as engines
-from mlxkv.serve import reading
 from mlxkv.serve.http import app, models
 from mlxkv.serve.options import ServeOptions
 
@@ -96,12 +95,12 @@ def test_a_model_that_cannot_be_loaded_costs_its_requests_alone(folders, tmp_pat
 def test_a_model_whose_engine_has_failed_is_loaded_anew(server):
     complete(server, "a", 2, model="two")
     broken = server.models.loaded["two"]
-    others = reading._open - {broken._reader._key}  # of other tests' servers, too
+    workers = broken.reader.workers
     broken.engine.problem = MachineError("for good")
     assert complete(server, "a", 2, model="two")["model"] == "two"
     anew = server.models.loaded["two"]
     assert anew is not broken
-    assert reading._open == others | {anew._reader._key}
+    assert all(worker._has_ended and worker._pool is None for worker in workers)
 
 
 def test_two_models_of_one_name_are_refused(folders, tmp_path):

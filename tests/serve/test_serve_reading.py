@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 
 import pytest
-from serving import complete, get, held, refused, send, serving, until
+from serving import complete, get, refused, send, serving, until
 
-from mlxkv.models.catalog import bounded
 from mlxkv.serve import reading
 from mlxkv.serve.refusals import Refused
 
@@ -78,27 +77,26 @@ def test_a_tokenizer_that_no_other_process_can_have_reads_here(server, monkeypat
     assert result.prompt.tokens == tokenizer.encode("abc")
     with pytest.raises(Refused, match=r"^\[body\] not JSON"):
         asyncio.run(reader.read("/v1/completions", b"{", None))
-    reader.close()
-    assert not reading._kept
+    assert not reader.workers
 
 
-def test_what_waits_while_a_model_is_closed_is_told(server):
+def test_what_is_read_while_a_model_is_closed_is_told(server):
     reader = reading.Reader(server.engine.tokenizer, {}, server.loaded_model.model_info)
-    data = json.dumps({"prompt": "abc"}).encode()
 
     async def waits():
-        async with reader._queues[0].acquire(0):
-            task = asyncio.create_task(reader.read("/v1/completions", data, None))
-            await asyncio.sleep(0)
-            reader.close()
+        task = asyncio.create_task(reader.read("/v1/completions", b"{}", None))
+        await asyncio.sleep(0.01)  # its process is not ready before
+        await asyncio.to_thread(reader.close)
         await task
 
     with pytest.raises(Refused, match="is ending"):
         asyncio.run(waits())
+    with pytest.raises(Refused, match="is ending"):
+        asyncio.run(reader.read("/v1/completions", b"{}", None))
 
 
 def test_small_requests_come_before_large_ones_that_wait():
-    queue, read = reading.WorkerQueue(None), []
+    queue, read = reading.WorkerQueue(), []
 
     async def ask(size: int) -> None:
         async with queue.acquire(size):
@@ -149,7 +147,7 @@ async def in_turn(
 def test_nobody_waits_for_ever_for_smaller_requests(keys):
     """A large request of one key beside two clients of each key, which never stop."""
     smaller = tuple((f"{i % keys}", 60) for i in range(2 * keys))
-    turns = asyncio.run(in_turn(reading.WorkerQueue(None), [("0", 66)], smaller))
+    turns = asyncio.run(in_turn(reading.WorkerQueue(), [("0", 66)], smaller))
     # the two clients of its key were there before it
     assert turns.index(("0", 66)) <= 3 * reading.EVERY * keys
 
@@ -159,7 +157,7 @@ def test_who_waits_longest_comes_next_of_its_key():
     asked = [("a", 5), ("a", 9), ("a", 7)]
     turns = [
         acquire
-        for acquire in asyncio.run(in_turn(reading.WorkerQueue(None), asked, small))
+        for acquire in asyncio.run(in_turn(reading.WorkerQueue(), asked, small))
         if acquire in asked
     ]
     assert turns == asked
@@ -168,12 +166,12 @@ def test_who_waits_longest_comes_next_of_its_key():
 def test_another_key_waits_for_nobodys_many_requests():
     """Forty requests of a key are there before a larger one of another."""
     crowd = [("a", 1)] * 40
-    turns = asyncio.run(in_turn(reading.WorkerQueue(None), [*crowd, ("b", 99)], ()))
+    turns = asyncio.run(in_turn(reading.WorkerQueue(), [*crowd, ("b", 99)], ()))
     assert turns.index(("b", 99)) <= 2
 
 
 def test_clients_that_leave_count_for_nothing():
-    queue = reading.WorkerQueue(None)
+    queue = reading.WorkerQueue()
 
     async def wait(key: str) -> None:
         async with queue.acquire(1, key):
@@ -209,20 +207,25 @@ def test_each_api_key_has_its_turns(model_folder, monkeypatch):
 def test_a_reader_that_was_stopped_is_no_fault_of_the_client(server, monkeypatch):
     """By a signal, or on a machine that swaps; by the system's lack of memory."""
     refused(server, 400, prompt="")  # it runs
-    monkeypatch.setattr(bounded, "PATIENCE", 0.5 - reading.SECONDS)
+    monkeypatch.setattr(reading, "PATIENCE", 2.0 - reading.SECONDS)
+    monkeypatch.setattr(reading, "LARGE", 0)  # the second one reads
+    worker, queue = server.loaded_model.reader.workers[1], server.loaded_model.reader.queues[1]
     for number in (signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM):
-        process = reading.PROCESSES[0]
-        with process._lock:
-            child = process._start()
-        with held(monkeypatch, bounded, "_send", int) as go, ThreadPoolExecutor(1) as pool:
+        worker.start().submit(int).result(60)
+        with ThreadPoolExecutor(1) as pool:
+            worker.start().submit(time.sleep, 1)
             job = pool.submit(send, server, "POST", "/v1/completions", {"prompt": "a"})
-            until(lambda: server.loaded_model._reader._queues[0].busy)
-            os.kill(child.pid, number)
-            go.set()
+            until(lambda: queue.busy)
+            time.sleep(0.1)
+            os.kill(worker._context.process.pid, number)
             status, headers, data = job.result()
         error = json.loads(data)["error"]
         assert (status, error["code"]) == (503, "busy") and headers["Retry-After"], error
     monkeypatch.undo()
+    assert complete(server, "a", 1)
+    idle = server.loaded_model.reader.workers[0]._context.process
+    os.kill(idle.pid, signal.SIGKILL)
+    until(lambda: not idle.is_alive())
     assert complete(server, "a", 1)
 
 
@@ -260,7 +263,7 @@ def test_schemas_hold_no_other_request_up(server):
     asked = chat(response_format={"type": "json_schema", "json_schema": {"schema": BOMB}})
     attack = Thread(target=refused, args=(server, 400, CHAT), kwargs=asked)
     attack.start()
-    until(lambda: any(queue.busy for queue in server.loaded_model._reader._queues))
+    until(lambda: any(queue.busy for queue in server.loaded_model.reader.queues))
     for _ in range(3):  # the first may come before the schema is reached
         complete(server, "a", 1)
     assert attack.is_alive()

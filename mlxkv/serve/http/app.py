@@ -27,7 +27,7 @@ from mlxkv.serve.http.access import Keys, check_host, given_key, tenant
 from mlxkv.serve.http.connection import DRAIN, PACE, SECONDS, Limits, late
 from mlxkv.serve.http.models import Models
 from mlxkv.serve.options import ServeOptions
-from mlxkv.serve.reading import APIS, COUNT, Read
+from mlxkv.serve.prompts import APIS, COUNT
 from mlxkv.serve.refusals import Refused, fault
 from mlxkv.serve.request import Job, Start, Token, no_model
 
@@ -246,7 +246,6 @@ class ReplyStream:
                 loaded_model,
                 read,
             ):
-                assert isinstance(read, Read)  # a number comes at `COUNT` alone
                 asked, prompt, dropped = read
                 engine, name = loaded_model.engine, loaded_model.name
                 markup = loaded_model.markup(asked, prompt.state)
@@ -338,8 +337,8 @@ def application(models: Models, keys: Keys, limits: Limits) -> Router:
 
     async def count(request: Request) -> Response:
         raw = await body_of(request, limits)
-        async with models.read(COUNT, raw, key(request), request.state.start) as (_, tokens):
-            return JSONDocument({"input_tokens": tokens})
+        async with models.read(COUNT, raw, key(request), request.state.start) as (_, read):
+            return JSONDocument({"input_tokens": len(read.prompt.tokens)})
 
     async def index(request: Request) -> Response:
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
@@ -371,8 +370,7 @@ def application(models: Models, keys: Keys, limits: Limits) -> Router:
 
     return Router(
         [
-            *(Route(path, reply, methods=["POST"]) for path in APIS),
-            Route(COUNT, count, methods=["POST"]),
+            *(Route(path, count if path == COUNT else reply, methods=["POST"]) for path in APIS),
             Route("/", index),
             Mount("/page", Files(directory=PAGE, follow_symlink=True)),
             Route("/health", health),

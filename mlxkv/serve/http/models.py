@@ -28,9 +28,9 @@ from mlxkv.serve.caches.memory import used_memory
 from mlxkv.serve.engine import LEAST_MEMORY, Engine
 from mlxkv.serve.grammar import calls_of
 from mlxkv.serve.options import ServeOptions
-from mlxkv.serve.reading import Read, Reader
-from mlxkv.serve.refusals import Refused, ending
-from mlxkv.serve.request import ModelInfo, Request, no_model
+from mlxkv.serve.reading import Reader
+from mlxkv.serve.refusals import OtherModel, Refused, ending
+from mlxkv.serve.request import ModelInfo, Read, Request, no_model
 
 
 def name_of(model: str) -> str:
@@ -59,20 +59,20 @@ class LoadedModel:
                 context=self.loaded.context,
             )
             self._machine = make_text_state_machine(self.loaded.tokenizer)
-            self._reader = Reader(self.loaded.tokenizer, options.template, self.model_info)
+            self.reader = Reader(self.loaded.tokenizer, options.template, self.model_info)
         except Exception:
             self.engine.stop_and_join()
             raise
 
     async def read(
         self, path: str, raw: bytes, key: str | None, names: tuple[str, ...] = ()
-    ) -> Read | int | str:
-        """Return the request in a body, as `Reader.read` returns it. key: of the client. names: of other models. Raises
-        Refused."""
+    ) -> Read:
+        """Return the request in a body, as `Reader.read` does. key: of the client. names: of other models. Raises
+        Refused, and OtherModel."""
         budget = None
         if self.options.overflow == "drop":
             budget = self.engine.memory.longest(self.model_info.longest)
-        return await self._reader.read(path, raw, budget, names, key)
+        return await self.reader.read(path, raw, budget, names, key)
 
     def markup(self, request: Request, state: str) -> Markup:
         """Return what reads thoughts and calls in a reply that begins in this state; none in a text that goes on."""
@@ -84,7 +84,7 @@ class LoadedModel:
     def close(self) -> None:
         """End the engine. Raises nothing."""
         self.engine.stop_and_join()
-        self._reader.close()
+        self.reader.close()
 
     def kv(self, is_operator: bool = True) -> dict:
         """Return the document of /v1/kv. is_operator: with numbers that depend on what all clients ask."""
@@ -161,7 +161,7 @@ class Models:
     @asynccontextmanager
     async def read(
         self, path: str, raw: bytes, key: str | None, start: float
-    ) -> AsyncIterator[tuple[LoadedModel, Read | int]]:
+    ) -> AsyncIterator[tuple[LoadedModel, Read]]:
         """Yield the model that the request in a body names, which is loaded where it is not there and stays until the
         end of the block, and the request. key: of the client. The block is one of the requests in progress, and has the
         time that is left of `--timeout`. Raises Refused."""
@@ -171,16 +171,14 @@ class Models:
         self.active += 1
         try:
             async with asyncio.timeout_at(start + seconds):
-                loaded_model = self.first
-                result = await loaded_model.read(path, raw, key, self.names[1:])
-                if isinstance(result, str):
-                    loaded_model = await self._loaded_model(result)
+                loaded_model, result = self.first, None
+                try:
+                    result = await loaded_model.read(path, raw, key, self.names[1:])
+                except OtherModel as other:
+                    loaded_model = await self._loaded_model(other.name)
                 loaded_model.users += 1
                 try:
-                    if isinstance(result, str):
-                        result = await loaded_model.read(path, raw, key)
-                    assert not isinstance(result, str)  # which has no other names
-                    yield loaded_model, result
+                    yield loaded_model, result or await loaded_model.read(path, raw, key)
                 finally:
                     loaded_model.users -= 1
         except TimeoutError:
