@@ -24,7 +24,7 @@ from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.access import Keys
 from mlxkv.serve.http.app import METHODS, RequestGuard, application
 from mlxkv.serve.http.connection import HTTPServer, Limits, listen
-from mlxkv.serve.http.models import Models
+from mlxkv.serve.models import Models
 from mlxkv.serve.options import ServeOptions
 
 GRACE = 5.0  # seconds for replies under way when the end is asked for; Docker kills after 10

@@ -25,7 +25,7 @@ from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.access import Keys, check_host, given_key, tenant
 from mlxkv.serve.http.connection import DRAIN, PACE, SECONDS, Limits, late
-from mlxkv.serve.http.models import Models
+from mlxkv.serve.models import Models
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.prompts import APIS, COUNT
 from mlxkv.serve.refusals import Refused, fault
