@@ -17,6 +17,9 @@ ROOT = Path(__file__).parents[1]
 # A folder may import from the rows below its own. The last row may import from itself.
 LAYERS = """__main__ > cli > chat serve eval bench calibrate doctor run launch > options > models > cache > metal
             > codec > corpora > spec > formats > blas errors console files machine startup torch untrusted"""
+# Of the modules of mlxkv/serve, in the same way.
+SERVE = """run > http > models > reading > prompts > apis > engine > single > sampling caches > request
+           > grammar ranks metrics options > refusals"""
 FLOOR = {name: -i for i, row in enumerate(LAYERS.split(">")) for name in row.split()}
 LOWEST = FLOOR[""] = min(FLOOR.values())  # "": the package itself
 FRAMEWORKS = {"mlx", "mlx_lm", "torch", "triton", "transformers"}
@@ -106,6 +109,14 @@ def test_imports_point_down(edges):
                 name,
                 other,
             )
+
+
+def test_imports_point_down_in_the_server(edges):
+    floor = {name: -i for i, row in enumerate(SERVE.split(">")) for name in row.split()}
+    for name, other in sorted(edges):
+        if under(name, "mlxkv.serve") and under(other, "mlxkv.serve") and name.count(".") > 1:
+            part, below = name.split(".")[2], other.split(".")[2]
+            assert part == below or floor[below] < floor[part], (name, other)
 
 
 def test_no_circles(edges):

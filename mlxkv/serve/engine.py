@@ -27,7 +27,6 @@ from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import usage, window_of
 from mlxkv.models.warmup import step_down
 from mlxkv.serve import sampling
-from mlxkv.serve.apis.logprobs import LogProbs
 from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of, used_memory
 from mlxkv.serve.caches.sessions import Sessions
@@ -37,6 +36,7 @@ from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
 from mlxkv.serve.request import Job, Start, Token
+from mlxkv.serve.sampling import LogProbs
 from mlxkv.serve.single import SingleGenerator
 
 PROMPTS = 8  # read at once

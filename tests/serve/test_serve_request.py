@@ -16,9 +16,9 @@ from mlxkv.models.catalog.option_checks import RESERVED
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.serve.apis import body as bodies
 from mlxkv.serve.apis import openai
-from mlxkv.serve.apis.logprobs import finite
 from mlxkv.serve.refusals import Refused
 from mlxkv.serve.request import Request
+from mlxkv.serve.sampling import finite
 
 
 def parse(raw: bytes, chat: bool) -> Request:
