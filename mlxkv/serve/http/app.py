@@ -83,7 +83,7 @@ class RequestGuard:
                     # Where the next request begins is not known.
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             elif not is_complete and not message.get("more_body", False):
-                await send(message | {"more_body": True})
+                await send({**message, "more_body": True})
                 if status != 408:  # a client that goes on sending reads the reply first
                     await _drain(receive)
                 message = {"type": "http.response.body"}
