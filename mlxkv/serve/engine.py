@@ -27,9 +27,8 @@ from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import usage, window_of
 from mlxkv.models.warmup import step_down
 from mlxkv.serve import sampling
-from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of, used_memory
-from mlxkv.serve.caches.sessions import Sessions
+from mlxkv.serve.caches.sessions import Disk, Sessions
 from mlxkv.serve.grammar import Constraint, Grammars
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions

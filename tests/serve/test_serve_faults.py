@@ -22,8 +22,7 @@ from serving import LONG, PATIENCE, complete, raw_post, refused, settled, text_o
 from mlxkv import files
 from mlxkv.errors import MachineError
 from mlxkv.serve import sampling
-from mlxkv.serve.caches.disk import Disk
-from mlxkv.serve.caches.sessions import Sessions
+from mlxkv.serve.caches.sessions import Disk, Sessions
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.run import Server
 

@@ -35,8 +35,8 @@ from small_models import TINY
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import load
 from mlxkv.serve import engine, ranks
-from mlxkv.serve.caches.disk import Disk
 from mlxkv.serve.caches.memory import CacheShape, Memory
+from mlxkv.serve.caches.sessions import Disk
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.request import Job, Prompt

@@ -14,8 +14,7 @@ from serving import LONG, get, post, send, serving
 from mlxkv.machine import machine_memory
 from mlxkv.serve import engine
 from mlxkv.serve.caches.block_store import BlockStore
-from mlxkv.serve.caches.disk import Disk
-from mlxkv.serve.caches.sessions import Sessions
+from mlxkv.serve.caches.sessions import Disk, Sessions
 from mlxkv.serve.http.access import tenant
 
 KEYS = ["operator", "one", "two"]

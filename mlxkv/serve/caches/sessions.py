@@ -1,17 +1,97 @@
-"""Caches of finished prompts and replies, found by their tokens: in memory up to a bound, behind it on disk."""
+"""Sessions: caches of finished prompts and replies, found by their tokens, in memory up to a bound, behind it on disk.
+
+A file is one of `mlxkv.models.prompt_cache`, which is whole or not there, private, and checked when it is
+read. A file that is damaged, or of another model, preset or version, is not used: it costs its session,
+and neither a start nor a request.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
+import logging
+import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import finalize
 
+import numpy as np
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache
 
+from mlxkv import files
+from mlxkv.errors import UserError
+from mlxkv.formats.session import ENDING as SUFFIX
+from mlxkv.models import prompt_cache
 from mlxkv.models.trimming import trim_caches
 from mlxkv.serve.caches.block_store import BlockStore
-from mlxkv.serve.caches.disk import Disk, KeptSession, nearest, replaced
 from mlxkv.serve.caches.memory import Memory
+from mlxkv.serve.ranks import Ranks
+
+WHERE = "--kv-disk"
+
+
+@dataclass(eq=False)
+class StoredSession:
+    """What is known of a cache that is kept. tokens: those in it. tenant: whose it is. trims: whether it can
+    be cut back to a part of them."""
+
+    tokens: list[int]
+    tenant: str = ""
+    trims: bool = True
+    nbytes: int = 0
+
+    def __post_init__(self):
+        self._ids = np.array(self.tokens, np.int64)
+
+    def shared(self, ids: np.ndarray) -> int:
+        """Return the length of the common start."""
+        count = min(len(ids), len(self._ids))
+        differ = np.flatnonzero(ids[:count] != self._ids[:count])
+        return int(differ[0]) if differ.size else count
+
+
+@dataclass(eq=False, kw_only=True)
+class KeptSession(StoredSession):
+    """One in memory."""
+
+    cache: list
+
+
+@dataclass(eq=False, kw_only=True)
+class SessionFile(StoredSession):
+    """One in a file."""
+
+    path: Path
+
+
+S = TypeVar("S", bound=StoredSession)
+
+
+def nearest(sessions: list[S], tokens: list[int], tenant: str = "") -> list[tuple[int, S]]:
+    """Return the tenant's sessions that share a start with `tokens`, and the length of that start; the longest first.
+    One that cannot be cut back has to be that start, with a token behind it for the model to read."""
+    ids = np.array(tokens, np.int64)
+    pairs = [(each.shared(ids), each) for each in sessions if each.tenant == tenant]
+    usable = [
+        (count, each)
+        for count, each in pairs
+        if count and (each.trims or count == len(each.tokens) < len(tokens))
+    ]
+    return sorted(usable, key=lambda pair: (-pair[0], len(pair[1].tokens)))
+
+
+def replaced(sessions: list[S], new: S) -> list[S]:
+    """Return those in whose place a new one serves: its starts, where it can be cut back to them, and itself."""
+    ids = np.array(new.tokens, np.int64)
+    starts = [x for x in sessions if x.tenant == new.tenant and x.shared(ids) == len(x.tokens)]
+    return starts if new.trims else [x for x in starts if len(x.tokens) == len(ids)]
 
 
 class Sessions:
@@ -111,3 +191,154 @@ class Sessions:
         self.shrink(-1)
         if self.disk is not None:
             self.disk.close()
+
+
+# -- on disk
+
+
+class Disk:
+    """Files of one model and preset in a folder below `base`, of at most `limit` bytes together: the least
+    recently used are removed first. loaded: the model. ranks: of several processes each has a folder of its own, and
+    a session is used only if every one has its file. Raises UserError where it cannot write, where others
+    can, and where another process keeps its sessions.
+
+    saved, found, failed: counts. entries: the least recently used first. close: lets others have the folder.
+    """
+
+    def __init__(self, base: Path, limit: int, loaded, ranks: Ranks | None = None):
+        self.limit, self.loaded, self._ranks = limit, loaded, ranks or Ranks()
+        self.saved = self.found = self.failed = 0
+        os.close(files.own_folder(base, WHERE))
+        if self._ranks.many:
+            base = base / f"{self._ranks.rank + 1}-of-{self._ranks.size}"
+            os.close(files.own_folder(base, WHERE))
+        lm = version("mlx-lm").split(".")[:2]
+        self.folder = base / _digest([loaded.fingerprint, loaded.kv.as_dict(), lm])
+        self._handle = files.own_folder(self.folder, WHERE)
+        self.close = finalize(self, os.close, self._handle)
+        self._lock()
+        self.entries = self._scan()
+        self._bound()
+
+    def _lock(self) -> None:
+        """Keep other servers out: they would not count these files, and take drafts for left behind."""
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise UserError(
+                f"[{WHERE}] another server keeps its sessions there; got {str(self.folder)!r}; wait "
+                "until it has ended, or choose another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def _scan(self) -> list[SessionFile]:
+        """Read the headers of all files, the oldest first. Sweeps away what servers have left that were killed
+        while saving."""
+        dated = []
+        for name in os.listdir(self._handle):
+            is_draft = name.startswith(".") and name.endswith((files.DRAFT, SUFFIX))
+            if is_draft:
+                self._remove(name)
+            elif name.endswith(SUFFIX):
+                with suppress(OSError):
+                    about = os.stat(name, dir_fd=self._handle, follow_symlinks=False)
+                    dated.append((about.st_mtime, name, about.st_size))
+        entries = []
+        for _, name, size in sorted(dated):
+            path = self.folder / name
+            try:
+                tokens, trims = prompt_cache.about(path)
+            except Exception as error:  # whatever it is, the server starts
+                self.failed += 1
+                logging.warning(f"a session cannot be read, it is left alone: {error}")
+                continue
+            entries.append(
+                SessionFile(tokens, path.stem.rpartition("-")[0], trims, size, path=path)
+            )
+        return entries
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in list(self.entries))
+
+    def save(self, tokens: list[int], cache: list, tenant: str = "") -> None:
+        """Write a cache. One that cannot be written is lost, and logged."""
+        name = f"{tenant}-{_digest(tokens)}" if tenant else _digest(tokens)
+        path = self.folder / (name + SUFFIX)
+        known = next((entry for entry in self.entries if entry.path == path), None)
+        if known is not None:
+            self._touch(known)
+            return
+        saved = prompt_cache.Saved(cache, tokens, messages=[], text="", raw=True)
+        try:
+            with files.written(path, self._handle) as file:
+                prompt_cache.write_session(file, saved, self.loaded)
+                size = os.fstat(file.fileno()).st_size
+        except (OSError, RuntimeError) as error:
+            self.failed += 1
+            logging.warning(f"a session could not be kept: {error}")
+            return
+        self.saved += 1
+        entry = SessionFile(tokens, tenant, can_trim_prompt_cache(cache), size, path=path)
+        self._drop(replaced(self.entries, entry))
+        self.entries.append(entry)
+        self._bound()
+
+    def _touch(self, entry: SessionFile) -> None:
+        self.entries.remove(entry)
+        self.entries.append(entry)
+        with suppress(OSError):  # only the order after a restart is lost
+            os.utime(entry.path.name, dir_fd=self._handle, follow_symlinks=False)
+
+    def _drop(self, entries: list[SessionFile]) -> None:
+        for entry in entries:
+            self.entries.remove(entry)
+            self._remove(entry.path.name)
+
+    def _remove(self, name: str) -> None:
+        try:
+            os.unlink(name, dir_fd=self._handle)
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # the folder is read-only now, or this is one
+            logging.warning(f"{name!r} could not be removed: {error}")
+
+    def _bound(self) -> None:
+        while self.entries and self.nbytes > self.limit:
+            self._drop(self.entries[:1])
+
+    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[SessionFile | None, int]:
+        """Return the tenant's file that shares the longest start with `tokens`, and the length of that start."""
+        shared, entry = next(iter(nearest(self.entries, tokens, tenant)), (0, None))
+        choice: list[Any] = [entry and entry.path.name, shared]
+        name, shared = self._ranks.share(choice)
+        entry = next((each for each in self.entries if each.path.name == name), None)
+        if self._ranks.all_min(entry is not None):
+            return entry, shared
+        self._drop([entry] if entry is not None else [])
+        return None, 0
+
+    def load(self, entry: SessionFile) -> list | None:
+        """Read a cache. None if it cannot be used: then the file is removed."""
+        cache = None
+        try:
+            saved = prompt_cache.read_session(entry.path, self.loaded, follow=False)
+            if saved.tokens != entry.tokens:
+                raise UserError(f"[load] {str(entry.path)!r} was replaced by another session")
+            cache = saved.cache
+        except Exception as error:  # whatever it is, the request is read afresh
+            self.failed += 1
+            logging.warning(f"a session could not be used, it is removed: {error}")
+        if not self._ranks.all_min(cache is not None) or cache is None:
+            self._drop([entry])
+            return None
+        self.found += 1
+        entry.trims = can_trim_prompt_cache(cache)  # files of earlier versions do not tell
+        self._touch(entry)
+        return cache
+
+
+def _digest(data: list) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:32]
