@@ -27,15 +27,15 @@ from mlxkv.models.replies.stops import ReplyText
 from mlxkv.models.usage import usage, window_of
 from mlxkv.models.warmup import step_down
 from mlxkv.serve import sampling
-from mlxkv.serve.caches.memory import Memory, cut_padding, shapes_of, used_memory
-from mlxkv.serve.caches.sessions import Disk, Sessions
 from mlxkv.serve.grammar import Constraint, Grammars
+from mlxkv.serve.memory import Memory, cut_padding, shapes_of, used_memory
 from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
 from mlxkv.serve.request import Job, Start, Token
 from mlxkv.serve.sampling import LogProbs
+from mlxkv.serve.sessions import Disk, Sessions
 from mlxkv.serve.single import SingleGenerator
 
 PROMPTS = 8  # read at once

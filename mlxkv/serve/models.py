@@ -24,9 +24,9 @@ from mlxkv.models.catalog.locate import locate
 from mlxkv.models.usage import window_of
 from mlxkv.serve import metrics
 from mlxkv.serve.apis.reply import Markup
-from mlxkv.serve.caches.memory import used_memory
 from mlxkv.serve.engine import LEAST_MEMORY, Engine
 from mlxkv.serve.grammar import calls_of
+from mlxkv.serve.memory import used_memory
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import Reader
 from mlxkv.serve.refusals import OtherModel, Refused, ending

@@ -20,7 +20,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import Affine, Codebook
 from mlxkv.models import usage
 from mlxkv.models.hooks.mark import register_caches
-from mlxkv.serve.caches.memory import shapes_of
+from mlxkv.serve.memory import shapes_of
 from mlxkv.spec import affine as spec
 
 RANK, ROTARY, HEADS = 128, 32, 6

@@ -20,7 +20,7 @@ from mlxkv.codec.maps import sample
 from mlxkv.errors import UserError
 from mlxkv.metal import whiten
 from mlxkv.models.trimming import trim_caches
-from mlxkv.serve.caches.memory import shapes_of
+from mlxkv.serve.memory import shapes_of
 from mlxkv.spec import oja as spec
 
 pytestmark = pytest.mark.usefixtures("trusted")

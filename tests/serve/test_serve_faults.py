@@ -22,9 +22,9 @@ from serving import LONG, PATIENCE, complete, raw_post, refused, settled, text_o
 from mlxkv import files
 from mlxkv.errors import MachineError
 from mlxkv.serve import sampling
-from mlxkv.serve.caches.sessions import Disk, Sessions
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.run import Server
+from mlxkv.serve.sessions import Disk, Sessions
 
 # -- clients
 

@@ -27,8 +27,8 @@ from serving import (
 from mlxkv.errors import UserError
 from mlxkv.machine import footprint, machine_memory
 from mlxkv.serve import engine
-from mlxkv.serve.caches.memory import cut_padding, shapes_of
 from mlxkv.serve.engine import Engine
+from mlxkv.serve.memory import cut_padding, shapes_of
 from mlxkv.serve.options import ServeOptions
 
 CHAT = "/v1/chat/completions"

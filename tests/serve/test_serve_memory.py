@@ -21,9 +21,9 @@ from small_models import TINY
 
 from mlxkv.errors import UserError
 from mlxkv.models import attach, load
-from mlxkv.serve.caches.memory import Memory, shapes_of
-from mlxkv.serve.caches.sessions import Disk, Sessions
+from mlxkv.serve.memory import Memory, shapes_of
 from mlxkv.serve.refusals import Refused
+from mlxkv.serve.sessions import Disk, Sessions
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,9 @@ def test_a_second_server_is_refused_until_the_first_has_ended(small, base):
 
 def test_sessions_of_another_mlx_lm_lie_in_another_folder(small, base, monkeypatch):
     folder = place(base, small)
-    monkeypatch.setattr("mlxkv.serve.caches.sessions.version", lambda name: "99.1.2")
+    monkeypatch.setattr("mlxkv.serve.sessions.version", lambda name: "99.1.2")
     other = place(base, small)
-    monkeypatch.setattr("mlxkv.serve.caches.sessions.version", lambda name: "99.1.3")
+    monkeypatch.setattr("mlxkv.serve.sessions.version", lambda name: "99.1.3")
     assert place(base, small) == other != folder
 
 

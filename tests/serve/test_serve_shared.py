@@ -15,8 +15,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Records
 from mlxkv.formats.presets import PRESETS
 from mlxkv.models import attach
-from mlxkv.serve.caches.block_store import BLOCK, BlockStore, StoredCache
-from mlxkv.serve.caches.sessions import Sessions
+from mlxkv.serve.sessions import BLOCK, BlockStore, Sessions, StoredCache
 
 pytestmark = pytest.mark.usefixtures("trusted")
 

@@ -13,9 +13,8 @@ from serving import LONG, get, post, send, serving
 
 from mlxkv.machine import machine_memory
 from mlxkv.serve import engine
-from mlxkv.serve.caches.block_store import BlockStore
-from mlxkv.serve.caches.sessions import Disk, Sessions
 from mlxkv.serve.http.access import tenant
+from mlxkv.serve.sessions import BlockStore, Disk, Sessions
 
 KEYS = ["operator", "one", "two"]
 

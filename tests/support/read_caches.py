@@ -4,7 +4,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import tokens
 
-from mlxkv.serve.caches.memory import Memory, shapes_of
+from mlxkv.serve.memory import Memory, shapes_of
 
 CHUNK = 32  # tokens of a prompt that are read at once
 
