@@ -7,11 +7,12 @@ from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 from uuid import uuid4
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from mlxkv.models.roles import joined
 from mlxkv.serve.apis.body import (
+    NOT_EMPTY,
     Body,
     Choice,
     Content,
@@ -23,7 +24,6 @@ from mlxkv.serve.apis.body import (
     ToolName,
     Wrong,
     between,
-    filled,
     parts_of,
     text_of,
     tool,
@@ -83,7 +83,7 @@ class Block(Document):
             super().check_part()
         for name in kinds.get(self.type, ()):
             if not getattr(self, name):
-                raise Wrong("must be a text that is not empty", name, "")
+                raise Wrong(NOT_EMPTY, name, "")
 
 
 class Message(Object):
@@ -175,7 +175,7 @@ class Thinking(Object):
 
 
 class Messages(Body):
-    messages: Annotated[list[Message], AfterValidator(filled)]
+    messages: list[Message] = Field(min_length=1)
     system: Content = Field(default_factory=list)
     max_tokens: Length | None = None
     top_k: Annotated[int, between(0, 1 << 20)] = 0

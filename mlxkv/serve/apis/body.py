@@ -4,7 +4,6 @@ field."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -37,8 +36,6 @@ LOOKALIKES = {"min_tokens", "mode", "models", "repeat_penalty", "top_a"}
 MEDIA = ("image", "audio", "video", "document", "file")
 STOPS, STOP_LENGTH = 16, 256
 NAME_LENGTH = 512
-TOOL_MARKS = "_ . : / @ -"
-TOOL_NAME = re.compile(rf"[\w.:/@-]{{1,{NAME_LENGTH}}}")
 ENDLESS = -1  # as max_tokens, as in llama.cpp: until the context or the memory is full
 # 16-bit logits are divided by it: anything colder is greedy. Log-probabilities of the best token, about -12 at
 # the least, stay numbers in float16.
@@ -129,6 +126,7 @@ class Object(BaseModel):
             raise _refused(error) from None
 
 
+NOT_EMPTY = "must be a text that is not empty"
 # What pydantic calls what is wrong, and what clients read.
 REASONS = {
     "string_type": "must be a text",
@@ -139,6 +137,10 @@ REASONS = {
     "int_type": "must be an integer",
     "float_type": "must be a number",
     "missing": "missing",
+    "string_too_short": NOT_EMPTY,
+    "string_too_long": f"must be a text of at most {NAME_LENGTH} characters",
+    "string_pattern_mismatch": "must be letters, digits and _ . : / @ -",
+    "too_short": "must be a list that is not empty",
 }
 
 
@@ -181,25 +183,6 @@ def only(*values: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _named(value: str) -> str:
-    if not value:
-        raise ValueError("must be a text that is not empty")
-    return value
-
-
-def check_tool_name(value: str) -> str:
-    """Return the name of a tool. Raises ValueError for one in which marks or special tokens would end a call."""
-    if not TOOL_NAME.fullmatch(value):
-        raise Wrong(f"must be letters, digits and {TOOL_MARKS}, at most {NAME_LENGTH}", got=value)
-    return value
-
-
-def _label(value: str) -> str:
-    if len(value) > NAME_LENGTH:
-        raise ValueError(f"must be a text of at most {NAME_LENGTH} characters")
-    return value
-
-
 def _length(value: int) -> int:
     if value != ENDLESS and not 1 <= value <= 1 << 24:
         raise ValueError(f"must be from 1 to {1 << 24}")
@@ -221,16 +204,10 @@ def _template_arguments(values: dict) -> dict:
     return values
 
 
-def filled(values: list) -> list:
-    """Return a list. Raises ValueError where it is empty."""
-    if not values:
-        raise ValueError("must be a list that is not empty")
-    return values
-
-
-Named = Annotated[str, AfterValidator(_named)]
-ToolName = Annotated[str, AfterValidator(check_tool_name)]
-Label = Annotated[str, AfterValidator(_label)]
+Named = Annotated[str, Field(min_length=1)]
+Label = Annotated[str, Field(max_length=NAME_LENGTH)]
+# Marks and special tokens in the name of a tool would end its call.
+ToolName = Annotated[str, Field(pattern=r"^[\w.:/@-]+$", max_length=NAME_LENGTH)]
 Length = Annotated[int, AfterValidator(_length)]
 StopWords = Annotated[list[str], AfterValidator(_stop_words)]
 TemplateArguments = Annotated[dict[str, Any], AfterValidator(_template_arguments)]

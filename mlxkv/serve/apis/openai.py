@@ -25,7 +25,6 @@ from mlxkv.serve.apis.body import (
     StopWords,
     ToolName,
     between,
-    filled,
     only,
     text_of,
     tool_call,
@@ -219,7 +218,7 @@ class Completion(Body):
 
 
 class Chat(Completion):
-    messages: Annotated[list[Message], AfterValidator(filled)]
+    messages: list[Message] = Field(min_length=1)
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: ToolChoice = Choice()
     continue_final_message: bool = False

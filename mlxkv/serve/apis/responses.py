@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from mlxkv.models.roles import joined
 from mlxkv.serve.apis.body import (
+    NOT_EMPTY,
     Body,
     Choice,
     Format,
@@ -23,8 +24,8 @@ from mlxkv.serve.apis.body import (
     Length,
     Object,
     Part,
+    ToolName,
     Wrong,
-    check_tool_name,
     parts_of,
     text_of,
     tool,
@@ -83,7 +84,7 @@ class Item(Object):
     def _is_complete(self) -> Self:
         for name in self.needed[self.type]:
             if not getattr(self, name):
-                raise Wrong("must be a text that is not empty", name, "")
+                raise Wrong(NOT_EMPTY, name, "")
         if self.type == "message" and self.role not in ("user", "system", "developer", "assistant"):
             raise Wrong("unknown role; choose from user, assistant, developer", "role", self.role)
         return self
@@ -91,7 +92,7 @@ class Item(Object):
 
 class Tool(Object):
     type: str = Field("", validate_default=True)
-    name: str = ""
+    name: ToolName = ""
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=dict)
 
@@ -99,11 +100,8 @@ class Tool(Object):
     def _is_complete(self) -> Self:
         if not self.type:
             raise Wrong("must be a text", "type", None)
-        if self.runs_here:
-            try:
-                check_tool_name(self.name)
-            except Wrong as wrong:
-                raise Wrong(str(wrong), "name", self.name) from None
+        if self.runs_here and not self.name:
+            raise Wrong(NOT_EMPTY, "name", "")
         return self
 
     @property
