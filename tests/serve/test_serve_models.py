@@ -14,7 +14,8 @@ from serving import ENDLESS, asking, complete, get, held, refused, send, serving
 from mlxkv.errors import MachineError, UserError
 from mlxkv.machine import machine_memory
 from mlxkv.serve import engine as engines
-from mlxkv.serve.http import app, models
+from mlxkv.serve import models
+from mlxkv.serve.http import app
 from mlxkv.serve.options import ServeOptions
 
 
