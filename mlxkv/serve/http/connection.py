@@ -29,9 +29,9 @@ from mlxkv.serve.refusals import Refused
 HEAD = 32 << 10  # bytes of a request's head, of trailers, or of a chunk's line
 BODY = 8 << 20  # bytes of a request's body
 CHUNKS = 16 << 10  # of a request's body: h11 takes 14 us for each
-PIECE = (
-    4 << 10
-)  # bytes that h11 parses before other connections have their turn; asyncio reads 256 KiB
+# Bytes that h11 parses before other connections have their turn, of a head, of a body that comes in chunks, and of
+# another one; asyncio reads 256 KiB.
+PIECE, CHUNKED_PIECE, BODY_PIECE = 4 << 10, 1 << 10, 32 << 10
 RESERVE = 256  # descriptors for other things
 MAX_CONNECTIONS = 8192  # where no limit is set
 SECONDS = 30.0  # for a request to arrive, and for each part of a reply to leave
@@ -100,6 +100,7 @@ class H11Connection(H11Protocol):
         self._limits = limits
         self._unread = bytearray()  # by h11
         self._byte_count = self._chunk_count = 0  # of a request
+        self._piece = PIECE
         self._is_refused = False  # what still arrives is thrown away
         self._is_half_closed = self._is_end_read = False  # the client sends no more; h11 knows that
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -183,8 +184,8 @@ class H11Connection(H11Protocol):
         # What comes behind a request waits for the end of its reply.
         is_waiting = self.conn.their_state is h11.DONE
         if not is_waiting and (self._unread or self._is_half_closed and not self._is_end_read):
-            piece = bytes(self._unread[:PIECE])  # b"" is the end
-            del self._unread[:PIECE]
+            piece = bytes(self._unread[: self._piece])  # b"" is the end
+            del self._unread[: self._piece]
             self._is_end_read = not piece
             super().data_received(piece)
             is_waiting = self.conn.their_state is h11.DONE
@@ -206,6 +207,8 @@ class H11Connection(H11Protocol):
         event = self._next_event()
         if isinstance(event, h11.Request):
             self._chunk_count = 0
+            is_chunked = any(name == b"transfer-encoding" for name, _ in event.headers)
+            self._piece = CHUNKED_PIECE if is_chunked else BODY_PIECE
         elif isinstance(event, h11.Data) and event.chunk_end:
             self._chunk_count += 1
             if self._chunk_count > CHUNKS:
@@ -220,7 +223,7 @@ class H11Connection(H11Protocol):
     def on_response_complete(self) -> None:
         if self._is_refused:
             return
-        self._byte_count = len(self._unread)
+        self._byte_count, self._piece = len(self._unread), PIECE
         super().on_response_complete()
         self.loop.call_soon(self._parse)
 
