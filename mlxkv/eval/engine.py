@@ -151,12 +151,12 @@ def _compute(
             for name, numbers in part.run(arms, list(left), progress):
                 rows.add(*row_of(arms, part, name), numbers)
                 left.remove(name)
-                gc.collect()  # caches of the arm before
         except Exception as error:
             if not tolerant:
                 raise
             name = left.pop(0)
             rows.add(*row_of(arms, part, name), {"error": _failure(error, name)})
+    gc.collect()  # caches, before those of the next part are made
 
 
 def _failure(error: Exception, name: str) -> str:

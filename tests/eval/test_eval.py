@@ -13,7 +13,7 @@ from small_models import TINY
 from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import MachineError
-from mlxkv.eval import engine, plots, report, verdict
+from mlxkv.eval import engine, plots, report, retrieval, verdict
 from mlxkv.eval import run as evaluation
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.engine import Part, TaskOptions, computed, row_of, stored
@@ -49,7 +49,9 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, monkeypatch, caps
     ]
     options = ["--tasks", "divergence,retrieval", "--out", str(out), "--json"]
     monkeypatch.setattr(evaluation, "QUESTIONS_CPU", 2)
-    monkeypatch.setattr(evaluation, "QUICK", replace(evaluation.QUICK, decode=8))
+    monkeypatch.setattr(retrieval, "PER_VALUE", 1)  # random weights answer nothing
+    monkeypatch.setattr(retrieval, "START", 2)
+    monkeypatch.setattr(evaluation, "QUICK", replace(evaluation.QUICK, decode=4))
     assert main([*command, *options, "--samples", "5"]) == 0
     printed = capsys.readouterr()
     brief = json.loads(printed.out.splitlines()[-1])
@@ -206,19 +208,10 @@ def shuffled(encode):
 @pytest.mark.slow
 def test_a_broken_cache_is_red(tmp_path, monkeypatch, capsys):
     """A cache that works is green, on the trained model."""
-    command = [
-        "eval",
-        "--model",
-        TINY,
-        "--kv",
-        "naive-int8",
-        "--context",
-        "512",
-        "--tasks",
-        "divergence",
-    ]
-    command += ["--json", "--out", str(tmp_path)]
-    monkeypatch.setattr(evaluation, "QUICK", replace(evaluation.QUICK, decode=16))
+    command = ["eval", "--model", TINY, "--kv", "naive-int8", "--tasks", "divergence", "--json"]
+    command += ["--context", "256", "--windows", "16,16", "--out", str(tmp_path)]
+    monkeypatch.setattr(evaluation, "SHORTEST", 256)
+    monkeypatch.setattr(evaluation, "QUICK", replace(evaluation.QUICK, decode=4))
     assert main(command) == 0
     sound = json.loads(capsys.readouterr().out.splitlines()[-1])["presets"]
     assert sound["naive-int8"]["verdict"] == "green" and sound["fp16"]["verdict"] is None
