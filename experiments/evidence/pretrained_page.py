@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import floor, log10
 from pathlib import Path
 from statistics import median
 
 from experiments.evidence import pretrained_picture as picture
 from experiments.evidence.cells import OURS, PAPER, Cells, keep, machine, read
-from experiments.evidence.table import divergence, line, signed
 from experiments.options import Parser, words
 from mlxkv import console
 from mlxkv.errors import UserError
 from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE
+from mlxkv.eval.intervals import Interval
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 TITLES = {
@@ -181,6 +182,29 @@ def _ratios(models: Mapping[str, Cells], pairs: Sequence[str]) -> Iterator[str]:
 def _windows(side: str) -> tuple[str, str]:
     preset, _, windows = side.partition("@")
     return preset, windows or OURS
+
+
+def divergence(figure: Interval | float) -> str:
+    """Format KL (nats) with two digits, in full, with its limits."""
+    if isinstance(figure, Interval):
+        text = divergence(figure.value)
+        has_limits = figure.known and figure.value > 0
+        return (
+            f"{text} [{divergence(figure.low)}, {divergence(figure.high)}]" if has_limits else text
+        )
+    if figure < 1e-6:
+        return "0"
+    return f"{figure:.{min(6, max(2, 1 - floor(log10(figure))))}f}"
+
+
+def signed(figure: Interval) -> str:
+    """Format a difference with three places, with its limits."""
+    text = f"{figure.value:+.3f}"
+    return f"{text} [{figure.low:+.3f}, {figure.high:+.3f}]" if figure.known else text
+
+
+def line(cells) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def main(arguments: list[str] | None = None) -> None:

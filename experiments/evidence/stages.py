@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 
 from experiments.evidence.cells import Cells, read
-from experiments.evidence.pretrained_page import RESULTS, SHORT, _k
-from experiments.evidence.table import divergence, line
+from experiments.evidence.pretrained_page import RESULTS, SHORT, _k, divergence, line
 from experiments.options import Parser
 from mlxkv import console
 from mlxkv.eval import intervals

@@ -7,8 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from mlxkv.chat.chart import HEIGHT, Chart
-from mlxkv.chat.demo import ANSWER
+from mlxkv.chat.demo import ANSWER, HEIGHT, Chart
 from mlxkv.cli import main
 
 
