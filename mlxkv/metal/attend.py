@@ -18,7 +18,7 @@ from mlxkv.formats.records import RecordLayout
 from mlxkv.formats.sizes import DECODE_TOKENS
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
-from mlxkv.metal.lengths import Lengths
+from mlxkv.metal.lengths import Lengths, Splits
 from mlxkv.metal.template import (
     Pair,
     cap_bits,
@@ -184,23 +184,18 @@ def attend(
     rows = q.shape[2]
     tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, make)
     tiles = -(-rows // tile)
-    first_count = lengths.division.records
     second_count = more_runs[0].records if more_runs else 0
-    count = first_count + second_count
-    page_splits, window_splits = splits_for(
-        count, window_units, batch * heads * tiles, gpu.cores(make)
-    )
-    page_splits = first = max(len(runs), page_splits)
+    counts = lengths.division.records, *(more.records for more in more_runs)
+    wanted = splits_for(sum(counts), window_units, batch * heads * tiles, gpu.cores(make))
+    splits = Splits.of_runs(wanted, counts)
     q_pages, up = _transformed(run, q.astype(mx.float32)), _up(run)
     second, more_headers = nothing(mx.uint32), nothing(mx.uint32)
     if more_runs:
-        first = min(page_splits - 1, max(1, round(page_splits * first_count / count)))
         q_pages = mx.stack([q_pages, _transformed(more_runs[0], q.astype(mx.float32))], axis=2)
         up = _both_up(up, _up(more_runs[0]), batch, heads)
         second = more_runs[0].buffer
         if more_runs[0].headers is not None:
             more_headers = more_runs[0].headers
-    splits = page_splits + window_splits
     stored = dims if mixed_bits else layout.values.dims
     width = BLOCK * max(-(-stored // BLOCK), -(-dims // BLOCK))
     numbers = exponents(scale)
@@ -214,8 +209,8 @@ def attend(
             *sink,
             *recent,
             ints(
-                *(rows, page_splits, capacity, sink[0].shape[2], recent[0].shape[2], new_tokens),
-                *(heads, first, second.shape[2] if more_runs else 0, len(runs)),
+                *(rows, splits.pages, capacity, sink[0].shape[2], recent[0].shape[2], new_tokens),
+                *(heads, splits.first, second.shape[2] if more_runs else 0, len(runs)),
             ),
             lengths.with_more(second_count),
             numbers,
@@ -229,11 +224,11 @@ def attend(
             "CAP": cap_bits(softcap),
             **_attend_template(layout, dims),
         },
-        (32 * SIMDGROUPS * tiles, splits, batch * heads),
+        (32 * SIMDGROUPS * tiles, splits.total, batch * heads),
         (32 * SIMDGROUPS, 1, 1),
         [
-            ((batch * heads * rows, splits, width), mx.float32),
-            ((batch * heads * rows, splits, 2), mx.float32),
+            ((batch * heads * rows, splits.total, width), mx.float32),
+            ((batch * heads * rows, splits.total, 2), mx.float32),
         ],
         make,
     )
@@ -247,13 +242,13 @@ def attend(
             nothing() if sink_logits is None else sink_logits.astype(mx.float32),
             numbers,
             ints(
-                splits,
-                page_splits,
+                splits.total,
+                splits.pages,
                 rows,
                 heads,
                 new_tokens,
                 1 if up is None else up.size // (len(runs) * layout.values.dims * dims),
-                first,
+                splits.first,
                 len(runs),
                 *((layout.values.dims, *[0] * 7) if mixed_bits else ()),
             ),

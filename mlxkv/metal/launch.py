@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -49,28 +50,41 @@ def backend() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-_factories: list[Factory | None] = []
 TILES, KERNELS, OFF = "tiles", "kernels", "switched off after an error"
-_off: dict[str, str] = {}  # TILES or KERNELS -> the error that switched them off
+
+
+@dataclass
+class _Choice:
+    """What kernels are built by. is_forced: `make` is used whatever the machine, None for plain ops; otherwise the
+    machine's own. off: TILES or KERNELS -> the error that switched them off."""
+
+    is_forced: bool = False
+    make: Factory | None = None
+    off: dict[str, str] = field(default_factory=dict)
+
+
+_choices = [_Choice()]  # the last one counts: `using` adds one
 
 
 def switch_off(part: str, reason: str) -> None:
     """Use no TILES, or no KERNELS at all, in this process from now on."""
-    _off[part] = reason
+    _choices[-1].off[part] = reason
 
 
 def switched_off(part: str) -> str | None:
     """Return why they are switched off, or None."""
-    return f"{OFF}: {_off[part]}" if part in _off else None
+    reason = _choices[-1].off.get(part)
+    return None if reason is None else f"{OFF}: {reason}"
 
 
 def factory() -> Factory | None:
     """Return the function that builds kernels on this machine. None without a GPU, with MLXKV_KERNELS=0, or
     once they are switched off."""
-    if KERNELS in _off:
+    choice = _choices[-1]
+    if KERNELS in choice.off:
         return None
-    if _factories:
-        return _factories[-1]
+    if choice.is_forced:
+        return choice.make
     if os.environ.get(SWITCH) == "0":
         return None
     return {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}.get(backend())
@@ -78,29 +92,26 @@ def factory() -> Factory | None:
 
 def state() -> tuple:
     """Return the part of this module that a choice of kernels depends on: ask again when it changes."""
-    return factory(), TILES in _off or os.environ.get(TILES_SWITCH) == "0"
+    return factory(), TILES in _choices[-1].off or os.environ.get(TILES_SWITCH) == "0"
 
 
 def absent() -> str:
     """Return why there is no factory."""
     if off := switched_off(KERNELS):
         return off
-    return f"{SWITCH}=0" if not _factories and os.environ.get(SWITCH) == "0" else "no GPU here"
+    is_switched = not _choices[-1].is_forced and os.environ.get(SWITCH) == "0"
+    return f"{SWITCH}=0" if is_switched else "no GPU here"
 
 
 @contextmanager
 def using(make: Factory | None) -> Iterator[None]:
     """Have caches made inside use kernels built by `make` (None: plain ops), whatever the machine.
     Afterwards kernels are switched on or off as before."""
-    earlier_off = dict(_off)
-    _off.clear()
-    _factories.append(make)
+    _choices.append(_Choice(True, make))
     try:
         yield
     finally:
-        _factories.pop()
-        _off.clear()
-        _off.update(earlier_off)
+        _choices.pop()
 
 
 def include(name: str) -> str:

@@ -38,6 +38,29 @@ class Division:
         return max(1, round(merges * self.parts / PARTS))
 
 
+@dataclass(frozen=True)
+class Splits:
+    """How many threadgroups share a head of a decode attention. pages: those of its records, the `first` of them those
+    of the first of two runs. windows: those of its sink and recent tokens."""
+
+    pages: int
+    windows: int
+    first: int
+
+    @property
+    def total(self) -> int:
+        """All of them, which are merged."""
+        return self.pages + self.windows
+
+    @staticmethod
+    def of_runs(wanted: tuple[int, int], records: tuple[int, ...]) -> Splits:
+        """Return the splits for runs of so many records, one behind the other. wanted: of records and of windows."""
+        pages = first = max(len(records), wanted[0])
+        if len(records) > 1:
+            first = min(pages - 1, max(1, round(pages * records[0] / sum(records))))
+        return Splits(pages, wanted[1], first)
+
+
 @dataclass(frozen=True, eq=False)
 class Lengths:
     """Lengths of the sequences of a step, which its layers share.

@@ -21,7 +21,7 @@ from mlxkv.formats.records import RecordLayout
 from mlxkv.metal import gpu
 from mlxkv.metal.attend import Run
 from mlxkv.metal.launch import Factory, build
-from mlxkv.metal.lengths import Division, Lengths
+from mlxkv.metal.lengths import Division, Lengths, Splits
 from mlxkv.metal.template import LOG2E, Pair, cap_bits, mixed_bits_table, nothing, side_template
 
 SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
@@ -303,17 +303,13 @@ def _plan(
     wide = _is_wide(layout, dims)
     busy = division.busy(merges)
     simdgroups = _simdgroups(layout, wide, busy, make)
-    count = first_count + second_count
-    page_splits, window_splits = splits_for(count, busy, simdgroups, wide, gpu.cores(make))
-    page_splits = first = max(runs, page_splits)
-    if runs > 1:
-        first = min(page_splits - 1, max(1, round(page_splits * first_count / count)))
-    splits = page_splits + window_splits
+    wanted = splits_for(first_count + second_count, busy, simdgroups, wide, gpu.cores(make))
+    splits = Splits.of_runs(wanted, (first_count, second_count)[:runs])
     size = (
-        *(rows, page_splits, *buffers, new_tokens, heads, *strides),
+        *(rows, splits.pages, *buffers, new_tokens, heads, *strides),
         *(_bits(scale * LOG2E), _bits(LOG2E)),
         *(*MASKS[layout.keys.bits], *MASKS[layout.values.bits]),
-        *(first, capacity, second_count, by_sequence),
+        *(splits.first, capacity, second_count, by_sequence),
     )
     width = BLOCK * max(stored[1], own_blocks)
     mapped = tuple(n > 0 for n in counts)
@@ -322,9 +318,9 @@ def _plan(
         size,
         {
             "template": [],
-            "grid": (32 * simdgroups, splits, merges),
+            "grid": (32 * simdgroups, splits.total, merges),
             "threadgroup": (32 * simdgroups, 1, 1),
-            "output_shapes": [shape, (batch * heads * rows, splits, width + 4)],
+            "output_shapes": [shape, (batch * heads * rows, splits.total, width + 4)],
             "output_dtypes": [dtype, mx.float32],
         },
     )
