@@ -89,7 +89,7 @@ def test_pages_are_led_back_by_the_inverse(subtests):
     inverse shows."""
     for factory, dims, dtype, config in (
         (None, 64, mx.float32, INT2),
-        (make, 80, mx.float16, OSCAR),
+        (make, 48, mx.float16, OSCAR),
         (make_tiles, 96, mx.float16, INT2),
     ):
         layer_maps = maps.sample(2, (dims, dims), config.fitted)  # the same for both sides

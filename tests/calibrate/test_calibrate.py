@@ -39,7 +39,7 @@ def close(found, wanted, bound=1e-4):
 
 
 def test_streamed_moments_equal_direct_ones(subtests, model, monkeypatch):
-    for window, chunk, before in [(700, 512, ()), (350, 64, (1,)), (175, 7, (3,))]:
+    for window, chunk, before in [(700, 512, ()), (350, 64, (1,))]:
         with subtests.test(window=window, chunk=chunk):
             monkeypatch.setattr(measure, "CHUNK", chunk)
             made = measure.calibrate(model, TEXT, window=window, bos=next(iter(before), None))
@@ -51,58 +51,36 @@ def test_streamed_moments_equal_direct_ones(subtests, model, monkeypatch):
 
 
 def test_layers_are_those_that_attach_would_compress(subtests):
-    for family in ("gemma3_text", "falcon_h1"):
+    for family, layers in (("gemma3_text", [1, 3]), ("falcon_h1", None)):  # the others slide
         with subtests.test(family=family):
             model = random_model(family)
             made = measure.calibrate(model, TEXT[:512])
             reports = attach(model, "oscar-int2", calibration=made)
             detach(model)
             indices = [r.index for r in reports if r.compressed]
-            assert [int(name.split(".")[0]) for name in made.layers] == indices
-            if family == "gemma3_text":
-                assert indices == [1, 3]  # the others slide
-            for layer in made.layers.values():
-                for basis in (layer.keys, layer.values):
-                    assert matrices.off_orthonormal(basis.vectors) < 1e-5
+            assert (
+                [int(name.split(".")[0]) for name in made.layers] == indices == (layers or indices)
+            )
 
 
 def test_the_model_is_left_as_it_was(model):
     before = llama.scaled_dot_product_attention
     text = mx.array(TEXT[:50])[None]
     plain = model(text)
-    measure.calibrate(model, TEXT)
+    measure.calibrate(model, TEXT[:520])
     assert llama.scaled_dot_product_attention is before
     assert mx.array_equal(model(text), plain)
 
 
-def test_random_rotations_read_no_text(model):
-    made = measure.random(model)
-    assert made.tokens == 0
-    for layer in made.layers.values():
-        for basis in (layer.keys, layer.values):
-            assert matrices.off_orthonormal(basis.vectors) < 1e-5
-            assert np.abs(basis.vectors - np.eye(64)).max() > 0.5
-
-
-def test_too_little_text_is_one_line(model):
-    with pytest.raises(UserError, match=r"\[calibrate\] too little text; got 100 tokens; .* 512"):
-        measure.calibrate(model, TEXT[:100])
-
-
-def test_nan_is_one_line():
-    model = random_model("llama", seed=3)
-    weight = model.model.layers[1].self_attn.k_proj
-    weight.weight = weight.weight.at[0, 0].add(float("nan"))
-    with pytest.raises(MachineError, match=r"\[calibrate\] NaN or infinity in layer 1"):
-        measure.calibrate(model, TEXT)
-
-
-def test_overflow_is_one_line():
-    model = random_model("llama", seed=3)
-    for layer in model.layers:
-        layer.self_attn.k_proj.weight = layer.self_attn.k_proj.weight * 1e25
-    with pytest.raises(MachineError, match=r"\[calibrate\] NaN or infinity in layer 0"):
-        measure.calibrate(model, TEXT)
+def test_nan_and_overflow_are_one_line(subtests):
+    for layer, factor in ((1, float("nan")), (0, 1e25)):
+        with subtests.test(factor=factor):
+            model = random_model("llama", seed=3)
+            projection = model.layers[layer].self_attn.k_proj
+            projection.weight = projection.weight * factor
+            said = rf"\[calibrate\] NaN or infinity in layer {layer}"
+            with pytest.raises(MachineError, match=said):
+                measure.calibrate(model, TEXT[:600])
 
 
 def test_dead_and_sharp_heads(subtests, tmp_path):
@@ -110,7 +88,7 @@ def test_dead_and_sharp_heads(subtests, tmp_path):
     parts = {"q": slice(128), "k": slice(64), "v": slice(64), "o": (slice(None), slice(128))}
     path, x = tmp_path / "a.safetensors", mx.array(TEXT[:300])[None]
     for names, size, bound in (
-        *(("kv", 0, 0.05), ("q", 0, 0.05), ("o", 0, 0.05), ("qkvo", 0, 0.05)),
+        *(("kv", 0, 0.05), ("qkvo", 0, 0.05)),
         *(("qk", 100, 1), ("v", 1e4, 0.05)),
     ):
         with subtests.test(names=names, size=size):
@@ -123,7 +101,7 @@ def test_dead_and_sharp_heads(subtests, tmp_path):
             assert all(layer.exchange is not None for layer in made.layers.values())
             artifact.write_calibration(path, made)
             want = model(x)[:, -4:]
-            for kv in ("balanced-int4", "fill-3.25", "oja-e0.95"):
+            for kv in ("fill-3.25", "oja-e0.95"):
                 attach(model, config_named(kv), calibration=artifact.read_calibration(path))
                 caches = make_prompt_cache(model)
                 model(x[:, :-4], cache=caches)

@@ -32,7 +32,7 @@ def planted(heads=2, rows=1024, dims=64, spread=2.0, seed=0):
 def test_learning_lowers_the_error_of_the_codes(subtests):
     for variant, base in ALL:
         with subtests.test(variant=variant, base=base):
-            x, learned = planted(rows=512, spread=1.0), Learned(variant, base, 3, 32, 40)
+            x, learned = planted(rows=256, spread=1.0), Learned(variant, base, 3, 32, 25)
             down = learn.train(x, learned, "")
             assert down.dtype == np.float32
             own = mx.eye(64) if base == "none" else transform.make("srft", 64, 0).down

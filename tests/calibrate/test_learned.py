@@ -85,7 +85,7 @@ def test_each_preset_takes_its_own_kind_of_file_only(path):
 
 def test_a_preset_without_a_file_is_one_line(subtests, model_folder, capsys):
     """Also where the model has a calibration with balanced transforms of its own."""
-    for kv in ("learned-int4", "learned-int3", "learned-int2", "int8/learned-int4"):
+    for kv in ("learned-int4", "int8/learned-int4"):
         with subtests.test(kv=kv):
             for model in (str(model_folder), TINY):
                 assert main(["chat", "--model", model, "--kv", kv, "--prompt", "a", "--raw"]) == 2

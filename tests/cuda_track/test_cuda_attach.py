@@ -78,13 +78,10 @@ def filled(attached):
 def test_what_is_not_compressed_is_said_with_its_reason_and_goes_on(subtests):
     for family, line in {
         "falcon": "uses cached keys or values as arrays",
-        "bloom": "uses cached keys or values as arrays (reshape)",
         "jetmoe": "as arrays (repeat)",
         "diffllama": "as arrays (chunk)",
         "minimax": "uses cache of its own",
         "openai-gpt": "uses no cache of transformers",
-        "xlnet": "uses no cache of transformers",
-        "rwkv": "uses no cache of transformers",
         "deepseek_v32": "(indexed): full precision, indexed cache that grows: not supported",
         "mistral": "layers 0-3 (sliding window 512): full precision, small by nature",
         "falcon_h1": "(full beside a state): full precision, a cache that grows beside a state: not supp",
@@ -104,7 +101,7 @@ def test_what_is_not_compressed_is_said_with_its_reason_and_goes_on(subtests):
 
 
 def test_attention_beside_state_layers_is_compressed(subtests):
-    for family in ["jamba", "bamba", "nemotron_h"]:
+    for family in ["jamba", "nemotron_h"]:
         with subtests.test(family=family):
             reports = attach_model.attach(build(family), "int4")
             kinds = {r.kind for r in reports if not r.compressed}

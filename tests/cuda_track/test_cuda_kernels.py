@@ -54,9 +54,8 @@ SIDES = {
 }
 # D, H, G, L, batch, keys, values, sink, recent, mask, attention sinks
 CASES = {
-    "gqa": (128, 4, 2, 1, 1, "int4", "int4", 16, 21, False, False),
     "odd draft": (64, 5, 1, 4, 1, "int4", "int4", 16, 9, False, True),
-    "gemma": (256, 4, 1, 1, 1, "int4", "int4", 16, 17, False, False),
+    "gemma": (256, 2, 1, 1, 1, "int4", "int4", 16, 17, False, False),
     "padded batch": (64, 4, 2, 1, 2, "int8", "int8", 16, 9, True, False),
     "gpt-oss": (64, 8, 1, 1, 1, "int4 g32", "int2", 16, 16, False, True),
     "channels": (64, 4, 1, 8, 1, "int2 channels", "int2 g32", 16, 21, False, False),
@@ -237,7 +236,7 @@ def test_rows_of_different_lengths():
 def test_the_golden_table():
     """A part of it: the interpreter is slow."""
     for table in golden_kernels.TABLES:
-        rows = list(islice(table(), 3))
+        rows = list(islice(table(), 2))
         assert rows and not [row for row in rows if not row.ok]
 
 
@@ -378,7 +377,7 @@ def test_kernels_compile_for_hopper(tmp_path):
     kept = str(build.cache_dir() / "triton")
     env = {**os.environ, "PYTHONPATH": root, "TRITON_CACHE_DIR": kept}
     env.pop("TRITON_INTERPRET")
-    names = "attend int4", "merge of many", "quantize"
+    names = "attend int4", "quantize"
     command = [sys.executable, str(script), str(tmp_path), *names]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -56,7 +56,7 @@ def test_files_that_somebody_changed_are_refused_in_one_line(pair, tokens, tmp_p
     mx.eval(theirs.model(mx.array([tokens]), cache=other))
     saved = mlx_prompt_cache.Saved(other, tokens, [], "")
     for file in (path, mlx_prompt_cache.save(str(tmp_path / "mlx"), saved, theirs)):
-        for name, data in crafted_files.cases(file.read_bytes(), every=16):
+        for name, data in crafted_files.cases(file.read_bytes(), every=32):
             bad.write_bytes(data)
             with pytest.raises(UserError) as caught:
                 prompt_cache.load(bad, ours)

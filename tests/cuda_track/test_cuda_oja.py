@@ -24,14 +24,13 @@ from mlxkv.formats.records import NAMES
 
 NAMED = (
     *(
-        "static-r24",
         "static-r24+int4",
         "oja-r24",
         "oja-r24+int8+segments3",
         "oja-r24+fast+transport",
     ),
-    *("oja-r24+stay+raw", "oja-r24+int4+keep0.5", "fp16+keep0.25", "int4+pages0.5"),
-    *("oja-r24+pinned", "oja-r24+int4+pinned+keep0.5"),
+    *("oja-r24+stay+raw", "fp16+keep0.25", "int4+pages0.5"),
+    "oja-r24+int4+pinned+keep0.5",
     *("kivi-int2+keep0.5", "oja-r24+all/int8"),
 )
 

@@ -68,7 +68,7 @@ def test_taking_a_reply_back_many_times_loses_nothing(subtests):
             if way == choose.TRITON:
                 pytest.importorskip("cuda_track.kernels.interpreter")
             config, pair = replace(parse_kv("naive-int4"), **SMALL), data([0])
-            times = 20 if way == choose.OPS else 4
+            times = 6 if way == choose.OPS else 3
             with choose.using(way):
                 cache, fresh = (CompressedKVCache(config) for _ in "ab")
                 feed(fresh, pair, 0, 151)
@@ -119,7 +119,7 @@ def test_rows_that_are_repeated_stand_side_by_side():
 def test_the_other_track_goes_back_alike(subtests):
     """And reads on: where exact tokens are, and where a page is decoded."""
     for name, config in CONFIGS.items():
-        for back in (30, 60, 100, 199, 290):
+        for back in (30, 100, 290):
             with subtests.test(name=name, back=back):
                 pair, cache, other = data([0, 1]), CompressedKVCache(config), MLXCache(config)
                 for start, stop, taken in ((0, 300, back), (300 - back, 420 - back, 7)):
