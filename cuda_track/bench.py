@@ -12,6 +12,7 @@ import json
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain, product
 from statistics import median
 
@@ -22,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from cuda_track.cache.attention import attend
 from cuda_track.cache.stores import Paged, codecs_of
 from cuda_track.cache.view import CodePages, Pair, View
-from cuda_track.codec.codec import Codec, Stored, both
+from cuda_track.codec.codec import both
 from cuda_track.kernels import launch as kernels
 from cuda_track.kernels import layout
 from cuda_track.kernels.launch import Launch
@@ -42,24 +43,21 @@ CHECKED = 4096  # tokens
 BOUND = 8e-3
 
 
-def _per_token(bits: int, group: int) -> CacheConfig:
-    side = Side(Affine(bits, group), "srft")
-    return CacheConfig(side, side)
-
-
-def _channels(bits: int, page: int) -> CacheConfig:
-    """Keys with a scale per channel of a page."""
-    keys = Side(Affine(bits, 0, axis="channel"), "srft")
-    return CacheConfig(keys, Side(Affine(bits, page), "srft"), page=page)
+def _format(bits: int, group: int, channels: bool = False) -> CacheConfig:
+    """Return a format without a calibration. channels: keys have a scale per channel of a page of `group` tokens."""
+    values = Side(Affine(bits, group), "srft")
+    if not channels:
+        return CacheConfig(values, values)
+    return CacheConfig(Side(Affine(bits, 0, axis="channel"), "srft"), values, page=group)
 
 
 FORMATS = {
-    "int8": _per_token(8, 64),
-    "int4": _per_token(4, 64),
-    "int4-channels": _channels(4, 64),
-    "int3": _per_token(3, 128),
-    "int2": _per_token(2, 128),
-    "int2-channels": _channels(2, 128),  # the preset int2, but for its transforms
+    "int8": _format(8, 64),
+    "int4": _format(4, 64),
+    "int4-channels": _format(4, 64, channels=True),
+    "int3": _format(3, 128),
+    "int2": _format(2, 128),
+    "int2-channels": _format(2, 128, channels=True),  # the preset int2, but for its transforms
 }
 
 
@@ -82,7 +80,7 @@ CASES = {
     "d64 128k": Shape(1, 32, 8, 64, 131072),
     "b1 4k": Shape(1, 32, 8, 128, 4096),
 }
-QUANTIZEED = Shape(1, 32, 8, 128, 32768)
+QUANTIZED_SHAPE = Shape(1, 32, 8, 128, 32768)
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ def _normal(*shape: int, dtype: torch.dtype = DTYPE) -> tuple[torch.Tensor, torc
 
 
 def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
-    """Pages of random codes at shuffled places of a pool."""
+    """Return pages of random codes at shuffled places of a pool."""
     device, count = torch.get_default_device(), tokens // config.page
     codecs = codecs_of(config, (shape.dims, shape.dims), None, device)
     layouts, total, sides = layout.layouts(codecs), shape.batch * count, []
@@ -181,14 +179,14 @@ def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
 
 
 def windows(config: CacheConfig, shape: Shape, dtype: torch.dtype = DTYPE) -> tuple[Pair, Pair]:
-    """(sink, recent) of a cache whose recent window is half full."""
+    """Return (sink, recent) of a cache whose recent window is half full, pairs of [B, G, T, D]."""
     tokens = config.sink, config.recent + config.page // 2
     return both(lambda n: _normal(shape.batch, shape.kv_heads, n, shape.dims, dtype=dtype), tokens)
 
 
-def checked(config: CacheConfig, shape: Shape, dtype: torch.dtype, launch: Launch) -> float:
-    """rms of the kernel against plain ops on a short context that one program of a head reads, so that sums
-    are as long as the timed ones."""
+def rms_of_kernel(config: CacheConfig, shape: Shape, dtype: torch.dtype, launch: Launch) -> float:
+    """Return the rms of the kernel against plain ops, on a short context that one program of a head reads, so that
+    sums are as long as the timed ones."""
     pages = pages_of(config, shape, min(shape.tokens, CHECKED))
     sink, recent = windows(config, shape, dtype)
     q, _ = _normal(shape.batch, shape.heads, 1, shape.dims, dtype=dtype)
@@ -219,7 +217,7 @@ def attention_rows(cases: list[str], formats: list[str]) -> Iterator[Row]:
             config = FORMATS[name]
             assert isinstance(config.values.quantizer, Affine)
             launch = kernels.launch(shape.dims, config.values.quantizer.bits)
-            error = checked(config, replace(shape, batch=1), DTYPE, launch)
+            error = rms_of_kernel(config, replace(shape, batch=1), DTYPE, launch)
             if error > BOUND:
                 raise UserError(f"[bench] {name} is wrong by {error:.2g} with {launch}")
             micros, size = attention(config, shape)
@@ -227,41 +225,33 @@ def attention_rows(cases: list[str], formats: list[str]) -> Iterator[Row]:
         torch.cuda.empty_cache()
 
 
-def quantizing(
-    code: Codec, x: torch.Tensor, at: layout.PlaneLayout, side: Stored, places: torch.Tensor
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a call for `timed` that quantizes x."""
-
-    def call(_: torch.Tensor) -> torch.Tensor:
-        kernels.quantize_pages(code, x, at, side, places)
-        return x
-
-    return call
-
-
 def quantize_rows(formats: list[str]) -> Iterator[Row]:
     """Time the quantizing of a prefill, one side at a time."""
-    shape, device = QUANTIZEED, torch.get_default_device()
+    shape, device = QUANTIZED_SHAPE, torch.get_default_device()
     x = [_normal(1, shape.kv_heads, shape.tokens, shape.dims)[0] for _ in range(8)]
     target = torch.empty_like(x[0])
     copy = timed([lambda _, y=y: target.copy_(y) for y in x], x[0])
     speed = 2 * target.nbytes / copy / 1e3
-    yield Row("seal", "copy", copy, gigabytes_per_second=speed)
+    yield Row("quantize", "copy", copy, gigabytes_per_second=speed)
     for name, (i, label) in product(formats, enumerate(("keys", "values"))):
         config = FORMATS[name]
         store = Paged(config, codecs_of(config, (shape.dims, shape.dims), None, device))
         count, shapes = shape.tokens // config.page, both(lambda at: at.shapes(8), store.layouts)
         places = torch.tensor(store.pool.reserve(count, shapes, device), device=device)
-        to = store.layouts[i], store.pool.sides[i], places
-        calls = [quantizing(store.codecs[i], y, *to) for y in x]
-        micros = timed(calls, x[0])
+        code, to = store.codecs[i], (store.layouts[i], store.pool.sides[i], places)
+
+        def quantize(q: torch.Tensor, y: torch.Tensor, code=code, to=to) -> torch.Tensor:
+            kernels.quantize_pages(code, y, *to)
+            return q
+
+        micros = timed([partial(quantize, y=y) for y in x], x[0])
         size = x[0].nbytes + count * sum(y[0].nbytes for y in store.pool.sides[i].values())
         quantized_speed = size / micros / 1e3
         yield Row(f"quantize {label}", name, micros, quantized_speed / speed, quantized_speed)
 
 
-def named(text: str, among: dict, option: str) -> list[str]:
-    """Names of a comma-separated list. Raises UserError for unknown ones."""
+def parse_names(text: str, among: dict, option: str) -> list[str]:
+    """Return the names in a comma-separated list. Raises UserError for unknown ones."""
     names = list(among) if text == "all" else text.split(",")
     for name in names:
         if name not in among:
@@ -273,17 +263,17 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default="all", help=", ".join(CASES))
     parser.add_argument("--formats", default="int4,int2", help=", ".join(FORMATS))
-    parser.add_argument("--no-seal", action="store_true")
+    parser.add_argument("--no-quantize", "--no-seal", action="store_true", help="attention alone")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options = parser.parse_args()
-    cases = named(options.cases, CASES, "--cases")
-    formats = named(options.formats, FORMATS, "--formats")
+    cases = parse_names(options.cases, CASES, "--cases")
+    formats = parse_names(options.formats, FORMATS, "--formats")
     if not torch.cuda.is_available():
         raise UserError("[bench] needs an NVIDIA GPU; got none; nothing to choose here")
     torch.set_default_device("cuda")
     rows = []
     for row in chain(
-        attention_rows(cases, formats), () if options.no_seal else quantize_rows(formats)
+        attention_rows(cases, formats), () if options.no_quantize else quantize_rows(formats)
     ):
         console.note(str(row))  # at once, in case a later row fails
         rows.append(row)

@@ -69,7 +69,7 @@ class Moments(LayerSums):
             self.output = grouped.cpu().numpy()
 
     def _at_zero(self, x: torch.Tensor) -> torch.Tensor:
-        """Keys or queries of a window rotated back to position 0, [B, H, L, D] float32."""
+        """Rotate keys or queries of a window [B, H, L, D] back to position 0, float32."""
         if self.rotary is None or not len(self.rotary.pairs):
             return x.float()
         partner, *factors = self.rotary.wheel(-np.arange(x.shape[2]), x.shape[3])
@@ -77,7 +77,7 @@ class Moments(LayerSums):
         return x.float() * cos + x.float()[..., torch.from_numpy(partner).to(x.device)] * sin
 
     def _add(self, name: str, x: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-        """weights: [G, L] of the rows of each kv head; None for 1."""
+        """Add rows x [B, H, L, D] to a sum. weights: [G, L] of the rows of each kv head; None for 1."""
         rows = grouped(x, self.kv_heads)
         if name not in self.sums:
             centre = self.sums[KEYS].centre if name == READ else rows.mean(1).cpu().numpy()

@@ -24,7 +24,7 @@ CHUNK = 512  # tokens of the prefill at once
 
 @torch.no_grad()
 def predictions(loaded: Loaded, tokens: list[int], decoded: int) -> torch.Tensor:
-    """Log probabilities [decoded, vocabulary] behind a prefill of the other tokens."""
+    """Return log probabilities [decoded, vocabulary] of the last tokens, behind a prefill of the others."""
     model, start = loaded.model, len(tokens) - decoded
     ids, cache, out = torch.tensor([tokens], device=model.device), new_cache(loaded.model), []
     for i in range(0, start, CHUNK):

@@ -29,7 +29,7 @@ class Reply:
 
 
 def prompt_tokens(loaded: Loaded, prompt: str, raw: bool = False) -> list[int]:
-    """Tokens of a prompt: through the chat template, if there is one and not `raw`."""
+    """Return the tokens of a prompt: through the chat template, if there is one and not `raw`."""
     tokenizer = loaded.tokenizer
     if raw or tokenizer.chat_template is None:
         return tokenizer(prompt)["input_ids"]

@@ -108,7 +108,7 @@ def _heads_together(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def _stored(view: View, pages: QuantizedPages, side: int, dtype: torch.dtype) -> torch.Tensor:
-    """sink | pages | recent in the stored domain: [B, G, T, R] in `dtype`."""
+    """Return sink | pages | recent in the stored domain: [B, G, T, R] in `dtype`."""
     code, recent = pages.codecs[side], view.recent[side]
     out = recent.new_empty(*recent.shape[:2], view.tokens, code.dims, dtype=dtype)
     first = 0 if view.sink is None else view.sink[side].shape[2]

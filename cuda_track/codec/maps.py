@@ -37,11 +37,11 @@ class LayerMaps:
         return replace(self, keys=self.keys.to(device), values=self.values.to(device), mean=mean)
 
     def subtract_mean(self, keys: torch.Tensor) -> torch.Tensor:
-        """keys [B, G, L, D] without the mean, in their dtype."""
+        """Return keys [B, G, L, D] without the mean, in their dtype."""
         return keys if self.mean is None else (keys.float() - self.mean).to(keys.dtype)
 
-    def whole(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the inverse of `left`."""
+    def add_mean(self, keys: torch.Tensor) -> torch.Tensor:
+        """Undo `subtract_mean`."""
         return keys if self.mean is None else (keys.float() + self.mean).to(keys.dtype)
 
 

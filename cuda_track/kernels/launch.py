@@ -28,7 +28,7 @@ WINDOWS, SLOTS = 3, 16  # programs of windows, where a head has so many times mo
 FEW = 132  # programs that merge, below which a row has several
 MANY = 256  # rows of queries, above which a program takes LEAST_ROWS before and after attention
 MERGED = 1 << 14  # numbers that a program which merges holds at a time
-QUANTIZEED = 128  # tokens that a program encodes at most
+QUANTIZED_TOKENS = 128  # tokens that a program encodes at most
 QUANTIZE_BLOCK, QUANTIZE_STAGES = 32, 3  # dims that it multiplies at a time, and has in flight
 PARTS = 3  # of 16 bits, that make up a matrix of 32
 LONGEST = 4096  # tokens that a program sums at most: measured, and what `bench` checks
@@ -116,7 +116,7 @@ def _processors(device: torch.device) -> int:
 def splits(
     pages: int, page: int, heads: int, device: torch.device, programs: int
 ) -> tuple[int, int]:
-    """(programs that share the pages of a row, programs that share its windows).
+    """Return (programs that share the pages of a row, programs that share its windows).
 
     page: tokens of a page. heads: kv heads of all rows. All programs run at the same time, or each sums at
     most LONGEST tokens.
@@ -252,7 +252,7 @@ def _tensors(side: Stored) -> tuple[torch.Tensor, ...]:
 def _down_of(
     transform: Transform | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, int, int]:
-    """(down, its stride of a head, parts that it is split into) for inputs of `dtype`; (None, 0, 0) without one."""
+    """Return (down, its stride of a head, parts that it is split into) for inputs of `dtype`; (None, 0, 0) of None."""
     if transform is None:
         return None, 0, 0
     # Triton's interpreter multiplies the bits of bfloat16 as integers.
@@ -272,7 +272,7 @@ def _parts(transform: Transform, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _or(x: torch.Tensor | None, fallback: torch.Tensor) -> torch.Tensor:
-    """x, or a tensor that stands in for an argument that is not read."""
+    """Return x, or a tensor that stands in for an argument that is not read."""
     return fallback if x is None else x
 
 
@@ -282,7 +282,7 @@ def _stride(matrix: torch.Tensor | None) -> int:
 
 
 def rows_together(x: torch.Tensor) -> torch.Tensor:
-    """x with the tokens of a head one after the other; there may be room behind them."""
+    """Return x [B, G, T, D] with the tokens of a head side by side; there may be room behind them."""
     return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
 
 
@@ -299,9 +299,9 @@ def quantize_pages(
     batch, heads, tokens, dims = x.shape
     x = rows_together(x)
     # Every program reads the whole matrix, for many tokens. It computes whole scales of channels.
-    block = at.group if at.channel else math.gcd(tokens, QUANTIZEED)
+    block = at.group if at.channel else math.gcd(tokens, QUANTIZED_TOKENS)
     # Minima over the tokens of a channel cross warps: as few as hold its numbers in registers.
-    wide = at.dims > 128 or block > QUANTIZEED if at.channel else block == QUANTIZEED
+    wide = at.dims > 128 or block > QUANTIZED_TOKENS if at.channel else block == QUANTIZED_TOKENS
     down, of_head, parts = _down_of(code.transform, x.dtype)
     cast(Kernel, quantize_kernel)[(tokens // block, heads, batch)](
         *(x, _or(down, x), *_tensors(side)),
@@ -312,7 +312,7 @@ def quantize_pages(
         **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
         **{"PARTS": parts, "BLOCK": QUANTIZE_BLOCK, "FUSED": not interpreted()},
         num_warps=8 if wide else 4,
-        num_stages=QUANTIZE_STAGES if block >= QUANTIZEED else 2,
+        num_stages=QUANTIZE_STAGES if block >= QUANTIZED_TOKENS else 2,
     )
 
 

@@ -94,7 +94,7 @@ class PlaneLayout:
         return WORDS[max(8, self.planes * bits)]
 
     def shapes(self, heads: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape of a page and dtype of the tensors of a side in a pool, by name."""
+        """Return the shape of a page and the dtype of the tensors of a side in a pool, by name."""
         words = (self.page, self.words) if self.keys else (self.words, self.page)
         out = {name: ((heads, *words), self.dtype(bits)) for name, (_, bits) in self.fields.items()}
         last = self.dims if self.channel else self.page

@@ -90,7 +90,7 @@ def attend_or_pass(
 
 
 def _is_causal(module: torch.nn.Module, kwargs: dict) -> bool:
-    """As torch SDPA in transformers finds out."""
+    """Return whether attention is causal, as torch SDPA in transformers finds out."""
     is_causal = kwargs.get("is_causal")
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
 
@@ -166,7 +166,7 @@ def mask(
 
 
 def eager_mask(batch_size: int, q_length: int, kv_length: int, **kwargs) -> torch.Tensor:
-    """As `mask`, for models of eager attention, where no mask means that all is seen: a matrix always."""
+    """Make a matrix always: for models of eager attention, where no mask means that all is seen."""
     plain = mask(batch_size, q_length, kv_length, **kwargs) is None
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     out = sdpa_mask(batch_size, q_length, kv_length, **kwargs)

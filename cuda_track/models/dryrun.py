@@ -141,7 +141,7 @@ def _gap(query, keys, values, mask, expected: Callable, computed: Callable) -> f
 def matrix(
     mask: torch.Tensor | str | None, new: int, total: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """`attend`'s masks -> what transformers' eager attention adds to its scores, or None."""
+    """Convert a mask of `attend` to what transformers' eager attention adds to its scores, [.., L, T] or None."""
     if isinstance(mask, str):
         mask = causal(new, total, device)[None, None]
     if mask is None or mask.dtype != torch.bool:

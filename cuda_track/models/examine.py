@@ -101,7 +101,8 @@ def examine(model: PreTrainedModel, config: CacheConfig) -> list[Examined]:
 
 
 def _of_probe(probe: dryrun.Probe, ranks: bool, shared: bool) -> Examined:
-    """ranks: whether the model's configuration speaks of latents. shared: whether several processes have the model."""
+    """Return what a dry run says of a layer. ranks: the model's configuration speaks of latents. shared: several
+    processes have the model."""
     reason = probe.verdict
     if not probe.calls and not probe.refused:
         return Examined("not used", False, "the model uses no cache of transformers")

@@ -41,7 +41,7 @@ class CompressedLayer(CacheLayerMixin):
         return view, view
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(tokens, offset) of the mask for `query_length` new tokens; dropped ones have no column."""
+        """Return (tokens, offset) of the mask for `query_length` new tokens; dropped ones have no column."""
         cache = self.cache
         dropped = cache.windows.dropped
         return cache.offset - dropped + query_length, dropped
@@ -121,7 +121,7 @@ class CompressedCache(Cache):
         return True
 
     def __iter__(self):
-        """Keys, values and window of each layer in full precision: `DynamicCache(cache)` takes them."""
+        """Yield keys, values and window of each layer in full precision, as `DynamicCache(cache)` takes them."""
         for layer in self.layers:
             if not isinstance(layer, CompressedLayer):
                 keys, values = (getattr(layer, name) for name in NAMES)
@@ -132,7 +132,7 @@ class CompressedCache(Cache):
                 cache, view = layer.cache, layer.cache.view()
                 keys, values = view.whole(view.recent[0].dtype)
                 maps = cache.layer_maps if cache.config.centred else None
-                yield keys if maps is None else maps.whole(keys), values, None
+                yield keys if maps is None else maps.add_mean(keys), values, None
 
     @property
     def nbytes(self) -> int:
