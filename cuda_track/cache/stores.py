@@ -6,9 +6,6 @@ restores what any store of either track saved.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Generic, TypeVar
-
 import torch
 
 from cuda_track.cache.view import CodePages, Pair
@@ -19,8 +16,6 @@ from cuda_track.kernels import launch, layout
 from cuda_track.kernels.pool import Pool, PoolPages
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.records import NAMES
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 def codecs_of(
@@ -37,36 +32,39 @@ def codecs_of(
     return made(NAMES[0], config.keys, dims[0]), made(NAMES[1], config.values, dims[1])
 
 
-class _Arrays(Generic[Key]):
-    """Quantized pages in named tensors with the rows of all pages on axis 2, a fixed number for each page."""
+class Codes:
+    """Quantized pages for plain ops: the tensors of both sides, by (side, name), the rows of all pages on axis 2."""
 
     def __init__(self, config: CacheConfig, codecs: tuple[Codec, Codec]):
         self.config, self.codecs = config, codecs
         self.count = 0
-        self._arrays: dict[Key, torch.Tensor] = {}
+        self._arrays: dict[tuple[str, str], torch.Tensor] = {}
 
-    def _encoded(self, pair: Pair, count: int, start: int) -> dict[str, Stored]:
+    def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
         stop = start + count * self.config.page
         sides = zip(NAMES, self.codecs, pair, strict=True)
-        return {name: code.encode(x[:, :, start:stop]) for name, code, x in sides}
-
-    def _add(self, encoded: dict[Key, torch.Tensor], count: int) -> None:
-        """Add `count` pages."""
+        new = _flat({name: code.encode(x[:, :, start:stop]) for name, code, x in sides})
         if self.count:
-            encoded = {name: torch.cat([self._arrays[name], x], 2) for name, x in encoded.items()}
-        self._arrays, self.count = encoded, self.count + count
+            new = {name: torch.cat([self._arrays[name], x], 2) for name, x in new.items()}
+        self._arrays, self.count = new, self.count + count
 
-    def _between(self, start: int, stop: int) -> dict[Key, torch.Tensor]:
+    def _sides(self, start: int, stop: int) -> dict[str, Stored]:
         """Return the tensors of pages start .. stop - 1."""
-        out = {}
-        for name, x in self._arrays.items():
+        out: dict[str, Stored] = {name: {} for name in NAMES}
+        for (side, name), x in self._arrays.items():
             rows = x.shape[2] // self.count
-            out[name] = x[:, :, start * rows : stop * rows]
+            out[side][name] = x[:, :, start * rows : stop * rows]
         return out
 
-    def _hold(self, arrays: dict[Key, torch.Tensor], count: int) -> None:
+    def read(self, start: int, stop: int) -> CodePages:
+        """Return a snapshot of pages start .. stop - 1."""
+        keys, values = self._sides(start, stop).values()
+        return CodePages(self.codecs, (keys, values), (stop - start) * self.config.page)
+
+    def _hold(self, sides: dict[str, Stored], count: int) -> None:
         """Hold copies of the tensors of exactly `count` pages."""
+        arrays = _flat(sides)
         for name, x in arrays.items():
             if x.shape[2] % count:
                 raise ValueError(f"{x.shape[2]} rows of {name} in {count} pages")
@@ -74,8 +72,10 @@ class _Arrays(Generic[Key]):
 
     def truncate(self, count: int) -> None:
         """Keep the first `count` pages."""
-        if count < self.count:
-            self._hold(self._between(0, count) if count else {}, count)
+        if not count:
+            self._arrays, self.count = {}, 0
+        elif count < self.count:
+            self._hold(self._sides(0, count), count)
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
@@ -85,32 +85,13 @@ class _Arrays(Generic[Key]):
         """Return what is allocated."""
         return list(self._arrays.values())
 
-
-class Codes(_Arrays[tuple[str, str]]):
-    """Quantized pages for plain ops: the tensors of both sides, by (side, name)."""
-
-    def append(self, pair: Pair, count: int, start: int = 0) -> None:
-        """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
-        self._add(_flat(self._encoded(pair, count, start)), count)
-
-    def _sides(self, start: int, stop: int) -> dict[str, Stored]:
-        out: dict[str, Stored] = {name: {} for name in NAMES}
-        for (side, name), x in self._between(start, stop).items():
-            out[side][name] = x
-        return out
-
-    def read(self, start: int, stop: int) -> CodePages:
-        """Return a snapshot of pages start .. stop - 1."""
-        keys, values = self._sides(start, stop).values()
-        return CodePages(self.codecs, (keys, values), (stop - start) * self.config.page)
-
     @property
     def state(self) -> dict[str, Stored]:
         return self._sides(0, self.count)
 
     def restore(self, state: dict, count: int) -> None:
         """Take over the `count` pages of a state of any store."""
-        self._hold(_flat(as_codes(state, self.codecs)), count)
+        self._hold(as_codes(state, self.codecs), count)
 
 
 def _flat(sides: dict[str, Stored]) -> dict[tuple[str, str], torch.Tensor]:

@@ -25,7 +25,7 @@ from cuda_track.codec.maps import LayerMaps
 from cuda_track.models import latent
 from cuda_track.models.attending import EAGER, NAME
 from cuda_track.models.examine import Examined, examine, implementations, put_back
-from cuda_track.models.layers import CompressedCache, CompressedLayer, filled, held
+from cuda_track.models.layers import CompressedCache, CompressedLayer, held, plain_layers
 from cuda_track.models.transformers_compat import check_one_process, handed, renamed, share_of
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
@@ -126,7 +126,10 @@ def attached(model: PreTrainedModel) -> Attached:
 
 def new_cache(model: PreTrainedModel) -> CompressedCache:
     """Return an empty cache for `model.generate(cache=...)`, or `model(ids, **handed(cache))`."""
-    return filled(model, {i: make() for i, make in attached(model).caches.items()})
+    layers = plain_layers(model)
+    for i, make in attached(model).caches.items():
+        layers[i] = CompressedLayer(make())
+    return CompressedCache(layers=layers)
 
 
 def _fit(

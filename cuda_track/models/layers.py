@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -181,11 +180,3 @@ def has_class(layer, name: str) -> bool:
 def holds_state(layer) -> bool:
     """Return whether a layer keeps a state in place of tokens, or beside them."""
     return has_class(layer, "LinearAttentionCacheLayerMixin")
-
-
-def filled(model, caches: Mapping[int, CompressedKVCache]) -> CompressedCache:
-    """Return a cache with `caches` at these layers, plain layers elsewhere."""
-    layers = plain_layers(model)
-    for index, cache in caches.items():
-        layers[index] = CompressedLayer(cache)
-    return CompressedCache(layers=layers)

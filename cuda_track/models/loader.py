@@ -36,10 +36,6 @@ class Loaded:
     fingerprint: str | None = None
 
 
-def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def load(
     name: str,
     kv: str | CacheConfig = "fp16",
@@ -57,7 +53,10 @@ def load(
         raise UserError(f"[load] unknown dtype; got {dtype!r}; choose from {', '.join(DTYPES)}")
     if not name:
         raise UserError("[--model] is needed; got none; choose a folder, or owner/name on the hub")
-    source, device = resolve(name), torch.device(device or default_device())
+    source, device = (
+        resolve(name),
+        torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+    )
     if name in HUB:
         raise UserError(
             f"[--model] {name} is a name for MLX weights; got it here; choose a model of "
