@@ -1,5 +1,5 @@
-"""The second track: mlxkv's formats in torch, Triton and Metal through torch, for models of transformers.
+"""The second track: mlxkv's formats in torch and Triton, for models of transformers.
 
-It imports no MLX. Of mlxkv it reads formats, spec.bounds and spec.rows, metal.sources, models.catalog, texts,
-errors and console, nothing else.
+It imports no MLX. Of mlxkv it reads formats, spec.bounds and spec.rows, models.catalog and models.reports, corpora,
+files, errors and console, nothing else.
 """

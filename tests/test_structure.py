@@ -39,7 +39,6 @@ SHARED = [
     "corpora",
     "models.catalog",
     "models.reports",
-    "metal.sources",
     "errors",
     "console",
     "files",
