@@ -119,13 +119,13 @@ def test_sequences_come_go_and_are_taken_back(kernels, monkeypatch):
     """Over pages that are quantized at different steps."""
     with launch.using(make_tiles) if kernels == "tiles" else nullcontext():
         model, steps = attached(kernels=kernels, num_hidden_layers=1)
-        pair = Pair(model, steps, (150, 97, 121))
+        pair = Pair(model, steps, (110, 84, 97))
         pair.say(1)  # sequences join
         taken = noted(steps, monkeypatch)
         pair.say(10)
         pair.each(lambda cache: cache.filter([2, 0]))
         pair.say(5)
-        pair.join((110, 86))
+        pair.join((102, 86))
         pair.say(2)
         pair.say(1, new=3)
         pair.each(lambda cache: cache.trim(2))
