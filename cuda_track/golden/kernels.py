@@ -22,7 +22,6 @@ from mlxkv.spec.bounds import Row, compare_codes, read_golden, rms
 from mlxkv.spec.rows import encode_cases
 
 WEIGHTS_BOUND = 2e-3  # queries and weights are float16 in the kernel of Triton
-HEAD = 64  # dims of a head, where golden tensors have none that Triton reads
 
 
 def quantize_rows() -> Iterator[Row]:
@@ -47,7 +46,8 @@ def quantize_rows() -> Iterator[Row]:
 def attention_rows(table: str = "attention") -> Iterator[Row]:
     for case, inputs, spec in TABLE.attention_cases(table):
         mask = "causal" if inputs.mask is None else inputs.mask
-        config = CacheConfig(*both(_plain, inputs.sides), page=inputs.page)
+        plain = both(lambda side: Side(side.quantizer), inputs.sides)
+        config = CacheConfig(*plain, page=inputs.page)
         if launch.why_not(config, (inputs.dims, inputs.dims)):
             continue
         store = Paged(config, TABLE.codecs(inputs))
@@ -55,15 +55,8 @@ def attention_rows(table: str = "attention") -> Iterator[Row]:
         view = View(inputs.recent, inputs.sink, store.read(0, store.count))
         if why_not(inputs.q, view, mask) is None:
             out = attend(inputs.q, view, inputs.scale, mask, inputs.sink_logits, inputs.softcap)
-            yield _row(case, out, spec, WEIGHTS_BOUND, table)
-
-
-def _row(case: str, out: torch.Tensor, spec, bound: float, table: str = "attention") -> Row:
-    return Row(table, case, spec.size, rms=rms(TABLE.array(out), spec), bound=bound)
-
-
-def _plain(side: Side) -> Side:
-    return Side(side.quantizer)
+            far = rms(TABLE.array(out), spec)
+            yield Row(table, case, spec.size, rms=far, bound=WEIGHTS_BOUND)
 
 
 TABLES = (quantize_rows, attention_rows, partial(attention_rows, "softcap"))
