@@ -28,7 +28,7 @@ from mlxkv.serve.engine import LEAST_MEMORY, Engine
 from mlxkv.serve.grammar import calls_of
 from mlxkv.serve.memory import used_memory
 from mlxkv.serve.options import ServeOptions
-from mlxkv.serve.reading import Reader
+from mlxkv.serve.reading import Reader, Worker
 from mlxkv.serve.refusals import OtherModel, Refused, ending
 from mlxkv.serve.request import ModelInfo, Read, Request, no_model
 
@@ -43,7 +43,7 @@ class LoadedModel:
     """A model and its state, shared by all its requests. users: requests that it was given to, and whose replies have
     not ended. Raises what loading raises."""
 
-    def __init__(self, options: ServeOptions):
+    def __init__(self, options: ServeOptions, worker: Worker | None = None):
         self.options, self.engine, self.users = options, Engine(options), 0
         try:
             self.loaded = self.engine.wait_until_ready()
@@ -59,7 +59,7 @@ class LoadedModel:
                 context=self.loaded.context,
             )
             self._machine = make_text_state_machine(self.loaded.tokenizer)
-            self.reader = Reader(self.loaded.tokenizer, options.template, self.model_info)
+            self.reader = Reader(self.loaded.tokenizer, options.template, self.model_info, worker)
         except Exception:
             self.engine.stop_and_join()
             raise
@@ -146,10 +146,10 @@ class Models:
     """The models by name. For the event loop. loaded: others than the first that are there now, the least recently used
     first. active: requests in progress. Raises UserError where two models have one name, and what loading raises."""
 
-    def __init__(self, options: ServeOptions):
+    def __init__(self, options: ServeOptions, worker: Worker | None = None):
         self.options = options
         _, *others = options.models
-        self.first, self.active = LoadedModel(options), 0
+        self.first, self.active = LoadedModel(options, worker), 0
         self._options = {name_of(model): replace(options, model=model) for model in others}
         self.names = (self.first.name, *self._options)
         if len({*self.names}) <= len(others):

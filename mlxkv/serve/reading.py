@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.context import SpawnContext
@@ -89,13 +89,11 @@ class WorkerQueue:
 
 
 class Worker:
-    """A process that reads the requests of one model, one at a time. One that was ended is followed by another.
+    """A process that reads the requests of one model, one at a time. One that was ended is followed by another. It may
+    start, and import what reads, before the model is there."""
 
-    setup: what `Prompts` takes, pickled: imports that it asks for come after `_prepare`.
-    """
-
-    def __init__(self, setup: bytes):
-        self._setup, self._lock = setup, Lock()
+    def __init__(self):
+        self._setup, self._lock = b"", Lock()
         self._context: WorkerContext | None = None
         self._pool: ProcessPoolExecutor | None = None
         self._has_ended = False
@@ -108,9 +106,21 @@ class Worker:
             process = self._context and self._context.process
             if self._pool is None or process is None or not process.is_alive():
                 self._context = WorkerContext()
-                self._pool = ProcessPoolExecutor(1, self._context, _prepare, (self._setup,))
-                self._pool.submit(os.getpid)
+                self._pool = ProcessPoolExecutor(1, self._context, _prepare)
+                # Ctrl-C is for the server, also before `_prepare`.
+                signals = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+                try:
+                    self._pool.submit(_keep, self._setup)
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
             return self._pool
+
+    def keep(self, setup: bytes) -> None:
+        """Read for a model from now on. setup: what `Prompts` takes, pickled."""
+        self._setup = setup
+        with suppress(BrokenExecutor):  # another process follows
+            if self._pool is not None:
+                self._pool.submit(_keep, setup)
 
     def read(self, seconds: float, *question: Any) -> Read:
         """Return what `Prompts.read` returns. seconds: of processor time that it may take. Raises what that raises, and
@@ -176,10 +186,13 @@ class WorkerContext(SpawnContext):
 class Reader:
     """Reads the requests for one model. For the event loop.
 
-    tokenizer: mlx-lm's wrapper. template: what chat templates are given besides messages.
+    tokenizer: mlx-lm's wrapper. template: what chat templates are given besides messages. worker: one that has
+    started.
     """
 
-    def __init__(self, tokenizer: Any, template: dict, model_info: ModelInfo):
+    def __init__(
+        self, tokenizer: Any, template: dict, model_info: ModelInfo, worker: Worker | None = None
+    ):
         self._model_info = model_info
         system = takes_system(tokenizer, template)
         if not system:
@@ -198,8 +211,12 @@ class Reader:
 
             logging.warning("[serve] this model's tokenizer reads requests in the server itself")
             self._prompts = Prompts(*setup)
+            if worker is not None:
+                worker.close()
         else:
-            self.workers = [Worker(data), Worker(data)]
+            self.workers = [worker or Worker(), Worker()]
+            for each in self.workers:
+                each.keep(data)
             self.workers[0].start()
 
     def close(self) -> None:
@@ -236,15 +253,20 @@ _prompts: Prompts
 _bound: MemoryBound
 
 
-def _prepare(setup: bytes) -> None:
-    global _prompts, _bound
-    os.setsid()  # Ctrl-C is for the server
+def _prepare() -> None:
+    os.setsid()  # signals of the terminal are for the server
     Thread(target=_end_with_parent, daemon=True).start()
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] 180 MB, which transformers would import
     startup.allow_few_descriptors()
-    from mlxkv.serve.prompts import Prompts
+    import mlxkv.serve.prompts  # noqa: F401
 
-    _prompts, _bound = Prompts(*pickle.loads(setup)), MemoryBound()
+
+def _keep(setup: bytes) -> None:
+    global _prompts, _bound
+    if setup:
+        from mlxkv.serve.prompts import Prompts
+
+        _prompts, _bound = Prompts(*pickle.loads(setup)), MemoryBound()
 
 
 def _end_with_parent() -> None:

@@ -26,6 +26,7 @@ from mlxkv.serve.http.app import METHODS, RequestGuard, application
 from mlxkv.serve.http.connection import HTTPServer, Limits, listen
 from mlxkv.serve.models import Models
 from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.reading import Worker
 
 GRACE = 5.0  # seconds for replies under way when the end is asked for; Docker kills after 10
 TOLD = 2.0  # seconds for their clients to read that they were cut off
@@ -38,10 +39,15 @@ class Server:
     def __init__(self, options: ServeOptions):
         self._asked = 0
         self._parent = os.environ.get(PARENT)  # None: it ends by itself
+        worker = Worker()
+        worker.start()  # it is ready by the time that the model is
         try:
-            self.models = models = Models(options)
+            self.models = models = Models(options, worker)
         except KeyboardInterrupt:  # nothing is there to lose, and loading stops for nobody
             os._exit(128 + signal.SIGINT)
+        except Exception:
+            worker.close()
+            raise
         self.loaded_model, self.engine = models.first, models.first.engine
         try:
             self.socket = listen(options.host, options.port)
