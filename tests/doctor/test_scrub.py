@@ -3,7 +3,6 @@
 import platform
 import time
 
-from experiments.evidence.pretrained import public_name
 from mlxkv.doctor.share import clean
 
 
@@ -37,21 +36,3 @@ def test_long_texts_are_cleaned_in_time():
     for part in ("/a", "/Users", "'/", "x", "/Users/a ", "~/", "\u201c/", "'/x'y", "'/x "):
         clean(part * 20_000)
     assert time.process_time() - begun < 5
-
-
-def test_public_names_of_models(subtests):
-    for name, public in [
-        ("smollm2", "smollm2"),
-        ("mlx-community/Qwen3-4B-4bit", "mlx-community/Qwen3-4B-4bit"),
-        ("/Users/ada/models/gone", "gone"),
-        ("~/models/gone", "gone"),
-        ("../gone", "gone"),
-    ]:
-        with subtests.test(name=name, public=public):
-            assert public_name(name) == public
-
-
-def test_a_relative_folder_is_reduced_too(tmp_path, monkeypatch):
-    (tmp_path / "private" / "model-1").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert public_name("private/model-1") == "model-1"

@@ -103,3 +103,21 @@ def test_slips_are_one_line(subtests, tmp_path):
         with subtests.test(options=options, message=message):
             with pytest.raises(UserError, match=message):
                 pretrained.main(["m", "--out", str(tmp_path), *options])
+
+
+def test_public_names_of_models(subtests):
+    for name, public in [
+        ("smollm2", "smollm2"),
+        ("mlx-community/Qwen3-4B-4bit", "mlx-community/Qwen3-4B-4bit"),
+        ("/Users/ada/models/gone", "gone"),
+        ("~/models/gone", "gone"),
+        ("../gone", "gone"),
+    ]:
+        with subtests.test(name=name, public=public):
+            assert pretrained.public_name(name) == public
+
+
+def test_a_relative_folder_is_reduced_too(tmp_path, monkeypatch):
+    (tmp_path / "private" / "model-1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert pretrained.public_name("private/model-1") == "model-1"

@@ -8,8 +8,7 @@ from experiments.families import found as survey  # noqa: E402
 from experiments.families import vlm  # noqa: E402
 from experiments.families.found import Family  # noqa: E402
 from experiments.families.vlm import SURVEY, families, family  # noqa: E402
-from mlxkv.errors import MachineError, UserError  # noqa: E402
-from mlxkv.models.reports import LayerReport  # noqa: E402
+from mlxkv.errors import UserError  # noqa: E402
 
 FULL = ["qwen3", "qwen2_5_vl", "smollm3"]
 MIXED = ["gemma4", "gpt_oss", "qwen3_5", "falcon_h1", "deepseek_v3"]
@@ -32,16 +31,6 @@ def test_what_is_not_compressed_runs_with_a_reason(subtests):
             found = family(name)
             assert not found.fault and not found.skipped and not found.int4
             assert not found.compressed and found.why
-
-
-def test_a_fault_is_shown_and_ends_with_an_error(monkeypatch, capsys):
-    layer = LayerReport(0, "full", False, "a | reason")
-    bad = Family("llama", layers=(layer,), fault="bad")
-    monkeypatch.setattr(survey, "apart", lambda measure, names: [bad for _ in names])
-    with pytest.raises(MachineError, match="1 of 1 have a fault: llama"):
-        vlm.main(["llama"])
-    out = capsys.readouterr().out
-    assert "| llama | - | 0 (full: a / reason) | **bad** |  |" in out and "1 with a fault" in out
 
 
 def test_names_are_those_of_mlx_vlm():
