@@ -24,7 +24,7 @@ from mlxkv.eval.command import evaluate
 from mlxkv.formats.names import complete_kv, parse_kv
 from mlxkv.launch import launch
 from mlxkv.models.catalog.aliases import DEFAULT, complete_model, resolve
-from mlxkv.models.catalog.locate import require
+from mlxkv.models.catalog.hub import require
 from mlxkv.options import KEY, Json, Kv, Model
 from mlxkv.run.command import run_program
 from mlxkv.serve.options import ServeOptions

@@ -33,7 +33,7 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog import folder
-from mlxkv.models.catalog.fingerprint import fingerprint
+from mlxkv.models.catalog.folder import fingerprint
 from mlxkv.models.catalog.shapes import context_limit
 from mlxkv.models.reports import LayerReport, nothing_compressed, with_own
 

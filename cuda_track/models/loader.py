@@ -17,7 +17,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import HUB, resolve
-from mlxkv.models.catalog.fingerprint import fingerprint
+from mlxkv.models.catalog.folder import fingerprint
 from mlxkv.models.catalog.rendering import bound
 from mlxkv.models.reports import LayerReport
 

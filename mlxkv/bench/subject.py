@@ -11,7 +11,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlxkv.bench.options import MLX_LM, REPLAYED, cache_config
 from mlxkv.bench.spread import allotted, spread
@@ -27,6 +26,7 @@ from mlxkv.models.catalog.sizes import COMPRESSED
 from mlxkv.models.hooks.cache_shapes import layers_of
 from mlxkv.models.hooks.mark import mark
 from mlxkv.models.hooks.patching import patch
+from mlxkv.models.hooks.trees import flat
 from mlxkv.models.loading.outline import NotBuilt, build, classes_of
 
 GROUP = 64  # weights with one scale, as mlx-lm's converter quantises them
@@ -136,7 +136,7 @@ def _random(config: dict, dtype: mx.Dtype, bits: int | None) -> nn.Module:
     model.set_dtype(dtype)
     if bits is not None:
         nn.quantize(model, GROUP, bits)
-    for _, x in tree_flatten(model.parameters()):
+    for _, x in flat(model.parameters()):
         mx.eval(x)  # one by one: frees the float32 that each is made from
     mx.clear_cache()
     return model

@@ -12,8 +12,8 @@ from mlxkv.errors import UserError
 from mlxkv.formats import session as files
 from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import Source, resolve
-from mlxkv.models.catalog.fingerprint import fingerprint
-from mlxkv.models.catalog.locate import require
+from mlxkv.models.catalog.folder import fingerprint
+from mlxkv.models.catalog.hub import require
 
 BROKEN = 0.1  # the share of letters that are no UTF-8 from which piped bytes are no text
 PATIENCE = 1.0  # seconds without text on stdin before the terminal says what is waited for

@@ -12,10 +12,9 @@ from mlxkv import console, errors
 from mlxkv.errors import MachineError, UserError
 from mlxkv.models import prompt_cache
 from mlxkv.models.generate import Stats, new_cache, stream
+from mlxkv.models.hooks.trees import trim_caches
 from mlxkv.models.prompt_escaping import PromptEscaper, cut_front
-from mlxkv.models.replies.thinking import Thinking
-from mlxkv.models.roles import takes_system, without_system
-from mlxkv.models.trimming import trim_caches
+from mlxkv.models.roles import Thinking, takes_system, without_system
 from mlxkv.models.usage import Usage, projected, usage
 from mlxkv.models.warmup import step_down
 

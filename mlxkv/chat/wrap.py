@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rich.cells import cell_len
 
-from mlxkv.models.replies.thinking import Thinking
+from mlxkv.models.roles import Thinking
 
 FENCE = "```"
 

@@ -29,12 +29,18 @@ from mlxkv.errors import UserError, brief
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import PICKS, canonical, parse_kv
 from mlxkv.machine import USABLE, machine_memory
-from mlxkv.models.catalog import folder, numbers
+from mlxkv.models.catalog import folder
 from mlxkv.models.catalog.aliases import CONFIGS, HUB, QUANTIZATION, resolve
 from mlxkv.models.catalog.folder import SMALL
 from mlxkv.models.catalog.gguf.config import memory
 from mlxkv.models.catalog.gguf.header import is_gguf
-from mlxkv.models.catalog.shapes import context_limit, estimated_layers, estimated_sizes
+from mlxkv.models.catalog.shapes import (
+    LAYERS,
+    check_numbers,
+    context_limit,
+    estimated_layers,
+    estimated_sizes,
+)
 from mlxkv.models.catalog.sizes import ModelPlan, longest, need, why_16_bits
 from mlxkv.untrusted import Unsound
 
@@ -209,7 +215,7 @@ def _notes(kv: CacheConfig) -> Iterator[str]:
 def read_plan(model: str) -> ModelPlan:
     """Find config.json and the weights' size: that file itself, a local folder, the hub's cache, for an alias that
     is not there its known shape, or the hub."""
-    from mlxkv.models.catalog.locate import cached, locate
+    from mlxkv.models.catalog.hub import cached, locate
 
     alias = model.strip()
     if alias.endswith(".json"):
@@ -267,7 +273,7 @@ def _read_config(path: Path, where: str) -> dict:
         data = untrusted.read_json(path, SMALL, infinity=True)
         if not isinstance(data, dict):
             raise Unsound("is not the config of a model")
-        numbers.check_numbers(data, numbers.LAYERS)
+        check_numbers(data, LAYERS)
     except FileNotFoundError:
         raise UserError(f"[{where}] no such file; got {str(path)!r}") from None
     except Unsound as error:

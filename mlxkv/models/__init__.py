@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlxkv.models.attach_model import attach, detach
+    from mlxkv.models.hooks.trees import trim_caches
     from mlxkv.models.loader import Loaded, context_limit, load
     from mlxkv.models.reports import LayerReport, summarise
-    from mlxkv.models.trimming import trim_caches
     from mlxkv.models.warmup import warm_up
 
 _HOME = {
     "attach": "attach_model",
-    "trim_caches": "trimming",
+    "trim_caches": "hooks.trees",
     "detach": "attach_model",
     "LayerReport": "reports",
     "summarise": "reports",

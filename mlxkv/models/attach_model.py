@@ -33,7 +33,8 @@ from mlxkv.models.compiled.weights import unchanged
 from mlxkv.models.hooks.fold import Fold, as_folded, check_maps, fold_of, fold_values
 from mlxkv.models.hooks.mark import cached_part, mark, own_make_cache, unmark
 from mlxkv.models.hooks.patching import patch, unpatch
-from mlxkv.models.hooks.probe import INDEX_KEYS, PLAIN, Place, ProbedShape, find, leaves
+from mlxkv.models.hooks.probe import INDEX_KEYS, PLAIN, ProbedShape, find
+from mlxkv.models.hooks.trees import Place, leaves
 from mlxkv.models.reports import (
     ASKED_FOR,
     CAPPED,

@@ -14,8 +14,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.metal.launch import backend
+from mlxkv.models.hooks.trees import flat
 from mlxkv.models.replies.stops import Front
-from mlxkv.models.trees import flat
 
 # Tokens of a prompt that are read at once. A CPU gains nothing from more, and progress and Ctrl-C are
 # looked at between two chunks.

@@ -22,18 +22,15 @@ from mlxkv.models.attach_model import attach
 from mlxkv.models.calibration.fitting import read_calibration
 from mlxkv.models.catalog import rendering
 from mlxkv.models.catalog.aliases import DEFAULT, KV, resolve
-from mlxkv.models.catalog.fingerprint import fingerprint
-from mlxkv.models.catalog.folder import Folder, check_folder
+from mlxkv.models.catalog.folder import Folder, check_folder, fingerprint
 from mlxkv.models.catalog.gguf import tokens
-from mlxkv.models.catalog.hub import fetch
-from mlxkv.models.catalog.locate import require
+from mlxkv.models.catalog.hub import fetch, require
 from mlxkv.models.catalog.option_checks import check_weights, dtype_name
 from mlxkv.models.catalog.shapes import context_limit, text_config
-from mlxkv.models.hooks.mark import steps_of
+from mlxkv.models.hooks.mark import Origin, set_origin, steps_of
 from mlxkv.models.loading import weights as reading
 from mlxkv.models.loading.sampling import Sampling
 from mlxkv.models.loading.sampling import read_sampling as read_sampling
-from mlxkv.models.origin import Origin, set_origin
 from mlxkv.models.replies.stops import turn_end
 from mlxkv.models.reports import LayerReport, summarise
 from mlxkv.models.warmup import print_reports

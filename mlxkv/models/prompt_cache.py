@@ -26,8 +26,7 @@ from mlxkv.formats.session import Saved
 from mlxkv.models import mlx_lm_compat
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.hooks.fold import match_fold
-from mlxkv.models.hooks.probe import leaves
-from mlxkv.models.trees import flat
+from mlxkv.models.hooks.trees import flat, leaves
 
 
 def save(name: str, saved: Saved, loaded) -> Path:

@@ -20,8 +20,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import LatentKVCache
 from mlxkv.console import human_bytes
 from mlxkv.formats.sizes import EXACT_BYTES, CacheShape
-from mlxkv.models.hooks.probe import leaves
-from mlxkv.models.trees import flat
+from mlxkv.models.hooks.trees import flat, leaves
 
 BITS = 16  # of full precision
 NOTHING_YET = "nothing compressed yet (exact up to {} tokens)"

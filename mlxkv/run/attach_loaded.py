@@ -20,13 +20,11 @@ from mlxkv.console import human_bytes, note, one_line
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.models.attach_model import attach
-from mlxkv.models.catalog.fingerprint import fingerprint
-from mlxkv.models.catalog.folder import check_folder
+from mlxkv.models.catalog.folder import check_folder, fingerprint
 from mlxkv.models.catalog.shapes import context_limit
-from mlxkv.models.hooks.mark import cached_part
+from mlxkv.models.hooks.mark import Origin, cached_part, set_origin
 from mlxkv.models.hooks.patching import MARK
-from mlxkv.models.hooks.probe import leaves
-from mlxkv.models.origin import Origin, set_origin
+from mlxkv.models.hooks.trees import leaves
 from mlxkv.models.reports import ASKED_FOR, LayerReport, summarise
 from mlxkv.models.usage import in_16_bits, in_use
 from mlxkv.models.warmup import print_reports

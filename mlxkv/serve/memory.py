@@ -12,7 +12,7 @@ from mlx_lm.models.cache import BatchKVCache
 from mlxkv.console import human_bytes
 from mlxkv.formats.sizes import CacheShape
 from mlxkv.machine import footprint
-from mlxkv.models.hooks.probe import leaves
+from mlxkv.models.hooks.trees import leaves
 from mlxkv.models.usage import shape_of
 from mlxkv.serve.refusals import Refused
 

@@ -20,7 +20,7 @@ from mlxkv.console import human_bytes
 from mlxkv.errors import UserError
 from mlxkv.machine import USABLE, footprint, machine_memory
 from mlxkv.metal.launch import backend
-from mlxkv.models.catalog.locate import locate
+from mlxkv.models.catalog.hub import locate
 from mlxkv.models.usage import window_of
 from mlxkv.serve import metrics
 from mlxkv.serve.apis.reply import Markup

@@ -8,10 +8,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mlxkv.models.catalog.bounded import Excess
-from mlxkv.models.prompt_escaping import Cut, PromptEscaper, pieces, with_texts
-from mlxkv.models.replies.continuing import continued
-from mlxkv.models.replies.thinking import NAMES, Thinking
-from mlxkv.models.roles import alternating, without_system
+from mlxkv.models.prompt_escaping import Cut, PromptEscaper, continued, pieces, with_texts
+from mlxkv.models.roles import NAMES, Thinking, alternating, without_system
 from mlxkv.serve.apis import anthropic, openai, responses
 from mlxkv.serve.apis.body import document
 from mlxkv.serve.apis.reply import Reply

@@ -21,12 +21,12 @@ from copy import deepcopy
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary, finalize
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_map, tree_unflatten
 from mlx_lm.models.cache import KVCache, can_trim_prompt_cache
 
 from mlxkv import files
@@ -34,7 +34,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.session import ENDING as SUFFIX
 from mlxkv.models import prompt_cache
-from mlxkv.models.trimming import trim_caches
+from mlxkv.models.hooks.trees import flat, trim_caches
 from mlxkv.serve.memory import Memory
 from mlxkv.serve.ranks import Ranks
 
@@ -222,7 +222,7 @@ class StoredCache:
 
     def __init__(self, blocks: Sequence[Block], rest: dict, tokens: int):
         self._blocks, self._rest, self._tokens = blocks, rest, tokens
-        own = sum(x.nbytes for _, x in _flat(rest))
+        own = sum(x.nbytes for _, x in flat(rest))
         self.nbytes = own + sum(block.nbytes for block in blocks)
 
     def is_trimmable(self) -> bool:
@@ -236,7 +236,7 @@ class StoredCache:
         for block in self._blocks:
             for name, x in block.arrays.items():
                 runs.setdefault(name, []).append(x)
-        for name, x in _flat(self._rest.get("pages", {})):
+        for name, x in flat(self._rest.get("pages", {})):
             runs.setdefault(f"pages.{name}", []).append(x)
         joined = [(name, mx.concatenate(run, axis=2)) for name, run in runs.items()]
         whole = {name: x for name, x in self._rest.items() if name != "pages"}
@@ -260,8 +260,8 @@ class BlockStore:
     def _stored(self, place: tuple, tokens: list[int], cache: CompressedKVCache) -> StoredCache:
         state, config = cache.state, cache.config
         state.pop("last", None)  # its codes are as good for who uses this cache again
-        paged = [(f"pages.{name}", x) for name, x in _flat(state.pop("pages", {}))]
-        sink = [(f"sink.{name}", x) for name, x in _flat(state.pop("sink", {}))]
+        paged = [(f"pages.{name}", x) for name, x in flat(state.pop("pages", {}))]
+        sink = [(f"sink.{name}", x) for name, x in flat(state.pop("sink", {}))]
         start = sink[0][1].shape[2] if sink else 0
         recent_count = state["live"]["keys"].shape[2]
         pages = (cache.size() - start - recent_count) // config.page
@@ -303,11 +303,6 @@ class BlockStore:
         for block in blocks:
             block.users -= 1
             self.saved -= block.nbytes if block.users else 0
-
-
-def _flat(tree: Any) -> list[tuple[str, mx.array]]:
-    # By mlx's stub it may be a dict, too: where one was given to be filled.
-    return cast(list[tuple[str, mx.array]], tree_flatten(tree))
 
 
 def _keys(place: tuple, tokens: list[int], ends: list[int]) -> Iterator[tuple]:

@@ -23,7 +23,7 @@ from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.metal import launch
 from mlxkv.models.hooks.mark import register_caches
-from mlxkv.models.trimming import trim_caches
+from mlxkv.models.hooks.trees import trim_caches
 
 pytestmark = pytest.mark.usefixtures("trusted")
 

@@ -15,8 +15,8 @@ from mlxkv.formats.calibration.sums import Sums
 from mlxkv.models import load
 from mlxkv.models.calibration import measure, moments
 from mlxkv.models.calibration.moments import far_attention, grouped, products, received, rotate
+from mlxkv.models.hooks.mark import origin_of
 from mlxkv.models.hooks.taps import AttentionCall
-from mlxkv.models.origin import origin_of
 from mlxkv.spec import balanced
 from mlxkv.spec import positions as spec
 

@@ -10,7 +10,7 @@ from mlxkv.formats.calibration import rotary
 from mlxkv.formats.calibration.sums import PROBES
 from mlxkv.models.calibration.moments import rotations
 from mlxkv.models.hooks.mark import own_make_cache
-from mlxkv.models.hooks.probe import leaves
+from mlxkv.models.hooks.trees import leaves
 from mlxkv.spec import positions
 
 

@@ -200,7 +200,7 @@ def test_no_context_means_32k_or_what_the_model_takes(config_file, tmp_path, cap
 
 
 def test_weights_are_read_from_the_files(tmp_path, model_folder):
-    from mlxkv.models.catalog.locate import locate
+    from mlxkv.models.catalog.hub import locate
 
     size = (model_folder / "model.safetensors").stat().st_size
     assert locate(str(model_folder)).weights == size
@@ -225,8 +225,8 @@ def test_fit_knows_the_aliases_without_the_hub(subtests, capsys, monkeypatch, tm
         raise AssertionError("reached for the hub")
 
     monkeypatch.setenv("MLXKV_MODELS", str(tmp_path))
-    monkeypatch.setattr("mlxkv.models.catalog.locate.fetch", no_network)
-    monkeypatch.setattr("mlxkv.models.catalog.locate.cached", lambda name: None)
+    monkeypatch.setattr("mlxkv.models.catalog.hub.fetch", no_network)
+    monkeypatch.setattr("mlxkv.models.catalog.hub.cached", lambda name: None)
     for alias, count in PARAMETERS.items():
         with subtests.test(alias=alias):
             plain = {k: v for k, v in CONFIGS[alias].items() if k != "quantization"}

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from random_models import latent_model, tokens
 
 from mlxkv.models import attach, detach
-from mlxkv.models.hooks.probe import leaves
+from mlxkv.models.hooks.trees import leaves
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from safetensors.numpy import load_file, save_file
 from small_models import SOURCE, TINY
 
 from mlxkv.formats.calibration import artifact
-from mlxkv.models.catalog.fingerprint import PIECE, PIECES, _pieces, fingerprint
-from mlxkv.models.catalog.folder import INDEX, check_folder
+from mlxkv.models.catalog.folder import INDEX, PIECE, PIECES, _pieces, check_folder, fingerprint
 
 
 def of(path) -> str:

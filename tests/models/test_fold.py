@@ -32,7 +32,7 @@ from mlxkv.models import attach, detach, load, prompt_cache, summarise
 from mlxkv.models.calibration import clips, measure
 from mlxkv.models.hooks import fold
 from mlxkv.models.hooks.fold import match_fold
-from mlxkv.models.hooks.probe import leaves
+from mlxkv.models.hooks.trees import leaves
 from mlxkv.spec.bounds import rms
 
 pytestmark = pytest.mark.usefixtures("trusted")

@@ -12,8 +12,7 @@ from model_folders import WEIGHTS, error_of, folder, response, saved
 
 from mlxkv.errors import MachineError
 from mlxkv.models import load
-from mlxkv.models.catalog.hub import PATTERNS
-from mlxkv.models.catalog.locate import hub_cache
+from mlxkv.models.catalog.hub import PATTERNS, hub_cache
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,7 @@ from mlxkv.doctor.fit import read_plan
 from mlxkv.errors import UserError
 from mlxkv.models import load
 from mlxkv.models.catalog.aliases import resolve
-from mlxkv.models.catalog.fingerprint import fingerprint
-from mlxkv.models.catalog.folder import check_folder
+from mlxkv.models.catalog.folder import check_folder, fingerprint
 from mlxkv.models.catalog.gguf.config import CODES
 from mlxkv.models.catalog.gguf.header import KINDS
 from mlxkv.models.catalog.gguf.tokens import end_tokens, special, write_tokenizer

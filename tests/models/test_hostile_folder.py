@@ -10,7 +10,7 @@ import pytest
 from model_folders import WEIGHTS, error_of, folder, saved
 
 from mlxkv.errors import UserError
-from mlxkv.models.catalog import numbers
+from mlxkv.models.catalog import shapes
 from mlxkv.models.catalog.folder import INDEX, check_folder
 from mlxkv.untrusted import Unsound
 
@@ -98,9 +98,9 @@ def test_numbers_that_models_have():
         {"model_type": "llama", "num_hidden_layers": 126, "vocab_size": 128256.0},
         {"model_type": "llama", "sliding_window": 0, "layer_types": ["full_attention"] * 4},
     ):
-        numbers.check_numbers(config, 1000)
+        shapes.check_numbers(config, 1000)
     with pytest.raises(Unsound, match="4 layers, but the weights have 99999 tensors"):
-        numbers.check_numbers({"model_type": "llama", "num_hidden_layers": 4}, 99999)
+        shapes.check_numbers({"model_type": "llama", "num_hidden_layers": 4}, 99999)
 
 
 def test_files_of_mlx_lm_that_are_no_models(folder):

@@ -15,7 +15,7 @@ from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.quantizers import Affine
 from mlxkv.models import attach, detach, prompt_cache, summarise
-from mlxkv.models.hooks.probe import leaves
+from mlxkv.models.hooks.trees import leaves
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are quantized early
 CHANNEL, TOKEN = Side(Affine(4, 16, axis="channel")), Side(Affine(8, 64))

@@ -10,7 +10,7 @@ from random_models import random_model, tokens
 from mlxkv.cache.attention import decode_all
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.models import attach, detach, trim_caches
-from mlxkv.models.hooks.probe import leaves
+from mlxkv.models.hooks.trees import leaves
 
 PROMPT, REPLY = 300, 150
 

@@ -16,7 +16,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.formats.names import parse_kv
 from mlxkv.models import detach
 from mlxkv.models.calibration import measure
-from mlxkv.models.origin import origin_of
+from mlxkv.models.hooks.mark import origin_of
 from mlxkv.run import Options, attach_loaded, wrap
 
 INT4 = parse_kv("int4")

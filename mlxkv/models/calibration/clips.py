@@ -32,11 +32,11 @@ from mlxkv.metal.quantize import MAX_RANK
 from mlxkv.models.calibration.measure import CHUNK, WINDOW, Progress, windows
 from mlxkv.models.hooks.dryrun import projections
 from mlxkv.models.hooks.fold import refuse_folded
-from mlxkv.models.hooks.mark import own_make_cache
+from mlxkv.models.hooks.mark import layer_name, origin_of, own_make_cache, sizes
 from mlxkv.models.hooks.patching import patch, unpatch
-from mlxkv.models.hooks.probe import find, leaves, put
+from mlxkv.models.hooks.probe import find
 from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
-from mlxkv.models.origin import layer_name, origin_of, sizes
+from mlxkv.models.hooks.trees import leaves, put
 
 # Few: every pair of clips that layers use is one more build of the quantize kernel.
 CANDIDATES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.88, 0.84, 0.8, 0.7, 0.6)

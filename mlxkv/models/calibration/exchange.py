@@ -17,8 +17,8 @@ import numpy as np
 from mlxkv import console, errors
 from mlxkv.formats.calibration import sums
 from mlxkv.formats.calibration.sums import DIFFERENTIATED, FIRST, TIMES
-from mlxkv.models.hooks.probe import Place, put
 from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
+from mlxkv.models.hooks.trees import Place, put
 
 
 @dataclass

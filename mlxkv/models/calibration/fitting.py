@@ -19,8 +19,9 @@ from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import LEARNED, CacheConfig
 from mlxkv.models.calibration import measure
-from mlxkv.models.hooks.probe import Place, ProbedShape
-from mlxkv.models.origin import Origin, layer_name, origin_of, sizes
+from mlxkv.models.hooks.mark import Origin, layer_name, origin_of, sizes
+from mlxkv.models.hooks.probe import ProbedShape
+from mlxkv.models.hooks.trees import Place
 
 
 def read_calibration(calibration: Calibration | Path | str) -> Calibration:

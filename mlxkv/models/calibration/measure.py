@@ -42,11 +42,11 @@ from mlxkv.models.calibration.moments import (
 )
 from mlxkv.models.hooks.dryrun import sensitivities
 from mlxkv.models.hooks.fold import refuse_folded
-from mlxkv.models.hooks.mark import own_make_cache
+from mlxkv.models.hooks.mark import Origin, layer_name, origin_of, own_make_cache
 from mlxkv.models.hooks.patching import patch, unpatch
-from mlxkv.models.hooks.probe import Place, ProbedShape, find, leaves, modules_of, put
+from mlxkv.models.hooks.probe import ProbedShape, find, modules_of
 from mlxkv.models.hooks.taps import LatentObserver, PlainObserver
-from mlxkv.models.origin import Origin, layer_name, origin_of
+from mlxkv.models.hooks.trees import Place, leaves, put
 
 if TYPE_CHECKING:
     from mlxkv.models.loader import Loaded

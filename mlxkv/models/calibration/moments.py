@@ -33,8 +33,9 @@ from mlxkv.formats.calibration.sums import (
     Sums,
 )
 from mlxkv.models.calibration.exchange import ExchangeMeasure
-from mlxkv.models.hooks.probe import Place, ProbedShape, leaves, put
+from mlxkv.models.hooks.probe import ProbedShape
 from mlxkv.models.hooks.taps import AttentionCall
+from mlxkv.models.hooks.trees import Place, leaves, put
 
 # -- Weigh stored keys by the attention that far queries give them. Spec: `mlxkv.spec.balanced`.
 

@@ -6,6 +6,8 @@ No framework is imported here: this reads JSON and the headers of weight files, 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import stat
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from pathlib import Path
 
 from mlxkv import untrusted
 from mlxkv.errors import UserError
-from mlxkv.models.catalog import numbers
 from mlxkv.models.catalog.gguf import config as gguf
+from mlxkv.models.catalog.shapes import check_numbers
 from mlxkv.untrusted import TensorsHeader, Unsound
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -64,7 +66,7 @@ def check_folder(path: Path) -> Folder:
     weights = _weights(path)
     headers = [_sound(file, untrusted.safetensors) for file in weights]
     try:
-        numbers.check_numbers(config, sum(len(header.tensors) for header in headers))
+        check_numbers(config, sum(len(header.tensors) for header in headers))
     except Unsound as error:
         raise _fault(path / "config.json", error) from None
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -82,7 +84,7 @@ def check_folder(path: Path) -> Folder:
 def _check_gguf(path: Path) -> Folder:
     header, config = _sound(path, gguf.read_config)
     try:
-        numbers.check_numbers(config, len(header.tensors))
+        check_numbers(config, len(header.tensors))
     except Unsound as error:
         raise _fault(path, error) from None
     return Folder(path, config, [path], [header])
@@ -157,3 +159,60 @@ def _weights(path: Path) -> list[Path]:
         f"[load] model*.safetensors is missing; got {contents} in {path}; convert the model with "
         "mlx_lm.convert"
     )
+
+
+# -- the identity of a model: a hash over its configuration, its tokenizer and some bytes of every tensor
+
+
+PIECES, PIECE = 1 << 14, 1 << 12  # of all tensors together, at least one each; bytes of one
+MOST = 16  # pieces of one tensor
+
+
+def fingerprint(folder: Folder) -> str:
+    """16 hex digits that identify a model; .1 s to 2 s for any size.
+
+    Hashed: the configuration, the tokenizer, and of every tensor its name, type, shape and up to 16 pieces of
+    4 KiB, evenly spread, both ends among them; 64 MiB of a large model. Of a GGUF file all of its header stands
+    for configuration and tokenizer. Names of files and how tensors are dealt to them do not count. A model that
+    differs between the pieces only is not told apart: this tells models apart that were made apart, it is no seal.
+    """
+    digest = hashlib.sha256(_configuration(folder))
+    digest.update(b"plain")
+    for file in filter(Path.is_file, (folder.path / name for name in TOKENIZER_FILES)):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as stream:
+            while part := stream.read(1 << 20):
+                digest.update(part)
+    tensors = sorted(
+        (name, i, tensor)
+        for i, header in enumerate(folder.headers)
+        for name, tensor in header.tensors.items()
+    )
+    pieces = max(1, min(MOST, PIECES // max(1, len(tensors))))
+    streams = [os.open(file, os.O_RDONLY) for file in folder.weights]
+    try:
+        for name, i, tensor in tensors:
+            digest.update(f"{name!r} {tensor.dtype} {tensor.shape}\n".encode())
+            for start, size in _pieces(*tensor.span, pieces):
+                digest.update(os.pread(streams[i], size, start))
+    finally:
+        for stream in streams:
+            os.close(stream)
+    return digest.hexdigest()[:16]
+
+
+def _configuration(folder: Folder) -> bytes:
+    if folder.is_gguf:
+        with folder.path.open("rb") as stream:
+            return stream.read(folder.headers[0].start)
+    return json.dumps(folder.config, sort_keys=True).encode()
+
+
+def _pieces(first: int, last: int, count: int) -> list[tuple[int, int]]:
+    """(start, bytes) of `count` pieces between two places, or of all that lies between if that is no more."""
+    if last - first <= count * PIECE:
+        return [(first, last - first)]
+    if count == 1:
+        return [((first + last - PIECE) // 2, PIECE)]
+    span = last - first - PIECE
+    return [(first + span * i // (count - 1), PIECE) for i in range(count)]

@@ -12,8 +12,9 @@ from mlxkv.models.compiled.weights import unchanged
 from mlxkv.models.hooks import probe
 from mlxkv.models.hooks.mark import cached_part, own_make_cache
 from mlxkv.models.hooks.patching import patch, unpatch
-from mlxkv.models.hooks.probe import Findings, Place, leaves
+from mlxkv.models.hooks.probe import Findings
 from mlxkv.models.hooks.record import PROMPT, record
+from mlxkv.models.hooks.trees import Place, leaves
 
 # Tokens at which a cache of a family's own class is looked at: whole groups of them, beyond its windows.
 NEAR, FAR = 1 << 14, 1 << 15

@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxkv.models.hooks.probe import Place, put
 from mlxkv.models.hooks.record import LinearCall, record
 from mlxkv.models.hooks.taps import AttentionCall, PlainObserver, joined, reads
+from mlxkv.models.hooks.trees import Place, put
 
 TOKENS = 8
 NEAR = 16  # calls of linear maps before and after a cache that may belong to it

@@ -27,7 +27,7 @@ from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.models.hooks.probe import Place, leaves
+from mlxkv.models.hooks.trees import Place, leaves
 from mlxkv.models.reports import FOLDED
 
 if TYPE_CHECKING:

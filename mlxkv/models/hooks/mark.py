@@ -8,6 +8,8 @@ from collections.abc import Callable, Container, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
@@ -15,11 +17,13 @@ from mlx_lm.models.cache import KVCache
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
+from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.models import mlx_lm_compat
 from mlxkv.models.compiled.step import Steps
 from mlxkv.models.hooks import patching
 from mlxkv.models.hooks.patching import MARK, Slot
-from mlxkv.models.hooks.probe import Place, leaves, put
+from mlxkv.models.hooks.probe import ProbedShape
+from mlxkv.models.hooks.trees import Place, leaves, put
 
 # -- Which models take one sequence at a time, and caches that say so to their hosts.
 #
@@ -180,3 +184,45 @@ def own_make_cache(model: nn.Module) -> Callable[[], list]:
     if attachment is not None and make is attachment:
         return attachment.plain_caches
     return make or _plain(model)
+
+
+# -- where a model comes from, and the names of its caches in calibrations
+
+
+_ORIGIN = "_mlxkv_origin"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The source of a loaded model.
+
+    context: the longest context it was made for, in tokens, or None. calibration: the one that
+    `load` was given, or None.
+    """
+
+    name: str
+    fingerprint: str
+    folder: Path
+    tokenizer: Any
+    context: int | None = None
+    calibration: Calibration | None = None
+
+
+def set_origin(model: nn.Module, origin: Origin) -> None:
+    """Record on `model` where it comes from; `attach` reads it."""
+    setattr(model, _ORIGIN, origin)
+
+
+def origin_of(model: nn.Module) -> Origin | None:
+    """Return the origin that `load` recorded, or None for a model from elsewhere."""
+    return vars(model).get(_ORIGIN)
+
+
+def layer_name(place: Place) -> str:
+    """Return the name of a cache in calibrations: (3,) -> "3", (3, 1) -> "3.1"."""
+    return ".".join(map(str, place))
+
+
+def sizes(shapes: Mapping[Place, ProbedShape]) -> dict[str, tuple[int, int, int]]:
+    """(kv heads, key dim, value dim) of each cache, by its name in calibrations."""
+    return {layer_name(p): (s.heads, s.key_dim, s.value_dim) for p, s in shapes.items()}

@@ -8,19 +8,18 @@ to attention.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import __version__ as mlx_lm_version
 
 from mlxkv.models.hooks.record import PROMPT, record
+from mlxkv.models.hooks.trees import Place, leaves, put
 
 PLAIN = "KVCache"  # the class of mlx-lm's that ours replace
-Place = tuple[int, ...]  # position in the list of caches; a second number inside a CacheList
 
 
 class Misuse(AttributeError):
@@ -160,28 +159,6 @@ def probe(
                 findings.shapes[cache.place] = cache.shape
         break
     return findings
-
-
-def leaves(caches: Sequence) -> list[tuple[Place, Any]]:
-    """Every cache with its place; the members of a CacheList one by one."""
-    out: list[tuple[Place, Any]] = []
-    for i, cache in enumerate(caches):
-        inner = getattr(cache, "caches", None)
-        if inner is None:
-            out.append(((i,), cache))
-        else:
-            out.extend(((i, j), member) for j, member in enumerate(inner))
-    return out
-
-
-def put(caches: list, place: Place, cache) -> None:
-    """caches[i] = cache, or the same inside a CacheList, whose tuple of caches is replaced."""
-    if len(place) == 1:
-        caches[place[0]] = cache
-        return
-    inner = list(caches[place[0]].caches)
-    inner[place[1]] = cache
-    caches[place[0]].caches = tuple(inner)
 
 
 def _reason(error: Exception, waiting: bool) -> str:

@@ -17,12 +17,11 @@ import mlx.nn as nn
 
 from mlxkv.errors import brief
 from mlxkv.models import mlx_lm_compat
-from mlxkv.models.catalog.numbers import check_names
-from mlxkv.models.catalog.shapes import LayerShape, text_config, working_bytes
+from mlxkv.models.catalog.shapes import LayerShape, check_names, text_config, working_bytes
 from mlxkv.models.hooks.cache_shapes import layers_of
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.record import PROMPT, record
-from mlxkv.models.trees import flat
+from mlxkv.models.hooks.trees import flat
 from mlxkv.untrusted import Unsound
 
 MODULES = 1 << 15  # of a model; the largest have some thousands

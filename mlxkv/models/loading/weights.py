@@ -15,9 +15,9 @@ from mlxkv.models.catalog.folder import Folder
 from mlxkv.models.catalog.shapes import text_config
 from mlxkv.models.hooks.mark import own_make_cache
 from mlxkv.models.hooks.record import PROMPT, record
+from mlxkv.models.hooks.trees import flat
 from mlxkv.models.loading import gguf
 from mlxkv.models.loading.outline import NotBuilt, classes_of
-from mlxkv.models.trees import flat
 
 AT_ONCE = 64 << 20  # bytes of weights that are read before progress is told
 DECODED = 1 << 30  # bytes of matrices in float32

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from mlxkv import untrusted
-from mlxkv.models.catalog.gguf.keys import OTHER_FILE
 from mlxkv.untrusted import Tensor, TensorsHeader, Unsound
 
+OTHER_FILE = "choose another file, or the model's folder in the hub's format"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MOST = 64 << 20  # bytes of a header; 262,144 tokens and their merges take 16 MiB

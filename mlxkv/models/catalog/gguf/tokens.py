@@ -12,7 +12,7 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxkv.models.catalog.gguf.keys import OTHER_FILE
+from mlxkv.models.catalog.gguf.header import OTHER_FILE
 from mlxkv.untrusted import Unsound
 
 if TYPE_CHECKING:

@@ -1,0 +1,61 @@
+"""Trees: the caches of a model, some of which hold others, and arrays by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlxkv.cache.compressed import CompressedKVCache
+
+Place = tuple[int, ...]  # position in the list of caches; a second number inside a CacheList
+
+
+def leaves(caches: Sequence) -> list[tuple[Place, Any]]:
+    """Every cache with its place; the members of a CacheList one by one."""
+    out: list[tuple[Place, Any]] = []
+    for i, cache in enumerate(caches):
+        inner = getattr(cache, "caches", None)
+        if inner is None:
+            out.append(((i,), cache))
+        else:
+            out.extend(((i, j), member) for j, member in enumerate(inner))
+    return out
+
+
+def put(caches: list, place: Place, cache) -> None:
+    """caches[i] = cache, or the same inside a CacheList, whose tuple of caches is replaced."""
+    if len(place) == 1:
+        caches[place[0]] = cache
+        return
+    inner = list(caches[place[0]].caches)
+    inner[place[1]] = cache
+    caches[place[0]].caches = tuple(inner)
+
+
+def trim_caches(caches: list, count: int, keep: int) -> bool:
+    """Cut caches that hold `count` tokens back to their first `keep`. False, and nothing has changed, where one of
+    them cannot be cut there: a state, a sliding window that has moved on, a prompt whose tokens were chosen."""
+    if keep == count:
+        return keep > 0
+    members = [cache for _, cache in leaves(caches)]
+    if keep < 1 or not all(_can_keep(cache, count, keep) for cache in members):
+        return False
+    for cache in members:
+        cache.trim(count - keep)
+    return True
+
+
+def _can_keep(cache, count: int, keep: int) -> bool:
+    if isinstance(cache, CompressedKVCache):
+        return cache.windows.can_keep(keep)
+    start = getattr(cache, "start_position", 0)
+    return cache.is_trimmable() and count - keep <= cache.offset - start
+
+
+def flat(tree: Any) -> list[tuple[str, mx.array]]:
+    """Return the arrays of a tree with their names, "layers.0.weight"."""
+    # By mlx's annotations it may be a dict, too: where one is given to be filled.
+    return cast(list[tuple[str, mx.array]], tree_flatten(tree))
