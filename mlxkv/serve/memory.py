@@ -78,20 +78,22 @@ class Memory:
         """Set memory aside for a request. Raises Refused, with the numbers, where it does not fit. is_operator: with
         those of others, too, from which the lengths of their requests can be read."""
         own, alike = self._needs(tokens)
-        need, promised = own + alike, self.promised
+        if _together([*self._promised.values(), (own, alike)]) > self.bound:
+            raise self._refusal(tokens, own + alike, is_operator)
+        self._promised[key] = own, alike
+
+    def _refusal(self, tokens: int, need: int, is_operator: bool) -> Refused:
+        bound, promised = human_bytes(self.bound), self.promised
         details = {"tokens": tokens, "need_bytes": need, "kv_memory_bytes": self.bound}
         words = f"[--kv-memory] {tokens} tokens need {human_bytes(need)} of cache"
-        bound = human_bytes(self.bound)
         if need > self.bound:
             words += f", the reply included; the bound is {bound}; ask for fewer tokens, or start the server with more"
-            raise Refused(503, words, "kv_memory", details=details)
-        if _together([*self._promised.values(), (own, alike)]) > self.bound:
-            share = "too much"
-            if is_operator:
-                share, details["promised_bytes"] = human_bytes(promised), promised
-            words += f"; {share} of {bound} is promised to other requests; try again later"
-            raise Refused(503, words, "kv_memory_busy", retry=2, details=details)
-        self._promised[key] = own, alike
+            return Refused(503, words, "kv_memory", details=details)
+        share = "too much"
+        if is_operator:
+            share, details["promised_bytes"] = human_bytes(promised), promised
+        words += f"; {share} of {bound} is promised to other requests; try again later"
+        return Refused(503, words, "kv_memory_busy", retry=2, details=details)
 
     def _needs(self, tokens: int) -> tuple[int, int]:
         """Return the most bytes of a sequence: of its own size, padded."""
