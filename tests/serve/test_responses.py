@@ -96,7 +96,7 @@ def test_a_call_that_cannot_be_read_is_text(ask, client, said):
 
 def test_tools_that_take_free_text(ask, said):
     said[0] = call({"name": "apply_patch", "arguments": {"input": "*** Begin Patch"}})
-    found = ask(tools=[PATCH, {"type": "web_search"}])
+    found = ask(tools=[PATCH, {"type": "web_search", "name": "the web"}])
     (use,) = found.output
     assert (use.type, use.name, use.input) == ("custom_tool_call", "apply_patch", "*** Begin Patch")
     said[0] = "Done."

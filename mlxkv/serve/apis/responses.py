@@ -36,6 +36,7 @@ from mlxkv.serve.grammar import ANY_OBJECT
 from mlxkv.serve.refusals import Refused, bad
 from mlxkv.serve.request import ModelInfo, Request
 
+RUN_HERE = ("function", "custom")  # types of tools
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -91,10 +92,17 @@ class Item(Object):
 
 
 class Tool(Object):
-    type: str = Field("", validate_default=True)
+    type: str = ""
     name: ToolName = ""
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_others(cls, value: Any) -> Any:
+        """Keep no more than the type of a tool that runs at OpenAI, and is not offered."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        return {"type": kind} if isinstance(kind, str) and kind not in RUN_HERE else value
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -106,7 +114,7 @@ class Tool(Object):
 
     @property
     def runs_here(self) -> bool:
-        return self.type in ("function", "custom")
+        return self.type in RUN_HERE
 
     def for_template(self) -> dict:
         # A custom tool takes free text, where a template has arguments.
