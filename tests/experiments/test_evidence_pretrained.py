@@ -2,12 +2,16 @@
 
 import json
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from experiments.evidence import pretrained, questions
 from experiments.evidence.cells import ANSWERS, FORM, KL, read
 from mlxkv.corpora.corpus import passages
 from mlxkv.errors import UserError
+from mlxkv.eval.arms import Arms
+from mlxkv.models import load
 
 GIVEN = ["--kv", "int4,naive-int4", "--contexts", "384", "--decode", "16"]
 
@@ -92,6 +96,20 @@ def test_forms_that_it_answers_are_asked_of_every_preset(
     assert all(set(r["right"]) == set(questions.NAMES) for r in answers)
     assert all(len(one) == questions.FEW for r in answers for one in r["right"].values())
     assert asked(model_folder, tmp_path, texts) == found
+
+
+def test_answers_are_scored_at_their_own_tokens(model_folder):
+    loaded = load(str(model_folder), "fp16")
+    tokens = np.random.default_rng(0).integers(5, 200, 40).tolist()
+    asked = questions.Asked(tokens, 30, {"number": [(33, 35), (37, 40)]})
+    arms, seen = Arms(loaded, ["int8"]), []
+    ((name, found),) = pretrained.answered(arms, ["fp16"], asked, seen.append)
+    logits = np.array(loaded.model(mx.array([tokens]))[0].astype(mx.float32))
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nll = np.array([-logs[i - 1, token] for i, token in enumerate(tokens)])
+    exact = np.mean([nll[33:35].mean(), nll[37:40].mean()])
+    assert name == "fp16" and found["right"] == {"number": [False, False]} and seen == [39]
+    assert found["answer_nll"]["number"] == pytest.approx(exact, abs=5e-3)
 
 
 def test_slips_are_one_line(subtests, tmp_path):
