@@ -17,7 +17,8 @@ from mlxkv.codec.transform import KeyMean, Transform
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES
 from mlxkv.models.calibration import learn, moments
-from mlxkv.spec.bounds import BOUNDS, LEARNED_SPEC, Row, keys, read_golden, rms
+from mlxkv.spec.bounds import BOUNDS, Row, keys, read_golden, rms
+from mlxkv.spec.cases import LEARNED_SPEC
 from mlxkv.spec.rows import Attention, Table, shared_rows
 
 
@@ -56,7 +57,7 @@ class MLXTable(Table):
 
     @property
     def tables(self):
-        return (*super().tables, shared_rows, self.learned_rows)
+        return super().tables | {"shared": shared_rows, "learned": self.learned_rows}
 
     def learned_rows(self) -> Iterator[Row]:
         """Yield maps of given parameters, and what codes behind them lose."""

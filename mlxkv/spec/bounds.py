@@ -14,7 +14,6 @@ import numpy as np
 from safetensors import safe_open
 
 from mlxkv.formats.matrices import gaussian
-from mlxkv.formats.quantizers import Affine
 
 Arrays = dict[str, np.ndarray]
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"  # in a clone: a file a table
@@ -92,12 +91,6 @@ def steps_off(values: np.ndarray, spec: np.ndarray) -> int:
     return int((np.abs(values - spec) > np.spacing(np.abs(spec))).sum())
 
 
-# How the pages of the calibrated cases are coded, and what the learned ones are judged by.
-LEARNED_SPEC = Affine(3, 16)
-PAGE_SIDES = {"k": Affine(2, 32, clip=0.96), "v": Affine(2, 0, clip=0.92)}
-SCALED_SIDES = {"k": Affine(4, 32, symmetric=True), "v": Affine(4, 16, symmetric=True)}
-
-
 def mask_at(places: np.ndarray, size: int) -> np.ndarray:
     """Packed bits that are 1 at `places`, as `compare_codes` takes them."""
     mask = np.zeros(size, bool)
@@ -121,7 +114,7 @@ def by_dims(table: str) -> Iterator[tuple[int, Arrays]]:
         yield int(dims), under(tensors, dims)
 
 
-def tile_cases(table: str) -> Iterator[tuple[str, int, Arrays]]:
+def method_cases(table: str) -> Iterator[tuple[str, int, Arrays]]:
     """(key, head dim, the tensors of the case and those shared by its head dim)."""
     tensors, _ = read_golden(table)
     for key in keys(tensors):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,17 +23,14 @@ from mlxkv.formats.calibration import balance, layers, mixed_bits, subspace
 from mlxkv.formats.config import BALANCED, CALIBRATED, PCA, SCALED, CacheConfig, Side
 from mlxkv.formats.layout import TREE_BITS
 from mlxkv.formats.lowrank import LowRank
-from mlxkv.formats.quantizers import Affine, Codebook, Half, MixedBits, Polar, PolarTree
+from mlxkv.formats.quantizers import Affine, Codebook, Half, PolarTree
 from mlxkv.formats.records import NAMES
-from mlxkv.spec.affine import unpack
 from mlxkv.spec.bounds import (
     BOUNDS,
     FITTED_BOUND,
     LEVELS_BOUND,
     OJA_BOUNDS,
-    PAGE_SIDES,
     PRODUCT_BOUND,
-    SCALED_SIDES,
     Arrays,
     Row,
     by_dims,
@@ -40,20 +38,19 @@ from mlxkv.spec.bounds import (
     compare_codes,
     keys,
     mask_at,
+    method_cases,
     mixed_bits_moments,
     mixed_bits_sample,
     read_golden,
     rms,
     steps_off,
-    tile_cases,
     under,
 )
+from mlxkv.spec.cases import METHODS, OJA_PAGE, OJA_RATES, OJA_WINDOW, PAGE_SIDES, SCALED_SIDES
 
 Tensor = Any  # of the backend
 Stored = dict[str, Tensor]
 Rows = Iterator[Row]
-OJA_PAGE, OJA_WINDOW = 32, 8
-RATES = {"pre": 0.10, "dec": 0.05, "one": 1.0}
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Attention:
 
 
 class Table:
-    """The golden table as one backend computes it. Each `*_rows` reads the set that it is named after.
+    """The golden table as one backend computes it. Each `*_rows` reads one golden set.
 
     attention, following, runs, salience, polar_tree, moments: the backend's modules of these names. Transform,
     LayerMaps, View: its classes. float32: its type of these numbers.
@@ -129,21 +126,32 @@ class Table:
     # -- the table
 
     @property
-    def tables(self) -> tuple[Callable[[], Rows], ...]:
-        return (
-            *(self.transform_rows, self.packing_rows, self.affine_rows, self.clip_rows),
-            *(self.encode_rows, self.attention_rows, self.softcap_rows),
-            *(self.oscar_rows, self.balanced_rows),
-            *(self.scaled_rows, self.centred_rows),
-            *(self.codebook_rows, self.polar_tree_rows, self.polar_rows),
-            *(self.fill_rows, self.latent_rows, self.oja_rows),
-        )
+    def tables(self) -> dict[str, Callable[[], Rows]]:
+        """What computes the rows of each golden set."""
+        return {
+            "transform": self.transform_rows,
+            "packing": self.packing_rows,
+            "affine": self.affine_rows,
+            "clip": self.clip_rows,
+            "encode": self.encode_rows,
+            "attention": self.attention_rows,
+            "softcap": self.softcap_rows,
+            "oscar": self.oscar_rows,
+            "balanced": self.balanced_rows,
+            "scaled": self.scaled_rows,
+            "centred": self.centred_rows,
+            "codebook": self.codebook_rows,
+            "polar_tree": self.polar_tree_rows,
+            **{name: partial(self.method_rows, name) for name in METHODS},
+            "latent": self.latent_rows,
+            "oja": self.oja_rows,
+        }
 
     def by_set(self) -> Iterator[tuple[str, Row]]:
         """Yield every row with its golden set."""
-        for table in self.tables:
+        for name, table in self.tables.items():
             for row in table():
-                yield table.__name__.removesuffix("_rows"), row
+                yield name, row
 
     def transform_rows(self) -> Rows:
         tensors, _ = read_golden("transforms")
@@ -383,38 +391,23 @@ class Table:
             spec = tensors[f"online.book.{level}"]
             yield close("levels", f"online.{level}", np.array(book), spec, FITTED_BOUND)
 
-    def polar_rows(self) -> Rows:
-        """Codes of radii and angles (PolarQuant); what the spec's codes stand for."""
-        for key, dims, case in tile_cases("polar"):
-            radius, angle = map(int, key.split(".")[1:])
-            spec, key, page = Polar(radius, angle), f"polar.{key}", case["x"].shape[2]
-            encoded = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))["codes"]
-            pairs = [
-                self.unpack(x, spec.pair_bits, dims // 2)
-                for x in (encoded, self.tensor(case["codes"]))
-            ]
-            for name, shift, bits in (("radius", angle, radius), ("angle", 0, angle)):
-                codes, right = ((x >> shift) & (2**bits - 1) for x in pairs)
-                ties = mask_at(case[f"near_{name}"], codes.size)
-                yield compare_codes("encode", f"{key}.{name}", codes, right, ties)
-            yield from self._read_rows(spec, key, dims, case)
-
-    def fill_rows(self) -> Rows:
-        """Words and scales of mixed bits, and what the spec's codes stand for."""
-        for key, dims, case in tile_cases("fill"):
-            spec, page = MixedBits(2.0, tuple(int(b) for b in case["widths"])), case["x"].shape[2]
-            key, bits = f"fill.{key}", np.repeat(case["widths"], dims // len(case["widths"]))
-            stored = self.codec(Side(spec), dims, page).encode(self.floats(case["x"]))
-            computed, expected = (
-                unpack(self.array(words), bits, dims).astype(int)
-                for words in (stored["codes"], self.tensor(case["codes"]))
-            )
-            yield compare_codes(
-                "encode", key, computed, expected, mask_at(case["near"], computed.size)
-            )
-            off = self._off(stored["scale"], case["scale"])
-            yield Row("encode", f"{key}.scale", case["scale"].size, wrong=off)
-            yield from self._read_rows(spec, key, dims, case)
+    def method_rows(self, name: str) -> Rows:
+        """Codes and numbers of a method of `cases.METHODS`, and what the spec's codes stand for."""
+        cases = METHODS[name]
+        for key, dims, case in method_cases(name):
+            quantizer, label = cases.quantizers[key], f"{name}.{key}"
+            page = case["x"].shape[2]
+            stored = self.codec(Side(quantizer), dims, page).encode(self.floats(case["x"]))
+            pair = self.words(stored["codes"]), case["codes"]
+            ours, right = (cases.codes(quantizer, words, dims) for words in pair)
+            for part, codes in ours.items():
+                row = f"{label}.{part}" if part else label
+                ties = mask_at(case[f"near_{part}" if part else "near"], codes.size)
+                yield compare_codes("encode", row, codes, right[part], ties)
+            for number in sorted(quantizer.tensors - {"codes"}):
+                off = self._off(stored[number], case[number])
+                yield Row("encode", f"{label}.{number}", case[number].size, wrong=off)
+            yield from self._read_rows(quantizer, label, dims, case)
 
     def _read_rows(self, spec, key: str, dims: int, case: Arrays) -> Rows:
         """Values of the spec's codes, and products with them."""
@@ -454,8 +447,8 @@ class Table:
         yield equal("kept", self.array(self.salience.kept(votes, golden["kept"].shape[-1])))
         x, start = self.salience.taken(k, batch), self.floats(u)[None]
         update = self.following.update
-        yield row("oja", "raw", update(start, x, RATES["pre"], raw=True)[0], "update")
-        for name, rate in RATES.items():
+        yield row("oja", "raw", update(start, x, OJA_RATES["pre"], raw=True)[0], "update")
+        for name, rate in OJA_RATES.items():
             yield row("oja", name, update(start, x, rate)[0], "update")
         rows = self.array(x[0]).astype(np.float64)
         of_batch = np.einsum("gtd,gte->gde", rows, rows)

@@ -7,6 +7,7 @@ from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as balanced_ref
 from mlxkv.spec import learned as learned_ref
 from mlxkv.spec import oscar as oscar_ref
+from mlxkv.spec.cases import LEARNED_SPEC, PAGE_SIDES, SCALED_SIDES
 
 BALANCED = ((16, 4, 2), (24, 2, 1))  # D, H, G
 SCALED = ((32, 2, 2), (40, 2, 1))  # D, H, G
@@ -97,8 +98,7 @@ def scaled(rng) -> dict:
             out[f"{dims}.{letter}.peaks"] = peaks
             for name, m in zip(("down", "up"), pairs[letter], strict=True):
                 out[f"{dims}.{letter}.{name}"] = m
-        forms = {"k": (4, 32, True, 1.0), "v": (4, 16, True, 1.0)}
-        out |= page(f"{dims}", q, tensors, pairs, forms)
+        out |= page(f"{dims}", q, tensors, pairs, SCALED_SIDES)
         transformed = ref.srft(tensors["k"][0, :, :PAGE])
         codes, number = ref.tensor_encode(transformed, 4)
         number = np.full((1, kv_heads, PAGE, 1), number).astype(np.float16)
@@ -147,16 +147,13 @@ def centred(rng) -> dict:
     return out
 
 
-FORMS = {"k": (2, 32, False, 0.96), "v": (2, 0, False, 0.92)}  # bits, group, symmetric, clip
-
-
-def page(key: str, q, tensors: dict, pairs: dict, forms: dict = FORMS) -> dict:
+def page(key: str, q, tensors: dict, pairs: dict, specs: dict = PAGE_SIDES) -> dict:
     """Code the first PAGE tokens of keys and values after a pair [G, D, D] per side, and let the last three
     queries attend to all tokens."""
     out, whole, dims, total = {f"{key}.q": q.astype(np.float16)}, [], q.shape[3], q.shape[2]
-    for letter, (bits, group, symmetric, share) in forms.items():
+    for letter, spec in specs.items():
         x, (down, up) = tensors[letter], (one.astype(np.float64) for one in pairs[letter])
-        form = bits, group, symmetric, "token", share
+        form = spec.bits, spec.group, spec.symmetric, spec.axis, spec.clip
         made, decoded = coded(f"{key}.{letter}", x[:, :, :PAGE] @ down, form)
         out |= made | {f"{key}.{letter}.x": x.astype(np.float16)}
         whole.append(np.concatenate([decoded @ up, x[:, :, PAGE:]], 2))
@@ -171,7 +168,7 @@ LEARNED = (  # variant, base, D, G
     ("householder", "srft", 24, 1),
     ("householder+scale", "none", 18, 1),  # an odd number of halves
 )
-ROWS, BITS, GROUP = 24, 3, 16
+ROWS = 24
 
 
 def learned(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -193,7 +190,10 @@ def learned(rng: np.random.Generator) -> dict[str, np.ndarray]:
         x = (3 * rng.standard_normal((heads, ROWS, dims))).astype(np.float16).astype(np.float64)
         pairs = [maps({k: v[g] for k, v in free.items()}, base, dims) for g in range(heads)]
         down, up = (np.stack(one) for one in zip(*pairs, strict=True))
-        losses = [learned_ref.loss(*three, BITS, GROUP) for three in zip(x, down, up, strict=True)]
+        losses = [
+            learned_ref.loss(*three, LEARNED_SPEC.bits, LEARNED_SPEC.group)
+            for three in zip(x, down, up, strict=True)
+        ]
         made = {**free, "x": x, "down": down, "up": up, "loss": np.array(losses)}
         key = f"{variant}.{base}.{dims}"
         for name, value in made.items():

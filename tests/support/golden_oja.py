@@ -5,10 +5,12 @@ import numpy as np
 
 from mlxkv.spec import affine as ref
 from mlxkv.spec import oja as spec
+from mlxkv.spec.cases import OJA_PAGE as PAGE
+from mlxkv.spec.cases import OJA_RATES as RATES
+from mlxkv.spec.cases import OJA_WINDOW as WINDOW
 
 CASES = ((16, 4, 2, 12), (24, 2, 1, 14))  # D, H, G, R
-TOKENS, PAGE, WINDOW, SALIENT, KEPT = 72, 32, 8, 10, 32
-RATES = {"pre": 0.10, "dec": 0.05, "one": 1.0}
+TOKENS, SALIENT, KEPT = 72, 10, 32
 
 
 def oja(rng: np.random.Generator) -> dict[str, np.ndarray]:

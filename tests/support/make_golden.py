@@ -10,19 +10,19 @@ import re
 import golden_affine
 import golden_calibrated
 import golden_codebook
+import golden_methods
 import golden_oja
-import golden_tile
 import numpy as np
 from safetensors.numpy import save_file
 
-from mlxkv.spec import affine, bounds
+from mlxkv.spec import affine, bounds, cases
 
 TABLES = {
     **golden_affine.TABLES,
     **golden_calibrated.TABLES,
     **golden_codebook.TABLES,
     **golden_oja.TABLES,
-    **golden_tile.TABLES,
+    **golden_methods.TABLES,
 }
 # BLAS decides the last bits of eigenvectors, and through them codes and scales at rounding boundaries.
 EIGEN = ("oscar", "balanced", "fill_maps")
@@ -33,17 +33,16 @@ SAMPLE = {
     "clip": r"x\.64|64\.(2\.asym\.32\.92|3\.asym\.64\.96)",
     "codebook": r"64",
     "encode": r"x\.64|(srft-int3|channel-int2)\.64",
-    "fill": r"48",
     "fill_maps": r"[01]\.",
     "latent": r"x\.64|srft-int4\.64",
     "learned": r"rotation",
     "oja": r"16",
     "oscar": r"16",
     "packing": r"64|80\.3",
-    "polar": r"64",
     "polar_tree": r"64|book|online",
     "scaled": r"32",
     "transforms": r"(srft|hadamard)\.64|srft\.80",
+    **{name: next(iter(of.quantizers)).split(".")[0] for name, of in cases.METHODS.items()},
 }
 FLIPPED = 0.01  # share of the bits of their `near` masks that may differ
 

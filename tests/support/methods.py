@@ -1,12 +1,16 @@
 """Every method once: what it stores and who reads it. Tests of all backends take their cases from here.
 
-A new method is one new row. The float64 law is `stored_spec.stored`.
+A method without kernels needs no row: its golden cases (`mlxkv.spec.cases`) make one. The float64 law is
+`stored_spec.stored`.
 """
 
 from dataclasses import dataclass
 
 from mlxkv.formats.config import CacheConfig, Side
+from mlxkv.formats.presets import PRESETS
+from mlxkv.formats.quantizers import METHODS as QUANTIZERS
 from mlxkv.formats.quantizers import Affine, Codebook, MixedBits, Polar, PolarTree, Quantizer
+from mlxkv.spec import cases
 
 
 def transform_at(transform: str, dims: int) -> str:
@@ -90,11 +94,22 @@ METHODS = {
 }
 
 
+WITHOUT_RECORDS = {
+    kind for kind in QUANTIZERS.values() if not kind.exact and kind.layout is Quantizer.layout
+}
+for _name, _cases in cases.METHODS.items():
+    _spec = next(iter(_cases.quantizers.values()))
+    if type(_spec) in WITHOUT_RECORDS:
+        METHODS[_name] = Method(_spec, _spec, kernels=False, tiles=False)
+
+
 def names(**wanted: bool) -> list[str]:
     """Methods whose fields are as asked for: `names(tiles=True)`."""
     return [n for n, m in METHODS.items() if all(getattr(m, k) == v for k, v in wanted.items())]
 
 
 READ = names(kernels=True)
-# Presets that no kernel reads: groups of records are whole blocks of 32 dims.
-NO_KERNELS = {"srft-int4+g16"}
+# Presets that no kernel reads: groups of records are whole blocks of 32 dims; some methods have no records.
+NO_KERNELS = {"srft-int4+g16", "fp16+keep0.5"} | {
+    name for name, preset in PRESETS.items() if type(preset.keys.quantizer) in WITHOUT_RECORDS
+}

@@ -1,9 +1,20 @@
 """Store keys or values by the spec, for every format that a preset names."""
 
+from importlib import import_module
+
 import numpy as np
 
 from mlxkv.formats.config import Side
-from mlxkv.formats.quantizers import Affine, Codebook, Full, Half, MixedBits, Polar, PolarTree
+from mlxkv.formats.quantizers import (
+    Affine,
+    Codebook,
+    Full,
+    Half,
+    MixedBits,
+    Polar,
+    PolarTree,
+    Quantizer,
+)
 from mlxkv.spec import affine as ref
 from mlxkv.spec import codebook, mixed_bits, polar
 from mlxkv.spec import polar_tree as tree
@@ -45,8 +56,19 @@ def _fill(x: np.ndarray, spec: MixedBits) -> np.ndarray:
     return mixed_bits.decode(*mixed_bits.encode(x, spec.widths), spec.widths)
 
 
+def _by_spec(x: np.ndarray, spec: Quantizer) -> np.ndarray:
+    module = import_module(f"mlxkv.spec.{spec.file or spec.method}")
+    return module.decode(module.encode(x, spec), spec)
+
+
 # A page of all heads, [G, page, R] -> the same, decoded.
-LAWS = {Affine: _affine, Codebook: _codebook, PolarTree: _tree, Polar: _polar, MixedBits: _fill}
+LAWS = {  # of the others: `encode` and `decode` of the spec
+    Affine: _affine,
+    Codebook: _codebook,
+    PolarTree: _tree,
+    Polar: _polar,
+    MixedBits: _fill,
+}
 
 
 def _transform(side: Side, dims: int) -> tuple[np.ndarray, np.ndarray]:
@@ -61,7 +83,7 @@ def stored(x: np.ndarray, side: Side, sink: int, pages: int, page: int) -> np.nd
     out = np.array(x, np.float64)
     if isinstance(side.quantizer, Full | Half):
         return out
-    (down, up), law = _transform(side, x.shape[-1]), LAWS[type(side.quantizer)]
+    (down, up), law = _transform(side, x.shape[-1]), LAWS.get(type(side.quantizer), _by_spec)
     for b, n in np.ndindex(len(x), pages):
         inside = slice(sink + n * page, sink + (n + 1) * page)
         out[b, :, inside] = law(out[b, :, inside] @ down, side.quantizer) @ up

@@ -1,17 +1,19 @@
-"""Golden tensors of PolarQuant (Wu), whose scales belong to a tile, and of mixed bits: words and scales, and the
-bits and maps that moments lead to. All are small, to keep the files small."""
+"""Golden tensors of the methods of `cases.METHODS`: words, numbers, decoded values and products; and the bits and maps
+that moments lead to. All are small, to keep the files small."""
+
+from functools import partial
+from importlib import import_module
 
 import numpy as np
 from golden_affine import MARGIN, half_near, inputs
 
 from mlxkv.spec import affine as ref
-from mlxkv.spec import balanced, bounds
+from mlxkv.spec import balanced, bounds, cases
 from mlxkv.spec import mixed_bits as mixed_bits_ref
 from mlxkv.spec import polar as polar_ref
 
 PAGE = 32
 DECODED = 32  # one token in so many is kept as decoded values; scores and mixtures read all
-POLAR = {64: [(4, 4)], 80: [(2, 4)]}  # dims: bits of radius and angle
 
 
 def _near(where: np.ndarray) -> np.ndarray:
@@ -38,21 +40,21 @@ def _given(rng, x: np.ndarray) -> dict[str, np.ndarray]:
 def polar(rng) -> dict:
     """Keys whose pairs are rotated as by RoPE: some angles fill the circle, some do not."""
     out = {}
-    for dims, cases in POLAR.items():
+    for key, spec in cases.METHODS["polar"].quantizers.items():
+        dims, radius, angle = int(key.split(".")[0]), spec.radius, spec.angle
         given = _given(rng, _rotated(inputs(rng, 1, 1, PAGE, dims)))
         out |= {f"{dims}.{name}": y for name, y in given.items()}
         x = given["x"].astype(np.float64)
-        for radius, angle in cases:
-            key, stored = f"{dims}.{radius}.{angle}", polar_ref.encode(x, radius, angle)
-            out[f"{key}.codes"] = ref.pack(stored["codes"], radius + angle)
-            for name in ("radius_step", "radius_low", "angle_step", "angle_low"):
-                out[f"{key}.{name}"] = stored[name].astype(np.float16)
-            rho, phi = polar_ref.to_polar(x)
-            out[f"{key}.near_radius"] = _near(_step_near(rho, radius))
-            out[f"{key}.near_angle"] = _near(_step_near(phi, angle))
-            decoded = polar_ref.decode(stored, angle)
-            for name, y in _products(given["q"], given["p"], decoded).items():
-                out[f"{key}.{name}"] = y
+        stored = polar_ref.encode(x, radius, angle)
+        out[f"{key}.codes"] = ref.pack(stored["codes"], radius + angle)
+        for name in ("radius_step", "radius_low", "angle_step", "angle_low"):
+            out[f"{key}.{name}"] = stored[name].astype(np.float16)
+        rho, phi = polar_ref.to_polar(x)
+        out[f"{key}.near_radius"] = _near(_step_near(rho, radius))
+        out[f"{key}.near_angle"] = _near(_step_near(phi, angle))
+        decoded = polar_ref.decode(stored, angle)
+        for name, y in _products(given["q"], given["p"], decoded).items():
+            out[f"{key}.{name}"] = y
     return out
 
 
@@ -74,8 +76,7 @@ def _step_near(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 MIXED_DIMS, TOKENS = 48, 16
-WIDTHS = (8, 4, 1), (3, 2, 2)  # the second: an odd number of half words
-CASES = ((64, 1, 2.25), (48, 2, 3.0), (32, 3, 2.5))  # head dim, layers, bits a value
+MAPS = ((64, 1, 2.25), (48, 2, 3.0), (32, 3, 2.5))  # head dim, layers, bits a value
 
 
 def fill(rng) -> dict:
@@ -85,8 +86,9 @@ def fill(rng) -> dict:
     q, p = q.astype(np.float16), p.astype(np.float16)
     out = {f"{MIXED_DIMS}.{name}": y for name, y in (("x", x), ("q", q), ("p", p))}
     x = x.astype(np.float64)
-    for number, widths in enumerate(WIDTHS):
-        key, (codes, scale) = f"{MIXED_DIMS}.{number}", mixed_bits_ref.encode(x, widths)
+    for key, spec in cases.METHODS["fill"].quantizers.items():
+        widths = spec.widths
+        codes, scale = mixed_bits_ref.encode(x, widths)
         out[f"{key}.widths"] = np.array(widths, np.uint8)
         out[f"{key}.codes"] = ref.pack(codes, np.repeat(widths, mixed_bits_ref.DIMS))
         out[f"{key}.scale"] = scale.astype(np.float16)
@@ -103,7 +105,7 @@ def fill_maps(rng) -> dict:
     """The widths that a rate leads to for the moments of the keys and values of some layers, and some numbers of the
     maps of both sides (`bounds.mixed_bits`)."""
     out = {}
-    for number, (dims, layers, rate) in enumerate(CASES):
+    for number, (dims, layers, rate) in enumerate(MAPS):
         regular, sigma = {}, []
         for side in range(2 * layers):
             both = bounds.mixed_bits_moments(dims, 100 * number + side)
@@ -118,8 +120,30 @@ def fill_maps(rng) -> dict:
     return out
 
 
+def method(name: str, rng: np.random.Generator) -> dict:
+    """Make the cases of a method by `encode`, `near` and `decode` of its spec."""
+    out, spec = {}, import_module(f"mlxkv.spec.{name}")
+    for key, quantizer in cases.METHODS[name].quantizers.items():
+        dims = int(key.split(".")[0])
+        if f"{dims}.x" not in out:
+            given = _given(rng, inputs(rng, 1, 1, PAGE, dims))
+            out |= {f"{dims}.{given_name}": y for given_name, y in given.items()}
+        x = out[f"{dims}.x"].astype(np.float64)
+        stored = spec.encode(x, quantizer)
+        made = {n: y.astype(np.float16) for n, y in stored.items() if n != "codes"}
+        made["codes"] = ref.pack(stored["codes"], quantizer.code_bits)
+        made["near"] = _near(spec.near(x, quantizer))
+        decoded = spec.decode(stored, quantizer)
+        made |= _products(out[f"{dims}.q"], out[f"{dims}.p"], decoded)
+        out |= {f"{key}.{n}": y for n, y in made.items()}
+    return out
+
+
+MAKERS = {"polar": polar, "fill": fill}  # of those that pack codes in another way
 TABLES = {  # name: seed, maker, what the header says beside version and seed
-    "polar": (20271, polar, {"seed": "20271"}),
-    "fill": (20273, fill, {"seed": "20273"}),
+    **{
+        name: (of.seed, MAKERS.get(name, partial(method, name)), {"seed": str(of.seed)})
+        for name, of in cases.METHODS.items()
+    },
     "fill_maps": (20274, fill_maps, {"seed": "20274"}),
 }
