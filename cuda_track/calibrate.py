@@ -19,13 +19,13 @@ import torch
 from cuda_track.codec import transform
 from cuda_track.codec.codec import both
 from mlxkv import console
+from mlxkv.catalog.shapes import context_limit
 from mlxkv.corpora import sources
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, rotary, sums
 from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
 from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, Rotary, contexts
 from mlxkv.formats.calibration.sums import KEYS, READ, WEIGHED, Exchange, LayerSums, Sums, windows
-from mlxkv.models.catalog.shapes import context_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,8 +13,8 @@ from cuda_track.models.attach_model import new_cache
 from cuda_track.models.loader import Loaded, load
 from cuda_track.models.transformers_compat import handed
 from mlxkv import console
+from mlxkv.catalog.reports import summarise
 from mlxkv.errors import UserError
-from mlxkv.models.reports import summarise
 
 
 @dataclass(frozen=True)

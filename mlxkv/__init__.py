@@ -7,10 +7,13 @@ one prepares the process for MLX (`mlxkv.startup`) and imports its module.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mlxkv.catalog.reports import LayerReport
     from mlxkv.errors import UserError
     from mlxkv.formats.config import CacheConfig, Side
     from mlxkv.formats.names import parse_kv
-    from mlxkv.models import LayerReport, Loaded, attach, detach, load, warm_up
+    from mlxkv.loading.attach import attach, detach
+    from mlxkv.loading.load import Loaded, load
+    from mlxkv.loading.warmup import warm_up
 
 __version__ = "0.2.0"
 __all__ = [
@@ -30,6 +33,14 @@ _MODULES = {
     "Side": "formats.config",
     "UserError": "errors",
     "parse_kv": "formats.names",
+    "LayerReport": "catalog.reports",
+}
+_MLX = {  # of what needs MLX
+    "Loaded": "loading.load",
+    "load": "loading.load",
+    "attach": "loading.attach",
+    "detach": "loading.attach",
+    "warm_up": "loading.warmup",
 }
 
 
@@ -38,11 +49,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    if name not in _MODULES:
+    if name in _MLX:
         from mlxkv import startup
 
         startup.prepare()
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'models')}"), name)
+    return getattr(import_module(f"{__name__}.{(_MODULES | _MLX)[name]}"), name)
 
 
 def __dir__() -> list[str]:

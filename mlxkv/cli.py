@@ -17,14 +17,14 @@ from typer.core import TyperCommand, TyperGroup
 from mlxkv import __version__, errors
 from mlxkv.bench.command import bench
 from mlxkv.calibrate.options import CalibrateOptions
+from mlxkv.catalog.aliases import DEFAULT, complete_model, resolve
+from mlxkv.catalog.hub import require
 from mlxkv.chat.options import ChatOptions
 from mlxkv.console import STREAMS, note, one_line, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.eval.command import evaluate
 from mlxkv.formats.names import complete_kv, parse_kv
 from mlxkv.launch import launch
-from mlxkv.models.catalog.aliases import DEFAULT, complete_model, resolve
-from mlxkv.models.catalog.hub import require
 from mlxkv.options import KEY, Json, Kv, Model
 from mlxkv.run.command import run_program
 from mlxkv.serve.options import ServeOptions

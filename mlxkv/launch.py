@@ -27,10 +27,10 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 from typer import Argument, Context, Exit, Option
 
 from mlxkv import untrusted
+from mlxkv.catalog.aliases import complete_model, resolve
 from mlxkv.console import note, on, say, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import complete_kv
-from mlxkv.models.catalog.aliases import complete_model, resolve
 from mlxkv.options import KEY, PARENT
 
 USUAL = "http://127.0.0.1:8080"

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from typer import Option
 
+from mlxkv.catalog.aliases import complete_model
 from mlxkv.formats.names import complete_kv
-from mlxkv.models.catalog.aliases import complete_model
 
 # Environment variables of a server: the keys, one a line (OpenCode and Codex find theirs there, too); and the process
 # with which it ends, however that ends.

@@ -195,7 +195,7 @@ def with_torch(monkeypatch):
 @pytest.fixture
 def loaded(model_folder):
     """The random model with a plain cache."""
-    from mlxkv.models import load
+    from mlxkv.loading.load import load
 
     return load(str(model_folder), "fp16")
 
@@ -211,7 +211,7 @@ def trusted(monkeypatch):
 @pytest.fixture
 def unbound(monkeypatch):
     """mlx-lm as it is: models that tests of other files left attached are set aside meanwhile."""
-    from mlxkv.models.hooks import patching
+    from mlxkv.patching import patch as patching
 
     for slot, patched in patching._patches.items():
         monkeypatch.setattr(*patching._place(slot), patched.original)

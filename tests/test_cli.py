@@ -14,6 +14,7 @@ from typer.main import get_command
 from experiments.evidence import cells
 from experiments.pages.reference import walk
 from mlxkv import __version__
+from mlxkv.catalog.aliases import HUB
 from mlxkv.cli import EXAMPLES, PANELS, app, is_option, main
 from mlxkv.console import parse_size, plain
 from mlxkv.doctor.listing import MEASURED
@@ -21,7 +22,6 @@ from mlxkv.errors import UserError
 from mlxkv.eval.run import QUICK, THOROUGH
 from mlxkv.formats.names import PICKS, canonical, parse_kv
 from mlxkv.formats.presets import COMPARED, PRESETS
-from mlxkv.models.catalog.aliases import HUB
 from mlxkv.serve.options import ServeOptions
 
 CHAT_KEYS = [

@@ -15,8 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # A folder may import from the rows below its own. The last row may import from itself.
-LAYERS = """__main__ > cli > chat serve eval bench calibrate doctor run launch > options > models > cache > metal
-            > codec > corpora > spec > formats > blas errors console files machine startup torch untrusted"""
+LAYERS = """__main__ > cli > chat serve eval bench calibrate doctor run launch > options > loading > calibration
+            > generate > patching > catalog > cache > metal > codec > corpora > spec > formats
+            > blas errors console files machine startup torch untrusted"""
 # Of the modules of mlxkv/serve, in the same way.
 SERVE = """run > http > models > reading > prompts > apis > engine > single > sampling sessions > memory > request
            > grammar ranks metrics options > refusals"""
@@ -27,18 +28,16 @@ NO_FRAMEWORK = {
     "mlxkv.formats",
     "mlxkv.spec",
     "mlxkv.corpora",
-    "mlxkv.models.catalog",
-    "mlxkv.models.reports",
+    "mlxkv.catalog",
 }
 # Templates are rendered by transformers in a process of its own.
-EXCEPTIONS = {"mlxkv.models.catalog.rendering"}
-USES_MLX_LM = ("models", "serve", "bench", "run", "chat.session")
+EXCEPTIONS = {"mlxkv.catalog.rendering"}
+USES_MLX_LM = ("loading", "generate", "patching", "serve", "bench", "run", "chat.session")
 SHARED = [
     "formats",
     "spec",
     "corpora",
-    "models.catalog",
-    "models.reports",
+    "catalog",
     "errors",
     "console",
     "files",

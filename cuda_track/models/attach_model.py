@@ -27,15 +27,15 @@ from cuda_track.models.attending import EAGER, NAME
 from cuda_track.models.examine import Examined, examine, implementations, put_back
 from cuda_track.models.layers import CompressedCache, CompressedLayer, held, plain_layers
 from cuda_track.models.transformers_compat import check_one_process, handed, renamed, share_of
+from mlxkv.catalog import folder
+from mlxkv.catalog.folder import fingerprint
+from mlxkv.catalog.reports import LayerReport, nothing_compressed, with_own
+from mlxkv.catalog.shapes import context_limit
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.models.catalog import folder
-from mlxkv.models.catalog.folder import fingerprint
-from mlxkv.models.catalog.shapes import context_limit
-from mlxkv.models.reports import LayerReport, nothing_compressed, with_own
 
 _ATTACHED = "_mlxkv_attached"
 

@@ -14,10 +14,7 @@ from cuda_track.models import dryrun, latent, transformers_compat
 from cuda_track.models.attending import name_for
 from cuda_track.models.layers import has_class, holds_state, plain_layers, replaceable
 from cuda_track.models.transformers_compat import share_of
-from mlxkv.errors import UserError
-from mlxkv.formats.config import CacheConfig
-from mlxkv.models.catalog.shapes import text_config
-from mlxkv.models.reports import (
+from mlxkv.catalog.reports import (
     ASKED_FOR,
     CAPPED,
     LATENT,
@@ -26,6 +23,9 @@ from mlxkv.models.reports import (
     compressed,
     of_latents,
 )
+from mlxkv.catalog.shapes import text_config
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
 
 KV_HEADS = "num_key_value_heads", "num_global_key_value_heads"  # the second: Gemma 4's full layers
 

@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from cuda_track.models.attach_model import attach
+from mlxkv.catalog import folder
+from mlxkv.catalog.aliases import HUB, resolve
+from mlxkv.catalog.folder import fingerprint
+from mlxkv.catalog.rendering import bound
+from mlxkv.catalog.reports import LayerReport
 from mlxkv.errors import UserError, brief
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.models.catalog import folder
-from mlxkv.models.catalog.aliases import HUB, resolve
-from mlxkv.models.catalog.folder import fingerprint
-from mlxkv.models.catalog.rendering import bound
-from mlxkv.models.reports import LayerReport
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -28,12 +28,12 @@ from cuda_track.models.layers import CompressedCache, CompressedLayer, held, hol
 from cuda_track.models.loader import Loaded
 from cuda_track.models.transformers_compat import check_one_process, handed
 from mlxkv import files
+from mlxkv.catalog.shapes import text_config
 from mlxkv.errors import UserError
 from mlxkv.formats import session, state
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.records import NAMES
 from mlxkv.formats.session import Saved
-from mlxkv.models.catalog.shapes import text_config
 
 MLX_LM = "0.32"  # whose format of prompt caches this is
 PLAIN, ROTATING = "KVCache", "RotatingKVCache"

@@ -28,6 +28,8 @@ from experiments.evidence.questions import Asked, document
 from experiments.evidence.texts import DOCUMENTS, TEXTS, Texts
 from experiments.options import Parser, at_least, made_on, words
 from mlxkv import console
+from mlxkv.calibration import TOKENS
+from mlxkv.calibration.measure import WINDOW, bos_of, calibrate
 from mlxkv.corpora import sources
 from mlxkv.errors import UserError
 from mlxkv.eval import reading
@@ -38,10 +40,8 @@ from mlxkv.eval.rows import Rows
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
+from mlxkv.loading.load import load
 from mlxkv.metal.launch import backend
-from mlxkv.models import load
-from mlxkv.models.calibration import TOKENS
-from mlxkv.models.calibration.measure import WINDOW, bos_of, calibrate
 
 FIRST = (
     "int4", "fill-4", "fill-2.25", "fill-3", "int3", "int2", "naive-int4", "kivi-int2", "oscar-int2",

@@ -18,12 +18,12 @@ import numpy as np
 
 from experiments.options import Parser, check_out
 from mlxkv import console
+from mlxkv.catalog.reports import LayerReport, ranges
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import Full
 from mlxkv.machine import machine, versions
-from mlxkv.models.reports import LayerReport, ranges
 
 PROMPT, NEW = 45, 20  # tokens; pages are quantized while reading and while writing
 WINDOWS = {"sink": 4, "recent": 16, "page": 16}

@@ -22,7 +22,7 @@ from experiments.families.found import INT4, NEAR, NEW, PROMPT, Family, Survey, 
 from experiments.families.sizes import PLAIN as COMMON
 from experiments.families.sizes import named, sizes
 from mlxkv import console
-from mlxkv.models import attach, detach
+from mlxkv.loading.attach import attach, detach
 
 LAYERS, HEADS, KV_HEADS, DIMS, HIDDEN, VOCABULARY = 4, 4, 2, 32, 128, 128
 WINDOW = 512  # tokens of sliding windows, more than any text here

@@ -20,8 +20,8 @@ from mlx.utils import tree_flatten, tree_map
 from experiments.families.found import INT4, NEAR, NEW, PROMPT, Family, Survey, examined
 from experiments.families.sizes import PLAIN, named, sizes
 from mlxkv import console
-from mlxkv.models import attach, detach
-from mlxkv.models.hooks.mark import own_make_cache
+from mlxkv.loading.attach import attach, detach
+from mlxkv.patching.mark import own_make_cache
 
 VOCABULARY = 64
 MOST = 40_000_000  # numbers in the weights of one

@@ -1,6 +1,6 @@
 """Draw what a Mac needs for a model's whole context: `python -m experiments.pages.memory` (`make pictures`).
 
-By the arithmetic of `mlxkv fit` (`mlxkv/models/catalog/sizes.py`), nothing is measured: weights of 4 bits, the
+By the arithmetic of `mlxkv fit` (`mlxkv/catalog/sizes.py`), nothing is measured: weights of 4 bits, the
 cache, the working memory of reading a prompt 2048 tokens at a time. mlx-lm's 4 bits store every token, and their
 attention holds one score matrix of a layer while a prompt is read, heads x 2048 x context in 16 bits
 (`quantized_scaled_dot_product_attention` in mlx_lm/models/base.py; a chunk's peak was 1.2 of that matrix on a
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from experiments.options import Parser
 from mlxkv import console
+from mlxkv.catalog.aliases import CONFIGS, QUANTIZATION
+from mlxkv.catalog.sizes import CHUNK, ModelPlan, bits_in_pages, need
 from mlxkv.doctor.fit import plan_of
 from mlxkv.eval import plots
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import USABLE
-from mlxkv.models.catalog.aliases import CONFIGS, QUANTIZATION
-from mlxkv.models.catalog.sizes import CHUNK, ModelPlan, bits_in_pages, need
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 CONTEXT = 131072  # the limit of all three models

@@ -2,7 +2,7 @@
 """Write docs/reference/ from the code: `python -m experiments.pages.reference`, or `make reference`.
 
 commands.md: every command and option, from the typer app. presets.md: every preset, from the formats.
-families.md: which models are compressed and which are refused, from the tables of `mlxkv/models`. python.md: the
+families.md: which models are compressed and which are refused, from the tables of `mlxkv/patching`. python.md: the
 public names of `mlxkv`, from their docstrings. A test compares the pages with what this writes.
 """
 
@@ -21,13 +21,13 @@ from experiments.options import Parser
 from mlxkv import console
 from mlxkv.cache import selftest
 from mlxkv.cache.choose import KernelRequest
+from mlxkv.catalog.aliases import CONFIGS, HUB
 from mlxkv.cli import app, is_option, plain, value_of
 from mlxkv.doctor.fit import plan_of
 from mlxkv.doctor.listing import HEAD_DIM, LISTED, MEASURED, by_paper, stored
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import COMPARED
-from mlxkv.models.catalog.aliases import CONFIGS, HUB
-from mlxkv.models.hooks.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32
+from mlxkv.patching.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 WRITTEN = "Written from the code by `make reference`; a test compares them."

@@ -16,9 +16,9 @@ import mlx_lm.utils
 from mlx_lm.models import cache
 
 from experiments.peer_tests.names import KINDS
+from mlxkv.catalog.reports import LayerReport
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models import attach
-from mlxkv.models.reports import LayerReport
+from mlxkv.loading.attach import attach
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 

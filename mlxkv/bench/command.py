@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from mlxkv.catalog.aliases import DEFAULT
 from mlxkv.errors import UserError
-from mlxkv.models.catalog.aliases import DEFAULT
 from mlxkv.options import Json
 
 Contexts = Annotated[

@@ -21,12 +21,12 @@ from mlxkv.bench.options import BASELINE, MLX_LM, cache_config
 from mlxkv.bench.subject import Subject, load_subject, short
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.names import canonical
+from mlxkv.generate.generation import PREFILL_STEP
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import interleaved
-from mlxkv.models.generate import PREFILL_STEP
-from mlxkv.models.hooks.cache_shapes import layers_of
+from mlxkv.patching.cache_shapes import layers_of
 
 WARM = 4  # tokens decoded before the clock starts
 DIRECT_ABOVE, DIRECT_ABOVE_CPU = 32768, 1024  # longer contexts are filled without a prefill

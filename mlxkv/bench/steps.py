@@ -16,8 +16,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from mlxkv import console
-from mlxkv.models.compiled.step import Steps
-from mlxkv.models.hooks.mark import steps_of
+from mlxkv.patching.mark import steps_of
+from mlxkv.patching.steps import Steps
 
 MOST = 16  # steps for each of the two measurements
 TOGETHER = 4  # steps in one evaluation

@@ -15,19 +15,20 @@ import mlx.nn as nn
 from mlxkv.bench.options import MLX_LM, REPLAYED, cache_config
 from mlxkv.bench.spread import allotted, spread
 from mlxkv.cache import choose
+from mlxkv.calibration.measure import random
+from mlxkv.catalog import aliases
+from mlxkv.catalog.shapes import text_config
+from mlxkv.catalog.sizes import COMPRESSED
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration.artifact import Calibration
+from mlxkv.loading.attach import attach, detach
+from mlxkv.loading.load import load
+from mlxkv.loading.outline import NotBuilt, build, classes_of
 from mlxkv.metal.launch import backend
-from mlxkv.models import attach, detach, load
-from mlxkv.models.calibration.measure import random
-from mlxkv.models.catalog import aliases
-from mlxkv.models.catalog.shapes import text_config
-from mlxkv.models.catalog.sizes import COMPRESSED
-from mlxkv.models.hooks.cache_shapes import layers_of
-from mlxkv.models.hooks.mark import mark
-from mlxkv.models.hooks.patching import patch
-from mlxkv.models.hooks.trees import flat
-from mlxkv.models.loading.outline import NotBuilt, build, classes_of
+from mlxkv.patching.cache_shapes import layers_of
+from mlxkv.patching.mark import mark
+from mlxkv.patching.patch import patch
+from mlxkv.patching.trees import flat
 
 GROUP = 64  # weights with one scale, as mlx-lm's converter quantises them
 # Of these a benchmark runs the true shape with random weights.

@@ -1,5 +1,5 @@
 """Caches in a step of fixed shapes, which is traced once and replayed: whole buffers, and arrays that say how much of
-them is in use. The loop around it is `models.compiled`.
+them is in use. The loop around it is `patching.steps`.
 
 A `StaticCache` is a cache as the next step finds it. On the host it has arrays, indices (how much of the arrays is in
 use), and what a trace takes for granted. In the trace, `CacheProxy` is what the model's code sees in place of the

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from mlxkv.models.calibration import TOKENS
-from mlxkv.models.catalog.aliases import DEFAULT
+from mlxkv.calibration import TOKENS
+from mlxkv.catalog.aliases import DEFAULT
 from mlxkv.options import Dtype, Model
 
 

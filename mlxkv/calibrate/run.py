@@ -7,6 +7,11 @@ import time
 from pathlib import Path
 
 from mlxkv.calibrate.options import CalibrateOptions
+from mlxkv.calibration import clips
+from mlxkv.calibration.fitting import read_calibration
+from mlxkv.calibration.learn import Outcomes, learn, steps
+from mlxkv.calibration.measure import LEAST, WINDOW, bos_of, on_text, progress_bar
+from mlxkv.calibration.moments import Sample
 from mlxkv.console import human_bytes, note, print_table, say, user_path
 from mlxkv.corpora.sources import Text, calibration_tokens
 from mlxkv.errors import UserError
@@ -15,12 +20,7 @@ from mlxkv.formats.calibration.artifact import SIDES, Calibration
 from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.models import load
-from mlxkv.models.calibration import clips
-from mlxkv.models.calibration.fitting import read_calibration
-from mlxkv.models.calibration.learn import Outcomes, learn, steps
-from mlxkv.models.calibration.measure import LEAST, WINDOW, bos_of, on_text, progress_bar
-from mlxkv.models.calibration.moments import Sample
+from mlxkv.loading.load import load
 
 SEARCHED = "oscar-int2"
 LEARNED_COLUMNS = ["layer", "srft K", "error K", "gain K", "srft V", "error V", "gain V"]

@@ -9,9 +9,10 @@ import mlx.core as mx
 from mlxkv.chat.options import ChatOptions
 from mlxkv.chat.session import Session
 from mlxkv.console import note, print_json, say, working
-from mlxkv.models import load, warm_up
-from mlxkv.models.generate import backend
-from mlxkv.models.loading import quality_check
+from mlxkv.generate.generation import backend
+from mlxkv.loading import quality_check
+from mlxkv.loading.load import load
+from mlxkv.loading.warmup import warm_up
 
 
 def talk(options: ChatOptions, prompt: str | None) -> None:

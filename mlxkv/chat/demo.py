@@ -20,11 +20,11 @@ from mlxkv.console import human_bytes, note, print_json, say, working
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.names import canonical
+from mlxkv.generate.generation import new_cache, stream
+from mlxkv.generate.usage import projected, usage
+from mlxkv.loading.load import load
 from mlxkv.metal.launch import backend
-from mlxkv.models import load
-from mlxkv.models.generate import new_cache, stream
-from mlxkv.models.hooks.mark import own_make_cache
-from mlxkv.models.usage import projected, usage
+from mlxkv.patching.mark import own_make_cache
 
 FACT = "The secret ingredient of my grandmother's soup is saffron."
 QUESTION = "What is the secret ingredient of my grandmother's soup?"

@@ -7,17 +7,17 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from mlxkv.errors import UserError
-from mlxkv.formats import session
-from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.names import canonical, parse_kv
-from mlxkv.models.catalog.aliases import DEFAULT
-from mlxkv.models.catalog.option_checks import (
+from mlxkv.catalog.aliases import DEFAULT
+from mlxkv.catalog.option_checks import (
     check_sampling,
     check_weights,
     dtype_name,
     template_arguments,
 )
+from mlxkv.errors import UserError
+from mlxkv.formats import session
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import canonical, parse_kv
 from mlxkv.options import Calibration, Dtype, Json, Kv, Model, Strict, Weights
 
 

@@ -6,14 +6,14 @@ import codecs
 import select
 import sys
 
+from mlxkv.catalog import folder
+from mlxkv.catalog.aliases import Source, resolve
+from mlxkv.catalog.folder import fingerprint
+from mlxkv.catalog.hub import require
 from mlxkv.chat.options import ChatOptions
 from mlxkv.console import human_bytes, note, working
 from mlxkv.errors import UserError
 from mlxkv.formats import session as files
-from mlxkv.models.catalog import folder
-from mlxkv.models.catalog.aliases import Source, resolve
-from mlxkv.models.catalog.folder import fingerprint
-from mlxkv.models.catalog.hub import require
 
 BROKEN = 0.1  # the share of letters that are no UTF-8 from which piped bytes are no text
 PATIENCE = 1.0  # seconds without text on stdin before the terminal says what is waited for

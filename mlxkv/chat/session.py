@@ -10,13 +10,13 @@ import mlx.core as mx
 
 from mlxkv import console, errors
 from mlxkv.errors import MachineError, UserError
-from mlxkv.models import prompt_cache
-from mlxkv.models.generate import Stats, new_cache, stream
-from mlxkv.models.hooks.trees import trim_caches
-from mlxkv.models.prompt_escaping import PromptEscaper, cut_front
-from mlxkv.models.roles import Thinking, takes_system, without_system
-from mlxkv.models.usage import Usage, projected, usage
-from mlxkv.models.warmup import step_down
+from mlxkv.generate import prompt_cache
+from mlxkv.generate.generation import Stats, new_cache, stream
+from mlxkv.generate.prompt_escaping import PromptEscaper, cut_front
+from mlxkv.generate.roles import Thinking, takes_system, without_system
+from mlxkv.generate.usage import Usage, projected, usage
+from mlxkv.loading.warmup import step_down
+from mlxkv.patching.trees import trim_caches
 
 THINKING = "enable_thinking"  # what chat templates of thinking models call their switch
 UNKNOWN = 1 << 20  # tokens of a reply of a model that names no context

@@ -18,13 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from mlxkv import console
+from mlxkv.catalog.aliases import DEFAULT
 from mlxkv.chat.session import Session
 from mlxkv.chat.typed import History, read_message
 from mlxkv.chat.wrap import Thoughts, Wrap
 from mlxkv.console import human_bytes, one_line, plain, say
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.session import path_for
-from mlxkv.models.catalog.aliases import DEFAULT
 
 HELP = {
     "/help": "this list",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rich.cells import cell_len
 
-from mlxkv.models.roles import Thinking
+from mlxkv.generate.roles import Thinking
 
 FENCE = "```"
 

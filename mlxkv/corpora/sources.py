@@ -35,7 +35,7 @@ class Text:
 def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
     """Return `count` tokens of the user's `files` (UTF-8, joined in order), or of built-in text.
 
-    loaded: a `models.Loaded`, whose tokenizer is read. Built in are the corpus, then the documentation of
+    loaded: a `mlxkv.Loaded`, whose tokenizer is read. Built in are the corpus, then the documentation of
     the running Python. A BOS token comes first if the tokenizer has one.
 
     Raises UserError if a file cannot be read or if there are fewer than `count` tokens.

@@ -15,6 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mlxkv import untrusted
+from mlxkv.catalog import folder
+from mlxkv.catalog.aliases import CONFIGS, HUB, QUANTIZATION, resolve
+from mlxkv.catalog.folder import SMALL
+from mlxkv.catalog.gguf.config import memory
+from mlxkv.catalog.gguf.header import is_gguf
+from mlxkv.catalog.shapes import (
+    LAYERS,
+    check_numbers,
+    context_limit,
+    estimated_layers,
+    estimated_sizes,
+)
+from mlxkv.catalog.sizes import ModelPlan, longest, need, why_16_bits
 from mlxkv.console import (
     human_bytes,
     parse_size,
@@ -29,19 +42,6 @@ from mlxkv.errors import UserError, brief
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import PICKS, canonical, parse_kv
 from mlxkv.machine import USABLE, machine_memory
-from mlxkv.models.catalog import folder
-from mlxkv.models.catalog.aliases import CONFIGS, HUB, QUANTIZATION, resolve
-from mlxkv.models.catalog.folder import SMALL
-from mlxkv.models.catalog.gguf.config import memory
-from mlxkv.models.catalog.gguf.header import is_gguf
-from mlxkv.models.catalog.shapes import (
-    LAYERS,
-    check_numbers,
-    context_limit,
-    estimated_layers,
-    estimated_sizes,
-)
-from mlxkv.models.catalog.sizes import ModelPlan, longest, need, why_16_bits
 from mlxkv.untrusted import Unsound
 
 DEFAULT_CONTEXT = "32k"
@@ -215,7 +215,7 @@ def _notes(kv: CacheConfig) -> Iterator[str]:
 def read_plan(model: str) -> ModelPlan:
     """Find config.json and the weights' size: that file itself, a local folder, the hub's cache, for an alias that
     is not there its known shape, or the hub."""
-    from mlxkv.models.catalog.hub import cached, locate
+    from mlxkv.catalog.hub import cached, locate
 
     alias = model.strip()
     if alias.endswith(".json"):
@@ -235,8 +235,8 @@ def read_plan(model: str) -> ModelPlan:
 def plan_of(config: dict, name: str = "", weights: int | None = None, more: str = "") -> ModelPlan:
     """Return the plan of a config.json. weights: bytes of the files, None where there are none. more: what is said of
     where a computed size comes from. Raises UserError for sizes that no model has."""
+    from mlxkv.loading.outline import NotBuilt, outline
     from mlxkv.metal import launch
-    from mlxkv.models.loading.outline import NotBuilt, outline
 
     estimate, source = "", f"computed from config.json {more}".strip()
     try:

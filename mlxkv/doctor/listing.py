@@ -187,8 +187,8 @@ def _preset(name: str, kv: CacheConfig) -> dict:
 
 def models(as_json: bool) -> None:
     """Print aliases with what of them is on this machine, and the other models in the hub's cache folder."""
-    from mlxkv.models.catalog.aliases import DEFAULT, HUB, PACKAGES, kept
-    from mlxkv.models.catalog.hub import hub_cache
+    from mlxkv.catalog.aliases import DEFAULT, HUB, PACKAGES, kept
+    from mlxkv.catalog.hub import hub_cache
 
     cached = hub_cache()
     files = {name: kept(name) for name in PACKAGES}

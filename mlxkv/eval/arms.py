@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from mlxkv.calibration.fitting import find_calibration
+from mlxkv.catalog.sizes import COMPRESSED, bits_in_pages, layer_bytes
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
-from mlxkv.models import Loaded, attach, detach
-from mlxkv.models.calibration.fitting import find_calibration
-from mlxkv.models.catalog.sizes import COMPRESSED, bits_in_pages, layer_bytes
-from mlxkv.models.generate import new_cache
-from mlxkv.models.hooks.cache_shapes import layers_of
+from mlxkv.generate.generation import new_cache
+from mlxkv.loading.attach import attach, detach
+from mlxkv.loading.load import Loaded
+from mlxkv.patching.cache_shapes import layers_of
 
 BASELINE = "fp16"  # mlx-lm's own caches, with which every other arm is compared
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mlxkv.models.catalog.aliases import DEFAULT
+from mlxkv.catalog.aliases import DEFAULT
 from mlxkv.options import Calibration, Dtype, Json, Model
 
 

@@ -8,7 +8,7 @@ from copy import deepcopy
 import mlx.core as mx
 
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.models.generate import new_cache
+from mlxkv.generate.generation import new_cache
 
 PREFILL = 512  # tokens of a prompt at once
 DECODE = 8  # tokens at once after it; so few that attention reads the codes, as in decoding

@@ -16,10 +16,10 @@ from mlxkv.eval.engine import Part, TaskOptions
 from mlxkv.eval.intervals import LEAST
 from mlxkv.eval.rows import Rows
 from mlxkv.formats.names import parse_kv
+from mlxkv.loading.load import load
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import backend
-from mlxkv.models import load
 
 TASKS = ("divergence", "retrieval")
 SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to quantize

@@ -16,18 +16,18 @@ import mlx.nn as nn
 
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.catalog.folder import check_folder, fingerprint
+from mlxkv.catalog.reports import ASKED_FOR, LayerReport, summarise
+from mlxkv.catalog.shapes import context_limit
 from mlxkv.console import human_bytes, note, one_line
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
-from mlxkv.models.attach_model import attach
-from mlxkv.models.catalog.folder import check_folder, fingerprint
-from mlxkv.models.catalog.shapes import context_limit
-from mlxkv.models.hooks.mark import Origin, cached_part, set_origin
-from mlxkv.models.hooks.patching import MARK
-from mlxkv.models.hooks.trees import leaves
-from mlxkv.models.reports import ASKED_FOR, LayerReport, summarise
-from mlxkv.models.usage import in_16_bits, in_use
-from mlxkv.models.warmup import print_reports
+from mlxkv.generate.usage import in_16_bits, in_use
+from mlxkv.loading.attach import attach
+from mlxkv.loading.warmup import print_reports
+from mlxkv.patching.mark import Origin, cached_part, set_origin
+from mlxkv.patching.patch import MARK
+from mlxkv.patching.trees import leaves
 from mlxkv.run import Options
 
 _reports: set[tuple] = set()  # reports that were printed: a server may load a model again

@@ -99,7 +99,7 @@ def _wrapped(original: Callable, options: Options) -> Callable:
 def _reader(original: Callable) -> Callable:
     @wraps(original)
     def load_prompt_cache(*args, **kwargs):
-        from mlxkv.models.hooks.mark import register_caches
+        from mlxkv.patching.mark import register_caches
 
         register_caches()  # before a model is loaded
         return original(*args, **kwargs)

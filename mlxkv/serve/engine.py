@@ -15,17 +15,17 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv import errors
+from mlxkv.catalog.shapes import text_config
 from mlxkv.console import human_bytes, warn
 from mlxkv.errors import MachineError, UserError
+from mlxkv.generate.generation import prefill_step
+from mlxkv.generate.stops import ReplyText
+from mlxkv.generate.usage import usage, window_of
+from mlxkv.loading.load import Loaded, load
+from mlxkv.loading.warmup import step_down, warm_up
 from mlxkv.machine import USABLE, machine_memory
-from mlxkv.models import load, mlx_lm_compat, warm_up
-from mlxkv.models.catalog.shapes import text_config
-from mlxkv.models.generate import prefill_step
-from mlxkv.models.hooks.mark import forget_steps
-from mlxkv.models.loader import Loaded
-from mlxkv.models.replies.stops import ReplyText
-from mlxkv.models.usage import usage, window_of
-from mlxkv.models.warmup import step_down
+from mlxkv.patching import mlx_lm_compat
+from mlxkv.patching.mark import forget_steps
 from mlxkv.serve import sampling
 from mlxkv.serve.grammar import Constraint, Grammars
 from mlxkv.serve.memory import Memory, cut_padding, shapes_of, used_memory

@@ -11,9 +11,9 @@ from mlx_lm.models.cache import BatchKVCache
 
 from mlxkv.console import human_bytes
 from mlxkv.formats.sizes import CacheShape
+from mlxkv.generate.usage import shape_of
 from mlxkv.machine import footprint
-from mlxkv.models.hooks.trees import leaves
-from mlxkv.models.usage import shape_of
+from mlxkv.patching.trees import leaves
 from mlxkv.serve.refusals import Refused
 
 

@@ -16,12 +16,12 @@ import mlx.core as mx
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
 from mlxkv import __version__
+from mlxkv.catalog.hub import locate
 from mlxkv.console import human_bytes
 from mlxkv.errors import UserError
+from mlxkv.generate.usage import window_of
 from mlxkv.machine import USABLE, footprint, machine_memory
 from mlxkv.metal.launch import backend
-from mlxkv.models.catalog.hub import locate
-from mlxkv.models.usage import window_of
 from mlxkv.serve import metrics
 from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.engine import LEAST_MEMORY, Engine

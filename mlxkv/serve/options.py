@@ -9,11 +9,11 @@ from typing import Annotated
 
 from typer import Option
 
+from mlxkv.catalog.aliases import DEFAULT, complete_model
+from mlxkv.catalog.option_checks import check_weights, dtype_name, template_arguments
 from mlxkv.console import parse_size, user_path
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
-from mlxkv.models.catalog.aliases import DEFAULT, complete_model
-from mlxkv.models.catalog.option_checks import check_weights, dtype_name, template_arguments
 from mlxkv.options import Calibration, Dtype, Kv, Strict, Weights
 
 OVERFLOWS = ("refuse", "drop")

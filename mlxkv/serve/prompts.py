@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from mlxkv.models.catalog.bounded import Excess
-from mlxkv.models.prompt_escaping import Cut, PromptEscaper, continued, pieces, with_texts
-from mlxkv.models.roles import NAMES, Thinking, alternating, without_system
+from mlxkv.catalog.bounded import Excess
+from mlxkv.generate.prompt_escaping import Cut, PromptEscaper, continued, pieces, with_texts
+from mlxkv.generate.roles import NAMES, Thinking, alternating, without_system
 from mlxkv.serve.apis import anthropic, openai, responses
 from mlxkv.serve.apis.body import document
 from mlxkv.serve.apis.reply import Reply

@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlxkv import __version__
 from mlxkv.console import note
 from mlxkv.errors import MachineError
-from mlxkv.models import mlx_lm_compat
+from mlxkv.patching import mlx_lm_compat
 
 T = TypeVar("T")
 SHORT = 248  # bytes of JSON that travel with their length; longer ones take a second sum

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.concurrency import run_in_threadpool
 
 from mlxkv import startup
+from mlxkv.catalog.bounded import FOREIGN, KEPT, PATIENCE, TOO_MUCH, MemoryBound
 from mlxkv.errors import MachineError
-from mlxkv.models.catalog.bounded import FOREIGN, KEPT, PATIENCE, TOO_MUCH, MemoryBound
-from mlxkv.models.roles import takes_system
+from mlxkv.generate.roles import takes_system
 from mlxkv.serve.refusals import OtherModel, Postponed, Refused, ending
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlxkv.models.loading.sampling import Sampling
-from mlxkv.models.replies.stops import ReplyText
-from mlxkv.models.usage import Usage
+from mlxkv.generate.stops import ReplyText
+from mlxkv.generate.usage import Usage
+from mlxkv.loading.sampling import Sampling
 from mlxkv.serve.grammar import Calls, Constraint
 from mlxkv.serve.refusals import Refused
 

@@ -14,11 +14,11 @@ from contextlib import suppress
 import mlx.core as mx
 from starlette.middleware.cors import CORSMiddleware
 
+from mlxkv.catalog.rendering import RENDERER
 from mlxkv.console import ENDING, PlainLog, human_bytes, note, on
 from mlxkv.errors import MachineError, UserError
+from mlxkv.loading import quality_check
 from mlxkv.metal.launch import backend
-from mlxkv.models.catalog.rendering import RENDERER
-from mlxkv.models.loading import quality_check
 from mlxkv.options import PARENT
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.access import Keys

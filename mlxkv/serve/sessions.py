@@ -1,7 +1,7 @@
 """Sessions: caches of finished prompts and replies, found by their tokens, in memory up to a bound, behind it on disk.
 Sessions that begin with the same tokens store that beginning once.
 
-A file is one of `mlxkv.models.prompt_cache`, which is whole or not there, private, and checked when it is
+A file is one of `mlxkv.generate.prompt_cache`, which is whole or not there, private, and checked when it is
 read. A file that is damaged, or of another model, preset or version, is not used: it costs its session,
 and neither a start nor a request.
 """
@@ -33,8 +33,8 @@ from mlxkv import files
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.session import ENDING as SUFFIX
-from mlxkv.models import prompt_cache
-from mlxkv.models.hooks.trees import flat, trim_caches
+from mlxkv.generate import prompt_cache
+from mlxkv.patching.trees import flat, trim_caches
 from mlxkv.serve.memory import Memory
 from mlxkv.serve.ranks import Ranks
 

@@ -17,7 +17,7 @@ from mlxkv.bench.kernels.case import KernelShape
 from mlxkv.cli import main
 from mlxkv.errors import MachineError
 from mlxkv.metal import launch, predict
-from mlxkv.models.hooks.mark import steps_of
+from mlxkv.patching.mark import steps_of
 
 SHAPE = KernelShape(1, 2, 1, 64)
 LAST = KernelShape(1, 4, 2, 64)

@@ -10,10 +10,10 @@ from mlxkv.bench.kernels import attend, encode
 from mlxkv.bench.kernels.case import KernelShape
 from mlxkv.bench.spread import allotted, falling, spread
 from mlxkv.bench.subject import Subject
+from mlxkv.calibration.measure import random
 from mlxkv.formats.calibration import layers
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal import launch
-from mlxkv.models.calibration.measure import random
 
 SHAPE = KernelShape(1, 2, 1, 64)
 

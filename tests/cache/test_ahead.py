@@ -10,8 +10,8 @@ from random_models import random_model, tokens
 from step_twins import same_caches, small, steps_of
 
 from mlxkv.cache import compressed
+from mlxkv.loading.attach import attach, detach
 from mlxkv.metal import launch
-from mlxkv.models import attach, detach
 
 
 @pytest.fixture

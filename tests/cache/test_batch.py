@@ -14,7 +14,8 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models import attach, load
+from mlxkv.loading.attach import attach
+from mlxkv.loading.load import load
 
 LENGTHS, REPLIES = (150, 3, 270, 60), (12, 40, 5, 20)
 

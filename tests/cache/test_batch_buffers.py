@@ -25,10 +25,10 @@ from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.quantizers import Affine, MixedBits
 from mlxkv.formats.records import record_layout
 from mlxkv.formats.sizes import MORE
+from mlxkv.loading.attach import attach
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import launch
 from mlxkv.metal import lengths as known
-from mlxkv.models import attach
 from mlxkv.serve.memory import shapes_of
 
 HEADS, KV_HEADS, DIMS = 8, 2, 64

@@ -17,7 +17,7 @@ from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.quantizers import Affine, Full
-from mlxkv.models.hooks.trees import trim_caches
+from mlxkv.patching.trees import trim_caches
 from mlxkv.spec import affine as ref
 
 SMALL = CacheConfig(Side(Affine(4), "srft"), Side(Affine(4), "srft"), sink=16, recent=32, page=32)

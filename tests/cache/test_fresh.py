@@ -22,8 +22,8 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.metal import launch
-from mlxkv.models.hooks.mark import register_caches
-from mlxkv.models.hooks.trees import trim_caches
+from mlxkv.patching.mark import register_caches
+from mlxkv.patching.trees import trim_caches
 
 pytestmark = pytest.mark.usefixtures("trusted")
 

@@ -18,8 +18,8 @@ from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import Affine, Codebook
-from mlxkv.models import usage
-from mlxkv.models.hooks.mark import register_caches
+from mlxkv.generate import usage
+from mlxkv.patching.mark import register_caches
 from mlxkv.serve.memory import shapes_of
 from mlxkv.spec import affine as spec
 

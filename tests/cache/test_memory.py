@@ -9,7 +9,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxkv.models import attach, detach
+from mlxkv.loading.attach import attach, detach
 
 TOKENS = 6144
 

@@ -19,7 +19,7 @@ from mlxkv.codec import maps
 from mlxkv.codec.maps import sample
 from mlxkv.errors import UserError
 from mlxkv.metal import whiten
-from mlxkv.models.hooks.trees import trim_caches
+from mlxkv.patching.trees import trim_caches
 from mlxkv.serve.memory import shapes_of
 from mlxkv.spec import oja as spec
 

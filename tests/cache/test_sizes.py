@@ -13,14 +13,14 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import LatentKVCache
 from mlxkv.cache.stores import Records
+from mlxkv.catalog.shapes import LayerShape
+from mlxkv.catalog.sizes import CHUNK, ModelPlan, need
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.quantizers import DIMS, MixedBits
 from mlxkv.formats.sizes import CacheShape
+from mlxkv.generate.usage import in_use, shape_of
 from mlxkv.metal import launch
-from mlxkv.models.catalog.shapes import LayerShape
-from mlxkv.models.catalog.sizes import CHUNK, ModelPlan, need
-from mlxkv.models.usage import in_use, shape_of
 
 DIAL = ("int8", "int4", "int3", "int2", "fill-2.25", "fill-3", "fill-4", "fill-4.5", "fill-6")
 PAPERS = ("kivi-int4", "kivi-int2", "oscar-int4", "polar", "turbo-int3", "srft-int4+tensor")

@@ -20,8 +20,8 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import LatentKVCache, decoded
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
+from mlxkv.loading.attach import attach, detach
 from mlxkv.metal import launch
-from mlxkv.models import attach, detach
 
 pytestmark = pytest.mark.usefixtures("trusted")
 

@@ -5,8 +5,8 @@ import pytest
 from calibration_inputs import TEXT
 from random_models import random_model
 
-from mlxkv.models import detach
-from mlxkv.models.calibration import measure
+from mlxkv.calibration import measure
+from mlxkv.loading.attach import detach
 
 
 @pytest.fixture(scope="package")

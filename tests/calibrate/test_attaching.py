@@ -10,12 +10,13 @@ from shorthand import config_named
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.calibration import measure
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models import attach, detach, load
-from mlxkv.models.calibration import measure
+from mlxkv.loading.attach import attach, detach
+from mlxkv.loading.load import load
 
 OSCAR = config_named("oscar-int2+g32")
 

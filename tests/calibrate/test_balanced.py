@@ -12,13 +12,13 @@ from shorthand import config_named
 
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.calibration import clips, measure, moments
 from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import Transform
 from mlxkv.formats.presets import PRESETS
+from mlxkv.loading.attach import attach, detach
 from mlxkv.metal import launch
-from mlxkv.models import attach, detach
-from mlxkv.models.calibration import clips, measure, moments
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as spec
 

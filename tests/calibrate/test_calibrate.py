@@ -9,11 +9,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
 from shorthand import config_named
 
+from mlxkv.calibration import measure
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats import matrices
 from mlxkv.formats.calibration import artifact, subspace
-from mlxkv.models import attach, detach, load
-from mlxkv.models.calibration import measure
+from mlxkv.loading.attach import attach, detach
+from mlxkv.loading.load import load
 from mlxkv.spec import affine as ref
 from mlxkv.spec import oscar as spec
 

@@ -17,6 +17,7 @@ from cuda_track.cache import attention as torch_attention
 from cuda_track.cache.compressed import CompressedKVCache as TorchCache
 from cuda_track.codec import maps as torch_maps
 from mlxkv.cache import attention
+from mlxkv.calibration import measure
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
@@ -24,8 +25,7 @@ from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.quantizers import Affine
-from mlxkv.models import attach, detach
-from mlxkv.models.calibration import measure
+from mlxkv.loading.attach import attach, detach
 from mlxkv.spec import balanced as spec
 
 pytestmark = pytest.mark.usefixtures("detached")

@@ -13,16 +13,16 @@ from shorthand import config_named
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.view import View
+from mlxkv.calibration import clips
+from mlxkv.calibration.clips import Trial
 from mlxkv.codec.maps import LayerMaps, sample
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import FULL, PRESETS
-from mlxkv.models import attach, detach
-from mlxkv.models.calibration import clips
-from mlxkv.models.calibration.clips import Trial
-from mlxkv.models.hooks.taps import AttentionCall, PlainObserver
+from mlxkv.loading.attach import attach, detach
+from mlxkv.patching.observers import AttentionCall, PlainObserver
 
 INT2 = PRESETS["oscar-int2"]
 SMALL = dataclasses.replace(INT2, sink=16, recent=16, page=16)

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from calibration_inputs import TEXT, at_zero, data, moments_over, seen_by
 
+from mlxkv.calibration import exchange, measure, moments
+from mlxkv.calibration.exchange import ExchangeMeasure
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, mixed_bits, sums
 from mlxkv.formats.calibration.layers import fitted
 from mlxkv.formats.names import parse_kv
-from mlxkv.models.calibration import exchange, measure, moments
-from mlxkv.models.calibration.exchange import ExchangeMeasure
-from mlxkv.models.hooks.mark import own_make_cache
-from mlxkv.models.hooks.patching import patch, unpatch
-from mlxkv.models.hooks.probe import find
-from mlxkv.models.hooks.taps import AttentionCall
+from mlxkv.patching.mark import own_make_cache
+from mlxkv.patching.observers import AttentionCall
+from mlxkv.patching.patch import patch, unpatch
+from mlxkv.patching.probe import find
 from mlxkv.spec import mixed_bits as spec
 
 

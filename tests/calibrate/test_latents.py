@@ -6,14 +6,14 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import latent_model, tokens
 
+from mlxkv.calibration import clips, measure
+from mlxkv.calibration.moments import Readers
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.quantizers import Affine
-from mlxkv.models import attach, detach
-from mlxkv.models.calibration import clips, measure
-from mlxkv.models.calibration.moments import Readers
-from mlxkv.models.hooks.probe import modules_of
+from mlxkv.loading.attach import attach, detach
+from mlxkv.patching.probe import modules_of
 from mlxkv.spec import affine as spec
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}

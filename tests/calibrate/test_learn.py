@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from random_models import random_model
 
+from mlxkv.calibration import learn, measure, moments
 from mlxkv.codec import transform
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.calibration.learned import BASES, VARIANTS, Learned
-from mlxkv.models.calibration import learn, measure, moments
 
 TOKENS = np.random.default_rng(0).integers(0, 64, 600).tolist()
 ALL = [(variant, BASES[i % len(BASES)]) for i, variant in enumerate(VARIANTS)]

@@ -12,12 +12,13 @@ from random_models import random_model
 from small_models import TINY
 
 from mlxkv.calibrate import run as command
+from mlxkv.calibration import learn, measure
 from mlxkv.cli import main
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.learned import Learned
-from mlxkv.models import attach, detach, load
-from mlxkv.models.calibration import learn, measure
+from mlxkv.loading.attach import attach, detach
+from mlxkv.loading.load import load
 
 TOKENS = np.random.default_rng(0).integers(0, 64, 600).tolist()
 RECIPE = Learned("householder+scale", "srft", 4, 64, 5)

@@ -8,13 +8,13 @@ from mlx_lm.models import openelm
 from mlx_lm.models.cache import make_prompt_cache
 from shorthand import config_named
 
+from mlxkv.calibration import measure
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, mixed_bits
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import DIMS, ERRORS, GAINS, STEPS, Affine, MixedBits
-from mlxkv.models import attach, detach
-from mlxkv.models.calibration import measure
+from mlxkv.loading.attach import attach, detach
 from mlxkv.spec import mixed_bits as spec
 
 pytestmark = pytest.mark.usefixtures("detached")

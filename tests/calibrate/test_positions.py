@@ -9,14 +9,14 @@ from calibration_inputs import ROTARY, TEXT, YARN
 from random_model import write_model
 from random_models import random_model
 
+from mlxkv.calibration import measure, moments
+from mlxkv.calibration.moments import far_attention, grouped, products, received, rotate
 from mlxkv.formats.calibration import artifact, layers, rotary
 from mlxkv.formats.calibration.rotary import Rotary
 from mlxkv.formats.calibration.sums import Sums
-from mlxkv.models import load
-from mlxkv.models.calibration import measure, moments
-from mlxkv.models.calibration.moments import far_attention, grouped, products, received, rotate
-from mlxkv.models.hooks.mark import origin_of
-from mlxkv.models.hooks.taps import AttentionCall
+from mlxkv.loading.load import load
+from mlxkv.patching.mark import origin_of
+from mlxkv.patching.observers import AttentionCall
 from mlxkv.spec import balanced
 from mlxkv.spec import positions as spec
 

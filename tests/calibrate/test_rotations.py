@@ -6,11 +6,11 @@ import pytest
 from calibration_inputs import LLAMA3, YARN
 from random_models import random_model
 
+from mlxkv.calibration.moments import rotations
 from mlxkv.formats.calibration import rotary
 from mlxkv.formats.calibration.sums import PROBES
-from mlxkv.models.calibration.moments import rotations
-from mlxkv.models.hooks.mark import own_make_cache
-from mlxkv.models.hooks.trees import leaves
+from mlxkv.patching.mark import own_make_cache
+from mlxkv.patching.trees import leaves
 from mlxkv.spec import positions
 
 

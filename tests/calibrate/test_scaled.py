@@ -5,6 +5,7 @@ import pytest
 from calibration_inputs import TEXT, seen_by
 
 from cuda_track.codec import maps as torch_maps
+from mlxkv.calibration import measure, moments
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, layers
@@ -12,7 +13,6 @@ from mlxkv.formats.config import SCALED, CacheConfig, Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.quantizers import Affine
 from mlxkv.metal import quantize
-from mlxkv.models.calibration import measure, moments
 from mlxkv.spec import affine as ref
 
 KINDS = (SCALED, SCALED)

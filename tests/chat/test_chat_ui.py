@@ -136,7 +136,7 @@ def test_words_that_leave(loaded, word, monkeypatch, capsys):
 
 
 def test_what_was_read_before_a_stop_is_counted(loaded, monkeypatch):
-    monkeypatch.setattr("mlxkv.models.generate.PREFILL_STEP_CPU", 64)
+    monkeypatch.setattr("mlxkv.generate.generation.PREFILL_STEP_CPU", 64)
     session = Session(loaded, max_tokens=4)
     asked = iter([False, True])
     assert list(session.ask("x" * 500, stop=lambda: next(asked, True))) == []

@@ -9,7 +9,7 @@ from scripted_models import write_thinker
 from mlxkv.chat.answer import said
 from mlxkv.chat.session import Session
 from mlxkv.errors import UserError
-from mlxkv.models import load
+from mlxkv.loading.load import load
 
 
 def ask(session: Session, prompt: str, **kwargs) -> str:
@@ -57,7 +57,7 @@ def test_reuse_changes_no_token(loaded):
     ask(session, "and now?")
     reply = session.tokens[-session.stats.generated_tokens :]
     prompt = session.tokens[: -session.stats.generated_tokens]
-    from mlxkv.models.generate import stream
+    from mlxkv.generate.generation import stream
 
     anew = stream(loaded, prompt, make_prompt_cache(loaded.model), max_tokens=12)
     assert [piece.token for piece in anew] == reply
@@ -141,7 +141,7 @@ def test_words_of_the_system_stand_in_the_question_of_a_template_that_takes_none
 
 
 def test_stopped_while_reading_drops_the_turn_and_keeps_the_tokens(session, monkeypatch):
-    monkeypatch.setattr("mlxkv.models.generate.prefill_step", lambda: 8)
+    monkeypatch.setattr("mlxkv.generate.generation.prefill_step", lambda: 8)
     done = []
     reply = ask(
         session,

@@ -15,7 +15,7 @@ from mlxkv.chat.session import Session
 from mlxkv.cli import main
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
-from mlxkv.models import load
+from mlxkv.loading.load import load
 
 HEAVY = ("mlx_lm", "transformers", "torch", "mlx")
 # Runs commands, a JSON list of words each, up to where heavy imports begin; prints the exit code of each.

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from mlxkv.chat.terminal import wrapped
 from mlxkv.chat.wrap import DIM, PLAIN, Wrap
-from mlxkv.models.roles import Thinking
+from mlxkv.generate.roles import Thinking
 
 WORDS = st.lists(
     st.sampled_from(["a", "bird", "日本語", "  ", "\n", "longer-than-all"]), max_size=40

@@ -4,7 +4,7 @@ import pytest
 from random_models import random_model
 from step_twins import small
 
-from mlxkv.models import attach, detach
+from mlxkv.loading.attach import attach, detach
 
 
 @pytest.fixture

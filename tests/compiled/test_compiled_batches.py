@@ -15,9 +15,9 @@ from small_cache import SMALL
 
 from mlxkv.cache.backends import TileBackend
 from mlxkv.cache.static import BatchStaticCache, ListStaticCache, of_batch
+from mlxkv.loading.attach import attach
 from mlxkv.metal import launch
-from mlxkv.models import attach
-from mlxkv.models.hooks.mark import MARK
+from mlxkv.patching.mark import MARK
 
 pytestmark = pytest.mark.usefixtures("trusted")
 

@@ -18,11 +18,11 @@ from mlxkv.cache.attention import attend
 from mlxkv.cache.backends import PortableBackend, TileBackend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.static import SingleStaticCache, StepIndices
+from mlxkv.calibration import measure
 from mlxkv.formats.config import Side
 from mlxkv.formats.quantizers import Affine
+from mlxkv.loading.attach import attach, detach
 from mlxkv.metal import launch
-from mlxkv.models import attach, detach
-from mlxkv.models.calibration import measure
 
 pytestmark = pytest.mark.usefixtures("trusted")
 

@@ -15,8 +15,8 @@ from mlxkv.cache.latent import LatentKVCache
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import Affine
+from mlxkv.loading.attach import attach, detach
 from mlxkv.metal import launch
-from mlxkv.models import attach, detach
 
 pytestmark = pytest.mark.usefixtures("trusted")
 

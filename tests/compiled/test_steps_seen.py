@@ -10,7 +10,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from random_models import random_model, tokens
 from step_twins import NEAR, prompted, small, steps_of, untraced
 
-from mlxkv.models import attach, detach
+from mlxkv.loading.attach import attach, detach
 
 
 def batch_of(model, lengths=(60, 65)) -> list:

@@ -14,8 +14,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from random_models import random_model, tokens
 from step_twins import prompted, small, steps_of, untraced
 
-from mlxkv.models import attach, detach
-from mlxkv.models.compiled.step import SWITCH
+from mlxkv.loading.attach import attach, detach
+from mlxkv.patching.steps import SWITCH
 
 
 def spoken(model, off: str | None = None, count: int = 24, **options) -> list[tuple[int, mx.array]]:

@@ -14,8 +14,8 @@ from step_twins import INT4, INT8, Twins, small
 
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.formats.presets import FULL
-from mlxkv.models import attach, detach
-from mlxkv.models.hooks.trees import trim_caches
+from mlxkv.loading.attach import attach, detach
+from mlxkv.patching.trees import trim_caches
 
 STEPS = 30
 LONGEST = 400  # tokens; longer caches are cut back before the walk goes on

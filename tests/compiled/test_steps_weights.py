@@ -11,7 +11,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from random_models import tokens
 from step_twins import prompted, steps_of, untraced
 
-from mlxkv.models.compiled import step as steps_file
+from mlxkv.patching import steps as steps_file
 
 
 @pytest.fixture

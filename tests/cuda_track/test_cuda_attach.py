@@ -18,8 +18,8 @@ from cuda_track.models.taps import observing
 from cuda_track.models.transformers_compat import cache_of, handed
 from experiments.families.building import VOCABULARY, build, config_of
 from experiments.families.found import EXACT, INT4, PROMPT
+from mlxkv.catalog.reports import summarise
 from mlxkv.errors import UserError
-from mlxkv.models.reports import summarise
 
 torch.set_num_threads(1)
 

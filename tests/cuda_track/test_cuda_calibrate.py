@@ -11,17 +11,17 @@ from mlx_lm.models.cache import make_prompt_cache
 from small_models import TINY
 from transformers import DynamicCache
 
+import mlxkv
 from cuda_track import calibrate, eval
 from cuda_track.models import attach_model
 from cuda_track.models.loader import load
 from cuda_track.models.transformers_compat import cache_of, handed
 from experiments.families.building import build
-from mlxkv import models
+from mlxkv.calibration import measure as mlx_calibrate
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.calibration.artifact import SIDES
-from mlxkv.models.calibration import measure as mlx_calibrate
 
 torch.set_num_threads(1)
 
@@ -47,7 +47,7 @@ def made(loaded, tokens):
 
 def test_moments_are_those_of_mlx(made, tokens, monkeypatch):
     monkeypatch.setattr(mx.random, "categorical", lambda logits, key: mx.argmax(logits, -1))
-    theirs = models.load(TINY, "fp16", dtype="float32")
+    theirs = mlxkv.load(TINY, "fp16", dtype="float32")
     right = mlx_calibrate.calibrate(theirs.model, tokens, text="a text", bos=1)
     assert set(made.layers) == set(right.layers)
     assert made.fingerprint == right.fingerprint
@@ -81,7 +81,7 @@ def test_a_file_is_read_by_both(made, loaded, tmp_path):
     assert [r.compressed for r in reports] == [False, True] * 4
     with pytest.raises(UserError, match="another model"):
         attach_model.attach(loaded.model, "balanced-int2", replace(made, fingerprint="0" * 16))
-    assert models.load(TINY, "oscar-int2", calibration=path).layers[1].compressed
+    assert mlxkv.load(TINY, "oscar-int2", calibration=path).layers[1].compressed
     attach_model.attach(loaded.model, "fp16")
 
 
@@ -107,7 +107,7 @@ def test_keys_without_their_mean(made, loaded, tokens):
 
 def test_bits_by_direction_are_those_of_mlx(made, loaded, tokens):
     ids, errors = torch.tensor([tokens[:300]]), []
-    theirs = models.load(TINY, "fill-2.25", dtype="float32", calibration=made)
+    theirs = mlxkv.load(TINY, "fill-2.25", dtype="float32", calibration=made)
     right = [one.config for one in make_prompt_cache(theirs.model) if hasattr(one, "config")]
     with torch.no_grad():
         exact = loaded.model(ids, **handed(DynamicCache(config=loaded.model.config))).logits

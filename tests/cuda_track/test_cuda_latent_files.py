@@ -12,18 +12,18 @@ import torch
 import transformers
 from small_models import TINY
 
+import mlxkv
 from cuda_track.cache.latent import LatentKVCache
 from cuda_track.calibrate import calibrate
 from cuda_track.models import attach_model, prompt_cache
 from cuda_track.models.loader import load
 from cuda_track.models.transformers_compat import handed
-from mlxkv import models
+from mlxkv.calibration import measure
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.names import parse_kv
-from mlxkv.models import generate as mlx_generate
-from mlxkv.models import prompt_cache as mlx_prompt_cache
-from mlxkv.models.calibration import measure
+from mlxkv.generate import generation as mlx_generate
+from mlxkv.generate import prompt_cache as mlx_prompt_cache
 
 torch.set_num_threads(1)
 IDS = np.random.default_rng(0).integers(5, 3000, 460).tolist()
@@ -58,7 +58,7 @@ def calibration(hub, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("calibration") / "file.safetensors"
     tokens = np.random.default_rng(1).integers(5, 3000, 1024).tolist()
     artifact.write_calibration(
-        path, measure.calibrate(models.load(str(hub), "fp16", dtype="float32").model, tokens)
+        path, measure.calibrate(mlxkv.load(str(hub), "fp16", dtype="float32").model, tokens)
     )
     return path
 
@@ -68,7 +68,7 @@ def pair(request, hub, calibration):
     """The same model with the same preset on both sides, in float32."""
     more = {"calibration": str(calibration)} if request.param.startswith("balanced") else {}
     ours = load(str(hub), request.param, "float32", **more)
-    return ours, models.load(str(hub), request.param, dtype="float32", **more)
+    return ours, mlxkv.load(str(hub), request.param, dtype="float32", **more)
 
 
 def ours_read(made, cache, ids) -> np.ndarray:
@@ -124,7 +124,7 @@ def test_sessions_are_read_on_the_other_side(pair, tmp_path):
 @pytest.mark.skipif(version("mlx-lm") < "0.32", reason="the files of mlx-lm 0.32")
 def test_a_session_from_before_rotary_keys_had_8_bits_says_how_to_read_it(hub, tmp_path):
     """Those files name int4 alone, whose rotary keys were exact."""
-    older = models.load(str(hub), replace(parse_kv("int4"), rotary=16), dtype="float32")
+    older = mlxkv.load(str(hub), replace(parse_kv("int4"), rotary=16), dtype="float32")
     cache = mlx_generate.new_cache(older)
     theirs_read(older, cache, IDS)
     saved = mlx_prompt_cache.Saved(cache, IDS, [], "")
@@ -132,7 +132,7 @@ def test_a_session_from_before_rotary_keys_had_8_bits_says_how_to_read_it(hub, t
     assert mlx_prompt_cache.load(str(path), older).tokens == IDS
     said = r"rotary keys of 16 bits; got a preset that stores 8; choose .*rotary=16\)"
     with pytest.raises(UserError, match=said):
-        mlx_prompt_cache.load(str(path), models.load(str(hub), "int4", dtype="float32"))
+        mlx_prompt_cache.load(str(path), mlxkv.load(str(hub), "int4", dtype="float32"))
     with pytest.raises(UserError, match=said):
         prompt_cache.load(path, load(str(hub), "int4", "float32"))
 

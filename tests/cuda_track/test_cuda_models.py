@@ -12,6 +12,7 @@ import pytest
 import torch
 from small_models import SOURCE, TINY
 
+import mlxkv
 from cuda_track import generate as generation
 from cuda_track.calibrate import calibrate
 from cuda_track.generate import generate
@@ -19,12 +20,12 @@ from cuda_track.models import attach_model, prompt_cache
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
 from cuda_track.models.transformers_compat import Share, cache_of, handed, share_of
-from mlxkv import console, models
+from mlxkv import console
+from mlxkv.catalog.reports import summarise
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
-from mlxkv.models import generate as mlx_generate
-from mlxkv.models import prompt_cache as mlx_prompt_cache
-from mlxkv.models import summarise
+from mlxkv.generate import generation as mlx_generate
+from mlxkv.generate import prompt_cache as mlx_prompt_cache
 
 torch.set_num_threads(1)  # small products: threads of a busy machine only wait for each other
 
@@ -40,7 +41,7 @@ def tokens():
 def pair():
     """The same model with the same preset on both sides, in float32."""
     kv = "balanced-int3"
-    return load(TINY, kv, "float32"), models.load(TINY, kv, dtype="float32")
+    return load(TINY, kv, "float32"), mlxkv.load(TINY, kv, dtype="float32")
 
 
 @pytest.mark.skipif(version("mlx-lm") < "0.32", reason="the files of mlx-lm 0.32")
@@ -145,7 +146,7 @@ def test_a_model_is_loaded_as_asked(tmp_path):
     """In the dtype that was named, with its fingerprint; templates of others run with bounds."""
     made = load(TINY, "int4", "bfloat16", "cpu")
     assert made.model.dtype == torch.bfloat16 and load(TINY).model.dtype == torch.float32
-    assert made.fingerprint == models.load(TINY).fingerprint and made.kv_name == "int4"
+    assert made.fingerprint == mlxkv.load(TINY).fingerprint and made.kv_name == "int4"
     assert not made.model.training and any(r.compressed for r in made.layers)
     folder = shutil.copytree(TINY, tmp_path / "endless")
     long = "{% for i in range(60000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"

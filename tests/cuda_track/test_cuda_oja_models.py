@@ -10,17 +10,17 @@ from shorthand import config_named
 from small_models import TINY
 from tensors import to_torch
 
+import mlxkv
 from cuda_track.models import attach_model, prompt_cache
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import load
 from cuda_track.models.transformers_compat import handed
-from mlxkv import models
+from mlxkv.catalog.reports import summarise
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
-from mlxkv.models import generate as mlx_generate
-from mlxkv.models import prompt_cache as mlx_prompt_cache
-from mlxkv.models import summarise
+from mlxkv.generate import generation as mlx_generate
+from mlxkv.generate import prompt_cache as mlx_prompt_cache
 
 torch.set_num_threads(1)
 DECODED = 36  # an update of a basis by what was decoded is among them
@@ -28,7 +28,7 @@ DECODED = 36  # an update of a basis by what was decoded is among them
 
 @pytest.fixture(scope="module")
 def sides():
-    return load(TINY, "fp16", "float32"), models.load(TINY, "fp16", dtype="float32")
+    return load(TINY, "fp16", "float32"), mlxkv.load(TINY, "fp16", dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def text(reads, loaded, cache, tokens: list[int]) -> list[int]:
 def test_the_same_text_codes_and_files(kv, sides, tokens, tmp_path):
     ours, theirs = sides
     assert sum(report.compressed for report in attach_model.attach(ours.model, kv)) == 4
-    models.attach(theirs.model, kv)
+    mlxkv.attach(theirs.model, kv)
     cache, other = attach_model.new_cache(ours.model), mlx_generate.new_cache(theirs)
     assert text(ours_reads, ours, cache, tokens) == text(theirs_reads, theirs, other, tokens)
     total = differ = 0
@@ -116,7 +116,7 @@ def test_selection_and_padding_do_not_go_together(sides, tokens):
 
 def test_ranks_by_energy_are_those_of_the_calibration(sides):
     reports = attach_model.attach(sides[0].model, config_named("oja-e0.95+int4"))
-    right = models.attach(sides[1].model, config_named("oja-e0.95+int4"))
+    right = mlxkv.attach(sides[1].model, config_named("oja-e0.95+int4"))
     found = [
         [(r.bits_per_value, r.bases) for r in side if r.compressed] for side in (reports, right)
     ]

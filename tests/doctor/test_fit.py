@@ -6,16 +6,9 @@ import pytest
 import random_models
 from shorthand import config_named
 
-from mlxkv.cli import main
-from mlxkv.console import human_bytes, parse_size, parse_tokens
-from mlxkv.doctor import fit
-from mlxkv.doctor.fit import plan_of
-from mlxkv.errors import UserError
-from mlxkv.formats.names import parse_kv
-from mlxkv.formats.presets import PRESETS
-from mlxkv.models.catalog.aliases import CONFIGS, HUB
-from mlxkv.models.catalog.shapes import LayerShape, estimated_sizes
-from mlxkv.models.catalog.sizes import (
+from mlxkv.catalog.aliases import CONFIGS, HUB
+from mlxkv.catalog.shapes import LayerShape, estimated_sizes
+from mlxkv.catalog.sizes import (
     CHUNK,
     TIED,
     ModelPlan,
@@ -26,6 +19,13 @@ from mlxkv.models.catalog.sizes import (
     need,
     why_16_bits,
 )
+from mlxkv.cli import main
+from mlxkv.console import human_bytes, parse_size, parse_tokens
+from mlxkv.doctor import fit
+from mlxkv.doctor.fit import plan_of
+from mlxkv.errors import UserError
+from mlxkv.formats.names import parse_kv
+from mlxkv.formats.presets import PRESETS
 
 QWEN3_4B, GEMMA3_1B = (CONFIGS[name] for name in ("qwen3-4b", "gemma-3-1b"))
 
@@ -200,7 +200,7 @@ def test_no_context_means_32k_or_what_the_model_takes(config_file, tmp_path, cap
 
 
 def test_weights_are_read_from_the_files(tmp_path, model_folder):
-    from mlxkv.models.catalog.hub import locate
+    from mlxkv.catalog.hub import locate
 
     size = (model_folder / "model.safetensors").stat().st_size
     assert locate(str(model_folder)).weights == size
@@ -225,8 +225,8 @@ def test_fit_knows_the_aliases_without_the_hub(subtests, capsys, monkeypatch, tm
         raise AssertionError("reached for the hub")
 
     monkeypatch.setenv("MLXKV_MODELS", str(tmp_path))
-    monkeypatch.setattr("mlxkv.models.catalog.hub.fetch", no_network)
-    monkeypatch.setattr("mlxkv.models.catalog.hub.cached", lambda name: None)
+    monkeypatch.setattr("mlxkv.catalog.hub.fetch", no_network)
+    monkeypatch.setattr("mlxkv.catalog.hub.cached", lambda name: None)
     for alias, count in PARAMETERS.items():
         with subtests.test(alias=alias):
             plain = {k: v for k, v in CONFIGS[alias].items() if k != "quantization"}

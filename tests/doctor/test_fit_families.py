@@ -8,10 +8,10 @@ import pytest
 import random_models
 from mlx.utils import tree_flatten
 
+from mlxkv.catalog.aliases import CONFIGS
 from mlxkv.cli import main
 from mlxkv.doctor.fit import plan_of
-from mlxkv.models.catalog.aliases import CONFIGS
-from mlxkv.models.hooks.cache_shapes import layers_of
+from mlxkv.patching.cache_shapes import layers_of
 
 FAMILIES = [name for name in random_models.FAMILIES if name not in ("gemma3", "gemma3_text")]
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
+from mlxkv.catalog import aliases
+from mlxkv.catalog.aliases import DEFAULT, resolve
 from mlxkv.cli import main
 from mlxkv.doctor import getting
-from mlxkv.models.catalog import aliases
-from mlxkv.models.catalog.aliases import DEFAULT, resolve
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 MEMBER = "small_model/small.gguf"
@@ -149,7 +149,7 @@ def test_ctrl_c_leaves_nothing(index, tmp_path):
     code = f"""
 import sys
 from mlxkv.doctor import getting
-from mlxkv.models.catalog import aliases
+from mlxkv.catalog import aliases
 from mlxkv.cli import main
 aliases.PACKAGES["small"] = aliases.{replace(aliases.PACKAGES["small"])!r}
 getting.find_pip = lambda: [sys.executable, "-c", "import time; time.sleep(99)"]

@@ -11,7 +11,7 @@ from mlxkv.eval import divergence, reading
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.divergence import Tokens, summary
 from mlxkv.eval.engine import TaskOptions
-from mlxkv.models import load
+from mlxkv.loading.load import load
 
 CONTEXT, DECODE = 384, 24
 

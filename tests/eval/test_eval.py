@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from small_models import TINY
 
+from mlxkv.calibration.fitting import find_calibration
 from mlxkv.cli import main
 from mlxkv.codec.codec import Codec
 from mlxkv.errors import MachineError
@@ -20,8 +21,7 @@ from mlxkv.eval.engine import Part, TaskOptions, computed, row_of, stored
 from mlxkv.eval.rows import Rows
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.names import parse_kv
-from mlxkv.models import load
-from mlxkv.models.calibration.fitting import find_calibration
+from mlxkv.loading.load import load
 
 ROOT = Path(__file__).parents[2]
 SMALL = TaskOptions(contexts=(512,), decode=16, questions=2, samples=2)

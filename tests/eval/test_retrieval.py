@@ -17,7 +17,7 @@ from mlxkv.eval import reading, retrieval
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.engine import TaskOptions
 from mlxkv.eval.questions import KINDS, QUERIES, Question
-from mlxkv.models import load
+from mlxkv.loading.load import load
 
 SMALL = TaskOptions(contexts=(768,), questions=3, samples=2)
 

@@ -8,10 +8,10 @@ import pytest
 
 from experiments.evidence import pretrained, questions
 from experiments.evidence.cells import ANSWERS, FORM, KL, read
+from mlxkv import load
 from mlxkv.corpora.corpus import passages
 from mlxkv.errors import UserError
 from mlxkv.eval.arms import Arms
-from mlxkv.models import load
 
 GIVEN = ["--kv", "int4,naive-int4", "--contexts", "384", "--decode", "16"]
 

@@ -12,8 +12,8 @@ from experiments.families import found
 from experiments.families import mlx as mlx_table
 from experiments.families.building import NOT_BUILT, families
 from experiments.families.found import Family, apart
+from mlxkv.catalog.reports import LayerReport
 from mlxkv.errors import MachineError, UserError
-from mlxkv.models.reports import LayerReport
 
 
 @pytest.mark.slow

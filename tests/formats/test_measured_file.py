@@ -5,9 +5,9 @@ import pytest
 from calibration_files import rewritten
 from random_models import random_model
 
+from mlxkv.calibration import measure
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact
-from mlxkv.models.calibration import measure
 
 TEXT = np.random.default_rng(0).integers(0, 64, 700).tolist()
 

@@ -23,9 +23,9 @@ from mlxkv.formats.config import Side
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.quantizers import DIMS, Affine, Half, MixedBits, Polar
 from mlxkv.formats.records import RecordLayout
+from mlxkv.loading.attach import attach, detach
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import launch, quantize, tiles
-from mlxkv.models import attach, detach
 
 
 def test_records_hold_the_codes_and_come_back(subtests):

@@ -17,8 +17,8 @@ from mlxkv.codec.codec import Codec
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import Affine
+from mlxkv.loading.attach import attach, detach
 from mlxkv.metal import latents, launch
-from mlxkv.models import attach, detach
 from mlxkv.spec import affine as spec
 
 RANK, ROTARY = 128, 32

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxkv.models.compiled.step import SWITCH
+from mlxkv.patching.steps import SWITCH
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from random_models import latent_model, tokens
 
-from mlxkv.models import attach, detach
-from mlxkv.models.hooks.trees import leaves
+from mlxkv.loading.attach import attach, detach
+from mlxkv.patching.trees import leaves
 
 
 @pytest.fixture

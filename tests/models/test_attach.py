@@ -15,12 +15,12 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models import attach, detach
+from mlxkv.loading.attach import attach, detach
 
 OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
 REFUSED = {"mamba2"} | ({"gemma3n", "afm7"} if OLD else set())
 COMPRESSED = sorted(set(FAMILIES) - REFUSED)
-# Families whose files have attention code of their own, reached through `hooks.patching`.
+# Families whose files have attention code of their own, reached through `patching.patch`.
 OWN_CODE = ("gear", "gemma2", "plamo2", "stablelm")
 # One of each kind of attention, cache and mask, and these; `experiments.families` runs all of mlx-lm.
 KINDS = (*("llama", "phi3", "gemma3_text", "gpt_oss", "gemma4_text", "qwen3_next", "falcon_h1"),)

@@ -22,7 +22,7 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.errors import UserError
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models import attach, detach
+from mlxkv.loading.attach import attach, detach
 
 EARLY = replace(PRESETS["int4"], sink=16, recent=16, page=16)  # pages are quantized early
 PLAIN = base.scaled_dot_product_attention
@@ -71,8 +71,8 @@ def test_a_copy_is_a_model_of_its_own(model, twin, first):
 
 
 def test_a_loaded_model_is_copied_with_its_calibration(tmp_path, monkeypatch, model_folder):
+    from mlxkv.calibration import measure
     from mlxkv.formats.calibration import artifact
-    from mlxkv.models.calibration import measure
 
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(measure, "TOKENS", 600)

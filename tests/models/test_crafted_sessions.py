@@ -12,7 +12,8 @@ from random_models import random_model
 
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
-from mlxkv.models import attach, prompt_cache
+from mlxkv.generate import prompt_cache
+from mlxkv.loading.attach import attach
 
 MODELS = {
     "llama-int4": ("llama", "int4"),

@@ -6,7 +6,7 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from small_models import TINY, story_tokens
 
-from mlxkv.models import load
+from mlxkv.loading.load import load
 
 
 class Poor:

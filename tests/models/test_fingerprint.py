@@ -9,8 +9,8 @@ from model_folders import WEIGHTS, folder, saved
 from safetensors.numpy import load_file, save_file
 from small_models import SOURCE, TINY
 
+from mlxkv.catalog.folder import INDEX, PIECE, PIECES, _pieces, check_folder, fingerprint
 from mlxkv.formats.calibration import artifact
-from mlxkv.models.catalog.folder import INDEX, PIECE, PIECES, _pieces, check_folder, fingerprint
 
 
 def of(path) -> str:

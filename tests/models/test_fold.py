@@ -22,17 +22,20 @@ from small_models import TINY
 
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.calibration import clips, measure
+from mlxkv.catalog.reports import summarise
 from mlxkv.codec import maps
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import PRESETS
 from mlxkv.formats.session import Saved
+from mlxkv.generate import prompt_cache
+from mlxkv.loading.attach import attach, detach
+from mlxkv.loading.load import load
 from mlxkv.metal import launch
-from mlxkv.models import attach, detach, load, prompt_cache, summarise
-from mlxkv.models.calibration import clips, measure
-from mlxkv.models.hooks import fold
-from mlxkv.models.hooks.fold import match_fold
-from mlxkv.models.hooks.trees import leaves
+from mlxkv.patching import fold
+from mlxkv.patching.fold import match_fold
+from mlxkv.patching.trees import leaves
 from mlxkv.spec.bounds import rms
 
 pytestmark = pytest.mark.usefixtures("trusted")

@@ -10,9 +10,9 @@ import huggingface_hub.errors as hub_errors
 import pytest
 from model_folders import WEIGHTS, error_of, folder, response, saved
 
+from mlxkv.catalog.hub import PATTERNS, hub_cache
 from mlxkv.errors import MachineError
-from mlxkv.models import load
-from mlxkv.models.catalog.hub import PATTERNS, hub_cache
+from mlxkv.loading.load import load
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from mlx_lm.sample_utils import make_sampler
 from random_model import write_model
 
 from mlxkv.errors import UserError
-from mlxkv.models.generate import Stats, stream
+from mlxkv.generate.generation import Stats, stream
 
 PROMPT = list(range(40, 90))
 
@@ -50,7 +50,7 @@ def test_stop_between_tokens_leaves_the_cache_in_order(loaded):
 
 
 def test_stop_during_the_prefill(loaded, monkeypatch):
-    monkeypatch.setattr("mlxkv.models.generate.prefill_step", lambda: 16)
+    monkeypatch.setattr("mlxkv.generate.generation.prefill_step", lambda: 16)
     cache, stats, done = make_prompt_cache(loaded.model), Stats(), []
     pieces = stream(
         loaded,
@@ -67,7 +67,7 @@ def test_stop_during_the_prefill(loaded, monkeypatch):
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 def test_nan_in_the_logits_is_one_line(tmp_path, temp):
-    from mlxkv.models import load
+    from mlxkv.loading.load import load
 
     broken = load(str(write_model(tmp_path / "nan", poison=True)), "fp16")
     cache = make_prompt_cache(broken.model)

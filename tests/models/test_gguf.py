@@ -26,15 +26,16 @@ from mlx_lm.utils import load as load_folder
 from small_models import TINY
 from tokenizers import Tokenizer
 
+from mlxkv.catalog.aliases import resolve
+from mlxkv.catalog.folder import check_folder, fingerprint
+from mlxkv.catalog.gguf.config import CODES
+from mlxkv.catalog.gguf.header import KINDS
+from mlxkv.catalog.gguf.tokens import end_tokens, special, write_tokenizer
 from mlxkv.doctor.fit import read_plan
 from mlxkv.errors import UserError
-from mlxkv.models import load
-from mlxkv.models.catalog.aliases import resolve
-from mlxkv.models.catalog.folder import check_folder, fingerprint
-from mlxkv.models.catalog.gguf.config import CODES
-from mlxkv.models.catalog.gguf.header import KINDS
-from mlxkv.models.catalog.gguf.tokens import end_tokens, special, write_tokenizer
-from mlxkv.models.loading import gguf, weights
+from mlxkv.loading import gguf_weights as gguf
+from mlxkv.loading import weights
+from mlxkv.loading.load import load
 
 DATA = Path(__file__).parents[1] / "data"
 TOKENS = mx.array([[1, 5, 99, 700, 3000, 17, 8, 2] * 5])

@@ -9,9 +9,9 @@ from itertools import product
 import pytest
 from model_folders import WEIGHTS, error_of, folder, saved
 
+from mlxkv.catalog import shapes
+from mlxkv.catalog.folder import INDEX, check_folder
 from mlxkv.errors import UserError
-from mlxkv.models.catalog import shapes
-from mlxkv.models.catalog.folder import INDEX, check_folder
 from mlxkv.untrusted import Unsound
 
 DEEP = {"lists": "[" * 100_000, "objects": '{"a":' * 1000 + "1" + "}" * 1000}

@@ -6,10 +6,10 @@ import tracemalloc
 import pytest
 from gguf_files import tensors, write_gguf
 
+from mlxkv.catalog.folder import check_folder
 from mlxkv.cli import main
 from mlxkv.errors import UserError
-from mlxkv.models import load
-from mlxkv.models.catalog.folder import check_folder
+from mlxkv.loading.load import load
 
 HUGE = 1 << 60
 STRING, ARRAY, U32, F32 = 8, 9, 4, 6

@@ -11,11 +11,13 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from random_models import LATENT_FAMILIES, latent_model, tokens
 
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
+from mlxkv.catalog.reports import summarise
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.quantizers import Affine
-from mlxkv.models import attach, detach, prompt_cache, summarise
-from mlxkv.models.hooks.trees import leaves
+from mlxkv.generate import prompt_cache
+from mlxkv.loading.attach import attach, detach
+from mlxkv.patching.trees import leaves
 
 WINDOWS = {"sink": 16, "recent": 16, "page": 16}  # small ones, so that pages are quantized early
 CHANNEL, TOKEN = Side(Affine(4, 16, axis="channel")), Side(Affine(8, 64))

@@ -13,14 +13,14 @@ from random_models import random_model
 
 from mlxkv.cache.backends import OpsBackend
 from mlxkv.cache.choose import FAILED, KernelPlan
+from mlxkv.catalog.reports import LayerReport, ranges, summarise
 from mlxkv.formats.config import CacheConfig
+from mlxkv.loading.attach import attach, detach
+from mlxkv.loading.warmup import not_used
 from mlxkv.metal import launch
 from mlxkv.metal.launch import OFF
-from mlxkv.models import LayerReport, attach, detach, summarise
-from mlxkv.models.hooks.patching import OWN_CODE
-from mlxkv.models.hooks.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32, refusal
-from mlxkv.models.reports import ranges
-from mlxkv.models.warmup import not_used
+from mlxkv.patching.patch import OWN_CODE
+from mlxkv.patching.probe import LATENTS, REFUSED, REFUSED_BEFORE_0_32, refusal
 
 OLD = mlx_lm.__version__ < "0.32"
 # Families that compute on keys in some configurations only (soft-capping), or pass them on by a helper: the dry

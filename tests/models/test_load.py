@@ -15,12 +15,14 @@ from mlx_lm.utils import quantize_model
 from model_folders import WEIGHTS, error_of, folder, save, saved
 from random_models import config_of, random_model, tokens
 
+from mlxkv.catalog.aliases import HUB, PACKAGES, Source, resolve
+from mlxkv.catalog.shapes import context_limit
 from mlxkv.errors import UserError
 from mlxkv.formats.presets import PRESETS
+from mlxkv.loading import weights
+from mlxkv.loading.attach import attach, detach
+from mlxkv.loading.load import load
 from mlxkv.metal import launch
-from mlxkv.models import context_limit, detach, load
-from mlxkv.models.catalog.aliases import HUB, PACKAGES, Source, resolve
-from mlxkv.models.loading import weights
 
 
 def test_a_folder_loads_and_is_attached(folder):
@@ -100,7 +102,7 @@ def test_what_is_loaded_unpacks_and_has_a_short_name(folder):
 
 
 def test_progress_tells_the_bytes_that_are_read(folder, monkeypatch):
-    monkeypatch.setattr("mlxkv.models.loading.weights.AT_ONCE", 1 << 14)
+    monkeypatch.setattr("mlxkv.loading.weights.AT_ONCE", 1 << 14)
     told = []
     loaded = load(str(folder), "fp16", progress=lambda *counts: told.append(counts))
     whole = sum(x.nbytes for _, x in tree_flatten(loaded.model.parameters()))
@@ -116,8 +118,8 @@ def test_other_names_of_dtypes(folder):
 
 def test_importing_the_names_imports_no_framework(with_torch):
     code = (
-        "import sys, mlxkv.models\n"
-        "from mlxkv.models.catalog import aliases, folder, hub\n"
+        "import sys, mlxkv.loading\n"
+        "from mlxkv.catalog import aliases, folder, hub\n"
         "heavy = {'mlx', 'mlx_lm', 'numpy', 'torch', 'transformers', 'huggingface_hub'} & "
         "set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -144,7 +146,7 @@ def test_a_file_is_no_model(folder):
 
 
 def test_mistakes_in_the_options_cost_no_loading(monkeypatch):
-    monkeypatch.setattr("mlxkv.models.loader.fetch", lambda repo: pytest.fail("went to the hub"))
+    monkeypatch.setattr("mlxkv.loading.load.fetch", lambda repo: pytest.fail("went to the hub"))
     assert "unknown preset; got 'int5'" in error_of("gemma-3-1b", kv="int5")
     assert "unknown dtype; got 'int8'" in error_of("gemma-3-1b", dtype="int8")
 
@@ -179,9 +181,8 @@ def test_context_limit():
 
 def test_the_package_itself_gives_load_attach_and_detach():
     import mlxkv
-    from mlxkv import attach, detach, load, models
 
-    assert (load, attach, detach) == (models.load, models.attach, models.detach)
+    assert (mlxkv.load, mlxkv.attach, mlxkv.detach) == (load, attach, detach)
     assert {"load", "attach", "detach"} <= set(dir(mlxkv))
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         _ = mlxkv.lode

@@ -82,8 +82,9 @@ def test_models_run_on_it(tmp_path):
     from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
     from random_models import random_model
 
-    from mlxkv.models import attach, detach, summarise
-    from mlxkv.models.calibration.measure import calibrate
+    from mlxkv.calibration.measure import calibrate
+    from mlxkv.catalog.reports import summarise
+    from mlxkv.loading.attach import attach, detach
 
     mx.random.seed(0)
     model = random_model("llama")

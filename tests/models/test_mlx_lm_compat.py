@@ -1,5 +1,5 @@
 """The private parts of mlx-lm that mlxkv touches exist and do what it expects: a test for each function of
-`models/mlx_lm_compat`, in its order."""
+`patching/mlx_lm_compat`, in its order."""
 
 import ast
 import inspect
@@ -15,10 +15,9 @@ from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from random_models import random_model
-from transformers import PreTrainedTokenizerBase
 
-from mlxkv.models import mlx_lm_compat
-from mlxkv.models.mlx_lm_compat import (
+from mlxkv.patching import mlx_lm_compat
+from mlxkv.patching.mlx_lm_compat import (
     count_modules,
     forbid_merging,
     generation_batch,
@@ -29,7 +28,6 @@ from mlxkv.models.mlx_lm_compat import (
     pads_right,
     reading_caches,
     register_caches,
-    render_by,
     requested_size,
     ring_index,
     ring_tokens,
@@ -160,21 +158,6 @@ def test_keep_zero_bytes():
     keep_zero_bytes(object())
 
 
-def test_render_by():
-    tokenizer = PreTrainedTokenizerBase()
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    asked = []
-
-    def wrap(render):
-        return lambda **options: asked.append(options["chat_template"]) or render(**options)
-
-    assert render_by(tokenizer, wrap)
-    chat = [{"role": "user", "content": "Hi"}]
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == "Hi"
-    assert asked == [tokenizer.chat_template]
-    assert not render_by(object(), wrap)
-
-
 def test_count_modules():
     made = []
     with count_modules(lambda: made.append(1)):
@@ -191,7 +174,7 @@ def test_attention_that_asks_for_bits():
 
 
 PRIVATE = {"_get_classes", "_idx", "_offset", "_prompt_batch", "_generation_batch", "_next_tokens"}
-PRIVATE |= {"_tokenizer", "_decode_bytes", "_getframe", "__code__", "__globals__"}
+PRIVATE |= {"_tokenizer", "_decode_bytes", "_getframe"}
 
 
 def test_nothing_else_touches_private_parts():

@@ -8,7 +8,8 @@ from mlxkv import files
 from mlxkv.chat.session import Session
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models import load, prompt_cache
+from mlxkv.generate import prompt_cache
+from mlxkv.loading.load import load
 
 
 @pytest.fixture
@@ -54,9 +55,9 @@ def refused(session, path, reason: str) -> None:
 
 def test_a_calibrated_session_names_its_calibration(model_folder, tmp_path, monkeypatch):
     """It comes back, in another process too, and never with other rotations."""
+    from mlxkv.calibration import measure
     from mlxkv.codec import maps
     from mlxkv.formats.calibration import artifact
-    from mlxkv.models.calibration import measure
 
     monkeypatch.setattr(artifact.console, "cache_dir", lambda: tmp_path)
     monkeypatch.setattr(measure, "TOKENS", 600)

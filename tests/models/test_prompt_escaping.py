@@ -11,8 +11,8 @@ from small_models import TINY
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlxkv.models import load
-from mlxkv.models.prompt_escaping import Cut, PromptEscaper, cut_front
+from mlxkv.generate.prompt_escaping import Cut, PromptEscaper, cut_front
+from mlxkv.loading.load import load
 from mlxkv.serve.apis.openai import read_chat
 from mlxkv.serve.prompts import Prompts
 

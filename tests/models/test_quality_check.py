@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from mlxkv.models import load
-from mlxkv.models.loading import quality_check
+from mlxkv.loading import quality_check
+from mlxkv.loading.load import load
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from mlxkv.catalog import bounded, rendering
+from mlxkv.catalog.bounded import Excess, Process, ProcessStopped
+from mlxkv.catalog.rendering import RENDERER, bound
 from mlxkv.errors import MachineError, UserError
-from mlxkv.models.catalog import bounded, rendering
-from mlxkv.models.catalog.bounded import Excess, Process, ProcessStopped
-from mlxkv.models.catalog.rendering import RENDERER, bound
 
 TALK = [
     {"role": "system", "content": "Be kind. \x1b\u202e😀 é"},

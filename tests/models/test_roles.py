@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from jinja2 import Environment
 
-from mlxkv.models.roles import alternating, joined, takes_system, without_system
+from mlxkv.generate.roles import alternating, joined, takes_system, without_system
 
 
 def say(role: str, content: str = "", **more) -> dict:

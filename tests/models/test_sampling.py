@@ -6,8 +6,8 @@ from dataclasses import asdict
 import mlx.core as mx
 import pytest
 
-from mlxkv.models.catalog.aliases import PACKAGES
-from mlxkv.models.loading.sampling import FILE, LIMITS, Sampling, read_sampling
+from mlxkv.catalog.aliases import PACKAGES
+from mlxkv.loading.sampling import FILE, LIMITS, Sampling, read_sampling
 
 VOCABULARY = 260
 SAID = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}

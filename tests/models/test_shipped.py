@@ -5,7 +5,8 @@ from pathlib import Path
 from small_models import TINY
 
 from mlxkv.formats.calibration import artifact
-from mlxkv.models import attach, detach, load
+from mlxkv.loading.attach import attach, detach
+from mlxkv.loading.load import load
 
 
 def test_nothing_is_made_where_a_file_lies_beside_the_weights(tmp_path, monkeypatch, capsys):

@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_model import TEMPLATE, write_model
 
-from mlxkv.models import load
-from mlxkv.models.replies.stops import ReplyText, StopMatcher
+from mlxkv.generate.stops import ReplyText, StopMatcher
+from mlxkv.loading.load import load
 
 LETTERS = st.text("abé😀 ", max_size=24)
 WORDS = st.lists(st.text("abé😀 ", min_size=1, max_size=5), max_size=4)

@@ -20,7 +20,8 @@ from random_models import CONFIGS
 from mlxkv.codec import maps
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.names import parse_kv
-from mlxkv.models import attach, detach, prompt_cache
+from mlxkv.generate import prompt_cache
+from mlxkv.loading.attach import attach, detach
 
 DATA = Path(__file__).parents[1] / "data"
 CALIBRATION = DATA / "calibration.safetensors"

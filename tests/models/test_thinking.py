@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from mlxkv.models.roles import HARMONY, Thinking
+from mlxkv.generate.roles import HARMONY, Thinking
 
 GPT_OSS = "{{ '<|channel|>analysis<|message|>' + message.thinking }} {{ '<|channel|>final' }}"
 TEMPLATES = {  # how these models' templates read thoughts -> names

@@ -9,8 +9,8 @@ from random_models import random_model, tokens
 
 from mlxkv.cache.attention import decode_all
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.models import attach, detach, trim_caches
-from mlxkv.models.hooks.trees import leaves
+from mlxkv.loading.attach import attach, detach
+from mlxkv.patching.trees import leaves, trim_caches
 
 PROMPT, REPLY = 300, 150
 

@@ -7,8 +7,8 @@ from random_models import random_model, tokens
 from read_caches import memory_of, read
 
 from mlxkv.formats.names import parse_kv
-from mlxkv.models import attach
-from mlxkv.models.usage import projected, usage
+from mlxkv.generate.usage import projected, usage
+from mlxkv.loading.attach import attach
 
 EXACT = 2  # bytes of a number in full precision, though random models run in 32 bits here
 
@@ -84,7 +84,7 @@ def test_no_bits_above_16_without_a_sentence(count, kv, said):
     model = random_model("llama")
     config = parse_kv(kv)
     if config.calibrated:
-        from mlxkv.models.calibration.measure import random
+        from mlxkv.calibration.measure import random
 
         attach(model, config, calibration=random(model))
     else:

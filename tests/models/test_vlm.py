@@ -16,8 +16,8 @@ from random_models import CONFIGS, with_noise  # noqa: E402
 from mlxkv.cache.batch import BatchedKVCache  # noqa: E402
 from mlxkv.cache.compressed import CompressedKVCache  # noqa: E402
 from mlxkv.errors import UserError  # noqa: E402
-from mlxkv.models import attach, detach  # noqa: E402
-from mlxkv.models.hooks.mark import steps_of  # noqa: E402
+from mlxkv.loading.attach import attach, detach  # noqa: E402
+from mlxkv.patching.mark import steps_of  # noqa: E402
 
 VISION = ["qwen2_vl", "gemma3", "llava"]
 KL = 0.05  # nats, mean

@@ -9,10 +9,12 @@ from random_model import write_model
 from serving import get, serving
 
 from mlxkv.chat.session import Session
-from mlxkv.models import load, warm_up, warmup
-from mlxkv.models.compiled.step import FORMS, SWITCH
-from mlxkv.models.generate import new_cache
-from mlxkv.models.hooks.mark import steps_of
+from mlxkv.generate.generation import new_cache
+from mlxkv.loading import warmup
+from mlxkv.loading.load import load
+from mlxkv.loading.warmup import warm_up
+from mlxkv.patching.mark import steps_of
+from mlxkv.patching.steps import FORMS, SWITCH
 from mlxkv.serve import engine
 
 

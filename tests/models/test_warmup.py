@@ -18,9 +18,10 @@ from mlxkv.chat.session import Session
 from mlxkv.cli import main
 from mlxkv.errors import MachineError
 from mlxkv.formats.presets import PRESETS
+from mlxkv.loading.attach import attach, detach
+from mlxkv.loading.load import load
+from mlxkv.loading.warmup import not_used, step_down
 from mlxkv.metal import launch
-from mlxkv.models import attach, detach, load
-from mlxkv.models.warmup import not_used, step_down
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import typer.main
 from gguf_files import tensors, write_gguf
 
 from experiments.pages import outputs
+from mlxkv.catalog.aliases import FOLDER, PACKAGES
 from mlxkv.cli import app
-from mlxkv.models.catalog.aliases import FOLDER, PACKAGES
 
 ROOT = repo_pages.ROOT
 BLOCKS = [block for page in outputs.pages() for block in repo_pages.blocks(page)]

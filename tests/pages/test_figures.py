@@ -6,10 +6,10 @@ import repo_pages
 
 from experiments.evidence import cells
 from experiments.pages import memory
+from mlxkv.catalog.aliases import CONFIGS, QUANTIZATION
+from mlxkv.catalog.sizes import need
 from mlxkv.doctor.fit import plan_of
 from mlxkv.formats.names import parse_kv
-from mlxkv.models.catalog.aliases import CONFIGS, QUANTIZATION
-from mlxkv.models.catalog.sizes import need
 
 ROOT = repo_pages.ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")

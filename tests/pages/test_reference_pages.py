@@ -8,7 +8,7 @@ import typer.main
 from experiments.pages import reference
 from mlxkv.cli import app
 from mlxkv.doctor.listing import LISTED
-from mlxkv.models.hooks.probe import REFUSED
+from mlxkv.patching.probe import REFUSED
 
 PAGES = cache(reference.pages)  # seconds
 

@@ -13,10 +13,10 @@ from mlx_lm import generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.calibration import measure
 from mlxkv.formats.names import parse_kv
-from mlxkv.models import detach
-from mlxkv.models.calibration import measure
-from mlxkv.models.hooks.mark import origin_of
+from mlxkv.loading.attach import detach
+from mlxkv.patching.mark import origin_of
 from mlxkv.run import Options, attach_loaded, wrap
 
 INT4 = parse_kv("int4")
@@ -150,7 +150,7 @@ def test_a_calibration_is_made_where_there_is_none(model_folder, asking, monkeyp
 
 
 def test_mlxkv_s_own_models_are_left_to_it(model_folder, asking, capsys):
-    from mlxkv.models import load as own
+    from mlxkv.loading.load import load as own
 
     loaded = own(str(model_folder), "int8")
     assert loaded.model.make_cache()[0].config.keys.quantizer.bits == 8

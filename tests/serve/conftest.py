@@ -6,7 +6,7 @@ import pytest
 from scripted_models import saying, write_thinker
 from serving import serving
 
-from mlxkv.models import load
+from mlxkv.loading.load import load
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from scripted_models import write_thinker
 from serving import post, read_prompts, refused, serving
 from small_models import TINY
 
-from mlxkv.models.prompt_escaping import continued
+from mlxkv.generate.prompt_escaping import continued
 from mlxkv.serve.apis.openai import read_chat
 from mlxkv.serve.prompts import Prompts
 

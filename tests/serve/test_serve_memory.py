@@ -20,7 +20,8 @@ from serving import LONG, complete, get, post, refused, send, serving, text_of
 from small_models import TINY
 
 from mlxkv.errors import UserError
-from mlxkv.models import attach, load
+from mlxkv.loading.attach import attach
+from mlxkv.loading.load import load
 from mlxkv.serve.memory import Memory, shapes_of
 from mlxkv.serve.refusals import Refused
 from mlxkv.serve.sessions import Disk, Sessions

@@ -33,7 +33,7 @@ from serving import (
 from small_models import TINY
 
 from mlxkv.errors import MachineError, UserError
-from mlxkv.models import load
+from mlxkv.loading.load import load
 from mlxkv.serve import engine, ranks
 from mlxkv.serve.memory import CacheShape, Memory
 from mlxkv.serve.options import ServeOptions

@@ -12,8 +12,8 @@ from mlx_lm.sample_utils import make_sampler
 from request_bodies import BODIES, FIELDS, GOOD, MODEL_INFO, VOCABULARY, check, read
 from transformers import PreTrainedTokenizerBase
 
-from mlxkv.models.catalog.option_checks import RESERVED
-from mlxkv.models.loading.sampling import Sampling
+from mlxkv.catalog.option_checks import RESERVED
+from mlxkv.loading.sampling import Sampling
 from mlxkv.serve.apis import body as bodies
 from mlxkv.serve.apis import openai
 from mlxkv.serve.refusals import Refused

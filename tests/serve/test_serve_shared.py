@@ -14,7 +14,7 @@ from mlxkv.cache.backends import PortableBackend
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.stores import Records
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models import attach
+from mlxkv.loading.attach import attach
 from mlxkv.serve.sessions import BLOCK, BlockStore, Sessions, StoredCache
 
 pytestmark = pytest.mark.usefixtures("trusted")

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from scripted_models import TOOL, WEATHER, call, saying, write_thinker
 from serving import events, send, serving, settled
 
-from mlxkv.models import load
+from mlxkv.loading.load import load
 
 CAPITAL = "The capital of France is Paris. It is old.\n\nYes — naïve 😀 \0text."
 ASK = [{"role": "user", "content": "Tell me."}]

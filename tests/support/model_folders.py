@@ -8,7 +8,7 @@ from mlx_lm.utils import save_model
 from random_models import config_of, random_model
 
 from mlxkv.errors import UserError
-from mlxkv.models import load
+from mlxkv.loading.load import load
 
 WEIGHTS = "model.safetensors"
 

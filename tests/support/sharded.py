@@ -12,9 +12,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from step_twins import steps_of
 
+from mlxkv.calibration.measure import random
 from mlxkv.formats.names import parse_kv
-from mlxkv.models import attach, load
-from mlxkv.models.calibration.measure import random
+from mlxkv.loading.attach import attach
+from mlxkv.loading.load import load
 from mlxkv.serve.ranks import Ranks
 
 WAYS = ((0, 0), (1, 1), (1, 0), (0, 1))  # who traces

@@ -8,7 +8,7 @@ from random_models import tokens
 
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.presets import PRESETS
-from mlxkv.models.compiled.step import Steps
+from mlxkv.patching.steps import Steps
 
 INT4, INT8 = PRESETS["naive-int4"], PRESETS["naive-int8"]
 NEAR = (

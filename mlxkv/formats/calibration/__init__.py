@@ -1,4 +1,4 @@
 """Calibration files and the transforms in them, as frozen data and NumPy float64.
 
-Measuring and learning need a framework and live in `mlxkv.models` and `mlxkv.calibrate`.
+Measuring and learning need a framework and live in `mlxkv.calibration` and `mlxkv.calibrate`.
 """

@@ -10,7 +10,7 @@ from uuid import uuid4
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from mlxkv.models.roles import joined
+from mlxkv.generate.roles import joined
 from mlxkv.serve.apis.body import (
     NOT_EMPTY,
     Body,

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from mlxkv.models.catalog.option_checks import RESERVED
+from mlxkv.catalog.option_checks import RESERVED
 from mlxkv.serve import grammar
 from mlxkv.serve.refusals import NOTHING, Refused, bad
 from mlxkv.serve.request import DEFAULT_NAMES, ModelInfo, Request, no_model

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx_lm
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-from mlxkv.models.roles import joined
+from mlxkv.generate.roles import joined
 from mlxkv.serve.apis.body import (
     Body,
     Choice,

@@ -14,7 +14,7 @@ from uuid import uuid4
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 from typing_extensions import Self
 
-from mlxkv.models.roles import joined
+from mlxkv.generate.roles import joined
 from mlxkv.serve.apis.body import (
     NOT_EMPTY,
     Body,

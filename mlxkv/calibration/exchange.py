@@ -1,0 +1,130 @@
+"""Measure what errors of keys and of values cost the model, a kv head at a time. Spec: `mlxkv.spec.mixed_bits`.
+
+An error d of what attention hands on changes the log-likelihood of a reply by g . d, g its gradient, and KL by half
+of E (g . d)^2 to first order: by d^T F d / 2, where F = E g g^T over tokens that the model itself draws (Fisher's
+information). Letters: `B` batch, `G` kv heads, `H` query heads, `C` asked queries, `T` tokens, `Dv` dims of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxkv import console, errors
+from mlxkv.formats.calibration import sums
+from mlxkv.formats.calibration.sums import DIFFERENTIATED, FIRST, TIMES
+from mlxkv.patching.observers import AttentionCall, PlainObserver
+from mlxkv.patching.trees import Place, put
+
+
+@dataclass
+class ExchangeMeasure(sums.Exchange):
+    """With the root of F."""
+
+    root: mx.array = field(init=False, repr=False)
+
+    def __post_init__(self):
+        self.root = mx.array(sums.root(self.fisher))
+
+    def add(self, call: AttentionCall, rows: mx.array, far: mx.array, sink: int) -> mx.array:
+        """Add one call of attention: `rows` [C] of its queries, and what they give to far tokens, [B, H, C, T].
+
+        Return what a nat^2 of noise in the scores of each of these queries costs, [G, B H / G C].
+        """
+        values = call.exact[1].astype(mx.float32) @ self.root
+        out = call.out[:, :, rows].astype(mx.float32)
+        batch, kv_heads, total, dims = values.shape
+        out = out.reshape(batch, kv_heads, -1, dims) @ self.root
+        squares = far.reshape(batch, kv_heads, -1, total)[..., sink:] ** 2
+        values = values[:, :, sink:]
+        apart = (values**2).sum(-1)[:, :, None] + (out**2).sum(-1, keepdims=True)
+        apart = mx.maximum(apart - 2 * out @ values.swapaxes(-1, -2), 0)
+        costs = (squares * apart).sum(-1)
+        self.keys = self.keys + np.array(costs.sum((0, 2)), np.float64)
+        self.values = self.values + np.array(squares.sum((0, 2, 3)), np.float64)
+        self.queries += batch * out.shape[2]
+        return costs.swapaxes(0, 1).reshape(kv_heads, -1)
+
+
+class ShiftedCache(PlainObserver):
+    """A plain cache that adds `shift` [B, H, L, Dv] to the output of attention; None adds nothing.
+
+    shape: of the last output, () before there was one.
+    """
+
+    def __init__(self, shift: mx.array | None = None):
+        super().__init__()
+        self.shift = shift
+        self.shape: tuple[int, ...] = ()
+
+    def handed_on(self, out: mx.array) -> mx.array:
+        self.shape = out.shape
+        return out if self.shift is None else out + self.shift.astype(out.dtype)
+
+
+def fisher(
+    model: nn.Module,
+    make_cache: Callable[[], list],
+    heads: dict[Place, int],
+    tokens: Sequence[int],
+    first: list[int],
+) -> dict[Place, np.ndarray]:
+    """Return F [G, Dv, Dv] float64 of each cache, the sum over the query heads of a kv head; {}, and a line on stderr,
+    where the model cannot be differentiated, or gradients are no numbers or all 0. Raises RuntimeError where the GPU
+    is lost.
+
+    heads: kv heads by cache. first: ids in front of each window. The attention function must be patched.
+    """
+    totals, count = dict.fromkeys(heads, np.zeros(())), 0
+    try:
+        for i in range(TIMES):
+            part = list(tokens[i * DIFFERENTIATED : (i + 1) * DIFFERENTIATED])
+            if len(part) <= FIRST:
+                break
+            count += len(first) + len(part) - FIRST
+            gradients = _gradients(model, make_cache, heads, [*first, *part], i)
+            for (place, kv_heads), g in zip(heads.items(), gradients, strict=True):
+                g = g[0, :, FIRST:].reshape(kv_heads, -1, g.shape[3])
+                totals[place] = totals[place] + np.array(g.swapaxes(-1, -2) @ g, np.float64)
+    except Exception as error:  # a foreign model may raise anything at all; equal layers serve, too
+        if errors.is_of_lost_gpu(error):  # nothing that follows would be right
+            raise
+        console.note(
+            f"[calibrate] errors count alike in all layers: no gradient ({errors.reason(error)})"
+        )
+        return {}
+    return sums.information(totals, count)
+
+
+def _gradients(
+    model: nn.Module,
+    make_cache: Callable[[], list],
+    places: Iterable[Place],
+    ids: list[int],
+    seed: int,
+) -> list[mx.array]:
+    """Return what the log-likelihood of tokens drawn by the model gains from each output of attention, float32."""
+    order, tokens = list(places), mx.array(ids)[None]
+
+    def run(shifts: Sequence[mx.array | None]) -> tuple[mx.array, list[ShiftedCache]]:
+        caches, shifted = make_cache(), [ShiftedCache(shift) for shift in shifts]
+        for place, cache in zip(order, shifted, strict=True):
+            put(caches, place, cache)
+        return model(tokens, cache=caches).astype(mx.float32), shifted
+
+    logits, plain = run([None] * len(order))
+    drawn = mx.random.categorical(logits, key=mx.random.key(seed))
+    mx.eval(drawn)
+
+    def likelihood(shifts: list[mx.array]) -> mx.array:
+        logits, _ = run(shifts)
+        chosen = mx.take_along_axis(logits, drawn[..., None], -1)[..., 0]
+        return (chosen - mx.logsumexp(logits, -1)).sum()
+
+    gradients = mx.grad(likelihood)([mx.zeros(cache.shape) for cache in plain])
+    mx.eval(gradients)
+    return gradients

@@ -1,0 +1,237 @@
+"""Compute a calibration: rotations (OSCAR) and balanced transforms of every kv head, from one pass over
+some text.
+
+Queries, keys (after RoPE), values and outputs are observed where attention reads our caches, so every
+family that can be compressed can be calibrated. Keys and queries are rotated back to position 0, and their
+moments averaged over the positions of the model's whole context (`spec/positions.py`): where a token of the
+text stands does not matter. Only second moments are kept, [G, D, D] per layer and side. Spec:
+`spec/oscar.py`. The value target V^T S^T S V is (S V)^T (S V), the second moment of the output of attention,
+so scores need not be kept. Balanced transforms (`formats/calibration/balance.py`) also use the moments of
+keys and values behind the first tokens of a window, which caches keep exact, of queries by what errors of their
+scores cost the model (`exchange`), and what the output projection makes of errors in values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxkv.calibration import TOKENS
+from mlxkv.calibration.exchange import ExchangeMeasure, fisher
+from mlxkv.calibration.moments import ROWS, Moments, Readers, Sample, rotations, unit_basis
+from mlxkv.corpora.sources import Text, calibration_tokens
+from mlxkv.errors import UserError
+from mlxkv.formats import matrices
+from mlxkv.formats.calibration import sums
+from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
+from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, contexts
+from mlxkv.formats.calibration.sums import LEAST, PROBES, WINDOW, windows
+from mlxkv.patching.fold import refuse_folded
+from mlxkv.patching.mark import Origin, layer_name, origin_of, own_make_cache
+from mlxkv.patching.observers import LatentObserver, PlainObserver
+from mlxkv.patching.patch import patch, unpatch
+from mlxkv.patching.probe import ProbedShape, find, modules_of
+from mlxkv.patching.projections import sensitivities
+from mlxkv.patching.trees import Place, leaves, put
+
+if TYPE_CHECKING:
+    from mlxkv.loading.load import Loaded
+
+CORPUS = "corpus calibration"  # the name of the text that is read where none is named
+CHUNK = 512  # tokens that go through the model at once
+Progress = Callable[[int], None]
+
+
+def calibrate(
+    model: nn.Module,
+    tokens: Sequence[int],
+    *,
+    text: str = "",
+    window: int = WINDOW,
+    bos: int | None = None,
+    positions: int | None = None,
+    progress: Progress | None = None,
+    samples: dict[str, Sample] | None = None,
+) -> Calibration:
+    """Calibrate all layers of `model` (any model of mlx-lm) that could be compressed.
+
+    tokens: the text, read in windows of `window` tokens that do not see each other, each after
+    `bos`. positions: how many the calibration is to hold for; by default those of the model's context, or
+    DEFAULT_CONTEXT where that is not known. text: its name. progress: called with the tokens done since the last
+    call. samples: filled with up to ROWS keys and values per kv head by layer.
+
+    Raises UserError for too little text, a model with nothing to compress and one with folded weights; MachineError
+    for NaN or infinity in what a layer computes.
+    """
+    refuse_folded(model, "calibrate")
+    if len(tokens) < LEAST:
+        raise UserError(
+            f"[calibrate] too little text; got {len(tokens)} tokens; choose at least {LEAST}, "
+            f"better {TOKENS}"
+        )
+    lead = [] if bos is None else [bos]
+    make_cache, slots = own_make_cache(model), patch(model)
+    try:
+        shapes = _compressible(model, make_cache)
+        positions = positions or _positions(model)
+        probes, longest = mx.array(list(tokens[:PROBES])), max(positions, window)
+        rotaries = rotations(model, make_cache, shapes, probes, longest)
+        spans = contexts(positions)
+        moments = {p: Moments(rotaries[p], spans, shape=shape) for p, shape in shapes.items()}
+        if all(shape.latent for shape in shapes.values()):
+            for layer, module in zip(moments.values(), modules_of(model), strict=True):
+                layer.readers = Readers(module, layer.shape.key_dim)
+        else:
+            for place, output in sensitivities(model, make_cache, shapes).items():
+                moments[place].output = output
+            heads = {place: shape.heads for place, shape in shapes.items()}
+            for place, x in fisher(model, make_cache, heads, tokens, lead).items():
+                moments[place].exchange = ExchangeMeasure(x)
+        if samples is not None:
+            samples |= {layer_name(p): Sample(-(-len(tokens) // ROWS)) for p in moments}
+            for place, layer in moments.items():
+                layer.sample = samples[layer_name(place)]
+        for part in windows(tokens, window):
+            _read(model, make_cache, moments, part, lead, progress)
+    finally:
+        unpatch(slots)
+    layers = {}
+    costs = sums.floored({place: layer.costs() for place, layer in moments.items()})
+    for place, layer in moments.items():
+        name = layer_name(place)
+        keys, values = (layer.basis(side, f"layer {name}, {side}") for side in SIDES)
+        layers[name] = Layer(layer.shape.heads, keys, values, costs.get(place))
+    if None in rotaries.values():
+        positions = min(positions, len(next(iter(windows(tokens, window)))))
+    return _calibration(model, tokens, text, layers, positions)
+
+
+def random(model: nn.Module) -> Calibration:
+    """Random rotations for all layers of `model` that could be compressed: for times of models with random weights.
+
+    Raises UserError as `calibrate`."""
+    make_cache, slots = own_make_cache(model), patch(model)
+    try:
+        shapes = _compressible(model, make_cache)
+    finally:
+        unpatch(slots)
+    layers = {}
+    for place, shape in shapes.items():
+        dims = zip(SIDES, (shape.key_dim, shape.value_dim), strict=True)
+        keys, values = (
+            unit_basis(matrices.random_basis(shape.heads, d, d), side) for side, d in dims
+        )
+        layers[layer_name(place)] = Layer(shape.heads, keys, values)
+    return _calibration(model, (), "", layers, _positions(model))
+
+
+def _compressible(model: nn.Module, make_cache: Callable[[], list]) -> dict[Place, ProbedShape]:
+    """Return the shapes of caches that could be compressed. The attention function must be patched. Raises UserError
+    where there are none."""
+    findings = find(model, make_cache)
+    shapes = {p: s for p, s in findings.shapes.items() if not (s.key_dim % 2 or s.value_dim % 2)}
+    if not shapes:
+        reason = next(iter(findings.refused.values()), "no layer has a cache that grows")
+        raise UserError(f"[calibrate] this model has nothing to compress; got: {reason}")
+    return shapes
+
+
+def _positions(model: nn.Module) -> int:
+    origin = origin_of(model)
+    return (origin and origin.context) or DEFAULT_CONTEXT
+
+
+def _calibration(
+    model: nn.Module,
+    tokens: Sequence[int],
+    text: str,
+    layers: dict[str, Layer],
+    positions: int,
+) -> Calibration:
+    origin = origin_of(model)
+    return Calibration(
+        fingerprint=origin.fingerprint if origin else "",
+        model=origin.name if origin else "",
+        model_type=str(getattr(model, "model_type", "")),
+        tokens=len(tokens),
+        text=text,
+        text_digest=sha256(np.array(tokens, "<i4").tobytes()).hexdigest()[:16],
+        layers=layers,
+        positions=positions,
+    )
+
+
+def _read(
+    model: nn.Module,
+    make_cache: Callable[[], list],
+    moments: dict[Place, Moments],
+    tokens: Sequence[int],
+    first: list[int],
+    progress: Progress | None,
+) -> None:
+    """Run `first` and one window through the model, chunk by chunk; observers add to `moments`."""
+    caches = make_cache()
+    for place, layer in moments.items():
+        layer.begun = 0
+        if layer.readers is None:
+            put(caches, place, PlainObserver(layer.add_attention, layer.add_update))
+        else:
+            put(caches, place, LatentObserver(layer.add_queries, layer.add_update))
+    for start in range(0, len(tokens), CHUNK):
+        part = tokens[start : start + CHUNK]
+        lead = [] if start else first
+        model(mx.array([*lead, *part])[None], cache=caches)
+        mx.eval([cache.state for _, cache in leaves(caches) if not cache.empty()])
+        if progress:
+            progress(len(part))
+    for place, cache in leaves(caches):
+        if type(cache) is PlainObserver:
+            moments[place].end_window(cache.exact[0])
+
+
+def on_text(
+    model: nn.Module,
+    source: Loaded | Origin,
+    text: Text,
+    samples: dict[str, Sample] | None = None,
+) -> Calibration:
+    """Calibrate on a text with a progress bar on stderr. source: the model's tokenizer and context. samples: as of
+    `calibrate`."""
+    with progress_bar(len(text.tokens)) as progress:
+        return calibrate(
+            model,
+            text.tokens,
+            text=text.name,
+            window=min(WINDOW, source.context or WINDOW),
+            bos=bos_of(source.tokenizer),
+            progress=progress,
+            samples=samples,
+        )
+
+
+def from_corpus(model: nn.Module, origin: Origin) -> Calibration:
+    """Calibrate with default settings, as `mlxkv calibrate` does."""
+    return on_text(model, origin, calibration_tokens(origin, TOKENS))
+
+
+@contextmanager
+def progress_bar(total: int, title: str = "calibrating") -> Iterator[Progress]:
+    """Show a bar on stderr that disappears at the end."""
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    with Bars(console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task(title, total=total)
+        yield partial(bars.advance, bar)
+
+
+def bos_of(tokenizer) -> int | None:
+    """Return the token that starts a text, or None."""
+    return getattr(tokenizer, "bos_token_id", None)

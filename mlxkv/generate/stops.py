@@ -1,0 +1,145 @@
+"""Stop words: the text of a reply ends before the first of them, whatever tokens it falls into.
+
+They are looked for in the text as the model writes it, thoughts and the markup of tool calls included, as vLLM
+and llama.cpp do: a user who names a word wants nothing behind it to be generated, and the place where thoughts or
+calls end is part of the same text. `StopMatcher` knows text alone, `ReplyText` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mlxkv.patching import mlx_lm_compat
+
+
+class StopMatcher:
+    """Finds the first stop word of a text that comes in pieces, however it is cut.
+
+    The first is the one that begins first; of two that begin at one place, the shorter. words: none of them
+    empty. word: the stop word that ended the text, or None.
+    """
+
+    def __init__(self, words: Iterable[str]):
+        self._words = list(words)
+        self._longest = max(map(len, self._words), default=0)
+        self._pending = ""
+        self.word: str | None = None
+
+    def feed(self, piece: str) -> str:
+        """Text that no stop word can begin in: the end of what came may be held back. Empty once there was one."""
+        if self.word is not None:
+            return ""
+        text = self._pending + piece
+        start, _, word = self._first(text)
+        tails = range(max(0, len(text) - self._longest + 1), start)
+        safe = next((i for i in tails if self._begins(text[i:])), start)
+        if word is not None and safe == start:
+            self.word, safe, text = word, start, text[:start]
+        self._pending = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """Return the text that was held back, where nothing comes behind it."""
+        text, self._pending = self._pending, ""
+        start, _, self.word = self._first(text) if self.word is None else (0, 0, self.word)
+        return text[:start]
+
+    def _first(self, text: str) -> tuple[int, int, str | None]:
+        """Start, length and word of the first stop word; (len(text), 0, None) without any."""
+        matches = ((text.find(word), len(word), word) for word in self._words)
+        return min((match for match in matches if match[0] >= 0), default=(len(text), 0, None))
+
+    def _begins(self, tail: str) -> bool:
+        return any(word.startswith(tail) for word in self._words)
+
+
+class Front:
+    """Keeps the spaces at the start of a reply, which mlx-lm's detokenizers drop. Without a prefix the text is what the
+    tokenizer decodes of the reply alone.
+
+    tokenizer: mlx-lm's wrapper. prefix: the last token of a prompt whose end is the start of the reply, else none.
+    """
+
+    def __init__(self, tokenizer: Any, prefix: Sequence[int] = ()):
+        self._tokenizer, self._tokens = tokenizer, list(prefix)
+        self._prefix, self._is_open = tokenizer.decode(self._tokens) if prefix else "", True
+
+    def add(self, token: int) -> None:
+        """Take the next token of the reply."""
+        if self._is_open:
+            self._tokens.append(token)
+
+    def mended(self, text: str, last: bool = False) -> str:
+        """Return the next text of the detokenizer, with the spaces that it has dropped."""
+        if not self._is_open or not (text or last):
+            return text
+        self._is_open = False
+        joint = self._tokenizer.decode(self._tokens)[len(self._prefix) :]
+        blanks, present = (len(x) - len(x.lstrip(" ")) for x in (joint, text))
+        return " " * (blanks - present) + text
+
+
+class ReplyText:
+    """The text of one reply, token by token, up to its first stop word.
+
+    It stands where mlx-lm's batches take the stop sequences of a request, so the reply ends with the token that
+    completes a stop word, as it does with one that ends the model's turn.
+
+    tokenizer: mlx-lm's wrapper. prefix: of `Front`.
+    """
+
+    def __init__(self, tokenizer: Any, words: Iterable[str], prefix: Sequence[int] = ()):
+        self._tokenizer, self._detokenizer = tokenizer, tokenizer.detokenizer
+        mlx_lm_compat.keep_zero_bytes(self._detokenizer)
+        self._front = Front(tokenizer, prefix)
+        self._matcher, self._ready = StopMatcher(words), ""
+
+    @property
+    def word(self) -> str | None:
+        """The stop word that ended the reply, or None."""
+        return self._matcher.word
+
+    def matcher(self) -> ReplyText:
+        """Return the same: a request has one reply."""
+        return self
+
+    def advance(self, token: int) -> bool:
+        """Take the next token. Returns whether it ends the reply."""
+        if token in self._tokenizer.eos_token_ids:
+            return True
+        self._front.add(token)
+        self._detokenizer.add_token(token)
+        self._read()
+        return self.word is not None
+
+    def take(self, reason: str | None) -> tuple[str, str | None]:
+        """Return the text that may be sent since the last call, and why the reply ends. reason: why it would without
+        stop words; None while it goes on."""
+        if reason is not None and self.word is None:
+            self._detokenizer.finalize()
+            self._read(last=True)
+            self._ready += self._matcher.flush()
+            reason = reason if self.word is None else "stop"
+        text, self._ready = self._ready, ""
+        return text, reason
+
+    def _read(self, last: bool = False) -> None:
+        text = self._front.mended(self._detokenizer.last_segment, last)
+        self._ready += self._matcher.feed(text)
+
+
+def turn_end(tokenizer: Any) -> str | None:
+    """Return the special token with which a chat template ends the assistant's messages. None without one, and for
+    templates of gpt-oss, where it ends a thought, too. tokenizer: mlx-lm's wrapper."""
+    template, word = str(getattr(tokenizer, "chat_template", None) or ""), "continued"
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": word}]
+    if not template or "<|channel|>" in template:
+        return None
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # templates raise anything
+        return None
+    tail = text.rpartition(word)[2].lstrip()
+    ends = [token for token in tokenizer.all_special_tokens if tail.startswith(token)]
+    return max(ends, key=len, default=None)

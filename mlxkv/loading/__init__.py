@@ -1,0 +1,1 @@
+"""Load a model, check it, and attach a compressed cache to it."""

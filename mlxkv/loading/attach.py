@@ -1,0 +1,382 @@
+"""Give a model of mlx-lm compressed caches (`attach`), and take them away (`detach`).
+
+After `attach`, mlx-lm's own `make_prompt_cache(model)` returns compressed caches, so everything in
+mlx-lm that makes or takes a prompt cache runs on them unchanged. `attach` takes five steps, which follow it here in
+their order: `examine`, `fit`, `transform_weights`, `choose_kernels`, `install`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxkv import console
+from mlxkv.cache import choose, selftest
+from mlxkv.cache.adaptive import AdaptiveKVCache
+from mlxkv.cache.choose import KernelPlan, KernelRequest
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
+from mlxkv.catalog.reports import (
+    ASKED_FOR,
+    CAPPED,
+    FOLDED,
+    LATENT,
+    SINKS,
+    UNKNOWN,
+    LayerReport,
+    compressed,
+    left_out,
+    nothing_compressed,
+    of_latents,
+    ranges,
+    with_own,
+)
+from mlxkv.codec import maps
+from mlxkv.codec.maps import LayerMaps
+from mlxkv.errors import UserError
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import check_fold, fallback_preset, parse_kv
+from mlxkv.metal import launch
+from mlxkv.patching.fold import Fold, as_folded, check_maps, fold_of, fold_values
+from mlxkv.patching.mark import cached_part, mark, own_make_cache, unmark
+from mlxkv.patching.patch import patch, unpatch
+from mlxkv.patching.probe import INDEX_KEYS, PLAIN, ProbedShape, find
+from mlxkv.patching.traced_weights import unchanged
+from mlxkv.patching.trees import Place, leaves
+
+if TYPE_CHECKING:
+    from mlxkv.formats.calibration.artifact import Calibration
+
+Fitted = dict[Place, tuple[CacheConfig, LayerMaps | None]]  # of each compressed cache
+
+
+def attach(
+    model: nn.Module,
+    kv: str | CacheConfig,
+    strict: bool = False,
+    calibration: Calibration | Path | str | None = None,
+    fold: bool = False,
+    group: mx.distributed.Group | None = None,
+) -> list[LayerReport]:
+    """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm) as `kv` says: a preset's name, a pair or a
+    configuration. A vision model of mlx-vlm is attached at its `language_model`, which makes the caches there.
+
+    Returns one report per cache. Attaching again replaces what was attached. A configuration that compresses nothing
+    (`fp16`) leaves mlx-lm's own caches. Copies of an attached model, deep or unpickled, are attached themselves.
+    mlx-lm's `max_kv_size`, and `kv_bits` on compressed layers, have no effect on an attached model, and warn.
+
+    calibration: for a preset that needs one, a file; by default the one
+    that came with the model, or the user's own, or one that is made on the spot, for models that
+    `mlxkv.load` has loaded.
+
+    fold: apply the map of values in the weights of the model, where they are plain linear maps,
+    instead of at run time; the reports say where and why not. Same tokens within rounding. Folding
+    is for good, as in `load(fold=True)`: later calls find the weights folded, with `fold` or
+    without, and the original weights come back by loading the model again. Caches that were filled
+    before hold values that the model no longer reads.
+
+    group: the processes over which `model.shard(group)` of mlx-lm is to spread the model, afterwards:
+    caches hold this process's kv heads, and calibrated maps are cut to them.
+
+    Where some layers of a kind are compressed and others are not (beside a sparse index), caches
+    have no `merge` and no `to_batch`: no mask of a batch fits both, and hosts answer one request at a time.
+
+    Raises UserError for what is no model, an unknown preset, a calibration that does not fit, and calibrated values
+    where the weights are folded for other maps; with `strict` also if any layer whose cache grows
+    with the context would stay in full precision. Then the model is left as it was. Without
+    `strict`, warns if nothing at all is compressed.
+    """
+    _check_model(model)
+    model, config = cached_part(model), parse_kv(kv)
+    check_fold(config, fold)
+    make_cache, slots = own_make_cache(model), patch(model)
+    try:
+        config, reports, shapes = examine(model, make_cache, config, strict, fold)
+        fitted, reports = fit(model, config, shapes, reports, calibration, group, fold)
+        _unmark(model)
+        if shapes:
+            fitted, reports = transform_weights(model, make_cache, fitted, reports, fold)
+            plans, reports = choose_kernels(fitted, shapes, reports)
+    except BaseException:  # such as Ctrl-C while kernels are built
+        unpatch(slots)
+        raise
+    if not shapes:
+        unpatch(slots)
+        if message := nothing_compressed(reports):
+            warnings.warn(f"[attach] {message}", stacklevel=2)
+        return reports
+    install(model, slots, fitted, shapes, plans)
+    return reports
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise UserError unless it may be a model of mlx-lm, or of mlx-vlm."""
+    part = cached_part(model) if isinstance(model, nn.Module) else None
+    if part is not None and (hasattr(part, "layers") or hasattr(part, "make_cache")):
+        return
+    raise UserError(
+        f"[attach] takes a model of mlx-lm, which has layers; got {type(model).__name__}; choose the "
+        "first of what mlx_lm.load or mlx_vlm.load returns, or the .model of what mlxkv.load returns"
+    )
+
+
+# -- 1. examine: which layers are compressed, and why the others are not
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A cache class of mlx-lm and its layer; `{...}` is an attribute of the cache."""
+
+    kind: str
+    grows: bool
+    reason: str
+
+
+RULES = {
+    PLAIN: Rule("full attention", True, ""),
+    "RotatingKVCache": Rule("sliding window {max_size}", False, "small by nature"),
+    "ChunkedKVCache": Rule("chunks of {chunk_size}", False, "never more than one chunk"),
+    "ArraysCache": Rule("state space or linear attention", False, "constant size"),
+    "MambaCache": Rule("state space or linear attention", False, "constant size"),
+}
+
+
+def examine(
+    model: nn.Module, make_cache: Callable[[], list], config: CacheConfig, strict: bool, fold: bool
+) -> tuple[CacheConfig, list[LayerReport], dict[Place, ProbedShape]]:
+    """Decide which caches of `make_cache()` are compressed. Returns `config` as it fits this model (another one in
+    place of mixed bits, or the one of latents), a report for each layer, and the shapes of compressed caches.
+
+    Raises UserError, with `strict`, where a layer that grows stays in full precision, and for settings that this
+    model has no use for. The attention function must be patched (`patch.patch`).
+    """
+    with unchanged(model):
+        reports, shapes = _examined(model, make_cache, config)
+        if not shapes and (name := fallback_preset(config)):
+            config = replace(parse_kv(name), name=f"{name} in place of {config.label}")
+            reports, shapes = _examined(model, make_cache, config)
+    if strict and (out := left_out(reports)):
+        raise UserError(
+            f"[--kv-strict] layers {ranges([report.index for report in out])} of "
+            f"{getattr(model, 'model_type', type(model).__name__)} stay in full precision; got {config.label}; "
+            f"{out[0].reason}; choose another preset, or leave --kv-strict out"
+        )
+    if any(shape.latent for shape in shapes.values()):
+        config = config.of_latents
+        check_fold(replace(config, name=f"{config.label} for latents"), fold)
+    return config, reports, shapes
+
+
+def _examined(
+    model: nn.Module, make_cache: Callable[[], list], config: CacheConfig
+) -> tuple[list[LayerReport], dict[Place, ProbedShape]]:
+    """Return a report for each layer, and the shapes of the caches that `config` compresses."""
+    caches = leaves(make_cache())
+    shapes: dict[Place, ProbedShape] = {}
+    if config.compresses:
+        findings = find(model, make_cache)
+        shapes, reasons = findings.shapes, findings.refused
+    else:
+        reasons = {place: ASKED_FOR for place, _ in caches}
+    by_layer: dict[int, list[LayerReport]] = {}
+    compressed_shapes = {}
+    for place, cache in caches:
+        report = _judge(place[0], cache, shapes.get(place), reasons.get(place), config)
+        if report.compressed:
+            compressed_shapes[place] = shapes[place]
+        by_layer.setdefault(place[0], []).append(report)
+    return [_merge(parts) for parts in by_layer.values()], compressed_shapes
+
+
+def _judge(
+    index: int, cache, shape: ProbedShape | None, reason: str | None, config: CacheConfig
+) -> LayerReport:
+    """Return the report of one cache. shape: None where it is not compressed. reason: why, or None for the rule's."""
+    name = type(cache).__name__
+    rule = RULES.get(name) or Rule(f"cache of class {name}", True, "mlxkv does not know this class")
+    kind = INDEX_KEYS if reason == INDEX_KEYS else rule.kind.format_map(vars(cache))
+    if config.centred and shape is not None and (shape.sinks or shape.softcap):
+        shape, reason = None, SINKS if shape.sinks else CAPPED
+    if shape is None:
+        return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
+    sizes, label = (shape.heads, shape.key_dim, shape.value_dim), config.label
+    if shape.latent:
+        if objection := config.why_no_latents:
+            return LayerReport(index, LATENT, False, objection)
+        kind, label, config = LATENT, of_latents(config), config.of_latents
+    return compressed(index, kind, config, label, sizes, UNKNOWN)
+
+
+def _merge(parts: list[LayerReport]) -> LayerReport:
+    """One report for a layer with several caches: the one of a cache that grows, if there is one."""
+    if len(parts) == 1:
+        return parts[0]
+    growing = [part for part in parts if part.grows and part.kind != INDEX_KEYS] or parts
+    worst = min(growing, key=lambda part: part.compressed)
+    return replace(worst, kind=" + ".join(dict.fromkeys(part.kind for part in parts)))
+
+
+# -- 2. fit: the clips, ranks and maps that a calibration gives each layer
+
+
+def fit(
+    model: nn.Module,
+    config: CacheConfig,
+    shapes: Mapping[Place, ProbedShape],
+    reports: list[LayerReport],
+    calibration: Calibration | Path | str | None,
+    group: mx.distributed.Group | None,
+    fold: bool,
+) -> tuple[Fitted, list[LayerReport]]:
+    """For each compressed cache its config and maps, cut to this process's kv heads; every process holds all of a
+    latent. The reports say clips and ranks. Raises UserError for a calibration that is missing or does not fit, for
+    `fold` with several processes, and where the weights are folded for other maps."""
+    fitted: Fitted = dict.fromkeys(shapes, (config, None))
+    if shapes and config.calibrated:
+        from mlxkv.calibration import fitting  # which reads texts
+
+        fitted = fitting.fit(model, config, shapes, calibration)
+    if group is not None and group.size() > 1:
+        if fold:
+            raise UserError(
+                f"[fold] changes the weights of a whole model; got a group of {group.size()} processes; "
+                "leave one of them out"
+            )
+        for place, (layer, layer_maps) in fitted.items():
+            if layer_maps is not None and not shapes[place].latent:
+                fitted[place] = layer, maps.cut(layer_maps, group.rank(), group.size())
+    check_maps(model, fitted)
+    by_layer = {place[0]: layer for place, (layer, _) in fitted.items()}
+    return fitted, [with_own(r, config, by_layer[r.index]) if r.compressed else r for r in reports]
+
+
+# -- 3. transform_weights: maps of values that the weights apply
+
+
+def transform_weights(
+    model: nn.Module,
+    make_cache: Callable[[], list],
+    fitted: Fitted,
+    reports: list[LayerReport],
+    fold: bool,
+) -> tuple[Fitted, list[LayerReport]]:
+    """Fold maps of values into the weights if `fold` asks for it. Returns `fitted` with the maps marked that the
+    weights apply, and reports that say so."""
+    folded = fold_of(model)
+    if fold:
+        by_place = {p: of_layer for p, (_, of_layer) in fitted.items() if of_layer is not None}
+        folded = fold_values(model, make_cache, by_place)
+    if folded is not None:
+        reports = [_with_fold(report, folded, fold) for report in reports]
+    return as_folded(model, fitted), reports
+
+
+def _with_fold(report: LayerReport, folded: Fold, tell_all: bool) -> LayerReport:
+    """Return the report of a layer with what the weights do to its values; reasons why not only with `tell_all`."""
+    places = [place for place in folded.reasons if place[0] == report.index]
+    if not places or not report.compressed:
+        return report
+    worst = min(places, key=lambda place: place in folded.layer_maps)
+    reason = folded.reasons[worst]
+    return replace(report, fold=reason) if tell_all or reason == FOLDED else report
+
+
+# -- 4. choose_kernels: built and tried when a model is loaded, not in the middle of a prompt
+
+
+_tried: set[tuple[KernelRequest, launch.Factory]] = set()  # in this process
+
+
+def choose_kernels(
+    fitted: Fitted, shapes: Mapping[Place, ProbedShape], reports: list[LayerReport]
+) -> tuple[dict[Place, KernelPlan], list[LayerReport]]:
+    """Return the plan of each cache, and the reports with the kernels that decode their layers here. Builds and tries
+    all kernels that the caches of a model need, with a line of progress."""
+    requests = {place: _request(*fitted[place], shape) for place, shape in shapes.items()}
+    unique = list(dict.fromkeys(requests.values()))
+    representatives = {
+        q: replace(q, config=selftest.representative_config(q.config, q.dims[0])) for q in unique
+    }
+    make, answers = launch.factory(), {}
+    new = {(q, make) for q in representatives.values() if make and not q.unsupported} - _tried
+    _tried.update(new)
+    with console.counted("building kernels", len(new)) as step:
+        for q in unique:
+            if make and (representatives[q], make) in new:
+                new.remove((representatives[q], make))
+                step()
+            answers[q] = choose.plan(q.config, q.dims, q.dtype, q.shape, q.latent, q.indexed)
+    plans = {place: answers[q] for place, q in requests.items()}
+    return plans, [_with_kernel(report, plans) for report in reports]
+
+
+def _request(
+    config: CacheConfig, layer_maps: LayerMaps | None, shape: ProbedShape
+) -> KernelRequest:
+    stored = config.folded if layer_maps is not None and layer_maps.folded else config
+    attention_shape = None
+    if shape.queries:
+        attention_shape = selftest.AttentionShape(
+            shape.queries, shape.heads, shape.sinks, shape.softcap
+        )
+    dims = shape.key_dim, shape.value_dim
+    return KernelRequest(stored, dims, shape.dtype, attention_shape, shape.latent, shape.selects)
+
+
+def _with_kernel(report: LayerReport, plans: Mapping[Place, KernelPlan]) -> LayerReport:
+    """Return the report of a layer with its plan; of several caches, the one that is not decoded well."""
+    own = [plan for place, plan in plans.items() if place[0] == report.index]
+    if not report.compressed or not own:
+        return report
+    return replace(report, plan=min(own, key=lambda plan: plan.by_kernels))
+
+
+# -- 5. install: the model's `make_cache` makes compressed caches
+
+
+def install(
+    model: nn.Module,
+    slots: list,
+    fitted: Fitted,
+    shapes: Mapping[Place, ProbedShape],
+    plans: Mapping[Place, KernelPlan],
+) -> None:
+    """Record on the model how its compressed caches are made. slots: of `patch.patch`."""
+    kinds = {place: _kind(fitted[place][0], shape) for place, shape in shapes.items()}
+    mark(model, slots, {p: partial(kinds[p], *fitted[p], plans[p]) for p in shapes})
+
+
+def _kind(config: CacheConfig, shape: ProbedShape) -> type[CompressedKVCache]:
+    """Return the class of a cache."""
+    if shape.latent:
+        return IndexedLatentKVCache if shape.selects else LatentKVCache
+    return AdaptiveKVCache if config.needs_queries else CompressedKVCache
+
+
+# -- and back
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`; nothing happens to a model that is not attached.
+
+    Folded weights stay folded, with a note on stderr: the model computes the same as before `attach`,
+    its caches hold transformed values. Raises UserError for what is no model.
+    """
+    if not isinstance(model, nn.Module):
+        _check_model(model)
+    if _unmark(cached_part(model)) and fold_of(model) is not None:
+        console.note("[detach] the weights stay folded; load the model again for the original ones")
+
+
+def _unmark(model: nn.Module) -> bool:
+    """Undo `attach` without a word. Returns whether the model was attached."""
+    slots = unmark(model)
+    unpatch(slots or [])
+    return slots is not None

@@ -1,0 +1,202 @@
+"""Load a model by name, checking all that may be wrong first, and attach a cache to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxkv import console
+from mlxkv.calibration.fitting import read_calibration
+from mlxkv.catalog import rendering
+from mlxkv.catalog.aliases import DEFAULT, KV, resolve
+from mlxkv.catalog.folder import Folder, check_folder, fingerprint
+from mlxkv.catalog.gguf import tokens
+from mlxkv.catalog.hub import fetch, require
+from mlxkv.catalog.option_checks import check_weights, dtype_name
+from mlxkv.catalog.reports import LayerReport, summarise
+from mlxkv.catalog.shapes import context_limit, text_config
+from mlxkv.errors import UserError, brief
+from mlxkv.formats.calibration.artifact import Calibration
+from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.names import check_fold, parse_kv
+from mlxkv.generate.stops import turn_end
+from mlxkv.loading import weights as reading
+from mlxkv.loading.attach import attach
+from mlxkv.loading.sampling import Sampling
+from mlxkv.loading.sampling import read_sampling as read_sampling
+from mlxkv.loading.warmup import print_reports
+from mlxkv.metal.launch import backend
+from mlxkv.patching import mlx_lm_compat
+from mlxkv.patching.mark import Origin, set_origin, steps_of
+
+ODD = "\u2603 Zq\U0010fffd"  # no vocabulary has it whole: fails where there is no token for what is unknown
+
+
+@dataclass(repr=False)
+class Loaded:
+    """A model that is ready to run; unpacks as `model, tokenizer`, as what mlx_lm.load returns.
+
+    name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the cache
+    stores, and its name. layers: one report per cache. dtype: of the activations. fingerprint: of
+    its files. context: the longest context the model was made for, in tokens, or None. notes: lines
+    to show after the layers. sampling: what its makers recommend.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    name: str
+    path: Path
+    config: dict
+    kv: CacheConfig
+    kv_name: str
+    layers: list[LayerReport]
+    dtype: mx.Dtype
+    fingerprint: str
+    context: int | None = None
+    notes: list[str] = field(default_factory=list)
+    sampling: Sampling = field(default_factory=Sampling)
+    _has_spoken: bool = field(default=False, init=False, repr=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.tokenizer))
+
+    def __repr__(self) -> str:
+        kind = str(self.dtype).split(".")[-1]
+        return (
+            f"Loaded({self.name!r}, kv={self.kv_name!r}, dtype={kind!r}, layers={len(self.layers)})"
+        )
+
+    def report(self) -> list[str]:
+        """Return one line per kind of layer, then the notes."""
+        return summarise(self.layers) + self.notes
+
+    @property
+    def steps(self) -> str:
+        """Return how decode steps are made: "replayed", "built by Python: ..." or "none yet"."""
+        steps = steps_of(self.model)
+        return "built by Python: nothing is compressed" if steps is None else steps.state
+
+    def tell_steps(self) -> None:
+        """Say on stderr, once, why decode steps are built by Python, where that is not as asked for."""
+        steps = steps_of(self.model)
+        if steps is not None and steps.refused and not self._has_spoken:
+            self._has_spoken = True
+            console.note(f"  decode steps are {steps.state}")
+
+    def print_report(self, backend: str = "", quiet: bool = False) -> None:
+        """Print the report on stderr, and warnings about versions and kernels that are not used. quiet: the
+        warnings alone."""
+        lines = self.report()
+        if backend:
+            lines[:1] = [f"{backend}: {line}" for line in lines[:1]]
+        print_reports(lines, self.layers, quiet)
+
+
+def load(
+    name: str = DEFAULT,
+    kv: str | CacheConfig = KV,
+    strict: bool = False,
+    dtype: str | None = None,
+    calibration: Calibration | Path | str | None = None,
+    fold: bool = False,
+    group: mx.distributed.Group | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    weights: int | None = None,
+) -> Loaded:
+    """Load `name` (an alias, a folder, a GGUF file, or `owner/name` on the hub) with the cache that `kv` names:
+    a preset.
+
+    strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
+    quantised; by default as stored, except that 16-bit weights become float32 where there is no
+    GPU. calibration: as in `attach`; a later `attach` takes it too. fold: apply the map of values in
+    the weights, for good; the model knows it, and cannot be calibrated then. group: processes that
+    share the model (`model.shard` of mlx-lm): each keeps its part of the weights and of the kv heads.
+    progress: called with (bytes read, all bytes) while weights are read. weights: 8 rounds matrices
+    to codes of 8 bits that are in none as stored; of a GGUF file the types that MLX has no codes for.
+
+    Raises UserError, before anything heavy is done where that is possible, and MachineError for a
+    full disk.
+    """
+    # First, so that a typing mistake does not cost a download.
+    config = parse_kv(kv)
+    check_fold(config, fold)
+    dtype = dtype_name(dtype)
+    check_weights(weights)
+    if calibration is not None:
+        calibration = read_calibration(calibration)
+    source = resolve(name)
+    require(source)
+    folder = check_folder(source.folder or fetch(source.repo))
+    rendering.RENDERER.start()  # it is ready by the time that the weights are
+    model, full_config = reading.build(folder, dtype, weights, progress)
+    size = 1 if group is None else group.size()
+    if size > 1:
+        reading.check_shares(model, folder, size)
+    notes = reading.set_dtype(model, dtype)
+    if size == 1:
+        reading.read_model(model, None if folder.is_gguf else progress)
+        reading.try_out(model, folder)
+        if backend() == "cpu" and dtype in (None, "float32") and weights is None:
+            reading.fit_cpu(model)
+    tokenizer = _tokenizer(folder, full_config)
+    rendering.bound(mlx_lm_compat.inner_tokenizer(tokenizer), folder.path)
+    if (end := turn_end(tokenizer)) is not None:
+        tokenizer.add_eos_token(end)
+    mark = fingerprint(folder)
+    context = context_limit(folder.config)
+    set_origin(model, Origin(source.name, mark, folder.path, tokenizer, context, calibration))
+    layers = attach(model, config, strict, fold=fold, group=group)
+    if (
+        group is not None and size > 1
+    ):  # before weights are read, so that no process holds all of them
+        reading.take_share(model, folder, group)
+    return Loaded(
+        model=model,
+        tokenizer=tokenizer,
+        name=source.name,
+        path=folder.path,
+        config=folder.config,
+        kv=config,
+        kv_name=config.label,
+        layers=layers,
+        dtype=reading.dtype_of(model),
+        fingerprint=mark,
+        context=context,
+        notes=notes,
+        sampling=read_sampling(
+            folder.path, source.name, text_config(folder.config).get("vocab_size") or 0
+        ),
+    )
+
+
+def _tokenizer(folder: Folder, config: dict):
+    from mlx_lm.utils import load_tokenizer
+
+    extra = {"trust_remote_code": False}
+    # generation_config.json, which mlx-lm puts into `config`, may name fewer than config.json.
+    named = [each.get("eos_token_id") for each in (config, text_config(config), folder.config)]
+    eos = [x for ids in named for x in (ids if isinstance(ids, list) else [ids]) if type(x) is int]
+    try:
+        if folder.is_gguf:
+            with TemporaryDirectory() as place:
+                tokens.write_tokenizer(folder.headers[0].metadata, Path(place))
+                tokenizer = load_tokenizer(Path(place), extra, eos_token_ids=eos)
+        else:
+            tokenizer = load_tokenizer(folder.path, extra, eos_token_ids=eos)
+        tokenizer.encode(ODD)
+        return tokenizer
+    except BaseException as error:  # of any kind, panics of Rust among them
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        kind = type(error).__name__  # transformers reads config.json, too
+        culprit = "config.json" if kind.startswith("StrictDataclass") else "the tokenizer"
+        raise UserError(
+            f"[load] {culprit} cannot be loaded ({kind}: "
+            f"{brief(error)}); got {folder.path}; fetch the model again"
+        ) from error

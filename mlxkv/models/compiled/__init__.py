@@ -1,1 +1,0 @@
-"""Decode steps that MLX traces once and replays: a token does not wait for Python to build its graph."""

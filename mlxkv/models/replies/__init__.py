@@ -1,1 +1,0 @@
-"""The text of replies: thoughts before the answer, stop words, and going on with a start."""

@@ -1,0 +1,108 @@
+"""The shapes of the caches that a model makes for itself, from dry runs that compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.nn as nn
+
+from mlxkv.catalog.shapes import LayerShape
+from mlxkv.patching import probe
+from mlxkv.patching.mark import cached_part, own_make_cache
+from mlxkv.patching.patch import patch, unpatch
+from mlxkv.patching.probe import Findings
+from mlxkv.patching.record import PROMPT, record
+from mlxkv.patching.traced_weights import unchanged
+from mlxkv.patching.trees import Place, leaves
+
+# Tokens at which a cache of a family's own class is looked at: whole groups of them, beyond its windows.
+NEAR, FAR = 1 << 14, 1 << 15
+# The kinds of mlx-lm's classes, and the attributes that name their windows.
+KINDS = {"KVCache": ("full", ""), "RotatingKVCache": ("sliding", "max_size")}
+KINDS |= {"ChunkedKVCache": ("chunked", "chunk_size")}
+STATES = ("ArraysCache", "MambaCache")
+
+
+def layers_of(model: nn.Module) -> list[LayerShape]:
+    """Return the shape of every cache that `model` makes for itself and uses, attached or not.
+
+    Layers behind a place where the model's code fails hold what others of their class do. Raises what the code
+    raised where none of a class was reached.
+    """
+    model = cached_part(model)
+    make, slots = own_make_cache(model), patch(model)
+    try:
+        with unchanged(model):
+            caches, error = _run(model, make, PROMPT)
+            findings = Findings({}, {}) if error else probe.find(model, make)
+            odd = [place for place, cache in caches if type(cache).__name__ not in KINDS]
+            growing = _growth(model, make, odd) if odd and not error else {}
+    finally:
+        unpatch(slots)
+    expanded = _expanded(model)
+    shapes: dict[Place, LayerShape] = {}
+    reached: dict[type, LayerShape] = {}
+    for place, cache in caches:
+        if getattr(cache, "keys", None) is not None and type(cache).__name__ in KINDS:
+            shapes[place] = _of_keys(place, cache, findings, expanded)
+            reached[type(cache)] = shapes[place]
+        elif place in growing:
+            shapes[place] = growing[place]
+        elif error is not None:
+            if type(cache) not in reached:
+                raise error
+            shapes[place] = reached[type(cache)]
+    return list(shapes.values())
+
+
+def _run(
+    model: nn.Module, make_cache: Callable[[], list], tokens: int
+) -> tuple[list[tuple[Place, Any]], Exception | None]:
+    """Return the model's own caches, with their places, behind a prompt of `tokens`; and what its code raised."""
+    error = record(model, caches := make_cache(), (tokens,)).error
+    return [(place, cache) for place, cache in leaves(caches) if cache is not None], error
+
+
+def _of_keys(place: Place, cache, findings: Findings, expanded: int) -> LayerShape:
+    """Return the shape of a cache of keys and values that has been written to."""
+    kind, window = KINDS[type(cache).__name__]
+    sizes = (cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3])
+    reason, shape = findings.refused.get(place, ""), findings.shapes.get(place)
+    extras = {"window": getattr(cache, window)} if window else {}
+    if reason == probe.INDEX_KEYS:
+        kind = "index"
+    elif shape is not None:
+        extras |= {"queries": shape.queries, "tied": shape.sinks or shape.softcap is not None}
+        if shape.latent:
+            kind, extras["expanded"] = "latent", expanded
+    return LayerShape(kind, *sizes, reason=reason, index=place[0], **extras)
+
+
+def _growth(
+    model: nn.Module, make_cache: Callable[[], list], places: list[Place]
+) -> dict[Place, LayerShape]:
+    """Return the shapes of caches of other classes: states of fixed size, or what grows by tokens, which is not
+    compressed."""
+    runs = [dict(_run(model, make_cache, PROMPT)[0])]
+    if any(type(runs[0][place]).__name__ not in STATES for place in places):
+        runs = [dict(_run(model, make_cache, tokens)[0]) for tokens in (NEAR, FAR)]
+    out = {}
+    for place in places:
+        sizes = [run[place].nbytes for run in runs]
+        per_token = (sizes[-1] - sizes[0]) // (FAR - NEAR)
+        name, kind = type(runs[0][place]).__name__, "own" if per_token else "state"
+        reason = f"mlxkv does not know the class {name}" if per_token else ""
+        state = sizes[0] - per_token * NEAR if per_token else sizes[0]
+        out[place] = LayerShape(
+            kind, int(per_token > 0), per_token // 2, state=state, reason=reason, index=place[0]
+        )
+    return out
+
+
+def _expanded(model: nn.Module) -> int:
+    """Numbers that a prefill makes of one token's latent: keys and values of every head. 0 without latents."""
+    for module in probe.modules_of(model)[:1]:
+        sizes = [getattr(module, name).weight.shape for name in probe.ABSORBED]
+        return sum(heads * dims for heads, dims in ((sizes[0][0], sizes[0][2]), sizes[1][:2]))
+    return 0

@@ -1,0 +1,228 @@
+"""Record on a model what `attach` changed, and make the model's own caches."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Container, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from mlxkv.cache.adaptive import AdaptiveKVCache
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
+from mlxkv.formats.calibration.artifact import Calibration
+from mlxkv.patching import mlx_lm_compat
+from mlxkv.patching import patch as patching
+from mlxkv.patching.patch import MARK, Slot
+from mlxkv.patching.probe import ProbedShape
+from mlxkv.patching.steps import Steps
+from mlxkv.patching.trees import Place, leaves, put
+
+# -- Which models take one sequence at a time, and caches that say so to their hosts.
+#
+# A model's code makes one mask for all layers of a kind, from the first of their caches. In a batch mlx-lm's own caches
+# have padding on the left and ours have none, so no mask fits both. Hosts ask whether a cache has `merge` (mlx-lm) or
+# `to_batch` (mlx-vlm), and serve sequences one after the other where one has neither.
+
+
+def is_batchable(caches: list, compressed: Container[Place]) -> bool:
+    """Return False where of the model's own `caches` some of one kind are to be compressed and others are not."""
+    kinds: dict[bool, set[str]] = {True: set(), False: set()}
+    for place, member in leaves(caches):
+        kinds[place in compressed].add(type(member).__name__)
+    return not kinds[True] & kinds[False]
+
+
+def forbid_batches(caches: list, compressed: Container[Place]) -> None:
+    """Take the ways into a batch from those of `caches` that are compressed, and from lists that hold them."""
+    for place, member in leaves(caches):
+        if place in compressed:
+            member.batchable = False
+            if len(place) > 1:
+                mlx_lm_compat.forbid_merging(caches[place[0]])
+
+
+def register_caches() -> None:
+    """Let mlx-lm's `load_prompt_cache` find our classes of caches."""
+    mlx_lm_compat.register_caches(
+        CompressedKVCache, AdaptiveKVCache, LatentKVCache, IndexedLatentKVCache
+    )
+
+
+_MAKE = "make_cache"
+NewCache = partial  # (class, config, layer maps, plan): called, it makes a compressed cache
+
+
+@dataclass(frozen=True, eq=False)
+class Attachment:
+    """The changes that `attach` made, and the `make_cache` of `model` from then on.
+
+    slots: of `patch`. new: what makes the caches of compressed places. original: the instance's own
+    make_cache, if it had one. batchable: False where sequences are read one at a time (`is_batchable`). steps: the
+    model's decode steps, traced. listeners: called with the arguments of each call of the model, behind it. Deep and
+    unpickled copies of a model are attached themselves.
+    """
+
+    model: nn.Module = field(repr=False)
+    slots: list[Slot]
+    new: Mapping[Place, NewCache]
+    original: Callable[[], list] | None
+    batchable: bool = True
+    steps: Steps = field(default_factory=Steps, repr=False)
+    listeners: list[Callable] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        register_caches()
+
+    def __call__(self) -> list:
+        """As the model makes them, with compressed caches in their places."""
+        if (size := mlx_lm_compat.requested_size()) is not None:
+            warnings.warn(
+                "[attach] max_kv_size has no effect on an attached model, whose compressed caches keep every "
+                f"token; got {size}; leave it out, or detach the model",
+                stacklevel=3,
+            )
+        caches = self.plain_caches()
+        for place, new in self.new.items():
+            put(caches, place, new())
+        if not self.batchable:
+            forbid_batches(caches, self.new)
+        return caches
+
+    def plain_caches(self) -> list:
+        """Return the caches of the model as it was before `attach`."""
+        inherited = getattr(type(self.model), _MAKE, None)
+        make = self.original or (inherited and inherited.__get__(self.model)) or _plain(self.model)
+        return make()
+
+    def __deepcopy__(self, memo) -> Attachment:
+        model, make = deepcopy(self.model, memo), deepcopy(self.original, memo)
+        return Attachment(model, patching.patch_slots(self.slots), self.new, make, self.batchable)
+
+    def __reduce__(self):
+        # Kernels are chosen again where the model comes alive: they belong to a machine.
+        kinds = {p: (new.func, *new.args[:2]) for p, new in self.new.items()}
+        return _attached, (self.model, self.slots, kinds, self.original, not self.batchable)
+
+
+def _attached(
+    model: nn.Module, slots: list[Slot], kinds: dict, make, is_single: bool
+) -> Attachment:
+    """Unpickle. is_single: not batchable."""
+    new = {p: partial(*k) for p, k in kinds.items()}
+    return Attachment(model, patching.patch_slots(slots), new, make, not is_single)
+
+
+def _plain(model: nn.Module) -> Callable[[], list]:
+    cls = KVCache
+    if _is_of_mlx_vlm(model):  # whose batches take no other library's caches
+        cls = sys.modules["mlx_vlm.models.cache"].KVCache
+    # By mlx's annotations an attribute of a module is None.
+    return lambda: [cls() for _ in model.layers]  # pyright: ignore[reportOptionalIterable]
+
+
+def _is_of_mlx_vlm(model: nn.Module) -> bool:
+    return type(model).__module__.startswith("mlx_vlm.models.")
+
+
+def cached_part(model: nn.Module) -> nn.Module:
+    """Return the part of a model that makes and takes the caches: the `language_model` of one of mlx-vlm, in mlx-lm the
+    model."""
+    inner = getattr(model, "language_model", None)
+    return inner if _is_of_mlx_vlm(model) and isinstance(inner, nn.Module) else model
+
+
+def mark(model: nn.Module, slots: list[Slot], new: Mapping[Place, NewCache]) -> None:
+    """Give `model` a `make_cache` with `new` caches and record what was there."""
+    batchable = is_batchable(own_make_cache(model)(), new)
+    attachment = Attachment(model, slots, new, vars(model).get(_MAKE), batchable)
+    setattr(model, MARK, attachment)
+    setattr(model, _MAKE, attachment)
+
+
+def steps_of(model: nn.Module) -> Steps | None:
+    """Return the decode steps of an attached model, or None."""
+    attachment = vars(model).get(MARK)
+    return None if attachment is None else attachment.steps
+
+
+def unmark(model: nn.Module) -> list[Slot] | None:
+    """Undo `mark`. Returns the slots to release, or None for a model that is not attached.
+
+    A make_cache that was set or deleted since stays so. A shallow copy shares its slots with the model
+    that was attached, which goes on.
+    """
+    attachment = vars(model).get(MARK)
+    if attachment is None:
+        return None
+    delattr(model, MARK)
+    if vars(model).get(_MAKE) is attachment:
+        delattr(model, _MAKE)
+        if attachment.original is not None:
+            setattr(model, _MAKE, attachment.original)
+    return attachment.slots if attachment.model is model else []
+
+
+def forget_steps(model: nn.Module) -> None:
+    """Drop the traced steps of `model`, if it is attached: for a thread that ends (`Steps.forget`)."""
+    attachment = vars(model).get(MARK)
+    if attachment is not None:
+        attachment.steps.forget()
+
+
+def own_make_cache(model: nn.Module) -> Callable[[], list]:
+    """Return the function by which the model makes its own caches, attached or not; what the user set since
+    counts as its own."""
+    make, attachment = getattr(model, _MAKE, None), vars(model).get(MARK)
+    if attachment is not None and make is attachment:
+        return attachment.plain_caches
+    return make or _plain(model)
+
+
+# -- where a model comes from, and the names of its caches in calibrations
+
+
+_ORIGIN = "_mlxkv_origin"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The source of a loaded model.
+
+    context: the longest context it was made for, in tokens, or None. calibration: the one that
+    `load` was given, or None.
+    """
+
+    name: str
+    fingerprint: str
+    folder: Path
+    tokenizer: Any
+    context: int | None = None
+    calibration: Calibration | None = None
+
+
+def set_origin(model: nn.Module, origin: Origin) -> None:
+    """Record on `model` where it comes from; `attach` reads it."""
+    setattr(model, _ORIGIN, origin)
+
+
+def origin_of(model: nn.Module) -> Origin | None:
+    """Return the origin that `load` recorded, or None for a model from elsewhere."""
+    return vars(model).get(_ORIGIN)
+
+
+def layer_name(place: Place) -> str:
+    """Return the name of a cache in calibrations: (3,) -> "3", (3, 1) -> "3.1"."""
+    return ".".join(map(str, place))
+
+
+def sizes(shapes: Mapping[Place, ProbedShape]) -> dict[str, tuple[int, int, int]]:
+    """(kv heads, key dim, value dim) of each cache, by its name in calibrations."""
+    return {layer_name(p): (s.heads, s.key_dim, s.value_dim) for p, s in shapes.items()}
