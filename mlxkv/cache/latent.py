@@ -27,7 +27,7 @@ from mlxkv.cache.static import (
     SingleStaticCache,
     StaticCache,
     StepIndices,
-    check_rows,
+    of_batch,
 )
 from mlxkv.cache.stores import LatentCodes
 from mlxkv.cache.view import LatentPages, Pair, TracedLatents, View
@@ -301,15 +301,6 @@ class SingleStaticLatents(SingleStaticCache):
         return super().make_mask(N, return_array and N > 1, window_size)
 
 
-def of_latent_batch(cache: BatchedLatentCache, new: int) -> StaticCache:
-    """Return the static cache of a batch of sequences, which are read one after the other. Raises NotYet while
-    prompts are read."""
-    if cache.is_padded:
-        raise NotYet("prompts of unequal lengths are read")
-    check_rows(cache.rows, LatentKVCache)
-    return ListStaticLatents(cache, new)
-
-
 class ListStaticLatents(ListStaticCache):
     """Arrays of `SingleStaticLatents` for each sequence."""
 
@@ -324,3 +315,8 @@ class ListStaticLatents(ListStaticCache):
     def make_mask(self, N: int, return_array: bool, window_size: int | None):
         """As of one sequence: what is not in use is out of sight (`TracedLatents`)."""
         return super().make_mask(N, return_array and N > 1, window_size)
+
+
+def of_latent_batch(cache: BatchedLatentCache, new: int) -> StaticCache:
+    """Return the static cache of a batch of sequences, which are read one after the other. Raises as `of_batch`."""
+    return of_batch(cache, new, LatentKVCache, ListStaticLatents)

@@ -37,9 +37,6 @@ class NotYet(Exception):
     """This step cannot be traced; a later one may be."""
 
 
-T = TypeVar("T")
-
-
 class StepIndices:
     """The integers of a cache in a step: an array in the trace, shared by caches of equal lengths.
 
@@ -277,21 +274,26 @@ def _columns(indices: StepIndices, sink: int, pages: int, recent: int, new: int)
 # -- The static caches of `BatchedKVCache`: sequences in shared arrays, for kernels, or one after the other.
 
 
-def of_batch(cache: BatchedKVCache, new: int) -> StaticCache:
-    """Return the static cache of a batch. Raises NotYet while prompts are read, and where the next step joins
-    sequences."""
+def of_batch(
+    cache: BatchedKVCache,
+    new: int,
+    row_class: type[CompressedKVCache] = CompressedKVCache,
+    list_class: type[ListStaticCache] | None = None,
+) -> StaticCache:
+    """Return the static cache of a batch. row_class, list_class: of sequences that are read one after the other, and
+    their static cache. Raises NotYet while prompts are read, and where the next step joins sequences."""
     if cache.is_padded:
         raise NotYet("prompts of unequal lengths are read")
     if (buffers := cache.buffers) is not None:
         return BatchStaticCache(cache, buffers, new)
     rows = cache.rows
-    check_rows(rows, CompressedKVCache)
+    _check_rows(rows, row_class)
     if len(rows) > 1 and all(row.supports_batching for row in rows):
         raise NotYet("the sequences are about to join")
-    return ListStaticCache(cache, new)
+    return (list_class or ListStaticCache)(cache, new)
 
 
-def check_rows(rows: Sequence[CompressedKVCache], kind: type[CompressedKVCache]) -> None:
+def _check_rows(rows: Sequence[CompressedKVCache], kind: type[CompressedKVCache]) -> None:
     """Raise Untraceable for sequences in caches of another class, NotYet where one has no pages."""
     if any(type(row) is not kind for row in rows):
         raise Untraceable(f"no static form of {type(rows[0]).__name__} in a batch")
