@@ -188,7 +188,7 @@ def _put_back(replaced: dict[Place, Replaced], places: list[Place]) -> None:
 
 
 def _site(dry_run: DryRun, place: Place) -> Site:
-    """Find the maps around one cache. Raises Refused."""
+    """Find the maps around one cache. Raises NotFolded."""
     trace = dry_run.traces[place]
     if not trace.is_read_once:
         raise NotFolded("its values are read more than once")
@@ -229,7 +229,7 @@ def _source(linears: list[LinearCall], values: mx.array) -> tuple[nn.Module, tup
 
 
 def _shared(sites: Mapping[Place, Site]) -> list[Place]:
-    """Places whose linear maps serve other places too."""
+    """Return the places whose linear maps serve other places too."""
     ids = [id(m) for site in sites.values() for m in (site.source, site.target)]
     return [
         p for p, s in sites.items() if max(ids.count(id(s.source)), ids.count(id(s.target))) > 1
