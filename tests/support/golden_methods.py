@@ -135,7 +135,8 @@ def method(name: str, rng: np.random.Generator) -> dict:
         made["near"] = _near(spec.near(x, quantizer))
         decoded = spec.decode(stored, quantizer)
         made |= _products(out[f"{dims}.q"], out[f"{dims}.p"], decoded)
-        out |= {f"{key}.{n}": y for n, y in made.items()}
+        # Files take arrays as they lie in memory.
+        out |= {f"{key}.{n}": np.ascontiguousarray(y) for n, y in made.items()}
     return out
 
 
