@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import metadata
@@ -409,13 +410,26 @@ for measure in bench.registered_commands:
 app.add_typer(bench, name="bench", cls=Commands)
 
 
-def _usage_line(error) -> str:
-    """Return a usage error of typer, or of click before typer had its own, as a line of ours."""
+def _usage_line(error, words: list[str]) -> str:
+    """Return a usage error of typer, or of click before typer had its own, as a line of ours. words: the command
+    line."""
     ctx, param = error.ctx, getattr(error, "param", None)
     name = ctx.command.name if ctx and ctx.parent else "mlxkv"
     where = param.opts[0] if param and is_option(param) else getattr(error, "option_name", name)
     text = " ".join(error.format_message().split()).rstrip(".")
+    if param and (typed := _typed(words, param.opts)) is not None:
+        what = text.partition(": ")[2] if text.startswith("Invalid value") else text
+        text = f"{what}; got {typed!r}"
     return f"[{where}] {text}" + (f"; write it like {EXAMPLES[name][0]}" if ctx else "")
+
+
+def _typed(words: list[str], names: list[str]) -> str | None:
+    """Return the value typed behind the first of `names` in a command line, or None."""
+    for word, value in zip(words, [*words[1:], ""], strict=True):
+        name, equals, after = word.partition("=")
+        if name in names:
+            return after if equals else value
+    return None
 
 
 def _lost_line(error: OSError) -> str:
@@ -450,7 +464,7 @@ def main(args: list[str] | None = None) -> int:
         if lost:
             line, code = _lost_line(lost), 1
         elif hasattr(error, "format_message"):  # a usage error from typer's parser
-            line, code = _usage_line(error), 2
+            line, code = _usage_line(error, sys.argv[1:] if args is None else args), 2
         elif os.environ.get("MLXKV_TRACEBACK"):
             raise
         elif errors.is_of_memory(error):

@@ -57,10 +57,10 @@ SLIPS = (
     ("fit hello", "(hello); write it like mlxkv fit -m "),
     ("launch", "[launch] Missing argument"),
     ("launch", "; write it like mlxkv launch claude"),
-    ("chat --max-tokens many", "[--max-tokens] Invalid value for '--max-tokens'"),
+    ("chat --max-tokens many", "as an integer; got 'many'; write"),
     ("chat --max-tokens=1.5", "valid integer"),
-    ("chat --temp hot", "[--temp] Invalid value for '--temp'"),
-    ("chat --temperature=", "[--temp] Invalid value for '--temp'"),
+    ("chat --temp hot", "as a number; got 'hot'; write"),
+    ("chat --temperature=", "as a number; got ''; write"),
     (
         "chat hi --kv int5",
         "[--kv] unknown preset; got 'int5'; did you mean int8 or int4? choose from fp16, int8",
@@ -253,7 +253,7 @@ def test_names_that_no_file_can_have(subtests, chat, fails):
             assert "no file can have this name" in fails("calibrate", "--out", name)
             for option in ("--out", "--text"):
                 line = fails("eval", option, name)
-                assert line.startswith((f"[{option}] no", f"[{option}] Invalid value"))
+                assert line.startswith(f"[{option}] ") and "got " in line
 
 
 def test_names_of_no_session(chat, loaded):

@@ -66,7 +66,7 @@ def test_the_same_text_codes_and_files(kv, sides, tokens, tmp_path):
     for layer, right in zip(cache.layers, other, strict=True):
         if not isinstance(layer, CompressedLayer):
             continue
-        assert layer.cache.dropped == getattr(right, "dropped", 0)
+        assert getattr(layer.cache, "dropped", 0) == getattr(right, "dropped", 0)
         mine, right = leaves(layer.cache.state["pages"]), leaves(to_torch(right.state["pages"]))
         assert set(mine) == set(right)
         for name in (n for n in mine if n.endswith("codes")):
