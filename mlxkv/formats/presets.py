@@ -165,9 +165,9 @@ PRESETS: dict[str, CacheConfig] = {
     "oja-0.75+int4": _oja(0.75, Affine(4, 64)),
 }
 # SnapKV: the half of a prompt that its last queries attend to most. Other shares: `replace(CONFIG, keep=...)`.
-PRESETS |= {
-    f"{name}+keep0.5": replace(PRESETS[name], keep=0.5) for name in ("fp16", "int4", "oja-0.75")
-}
+PRESETS.update(
+    {f"{name}+keep0.5": replace(PRESETS[name], keep=0.5) for name in ("fp16", "int4", "oja-0.75")}
+)
 
 # Full precision in pages: they save nothing, and no `--kv` names them. `mlxkv bench decode` compares with them.
 FULL_PAGES = CacheConfig(Side(Half()), Side(Half()))
