@@ -17,7 +17,7 @@ from mlxkv.formats.records import RecordLayout, parts
 MAX_TERMS = 8  # of the polynomial through the levels of a codebook: 4 bits
 LOG2E = log2(e)
 # Mixed bits: words of a table before the blocks, of a block, and of a block for quantizing.
-HEAD, ENTRY, QUANTIZEED = 8, 12, 8
+HEAD, ENTRY, BLOCK_ENTRY = 8, 12, 8
 HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW = 1, 2, 4, 8  # of blocks that are not read in one go
 SPECIAL = 1 << 31  # all of these
 Pair = tuple[mx.array, mx.array]
@@ -102,7 +102,7 @@ def nothing(dtype: mx.Dtype = mx.float32) -> mx.array:
 
 
 # -- mixed bits: tables that say where the codes of each block of 16 dims stand and how wide they are, so that
-# one text serves all layers of a model, whose widths differ. Places: `formats.records.parts`; `text/fill.h` reads them.
+# one text serves all layers of a model, whose widths differ. Places: `formats.records.parts`; `text/mixed_bits.h` reads them.
 
 
 def _second_step(width: int) -> int:
@@ -169,9 +169,9 @@ def mixed_bits_table(layout: RecordLayout) -> mx.array:
 
 @lru_cache(maxsize=512)
 def mixed_bits_quantizing(at: SideLayout) -> mx.array:
-    """[HEAD + MOST_BLOCKS SEALED] float32: blocks, stored dims, words of the codes, 1 / stored dims, 0, ...; of each
+    """[HEAD + MOST_BLOCKS BLOCK_ENTRY] float32: blocks, stored dims, words of the codes, 1 / stored dims, 0, ...; of each
     block the distance of levels for variance 1, the gain, (2^b - 1) / 2, b, then 0, ..."""
-    out = np.zeros((MOST_BLOCKS, QUANTIZEED), np.float32)
+    out = np.zeros((MOST_BLOCKS, BLOCK_ENTRY), np.float32)
     for entry, bits in zip(out, at.widths, strict=False):
         entry[:4] = GAINS[bits] * STEPS[bits], GAINS[bits], (2**bits - 1) / 2, bits
     head = np.zeros(HEAD, np.float32)

@@ -53,7 +53,7 @@ def same(state, other) -> bool:
     return all(mx.array_equal(state[s][k], other[s][k]) for s in quantized.NAMES for k in other[s])
 
 
-QUANTIZEED = [
+QUANTIZED = [
     (64, config_of((3, 3, 2), (2,))),
     (128, config_of((8, 4, 3, 3, 2, 2, 1), (4, 3, 2, 2, 2, 1, 1, 1))),
     (128, low("static-r102")),
@@ -63,7 +63,7 @@ QUANTIZEED = [
 
 def test_the_quantize_kernel_writes_what_plain_ops_store(subtests):
     """And each store reads what the other saved; dequantize gives the same numbers."""
-    for dims, config in QUANTIZEED:
+    for dims, config in QUANTIZED:
         with subtests.test(dims=dims, keys=config.keys.label):
             ours, plain = stores(config, dims, make)
             other, back = stores(config, dims, make)
@@ -100,7 +100,7 @@ WIDE = config_of((8, 4, 3, 2, 1), (4, 3, 2, 1, 1))
 # Head dim, cache, heads, kv heads, new tokens, factory, dtype, bound of the error. 512: Gemma 4.
 ATTENDED = [
     (80, config_of((8, 3, 1, 1), (1, 1, 1)), 4, 2, 2, make_tiles, mx.bfloat16, 6e-3),
-    (128, QUANTIZEED[1][1], 8, 2, 1, make_mma, mx.bfloat16, 6e-3),
+    (128, QUANTIZED[1][1], 8, 2, 1, make_mma, mx.bfloat16, 6e-3),
     (256, WIDE, 2, 1, 1, make_tiles, mx.float16, 3e-3),
     (512, WIDE, 4, 2, 1, make, mx.float32, 5e-6),
     (64, low("static-0.75"), 4, 2, 2, make, mx.float32, 5e-6),
