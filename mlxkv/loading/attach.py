@@ -1,8 +1,8 @@
-"""Give a model of mlx-lm compressed caches (`attach`), and take them away (`detach`).
+"""Attach compressed caches to a model of mlx-lm (`attach`), and remove them (`detach`).
 
-After `attach`, mlx-lm's own `make_prompt_cache(model)` returns compressed caches, so everything in
-mlx-lm that makes or takes a prompt cache runs on them unchanged. `attach` takes five steps, which follow it here in
-their order: `examine`, `fit`, `transform_weights`, `choose_kernels`, `install`.
+After `attach`, mlx-lm's own `make_prompt_cache(model)` returns compressed caches, so every function of mlx-lm that
+makes or accepts a prompt cache works with them unchanged. `attach` has five steps, defined below in this order:
+`examine`, `fit`, `transform_weights`, `choose_kernels`, `install`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from mlxkv.patching.trees import Place, leaves
 if TYPE_CHECKING:
     from mlxkv.formats.calibration.artifact import Calibration
 
-Fitted = dict[Place, tuple[CacheConfig, LayerMaps | None]]  # of each compressed cache
+Fitted = dict[Place, tuple[CacheConfig, LayerMaps | None]]  # by compressed cache
 
 
 def attach(
@@ -65,33 +65,31 @@ def attach(
     fold: bool = False,
     group: mx.distributed.Group | None = None,
 ) -> list[LayerReport]:
-    """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm) as `kv` says: a preset's name, a pair or a
+    """Compress the KV cache of `model` (any model of mlx-lm or mlx-vlm). `kv`: a preset's name, a pair or a
     configuration. A vision model of mlx-vlm is attached at its `language_model`, which makes the caches there.
 
-    Returns one report per cache. Attaching again replaces what was attached. A configuration that compresses nothing
-    (`fp16`) leaves mlx-lm's own caches. Copies of an attached model, deep or unpickled, are attached themselves.
+    Returns one report per cache. Attaching again replaces the previous caches. A configuration that compresses nothing
+    (`fp16`) leaves mlx-lm's own caches. Deep or unpickled copies of an attached model are attached too.
     mlx-lm's `max_kv_size`, and `kv_bits` on compressed layers, have no effect on an attached model, and warn.
 
-    calibration: for a preset that needs one, a file; by default the one
-    that came with the model, or the user's own, or one that is made on the spot, for models that
-    `mlxkv.load` has loaded.
+    calibration: for presets that need one: a calibration or its file. The default is the calibration shipped with
+    the model, else the user's own, else, for models loaded by `mlxkv.load`, a new one made on the spot.
 
-    fold: apply the map of values in the weights of the model, where they are plain linear maps,
-    instead of at run time; the reports say where and why not. Same tokens within rounding. Folding
-    is for good, as in `load(fold=True)`: later calls find the weights folded, with `fold` or
-    without, and the original weights come back by loading the model again. Caches that were filled
-    before hold values that the model no longer reads.
+    fold: apply the map of values in the model's weights, where these are plain linear maps, instead of at run time;
+    the reports say which layers are folded, and why others are not. Tokens are the same within rounding. Folding is
+    permanent, as in `load(fold=True)`: later calls use the folded weights whether `fold` is set or not; only
+    reloading the model restores the original ones. The folded model cannot read caches filled before.
 
-    group: the processes over which `model.shard(group)` of mlx-lm is to spread the model, afterwards:
-    caches hold this process's kv heads, and calibrated maps are cut to them.
+    group: the processes over which mlx-lm's `model.shard(group)` will shard the model after this call: caches hold
+    this process's kv heads, and calibrated maps are cut to them.
 
-    Where some layers of a kind are compressed and others are not (beside a sparse index), caches
-    have no `merge` and no `to_batch`: no mask of a batch fits both, and hosts answer one request at a time.
+    Where only some layers of a kind are compressed (as with a sparse index), caches have no `merge` and no
+    `to_batch`: no batch mask fits both, so hosts serve one request at a time.
 
-    Raises UserError for what is no model, an unknown preset, a calibration that does not fit, and calibrated values
-    where the weights are folded for other maps; with `strict` also if any layer whose cache grows
-    with the context would stay in full precision. Then the model is left as it was. Without
-    `strict`, warns if nothing at all is compressed.
+    Raises UserError if `model` is not a model, for an unknown preset, a calibration that does not fit, and
+    calibrated values where the weights are folded for other maps; with `strict` also if any layer whose cache grows
+    with the context would stay in full precision. On an error the model is unchanged. Without `strict`, warns if
+    no layer is compressed.
     """
     _check_model(model)
     model, config = cached_part(model), parse_kv(kv)
@@ -117,7 +115,7 @@ def attach(
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise UserError unless it may be a model of mlx-lm, or of mlx-vlm."""
+    """Raise UserError unless `model` looks like a model of mlx-lm or mlx-vlm."""
     part = cached_part(model) if isinstance(model, nn.Module) else None
     if part is not None and (hasattr(part, "layers") or hasattr(part, "make_cache")):
         return
@@ -151,11 +149,11 @@ RULES = {
 def examine(
     model: nn.Module, make_cache: Callable[[], list], config: CacheConfig, strict: bool, fold: bool
 ) -> tuple[CacheConfig, list[LayerReport], dict[Place, ProbedShape]]:
-    """Decide which caches of `make_cache()` are compressed. Returns `config` as it fits this model (another one in
-    place of mixed bits, or the one of latents), a report for each layer, and the shapes of compressed caches.
+    """Decide which caches of `make_cache()` are compressed. Returns `config` adapted to this model (another one
+    replaces mixed bits; latents have their own), a report for each layer, and the shapes of the compressed caches.
 
-    Raises UserError, with `strict`, where a layer that grows stays in full precision, and for settings that this
-    model has no use for. The attention function must be patched (`patch.patch`).
+    Raises UserError, with `strict`, if a growing layer stays in full precision, and for settings that do not apply to
+    this model. The attention function must be patched (`patch.patch`).
     """
     with unchanged(model):
         reports, shapes = _examined(model, make_cache, config)
@@ -198,7 +196,8 @@ def _examined(
 def _judge(
     index: int, cache, shape: ProbedShape | None, reason: str | None, config: CacheConfig
 ) -> LayerReport:
-    """Return the report of one cache. shape: None where it is not compressed. reason: why, or None for the rule's."""
+    """Return the report of one cache. shape: None if it is not compressed. reason: why not;
+    None for the reason in its Rule."""
     name = type(cache).__name__
     rule = RULES.get(name) or Rule(f"cache of class {name}", True, "mlxkv does not know this class")
     kind = INDEX_KEYS if reason == INDEX_KEYS else rule.kind.format_map(vars(cache))
@@ -215,7 +214,7 @@ def _judge(
 
 
 def _merge(parts: list[LayerReport]) -> LayerReport:
-    """One report for a layer with several caches: the one of a cache that grows, if there is one."""
+    """Choose the report of a layer with several caches: that of a growing cache, if any."""
     if len(parts) == 1:
         return parts[0]
     growing = [part for part in parts if part.grows and part.kind != INDEX_KEYS] or parts
@@ -223,7 +222,7 @@ def _merge(parts: list[LayerReport]) -> LayerReport:
     return replace(worst, kind=" + ".join(dict.fromkeys(part.kind for part in parts)))
 
 
-# -- 2. fit: the clips, ranks and maps that a calibration gives each layer
+# -- 2. fit: clips, ranks and maps of each layer, from a calibration
 
 
 def fit(
@@ -235,12 +234,12 @@ def fit(
     group: mx.distributed.Group | None,
     fold: bool,
 ) -> tuple[Fitted, list[LayerReport]]:
-    """For each compressed cache its config and maps, cut to this process's kv heads; every process holds all of a
-    latent. The reports say clips and ranks. Raises UserError for a calibration that is missing or does not fit, for
-    `fold` with several processes, and where the weights are folded for other maps."""
+    """Return the config and maps of each compressed cache, cut to this process's kv heads (latents are not cut), and
+    the reports with clips and ranks. Raises UserError for a calibration that is missing or does not fit, for `fold`
+    with several processes, and if the weights are folded for other maps."""
     fitted: Fitted = dict.fromkeys(shapes, (config, None))
     if shapes and config.calibrated:
-        from mlxkv.calibration import fitting  # which reads texts
+        from mlxkv.calibration import fitting  # imported late: it reads texts
 
         fitted = fitting.fit(model, config, shapes, calibration)
     if group is not None and group.size() > 1:
@@ -267,8 +266,8 @@ def transform_weights(
     reports: list[LayerReport],
     fold: bool,
 ) -> tuple[Fitted, list[LayerReport]]:
-    """Fold maps of values into the weights if `fold` asks for it. Returns `fitted` with the maps marked that the
-    weights apply, and reports that say so."""
+    """Fold maps of values into the weights if `fold`. Returns `fitted`, with the folded maps marked, and reports that
+    name the folded layers."""
     folded = fold_of(model)
     if fold:
         by_place = {p: of_layer for p, (_, of_layer) in fitted.items() if of_layer is not None}
@@ -279,7 +278,7 @@ def transform_weights(
 
 
 def _with_fold(report: LayerReport, folded: Fold, tell_all: bool) -> LayerReport:
-    """Return the report of a layer with what the weights do to its values; reasons why not only with `tell_all`."""
+    """Add to a layer's report whether its values are folded; the reason if not, only with `tell_all`."""
     places = [place for place in folded.reasons if place[0] == report.index]
     if not places or not report.compressed:
         return report
@@ -297,8 +296,8 @@ _tried: set[tuple[KernelRequest, launch.Factory]] = set()  # in this process
 def choose_kernels(
     fitted: Fitted, shapes: Mapping[Place, ProbedShape], reports: list[LayerReport]
 ) -> tuple[dict[Place, KernelPlan], list[LayerReport]]:
-    """Return the plan of each cache, and the reports with the kernels that decode their layers here. Builds and tries
-    all kernels that the caches of a model need, with a line of progress."""
+    """Return the kernel plan of each cache, and the reports with the decode kernels of each layer. Builds and tries all
+    kernels that the caches need, with a line of progress."""
     requests = {place: _request(*fitted[place], shape) for place, shape in shapes.items()}
     unique = list(dict.fromkeys(requests.values()))
     representatives = {
@@ -331,7 +330,7 @@ def _request(
 
 
 def _with_kernel(report: LayerReport, plans: Mapping[Place, KernelPlan]) -> LayerReport:
-    """Return the report of a layer with its plan; of several caches, the one that is not decoded well."""
+    """Add its plan to a layer's report; of several caches, the plan that decodes worst."""
     own = [plan for place, plan in plans.items() if place[0] == report.index]
     if not report.compressed or not own:
         return report
@@ -348,26 +347,26 @@ def install(
     shapes: Mapping[Place, ProbedShape],
     plans: Mapping[Place, KernelPlan],
 ) -> None:
-    """Record on the model how its compressed caches are made. slots: of `patch.patch`."""
+    """Install on the model a `make_cache` that makes its compressed caches. slots: from `patch.patch`."""
     kinds = {place: _kind(fitted[place][0], shape) for place, shape in shapes.items()}
     mark(model, slots, {p: partial(kinds[p], *fitted[p], plans[p]) for p in shapes})
 
 
 def _kind(config: CacheConfig, shape: ProbedShape) -> type[CompressedKVCache]:
-    """Return the class of a cache."""
+    """Return the cache class for this format and shape."""
     if shape.latent:
         return IndexedLatentKVCache if shape.selects else LatentKVCache
     return AdaptiveKVCache if config.needs_queries else CompressedKVCache
 
 
-# -- and back
+# -- undo
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`; nothing happens to a model that is not attached.
+    """Undo `attach`; leave a model that is not attached unchanged.
 
-    Folded weights stay folded, with a note on stderr: the model computes the same as before `attach`,
-    its caches hold transformed values. Raises UserError for what is no model.
+    Folded weights stay folded, with a note on stderr: outputs are as before `attach`, but caches hold transformed
+    values. Raises UserError if `model` is not a model.
     """
     if not isinstance(model, nn.Module):
         _check_model(model)
@@ -376,7 +375,7 @@ def detach(model: nn.Module) -> None:
 
 
 def _unmark(model: nn.Module) -> bool:
-    """Undo `attach` without a word. Returns whether the model was attached."""
+    """Undo `attach` without a note. Returns whether the model was attached."""
     slots = unmark(model)
     unpatch(slots or [])
     return slots is not None

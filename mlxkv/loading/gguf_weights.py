@@ -1,4 +1,4 @@
-"""Weights of a GGUF file as arrays of MLX: codes stay codes where MLX has the same, others are decoded."""
+"""Weights of a GGUF file as MLX arrays: codes in a layout that MLX supports are kept, others are decoded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxkv.catalog.folder import Folder
 from mlxkv.catalog.gguf.config import CODES, GROUP, hub_name
 from mlxkv.catalog.gguf.header import BY_NAME
 
-AT_ONCE = 1 << 24  # numbers that are decoded at once, in float32
+AT_ONCE = 1 << 24  # numbers decoded at once, in float32
 
 
 def read_weights(
@@ -22,11 +22,11 @@ def read_weights(
     bits: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, mx.array], dict[str, dict[str, int]]]:
-    """Return arrays by the hub's names, and the bits and the group of each module whose weights are codes.
+    """Return arrays by the hub's names, and bits and group size of each quantised module.
 
-    dtype: of all numbers but scales and biases of codes, which are float16 as stored. bits: of the codes that
-    matrices are rounded to which come in none, or None to keep them in `dtype`.
-    progress: called with (bytes read, all bytes). One tensor at a time is in memory twice.
+    dtype: of all numbers except scales and biases of codes, which stay float16. bits: code width to which
+    unquantised matrices are rounded; None keeps them in `dtype`. progress: called with (bytes read, all bytes).
+    One tensor at a time is in memory twice.
     """
     header, gemma = folder.headers[0], folder.config["model_type"].startswith("gemma")
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
@@ -64,14 +64,14 @@ def read_weights(
 
 
 def _permuted(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a q or k projection in the hub's order: llama.cpp keeps the two halves of a rotary pair together."""
+    """Reorder rows of a q or k projection as on the hub: llama.cpp stores the two halves of a rotary pair together."""
     return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _decoded(
     raw: np.ndarray, kind: str, shape: tuple[int, ...], dtype: mx.Dtype, one_more: bool
 ) -> mx.array:
-    """Numbers of a tensor in `dtype`. one_more: norms of Gemma, to which llama.cpp has added one."""
+    """Decode a tensor to `dtype`. one_more: subtract the 1 that llama.cpp adds to Gemma's norms."""
     if kind == "BF16":
         out = mx.array(raw.view(np.uint16)).view(mx.bfloat16)
     elif kind in ("F16", "F32"):
@@ -93,11 +93,11 @@ def _decoded(
 
 
 def codes(raw: np.ndarray, kind: str) -> tuple[mx.array, mx.array, mx.array]:
-    """Blocks of a matrix, bytes [rows, bytes of a row], as what MLX calls affine codes of groups of 32: packed words
+    """Convert blocks of a matrix, bytes [rows, bytes of a row], to MLX's affine codes with groups of 32: packed words
     uint32, scales and biases float16, all [rows, ...].
 
-    Codes are the same, and scales and biases are exact, but for Q4_K and Q5_K: there they are products of a float16
-    number and a whole number of 6 bits, rounded to float16.
+    Codes are unchanged; scales and biases are exact except for Q4_K and Q5_K, where each is the product of a float16
+    number and a 6-bit integer, rounded to float16.
     """
     blocks = raw.reshape(-1, BY_NAME[kind].size)
     numbers, scale, bias = _PARTS[kind](blocks)
@@ -107,7 +107,7 @@ def codes(raw: np.ndarray, kind: str) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def _packed(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Codes [groups, 32] as a stream of bits, the lowest first."""
+    """Pack codes [groups, 32] into a stream of bits, lowest first."""
     if bits == 8:
         return numbers
     if bits == 4:
@@ -125,7 +125,7 @@ def _nibbles(low: np.ndarray) -> np.ndarray:
 
 
 def _legacy(x: np.ndarray, bits: int, biased: bool) -> tuple[np.ndarray, ...]:
-    """Parts of Q4_0 and Q5_0, whose codes have a sign, and of Q4_1 and Q5_1, which are `biased`."""
+    """Split blocks of Q4_0 and Q5_0, with signed codes, or of Q4_1 and Q5_1 (`biased`)."""
     scale, at = _half(x, 0), 4 if biased else 2
     bias = _half(x, 2) if biased else -(2 ** (bits - 1)) * scale
     if bits == 4:
@@ -140,7 +140,7 @@ def _q8_0(x: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _k(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Parts of Q4_K and Q5_K: the low nibbles of 8 groups [blocks, 8, 32], scales and biases [blocks, 8]."""
+    """Split blocks of Q4_K and Q5_K: low nibbles of 8 groups [blocks, 8, 32], scales and biases [blocks, 8]."""
     from gguf.quants import Q4_K
 
     scales, lows = Q4_K.get_scale_min(x[:, 4:16])

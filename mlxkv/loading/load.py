@@ -1,4 +1,4 @@
-"""Load a model by name, checking all that may be wrong first, and attach a cache to it."""
+"""Load a model by name, after checking everything that can be checked, and attach a cache."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from mlxkv.metal.launch import backend
 from mlxkv.patching import mlx_lm_compat
 from mlxkv.patching.mark import Origin, set_origin, steps_of
 
-ODD = "\u2603 Zq\U0010fffd"  # no vocabulary has it whole: fails where there is no token for what is unknown
+ODD = "\u2603 Zq\U0010fffd"  # in no vocabulary as one token: encoding fails if there is no token for unknown text
 
 
 @dataclass(repr=False)
 class Loaded:
-    """A model that is ready to run; unpacks as `model, tokenizer`, as what mlx_lm.load returns.
+    """A model that is ready to run; unpacks as `model, tokenizer`, like the result of mlx_lm.load.
 
-    name: as it was asked for. path: its folder. config: its config.json. kv, kv_name: what the cache
-    stores, and its name. layers: one report per cache. dtype: of the activations. fingerprint: of
-    its files. context: the longest context the model was made for, in tokens, or None. notes: lines
-    to show after the layers. sampling: what its makers recommend.
+    name: as requested. path: its folder. config: its config.json. kv, kv_name: the cache format, and its name.
+    layers: one report per cache. dtype: of the activations. fingerprint: of its files. context: the longest context
+    the model was made for, in tokens, or None. notes: lines to show after the layers. sampling: the settings that
+    its makers recommend.
     """
 
     model: nn.Module
@@ -78,20 +78,20 @@ class Loaded:
 
     @property
     def steps(self) -> str:
-        """Return how decode steps are made: "replayed", "built by Python: ..." or "none yet"."""
+        """Return how decode steps run: "replayed", "built by Python: ..." or "none yet"."""
         steps = steps_of(self.model)
         return "built by Python: nothing is compressed" if steps is None else steps.state
 
     def tell_steps(self) -> None:
-        """Say on stderr, once, why decode steps are built by Python, where that is not as asked for."""
+        """Print once on stderr why decode steps are built by Python, unless the user chose that."""
         steps = steps_of(self.model)
         if steps is not None and steps.refused and not self._has_spoken:
             self._has_spoken = True
             console.note(f"  decode steps are {steps.state}")
 
     def print_report(self, backend: str = "", quiet: bool = False) -> None:
-        """Print the report on stderr, and warnings about versions and kernels that are not used. quiet: the
-        warnings alone."""
+        """Print the report on stderr, and warnings about versions and unused kernels. quiet: print only the
+        warnings."""
         lines = self.report()
         if backend:
             lines[:1] = [f"{backend}: {line}" for line in lines[:1]]
@@ -109,21 +109,18 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     weights: int | None = None,
 ) -> Loaded:
-    """Load `name` (an alias, a folder, a GGUF file, or `owner/name` on the hub) with the cache that `kv` names:
-    a preset.
+    """Load `name` (an alias, a folder, a GGUF file, or `owner/name` on the hub) and attach a cache of preset `kv`.
 
-    strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for the weights that are not
-    quantised; by default as stored, except that 16-bit weights become float32 where there is no
-    GPU. calibration: as in `attach`; a later `attach` takes it too. fold: apply the map of values in
-    the weights, for good; the model knows it, and cannot be calibrated then. group: processes that
-    share the model (`model.shard` of mlx-lm): each keeps its part of the weights and of the kv heads.
-    progress: called with (bytes read, all bytes) while weights are read. weights: 8 rounds matrices
-    to codes of 8 bits that are in none as stored; of a GGUF file the types that MLX has no codes for.
+    strict: as in `attach`. dtype: "float32", "float16" or "bfloat16" for unquantised weights; by default as stored,
+    except that 16-bit weights become float32 if there is no GPU. calibration: as in `attach`; a later `attach` uses
+    it too. fold: apply the map of values in the weights permanently; the model records it and can no longer be
+    calibrated. group: processes that shard the model (mlx-lm's `model.shard`): each keeps its part of the weights and
+    of the kv heads. progress: called with (bytes read, all bytes) while weights are read. weights: 8 rounds
+    unquantised matrices to 8-bit codes; in a GGUF file, the types for which MLX has no codes.
 
-    Raises UserError, before anything heavy is done where that is possible, and MachineError for a
-    full disk.
+    Raises UserError, before heavy work if possible, and MachineError for a full disk.
     """
-    # First, so that a typing mistake does not cost a download.
+    # First, so that a typo does not cost a download.
     config = parse_kv(kv)
     check_fold(config, fold)
     dtype = dtype_name(dtype)
@@ -133,7 +130,7 @@ def load(
     source = resolve(name)
     require(source)
     folder = check_folder(source.folder or fetch(source.repo))
-    rendering.RENDERER.start()  # it is ready by the time that the weights are
+    rendering.RENDERER.start()  # ready by the time the weights are read
     model, full_config = reading.build(folder, dtype, weights, progress)
     size = 1 if group is None else group.size()
     if size > 1:
@@ -191,10 +188,10 @@ def _tokenizer(folder: Folder, config: dict):
             tokenizer = load_tokenizer(folder.path, extra, eos_token_ids=eos)
         tokenizer.encode(ODD)
         return tokenizer
-    except BaseException as error:  # of any kind, panics of Rust among them
+    except BaseException as error:  # any kind, Rust panics included
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        kind = type(error).__name__  # transformers reads config.json, too
+        kind = type(error).__name__  # transformers reads config.json too
         culprit = "config.json" if kind.startswith("StrictDataclass") else "the tokenizer"
         raise UserError(
             f"[load] {culprit} cannot be loaded ({kind}: "

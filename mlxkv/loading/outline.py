@@ -1,7 +1,7 @@
-"""A model of mlx-lm made of its config.json alone: sizes without weights, which are never computed.
+"""Build a model of mlx-lm from config.json alone: shapes and sizes, with no weights computed.
 
-MLX is lazy: a parameter that nobody reads has a shape and takes no memory. Dry runs happen while MLX traces, when it
-refuses to compute anything.
+MLX is lazy: an unread parameter has a shape but no memory. Dry runs happen inside a trace, where MLX refuses to
+compute anything.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mlxkv.patching.record import PROMPT, record
 from mlxkv.patching.trees import flat
 from mlxkv.untrusted import Unsound
 
-MODULES = 1 << 15  # of a model; the largest have some thousands
-# What mlx-lm makes of the names of others' quantisations: bits, weights with one scale, mode.
+MODULES = 1 << 15  # most modules of a model; the largest models have some thousands
+# How mlx-lm reads names of foreign quantisations: bits, group size, mode.
 METHODS = {"mxfp4": (4, 32, "mxfp4"), "mxfp8": (8, 32, "mxfp8"), "modelopt": (4, 16, "nvfp4")}
 PACKED = {"nvfp4-pack-quantized": (4, 16, "nvfp4"), "mxfp4-pack-quantized": (4, 32, "mxfp4")}
 PACKED |= {"pack-quantized": (4, 32, "affine")}
@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 
 class NotBuilt(Exception):
-    """The reason why mlx-lm makes no model of a config.json."""
+    """The reason why mlx-lm builds no model from a config.json."""
 
 
 def outline(config: dict) -> tuple[list[LayerShape], int, int]:
-    """Read the shapes of its caches, the bytes of its weights as stored and working bytes a token of a prefill off a
-    model that is made of `config` without weights. Raises NotBuilt where mlx-lm cannot, Unsound for sizes that no
-    model has."""
+    """Return the cache shapes, the bytes of the stored weights and the working bytes per prefill token of the model of
+    `config`, built without weights. Raises NotBuilt if mlx-lm cannot build it, Unsound for sizes that no model
+    has."""
     try:
         model = build(config)
         dtype = str(text_config(config).get("dtype") or text_config(config).get("torch_dtype"))
@@ -49,27 +49,27 @@ def outline(config: dict) -> tuple[list[LayerShape], int, int]:
         weights = sum(x.nbytes for _, x in flat(model.parameters()))
     except (NotBuilt, Unsound):
         raise
-    except Exception as error:  # of any kind, where keys are missing or do not fit together
+    except Exception as error:  # any kind: keys are missing or inconsistent
         raise NotBuilt(f"{type(error).__name__}: {brief(error)[:80]}") from error
     heads = [2 * x.key_dim * (x.queries + x.kv_heads) for x in layers]
     return layers, weights, working_bytes(widths[0], max(heads, default=0), max(widths))
 
 
 def classes_of(config: dict) -> tuple[type, type]:
-    """Return the classes of a model and of its arguments, as mlx-lm chooses them. Raises NotBuilt."""
+    """Return the classes that mlx-lm chooses for a model and its arguments. Raises NotBuilt."""
     kind = str(config.get("model_type"))[:40]
     try:
         with redirect_stdout(StringIO()):
             return mlx_lm_compat.model_classes(config)
     except ValueError:
         raise NotBuilt(f"mlx-lm knows no model of type {kind!r}") from None
-    except (Exception, SystemExit) as error:  # a file that asks for another package leaves Python
+    except (Exception, SystemExit) as error:  # a file whose package is missing exits Python
         raise NotBuilt(f"mlx-lm's {kind} cannot be used here ({type(error).__name__})") from None
 
 
 def build(config: dict) -> nn.Module:
-    """Return the model of `config` with MLX's initial weights, none of them computed. Raises NotBuilt, Unsound, and
-    what mlx-lm raises."""
+    """Return the model of `config` with MLX's initial weights, uncomputed. Raises NotBuilt, Unsound, and mlx-lm's
+    errors."""
     check_names(text_config(config))
     model_class, args_class = classes_of(config)
     tied = text_config(config).get("tie_word_embeddings", True)
@@ -84,7 +84,7 @@ def build(config: dict) -> nn.Module:
     with mlx_lm_compat.count_modules(made):
         model = model_class(args_class.from_dict(config))
     for module in model.modules():
-        # Families without this argument tie where a file has no head; transformers does by default.
+        # Families without this argument tie weights if a file has no head; transformers ties by default.
         args = getattr(module, "args", None)
         asks = args is not None and not hasattr(args, "tie_word_embeddings")
         if asks and tied and "lm_head" in module and hasattr(module, "sanitize"):
@@ -94,7 +94,7 @@ def build(config: dict) -> nn.Module:
 
 
 def quantise(model: nn.Module, config: dict) -> None:
-    """Quantise `model` as mlx-lm does for this config.json, or leave it where that names no quantisation."""
+    """Quantise `model` as mlx-lm does for this config.json; leave it unchanged if that names no quantisation."""
     values = _quantisation(config)
     if values is None:
         return
@@ -118,7 +118,7 @@ def quantise(model: nn.Module, config: dict) -> None:
 
 
 def _quantisation(config: dict) -> dict[str, Any] | None:
-    """Return the `quantization` of a config.json, as mlx-lm takes it; what it decodes to 16 bits has none."""
+    """Return the `quantization` that mlx-lm reads from a config.json; None if it decodes the weights to 16 bits."""
     if isinstance(values := config.get("quantization"), dict):
         return {"mode": "affine", **values}
     values = config.get("quantization_config", text_config(config).get("quantization_config"))
@@ -138,14 +138,14 @@ def _quantisation(config: dict) -> dict[str, Any] | None:
 
 
 def _traced(model: nn.Module, run: Callable[[], T]) -> T:
-    """Return what `run` returns, which sees `model` while MLX traces: nothing that depends on a weight can be
-    computed."""
+    """Call `run` with `model` inside an MLX trace, in which no value that depends on a weight can be computed, and
+    return its result."""
     out, faults = [], []
 
     def body() -> mx.array:
         try:
             out.append(run())
-        except Exception as error:  # MLX puts weights back only where nothing is raised
+        except Exception as error:  # MLX restores weights only if no error is raised
             faults.append(error)
         return mx.zeros(())
 
@@ -156,7 +156,7 @@ def _traced(model: nn.Module, run: Callable[[], T]) -> T:
 
 
 def _widths(model: nn.Module) -> list[int]:
-    """Numbers a token that go into each linear map, in their order: an estimate, where the model's code fails on the
-    way, which `layers_of` judges."""
+    """Return the input width of each linear map, in call order; an estimate if the model's code fails halfway
+    (`layers_of` reports that)."""
     calls = record(model, own_make_cache(model)(), calls=[]).calls
     return [x.size // PROMPT for _, x, _ in calls] or [0]

@@ -1,7 +1,7 @@
-"""Compare a model's compressed cache with its full one on a few hundred tokens, once, and warn where they disagree.
+"""Compare a model's compressed cache with its full one once, on a few hundred tokens, and warn if they disagree.
 
 Some methods collapse on some families: on keys with a bias (Qwen2.5), or behind a norm with a few large weights
-(Gemma 3). Which ones do shows within a thousand tokens of any text.
+(Gemma 3). A thousand tokens of any text are enough to show it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
 from mlxkv.patching.mark import own_make_cache
 
-TOKENS, LAST = 1024, 64  # that are read, and compared at their end
-STEP = 256  # tokens at once: attention reads what is stored of those before
+TOKENS, LAST = 1024, 64  # tokens read; tokens compared, at their end
+STEP = 256  # tokens per chunk: attention reads the stored tokens of earlier chunks
 LIMIT = 0.1  # nats
-# Presets that have not failed on any model that was measured: they start without this.
+# Presets that did not fail on any measured model: not checked.
 TRUSTED = ("fp16", "int8", "int4")
 
 
 def warn(loaded) -> None:
-    """Print one line on stderr if `loaded` (a `mlxkv.Loaded`) predicts other tokens with its cache than without.
+    """Print one line on stderr if `loaded` (a `mlxkv.Loaded`) predicts differently with its compressed cache.
 
     The result is kept in the user's cache folder, by model, format and calibration.
     """
@@ -56,7 +56,7 @@ def warn(loaded) -> None:
 
 def divergence(loaded) -> float:
     """Return the mean KL of next tokens, nats, from the full cache to the compressed one, over LAST tokens of the
-    calibration corpus behind TOKENS - LAST others; less text where the model's context is shorter."""
+    calibration corpus after TOKENS - LAST others; over less text if the model's context is shorter."""
     text = "\n\n".join(corpus.interleaved("calibration"))[: 16 * TOKENS]
     tokens = loaded.tokenizer.encode(text, add_special_tokens=False)[: loaded.context or TOKENS][
         :TOKENS
@@ -67,7 +67,7 @@ def divergence(loaded) -> float:
 
 
 def _log_probabilities(model, cache: list, tokens: list[int]) -> mx.array:
-    """After each of the last tokens, [T, vocabulary] float32."""
+    """Return log probabilities after each of the last tokens, [T, vocabulary] float32."""
     ids = mx.array(tokens)[None]
     for start in range(0, max(0, len(tokens) - LAST), STEP):
         model(ids[:, start : min(start + STEP, len(tokens) - LAST)], cache=cache)
@@ -77,7 +77,7 @@ def _log_probabilities(model, cache: list, tokens: list[int]) -> mx.array:
 
 
 def _key(loaded) -> str:
-    """Name what the result depends on."""
+    """Return the cache key of a result: model, format and calibration."""
     calibration = find_calibration(loaded.model, loaded.kv)
     parts = [loaded.fingerprint, str(loaded.dtype), __version__, loaded.kv.as_dict()]
     parts.append(calibration and calibration.digest)

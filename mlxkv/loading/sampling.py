@@ -1,4 +1,4 @@
-"""Sampling as the makers of a model recommend it: generation_config.json, or what their model card says."""
+"""Sampling settings recommended by a model's makers, from generation_config.json or the model card."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxkv.catalog.aliases import PACKAGES
 from mlxkv.catalog.folder import SMALL
 
 FILE = "generation_config.json"
-# The lowest and the highest value that mlx-lm's samplers take.
+# The lowest and the highest value that mlx-lm's samplers accept.
 LIMITS = {
     "temperature": (0.0, 100.0),
     "top_p": (1e-3, 1.0),
@@ -27,7 +27,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of mlx-lm's samplers, by their names in requests. The usual ones take the likeliest token.
+    """Settings of mlx-lm's samplers, by their names in requests. The defaults choose the likeliest token.
     repetition_penalty: 0 for none."""
 
     temperature: float = 0.0
@@ -37,17 +37,17 @@ class Sampling:
     repetition_penalty: float = 0.0
 
     def drawing(self) -> tuple[Callable, list[Callable]]:
-        """mlx-lm's sampler, and its logits processors."""
+        """Return mlx-lm's sampler and logits processors."""
         sampler = make_sampler(self.temperature, self.top_p, self.min_p, top_k=self.top_k)
         return sampler, make_logits_processors(repetition_penalty=self.repetition_penalty or None)
 
 
 def read_sampling(path: Path, name: str, vocabulary: int) -> Sampling:
-    """Return the settings for the model `name` in the folder `path`; the usual ones where its makers say nothing.
-    A value that no sampler can take counts as not said."""
+    """Return the settings for the model `name` in the folder `path`; the defaults if its makers recommend none.
+    Values that no sampler accepts are ignored."""
     try:
         settings = untrusted.read_json(path / FILE, SMALL)
-    except (OSError, ValueError):  # a GGUF file has none; Unsound is a ValueError
+    except (OSError, ValueError):  # a GGUF file has no such config; Unsound is a ValueError
         settings = {}
     settings = settings if isinstance(settings, dict) else {}
     if settings.get("do_sample") is False:
@@ -59,7 +59,7 @@ def read_sampling(path: Path, name: str, vocabulary: int) -> Sampling:
     }
     if settings.get("do_sample") and "temperature" not in values:
         values["temperature"] = 1.0  # as transformers
-    if values.get("top_k", 0) >= vocabulary:  # all of them, which mlx-lm's sampler refuses
+    if values.get("top_k", 0) >= vocabulary:  # keeps every token: mlx-lm's sampler refuses that
         del values["top_k"]
     if values.get("repetition_penalty") == 1:
         del values["repetition_penalty"]

@@ -1,5 +1,5 @@
-"""Build what decoding needs before the first token, say where kernels are not used, and step down to slower ones when a
-kernel fails at run time."""
+"""Build kernels and traces before the first token, report unused kernels, and fall back to slower ones when a kernel
+fails at run time."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ WHY = "`mlxkv doctor` shows why"
 
 
 def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:
-    """Return the line to say where a GPU decodes a compressed layer without kernels. The bool says how loudly:
-    True where kernels should run there and do not, False where no kernel reads the format. None where
-    kernels run, where there is no GPU, or where they are not wanted."""
+    """Return a line about compressed layers that a GPU decodes without kernels, and whether it is a warning: True if
+    kernels should run there but do not, False if no kernel reads the format. None if kernels run, if there is no
+    GPU, or if they are switched off."""
     if launch.factory() is None and not launch.switched_off(launch.KERNELS):
         return None
     slow = [r.plan for r in reports if r.plan is not None and not r.plan.by_kernels]
@@ -44,8 +44,8 @@ def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:
 
 
 def print_reports(lines: list[str], reports: list[LayerReport], quiet: bool) -> None:
-    """Print the lines of a report on stderr, and warnings about versions and kernels that are not used. quiet: the
-    warnings alone."""
+    """Print the lines of a report on stderr, and warnings about versions and unused kernels. quiet: print only
+    the warnings."""
     for line in [] if quiet else lines:
         console.note(f"  {line}")
     for line in out_of_range():
@@ -58,11 +58,12 @@ def print_reports(lines: list[str], reports: list[LayerReport], quiet: bool) -> 
 
 
 def step_down(loaded: Loaded, error: Exception) -> str | None:
-    """After an error while `loaded` ran: switch off what it may come from, first tiles, then all kernels,
-    for this process. Returns a line that says why and what runs instead, or None where no kernel ran, or
-    another one would not help. Caches that were made before have to go: they hold on to their kernels."""
+    """Switch off kernels in this process after `error` of `loaded`: first tiles, then all.
+
+    Returns a line with the reason and the replacement, or None if no kernel ran or another one would not help. Drop
+    caches made before: they keep their kernels."""
     tiles.forget_counters()
-    # MLX raises no other kind; Python's own subclasses are no fault of a GPU.
+    # MLX raises only this class; Python's own subclasses do not come from a GPU.
     if type(error) is not RuntimeError:
         return None
     selftest.drain(generation_stream)
@@ -75,27 +76,27 @@ def step_down(loaded: Loaded, error: Exception) -> str | None:
     )
     first = launch.TILES if tiled else launch.KERNELS
     launch.switch_off(first, reason)
-    # What was drawn from may be lost with the step.
+    # The random state may be lost with the failed step.
     mx.random.seed(time.time_ns())
     mx.clear_cache()
     slower = (
         PortableBackend() if tiled else PLAIN_OPS
-    )  # the portable body is tried as the caches are made
+    )  # making the caches tries the portable kernel
     plan = KernelPlan(slower, launch.switched_off(first), failed=True, device=backend())
     loaded.layers[:] = [replace(r, plan=plan) if r.plan in plans else r for r in loaded.layers]
     name = "portable kernels" if tiled else "plain ops, slowly,"
     return f"! a kernel failed on this GPU: {reason}; from here on {name} decode. {WHY}"
 
 
-TOKENS = 3  # decoded: the first trace, a replay, and what is not used before the third
+TOKENS = 3  # decoded: the first trace, a replay, and kernels first used by the third
 
 
 def warm_up(loaded: Loaded) -> None:
-    """Decode a few tokens on a GPU, after a prompt that quantizes a page, with caches that are thrown away; shows
-    progress. For the thread that decodes later: traces belong to a thread. Does nothing where no step is
-    traced, nor on a CPU, which would take a second or two at every start.
+    """Decode a few tokens on a GPU, after a prompt that quantizes a page, with temporary caches; show progress. Call
+    it in the thread that decodes later: traces belong to a thread. Skipped if no step is traced, and on a CPU, where
+    it would cost a second or two at every start.
 
-    A fault of the GPU is told, and slower kernels run instead, as in the middle of a reply.
+    A GPU fault is reported, and slower kernels run instead, as during a reply.
     """
     steps = steps_of(loaded.model)
     if backend() == "cpu" or steps is None or steps.off:
@@ -107,7 +108,7 @@ def warm_up(loaded: Loaded) -> None:
         except RuntimeError as error:
             if line := step_down(loaded, error):
                 console.warn(line)
-        # Without a line the first reply meets the same fault, and ends with it.
+        # Without a line there is no fallback: the first reply fails with the same fault.
     mx.clear_cache()
     loaded.tell_steps()
 

@@ -1,4 +1,4 @@
-"""Build a model by mlx-lm, read its weights, or one process' share of them, and choose their type."""
+"""Build a model with mlx-lm, read its weights, or one process's share of them, and choose their dtype."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mlxkv.patching.mark import own_make_cache
 from mlxkv.patching.record import PROMPT, record
 from mlxkv.patching.trees import flat
 
-AT_ONCE = 64 << 20  # bytes of weights that are read before progress is told
-DECODED = 1 << 30  # bytes of matrices in float32
+AT_ONCE = 64 << 20  # bytes of weights read between two progress calls
+DECODED = 1 << 30  # most bytes of matrices decoded to float32
 
 
 def build(
@@ -29,10 +29,10 @@ def build(
     bits: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nn.Module, dict]:
-    """Return the model, its weights not evaluated yet, and the configuration as mlx-lm completes it.
+    """Return the model, with its weights not evaluated yet, and the configuration as completed by mlx-lm.
 
-    dtype: what `set_dtype` is asked for, so that a GGUF file is decoded to it. bits: of the codes that matrices are
-    rounded to where they come in none. progress: of a GGUF file, which is read at once. Raises UserError.
+    dtype: as for `set_dtype`; a GGUF file is decoded to it. bits: code width to which unquantised matrices are
+    rounded. progress: for a GGUF file, which is read immediately. Raises UserError.
     """
     from mlx_lm.utils import load_model
 
@@ -46,7 +46,7 @@ def build(
         ) from None
     try:
         if not folder.is_gguf:
-            # Of mlx-lm itself: `mlxkv run` gives what a program loads other caches.
+            # mlx-lm's own function: `mlxkv run` wraps it to attach caches to a program's models.
             model, config = unwrap(load_model)(folder.path, lazy=True)
             if bits is not None:
                 nn.quantize(model, class_predicate=lambda _, module: _rounded(module, bits))
@@ -59,7 +59,7 @@ def build(
         model.load_weights(list(arrays.items()))
         model.eval()
         return model, dict(folder.config)
-    except Exception as error:  # mlx-lm raises anything when files are wrong
+    except Exception as error:  # mlx-lm may raise any error for damaged files
         raise UserError(
             f"[load] configuration and weights do not fit together ({type(error).__name__}: "
             f"{brief(error)}); got a {kind} in {folder.path}; fetch the model again"
@@ -67,7 +67,7 @@ def build(
 
 
 def _rounded(module: nn.Module, bits: int) -> bool | dict[str, int]:
-    """Return how a module is rounded to codes, if it holds a matrix whose rows take whole groups."""
+    """Return the quantisation of a module, if it holds a matrix whose rows are whole groups."""
     if not hasattr(module, "to_quantized"):
         return False
     groups = (n for n in (64, 32) if module["weight"].shape[-1] % n == 0)
@@ -92,11 +92,11 @@ def read_model(model: nn.Module, progress: Callable[[int, int], None] | None) ->
 
 
 def try_out(model: nn.Module, folder: Folder) -> None:
-    """Raise UserError for a model whose code fails on two tokens and on a third. Nothing is computed: MLX
-    is lazy."""
+    """Raise UserError if the model's code fails on a prompt of two tokens or on a third. Computes nothing: MLX is
+    lazy."""
     try:
         error = record(model, own_make_cache(model)(), (PROMPT, 1)).error
-    except Exception as fault:  # of the code that makes caches
+    except Exception as fault:  # from the code that makes caches
         error = fault
     if error is not None:
         raise UserError(
@@ -107,7 +107,7 @@ def try_out(model: nn.Module, folder: Folder) -> None:
 
 
 def _usual(stored: str) -> str:
-    """Return the type to compute in where nobody asks for one."""
+    """Return the default dtype to compute in."""
     return "float32" if mx.default_device() == mx.Device(mx.cpu) else stored
 
 
@@ -124,9 +124,9 @@ def set_dtype(model: nn.Module, dtype: str | None) -> list[str]:
 
 
 def fit_cpu(model: nn.Module) -> None:
-    """Prepare a model for products on a CPU. Codes are decoded up to DECODED bytes, which is faster than to decode them
-    in every product. The reference BLAS of MLX's wheel for Linux adds up columns several times faster than rows: for
-    it matrices stay [out, in], but lie in memory by columns."""
+    """Prepare a model for matrix products on a CPU. Codes are decoded, up to DECODED bytes, which is faster than
+    decoding them in every product. The reference BLAS in MLX's Linux wheel sums columns several times faster than
+    rows: for it matrices stay [out, in] but are stored column-major."""
     from mlx_lm.utils import dequantize_model
 
     sizes = (m.weight.size * 32 // m.bits * 4 for m in model.modules() if hasattr(m, "bits"))
@@ -138,17 +138,17 @@ def fit_cpu(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding) and "scales" not in module:
             module.weight = mx.contiguous(module.weight.T).T
-            mx.eval(module.weight)  # one by one: the matrix by rows is let go
+            mx.eval(module.weight)  # one by one, so that each row-major matrix is freed
 
 
 def dtype_of(model: nn.Module) -> mx.Dtype:
-    """Return the floating type of most arrays; quantised weights count by their scales."""
+    """Return the most common floating dtype of the weights; quantised ones count by their scales."""
     kinds = [x.dtype for _, x in flat(model.parameters()) if mx.issubdtype(x.dtype, mx.floating)]
     return max(set(kinds), key=kinds.count, default=mx.float32)
 
 
 def check_shares(model: nn.Module, folder: Folder, size: int) -> None:
-    """Raise UserError for a model that cannot be spread over `size` processes."""
+    """Raise UserError if the model cannot be sharded over `size` processes."""
     kind, text = cut(folder.config["model_type"]), text_config(folder.config)
     if not hasattr(model, "shard"):
         raise UserError(
@@ -167,7 +167,7 @@ def take_share(model: nn.Module, folder: Folder, group: mx.distributed.Group) ->
     """Keep this process's share of the weights, and read them. Raises UserError."""
     try:
         model.shard(group)  # pyright: ignore[reportOptionalCall]  # mlx: attributes are None
-    except ValueError as error:  # widths that do not divide, or groups of quantised weights
+    except ValueError as error:  # indivisible widths or quantisation groups
         raise UserError(
             f"[load] weights cannot be shared evenly ({brief(error)}); got {folder.path} for "
             f"{group.size()} processes; choose another number of them"
@@ -177,15 +177,15 @@ def take_share(model: nn.Module, folder: Folder, group: mx.distributed.Group) ->
 
 
 class _Single:
-    """A group of one process, for layers that sum nothing but gradients."""
+    """A group of one process, for layers that sum only gradients."""
 
     def size(self) -> int:
         return 1
 
 
 def without_gradients(model: nn.Module) -> None:
-    """Let layers that MLX spread over processes leave out what only their gradients need: a Python function
-    for each of them in each step, five a layer of a llama, of 20 us on the host each."""
+    """Stop sharded layers from doing work that only gradients need: a Python function per linear map and step, 20 us
+    on the host each, five in a layer of a llama."""
     for module in model.modules():
         if isinstance(module, (AllToShardedLinear, QuantizedAllToShardedLinear)):
             module.group = _Single()  # pyright: ignore[reportAttributeAccessIssue]  # its size is read
