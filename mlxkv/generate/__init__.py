@@ -1,1 +1,1 @@
-"""Prompts, replies and what they leave behind: generation, stop words, roles, saved caches, memory in use."""
+"""Prompts, generation, stop words, roles, saved caches and memory in use."""

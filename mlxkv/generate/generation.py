@@ -17,8 +17,7 @@ from mlxkv.generate.stops import Front
 from mlxkv.metal.launch import backend
 from mlxkv.patching.trees import flat
 
-# Tokens of a prompt that are read at once. A CPU gains nothing from more, and progress and Ctrl-C are
-# looked at between two chunks.
+# Prompt tokens per chunk. A CPU is no faster with more, and progress and Ctrl-C are handled between two chunks.
 PREFILL_STEP = 2048
 PREFILL_STEP_CPU = 512
 
@@ -31,8 +30,8 @@ class Stopped(Exception):
 class Stats:
     """Counts and times of one reply.
 
-    prompt_tokens: the whole prompt. read_tokens: the part that the cache did not hold yet. held:
-    tokens of this call that the cache holds by now.
+    prompt_tokens: the whole prompt. read_tokens: its tokens that were not in the cache yet. held: tokens
+    of this call that are in the cache now.
     """
 
     prompt_tokens: int = 0
@@ -62,9 +61,9 @@ class Piece:
 class _CheckedSampler:
     """A sampler that also computes, in the same graph, whether the logits were finite.
 
-    A NaN anywhere in the logits makes every log probability NaN, so the one of the drawn token is
-    enough. `mx.depends` computes the flag together with the token, so that reading it does not wait
-    for the GPU again. broken: a queue of flags, one per token.
+    A NaN anywhere in the logits makes every log probability NaN, so checking the drawn token's is enough.
+    `mx.depends` computes the flag together with the token, so reading it needs no second wait for the GPU. broken: a
+    queue of flags, one per token.
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array]):
@@ -101,7 +100,7 @@ def stream(
     progress: called with (tokens done, all tokens) during the prefill. stop: called after each token
     and each prefill chunk; true ends the reply and leaves the cache consistent. stats: filled in
     place; `stats.held` is right whenever this generator is not running. processors: mlx-lm's logits processors.
-    prefix: the last token of a prompt whose end is the start of the reply, else none.
+    prefix: the last prompt token, if the prompt ends with the start of the reply; else empty.
 
     Raises UserError for an empty prompt, MachineError when the logits hold NaN or infinity.
     """
@@ -144,7 +143,7 @@ def stream(
             if checked.is_broken():
                 raise _broken_logits(loaded, stats.generated_tokens)
             stats.finish_reason = response.finish_reason or ""
-            if response.finish_reason != "stop":  # the token that ends a turn is no text
+            if response.finish_reason != "stop":  # the token that ends a turn is not text
                 front.add(response.token)
             text = front.mended(response.text, response.finish_reason is not None)
             yield Piece(response.token, text)
@@ -159,8 +158,7 @@ def stream(
 
 
 def _broken_logits(loaded, step: int) -> Exception:
-    """Return what to raise for NaN or infinity in the logits: a UserError where the weights hold them
-    already."""
+    """Return the error for NaN or infinity in the logits: a UserError if they come from the weights."""
     for name, x in flat(loaded.model.parameters()):
         if mx.issubdtype(x.dtype, mx.floating) and not mx.isfinite(x).all().item():
             return UserError(
@@ -180,5 +178,5 @@ def new_cache(loaded) -> list:
 
 
 def prefill_step() -> int:
-    """Tokens of a prompt that are read at once on this machine."""
+    """Return how many prompt tokens this machine reads per chunk."""
     return PREFILL_STEP_CPU if backend() == "cpu" else PREFILL_STEP

@@ -1,4 +1,4 @@
-"""A chat session on disk: what mlx-lm's `save_prompt_cache` writes, with the entries of `formats.session`."""
+"""Chat sessions on disk: files of mlx-lm's `save_prompt_cache`, with the metadata of `formats.session`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from mlxkv.patching.trees import flat, leaves
 
 
 def save(name: str, saved: Saved, loaded) -> Path:
-    """Write a session, private; the file is complete or untouched, a link in its place is replaced. Returns
-    its path. Raises UserError, MachineError."""
+    """Write a session atomically to a private file, replacing a link. Returns its path. Raises UserError,
+    MachineError."""
     if not name.strip():
         raise UserError("[/save] no file name; write /save FILE")
     if not saved.tokens:
@@ -51,7 +51,7 @@ def save(name: str, saved: Saved, loaded) -> Path:
 
 
 def write_session(file: BinaryIO, saved: Saved, loaded) -> None:
-    """Write a session to an empty file, open to write and to read. Raises OSError, RuntimeError."""
+    """Write a session to an empty file, open for writing and reading. Raises OSError, RuntimeError."""
     entries = session.entries(
         saved,
         model=loaded.name,
@@ -61,7 +61,7 @@ def write_session(file: BinaryIO, saved: Saved, loaded) -> None:
         mlx_lm=version("mlx-lm"),
     )
     entries["trims"] = json.dumps(can_trim_prompt_cache(saved.cache))
-    save_prompt_cache(file, saved.cache, entries)  # pyright: ignore[reportArgumentType]  # mlx takes files
+    save_prompt_cache(file, saved.cache, entries)  # pyright: ignore[reportArgumentType]  # mlx accepts files
     session.fill_checksum(file)
 
 
@@ -79,17 +79,17 @@ def read_session(path: Path, loaded, follow: bool = True) -> Saved:
     session.check_session(head, loaded.name, loaded.fingerprint, loaded.kv_name, loaded.kv, mlx_lm)
     saved = session.saved_of(head, None, text_config(loaded.config).get("vocab_size"))
     like = make_prompt_cache(loaded.model)
-    if head.kinds != [type(cache).__name__ for cache in like]:  # mlx-lm makes what it is told
+    if head.kinds != [type(cache).__name__ for cache in like]:  # the file chooses them
         raise head.wrong("has other caches than this model")
     try:
         saved.cache = load_prompt_cache(str(path))
         match_fold(loaded.model, saved.cache)
-        loaded.model(mx.array([[0]]), cache=like)  # for its shapes alone: nothing is computed
+        loaded.model(mx.array([[0]]), cache=like)  # only for shapes: computes nothing
         for (_, restored), (_, fresh) in zip(leaves(saved.cache), leaves(like), strict=True):
             check_path(restored, fresh, len(saved.tokens))
     except UserError as error:
         raise head.wrong(f"cannot be used: {error}") from None
-    except Exception as error:  # what others wrote may make MLX and mlx-lm raise anything
+    except Exception as error:  # foreign files may make MLX and mlx-lm raise any error
         reason = session.printable(str(error))
         raise head.wrong(
             f"cannot be read by mlx-lm {mlx_lm} ({type(error).__name__}: {reason})"
@@ -98,24 +98,23 @@ def read_session(path: Path, loaded, follow: bool = True) -> Saved:
 
 
 def about(path: Path) -> tuple[list[int], bool]:
-    """Return the tokens of a saved session, and whether it can be cut back to a part of them, from the header
-    alone. Raises UserError for other files, and links."""
+    """Return the tokens of a saved session, and whether its caches can be trimmed, from the header alone. Raises
+    UserError for other files and for links."""
     head = session.read_header(path, follow=False)
     return session.tokens_of(head), head.entries.get("trims") != "false"
 
 
 # -- Caches read from a file: kinds, shapes, counts and numbers.
-#
-# Shapes come first, which cost nothing (MLX is lazy): only what fits is read at all.
+# Shapes are checked first, which is free (MLX is lazy): arrays of a wrong shape are never read.
 
 
-# What mlx-lm's caches say about their kind.
+# Attributes that define an mlx-lm cache.
 FIXED = ("keep", "max_size", "chunk_size", "group_size", "bits")
 
 
 def check_path(cache, like, tokens: int) -> None:
-    """Raise UserError or ValueError unless `cache` can go on where `like`, which the model has given one token, could
-    after `tokens` of them."""
+    """Raise UserError or ValueError unless `cache` matches `like`, a cache after one token of this model, at `tokens`
+    tokens."""
     if type(cache) is not type(like):
         raise ValueError(f"a {type(cache).__name__}, not a {type(like).__name__}")
     if getattr(cache, "offset", tokens) != tokens:
@@ -127,7 +126,7 @@ def check_path(cache, like, tokens: int) -> None:
 
 
 def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.array]:
-    """Check all but the numbers, which it returns, those inside of page records, too."""
+    """Check everything but the float values; return the arrays of these, including those inside page records."""
     state.check_config(cache.config, like.config)
     assert like.recent is not None
     keys, values = like.recent
@@ -154,7 +153,7 @@ def _compressed(cache: CompressedKVCache, like: CompressedKVCache) -> list[mx.ar
 
 
 def _plain(cache, like) -> list[mx.array]:
-    """Return the same for mlx-lm's own caches."""
+    """Check one of mlx-lm's own caches in the same way."""
     arrays_read, expected = (dict(tree_flatten(member.state)) for member in (cache, like))
     if set(arrays_read) != set(expected):
         raise ValueError("parts of a cache missing, or too many")

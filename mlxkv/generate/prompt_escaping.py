@@ -1,8 +1,8 @@
-"""The contents of a chat are text: a special token that somebody writes there is not one.
+"""Encode special tokens in the contents of a chat as plain text.
 
-A chat template joins contents and the tokens between turns to one text, in which nobody can tell whose
-`<|im_start|>` is whose. So such words in contents are broken by a mark before the template runs, and its
-text is cut at the marks: no piece holds the word. Chats without such words are encoded as ever.
+A chat template joins contents and control tokens to one text, in which a user's `<|im_start|>` looks like the
+template's. So a mark is inserted into such words in contents before the template runs, and the rendered text is
+split at the marks: no piece contains the word. Chats without such words are encoded as usual.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from mlxkv import untrusted
 
-MARKS = [chr(code) for code in range(0xE000, 0xE040)]  # private use: in no template
-# Behind one of them a piece is encoded as in the middle of a text, without the space that some tokenizers write in
-# front of every text; the first that does not grow together with the piece.
+MARKS = [chr(code) for code in range(0xE000, 0xE040)]  # private use area: in no template
+# A piece is encoded after one of these, as in the middle of a text: some tokenizers put a space in front of every
+# # text. The first that does not merge with the piece is used.
 ANCHORS = ("\n", "a", ".", "|", "0")
 
 
 class PromptEscaper:
-    """The words that a tokenizer takes for a token in any text: its special tokens, and the added
-    tokens that its chat template writes (`<think>`, `<tool_call>`).
+    """Escapes the words that a tokenizer parses as tokens in any text: its special tokens, and the added tokens that
+    its chat template writes (`<think>`, `<tool_call>`).
 
-    words: finds their places in a text; None if there are none. reply: the same for what the assistant said and
-    thought, which may hold marks of thinking and of tool calls, as the model wrote them. What it called tools with
-    may not: that is copied from what it read.
+    words: regex that finds them; None if there are none. reply: the same for the assistant's content and reasoning,
+    in which the model's own marks of thinking and tool calls are allowed. They are not allowed in tool arguments,
+    which may be copied from the prompt.
     """
 
     def __init__(self, tokenizer):
@@ -35,14 +35,14 @@ class PromptEscaper:
         marks = [getattr(tokenizer, f"{name}_{end}", None) or "" for name, end in _REPLY]
         template = str(getattr(tokenizer, "chat_template", None) or "") + " ".join(marks)
         added = (getattr(tokenizer, "added_tokens_decoder", None) or {}).values()
-        # Of the others not plain words, which a text has every right to.
+        # Of the other added tokens, skip plain words: ordinary text may contain them.
         words = {
             str(token)
             for token in added
             if token.special or (str(token) in template and not str(token).strip().isalnum())
         }
         words |= set(getattr(tokenizer, "all_special_tokens", ()))
-        # A normalizer may lower the case before it looks for a token.
+        # A normalizer may lower-case the text before tokens are matched.
         normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
         folds = normalizer is not None and any(x.special and x.normalized for x in added)
         self._special = sorted(words, key=len, reverse=True)
@@ -50,8 +50,8 @@ class PromptEscaper:
         self.reply = _finder({word for word in words if not any(word in x for x in marks)}, folds)
 
     def marked(self, chat: list[dict], *values: Any) -> tuple[str | None, list]:
-        """Break such words in messages, and in other values that a template reads (tools). Returns the mark
-        and [messages, *values]; the mark is None, and they are the same, if there is nothing to break."""
+        """Break such words in messages and in other template inputs (tools). Returns the mark and [messages, *values];
+        if there are no such words, the mark is None and the inputs are returned unchanged."""
         texts: list[str] = []
         chat = [_with_arguments(message) for message in chat]
         self._each_text(
@@ -69,7 +69,7 @@ class PromptEscaper:
         return mark, marked
 
     def _each_text(self, chat: list[dict], values: tuple, change) -> list:
-        """Return a copy in which change(text, words) stands for every text."""
+        """Return a copy with every text replaced by change(text, words)."""
         if self.words is None:
             return [chat, *values]
         out = []
@@ -92,8 +92,8 @@ class PromptEscaper:
     def encode(
         self, parts: list[str], add_special_tokens: bool = False, context: str = ""
     ) -> list[int]:
-        """Return the tokens of a text in pieces. add_special_tokens: the first token too, unless the text begins with
-        it, as in mlx-lm. context: the text that it stands behind."""
+        """Return the tokens of a text in pieces. add_special_tokens: add the first token, unless the text begins with
+        it, as in mlx-lm. context: the preceding text."""
         out: list[int] = []
         for i, part in enumerate(parts):
             if i or context:
@@ -105,7 +105,7 @@ class PromptEscaper:
         return out
 
     def _continue(self, context: str, text: str) -> list[int]:
-        """Return the tokens of `text` where it stands behind `context`."""
+        """Return the tokens of `text` after `context`."""
         encode = partial(self._tokenizer.encode, add_special_tokens=False)
         anchors = [word for word in self._special if context.endswith(word)][:1] or ANCHORS
         for anchor in anchors:
@@ -117,7 +117,7 @@ class PromptEscaper:
 
 
 class Cut:
-    """A tokenizer for one chat whose contents are broken by `mark`: it encodes text in pieces."""
+    """A tokenizer for one chat whose contents contain `mark`: encodes the text in pieces."""
 
     def __init__(self, tokenizer, escaper: PromptEscaper, mark: str):
         self._tokenizer, self._escaper, self._mark = tokenizer, escaper, mark
@@ -137,14 +137,14 @@ _REPLY = [(kind, end) for kind in ("think", "tool_call") for end in ("start", "e
 
 
 def pieces(text: str, mark: str | None) -> list[str]:
-    """Return a rendered text, cut at its marks; JSON that escapes more than it has to writes them as \\ue000."""
+    """Split a rendered text at its marks; JSON with needless escapes writes them as \\ue000."""
     if mark is None:
         return [text]
     return re.split(f"{mark}|{re.escape(json.dumps(mark)[1:-1])}", text)
 
 
 def cut_front(parts: list[str], count: int) -> list[str]:
-    """Return a text in pieces without its first `count` characters."""
+    """Drop the first `count` characters of a text in pieces."""
     at = 0
     while at < len(parts) - 1 and count >= len(parts[at]):
         count -= len(parts[at])
@@ -153,7 +153,7 @@ def cut_front(parts: list[str], count: int) -> list[str]:
 
 
 def _finder(words: set[str], folds: bool) -> re.Pattern | None:
-    """Find the first characters of such words: to break behind each one breaks those that overlap, too."""
+    """Return a regex for the first characters of `words`: a mark after each also breaks overlapping words."""
     targets = sorted(word for word in words if len(word) > 1 and not word.isspace())
     if not targets:
         return None
@@ -173,7 +173,7 @@ def _mapped(thing: Any, change, words: re.Pattern | None) -> Any:
 
 
 def _with_arguments(message: dict) -> dict:
-    """Return a message whose tool calls have arguments as values: JSON may spell a word in escapes."""
+    """Return a message with the arguments of tool calls parsed: JSON may hide a word in escapes."""
     if not isinstance(message.get("tool_calls"), list):
         return message
     return message | {"tool_calls": [_read_arguments(call) for call in message["tool_calls"]]}
@@ -188,13 +188,13 @@ def _read_arguments(call: Any) -> Any:
         values = untrusted.parse(arguments or "{}")
     except untrusted.Unsound:
         values = None
-    if not isinstance(values, dict):  # half of a call, or plain words: the chat goes on
+    if not isinstance(values, dict):  # an incomplete call, or plain text: keep it as it is
         values = {"arguments": arguments}
     return call | {"function": function | {"arguments": values}}
 
 
 def with_texts(chat: list[dict]) -> list[dict]:
-    """Messages whose tool calls have their arguments as JSON texts, as some templates want them."""
+    """Return the messages with the arguments of tool calls as JSON text, which some templates require."""
 
     def written(call: dict) -> dict:
         text = json.dumps(call["function"]["arguments"], ensure_ascii=False)
@@ -208,18 +208,17 @@ def with_texts(chat: list[dict]) -> list[dict]:
     ]
 
 
-# -- going on with a reply that was cut off: its text stands behind the prompt, where the model wrote it
+# -- continue a reply that was cut off: its text is appended to the prompt
 
 
 def continued(
     tokenizer: Any, escaper: PromptEscaper, prompt: tuple, parts: list[str], reply: dict
 ) -> tuple:
-    """Return the prompt of a chat with the start of its reply behind it, encoded as one text.
+    """Return the prompt of a chat followed by the start of its reply, encoded as one text.
 
-    tokenizer: mlx-lm's wrapper. prompt: (tokens, segments of them, state that a reply begins in) of the messages
-    before. parts: its text, in pieces. reply: the last message: `content`, and `reasoning` (or `reasoning_content`)
-    where the model reasons; without content it is the reasoning that goes on. Raises ValueError where there is
-    nothing to go on with.
+    tokenizer: mlx-lm's wrapper. prompt: (tokens, their segments, initial state of a reply) of the earlier messages.
+    parts: its text, in pieces. reply: the last message: `content`, and `reasoning` (or `reasoning_content`) if the
+    model reasons; without content the reasoning is continued. Raises ValueError if there is no text to continue.
     """
     tokens, segments, state = prompt
     text, state = _text(tokenizer, state, reply)
@@ -227,7 +226,7 @@ def continued(
         raise ValueError("continue_final_message needs a reply with text to go on with")
     mark, (chat,) = escaper.marked([{"role": "assistant", "content": text}])
     first, *tail = pieces(chat[0]["content"], mark)
-    # A chat template writes its own first token.
+    # A chat template writes the first token itself.
     begins = not tokenizer.has_chat_template
     complete = escaper.encode([*parts[:-1], parts[-1] + first, *tail], add_special_tokens=begins)
     shared, at, out = len(commonprefix([tokens, complete])), 0, []
@@ -240,12 +239,12 @@ def continued(
 
 
 def _text(tokenizer: Any, state: str, reply: dict) -> tuple[str, str]:
-    """Return the text of the start of a reply with its marks, and the state in which it goes on."""
+    """Return the text of a partial reply with its marks, and the state in which it continues."""
     content = reply.get("content") or ""
     if not getattr(tokenizer, "has_thinking", False):
         return content, state
     reasoning = reply.get("reasoning") or reply.get("reasoning_content") or ""
-    opened = state == "reasoning"  # templates of some models write the mark themselves
+    opened = state == "reasoning"  # some templates write the mark themselves
     text = reasoning if opened or not reasoning else tokenizer.think_start + reasoning
     if not content:
         return text, "reasoning"

@@ -1,8 +1,8 @@
-"""Who speaks when in a chat: a chat in any order becomes one that chat templates take.
+"""Reorder and join the messages of a chat so that chat templates accept them.
 
-Clients send several messages of the system, some of them late, and two of one side in a row. Most templates raise
-there: by one rule they are joined, for every API alike. What few templates refuse depends on the template: no words of
-the system, or a side that does not take its turn. A chat that grows stays the start of the longer one.
+Clients send several system messages, some of them late, and two messages of one role in a row. Most templates
+raise an error then, so such messages are joined, by one rule for every API. Two requirements of few templates are
+checked per template: no system message, strictly alternating roles. A chat that grows keeps its prefix.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-BETWEEN = "\n\n"  # texts of one side
-OMITTED = "..."  # a turn that nobody took: some templates refuse an empty one
+BETWEEN = "\n\n"  # between joined texts of one role
+OMITTED = "..."  # text of a missing turn: some templates refuse an empty one
 
 
 def joined(messages: list[dict]) -> list[dict]:
-    """Messages with one of the system, and first; no two of a user or of the assistant in a row, unless calls or
-    thoughts stand between their texts.
+    """Return messages with at most one system message, the first, and no two of a user or of the assistant in a row,
+    unless calls or thoughts separate their texts.
 
-    What the system says later on becomes a user's: most templates raise at any other place."""
+    A later system message becomes a user's: most templates refuse it at any other position."""
     out: list[dict] = []
     texts: list[list[str]] = []
     for message in messages:
@@ -40,15 +40,15 @@ def joined(messages: list[dict]) -> list[dict]:
 
 
 def _belongs(last: dict, message: dict) -> bool:
-    """Return whether a message goes on with the last one."""
+    """Return whether a message continues the last one."""
     if last["role"] != message["role"] or message["role"] == "tool":
         return False
     return not last.get("tool_calls") and not any(message.get(name) for name in NAMES)
 
 
 def takes_system(tokenizer: Any, template: dict) -> bool:
-    """Return whether the chat template writes what the system says: some raise, some leave it out. template: what it
-    is given besides messages."""
+    """Return whether the chat template renders system messages: some raise an error, some omit them. template: its
+    other arguments."""
     words = "Answer briefly"
     chat = [{"role": "system", "content": words}, {"role": "user", "content": "Hi"}]
 
@@ -57,7 +57,7 @@ def takes_system(tokenizer: Any, template: dict) -> bool:
             return tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **template
             )
-        except Exception:  # templates raise anything
+        except Exception:  # templates may raise any error
             return None
 
     if not tokenizer.has_chat_template or words in (text(chat) or ""):
@@ -66,7 +66,7 @@ def takes_system(tokenizer: Any, template: dict) -> bool:
 
 
 def without_system(messages: list[dict]) -> list[dict]:
-    """Messages that `joined` has made, with the words of the system in front of the first question."""
+    """Return messages from `joined`, with the system message moved into the first user message."""
     if not messages or messages[0]["role"] != "system":
         return messages
     system, *rest = messages
@@ -77,8 +77,8 @@ def without_system(messages: list[dict]) -> list[dict]:
 
 
 def alternating(messages: list[dict]) -> list[dict]:
-    """Messages that `joined` has made, in which a user comes first, and user and assistant take turns. Calls and their
-    results are no turns."""
+    """Return messages from `joined` that begin with a user and alternate between user and assistant. Calls and their
+    results do not count as turns."""
     out = messages[: bool(messages) and messages[0]["role"] == "system"]
     rest, speaker = messages[len(out) :], "assistant"
     if not rest or rest[0]["role"] != "user":
@@ -94,38 +94,38 @@ def alternating(messages: list[dict]) -> list[dict]:
     return out
 
 
-# -- thoughts of earlier turns: a chat template gets them apart from the answers, under its own name for them
-#
-# What of them is written into a prompt is the template's affair: Qwen3, GLM and gpt-oss drop those from before the last
-# question, others keep all. A template that knows neither a name for thoughts nor their marks gets answers alone.
+# -- thoughts of earlier turns: passed to a chat template apart from the answers, under the template's own name
+# #
+# # The template decides which of them it writes into a prompt: Qwen3, GLM and gpt-oss drop those before the last
+# # question, others keep all. A template with neither a name nor marks for thoughts is given only the answers.
 
 
-# What chat templates call the thoughts of a message: Qwen3 and GLM; Gemma 4; gpt-oss.
+# Fields in which chat templates read the thoughts of a message: Qwen3 and GLM; Gemma 4; gpt-oss.
 NAMES = ("reasoning_content", "reasoning", "thinking")
-# The marks of gpt-oss, which mlx-lm's tokenizers do not name.
+# The marks of gpt-oss, which are missing in mlx-lm's tokenizers.
 HARMONY = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
 
 
 class Thinking:
-    """The marks by which a model writes thoughts, and the names by which its chat template reads them.
+    """The marks around a model's thoughts, and the fields in which its chat template reads them.
 
-    start, end: the marks around thoughts in a reply; "" for a model that does not think. names: the ones of
-    NAMES that the template reads.
+    start, end: the marks around thoughts in a reply; "" for a model that does not think. names: the
+    subset of NAMES that the template reads.
     """
 
     def __init__(self, tokenizer: Any):
         template = str(getattr(tokenizer, "chat_template", None) or "")
         marks = tuple(getattr(tokenizer, f"think_{side}", None) or "" for side in ("start", "end"))
         self.start, self.end = HARMONY if not all(marks) and HARMONY[0] in template else marks
-        # A template that is code of mlx-lm's says nothing of the kind, and reads the usual name.
+        # A template in mlx-lm's Python code has no text to search; it reads the usual name.
         self.names = tuple(
             n for n in NAMES if re.search(rf"[.'\"]{n}\b", template or f".{NAMES[0]}")
         )
         self._cuts = bool(self.end) and self.end in template
 
     def message(self, text: str, is_open: bool = False) -> dict:
-        """Return the message of the assistant for a text that the model wrote: `content`, and `reasoning_content`
-        where it thought. is_open: the prompt ended with the mark that begins thoughts."""
+        """Parse a generated text into an assistant message: `content`, and `reasoning_content` if it contains thoughts.
+        is_open: the prompt ended with the start mark of thoughts."""
         begins = self.start and text.lstrip().startswith(self.start)
         if not self.end or not (is_open or begins) or (self._cuts and not self.names):
             return {"role": "assistant", "content": text}
@@ -135,8 +135,8 @@ class Thinking:
         return {"role": "assistant", "content": content, NAMES[0]: thoughts}
 
     def named(self, chat: list[dict]) -> list[dict]:
-        """Return the messages of a chat with the assistant's thoughts under the names that the template reads, and
-        without thoughts where it reads none."""
+        """Return the messages of a chat with the assistant's thoughts in the fields that the template reads; without
+        thoughts if it reads none."""
         return [
             self._named(message) if message.get("role") == "assistant" else message
             for message in chat

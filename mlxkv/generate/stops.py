@@ -1,8 +1,8 @@
-"""Stop words: the text of a reply ends before the first of them, whatever tokens it falls into.
+"""End a reply before its first stop word, however tokens split it.
 
-They are looked for in the text as the model writes it, thoughts and the markup of tool calls included, as vLLM
-and llama.cpp do: a user who names a word wants nothing behind it to be generated, and the place where thoughts or
-calls end is part of the same text. `StopMatcher` knows text alone, `ReplyText` tokens.
+Stop words are matched in the raw text of the model, thoughts and markup of tool calls included, as in vLLM and
+llama.cpp: a stop word means that no text after it is wanted, and the marks that end thoughts or calls are part of
+the same text. `StopMatcher` works on text, `ReplyText` on tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from mlxkv.patching import mlx_lm_compat
 
 
 class StopMatcher:
-    """Finds the first stop word of a text that comes in pieces, however it is cut.
+    """Finds the first stop word of a text given in pieces, wherever the pieces are split.
 
-    The first is the one that begins first; of two that begin at one place, the shorter. words: none of them
-    empty. word: the stop word that ended the text, or None.
+    The first is the one with the lowest start; at equal starts, the shorter. words: non-empty strings. word: the stop
+    word that ended the text, or None.
     """
 
     def __init__(self, words: Iterable[str]):
@@ -27,7 +27,8 @@ class StopMatcher:
         self.word: str | None = None
 
     def feed(self, piece: str) -> str:
-        """Text that no stop word can begin in: the end of what came may be held back. Empty once there was one."""
+        """Add a piece; return the text that cannot be part of a stop word. The rest is held back. Returns "" after a
+        match."""
         if self.word is not None:
             return ""
         text = self._pending + piece
@@ -40,13 +41,13 @@ class StopMatcher:
         return text[:safe]
 
     def flush(self) -> str:
-        """Return the text that was held back, where nothing comes behind it."""
+        """Return the text held back, at the end of the input."""
         text, self._pending = self._pending, ""
         start, _, self.word = self._first(text) if self.word is None else (0, 0, self.word)
         return text[:start]
 
     def _first(self, text: str) -> tuple[int, int, str | None]:
-        """Start, length and word of the first stop word; (len(text), 0, None) without any."""
+        """Return start, length and word of the first stop word; (len(text), 0, None) if there is none."""
         matches = ((text.find(word), len(word), word) for word in self._words)
         return min((match for match in matches if match[0] >= 0), default=(len(text), 0, None))
 
@@ -55,10 +56,11 @@ class StopMatcher:
 
 
 class Front:
-    """Keeps the spaces at the start of a reply, which mlx-lm's detokenizers drop. Without a prefix the text is what the
-    tokenizer decodes of the reply alone.
+    """Restores the spaces at the start of a reply, which mlx-lm's detokenizers drop. Without a prefix the text equals
+    the tokenizer's decoding of the reply alone.
 
-    tokenizer: mlx-lm's wrapper. prefix: the last token of a prompt whose end is the start of the reply, else none.
+    tokenizer: mlx-lm's wrapper. prefix: the last prompt token, if the prompt ends with the start of the reply; else
+    empty.
     """
 
     def __init__(self, tokenizer: Any, prefix: Sequence[int] = ()):
@@ -66,12 +68,12 @@ class Front:
         self._prefix, self._is_open = tokenizer.decode(self._tokens) if prefix else "", True
 
     def add(self, token: int) -> None:
-        """Take the next token of the reply."""
+        """Add the next token of the reply."""
         if self._is_open:
             self._tokens.append(token)
 
     def mended(self, text: str, last: bool = False) -> str:
-        """Return the next text of the detokenizer, with the spaces that it has dropped."""
+        """Return the detokenizer's next text, with the dropped spaces restored."""
         if not self._is_open or not (text or last):
             return text
         self._is_open = False
@@ -83,10 +85,10 @@ class Front:
 class ReplyText:
     """The text of one reply, token by token, up to its first stop word.
 
-    It stands where mlx-lm's batches take the stop sequences of a request, so the reply ends with the token that
-    completes a stop word, as it does with one that ends the model's turn.
+    mlx-lm's batches use it in place of a request's stop sequences, so the reply ends with the token that completes a
+    stop word, as with a token that ends the turn.
 
-    tokenizer: mlx-lm's wrapper. prefix: of `Front`.
+    tokenizer: mlx-lm's wrapper. prefix: as in `Front`.
     """
 
     def __init__(self, tokenizer: Any, words: Iterable[str], prefix: Sequence[int] = ()):
@@ -101,11 +103,11 @@ class ReplyText:
         return self._matcher.word
 
     def matcher(self) -> ReplyText:
-        """Return the same: a request has one reply."""
+        """Return `self`: a request has one reply."""
         return self
 
     def advance(self, token: int) -> bool:
-        """Take the next token. Returns whether it ends the reply."""
+        """Add the next token. Returns whether it ends the reply."""
         if token in self._tokenizer.eos_token_ids:
             return True
         self._front.add(token)
@@ -114,8 +116,8 @@ class ReplyText:
         return self.word is not None
 
     def take(self, reason: str | None) -> tuple[str, str | None]:
-        """Return the text that may be sent since the last call, and why the reply ends. reason: why it would without
-        stop words; None while it goes on."""
+        """Return the text ready to send since the last call, and the finish reason. reason: the finish reason without
+        stop words; None while the reply continues."""
         if reason is not None and self.word is None:
             self._detokenizer.finalize()
             self._read(last=True)
@@ -130,15 +132,15 @@ class ReplyText:
 
 
 def turn_end(tokenizer: Any) -> str | None:
-    """Return the special token with which a chat template ends the assistant's messages. None without one, and for
-    templates of gpt-oss, where it ends a thought, too. tokenizer: mlx-lm's wrapper."""
+    """Return the special token with which a chat template ends assistant messages. None if there is none, and for
+    gpt-oss, where it also ends thoughts. tokenizer: mlx-lm's wrapper."""
     template, word = str(getattr(tokenizer, "chat_template", None) or ""), "continued"
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": word}]
     if not template or "<|channel|>" in template:
         return None
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except Exception:  # templates raise anything
+    except Exception:  # templates may raise any error
         return None
     tail = text.rpartition(word)[2].lstrip()
     ends = [token for token in tokenizer.all_special_tokens if tail.startswith(token)]

@@ -1,10 +1,9 @@
-"""The memory of a KV cache in figures, by one rule for `chat`, `serve` and `demo`.
+"""Measure the memory of a KV cache, by one rule for `chat`, `serve` and `demo`.
 
-In use: the bytes of the tokens that a cache holds: codes and scales of quantized pages, the exact tokens of the
-windows and of the page that was quantized last. Exact numbers count 16 bits, also on a CPU that holds them in 32,
-so that the two figures compare. 16 bits: what caches without compression take for the same tokens, by the same
-rule (a sliding window counts its window). Allocated: the arrays with their room to grow. What is not measured is
-computed by `formats.sizes`.
+In use: bytes of the cached tokens: codes and scales of quantized pages, exact tokens of the windows and of the page
+quantized last. Exact numbers count 16 bits, even on a CPU that stores 32, so that the figures are comparable.
+16 bits: bytes of uncompressed caches with the same tokens, by the same rule (a sliding window counts its window).
+Allocated: the arrays, slack included. `formats.sizes` computes figures that are not measured.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ NOTHING = "nothing compressed (full precision)"
 
 @dataclass(frozen=True)
 class Usage:
-    """Figures of the caches of one sequence, or the sum of several.
+    """Memory of the caches of one sequence, or the sum of several.
 
-    kv_bytes: in use. kv_bytes_fp16: the same tokens in 16 bits. allocated: with the room to grow. window:
-    tokens that stay exact before the first page is quantized, of a preset that compresses; else 0. tokens: of
-    the longest sequence. compressed: of them in pages.
+    kv_bytes: in use. kv_bytes_fp16: the same tokens in 16 bits. allocated: slack included. window: exact tokens
+    before the first page is quantized, for a preset that compresses; else 0. tokens: length of the longest sequence.
+    compressed: how many of them are in pages.
     """
 
     tokens: int
@@ -45,18 +44,18 @@ class Usage:
 
     @property
     def note(self) -> str | None:
-        """Return why there are no bits to tell, or None."""
+        """Return why `bits_per_value` is None, or None."""
         if not self.window:
             return NOTHING
         if self.tokens <= self.window:
             return NOTHING_YET.format(self.window)
-        if self._bits > BITS:  # the page that was quantized last is kept twice
+        if self._bits > BITS:  # the page quantized last is stored twice
             return f"little compressed yet (exact up to {self.window} tokens)"
         return None
 
     @property
     def bits_per_value(self) -> float | None:
-        """Bits in use for a number of the keys and values, windows included; None where `note` says why."""
+        """Bits in use per number of keys and values, windows included; None for the reason in `note`."""
         return None if self.note or not self.kv_bytes_fp16 else self._bits
 
     @property
@@ -65,7 +64,7 @@ class Usage:
 
     @property
     def figures(self) -> dict:
-        """The fields of `mlxkv chat --json`."""
+        """Return the fields of `mlxkv chat --json`."""
         bits = self.bits_per_value
         return {
             "kv_bytes": self.kv_bytes,
@@ -76,7 +75,7 @@ class Usage:
         }
 
     def saving(self) -> str:
-        """Return '5.1 MiB instead of 9.8 MiB, saves 48 %', or the bytes alone where nothing is saved."""
+        """Return '5.1 MiB instead of 9.8 MiB, saves 48 %', or only the bytes if there is no saving."""
         packed = human_bytes(self.kv_bytes)
         if self.kv_bytes >= self.kv_bytes_fp16:
             return packed
@@ -84,7 +83,7 @@ class Usage:
         return f"{packed} instead of {human_bytes(self.kv_bytes_fp16)}, saves {share:.0f} %"
 
     def line(self) -> str:
-        """Return 'cache 5.1 MiB instead of 9.8 MiB, saves 48 %', or why nothing is compressed."""
+        """Return 'cache 5.1 MiB instead of 9.8 MiB, saves 48 %', or the reason in `note`."""
         return f"cache {self.saving()}" + (f", {self.note}" if self.note else "")
 
 
@@ -103,7 +102,7 @@ def usage(caches: Sequence[Any]) -> Usage:
 
 
 def projected(caches: Sequence[Any], tokens: int) -> Usage:
-    """Compute what the same caches take once they hold `tokens` tokens. caches: that hold a token at least."""
+    """Compute the memory of these caches at `tokens` tokens. caches: with at least one token each."""
     shapes = [shape_of(cache) for _, cache in leaves(caches)]
     packed, half = (
         sum(x.held(tokens) for x in some) for some in (shapes, [x.plain for x in shapes])
@@ -112,12 +111,12 @@ def projected(caches: Sequence[Any], tokens: int) -> Usage:
 
 
 def window_of(loaded: Any) -> int:
-    """Tokens that stay exact in a model that is attached, or 0 where no layer is compressed."""
+    """Return how many tokens stay exact in an attached model, or 0 if no layer is compressed."""
     return loaded.kv.window if any(layer.compressed for layer in loaded.layers) else 0
 
 
 def in_use(cache: Any) -> int:
-    """Bytes of the tokens that one cache holds. Nothing is computed."""
+    """Return the bytes of the tokens in one cache. Computes no arrays."""
     if (inner := getattr(cache, "caches", None)) is not None:
         return sum(map(in_use, inner))
     if isinstance(cache, BatchedKVCache):
@@ -130,7 +129,7 @@ def in_use(cache: Any) -> int:
         return 0
     tree, dtype, total = cache.state, cache.recent[0].dtype, 0
     for path, x in flat(tree):
-        # The header; how many pages runs have; a basis that the last of them has, too.
+        # Not the header, the page counts of runs, or a basis also stored with the pages.
         if path in ("header", "pages.counts") or (path.startswith("basis") and "pages" in tree):
             continue
         exact = x.dtype == dtype and "basis" not in path
@@ -139,7 +138,7 @@ def in_use(cache: Any) -> int:
 
 
 def in_16_bits(cache: Any) -> int:
-    """Bytes of the same tokens in a cache of 16 bits that does not compress."""
+    """Return the bytes of the same tokens in an uncompressed 16-bit cache."""
     if (inner := getattr(cache, "caches", None)) is not None:
         return sum(map(in_16_bits, inner))
     if isinstance(cache, BatchedKVCache):
@@ -149,12 +148,12 @@ def in_16_bits(cache: Any) -> int:
     return shape_of(cache).plain.held(getattr(cache, "offset", 0))
 
 
-# Kinds of mlx-lm's caches, by what says their window.
+# Kinds of mlx-lm's caches, by the attribute with their window.
 KINDS = {"max_size": "sliding", "chunk_size": "chunked"}
 
 
 def shape_of(cache: Any) -> CacheShape:
-    """Return the shape of one cache, or of a sequence in shared arrays. A compressed one has to hold a token."""
+    """Return the shape of one cache, or of a sequence in shared arrays. A compressed one must contain a token."""
     if isinstance(cache, BatchedKVCache):
         shared = cache.buffers
         assert shared is not None
@@ -180,6 +179,6 @@ def shape_of(cache: Any) -> CacheShape:
 
 
 def _sizes(pair: tuple[mx.array, mx.array]) -> tuple[int, int, int]:
-    """Heads of all sequences, and key and value dims, of keys and values [B, G, T, D]."""
+    """Return B * G, and the key and value dims, of keys and values [B, G, T, D]."""
     keys, values = pair
     return keys.shape[0] * keys.shape[1], keys.shape[3], values.shape[3]
