@@ -83,7 +83,7 @@ class Usage:
         return f"{packed} instead of {human_bytes(self.kv_bytes_fp16)}, saves {share:.0f} %"
 
     def line(self) -> str:
-        """Return 'cache 5.1 MiB instead of 9.8 MiB, saves 48 %', or the reason in `note`."""
+        """Return 'cache 5.1 MiB instead of 9.8 MiB, saves 48 %', with `note`, if any."""
         return f"cache {self.saving()}" + (f", {self.note}" if self.note else "")
 
 

@@ -1,4 +1,4 @@
-"""The shapes of the caches that a model makes for itself, from dry runs that compute nothing."""
+"""Find the shapes of a model's own caches by dry runs, which compute nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxkv.patching.record import PROMPT, record
 from mlxkv.patching.traced_weights import unchanged
 from mlxkv.patching.trees import Place, leaves
 
-# Tokens at which a cache of a family's own class is looked at: whole groups of them, beyond its windows.
+# Lengths at which caches of a family's own class are measured: whole groups of tokens, beyond its windows.
 NEAR, FAR = 1 << 14, 1 << 15
 # The kinds of mlx-lm's classes, and the attributes that name their windows.
 KINDS = {"KVCache": ("full", ""), "RotatingKVCache": ("sliding", "max_size")}
@@ -25,10 +25,10 @@ STATES = ("ArraysCache", "MambaCache")
 
 
 def layers_of(model: nn.Module) -> list[LayerShape]:
-    """Return the shape of every cache that `model` makes for itself and uses, attached or not.
+    """Return the shape of each cache that `model` makes and uses by itself, attached or not.
 
-    Layers behind a place where the model's code fails hold what others of their class do. Raises what the code
-    raised where none of a class was reached.
+    Layers after a failure in the model's code are assumed to equal others of their class. Reraises the failure if no
+    layer of a class was reached.
     """
     model = cached_part(model)
     make, slots = own_make_cache(model), patch(model)
@@ -59,13 +59,14 @@ def layers_of(model: nn.Module) -> list[LayerShape]:
 def _run(
     model: nn.Module, make_cache: Callable[[], list], tokens: int
 ) -> tuple[list[tuple[Place, Any]], Exception | None]:
-    """Return the model's own caches, with their places, behind a prompt of `tokens`; and what its code raised."""
+    """Return the model's own caches with their places after a prompt of `tokens`, and the error of its code, if
+    any."""
     error = record(model, caches := make_cache(), (tokens,)).error
     return [(place, cache) for place, cache in leaves(caches) if cache is not None], error
 
 
 def _of_keys(place: Place, cache, findings: Findings, expanded: int) -> LayerShape:
-    """Return the shape of a cache of keys and values that has been written to."""
+    """Return the shape of a cache of keys and values after an update."""
     kind, window = KINDS[type(cache).__name__]
     sizes = (cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3])
     reason, shape = findings.refused.get(place, ""), findings.shapes.get(place)
@@ -82,8 +83,8 @@ def _of_keys(place: Place, cache, findings: Findings, expanded: int) -> LayerSha
 def _growth(
     model: nn.Module, make_cache: Callable[[], list], places: list[Place]
 ) -> dict[Place, LayerShape]:
-    """Return the shapes of caches of other classes: states of fixed size, or what grows by tokens, which is not
-    compressed."""
+    """Return the shapes of caches of other classes: states of fixed size, or caches that grow with the context and are
+    not compressed."""
     runs = [dict(_run(model, make_cache, PROMPT)[0])]
     if any(type(runs[0][place]).__name__ not in STATES for place in places):
         runs = [dict(_run(model, make_cache, tokens)[0]) for tokens in (NEAR, FAR)]
@@ -101,7 +102,8 @@ def _growth(
 
 
 def _expanded(model: nn.Module) -> int:
-    """Numbers that a prefill makes of one token's latent: keys and values of every head. 0 without latents."""
+    """Return how many numbers a prefill expands from one token's latent: keys and values of all heads. 0 without
+    latents."""
     for module in probe.modules_of(model)[:1]:
         sizes = [getattr(module, name).weight.shape for name in probe.ABSORBED]
         return sum(heads * dims for heads, dims in ((sizes[0][0], sizes[0][2]), sizes[1][:2]))

@@ -2,13 +2,12 @@
 
 For a kv head with maps (down, up) [D, D] (stored = v @ down, v = stored @ up; of a rotation up is
 down^T): its rows of W_v become down^T W_v, its bias b down; the columns of W_o that belong to its
-query heads become W_o up^T. The cache is then handed v down, and the output of attention needs no
-map. Products are in float32, cast back to the dtype of the weights.
+query heads become W_o up^T. The cache is then given v down, and the output of attention needs no
+map. Products are computed in float32 and cast back to the dtype of the weights.
 
-Weights are found by value, not by name: one dry run shows which linear map returns exactly the values
-that a cache is handed and which one takes exactly the output of attention; a second one checks that
-the model computes the same afterwards. Folding is for good: the model records it, and what `attach`,
-a calibration or a saved cache has to know is read from there.
+Weights are found by value, not by name: one dry run finds the linear map that returns exactly the values passed to
+a cache and the one whose input is exactly the output of attention; a second run checks that the model's outputs are
+unchanged. Folding is permanent: the model records it, and `attach`, calibration and saved caches read this record.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from mlxkv.patching.projections import DryRun
     from mlxkv.patching.record import LinearCall
 
-# Largest relative rms change of an output projection or of the logits that rounding explains.
+# Largest relative rms change of an output projection or of the logits that counts as rounding.
 # Measured on a CPU at up to 24 layers: 1.4e-6, 2.4e-3, 0.025; with heads mixed up: 1.3. Float32 leaves
 # room for GPUs that round the factors of products.
 BOUNDS = {mx.float32: 5e-3, mx.float16: 3e-2, mx.bfloat16: 0.15}
@@ -49,10 +48,10 @@ class NotFolded(Exception):
 
 @dataclass(frozen=True)
 class Site:
-    """The linear maps that the values of one cache come from and go to.
+    """The linear maps before and after the values of one cache.
 
     source: its output is [B, L, blocks, D], and block blocks[g] is the value of kv head g (a fused
-    projection has others too). target: takes [B, L, H * D].
+    projection has other blocks too). target: its input is [B, L, H * D].
     """
 
     source: nn.Linear
@@ -62,14 +61,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Fold:
-    """The transforms that the weights of a model apply to values. layer_maps: by cache whose weights transform values.
-    reasons: by cache that was tried, FOLDED or why not."""
+    """The transforms that a model's weights apply to values. layer_maps: by folded cache. reasons: by tried cache,
+    FOLDED or why not."""
 
     layer_maps: dict[Place, LayerMaps]
     reasons: dict[Place, str]
 
     def check(self, place: Place, rotations: LayerMaps) -> None:
-        """Raise UserError unless a cache with these `rotations` stores what the weights leave."""
+        """Raise UserError unless `rotations` match the transform in the weights."""
         have = self.layer_maps.get(place)
         if have is not None and _values_map(have) != _values_map(rotations):
             raise UserError(
@@ -80,12 +79,12 @@ class Fold:
 
 
 def fold_of(model: nn.Module) -> Fold | None:
-    """Return what was folded into the weights of `model`, or None."""
+    """Return the recorded fold of `model`, or None."""
     return vars(model).get(_FOLD)
 
 
 def refuse_folded(model: nn.Module, command: str) -> None:
-    """Raise UserError where the weights transform values, for what has to see them plain."""
+    """Raise UserError if the weights of `model` transform values: `command` needs plain values."""
     if fold_of(model) is not None:
         raise UserError(
             f"[{command}] the weights of this model transform values (fold); got folded values; load the "
@@ -96,7 +95,7 @@ def refuse_folded(model: nn.Module, command: str) -> None:
 def check_maps(
     model: nn.Module, fitted: Mapping[Place, tuple[CacheConfig, LayerMaps | None]]
 ) -> None:
-    """Raise UserError where caches map values that the weights map otherwise."""
+    """Raise UserError if the value maps of caches differ from those folded into the weights."""
     if (fold := fold_of(model)) is not None:
         for place, (config, rotations) in fitted.items():
             if rotations is not None and config.values.calibrated:
@@ -106,7 +105,7 @@ def check_maps(
 def as_folded(
     model: nn.Module, fitted: Mapping[Place, tuple[CacheConfig, LayerMaps | None]]
 ) -> dict[Place, tuple[CacheConfig, LayerMaps | None]]:
-    """`fitted`, with the maps of values marked as folded where the weights apply them."""
+    """Return `fitted` with value maps marked as folded where the weights apply them."""
     fold = fold_of(model)
     return {
         place: (
@@ -118,9 +117,9 @@ def as_folded(
 
 
 def match_fold(model: nn.Module, caches: list) -> None:
-    """Transform the values of `caches`, which may come from a model folded otherwise, to what `model` reads.
+    """Transform the values of `caches`, possibly of a differently folded model, to those that `model` reads.
 
-    Raises UserError for caches of another calibration than the weights hold.
+    Raises UserError if the caches were made with another calibration than the weights.
     """
     fold = fold_of(model)
     for place, cache in leaves(caches):
@@ -141,10 +140,10 @@ def _values_map(rotations: LayerMaps) -> tuple[str, str, str]:
 def fold_values(
     model: nn.Module, make_cache: Callable[[], list], rotations: Mapping[Place, LayerMaps]
 ) -> Fold:
-    """Fold what can be folded, record it on the model and return it with the reasons for the rest.
+    """Fold all possible maps, record the fold on the model and return it, with reasons for the other caches.
 
-    make_cache: the model's own. The attention function must be patched. A folded model stays as it
-    is. What goes wrong in the model's own code becomes a reason, never an error.
+    make_cache: the model's own. The attention function must be patched. A folded model is left unchanged. An error in
+    the model's own code becomes a reason and is not raised.
     """
     if (fold := fold_of(model)) is not None:
         return fold
@@ -153,7 +152,7 @@ def fold_values(
     places, reasons = list(rotations), {}
     try:
         plain = run_dry(model, make_cache, places)
-    except Exception as error:  # a foreign model may raise anything at all
+    except Exception as error:  # a foreign model may raise any error
         reason = f"a dry run of the model failed ({type(error).__name__})"
         return Fold({}, dict.fromkeys(places, reason))
     sites = {}
@@ -174,7 +173,7 @@ def fold_values(
         _put_back(replaced, list(replaced))
         raise
     reasons |= dict.fromkeys(replaced, FOLDED)
-    # The folded maps: plain ones that stay alive would say that a plain model is here (`maps.reads_folded`).
+    # Store folded maps: plain ones kept alive would look like those of a plain model (`maps.reads_folded`).
     out = Fold({place: maps.folded(rotations[place]) for place in replaced}, reasons)
     if replaced:
         setattr(model, _FOLD, out)
@@ -200,7 +199,7 @@ def _site(dry_run: DryRun, place: Place) -> Site:
 
 
 def _plain(module: nn.Module, role: str) -> nn.Linear:
-    """Return `module`. Raises NotFolded where its weights are not those of a plain linear map."""
+    """Return `module`. Raises NotFolded if it is not a plain linear map."""
     if type(module) is nn.Linear:
         return module
     kind = type(module).__name__
@@ -229,7 +228,7 @@ def _source(linears: list[LinearCall], values: mx.array) -> tuple[nn.Module, tup
 
 
 def _shared(sites: Mapping[Place, Site]) -> list[Place]:
-    """Return the places whose linear maps serve other places too."""
+    """Return the places that share a linear map with another place."""
     ids = [id(m) for site in sites.values() for m in (site.source, site.target)]
     return [
         p for p, s in sites.items() if max(ids.count(id(s.source)), ids.count(id(s.target))) > 1
@@ -237,7 +236,7 @@ def _shared(sites: Mapping[Place, Site]) -> list[Place]:
 
 
 def _replace(site: Site, transform: Transform) -> Replaced:
-    """Fold maps [D, D] or [G, D, D] into both linear maps. Returns what was there before."""
+    """Fold maps [D, D] or [G, D, D] into both linear maps. Returns the replaced arrays."""
     heads, dims = len(site.blocks), transform.down.shape[-1]
     down, up = (mx.broadcast_to(x, (heads, dims, dims)) for x in (transform.down, transform.up))
     rows = mx.array(site.blocks)
@@ -247,7 +246,7 @@ def _replace(site: Site, transform: Transform) -> Replaced:
         parts[rows] = down.swapaxes(-1, -2) @ parts[rows]
         return parts.reshape(x.shape)
 
-    def target(x: mx.array) -> mx.array:  # [hidden, H * D]: query heads of a kv head stand together
+    def target(x: mx.array) -> mx.array:  # [hidden, H * D]: query heads of a kv head are adjacent
         parts = x.astype(mx.float32).reshape(x.shape[0], heads, -1, dims).swapaxes(0, 1)
         transformed_parts = parts.reshape(heads, -1, dims) @ up.swapaxes(-1, -2)
         return transformed_parts.reshape(parts.shape).swapaxes(0, 1).reshape(x.shape)
@@ -272,8 +271,8 @@ def _check(
     rerun: Callable[[], DryRun],
     sites: Mapping[Place, Site],
 ) -> dict[Place, str]:
-    """Put back what changes the model beyond rounding, first the places that are to blame. Returns the
-    reasons by place; what stays folded is left in `replaced`."""
+    """Undo folds that change the model beyond rounding, those of the places responsible first. Returns the reasons by
+    place; `replaced` keeps the remaining folds."""
     bounds = {place: _bound(plain, place, site) for place, site in sites.items()}
     reasons = {}
     while replaced:

@@ -25,15 +25,14 @@ from mlxkv.patching.probe import ProbedShape
 from mlxkv.patching.steps import Steps
 from mlxkv.patching.trees import Place, leaves, put
 
-# -- Which models take one sequence at a time, and caches that say so to their hosts.
-#
-# A model's code makes one mask for all layers of a kind, from the first of their caches. In a batch mlx-lm's own caches
-# have padding on the left and ours have none, so no mask fits both. Hosts ask whether a cache has `merge` (mlx-lm) or
-# `to_batch` (mlx-vlm), and serve sequences one after the other where one has neither.
+# -- Models that process one sequence at a time, and how their caches tell hosts.
+# A model's code makes one mask for all layers of a kind, from the first of their caches. In a batch, mlx-lm's own
+# caches are padded on the left and ours are not, so no mask fits both. Hosts check whether a cache has `merge`
+# (mlx-lm) or `to_batch` (mlx-vlm), and serve sequences one by one if it has neither.
 
 
 def is_batchable(caches: list, compressed: Container[Place]) -> bool:
-    """Return False where of the model's own `caches` some of one kind are to be compressed and others are not."""
+    """Return False if only some of the model's own `caches` of one kind are to be compressed."""
     kinds: dict[bool, set[str]] = {True: set(), False: set()}
     for place, member in leaves(caches):
         kinds[place in compressed].add(type(member).__name__)
@@ -41,7 +40,7 @@ def is_batchable(caches: list, compressed: Container[Place]) -> bool:
 
 
 def forbid_batches(caches: list, compressed: Container[Place]) -> None:
-    """Take the ways into a batch from those of `caches` that are compressed, and from lists that hold them."""
+    """Remove the batching methods of compressed caches and of lists that contain them."""
     for place, member in leaves(caches):
         if place in compressed:
             member.batchable = False
@@ -62,12 +61,12 @@ NewCache = partial  # (class, config, layer maps, plan): called, it makes a comp
 
 @dataclass(frozen=True, eq=False)
 class Attachment:
-    """The changes that `attach` made, and the `make_cache` of `model` from then on.
+    """The changes made by `attach`; it replaces `make_cache` of `model`.
 
-    slots: of `patch`. new: what makes the caches of compressed places. original: the instance's own
-    make_cache, if it had one. batchable: False where sequences are read one at a time (`is_batchable`). steps: the
-    model's decode steps, traced. listeners: called with the arguments of each call of the model, behind it. Deep and
-    unpickled copies of a model are attached themselves.
+    slots: from `patch`. new: constructors of the caches at compressed places. original: the instance's own
+    make_cache, if it had one. batchable: False if sequences are read one at a time (`is_batchable`). steps: the model's
+    traced decode steps. listeners: called with the arguments of each call of the model, after it. Deep and unpickled
+    copies of a model are attached too.
     """
 
     model: nn.Module = field(repr=False)
@@ -82,7 +81,7 @@ class Attachment:
         register_caches()
 
     def __call__(self) -> list:
-        """As the model makes them, with compressed caches in their places."""
+        """Return the model's own caches, with compressed ones at their places."""
         if (size := mlx_lm_compat.requested_size()) is not None:
             warnings.warn(
                 "[attach] max_kv_size has no effect on an attached model, whose compressed caches keep every "
@@ -97,7 +96,7 @@ class Attachment:
         return caches
 
     def plain_caches(self) -> list:
-        """Return the caches of the model as it was before `attach`."""
+        """Return the caches that the model made before `attach`."""
         inherited = getattr(type(self.model), _MAKE, None)
         make = self.original or (inherited and inherited.__get__(self.model)) or _plain(self.model)
         return make()
@@ -107,7 +106,7 @@ class Attachment:
         return Attachment(model, patching.patch_slots(self.slots), self.new, make, self.batchable)
 
     def __reduce__(self):
-        # Kernels are chosen again where the model comes alive: they belong to a machine.
+        # Kernels are chosen again when a copy is unpickled: they depend on the machine.
         kinds = {p: (new.func, *new.args[:2]) for p, new in self.new.items()}
         return _attached, (self.model, self.slots, kinds, self.original, not self.batchable)
 
@@ -122,7 +121,7 @@ def _attached(
 
 def _plain(model: nn.Module) -> Callable[[], list]:
     cls = KVCache
-    if _is_of_mlx_vlm(model):  # whose batches take no other library's caches
+    if _is_of_mlx_vlm(model):  # its batches accept only its own caches
         cls = sys.modules["mlx_vlm.models.cache"].KVCache
     # By mlx's annotations an attribute of a module is None.
     return lambda: [cls() for _ in model.layers]  # pyright: ignore[reportOptionalIterable]
@@ -133,14 +132,14 @@ def _is_of_mlx_vlm(model: nn.Module) -> bool:
 
 
 def cached_part(model: nn.Module) -> nn.Module:
-    """Return the part of a model that makes and takes the caches: the `language_model` of one of mlx-vlm, in mlx-lm the
-    model."""
+    """Return the part of a model that makes and reads the caches: `language_model` in mlx-vlm, the model itself in
+    mlx-lm."""
     inner = getattr(model, "language_model", None)
     return inner if _is_of_mlx_vlm(model) and isinstance(inner, nn.Module) else model
 
 
 def mark(model: nn.Module, slots: list[Slot], new: Mapping[Place, NewCache]) -> None:
-    """Give `model` a `make_cache` with `new` caches and record what was there."""
+    """Replace `make_cache` of `model` by one with `new` caches, and record the original."""
     batchable = is_batchable(own_make_cache(model)(), new)
     attachment = Attachment(model, slots, new, vars(model).get(_MAKE), batchable)
     setattr(model, MARK, attachment)
@@ -156,8 +155,8 @@ def steps_of(model: nn.Module) -> Steps | None:
 def unmark(model: nn.Module) -> list[Slot] | None:
     """Undo `mark`. Returns the slots to release, or None for a model that is not attached.
 
-    A make_cache that was set or deleted since stays so. A shallow copy shares its slots with the model
-    that was attached, which goes on.
+    A make_cache set or deleted since then is left so. A shallow copy shares its slots with the attached model, which
+    stays attached.
     """
     attachment = vars(model).get(MARK)
     if attachment is None:
@@ -171,15 +170,15 @@ def unmark(model: nn.Module) -> list[Slot] | None:
 
 
 def forget_steps(model: nn.Module) -> None:
-    """Drop the traced steps of `model`, if it is attached: for a thread that ends (`Steps.forget`)."""
+    """Drop the traced steps of `model`, if it is attached. Call it before a thread ends (`Steps.forget`)."""
     attachment = vars(model).get(MARK)
     if attachment is not None:
         attachment.steps.forget()
 
 
 def own_make_cache(model: nn.Module) -> Callable[[], list]:
-    """Return the function by which the model makes its own caches, attached or not; what the user set since
-    counts as its own."""
+    """Return the function that makes the model's own caches, attached or not; one set by the user since
+    then counts as its own."""
     make, attachment = getattr(model, _MAKE, None), vars(model).get(MARK)
     if attachment is not None and make is attachment:
         return attachment.plain_caches
@@ -196,8 +195,8 @@ _ORIGIN = "_mlxkv_origin"
 class Origin:
     """The source of a loaded model.
 
-    context: the longest context it was made for, in tokens, or None. calibration: the one that
-    `load` was given, or None.
+    context: the longest context it was made for, in tokens, or None. calibration: as passed to
+    `load`, or None.
     """
 
     name: str
@@ -224,5 +223,5 @@ def layer_name(place: Place) -> str:
 
 
 def sizes(shapes: Mapping[Place, ProbedShape]) -> dict[str, tuple[int, int, int]]:
-    """(kv heads, key dim, value dim) of each cache, by its name in calibrations."""
+    """Return (kv heads, key dim, value dim) of each cache, by its name in calibrations."""
     return {layer_name(p): (s.heads, s.key_dim, s.value_dim) for p, s in shapes.items()}

@@ -1,8 +1,9 @@
-"""Every private part of mlx-lm and MLX that mlxkv touches: a function for each.
+"""Wrap each private part of mlx-lm and MLX that mlxkv uses in a function.
 
-Nothing else reads or replaces what their authors may rename. `tests/models/test_mlx_lm_compat.py` has a test for each
-function, so that it says what a new version has changed. (`patching/patch` patches the attention of families,
-which is what `attach` is for; `cache/contract` knows who asks a cache for its bits, and is tested there, too.)
+No other file reads or replaces names that their authors may change. `tests/models/test_mlx_lm_compat.py` tests each
+function, so a failure names what a new version changed. (Exceptions: `patching/patch` patches the attention of
+families, the purpose of `attach`; `cache/contract` knows the callers that read a cache's bits, and is tested there
+too.)
 
 Importing this module imports no framework.
 """
@@ -21,7 +22,7 @@ from typing import Any
 
 def model_classes(config: dict) -> tuple[type, type]:
     """Return the classes of the model and of its arguments that mlx-lm chooses for a config.json. Raises ValueError for
-    a type that it does not know, and whatever the model's file raises."""
+    an unknown type, and any error of the model's file."""
     return import_module("mlx_lm.utils")._get_classes(config)
 
 
@@ -29,29 +30,29 @@ def model_classes(config: dict) -> tuple[type, type]:
 
 
 def register_caches(*classes: type) -> None:
-    """Let mlx-lm's `load_prompt_cache` find `classes` by their names, for good: it looks them up in its globals."""
+    """Let mlx-lm's `load_prompt_cache` find `classes` by name, permanently: it looks them up in its globals."""
     module = import_module("mlx_lm.models.cache")
     for cls in classes:
         setattr(module, cls.__name__, cls)
 
 
 def requested_size() -> int | None:
-    """Return the `max_kv_size` that mlx-lm's `make_prompt_cache` was given, where that called the function that calls
-    this one; else None. mlx-lm hands it to no model's make_cache."""
+    """Return the `max_kv_size` argument of mlx-lm's `make_prompt_cache`, if that called our caller; else None. mlx-lm
+    does not pass it to a model's make_cache."""
     caller = sys._getframe(2)
     is_mlx_lm = caller.f_code.co_name == "make_prompt_cache"
     return caller.f_locals.get("max_kv_size") if is_mlx_lm else None
 
 
 def forbid_merging(caches: Any) -> None:
-    """Take the ways into a batch from a list of caches (`CacheList`)."""
+    """Remove the batching methods of a list of caches (`CacheList`)."""
     if not hasattr(caches, "batchable"):
         caches.__class__ = _without_merge(type(caches))
 
 
 @cache
 def _without_merge(kind: type) -> type:
-    """Return the class of a list of caches without its ways into a batch; its name, which saved files hold, stays."""
+    """Return a subclass of a list of caches without batching methods, with the same name: saved files contain it."""
 
     def absent(_):
         raise AttributeError("sequences of this model are read one at a time")
@@ -61,7 +62,7 @@ def _without_merge(kind: type) -> type:
 
 
 def ring_index(cache: Any) -> int:
-    """Return where a sliding window (`RotatingKVCache`, `BatchRotatingKVCache`) writes its next token."""
+    """Return the index at which a sliding window (`RotatingKVCache`, `BatchRotatingKVCache`) writes its next token."""
     return cache._idx
 
 
@@ -70,7 +71,7 @@ def set_ring_index(cache: Any, index: int) -> None:
 
 
 def ring_tokens(cache: Any) -> int:
-    """Return how many tokens a `BatchRotatingKVCache` was given, padding included."""
+    """Return how many tokens were written to a `BatchRotatingKVCache`, padding included."""
     return cache._offset
 
 
@@ -79,7 +80,7 @@ def set_ring_tokens(cache: Any, tokens: int) -> None:
 
 
 def pads_right(cache: Any) -> bool:
-    """Return whether a `BatchRotatingKVCache` reads prompts that are padded on the right."""
+    """Return whether a `BatchRotatingKVCache` is reading prompts padded on the right."""
     return cache._lengths is not None
 
 
@@ -128,8 +129,8 @@ def inner_tokenizer(tokenizer: Any) -> Any:
 
 
 def keep_zero_bytes(detokenizer: Any) -> None:
-    """Have a detokenizer for byte-level vocabularies write zero bytes; mlx-lm takes the letter that stands for one for
-    itself. Leaves other detokenizers as they are."""
+    """Fix zero bytes in a detokenizer for byte-level vocabularies: mlx-lm prints the letter that encodes one. Leaves
+    other detokenizers unchanged."""
     if decode := getattr(detokenizer, "_decode_bytes", None):
         detokenizer._decode_bytes = lambda text: decode(text.replace("\u0100", "\0"))
 
@@ -139,7 +140,7 @@ def keep_zero_bytes(detokenizer: Any) -> None:
 
 @contextmanager
 def count_modules(made: Callable[[], None]) -> Iterator[None]:
-    """Call `made` for each module that is made in this block; what it raises ends the making."""
+    """Call `made` for each module constructed in this block; an error of `made` aborts the construction."""
     cls: Any = import_module("mlx.nn").Module
     init = cls.__init__
 

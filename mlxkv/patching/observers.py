@@ -36,7 +36,7 @@ class PlainObserver(KVCache):
         return keys[..., : self.offset, :], values[..., : self.offset, :]
 
     def handed_on(self, out: mx.array) -> mx.array:
-        """Return what the layer is given for the output [B, H, L, Dv] of attention."""
+        """Return the value passed to the layer in place of the output [B, H, L, Dv] of attention."""
         return out
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
@@ -53,8 +53,8 @@ class PlainObserver(KVCache):
 class LatentObserver(KVCache):
     """A plain cache of latents that reports its updates, and the queries of a prefill.
 
-    on_queries: called with the queries [B, H, L, D] that meet keys made from latents (behind D their rotary part, for
-    models that keep both in one array), and the scale. on_update: as of PlainObserver.
+    on_queries: called with the queries [B, H, L, D] that meet keys made from latents (with their rotary part
+    after the D dims, in models that keep both in one array), and the scale. on_update: as in PlainObserver.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class LatentObserver(KVCache):
 
 @dataclass(frozen=True)
 class ObservedView(View):
-    """The view of an observing cache, which reports attention over it."""
+    """The view of an observing cache: reports attention over it."""
 
     cache: PlainObserver = field(kw_only=True, repr=False)
 
     def attended(
         self, queries, values, cache=None, scale: float = 1.0, mask=None, sinks=None, softcap=None
     ) -> mx.array:
-        """mlx-lm's signature; attention is the product's own."""
+        """Attend as mlxkv does, with mlx-lm's signature, and report the call."""
         out = attend(queries, self, scale, mask, sinks, softcap)
         if self.cache.on_attention is not None:
             self.cache.on_attention(
@@ -96,7 +96,7 @@ class ObservedView(View):
 class AttentionCall:
     """One call of attention over an observer.
 
-    exact: keys and values [B, G, T, D] that were read. queries: [B, H, L, D]. scale, mask, sinks, softcap: as in
+    exact: the keys and values [B, G, T, D] read. queries: [B, H, L, D]. scale, mask, sinks, softcap: as in
     `attend`. out: [B, H, L, Dv].
     """
 
@@ -109,13 +109,13 @@ class AttentionCall:
     softcap: float | None = None
 
     def scores(self, rows: mx.array, keys: mx.array) -> mx.array:
-        """Scores [B, H, N, T] float32 of its queries `rows` [N] over keys [B, G, T, D], before a cap or a mask."""
+        """Return scores [B, H, N, T] float32 of the queries `rows` [N] over keys [B, G, T, D], before cap and mask."""
         q = self.queries[:, :, rows].astype(mx.float32) * self.scale
         q_grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
         return (q_grouped @ keys.astype(mx.float32).swapaxes(-1, -2)).reshape(*q.shape[:3], -1)
 
     def weights(self, rows: mx.array, scores: mx.array) -> mx.array:
-        """Attention weights of scores [B, H, N, T] of its queries `rows` [N]."""
+        """Return attention weights for scores [B, H, N, T] of the queries `rows` [N]."""
         total, mask = scores.shape[3], self.mask
         if not isinstance(mask, mx.array):
             mask = mx.arange(total) <= (total - self.queries.shape[2] + rows)[:, None]
@@ -125,7 +125,7 @@ class AttentionCall:
 
 
 def reads(x: mx.array, out: mx.array) -> bool:
-    """Return whether a linear map that was given `x` read exactly the output of attention, [B, H, L, Dv]."""
+    """Return whether the input `x` of a linear map is exactly the output of attention, [B, H, L, Dv]."""
     flat = joined(out)
     return x.shape == flat.shape and bool(mx.array_equal(x, flat.astype(x.dtype)))
 

@@ -18,11 +18,11 @@ from mlxkv.cache.view import View
 from mlxkv.patching.probe import Handle, files_of
 
 NAME = "scaled_dot_product_attention"
-PARAMETERS = ("cache", "scale", "mask", "sinks")  # of it, behind queries, keys and values
+PARAMETERS = ("cache", "scale", "mask", "sinks")  # of attention, after queries, keys and values
 CALL = "__call__"
 MARK = "_mlxkv_attachment"  # the attribute of an attached model
 
-Slot = tuple[str, str]  # module name, attribute, of a class in it where there is a dot
+Slot = tuple[str, str]  # module name, attribute ("Class.method" for a method)
 
 
 @dataclass
@@ -49,7 +49,7 @@ def patch(model: nn.Module) -> list[Slot]:
 
 
 def _call_of(model: nn.Module) -> list[Slot]:
-    """Return the slot of the model's own call; none for a class that its module does not name."""
+    """Return the slot of the model's `__call__`; none if its module does not export the class."""
     cls = next(cls for cls in type(model).__mro__ if CALL in vars(cls))
     named = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
     return [(cls.__module__, f"{cls.__name__}.{CALL}")] if named and cls is not nn.Module else []
@@ -69,7 +69,7 @@ def patch_slots(slots: list[Slot]) -> list[Slot]:
 
 
 def _wrap(slot: Slot) -> Callable:
-    """Return what the attribute is wrapped by."""
+    """Return the wrapper for the attribute."""
     package, _, family = slot[0].rpartition(".")
     if package == "mlx_lm.models" and (family, slot[1]) in OWN_CODE:
         return OWN_CODE[family, slot[1]]
@@ -85,7 +85,7 @@ def unpatch(slots: list[Slot]) -> None:
             continue
         del _patches[slot]
         owner, name = _place(slot)
-        # Else patched by somebody since: theirs stays.
+        # Otherwise someone patched it since: keep theirs.
         if getattr(owner, name, None) is patched.wrapper:
             setattr(owner, name, patched.original)
 
@@ -98,8 +98,8 @@ def _place(slot: Slot) -> tuple[ModuleType | type, str]:
 
 
 def step_wrapper(original):
-    """Wrap `original`, the call of a class of models: a decode step of a model that is attached is replayed
-    where it can be (`patching.steps`)."""
+    """Wrap `original`, `__call__` of a model class: decode steps of attached models are replayed if possible
+    (`patching.steps`)."""
 
     @wraps(original)
     def __call__(self, *args, **kwargs):
@@ -125,8 +125,8 @@ def step_wrapper(original):
 def _step_of(
     inputs=None, cache=None, *args, inputs_embeds=None, logits_to_keep=None, **kwargs
 ) -> tuple | None:
-    """Tokens and caches of a call that gives nothing else; None for other calls. mlx-vlm says that there are
-    no embeddings, and that it wants the logits of one token, of which there is one."""
+    """Return tokens and caches of a call with no other arguments; None for other calls. mlx-vlm passes
+    `inputs_embeds` of None, and `logits_to_keep` of 1 with one token: these count as absent."""
     if inputs is None or cache is None or args or kwargs or inputs_embeds is not None:
         return None
     if logits_to_keep and inputs.shape[-1] != 1:
@@ -139,7 +139,7 @@ def attention_wrapper(original):
 
     @wraps(original)
     def scaled_dot_product_attention(queries, keys, values, *args, **kwargs):
-        if hasattr(type(keys), "attended"):  # of what observes, or stands in a dry run
+        if hasattr(type(keys), "attended"):  # from an observer or a dry run
             return keys.attended(queries, values, *args, **kwargs)
         options = dict(zip(PARAMETERS, args, strict=False)) | kwargs if args else kwargs
         if isinstance(keys, View):
@@ -156,14 +156,13 @@ def attention_wrapper(original):
     return scaled_dot_product_attention
 
 
-# -- Families whose files compute attention by code of their own: what is patched in them, so that the code meets our
-# views.
-#
-# A view in which nothing is quantized gives its arrays to the family's own code: results stay equal, bit for bit.
+# -- Families whose files have attention code of their own: patches that make this code handle our views.
+# #
+# # A view without quantized pages passes its arrays to the family's own code, so results stay bit-identical.
 
 
 def is_plain(view: object) -> TypeGuard[View]:
-    """Return whether nothing is quantized, so that its arrays are as in a plain cache, and nobody observes it."""
+    """Return whether a view has no quantized pages, so that its arrays equal a plain cache's, and no observer."""
     return isinstance(view, View) and view.plain and not hasattr(type(view), "attended")
 
 
@@ -182,7 +181,7 @@ class _Functions(ModuleType):
 
 
 def fast_attention(original: ModuleType) -> ModuleType:
-    """Wrap a file's `mx`: `mx.fast.scaled_dot_product_attention` over our views is ours."""
+    """Wrap a file's `mx`: route `mx.fast.scaled_dot_product_attention` over our views to our attention."""
     fast = _Functions(original.fast, **{NAME: attention_wrapper(getattr(original.fast, NAME))})
     return _Functions(original, fast=fast)
 
@@ -205,8 +204,7 @@ def capped(original: Callable) -> Callable:
 
 
 def gemma2(original: Callable) -> Callable:
-    """Wrap gemma2's attention, which is one method: over our caches it goes on here behind the projections
-    and the positions."""
+    """Wrap gemma2's attention, a single method: over our caches, the part after projections and RoPE is replaced."""
 
     @wraps(original)
     def __call__(self, x, mask=None, cache: Any = None):
@@ -223,7 +221,7 @@ def gemma2(original: Callable) -> Callable:
         )
         q, k = (self.rope(x, offset=offset) for x in (q, k))
         view, values = cache.update_and_fetch(k, v)
-        if not isinstance(view, (View, Handle)):  # of a cache that hands keys back
+        if not isinstance(view, (View, Handle)):  # from a cache that returns plain keys
             return original(self, x, mask, _Updated(offset, (view, values)))
         if is_plain(view):
             return original(self, x, mask, _Updated(offset, view.recent))
@@ -235,7 +233,7 @@ def gemma2(original: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class _Updated:
-    """Stands for a cache that has been updated already. offset: before that. pair: all keys and values."""
+    """Stand-in for a cache already updated. offset: before the update. pair: all keys and values."""
 
     offset: int
     pair: tuple[mx.array, mx.array]
@@ -250,7 +248,7 @@ def _capped(queries, keys: View | Handle, scale, mask, softcap: float) -> mx.arr
     return attend(queries, keys, scale, mask, softcap=softcap)
 
 
-# (Family, attribute): what is patched besides in families whose files have attention code of their own.
+# (Family, attribute): further patches for families with attention code of their own.
 OWN_CODE: dict[tuple[str, str], Callable] = {
     ("gear", "_softcap_attention"): capped,
     ("gemma2", f"Attention.{CALL}"): gemma2,

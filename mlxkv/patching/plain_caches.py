@@ -1,4 +1,4 @@
-"""The static caches of mlx-lm's own caches, where layers keep them: sliding windows, states, full precision."""
+"""Static caches for layers that keep mlx-lm's own caches: sliding windows, states, full precision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlxkv.patching.mlx_lm_compat import (
     set_ring_tokens,
 )
 
-if TYPE_CHECKING:  # mlx-lm's caches, of which every one that is to take a step holds tokens
+if TYPE_CHECKING:  # mlx-lm's caches; each contains tokens before a step
 
     class FilledRing(RotatingKVCache):
         keys: mx.array
@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # mlx-lm's caches, of which every one that is to take a step 
 
 
 class Buffers(StaticCache):
-    """A static cache whose arrays are buffers of keys and values. first: which number says where new ones go.
-    is_full: whether all of the buffers is seen, without a mask."""
+    """A static cache over buffers of keys and values. first: the position of the write index among the indices.
+    is_full: whether all of the buffers is visible, so that no mask is needed."""
 
     first, is_full = 1, False
 
@@ -57,7 +57,7 @@ class Buffers(StaticCache):
         return super().make_mask(N, return_array, None)
 
     def visible(self, indices: StepIndices, new: int) -> mx.array:
-        """Return the places that each of the new tokens sees, [L, capacity]."""
+        """Return a mask [L, capacity] of the places visible to each new token."""
         capacity = self.arrays[0].shape[2]
         return indices.once(
             ("seen", capacity, new),
@@ -66,8 +66,8 @@ class Buffers(StaticCache):
 
 
 class Ring(Buffers):
-    """`RotatingKVCache`: new tokens overwrite the oldest, at a place that is a number. Before the ring is
-    full, a mask hides what is not written yet. Indices: offset, place."""
+    """`RotatingKVCache`: new tokens overwrite the oldest, at a write index. A mask hides unwritten places until the
+    ring is full. Indices: offset, place."""
 
     def __init__(self, cache: FilledRing, new: int):
         if cache.keys.shape[2] > cache.max_size:
@@ -97,9 +97,9 @@ class Ring(Buffers):
 
 
 class Plain(Buffers):
-    """`KVCache`: a buffer with a mask over what is not written yet. Indices: offset, offset.
+    """`KVCache`: a buffer with a mask over unwritten places. Indices: offset, offset.
 
-    Not for CUDA, where MLX's attention with a mask takes several times as long as without.
+    Not for CUDA, where MLX's masked attention takes several times as long as unmasked.
     """
 
     def __init__(self, cache: FilledCache, new: int):
@@ -119,12 +119,12 @@ class Plain(Buffers):
 
 
 def whole_steps(tokens: int, step: int) -> int:
-    """So many tokens, rounded up."""
+    """Round `tokens` up to a multiple of `step`."""
     return -(-tokens // step) * step
 
 
 def grow(cache, capacity: int) -> None:
-    """Make room for so many tokens in the buffers of a cache of mlx-lm."""
+    """Grow the buffers of an mlx-lm cache to `capacity` tokens."""
     for name in ("keys", "values"):
         x = getattr(cache, name)
         zeros = mx.zeros((*x.shape[:2], capacity - x.shape[2], x.shape[3]), x.dtype)
@@ -146,12 +146,12 @@ class Arrays(StaticCache):
         self.state = self.indices = self.advance = ()
 
     def of(self, cache: ArraysCache) -> list[mx.array]:
-        """Return the arrays that `cache` holds."""
+        """Return the arrays of `cache`."""
         states: list[Any] = [cache.cache[i] for i in self.filled]  # none is None
         return states + [getattr(cache, name) for name in self.extras]
 
     def give(self, cache: ArraysCache, arrays: Sequence[mx.array]) -> None:
-        """Invert `of`."""
+        """Put `arrays` into `cache`: the inverse of `of`."""
         cache.cache = list(cache.cache)
         for i, x in zip(self.filled, arrays, strict=False):
             cache.cache[i] = x
@@ -159,7 +159,7 @@ class Arrays(StaticCache):
             setattr(cache, name, x)
 
     def proxy(self, arrays: Sequence[mx.array], indices: StepIndices) -> ArraysCache:
-        """mlx-lm's own class, with arrays of the trace."""
+        """Return mlx-lm's own class over arrays of the trace."""
         kind = type(self.cache)
         out = _stand_in(kind).__new__(_stand_in(kind))
         vars(out).update(vars(self.cache), static=self)
@@ -172,7 +172,7 @@ class Arrays(StaticCache):
 
 @cache
 def _stand_in(kind: type[ArraysCache]) -> type[ArraysCache]:
-    """Return the class, with `written`."""
+    """Return a subclass with `written`."""
 
     def written(self) -> list[mx.array]:
         if any(x is not None for i, x in enumerate(self.cache) if i not in self.static.filled):
@@ -183,25 +183,24 @@ def _stand_in(kind: type[ArraysCache]) -> type[ArraysCache]:
 
 
 # -- mlx-lm's batched rings, which pad sequences on the left.
-#
-# Where padding ends is in arrays there. The host reads it once whenever sequences have come or gone, then counts
-# on: so it knows when all that a ring holds is seen, and no mask is needed.
+# The ends of padding are in device arrays. The host reads them once after sequences join or leave, then counts by
+# itself: so it knows when a ring is fully visible and needs no mask.
 
 Integers = tuple[int, ...]
-# Of a cache: where mlx-lm stands in it, its arrays of offsets and of padding, and what is in them.
+# By cache: mlx-lm's position in it, its arrays of offsets and padding, and their values.
 _read: WeakKeyDictionary[object, tuple[Integers, mx.array, mx.array, Integers, Integers]] = (
     WeakKeyDictionary()
 )
 
 
 def _stand(cache: BatchRotatingKVCache) -> Integers:
-    """Return what changes with every token that mlx-lm writes or takes back; its arrays, changed in place, stay the
-    same objects."""
+    """Return numbers that change whenever mlx-lm writes or trims tokens: its arrays change in place and stay the same
+    objects."""
     return ring_index(cache), ring_tokens(cache)
 
 
 class PaddedRing(Buffers):
-    """`BatchRotatingKVCache`. Indices: place; of each sequence its offset; of each its padding, as it is after this
+    """`BatchRotatingKVCache`. Indices: place; the offset of each sequence; the padding of each after this
     step."""
 
     first = 0
@@ -218,7 +217,7 @@ class PaddedRing(Buffers):
         if not self.rotated and at != ring_tokens(cache):
             raise NotYet("a ring that was taken back")
         steps = min(cache.max_size, whole_steps(max(at + 1, capacity), cache.step))
-        if steps > capacity and not self.rotated:  # in whole steps, so that shapes are few
+        if steps > capacity and not self.rotated:  # in whole steps, to limit the number of shapes
             grow(cache, steps)
         self.cache, self.place = cache, 0 if at == cache.max_size else at
         self.arrays = [cache.keys, cache.values]
@@ -226,8 +225,8 @@ class PaddedRing(Buffers):
 
     @cached_property
     def lengths(self) -> tuple[Integers, Integers]:
-        """The offsets and the padding of the sequences. Waits for the device, at the first step after
-        sequences have come or gone; so it is asked for only when all caches take the step."""
+        """The offsets and the padding of the sequences. Waits for the device at the first step after
+        sequences join or leave, so it is called only once all caches allow the step."""
         cache, record = self.cache, _read.get(self.cache)
         if (
             record is not None
@@ -255,7 +254,7 @@ class PaddedRing(Buffers):
 
     @cached_property
     def is_full(self) -> bool:
-        """Return whether the new token sees all that the ring holds."""
+        """Return whether the new token sees the whole ring."""
         capacity, batch = self.arrays[0].shape[2], len(self.lengths[0])
         return (self.rotated or self.place + 1 == capacity) and max(self.indices[1 + batch :]) <= 0
 
@@ -293,7 +292,7 @@ class PaddedRing(Buffers):
 
     def commit(self, arrays: Sequence[mx.array]) -> None:
         cache, batch = self.cache, len(self.lengths[0])
-        # New handles: mlx-lm writes in place into what layers would share.
+        # New handles: mlx-lm writes in place, and layers would share the arrays.
         cache.keys, cache.values, cache.offset, cache.left_padding = map(mx.array, arrays)
         cache.rotated = self.rotated
         set_ring_index(cache, self.place + 1)

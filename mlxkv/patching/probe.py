@@ -1,8 +1,7 @@
-"""Find what each cache of a model would hold, by a dry run that computes nothing.
+"""Find the contents of each cache of a model by a dry run, which computes nothing.
 
-MLX is lazy: calling the model builds a graph that is thrown away. Caches return a `Handle` in place of
-keys and values, so the run also shows whether the model's code does anything with them but pass them
-to attention.
+MLX is lazy: calling the model builds a graph, which is discarded. Caches return a `Handle` in place of keys and
+values, so the run also shows whether the model's code only passes them to attention.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from mlx_lm import __version__ as mlx_lm_version
 from mlxkv.patching.record import PROMPT, record
 from mlxkv.patching.trees import Place, leaves, put
 
-PLAIN = "KVCache"  # the class of mlx-lm's that ours replace
+PLAIN = "KVCache"  # the class of mlx-lm that our caches replace
 
 
 class Misuse(AttributeError):
-    """The model's code did something with a cache, or what it returned, that ours cannot do."""
+    """The model's code used a cache, or its return value, in a way that ours do not support."""
 
 
 @dataclass(frozen=True)
 class ProbedShape:
     """The numbers that one cache stores per token: `heads` x (`key_dim` + `value_dim`) numbers of `dtype`.
 
-    queries: query heads that read it, 0 if none did. sinks: whether it is read with attention sinks.
-    latent: whether these are latents, and their rotary keys in place of values. selects:
-    whether the model's code picks tokens of them. softcap: of its scores, or None.
+    queries: number of query heads that read it, 0 if none. sinks: whether it is read with attention sinks. latent:
+    whether it contains latents as keys and rotary keys as values. selects: whether the model's code selects tokens
+    from it. softcap: of its scores, or None.
     """
 
     heads: int
@@ -47,7 +46,7 @@ class ProbedShape:
 
 
 class Handle:
-    """Stands for the keys or the values of one cache; any use but attention raises Misuse."""
+    """Stand-in for the keys or values of one cache; any use except attention raises Misuse."""
 
     def __init__(self, cache: ProbeCache):
         self._cache = cache
@@ -65,13 +64,13 @@ class Handle:
         return self._cache.probed.dtype
 
     def astype(self, dtype: mx.Dtype) -> Handle:
-        """Itself: attention casts what it reads."""
+        """Return `self`: attention casts its inputs."""
         return self
 
     def attended(
         self, queries, values, cache=None, scale: float = 1.0, mask=None, sinks=None, softcap=None
     ) -> mx.array:
-        """Return zeros for queries: [B, H, L, D] -> zeros [B, H, L, Dv]. mlx-lm's signature."""
+        """Return zeros [B, H, L, Dv] for queries [B, H, L, D]. mlx-lm's signature."""
         if type(values) is not Handle or values._cache is not self._cache:
             raise Misuse("attends with keys and values of different caches")
         self._cache.waiting = False
@@ -91,7 +90,7 @@ class ProbeCache:
         self.place = place
         self.offset = 0
         self.shape: ProbedShape | None = None
-        self.waiting = False  # for attention over what it returned
+        self.waiting = False  # for attention over its handles
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
         self.shape = ProbedShape(keys.shape[1], keys.shape[3], values.shape[3], values.dtype)
@@ -104,14 +103,14 @@ class ProbeCache:
 
     @property
     def probed(self) -> ProbedShape:
-        """The shape, of a cache that has been updated."""
+        """The shape, once updated."""
         if self.shape is None:
             raise Misuse("reads the keys or values of a cache before any are written")
         return self.shape
 
     @property
     def mixed_dim(self) -> int:
-        """Dims of what attention returns."""
+        """Dims of the output of attention."""
         return self.probed.value_dim
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
@@ -134,10 +133,10 @@ class Findings:
 def probe(
     model, make_cache: Callable[[], list], places: list[Place], kind: type[ProbeCache] = ProbeCache
 ) -> Findings:
-    """Find what the caches at `places` (plain KV caches of `make_cache()`) hold, and whether ours can
-    replace them. kind: of the caches that find out.
+    """Find the shapes of the caches at `places` (plain KV caches of `make_cache()`), and whether ours can replace
+    them. kind: class of the probing caches.
 
-    The attention function must be patched. Whatever goes wrong becomes a reason, never an error.
+    The attention function must be patched. Any failure becomes a reason and is not raised.
     """
     findings = Findings({}, {})
     while pending := [place for place in places if place not in findings.refused]:
@@ -177,13 +176,12 @@ def files_of(model: nn.Module) -> list[ModuleType]:
 
 
 # -- Layers with multi-head latent attention (MLA): which caches hold latents, by the structure of the model.
-#
-# mlx-lm's code for MLA hands a cache the latent of each token and the rotary key that all heads share. It multiplies
-# the rotary keys itself. Of one new token it attends with absorbed queries to the latents as they are; for several it
-# makes the keys and values of every head from them, and so needs an array.
+# mlx-lm's code for MLA passes a cache the latent of each token and the rotary key shared by all heads. It computes
+# the scores of rotary keys itself. For one new token it attends to the latents with absorbed queries; for several it
+# expands them to the keys and values of every head, and so needs an array.
 
-ABSORBED = ("embed_q", "unembed_out")  # maps of heads to latents and back, in mlx-lm's attention
-INDEX = "indexer"  # a sparse index beside them, whose cache has keys of its own (DeepSeek-V3.2)
+ABSORBED = ("embed_q", "unembed_out")  # maps from heads to latents and back, in mlx-lm's attention
+INDEX = "indexer"  # a sparse index, with a cache of its own keys (DeepSeek-V3.2)
 INDEX_KEYS = "the keys of a sparse index stay in full precision"
 
 
@@ -200,7 +198,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 def find_latents(
     model: nn.Module, make_cache: Callable[[], list], places: list[Place]
 ) -> Findings | None:
-    """Return what the plain caches at `places` hold, for a model with MLA; None for any other.
+    """Return the findings for the plain caches at `places` of a model with MLA; None for other models.
 
     The attention function must be patched.
     """
@@ -245,14 +243,13 @@ class LatentProbe(ProbeCache):
 
 class _IndexedProbe(LatentProbe):
     selects = True
-    keys = mx.zeros(0)  # which the model's code ties to its index
+    keys = mx.zeros(0)  # the model's code makes them depend on its index
 
 
 # -- The families of mlx-lm that cannot be compressed, by their file in `mlx_lm/models`, and why.
-#
-# A family can be compressed if it only passes what `cache.update_and_fetch` returns to
-# `scaled_dot_product_attention` or to a later layer, or where its own code is reached (`patching.OWN_CODE`), or caches
-# latents. A test derives this table from the source of the installed mlx-lm.
+# A family can be compressed if it passes the return value of `cache.update_and_fetch` only to
+# `scaled_dot_product_attention` or to a later layer, if its own code is patched (`patching.OWN_CODE`), or if it
+# caches latents. A test derives this table from the source of the installed mlx-lm.
 
 OWN_CACHE = "its code stores compressed groups of tokens in a cache of its own"
 NO_PROMPTS = "its code in mlx-lm reads no prompt (adds the word causal to scores)"
@@ -266,7 +263,7 @@ REFUSED: dict[str, str] = {
     "plamo": ARRAYS.format("repeats heads"),
 }
 
-# Families whose code computes on cached latents (MLA): `find_latents` knows how.
+# Families whose code computes on cached latents (MLA): handled by `find_latents`.
 LATENTS = {
     *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"),
     *("kimi_k3", "kimi_linear", "longcat_flash", "mistral4"),
@@ -295,7 +292,7 @@ def refusal(files: list[str], mlx_lm_version: str) -> str | None:
 
 
 def find(model: nn.Module, make_cache: Callable[[], list]) -> Findings:
-    """Find what the plain caches of `make_cache()` hold, and why some cannot be replaced by ours.
+    """Find the shapes of the plain caches of `make_cache()`, and why ours cannot replace some.
 
     The attention function must be patched (`patch.patch`).
     """

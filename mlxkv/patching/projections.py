@@ -1,4 +1,4 @@
-"""Run a model on a few tokens and record the linear maps that are called around each cache."""
+"""Run a model on a few tokens and record the linear maps called around each cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxkv.patching.record import LinearCall, record
 from mlxkv.patching.trees import Place, put
 
 TOKENS = 8
-NEAR = 16  # calls of linear maps before and after a cache that may belong to it
+NEAR = 16  # how many calls of linear maps before and after a cache may belong to it
 
 
 @dataclass
@@ -57,7 +57,7 @@ def run_dry(model: nn.Module, make_cache: Callable[[], list], places: Iterable[P
     """
     traces = {place: CacheTrace() for place in places}
     calls: list[LinearCall] = []
-    attentions: list[tuple[CacheTrace, int]] = []  # and how many calls came before
+    attentions: list[tuple[CacheTrace, int]] = []  # and the number of earlier calls
 
     def updated(trace: CacheTrace, keys: mx.array, values: mx.array) -> None:
         trace.values.append(values)
@@ -81,18 +81,18 @@ def run_dry(model: nn.Module, make_cache: Callable[[], list], places: Iterable[P
     return DryRun(traces, recording.logits)
 
 
-# -- Measure what output projections make of an error in the values of a cache.
+# -- Measure how output projections amplify errors in the values of a cache.
 
 
 def sensitivities(
     model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]
 ) -> dict[Place, np.ndarray]:
-    """M_o [G, D, D] float64 of each cache: the sum over a kv head's query heads of W W^T, W [D, hidden]
-    their rows of the output projection.
+    """Return M_o [G, D, D] float64 of each cache: the sum of W W^T over the query heads of a kv head, where W
+    [D, hidden] are a head's rows of the output projection.
 
-    Caches without one are left out: a gate or a norm comes between, or the projection serves other
-    caches too. make_cache: the model's own. The attention function must be patched. Projections are
-    found in a dry run, by the array that they take, not by name.
+    Omits caches without one: with a gate or a norm in between, or a projection shared by several caches. make_cache:
+    the model's own. The attention function must be patched. A dry run finds projections by their input array, not by
+    name.
     """
     pairs = _projections(model, make_cache, places)
     return {place: _moment(target, trace) for place, (trace, target) in pairs.items()}
@@ -117,14 +117,14 @@ def _projections(
 ) -> dict[Place, tuple[CacheTrace, nn.Module]]:
     try:
         traces = run_dry(model, make_cache, list(places)).traces
-    except Exception:  # a foreign model may raise anything at all; identity serves as well
+    except Exception:  # a foreign model may raise any error; fall back to identity
         return {}
     pairs = {p: (x, x.output_projection()) for p, x in traces.items() if x.is_read_once}
     return {place: (x, linear) for place, (x, linear) in pairs.items() if linear is not None}
 
 
 def _moment(linear: nn.Module, trace: CacheTrace) -> np.ndarray:
-    """[G, D, D]. The map is called, not read: its weights may be quantised."""
+    """Return M_o [G, D, D]. Calls the map instead of reading its weights, which may be quantised."""
     (_, heads, _, dims), kv_heads = trace.calls[0].out.shape, trace.values[0].shape[1]
     group = heads // kv_heads
     out = np.zeros((kv_heads, dims, dims))

@@ -1,4 +1,4 @@
-"""The dry run of a model: what it does with a few tokens, for all who ask about its caches, its maps or its faults."""
+"""Run a model dry on a few tokens and record its calls and errors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-PROMPT = 2  # tokens of a short prompt; a decode step has one
+PROMPT = 2  # tokens of a short prompt, more than a decode step has
 
 LinearCall = tuple[nn.Module, mx.array, mx.array]  # a linear map, its input, its output
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What calls of a model returned or raised.
+    """The results or the error of calls of a model.
 
-    logits: of the last call, None after an error. calls: of linear maps, in their order, where they were asked for.
+    logits: of the last call, None after an error. calls: of linear maps, in order, if requested.
     """
 
     logits: Any
@@ -33,10 +33,10 @@ def record(
     tokens: Sequence[int] = (PROMPT,),
     calls: list[LinearCall] | None = None,
 ) -> Recording:
-    """Call `model` once for each of `tokens`, on so many of them, with `caches`. Computes nothing: MLX is lazy.
+    """Call `model` with `caches` once per item of `tokens`, the number of tokens in that call. Computes nothing: MLX is
+    lazy.
 
-    calls: filled with the calls of linear maps as they happen, if given. A foreign model may raise anything at all,
-    which is recorded.
+    calls: if given, calls of linear maps are appended to it. Any error of a foreign model is recorded.
     """
     logits, hooked = None, []
 
@@ -60,13 +60,13 @@ def record(
 
 
 def _is_map(module: nn.Module) -> bool:
-    """Return whether `module` holds a matrix itself, as linear maps do, or one for each expert."""
+    """Return whether `module` has a weight matrix of its own, as linear maps do, or one per expert."""
     holds = any(isinstance(x, mx.array) and x.ndim > 1 for x in module.values())
     return holds and not isinstance(module, nn.Embedding)
 
 
 def hook(module: nn.Module, around: Callable) -> tuple[nn.Module, type]:
-    """Route calls of `module` through `around(call, *args, **kwargs)`. Returns what `restore_classes` takes."""
+    """Route calls of `module` through `around(call, *args, **kwargs)`. Returns an item for `restore_classes`."""
     cls = type(module)
 
     def __call__(self, *args, **kwargs):
@@ -78,6 +78,6 @@ def hook(module: nn.Module, around: Callable) -> tuple[nn.Module, type]:
 
 
 def restore_classes(hooked: list[tuple[nn.Module, type]]) -> None:
-    """Undo calls of `hook`, the last one first."""
+    """Undo calls of `hook`, in reverse order."""
     for module, cls in reversed(hooked):
         object.__setattr__(module, "__class__", cls)

@@ -1,7 +1,7 @@
 """`Steps`: the decode steps of one model. Each kind of step is traced once, then replayed.
 
-A replay costs the host what MLX needs to hand the graph to the device; without it, Python builds the graph
-of every token anew, which takes longer than a GPU needs for many models.
+A replay costs the host only MLX's submission of the graph to the device; without it, Python rebuilds the graph for
+every token, which for many models takes longer than the GPU's work.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from mlxkv.metal import launch, tiles
 from mlxkv.patching.plain_caches import Arrays, PaddedRing, Plain, Ring
 from mlxkv.patching.traced_weights import Assigned, Weights, content
 
-SWITCH = "MLXKV_COMPILE"  # an environment variable; 0: every step is built by Python
-MOST_TRACES = 64  # of one kind of step: beyond, all are dropped and made anew as they are needed
-MOST_KINDS = 256  # beyond, too: how work is shared out among kernels changes as a batch grows
+SWITCH = "MLXKV_COMPILE"  # environment variable; 0: Python builds every step
+MOST_TRACES = 64  # per kind of step: above this, all are dropped and made again when needed
+MOST_KINDS = 256  # likewise: kernels split work differently as a batch grows
 FORMS = {
     CompressedKVCache: SingleStaticCache,
     LatentKVCache: SingleStaticLatents,
@@ -66,7 +66,7 @@ def _why_off() -> str | None:
     if switch == "0":
         return f"{SWITCH}=0"
     if launch.backend() == "cpu" and switch != "1":
-        # MLX would have a C++ compiler build some 26 kernels before the second token.
+        # MLX would run a C++ compiler on some 26 kernels before the second token.
         return f"traced steps start a compiler on a CPU; {SWITCH}=1 turns them on"
     return None
 
@@ -74,10 +74,10 @@ def _why_off() -> str | None:
 class Steps:
     """The traced steps of one model.
 
-    off: why there are none, or None. refused: lists of caches, by their classes, that have none -> why.
-    traced: how many traces were made. replayed: how many steps went by one, those that made it included.
-    waits_for: why the last step could not go by one yet, or None. compiles: False where steps of fixed
-    shapes are not traced, but run as they are, for tests of kernels that no trace can hold.
+    off: why tracing is off, or None. refused: untraceable lists of caches, by their classes -> why. traced: number of
+    traces made. replayed: number of steps run by a trace, its first run included. waits_for: why the last step could
+    not be traced yet, or None. compiles: False to run steps of fixed shapes without tracing them, for tests of kernels
+    that cannot be traced.
     """
 
     def __init__(self):
@@ -88,19 +88,18 @@ class Steps:
         self._kinds: dict[tuple, StepKind] = {}
         self._weights: Weights | None = None
         self._counters = tiles.times_forgotten()
-        self.lock = RLock()  # of the model, whose weights a trace replaces
-        self._allows_places = False  # whether the model's code has made places for arrays as it ran
+        self.lock = RLock()  # of the model: tracing replaces its weights
+        self._allows_places = False  # whether the model's code has already added places for arrays
 
     def forget(self) -> None:
-        """Drop all traces. To be called in a thread that has made some, before it ends: the arrays in them
-        belong to its streams."""
+        """Drop all traces. Call it in a thread that made some, before it ends: their arrays belong to its streams."""
         self._kinds.clear()
 
     def __call__(
         self, model, call: Callable, tokens: mx.array, caches: Sequence
     ) -> mx.array | None:
-        """Return what `call(model, tokens, cache=caches)` returns, by a traced step; None where this step cannot be
-        one, and nothing has changed. tokens: [B, L]."""
+        """Return the result of `call(model, tokens, cache=caches)` by a traced step; None, with no side effects, if
+        this step cannot be traced. tokens: [B, L]."""
         if self.off or not isinstance(caches, (list, tuple)) or not caches:
             return None
         classes = tuple(map(type, caches))
@@ -116,18 +115,18 @@ class Steps:
         except Assigned as error:
             return self._try(call, model, tokens, caches, error)
         except Untraceable as error:
-            logits = call(model, tokens, cache=caches)  # a fault of the caller is raised here
+            logits = call(model, tokens, cache=caches)  # an error of the caller is raised here
             self.refused[classes] = str(error)
             return logits
 
     @property
     def why_not(self) -> str | None:
-        """Return why some of this model's steps are built by Python for good, or None where none is known to be."""
+        """Return why Python always builds some of this model's steps, or None if no such step is known."""
         return self.off or next(iter(self.refused.values()), None)
 
     @property
     def state(self) -> str:
-        """Return how this model's steps are made, in a few words."""
+        """Return how this model's steps run, in a few words."""
         by_python = "" if self.why_not is None else f"built by Python: {self.why_not}"
         if self.replayed:
             return f"replayed, some {by_python}" if by_python else "replayed"
@@ -165,11 +164,11 @@ class Steps:
         return logits if kind.output is None else kind.output(logits=logits)
 
     def _try(self, call: Callable, model, tokens, caches, error: Assigned) -> mx.array:
-        """Take a step by Python, and see whether what the model's code assigns is what was there."""
+        """Run a step in Python, and check whether the model's code assigns unchanged values."""
         contents = list(map(content, error.places))
         logits = call(model, tokens, cache=caches)
         if any(was is None for was in contents) and not self._allows_places:
-            self._allows_places = True  # it may make them once
+            self._allows_places = True  # allowed once
         elif self._weights and all(map(_equal, contents, map(content, error.places))):
             self._weights.harmless(error.places)
         else:
@@ -184,21 +183,21 @@ class Steps:
 
 
 class StepKind:
-    """Steps that differ in shapes and indices alone. run: the trace, replayed. output: the class around logits
-    that the model's code returns (mlx-vlm), or None."""
+    """Steps that differ only in shapes and indices. run: the compiled trace. output: the class around logits that the
+    model's code returns (mlx-vlm), or None."""
 
     def __init__(self, weights: Weights, call: Callable, compiles: bool):
         self.weights, self.call, self.compiles, self.traces = weights, call, compiles, 0
         self.output: type | None = None
-        self._current: tuple = ()  # of the step that is taken
-        self._shared: list[int] = []  # indices of the caches that several layers read
+        self._current: tuple = ()  # of the current step
+        self._shared: list[int] = []  # indices of caches that several layers read
         self._carried: dict[tuple[int, ...], mx.array] = {}
         self.run = mx.compile(self._trace) if compiles else self._trace
 
     def __call__(self, tokens, weights, statics, caches, places, values, advances):
-        """Return the logits, and what each static cache's proxy wrote."""
-        # The last step has left the indices on the device: uploading them takes CUDA longer than all
-        # that a replay does on the host.
+        """Return the logits, and the arrays written by each static cache's proxy."""
+        # The last step left the indices on the device: on CUDA, uploading them takes longer than the rest of a replay
+        # on # the host.
         indices = [
             self._carried[integers] if integers in self._carried else mx.array(integers, mx.int32)
             for integers in values
@@ -228,7 +227,7 @@ class StepKind:
         seed = _seed()
         with _reasons(), self.weights.replaced(weights):
             logits = self._logits(self.call(self.weights.model, tokens, cache=in_trace))
-        if _seed() is not seed:  # a replay would draw the same again
+        if _seed() is not seed:  # a replay would draw the same numbers again
             raise Untraceable("the model's code draws random numbers")
         self._shared = [i for i, proxy in enumerate(stands) if getattr(proxy, "shared", False)]
         self._wait(statics)
@@ -239,7 +238,7 @@ class StepKind:
         return logits, [_outputs_of(proxy) for proxy in stands], advanced
 
     def _logits(self, out) -> mx.array:
-        """Return the logits alone. Raises Untraceable where the model's code returns more."""
+        """Return only the logits. Raises Untraceable if the model's code returns more."""
         if isinstance(out, mx.array):
             return out
         fields = vars(out) if is_dataclass(out) else {}
@@ -250,23 +249,23 @@ class StepKind:
         return fields["logits"]
 
     def _wait(self, statics: Sequence[StaticCache]) -> None:
-        """Raise NotYet where a page is quantized that layers then read without writing to the cache: a trace
-        has its exact tokens, these layers its codes."""
+        """Raise NotYet if this step quantizes a page that other layers read without writing to the cache: a trace would
+        use its exact tokens, these layers its codes."""
         if any(statics[i].quantizes for i in self._shared):
             raise NotYet("layers share a cache that quantizes a page")
 
 
 @contextmanager
 def _reasons() -> Iterator[None]:
-    """Return what a model's code raises in a trace is why there is none."""
+    """Turn errors of the model's code in a trace into the reason for not tracing."""
     try:
         yield
     except (NotYet, Assigned, Untraceable):
         raise
-    except UserError as error:  # of our views, where an array is expected
+    except UserError as error:  # from our views, where an array is expected
         raise Untraceable(str(error)) from None
     except Exception as error:
-        if "transformations" in str(error):  # says MLX where code looks at the indices in arrays
+        if "transformations" in str(error):  # MLX's message if code reads index values from arrays
             error = "the model's code looks at numbers that only the device has"
         else:
             error = f"the model's code fails in a trace: {type(error).__name__}: {error}"
@@ -274,7 +273,7 @@ def _reasons() -> Iterator[None]:
 
 
 def _seed() -> mx.array:
-    return cast(list[mx.array], mx.random.state)[0]  # which mlx's stub has as an object
+    return cast(list[mx.array], mx.random.state)[0]  # typed as object in mlx's stub
 
 
 def _equal(x: mx.array | None, y: mx.array | None) -> bool:
@@ -290,7 +289,7 @@ def _outputs_of(proxy: CacheProxy) -> list[mx.array]:
 
 
 def static_caches_of(cache, new: int) -> list[StaticCache]:
-    """Return the static caches of a cache, of each in a list of caches. Raises NotYet, Untraceable."""
+    """Return the static caches of a cache, or of each member of a list of caches. Raises NotYet, Untraceable."""
     if isinstance(cache, CacheList):
         return [static for member in cache.caches for static in static_caches_of(member, new)]
     kind = FORMS.get(type(cache))
@@ -302,7 +301,7 @@ def static_caches_of(cache, new: int) -> list[StaticCache]:
 
 
 def _in_place(cache, stands):
-    """Return the proxys in the places of the caches."""
+    """Return the proxies at the places of the caches."""
     if not isinstance(cache, CacheList):
         return next(stands)
     out = CacheList.__new__(CacheList)
@@ -311,12 +310,12 @@ def _in_place(cache, stands):
 
 
 def grouped(statics: Sequence[StaticCache]):
-    """Return the group of each static cache, then the indices of each group and their increments."""
+    """Return the group of each static cache, the indices of each group, and their increments."""
     groups, places, members = {}, [], []
     for i, static in enumerate(statics):
         group = groups.get(static.lockstep)
         if group is not None and members[group].state != static.state:
-            group = None  # a cache that was taken back alone
+            group = None  # a cache that was trimmed alone
         if group is None:
             group = groups[static.lockstep if static.lockstep not in groups else i] = len(members)
             members.append(static)

@@ -1,4 +1,4 @@
-"""`Weights`: the arrays of a model, as inputs of a traced step: a trace must not keep old ones."""
+"""`Weights`: a model's arrays as inputs of a traced step, so that a trace does not keep old ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Link = tuple[Container, Any, Container, int]
 
 
 class Assigned(Exception):
-    """In a trace, the model's code has put arrays in these places."""
+    """The model's code assigned arrays to these places during a trace."""
 
     def __init__(self, places: list[Spot]):
         super().__init__("the model's code changes its weights as it runs")
@@ -27,8 +27,8 @@ class Assigned(Exception):
 class Weights:
     """The places where a model keeps its arrays.
 
-    MLX's own way to make them inputs of a compiled function (`inputs=`) leaves a model broken where its code
-    raises in a trace, or assigns a weight.
+    MLX's own method, `inputs=` of a compiled function, leaves a model broken if its code raises an error or assigns a
+    weight in a trace.
     """
 
     def __init__(self, model: nn.Module):
@@ -43,13 +43,13 @@ class Weights:
             if isinstance(value, float) or (module is model and name == "_training")
         ]
         self._numbers = tuple(zip(*numbers, strict=True)) or ((), (), ())
-        # Apart, so that every step looks through them without a line of Python for each.
+        # In columns, so that each step checks them without a Python loop.
         self._columns = tuple(zip(*self._places, strict=True)) or ((), ())
         self._between = tuple(zip(*self._links, strict=True))
 
     def arrays(self) -> list[mx.array] | None:
-        """Return the current arrays; None if the tree of modules changed: modules, or lists of them, have been
-        replaced, arrays have come or gone, or a module's floats have changed."""
+        """Return the current arrays; None if the module tree changed: modules or lists replaced, arrays
+        added or removed, or a module's floats changed."""
         containers, keys, parts, sizes = self._between
         owners, names, numbers = self._numbers
         try:
@@ -65,8 +65,8 @@ class Weights:
 
     @contextmanager
     def replaced(self, traced: Sequence[mx.array]) -> Iterator[None]:
-        """Inside, the model computes with `traced`. Raises Assigned where its code has put other arrays in
-        places, or has made places. Whatever happens, the model is left as it was."""
+        """Make the model compute with `traced` in this block. Raises Assigned if its code replaced arrays or added
+        places. Always restores the model."""
         snapshot = [(part, _contents(part)) for _, _, part, _ in self._links]
         for (container, key), x in zip(self._places, traced, strict=True):
             container[key] = x
@@ -85,13 +85,13 @@ class Weights:
                 _put_back(part, *contents)
 
     def harmless(self, places: Sequence[Spot]) -> None:
-        """Let the model's code assign these: it computes what is there already."""
+        """Allow the model's code to assign these `places`: the values do not change."""
         self._harmless |= {(id(container), key) for container, key in places}
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Leave the model as it was, whatever its code assigns as it runs (mlx-vlm's models keep positions of the last
+    """Restore the model after this block, whatever its code assigns (mlx-vlm's models keep positions of the last
     prompt)."""
     snapshot = [(part, _contents(part)) for _, _, part, _ in _walk(model)[1]]
     try:
@@ -102,7 +102,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def content(place: Spot) -> mx.array | None:
-    """Return what a place holds; None where there is no such place."""
+    """Return the array at a place; None if the place does not exist."""
     container, key = place
     if isinstance(container, dict):
         return container.get(key)
@@ -110,7 +110,7 @@ def content(place: Spot) -> mx.array | None:
 
 
 def _contents(container: Container | tuple) -> tuple:
-    """Return what `_put_back` takes: the items of a container, and the attributes of a module."""
+    """Return the items of a container and the attributes of a module, for `_put_back`."""
     if isinstance(container, dict):
         return dict(container), dict(vars(container)) if isinstance(container, nn.Module) else None
     return list(container), None
@@ -122,7 +122,7 @@ def _put_back(container: Container | tuple, items, attributes: dict | None) -> N
         dict.update(container, items)
     elif isinstance(container, list):
         container[:] = items
-    if attributes is not None:  # assigning an array takes an attribute of this name away
+    if attributes is not None:  # assigning an array deletes an attribute of this name
         vars(container).clear()
         vars(container).update(attributes)
 

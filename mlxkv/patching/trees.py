@@ -1,4 +1,4 @@
-"""Trees: the caches of a model, some of which hold others, and arrays by name."""
+"""Walk trees: the caches of a model, possibly nested, and arrays by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Place = tuple[int, ...]  # position in the list of caches; a second number insid
 
 
 def leaves(caches: Sequence) -> list[tuple[Place, Any]]:
-    """Every cache with its place; the members of a CacheList one by one."""
+    """Return every cache with its place; the members of a CacheList one by one."""
     out: list[tuple[Place, Any]] = []
     for i, cache in enumerate(caches):
         inner = getattr(cache, "caches", None)
@@ -26,7 +26,7 @@ def leaves(caches: Sequence) -> list[tuple[Place, Any]]:
 
 
 def put(caches: list, place: Place, cache) -> None:
-    """caches[i] = cache, or the same inside a CacheList, whose tuple of caches is replaced."""
+    """Set the cache at `place`; inside a CacheList, by replacing its tuple of caches."""
     if len(place) == 1:
         caches[place[0]] = cache
         return
@@ -36,8 +36,8 @@ def put(caches: list, place: Place, cache) -> None:
 
 
 def trim_caches(caches: list, count: int, keep: int) -> bool:
-    """Cut caches that hold `count` tokens back to their first `keep`. False, and nothing has changed, where one of
-    them cannot be cut there: a state, a sliding window that has moved on, a prompt whose tokens were chosen."""
+    """Trim caches of `count` tokens to their first `keep`. Returns False, with all unchanged, if one cannot be trimmed:
+    a state, a sliding window that has moved on, a prompt whose tokens were selected."""
     if keep == count:
         return keep > 0
     members = [cache for _, cache in leaves(caches)]
@@ -57,5 +57,5 @@ def _can_keep(cache, count: int, keep: int) -> bool:
 
 def flat(tree: Any) -> list[tuple[str, mx.array]]:
     """Return the arrays of a tree with their names, "layers.0.weight"."""
-    # By mlx's annotations it may be a dict, too: where one is given to be filled.
+    # mlx's annotations also allow a dict, which is returned only if one is passed as destination.
     return cast(list[tuple[str, mx.array]], tree_flatten(tree))
