@@ -102,7 +102,8 @@ def nothing(dtype: mx.Dtype = mx.float32) -> mx.array:
 
 
 # -- mixed bits: tables that say where the codes of each block of 16 dims stand and how wide they are, so that
-# one text serves all layers of a model, whose widths differ. Places: `formats.records.parts`; `text/mixed_bits.h` reads them.
+# one text serves all layers of a model, whose widths differ. Places: `formats.records.parts`;
+# `text/mixed_bits.h` reads them.
 
 
 def _second_step(width: int) -> int:
@@ -169,8 +170,9 @@ def mixed_bits_table(layout: RecordLayout) -> mx.array:
 
 @lru_cache(maxsize=512)
 def mixed_bits_quantizing(at: SideLayout) -> mx.array:
-    """[HEAD + MOST_BLOCKS BLOCK_ENTRY] float32: blocks, stored dims, words of the codes, 1 / stored dims, 0, ...; of each
-    block the distance of levels for variance 1, the gain, (2^b - 1) / 2, b, then 0, ..."""
+    """Return the table [HEAD + MOST_BLOCKS BLOCK_ENTRY], float32: blocks, stored dims, words of the codes,
+    1 / stored dims, zeros; then for each block the distance of levels for variance 1, the gain, (2^b - 1) / 2, b,
+    zeros."""
     out = np.zeros((MOST_BLOCKS, BLOCK_ENTRY), np.float32)
     for entry, bits in zip(out, at.widths, strict=False):
         entry[:4] = GAINS[bits] * STEPS[bits], GAINS[bits], (2**bits - 1) / 2, bits
