@@ -29,26 +29,26 @@ from mlxkv.metal.template import (
     sides_template,
 )
 
-SIMDGROUPS = 4  # of a threadgroup
-SPLIT_RECORDS = 16  # records per split at least, so that merging stays small
-FEW_RECORDS = 2 * SIMDGROUPS  # the same where the number of cores decides
-# Threadgroups wanted of the six, of 4 simdgroups with 128 registers, that an Apple core holds.
+SIMDGROUPS = 4  # per threadgroup
+SPLIT_RECORDS = 16  # minimum records per split, so that merging stays small
+FEW_RECORDS = 2 * SIMDGROUPS  # minimum records per split where the number of cores decides
+# Threadgroups to launch per Apple core, which has room for six (4 simdgroups, 128 registers).
 PER_CORE = 4
 MAX_SPLITS = 128
-MOST_NEW = DECODE_TOKENS  # tokens that `attend` takes at once: more are a prefill
-# Query rows of a threadgroup at most: of each a lane holds an eighth of the outputs, and an Apple GPU has 128
-# registers. By the largest of its dims; more of them leave one row. NVIDIA has 255 registers.
+MOST_NEW = DECODE_TOKENS  # most new tokens per call of `attend`: more are a prefill
+# Most query rows per threadgroup, by its largest dims; one row beyond these. A lane holds an eighth of the outputs of
+# each row, and an Apple GPU has 128 registers. NVIDIA has 255.
 TILE_ROWS, TILE_DIMS, TILE_ROWS_CUDA = 2, 128, 4
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Pages of one transform for the kernels, the first `records` of buffer [B, G, capacity, words] in `layout`.
+    """Pages that share one transform: the first `records` of buffer [B, G, capacity, words] in `layout`.
 
-    page: records that are quantized together.
-    transforms: of keys and of values, one for all heads, one per kv head, or one for each of the batch too; None for
-        none. headers: [B, G, pages, header words], for formats that have them. maps: what tiles read in place of the
-        transforms, once they have been asked for.
+    page: records quantized together.
+    transforms: of keys and of values, shared by all heads, per kv head, or per sequence and kv head; None: no
+        transform. headers: [B, G, pages, header words], for formats with headers. maps: the transforms as tiles read
+        them, cached at the first use.
     """
 
     buffer: mx.array
@@ -63,7 +63,7 @@ class Run:
 def dequantize(
     run: Run, dtype: mx.Dtype, make: Factory, sink: Pair | None = None, recent: Pair | None = None
 ) -> Pair:
-    """(keys, values): sink, then the pages of `run` in their stored domain, then recent, in one dispatch.
+    """Return (keys, values): sink, pages of `run` in their stored domain, recent, in one dispatch.
 
     sink, recent: (keys, values), [B, G, tokens, R] in `dtype`, or None. Returns [B, G, all tokens, R] each, in `dtype`.
     """
@@ -71,7 +71,7 @@ def dequantize(
     tokens = run.records * TOKENS + sum(x[0].shape[2] for x in (sink, recent) if x is not None)
     dims = run.layout.keys.dims, run.layout.values.dims
     key_size, all_ = (batch * heads * tokens * n for n in (dims[0], sum(dims)))
-    # Values would lie where no wide store goes, or the array would be longer than MLX allows.
+    # Values would be misaligned for wide stores, or the array longer than MLX allows.
     if key_size % 8 or all_ >= 1 << 31:
         keys, values = (_dequantize(run, dtype, make, sink, recent, i, 1)[0] for i in range(2))
     else:
@@ -80,7 +80,7 @@ def dequantize(
 
 
 def dequantize_side(run: Run, keys: bool, dtype: mx.Dtype, make: Factory) -> mx.array:
-    """As `dequantize`, one side without windows: [B, G, 16 records, R]."""
+    """Dequantize one side without windows: [B, G, 16 records, R]."""
     return _dequantize(run, dtype, make, None, None, int(not keys), 1)[0]
 
 
@@ -123,7 +123,7 @@ def _dequantize(
 
 
 def _shared(run: Run) -> mx.array:
-    """Return what kernels read as headers: those of the pages, or the table of a layer's blocks, or nothing."""
+    """Return the kernels' header input: page headers, the layer's mixed-bits table, or an unused placeholder."""
     if run.layout.mixed_bits:
         return mixed_bits_table(run.layout)
     return nothing(mx.uint32) if run.headers is None else run.headers
@@ -144,7 +144,7 @@ def _dequantize_template(layout: RecordLayout) -> dict[str, object]:
 
 @lru_cache(maxsize=256)
 def _attend_template(layout: RecordLayout, dims: int) -> dict[str, object]:
-    mixed_bits = layout.mixed_bits  # then one text serves all layers
+    mixed_bits = layout.mixed_bits  # one kernel serves all layers
     return {
         "D": dims,
         "RK": dims if mixed_bits else layout.keys.dims,
@@ -167,12 +167,12 @@ def attend(
     sink_logits: mx.array | None = None,
     softcap: float | None = None,
 ) -> mx.array:
-    """Attention of a few new tokens over records and windows.
+    """Compute attention of a few new tokens over records and windows.
 
-    q: [B, H, L, D], of the last L tokens of recent. runs: one or two, one behind the other; where all of a batch share
-        buffers, [1, G, capacity, words], `lengths` says where each begins.
+    q: [B, H, L, D], queries of the last L tokens of recent. runs: one or two, in token order; if sequences share
+        buffers, [1, G, capacity, words], `lengths` has the first record of each.
     sink, recent: (keys, values), [B, G, tokens, D].
-    sink_logits: [H] logits of attention sinks. softcap: scores are bent to stay below it.
+    sink_logits: [H] logits of attention sinks. softcap: cap of scores (soft-capping).
     Returns [B, H, L, D] in the dtype of recent.
     """
     (batch, _, new_tokens, dims), heads, dtype = q.shape, recent[0].shape[1], recent[0].dtype
@@ -270,20 +270,22 @@ def attend(
 
 
 def _transformed(run: Run, q: mx.array) -> mx.array:
-    """q: [B, G, N, D] float32 -> [B, G, N, R], in the stored domain of the keys."""
+    """Transform q [B, G, N, D] float32 into the stored domain of the keys, [B, G, N, R]."""
     transform = run.transforms[0]
     return q if transform is None else transform.query(q)
 
 
 def _up(run: Run) -> mx.array | None:
-    """Lead from the stored domain of the values to the model's: [RV, D], [G, RV, D] or [B, G, RV, D] float32."""
+    """Return the map from stored values to the model's: [RV, D], [G, RV, D] or [B, G, RV, D] float32, or None."""
     transform = run.transforms[1]
     return None if transform is None else transform.up
 
 
 def rows_of_tile(dims: int, rows: int, make: Factory) -> int:
-    """Query rows of a threadgroup of `attend`, 1, 2 or 4, so that few kernels are built. dims: the largest
-    of D and the stored dims."""
+    """Return the query rows per threadgroup of `attend`: 1, 2 or 4, so that few kernels are built.
+
+    dims: the larger of D and the stored dims.
+    """
     limit = TILE_ROWS if dims <= TILE_DIMS else 1
     if make is mx.fast.cuda_kernel:
         limit = TILE_ROWS_CUDA
@@ -291,16 +293,16 @@ def rows_of_tile(dims: int, rows: int, make: Factory) -> int:
 
 
 def splits_for(records: int, windows: int, head_tiles: int, cores: int | None) -> tuple[int, int]:
-    """Return how many threadgroups share the records of a head, and how many its windows.
+    """Return the number of splits of a head's records, and of its windows.
 
-    windows: units of 16 tokens. head_tiles: heads times tiles of rows. cores: of the GPU; None: enough for
-    splits of `SPLIT_RECORDS`.
+    windows: units of 16 tokens. head_tiles: heads times tiles of rows. cores: GPU cores; None: use splits of
+    `SPLIT_RECORDS`.
     """
     if cores is None:
         return min(MAX_SPLITS, max(1, -(-records // SPLIT_RECORDS))), 1
-    limit = MAX_SPLITS // 2  # of each, so that the merge can take both
+    limit = MAX_SPLITS // 2  # for each, so that the merge fits both
     pages = max(1, min(limit, round(PER_CORE * cores / head_tiles), -(-records // FEW_RECORDS)))
-    # Windows get splits of their own, each with at least as many units as a split of the records.
+    # Windows have separate splits, each with at least as many units as a split of the records.
     least_units = max(SIMDGROUPS, -(-records // pages))
     return pages, max(1, min(limit, -(-windows // least_units)))
 
@@ -308,7 +310,7 @@ def splits_for(records: int, windows: int, head_tiles: int, cores: int | None) -
 def _both_up(
     first: mx.array | None, second: mx.array | None, batch: int, heads: int
 ) -> mx.array | None:
-    """[2, B, G, RV, D] of two runs."""
+    """Stack the value maps of two runs: [2, B, G, RV, D]."""
     if first is None or second is None:
         return None
     shape = (batch, heads, *first.shape[-2:])

@@ -1,4 +1,4 @@
-"""The GPU of this machine: how many cores it has, for splitting work, and which macOS drives it."""
+"""Describe this machine's GPU: number of cores, for splitting work, and macOS version."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from mlxkv.metal.launch import Factory, backend
 
-# Cores where macOS does not say, by the last letter of MLX's architecture name (applegpu_g13s): phone, base,
-# Pro, Max and Ultra, the fewest of each kind.
+# Fallback number of cores if macOS reports none, by the last letter of MLX's architecture name (applegpu_g13s):
+# phone, base, Pro, Max and Ultra, the smallest chip of each kind.
 CORES = {"p": 5, "g": 8, "s": 14, "c": 24, "d": 48}
 FEWEST = 8
 TILES_SINCE = 15  # macOS: Metal 3.2, with `coherent` and `atomic_thread_fence`
@@ -21,13 +21,13 @@ TILES_SINCE = 15  # macOS: Metal 3.2, with `coherent` and `atomic_thread_fence`
 
 @cache
 def cores(make: Factory | None) -> int | None:
-    """GPU cores of this Mac for kernels built by `make`, None elsewhere."""
+    """Return the GPU cores of this Mac for kernels built by `make`, None elsewhere."""
     return _apple_cores() if make is mx.fast.metal_kernel else None
 
 
 @cache
 def known_cores() -> int | None:
-    """GPU cores, where macOS says how many."""
+    """Return the GPU cores that macOS reports, or None."""
     if sys.platform != "darwin":
         return None
     command = ["ioreg", "-r", "-d", "1", "-c", "IOAccelerator"]

@@ -1,7 +1,7 @@
-"""Decode attention over latents (MLA): a record is key and value of all heads, and is decoded once for 8 to 32 of them.
+"""Decode attention over latents (MLA): a record is key and value of all heads, decoded once for 8 to 32 heads.
 
-The body is text/tile/attend_latent.metal; `merge` joins its splits. Plain-ops twin: `cache.attention` over
-`CodePages`, whose arrays it reads as they are. `make` is the factory that builds them (`launch`).
+The body is text/tile/attend_latent.metal; `merge` joins its splits. Reads the arrays of `CodePages` unchanged.
+Plain-ops twin: `cache.attention` over `CodePages`. `make` is the factory that builds the kernels (`launch`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
 from mlxkv.metal.template import exponents, ints, nothing
 
-ROWS = 8  # query rows of a tile
-MOST_TILES = 4  # of a threadgroup
+ROWS = 8  # query rows per tile
+MOST_TILES = 4  # per threadgroup
 HALVES = 2  # simdgroups that share the dims of a tile
 DIMS = (64, 128, 256, 512)  # threads divide these evenly
 TYPES = (mx.float16, mx.bfloat16, mx.float32)
-WANTED_CUDA, PER_CORE, MAX_SPLITS = 256, 2.5, 128  # threadgroups: in all, of a core, along tokens
-WINDOW = 256  # tokens in which recent ones are counted
-LEAST_BLOCKS = 2  # of a split, so that merging stays small
-CAPABILITY = 8  # of CUDA: its matrix products
+WANTED_CUDA, PER_CORE, MAX_SPLITS = 256, 2.5, 128  # threadgroups on CUDA, per Apple core; splits
+WINDOW = 256  # tokens: recent lengths are rounded up to it
+LEAST_BLOCKS = 2  # per split, so that merging stays small
+CAPABILITY = 8  # least CUDA compute capability, for matrix products
 
 
 def why_not(spec, dims: int, page: int, dtype: mx.Dtype) -> str | None:
-    """Return why the kernel does not read such latents on any machine, or None. spec: their quantizer. dims:
-    stored ones."""
+    """Return why the kernel cannot read such latents on any machine, or None. spec: quantizer. dims: stored dims."""
     if type(spec) is not Affine:
         return f"the kernel for latents reads affine codes, not {spec.label}"
     if dims not in DIMS:
@@ -44,7 +43,7 @@ def why_not(spec, dims: int, page: int, dtype: mx.Dtype) -> str | None:
 
 
 def why_not_here(make: Factory) -> str | None:
-    """Return why it does not run on this machine, or None."""
+    """Return why the kernel does not run on this machine, or None."""
     if make is mx.fast.cuda_kernel:
         capability = int(mx.device_info().get("compute_capability_major", 0))
         return (
@@ -69,20 +68,20 @@ def attend(
     make: Factory,
     sizes: Callable[..., mx.array] | None = None,
 ) -> mx.array:
-    """Attention of one new token a sequence over latents.
+    """Compute attention over latents for one new token per sequence.
 
-    q: [B, H, 1, R], absorbed queries. code: of affine codes, with a square transform or none.
-    stored: codes [B, 1, T, W], and scale and bias, of at least `tokens` tokens (`Affine.tensors`).
-    sink, recent: latents [B, 1, n, R] in full precision; no sink: None.
-    rotary: [B, H, 1, all tokens], added to the scores. scale: of the products with latents.
-    sizes: in a step of fixed shapes, where `tokens`, recent and rotary have spare capacity: makes the kernel's sizes of
-        (rows, splits of pages, capacity of codes, columns of rotary, capacity of recent), with the lengths that only
-        the device knows.
+    q: [B, H, 1, R], absorbed queries. code: affine codec, with a square transform or none.
+    stored: codes [B, 1, T, W], scale and bias (`Affine.tensors`), of at least `tokens` tokens.
+    sink, recent: latents [B, 1, n, R] in full precision; sink may be None.
+    rotary: [B, H, 1, all tokens], added to the scores. scale: scale of the products with latents.
+    sizes: for a step of fixed shapes, where `tokens`, recent and rotary include spare capacity: builds the kernel's
+        sizes from (rows, splits of pages, capacity of codes, columns of rotary, capacity of recent) and the lengths,
+        known on the device alone.
     Returns [B, H, 1, R] in the dtype of recent.
     """
     batch, rows, _, dims = q.shape
     spec, page, transform = code.spec, code.page, code.transform
-    assert isinstance(spec, Affine)  # by `why_not`
+    assert isinstance(spec, Affine)  # `why_not` checks it
     q_pages, up = q.astype(mx.float32).swapaxes(1, 2), None
     if transform is not None:
         q_pages, up = transform.query(q_pages), transform.up
@@ -90,14 +89,14 @@ def attend(
     group = spec.group_size(dims, page)
     by_channel = spec.axis == "channel"
     is_wide = (on_cuda or getattr(make, "wide", False)) and not (by_channel and group % 32)
-    per = 2 if is_wide else 1  # times 16 tokens of a block: CUDA has threadgroup memory for 32
+    per = 2 if is_wide else 1  # times 16 tokens per block: CUDA has the memory for 32
     block = 16 * per
     need = -(-rows // ROWS)
     groups = -(-need // MOST_TILES)
     tiles = -(-need // groups)
     n_sink = 0 if sink is None else sink.shape[2]
     n_recent = recent.shape[2]
-    # By the capacity in steps of fixed shapes, in all steps, so that both share work out alike.
+    # Round up to the capacity of a step of fixed shapes in every step, so that both split work alike.
     page_blocks = (
         -(-page * grown(tokens // page) // block) if sizes is None else -(-tokens // block)
     )
@@ -170,7 +169,7 @@ def attend(
 
 
 def _splits(blocks: int, readers: int, make: Factory) -> int:
-    """Return how many threadgroups share the blocks of the pages. readers: threadgroups that read the same."""
+    """Return the number of splits of the pages' blocks. readers: threadgroups that read the same blocks."""
     cores = gpu.cores(make)
     target = WANTED_CUDA if cores is None else PER_CORE * cores
     return max(1, min(MAX_SPLITS, round(target / readers), -(-blocks // LEAST_BLOCKS)))

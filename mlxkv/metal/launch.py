@@ -31,20 +31,20 @@ from mlxkv.metal.sources import (
 )
 
 Template = tuple[tuple[str, object], ...]
-TYPES = {  # on Metal, on CUDA
+TYPES = {  # names on Metal, on CUDA
     mx.float32: ("float", "float"),
     mx.float16: ("half", "__half"),
     mx.bfloat16: ("bfloat16_t", "__nv_bfloat16"),
 }
 Factory = Callable[..., Callable[..., list[mx.array]]]
-PER_LINE = 6  # constants in a line of text
-SWITCH = "MLXKV_KERNELS"  # an environment variable; 0: plain ops alone
-TILES_SWITCH = "MLXKV_TILES"  # 0: the portable body decodes
-LAYERS = 2  # in flight during a prefill
+PER_LINE = 6  # constants per source line
+SWITCH = "MLXKV_KERNELS"  # environment variable; 0: plain ops only
+TILES_SWITCH = "MLXKV_TILES"  # environment variable; 0: the portable kernel decodes
+LAYERS = 2  # layers in flight during a prefill
 
 
 def backend() -> str:
-    """Return where MLX runs by default: "metal", "cuda", or "cpu", which has no kernels."""
+    """Return MLX's default backend: "metal", "cuda", or "cpu", which has no kernels."""
     if mx.default_device() != mx.Device(mx.gpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
@@ -55,31 +55,36 @@ TILES, KERNELS, OFF = "tiles", "kernels", "switched off after an error"
 
 @dataclass
 class _Choice:
-    """What kernels are built by. is_forced: `make` is used whatever the machine, None for plain ops; otherwise the
-    machine's own. off: TILES or KERNELS -> the error that switched them off."""
+    """The kernel factory in use.
+
+    is_forced: use `make` on any machine (None: plain ops) in place of the machine's own factory. off: TILES or
+    KERNELS -> the error that switched them off.
+    """
 
     is_forced: bool = False
     make: Factory | None = None
     off: dict[str, str] = field(default_factory=dict)
 
 
-_choices = [_Choice()]  # the last one counts: `using` adds one
+_choices = [_Choice()]  # the last one is in use: `using` pushes one
 
 
 def switch_off(part: str, reason: str) -> None:
-    """Use no TILES, or no KERNELS at all, in this process from now on."""
+    """Switch off TILES, or all KERNELS, for the rest of this process."""
     _choices[-1].off[part] = reason
 
 
 def switched_off(part: str) -> str | None:
-    """Return why they are switched off, or None."""
+    """Return why `part` (TILES or KERNELS) is switched off, or None."""
     reason = _choices[-1].off.get(part)
     return None if reason is None else f"{OFF}: {reason}"
 
 
 def factory() -> Factory | None:
-    """Return the function that builds kernels on this machine. None without a GPU, with MLXKV_KERNELS=0, or
-    once they are switched off."""
+    """Return the function that builds kernels on this machine.
+
+    None without a GPU, with MLXKV_KERNELS=0, or once kernels are switched off.
+    """
     choice = _choices[-1]
     if KERNELS in choice.off:
         return None
@@ -91,12 +96,12 @@ def factory() -> Factory | None:
 
 
 def state() -> tuple:
-    """Return the part of this module that a choice of kernels depends on: ask again when it changes."""
+    """Return the state that a choice of kernels depends on: choose again when it changes."""
     return factory(), TILES in _choices[-1].off or os.environ.get(TILES_SWITCH) == "0"
 
 
 def absent() -> str:
-    """Return why there is no factory."""
+    """Return why `factory` returns None."""
     if off := switched_off(KERNELS):
         return off
     is_switched = not _choices[-1].is_forced and os.environ.get(SWITCH) == "0"
@@ -105,8 +110,10 @@ def absent() -> str:
 
 @contextmanager
 def using(make: Factory | None) -> Iterator[None]:
-    """Have caches made inside use kernels built by `make` (None: plain ops), whatever the machine.
-    Afterwards kernels are switched on or off as before."""
+    """Make caches created inside use kernels built by `make` (None: plain ops) on any machine.
+
+    Restores on exit which kernels are switched off.
+    """
     _choices.append(_Choice(True, make))
     try:
         yield
@@ -115,15 +122,17 @@ def using(make: Factory | None) -> Iterator[None]:
 
 
 def include(name: str) -> str:
-    """`read` for NVRTC, as an #include: MLX copies a text at every call, at 0.2 us a KB. The whole text
-    where this package is not in a folder."""
+    """Return an #include of file `name` for NVRTC, since MLX copies the source at every call, at 0.2 us per KB.
+
+    Returns the file's text if the package is not in a folder (a zip, for instance).
+    """
     path = sources.path(name)
     usable = isinstance(path, Path) and '"' not in str(path)
     return f'#include "{path}"\n' if usable else read_source(name)
 
 
 def constants(template: Template, on_cuda: bool = False) -> str:
-    """Template values as text. Baked in, they cost nothing at a call."""
+    """Return template values as source constants, which cost nothing at a call."""
     lines, numbers = [], []
     for name, value in template:
         if isinstance(value, mx.Dtype):
@@ -141,13 +150,13 @@ def constants(template: Template, on_cuda: bool = False) -> str:
 def build(name: str, template: Template, make: Factory, shared_memory: int = 0, bounds: str = ""):
     """Return the kernel `name` for these template values, built by `make`.
 
-    shared_memory, bounds: for CUDA alone, bytes of dynamic shared memory and launch bounds.
+    shared_memory, bounds: CUDA only: bytes of dynamic shared memory, launch bounds.
     """
     on_cuda = make is mx.fast.cuda_kernel
     parts = features(dict(template))
     source = constants(template, on_cuda) + body(name, parts)
     head = header(name, on_cuda, parts)
-    # MLX keeps compiled kernels by name.
+    # MLX caches compiled kernels by name.
     digest = sha256(f"{head}{source}{bounds}".encode()).hexdigest()[:12]
     if on_cuda:
         switches = "".join(f"#define {name} {int(name in parts)}\n" for name in FEATURES)
@@ -177,8 +186,10 @@ def launch(
     make: Factory,
     bounds: str = "",
 ) -> list[mx.array]:
-    """Run one kernel. grid in threads, a multiple of the threadgroup; outputs: shape and dtype.
-    bounds: see `build`."""
+    """Run one kernel.
+
+    grid: threads, a multiple of the threadgroup. outputs: shapes and dtypes. bounds: see `build`.
+    """
     if any(n % m for n, m in zip(grid, threadgroup, strict=True)):
         raise ValueError(f"[launch] the grid is no multiple of the threadgroup; got {grid}")
     return build(name, tuple(template.items()), make, bounds=bounds)(
@@ -191,17 +202,17 @@ def launch(
     )
 
 
-_local = threading.local()  # MLX's streams are of a thread, too
+_local = threading.local()  # per thread, as MLX's streams are
 
 
 def ahead(arrays: Sequence[mx.array]) -> None:
-    """Let a GPU compute a layer of a prompt while Python builds the next ones, but not far behind it.
+    """Let a GPU compute layers of a prompt while Python builds the next ones, `LAYERS` ahead at most.
 
-    Each layer decodes its pages into a scratch. The scratches of all layers that are built and not computed are
-    allocated at once, so this waits for the layer before the last, whose scratch is free then.
+    Each layer decodes its pages into a scratch buffer, and MLX allocates those of all layers built but not computed.
+    Waiting for the layer before the last frees its scratch.
     """
     first = arrays[0]
-    # A number of its own: a view of `first` would keep its memory.
+    # A separate scalar: a view of `first` would keep its memory.
     mark = first[(slice(0, 1),) * first.ndim] + 0
     mx.async_eval([*arrays, mark])
     marks = vars(_local).setdefault("marks", deque())

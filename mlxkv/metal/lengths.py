@@ -1,9 +1,8 @@
-"""How much of its buffers each sequence has filled, and how the work on it is shared out.
+"""Lengths of the sequences in their buffers, and the division of a kernel's work into splits.
 
-A kernel reads the lengths from an array of sizes. They are known when it is launched (`separate_lengths`,
-`batch_lengths`), or only
-when it runs: a step that was traced once is replayed for lengths that grow. How many threadgroups share the work is
-settled before (`Division`), by what the buffers have room for, so that it is the same either way and results are, too.
+A kernel reads the lengths from an array of sizes. They are known at launch (`separate_lengths`, `batch_lengths`), or
+only when it runs: a step traced once is replayed for growing lengths. The number of splits is decided before
+(`Division`), by the capacity of the buffers, so that it and the results are the same either way.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import mlx.core as mx
 from mlxkv.formats.sizes import STEPS, grown
 from mlxkv.metal.template import ints
 
-Rows = tuple[tuple[int, int, int], ...]  # of each sequence: records, sink tokens, recent tokens
+Rows = tuple[tuple[int, int, int], ...]  # per sequence: records, sink tokens, recent tokens
 PARTS = 32  # resolution of mean length over longest length of a batch
 
 
 @dataclass(frozen=True)
 class Division:
-    """What decides how many threadgroups share a kernel's work.
+    """Rounded lengths that determine how many threadgroups share a kernel's work.
 
-    records: of the longest sequence, rounded up. parts: the mean length, in `PARTS` of the longest.
+    records: records of the longest sequence, rounded up. parts: mean length over longest length, in 1/`PARTS`.
     """
 
     records: int
@@ -40,8 +39,11 @@ class Division:
 
 @dataclass(frozen=True)
 class Splits:
-    """How many threadgroups share a head of a decode attention. pages: those of its records, the `first` of them those
-    of the first of two runs. windows: those of its sink and recent tokens."""
+    """Splits of one head in decode attention.
+
+    pages: splits of its records, `first` of which read the first of two runs. windows: splits of its sink and recent
+    tokens.
+    """
 
     pages: int
     windows: int
@@ -49,12 +51,12 @@ class Splits:
 
     @property
     def total(self) -> int:
-        """All of them, which are merged."""
+        """Number of splits to merge."""
         return self.pages + self.windows
 
     @staticmethod
     def of_runs(wanted: tuple[int, int], records: tuple[int, ...]) -> Splits:
-        """Return the splits for runs of so many records, one behind the other. wanted: of records and of windows."""
+        """Return the splits for consecutive runs of `records`. wanted: splits of records and of windows."""
         pages = first = max(len(records), wanted[0])
         if len(records) > 1:
             first = min(pages - 1, max(1, round(pages * records[0] / sum(records))))
@@ -63,11 +65,11 @@ class Splits:
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """Lengths of the sequences of a step, which its layers share.
+    """Lengths of a step's sequences, shared by its layers.
 
-    numbers: [4 B], of each sequence records, sink tokens, recent tokens and its first record; an int32 array where only
-        the device knows them.
-    division: for which kernels are launched. arrays: for the kernels of this step.
+    numbers: [4 B], per sequence: records, sink tokens, recent tokens, first record; an int32 array if known on the
+        device alone.
+    division: determines the splits of kernels. arrays: cached arrays for the kernels of this step.
     """
 
     numbers: tuple[int, ...] | mx.array
@@ -76,11 +78,11 @@ class Lengths:
 
     @property
     def rows(self) -> list[tuple[int, int, int, int]]:
-        """The four `numbers` of each sequence, where they are known."""
+        """Return the four `numbers` of each sequence, if known on the host."""
         return list(zip(*[iter(self.numbers)] * 4, strict=True))
 
     def behind(self, sizes: tuple[int, ...]) -> mx.array:
-        """[n + 4 B] int32: `sizes`, then `numbers`."""
+        """Return `sizes`, then `numbers`: [n + 4 B] int32."""
         if sizes not in self.arrays:
             if isinstance(self.numbers, tuple):
                 self.arrays[sizes] = ints(*sizes, *self.numbers)
@@ -89,7 +91,7 @@ class Lengths:
         return self.arrays[sizes]
 
     def with_more(self, more: int) -> mx.array:
-        """[5 B + 4] int32: `numbers`, with `more` behind those of each sequence; four zeros behind."""
+        """Return `numbers` with `more` appended for each sequence, then four zeros: [5 B + 4] int32."""
         if more not in self.arrays:
             if isinstance(self.numbers, tuple):
                 self.arrays[more] = ints(*(n for row in self.rows for n in (*row, more)), *[0] * 4)
@@ -102,21 +104,21 @@ class Lengths:
 
 @lru_cache(maxsize=256)
 def separate_lengths(rows: Rows, step: int, page: int) -> Lengths:
-    """Lengths of sequences with a buffer each, in an array with a first record every `step`. page: records of one."""
+    """Return lengths of sequences with separate buffers, `step` records apart. page: records per page."""
     numbers = chain.from_iterable((*row, i * step) for i, row in enumerate(rows))
     return Lengths(tuple(numbers), Division(page * grown(max(rows)[0] // page)))
 
 
 @lru_cache(maxsize=256)
 def batch_lengths(rows: Rows, starts: tuple[int, ...]) -> Lengths:
-    """Lengths of sequences in one buffer. starts: the first record of each."""
+    """Return lengths of sequences in one buffer. starts: first record of each."""
     numbers = chain.from_iterable((*row, at) for row, at in zip(rows, starts, strict=True))
     return Lengths(tuple(numbers), shared(tuple(records for records, _, _ in rows)))
 
 
 @lru_cache(maxsize=256)
 def shared(records: tuple[int, ...]) -> Division:
-    """Return the division for sequences of so many records in one buffer."""
+    """Return the division for sequences with these numbers of records in one buffer."""
     longest = max(records)
     if not longest:
         return Division(0)

@@ -1,5 +1,5 @@
-"""Predict decode attention by tiles on Apple's GPUs, nothing measured: bytes against the rate of the memory, issue
-cycles against cores and clock. docs/internals/apple.md says how far to trust it."""
+"""Predict the time of decode attention by tiles on Apple GPUs, without measurements: bytes over memory bandwidth,
+issue cycles over cores and clock. docs/internals/apple.md discusses its accuracy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.names import parse_kv
 from mlxkv.metal import gpu
 
-# Cores of a GPU, GHz, GB/s.
+# GPU cores, GHz, GB/s.
 CHIPS = {
     "M1": (8, 1.278, 68),
     "M1 Pro": (16, 1.296, 200),
@@ -26,7 +26,7 @@ CHIPS = {
     "M4 Max": (40, 1.578, 546),
 }
 FEWER_CORES = {("M3 Max", 30): 300, ("M4 Max", 32): 410}  # GB/s
-# Issue cycles of a simdgroup for a record and up to ROWS query rows, of 64, 128 and 256 dims (`agx.roofline`).
+# Issue cycles per simdgroup and record, for up to ROWS query rows of 64, 128 and 256 dims (`agx.roofline`).
 CYCLES = {
     "int8": {64: 964, 128: 1770, 256: 3502},
     "int4": {64: 948, 128: 1738, 256: 3488},
@@ -34,12 +34,14 @@ CYCLES = {
     "int2": {64: 861, 128: 1546, 256: 3050},
 }
 ROWS = 8
-SCHEDULERS = 4  # of a core: each issues an instruction of 32 lanes in a cycle
+SCHEDULERS = 4  # per core: each issues one instruction for 32 lanes per cycle
 
 
 def attend_us(preset: str, dims: int, kv_heads: int, rows: int, tokens: int) -> float | None:
-    """Microseconds of one call. kv_heads: of all sequences; rows: of queries, for each of them; tokens: stored, of each
-    sequence. None for a chip or a preset that is not in the tables."""
+    """Return the microseconds of one call, or None for a chip or preset that the tables lack.
+
+    kv_heads: over all sequences. rows: query rows per kv head. tokens: stored tokens per sequence.
+    """
     chip = str(mx.device_info().get("device_name", "")).removeprefix("Apple ")
     if chip not in CHIPS or dims not in CYCLES.get(preset, {}):
         return None
@@ -53,5 +55,5 @@ def attend_us(preset: str, dims: int, kv_heads: int, rows: int, tokens: int) -> 
 
 
 def token_bytes(preset: str, dims: int) -> float:
-    """Bytes that are read for a token of one kv head, scales included."""
+    """Return the bytes read per token and kv head, scales included."""
     return 2 * dims * parse_kv(preset).bits_per_value(dims, dims) / 8

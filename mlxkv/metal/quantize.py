@@ -1,7 +1,7 @@
-"""Quantizing: kernels that encode keys and values into page records. Plain-ops twins: `encode` of the
-methods in `codec`, and `codec.records.to_records`.
+"""Encode keys and values into page records by kernels. Plain-ops twins: `encode` of the methods in `codec`, and
+`codec.records.to_records`.
 
-`make` is the factory that builds them (`launch`); tests pass the emulator's.
+`make` is the factory that builds the kernels (`launch`); tests pass the emulator's.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from mlxkv.metal.template import (
     side_template,
 )
 
-SIMDGROUPS = 4  # of a threadgroup
-# pairs of floats in the threadgroup memory of a dispatch that quantizes: 16 KiB, or one tile
+SIMDGROUPS = 4  # per threadgroup
+# pairs of floats in the threadgroup memory of a quantizing dispatch: 16 KiB, or one tile
 TILES = 2048
-# Threadgroups that a multiprocessor of an NVIDIA GPU is to hold, by pairs of a tile: enough simdgroups
-# to wait for memory, with few registers spilled (counted by the compiler, not tuned by timing).
+# Target resident threadgroups per NVIDIA multiprocessor, by pairs per tile: enough simdgroups to hide memory latency,
+# with few registers spilled (as the compiler reports, not tuned by timing).
 RESIDENT = {512: 8, 1024: 10, 2048: 12}
-MAX_RANK = 64  # of a limit that the kernels find: the longest list of text/quantize/select.h
+MAX_RANK = 64  # largest clip rank the kernels select: the longest list of text/quantize/select.h
 FAST_DIMS = (64, 128, 256, 512)
 FAST_KINDS = {"hadamard": 1, "srft": 2, SCALED: 4}
 DENSE, DENSE_DIMS, DENSE_TOKENS = 3, (64, 96, 128, 192, 256), 512
 CHANNEL_SIMDGROUPS = 8
-# Blocks of dims that fit in an Apple GPU's 128 registers; on NVIDIA all do, and quantize faster.
+# Blocks of dims that fit in an Apple GPU's 128 registers; on NVIDIA all fit, which is faster.
 CHUNK = 2
 CHANNEL_DIMS = (
-    256  # of keys: ranges of all channels, from every simdgroup, fit in threadgroup memory
+    256  # largest for keys: ranges of all channels, per simdgroup, fit in threadgroup memory
 )
 
 
 def record_writer(layout: RecordLayout) -> Callable[..., dict[str, mx.array]] | None:
-    """Return what quantizes pages of this layout, called as `quantize_pages`; None where plain ops have to."""
+    """Return the function that quantizes pages of this layout, called as `quantize_pages`; None: use plain ops."""
     if why_no_channels(layout) is None:
         return quantize_channels
     return _quantize_records if layout.quantized_by_kernel else None
 
 
 def clip_ranks(codecs: tuple[Codec, Codec], dims: tuple[int, int]) -> tuple[int, int]:
-    """Return the `ranks` of `quantize_pages` for keys and values of so many stored dims."""
+    """Return the `ranks` of `quantize_pages` for keys and values with these stored dims."""
     keys, values = (code.spec.clip_rank(n) for code, n in zip(codecs, dims, strict=True))
     return keys, values
 
@@ -70,14 +70,15 @@ def quantize_pages(
     tokens: int | None = None,
     ranks: tuple[int, int] = (1, 1),
 ) -> mx.array:
-    """(keys, values), each [B, G, T, D] -> records [B, G, tokens / 16, words], in one dispatch.
-    The two may differ in D, dtype, format and transform.
+    """Encode (keys, values), each [B, G, T, D], into records [B, G, tokens / 16, words], in one dispatch.
 
-    start, tokens: which tokens are encoded, all by default; a multiple of 16. Pass whole buffers, since
-        MLX copies slices.
-    transforms: of keys and values. One that the kernel cannot apply (`quantize_kind`) is an MLX product
+    Keys and values may differ in D, dtype, format and transform.
+
+    start, tokens: range to encode, all tokens by default; a multiple of 16. Pass whole buffers, since MLX copies
+        slices.
+    transforms: of keys and values. Those that the kernel cannot apply (`quantize_kind`) are applied by an MLX product
         before the dispatch.
-    ranks: of keys and values, `Affine.clip_rank`. Beyond `MAX_RANK` MLX clips before the dispatch.
+    ranks: `Affine.clip_rank` of keys and values. Beyond `MAX_RANK` MLX clips before the dispatch.
     """
     batch, heads, length, _ = pair[0].shape
     tokens = length - start if tokens is None else tokens
@@ -98,7 +99,7 @@ def quantize_pages(
         table = nothing()
         if transform is not None and kind:
             table = transform.down if kind == DENSE else transform.table
-            assert table is not None  # every fast form has one
+            assert table is not None  # every fast form has a table
         matrices.append(max(1, table.size // x.shape[3] ** 2))
         tables.append(mixed_bits_quantizing(at) if at.widths else table)
         places += [first, x.shape[2]]
@@ -122,25 +123,29 @@ def quantize_pages(
 
 
 def fast_kind(transform: Transform | None, dims: int) -> int | None:
-    """Return how the quantize kernel applies a transform: 0 not at all, 1 by Hadamard's, 2 by Fourier's butterflies
-    and 4 by these and scales, None: it cannot."""
+    """Return how the quantize kernel applies a transform, None if it cannot.
+
+    0: no transform, 1: Hadamard butterflies, 2: Fourier butterflies, 4: Fourier butterflies and scales.
+    """
     if transform is None:
         return 0
     return FAST_KINDS.get(transform.kind) if dims in FAST_DIMS else None
 
 
 def quantize_kind(transform: Transform | None, dims: int, tokens: int) -> int | None:
-    """`fast_kind`, or DENSE for a square matrix and few tokens, where one dispatch is what counts.
-    Of many tokens it is a product of MLX's, on matrix units where there are any."""
+    """Return `fast_kind`, or DENSE for a square matrix and few tokens, where the number of dispatches dominates.
+
+    For many tokens a matrix is applied by MLX's product, on matrix units if the GPU has them.
+    """
     kind = fast_kind(transform, dims)
     if kind is None and transform is not None and tokens <= DENSE_TOKENS and dims in DENSE_DIMS:
-        by_sequence = transform.down.ndim > 3  # one for each of a batch
+        by_sequence = transform.down.ndim > 3  # one per sequence
         return DENSE if transform.down.shape[-2:] == (dims, dims) and not by_sequence else None
     return kind
 
 
 def why_no_channels(layout: RecordLayout) -> str | None:
-    """Return why `quantize_channels` does not write such records, or None."""
+    """Return why `quantize_channels` cannot write such records, or None."""
     keys, values = layout.keys, layout.values
     if not keys.channel or keys.pairs:
         return "keys without scales per channel alone"
@@ -160,12 +165,12 @@ def quantize_channels(
     tokens: int | None = None,
     ranks: tuple[int, int] = (1, 1),
 ) -> dict[str, mx.array]:
-    """(keys, values), each [B, G, T, D] -> records [B, G, tokens / 16, words] and headers
-    [B, G, pages, header words], for keys with a scale per channel. Arguments as in `quantize_pages`; tokens: whole
-    pages.
+    """Encode (keys, values), each [B, G, T, D], with key scales per channel.
 
-    Transforms are MLX products before the one dispatch, as is a clip of keys, and one of values beyond
-        `MAX_RANK`.
+    Returns records [B, G, tokens / 16, words] and headers [B, G, pages, header words]. Arguments as in
+    `quantize_pages`; tokens: whole pages.
+
+    MLX applies transforms before the single dispatch, clips keys, and clips values beyond `MAX_RANK`.
     """
     batch, heads, length, _ = pair[0].shape
     tokens = length - start if tokens is None else tokens

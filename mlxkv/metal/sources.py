@@ -1,4 +1,4 @@
-"""The texts of the kernels: their files, and the names of their inputs and outputs. No framework."""
+"""Kernel sources: their files, and the names of their inputs and outputs. Imports no framework."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-# name: (inputs, outputs), in the order in which the body names them
+# name: (inputs, outputs), in the order of the body's arguments
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "quantize": (("keys", "values", "table_k", "table_v", "size"), ("records",)),
     "quantize_channel": (("keys", "values", "size"), ("records", "headers")),
@@ -53,7 +53,7 @@ SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "merge": (("partial_out", "partial_stats", "up", "sinks", "scale", "size"), ("out",)),
 }
-HEADERS = {  # files before a body; before the codes of tiles comes the machine's own tile file
+HEADERS = {  # files that precede a body; the tile file of the backend precedes the codes of tiles
     "quantize": (
         *("codes.h", "loads.h", "butterflies.h", "select.h", "quantize.h", "quantize_codebook.h"),
         *("quantize_half.h", "quantize_mixed_bits.h"),
@@ -66,7 +66,7 @@ HEADERS = {  # files before a body; before the codes of tiles comes the machine'
     "whiten": (),
     "merge": (),
 }
-BODIES = {  # where a body is more than one file
+BODIES = {  # bodies of more than one file
     "attend": tuple(
         f"attend{part}.metal" for part in ("", "_keys", "_values", "_windows", "_join")
     ),
@@ -74,8 +74,8 @@ BODIES = {  # where a body is more than one file
         f"attend_tile{part}.metal" for part in ("", "_read", "_values", "_windows", "_merge")
     ),
 }
-# Parts of the texts between `#if WITH_NAME` and `#endif`, and the template values that ask for them.
-# Parts that a format does not use are left out: they would slow down a Mac's compiler.
+# Source sections between `#if WITH_NAME` and `#endif`, and the template values that enable them.
+# Sections that a format does not use are left out: they would slow down a Mac's compiler.
 FEATURES = {
     "WITH_TREE": ("TREE", 1),
     "WITH_PAIRS": ("PAIRS", 1),
@@ -92,7 +92,7 @@ ALL: Features = frozenset(FEATURES)
 
 
 def features(template: Mapping[str, object]) -> Features:
-    """Return the parts of the texts that these template values use; a value of either side is enough."""
+    """Return the source sections that these template values enable; a value of either side is enough."""
     return frozenset(
         name
         for name, (word, minimum) in FEATURES.items()
@@ -105,7 +105,7 @@ def features(template: Mapping[str, object]) -> Features:
 
 @cache
 def path(name: str) -> Traversable:
-    """Return the file `name` in `text/` or one of its folders: names are unique."""
+    """Return the path of file `name` in `text/` or its subfolders, where names are unique."""
     home = files("mlxkv.metal").joinpath("text")
     paths = (
         folder / name
@@ -115,16 +115,18 @@ def path(name: str) -> Traversable:
 
 
 def read_source(name: str) -> str:
-    """Return the text of a file without comments and indentation: MLX finds names in comments too, and long
-    texts cost time at every call."""
+    """Return a source file without comments and indentation.
+
+    MLX searches comments for names, too, and long sources cost time at every call.
+    """
     text = path(name).read_text(encoding="ascii")
     text = re.sub(r"//[^\n]*", "", text)
     return "\n".join(line.strip() for line in text.splitlines() if line.strip()) + "\n"
 
 
 def resolved(text: str, parts: Features) -> str:
-    """Return the text with every `#if WITH_NAME` and `#if WITH_A || WITH_B` resolved."""
-    out, open_ = [], []  # of each open condition: None for another's, else whether its lines stay
+    """Return `text` with every `#if WITH_NAME` and `#if WITH_A || WITH_B` resolved."""
+    out, open_ = [], []  # per open condition: whether its lines stay, None for other conditions
     for line in text.splitlines(keepends=True):
         word, _, condition = line.strip().partition(" ")
         if word == "#if" and condition.startswith("WITH_"):
@@ -143,7 +145,7 @@ def resolved(text: str, parts: Features) -> str:
 
 
 def headers(name: str, on_cuda: bool = False) -> list[str]:
-    """Return the files that stand before the body `name`."""
+    """Return the files that precede the body `name`."""
     names = list(HEADERS[name])
     if "tile.h" in names:
         names.insert(names.index("codes.h"), "tile_cuda.h" if on_cuda else "tile_metal.h")
@@ -156,10 +158,10 @@ def bodies(name: str) -> tuple[str, ...]:
 
 
 def body(name: str, parts: Features = ALL) -> str:
-    """Return the text of the body `name`."""
+    """Return the source of the body `name`."""
     return resolved("".join(map(read_source, bodies(name))), parts)
 
 
 def header(name: str, on_cuda: bool = False, parts: Features = ALL) -> str:
-    """Return the text that stands before the body `name`."""
+    """Return the source that precedes the body `name`."""
     return resolved("".join(map(read_source, headers(name, on_cuda))), parts)

@@ -1,4 +1,4 @@
-"""Template values and small inputs that several kernels share."""
+"""Template values and small inputs shared by several kernels."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mlxkv.formats.layout import LANES, QUARTERS, SideLayout
 from mlxkv.formats.quantizers import DIMS, GAINS, MOST_BLOCKS, STEPS
 from mlxkv.formats.records import RecordLayout, parts
 
-MAX_TERMS = 8  # of the polynomial through the levels of a codebook: 4 bits
+MAX_TERMS = 8  # in the polynomial through the levels of a codebook of 4 bits
 LOG2E = log2(e)
-# Mixed bits: words of a table before the blocks, of a block, and of a block for quantizing.
+# Words of a mixed-bits table: before the blocks, per block, and per block for quantizing.
 HEAD, ENTRY, BLOCK_ENTRY = 8, 12, 8
-HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW = 1, 2, 4, 8  # of blocks that are not read in one go
-SPECIAL = 1 << 31  # all of these
+HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW = 1, 2, 4, 8  # flags of blocks that need extra reads
+SPECIAL = 1 << 31  # set if any of these is
 Pair = tuple[mx.array, mx.array]
 
 
 def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
-    """Return the template values that describe a side. C: coefficients for `kv_level`."""
+    """Return the template values of a side. C: coefficients for `kv_level`."""
     if at.widths:
         return _mixed_bits(suffix)
     bits = at.bits
@@ -44,7 +44,7 @@ def side_template(at: SideLayout, suffix: str = "") -> dict[str, object]:
 
 
 def _mixed_bits(suffix: str) -> dict[str, object]:
-    """`side_template` of any side whose blocks have widths of their own: a table tells them apart."""
+    """Return the `side_template` of mixed bits, the same for all widths, which kernels read from a table."""
     names = ("SYMMETRIC", "CHANNEL", "PER_TOKEN", "PAIRS", "CODEBOOK", "TREE")
     values: dict[str, object] = {f"{n}{suffix}": int(n == "SYMMETRIC") for n in names}
     other_values = {
@@ -59,25 +59,24 @@ def _mixed_bits(suffix: str) -> dict[str, object]:
 
 @lru_cache(maxsize=256)
 def sides_template(layout: RecordLayout) -> dict[str, object]:
-    """`side_template` of both sides."""
+    """Return the `side_template` of both sides."""
     return side_template(layout.keys, "_K") | side_template(layout.values, "_V")
 
 
 def quantizing_template(at: SideLayout, suffix: str) -> dict[str, object]:
-    """Further template values for quantizing. B: the boundaries above 0 between levels."""
+    """Return additional template values for quantizing. B: boundaries above 0 between levels."""
     table = levels.sphere(at.dims, at.bits) if at.codebook else np.zeros(2)
     middles = (table[1:] + table[:-1])[len(table) // 2 :] / 2
     return {f"B{suffix}": _constants(middles)}
 
 
 def cap_bits(softcap: float | None) -> int:
-    """Return the template value CAP: a cap of scores in base-2 exponents, float32, as the integer of its bits; 0 for
-    none."""
+    """Return the template value CAP: the float32 bits of the cap of scores in base-2 exponents; 0 for no cap."""
     return 0 if softcap is None else int(np.float32(softcap * LOG2E).view(np.int32))
 
 
 def _constants(values: Sequence[float] | np.ndarray) -> tuple[int, ...]:
-    """Float32 values as the integers of their bits; zeros fill up to `MAX_TERMS`."""
+    """Return the float32 bits of `values` as integers, padded with zeros to `MAX_TERMS`."""
     bits = np.zeros(MAX_TERMS, np.float32)
     bits[: len(values)] = values
     return tuple(int(x) for x in bits.view(np.int32))
@@ -85,29 +84,28 @@ def _constants(values: Sequence[float] | np.ndarray) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def ints(*values: int) -> mx.array:
-    """[n] int32 of sizes, cached: every step and every layer asks for the same."""
+    """Return sizes as int32 [n], cached since every step and layer needs the same."""
     return mx.array(values, mx.int32)
 
 
 @cache
 def exponents(scale: float) -> mx.array:
-    """[scale of scores in base-2 exponents, log2(e), zeros]."""
+    """Return [scale of scores in base-2 exponents, log2(e), zeros]."""
     return mx.array([scale * LOG2E, LOG2E] + [0.0] * 6, mx.float32)
 
 
 @cache
 def nothing(dtype: mx.Dtype = mx.float32) -> mx.array:
-    """Stands for an input that a kernel does not read."""
+    """Return a placeholder for an input that a kernel does not read."""
     return mx.zeros(8, dtype)
 
 
-# -- mixed bits: tables that say where the codes of each block of 16 dims stand and how wide they are, so that
-# one text serves all layers of a model, whose widths differ. Places: `formats.records.parts`;
-# `text/mixed_bits.h` reads them.
+# -- mixed bits: tables with the position and width of the codes of each block of 16 dims, so that one kernel serves
+# all layers of a model, whose widths differ. Positions: `formats.records.parts`; `text/mixed_bits.h` reads them.
 
 
 def _second_step(width: int) -> int:
-    """By how many bits the code of slot p = 1 lies above that of p = 0."""
+    """Return the bit offset of the code of slot p = 1 from that of p = 0."""
     return {4: 4, 8: 8}.get(width, 2)
 
 
@@ -124,13 +122,13 @@ def _float(value: float) -> int:
 
 
 def _entries(at: SideLayout, start: int) -> np.ndarray:
-    """[MOST_BLOCKS, ENTRY] uint32, one row a block. start: words before the side in a record.
+    """Return the table of a side, one row per block: [MOST_BLOCKS, ENTRY] uint32. start: words before the side.
 
-    0, 1 shifts for r = 0 and 1, the second with SPECIAL; 2, 3 masks of slots p = 0 and 1; 4, 5 halves that centre codes
-    of p = 0 and 1 on 2^(b-1) below a leading one; 6 words before the row of its third bits, or before the half row; 7
-    the shift of the third bits, from bit 8 on `_second_step`, from bit 16 on HALF_ROW, THIRD, EIGHT, THIRD_HALF_ROW; 8
-    words before its row in the record, 0 where it stands in the half row at the end; 9 the float that undoes
-    `_second_step` in a tile; 10 the float (2^b - 1) / 2; 11 nothing.
+    0, 1: shifts for r = 0 and 1, the second with SPECIAL. 2, 3: masks of slots p = 0 and 1. 4, 5: halves that centre
+    codes of p = 0 and 1 on 2^(b-1) below a leading one. 6: words before the row of its third bits, or before the half
+    row. 7: shift of the third bits; from bit 8 on `_second_step`; from bit 16 on HALF_ROW, THIRD, EIGHT,
+    THIRD_HALF_ROW. 8: words before its row in the record, 0 if in the half row at the end. 9: float that undoes
+    `_second_step` in a tile. 10: float (2^b - 1) / 2. 11: unused.
     """
     out, full_rows = np.zeros((MOST_BLOCKS, ENTRY), np.uint32), at.quarters // QUARTERS
     for part in parts(at.widths):
@@ -142,7 +140,7 @@ def _entries(at: SideLayout, start: int) -> np.ndarray:
             continue
         bits = at.widths[part.block]
         step = _second_step(bits)
-        place = 0 if bits == 8 else step  # of p = 1, once it is below the leading one
+        place = 0 if bits == 8 else step  # bit of slot p = 1, once below the leading one
         flags = (EIGHT if bits == 8 else 0) | (HALF_ROW if part.row == full_rows else 0)
         second = first + {8: 0, 4: 8, 2: 4, 1: 1}[part.width]
         entry[6 if flags & HALF_ROW else 8] = row
@@ -158,9 +156,11 @@ def _entries(at: SideLayout, start: int) -> np.ndarray:
 
 @lru_cache(maxsize=512)
 def mixed_bits_table(layout: RecordLayout) -> mx.array:
-    """Return what kernels read in the place of headers, [HEAD + 2 MOST_BLOCKS ENTRY] uint32: words of a
-    record, of its keys,
-    stored dims of keys and of values, blocks of keys and of values, 0, 0, then the blocks of both (`_entries`)."""
+    """Return the table that kernels read in place of headers, [HEAD + 2 MOST_BLOCKS ENTRY] uint32.
+
+    Contents: words of a record, words of its keys, stored dims of keys and of values, blocks of keys and of values,
+    0, 0, then `_entries` of keys and of values.
+    """
     sides = layout.keys, layout.values
     head = [layout.words, layout.keys.words, *(x.dims for x in sides)]
     head += [*(len(x.widths) for x in sides), 0, 0]
@@ -170,9 +170,11 @@ def mixed_bits_table(layout: RecordLayout) -> mx.array:
 
 @lru_cache(maxsize=512)
 def mixed_bits_quantizing(at: SideLayout) -> mx.array:
-    """Return the table [HEAD + MOST_BLOCKS BLOCK_ENTRY], float32: blocks, stored dims, words of the codes,
-    1 / stored dims, zeros; then for each block the distance of levels for variance 1, the gain, (2^b - 1) / 2, b,
-    zeros."""
+    """Return the quantizing table of a side, [HEAD + MOST_BLOCKS BLOCK_ENTRY] float32.
+
+    Contents: blocks, stored dims, words of the codes, 1 / stored dims, 0, ...; then per block the distance between
+    levels for variance 1, the gain, (2^b - 1) / 2, b, 0, ...
+    """
     out = np.zeros((MOST_BLOCKS, BLOCK_ENTRY), np.float32)
     for entry, bits in zip(out, at.widths, strict=False):
         entry[:4] = GAINS[bits] * STEPS[bits], GAINS[bits], (2**bits - 1) / 2, bits

@@ -1,7 +1,7 @@
-"""Decode attention by matrix tiles: one dispatch for rotation, attention, merging, un-rotation.
+"""Decode attention by matrix tiles: one dispatch for rotation, attention, merging and inverse rotation.
 
-The body is text/attend/attend_tile.metal; the portable one of `attend` computes the same on any GPU.
-Halves in, floats summed: for 16-bit model types.
+The body is text/attend/attend_tile.metal; the portable one of `attend` computes the same on any GPU. For 16-bit model
+types: inputs are halves, sums are floats.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from mlxkv.metal.launch import Factory, build
 from mlxkv.metal.lengths import Division, Lengths, Splits
 from mlxkv.metal.template import LOG2E, Pair, cap_bits, mixed_bits_table, nothing, side_template
 
-SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # of a threadgroup; Apple's registers are for 256 threads
-ROWS = 8  # query rows of a threadgroup
-SIMDGROUPS_WANTED = 2048  # in all: nearly 16 for each core of an H200
-# Threadgroups wanted on Apple: by registers and threadgroup memory a core holds two or three of them.
+SIMDGROUPS, SIMDGROUPS_CUDA = 8, 16  # per threadgroup; Apple has registers for 256 threads
+ROWS = 8  # query rows per threadgroup
+SIMDGROUPS_WANTED = 2048  # total: nearly 16 per core of an H200
+# Threadgroups to launch per Apple core, whose registers and threadgroup memory fit two or three.
 PER_CORE = 2.5
-# Loads of four floats that a lane starts at once when it merges splits: more do not fit in 128 registers.
+# Loads of four floats in flight per lane when merging splits: more do not fit in 128 registers.
 AHEAD, AHEAD_CUDA = 8, 16
-SOON, SOON_CUDA = 4, 8  # the same of blocks whose bits differ, before the first is used
+SOON, SOON_CUDA = 4, 8  # mixed bits: blocks loaded ahead of the first use
 MAX_DIMS, MAX_GROUPS, MAX_SPLITS = 256, 8, 128
-RING_BYTES = 180 << 10  # of shared memory, which these generations of CUDA have
-RING_MOST = 196 << 10  # with what a threadgroup has besides
+RING_BYTES = 180 << 10  # shared memory of these CUDA generations
+RING_MOST = 196 << 10  # with a threadgroup's other shared memory
 RING_CAPABILITIES = (9, 10)
 MOST_STAGES = 6
-MASKS = {  # of codes in their slots, by bits; a sign is the highest bit of four
-    0: (0, 0, 0, 0),  # of a table
+MASKS = {  # masks of codes in their slots, by bits; a sign is the highest bit of four
+    0: (0, 0, 0, 0),  # masks come from a table
     16: (0, 0, 0, 0),
     8: (0x00FF00FF, 0, 0, 0),
     4: (0x000F000F, 0x00F000F0, 0, 0),
@@ -48,7 +48,7 @@ MASKS = {  # of codes in their slots, by bits; a sign is the highest bit of four
 
 
 def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> str | None:
-    """Return why the tile body does not read such records, or None. dims: head dim D."""
+    """Return why the tile body cannot read such records, or None. dims: head dim D."""
     if layout.values.channel:
         return "tiles read no scales per channel of values"
     if dtype not in (mx.float16, mx.bfloat16):
@@ -77,9 +77,11 @@ def _capability() -> int:
 
 @lru_cache(maxsize=64)
 def half_levels(at: SideLayout) -> tuple[int, ...]:
-    """Coefficients, each twice in a word, of the odd polynomial in v = (2 code + 1) / 2^b - 1 that gives
-    the levels of a codebook: exactly, or for 4 bits, where more terms would be lost in halves, within
-    2e-4 of the largest."""
+    """Return coefficients, each twice in a word, of an odd polynomial in v = (2 code + 1) / 2^b - 1.
+
+    It equals the levels of a codebook exactly, or for 4 bits within 2e-4 of the largest: more terms would be lost in
+    halves.
+    """
     words = np.zeros(5, np.float16)
     if at.codebook:
         count = 2 ** (at.bits - 1)
@@ -91,16 +93,20 @@ def half_levels(at: SideLayout) -> tuple[int, ...]:
 
 
 def _stored(layout: RecordLayout, dims: int) -> tuple[int, int]:
-    """Return stored dims of keys and of values as kernels see them: where a table says what differs by layer, as many
-    as a head has."""
+    """Return the stored dims of keys and of values that kernels are built for.
+
+    For mixed bits these are the head dim, since a table has the layer's own.
+    """
     if layout.keys.widths:
         return dims, dims
     return layout.keys.dims, layout.values.dims
 
 
 def tile_map(matrix: mx.array) -> mx.array:
-    """[M, K], [G, M, K] or [B, G, M, K] -> [1, G or B G; M/16, K/16, 32 lanes, 4] words: left factors,
-    padded with zeros."""
+    """Convert matrices to left factors of tiles, padded with zeros.
+
+    [M, K], [G, M, K] or [B, G, M, K] -> [1, G or B G; M/16, K/16, 32 lanes, 4] words.
+    """
     matrix = matrix.reshape(-1, *matrix.shape[-2:]).astype(mx.float16)
     count, rows, columns = matrix.shape
     pad = [(0, 0), (0, -rows % BLOCK), (0, -columns % BLOCK)]
@@ -111,12 +117,14 @@ def tile_map(matrix: mx.array) -> mx.array:
     return x.view(mx.uint32).reshape(count, x.shape[1], x.shape[2], 32, 4)
 
 
-Map = tuple[mx.array | None, int]  # words, for how many heads; 0 where there is no transform
+Map = tuple[mx.array | None, int]  # words, number of heads (0: no transform)
 
 
 def _map(transform: Transform | None, keys: bool, least_dims: int) -> Map:
-    """Return the map of queries into the stored domain of the keys, or of stored values back. least_dims: stored dims
-    at least, the others zeros."""
+    """Return the map of queries into the stored domain of keys, or of stored values back.
+
+    least_dims: pad stored dims with zeros up to this number.
+    """
     if transform is None or transform.up.ndim < 4:
         return _lasting(transform, keys, least_dims)
     return _following(transform, keys)
@@ -134,7 +142,7 @@ def _lasting(transform: Transform | None, keys: bool, least_dims: int) -> Map:
 
 @kept_with
 def _following(transform: Transform, keys: bool) -> Map:
-    """Return the map of a transform that follows the text, not evaluated: it depends on tokens still being read."""
+    """Return the unevaluated map of a transform that follows the text: it depends on tokens still being read."""
     return _map_of(transform, keys)
 
 
@@ -147,8 +155,7 @@ def _map_of(transform: Transform, keys: bool, least_dims: int = 0) -> Map:
 
 
 def _maps(run: Run, dims: int) -> tuple[Map, Map]:
-    """Return the maps of keys and of values, which a run keeps. dims: head dim D, which maps of records of all sizes
-    have."""
+    """Return the maps of keys and of values, cached in `run`. dims: head dim D, the size of maps for mixed bits."""
     least_dims = dims if run.layout.keys.widths else 0
     keys, values = run.transforms
     maps = _map(keys, True, least_dims), _map(values, False, least_dims)
@@ -157,7 +164,7 @@ def _maps(run: Run, dims: int) -> tuple[Map, Map]:
 
 
 def _spread(single: Map, count: int) -> Map:
-    """Return the map repeated for each of a batch, where another run of pages has one for each."""
+    """Return the map repeated for each sequence, to match another run of pages with one per sequence."""
     words, heads = single
     if words is None or heads == count:
         return single
@@ -169,15 +176,15 @@ def _bits(value: float) -> int:
 
 
 def _is_wide(layout: RecordLayout, dims: int) -> bool:
-    """Return whether a core has registers, or memory for records, for only 8 simdgroups."""
+    """Return whether registers, or memory for records, limit a core to 8 simdgroups."""
     dims_limit = max(dims, *_stored(layout, dims))
     return dims_limit > 128 or _ring_stage(layout, SIMDGROUPS) > RING_BYTES // 2
 
 
 def _simdgroups(layout: RecordLayout, wide: bool, merges: int, make: Factory) -> int:
-    """Simdgroups of a threadgroup. Many on CUDA, so that few splits are merged, unless heads are many."""
-    merges_fit = merges * SIMDGROUPS_CUDA * 4 <= SIMDGROUPS_WANTED  # on CUDA alone
-    words = 0 if layout.keys.widths else layout.words  # one text for records of all sizes
+    """Return the simdgroups per threadgroup. Many on CUDA, so that few splits are merged, unless heads are many."""
+    merges_fit = merges * SIMDGROUPS_CUDA * 4 <= SIMDGROUPS_WANTED  # CUDA only
+    words = 0 if layout.keys.widths else layout.words  # one kernel for records of all sizes
     fits = not wide and SIMDGROUPS_CUDA * 4 * words * 4 <= RING_BYTES
     return SIMDGROUPS_CUDA if make is mx.fast.cuda_kernel and merges_fit and fits else SIMDGROUPS
 
@@ -185,44 +192,46 @@ def _simdgroups(layout: RecordLayout, wide: bool, merges: int, make: Factory) ->
 def splits_for(
     records: int, merges: int, simdgroups: int, wide: bool, cores: int | None = None
 ) -> tuple[int, int]:
-    """Return how many threadgroups share the records of a head, and how many its windows. merges: heads
-    times tiles of rows; cores: of an Apple GPU, None elsewhere."""
+    """Return the number of splits of a head's records, and of its windows.
+
+    merges: heads times tiles of rows. cores: Apple GPU cores, None elsewhere.
+    """
     limit = -(-records // (2 * simdgroups))
-    if cores is not None:  # windows come besides: they end early
+    if cores is not None:  # not counting windows, which end early
         budget = max(1, round(PER_CORE * cores / merges))
         return max(1, min(MAX_SPLITS // 2, budget, limit)), 1
     budget = SIMDGROUPS_WANTED // simdgroups // merges
-    if wide:  # a core holds half as many, and each leaves more to merge
+    if wide:  # a core holds half as many, and each split costs more to merge
         budget = min(budget // 2 if merges > 1 else budget, MAX_SPLITS // 2)
     windows = 2 if budget >= 16 and simdgroups < SIMDGROUPS_CUDA else 1
     return max(1, min(MAX_SPLITS - windows, budget - windows, limit)), windows
 
 
 def _ring_stage(layout: RecordLayout, simdgroups: int) -> int:
-    """Bytes: two records for each."""
+    """Return the bytes of a ring stage: two records per simdgroup."""
     return simdgroups * 2 * layout.words * 4
 
 
 def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> tuple[int, int]:
-    """(stages, bytes of shared memory) of the ring of records."""
+    """Return (stages, bytes of shared memory) of the ring of records."""
     if make is not mx.fast.cuda_kernel:
         return 1, 0
     stage = _ring_stage(layout, simdgroups)
     budget = RING_BYTES if simdgroups == SIMDGROUPS_CUDA or wide else RING_BYTES // 2
-    if layout.keys.widths:  # records of all sizes share a text, which finds how many stages fit
+    if layout.keys.widths:  # one kernel for all sizes, which computes the stages that fit
         stage = budget // MOST_STAGES // 128 * 128
     stages = max(1, min(MOST_STAGES, budget // stage))
     return stages, stages * stage + -(-stages * simdgroups * 8 // 128) * 128
 
 
 def _soon(layout: RecordLayout, wide: bool, make: Factory) -> dict[str, int]:
-    """Return how many blocks of a side are read ahead where blocks have different widths."""
+    """Return the template value SOON: blocks of a side to read ahead, for mixed bits."""
     count = SOON_CUDA if make is mx.fast.cuda_kernel else SOON
     return {"SOON": 0 if wide else count} if layout.keys.widths else {}
 
 
 def _record_words(layout: RecordLayout, simdgroups: int, stages: int, shared_memory: int) -> int:
-    """Words of a record, or for records of all sizes what a stage of the ring has for each."""
+    """Return the words of a record, or for mixed bits the words that a ring stage has per record."""
     if not layout.keys.widths:
         return layout.words
     barriers = -(-stages * simdgroups * 8 // 128) * 128
@@ -283,11 +292,11 @@ def _plan(
     capacities: tuple[int, int, int, int, int, int],
     scores: tuple[float, float | None, bool],
 ):
-    """(kernel, sizes but for the lengths, the other arguments of the call), the same for all layers of a step.
+    """Return (kernel, sizes without the lengths, other arguments of the call), the same for all layers of a step.
 
-    shape: of the queries. counts: maps of keys and of values. capacities: kv heads, then records, or tokens, that the
-        buffers of records, sink, recent and a second run hold, and the records of that. scores: scale, softcap, whether
-        there are logits of attention sinks.
+    shape: shape of the queries. counts: number of maps of keys and of values. capacities: kv heads; capacity of the
+        buffers of records, sink, recent and a second run, in records or tokens; records of the second run. scores:
+        scale, softcap, whether there are sink logits.
     """
     batch, q_heads, new_tokens, dims = shape
     heads, *buffers, capacity, second_count = capacities
@@ -326,13 +335,15 @@ def _plan(
     )
 
 
-COUNTERS, EACH = 256, 512  # calls that may run at the same time, and merges of one
+COUNTERS, EACH = 256, 512  # most concurrent calls, most merges per call
 
 
 @lru_cache(maxsize=1)
 def _counters() -> Iterator[mx.array]:
-    """Return arrays of zeros, again and again, in which a kernel counts; it leaves them as zeros. Each call takes the
-    next of many, so that calls that run at the same time never share one."""
+    """Return an endless iterator over zeroed counter arrays, which kernels reset to zero.
+
+    Each call uses the next one, so that concurrent calls never share a counter.
+    """
     slab = mx.zeros((COUNTERS * EACH,), mx.uint32)
     slots = [slab[i * EACH : (i + 1) * EACH] for i in range(COUNTERS)]
     mx.eval(slots)
@@ -343,13 +354,13 @@ _resets = [0]
 
 
 def forget_counters() -> None:
-    """Make new counters: a kernel that was stopped by an error may leave one that is not zero."""
+    """Replace the counters: a kernel stopped by an error may leave one that is not zero."""
     _counters.cache_clear()
     _resets[0] += 1
 
 
 def times_forgotten() -> int:
-    """Return how often counters were made anew: what holds older ones, as a trace does, has to go."""
+    """Return how often counters were replaced: holders of older ones, such as traces, must be discarded."""
     return _resets[0]
 
 

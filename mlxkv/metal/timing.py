@@ -1,4 +1,4 @@
-"""Time kernels: dependent chains, interleaved, against what the memory can do."""
+"""Time kernels by interleaved chains of dependent calls, and measure memory bandwidth for comparison."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import mlx.core as mx
 
 from mlxkv.metal.launch import backend
 
-COPY_BYTES = 1 << 29  # of the array whose copy gives the bandwidth, on a GPU
+COPY_BYTES = 1 << 29  # size of the array copied to measure bandwidth, on a GPU
 COPY_BYTES_CPU = 1 << 26
 Result = TypeVar("Result")
 
 
 class Chain(NamedTuple):
-    """Seconds per call. build: Python builds the graph. run: `mx.eval` of it."""
+    """Seconds per call. build: building the graph in Python. run: `mx.eval` of it."""
 
     build: float
     run: float
@@ -26,11 +26,11 @@ class Chain(NamedTuple):
 def chain(
     call: Callable[[mx.array, Any], mx.array], first: mx.array, copies: Sequence, calls: int
 ) -> Chain:
-    """Make `calls` calls, each fed with the result of the one before, in one eval.
+    """Make `calls` calls in one eval, each on the result of the previous one.
 
-    Independent calls would overlap on a GPU and flatter a kernel. The linking op is one addition,
-    the same for all that is compared; `first` keeps the queries from fading. The copies rotate, so
-    that no call finds its cache in the L2.
+    Independent calls would overlap on a GPU and flatter a kernel. The linking op is one addition, the same for every
+    kernel compared; adding `first` keeps the queries from vanishing. Calls rotate through `copies`, so that no cache
+    is in the L2.
     """
     q = first + mx.zeros_like(first)
     mx.eval(q)
@@ -49,14 +49,14 @@ def middle(chains: Sequence[Chain]) -> Chain:
 
 
 def order(names: Sequence[str], rounds: int) -> list[str]:
-    """Return a B B A, `rounds` times: what drifts meets all of them alike."""
+    """Return A B B A, `rounds` times, so that drift affects all alike."""
     return [*names, *reversed(names)] * rounds
 
 
 def interleaved(
     tasks: dict[str, Callable[[], Result]], rounds: int, done: Callable[[], None] = lambda: None
 ) -> dict[str, list[Result]]:
-    """Return the results of each task, run in `order`; the caller has warmed them up."""
+    """Return the results of each task, run in `order`; the caller must warm them up."""
     results: dict[str, list[Result]] = {name: [] for name in tasks}
     for name in order(list(tasks), rounds):
         results[name].append(tasks[name]())
@@ -65,7 +65,7 @@ def interleaved(
 
 
 def seconds_of(make: Callable[[], Any], repeats: int) -> float:
-    """Median seconds to build and compute the arrays that `make` returns, after a warm-up."""
+    """Return the median seconds to build and compute the arrays of `make`, after a warm-up."""
     mx.eval(make())
     times = []
     for _ in range(repeats):
@@ -77,9 +77,9 @@ def seconds_of(make: Callable[[], Any], repeats: int) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a large copy, read plus written, measured here.
+    """Measure bytes per second, read plus written, of a large copy.
 
-    The copy flips a sign, or MLX would not copy; each array is kept, or MLX would reuse its memory.
+    The copy negates, since MLX elides plain copies; each result is kept, since MLX would reuse its memory.
     """
     size, steps = (COPY_BYTES_CPU, 2) if backend() == "cpu" else (COPY_BYTES, 4)
     x = mx.random.normal((size // 4,))
@@ -97,7 +97,7 @@ def copy_bandwidth() -> float:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second of the largest number of a large array, measured here."""
+    """Measure bytes per second of a max reduction over a large array."""
     size, steps = (COPY_BYTES_CPU, 1) if backend() == "cpu" else (COPY_BYTES, 4)
     arrays = [mx.random.normal((size // 4,)) for _ in range(steps)]
     mx.eval(arrays)

@@ -1,10 +1,10 @@
-"""Notes about kernels on this Mac: which failed their test, and which ended a process.
+"""Record which kernels failed their test on this Mac, and which ended a process.
 
-A process tries the kernels of a format before it uses them. On a Mac it appends a line to a file in the user's cache
-folder before, and one with the outcome afterwards. Tiles that failed are not built again at every start. Kernels that
-ended two processes in a row (as a GPU that hangs may) are not tried again until the user asks for it; one death says
-little: closing a terminal ends a process, too. Each layout, head dim and type has lines of its own, so that one failure
-distrusts no other kernels.
+A process tests the kernels of a format before using them. On a Mac it appends a line to a file in the user's cache
+folder before the test, and another with the outcome afterwards. Failed tiles are not rebuilt at every start. Kernels
+that ended two processes in a row (a hung GPU can do that) are not tried again until the user asks for it; a single one
+proves little, since closing a terminal ends a process, too. Each layout, head dim and type has separate lines, so that
+one failure does not disable other kernels.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import mlx.core as mx
 from mlxkv import __version__, console, files, untrusted
 from mlxkv.metal.launch import SIGNATURES, body, header
 
-Kernels = tuple[object, int, mx.Dtype, str]  # layout, head dim, type, name of their backend
+Kernels = tuple[object, int, mx.Dtype, str]  # layout, head dim, dtype, backend name
 TRYING, STOPPED, PASSED, FAILED = "trying", "stopped", "passed", "failed"
 TILES = "tile kernels"
-LONGEST = 1 << 20  # bytes of the file
-DEATHS = 2  # in a row, before what a process died of is not tried again
+LONGEST = 1 << 20  # most bytes of the file
+DEATHS = 2  # consecutive processes ended before kernels are no longer tried
 
 
 def _path() -> Path:
@@ -36,7 +36,7 @@ def _path() -> Path:
 
 @cache
 def _machine() -> str:
-    """Return what notes are valid for: another GPU, compiler or text starts without any."""
+    """Return the key under which notes are valid: GPU, system, MLX, mlxkv and kernel sources."""
     parts = [
         str(mx.device_info().get("device_name", "")),
         platform.mac_ver()[0] or platform.release(),
@@ -59,16 +59,16 @@ def _write(state: str, kernels: Kernels, reason: str = "") -> None:
         files.make_folder(_path().parent)
         with open(os.open(_path(), flags, 0o600), "ab", buffering=0) as file:
             if file.tell() > LONGEST // 2:
-                file.truncate(0)  # all is tried once more
+                file.truncate(0)  # start afresh: every kernel is tried again
             file.write(line.encode())
 
 
 def _known(kernels: Kernels) -> tuple[int, str | None]:
-    """Return how many processes in a row have ended while they tried these kernels, and why the last test failed."""
+    """Return how many consecutive processes ended while testing these kernels, and why the last test failed."""
     deaths, fault, key = 0, None, _key(kernels)
     try:
         lines = untrusted.read_tensors(_path(), LONGEST).decode("utf-8", "replace").splitlines()
-    except (OSError, ValueError):  # none, or no file of ours
+    except (OSError, ValueError):  # missing, or not our file
         lines = []
     for line in lines:
         state, process, named, *reason = [*line.split(" ", 3), "", ""]
@@ -88,13 +88,15 @@ def _is_alive(process: str) -> bool:
 
 
 def ended_processes(kernels: Kernels) -> bool:
-    """Return whether `DEATHS` processes in a row ended while they tried these kernels."""
+    """Return whether `DEATHS` consecutive processes ended while testing these kernels."""
     return _known(kernels)[0] >= DEATHS
 
 
 def why_not(kernels: Kernels) -> str | None:
-    """Return why these kernels must not be tried here, or None. Portable ones that failed are tried again: only plain
-    ops would be left."""
+    """Return why these kernels must not be tried here, or None.
+
+    Failed portable kernels are tried again, since the only fallback is plain ops.
+    """
     (deaths, fault), tiled = _known(kernels), kernels[3] == TILES
     if deaths >= DEATHS:
         return (
@@ -107,13 +109,13 @@ def why_not(kernels: Kernels) -> str | None:
 
 
 def note(kernels: Kernels, reason: str | None) -> None:
-    """Keep the outcome of a test on this GPU: None for one that was passed."""
+    """Record the outcome of a test on this GPU. reason: None if it passed."""
     _write(PASSED if reason is None else FAILED, kernels, reason or "")
 
 
 @contextmanager
 def trial(kernels: Kernels) -> Iterator[None]:
-    """Leave a line while this process tries them, which says more if it ends meanwhile."""
+    """Record that this process is testing `kernels`, so that later ones can tell if it ends meanwhile."""
     _write(TRYING, kernels)
     try:
         yield

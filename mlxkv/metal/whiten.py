@@ -1,4 +1,4 @@
-"""Rows with the unit matrix as their second moment, by a kernel: MLX factorises on the CPU alone.
+"""Whiten rows by a kernel, since MLX factorises on the CPU only.
 
 Letters: `N` rows of `R` numbers. Plain-ops twins: `orthonormal`, and `mx.linalg.solve` in
 `cache.adaptive.update`.
@@ -17,21 +17,23 @@ from mlxkv.formats.matrices import off_orthonormal
 from mlxkv.metal.launch import Factory, launch
 
 SIMDGROUPS = 16
-SHARED_BYTES = 31 << 10  # of threadgroup memory for the triangle, of 32 KiB
+SHARED_BYTES = 31 << 10  # threadgroup memory for the triangle, out of 32 KiB
 TINY = float(np.finfo(np.float32).tiny)
-BOUND = 1e-5  # of the largest entry of U^T U - I, and of the difference to QR
+BOUND = 1e-5  # on the largest entry of U^T U - I, and on the difference from QR
 
 
 def orthonormal(a: mx.array) -> mx.array:
-    """Q of A = QR [..., D, R], the diagonal of R positive."""
+    """Return Q of A = QR, A [..., D, R], with a positive diagonal of R."""
     q, r = mx.linalg.qr(a.astype(mx.float32), stream=mx.cpu)
     positive = mx.diagonal(r, axis1=-2, axis2=-1) >= 0
     return q * mx.where(positive, 1.0, -1.0)[..., None, :]
 
 
 def why_not(dims: int, rank: int, make: Factory | None) -> str | None:
-    """Return why the kernel does not run for bases [dims, rank] here, or None. The first question for a size
-    builds it and tries it."""
+    """Return why the kernel does not run for bases [dims, rank] here, or None.
+
+    The first call for a size builds and tests the kernel.
+    """
     if make is None:
         return "no GPU here"
     if 4 * (rank * (rank + 1) // 2 + 2 * (rank + 31)) > SHARED_BYTES:
@@ -64,17 +66,17 @@ def _numbers(ridge: float) -> mx.array:
 
 @cache
 def _fault(dims: int, rank: int, make: Factory) -> str | None:
-    """Return what is wrong with the kernel on this machine, or None."""
+    """Return why the kernel fails its test on this machine, or None."""
     rng = np.random.default_rng(0)
     bases = np.linalg.qr(rng.standard_normal((2, dims, rank)))[0]
     bases = mx.array((bases + 0.03 * rng.standard_normal(bases.shape)).astype(np.float32))
     try:
         whitened, with_inverse = whiten(bases, make), whiten(bases, make, RIDGE)
         mx.eval(whitened, with_inverse)
-    except Exception as error:  # a compiler or a driver may raise anything at all
+    except Exception as error:  # a compiler or driver may raise any exception
         return errors.reason(error)
     distances = [off_orthonormal(whitened), mx.abs(whitened - orthonormal(bases)).max().item()]
-    worst = np.max([*distances, _off_inverse(bases, with_inverse)])  # which is NaN where one is
+    worst = np.max([*distances, _off_inverse(bases, with_inverse)])  # NaN if any distance is NaN
     return None if worst <= BOUND else f"columns are off by {worst:.2g}"
 
 
