@@ -1,7 +1,6 @@
-"""The stored formats in plain MLX ops: encoding, decoding, and products with codes.
+"""Encoding, decoding and products with codes in plain MLX ops, for every stored format.
 
-One method, one file (`affine`, `codebook`, `polar`, `polar_tree`, `raw`) with
-`encode`, `decode`, `scores` and `mix`. `codec` joins a method with its `transform`; `maps` has the
-transforms of a calibration, `packing` codes in words, `records` the page records that kernels read. No kernel, no
-cache and no model is known here.
+Each method is a file (`affine`, `codebook`, `polar`, `polar_tree`, `raw`) with `encode`, `decode`, `scores` and `mix`.
+`codec` combines a method with its `transform`; `maps` has the transforms of a calibration, `packing` packs codes into
+words, `records` converts page records that kernels read. Imports no kernels, caches or models.
 """

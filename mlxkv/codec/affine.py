@@ -12,17 +12,19 @@ import mlx.core as mx
 from mlxkv.codec import packing
 from mlxkv.formats.quantizers import HALF_MAX, Affine
 
-# Formats that MLX's own quantized products read (`mx.quantize`, affine mode).
+# Formats that MLX's quantized products support (`mx.quantize`, affine mode).
 MLX_GROUPS = (32, 64, 128)
 CPU_ROWS = 16
-PLANE_TOKENS = 1024  # from so many on, a CPU multiplies planes of codes faster than MLX does codes
-FOLDED = 32  # stored dims that share a scale of 1 where scales went into the queries
-CUDA_ROWS = 65535  # the largest second size of a grid there
+PLANE_TOKENS = 1024  # from here on, plane products on a CPU are faster than MLX's quantized product
+FOLDED = 32  # stored dims that share a scale of 1, with the scales folded into the queries
+CUDA_ROWS = 65535  # CUDA's limit of a grid's second dimension
 
 
 def _grouped(x: mx.array, group: int, axis: str) -> mx.array:
-    """[..., T, R] -> [..., T, ceil(R/g), g] (token; a short last group repeats its last value) or
-    [..., T/g, R, g] (channel)."""
+    """Put groups of [..., T, R] on the last axis.
+
+    Token: [..., T, ceil(R/g), g], a short last group padded with its last value. Channel: [..., T/g, R, g].
+    """
     *lead, tokens, dims = x.shape
     if axis == "token":
         if dims % group:
@@ -39,19 +41,21 @@ def _ungrouped(x: mx.array, axis: str, dims: int) -> mx.array:
 
 
 def half(x: mx.array, limit: float = HALF_MAX) -> mx.array:
-    """As float16, clipped to its range."""
+    """Clip x to +-limit and convert it to float16."""
     return mx.clip(x, -limit, limit).astype(mx.float16)
 
 
 def rows_at_once() -> int:
-    """Return how many rows MLX can sort at once: on CUDA its grid is (1, rows)."""
+    """Return the most rows that MLX can sort in one call: on CUDA its grid is (1, rows)."""
     on_cuda = mx.cuda.is_available() and mx.default_device() == mx.gpu
     return CUDA_ROWS if on_cuda else sys.maxsize
 
 
 def clip_rows(x: mx.array, rank: int) -> mx.array:
-    """x: [..., R], each row clipped to its rank-th largest absolute value (`Affine.clip_rank`; 1:
-    not clipped). Spec: `spec.affine.clip_rows`."""
+    """Clip each row of x [..., R] to its rank-th largest absolute value (`Affine.clip_rank`; 1: no clipping).
+
+    Spec: `spec.affine.clip_rows`.
+    """
     if rank == 1:
         return x
     rows = x.size // x.shape[-1]
@@ -59,12 +63,12 @@ def clip_rows(x: mx.array, rank: int) -> mx.array:
         parts = x.reshape(rows, -1).split(tuple(range(rows_each, rows, rows_each)))
         return mx.concatenate([clip_rows(part, rank) for part in parts]).reshape(x.shape)
     size, at = mx.abs(x), x.shape[-1] - rank
-    limit = mx.partition(size, at, axis=-1)[..., at : at + 1]  # selected, not sorted, on the CPU
+    limit = mx.partition(size, at, axis=-1)[..., at : at + 1]  # selects, does not sort, on the CPU
     return mx.clip(x, -limit, limit)
 
 
 def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
-    """x: [B, G, T, R], T a whole number of pages."""
+    """Encode x [B, G, T, R], T a whole number of pages."""
     form, x = _form(spec, x.shape[-1], page), x.astype(mx.float32)
     if form.rank > 1:
         x = clip_rows(x, form.rank)
@@ -91,22 +95,22 @@ def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
 
 
 def _of_pages(peaks: mx.array, page: int) -> mx.array:
-    """Return the maximum over the kv heads and tokens of each page, [B, G, T, 1], for every one of them."""
+    """Return the maximum over kv heads and tokens of each page, broadcast to [B, G, T, 1]."""
     pages = peaks.reshape(*peaks.shape[:2], -1, page)
     return mx.broadcast_to(pages.max((1, 3), keepdims=True), pages.shape).reshape(peaks.shape)
 
 
 def _bias(spec: Affine, stored: dict[str, mx.array]) -> mx.array:
-    """Return the bias of every group. A symmetric one, a power of two times the scale, is exact in float16."""
+    """Return the bias of every group. If symmetric, it is a power of two times the scale, exact in float16."""
     return stored["scale"] * -(2 ** (spec.bits - 1)) if spec.symmetric else stored["bias"]
 
 
 class _Form(NamedTuple):
     """How pages of a format are encoded and read.
 
-    group: its size. rank: `Affine.clip_rank`. mlx: whether MLX's products read all groups; tail: all
-    but the last, which is short. folds: whether scales per channel can go into the queries and leave
-    codes that MLX multiplies.
+    group: group size. rank: `Affine.clip_rank`. mlx: whether MLX's products support all groups; tail: all but the
+    short last one. folds: whether scales per channel can be folded into the queries, leaving codes that MLX
+    multiplies.
     """
 
     group: int
@@ -130,7 +134,7 @@ def _form(spec: Affine, dims: int, page: int) -> _Form:
 
 
 def _cut(spec: Affine, group: int, stored: dict[str, mx.array], dims: int):
-    """(dims, arrays) of the whole groups, and of the short one; 80 dims: 64 and 16."""
+    """Return (dims, arrays) of the whole groups, and of the short one: 64 and 16 for 80 dims."""
     split = dims - dims % group
     head, tail = {}, {}
     for name, x in stored.items():
@@ -142,7 +146,7 @@ def _cut(spec: Affine, group: int, stored: dict[str, mx.array], dims: int):
 def decode(
     spec: Affine, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
-    """[B, G, T, R] in `dtype`."""
+    """Decode to [B, G, T, R] in `dtype`."""
     form = _form(spec, dims, page)
     if form.tail:
         parts = _cut(spec, form.group, stored, dims)
@@ -159,17 +163,17 @@ def decode(
 def scores(
     spec: Affine, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
 ) -> mx.array:
-    """q: [B, G, N, R] float32 -> q . x^ for every stored token: [B, G, N, T]."""
+    """Return q . x^ for every stored token, [B, G, N, T], of q [B, G, N, R] float32."""
     return _product(spec, q, stored, dims, page, transpose=True)
 
 
 def mix(spec: Affine, p: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
-    """p: [B, G, N, T] float32 -> sum_t p_t x^_t: [B, G, N, R]."""
+    """Return sum_t p_t x^_t, [B, G, N, R], of p [B, G, N, T] float32."""
     return _product(spec, p, stored, dims, page, transpose=False)
 
 
 def _product_pays(rows: int) -> bool:
-    """Return whether MLX's quantized product of so many rows exists and is cheaper than decoding first.
+    """Return whether MLX's quantized product for `rows` rows exists and is cheaper than decoding first.
 
     On the CPU its time grows with every row; on CUDA it does not exist for some shapes.
     """
@@ -179,8 +183,11 @@ def _product_pays(rows: int) -> bool:
 
 
 def _splits(spec: Affine, tokens: int) -> bool:
-    """Return whether scores of so many tokens are products with planes of codes. For a CPU with the compiler that MLX
-    fuses by: without it, splitting words takes longer than MLX's product, row by row."""
+    """Return whether scores of `tokens` tokens are computed by `_plane_scores`.
+
+    Only on a CPU with the compiler that MLX fuses ops with: without it, splitting words takes longer than MLX's
+    product, row by row.
+    """
     if tokens < PLANE_TOKENS or 32 % spec.bits or mx.default_device() != mx.Device(mx.cpu):
         return False
     return _has_compiler()
@@ -194,13 +201,15 @@ def _has_compiler() -> bool:
 def _plane_scores(
     spec: Affine, q: mx.array, stored: dict[str, mx.array], dims: int, group: int
 ) -> mx.array:
-    """As `_product`, where `_splits` holds, by products with codes less half of their range:
-    q . (scale * code + bias) = (q * scale) . (code - middle) + q . (bias + middle * scale)."""
+    """Compute `_product`, where `_splits` holds, from codes centred on the middle of their range.
+
+    q . (scale * code + bias) = (q * scale) . (code - middle) + q . (bias + middle * scale).
+    """
     codes, scale = stored["codes"], stored["scale"].astype(q.dtype)
     offset = None
     if not spec.symmetric:
         offset = stored["bias"].astype(q.dtype) + scale * 2 ** (spec.bits - 1)
-    if spec.axis == "channel":  # each group of tokens has queries of its own, [B, G, T/g, N, R]
+    if spec.axis == "channel":  # queries scaled per group of tokens, [B, G, T/g, N, R]
         codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])
         out = _plane_products(q[:, :, None] * scale[:, :, :, None], codes, spec.bits)
         out = out.swapaxes(2, 3)  # [B, G, N, T/g, g]
@@ -216,9 +225,10 @@ def _plane_scores(
 
 
 def _plane_products(x: mx.array, codes: mx.array, bits: int) -> mx.array:
-    """x: [..., N, R] float32, codes: [..., T, W] words -> [..., N, T], products with codes less half of their
-    range. One float product for each place in a word, with tokens side by side in memory: a plain BLAS
-    takes half as long so."""
+    """Multiply x [..., N, R] float32 with codes [..., T, W] (words), centred on the middle of their range: [..., N, T].
+
+    One float product per place in a word, with tokens contiguous in memory, which halves the time of a plain BLAS.
+    """
     words = mx.contiguous(codes.swapaxes(-1, -2))
     places = x.reshape(*x.shape[:-1], words.shape[-2], -1)
     places = mx.contiguous(mx.moveaxis(places, -1, 0))
@@ -231,8 +241,7 @@ def _plane_products(x: mx.array, codes: mx.array, bits: int) -> mx.array:
 
 
 def _folded_scores(spec, q, stored, dims, group):
-    """q . (scale * code + bias) = (q * scale) . code + q . bias, with a scale per channel of a group
-    of tokens."""
+    """Compute q . (scale * code + bias) = (q * scale) . code + q . bias, scales per channel and group of tokens."""
     codes = stored["codes"]
     codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])  # [B, G, T/g, g, W]
     scale, bias = stored["scale"].astype(q.dtype), _bias(spec, stored).astype(q.dtype)
@@ -246,8 +255,11 @@ def _folded_scores(spec, q, stored, dims, group):
 
 
 def _folded_mix(spec, p, stored, dims, group):
-    """sum_t p_t (scale * code + bias), with a scale per channel of a group of tokens: scales apply to the sum of each
-    group, so nothing is decoded. Sums are of codes less half of their range, which cancel less."""
+    """Compute sum_t p_t (scale * code + bias), scales per channel and group of tokens.
+
+    Scales apply to the sum of each group, so no codes are decoded. Codes are centred on the middle of their range,
+    for less cancellation.
+    """
     codes, middle = stored["codes"], 2 ** (spec.bits - 1)
     codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])  # [B, G, T/g, g, W]
     scale = stored["scale"].astype(p.dtype)
@@ -296,7 +308,7 @@ def _product(
         )
     if pays:
         return _folded_scores(spec, x, stored, dims, form.group)
-    # A sum for each group of tokens, and less of it than of decoded values.
+    # One sum per group of tokens: less memory than decoded values.
     if not transpose and form.folds and 2 * rows <= form.group and _product_pays(rows):
         return _folded_mix(spec, x, stored, dims, form.group)
     decoded = decode(spec, stored, dims, page, x.dtype)

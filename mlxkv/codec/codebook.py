@@ -20,11 +20,11 @@ def _levels(dims: int, bits: int) -> mx.array:
 
 
 def encode(spec: Codebook, x: mx.array, page: int) -> dict[str, mx.array]:
-    """x: [B, G, T, R], T a whole number of pages."""
+    """Encode x [B, G, T, R], T a whole number of pages."""
     x, bits = x.astype(mx.float32), spec.bits
     table, middle = levels.sphere(x.shape[-1], bits), 2 ** (bits - 1)
     norm = mx.sqrt((x * x).sum(-1, keepdims=True))
-    # By sizes, which are as many levels on either side of 0; boundaries go with the norm.
+    # Compare magnitudes, since levels are symmetric about 0; boundaries are scaled by the norm.
     size, steps = mx.abs(x), mx.zeros(x.shape, mx.uint32)
     for boundary in (table[1:] + table[:-1])[middle:] / 2:
         steps = steps + (size > float(boundary) * norm)
@@ -35,7 +35,7 @@ def encode(spec: Codebook, x: mx.array, page: int) -> dict[str, mx.array]:
 def decode(
     spec: Codebook, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
-    """[B, G, T, R] in `dtype`."""
+    """Decode to [B, G, T, R] in `dtype`."""
     codes = packing.unpack(stored["codes"], spec.bits, dims)
     x = _levels(dims, spec.bits)[codes] * stored["scale"].astype(mx.float32)
     return x.astype(dtype)

@@ -1,4 +1,4 @@
-"""A side at work: its transform and its quantizer, for heads of one size."""
+"""Codec of one side: its transform and its quantizer, for heads of one size."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Stored = dict[str, mx.array]
 def method(spec: Quantizer) -> ModuleType:
     """Return the module of this package that encodes and decodes a quantizer.
 
-    It has `encode` and `decode`. It may have `scores` and `mix`, which multiply codes without decoding them, and
-    `split` and `join`, which turn stored tensors into codes of one width, and back, for page records.
+    It defines `encode` and `decode`. Optional: `scores` and `mix`, which multiply codes without decoding them, and
+    `split` and `join`, which convert stored tensors to codes of one width and back, for page records.
     """
     return import_module(f"mlxkv.codec.{spec.file or spec.method}")
 
 
 class Codec:
-    """Encodes and reads pages of vectors of one side.
+    """Encode and decode pages of one side.
 
     dims: head dim D of the vectors as an argument, stored dims R as an attribute. page: tokens per
     page. own: the transform of a calibrated side, which belongs to one layer.
@@ -43,17 +43,18 @@ class Codec:
         return self  # constant: copies of a cache share it
 
     def encode(self, x: mx.array) -> Stored:
-        """x: [B, G, T, D], T a whole number of pages -> arrays with tokens (or groups of tokens) on
-        axis 2."""
+        """Encode x [B, G, T, D], T a whole number of pages: arrays with tokens (or groups of tokens) on axis 2."""
         return self.method.encode(self.spec, self.store(x), self.page)
 
     def store(self, x: mx.array) -> mx.array:
-        """x: [B, G, T, D] -> [B, G, T, R], the values that are quantised."""
+        """Transform x [B, G, T, D] to the values to be quantised, [B, G, T, R]."""
         return x if self.transform is None else self.transform.store(x)
 
     def work_dtype(self, dtype: mx.Dtype) -> mx.Dtype:
-        """In which codes are decoded for `restore`: float16 keeps more of a code than bfloat16, in
-        as little scratch."""
+        """Return the dtype to decode codes in for `restore`.
+
+        float16 is more precise than bfloat16, with the same scratch.
+        """
         if self.transform is None:
             return dtype
         return mx.float32 if dtype == mx.float32 else mx.float16
@@ -73,11 +74,11 @@ class Codec:
 
     @property
     def is_online(self) -> bool:
-        """Return whether the transform is of one cache alone and follows the text: [B, G, D, R]."""
+        """Return whether the transform belongs to one cache and follows the text: [B, G, D, R]."""
         return self.transform is not None and self.transform.down.ndim == 4
 
     def decode_stored(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
-        """Return decoded values, not transformed back: [B, G, T, R] in `dtype`."""
+        """Decode without the inverse transform: [B, G, T, R] in `dtype`."""
         return self.method.decode(self.spec, stored, self.dims, self.page, dtype)
 
     def decode(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
@@ -86,14 +87,14 @@ class Codec:
         return self.restore(self.decode_stored(stored, work), dtype)
 
     def scores(self, q: mx.array, stored: Stored) -> mx.array:
-        """q: [B, G, N, D] -> q . k^ for every stored token: [B, G, N, T] float32."""
+        """Return q . k^ for every stored token, [B, G, N, T] float32, of q [B, G, N, D]."""
         q = q.astype(mx.float32) if self.transform is None else self.transform.query(q)
         if hasattr(self.method, "scores"):  # without decoding
             return self.method.scores(self.spec, q, stored, self.dims, self.page)
         return q @ self.decode_stored(stored, mx.float32).swapaxes(-1, -2)
 
     def mix(self, p: mx.array, stored: Stored) -> mx.array:
-        """p: [B, G, N, T] -> sum_t p_t v^_t: [B, G, N, D] float32."""
+        """Return sum_t p_t v^_t, [B, G, N, D] float32, of p [B, G, N, T]."""
         p = p.astype(mx.float32)
         if hasattr(self.method, "mix"):
             x = self.method.mix(self.spec, p, stored, self.dims, self.page)
@@ -102,11 +103,11 @@ class Codec:
         return x if self.transform is None else self.transform.restore(x)
 
     def split(self, stored: Stored) -> tuple[mx.array, Stored]:
-        """Return the codes [B, G, T, R] of pages, one for each dim, and their other tensors."""
+        """Return the codes [B, G, T, R] of pages, one per dim, and their other tensors."""
         if hasattr(self.method, "split"):
             return self.method.split(self.spec, stored, self.dims, self.page)
         bits = self.spec.code_bits
-        assert bits is not None  # of methods without a `split`
+        assert bits is not None  # methods without `split` have one width
         return packing.unpack(stored["codes"], bits, self.dims), stored
 
     def join(self, codes: mx.array, numbers: Stored) -> Stored:

@@ -1,4 +1,4 @@
-"""The calibrated transforms of each layer, and a registry where saved caches find them again."""
+"""Calibrated transforms of each layer, and a registry by which saved caches find them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from mlxkv.formats.config import CALIBRATED, CENTRED, MIXED_BITS, PCA, SCALED, S
 from mlxkv.formats.lowrank import LowRank
 from mlxkv.formats.quantizers import DIMS
 
-if TYPE_CHECKING:  # without a calibrated preset nothing of calibrations is imported
+if TYPE_CHECKING:  # calibrations are imported for calibrated presets only
     from mlxkv.formats.calibration.artifact import Calibration
 
-Kinds = tuple[str, str]  # of keys and of values
+Kinds = tuple[str, str]  # kinds of keys and of values
 
 ROTATED: Kinds = (CALIBRATED, CALIBRATED)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerMaps:
-    """The transforms of one layer: of keys and of values, [D, D] or [G, D, D], or of lower rank.
+    """Transforms of one layer's keys and values, [D, D] or [G, D, D], or of lower rank.
 
-    digest: of the calibration, "" for none. layer: its name there. kinds: `Side.kind` of keys and
-    values. folded: the weights of the model already apply the value map, so values
-    arrive in the stored domain. key_mean: the mean of keys, for kinds that take it from them.
+    digest: digest of the calibration, "" without one. layer: the layer's name in it. kinds: `Side.kind` of keys and
+    values. folded: whether the model's weights already apply the value map, so that values arrive in the stored
+    domain. key_mean: mean of keys, for centred kinds.
     """
 
     keys: Transform
@@ -45,7 +45,7 @@ class LayerMaps:
     key_mean: KeyMean | None = None
 
     def check(self, heads: int) -> None:
-        """Raise UserError unless they fit this number of kv heads."""
+        """Raise UserError unless the maps fit this number of kv heads."""
         counts = {len(side.down) for side in (self.keys, self.values) if side.down.ndim == 3}
         if self.key_mean is not None:
             counts.add(len(self.key_mean.mean))
@@ -70,7 +70,7 @@ _at_hand: WeakValueDictionary[Key, LayerMaps] = WeakValueDictionary()
 
 
 def _shared(key: Key, make: Callable[[], LayerMaps]) -> LayerMaps:
-    """Return the maps of this key that are at hand, or new ones. Those of no calibration are not shared."""
+    """Return the registered maps of `key`, or make them. Maps without a calibration are not shared."""
     if not key[0]:
         return make()
     layer_maps = _at_hand.get(key)
@@ -80,16 +80,16 @@ def _shared(key: Key, make: Callable[[], LayerMaps]) -> LayerMaps:
 
 
 def _unpickled(keys: Transform, values: Transform, key_mean: KeyMean | None, *key) -> LayerMaps:
-    """Unpickle: maps at hand are shared, as copies do; others are at hand from here on."""
+    """Unpickle maps: share registered ones, as copies do, else register these."""
     return _shared(key, lambda: LayerMaps(keys, values, *key, key_mean=key_mean))
 
 
 def of(
     calibration: Calibration, kinds: Kinds = ROTATED, names: Iterable[str] | None = None
 ) -> dict[str, LayerMaps]:
-    """Return the transforms of each layer, or of the layers `names`; all caches of a model share them.
+    """Return the transforms of each layer, or of the layers `names`, shared by all caches of a model.
 
-    kinds: `CacheConfig.fitted`. Raises UserError for kinds that the calibration does not have.
+    kinds: `CacheConfig.fitted`. Raises UserError for kinds that the calibration lacks.
     """
     calibration.check_kinds(kinds)
     return {
@@ -117,7 +117,7 @@ def _of_layer(calibration: Calibration, kinds: Kinds, name: str) -> LayerMaps:
 
 
 def folded(layer_maps: LayerMaps, yes: bool = True) -> LayerMaps:
-    """Return the same maps for weights that apply the value map (`yes`), or do not."""
+    """Return the maps for weights that apply the value map (`yes`), or do not."""
     if layer_maps.folded == yes:
         return layer_maps
     key = (layer_maps.digest, layer_maps.layer, layer_maps.kinds, yes)
@@ -125,8 +125,11 @@ def folded(layer_maps: LayerMaps, yes: bool = True) -> LayerMaps:
 
 
 def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
-    """Return the maps of the kv heads of process `rank` of `size`; `model.shard` of mlx-lm gives each an equal
-    run of heads. Raises UserError where heads cannot be shared evenly."""
+    """Return the maps of the kv heads of process `rank` of `size`.
+
+    mlx-lm's `model.shard` assigns each process an equal, contiguous range of heads. Raises UserError if `size` does
+    not divide the heads.
+    """
     from mlxkv.formats.calibration import layers
 
     sides, key_mean = [], layer_maps.key_mean
@@ -144,9 +147,9 @@ def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
 
 
 def reads_folded(digest: str, layer: str, folds: bool, kinds: Kinds) -> bool:
-    """Return whether models here read a cache that was saved as `folds` says with the value map folded.
+    """Return whether attached models read a saved cache with the value map folded.
 
-    As it was saved, unless all models that are attached with these maps read it the other way.
+    This is `folds`, as it was saved, unless all models attached with these maps read it the other way.
     """
     if (digest, layer, kinds, folds) in _at_hand:
         return folds
@@ -154,7 +157,7 @@ def reads_folded(digest: str, layer: str, folds: bool, kinds: Kinds) -> bool:
 
 
 def find(digest: str, layer: str, folds: bool = False, kinds: Kinds = ROTATED) -> LayerMaps:
-    """Return the maps that a saved cache names. Raises UserError if they are not on this machine."""
+    """Return the maps that a saved cache refers to. Raises UserError if they are not on this machine."""
     if (layer_maps := _at_hand.get((digest, layer, kinds, folds))) is not None:
         return layer_maps
     if (layer_maps := _at_hand.get((digest, layer, kinds, not folds))) is not None:
@@ -172,7 +175,7 @@ def find(digest: str, layer: str, folds: bool = False, kinds: Kinds = ROTATED) -
 
 @lru_cache(maxsize=8)
 def sample(heads: int, dims: tuple[int, int], kinds: Kinds = ROTATED) -> LayerMaps:
-    """Random maps for heads of (key, value) dims, to try or time kernels with."""
+    """Make random maps for heads of (key, value) dims, to test or time kernels."""
     from mlxkv.formats.calibration import layers
 
     keys, values = map(_random, kinds, (heads, heads), dims)
@@ -204,7 +207,7 @@ def _random(kind: str, heads: int, dims: int) -> Transform:
         return _transform(transform if kind == CALIBRATED else transform[:1])
     if kind == SCALED:
         return _scaled(2 ** np.cos(np.arange(dims)))
-    # Stretched by 1/2 to 2 between two rotations, so that `up` is far from the transpose.
+    # Scaled by 1/2 to 2 between two rotations, so that `up` is far from the transpose.
     stretch = 2 ** np.linspace(-1, 1, dims)
     back = matrices.random_basis(heads, dims, dims + 1)
     return _pair(
@@ -213,12 +216,12 @@ def _random(kind: str, heads: int, dims: int) -> Transform:
 
 
 def _transform(down: np.ndarray) -> Transform:
-    """Return the transform of orthonormal columns [G, D, D] (or [G, D, R]), or [1, D, D] for all heads."""
+    """Return the transform of orthonormal columns [G, D, D] (or [G, D, R]), or [1, D, D] shared by all heads."""
     return _pair(down, down.swapaxes(-1, -2))
 
 
 def _scaled(scale: np.ndarray) -> Transform:
-    """SRFT with a scale [D] per channel, whose butterflies quantizing may use."""
+    """Return SRFT with a scale [D] per channel; quantizing may use its butterflies."""
     srft = transform.make(transform.SRFT, len(scale), 0)
     assert srft is not None
     return srft.scaled(mx.array(scale.astype(np.float32)))

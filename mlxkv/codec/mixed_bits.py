@@ -15,8 +15,10 @@ from mlxkv.formats.quantizers import DIMS, GAINS, STEPS, MixedBits
 
 @lru_cache(maxsize=256)
 def _tables(widths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the distance of levels for variance 1, the gain and half of the largest code of every stored dim, [R]
-    float32 each."""
+    """Return, per stored dim, the distance between levels for variance 1, the gain and half of the largest code.
+
+    Each is [R] float32.
+    """
     gains = np.array([GAINS[bits] for bits in widths])
     steps = gains * np.array([STEPS[bits] for bits in widths])
     middle = (2.0 ** np.array(widths) - 1) / 2
@@ -25,7 +27,7 @@ def _tables(widths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def encode(spec: MixedBits, x: mx.array, page: int) -> dict[str, mx.array]:
-    """x: [B, G, T, R], T a whole number of pages."""
+    """Encode x [B, G, T, R], T a whole number of pages."""
     steps, gains, middle = map(mx.array, _tables(spec.widths))
     x = x.astype(mx.float32)
     scale = half(mx.sqrt(mx.square(x * steps).mean(-1, keepdims=True)))
@@ -36,8 +38,7 @@ def encode(spec: MixedBits, x: mx.array, page: int) -> dict[str, mx.array]:
 
 
 def packed(spec: MixedBits, codes: mx.array) -> mx.array:
-    """codes: [..., R] -> [..., W] words: the runs of one width one behind the other. A run is a whole number of
-    half words."""
+    """Pack codes [..., R] into words [..., W], run by run of equal width; a run is a whole number of half words."""
     parts, start = [], 0
     for bits, count in spec.runs:
         words = packing.pack(codes[..., start : start + count], bits)
@@ -65,7 +66,7 @@ def unpacked(spec: MixedBits, words: mx.array) -> mx.array:
 def split(
     spec: MixedBits, stored: dict[str, mx.array], dims: int, page: int
 ) -> tuple[mx.array, dict[str, mx.array]]:
-    """Return codes [B, G, T, R], one for each stored dim, and the other tensors."""
+    """Return codes [B, G, T, R], one per stored dim, and the other tensors."""
     return unpacked(spec, stored["codes"]), stored
 
 
@@ -75,7 +76,7 @@ def join(spec: MixedBits, codes: mx.array, numbers: dict[str, mx.array]) -> dict
 
 
 def _levels(spec: MixedBits, stored: dict[str, mx.array]) -> mx.array:
-    """Values over the scale of their token, [B, G, T, R] float32."""
+    """Return values divided by the scale of their token, [B, G, T, R] float32."""
     middle = mx.array(_tables(spec.widths)[2])
     return unpacked(spec, stored["codes"]).astype(mx.float32) - middle
 
@@ -83,14 +84,14 @@ def _levels(spec: MixedBits, stored: dict[str, mx.array]) -> mx.array:
 def decode(
     spec: MixedBits, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
-    """[B, G, T, R] in `dtype`."""
+    """Decode to [B, G, T, R] in `dtype`."""
     return (_levels(spec, stored) * stored["scale"].astype(mx.float32)).astype(dtype)
 
 
 def scores(
     spec: MixedBits, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
 ) -> mx.array:
-    """q: [B, G, N, R] float32 -> q . x^ for every stored token: [B, G, N, T]."""
+    """Return q . x^ for every stored token, [B, G, N, T], of q [B, G, N, R] float32."""
     scale = stored["scale"].astype(q.dtype).swapaxes(-1, -2)
     return q @ _levels(spec, stored).swapaxes(-1, -2) * scale
 
@@ -98,6 +99,6 @@ def scores(
 def mix(
     spec: MixedBits, p: mx.array, stored: dict[str, mx.array], dims: int, page: int
 ) -> mx.array:
-    """p: [B, G, N, T] float32 -> sum_t p_t x^_t: [B, G, N, R]."""
+    """Return sum_t p_t x^_t, [B, G, N, R], of p [B, G, N, T] float32."""
     scale = stored["scale"].astype(p.dtype).swapaxes(-1, -2)
     return (p * scale) @ _levels(spec, stored)

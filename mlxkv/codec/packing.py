@@ -1,7 +1,7 @@
-"""Packs codes into uint32 words and back: a little-endian bit stream per token, padded to whole words.
+"""Pack codes into uint32 words and back: a little-endian bit stream per token, padded to whole words.
 
-Spec: `spec.affine.pack`. No other module knows the physical order of codes. For stored dims that are
-a multiple of 32 it is also the order of `mx.quantize`, so MLX's quantized products read our pages.
+Spec: `spec.affine.pack`. No other module depends on the physical order of codes. For stored dims that are a multiple
+of 32 it is also the order of `mx.quantize`, so MLX's quantized products can read the pages.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 
 @cache
 def _places(dims: int, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For code i: the word it starts in, the bit it starts at, and whether it ends in the next word."""
+    """Return, for each code, the word and bit it starts at, and whether it ends in the next word."""
     start = np.arange(dims) * bits
     return start // 32, start % 32, start % 32 + bits > 32
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:
-    """codes: [..., R] unsigned integers below 2^bits -> [..., W] uint32."""
+    """Pack codes [..., R], unsigned integers below 2^bits, into uint32 [..., W]."""
     dims = codes.shape[-1]
     words = -(-dims * bits // 32)
     codes = codes.astype(mx.uint32)
@@ -50,7 +50,7 @@ def pack(codes: mx.array, bits: int) -> mx.array:
 
 
 def unpack(words: mx.array, bits: int, dims: int) -> mx.array:
-    """words: [..., W] uint32 -> [..., R] uint32 codes."""
+    """Unpack words [..., W] uint32 into codes [..., R] uint32."""
     mask = (1 << bits) - 1
     if 32 % bits == 0:
         codes = (words[..., None] >> (mx.arange(32 // bits, dtype=mx.uint32) * bits)) & mask
@@ -66,14 +66,16 @@ def unpack(words: mx.array, bits: int, dims: int) -> mx.array:
 
 @cache
 def planes(bits: int) -> Callable[[mx.array], list[mx.array]]:
-    """Return a function of words of any shape, of bits that divide 32 -> for each place in a word the codes there,
-    float32 less half of their range, in the shape of the words: code j of word w is code w * 32 / bits + j of a
-    token."""
+    """Return a function that splits words of any shape into one array of codes per place in a word.
+
+    The arrays have the shape of the words; codes are float32, centred on the middle of their range. Code j of word w
+    is code w * 32 / bits + j of a token. bits: a divisor of 32.
+    """
     top, middle = (1 << bits) - 1, 1 << (bits - 1)
 
     def split(words: mx.array) -> list[mx.array]:
         codes = ((words >> start) & top for start in range(0, 32, bits))
-        # By way of signed numbers, which processors turn into floats in one instruction.
+        # Via signed integers, which processors convert to floats in one instruction.
         return [code.astype(mx.int32).astype(mx.float32) - middle for code in codes]
 
     return mx.compile(split)

@@ -12,7 +12,7 @@ from mlxkv.codec.affine import half
 from mlxkv.formats.quantizers import HALF_MAX, Polar
 from mlxkv.formats.quantizers import POLAR_NUMBERS as NUMBERS
 
-TABLE_ROWS = 4  # query rows up to which look-ups cost less than decoding keys and a product
+TABLE_ROWS = 4  # up to this many query rows, look-ups are cheaper than decoding keys and a product
 
 
 def _halves(x: mx.array) -> list[mx.array]:
@@ -20,7 +20,7 @@ def _halves(x: mx.array) -> list[mx.array]:
 
 
 def _radius(a: mx.array, b: mx.array) -> mx.array:
-    """Like `hypot`: squares no large value, which would overflow float32."""
+    """Compute `hypot` without squaring large values, which would overflow float32."""
     large = mx.maximum(mx.abs(a), mx.abs(b))
     small = mx.minimum(mx.abs(a), mx.abs(b)) / mx.where(large > 0, large, 1.0)
     return large * mx.sqrt(1.0 + small * small)
@@ -37,7 +37,7 @@ def _steps(x: mx.array, bits: int) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def encode(spec: Polar, x: mx.array, page: int) -> dict[str, mx.array]:
-    """x: [B, G, T, R], T a whole number of pages."""
+    """Encode x [B, G, T, R], T a whole number of pages."""
     a, b = _halves(_tiles(x.astype(mx.float32), page))
     angle = mx.arctan2(b, a)
     angle = mx.where(angle < 0, angle + tau, angle)
@@ -59,7 +59,7 @@ def _rows(x: mx.array) -> mx.array:
 
 
 def _codes(spec: Polar, stored: dict[str, mx.array], dims: int, page: int):
-    """Radius [B, G, P, page, R/2], float32, and the codes of the angle."""
+    """Return the radius [B, G, P, page, R/2], float32, and the codes of the angle."""
     codes = _tiles(packing.unpack(stored["codes"], spec.pair_bits, dims // 2), page)
     step, low = (stored[n][:, :, :, None].astype(mx.float32) for n in NUMBERS[:2])
     return low + ((codes >> spec.angle).astype(mx.float32) + 0.5) * step, codes & (
@@ -76,27 +76,27 @@ def _angles(stored: dict[str, mx.array], codes: mx.array) -> mx.array:
 def decode(
     spec: Polar, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
-    """[B, G, T, R] in `dtype`."""
+    """Decode to [B, G, T, R] in `dtype`."""
     radius, codes = _codes(spec, stored, dims, page)
-    # One cosine and sine per code of an angle, not per token.
+    # One cosine and sine per angle code, not per token.
     angles = _angles(stored, _codes_of_angles(spec))
     parts = (
         radius * mx.take_along_axis(table, codes, axis=3)
         for table in (mx.cos(angles), mx.sin(angles))
     )
     x = _rows(mx.concatenate(list(parts), axis=-1))
-    if dtype == mx.float16:  # the middle of a step may lie beyond
+    if dtype == mx.float16:  # the middle of a step may overflow
         x = mx.clip(x, -HALF_MAX, HALF_MAX)
     return x.astype(dtype)
 
 
 def _codes_of_angles(spec: Polar) -> mx.array:
-    """[2^angle, 1]: every code of an angle."""
+    """Return every angle code, [2^angle, 1]."""
     return mx.arange(2**spec.angle)[:, None]
 
 
 def scores(spec: Polar, q: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
-    """q: [B, G, N, R] float32 -> q . x^ for every stored token: [B, G, N, T]."""
+    """Return q . x^ for every stored token, [B, G, N, T], of q [B, G, N, R] float32."""
     if q.shape[2] > TABLE_ROWS:
         return q @ decode(spec, stored, dims, page, q.dtype).swapaxes(-1, -2)
     return scores_by_tables(spec, q, stored, dims, page)
@@ -105,13 +105,16 @@ def scores(spec: Polar, q: mx.array, stored: dict[str, mx.array], dims: int, pag
 def scores_by_tables(
     spec: Polar, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
 ) -> mx.array:
-    """`scores` without decoding a key: per page and pair a table of q (cos, sin) for every code of an
-    angle, gathered by the codes, times the radius."""
+    """Compute `scores` without decoding keys.
+
+    Per page and pair, a table of q (cos, sin) for every angle code is gathered by the codes and multiplied by the
+    radius.
+    """
     radius, codes = _codes(spec, stored, dims, page)
     angles = _angles(stored, _codes_of_angles(spec))  # [B, G, P, 2^angle, R/2]
     cos, sin = mx.cos(angles), mx.sin(angles)
     out = []
-    # Row by row: each gathers as many values as the keys have.
+    # Row by row: each gathers as many values as the keys contain.
     for row in q.split(q.shape[2], axis=2):
         a, b = _halves(row[:, :, None])  # [B, G, 1, 1, R/2]
         gathered = mx.take_along_axis(a * cos + b * sin, codes, axis=3)
@@ -122,7 +125,7 @@ def scores_by_tables(
 def split(
     spec: Polar, stored: dict[str, mx.array], dims: int, page: int
 ) -> tuple[mx.array, dict[str, mx.array]]:
-    """Return codes [B, G, T, R], of all radii and then of all angles, and the other tensors."""
+    """Return codes [B, G, T, R], all radii before all angles, and the other tensors."""
     codes = packing.unpack(stored["codes"], spec.pair_bits, dims // 2)
     return mx.concatenate([codes >> spec.angle, codes & (2**spec.angle - 1)], axis=-1), stored
 

@@ -20,13 +20,13 @@ Books = list[mx.array]  # of the levels, [n], or [B, G, pages, 1, 1, n]
 
 @cache
 def _books(codebooks: tuple[tuple[float, ...], ...]) -> Books:
-    """Return the given codebooks, or the codebooks of Gaussian vectors."""
+    """Return the given codebooks, or if empty those of Gaussian vectors."""
     books = codebooks or (levels.angles(i, bits) for i, bits in enumerate(TREE_BITS, 1))
     return [mx.array(np.asarray(book, np.float32)) for book in books]
 
 
 def to_polar(x: mx.array) -> tuple[mx.array, list[mx.array]]:
-    """x: [..., R] float32 -> radii [..., R/16], angles of the levels [..., R/2] .. [..., R/16]."""
+    """Return radii [..., R/16] and angles per level [..., R/2] .. [..., R/16] of x [..., R] float32."""
     radii, angles = x, []
     for _ in TREE_BITS:
         pairs = radii.reshape(*radii.shape[:-1], -1, 2)
@@ -37,7 +37,7 @@ def to_polar(x: mx.array) -> tuple[mx.array, list[mx.array]]:
 
 
 def _nearest(angles: mx.array, book: mx.array) -> mx.array:
-    """uint32 codes, shaped like `angles`, of the nearest entry of book [n] or [..., 1, 1, n]; ties go
+    """Return uint32 codes, shaped like `angles`, of the nearest entry of book [n] or [..., 1, 1, n]; ties round
     down."""
     code = mx.zeros(angles.shape, mx.uint32)
     for low, high in pairwise(book[..., i] for i in range(book.shape[-1])):
@@ -46,7 +46,7 @@ def _nearest(angles: mx.array, book: mx.array) -> mx.array:
 
 
 def _fitted(angles: mx.array, valid: mx.array, start: mx.array) -> mx.array:
-    """k-means from `start` [n] over the last two axes of angles; `valid` says which angles count.
+    """Run k-means from `start` [n] over the last two axes of angles, ignoring angles that are not `valid`.
 
     angles, valid: [..., T, m] -> [..., n]. Spec: `spec.polar_tree.fit_codebook`.
     """
@@ -67,27 +67,26 @@ def _fitted(angles: mx.array, valid: mx.array, start: mx.array) -> mx.array:
 
 
 def _fit_levels(x: mx.array) -> tuple[mx.array, list[mx.array], Books]:
-    """x: [..., T, R] -> radii, angles, and codebooks [..., n] of the levels."""
+    """Return radii, angles and codebooks [..., n] per level of x [..., T, R]."""
     radii, angles = to_polar(x)
     books, sizes = [], x
     for angle, start in zip(angles, _books(()), strict=True):
         pairs = sizes.reshape(*sizes.shape[:-1], -1, 2)
         sizes = mx.sqrt((pairs * pairs).sum(-1))
-        # (0, 0) has no angle, and NaN or infinity would spoil the codebook of the page.
+        # (0, 0) has no angle, and NaN or infinity would corrupt the page's codebook.
         valid = mx.logical_and(sizes > 0, mx.isfinite(sizes))
         books.append(_fitted(angle, valid, start))
     return radii, angles, books
 
 
 def fit(x: mx.array) -> tuple[tuple[float, ...], ...]:
-    """Codebooks for `PolarTree.codebooks`, by k-means on the vectors x [..., R] of a calibration, after
-    the transform of the side (`Codec.store`)."""
+    """Fit `PolarTree.codebooks` by k-means on calibration vectors x [..., R], transformed by `Codec.store`."""
     _, _, books = _fit_levels(x.astype(mx.float32).reshape(-1, x.shape[-1]))
     return tuple(tuple(np.array(book).tolist()) for book in books)
 
 
 def encode(spec: PolarTree, x: mx.array, page: int) -> dict[str, mx.array]:
-    """x: [B, G, T, R], T a whole number of pages."""
+    """Encode x [B, G, T, R], T a whole number of pages."""
     *lead, tokens, dims = x.shape
     pages = x.astype(mx.float32).reshape(*lead, tokens // page, page, dims)
     stored = {}
@@ -103,7 +102,7 @@ def encode(spec: PolarTree, x: mx.array, page: int) -> dict[str, mx.array]:
 
 
 def stored_of(codes: list[mx.array], radii: mx.array) -> dict[str, mx.array]:
-    """Return the stored arrays of codes of the levels [B, G, T, R / 2^level] and radii."""
+    """Return the stored arrays of radii and codes per level, [B, G, T, R / 2^level]."""
     upper = mx.concatenate(codes[1:], -1)
     upper = upper.reshape(*upper.shape[:2], upper.shape[2] // TREE_RECORD, -1)
     first, upper = packing.pack(codes[0], TREE_BITS[0]), packing.pack(upper, TREE_BITS[1])
@@ -115,9 +114,8 @@ def split(
 ) -> tuple[mx.array, dict[str, mx.array]]:
     """Return codes of 3 bits [B, G, T, R], as records hold them, and the other tensors.
 
-    The two low bits of dims 2 i and 2 i + 1 are the angle of level 1. High bits of dims 8 i .. 8 i + 7:
-    the angles of level 3 and of level 4 (which the two halves of 16 dims both have), then both of
-    level 2, two bits each.
+    The low two bits of dims 2 i and 2 i + 1 are the angle of level 1. The high bits of dims 8 i .. 8 i + 7 are the
+    angles of level 3, of level 4 (repeated in both halves of 16 dims), then both of level 2, two bits each.
     """
     first, second, third, fourth = codes_of(stored, dims, page)
     low = mx.stack([first & 3, first >> 2], -1).reshape(*first.shape[:-1], dims)
@@ -146,7 +144,7 @@ def _page_books(books: mx.array) -> Books:
 
 
 def codes_of(stored: dict[str, mx.array], dims: int, page: int) -> list[mx.array]:
-    """Codes of the levels, [B, G, pages, page, R / 2^level], of the stored arrays."""
+    """Return the codes per level of the stored arrays, [B, G, pages, page, R / 2^level]."""
     first = packing.unpack(stored["first"], TREE_BITS[0], dims // 2)
     lead = first.shape[:2]
     upper = packing.unpack(stored["upper"], TREE_BITS[1], 7 * TREE_RECORD * dims // 16)
@@ -156,8 +154,8 @@ def codes_of(stored: dict[str, mx.array], dims: int, page: int) -> list[mx.array
 
 
 def _split(radii: mx.array, code: mx.array, book: mx.array) -> mx.array:
-    """[..., m] radii -> [..., 2 m]: (r cos a, r sin a)."""
-    pairs = mx.stack([mx.cos(book), mx.sin(book)], -1)  # few cosines, many looked up
+    """Split radii [..., m] into (r cos a, r sin a), [..., 2 m]."""
+    pairs = mx.stack([mx.cos(book), mx.sin(book)], -1)  # few cosines, looked up many times
     if book.ndim == 1:
         return (pairs[code] * radii[..., None]).reshape(*radii.shape[:-1], -1)
     shape = (*pairs.shape[:3], book.shape[-1], 2)
@@ -170,7 +168,7 @@ def _split(radii: mx.array, code: mx.array, book: mx.array) -> mx.array:
 def decode(
     spec: PolarTree, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
-    """[B, G, T, R] in `dtype`: from the radii down to the dims."""
+    """Decode to [B, G, T, R] in `dtype`, from the radii down to the dims."""
     codes = codes_of(stored, dims, page)
     books = _page_books(stored["books"]) if spec.online else _books(spec.codebooks)
     radii = stored["radii"].astype(mx.float32).reshape(*codes[-1].shape)

@@ -1,5 +1,4 @@
-"""Values that are not quantised: full precision (`fp16/int4` keeps its keys like this), and the float16
-numbers of low rank."""
+"""Unquantised values: full precision (the keys of `fp16/int4`), and the float16 numbers of low rank."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ Raw = Full | Half
 
 
 def encode(spec: Raw, x: mx.array, page: int) -> dict[str, mx.array]:
-    """x: [B, G, T, R], stored in its own type, or as float16 for `Half`."""
+    """Store x [B, G, T, R] in its own dtype, or as float16 for `Half`."""
     if not spec.exact:
         x = mx.clip(x, -HALF_MAX, HALF_MAX).astype(mx.float16)
     return {"values": x}
@@ -21,14 +20,14 @@ def encode(spec: Raw, x: mx.array, page: int) -> dict[str, mx.array]:
 def decode(
     spec: Raw, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
-    """[B, G, T, R] in `dtype`."""
+    """Return [B, G, T, R] in `dtype`."""
     return stored["values"].astype(dtype)
 
 
 def split(
     spec: Raw, stored: dict[str, mx.array], dims: int, page: int
 ) -> tuple[mx.array, dict[str, mx.array]]:
-    """Return the bits of float16 numbers, [B, G, T, R] uint16, for page records."""
+    """Return the bits of the float16 numbers as uint16 [B, G, T, R], for page records."""
     return mx.contiguous(stored["values"]).view(mx.uint16), {}
 
 

@@ -1,7 +1,7 @@
 """Pack codes and numbers into page records and headers, and read them back, in plain MLX ops.
 
-The order in memory is described in `mlxkv/formats/records.py`. Used to save, load and trim pages without a
-kernel, and to check the kernels.
+`mlxkv/formats/records.py` describes the order in memory. Used to save, load and trim pages without kernels, and to
+test kernels.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from mlxkv.formats.records import code_fields, layout_of, number_places, spans
 
 
 class _Places(NamedTuple):
-    """Where a side's codes and numbers stand, `code_fields` and `number_places` as indices for MLX.
+    """Places of a side's codes and numbers: `code_fields` and `number_places` as indices for MLX.
 
-    fields: of each the lowest bit, the mask, the codes of each of its words and their shifts. words: [words, n], which
-        words of the fields, side by side, make each of a record; behind the last one stands 0.
-    codes: of each field the word of every code, its shift and its mask, 0 for codes that have no bits there.
-    numbers, back: the order of the numbers in memory, and its inverse.
+    fields: per field, its lowest bit, its mask, the codes of each of its words and their shifts. words: [words, n],
+        indices into the concatenated words of all fields that make up each word of a record; the index past the end
+        is 0.
+    codes: per field, the word, shift and mask of every code; mask 0 for codes without bits in the field.
+    numbers, back: order of the numbers in memory, and its inverse.
     """
 
     fields: list[tuple[int, int, mx.array, mx.array]]
@@ -44,7 +45,7 @@ def _places(at: SideLayout) -> _Places:
     for field in code_fields(at):
         mask, shifts = (1 << field.width) - 1, np.arange(0, 32, field.width)
         fields.append((field.low, mask << field.low, _index(field.codes), _index(shifts)))
-        word, shift, masks = np.zeros((3, size + 1), np.int64)  # with what is no code behind them
+        word, shift, masks = np.zeros((3, size + 1), np.int64)  # extra entry: slots without a code
         word[field.codes] = field.words[:, None]
         shift[field.codes], masks[field.codes] = shifts, mask
         codes.append(tuple(_index(x[:size]) for x in (word, shift, masks)))
@@ -60,13 +61,13 @@ def _places(at: SideLayout) -> _Places:
 def pack(codes: mx.array, stored: Stored, at: SideLayout) -> mx.array:
     """Pack one side of pages.
 
-    codes: [..., T, R] unsigned. stored: the float16 numbers of the record, [..., T, groups], by name.
+    codes: [..., T, R] unsigned. stored: float16 numbers of the record by name, [..., T, groups].
     Returns words, [..., T/16, words].
     """
     (*lead, tokens, dims), places = codes.shape, _places(at)
     shape = *lead, tokens // TOKENS
     codes = _padded(codes.astype(mx.uint32), at.blocks * BLOCK - dims)
-    flat = _across(_padded(codes.reshape(*shape, -1), 1))  # behind the last code: 0
+    flat = _across(_padded(codes.reshape(*shape, -1), 1))  # 0 after the last code
     bits = [
         ((flat[of] & mask) >> low << shifts[:, None]).sum(1)
         for low, mask, of, shifts in places.fields
@@ -81,12 +82,12 @@ def pack(codes: mx.array, stored: Stored, at: SideLayout) -> mx.array:
 
 
 def _across(x: mx.array) -> mx.array:
-    """[..., n] -> [n, all others]: MLX takes whole rows faster than single numbers."""
+    """Reshape [..., n] to [n, all others]: MLX gathers whole rows faster than single numbers."""
     return mx.contiguous(x.reshape(-1, x.shape[-1]).swapaxes(0, 1))
 
 
 def unpack(words: mx.array, at: SideLayout) -> tuple[mx.array, Stored]:
-    """Invert `pack`: [..., N, words] -> codes and numbers."""
+    """Invert `pack`: codes and numbers of [..., N, words]."""
     (*lead, records, _), places = words.shape, _places(at)
     across = _across(words[..., : at.code_words])
     parts = (
@@ -106,7 +107,7 @@ def unpack(words: mx.array, at: SideLayout) -> tuple[mx.array, Stored]:
 
 
 def pack_header(stored: Stored, at: SideLayout) -> mx.array:
-    """Pack the numbers that the tokens of a page share, float16 [B, G, P rows, R or R/2].
+    """Pack the numbers shared by the tokens of a page, float16 [B, G, P rows, R or R/2].
 
     Returns [B, G, P, header words].
     """
@@ -134,7 +135,7 @@ def unpack_header(words: mx.array, at: SideLayout) -> Stored:
 
 
 def to_codes(state: Stored, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
-    """Return records [B, G, N, words], and headers if there are any -> the tensors that plain ops read."""
+    """Convert records [B, G, N, words], and any headers, to the tensors that plain ops read."""
     out = {}
     for (name, at, words, shared), code in zip(spans(layout_of(codecs)), codecs, strict=True):
         codes, numbers = unpack(state["records"][..., words], at)
@@ -157,5 +158,5 @@ def to_records(state: dict[str, Stored], codecs: tuple[Codec, Codec]) -> Stored:
 
 
 def _padded(x: mx.array, count: int) -> mx.array:
-    """Zeros behind the last axis: MLX copies where `count` is 0, too, so do not ask it."""
+    """Append `count` zeros to the last axis; skip `mx.pad` for 0, where it would still copy."""
     return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count)]) if count else x

@@ -1,8 +1,7 @@
-"""The (down, up) pair of a side and its makers.
+"""Transforms, the (down, up) pair of a side, and functions that make them.
 
-stored = x @ down [D, R], x = stored @ up [R, D]; both float32. Attention transforms the query once
-(`q @ up^T`) and the output once (`o @ up`), so the inner loop reads codes only. Spec:
-`spec.affine.transform`.
+stored = x @ down [D, R], x = stored @ up [R, D]; both float32. Attention transforms the query once (`q @ up^T`) and
+the output once (`o @ up`), so the inner loop reads only codes. Spec: `spec.affine.transform`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ SRFT = "srft"
 class Transform:
     """down: [D, R] or [G, D, R]; up: [R, D] or [G, R, D]; float32.
 
-    kind: name of the fast form that quantizing may use in place of `down`, "" for none. table: its
-        constants, float32: D signs with the norm; for "srft" (cos, -sin) of D steps of a circle, too; for
-        "srft-scaled" then D scales.
+    kind: fast form that quantizing may use in place of `down`, "" for none. table: its float32 constants: D signs
+        with the norm; for "srft" also (cos, -sin) of D steps of a circle; for "srft-scaled" then D scales.
     """
 
     down: mx.array
@@ -37,31 +35,31 @@ class Transform:
     table: mx.array | None = None
 
     def store(self, x: mx.array) -> mx.array:
-        """x: [B, G, T, D] -> [B, G, T, R] float32."""
+        """Transform x [B, G, T, D] into the stored domain, [B, G, T, R] float32."""
         return x.astype(mx.float32) @ self.down
 
     def restore(self, c: mx.array) -> mx.array:
-        """c: [B, G, T, R] -> [B, G, T, D] float32."""
+        """Invert `store`: c [B, G, T, R] to [B, G, T, D] float32."""
         return c.astype(mx.float32) @ self.up
 
     def query(self, q: mx.array) -> mx.array:
-        """q: [B, G, N, D] -> [B, G, N, R] float32, such that q . restore(c) = query(q) . c."""
+        """Transform q [B, G, N, D] to [B, G, N, R] float32, such that q . restore(c) = query(q) . c."""
         return q.astype(mx.float32) @ self.up.swapaxes(-1, -2)
 
     def apply(self, x: mx.array) -> mx.array:
-        """As `store`, in the dtype of x: [B, G, T, D] -> [B, G, T, R]."""
+        """Apply `store` in the dtype of x: [B, G, T, D] -> [B, G, T, R]."""
         return x @ _cast(self, x.dtype)[0]
 
     def transform_query(self, q: mx.array) -> mx.array:
-        """As `query`, in the dtype of q: [B, G, N, D] -> [B, G, N, R]."""
+        """Apply `query` in the dtype of q: [B, G, N, D] -> [B, G, N, R]."""
         return q @ _cast(self, q.dtype)[1].swapaxes(-1, -2)
 
     def inverse(self, x: mx.array) -> mx.array:
-        """As `restore`, in the dtype of x: [B, G, T, R] -> [B, G, T, D]."""
+        """Apply `restore` in the dtype of x: [B, G, T, R] -> [B, G, T, D]."""
         return x @ _cast(self, x.dtype)[1]
 
     def scaled(self, scale: mx.array) -> Transform:
-        """With a per-channel scale [R] (or [G, 1, R]) after it: SRFT paper, section 7.1."""
+        """Append a per-channel scale [R] (or [G, 1, R]): SRFT paper, section 7.1."""
         if scale.ndim > 1:
             return Transform(self.down * scale, self.up / scale.swapaxes(-1, -2))
         pair = self.down * scale, self.up / scale[:, None]
@@ -72,27 +70,30 @@ class Transform:
 
 @dataclass(frozen=True, eq=False)
 class KeyMean:
-    """The calibrated mean [G, 1, D] float32 of a layer's keys, which is taken from every key as it arrives.
+    """Calibrated mean [G, 1, D] float32 of a layer's keys, subtracted from every key as it arrives.
 
-    Attention needs nothing back: q . (k - mean) is q . k less one number for all keys of a query, which softmax does
-    not see, as long as every key is without it, those of the exact windows too. Spec: `mlxkv.spec.balanced`.
+    Attention needs no correction: q . (k - mean) is q . k minus a constant per query, and softmax is invariant to
+    it, provided that the mean is subtracted from every key, those of the exact windows included. Spec:
+    `mlxkv.spec.balanced`.
     """
 
     mean: mx.array
 
     def subtract_from(self, keys: mx.array) -> mx.array:
-        """keys [B, G, L, D] without the mean, in their dtype."""
+        """Subtract the mean from keys [B, G, L, D], in their dtype."""
         return (keys.astype(mx.float32) - self.mean).astype(keys.dtype)
 
 
 def subtract_mean(key_mean: KeyMean | None, keys: mx.array) -> mx.array:
-    """`KeyMean.subtract_from`; the keys themselves where there is none."""
+    """Apply `KeyMean.subtract_from`; return `keys` unchanged if `key_mean` is None."""
     return keys if key_mean is None else key_mean.subtract_from(keys)
 
 
 def kept_with(make: Callable) -> Callable:
-    """Cache what `make` returns for a Transform until the transform is freed: transforms that follow the
-    text are many, and each is useless once there is the next."""
+    """Cache the result of `make` for a Transform until the transform is freed.
+
+    Transforms that follow the text are many, and each is useless once it is replaced.
+    """
     by_transform: WeakKeyDictionary[Transform, dict[tuple, object]] = WeakKeyDictionary()
 
     @wraps(make)
@@ -116,20 +117,20 @@ def _orthogonal(down: np.ndarray, kind: str, table: np.ndarray) -> Transform:
 
 
 def hadamard(dims: int, seed: int) -> Transform:
-    """Sign-randomised Hadamard: entry (i, j) is sign_i (-1)^popcount(i & j) / sqrt(D)."""
+    """Return the sign-randomised Hadamard transform: entry (i, j) is sign_i (-1)^popcount(i & j) / sqrt(D)."""
     sign = signs(dims, seed)
     return _orthogonal(sign[:, None] * matrices.hadamard(dims), "hadamard", sign / np.sqrt(dims))
 
 
 def srft(dims: int, seed: int) -> Transform:
-    """Sign-randomised real FFT, packed as (DC, Nyquist), then sqrt(2) (cos, -sin) per bin."""
+    """Return the sign-randomised real FFT, packed as (DC, Nyquist), then sqrt(2) (cos, -sin) per bin."""
     sign, circle = signs(dims, seed), np.exp(-2j * np.pi * np.arange(dims) / dims)
     table = np.concatenate([sign / np.sqrt(2 * dims), circle.view(np.float64)])
     return _orthogonal(sign[:, None] * matrices.fourier(dims), SRFT, table)
 
 
 def random(dims: int, seed: int) -> Transform:
-    """Return a random rotation (TurboQuant, Alg. 1), the same for all layers and heads of these dims."""
+    """Return the random rotation (TurboQuant, Alg. 1) shared by all layers and heads of these dims."""
     down = matrices.random(dims, seed).astype(np.float32)
     return Transform(mx.array(down), mx.array(np.ascontiguousarray(down.T)))
 
