@@ -1,4 +1,4 @@
-"""`AdaptiveKVCache`: a compressed cache that observes the queries (`mlxkv.formats.rules.observing` says what for)."""
+"""`AdaptiveKVCache`: a compressed cache that observes queries, for the uses in `mlxkv.formats.rules.observing`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ from mlxkv.metal.whiten import RIDGE, TINY, orthonormal, whiten, why_not
 # U: [B, G, D, R] float32, orthonormal columns. A kernel factorises on a GPU; MLX does so only on the
 # CPU, where it takes tens of milliseconds a layer.
 
-BATCH = 32  # batches grow to a multiple of it for the kernel: there is one for every length
+BATCH = 32  # batches are padded to a multiple of it, since each length needs a kernel
 
 
 def update(
     u: mx.array, x: mx.array, rate: float, raw: bool = False, make: Factory | None = None
 ) -> mx.array:
-    """U after a batch x [B, G, N, D]. Where the batch holds NaN or infinity, U does not change. make:
-    builds the kernel of `metal.whiten`, which must run for this size (`why_not`); None: plain ops."""
+    """Return U updated by a batch x [B, G, N, D]; U is unchanged if the batch contains NaN or infinity.
+
+    make: builds the kernel of `metal.whiten`, which must support this size (`why_not`); None: plain ops.
+    """
     if make is not None and not raw:
         return _updated(u, x.astype(mx.float32), rate, make)
     with mx.stream(mx.cpu):
@@ -50,7 +52,7 @@ def update(
             moment = y.swapaxes(-1, -2) @ y
             mean = mx.diagonal(moment, axis1=-2, axis2=-1).mean(-1)[..., None, None]
             moment = moment + (RIDGE * mean + TINY) * mx.eye(u.shape[-1])
-            # LAPACK fails on NaN: unsound moments are replaced.
+            # LAPACK fails on NaN: replace such moments.
             sound = mx.isfinite(moment).all((-1, -2), keepdims=True)
             moment = mx.where(sound, moment, mx.eye(u.shape[-1]))
             step = mx.linalg.solve(moment, step.swapaxes(-1, -2)).swapaxes(-1, -2)
@@ -60,8 +62,8 @@ def update(
 
 
 def _updated(u: mx.array, x: mx.array, rate: float, make: Factory) -> mx.array:
-    """`update` by the kernel: y^T y + r I = L L^T, and y (y^T y + r I)^-1 = (y L^-T) L^-1."""
-    x = mx.pad(x, [(0, 0), (0, 0), (0, -x.shape[-2] % BATCH), (0, 0)])  # zeros teach nothing
+    """Compute `update` by the kernel: y^T y + r I = L L^T, and y (y^T y + r I)^-1 = (y L^-T) L^-1."""
+    x = mx.pad(x, [(0, 0), (0, 0), (0, -x.shape[-2] % BATCH), (0, 0)])  # zeros change nothing
     y, count = x @ u, x.shape[-2]
     residual = x - y @ u.swapaxes(-1, -2)
     whitened = whiten(y, make, RIDGE)
@@ -76,13 +78,16 @@ def _updated(u: mx.array, x: mx.array, rate: float, make: Factory) -> mx.array:
 def next_basis(
     basis: LayerMaps, config: CacheConfig, batch: Pair, prompt: bool, heads: tuple[int, int]
 ) -> LayerMaps:
-    """Return `basis` after a batch of keys and values [B, G, N, D], of a prompt or decoded. heads: (B, G)."""
+    """Return `basis` updated by a batch of keys and values [B, G, N, D].
+
+    prompt: whether the batch is from a prompt, not decoded. heads: (B, G).
+    """
     bases, todo = {}, []
     for name, x in zip(("keys", "values"), batch, strict=True):
         side = getattr(config, name)
         if side.low is not None and (rate := side.low.rate(prompt)):
             todo.append((name, per_head(getattr(basis, name), heads), x, rate, side.low.raw))
-    if len(todo) == 2 and _alike(*todo):  # both in one kernel take the time of one
+    if len(todo) == 2 and _alike(*todo):  # one kernel for both costs no more than for one
         (keys, *first), (values, *second) = todo
         u, x = (mx.concatenate([*pair]) for pair in zip(first[:2], second[:2], strict=True))
         bases[keys], bases[values] = mx.split(_update(u, x, *first[2:]), 2)
@@ -96,13 +101,13 @@ def _alike(a: tuple, b: tuple) -> bool:
 
 
 def _update(u: mx.array, x: mx.array, rate: float, raw: bool) -> mx.array:
-    """`update` by kernels where they run."""
+    """Compute `update`, by kernels if they run."""
     make, (dims, rank) = launch.factory(), u.shape[-2:]
     return update(u, x, rate, raw, None if why_not(dims, rank, make) else make)
 
 
 def per_head(transform: Transform, heads: tuple[int, int]) -> mx.array:
-    """U of a transform for each of (B, G)."""
+    """Return U of a transform, broadcast to (B, G)."""
     down = transform.down
     return mx.broadcast_to(down, (*heads, *down.shape[-2:]))
 
@@ -111,14 +116,14 @@ def transform_of(u: mx.array) -> Transform:
     return Transform(u, u.swapaxes(-1, -2))
 
 
-# -- `Segments`: quantized pages in runs of one basis each, for caches whose basis follows the text.
+# -- `Segments`: quantized pages in runs, each with one basis, for caches whose basis follows the text.
 #
-# Each run is a store with pages of its own, not a part of one array: kernels read the records of a
-# second run from the start of its buffer, and MLX would copy a slice.
+# Each run is a separate store, not a slice of one array: kernels read the records of a second run from the start of its
+# buffer, and MLX would copy a slice.
 
 
 def _merged(run: Codes | Records, following: Codes | Records) -> dict:
-    """Return the state of a run, transported into the basis of the next one, and of the next one together."""
+    """Return the joint state of two runs, the first transported into the basis of `following`."""
     if not run.count:
         return following.state
     if (
@@ -136,7 +141,7 @@ def _merged(run: Codes | Records, following: Codes | Records) -> dict:
 
 
 def transported(run: Codes | Records, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
-    """Return the codes of a run, encoded again in the bases of `codecs`. Spec: `spec.oja.transported`."""
+    """Return the codes of a run, re-encoded in the bases of `codecs`. Spec: `spec.oja.transported`."""
     out = {}
     if not run.count:
         return out
@@ -155,7 +160,7 @@ def _joined(first: Stored, second: Stored) -> Stored:
 
 
 def _rows(x: mx.array, at: mx.array, units: int) -> mx.array:
-    """Rows of x [B, G, rows, W] that belong to the units `at` [B, G, N] of `units`."""
+    """Return the rows of x [B, G, rows, W] that belong to units `at` [B, G, N] out of `units`."""
     batch, heads, rows, width = x.shape
     size = rows // units
     x = x.reshape(batch, heads, units, size * width)
@@ -194,22 +199,24 @@ class Segments(Runs):
         return mx.array(counts, mx.int32)
 
 
-# -- how much attention the last queries of a prompt pay to each token: which tokens teach a basis (OjaKV,
-# section 5.2), which stay (SnapKV). Spec: `spec.oja`
+# -- importance: the attention of a prompt's last queries to each token selects the tokens that update a basis (OjaKV,
+# section 5.2) and those that are kept (SnapKV). Spec: `spec.oja`
 
 
 def importance(
     queries: mx.array, view: View, scale: float, mask: mx.array | None = None
 ) -> mx.array:
-    """[B, G, T] float32: the softmax scores of the last tokens' queries [B, H, w, D],
-    summed over them and over the heads of a kv head. mask: of these queries; None: causal."""
+    """Return [B, G, T] float32: softmax scores summed over queries and over the query heads of a kv head.
+
+    queries: of the last tokens, [B, H, w, D]. mask: for these queries; None: causal.
+    """
     batch, heads, new, dims = queries.shape
     kv_heads, total = view.recent[0].shape[1], view.tokens
     if mask is None:
         mask = mx.arange(total - new, total)[:, None] >= mx.arange(total)[None]
     q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, -1, new, dims)
     out, score = mx.array(0.0), scorer(view)
-    for start in range(0, new, BLOCK):  # the scores of all at once would be large
+    for start in range(0, new, BLOCK):  # in blocks, to bound the memory of scores
         part = slice(start, min(start + BLOCK, new))
         s = score(q[..., part, :].flatten(2, 3)).reshape(batch, heads, -1, total)
         rows = mask[..., part, :] if mask.shape[-2] > 1 else mask
@@ -219,18 +226,17 @@ def importance(
 
 
 def salient(importance: mx.array, count: int) -> mx.array:
-    """Rank importance [B, G, T] -> [B, count] positions, ascending, of the tokens of most importance for all
-    heads together."""
+    """Return positions [B, count], ascending, of the tokens of highest importance [B, G, T], summed over heads."""
     return mx.sort(_largest(importance.sum(1), count), axis=-1)
 
 
 def taken(x: mx.array, at: mx.array) -> mx.array:
-    """x: [B, G, T, D], at: [B, N] -> [B, G, N, D]."""
+    """Gather tokens `at` [B, N] of x [B, G, T, D]: [B, G, N, D]."""
     return mx.take_along_axis(x, at[:, None, :, None], axis=2)
 
 
 def votes(importance: mx.array, pool: int = POOL) -> mx.array:
-    """[B, G, T]: the largest importance among `pool` neighbours."""
+    """Return the largest importance among `pool` neighbours, [B, G, T]."""
     radius = pool // 2
     padded = mx.pad(importance, [(0, 0), (0, 0), (radius, radius)], constant_values=-mx.inf)
     total = importance.shape[-1]
@@ -241,12 +247,12 @@ def votes(importance: mx.array, pool: int = POOL) -> mx.array:
 
 
 def kept(votes: mx.array, count: int) -> mx.array:
-    """[B, G, count] positions, ascending, of the largest votes [B, G, T]."""
+    """Return positions [B, G, count], ascending, of the largest votes [B, G, T]."""
     return mx.sort(_largest(votes, count), axis=-1)
 
 
 def kept_pages(votes: mx.array, page: int, count: int) -> mx.array:
-    """[B, G, count] pages, ascending, the same for all kv heads, by the votes of all their tokens."""
+    """Return pages [B, G, count], ascending, the same for all kv heads, by the votes of all their tokens."""
     batch, heads, total = votes.shape
     by_page = votes.reshape(batch, heads, total // page, page).sum((1, 3))
     pages = mx.sort(_largest(by_page, count), axis=-1)
@@ -254,12 +260,12 @@ def kept_pages(votes: mx.array, page: int, count: int) -> mx.array:
 
 
 def _largest(x: mx.array, count: int) -> mx.array:
-    """Positions of the `count` largest; of equal ones the earlier (the sort is stable)."""
+    """Return positions of the `count` largest values; ties prefer the earlier (the sort is stable)."""
     return mx.argsort(-x, axis=-1)[..., :count]
 
 
 class AdaptiveKVCache(Observing, CompressedKVCache):
-    """As CompressedKVCache, for every `config`."""
+    """A CompressedKVCache that supports every `config`."""
 
     observes_queries, shares_buffers = True, False
     importance, salient, taken = (
@@ -296,8 +302,10 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         return view, view
 
     def _attended(self, queries: mx.array, out: mx.array, scale: float, mask) -> mx.array:
-        """Take the queries [B, H, L, D] of the last chunk, and its output; attention calls it. Returns
-        the output, which is then computed together with what it changes here."""
+        """Observe the queries [B, H, L, D] of the last chunk; called by attention.
+
+        Returns `out`, made dependent on the arrays that this changes.
+        """
         array = isinstance(mask, mx.array)
         if not self._observe(queries, scale, lambda n: mask[..., -n:, :] if array else None):
             return out
@@ -317,8 +325,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     # -- the rest of mlx-lm's contract
 
     def is_trimmable(self) -> bool:
-        """Return False where tokens of a prompt are dropped or moved once it is read: a host that asks now may trim
-        into it later."""
+        """Return False if tokens of a prompt are dropped or moved after prefill, since hosts may trim into it later."""
         return self.config.keep == 1 and not self.config.pinned
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):

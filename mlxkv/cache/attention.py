@@ -1,8 +1,8 @@
 """`attend(q, view)`: attention over sink | pages | recent, of one cache or of a batch.
 
 No pages: `mx.fast` SDPA on plain arrays, bit for bit as over an uncompressed cache. A few new
-tokens: the backend of the pages (`backends`). Many (prefill): the pages of this one layer are decoded into a
-scratch, then `mx.fast` SDPA.
+tokens: the backend of the pages (`backends`). Many (prefill): this layer's pages are decoded into scratch memory, then
+`mx.fast` SDPA.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlxkv.metal import attend as kernels
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import backend
 
-# Up to this many new tokens codes are read directly: one token, or a speculative draft to verify.
+# Most new tokens for which codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = kernels.MOST_NEW
 # Head dims that `mx.fast` SDPA prefills without a score matrix, by backend and first version of MLX, from
 # `use_fallback` in MLX's scaled_dot_product_attention.cpp. 192 and 256 have kernels since 0.32.2, which MLX
@@ -44,9 +44,9 @@ def attend(
 ) -> mx.array:
     """Attend with queries: [B, H, L, D] -> [B, H, L, Dv].
 
-    mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T]; of a batch an
-    array is one that `BatchedKVCache.make_mask` made. sink_logits: [H], of attention sinks (gpt-oss).
-    softcap: scores are bent to stay below it (Gemma 2).
+    mask: None, "causal", boolean (True: attend) or additive, broadcast to [B, H, L, T]; for a batch, an array must
+    come from `BatchedKVCache.make_mask`. sink_logits: [H], logits of attention sinks (gpt-oss). softcap: cap of scores
+    (Gemma 2).
     """
     if view.seen is not None or isinstance(mask, mx.array):
         view.check(mask)
@@ -64,7 +64,7 @@ def attend(
 
 
 def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
-    """As `attend`, for sequences one after the other."""
+    """Compute `attend` sequence by sequence."""
     rows = view.rows if view.rows is not None else view.split()
     new, out = queries.shape[2], []
     skips, padding = view.skips or (0,) * len(rows), view.padding
@@ -90,10 +90,10 @@ def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
 
 
 def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
-    """Return the pages of this one layer decoded into a scratch, then `mx.fast` SDPA.
+    """Decode this layer's pages into scratch memory, then compute `mx.fast` SDPA.
 
-    Where a transform is square, windows, queries and outputs are transformed, not the many tokens of the
-    pages. Pages of low rank are restored, since the windows have no stored form.
+    If a transform is square, transform windows, queries and outputs, not the many tokens of the pages. Pages of low
+    rank are restored, since the windows have no stored form.
     """
     transforms = view.pages.square_transforms if view.pages else None
     if transforms is None:
@@ -134,12 +134,12 @@ def _transformed(transform, x: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def decode_all(view: View, dtype: mx.Dtype) -> Pair:
-    """Keys and values of all tokens as the model sees them, [B, G, T, D] each."""
+    """Return keys and values of all tokens as the model sees them, [B, G, T, D] each."""
     return whole_side(view, 0, dtype), whole_side(view, 1, dtype)
 
 
 def whole_side(view: View, side: int, dtype: mx.Dtype) -> mx.array:
-    """Keys (side 0) or values (1) of all tokens as the model sees them, [B, G, T, D]."""
+    """Return keys (side 0) or values (1) of all tokens as the model sees them, [B, G, T, D]."""
     parts = [] if view.sink is None else [view.sink[side]]
     if view.pages is not None:
         parts.append(view.pages.decode(side, dtype))
@@ -158,7 +158,7 @@ def _is_fused(queries: mx.array, values: mx.array, mask: mx.array | str | None) 
 
 @cache
 def fused_dims(device: str, mlx: str | None = None) -> set[int]:
-    """Head dims of the fused prefill on this backend in a version of MLX, by default the installed one."""
+    """Return the head dims with a fused prefill on this backend in version `mlx` (None: the installed one)."""
     number, table = _mlx(mlx), FUSED_DIMS[device]
     return table[max(since for since in table if since <= number)]
 
@@ -169,8 +169,7 @@ def _mlx(mlx: str | None = None) -> tuple[int, ...]:
 
 
 def _blocked(queries, keys, values, scale, mask, sink_logits, softcap=None):
-    """SDPA by blocks of query rows, so that the score matrix stays below SCORE_BYTES, or has DECODE_TOKENS
-    rows."""
+    """Compute SDPA in blocks of query rows, with score matrices below SCORE_BYTES or of DECODE_TOKENS rows."""
     heads, new, total = queries.shape[1], queries.shape[2], keys.shape[2]
     score_bytes = SCORE_BYTES if backend() == "cpu" else SCORE_BYTES_GPU
     rows = max(DECODE_TOKENS, score_bytes // (4 * queries.shape[0] * heads * total))
@@ -182,7 +181,7 @@ def _blocked(queries, keys, values, scale, mask, sink_logits, softcap=None):
         if isinstance(mask, mx.array) and mask.ndim > 1 and mask.shape[-2] > 1:
             part = mask[..., start:stop, :]
         q, k, v = queries[:, :, start:stop], keys[:, :, :end], values[:, :, :end]
-        if out:  # one block after the other, or all score matrices are alive at once
+        if out:  # run blocks in sequence, or all score matrices are alive at once
             q = mx.depends(q, out[-1])
         if softcap is not None:
             block = _exact(q, k, v, scale, part, sink_logits, softcap)
@@ -195,7 +194,7 @@ def _blocked(queries, keys, values, scale, mask, sink_logits, softcap=None):
 
 
 def _exact(queries, keys, values, scale, mask, sink_logits, softcap):
-    """softmax(cap(scale q k^T) + mask) v by plain products in float32, for what `mx.fast` SDPA cannot do."""
+    """Compute softmax(cap(scale q k^T) + mask) v in float32, for cases that `mx.fast` SDPA lacks."""
     batch, heads, new, dims = queries.shape
     q = (queries.astype(mx.float32) * scale).reshape(batch, keys.shape[1], -1, dims)
     s = (q @ keys.astype(mx.float32).swapaxes(-1, -2)).reshape(batch, heads, new, -1)

@@ -5,8 +5,8 @@
     TileBackend       kernels for GPUs with matrix units, over page records
     LatentBackend     the same over latents (MLA), whose codes are those of plain ops
 
-Each answers `can_run` with the reason against it, or None; `choose.plan` asks them, the fastest first. Stores of pages
-and their snapshots carry the one that was chosen.
+`can_run` returns why a backend cannot run, or None; `choose.plan` asks them, the fastest first. Page stores and their
+snapshots hold the chosen backend.
 """
 
 from __future__ import annotations
@@ -32,29 +32,31 @@ from mlxkv.metal.template import Pair
 if TYPE_CHECKING:
     from mlxkv.cache.view import LatentPages, RecordPages, Snapshot, View
 
-RUNS = 2  # of pages, each with a basis of its own, that a kernel reads in one pass
+RUNS = 2  # most runs of pages, each with its own basis, that a kernel reads in one pass
 Mask = mx.array | str | None
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Code for pages of one kind.
+    """Quantizes and reads pages of one kind.
 
-    name: as reports print it. make: builds its kernels; None for plain ops.
+    name: printed in reports. make: builds its kernels; None for plain ops.
     """
 
     make: Factory | None = None
     name: ClassVar[str]
 
     def supports(self, config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:
-        """Return why this backend does not read such pages on any machine, or None. config: as a cache stores. dims:
-        of key and value heads. dtype: of the windows."""
+        """Return why this backend cannot read such pages on any machine, or None.
+
+        config: the cache's. dims: key and value head dims. dtype: dtype of the windows.
+        """
 
     def can_run(self, config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:
-        """Return why it does not read pages that it `supports` on this machine, or None."""
+        """Return why this machine cannot run it for pages that it `supports`, or None."""
 
     def reads(self, pages: Snapshot, mask: Mask) -> bool:
-        """Return whether `attend` takes these pages with this mask; they are decoded otherwise."""
+        """Return whether `attend` accepts these pages with this mask; otherwise they are decoded."""
         return True
 
     def attend(
@@ -66,26 +68,25 @@ class Backend:
         sink_logits: mx.array | None,
         softcap: float | None,
     ) -> mx.array:
-        """Attend with a few new tokens, queries [B, H, L, D], to a view with pages; arguments as of
-        `attention.attend`."""
+        """Attend to a view with pages by queries [B, H, L, D] of a few new tokens; arguments as `attention.attend`."""
         raise NotImplementedError
 
     @property
     def builder(self) -> Factory:
-        """`make` of a backend that has kernels."""
+        """Return `make` of a backend with kernels."""
         assert self.make is not None
         return self.make
 
     @property
     def emulated(self) -> bool:
-        """Return whether its kernels are such that no trace can hold them."""
+        """Return whether its kernels are emulated, and so cannot be traced."""
         return self.make not in (None, mx.fast.metal_kernel, mx.fast.cuda_kernel)
 
     def __deepcopy__(self, memo):
         return self  # MLX's kernel builders cannot be copied
 
     def __reduce__(self):
-        return type(self), ()  # what builds kernels belongs to a process
+        return type(self), ()  # kernel builders belong to a process
 
 
 class OpsBackend(Backend):
@@ -95,8 +96,7 @@ class OpsBackend(Backend):
 
     @staticmethod
     def quantize(pair: Pair, codecs: tuple[Codec, ...], start: int, tokens: int) -> list[Stored]:
-        """Return the codes of whole pages, one for each codec: `tokens` of keys and values [B, G, T, D], from token
-        `start` on."""
+        """Encode `tokens` of keys and values [B, G, T, D] from token `start` on, whole pages, with each codec."""
         sides = zip(codecs, pair, strict=False)
         return [code.encode(x[:, :, start : start + tokens]) for code, x in sides]
 
@@ -138,13 +138,13 @@ class PortableBackend(Backend):
         return why_no_records(config, *dims)
 
     def reads(self, pages: Snapshot, mask: Mask) -> bool:
-        """As `Backend.reads`: kernels know which tokens a new one sees, and read at most `RUNS` runs."""
+        """Return False for array masks, since kernels compute their own, and for more than `RUNS` runs."""
         return not isinstance(mask, mx.array) and len(pages.parts) <= RUNS
 
     def quantize(
         self, pair: Pair, codecs: tuple[Codec, Codec], layout: RecordLayout, start: int, tokens: int
     ) -> Stored:
-        """Return the records of whole pages: `tokens` of keys and values [B, G, T, D], from token `start` on."""
+        """Encode `tokens` of keys and values [B, G, T, D] from token `start` on, whole pages, into records."""
         if (write := quantize.record_writer(layout)) is not None:
             transforms = codecs[0].transform, codecs[1].transform
             ranks = quantize.clip_ranks(codecs, (layout.keys.dims, layout.values.dims))
@@ -170,7 +170,7 @@ class PortableBackend(Backend):
 
 
 class TileBackend(PortableBackend):
-    """The same by matrix tiles, in one dispatch."""
+    """A PortableBackend with matrix-tile kernels: one dispatch."""
 
     name = "tile kernels"
     launch = staticmethod(tiles.attend)
@@ -217,7 +217,7 @@ class LatentBackend(Backend):
 
 
 def tiles_off() -> str | None:
-    """Return why no tile kernels are wanted in this process, or None."""
+    """Return why tile kernels are off in this process, or None."""
     if os.environ.get(launch.TILES_SWITCH) == "0":
         return f"{launch.TILES_SWITCH}=0"
     return launch.switched_off(launch.TILES)
@@ -227,8 +227,10 @@ def tiles_off() -> str | None:
 
 
 def scorer(view: View) -> Callable[[mx.array], mx.array]:
-    """Return a function of q, [B, G, N, D] float32 -> its products with the keys of sink, pages and recent,
-    [B, G, N, T]. What is decoded for them is decoded once."""
+    """Return a function that multiplies q [B, G, N, D] float32 with the keys of sink, pages and recent: [B, G, N, T].
+
+    Keys are decoded at most once.
+    """
 
     def exact(window: Pair) -> Callable[[mx.array], mx.array]:
         keys = window[0].astype(mx.float32).swapaxes(-1, -2)
@@ -249,8 +251,7 @@ def scorer(view: View) -> Callable[[mx.array], mx.array]:
 
 
 def masked(scores: mx.array, mask: Mask) -> mx.array:
-    """Hide what `mask` does in scores [B, H, L, T] float32, of new tokens that are the last ones; mask as in
-    `attention.attend`."""
+    """Apply `mask`, as in `attention.attend`, to scores [B, H, L, T] float32 of the last L tokens."""
     new, total = scores.shape[2:]
     if isinstance(mask, str):
         if mask != "causal":
@@ -258,7 +259,7 @@ def masked(scores: mx.array, mask: Mask) -> mx.array:
         mask = mx.arange(total - new, total)[:, None] >= mx.arange(total)[None] if new > 1 else None
     if mask is not None:
         if mask.dtype == mx.bool_:
-            # Not -inf: a row that may see nothing (left padding) must not become NaN.
+            # Not -inf: a fully masked row (left padding) must not become NaN.
             scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
         else:
             scores = scores + mask.astype(mx.float32)
@@ -268,8 +269,7 @@ def masked(scores: mx.array, mask: Mask) -> mx.array:
 def softmax(
     scores: mx.array, mask: Mask, sink_logits: mx.array | None, softcap: float | None = None
 ) -> mx.array:
-    """Return the weights of scores [B, H, L, T] float32. The column of the attention sinks takes part and is
-    dropped."""
+    """Return the softmax of scores [B, H, L, T] float32, with sink logits in the denominator only."""
     total = scores.shape[3]
     if softcap is not None:
         scores = softcap * mx.tanh(scores / softcap)

@@ -1,9 +1,8 @@
 """`BatchedKVCache`: the compressed caches of several sequences as one, for mlx-lm's batches.
 
-Lengths may differ without padding. A decode step scatters the new tokens of all sequences at once
-and attends to all in one dispatch (`BatchBuffers`). Where that cannot be, each sequence is a cache of its
-own, and attention goes through them one after the other: while prompts are read, without kernels, for
-caches that observe queries. One sequence never changes the output of another.
+Lengths may differ without padding. A decode step scatters the new tokens of all sequences at once and attends to all in
+one dispatch (`BatchBuffers`). Otherwise (during prefill, without kernels, for caches that observe queries) each
+sequence has a separate cache, and attention processes them in turn. No sequence affects another's output.
 
 mlx-lm pads prompts of one step on the right (`prepare`), mlx-vlm on the left (`pad`): padding is not
 stored, and the output of attention for it is zero.
@@ -33,21 +32,23 @@ Batch = TypeVar("Batch", bound="BatchedKVCache")
 
 
 class BatchedKVCache(Contract):
-    """Caches of one layer, each of a batch of 1."""
+    """The caches of one layer, one per sequence."""
 
     def __init__(self, rows: Sequence[CompressedKVCache]):
         self._rows = list(rows)
-        self._buffers: BatchBuffers | None = None  # while there is one, `_rows` is empty
-        self._text: list[int] | None = None  # tokens to come before padding starts
-        self._new: list[int] | None = None  # of the last step, without padding
-        # Padding on the left of each prompt: all of it, where columns of masks count it, and what is to come.
+        self._buffers: BatchBuffers | None = None  # `_rows` is empty while this is set
+        self._text: list[int] | None = None  # remaining tokens before padding starts
+        self._new: list[int] | None = None  # new tokens of the last step, without padding
+        # Left padding of each prompt: total, if mask columns include it, and remaining.
         self._padding: list[int] | None = None
         self._ahead = [0] * len(self._rows)
-        self._skips: list[int] | None = None  # of the last step: padding on the left
+        self._skips: list[int] | None = None  # left padding in the last step
 
     def pad(self, left_padding: Sequence[int] | mx.array) -> None:
-        """Expect padding on the left of each sequence, as in mlx-vlm's batches, whose masks have columns for it.
-        Raises UserError where one holds tokens."""
+        """Expect left padding of each sequence, as in mlx-vlm's batches, whose masks include its columns.
+
+        Raises UserError if a sequence contains tokens.
+        """
         padding = _integers(left_padding)
         if not any(padding):
             return
@@ -61,7 +62,7 @@ class BatchedKVCache(Contract):
 
     @property
     def rows(self) -> list[CompressedKVCache]:
-        """The sequences, each as a cache of its own until they are decoded together again."""
+        """Return the sequences as separate caches, until they are decoded together again."""
         if self._buffers is not None:
             self._rows = [self._buffers.row(i) for i in range(len(self.offsets))]
             self._buffers = None
@@ -69,12 +70,12 @@ class BatchedKVCache(Contract):
 
     @property
     def buffers(self) -> BatchBuffers | None:
-        """The shared arrays of all sequences, while there are any."""
+        """The shared arrays of all sequences, or None."""
         return self._buffers
 
     @property
     def is_padded(self) -> bool:
-        """Return whether padding may come with the next tokens."""
+        """Return whether the next tokens may include padding."""
         return self._text is not None or any(self._ahead)
 
     @property
@@ -86,18 +87,17 @@ class BatchedKVCache(Contract):
 
     @property
     def offset(self) -> mx.array:
-        """[B] tokens read by each sequence: where the positions of the next ones start. Padding to come on
-        the left has positions below 0."""
+        """Return the position of each sequence's next token, [B]; below 0 while left padding remains."""
         pairs = zip(self.offsets, self._ahead, strict=True)
         return _offsets(*(tokens - ahead for tokens, ahead in pairs))
 
     @property
     def batch_size(self) -> int:
-        """Return how many sequences there are."""
+        """Return the number of sequences."""
         return len(self.offsets)
 
     def is_single_row(self) -> bool:
-        """Return whether there is one sequence, which `extract(0)` gives (mlx-vlm's prefix cache)."""
+        """Return whether there is only one sequence, `extract(0)` (mlx-vlm's prefix cache)."""
         return self.batch_size == 1
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
@@ -122,7 +122,7 @@ class BatchedKVCache(Contract):
         """Return the view of all sequences. nothing: keys and values of length zero, for a step that is all padding."""
         skips = self._skips if self._new is not None else None
         recent = next((row[0].recent for row in rows if row is not None), nothing)
-        assert recent is not None  # layers that share a cache read some text
+        assert recent is not None  # layers that share a cache have tokens to read
         return View(
             recent,
             rows=tuple(rows),
@@ -131,8 +131,7 @@ class BatchedKVCache(Contract):
         )
 
     def _arriving(self, new: int) -> tuple[list[int], list[int]]:
-        """Return, of `new` tokens that come now for each sequence, how many are padding on the left and how many are
-        text."""
+        """Return, per sequence, how many of the `new` tokens are left padding, and how many are text."""
         skips = [min(new, ahead) for ahead in self._ahead]
         counts = [new - skip for skip in skips]
         if self._text is not None:
@@ -143,7 +142,7 @@ class BatchedKVCache(Contract):
         return skips, counts
 
     def _unpadded(self, new: int) -> list[int]:
-        """Return how many of the next `new` tokens of each sequence are no padding, which comes behind them."""
+        """Return, per sequence, how many of the next `new` tokens precede right padding."""
         skips, counts = self._arriving(new)
         if any(skips):
             raise UserError(
@@ -153,7 +152,7 @@ class BatchedKVCache(Contract):
         return counts
 
     def _join(self, keys: mx.array, values: mx.array) -> BatchBuffers | None:
-        """Return the shared arrays of the sequences, made now if not before; None where there are none."""
+        """Return the shared arrays of the sequences, made at the first call; None if they cannot share."""
         if self._buffers is not None:
             return self._buffers
         rows = self.rows
@@ -180,8 +179,10 @@ class BatchedKVCache(Contract):
         return view, view
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """None, "causal" or a boolean [B, 1, N, tokens of the longest + N], where the columns of a
-        sequence are its tokens from the first one on, behind padding on its left."""
+        """Return None, "causal" or a boolean [B, 1, N, longest sequence + N].
+
+        The columns of a sequence are its left padding, then its tokens.
+        """
         if window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
         if self._padding is not None:
@@ -192,17 +193,17 @@ class BatchedKVCache(Contract):
             first = self.offset[:, None, None, None]
             return causal_mask(first, N, self.size() + N, window_size)
         masks = [row.make_mask(N, True, window_size) for row in self._rows]
-        return _stacked(cast("list[mx.array]", masks))  # asked for as arrays
+        return _stacked(cast("list[mx.array]", masks))  # requested as arrays
 
     @property
     def _columns(self) -> int:
-        """Columns that have come to each sequence, padding included."""
+        """Return the mask columns so far, padding included."""
         padding = self._padding or [0] * len(self.offsets)
         parts = zip(self.offsets, padding, self._ahead, strict=True)
         return max((tokens + all_ - ahead for tokens, all_, ahead in parts), default=0)
 
     def _keep_padding(self, keep: Sequence[int]) -> None:
-        """Select what is known of padding. Columns that are padding for all that stay are dropped."""
+        """Select the padding of the sequences to keep. Columns that are padding for all of them are dropped."""
         if self._text is not None:
             self._text = [self._text[i] for i in keep]
         columns = 0 if self._padding is None else self._columns
@@ -217,20 +218,20 @@ class BatchedKVCache(Contract):
 
     @classmethod
     def merge(cls: type[Batch], caches: Sequence[CompressedKVCache]) -> Batch:
-        """Return the caches as one batch, which is independent of them."""
-        return cls([deepcopy(cache) for cache in caches])  # each alone: one may be there twice
+        """Return a batch of copies of the caches."""
+        return cls([deepcopy(cache) for cache in caches])  # one by one: a cache may occur twice
 
     def extract(self, idx: int) -> CompressedKVCache:
-        """Return the cache of one sequence, independent of this one."""
+        """Return an independent copy of one sequence's cache."""
         if self._buffers is None:
             return deepcopy(self._rows[idx])
         out = self._buffers.row(range(len(self.offsets))[idx])
-        # Or it would hold the shared arrays, which then could not be written in place.
+        # Otherwise it would reference the shared arrays, which could not be written in place.
         mx.async_eval(out.arrays())
         return out
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keep these sequences, in this order; one that is named twice becomes two."""
+        """Keep these sequences, in this order; repeated indices make copies."""
         keep = _integers(batch_indices)
         self._new = None
         self._keep_padding(keep)
@@ -244,7 +245,7 @@ class BatchedKVCache(Contract):
             self._buffers = None
 
     def extend(self, added: BatchedKVCache) -> None:
-        """Add the sequences of another batch, which must not be used again."""
+        """Add the sequences of `added`, which must not be used again."""
         self._new = self._padding = None
         rows, joined = added.rows, False
         if self._buffers is not None and all(row.shares_buffers for row in rows):
@@ -278,8 +279,10 @@ class BatchedKVCache(Contract):
         return self._buffers is not None or all(row.is_trimmable() for row in self._rows)
 
     def trim(self, n: int) -> int:
-        """Drop the last n tokens of every sequence, at most what the shortest one has. Raises UserError,
-        and changes nothing, where a sequence cannot take them back."""
+        """Drop the last n tokens of every sequence, at most the length of the shortest.
+
+        Raises UserError, without changes, if a sequence cannot be trimmed so.
+        """
         n = min([n, *self.offsets])
         if self._buffers is None or not self._buffers.trim(n):
             rows = self.rows
@@ -311,7 +314,7 @@ class BatchedKVCache(Contract):
 
     @property
     def state(self) -> list:
-        """The arrays to evaluate; sequences are saved one by one (`extract`)."""
+        """Return the arrays to evaluate; sequences are saved one by one (`extract`)."""
         if self._buffers is not None:
             return self._buffers.arrays()
         return [row.arrays() for row in self._rows]
@@ -319,7 +322,7 @@ class BatchedKVCache(Contract):
 
 @lru_cache(maxsize=64)
 def _offsets(*values: int) -> mx.array:
-    """[B] int32; every layer of a step asks for the same."""
+    """Return int32 [B], cached since every layer of a step needs the same."""
     return mx.array(values, mx.int32)
 
 
@@ -328,6 +331,6 @@ def _integers(x: Sequence[int] | mx.array) -> list[int]:
 
 
 def _stacked(masks: list[mx.array]) -> mx.array:
-    """Masks [N, T] of each sequence as one, [B, 1, N, longest T]."""
+    """Stack the masks [N, T] of sequences into one, [B, 1, N, longest T]."""
     width = max(mask.shape[1] for mask in masks)
     return mx.stack([mx.pad(m, [(0, 0), (0, width - m.shape[1])])[None] for m in masks])

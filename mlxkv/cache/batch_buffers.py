@@ -2,10 +2,9 @@
 
     pages: one holder    sinks [B, G, sink, D]    live [B, G, capacity, D]    last pages [B, G, page, D]
 
-The cost of a new token does not depend on the number of sequences: one scatter for keys, one for
-values, one attention. Only quantizing is work for each, once in a page of tokens. Every sequence holds
-what a cache of its own would; pages are quantized when the next token comes, not
-before, so that this step's attention still finds them as they were.
+The number of dispatches per new token does not depend on the number of sequences: one scatter for keys, one for values,
+one attention. Only quantizing runs per sequence, once per page of tokens. Every sequence contains what a separate cache
+would. Pages are quantized when the next token arrives, so that this step's attention reads them unquantized.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class BatchBuffers:
         self.config, self.layer_maps = like.config, like.layer_maps
         self.key_mean = like.key_mean
         self.store, self.heads, self.dtype = store, heads, dtype
-        self.page_records = self.config.page // TOKENS  # records of a page
+        self.page_records = self.config.page // TOKENS  # records per page
         self.pages = Pages.of_many(store.layout, self.config.page, heads)
         self.offsets: list[int] = []
         self.counts: list[int] = []  # recent tokens
@@ -53,7 +52,7 @@ class BatchBuffers:
         self.sink: Pair | None = self._windows([], self.config.sink) if self.config.sink else None
 
     def __deepcopy__(self, memo):
-        buffers = copy(self)  # the rest is never written in place
+        buffers = copy(self)  # other members are never written in place
         for name in ("offsets", "counts", "sink_full", "has_last_page", "pages"):
             setattr(buffers, name, deepcopy(getattr(self, name), memo))
         return buffers
@@ -62,8 +61,10 @@ class BatchBuffers:
     def of(
         cls, rows: Sequence[CompressedKVCache], plan: KernelPlan, heads: int, dtype: mx.Dtype
     ) -> BatchBuffers | None:
-        """Return these sequences, whose caches must not be used again; None where they have no kernels, or not
-        the same. plan, heads, dtype: of their next tokens."""
+        """Return buffers of these sequences, or None if they do not share the same kernels.
+
+        The caches in `rows` must not be used again. plan, heads, dtype: for their next tokens.
+        """
         store = next((row.store for row in rows if row.store is not None), None)
         if store is None:
             store = choose.store(plan, rows[0].layer_maps)
@@ -73,8 +74,10 @@ class BatchBuffers:
         return out if out.join(rows) else None
 
     def join(self, rows: Sequence[CompressedKVCache]) -> bool:
-        """Add sequences, whose caches must not be used again; False, and nothing has changed, if they
-        are of another kind."""
+        """Add sequences, whose caches must not be used again.
+
+        Returns False, without changes, if they are of another kind.
+        """
         if not all(map(self._takes, rows)):
             return False
         if not rows:
@@ -108,7 +111,7 @@ class BatchBuffers:
         return row.recent[0].dtype == self.dtype and row.recent[0].shape[:2] == (1, self.heads)
 
     def _windows(self, pairs: Sequence[Pair | None], capacity: int) -> Pair:
-        """[B, G, capacity, D] of windows [1, G, tokens, D], with zeros behind."""
+        """Stack windows [1, G, tokens, D], padded with zeros, into [B, G, capacity, D]."""
         out = []
         for side, dims in enumerate(self.store.dims):
             parts = [mx.zeros((0, self.heads, capacity, dims), self.dtype)]
@@ -122,7 +125,7 @@ class BatchBuffers:
         return both(lambda x, y: mx.concatenate([padded(x, y.shape[2]), y]), windows, added)
 
     def windows(self, i: int) -> Windows:
-        """Return where the tokens of a sequence are."""
+        """Return the `Windows` of a sequence."""
         sink = self.config.sink if self.sink_full[i] else 0
         last = self.has_last_page[i]
         return Windows(self.config, sink, self.pages.counts[i], self.counts[i], last)
@@ -143,18 +146,18 @@ class BatchBuffers:
         return self._view()
 
     def commit(self, recent: Sequence[mx.array], new: int) -> None:
-        """Take over the recent windows with `new` tokens more of each sequence."""
+        """Replace the recent windows by buffers with `new` more tokens per sequence."""
         self.recent = recent[0], recent[1]
         self.counts = [n + new for n in self.counts]
         self.offsets = [n + new for n in self.offsets]
 
     def quantizes_after(self, new: int) -> bool:
-        """Return whether a page has to be quantized once each sequence has `new` tokens more."""
+        """Return whether a page must be quantized after `new` more tokens per sequence."""
         pairs = zip(self.counts, self.sink_full, strict=True)
         return any(n + new > self.config.recent_capacity(sink_full) for n, sink_full in pairs)
 
     def view(self) -> View:
-        """Return what attention reads without new tokens."""
+        """Return the view without new tokens."""
         self.flush()
         return self._view()
 
@@ -164,7 +167,7 @@ class BatchBuffers:
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]:
-        """The first record of each sequence, and of each (records, sink tokens, recent tokens)."""
+        """Return the first record, and (records, sink tokens, recent tokens), of each sequence."""
         pages, sink, page_records = self.pages, self.config.sink, self.page_records
         records = (n * page_records for n in pages.counts)
         sinks = (sink if sink_full else 0 for sink_full in self.sink_full)
@@ -187,7 +190,7 @@ class BatchBuffers:
             self._quantize_pages(due[plan], plan)
 
     def _quantize_pages(self, rows: list[int], due: FlushPlan) -> None:
-        """Quantize what is due of each of these sequences."""
+        """Quantize the due pages of these sequences."""
         at, page, start = mx.array(rows, mx.int32), self.config.page, due.sink
         recent = (
             self.recent if len(rows) == len(self.counts) else both(lambda x: x[at], self.recent)
@@ -201,7 +204,7 @@ class BatchBuffers:
             self.sink = both(lambda x, y: _put(x, at, y[:, :, :start]), self.sink, recent)
         stop = due.stop
         self.last = both(lambda x, y: _put(x, at, y[:, :, stop - page : stop]), self.last, recent)
-        # No attention reads it: unevaluated, it would keep the windows of before.
+        # No attention reads it: unevaluated, it would keep the old windows alive.
         mx.async_eval(self.last)
         moved = both(lambda x: mx.roll(x, -stop, 2), recent)
         if len(rows) < len(self.counts):
@@ -211,7 +214,7 @@ class BatchBuffers:
     # -- sequences come, go, and shrink
 
     def row(self, i: int) -> CompressedKVCache:
-        """Return a sequence as a cache with windows and pages of its own."""
+        """Return a sequence as a separate cache."""
         self.flush()
         cache, sink, last, store = self.like.like(), None, None, None
         if not self.offsets[i]:
@@ -240,8 +243,7 @@ class BatchBuffers:
         self.pages.select(indices)
 
     def trim(self, n: int) -> bool:
-        """Drop the last n tokens of every sequence; False, and nothing has changed, unless all of them are recent
-        ones."""
+        """Drop the last n tokens of every sequence; return False, without changes, unless all are recent tokens."""
         self.flush()
         plans = [self.windows(i).trim(n) for i in range(len(self.counts))]
         if any(plan.source is not Source.RECENT for plan in plans):
@@ -251,29 +253,29 @@ class BatchBuffers:
         return True
 
     def arrays(self) -> list[mx.array]:
-        """Return what is allocated."""
+        """Return all allocated arrays."""
         return [*self.recent, *(self.sink or ()), *self.last, *self.pages.arrays.values()]
 
 
 def _part(store: Codes | Records | None) -> Part[str]:
-    """Return the pages of a sequence: records, or none yet."""
+    """Return the page arrays and page count of a store; empty without one."""
     return (store.state, store.count) if isinstance(store, Records) else ({}, 0)
 
 
 def padded(x: mx.array, capacity: int) -> mx.array:
-    """[B, G, capacity, D] of [B, G, T, D], with zeros behind."""
+    """Pad [B, G, T, D] with zeros to [B, G, capacity, D]."""
     spare = capacity - x.shape[2]
     return mx.pad(x, [(0, 0), (0, 0), (0, spare), (0, 0)]) if spare else x
 
 
 def _put(x: mx.array, at: mx.array, rows: mx.array) -> mx.array:
-    """x [B, ...] with rows [n, ...] at the places `at` of its first axis."""
+    """Return x [B, ...] with rows [n, ...] at indices `at` of its first axis."""
     places = mx.broadcast_to(at[:, None, None, None], rows.shape)
     return mx.put_along_axis(x, places, rows, axis=0)
 
 
 @lru_cache(maxsize=64)
 def _positions(counts: tuple[int, ...], new: int) -> mx.array:
-    """[B, 1, L, 1] where each of the new tokens goes; every layer of a step asks for the same."""
+    """Return the index of each new token, [B, 1, L, 1], cached since every layer of a step needs the same."""
     first = mx.array(counts, mx.int32)[:, None] + mx.arange(new, dtype=mx.int32)
     return first[:, None, :, None]

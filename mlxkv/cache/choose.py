@@ -1,9 +1,8 @@
-"""Chooses the backend of a format: one request, made when a model is attached.
+"""Choose the backend of a format: one request, made when a model is attached.
 
-`plan` says which code quantizes and reads the pages of a cache on this machine and why nothing faster
-does. The cache is given the plan, its pages carry the backend, attention and reports follow it. A plan holds
-as long as the machine is what it was (`launch.state`): after kernels were switched off, caches that
-are made ask again.
+`plan` returns the backend that quantizes and reads the pages of a cache on this machine, and why no faster one does.
+Caches hold the plan, their pages the backend; attention and reports use these. A plan is valid while `launch.state` is
+unchanged: new caches plan again after kernels were switched off.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from mlxkv.metal import launch
 from mlxkv.metal.launch import Factory
 
 INDEXED = "this model's code picks single latents"
-FAILED = "its kernels failed their test here"  # or were switched off: what should run and does not
+FAILED = "its kernels failed their test here"  # or were switched off: they should run and do not
 
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """Which code quantizes and reads the pages of one format on this machine.
+    """The backend for pages of one format on this machine.
 
-    reason: why no faster backend, None for the fastest. request: the one that `plan` answered. failed: whether a faster
-    backend should run here, and does not. device: that kernels run on.
+    reason: why no faster backend runs, None for the fastest. request: argument of `plan`. failed: whether a faster
+    backend should run here and does not. device: the kernels' device.
     """
 
     backend: Backend
@@ -54,7 +53,7 @@ class KernelPlan:
 
     @property
     def label(self) -> str:
-        """The backend; plain ops say why."""
+        """Return the backend's name, for plain ops with the reason."""
         name = self.backend.name
         return name if self.by_kernels else f"{name} ({self.reason})"
 
@@ -67,15 +66,17 @@ class KernelPlan:
         return self
 
     def __reduce__(self):
-        """Leave out what belongs to a process: the question."""
+        """Pickle without the request, which belongs to a process."""
         return KernelPlan, (self.backend, self.reason, None, self.failed, self.device)
 
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """Which kernels? config: as a cache stores. dims: of key and value heads. dtype: of the windows.
-    shape: how the model attends, where that is known. latent: whether keys are latents. indexed: whether the model's
-    code takes single ones."""
+    """Parameters of a choice of kernels.
+
+    config: the cache's. dims: key and value head dims. dtype: dtype of the windows. shape: the model's attention, if
+    known. latent: whether keys are latents. indexed: whether the model's code selects single latents.
+    """
 
     config: CacheConfig
     dims: tuple[int, int]
@@ -105,8 +106,10 @@ def plan(
     latent: bool = False,
     indexed: bool = False,
 ) -> KernelPlan:
-    """Return the fastest backend that runs here. The first request for a format builds its kernels and tries them;
-    the portable ones only where tiles do not run."""
+    """Return the plan with the fastest backend that runs here.
+
+    The first request for a format builds and tests its kernels, the portable ones only if tiles do not run.
+    """
     request = KernelRequest(config, dims, dtype, shape, latent, indexed)
     key = (config, dims, dtype, launch.state())
     make, by = launch.factory(), partial(KernelPlan, request=key, device=launch.backend())
@@ -142,8 +145,8 @@ def current(
 
 
 def store(plan: KernelPlan, layer_maps: LayerMaps | None = None) -> Codes | Records:
-    """Return an empty store as `plan` has chosen. layer_maps: of the layer, for calibrated sides."""
-    assert plan.request is not None  # a plan of `plan`
+    """Return an empty store for the backend of `plan`. layer_maps: the layer's, for calibrated sides."""
+    assert plan.request is not None  # set by `plan`
     config, dims, *_ = plan.request
     if isinstance(plan.backend, PortableBackend):
         return Records(config, dims, plan.backend, layer_maps)

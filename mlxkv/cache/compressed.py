@@ -36,16 +36,15 @@ NEW = -1
 
 
 class CompressedKVCache(Snapshots, Contract):
-    """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
+    """The KV cache of one layer, compressed by `config`. Keys and values: [B, G, L, D].
 
-    layer_maps: of this layer, for a calibrated `config`. plan: its kernels, where they have been chosen
-    (`choose.plan`).
+    layer_maps: the layer's, for a calibrated `config`. plan: its kernels, once chosen (`choose.plan`).
     """
 
     # Whether other layers of the model have caches of the host, so that no mask fits a batch of both.
     batchable = True
-    shares_buffers = True  # with other sequences, to be decoded together
-    latent = False  # keys are latents (MLA)
+    shares_buffers = True  # sequences of a batch can share arrays
+    latent = False  # True if keys are latents (MLA)
     _plan = None
 
     def __init__(
@@ -64,7 +63,7 @@ class CompressedKVCache(Snapshots, Contract):
         self.offset = 0
         self._recent: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
-        # Pages at the last step of fixed shapes, whose capacity buffers have from then on; NEW: others since.
+        # Pages at the last step of fixed shapes, whose capacity buffers keep since; NEW: pages have changed.
         self._reserved_pages = 0
         self._sink: Pair | None = None
         self._last: Pair | None = None  # exact tokens of the page quantized last
@@ -77,8 +76,10 @@ class CompressedKVCache(Snapshots, Contract):
         return self.config.folded if folded else self.config
 
     def transform_values(self, folded: bool) -> None:
-        """Map the values of the windows for a model whose weights map values (`folded`), or do not.
-        Pages hold the same codes either way."""
+        """Convert the values of the windows for a model whose weights map values (`folded`), or do not.
+
+        The codes in pages are the same either way.
+        """
         old_maps = self.layer_maps
         if old_maps is None or old_maps.folded == folded:
             return
@@ -94,13 +95,13 @@ class CompressedKVCache(Snapshots, Contract):
 
     @property
     def _existing_recent(self) -> Pair:
-        """The buffers of the recent window of a cache that holds tokens."""
+        """Return the buffers of the recent window; the cache must contain tokens."""
         assert self._recent is not None
         return self._recent
 
     @property
     def _existing_store(self) -> Codes | Records:
-        """The pages of a cache that has some."""
+        """Return the page store; the cache must have pages."""
         assert self._store is not None
         return self._store
 
@@ -108,7 +109,7 @@ class CompressedKVCache(Snapshots, Contract):
 
     @property
     def windows(self) -> Windows:
-        """Where its tokens are."""
+        """The location of its tokens."""
         return Windows(
             self.config, self._sunk, self._count_pages, self._count, self._last is not None
         )
@@ -132,10 +133,9 @@ class CompressedKVCache(Snapshots, Contract):
         return self._count_pages * self.config.page
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
-        """Append keys, values: [B, G, L, D] and return what attention has to read, twice (mlx-lm
-        unpacks a pair).
+        """Append keys, values: [B, G, L, D] and return the view twice (mlx-lm unpacks a pair).
 
-        The view holds the new tokens exactly, also when they are quantized by this very call.
+        The view contains the new tokens exactly, even if this call quantizes them.
         """
         if self.layer_maps is not None:
             keys = self.arriving(keys)
@@ -146,12 +146,14 @@ class CompressedKVCache(Snapshots, Contract):
 
     @property
     def key_mean(self) -> KeyMean | None:
-        """The mean that is taken from keys, if `config` says so."""
+        """The mean subtracted from keys, for a centred `config`, or None."""
         return self.layer_maps.key_mean if self.layer_maps and self.config.centred else None
 
     def arriving(self, keys: mx.array) -> mx.array:
-        """Return new keys [B, G, L, D] as they are held, exactly and in pages: without their mean, for a centred
-        `config`. Raises UserError for heads that were not calibrated."""
+        """Return new keys [B, G, L, D] as stored: without their mean, for a centred `config`.
+
+        Raises UserError for heads that were not calibrated.
+        """
         if (key_mean := self.key_mean) is not None and self.layer_maps is not None:
             self.layer_maps.check(keys.shape[1])
         return subtract_mean(key_mean, keys)
@@ -166,9 +168,8 @@ class CompressedKVCache(Snapshots, Contract):
             return self.keys_and_values()
         new, sink, count = self._behind_recent(keys, values), self._sink, self._count_pages
         self._quantize_pages(new)
-        # The pages of before, read from the arrays of after: a reference to the old arrays would
-        # have all pages copied. Attention waits for the codes, so that these tokens are freed
-        # before the next layer.
+        # Read the old pages from the new arrays: a reference to the old arrays would make MLX copy all pages. Attention
+        # waits for the codes, so that these tokens are freed before the next layer.
         pages = self._existing_store.read(0, count) if count else None
         view = View(new, sink, pages, quantized=self.arrays())
         self.offset += keys.shape[2]
@@ -181,7 +182,7 @@ class CompressedKVCache(Snapshots, Contract):
         return view, view
 
     def _behind_recent(self, keys: mx.array, values: mx.array) -> Pair:
-        """Return the recent tokens and new ones."""
+        """Concatenate the recent tokens and new ones."""
         self._check_new(keys, values)
         return joined(self._read_recent(), (keys, values)) if self._count else (keys, values)
 
@@ -203,12 +204,12 @@ class CompressedKVCache(Snapshots, Contract):
             )
 
     def plan(self, dims: tuple[int, int], dtype: mx.Dtype) -> KernelPlan:
-        """Return the kernels for pages of heads of these (key, value) dims; kept until the machine changes."""
+        """Return the kernel plan for (key, value) dims, cached until `launch.state` changes."""
         self._plan = choose.current(self._plan, self._stored, dims, dtype, self.latent)
         return self._plan
 
     def page_store(self, dims: tuple[int, int], dtype: mx.Dtype) -> Codes | Records:
-        """Return an empty store of pages of one transform."""
+        """Return an empty store for pages of one transform."""
         return choose.store(self.plan(dims, dtype), self.layer_maps)
 
     def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
@@ -248,7 +249,7 @@ class CompressedKVCache(Snapshots, Contract):
         if self._store is None:
             self._store = self._new_store((keys.shape[3], values.shape[3]), keys.dtype)
         self._store.append(recent, due.pages, due.sink)  # whole: kernels would copy slices
-        # as many as before, if some were taken back
+        # the same number as before, if tokens were trimmed
         self._reserved_pages = NEW if self._reserved_pages else 0
         self._recent, self._count = None, 0
         self._last = both(mx.contiguous, between(recent, due.stop - self.config.page, due.stop))
@@ -258,8 +259,10 @@ class CompressedKVCache(Snapshots, Contract):
 
     @property
     def recent_buffers(self) -> Pair | None:
-        """The buffers of the recent window, with room for all tokens that come before a page is quantized, and
-        `DECODE_TOKENS` more; None before there are pages, which have room for one more."""
+        """The buffers of the recent window; None before the first page is quantized.
+
+        They have room for all tokens up to the next quantized page and `DECODE_TOKENS` more; pages have room for one.
+        """
         if not (count := self._count_pages):
             return None
         if self._reserved_pages != count:
@@ -297,7 +300,7 @@ class CompressedKVCache(Snapshots, Contract):
         return self._count
 
     def commit(self, arrays: Sequence[mx.array], new: int) -> None:
-        """Take over the buffers of `recent_buffers` with `new` tokens more, and quantize what is due."""
+        """Replace `recent_buffers` by buffers with `new` more tokens, and quantize the pages due."""
         self._recent = arrays[0], arrays[1]
         self._count += new
         self.offset += new
@@ -310,8 +313,10 @@ class CompressedKVCache(Snapshots, Contract):
         return True
 
     def trim(self, n: int) -> int:
-        """Drop the last n tokens, return how many were dropped. Raises UserError, and changes nothing, where
-        what is left cannot be kept alone."""
+        """Drop the last n tokens and return how many were dropped.
+
+        Raises UserError, without changes, if the remaining tokens cannot be kept alone.
+        """
         plan = self.windows.trim(n)
         self._trim(plan)
         return plan.removed
@@ -343,11 +348,11 @@ class CompressedKVCache(Snapshots, Contract):
         pages, (keys, values) = self._existing_store.read(page, page + 1), self._existing_recent
         decoded = pages.decode(0, keys.dtype), pages.decode(1, values.dtype)
         pair = both(lambda x: x[:, :, :count], decoded)
-        mx.async_eval(pair)  # or it would hold the pages that go
+        mx.async_eval(pair)  # otherwise it would reference the dropped pages
         return pair
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """None, "causal" or a boolean [N, offset + N], as of mlx-lm's own cache."""
+        """Return None, "causal" or a boolean [N, offset + N], like mlx-lm's cache."""
         if window_size is None and N == 1:
             return None
         if window_size is None and not return_array:
@@ -375,8 +380,7 @@ class CompressedKVCache(Snapshots, Contract):
 
     @property
     def state(self) -> dict:
-        """All that has to be saved, as a tree of arrays. The header is JSON in bytes, which both
-        contracts carry."""
+        """Return everything to save, as a tree of arrays. The header is JSON in bytes, which both contracts support."""
         layer_maps = self.layer_maps
         extra, arrays = self._extra()
         data = state.header(
@@ -397,7 +401,7 @@ class CompressedKVCache(Snapshots, Contract):
         )
 
     def _extra(self) -> tuple[dict, dict]:
-        """Entries of the header and arrays that a subclass saves besides."""
+        """Return additional header entries and arrays that a subclass saves."""
         return {}, {}
 
     def _restore_extra(self, header: dict, tree: dict) -> None:
@@ -432,7 +436,7 @@ class CompressedKVCache(Snapshots, Contract):
                     "_recent" if name == "live" else f"_{name}",
                     tuple(mx.contiguous(x) for x in pair),
                 )
-        if self._last is not None:  # no attention reads it: it would wait in the file
+        if self._last is not None:  # no attention reads it: it would stay a lazy read of the file
             mx.eval(self._last)
         if self._recent is not None:
             self._count = self._recent[0].shape[2]
@@ -452,24 +456,26 @@ class CompressedKVCache(Snapshots, Contract):
 
     @property
     def meta_state(self) -> str:
-        """Empty: the header travels in `state` (mlx-lm 0.31)."""
+        """Empty: `state` contains the header (mlx-lm 0.31)."""
         return ""
 
     @BatchMethod
     def merge(cls, caches: list[CompressedKVCache]) -> BatchedKVCache:
-        """Sequences as one batch (mlx-lm's BatchGenerator)."""
+        """Merge sequences into a batch (mlx-lm's BatchGenerator)."""
         return BatchedKVCache.merge(caches)
 
     @property
     def to_batch(self) -> Callable[[list[int] | mx.array], BatchedKVCache]:
-        """Makes an empty batch (`_to_batch`), for a cache that is batchable."""
+        """Return the function that makes an empty batch (`_to_batch`), for a batchable cache."""
         if not self.batchable:
             raise AttributeError("sequences of this model are read one at a time")
         return self._to_batch
 
     def _to_batch(self, left_padding: list[int] | mx.array) -> BatchedKVCache:
-        """Return an empty batch of caches like this one, a sequence for each prompt, which comes with so much padding
-        on its left (mlx-vlm's batches). Raises UserError if this one holds tokens."""
+        """Return an empty batch of caches like this one, a sequence per left-padded prompt (mlx-vlm's batches).
+
+        Raises UserError if this cache contains tokens.
+        """
         if self.offset:
             raise UserError(
                 f"[CompressedKVCache] to_batch makes an empty batch; got a cache of {self.offset} tokens; "
@@ -483,7 +489,7 @@ class CompressedKVCache(Snapshots, Contract):
         return from_state, (type(self), self.state, not self.batchable)
 
     def __copy__(self) -> CompressedKVCache:
-        """As independent as a deep copy: writing in place must not change the other."""
+        """Copy deeply: writing in place must not change the other."""
         out = self.from_state(self.state)
         out._plan, out.batchable = self._plan, self.batchable
         return out
@@ -492,7 +498,7 @@ class CompressedKVCache(Snapshots, Contract):
 
     @property
     def supports_batching(self) -> bool:
-        """Return whether sequences like this one, which holds tokens, are decoded together."""
+        """Return whether sequences like this one, which contains tokens, can be decoded together."""
         keys, values = self._existing_recent
         return (
             self.shares_buffers
@@ -511,13 +517,13 @@ class CompressedKVCache(Snapshots, Contract):
         last: Pair | None,
         store: Codes | Records | None,
     ) -> None:
-        """Hold these windows and pages of `offset` tokens; recent is copied. For an empty cache."""
+        """Fill an empty cache with these windows and pages of `offset` tokens; recent is copied."""
         self._sink, self._last, self._store, self.offset = sink, last, store, offset
         self._append(*recent)
 
     @classmethod
     def from_state(cls, state: dict, meta_state: str = "") -> CompressedKVCache:
-        """Return the cache that `state` describes."""
+        """Return the cache saved as `state`."""
         out = cls.__new__(cls)
         out.state = state
         return out

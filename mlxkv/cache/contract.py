@@ -1,5 +1,5 @@
-"""What mlx-lm, mlx-vlm and Python ask of a cache beside its tokens: plain attention, `kv_bits`, copies, pickles,
-snapshots of a prefix."""
+"""The parts of mlx-lm's, mlx-vlm's and Python's cache protocols that do not concern tokens: plain attention, `kv_bits`,
+copies, pickles, prefix snapshots."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from mlxkv.errors import UserError
 def causal_mask(
     first: int | mx.array, new: int, width: int, window_size: int | None = None
 ) -> mx.array:
-    """Return which of `width` columns each of `new` tokens sees, boolean [new, width]. first: the column of the first
-    of them; [B, 1, 1, 1] of several sequences."""
+    """Return which of `width` columns each of `new` tokens sees, boolean [new, width].
+
+    first: column of the first new token; [B, 1, 1, 1] for several sequences.
+    """
     rows, columns = first + mx.arange(new)[:, None], mx.arange(width)
     mask = rows >= columns
     return mask if window_size is None else mask & (rows < columns + window_size)
 
 
 class BatchMethod:
-    """A method of a class by which caches become a batch. A cache that is not `batchable` has no such attribute,
-    which is what hosts ask before they serve sequences together."""
+    """Descriptor of a class method that makes a batch. A cache that is not `batchable` lacks the attribute, which hosts
+    test before they serve sequences together."""
 
     def __init__(self, function: Callable):
         self._function = function
@@ -39,14 +41,14 @@ class BatchMethod:
 
 
 class Contract:
-    """A mixin of caches. A subclass defines `__reduce__`, by its state: pickles hold no kernels."""
+    """A mixin of caches. A subclass defines `__reduce__` by its state, since kernels cannot be pickled."""
 
     @property
     def bits(self):
-        """No attribute: mlx-lm takes caches that have it for its own quantized ones.
+        """Raise AttributeError: mlx-lm treats caches with this attribute as its own quantized ones.
 
-        Raises UserError where mlx-lm's plain attention asks for it over one of our views: there the model is not
-        bound to our attention, and what came next would be a TypeError about arrays.
+        Raises UserError if mlx-lm's plain attention asks for it with one of our views: then the model is not patched,
+        and would fail with a TypeError about arrays.
         """
         caller = sys._getframe(1)
         is_attention = caller.f_code.co_name == "scaled_dot_product_attention"
@@ -58,7 +60,7 @@ class Contract:
         raise AttributeError("bits")
 
     def to_quantized(self, group_size: int = 64, bits: int = 4):
-        """Itself: mlx-lm's `kv_bits` quantizes full-precision caches, and this one is compressed."""
+        """Return self: mlx-lm's `kv_bits` quantizes full-precision caches, and this one is compressed."""
         warnings.warn(
             f"[attach] kv_bits has no effect on layers that are compressed already; got {bits}; "
             "choose their bits by attach(model, kv)",
@@ -81,26 +83,26 @@ class Snapshots:
     merge: Callable[[list], Any]
 
     def prefix_cache_snapshot(self) -> dict:
-        """Return a tree of arrays that `prefix_cache_restore` takes; they may be this cache's own."""
+        """Return a tree of arrays for `prefix_cache_restore`; they may be shared with this cache."""
         return {"state": self.state, "meta_state": self.meta_state}
 
     def prefix_cache_restore(self, snapshot: dict) -> None:
-        """Hold what a snapshot holds. Also for an object made by `__new__`, as mlx-vlm makes them."""
+        """Restore a snapshot. Supports objects made by `__new__`, as mlx-vlm makes them."""
         self.state = snapshot["state"]
 
     def prefix_cache_reserve(self, min_capacity_tokens: int) -> tuple:
-        """No arrays to evaluate: pages grow by a share, and windows have their room."""
+        """Return no arrays to evaluate: pages grow by a share, and windows are allocated with slack."""
         return ()
 
     def prefix_cache_merge(self, rows: list, prefix_lens: list[int]):
-        """Return caches of one sequence each as a batch; None where they are not all compressed."""
+        """Merge caches of one sequence each into a batch; None unless all are compressed."""
         if not all(isinstance(row, Snapshots) for row in rows):
             return None
         return self.merge(rows)
 
 
 def from_state(cls: type, state: dict, is_single: bool = False):
-    """Unpickle a cache of one sequence. is_single: it is not batchable."""
+    """Unpickle a cache of one sequence. is_single: whether it is not batchable."""
     out = cls.from_state(state)
     out.batchable = not is_single
     return out

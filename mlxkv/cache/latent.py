@@ -1,9 +1,9 @@
 """`LatentKVCache`: the compressed cache of a layer with multi-head latent attention (MLA).
 
-mlx-lm's code hands a cache the latents [B, 1, L, R] in place of keys, and in place of values the rotary keys
-[B, 1, L, N] that all heads share. A latent is key and value at once, so one record of it is stored. The rotary
-keys stay an array in full precision, or those in pages are stored with 8 bits (`CacheConfig.rotary`) and come back
-as an array: the model's code multiplies them itself, and adds the product to the scores.
+mlx-lm passes a cache the latents [B, 1, L, R] as keys, and the rotary keys [B, 1, L, N], shared by all heads, as
+values. A latent is both key and value, so it is stored once. Rotary keys stay an array in full precision, or those in
+pages are stored with 8 bits (`CacheConfig.rotary`) and returned as an array: the model multiplies them itself and adds
+the product to the scores.
 Spec: `spec.affine`.
 """
 
@@ -38,18 +38,20 @@ from mlxkv.metal.launch import ahead, backend
 
 # -- `BatchedLatentCache`: the latents of several sequences as one cache, for mlx-lm's batches.
 #
-# Each sequence is a cache of its own. The model's code multiplies the rotary keys of all at once, so they come
-# back as one array, in which a shorter sequence ends in zeros; scores over these are not read.
+# Each sequence has a separate cache. The model multiplies the rotary keys of all at once, so they are returned as one
+# array, in which shorter sequences are padded with zeros; scores over these are not read.
 
 
 class BatchedLatentCache(BatchedKVCache):
-    """Caches of latents of one layer, each of a batch of 1."""
+    """The latent caches of one layer, one per sequence."""
 
     rows: list[LatentKVCache]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array):
-        """As `LatentKVCache.update_and_fetch`, for every sequence, without the padding: latents as a view or an
-        array [B, 1, T, R], and rotary keys [B, 1, T, N]."""
+        """Call `LatentKVCache.update_and_fetch` for every sequence, without the padding.
+
+        Returns latents as a view or an array [B, 1, T, R], and rotary keys [B, 1, T, N].
+        """
         check_batch(self.batch_size, keys.shape[0], "BatchedLatentCache")
         new, tokens = keys.shape[2], self.size()
         expands, latents, rotary = new > 1, [], []
@@ -61,7 +63,7 @@ class BatchedLatentCache(BatchedKVCache):
             else:  # padding, which attention does not read
                 latents.append(keys[:1, :, :0] if expands else None)
                 rotary.append(values[:1, :, :0])
-        width = tokens + new if expands else self.size()  # of the mask, or of the longest
+        width = tokens + new if expands else self.size()  # width of the mask, or of the longest
         rotary = mx.concatenate([padded(x, width) for x in rotary])
         if not expands:
             recent = next(row[0].recent for row in latents if row is not None)
@@ -69,14 +71,14 @@ class BatchedLatentCache(BatchedKVCache):
         return mx.concatenate([padded(x, width) for x in latents]), rotary
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        """As of BatchedKVCache; always an array for several tokens, which plain attention takes."""
+        """Return the mask of BatchedKVCache; for several tokens an array, which plain attention needs."""
         return super().make_mask(N, return_array or N > 1, window_size)
 
 
 class LatentKVCache(CompressedKVCache):
-    """As CompressedKVCache, for a `config` of `CacheConfig.of_latents`: keys are latents, values rotary keys.
+    """A CompressedKVCache with a config from `CacheConfig.of_latents`: keys are latents, values rotary keys.
 
-    selects: whether the model's code picks single tokens of the latents, and so needs them as an array.
+    selects: whether the model's code selects single latents, and so needs them as an array.
     """
 
     latent = True
@@ -92,17 +94,17 @@ class LatentKVCache(CompressedKVCache):
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[View | mx.array, mx.array]:
-        """Append latents [B, 1, L, R] and rotary keys [B, 1, L, N]. Returns what there is of both.
+        """Append latents [B, 1, L, R] and rotary keys [B, 1, L, N] and return all of both.
 
-        Latents: for one new token a view, over which attention runs with absorbed queries; for several an
-        array [B, 1, T, R] of this layer alone, from which the model's code makes keys and values.
+        Latents: for one new token a view, for attention with absorbed queries; for several an array [B, 1, T, R],
+        from which the model's code computes keys and values.
         """
         return self.append(keys, values, keys.shape[2] > 1)
 
     def append(
         self, latents: mx.array, rotary: mx.array, expands: bool
     ) -> tuple[View | mx.array, mx.array]:
-        """As `update_and_fetch`; expands: latents come back as an array."""
+        """Implement `update_and_fetch`. expands: return latents as an array."""
         exact = self.config.rotary == 16
         held = self._recent
         # Otherwise `_update` refuses.
@@ -143,8 +145,10 @@ class LatentKVCache(CompressedKVCache):
 
     @property
     def whole_rotary(self) -> mx.array | None:
-        """The buffer of exact rotary keys, with room for all that `windows` and the pages have room for; None where
-        they are stored with 8 bits. To be asked for behind `windows`."""
+        """Return the buffer of exact rotary keys, with the capacity of windows and pages; None if stored with 8 bits.
+
+        Call it after `windows`.
+        """
         if self.config.rotary < 16:
             return None
         store, recent, rotary = self._store, self._recent, self._rotary
@@ -157,7 +161,7 @@ class LatentKVCache(CompressedKVCache):
         return self._rotary
 
     def commit(self, arrays: Sequence[mx.array], new: int) -> None:
-        """As of CompressedKVCache; a third array is the buffer of rotary keys."""
+        """Commit as CompressedKVCache does; a third array is the buffer of rotary keys."""
         if len(arrays) > 2:
             self._rotary = arrays[2]
         super().commit(arrays, new)
@@ -187,13 +191,13 @@ class LatentKVCache(CompressedKVCache):
         self._rotary = rotary if self.offset else None
 
     def transform_values(self, folded: bool) -> None:
-        """Nothing: no value of a latent is transformed by weights."""
+        """Do nothing: weights do not transform values of latents."""
 
     def arrays(self) -> tuple[mx.array, ...]:
         return super().arrays() + (() if self._rotary is None else (self._rotary,))
 
     def _extra(self) -> tuple[dict, dict]:
-        """Return the rotary keys of the tokens in pages; windows have their own."""
+        """Return the rotary keys of the tokens in pages; windows contain theirs."""
         if not self._paged or self._rotary is None:
             return {}, {}
         return {}, {"rotary": self._rotary[:, :, self._sunk : self._sunk + self._paged]}
@@ -213,7 +217,7 @@ class LatentKVCache(CompressedKVCache):
 
     @property
     def keys(self) -> mx.array:
-        """The recent latents, for mlx-lm's code that ties the computation of others to a cache's arrays."""
+        """The recent latents, since mlx-lm makes other computations depend on a cache's arrays."""
         return self._existing_recent[0]
 
     @keys.setter
@@ -227,20 +231,19 @@ class LatentKVCache(CompressedKVCache):
 
 
 class IndexedLatentKVCache(LatentKVCache):
-    """The same for a model whose sparse index picks tokens (DeepSeek-V3.2): latents come back as an array."""
+    """A LatentKVCache for models whose sparse index selects tokens (DeepSeek-V3.2): returns latents as an array."""
 
     selects = True
 
 
 def _as_latents(view: View) -> View:
-    """Return the view whose windows are latents alone, as keys and as values."""
+    """Return a view whose windows contain only latents, as keys and as values."""
     recent, sink = view.recent[0], view.sink and (view.sink[0], view.sink[0])
     return replace(view, recent=(recent, recent), sink=sink, buffers=None)
 
 
 def _rotary_of(view: View) -> mx.array:
-    """Return the rotary keys of all tokens [B, 1, T, N] where those in pages have codes. view: of latents and rotary
-    keys."""
+    """Return the rotary keys of all tokens [B, 1, T, N], decoding those in pages. view: latents and rotary keys."""
     recent = view.recent[1]
     parts = [view.sink[1]] if view.sink is not None else []
     if isinstance(view.pages, LatentPages):
@@ -249,13 +252,13 @@ def _rotary_of(view: View) -> mx.array:
 
 
 def decoded(view: View) -> mx.array:
-    """All latents as attention sees them, [B, 1, T, R]."""
+    """Return all latents as attention sees them, [B, 1, T, R]."""
     latents = whole_side(view, 0, view.dtype)
     return mx.depends(latents, list(view.quantized)) if view.quantized else latents
 
 
-# -- The static caches of `LatentKVCache`, alone and in a batch: the static caches of `CompressedKVCache`, and the
-# rotary keys that the model's code multiplies.
+# -- Static caches of `LatentKVCache`, single and batched: those of `CompressedKVCache`, with the rotary keys that the
+# model's code multiplies.
 
 
 class SingleStaticLatents(SingleStaticCache):
@@ -272,7 +275,7 @@ class SingleStaticLatents(SingleStaticCache):
     def append(
         self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
-        """Latents as a view, and the rotary keys of all tokens with room behind them."""
+        """Return latents as a view, and the rotary keys of all tokens with slack."""
         exact = self.rotary is not None
         buffers, (view, _) = super().append(arrays[:-1] if exact else arrays, indices, keys, values)
         recent = buffers[1]
@@ -297,7 +300,7 @@ class SingleStaticLatents(SingleStaticCache):
         return buffers, (latents, rotary)
 
     def make_mask(self, N: int, return_array: bool, window_size: int | None):
-        """None: one token sees all, whether an array is asked for or not."""
+        """Return None: one token sees all, even if an array is requested."""
         return super().make_mask(N, return_array and N > 1, window_size)
 
 
@@ -307,7 +310,7 @@ class ListStaticLatents(ListStaticCache):
     row_class = SingleStaticLatents
 
     def joined(self, views: Sequence[tuple]) -> tuple:
-        """Latents as views, and the rotary keys of all sequences [B, 1, columns, N], with zeros behind the shorter."""
+        """Return latents as views, and the rotary keys of all sequences [B, 1, columns, N], padded with zeros."""
         columns = max(rotary.shape[2] for _, rotary in views)
         rotary = mx.concatenate([padded(x, columns) for _, x in views])
         return super().joined(views)[0], rotary

@@ -30,15 +30,15 @@ from mlxkv.formats.sizes import GROWTH, WASTE, grown, page_room
 
 Name = TypeVar("Name", bound=Hashable)
 Named = dict[Name, mx.array]
-Part = tuple[dict[Name, mx.array], int]  # the arrays of exactly so many pages; {} for none
-Block = tuple[tuple[int, ...], mx.Dtype]  # shape and type of the array of one page
+Part = tuple[dict[Name, mx.array], int]  # arrays of exactly this number of pages; {} for none
+Block = tuple[tuple[int, ...], mx.Dtype]  # shape and dtype of one page's array
 
 
 class Pages(Generic[Name]):
-    """Pages of sequences that are numbered from 0, at first one without pages.
+    """Pages of sequences 0, 1, ..., initially one without pages.
 
-    starts, counts: the first page and the pages of each. capacity: pages that the arrays hold.
-    arrays: by name, [B, G, capacity * rows of a page, W]. is_shared: whether they may hold several sequences.
+    starts, counts: first page and number of pages per sequence. capacity: pages allocated.
+    arrays: by name, [B, G, capacity * rows per page, W]. is_shared: whether they may contain several sequences.
     """
 
     def __init__(self):
@@ -69,7 +69,7 @@ class Pages(Generic[Name]):
         return sum(self.counts)
 
     def read(self, start: int = 0, stop: int | None = None, i: int = 0) -> Named[Name]:
-        """Return the arrays of pages start .. stop - 1 of a sequence, of all by default; {} for none."""
+        """Return the arrays of pages start .. stop - 1 (default: all) of sequence i; {} for none."""
         first = self.starts[i]
         start, stop = first + start, first + (self.counts[i] if stop is None else stop)
         if start == stop:
@@ -98,29 +98,29 @@ class Pages(Generic[Name]):
         self.counts[i] += count
 
     def reserve_slack(self) -> None:
-        """Have the slack of steps of fixed shapes behind the only sequence."""
+        """Reserve the slack of steps of fixed shapes for the only sequence."""
         if self.capacity != (capacity := grown(self.counts[0])):
             self._lay_out(self._parts(), capacity - self.counts[0])
 
     def truncate(self, count: int) -> None:
-        """Keep the first `count` pages of the only sequence; give back more slack than growing leaves."""
+        """Keep the first `count` pages of the only sequence; free slack beyond what growing reserves."""
         arrays = self.read(0, count) if self.capacity - count > count // GROWTH else None
         self.counts[0] = count
         if arrays is not None:
             self.restore(arrays, count)
 
     def restore(self, arrays: Named[Name], count: int) -> None:
-        """Hold one sequence, of exactly `count` pages."""
+        """Replace the contents by one sequence of exactly `count` pages."""
         for name, x in arrays.items():
             if x.shape[2] % count:
                 raise ValueError(f"{x.shape[2]} rows of {name} in {count} pages")
         self._describe(arrays, count)
-        # New handles: writing into an mx.array in place changes it for everyone who holds it.
+        # New handles: writing into an mx.array in place changes it for every holder.
         self.arrays = {name: mx.contiguous(x) for name, x in arrays.items()}
         self.starts, self.counts, self.capacity = [0], [count], count
 
     def join(self, parts: Sequence[Part[Name]]) -> None:
-        """Add sequences: into gaps, or all are laid out anew."""
+        """Add sequences, in gaps or by a new layout."""
         earlier, places = self._parts(), []
         for _, count in parts:
             self.counts.append(count)
@@ -157,12 +157,11 @@ class Pages(Generic[Name]):
 
     @staticmethod
     def _slack(parts: Sequence[Part]) -> int:
-        """Free pages behind each of several sequences."""
+        """Return the slack of each of several sequences."""
         return max(1, sum(count for _, count in parts) // (GROWTH * max(1, len(parts))))
 
     def _slacks(self, at_least: int) -> list[int]:
-        """Free pages behind each sequence, at least so many, by which several have a capacity that many
-        others have, too."""
+        """Return the slack of each sequence, `at_least` or more, such that capacities are round for several."""
         count, slack, extra = len(self.counts), at_least, 0
         if self.is_shared:
             filled = sum(self.counts) + count * at_least
@@ -171,7 +170,7 @@ class Pages(Generic[Name]):
         return [slack + (i < extra) for i in range(count)]
 
     def _gap(self, count: int) -> int | None:
-        """Return where `count` pages fit, with slack behind them and behind the sequence before."""
+        """Return where `count` pages fit with slack after them and after the preceding sequence, or None."""
         runs = ((at, at + n) for at, n in zip(self.starts, self.counts, strict=False))
         slack, free = max(1, self.count // (GROWTH * len(self.counts))), 0
         for start, stop in chain(sorted(runs), [(self.capacity, self.capacity)]):
@@ -194,8 +193,10 @@ class Pages(Generic[Name]):
         added: Named[Name] | None = None,
         count: int = 0,
     ) -> None:
-        """Make new arrays with at least `slack` pages behind each of `parts`. The slack of sequence `to`
-        begins with `count` pages `added`. Only free slack is filled with zeros."""
+        """Allocate new arrays with at least `slack` free pages after each of `parts`.
+
+        The slack of sequence `to` begins with `count` pages `added`. Only free slack is filled with zeros.
+        """
         self.counts, self.starts, self.capacity = [n for _, n in parts], [], 0
         slacks = self._slacks(slack)
         for n, slack in zip(self.counts, slacks, strict=True):

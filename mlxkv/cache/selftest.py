@@ -1,4 +1,4 @@
-"""Tests kernels on this machine before they are used, which also builds them."""
+"""Test kernels on this machine before they are used, which also builds them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from mlxkv.metal import tiles, trust
 from mlxkv.metal.launch import Factory
 
 BOUND = 0.01  # rms against plain ops; 16-bit outputs and TF32 products stay below half of it
-# The same for values encoded behind a product with a rotation. A code on the other side of a tie is off
-# by a step, and a product with rounded factors (TF32) makes some ties.
+# Bound for values encoded after a product with a rotation. A code on the other side of a tie is off by a step, and a
+# product with rounded factors (TF32) causes some ties.
 QUANTIZE_BOUND = 0.06
 # A prefill is MLX's attention in the model's type, with keys and values rounded to it.
 PREFILL_BOUND = 0.02
 PAGES = 16  # enough for several splits to be merged
-# Widths of blocks with which mixed bits are tried, for any number of them: all widths, in other orders.
+# Block widths to test mixed bits with, for any number of blocks: all widths, in different orders.
 TRIED = ((8, 3, 1, 4, 3, 2, 1), (4, 3, 2, 1, 3, 2, 1))
-MOST_HEADS = 2  # kv heads of a trial; how many query heads read each is what kernels are built for
+MOST_HEADS = 2  # kv heads of a trial; kernels are built by query heads per kv head
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,17 @@ class AttentionShape:
 
     @property
     def small(self) -> AttentionShape:
-        """The same with at most MOST_HEADS kv heads."""
+        """Return the shape with at most MOST_HEADS kv heads."""
         kv_heads = min(MOST_HEADS, self.kv_heads)
         return replace(
             self, heads=max(1, self.heads // self.kv_heads) * kv_heads, kv_heads=kv_heads
         )
 
     def steps(self, dims: int, make: Factory) -> list[int]:
-        """Return new tokens of the calls to try, up to `kernels.MOST_NEW`: one call for each number of query rows
-        that a threadgroup of the portable body is built for. dims: the largest stored."""
+        """Return the numbers of new tokens to test, up to `kernels.MOST_NEW`.
+
+        One per number of query rows that the portable kernel is built for. dims: largest stored dims.
+        """
         rows = self.heads // self.kv_heads
         tiles_ = {}
         for new in range(1, kernels.MOST_NEW + 1):
@@ -88,8 +90,10 @@ _results: dict[tuple, dict[AttentionShape, TrialResult]] = {}
 
 
 def representative_config(config: CacheConfig, dims: int) -> CacheConfig:
-    """Return the config whose trial stands for this one: itself, but for mixed bits, whose kernels are the same for all
-    widths (`metal.template`). Keys are tried with fewer stored dims than a head has."""
+    """Return the config to test in place of this one: itself, except for mixed bits.
+
+    Their kernels are the same for all widths (`metal.template`). Keys are tested with fewer stored dims than head dims.
+    """
     sides = {}
     for name, pattern, fewer in (("keys", TRIED[0], 1), ("values", TRIED[1], 0)):
         side = getattr(config, name)
@@ -108,7 +112,7 @@ def why_not(
     backend: Backend,
     shape: AttentionShape | None = None,
 ) -> str | None:
-    """Return why `backend` must not be used, or None: what earlier processes noted on a Mac, or what `test` finds."""
+    """Return why `backend` must not be used, or None, by notes of earlier processes on a Mac, or by `test`."""
     noted = None
     if backend.make is mx.fast.metal_kernel:
         noted = trust.why_not(_noted_as(representative_config(config, dims), dims, dtype, backend))
@@ -151,7 +155,7 @@ def test(
 
 
 def _noted_as(config: CacheConfig, dims: int, dtype: mx.Dtype, backend: Backend) -> trust.Kernels:
-    """Return what names these kernels in notes on a Mac."""
+    """Return the key of these kernels in notes on a Mac."""
     layout: object = config
     if not isinstance(backend, LatentBackend):
         layout = record_layout(config, *config.dims(dims, dims))
@@ -164,7 +168,7 @@ Outputs = tuple[mx.array, ...]
 def _tried(
     run: Callable[[], Outputs], judge: Callable[[Outputs, float], TrialResult]
 ) -> TrialResult:
-    """Return what `judge` finds in the outputs of `run` and its seconds, or why there are none."""
+    """Return the result of `judge` for the outputs and seconds of `run`, or why `run` failed."""
     start = time.perf_counter()
     try:
         outputs = run()
@@ -184,7 +188,7 @@ def _page_trial(
     backend: Backend,
     shape: AttentionShape,
 ) -> tuple[Callable[[], Outputs], Callable[[Outputs, float], TrialResult]]:
-    """Return what runs these kernels over pages of records, and what judges the outputs."""
+    """Return functions that run these kernels over page records, and judge the outputs."""
     assert isinstance(backend, PortableBackend)
 
     def quantize(store):
@@ -267,7 +271,7 @@ def _page_trial(
 def _latent_trial(
     config: CacheConfig, dims: int, dtype: mx.Dtype, backend: Backend, shape: AttentionShape
 ) -> tuple[Callable[[], Outputs], Callable[[Outputs, float], TrialResult]]:
-    """Return what runs the kernel over latents of `dims` dims, and what judges the output."""
+    """Return functions that run the kernel over latents of `dims` dims, and judge the output."""
     heads, count = shape.heads, PAGES * config.page
     # Plain ops on the CPU are the reference: some GPUs lack a few of MLX's quantized products.
     with mx.stream(mx.cpu):

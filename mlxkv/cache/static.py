@@ -1,5 +1,5 @@
-"""Caches in a step of fixed shapes, which is traced once and replayed: whole buffers, and arrays that say how much of
-them is in use. The loop around it is `patching.steps`.
+"""Caches in a step of fixed shapes, traced once and replayed: whole buffers, and arrays of the lengths in use.
+`patching.steps` has the loop around it.
 
 A `StaticCache` is a cache as the next step finds it. On the host it has arrays, indices (how much of the arrays is in
 use), and what a trace takes for granted. In the trace, `CacheProxy` is what the model's code sees in place of the
@@ -54,8 +54,10 @@ class StepIndices:
         return self.results[key]
 
     def places(self, first: int, shape: tuple[int, ...], by_row: bool = False) -> mx.array:
-        """Return where new keys, or values, of this shape [B, G, L, D] go: the place that index `first` says, and
-        the next ones. by_row: B indices from `first` on say it, one for each sequence."""
+        """Return the positions of new keys or values of shape [B, G, L, D], starting at index `first`.
+
+        by_row: B indices from `first` on, one per sequence.
+        """
 
         def make() -> mx.array:
             at = self.array[first : first + (shape[0] if by_row else 1)]
@@ -104,7 +106,7 @@ class StaticCache:
         return None if N == 1 else "causal"
 
     def commit(self, arrays: Arrays) -> None:
-        """Take over what the trace wrote."""
+        """Store the arrays that the trace wrote in the cache."""
         raise NotImplementedError
 
 
@@ -147,7 +149,7 @@ class CacheProxy:
 
 
 class UnusedStaticCache(StaticCache):
-    """A cache that holds nothing when others do: the model's code never asks for it."""
+    """A cache that is empty when others are not: the model never uses it."""
 
     def __init__(self):
         self.key = self.lockstep = UnusedStaticCache
@@ -259,7 +261,7 @@ def _sink_and_pages(arrays: Arrays, has_sink: bool, pages: Callable[[Arrays], ob
 
 
 def _columns(indices: StepIndices, sink: int, pages: int, recent: int, new: int) -> mx.array:
-    """[1, 1, L, sink + pages + recent] bool: what each new token sees, with capacities of so many tokens."""
+    """Return the columns that each new token sees, bool [1, 1, L, sink + pages + recent] (capacities in tokens)."""
 
     def make() -> mx.array:
         in_pages = mx.arange(pages) < indices.array[2]
@@ -410,5 +412,5 @@ class ListStaticCache(StaticCache):
 
 
 def _cut(items, counts: Sequence[int]) -> list:
-    """Slices of so many items, one behind the other."""
+    """Split items into consecutive slices of these lengths."""
     return [items[start:stop] for start, stop in pairwise(accumulate(counts, initial=0))]

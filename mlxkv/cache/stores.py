@@ -28,7 +28,7 @@ from mlxkv.metal.attend import Run, dequantize_side
 
 
 class PageKind:
-    """Stands for what a trace over pages takes for granted beside shapes."""
+    """Identity of the constants, other than shapes, in a trace over pages."""
 
 
 _forms: WeakValueDictionary[tuple, PageKind] = WeakValueDictionary()
@@ -75,7 +75,7 @@ class PageStore(Generic[Name, Snapshot]):
 
     @cached_property
     def form(self) -> PageKind:
-        """The same for stores whose pages are read by the same code, with the same transforms."""
+        """An object shared by stores with the same backend and transforms."""
         transforms = (code.transform for code in self.codecs)
         key = type(self), self.config, self.dims, *transforms, self.backend
         return _forms.setdefault(key, PageKind())
@@ -94,7 +94,7 @@ class PageStore(Generic[Name, Snapshot]):
 
     def append(self, pair: Pair, count: int, start: int = 0) -> None:
         """Encode `count` pages of keys and values [B, G, T, D], from token `start` on."""
-        self._all = None  # a hold on the arrays would have them copied
+        self._all = None  # a reference to the arrays would make MLX copy them
         self.pages.append(self.encode(pair, count * self.config.page, start), count)
 
     def read(self, start: int, stop: int) -> Snapshot:
@@ -108,7 +108,7 @@ class PageStore(Generic[Name, Snapshot]):
         return self._all
 
     def reserve_slack(self) -> None:
-        """Reserve what steps of fixed shapes need."""
+        """Reserve the slack of steps of fixed shapes."""
         self._all = None
         self.pages.reserve_slack()
 
@@ -157,7 +157,7 @@ class Codes(PageStore[tuple[str, str], CodePages]):
         return self._by_side(self.pages.read())
 
     def restore(self, state: dict, count: int) -> None:
-        """Take over the `count` pages of a state of either store."""
+        """Restore `count` pages from the state of either store."""
         self._all = None
         if "records" in state:
             state = records.to_codes(state, self.codecs)
@@ -223,8 +223,10 @@ class Records(PageStore[str, RecordPages]):
         return next(kinds) == next(kinds) and self.backend == store.backend
 
     def transported(self, codecs: tuple[Codec, Codec]) -> dict[str, mx.array]:
-        """Its pages, encoded again in the bases of `codecs`. For layouts that the kernel quantizes: plain ops
-        would take some hundred operations a page."""
+        """Return the pages re-encoded in the bases of `codecs`.
+
+        For layouts that the kernel quantizes: plain ops would need some hundred operations per page.
+        """
         pages, layout, make = self.read(0, self.count), self.layout, self.backend.builder
 
         def side(i: int) -> mx.array:
@@ -240,14 +242,14 @@ class Records(PageStore[str, RecordPages]):
         }
 
     def read(self, start: int, stop: int) -> RecordPages:
-        """As `PageStore.read`; from the first page on it copies nothing."""
+        """Implement `PageStore.read`; no copy if `start` is 0."""
         if start:
             return super().read(start, stop)
         return self.snapshot(self.pages.arrays, stop * self.config.page)
 
     @property
     def state(self) -> Stored:
-        """Return what has to be saved of its pages."""
+        """Return the arrays to save."""
         return self.pages.read()
 
     def restore(self, state: dict, count: int) -> None:
@@ -264,14 +266,14 @@ class Records(PageStore[str, RecordPages]):
 
 
 def codes_of(store: Codes | Records) -> dict[str, Stored]:
-    """Return the arrays of plain ops for the pages of either store, which has some."""
+    """Return the plain-ops arrays of either store, which must have pages."""
     if isinstance(store, Codes):
         return store.state
     return records.to_codes(store.state, store.codecs)
 
 
 def moved(values: mx.array, old: Codec, new: Codec) -> mx.array:
-    """Return values in the stored domain of `old` in that of `new`, both of a basis that follows the text."""
+    """Convert values from the stored domain of `old` to that of `new`, both with a basis that follows the text."""
     if old.transform is new.transform:
         return values
     assert old.transform is not None and new.transform is not None

@@ -1,4 +1,4 @@
-"""What attention reads: the view of a cache after one update, and the quantized pages in it.
+"""The input of attention: the view of a cache after one update, and the quantized pages in it.
 
 Quantized pages are read through snapshots, which a store returns. All have the same members:
 
@@ -42,13 +42,13 @@ OneRun = TypeVar("OneRun", bound="PageRun")
 
 
 def both(change: Callable[..., mx.array], *pairs: Pair) -> Pair:
-    """Return what `change` makes of the keys of all pairs, and of their values."""
+    """Apply `change` to the keys of all pairs, and to their values."""
     keys, values = zip(*pairs, strict=True)
     return change(*keys), change(*values)
 
 
 def joined(*pairs: Pair) -> Pair:
-    """Keys and values [B, G, T, D] of all pairs, one behind the other."""
+    """Concatenate keys and values [B, G, T, D] of all pairs."""
     return both(lambda *parts: mx.concatenate([*parts], axis=2), *pairs)
 
 
@@ -67,7 +67,7 @@ class PageRun:
 
     @property
     def square_transforms(self) -> tuple[Transform | None, Transform | None] | None:
-        """Transforms that transform windows, queries and outputs; None where one cannot be applied so."""
+        """Transforms for windows, queries and outputs; None if one is not square."""
         transforms = self.codecs[0].square_transform, self.codecs[1].square_transform
         is_pure = all(
             code.transform is transform
@@ -131,7 +131,7 @@ class RecordPages(PageRun):
         return kernels.dequantize(self.run, recent[0].dtype, self.backend.builder, sink, recent)
 
     def _dequantized(self, side: int, dtype: mx.Dtype) -> mx.array:
-        """One side in the stored domain: [B, G, T, R]."""
+        """Dequantize one side in the stored domain, [B, G, T, R]."""
         return kernels.dequantize_side(self.run, side == 0, dtype, self.backend.builder)
 
 
@@ -167,7 +167,7 @@ class Parts:
         return sum(part.tokens for part in self.parts)
 
     def decode(self, side: int, dtype: mx.Dtype) -> mx.array:
-        """Keys (side 0) or values (1) as attention sees them: [B, G, T, D]."""
+        """Return keys (side 0) or values (1) as attention sees them, [B, G, T, D]."""
         return mx.concatenate([part.decode(side, dtype) for part in self.parts], axis=2)
 
 
@@ -179,8 +179,8 @@ Snapshot = CodePages | RecordPages | Parts
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What attention reads of a cache after one update. Stands where mlx-lm's models expect keys and values, and
-    answers what they ask of an array.
+    """The input of attention after one update of a cache. Replaces keys and values in mlx-lm's models, and implements
+    the array members that they use.
 
     recent, sink: (keys, values), each [B, G, T, D]. pages: between the two, or None.
     plain: nothing has been quantized yet, so results have to equal a plain cache's.
@@ -232,7 +232,7 @@ class View:
 
     @property
     def columns(self) -> int:
-        """Columns of a mask that is an array."""
+        """The columns of an array mask."""
         return self.tokens
 
     @property
@@ -242,15 +242,17 @@ class View:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """[B, G, T, D] of the keys. Raises UserError in a step of fixed shapes: how many tokens there are is known on
-        the device alone."""
+        """[B, G, T, D] of the keys.
+
+        Raises UserError in a step of fixed shapes, where only the device knows the number of tokens.
+        """
         if self.seen is not None:
             raise UserError("[attend] this model's code reads how many tokens a cache holds")
         batch, heads, _, dims = self.recent[0].shape
         return batch if self.rows is None else len(self.rows), heads, self.tokens, dims
 
     def astype(self, dtype: mx.Dtype) -> View:
-        """Itself: attention casts what it reads."""
+        """Return self: attention casts its inputs."""
         return self
 
     def __getattr__(self, name):
@@ -262,8 +264,8 @@ class View:
         )
 
     def check(self, mask: mx.array | str | None) -> None:
-        """Raise UserError for a mask that does not fit: what the columns of buffers hold is not what a model's code
-        thinks, and a batch has as many columns as its longest sequence."""
+        """Raise UserError for a mask of the wrong shape: columns of buffers differ from what models expect, and a batch
+        has the columns of its longest sequence."""
         if not isinstance(mask, mx.array):
             return
         if self.seen is not None:
@@ -304,7 +306,7 @@ class View:
 
 
 class Once(Protocol):
-    """Returns what `make` makes, once a step for each key."""
+    """Return the result of `make`, called once per step and key."""
 
     def __call__(self, key: Hashable, make: Callable[[], T], /) -> T: ...
 
@@ -347,8 +349,7 @@ class TracedLatents(View):
         return self.once(("latent sizes", rows, splits, *capacities, self.in_order), make)
 
     def visible(self, mask: mx.array | str | None, new: int) -> mx.array:
-        """Rotary scores [B, H, 1, columns] in the order of the view, [B, H, 1, sink + pages + recent], with what is not
-        in use out of sight."""
+        """Return rotary scores [B, H, 1, columns] in view order, [B, H, 1, sink + pages + recent], unused masked."""
         assert isinstance(mask, mx.array)  # `check` says so
         scores, recent, batch = mask, self.recent[0].shape[2], mask.shape[0]
         columns = self.tokens - recent
