@@ -1,6 +1,6 @@
 """Lay out one side, keys or values, of a page record: its words, its numbers and the page's header.
 
-`mlxkv.formats.records` says where each code stands in the words.
+`mlxkv.formats.records` defines the position of each code in the words.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SideLayout:
         return self.bits == HALF
 
     def saves_nothing(self, dims: int) -> bool:
-        """Return whether raw numbers, padded to whole blocks, take as much room as `dims` dims in float16."""
+        """Return whether raw numbers, padded to whole blocks, need as many bytes as `dims` dims in float16."""
         return self.raw and self.blocks * BLOCK >= dims
 
     @property
@@ -96,7 +96,7 @@ class SideLayout:
 
     @property
     def quarters(self) -> int:
-        """Quarters of words, 8 bits each, that a lane holds of a side whose blocks have widths: an even number."""
+        """Quarters of words, 8 bits each, per lane of a mixed-bits side: an even number."""
         return sum(self.widths) + sum(self.widths) % 2
 
     @property

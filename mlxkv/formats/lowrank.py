@@ -82,7 +82,7 @@ class LowRank:
 
     @property
     def runs(self) -> int:
-        """Return how many runs of pages there may be, each with a basis."""
+        """Return the most runs of pages, each with a basis."""
         return self.segments if self.stored == SEGMENTS else 1
 
     def rate(self, prompt: bool) -> float:
@@ -92,7 +92,7 @@ class LowRank:
         return self.prefill_rate if prompt else self.decode_rate
 
     def dims(self, head_dim: int) -> int:
-        """Return R, or the head dim where energy decides: only a calibration knows that R."""
+        """Return R, or the head dim if `energy` determines R, which only a calibration knows."""
         if self.energy:
             return head_dim
         return self.rank or min(head_dim, max(LEAST, 2 * round(self.share * head_dim / 2)))
@@ -105,10 +105,10 @@ class LowRank:
 
 
 def joining(counts: list[int]) -> int:
-    """Choose the run that is joined to the next one: the shortest, the latest of equals.
+    """Choose the run to join to the next one: the shortest, the latest of equals.
 
-    counts: pages per run. The run before the last would be moved again and again, so where it is long the
-    one before it is joined to it instead.
+    counts: pages per run. The run before the last would be moved repeatedly, so if it is long, its predecessor is
+    joined to it instead.
     """
     last = len(counts) - 2
     at = min(range(last + 1), key=lambda i: (counts[i], -i))

@@ -1,4 +1,4 @@
-"""Parse what `--kv` takes.
+"""Parse values of `--kv`.
 
     NUMBER          the best codes of about so many bits a value: 8, 4, 3, 2.25 (`dialled`)
     PRESET          a name of `formats.presets.PRESETS`
@@ -32,8 +32,7 @@ IN_PYTHON = "; in Python also attach(model, replace(parse_kv('int4'), sink=16)) 
 
 
 def canonical(text: str) -> str:
-    """Return the name of a preset or pair for what users of other tools type: 'Q8_0/q4_0' -> 'int8/int4'. Names that
-    are not known stay as they are."""
+    """Translate names of other tools to a preset or pair: 'Q8_0/q4_0' -> 'int8/int4'. Unknown names are unchanged."""
     return "/".join(map(_own_name, text.strip().lower().split("/")))
 
 
@@ -53,8 +52,10 @@ def dialled(bits: float) -> str:
 
 
 def fallback_preset(config: CacheConfig) -> str | None:
-    """Return the name of the preset that takes the place of mixed bits in models whose keys need their mean (a
-    sink logit, a cap on scores) or are latents; None for other configurations."""
+    """Return the preset that replaces mixed bits in models of latents or whose keys need their mean.
+
+    Sink logits and soft-capping need the mean. None for configurations without mixed bits.
+    """
     quantizers = (config.keys.quantizer, config.values.quantizer)
     rates = [quantizer.budget for quantizer in quantizers if quantizer.budget is not None]
     if len(rates) < 2:
@@ -74,7 +75,7 @@ def check_fold(config: CacheConfig, fold: bool) -> None:
 
 
 def complete_kv(incomplete: str) -> list[str]:
-    """Names for a shell that completes `--kv`, behind a comma or a slash, too."""
+    """Return shell completions of `--kv`, also after a comma or a slash."""
     start = max(incomplete.rfind(","), incomplete.rfind("/")) + 1
     given_text, last = incomplete[:start], incomplete[start:]
     return [

@@ -97,13 +97,13 @@ def _in_memory(axes: tuple[int, ...], memory: tuple[int, ...]) -> np.ndarray:
 
 
 def vector(words: int) -> int:
-    """Return how many words a lane reads at once: the longest vector that divides `words`."""
+    """Return the words per lane and load: the longest vector that divides `words`."""
     return next(v for v in (4, 2, 1) if words % v == 0)
 
 
 @dataclass(frozen=True)
 class Field:
-    """Some bits of every code of a record, and the words that hold them.
+    """A bit field of every code of a record, and the words that contain it.
 
     low: the lowest of the bits in a code. width: how many. words: [n] places of words. codes: [n, 32 / width],
     which code, of [16 tokens, padded dims] flattened, stands at bit `width * i` of a word; 16 * padded dims
@@ -118,7 +118,7 @@ class Field:
 
 @dataclass(frozen=True)
 class BlockPart:
-    """Where the codes of a block of 16 dims stand, or some bits of them: `width` bits from bit `low` of a code on.
+    """Position of the codes of a block of 16 dims, or of `width` of their bits from bit `low` on.
 
     row: words before it in a lane. quarter: the first of its quarters in that word; 4 bits take all of them, 8 bits a
     row for each of r = 0 and 1.
@@ -183,7 +183,7 @@ def _block_fields(at: SideLayout) -> tuple[Field, ...]:
 
 @lru_cache(maxsize=64)
 def code_fields(at: SideLayout) -> tuple[Field, ...]:
-    """Return where the codes of a record stand: one field, of 3 bits two."""
+    """Return the fields of a record's codes: one, or two for 3 bits."""
     if at.widths:
         return _block_fields(at)
     count = TOKENS * at.blocks * BLOCK
@@ -218,7 +218,7 @@ def _places(at: SideLayout, words: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def number_places(at: SideLayout) -> np.ndarray:
-    """Return which of the float16 numbers, [names, 16 tokens, groups] flattened, stand one behind the other."""
+    """Return the flat indices, in memory order, of the float16 numbers [names, 16 tokens, groups]."""
     if at.keys:  # token (r, g)
         return _in_memory((len(at.numbers), 2, 8, at.groups), (2, 1, 0, 3))
     # Scales, then biases; token (r, t, half).

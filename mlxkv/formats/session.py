@@ -88,8 +88,8 @@ def entries(
 
 @dataclass(frozen=True)
 class SessionHeader:
-    """What a file says before any tensor is read. entries: by the names that `entries` gives. kinds: the
-    classes of its caches, in their order."""
+    """Header of a session file, read before any tensor. entries: named as by `entries`. kinds: classes of its caches,
+    in order."""
 
     path: Path
     entries: dict[str, str]
@@ -248,7 +248,7 @@ def checksum(path: Path) -> str:
 
 
 def _checksum(file: BinaryIO) -> tuple[str, int]:
-    """Return the checksum, and where it belongs."""
+    """Return the checksum and its offset in the file."""
     digest = hashlib.sha256()
     start = file.read(8)
     head = file.read(int.from_bytes(start, "little"))
@@ -260,7 +260,7 @@ def _checksum(file: BinaryIO) -> tuple[str, int]:
 
 
 def checksum_at(head: bytes) -> int:
-    """Return where the 64 characters of the checksum start: `"0.mlxkv_checksum":"..."`."""
+    """Return the offset of the 64 characters of the checksum: `"0.mlxkv_checksum":"..."`."""
     key = head.index(f'.{KEY}"'.encode()) + len(KEY) + 2
     return head.index(b'"', key) + 1
 

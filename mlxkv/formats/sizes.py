@@ -68,10 +68,13 @@ def buffer_tokens(tokens: int, end: int) -> int:
 
 
 class Counts(NamedTuple):
-    """What a cache holds. pages, room: quantized, and with the room behind them. recent, width: tokens of the window,
-    and those that its buffer has room for. sink, last: exact tokens of the sink, and of the page quantized last.
-    rotary: tokens that the buffer of exact rotary keys has room for. queries: kept, of each head. runs: of pages,
-    each with a basis, or 1 basis before there are pages. since: tokens decoded since the basis learned."""
+    """Contents of a cache as counts.
+
+    pages, room: quantized pages, and with their slack. recent, width: tokens of the window, and capacity of its buffer.
+    sink, last: exact tokens of the sink, and of the page quantized last. rotary: capacity of the buffer of exact rotary
+    keys. queries: queries kept per head. runs: runs of pages, each with a basis, or 1 before the first page. since:
+    tokens decoded since the last basis update.
+    """
 
     tokens: int = 0
     pages: int = 0
@@ -142,7 +145,7 @@ def _learnt(online: LowRank, s: Counts) -> Counts:
 
 
 def _decoding(c: CacheConfig, s: Counts) -> Counts:
-    """Drop, move and learn what the end of a prompt and the tokens since ask for, ahead of decoded ones."""
+    """Drop, move and learn tokens, as due after a prompt or decoded tokens, before more are decoded."""
     if s.queries:
         s = s._replace(queries=0)
         if s.pages > s.chosen:
@@ -197,7 +200,7 @@ def _chunks(window: int, s: Counts, new: int) -> Counts:
 
 
 def _numbers(s: Counts, new: int) -> Counts:
-    """Return a cache of a family's own, which grows by what it is given."""
+    """Model a family's own cache, which grows by the tokens it receives."""
     tokens = s.tokens + new
     return s._replace(tokens=tokens, recent=tokens, width=tokens)
 
@@ -245,17 +248,17 @@ class CacheShape:
 
     @property
     def numbers(self) -> int:
-        """Numbers of a token."""
+        """Numbers per token."""
         return self.heads * (self.key_dim + self.value_dim)
 
     @property
     def plain(self) -> CacheShape:
-        """The cache that mlx-lm makes in its place."""
+        """The mlx-lm cache that it replaces."""
         return replace(self, config=None, kind="full") if self.config else self
 
     @property
     def _has_rotary(self) -> bool:
-        """Return whether exact rotary keys stand in a buffer beside the pages."""
+        """Return whether exact rotary keys are in a buffer of their own."""
         return self.kind == "latent" and self._format.rotary == 16
 
     @property
@@ -318,7 +321,7 @@ class CacheShape:
         return pages + self.number * exact + self._more(s, self.number)
 
     def _more(self, s: Counts, number: int) -> int:
-        """Bytes of bases that the text has made and of queries that wait for the end of a prompt."""
+        """Return the bytes of bases learned from the text, and of queries kept until the end of a prompt."""
         c, bases = self._format, 0
         if s.runs and c.online:
             most = c.basis_bytes(self.heads, self.key_dim, self.value_dim)
@@ -368,7 +371,7 @@ class CacheShape:
         return room + token * (exact + c.pinned) + rotary * (c.window + STEP) + more
 
     def _most_plain(self, tokens: int, chunk: int, padded: bool) -> int:
-        """Return the most tokens that mlx-lm's plain cache has room for. It grows in whole steps from any size."""
+        """Return the largest capacity of mlx-lm's plain cache, which grows in whole steps from any size."""
         if padded:  # as far as prompts that are read at the same time
             tokens += min(chunk, tokens)
         if not self.window:
@@ -381,5 +384,5 @@ class CacheShape:
 
 
 def shared_window(config: CacheConfig) -> int:
-    """Exact tokens that are allocated for each sequence in shared arrays, at most."""
+    """Return the most exact tokens allocated per sequence in shared arrays."""
     return 2 * config.sink + config.recent + 2 * config.page + DECODE_TOKENS

@@ -87,8 +87,8 @@ def check_batch(have: int, new: int, cache: str = "CompressedKVCache") -> None:
 
 
 def tree(header, recent, sink, pages, more: dict, last=None) -> dict:
-    """Return what is saved: the header, the windows (keys, values), the exact tokens of the last page and the state
-    of the store, each if there is one, and entries of a kind of cache."""
+    """Return the tree to save: header, windows (keys, values), exact tokens of the last page and state of the store,
+    if present, and entries of the kind of cache."""
     out: dict = {"header": header}
     for name, pair in (("live", recent), ("sink", sink), ("last", last)):
         if pair is not None:
@@ -104,7 +104,7 @@ def check_shapes(
     counts: Sequence[int],
     bases: dict[str, tuple[int, ...]],
 ) -> None:
-    """Raise ValueError unless all in `tree` has the shape that this configuration gives it.
+    """Raise ValueError unless every tensor of `tree` has the shape that this configuration implies.
 
     token: of the keys and the values of one token, [1, G, 1, D]. page: the state of one page. counts: pages
     of each run. bases: of the basis of each side that has one.
@@ -162,7 +162,7 @@ def check_shape(name: str, x, shape: Shape) -> None:
 def check_rows(
     rows: int, offset: int, keep: int = 0, size: int | None = None, place: int | None = None
 ) -> None:
-    """Raise ValueError unless a cache of mlx-lm with so many rows may have read `offset` tokens.
+    """Raise ValueError unless an mlx-lm cache with `rows` rows may have read `offset` tokens.
 
     size: of its window, in a rotating cache, with `keep` first ones. place: of the next token.
     """
@@ -187,7 +187,7 @@ def unreadable() -> UserError:
 
 
 def cut(error: Exception) -> UserError:
-    """Return what to raise for a state whose tensors do not fit its header."""
+    """Return the UserError for a state whose tensors do not match its header."""
     return UserError(f"[CompressedKVCache] a state with parts missing or cut ({error})")
 
 

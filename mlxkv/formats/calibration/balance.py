@@ -27,7 +27,7 @@ class Balance:
 
     down: [G, D, D] float32, stored = x @ down before any mixing, a direction per column by falling sigma.
     sigma: [G, D] float32.
-    floored: number of directions that the text says nothing about.
+    floored: number of directions absent from the text.
     """
 
     down: np.ndarray
@@ -46,7 +46,7 @@ class Balance:
 
 
 def balance(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Balance two second moments [G, D, D]: noise, of what is stored; sensitivity, of what reads it.
+    """Balance two second moments [G, D, D]: noise, of the stored vectors; sensitivity, of their readers.
 
     Returns down [G, D, D], sigma [G, D], falling, and the number of directions that the moments lack.
     """
@@ -64,8 +64,8 @@ def balance(noise: np.ndarray, sensitivity: np.ndarray) -> tuple[np.ndarray, np.
 def about_mean(noise: np.ndarray, mean: np.ndarray) -> np.ndarray:
     """Return the covariance [G, D, D] of keys with this second moment, of the same shape, and this mean [G, D].
 
-    What rounding leaves below zero is zero: a moment read from a file is a little off, and a mean may be far larger
-    than what varies.
+    Negative rounding errors are set to zero: a moment read from a file is rounded, and a mean may be far larger than
+    the deviations.
     """
     outer = mean[:, :, None] * mean[:, None, :]
     size = np.sqrt(np.maximum(np.diagonal(noise, axis1=-2, axis2=-1), np.finfo(np.float32).tiny))

@@ -1,4 +1,4 @@
-"""What a calibration says of one layer: its matrices, ranks and clips. NumPy; no framework is imported here.
+"""Matrices, ranks and clips of one layer from a calibration. NumPy; imports no framework.
 
 Letters: `G` kv heads, `D` head dim, `R` stored dims.
 """
@@ -30,7 +30,7 @@ Pair = tuple[np.ndarray, np.ndarray]  # down and up: [G or 1, D, R] and [G or 1,
 
 
 def is_centred(kind: str) -> bool:
-    """Return whether a mean is taken from what is stored."""
+    """Return whether a mean is subtracted before storing."""
     return kind.split()[0] in CENTRED
 
 
@@ -69,8 +69,11 @@ def _mapped(kind: str, layer: Layer, side: str) -> Pair:
 
 
 def directions(basis: Basis, centred: bool) -> Pair:
-    """Return the balanced map [G, D, D] and sigma [G, D], falling; centred: of keys without their mean, from the
-    moments that a calibration holds, and for queries mostly by what errors of their scores cost where it holds that."""
+    """Return the balanced map [G, D, D] and sigma [G, D], falling.
+
+    centred: for keys without their mean, and if the calibration has them, for queries weighted mostly by the cost of
+    errors in their scores.
+    """
     if not centred:
         return basis.balance.down, basis.balance.sigma
     assert basis.mean is not None  # keys have one
@@ -82,7 +85,7 @@ def directions(basis: Basis, centred: bool) -> Pair:
 
 
 def key_mean(calibration: Calibration, kinds: Kinds, name: str) -> np.ndarray | None:
-    """Return the mean [G, D] float32 that is taken from the keys of the layer `name`; None for none."""
+    """Return the mean [G, D] float32 subtracted from the keys of layer `name`, or None."""
     return calibration.layers[name].keys.mean if is_centred(kinds[0]) else None
 
 
@@ -137,9 +140,9 @@ def moment(layer: Layer, side: str) -> np.ndarray:
 
 
 def fitted(configs: Mapping[str, CacheConfig], calibration: Calibration) -> dict[str, CacheConfig]:
-    """Return what each layer stores, by name, with what the calibration decides: ranks, the bits of directions, clips.
+    """Return each layer's config, by name, with the calibration's ranks, bits of directions and clips.
 
-    Raises UserError where too few bits are asked for, or something is missing in the calibration.
+    Raises UserError if too few bits are requested, or the calibration lacks something.
     """
     layers = calibration.layers
     ranked = {name: with_ranks(config, layers[name]) for name, config in configs.items()}
@@ -150,8 +153,10 @@ def fitted(configs: Mapping[str, CacheConfig], calibration: Calibration) -> dict
 def with_widths(
     configs: Mapping[str, CacheConfig], calibration: Calibration
 ) -> dict[str, CacheConfig]:
-    """`configs` by layer with the bits of their directions, where they are not allotted yet. Sides of one rate share
-    a budget, over all layers; where keys and values have other rates, each their own."""
+    """Return `configs` by layer with the bits of their directions, if not allotted yet.
+
+    Sides of equal rate share a budget over all layers; keys and values of different rates have separate budgets.
+    """
     budgets: dict[tuple, list[tuple[str, str]]] = {}
     for name, config in configs.items():
         mixed = {side: getattr(config, side) for side in SIDES if getattr(config, side).mixed_bits}
@@ -179,8 +184,7 @@ def with_widths(
 
 
 def with_ranks(config: CacheConfig, layer: Layer) -> CacheConfig:
-    """`config` with the rank that the requested energy takes in this layer: the largest of its kv heads,
-    even."""
+    """Return `config` with the rank that the requested energy needs in this layer: the largest of its heads, even."""
     sides = {}
     for name in SIDES:
         side = getattr(config, name)
@@ -194,7 +198,7 @@ def with_ranks(config: CacheConfig, layer: Layer) -> CacheConfig:
 
 
 def with_clips(config: CacheConfig, layer: Layer) -> CacheConfig:
-    """`config` with the clips that were searched for its formats in this layer, if there are any."""
+    """Return `config` with the clips searched for its formats in this layer, if any."""
     sides = {}
     for name in SIDES:
         side, basis = getattr(config, name), getattr(layer, name)

@@ -21,10 +21,10 @@ WORD, SCALE = 32, 16  # bits
 
 
 def curve(sigma: np.ndarray) -> list[Choice]:
-    """Return the widths of least cost, summed over heads, of sigma [G, D] for each sum of widths that there is.
+    """Return the widths of least cost, summed over heads, of sigma [G, D] for each possible sum of widths.
 
-    Exact: the cost of a run of blocks depends on nothing but where it begins, how long it is and its width, so
-    the best runs of wider codes are extended by the next narrower width.
+    Exact: the cost of a run of blocks depends only on its start, length and width, so the best runs of wider codes are
+    extended by the next narrower width.
     """
     blocks = sigma.shape[1] // DIMS
     sums = np.zeros((len(sigma), blocks + 1))
@@ -71,11 +71,11 @@ def allot(
     rate: float,
     exchange: Sequence[np.ndarray | None] | None = None,
 ) -> list[Widths]:
-    """Return the widths of least cost for all `sides`, "keys" or "values" with sigma [G, D], that share `rate` bits a
-    value, those of all kv heads. Exact, as in `curve`: words are handed out side by side.
+    """Return the widths of least total cost for `sides`, "keys" or "values" with sigma [G, D].
 
-    exchange: of each side, as `weighed` takes it. Raises UserError where the rate is not even one bit for the first
-    block of each.
+    All kv heads share `rate` bits per value. Exact, as in `curve`: words are allotted side by side.
+
+    exchange: per side, as in `weighed`. Raises UserError if the rate is below one bit for the first block of each.
     """
     heads = [len(sigma) for _, sigma in sides]
     common = gcd(*heads)

@@ -35,7 +35,7 @@ def basis(moment: np.ndarray, rank: int, mixed: bool = False) -> np.ndarray:
 
 
 def ranks(moment: np.ndarray, energy: float) -> np.ndarray:
-    """Return [G]: the fewest directions that hold this share of the energy (OjaKV, A.2)."""
+    """Return the fewest directions with this share of the energy, [G] (OjaKV, A.2)."""
     values = np.maximum(np.linalg.eigvalsh(moment)[..., ::-1], 0)
     total = values.sum(-1, keepdims=True)
     share = np.cumsum(values, -1) / np.where(total > 0, total, 1)

@@ -1,8 +1,7 @@
-"""Sum rows and their products in float64, about a row near their mean, and make maps of them. NumPy.
+"""Sum rows and their products in float64, about a row near their mean, and make maps from the sums. NumPy.
 
-Products of rows are made in float32 by the framework that has them. Of keys whose mean is far larger than what varies
-(Qwen2.5) they would lose what varies, so a `centre` is taken off first and put back here. Letters: `G` kv heads, `D`
-head dim.
+The framework computes products of rows in float32. Keys whose mean is far larger than their deviations (Qwen2.5) would
+lose precision, so a `centre` is subtracted first and added back here. Letters: `G` kv heads, `D` head dim.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class Exchange:
 
 
 def floored(by_layer: Mapping[Place, np.ndarray | None]) -> dict[Place, np.ndarray]:
-    """Return the costs [2, G] of each layer, float32, at least LEAST_COST of their mean; {} where one is missing."""
+    """Return the costs [2, G] of each layer, float32, at least LEAST_COST of their mean; {} if one is missing."""
     costs = [x for x in by_layer.values() if x is not None]
     if len(costs) < len(by_layer) or not all(np.isfinite(x).all() for x in costs):
         return {}
@@ -155,7 +154,7 @@ class LayerSums:
     exchange: Exchange | None = None
 
     def raise_peaks(self, side: str, largest: np.ndarray) -> None:
-        """Take in the largest values of a part of the text."""
+        """Update the peaks by the largest values of a part of the text."""
         self.peaks[side] = np.maximum(self.peaks.get(side, largest), largest)
 
     def moment(self, name: str) -> np.ndarray:
@@ -191,7 +190,7 @@ class LayerSums:
 
     @np.errstate(over="ignore", invalid="ignore")  # `floored` looks for infinity
     def costs(self) -> np.ndarray | None:
-        """Return what errors of keys and of values cost, [2, G]; None where that was not measured."""
+        """Return the costs of errors of keys and of values, [2, G], or None if not measured."""
         if self.exchange is None or "stored values" not in self.sums:
             return None
         return self.exchange.costs(self.moment("stored values"))

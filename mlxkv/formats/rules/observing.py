@@ -93,16 +93,16 @@ class Observing:
     # -- queries
 
     def _quantize_rest(self) -> None:
-        """Quantize what is beyond its capacity: the basis has learned from it, or nothing attended to it."""
+        """Quantize the tokens beyond capacity: the basis has learned from them, or no attention read them."""
         self._pending = None
         if self._recent is not None and self._count > self._recent_capacity:
             recent, self._recent = self._read_recent(), None
             self._quantize_pages(recent)
 
     def _observe(self, queries: Tensor, scale: float, rows) -> bool:
-        """Take in queries [B, H, L, D] of attention over the last chunk. rows(n): the mask of the last n.
+        """Observe queries [B, H, L, D] of attention over the last chunk. rows(n): the mask of the last n.
 
-        Returns False where another layer that reads this cache has been here before.
+        Returns False if another layer that reads this cache was observed before.
         """
         view = self._pending
         if view is None:
@@ -231,7 +231,7 @@ class Observing:
             self._queries = tree["asked"], float(header["scale"])
 
     def _own_arrays(self) -> list[Tensor]:
-        """Return what is allocated beside windows and pages: the store counts the basis once there is one."""
+        """Return arrays other than windows and pages; the store includes the basis, once it has one."""
         queries = [] if self._queries is None else [self._queries[0]]
         alone = self._basis is not None and self._store is None
         return [*queries, *(saved(self._basis).values() if alone else ())]

@@ -109,7 +109,7 @@ class Runs:
         self.runs, self.bases = ([x[i] for i in places] for x in (self.runs, self.bases))
 
     def keep(self, choose: Choose, fixed: int) -> int:
-        """Drop what `choose` leaves out of the pages from `fixed` on. Returns how many pages went."""
+        """Drop what `choose` does not select from page `fixed` on. Returns the number of pages dropped."""
         total, first = self.count, 0
         for i, run in enumerate(self.runs):
             count, begin = run.count, max(0, fixed - first)
@@ -126,7 +126,7 @@ class Runs:
 
     @property
     def by_token(self) -> bool:
-        """Return whether every tensor has a row for each token, so that tokens can go one by one."""
+        """Return whether every tensor has a row per token, so that single tokens can be dropped."""
         return all(
             x.shape[2] == run.count * self.page
             for run in self.runs
@@ -138,7 +138,7 @@ class Runs:
     # -- what is stored
 
     def arrays(self) -> list[Tensor]:
-        """Return what is allocated, without bases that all caches share."""
+        """Return the allocated arrays, without bases shared by all caches."""
         bases = [x for basis in self.bases for x in saved(basis).values()]
         return [x for run in self.runs for x in run.arrays()] + bases
 
@@ -152,7 +152,7 @@ class Runs:
         return out
 
     def restore(self, state: dict, count: int) -> None:
-        """Take over the pages of a state."""
+        """Restore the pages of a state."""
         counts = state["counts"].tolist()
         longest = self.online.runs if self.online else 1
         if sum(counts) != count or min(counts) < 0 or len(counts) > longest:

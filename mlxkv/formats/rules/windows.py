@@ -40,8 +40,8 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class TrimPlan:
-    """What a trim leaves. removed: tokens that go. pages: quantized ones that stay. recent: tokens that are the recent
-    window afterwards, the first ones of `source`; of a page, of the one behind those that stay."""
+    """Result of a trim. removed: tokens dropped. pages: quantized pages kept. recent: tokens of the recent window
+    afterwards, the first ones of `source`; if that is a page, of the page after those kept."""
 
     removed: int
     source: Source
@@ -51,8 +51,8 @@ class TrimPlan:
 
 @dataclass(frozen=True)
 class FlushPlan:
-    """What leaves a recent window that is full. sink: tokens that become the sink. pages: quantized of those behind.
-    stop: the first token that stays recent."""
+    """Tokens that leave a full recent window. sink: tokens moved to the sink. pages: pages quantized after these. stop:
+    first token that stays recent."""
 
     sink: int
     pages: int
@@ -61,7 +61,7 @@ class FlushPlan:
 
 @dataclass(frozen=True)
 class Windows:
-    """Where the tokens of a sequence are.
+    """Location of the tokens of a sequence.
 
     sink: tokens of the sink that have left the recent window. pages: quantized ones. recent: tokens of the recent
         window.
@@ -85,7 +85,7 @@ class Windows:
 
     @property
     def trimmable(self) -> int:
-        """Return how many of the last tokens can be taken back, though all can go, too."""
+        """Return how many of the last tokens can be trimmed; trimming all tokens is always possible."""
         return self.offset - self.shortest
 
     def can_keep(self, count: int) -> bool:
@@ -93,8 +93,7 @@ class Windows:
         return not count or count >= self.shortest
 
     def trim(self, n: int) -> TrimPlan:
-        """Return what the last n tokens, at most all, leave when they go. Raises UserError where the others cannot be
-        kept alone."""
+        """Plan to drop the last n tokens, at most all. Raises UserError if the others cannot be kept alone."""
         n = max(0, min(self.offset, n))
         count, page = self.offset - n, self.config.page
         if not self.can_keep(count):
@@ -114,7 +113,7 @@ class Windows:
         return TrimPlan(n, Source.PAGE, self.pages + recent // page, recent % page)
 
     def flush(self, recent: int) -> FlushPlan:
-        """Return what goes of so many recent tokens, which are more than `recent_capacity`."""
+        """Plan which of `recent` tokens leave the window, for more than `recent_capacity`."""
         sink = 0 if self.sink else self.config.sink
         pages = self.config.pages_over(recent - sink)
         return FlushPlan(sink, pages, sink + pages * self.config.page)
