@@ -1,6 +1,6 @@
-"""What counts as equal: the rows, ties and bounds of the golden table, for every backend.
+"""Criteria of equality: rows, ties and bounds of the golden table, for every backend.
 
-No framework is imported here. `mlxkv.spec.rows` feeds the golden tensors to a backend and compares by these.
+Imports no framework. `mlxkv.spec.rows` passes the golden tensors to a backend and compares by these criteria.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def rms(x: np.ndarray, spec: np.ndarray) -> float:
 
 
 def close(table: str, case: str, values: np.ndarray, spec: np.ndarray, bound: float) -> Row:
-    """Numbers against the spec's."""
+    """Compare numbers with the spec's."""
     return Row(table, case, spec.size, rms=rms(values, spec), bound=bound)
 
 
 def compare_codes(
     table: str, case: str, codes: np.ndarray, spec: np.ndarray, ties: np.ndarray
 ) -> Row:
-    """Codes against the spec's; `ties` is the packed bit mask of values at a rounding boundary."""
+    """Compare codes with the spec's. ties: packed bit mask of values at a rounding boundary."""
     gap = np.abs(codes.astype(np.int64) - spec)
     at_boundary = np.unpackbits(ties, count=spec.size).astype(bool).reshape(spec.shape)
     allowed = (gap == 1) & at_boundary
@@ -92,7 +92,7 @@ def steps_off(values: np.ndarray, spec: np.ndarray) -> int:
 
 
 def mask_at(places: np.ndarray, size: int) -> np.ndarray:
-    """Packed bits that are 1 at `places`, as `compare_codes` takes them."""
+    """Return packed bits that are 1 at `places`, for `compare_codes`."""
     mask = np.zeros(size, bool)
     mask[places] = True
     return np.packbits(mask)
@@ -103,7 +103,7 @@ def keys(tensors: Arrays, ending: str = ".codes") -> list[str]:
 
 
 def under(tensors: Arrays, name: str) -> Arrays:
-    """Return the tensors called `name.*`, without it."""
+    """Return the tensors called `name.*`, without that prefix."""
     return {n.removeprefix(f"{name}."): x for n, x in tensors.items() if n.startswith(f"{name}.")}
 
 

@@ -107,7 +107,7 @@ def best_step(bits: int) -> float:
 
 @lru_cache(maxsize=8)
 def gain(bits: int) -> float:
-    """Return by how much levels are further apart than cells, so that E x^^2 = 1."""
+    """Return the ratio of level distance to cell width that makes E x^^2 = 1."""
     return 1 / math.sqrt(moments(bits, best_step(bits))[0])
 
 
@@ -141,7 +141,7 @@ def cost(sigma: np.ndarray, widths: Widths) -> float:
 
 
 def stored_bits(widths: Widths) -> int:
-    """Return the bits that a token of a head takes: codes in whole 32-bit words, and a scale of 16."""
+    """Return the stored bits per token and head: codes in whole 32-bit words, and a scale of 16 bits."""
     return 32 * -(-DIMS * sum(widths) // 32) + 16
 
 
@@ -192,8 +192,10 @@ def readers(q: np.ndarray, w: np.ndarray, kv_heads: int) -> np.ndarray:
 def side_cost(
     sigma: np.ndarray, widths: Widths, norms: np.ndarray, measured: np.ndarray | None = None
 ) -> float:
-    """Return what the keys or the values of a layer add to J, for sigma and norms [G, D] and [G], and a or b [G] where
-    they were measured. norms: D of keys, the sum of sigma^2 of values; heads whose norm is 0 cost nothing."""
+    """Return the contribution of a layer's keys or values to J, for sigma [G, D].
+
+    norms: [G], D for keys, the sum of sigma^2 for values; heads with norm 0 cost 0. measured: a or b [G], if measured.
+    """
     if measured is None:
         return cost(sigma, widths) / norms.sum() if norms.sum() else 0.0
     heads = zip(measured, sigma[:, None], norms, strict=True)

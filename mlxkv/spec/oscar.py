@@ -1,7 +1,7 @@
 """THE SPEC of calibrated rotations (OSCAR, arXiv 2605.17757), in NumPy float64.
 
-A rotation R = U H P per kv head: U the eigenvectors of a target that says which directions attention
-reads, H a Hadamard matrix, P a bit-reversal permutation. Rules as in `affine.py`.
+A rotation R = U H P per kv head: U the eigenvectors of a target that weights directions by how attention reads them, H
+a Hadamard matrix, P a bit-reversal permutation. Rules as in `affine.py`.
 
 Row vectors throughout: stored = x @ R, x = stored @ R^T. `B` batch, `H` query heads, `G` kv heads,
 `T` tokens, `L` queries, `D` head dim. Targets are means over rows: a factor changes no eigenvector.

@@ -127,7 +127,7 @@ class Table:
 
     @property
     def tables(self) -> dict[str, Callable[[], Rows]]:
-        """What computes the rows of each golden set."""
+        """Return the function that computes the rows of each golden set."""
         return {
             "transform": self.transform_rows,
             "packing": self.packing_rows,
@@ -229,7 +229,7 @@ class Table:
     def attention_cases(
         self, table: str = "attention"
     ) -> Iterator[tuple[str, Attention, np.ndarray]]:
-        """(case, what is given, the spec's output)."""
+        """Yield (case, inputs, the spec's output)."""
         tensors, header = read_golden(table)
         for case, info in json.loads(header.get("cases", "{}")).items():
             golden = under(tensors, case)
@@ -419,7 +419,7 @@ class Table:
             yield close(table, key, self.array(product), case[table], PRODUCT_BOUND)
 
     def oja_rows(self) -> Rows:
-        """Bases of low rank that follow the text, and the tokens that teach them or stay."""
+        """Compare bases of low rank that follow the text, and the tokens selected to update them or to be kept."""
         for dims, golden in by_dims("oja"):
             yield from self._oja_rows(dims, golden)
 
@@ -495,7 +495,7 @@ class Table:
         return close("attention", case, self.array(out), spec, BOUNDS["attention"])
 
     def _page_alone(self, case: str, dims: int, golden: Arrays, sides, stored) -> Row:
-        """Attention over one page of given codes and nothing else."""
+        """Compare attention over a single page of given codes."""
         nothing = self.floats(np.zeros((1, 1, 0, dims)))
         call = Attention(
             q=self.floats(golden["q"]),
@@ -528,7 +528,7 @@ class Table:
         return steps_off(self.array(values), spec)
 
 
-# What all backends share is NumPy code: it is checked once, by `mlxkv doctor`.
+# NumPy code shared by all backends: checked once, by `mlxkv doctor`.
 
 
 def shared_rows() -> Rows:
