@@ -1,1 +1,1 @@
-"""`mlxkv calibrate`: the command, and its output. What computes lives in `calibration`."""
+"""`mlxkv calibrate`: the command and its output. The computation is in `calibration`."""

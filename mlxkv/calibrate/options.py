@@ -64,6 +64,6 @@ class CalibrateOptions:
 
     @property
     def learning(self) -> dict[str, Any]:
-        """The options of learned transforms that were given, as arguments of `Learned`."""
+        """Return the given options of learned transforms, as arguments of `Learned`."""
         named = {"variant": self.learn, "bits": self.bits}
         return {k: v for k, v in named.items() if v is not None}

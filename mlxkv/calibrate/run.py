@@ -36,13 +36,13 @@ def run_calibrate(options: CalibrateOptions) -> None:
 
 
 def run_fitting(options: CalibrateOptions) -> None:
-    """Fit rotations and balanced transforms, or take those of a file, then search clips if asked."""
+    """Fit rotations and balanced transforms, or read them from a file, then search clips if requested."""
     base = read_calibration(options.calibration) if options.calibration else None
     out = options.out and user_path(options.out, "--out")
     loaded = load(options.model, "fp16", dtype=options.dtype)
     try:
         first = artifact.find(loaded.fingerprint, loaded.path)
-    except UserError:  # a damaged one, which this may be made to replace
+    except UserError:  # a damaged file, which this run may replace
         first = None
     found = None if first is None else first.path
     comes_with_model = found is not None and loaded.path in found.parents
@@ -95,7 +95,7 @@ def _read(loaded, options: CalibrateOptions) -> Text:
 
 
 def learned_path(fingerprint: str) -> Path:
-    """Return where learned maps are kept: beside the user's own calibration of the model, which stays."""
+    """Return the path of learned maps: next to the user's own calibration of the model, which is kept."""
     return artifact.kept_path(fingerprint, "-learned")
 
 
@@ -106,7 +106,7 @@ def searched_presets(options: CalibrateOptions) -> dict[str, CacheConfig]:
 
 
 def check_options(options: CalibrateOptions) -> None:
-    """Raise UserError for settings that do not go together."""
+    """Raise UserError for incompatible settings."""
     _check_learning(options)
     for option, value in (("--kv", options.kv), ("--calibration", options.calibration)):
         if value is not None and not options.search_clip:
@@ -135,10 +135,10 @@ def _check_learning(options: CalibrateOptions) -> None:
 
 
 def _with_kept_clips(calibration: Calibration, path: Path) -> Calibration:
-    """Return `calibration` with the clips of the file that it replaces, where the transforms are the same."""
+    """Return `calibration` with the clips of the file it replaces, if the transforms are equal."""
     try:
         old = artifact.read_calibration(path)
-    except UserError:  # not there, or not worth keeping
+    except UserError:  # missing or damaged
         return calibration
     if old.fingerprint != calibration.fingerprint:
         return calibration
@@ -151,7 +151,7 @@ def _with_kept_clips(calibration: Calibration, path: Path) -> Calibration:
 def report(
     calibration: Calibration, path: Path, seconds: float, trials: dict[str, dict[str, clips.Trial]]
 ) -> None:
-    """Print where the file is, and what was tried of clips."""
+    """Print the path of the file and the tried clips."""
     layers = calibration.layers.values()
     if floored := sum(getattr(layer, side).floored for layer in layers for side in SIDES):
         note(
@@ -186,7 +186,7 @@ def _report_clips(kv: str, outcomes: dict[str, clips.Trial]) -> None:
 def report_learned(
     calibration: Calibration, path: Path, seconds: float, outcomes: Outcomes
 ) -> None:
-    """Print a row per layer and where the file is."""
+    """Print a row per layer and the path of the file."""
     cells = []
     for name, sides in outcomes.items():
         numbers = (

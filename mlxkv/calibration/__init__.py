@@ -2,4 +2,4 @@
 finds the one that a model uses. The file format is in `formats/calibration`, the command in
 `calibrate/`."""
 
-TOKENS = 8900  # to read by default, about as many as the OSCAR paper
+TOKENS = 8900  # read by default, about as many as in the OSCAR paper

@@ -1,13 +1,13 @@
 """Search clips per layer: the quantile at which a token is cut before it is quantised (OSCAR's
 --search-clip).
 
-The paper's quantiles (keys .96, values .92) are the same for all models and layers; the error they
-leave is not. It is measured on calibration text, with the model in full precision: keys are stored
+The paper uses the same quantiles (keys .96, values .92) for all models and layers, but their errors differ. They are
+measured on calibration text, with the model in full precision: keys are stored
 with each candidate while values stay exact, and values while keys stay exact, by the codec of the
 cache. A few queries at the end of every window attend to them as in decoding: exact sink, pages,
-exact recent tokens. The energy of the error behind the layer's output projection is summed over all
-windows, relative to the energy of the exact output; before the projection where a gate or a norm comes
-between, or other layers read the cache.
+exact recent tokens. The energy of the error after the layer's output projection is summed over all windows, relative
+to the energy of the exact output; before the projection if a gate or a norm is in between, or if other layers read
+the cache.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from mlxkv.patching.probe import find
 from mlxkv.patching.projections import projections
 from mlxkv.patching.trees import leaves, put
 
-# Few: every pair of clips that layers use is one more build of the quantize kernel.
+# Few: each pair of clips in use is one more build of the quantize kernel.
 CANDIDATES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.88, 0.84, 0.8, 0.7, 0.6)
-GAIN = 0.05  # smallest relative gain for which a layer gets a clip, and kernels, of its own
+GAIN = 0.05  # least relative gain for which a layer has a clip, and so kernels, of its own
 QUERIES = 256  # of the last CHUNK tokens of a window, evenly spaced
 
 
@@ -55,18 +55,18 @@ class Trial:
         self.losses[side][clip] = self.losses[side].get(clip, 0.0) + error
 
     def errors(self, side: str) -> dict[float, float]:
-        """Relative errors of a side by clip, the preset's own clip first."""
+        """Return the relative errors of a side by clip, the preset's own clip first."""
         return {clip: x / max(self.energy, 1e-30) for clip, x in self.losses[side].items()}
 
     def best(self, side: str) -> float:
-        """Return the clip with the smallest error; of several, the one that cuts least."""
+        """Return the clip with the smallest error; of equal ones, the largest clip."""
         errors = self.errors(side)
         return min(errors, key=lambda clip: (errors[clip], -clip))
 
 
 def why_not(config: CacheConfig) -> str | None:
     """Return why `config` has no clips to search, or None."""
-    if config.mixed_bits:  # their maps need widths, which are allotted over all layers
+    if config.mixed_bits:  # their maps need widths, allotted over all layers
         return "clips are not searched beside mixed bits; choose a pair without fill-NUMBER"
     if config.keys.searchable or config.values.searchable:
         return None
@@ -94,8 +94,8 @@ def search(
     tokens: read in windows as in `calibrate`. candidates: the clips of `config` are added, so that
     the choice is never worse on this text.
 
-    Raises UserError for a configuration without clips to search, a calibration that does not fit,
-    folded weights, and windows that `config` would keep exactly; MachineError for NaN.
+    Raises UserError for a configuration without clips to search, a calibration that does not fit, folded weights, and
+    windows shorter than the exact tokens of `config`; MachineError for NaN.
     """
     refuse_folded(model, "search-clip")
     if reason := why_not(config):
@@ -154,8 +154,8 @@ def _read(
     tokens: Sequence[int],
     lead: list[int],
 ) -> None:
-    """Run one window through the model; the queries of its last chunk measure the error. judges: of the observers in
-    `caches`."""
+    """Run one window through the model; the queries of its last chunk measure the error. judges: a callback for each
+    observer in `caches`."""
     cut = max(0, len(tokens) - CHUNK)
     for start in range(0, cut, CHUNK):
         part = [*([] if start else lead), *tokens[start : min(start + CHUNK, cut)]]
@@ -169,9 +169,9 @@ def _read(
 def choose(trials: Mapping[str, Trial], side: str) -> dict[str, float]:
     """Choose a clip for each layer.
 
-    It is the one with the smallest error of all layers together, if it is no worse in the layer than
-    the preset's and the layer's own best gains less than GAIN over it; else the layer's best. So most
-    layers share kernels, and the noise of a short text does not set them apart.
+    This is the clip with the smallest error over all layers, if in this layer it is no worse than the preset's and the
+    layer's own best gains less than GAIN over it; else the layer's best. So most layers share kernels, and the noise of
+    a short text does not separate them.
     """
     errors = {name: trial.errors(side) for name, trial in trials.items() if trial.losses[side]}
     common = set.intersection(*(set(layer) for layer in errors.values())) if errors else set()
@@ -215,7 +215,7 @@ def _judge(
     """Add the errors of the candidates in one call of attention.
 
     For a query at token t, tokens sink .. end(t) are in pages, as in `CompressedKVCache`, which quantizes
-    when the tokens before t no longer fit. project: errors are measured behind it.
+    when the tokens before t no longer fit. project: errors are measured after it.
     """
     keys, values = (x.astype(mx.float32) for x in call.exact)  # [B, G, T, D]
     new, total = call.queries.shape[2], keys.shape[2]
@@ -242,7 +242,7 @@ def _judge(
     key_mean = rotations.key_mean if config.centred else None
 
     def stored(name: str, x: mx.array, clip: float) -> mx.array:
-        """Return the error of the pages, decoded minus exact, [B, G, T, D]; zero outside of them."""
+        """Return the error of the pages, decoded minus exact, [B, G, T, D]; zero outside them."""
         side = getattr(config, name).clipped(clip)
         codec = Codec(side, x.shape[3], config.page, getattr(rotations, name))
         pages = subtract_mean(key_mean if name == "keys" else None, x[:, :, inside])
@@ -260,7 +260,7 @@ def _judge(
 
 
 def _candidates(clips: Sequence[float], spec, dims: int) -> list[float]:
-    """Return the preset's own clip and those of `clips` that cut differently, less those no kernel supports."""
+    """Return the preset's own clip and the `clips` with a different effect, without those that no kernel supports."""
     ranks: dict[int, float] = {}
     for clip in (spec.clip, *clips):
         rank = replace(spec, clip=clip).clip_rank(dims)

@@ -1,8 +1,8 @@
-"""Measure what errors of keys and of values cost the model, a kv head at a time. Spec: `mlxkv.spec.mixed_bits`.
+"""Measure the cost of errors in keys and in values for the model, per kv head. Spec: `mlxkv.spec.mixed_bits`.
 
-An error d of what attention hands on changes the log-likelihood of a reply by g . d, g its gradient, and KL by half
-of E (g . d)^2 to first order: by d^T F d / 2, where F = E g g^T over tokens that the model itself draws (Fisher's
-information). Letters: `B` batch, `G` kv heads, `H` query heads, `C` asked queries, `T` tokens, `Dv` dims of values.
+To first order, an error d in the output of attention changes the log-likelihood of a reply by g . d, with gradient g,
+and KL by half of E (g . d)^2: by d^T F d / 2, where F = E g g^T over tokens drawn by the model (Fisher information).
+Letters: `B` batch, `G` kv heads, `H` query heads, `C` asked queries, `T` tokens, `Dv` dims of values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlxkv.patching.trees import Place, put
 
 @dataclass
 class ExchangeMeasure(sums.Exchange):
-    """With the root of F."""
+    """The sums of `Exchange`, with the root of F."""
 
     root: mx.array = field(init=False, repr=False)
 
@@ -31,9 +31,9 @@ class ExchangeMeasure(sums.Exchange):
         self.root = mx.array(sums.root(self.fisher))
 
     def add(self, call: AttentionCall, rows: mx.array, far: mx.array, sink: int) -> mx.array:
-        """Add one call of attention: `rows` [C] of its queries, and what they give to far tokens, [B, H, C, T].
+        """Add one call of attention: its queries `rows` [C], and their attention to far tokens, [B, H, C, T].
 
-        Return what a nat^2 of noise in the scores of each of these queries costs, [G, B H / G C].
+        Return the cost of a nat^2 of noise in the scores of each of these queries, [G, B H / G C].
         """
         values = call.exact[1].astype(mx.float32) @ self.root
         out = call.out[:, :, rows].astype(mx.float32)
@@ -53,7 +53,7 @@ class ExchangeMeasure(sums.Exchange):
 class ShiftedCache(PlainObserver):
     """A plain cache that adds `shift` [B, H, L, Dv] to the output of attention; None adds nothing.
 
-    shape: of the last output, () before there was one.
+    shape: of the last output, () before the first.
     """
 
     def __init__(self, shift: mx.array | None = None):
@@ -74,8 +74,8 @@ def fisher(
     first: list[int],
 ) -> dict[Place, np.ndarray]:
     """Return F [G, Dv, Dv] float64 of each cache, the sum over the query heads of a kv head; {}, and a line on stderr,
-    where the model cannot be differentiated, or gradients are no numbers or all 0. Raises RuntimeError where the GPU
-    is lost.
+    if the model cannot be differentiated, or gradients are NaN or all 0. Raises RuntimeError if the GPU is
+    lost.
 
     heads: kv heads by cache. first: ids in front of each window. The attention function must be patched.
     """
@@ -90,8 +90,8 @@ def fisher(
             for (place, kv_heads), g in zip(heads.items(), gradients, strict=True):
                 g = g[0, :, FIRST:].reshape(kv_heads, -1, g.shape[3])
                 totals[place] = totals[place] + np.array(g.swapaxes(-1, -2) @ g, np.float64)
-    except Exception as error:  # a foreign model may raise anything at all; equal layers serve, too
-        if errors.is_of_lost_gpu(error):  # nothing that follows would be right
+    except Exception as error:  # a foreign model may raise any error; fall back to equal layers
+        if errors.is_of_lost_gpu(error):  # all later results would be wrong
             raise
         console.note(
             f"[calibrate] errors count alike in all layers: no gradient ({errors.reason(error)})"
@@ -107,7 +107,8 @@ def _gradients(
     ids: list[int],
     seed: int,
 ) -> list[mx.array]:
-    """Return what the log-likelihood of tokens drawn by the model gains from each output of attention, float32."""
+    """Return the gradients, float32, of the log-likelihood of tokens drawn by the model for each output of
+    attention."""
     order, tokens = list(places), mx.array(ids)[None]
 
     def run(shifts: Sequence[mx.array | None]) -> tuple[mx.array, list[ShiftedCache]]:

@@ -1,7 +1,7 @@
 """Find the calibration of a model and fit a configuration to it.
 
-In this order: the one that is given, the one that came with the model, the user's own, one that is made
-on the spot and kept.
+In this order: the one passed in, the one shipped with the model, the user's own, a new one made on the spot and
+saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlxkv.patching.trees import Place
 
 
 def read_calibration(calibration: Calibration | Path | str) -> Calibration:
-    """Read a calibration from a file or folder; one that is read already is returned. Raises UserError."""
+    """Read a calibration from a file or folder; return a `Calibration` unchanged. Raises UserError."""
     return (
         calibration
         if isinstance(calibration, Calibration)
@@ -34,8 +34,8 @@ def read_calibration(calibration: Calibration | Path | str) -> Calibration:
 
 
 def find_calibration(model: nn.Module, config: CacheConfig | None = None) -> Calibration | None:
-    """Return the calibration that `model` was loaded with, that came with it, or that the user keeps; None if it
-    has to be made. config: one that serves it, unless it was named."""
+    """Return the calibration that `model` was loaded with, the one shipped with it, or the user's own; None if it must
+    be made. config: skip calibrations that do not serve it, unless named by the user."""
     origin = origin_of(model)
     if origin is None or origin.calibration is not None:
         return origin and origin.calibration
@@ -48,8 +48,8 @@ def fit(
     places: Mapping[Place, ProbedShape],
     calibration: Calibration | Path | str | None = None,
 ) -> dict[Place, tuple[CacheConfig, LayerMaps | None]]:
-    """For each of `places`, `config`, which has a calibrated side, with the clips and ranks of its layer, and the
-    layer's maps. calibration: the one to use. Raises UserError for one that is missing or does not fit.
+    """Return, for each of `places`, `config` with its layer's clips and ranks, and the layer's maps. `config` has a
+    calibrated side. calibration: the one to use. Raises UserError if it is missing or does not fit.
     """
     origin = origin_of(model)
     if LEARNED in config.fitted and calibration is None and not (origin and origin.calibration):
@@ -82,7 +82,7 @@ def fit(
 
 
 def _on_the_spot(model: nn.Module, origin: Origin, label: str) -> Calibration:
-    """Make a calibration and keep it in the user's folder, if that can be written."""
+    """Make a calibration and save it in the user's folder, if writable."""
     console.note(
         f"{label}: no calibration of {origin.name} yet; making one (once, minutes without a GPU)"
     )

@@ -30,17 +30,17 @@ from mlxkv.formats.calibration.learned import Learned
 from mlxkv.formats.config import LEARNED, Side
 from mlxkv.formats.quantizers import Affine
 
-RATE = {"scale": 0.02, "rotation": 0.01, "householder": 0.01}  # of Adam at the start; falls to 0
-HELD = 8  # one row in so many, the last of the text, is held out
-BATCH = 512  # rows of a step
+RATE = {"scale": 0.02, "rotation": 0.01, "householder": 0.01}  # Adam's initial rate; falls to 0
+HELD = 8  # one in this many rows, the last of the text, is held out
+BATCH = 512  # rows per step
 PAGE = 16  # any number: codes of a token do not depend on its page
 TINY = 1e-20
 
 
 @dataclass(frozen=True)
 class LearnResult:
-    """Error of the codes, |x^ - x|^2 / |x|^2, mean of the kv heads, on rows that were held out: behind random SRFT, and
-    behind the learned map."""
+    """Error of the codes on held-out rows, |x^ - x|^2 / |x|^2, mean over kv heads: after random SRFT, and after the
+    learned map."""
 
     held_srft: float
     held: float
@@ -80,7 +80,7 @@ def learn(
 
 
 def steps(calibration: Calibration, learned: Learned) -> int:
-    """Return how many steps `learn` reports to its progress."""
+    """Return how many steps `learn` reports to `progress`."""
     return len(calibration.layers) * len(SIDES) * learned.steps
 
 
@@ -103,15 +103,15 @@ def _side(
 
 
 def _srft(dims: int) -> Transform:
-    return cast(Transform, transform.make("srft", dims, 0))  # there is none for "none" alone
+    return cast(Transform, transform.make("srft", dims, 0))  # None only for "none"
 
 
 def train(
     x: mx.array, learned: Learned, label: str, progress: Progress | None = None
 ) -> np.ndarray:
-    """Learn down [G, D, D] float32 for rows x [G, N, D] float32; the base alone where that is better.
+    """Learn down [G, D, D] float32 for rows x [G, N, D] float32; the base alone if that is better.
 
-    A step takes BATCH rows, in an order that is the same every time. Raises MachineError.
+    Each step reads BATCH rows, in a fixed order. Raises MachineError.
     """
     dims = x.shape[-1]
     base = _srft(dims).down if learned.base == "srft" else mx.eye(dims)
@@ -141,25 +141,25 @@ def train(
         raise MachineError(
             f"[learn] NaN or infinity in layer {label}; try another --dtype, or other text"
         )
-    best = params if end < start else first  # also where it diverged to NaN
+    best = params if end < start else first  # also if it diverged to NaN
     with mx.stream(mx.cpu):  # GPUs may round the factors of float32 products to 11 bits
         return np.array(pair(best, base)[0])
 
 
 def loss(params: Params, x: mx.array, base: mx.array, spec: Affine) -> mx.array:
-    """Relative error of the codes of x [G, N, D], mean of the kv heads."""
+    """Return the relative error of the codes of x [G, N, D], mean over kv heads."""
     down, up = pair(params, base)
     return relative(coded(x @ down, spec) @ up, x)
 
 
 def relative(decoded: mx.array, x: mx.array) -> mx.array:
-    """Return |decoded - x|^2 / |x|^2 of [G, N, D], mean of the kv heads."""
+    """Return |decoded - x|^2 / |x|^2 of [G, N, D], mean over kv heads."""
     off = ((decoded - x) ** 2).sum((1, 2)) / mx.maximum((x**2).sum((1, 2)), TINY)
     return off.mean()
 
 
 def coded(x: mx.array, spec: Affine) -> mx.array:
-    """x [G, N, D] after min-max codes, with gradients; scales and biases are not rounded to float16."""
+    """Return x [G, N, D] after min-max codes, with gradients; scales and biases are not rounded to float16."""
     size, dims = spec.group_size(x.shape[-1], PAGE), x.shape[-1]
     return mx.concatenate(
         [_group(x[..., i : min(i + size, dims)], 2**spec.bits - 1) for i in range(0, dims, size)],
@@ -176,7 +176,7 @@ def _group(x: mx.array, top: int) -> mx.array:
 
 
 def error(x: mx.array, spec: Affine, pair: Transform) -> float:
-    """Relative error of what a cache decodes for x [G, N, D] behind `pair`."""
+    """Return the relative error of x [G, N, D] as decoded by a cache with maps `pair`."""
     codec = Codec(Side(spec, LEARNED), x.shape[-1], PAGE, pair)
     return float(relative(codec.decode(codec.encode(x[None]), mx.float32)[0], x))
 
@@ -186,14 +186,14 @@ def error(x: mx.array, spec: Affine, pair: Transform) -> float:
 
 LARGEST = 1024.0  # scale; the smallest is its inverse
 # exp(A) = (Taylor series of A / 2^SQUARINGS to DEGREE) ^ 2^SQUARINGS. The error is 1e-6 at angles of 10
-# radians, more than any that is needed.
+# radians, more than is needed.
 SQUARINGS, DEGREE = 5, 6
 LEAST = 1e-12  # squared length
 Params = dict[str, mx.array]
 
 
 def identity(learned: Learned, heads: int, dims: int) -> Params:
-    """Parameters of the identity, so that learning starts at the base alone."""
+    """Return parameters of the identity, so that learning starts from the base alone."""
     out = {}
     if learned.rotation == "rotation":
         out["rotation"] = mx.zeros((heads, dims, dims))
@@ -208,7 +208,7 @@ def identity(learned: Learned, heads: int, dims: int) -> Params:
 
 
 def pair(params: Params, base: mx.array) -> tuple[mx.array, mx.array]:
-    """(down, up) [G, D, D] behind an orthogonal base [D, D]: stored = x @ down, x = stored @ up."""
+    """Return (down, up) [G, D, D] after an orthogonal base [D, D]: stored = x @ down, x = stored @ up."""
     down = base[None]
     if "rotation" in params:
         down = down @ exponential(params["rotation"])
@@ -222,7 +222,7 @@ def pair(params: Params, base: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def exponential(free: mx.array) -> mx.array:
-    """Rotations exp(L - L^T) [G, D, D], L the strict lower triangle of free [G, D, D]."""
+    """Return rotations exp(L - L^T) [G, D, D], L the strict lower triangle of free [G, D, D]."""
     lower = mx.tril(free, -1)
     small = (lower - lower.swapaxes(-1, -2)) / 2**SQUARINGS
     eye = mx.eye(free.shape[-1])
@@ -235,10 +235,10 @@ def exponential(free: mx.array) -> mx.array:
 
 
 def reflected(x: mx.array, vectors: mx.array) -> mx.array:
-    """x [G or 1, D, D] times the product of the reflectors of vectors [G, K, D], in their order.
+    """Multiply x [G or 1, D, D] by the product of the reflectors of vectors [G, K, D], in order.
 
-    Products are held as I - W^T Y (Bischof and Van Loan 1987) and joined in pairs, in log2(K) rounds:
-    one reflector after the other would be hundreds of tiny products.
+    Products are stored as I - W^T Y (Bischof and Van Loan 1987) and joined in pairs, in log2(K) rounds: applying
+    reflectors one by one would take hundreds of tiny products.
     """
     heads, count, dims = vectors.shape
     y = mx.pad(vectors, [(0, 0), (0, 2 ** (count - 1).bit_length() - count), (0, 0)])
@@ -253,11 +253,11 @@ def reflected(x: mx.array, vectors: mx.array) -> mx.array:
 
 
 def reflectors(dims: int) -> int:
-    """K: half of dims, rounded up to an even number."""
+    """Return K: half of dims, rounded up to an even number."""
     return 2 * -(-dims // 4)
 
 
 def scale(free: mx.array) -> mx.array:
-    """Positive scales [G, D] with a geometric mean of 1, from free [G, D]."""
+    """Return positive scales [G, D] with a geometric mean of 1, from free [G, D]."""
     bound = log(LARGEST)
     return mx.exp(mx.clip(free - free.mean(-1, keepdims=True), -bound, bound))

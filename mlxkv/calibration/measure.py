@@ -2,13 +2,13 @@
 some text.
 
 Queries, keys (after RoPE), values and outputs are observed where attention reads our caches, so every
-family that can be compressed can be calibrated. Keys and queries are rotated back to position 0, and their
-moments averaged over the positions of the model's whole context (`spec/positions.py`): where a token of the
-text stands does not matter. Only second moments are kept, [G, D, D] per layer and side. Spec:
-`spec/oscar.py`. The value target V^T S^T S V is (S V)^T (S V), the second moment of the output of attention,
-so scores need not be kept. Balanced transforms (`formats/calibration/balance.py`) also use the moments of
-keys and values behind the first tokens of a window, which caches keep exact, of queries by what errors of their
-scores cost the model (`exchange`), and what the output projection makes of errors in values.
+family that can be compressed can be calibrated. Keys and queries are rotated back to position 0, and their moments
+averaged over the positions of the model's whole context (`spec/positions.py`): the position of a token in the text
+does not matter. Only second moments are kept, [G, D, D] per layer and side. Spec: `spec/oscar.py`. The value target
+V^T S^T S V is (S V)^T (S V), the second moment of the output of attention, so scores need not be kept. Balanced
+transforms (`formats/calibration/balance.py`) also use the moments of keys and values after the sink, of queries
+weighted by the cost of errors in their scores (`exchange`), and the amplification of errors in values by the output
+projection.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from mlxkv.patching.trees import Place, leaves, put
 if TYPE_CHECKING:
     from mlxkv.loading.load import Loaded
 
-CORPUS = "corpus calibration"  # the name of the text that is read where none is named
-CHUNK = 512  # tokens that go through the model at once
+CORPUS = "corpus calibration"  # name of the default text
+CHUNK = 512  # tokens per call of the model
 Progress = Callable[[int], None]
 
 
@@ -60,15 +60,14 @@ def calibrate(
     progress: Progress | None = None,
     samples: dict[str, Sample] | None = None,
 ) -> Calibration:
-    """Calibrate all layers of `model` (any model of mlx-lm) that could be compressed.
+    """Calibrate all compressible layers of `model` (any model of mlx-lm).
 
-    tokens: the text, read in windows of `window` tokens that do not see each other, each after
-    `bos`. positions: how many the calibration is to hold for; by default those of the model's context, or
-    DEFAULT_CONTEXT where that is not known. text: its name. progress: called with the tokens done since the last
-    call. samples: filled with up to ROWS keys and values per kv head by layer.
+    tokens: the text, read in independent windows of `window` tokens, each after `bos`. positions: the length of context
+    to calibrate for; by default the model's, or DEFAULT_CONTEXT if that is unknown. text: its name. progress: called
+    with the tokens done since the last call. samples: filled with up to ROWS keys and values per kv head by layer.
 
-    Raises UserError for too little text, a model with nothing to compress and one with folded weights; MachineError
-    for NaN or infinity in what a layer computes.
+    Raises UserError for too little text, a model without compressible layers and one with folded weights; MachineError
+    for NaN or infinity in a layer's outputs.
     """
     refuse_folded(model, "calibrate")
     if len(tokens) < LEAST:
@@ -114,9 +113,9 @@ def calibrate(
 
 
 def random(model: nn.Module) -> Calibration:
-    """Random rotations for all layers of `model` that could be compressed: for times of models with random weights.
+    """Return random rotations for all compressible layers of `model`: for timing models with random weights.
 
-    Raises UserError as `calibrate`."""
+    Raises UserError as `calibrate` does."""
     make_cache, slots = own_make_cache(model), patch(model)
     try:
         shapes = _compressible(model, make_cache)
@@ -133,8 +132,8 @@ def random(model: nn.Module) -> Calibration:
 
 
 def _compressible(model: nn.Module, make_cache: Callable[[], list]) -> dict[Place, ProbedShape]:
-    """Return the shapes of caches that could be compressed. The attention function must be patched. Raises UserError
-    where there are none."""
+    """Return the shapes of compressible caches. The attention function must be patched. Raises UserError if there are
+    none."""
     findings = find(model, make_cache)
     shapes = {p: s for p, s in findings.shapes.items() if not (s.key_dim % 2 or s.value_dim % 2)}
     if not shapes:
@@ -202,7 +201,7 @@ def on_text(
     text: Text,
     samples: dict[str, Sample] | None = None,
 ) -> Calibration:
-    """Calibrate on a text with a progress bar on stderr. source: the model's tokenizer and context. samples: as of
+    """Calibrate on a text with a progress bar on stderr. source: the model's tokenizer and context. samples: as in
     `calibrate`."""
     with progress_bar(len(text.tokens)) as progress:
         return calibrate(

@@ -1,9 +1,8 @@
-"""Sum the second moments of what a layer stores and of what reads it, while a text is read.
+"""Sum the second moments of a layer's keys, values, queries and outputs while a text is read.
 
-Keys and queries are rotated back to position 0 as they are summed, where they rotate as RoPE does, and averaged over
-the positions of the model at the end (`spec/positions.py`). Half of the weight of keys is the attention that they get
-(`spec/balanced.py`). Letters: `B` batch, `G` kv heads, `H` query heads, `L` new
-tokens, `D` head dim.
+Keys and queries with RoPE are rotated back to position 0 before summing, and averaged over the model's positions at
+the end (`spec/positions.py`). Half of the weight of keys is the attention they receive (`spec/balanced.py`). Letters:
+`B` batch, `G` kv heads, `H` query heads, `L` new tokens, `D` head dim.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from mlxkv.patching.observers import AttentionCall
 from mlxkv.patching.probe import ProbedShape
 from mlxkv.patching.trees import Place, leaves, put
 
-# -- Weigh stored keys by the attention that far queries give them. Spec: `mlxkv.spec.balanced`.
+# -- Weight stored keys by the attention of far queries. Spec: `mlxkv.spec.balanced`.
 
 
 def far_attention(call: AttentionCall, sink: int) -> tuple[mx.array, mx.array] | None:
-    """Return the asked queries [C], by their index in the call, and the attention [B, H, C, T] that they give to far
-    tokens, 0 elsewhere; None where no query is far from a key behind the first `sink`."""
+    """Return the asked queries [C], by their index in the call, and their attention [B, H, C, T] to far tokens, 0
+    elsewhere; None if no query is far from a key after the first `sink`."""
     keys, new = call.exact[0], call.queries.shape[2]
     total = keys.shape[2]
     at = np.arange(total - new, total)
@@ -55,16 +54,17 @@ def far_attention(call: AttentionCall, sink: int) -> tuple[mx.array, mx.array] |
 
 
 def received(far: mx.array, kv_heads: int) -> np.ndarray:
-    """Return the attention [G, T] that each key gets in one call from far queries, summed over its query heads."""
+    """Return the attention [G, T] of far queries to each key in one call, summed over its query heads."""
     batch, *_, total = far.shape
     return np.array(far.reshape(batch, kv_heads, -1, total).sum((0, 2)), np.float64)
 
 
-# -- What reads the latents of a layer with MLA: the queries that meet them, and the map that makes values of them.
+# -- Readers of the latents of an MLA layer: the queries over them, and the map from latents to values.
 #
-# A latent is key and value at once, so one map serves both: what reads it is a sum of two second moments. To first
-# order an error e of a latent moves the output of head h by p (scale q . e) W (c - mean) + p W e, where p is the weight
-# of its token, q the absorbed query and W the map from latents to values. Its mean square, less p^2, is e^T M e with
+# A latent is key and value at once, so one map serves both: the reading moment is a sum of two second moments. To
+# first order an error e of a latent moves the output of head h by p (scale q . e) W (c - mean) + p W e, where p is the
+# weight of its token, q the absorbed query and W the map from latents to values. Its mean square, less p^2, is
+# e^T M e with
 #
 #     M = sum over heads of  scale^2 tr(W C W^T) E[q q^T] + W^T W
 #
@@ -73,17 +73,17 @@ def received(far: mx.array, kv_heads: int) -> np.ndarray:
 
 
 class Readers:
-    """What reads the latents of one layer. module: its attention."""
+    """The readers of the latents of one layer. module: its attention."""
 
     def __init__(self, module: nn.Module, rank: int):
         self.module: Any = module  # by mlx's annotations an attribute of a module is None
         self.rank = rank
-        self._spread: mx.array | None = None  # [H], the root of the trace, from the first tokens on
+        self._spread: mx.array | None = None  # [H], the root of the trace, set by the first tokens
 
     def rows(self, queries: mx.array, scale: float, covariance: np.ndarray) -> mx.array:
-        """Rows [B, H, L, R] whose mean square is the first term of M over H.
+        """Return rows [B, H, L, R] whose mean square is the first term of M over H.
 
-        queries: of a prefill, [B, H, L, D], behind D dims their rotary part, if any. covariance: C [R, R].
+        queries: of a prefill, [B, H, L, D], with their rotary part, if any, after the D dims. covariance: C [R, R].
         """
         nothing = mx.zeros((1, 1, 1, self.rank))
         dims = self.module.embed_q(nothing, transpose=False).shape[-1]
@@ -95,24 +95,25 @@ class Readers:
         return absorbed * (scale * self._spread)[None, :, None, None]
 
     def whole(self, mean: np.ndarray) -> np.ndarray:
-        """M [1, R, R] of the mean square [1, R, R] of `rows`."""
+        """Return M [1, R, R] from the mean square [1, R, R] of `rows`."""
         made = self._made()
         return len(made) * mean + np.einsum("hrv,hsv->rs", made, made, optimize=True)[None]
 
     def _made(self) -> np.ndarray:
-        """W^T of each head, [H, R, Dv] float64. The map is called, not read: its weights may be quantised."""
+        """Return W^T of each head, [H, R, Dv] float64. Calls the map instead of reading its weights, which may be
+        quantised."""
         eye = mx.eye(self.rank)[None, None]
         return np.array(self.module.unembed_out(eye)[0].astype(mx.float32), np.float64)
 
 
-ROWS = 4096  # of a sample, at most, per kv head
+ROWS = 4096  # most rows of a sample per kv head
 
 
 @dataclass
 class Sample:
-    """Every `every`-th of the keys and values of one layer that caches would compress.
+    """Every `every`-th of the compressible keys and values of one layer.
 
-    keys, values: parts [G, N, D]. seen: how many there were.
+    keys, values: parts [G, N, D]. seen: the number of tokens so far.
     """
 
     every: int
@@ -132,7 +133,7 @@ class Sample:
             self.values.append(pair[1])
 
     def rows(self, side: str) -> mx.array:
-        """All rows of a side, [G, N, D] float32."""
+        """Return all rows of a side, [G, N, D] float32."""
         return mx.concatenate(getattr(self, side), axis=1).astype(mx.float32)
 
 
@@ -140,8 +141,8 @@ class Sample:
 class Moments(LayerSums):
     """Sums of one layer of this shape.
 
-    begun: tokens of this window. received: [G, T], the attention that its keys got, or None. sample: the rows to keep,
-    keys rotated to positions of `spans`, or None. readers: of latents, or None; their values are rotary keys, which are
+    begun: tokens of this window. received: [G, T], the attention to its keys, or None. sample: the rows to keep, keys
+    rotated to positions of `spans`, or None. readers: of latents, or None; the values of latents are rotary keys,
     stored unchanged.
     """
 
@@ -153,7 +154,7 @@ class Moments(LayerSums):
     readers: Readers | None = None
 
     def add_queries(self, queries: mx.array, scale: float) -> None:
-        """Add the queries that meet latents, [B, H, L, D] (`LatentObserver`)."""
+        """Add the queries over latents, [B, H, L, D] (`LatentObserver`)."""
         if self.readers is not None and KEYS in self.sums:
             keys = self.sums[KEYS]
             mean = keys.mean()[0]
@@ -177,7 +178,7 @@ class Moments(LayerSums):
                 self._add(WEIGHED, queries, costs)
 
     def add_update(self, keys: mx.array, values: mx.array) -> None:
-        """Add what a cache was handed, [B, G, L, D]; each token once."""
+        """Add new keys and values of a cache, [B, G, L, D]; each token once."""
         start, skipped = self.begun, max(0, SINK - self.begun)
         self.begun += keys.shape[2]
         if skipped >= keys.shape[2]:
@@ -191,7 +192,7 @@ class Moments(LayerSums):
         self._add("stored values", values)
 
     def end_window(self, keys: mx.array) -> None:
-        """Add all keys of a window, [B, G, L, D], by the attention that they got."""
+        """Add all keys of a window, [B, G, L, D], weighted by the attention they received."""
         if self.received is None:
             return
         weights = self.received[:, SINK:]
@@ -204,11 +205,11 @@ class Moments(LayerSums):
         self.received = None
 
     def _at_zero(self, x: mx.array, start: int) -> mx.array:
-        """Keys or queries of positions `start` and on, rotated back to position 0."""
+        """Rotate keys or queries of positions from `start` on back to position 0."""
         return rotate(x, self.rotary, -np.arange(start, start + x.shape[2]))
 
     def _spread(self, keys: mx.array, start: int, seen: int) -> mx.array:
-        """Keys of positions `start` and on, after `seen` others, rotated to positions spread over `spans`."""
+        """Rotate keys of positions from `start` on, after `seen` others, to positions spread over `spans`."""
         count = keys.shape[2]
         to = drawn(seen, count, self.spans) if self.spans else 0
         return rotate(keys, self.rotary, to - np.arange(start, start + count))
@@ -222,7 +223,7 @@ class Moments(LayerSums):
         self.sums[name].add(np.array(added[0]), np.array(added[1]), count)
 
     def moment(self, name: str) -> np.ndarray:
-        """Return the second moment [G, D, D] of a sum, over the positions of `spans`; of the "keys" of latents M."""
+        """Return the second moment [G, D, D] of a sum, over the positions of `spans`; for the "keys" of latents, M."""
         if self.readers and name == "keys":
             return self.readers.whole(self.sums[name].moment())
         return super().moment(name)
@@ -236,7 +237,7 @@ class Moments(LayerSums):
 
 
 def unit_basis(vectors: np.ndarray, side: str) -> Basis:
-    """Return the basis of these vectors [G, D, D] where all moments are I."""
+    """Return the basis of these vectors [G, D, D], with all moments I."""
     vectors = vectors.astype(np.float32)
     ones = np.ones(vectors.shape[:2], np.float32)
     mean = np.zeros_like(ones) if side == "keys" else None
@@ -273,22 +274,21 @@ def products(
 
 def peaks(x: mx.array) -> mx.array:
     """Return the largest absolute values of the channels after SRFT: [B, G, L, D] -> [G, D] float32."""
-    srft = cast(Transform, transform.make("srft", x.shape[-1], 0))  # None for "none" alone
+    srft = cast(Transform, transform.make("srft", x.shape[-1], 0))  # None only for "none"
     return mx.abs(srft.store(x)).max((0, 2))
 
 
 # -- Measure how a model's keys rotate with their position.
-#
-# A token that sees itself alone computes the same at every position, but for what its keys are rotated by: the model
-# runs on single tokens whose caches hold nothing and say that they are at position t. That is exact for every layer,
-# family and kind of RoPE, and reads no config.
+# A token that attends only to itself computes the same at every position, except for the rotation of its keys: the
+# model runs on single tokens with empty caches that claim position t. That is exact for every layer, family and kind
+# of RoPE, and needs no config.
 
 WITH_POSITIONS = ("KVCache", "RotatingKVCache", "ChunkedKVCache")
 RESOLUTION = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 
 
 class PositionCache:
-    """An empty cache that stands at position `offset` and keeps the keys that it is handed."""
+    """An empty cache at position `offset` that records the keys passed to it."""
 
     def __init__(self, offset: int):
         self.offset = offset
@@ -301,11 +301,11 @@ class PositionCache:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """As they were handed over, for layers that read those of another."""
+        """Return them as passed in, for layers that read another layer's."""
         return cast(tuple[mx.array, mx.array], (self.keys, self.values))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
-        return None  # one token sees itself
+        return None  # one token attends to itself
 
     def empty(self) -> bool:
         return True
@@ -318,7 +318,7 @@ def rotations(
     tokens: mx.array,
     longest: int,
 ) -> dict[Place, Rotary | None]:
-    """Return how keys of the caches at `places` rotate up to position `longest`; None where it is not as RoPE does.
+    """Return how keys of the caches at `places` rotate up to position `longest`; None if not as in RoPE.
 
     make_cache: the model's own. tokens: [PROBES] ids, of any text.
     """

@@ -17,7 +17,7 @@ from mlxkv import untrusted
 
 MARKS = [chr(code) for code in range(0xE000, 0xE040)]  # private use area: in no template
 # A piece is encoded after one of these, as in the middle of a text: some tokenizers put a space in front of every
-# # text. The first that does not merge with the piece is used.
+# text. The first that does not merge with the piece is used.
 ANCHORS = ("\n", "a", ".", "|", "0")
 
 

@@ -95,9 +95,9 @@ def alternating(messages: list[dict]) -> list[dict]:
 
 
 # -- thoughts of earlier turns: passed to a chat template apart from the answers, under the template's own name
-# #
-# # The template decides which of them it writes into a prompt: Qwen3, GLM and gpt-oss drop those before the last
-# # question, others keep all. A template with neither a name nor marks for thoughts is given only the answers.
+#
+# The template decides which of them it writes into a prompt: Qwen3, GLM and gpt-oss drop those before the last
+# question, others keep all. A template with neither a name nor marks for thoughts is given only the answers.
 
 
 # Fields in which chat templates read the thoughts of a message: Qwen3 and GLM; Gemma 4; gpt-oss.

@@ -157,8 +157,8 @@ def attention_wrapper(original):
 
 
 # -- Families whose files have attention code of their own: patches that make this code handle our views.
-# #
-# # A view without quantized pages passes its arrays to the family's own code, so results stay bit-identical.
+#
+# A view without quantized pages passes its arrays to the family's own code, so results stay bit-identical.
 
 
 def is_plain(view: object) -> TypeGuard[View]:
