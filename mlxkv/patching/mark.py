@@ -26,6 +26,7 @@ from mlxkv.patching.steps import Steps
 from mlxkv.patching.trees import Place, leaves, put
 
 # -- Models that process one sequence at a time, and how their caches tell hosts.
+#
 # A model's code makes one mask for all layers of a kind, from the first of their caches. In a batch, mlx-lm's own
 # caches are padded on the left and ours are not, so no mask fits both. Hosts check whether a cache has `merge`
 # (mlx-lm) or `to_batch` (mlx-vlm), and serve sequences one by one if it has neither.

@@ -183,6 +183,7 @@ def _stand_in(kind: type[ArraysCache]) -> type[ArraysCache]:
 
 
 # -- mlx-lm's batched rings, which pad sequences on the left.
+#
 # The ends of padding are in device arrays. The host reads them once after sequences join or leave, then counts by
 # itself: so it knows when a ring is fully visible and needs no mask.
 

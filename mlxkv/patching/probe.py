@@ -176,6 +176,7 @@ def files_of(model: nn.Module) -> list[ModuleType]:
 
 
 # -- Layers with multi-head latent attention (MLA): which caches hold latents, by the structure of the model.
+#
 # mlx-lm's code for MLA passes a cache the latent of each token and the rotary key shared by all heads. It computes
 # the scores of rotary keys itself. For one new token it attends to the latents with absorbed queries; for several it
 # expands them to the keys and values of every head, and so needs an array.
@@ -247,6 +248,7 @@ class _IndexedProbe(LatentProbe):
 
 
 # -- The families of mlx-lm that cannot be compressed, by their file in `mlx_lm/models`, and why.
+#
 # A family can be compressed if it passes the return value of `cache.update_and_fetch` only to
 # `scaled_dot_product_attention` or to a later layer, if its own code is patched (`patching.OWN_CODE`), or if it
 # caches latents. A test derives this table from the source of the installed mlx-lm.

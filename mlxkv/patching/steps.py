@@ -197,7 +197,7 @@ class StepKind:
     def __call__(self, tokens, weights, statics, caches, places, values, advances):
         """Return the logits, and the arrays written by each static cache's proxy."""
         # The last step left the indices on the device: on CUDA, uploading them takes longer than the rest of a replay
-        # on # the host.
+        # on the host.
         indices = [
             self._carried[integers] if integers in self._carried else mx.array(integers, mx.int32)
             for integers in values

@@ -1,6 +1,6 @@
-"""The configuration of a GGUF model in the hub's terms: what its config.json would say, and its tensors' names.
+"""Translate a GGUF model to the hub's terms: the equivalent config.json, and the names of its tensors.
 
-Sources: the converters of llama.cpp (gguf-py and convert_hf_to_gguf.py), and what its graphs take for granted.
+Sources: the converters of llama.cpp (gguf-py and convert_hf_to_gguf.py), and the assumptions of its graphs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mlxkv.catalog.gguf.tokens import end_tokens, special, vocabulary
 from mlxkv.untrusted import Tensor, TensorsHeader, Unsound, whole
 
 MODELS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
-# Files that are no models, by their general.type: what they are.
+# Descriptions of files that are not models, by general.type.
 OTHERS = {
     "adapter": "is an adapter (LoRA), which changes a model and is none",
     "mmproj": "is the images' side of a model (mmproj), without its language model",
     "imatrix": "is an importance matrix (imatrix), by which models are rounded",
 }
-# Names inside of a layer, without their ending.
+# Names inside a layer, without their suffix.
 NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -48,11 +48,11 @@ OUTSIDE = {
     "output.weight": "lm_head.weight",
 }
 FACTORS = "rope_freqs.weight"
-UNUSED = ("v.", "mm.")  # of the images' side, which ollama keeps in the same file
+UNUSED = ("v.", "mm.")  # of the vision part, which ollama stores in the same file
 # Bits of the affine codes that MLX computes with, in groups of 32; others are decoded to 16 bits.
 CODES = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q8_0": 8}
 GROUP = 32
-GEMMA_27B = 62  # layers: the only Gemma 3 whose scores are scaled by the width of a head in the hidden state
+GEMMA_27B = 62  # layers: the only Gemma 3 with scores scaled by hidden size / heads
 
 
 class Values:
@@ -70,7 +70,7 @@ class Values:
         self.kind = kind
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """Return a number above 0; of a list with one for each layer, all of which have to agree."""
+        """Return a number above 0; in a list with one per layer, all must be equal."""
         value = self._metadata.get(f"{self.kind}.{name}", default)
         if isinstance(value, array) and value:
             if len(set(value)) > 1:
@@ -84,7 +84,7 @@ class Values:
             raise Unsound(f"has no {name} above 0")
         if not isfinite(value) or value <= 0:
             raise Unsound(f"has no {name} above 0")
-        # Stored in 32 bits: the number that was meant is the shortest one that rounds to it.
+        # Stored in 32 bits: the intended number is the shortest that rounds to it.
         return float(f"{value:.7g}")
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -92,7 +92,7 @@ class Values:
 
 
 def read_config(path: Path) -> tuple[TensorsHeader, dict[str, Any]]:
-    """Return the checked header of a GGUF file, and what its config.json would say. Raises FileNotFoundError and
+    """Return the checked header of a GGUF file, and the equivalent config.json. Raises FileNotFoundError and
     Unsound."""
     header = read_header(path)
     factors = header.tensors.get(FACTORS)
@@ -106,12 +106,11 @@ def read_config(path: Path) -> tuple[TensorsHeader, dict[str, Any]]:
 
 
 def config(header: TensorsHeader, factors: tuple[float, ...] | None = None) -> dict[str, Any]:
-    """Return what config.json would say. factors: the numbers of `FACTORS`, where the file has them.
+    """Return the equivalent config.json. factors: the numbers of `FACTORS`, if the file has them.
 
-    Raises Unsound for another architecture, and for values that do not fit together. Whether tensors fit, mlx-lm's
-    model says.
+    Raises Unsound for another architecture and for inconsistent values. mlx-lm's model checks the tensors.
     """
-    is_clip = header.metadata.get("general.architecture") == "clip"  # of before there were types
+    is_clip = header.metadata.get("general.architecture") == "clip"  # older than general.type
     named = "mmproj" if is_clip else header.metadata.get("general.type")
     if isinstance(named, str) and named in OTHERS:
         raise Unsound(OTHERS[named], "name the file of the model itself")
@@ -177,7 +176,7 @@ def config(header: TensorsHeader, factors: tuple[float, ...] | None = None) -> d
 
 def _gemma(values: Values, config: dict[str, Any]) -> dict[str, Any]:
     layers, pattern = config["num_hidden_layers"], values.get("attention.sliding_window_pattern")
-    if isinstance(pattern, array):  # for each layer, whether it slides
+    if isinstance(pattern, array):  # per layer, whether it is a sliding window
         period = next((i + 1 for i, slides in enumerate(pattern) if not slides), layers + 1)
         if list(pattern) != [int((i + 1) % period != 0) for i in range(layers)]:
             raise Unsound("has sliding layers in no regular pattern", OTHER_FILE)
@@ -198,7 +197,7 @@ def _gemma(values: Values, config: dict[str, Any]) -> dict[str, Any]:
 def _scaling(
     values: Values, config: dict[str, Any], factors: tuple[float, ...] | None
 ) -> dict[str, Any] | None:
-    """rope_scaling of config.json. As llama.cpp has it: a factor without a type is linear, one of 0 is none."""
+    """Return rope_scaling of config.json. As in llama.cpp, a factor without a type is linear, and 0 means none."""
     kind = values.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         name = kind[:60] if isinstance(kind, str) else "none"
@@ -209,7 +208,7 @@ def _scaling(
     names = ("rope.scaling.factor", "rope.scale_linear")  # the second: in files of 2023
     given = next((name for name in names if values.get(name) is not None), None)
     if given is None and values.kind == "gemma3" and values.get("vision.block_count"):
-        factor = 8.0  # ollama's files do not say it
+        factor = 8.0  # missing in ollama's files
     else:
         factor = values.real(given) if given and values.get(given) != 0 else 1.0
     if factors is not None:
@@ -237,7 +236,7 @@ def _scaling(
 
 
 def _llama3(factors: tuple[float, ...], config: dict[str, Any]) -> dict[str, Any]:
-    """Llama 3's scaling, of which a file holds what it multiplies each wavelength by."""
+    """Return Llama 3's scaling, from the factors by which a file multiplies each wavelength."""
     dims, base, whole_factor = config["head_dim"], config["rope_theta"], max(factors)
     low, high, original = 1.0, 4.0, 8192
     expected = []
@@ -258,8 +257,8 @@ def _llama3(factors: tuple[float, ...], config: dict[str, Any]) -> dict[str, Any
 
 
 def hub_name(name: str, kind: str) -> str | None:
-    """Return the hub's name of a tensor; None for one that is not part of the language model's weights. Raises
-    Unsound for a name that no architecture has."""
+    """Return the hub's name of a tensor; None if it is not a weight of the language model. Raises
+    Unsound for an unknown name."""
     if name == FACTORS or name.startswith(UNUSED):
         return None
     if name in OUTSIDE:
@@ -274,13 +273,13 @@ def hub_name(name: str, kind: str) -> str | None:
 
 
 def _matrices(tensors: dict[str, Tensor]) -> list[tuple[Tensor, int]]:
-    """Matrices with the bits of their codes, 0 for those that are decoded."""
+    """Return the matrices with the bits of their codes, 0 if decoded."""
     weights = [x for name, x in tensors.items() if not name.startswith(UNUSED)]
     return [(x, CODES.get(x.dtype, 0)) for x in weights if len(x.shape) == 2]
 
 
 def _dtype(tensors: dict[str, Tensor]) -> str:
-    """Return the type to compute in: of the matrices, and float16 as the scales where there are codes."""
+    """Return the dtype to compute in: that of the matrices, or float16, as the scales, if there are codes."""
     kinds = [x.dtype for x, _ in _matrices(tensors)]
     if any(BY_NAME[kind].block > 1 for kind in kinds):
         return "float16"
@@ -289,7 +288,7 @@ def _dtype(tensors: dict[str, Tensor]) -> str:
 
 
 def memory(header: TensorsHeader) -> int:
-    """Bytes of the weights as they are computed with."""
+    """Return the bytes of the weights in memory."""
     plain = 32 if _dtype(header.tensors) == "float32" else 16
     matrices = _matrices(header.tensors)
     return int(
@@ -297,10 +296,10 @@ def memory(header: TensorsHeader) -> int:
     )
 
 
-# -- values below the architecture that are read, and those that change nothing that is computed here
+# -- keys of the architecture that are read, and keys without effect here
 #
-# Any other is refused: llama.cpp, or whoever wrote it, may compute by it what mlx-lm does not. Sources: load_hparams of
-# llama.cpp with the graphs of the architectures in `MODELS`, and what ollama's converters write.
+# Any other is refused: it may stand for a computation that mlx-lm lacks. Sources: load_hparams of llama.cpp with the
+# graphs of the architectures in `MODELS`, and the output of ollama's converters.
 
 
 READ = (
@@ -313,12 +312,12 @@ READ = (
     *("rope.scale_linear", "rope.scaling.original_context_length"),
     *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "expert_count"),
 )
-# Sizes that tensors have, too; what is said of the model's making; the images' side; experts, where there are none.
+# Sizes also given by tensors; notes on how the model was made; the vision part; experts in models without any.
 WITHOUT_EFFECT = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 UNUSED_GROUPS = ("vision.", "audio.", "mm.", "expert_")
-# What ollama calls the bases; the capping that it writes is Gemma 2's, and no Gemma 3 has one.
+# ollama's names of the bases; the cap it writes is Gemma 2's, and no Gemma 3 has one.
 OWN = {"gemma3": ("rope.local.freq_base", "rope.global.freq_base", "final_logit_softcapping")}
-# Read in no model here: the numbers with which they change nothing.
+# Not read here: the values with which these keys have no effect.
 IDLE = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (0, 1)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (0,)),
@@ -328,16 +327,16 @@ IDLE = {
     **dict.fromkeys(("leading_dense_block_count", "moe_every_n_layers"), (0,)),
     **dict.fromkeys(("rope.scaling.alpha", "rope.scaling.yarn_log_multiplier"), (0,)),
     **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"), (1,)),
-    "rope.scaling.yarn_ext_factor": (1, -1),  # -1: as the type of scaling says
+    "rope.scaling.yarn_ext_factor": (1, -1),  # -1: as implied by the type of scaling
     "rope.freq_scale": (1,),
     "attention.causal": (True,),
     "use_parallel_residual": (False,),
-    "pooling_type": (0, (1 << 32) - 1),  # none, not said; others make embeddings
+    "pooling_type": (0, (1 << 32) - 1),  # none, unspecified; others make embeddings
 }
 
 
 def check_keys(metadata: dict[str, Any], kind: str) -> None:
-    """Raise Unsound for a value of the architecture `kind` by which something else may be computed."""
+    """Raise Unsound for a value of the architecture `kind` that may change the computation."""
     known = (*READ, *WITHOUT_EFFECT, *OWN.get(kind, ()))
     for key, value in metadata.items():
         architecture, _, name = key.partition(".")

@@ -1,8 +1,8 @@
-"""Read the header of a GGUF file: values by name, and where each tensor lies. No framework, no weights.
+"""Read the header of a GGUF file: values by name, and the location of each tensor. No framework, no weights.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. Every count and length is
-compared with the file's size before anything is read by it. The reader of the `gguf` package compares none, and makes
-arrays of each text: 25 s and .5 GB for a vocabulary of 152,000 tokens, .7 s here.
+checked against the file's size before use. The reader of the `gguf` package checks none, and makes arrays of each
+text: 25 s and .5 GB for a vocabulary of 152,000 tokens, .7 s here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TensorKind(NamedTuple):
     size: int
 
 
-# By the number of ggml's type: those that the `gguf` package decodes, without ternary ones.
+# By ggml's type number: those that the `gguf` package decodes, except ternary ones.
 KINDS = {
     0: TensorKind("F32", 1, 4),
     1: TensorKind("F16", 1, 2),
@@ -67,7 +67,7 @@ BY_NAME = {kind.name: kind for kind in KINDS.values()}
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a regular file begins as GGUF files do; ollama's have no ending."""
+    """Return whether a regular file begins as GGUF files do; ollama's have no suffix."""
     try:
         with untrusted.opened(path) as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -76,7 +76,7 @@ def is_gguf(path: Path) -> bool:
 
 
 class _Reader:
-    """Takes bytes from the front of a file of `size` bytes, never more than there are."""
+    """Reads a file of `size` bytes from the front, never past its end."""
 
     def __init__(self, file: BinaryIO, size: int):
         self._file, self._size = file, size
@@ -123,7 +123,7 @@ class _Reader:
         return array(form, self.take(count * struct.calcsize(form)))
 
     def tensor(self) -> tuple[str, TensorKind, tuple[int, ...], int]:
-        """(name, kind, shape with rows first, offset)"""
+        """Return (name, kind, shape with rows first, offset)."""
         name, dims = self.text(), self.number("I")
         if not 1 <= dims <= DIMS:
             raise Unsound(f"has a tensor of {dims} dimensions; they have 1 to {DIMS}")

@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF file as the files that transformers reads: tokenizer.json and tokenizer_config.json.
+"""Convert the tokenizer of a GGUF file to transformers' files: tokenizer.json and tokenizer_config.json.
 
-transformers reads GGUF tokenizers itself, but only beside torch, without the digits that SmolLM2 splits, and it
-adds no first token. Here the vocabulary is given to the `tokenizers` library, and the splitting of text that the file
-only names is written out. Its patterns come from the models' own tokenizer.json.
+transformers reads GGUF tokenizers itself, but only with torch, without SmolLM2's splitting of digits, and adds no
+first token. Here the vocabulary goes into the `tokenizers` library, and the pre-tokenizer, which the file only names,
+is written out. Its patterns are from the models' own tokenizer.json.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4  # types of tokens
-ADDED = (CONTROL, USER)  # those that are looked for before text is split
+ADDED = (CONTROL, USER)  # matched before text is split
 SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-USUAL = {"unknown": 0, "bos": 1, "eos": 2}  # of SentencePiece, as llama.cpp takes them
+USUAL = {"unknown": 0, "bos": 1, "eos": 2}  # SentencePiece's, as assumed by llama.cpp
 TEMPLATE = 1 << 20  # characters of a chat template
 # Tokens that end a turn, in chat templates and in llama.cpp's list.
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>")
@@ -38,7 +38,7 @@ TEKKEN = "|".join(_CASED) + r"|\p{N}" + _CASED_OTHERS
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 GPT4O = "|".join(upper + _SUFFIX for upper in _CASED) + r"|\p{N}{1,3}" + _CASED_OTHERS
 GPT2, DIGITS = "gpt-2", "digits"  # the pattern of the ByteLevel step; each digit alone before it
-# By the name of the splitting in the file: the pattern. Other names of llama.cpp belong to other architectures.
+# Patterns by the pre-tokenizer's name in the file. llama.cpp's other names belong to other architectures.
 SPLITS = dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2"), QWEN2)
 SPLITS |= dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), LLAMA3)
 SPLITS |= dict.fromkeys(("midm-2.0", "smaug-bpe", "dbrx"), LLAMA3)
@@ -46,13 +46,13 @@ SPLITS |= {"tekken": TEKKEN} | dict.fromkeys(("gpt-4o", "llama4", "kanana2"), GP
 SPLITS |= dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS)
 SPLITS |= dict.fromkeys(("exaone", "minerva-7b"), DIGITS)
 SPLITS |= dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "gigachat", "trillion"), GPT2)
-# Whole words of the vocabulary are taken before merges; a first token unless the file says no.
+# Whole words in the vocabulary precede merges; a first token is added unless the file forbids it.
 WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "tekken")
-COMPOSED = ("qwen2",)  # whose own tokenizer brings text to Unicode's form C
+COMPOSED = ("qwen2",)  # its own tokenizer normalizes text to NFC
 
 
 def vocabulary(metadata: dict[str, Any]) -> list[str]:
-    """Return the tokens by number. Raises Unsound for a tokenizer that is not read, or values that do not fit."""
+    """Return the tokens by number. Raises Unsound for an unsupported tokenizer or inconsistent values."""
     tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
     model, split = _values(metadata, "model"), _split(metadata)
     if model not in ("gpt2", "llama"):
@@ -96,7 +96,7 @@ def _values(metadata: dict[str, Any], name: str) -> Any:
 
 
 def special(metadata: dict[str, Any], name: str) -> int | None:
-    """Return the number of a special token. Of a SentencePiece vocabulary that names none it is the usual one."""
+    """Return the number of a special token. If a SentencePiece vocabulary names none, use the default."""
     number, usual = _values(metadata, f"{name}_token_id"), USUAL.get(name)
     if number is None and usual is not None and _values(metadata, "model") == "llama":
         kinds = _values(metadata, "token_type")
@@ -105,14 +105,14 @@ def special(metadata: dict[str, Any], name: str) -> int | None:
 
 
 def _split(metadata: dict[str, Any]) -> Any:
-    """Return the name of the splitting; files of before llama.cpp had one are known by their architecture."""
+    """Return the name of the pre-tokenizer; in older files without one, it follows from the architecture."""
     named = _values(metadata, "pre")
     qwen = metadata.get("general.architecture") in ("qwen2", "qwen3")
     return "qwen2" if named in (None, "default") and qwen else named
 
 
 def end_tokens(metadata: dict[str, Any]) -> list[int]:
-    """Return the tokens that end a reply: those that the file names, and control tokens that end turns elsewhere."""
+    """Return the tokens that end a reply: those named in the file, and known control tokens that end turns."""
     tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
     named = {special(metadata, name) for name in ("eos", "eot", "eom")}
     named.update(_values(metadata, "eos_token_ids") or ())  # ollama's
@@ -121,7 +121,7 @@ def end_tokens(metadata: dict[str, Any]) -> list[int]:
 
 
 def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, of metadata that `vocabulary` has checked."""
+    """Write tokenizer.json and tokenizer_config.jsonfrom metadata checked by `vocabulary`."""
     from tokenizers import AddedToken, processors
 
     tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
@@ -149,7 +149,7 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
 
 
 def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
-    """BPE over bytes, as GPT-2: the merges are in the file."""
+    """Build byte-level BPE, as in GPT-2: the merges are in the file."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     split = _split(metadata)
@@ -177,9 +177,9 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
-    """BPE over characters, as SentencePiece: merges follow from the vocabulary, the best score first.
+    """Build BPE over characters, as in SentencePiece: merges follow from the vocabulary, best score first.
 
-    Tokens of the user, runs of spaces among them, are looked for before text is normalized, and take no part.
+    User tokens, including runs of spaces, are matched before text is normalized and do not take part in merges.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -188,7 +188,7 @@ def _sentencepiece(metadata: dict[str, Any]) -> Tokenizer:
     vocab = {token: i for i, token in enumerate(tokens)}
     merges = []
     for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if kind != NORMAL or " " in token:  # no text has a space when merges are looked for
+        if kind != NORMAL or " " in token:  # texts contain no spaces when merges are applied
             continue
         for cut in range(1, len(token)):
             if (head := token[:cut]) in vocab and (tail := token[cut:]) in vocab:
