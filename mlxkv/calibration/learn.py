@@ -182,7 +182,6 @@ def error(x: mx.array, spec: Affine, pair: Transform) -> float:
 
 
 # -- Learned maps: rotations and scales as functions of free parameters, of all kv heads at once, in float32 by plain
-#
 # MLX ops with gradients. Letter: `K` reflectors.
 
 LARGEST = 1024.0  # scale; the smallest is its inverse

@@ -37,5 +37,5 @@ def passages(split: str) -> dict[str, str]:
 
 
 def interleaved(split: str) -> list[str]:
-    """Return all passages of a split, one of each kind in turn, so that any beginning is a mix."""
+    """Return all passages of a split, one of each kind in turn, so that any prefix is a mix."""
     return [piece for row in zip_longest(*pieces(split).values()) for piece in row if piece]

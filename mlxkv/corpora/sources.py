@@ -1,5 +1,5 @@
-"""Choose the text of an evaluation, and the text of a calibration, which never overlaps with it: passages of the
-corpus, and the documentation of the running Python."""
+"""Choose the texts of evaluation and of calibration, which never overlap: passages of the corpus, and the
+documentation of the running Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxkv.errors import UserError
 
 CALIBRATES = 4  # one in this many topics of Python's documentation is for calibration
 PARAGRAPH = 80  # characters; a paragraph at least this long in two topics counts as shared text
-PART = 1 << 16  # characters to encode at once, so that no more of a long file is read than needed
+PART = 1 << 16  # characters to encode at once, so that long files are read only as far as needed
 BETWEEN = "\n\n"
 TEXTS = (".txt", ".md")  # files of a folder of texts
 _EMPTY_LINE = re.compile(r"\n\s*\n")
@@ -26,7 +26,7 @@ _EMPTY_LINE = re.compile(r"\n\s*\n")
 
 @dataclass(frozen=True)
 class Text:
-    """name: of the source, printed beside a result. tokens: ids, [T]."""
+    """A text in tokens. name: of the source, printed with results. tokens: ids, [T]."""
 
     name: str
     tokens: list[int]
@@ -35,8 +35,8 @@ class Text:
 def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
     """Return `count` tokens of the user's `files` (UTF-8, joined in order), or of built-in text.
 
-    loaded: a `mlxkv.Loaded`, whose tokenizer is read. Built in are the corpus, then the documentation of
-    the running Python. A BOS token comes first if the tokenizer has one.
+    loaded: a `mlxkv.Loaded`, for its tokenizer. Built-in text is the corpus, then the documentation of the
+    running Python. A BOS token is put first if the tokenizer has one.
 
     Raises UserError if a file cannot be read or if there are fewer than `count` tokens.
     """
@@ -62,13 +62,14 @@ def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
 
 
 def evaluation_texts(loaded, count: int, limit: int, files: Sequence[Path] = ()) -> list[Text]:
-    """Return up to `limit` texts of `count` tokens each that have nothing in common, fewer where the
-    source has no more, but at least one.
+    """Return up to `limit` disjoint texts of `count` tokens each; fewer if the source is too short, but at
+    least one.
 
-    files: the user's files, and folders of .txt and .md files; stretches of them in turn, files that
-    are too short are left out, and joined if all are. Otherwise a kind of the corpus each, gone on with
-    Python's documentation.
-    Raises UserError as that does.
+    files: the user's files, and folders of .txt and .md files: texts are stretches of each in turn. Files that are too
+    short are skipped, or joined if all are. Without files, each text is one kind of the corpus, continued with Python's
+    documentation.
+
+    Raises UserError as `evaluation_tokens` does.
     """
     if limit < 1:
         raise UserError(f"[--samples] at least 1 text is needed; got {limit}")
@@ -87,13 +88,13 @@ def evaluation_texts(loaded, count: int, limit: int, files: Sequence[Path] = ())
 
 
 def _documentation() -> Iterator[str]:
-    """Yield evaluation's topics; reading them takes seconds, so that nothing is read before the first."""
+    """Yield evaluation's topics. Lazy, because reading them takes seconds."""
     for text in documentation("evaluation"):
         yield text + BETWEEN
 
 
 def expanded(files: Sequence[Path]) -> list[Path]:
-    """Return files in place of folders: their .txt and .md files by name. Raises UserError."""
+    """Replace folders by their .txt and .md files, sorted by name. Raises UserError."""
     out: list[Path] = []
     for path in map(Path, files):
         found = sorted(f for f in path.iterdir() if f.suffix in TEXTS) if path.is_dir() else [path]
@@ -131,15 +132,15 @@ def check_sources(files: Sequence[Path]) -> None:
 
 def calibration_text() -> str:
     """Return the corpus's calibration split, then the topics of Python's documentation that
-    evaluation never reads. The most varied text comes first, so that any beginning is a mix."""
+    evaluation never reads. The most varied text is first, so that any prefix is a mix."""
     return BETWEEN.join([*corpus.interleaved("calibration"), *documentation("calibration")])
 
 
 def calibration_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
-    """Return at most `count` tokens of the user's `files`, or of text that no evaluation reads.
+    """Return at most `count` tokens of the user's `files`, or without files of `calibration_text`, which no
+    evaluation reads.
 
-    Without files, of `calibration_text`.
-    There is no BOS. Raises UserError if a file cannot be read.
+    No BOS is added. Raises UserError if a file cannot be read.
     """
     if count < 1:
         raise UserError(f"[--tokens] at least 1 token is needed; got {count}")
@@ -167,8 +168,8 @@ def _encode(loaded, text: str, count: int) -> list[int]:
 def documentation(split: str) -> list[str]:
     """Return the texts of the running Python that belong to a split, topic after topic.
 
-    A topic's hash decides its split and its place, so that the order mixes subjects. Some topics
-    quote others: a topic that shares a paragraph with evaluation is left out of calibration.
+    A topic's hash determines its split and position, so the order mixes subjects. Some topics quote others: topics that
+    share a paragraph with evaluation are excluded from calibration.
     """
     topics = python_topics()
     order = sorted(topics, key=_hash)
@@ -185,7 +186,7 @@ def documentation(split: str) -> list[str]:
 
 
 def in_evaluation(topic: str) -> bool:
-    """Return whether a topic of Python's documentation is read by evaluations, and by no calibration."""
+    """Return whether a topic of Python's documentation belongs to evaluation, not calibration."""
     return _hash(topic) % CALIBRATES != 0
 
 
@@ -263,7 +264,7 @@ def _texts() -> Iterator[tuple[str, str]]:
     """Yield (topic, text): help topics, then docstrings under the top module of their file."""
     try:
         from pydoc_data import topics as help_pages
-    except ImportError:  # some distributions leave it out
+    except ImportError:  # missing in some distributions
         topics = {}
     else:
         topics = help_pages.topics

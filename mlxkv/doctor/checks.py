@@ -1,4 +1,4 @@
-"""Build the kernels of `mlxkv doctor`, compare them with plain ops and time them. The most needed come first."""
+"""Build the kernels of `mlxkv doctor`, compare them with plain ops and time them. The most needed are first."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mlxkv.formats.records import record_layout
 from mlxkv.metal import launch, predict, tiles, trust, whiten
 from mlxkv.metal.timing import chain
 
-Step = Callable[[str], None]  # takes the name of what is computed next
+Step = Callable[[str], None]  # called with the name of the next computation
 RIGHT, WRONG, NOT_BUILT, DID_NOT_RUN = "right", "wrong", "not built", "did not run"
 NOT_TRIED, NONE = "not tried", "none"
 FAILED = (WRONG, NOT_BUILT, DID_NOT_RUN)
-# One number of mixed bits stands for all: the kernels are the same (`selftest.representative_config`).
+# One width of mixed bits represents all: the kernels are the same (`selftest.representative_config`).
 NEEDED, DIMS = ("int4", "int8", "fill-2.25", "int2", "int3"), (128, 64, 256)
 # With --all: other forms of these, then a preset of every other method, at one head dim.
 MORE = ("srft-int4+g64", "oscar-int2")
@@ -35,13 +35,13 @@ METHODS = (
 )
 FOLLOWING, WHITEN = ("oja-0.75+int4", 128, 96), "whiten"  # preset, head dim, rank; its extra kernel
 BODIES = {"portable": PortableBackend, "tiles": TileBackend}
-BUDGET = 20.0  # seconds after which no new kernel is started, without --all
+BUDGET = 20.0  # seconds; without --all, no kernel is started later
 HEADS, KV_HEADS, TOKENS, CALLS = 16, 4, 8192, 16  # of the timed step
 TIMES = ("attend_us", "plain_us", "speedup", "predicted_us")
 
 
 def cases(every: bool = True) -> list[tuple[str, int]]:
-    """(preset, head dim), the most needed first."""
+    """Return (preset, head dim), the most needed first."""
     pairs = [(preset, dims) for dims in DIMS for preset in NEEDED]
     if every:
         pairs += [(preset, dims) for preset in MORE for dims in DIMS]
@@ -50,13 +50,12 @@ def cases(every: bool = True) -> list[tuple[str, int]]:
 
 
 def rows(step: Step, every: bool = False) -> list[dict]:
-    """Return a row for each kernel with its `state`: RIGHT, WRONG, NOT_BUILT, DID_NOT_RUN, NOT_TRIED (out of
-    time, or only tried with `every`), NONE (no such kernel for this format, or on this machine).
+    """Return a row for each kernel with its `state`: RIGHT, WRONG, NOT_BUILT, DID_NOT_RUN, NOT_TRIED (out
+    of time, or only tried with `every`), NONE (no such kernel for this format, or on this machine).
 
-    should_run: whether any other state than RIGHT is a failure. reason: None if right, else one line;
-    detail: the whole message. built, right: None if unknown. seconds: to build and to run once; spent:
-    on the whole row. attend_us, plain_us: one call over TOKENS tokens, by kernels and by plain ops. predicted_us: by
-    tiles, on an Apple GPU that we know.
+    should_run: whether any state except RIGHT is a failure. reason: None if right, else one line; detail: the whole
+    message. built, right: None if unknown. seconds: to build and run once; spent: on the whole row. attend_us,
+    plain_us: one call over TOKENS tokens, by kernels and by plain ops. predicted_us: by tiles, on a known Apple GPU.
     """
     make = launch.factory()
     if make is None:
@@ -143,8 +142,8 @@ def _try_whiten(row: dict, make: launch.Factory) -> None:
 
 
 def speed(config: CacheConfig, dims: int, backend: PortableBackend) -> dict:
-    """attend_us, plain_us and speedup of one decode step: the best of three chains of dependent calls. Empty
-    if this GPU cannot run it."""
+    """attend_us, plain_us and speedup of one decode step: the best of three chains of dependent calls. Empty if
+    this GPU cannot run it."""
     try:
         x = mx.random.normal((3, 1, KV_HEADS, TOKENS, dims), mx.float16, key=mx.random.key(0))
         q = mx.random.normal((1, HEADS, 1, dims), mx.float16, key=mx.random.key(1))
@@ -165,12 +164,12 @@ def speed(config: CacheConfig, dims: int, backend: PortableBackend) -> dict:
             call = partial(attend, scale=dims**-0.5)
             times = [sum(chain(call, q, [view], n)) for n in (1, steps, steps, steps)][1:]
             best.append(1e6 * min(times))
-    except (RuntimeError, ValueError):  # no room, or a product that MLX lacks on this GPU
+    except (RuntimeError, ValueError):  # out of memory, or an operation that MLX lacks on this GPU
         return {}
     return {"attend_us": best[0], "plain_us": best[1], "speedup": best[1] / best[0]}
 
 
-# -- what the rows say, counted
+# -- counts of rows
 
 
 def name(row: dict) -> str:
@@ -178,7 +177,7 @@ def name(row: dict) -> str:
 
 
 def tried(rows: list[dict]) -> list[dict]:
-    """Rows that should run here and were tried."""
+    """Return the rows that should run here and were tried."""
     return [row for row in rows if row["should_run"] and row["state"] != NOT_TRIED]
 
 
@@ -188,13 +187,13 @@ def right(rows: list[dict]) -> int:
 
 
 def failed(rows: list[dict]) -> list[dict]:
-    """Rows that should run here and failed."""
+    """Return the rows that should run here and failed."""
     return [row for row in rows if row["should_run"] and row["state"] in FAILED]
 
 
 def left(rows: list[dict], needed: tuple[str, ...]) -> dict | None:
-    """Rows that were not tried: their number, names (only of the presets `needed`) and estimated seconds.
-    None: all were tried."""
+    """Summarise the untried rows: number, names (only of the presets `needed`) and estimated seconds. None if all
+    were tried."""
     untried = [row for row in rows if row["should_run"] and row["state"] == NOT_TRIED]
     spent = [row["spent"] for row in rows if row["spent"] is not None]
     if not untried:

@@ -20,8 +20,8 @@ OUTPUTS = ("attend", "keys", "values", "prefill")
 def golden_rows(step: Step, every: bool = False) -> list[dict]:
     """Run the golden table here.
 
-    every: by kernels if there are any, which takes minutes: each row of attention builds its own.
-    Otherwise by plain ops, with which the kernels are compared.
+    every: use kernels, if any, which takes minutes: each row of attention builds its own. Otherwise use plain ops, the
+    reference of the kernels.
     """
     from mlxkv.doctor.golden import TABLE
     from mlxkv.metal import launch
@@ -35,7 +35,7 @@ def golden_rows(step: Step, every: bool = False) -> list[dict]:
 
 
 def backends() -> list[dict]:
-    """Return a row for each backend of MLX: whether it is found, and whether it is in use."""
+    """Return a row for each backend of MLX: whether it exists, and whether it is in use."""
     import mlx.core as mx
 
     from mlxkv.metal import gpu
@@ -189,7 +189,7 @@ def _predicted(row: dict) -> str:
 
 
 def _by_table(golden: list[dict]) -> list[list[object]]:
-    """One line per table: sums, and the worst error with its bound."""
+    """Return one line per table: sums, and the worst error with its bound."""
     tables: dict[str, list[dict]] = {}
     for row in golden:
         tables.setdefault(row["table"], []).append(row)

@@ -1,10 +1,10 @@
-"""`mlxkv fit`: say what memory a model and a context need, from config.json alone.
+"""`mlxkv fit`: estimate the memory of a model and a context, from config.json alone.
 
-mlx-lm's own model is made of it, without weights: its parameters and its caches are counted. The sum counts the
-weights, what caches have allocated once the context is read, states of fixed size and the transients of the prefill:
-the working memory of one chunk, what sliding windows hold of a chunk, and one layer's keys and values in 16 bits over
-the whole context. A compressed cache decodes them, a plain one copies them when it grows; from latents mlx-lm's code
-also makes the keys and values of every head. `mlxkv chat --json` measures.
+mlx-lm's own model is built from it, without weights, to count its parameters and caches. The sum includes the weights,
+the bytes that caches have allocated once the context is read, fixed-size states and the transients of the prefill:
+working memory of one chunk, the chunk in sliding windows, and one layer's keys and values in 16 bits over the whole
+context. A compressed cache decodes these, a plain one copies them when it grows; from latents, mlx-lm's code also
+expands the keys and values of every head. `mlxkv chat --json` measures.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ DEFAULT_CONTEXT = "32k"
 def run_fit(
     *, model: str | None, context: str | None, memory: str | None, kv: list[str], as_json: bool
 ) -> None:
-    """Estimate and print. model: None for every alias. kv: presets; names, also several by commas;
-    empty for PICKS."""
+    """Estimate and print. model: None for every alias. kv: names of presets, possibly
+    comma-separated; empty for PICKS."""
     tokens = parse_tokens(context or DEFAULT_CONTEXT, "--context")
     total = parse_size(memory, "--memory", "g") if memory else machine_memory()
     names = [canonical(name) for text in kv for name in text.split(",")]
@@ -209,12 +209,12 @@ def _notes(kv: CacheConfig) -> Iterator[str]:
         yield 'allocated: after the prompt is read; "in all" counts all its tokens, which stay until then'
 
 
-# -- what has to be known of a model: its config.json, what mlx-lm makes of it, and the size of its weights
+# -- facts of a model: its config.json, mlx-lm's model of it, and the size of its weights
 
 
 def read_plan(model: str) -> ModelPlan:
-    """Find config.json and the weights' size: that file itself, a local folder, the hub's cache, for an alias that
-    is not there its known shape, or the hub."""
+    """Find config.json and the size of the weights: in that file itself, a local folder, the hub's cache, the known
+    shapes of aliases, or the hub."""
     from mlxkv.catalog.hub import cached, locate
 
     alias = model.strip()
@@ -233,8 +233,8 @@ def read_plan(model: str) -> ModelPlan:
 
 
 def plan_of(config: dict, name: str = "", weights: int | None = None, more: str = "") -> ModelPlan:
-    """Return the plan of a config.json. weights: bytes of the files, None where there are none. more: what is said of
-    where a computed size comes from. Raises UserError for sizes that no model has."""
+    """Return the plan of a config.json. weights: bytes of the files, None if there are none. more: text on the source
+    of a computed size. Raises UserError for sizes that no model has."""
     from mlxkv.loading.outline import NotBuilt, outline
     from mlxkv.metal import launch
 
@@ -253,7 +253,7 @@ def plan_of(config: dict, name: str = "", weights: int | None = None, more: str 
 
 
 def _estimate(config: dict, name: str) -> tuple[list, int, int]:
-    """Layers, bytes of weights in 16 bits or as quantised, and working bytes. Raises UserError."""
+    """Return layers, bytes of weights (16 bits or as quantised) and working bytes. Raises UserError."""
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     try:
         bits = quantization.get("bits")

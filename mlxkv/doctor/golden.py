@@ -1,4 +1,4 @@
-"""The golden table on MLX's default device: what `mlxkv.spec.rows` asks of this backend, and learned maps."""
+"""The golden table on MLX's default device: the rows of `mlxkv.spec.rows`, and learned maps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MLXTable(Table):
         return super().tables | {"shared": shared_rows, "learned": self.learned_rows}
 
     def learned_rows(self) -> Iterator[Row]:
-        """Yield maps of given parameters, and what codes behind them lose."""
+        """Yield maps of given parameters, and the error of codes after them."""
         tensors, _ = read_golden("learned")
         for key in keys(tensors, ".x"):
             variant, base, dims = key.split(".")

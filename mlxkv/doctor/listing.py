@@ -1,4 +1,4 @@
-"""`mlxkv presets` and `mlxkv models`: list what --kv and --model take."""
+"""`mlxkv presets` and `mlxkv models`: list the values of --kv and --model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from mlxkv.formats.names import PICKS, parse_kv
 from mlxkv.formats.presets import COMPARED, PRESETS
 
 HEAD_DIM = 128
-ANY = "N"  # stands for the bits of several presets
+ANY = "N"  # placeholder for the bits of several presets
 WINDOWS = ("sink", "recent", "page")
 PAIR = "a pair takes its keys from one preset, its values from another: int8/int4"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a preset costs and gains. kl: mean KL divergence from full precision, in nats, of tokens decoded after 8192;
-    same: how often the likeliest next token is the same, in percent; both of the worst of three pretrained models.
-    speed: of decode attention over 32768 tokens, in multiples of full precision, one H100. use: when to
-    take it."""
+    """Quality and speed of a preset. kl: mean KL divergence from full precision, in nats, of tokens decoded after 8192;
+    same: how often the likeliest next token is the same, in percent; both for the worst of three pretrained models.
+    speed: of decode attention over 32768 tokens, relative to full precision, on one H100. use: when to choose it."""
 
     kl: float
     same: float
@@ -38,10 +37,10 @@ MEASURED = {
     "fill-3": Measured(0.0130, 94.1, 1.51, "a smaller cache; calibrates once"),
     "fill-2.25": Measured(0.0390, 89.7, 1.55, "the smallest cache; calibrates once"),
 }
-# Of `fill-NUMBER` those to pick from.
+# With the recommended ones of `fill-NUMBER`.
 LISTED = {name: parse_kv(name) for name in PICKS} | PRESETS
 SNAPKV = "SnapKV: the half of a prompt that its last queries attend to most"
-# (title, how the names of its presets begin), in the order of `presets --all`.
+# (title, prefixes of its presets' names), in the order of `presets --all`.
 PAPERS = (
     ("to pick from", PICKS),
     ("balanced maps, all directions alike", ("int3", "int2")),
@@ -102,7 +101,7 @@ def _figures(measured: Measured) -> tuple[str, str, str]:
 
 
 def by_paper() -> Iterator[tuple[str, list[list[dict]]]]:
-    """Yield the title of each paper with its presets: of each method a list of rows that differ in bits alone."""
+    """Yield the title of each paper with its presets: per method, a list of rows that differ only in bits."""
     rows = {name: _preset(name, kv) for name, kv in LISTED.items()}
     for title, starts in (*PAPERS, ("others", ("",))):
         methods: dict[tuple, list[dict]] = {}
@@ -131,14 +130,14 @@ def _print_all() -> None:
 
 
 def _method(row: dict) -> tuple:
-    """Return what presets of one method share: what is stored, whatever its bits, and the windows."""
+    """Return the properties shared by a method's presets: the stored form, except its bits, and the windows."""
     kv = LISTED[row["name"]]
     sides = (side.describe(ANY) for side in (kv.keys, kv.values))
     return (*sides, kv.keep, kv.pinned, *(row[name] for name in WINDOWS), row["offered"])
 
 
 def _line(alike: list[dict]) -> str:
-    """Return the line of presets that differ in their bits alone: turbo-int{4,3,2}."""
+    """Return the line of presets that differ only in bits: turbo-int{4,3,2}."""
     first, bits = alike[0], " ".join(f"{row['bits_per_value']:.2f}" for row in alike)
     name, stores = first["name"], stored(alike)
     if len(alike) > 1:
@@ -150,7 +149,7 @@ def _line(alike: list[dict]) -> str:
 
 
 def _windows(row: dict) -> str:
-    """Return the windows of a row that has others than most."""
+    """Return the windows of a row, if unusual."""
     sizes = tuple(row[name] for name in WINDOWS)
     usual = CacheConfig.sink, CacheConfig.recent, CacheConfig.page
     if not row["compresses"] or sizes == usual:
@@ -159,13 +158,13 @@ def _windows(row: dict) -> str:
 
 
 def _shared(names: list[str]) -> tuple[str, str]:
-    """Return how all of these names begin and end."""
+    """Return the common prefix and suffix of these names."""
     start = commonprefix(names)
     return start, commonprefix([name[len(start) :][::-1] for name in names])[::-1]
 
 
 def stored(alike: list[dict]) -> str:
-    """Return what pages of presets that differ in their bits alone hold: of keys, and of values where they differ."""
+    """Describe the pages of presets that differ only in bits: keys, and values if they differ."""
     kv, bits = LISTED[alike[0]["name"]], ANY if len(alike) > 1 else None
     keys, values = (side.describe(bits).replace(" per token", "") for side in (kv.keys, kv.values))
     return keys if keys == values else f"keys {keys}; values {values}"
@@ -186,7 +185,7 @@ def _preset(name: str, kv: CacheConfig) -> dict:
 
 
 def models(as_json: bool) -> None:
-    """Print aliases with what of them is on this machine, and the other models in the hub's cache folder."""
+    """Print aliases, with their files on this machine, and the other models in the hub's cache folder."""
     from mlxkv.catalog.aliases import DEFAULT, HUB, PACKAGES, kept
     from mlxkv.catalog.hub import hub_cache
 

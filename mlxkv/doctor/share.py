@@ -14,7 +14,7 @@ from typing import Any
 from mlxkv.console import user_path
 from mlxkv.errors import MachineError
 
-# Where a path begins, what is left of the line may belong to it, but for what follows a line number.
+# A path may extend to the end of the line, or to a line number.
 PATH = re.compile(r"(?:(?<![\w.~])|(?<=-[A-Z]))[~.]*/+\S.*?(?=:\d|$)", re.MULTILINE)
 
 
@@ -48,12 +48,12 @@ def clean(text: str) -> str:
 
 
 FORMAT, VERSION = "mlxkv-doctor", 1
-# What MLX says of a GPU, without what identifies a single one.
+# MLX's facts of a GPU, except those that identify a single device.
 DEVICE = (
     *("architecture", "device_name", "compute_capability_major", "compute_capability_minor"),
     *("memory_size", "total_memory", "max_buffer_length", "max_recommended_working_set_size"),
 )
-# Names of products: "Max" may also be the name of a user.
+# Product names, not scrubbed: "Max" may also be the name of a user.
 PRODUCTS = ("chip", "device_name", "format")
 
 
@@ -108,7 +108,7 @@ def write_share(data: dict, name: str) -> Path:
 
 
 def _new_file(shared: dict) -> Path:
-    """Return a name with a number where the file exists."""
+    """Return an unused name, numbered if the file exists."""
     chip = re.sub(r"[^a-z0-9]+", "-", shared["machine"]["chip"].lower()).strip("-") or "unknown"
     stem, count = f"mlxkv-doctor-{chip}-{shared['date']}", 1
     while (file := Path(f"{stem}-{count}.json" if count > 1 else f"{stem}.json")).exists():
