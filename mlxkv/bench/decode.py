@@ -134,8 +134,8 @@ def _rows(
     rounds: int,
     done: Callable[[], None],
 ) -> list[dict]:
-    """One row per preset: medians over interleaved runs, after one of each to warm up."""
-    for name in presets:  # one token, but all where a basis that follows builds kernels
+    """Return one row per preset: medians over interleaved runs, after a warm-up run of each."""
+    for name in presets:  # one token; all if an online basis builds kernels
         measure(subject, name, context, fill, tokens if cache_config(name).is_online else 1, 1)
         done()
     tasks = {
@@ -158,7 +158,7 @@ def _rows(
 
 
 def medians(runs: list[dict]) -> dict:
-    """Return the median of each of NUMBERS, bytes as whole numbers; None for what was not measured."""
+    """Return the median of each of NUMBERS, bytes as integers; None if not measured."""
     out = {}
     for key in NUMBERS:
         values = [run[key] for run in runs if run[key] is not None]
@@ -173,10 +173,9 @@ def measure(
     """Fill a fresh cache with `context` tokens, decode WARM tokens, then time `tokens` more.
 
     preset: one of ours, or a name in MLX_LM: mlx-lm then quantises its own cache from the first token
-    on. fill: "prefill" or "direct". steps_apart: steps after these, whose parts are timed apart (`steps.parts`),
-    and returned too.
-    prefill_seconds: the prompt without its last token. first_token_seconds: until the first token. Both are
-    None if the cache was filled directly.
+    on. fill: "prefill" or "direct". steps_apart: further steps, whose parts are timed separately (`steps.parts`) and
+    returned too. prefill_seconds: the prompt without its last token. first_token_seconds: until the first token. Both
+    are None if the cache was filled directly.
     """
     bits = MLX_LM.get(preset)
     with subject.attached(BASELINE if bits else preset):
@@ -227,7 +226,7 @@ def measure(
 
 
 def fill_directly(cache: list, subject: Subject, tokens: int) -> None:
-    """Put random keys and values of `tokens` tokens into every layer's cache, in chunks as a prefill."""
+    """Put random keys and values of `tokens` tokens into every layer's cache, in chunks, as a prefill does."""
     for layer, shape in zip(cache, layers_of(subject.model), strict=True):
         for start in range(0, tokens, PREFILL_STEP):
             count = min(PREFILL_STEP, tokens - start)

@@ -1,4 +1,4 @@
-"""Options and texts that several commands of `mlxkv bench` share, parsed and checked. No framework."""
+"""Parse and check options shared by commands of `mlxkv bench`. No framework."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.presets import FULL_PAGES
 
 BASELINE = "fp16"
-# Full precision through steps like those of compressed caches, for `mlxkv bench decode` alone: mlx-lm's own
-# caches in a replayed step, and float16 pages that our kernels read.
+# Full precision with the steps of compressed caches, only for `mlxkv bench decode`: mlx-lm's own caches in a
+# # replayed step, and float16 pages read by our kernels.
 REPLAYED, PAGED = "fp16-replayed", "fp16-pages"
 MLX_LM = {"mlx-lm-kv8": 8, "mlx-lm-kv4": 4}  # mlx-lm's own quantized cache: name -> kv_bits
 MLX_LM_GROUP = 64
@@ -20,14 +20,14 @@ BITS = (2, 3, 4, 6, 8)
 
 
 def cache_config(name: str) -> CacheConfig:
-    """Return what the caches of a row of this name store."""
+    """Return the cache format of the row `name`."""
     if name == PAGED:
         return FULL_PAGES
     return parse_kv(BASELINE if name == REPLAYED or name in MLX_LM else name)
 
 
 def parse_contexts(text: str, least: int, why: str = "too short to time") -> tuple[int, ...]:
-    """'1k,4k' -> (1024, 4096), each once. Raises UserError below `least` tokens, and says `why`."""
+    """'1k,4k' -> (1024, 4096), each once. Raises UserError, with `why`, below `least` tokens."""
     lengths = dict.fromkeys(console.parse_tokens(name, "--contexts") for name in text.split(","))
     if min(lengths) < least:
         raise UserError(f"[--contexts] {why}; got {min(lengths)}; choose at least {least}")

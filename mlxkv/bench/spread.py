@@ -1,7 +1,7 @@
-"""Random directions that differ in weight, as those of models do, for formats that give each its bits. No model.
+"""Make random directions of unequal weight, as in models, for formats with bits per direction. No model.
 
-The logarithms of sigma (`formats.calibration.balance`) of a head are normal, falling, and wider in some layers than in
-others, so that layers get bits of their own. Letters: `G` kv heads, `D` head dim.
+The logarithms of a head's sigma (`formats.calibration.balance`) are normal, descending, and wider in some layers than
+in others, so that layers are allotted different bits. Letters: `G` kv heads, `D` head dim.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from mlxkv.formats.config import CacheConfig
 
 NARROW, WIDE = 0.5, 1.3  # standard deviation of log sigma in a layer
 LOUD = 0.3  # of the mean of log sigma, from layer to layer
-LAYERS = 8  # that share the budget of a cache without a model
+LAYERS = 8  # layers that share the bit budget without a model
 
 
 def falling(heads: int, dims: int, seed: int) -> np.ndarray:
-    """[G, D] float64, falling: sigma of one side of a layer."""
+    """Return sigma of one side of a layer, [G, D] float64, descending."""
     rng = np.random.default_rng(seed)
     mean, width = LOUD * rng.standard_normal(), rng.uniform(NARROW, WIDE)
     return -np.sort(-np.exp(mean + width * rng.standard_normal((heads, dims))), axis=-1)
 
 
 def spread(calibration: Calibration) -> Calibration:
-    """Return a calibration of random rotations, whose directions differ in weight."""
+    """Return `calibration`, of random rotations, with directions of unequal weight."""
     layers = {}
     for n, (name, layer) in enumerate(calibration.layers.items()):
         keys, values = (_weighted(getattr(layer, side), 2 * n + i) for i, side in enumerate(SIDES))
@@ -45,8 +45,8 @@ def _weighted(basis: Basis, seed: int) -> Basis:
 
 
 def allotted(config: CacheConfig, dims: int) -> CacheConfig:
-    """`config` for heads of `dims`, with mixed bits allotted where it asks for them: those of one of LAYERS
-    layers, whose keys and values take about as much as is asked for."""
+    """Return `config` for heads of `dims`, with mixed bits, if any, allotted: those of one of LAYERS layers, chosen so
+    that keys and values use about the requested bits."""
     mixed = {side: getattr(config, side) for side in SIDES if getattr(config, side).mixed_bits}
     rates = [side.quantizer.rate for side in mixed.values()]
     is_shared, sides = len(set(rates)) < len(rates), {}

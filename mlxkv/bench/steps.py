@@ -1,8 +1,8 @@
-"""What the host and what the device take for a decode step, apart, and which of them waits for the other.
+"""Measure host time and device time of a decode step separately, and which of them waits for the other.
 
-In mlx-lm's loop the host builds a step and hands it over while the device runs the one before, and then
-waits for that one's token. Handing over waits, too, where more than a few pieces of work are under way: so
-the host's own share is the processor time of its thread, which waiting does not take.
+In mlx-lm's loop the host builds and submits a step while the device runs the previous one, then waits for that one's
+token. Submission also blocks if more than a few pieces of work are in flight, so the host's share is measured as
+processor time of its thread, which excludes waiting.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from mlxkv.patching.steps import Steps
 
 MOST = 16  # steps for each of the two measurements
 TOGETHER = 4  # steps in one evaluation
-WAITING = 0.1  # share of a token: the host waits where it waits longer than this
+WAITING = 0.1  # share of a token's time above which the host counts as waiting
 NUMBERS = ("host_ms", "build_ms", "wait_ms", "device_ms")
 COLUMNS = ("context", "preset", "step", "token ms", "host ms", "wait ms", "device ms", "waits")
 Step = Callable[[mx.array], tuple[mx.array, mx.array]]
 
 
 def parts(model: nn.Module, cache: list, token: int, count: int) -> dict:
-    """NUMBERS in ms, "waits" ("host" or "device"), and "step": how steps were made. Decodes after `token`.
+    """Return NUMBERS in ms, "waits" ("host" or "device"), and "step": how steps were made. Decodes after `token`.
 
-    host_ms: processor time for building a step and handing it over; build_ms: for the first of the two.
-    wait_ms: the rest of a token, in which the host waits. device_ms: a step of several that are built before
-    and evaluated at once; no less than handing it over takes.
+    host_ms: processor time to build and submit a step; build_ms: to build it. wait_ms: the rest of a token's time, in
+    which the host waits. device_ms: time per step of several built first and evaluated at once; at least the time to
+    submit it.
     """
     count, steps = min(count, MOST), steps_of(model)
 
@@ -53,8 +53,8 @@ def parts(model: nn.Module, cache: list, token: int, count: int) -> dict:
 
 
 def _in_loop(step: Step, last: mx.array, count: int) -> tuple[mx.array, float, float, float]:
-    """Return the last token, and the median seconds of a token in mlx-lm's loop: processor time for building,
-    for building and handing over, and all of its time."""
+    """Return the last token, and the median seconds of a token in mlx-lm's loop: processor time to
+    build, processor time to build and submit, and total time."""
     current, times = step(last), []
     mx.async_eval(*current)
     for _ in range(count):
@@ -71,7 +71,7 @@ def _in_loop(step: Step, last: mx.array, count: int) -> tuple[mx.array, float, f
 
 
 def _together(step: Step, last: mx.array, count: int) -> float:
-    """Median seconds of a step, `TOGETHER` of which are built before and evaluated at once."""
+    """Return the median seconds of a step, with `TOGETHER` steps built first and evaluated at once."""
     times = []
     for _ in range(count):
         mx.eval(last)
@@ -86,7 +86,7 @@ def _together(step: Step, last: mx.array, count: int) -> float:
 
 
 def made(steps: Steps | None, replayed_before: int, count: int) -> str:
-    """Return how the last `count` steps were made, of which `steps.replayed` was `replayed_before`."""
+    """Return how the last `count` steps were made. replayed_before: `steps.replayed` before them."""
     if steps is None:
         return "by Python: not attached"
     if (replayed := steps.replayed - replayed_before) == count:

@@ -1,4 +1,4 @@
-"""The model that a benchmark runs: a true shape with random weights, or what `load` finds."""
+"""The model of a benchmark: a real shape with random weights, or a loaded model."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from mlxkv.patching.mark import mark
 from mlxkv.patching.patch import patch
 from mlxkv.patching.trees import flat
 
-GROUP = 64  # weights with one scale, as mlx-lm's converter quantises them
-# Of these a benchmark runs the true shape with random weights.
+GROUP = 64  # weights per scale, as in mlx-lm's converter
+# Models benchmarked with their real shape and random weights.
 CONFIGS: dict[str, dict] = {
     name: aliases.CONFIGS[name] for name in ("gemma-3-1b", "qwen2.5-1.5b", "qwen3-4b", "qwen3-8b")
 }
@@ -48,7 +48,7 @@ class Subject:
 
     @cached_property
     def calibration(self) -> Calibration | None:
-        """Random rotations for random weights, of directions that differ in weight; None: the model's own
+        """Random rotations with directions of unequal weight, for random weights; None: use the model's own
         calibration."""
         if self.weights != "random":
             return None
@@ -69,11 +69,11 @@ class Subject:
             detach(self.model)
 
     def random_tokens(self, *shape: int) -> mx.array:
-        """Random ids of its vocabulary."""
+        """Return random ids of its vocabulary."""
         return mx.random.randint(0, int(text_config(self.config)["vocab_size"]), shape)
 
     def decoded_by(self, preset: str) -> str:
-        """Return what computes attention in the layers that keep the whole context."""
+        """Return the attention code of the layers that keep the whole context."""
         if preset in MLX_LM:
             return "mlx-lm"
         config, labels = cache_config(preset), []
@@ -90,7 +90,7 @@ class Subject:
 
 def load_subject(name: str, bits: int | None) -> Subject:
     """Return the model `name`: one of CONFIGS, a folder (random weights if it holds none), or any name
-    that `load` knows. bits: quantise random weights, which have `default_dtype()`."""
+    that `load` accepts. bits: quantise random weights, which have `default_dtype()`."""
     config = CONFIGS.get(name) or _bare_config(Path(name))
     if config is not None:
         dtype = default_dtype()
@@ -138,6 +138,6 @@ def _random(config: dict, dtype: mx.Dtype, bits: int | None) -> nn.Module:
     if bits is not None:
         nn.quantize(model, GROUP, bits)
     for _, x in flat(model.parameters()):
-        mx.eval(x)  # one by one: frees the float32 that each is made from
+        mx.eval(x)  # one by one, to free the float32 original of each
     mx.clear_cache()
     return model

@@ -1,4 +1,4 @@
-"""Time decode attention, as a model calls it, beside `mx.fast` SDPA and mlx-lm's quantized SDPA."""
+"""Time decode attention, as called by a model, against `mx.fast` SDPA and mlx-lm's quantized SDPA."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mlxkv.metal.timing import Chain, chain, interleaved, middle
 
 COLD_BYTES = 200_000_000  # of rotating copies: more than twice the L2 of any GPU
 COPIES = 4
-MEMORY_SHARE = 8  # the copies of one preset or baseline take at most 1/8 of the memory
+MEMORY_SHARE = 8  # copies of one preset or baseline use at most 1/8 of the memory
 SPARE = 256  # tokens: the step by which mlx-lm's own cache grows
-TREE_BESIDE = 4  # bits of mlx-lm's codes beside polar trees, which take nearly as many
+TREE_BESIDE = 4  # bits of mlx-lm's codes to compare with polar trees, of nearly equal size
 SDPA = "sdpa"
 Task = Callable[[], Chain]
 
@@ -77,8 +77,8 @@ def rows(
     rounds: int,
     with_mlx_lm: bool,
 ) -> list[dict]:
-    """One row per preset. All of them and the baselines are timed in one interleaved run, after
-    their kernels are built. bandwidth: bytes per second, of the memory."""
+    """Return one row per preset. Presets and baselines are timed in one interleaved run, after their kernels are
+    built. bandwidth: of the memory, bytes per second."""
     mx.random.seed(0)
     step = DecodeStep(shape, tokens, dtype, calls)
     tasks = {SDPA: _sdpa(step)}
@@ -96,7 +96,7 @@ def rows(
             try:
                 task()
                 tasks[_mlx_lm_name(bits)] = task
-            except Exception as error:  # no kernel for this shape, no memory: of any type
+            except Exception as error:  # no kernel for this shape, out of memory: any type
                 failed[_mlx_lm_name(bits)] = brief(error)
     for task in tasks.values():
         task()
@@ -116,13 +116,13 @@ def rows(
 
 
 def _ours(name: str, config: CacheConfig, step: DecodeStep) -> tuple[dict, Task | None]:
-    """Return the row so far, and its task: None if the result is wrong."""
+    """Return a partial row, and its task: None if the result is wrong."""
     shape, first, scale = step.shape, step.first, step.scale
     config = allotted(config, shape.dims)
     views = [filled(config, shape, step.tokens, step.dtype)]
     size = stored_bytes(config, shape, views[0])
     rms = relative_rms(attention.attend(first, views[0], scale), reference(first, views[0], scale))
-    right = rms <= BOUNDS[step.dtype]  # a NaN is not
+    right = rms <= BOUNDS[step.dtype]  # False for NaN
     row = {
         "what": "attend",
         "shape": str(shape),
@@ -144,7 +144,7 @@ def _ours(name: str, config: CacheConfig, step: DecodeStep) -> tuple[dict, Task 
 
 
 def _sdpa(step: DecodeStep) -> Task:
-    """SDPA over slices of larger buffers, as mlx-lm's cache holds keys and values."""
+    """Return SDPA over slices of larger buffers, as in mlx-lm's cache."""
     copies = []
     for _ in range(copies_of(step.plain_bytes, step.calls)):
         pair = step.shape.pair(step.tokens + SPARE, step.dtype)
@@ -171,7 +171,7 @@ def _mlx_lm_name(bits: int) -> str:
 
 
 def _mlx_lm(bits: int, step: DecodeStep) -> Task:
-    """mlx-lm's attention over a quantized cache; fails when called if this machine lacks a kernel."""
+    """Return mlx-lm's attention over a quantized cache; the call fails if this machine lacks a kernel."""
     from mlx_lm.models.base import quantized_scaled_dot_product_attention  # takes seconds
 
     quantize = partial(mx.quantize, group_size=MLX_LM_GROUP, bits=bits)
@@ -192,14 +192,14 @@ def _mlx_lm(bits: int, step: DecodeStep) -> Task:
     return run
 
 
-# Largest relative_rms(result, reference) that is right: the result is rounded to its type.
+# Largest accepted relative_rms(result, reference): the result is rounded to its dtype.
 BOUNDS = {mx.float32: 2e-3, mx.float16: 5e-3, mx.bfloat16: 1e-2}
 
 
 def reference(queries: mx.array, view: View, scale: float) -> mx.array:
-    """Attention over the decoded pages in float32, one query head at a time: [B, H, 1, Dv].
+    """Compute attention over the decoded pages in float32, one query head at a time: [B, H, 1, Dv].
 
-    Sums of products, not matrix products: some GPUs compute these in TF32.
+    Uses sums of products, because some GPUs compute matrix products in TF32.
     """
     sides, pages = [], pages_of(view)
     for side in (0, 1):

@@ -1,4 +1,4 @@
-"""Shapes and filled caches that kernels are timed on."""
+"""Shapes and filled caches for timing kernels."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class KernelShape:
         return f"B{self.batch}.H{self.heads}.G{self.kv_heads}.D{self.dims}"
 
     def values(self, tokens: int) -> int:
-        """Numbers in keys and values of `tokens` tokens."""
+        """Return the count of numbers in keys and values of `tokens` tokens."""
         return 2 * self.batch * self.kv_heads * tokens * self.dims
 
     def pair(self, tokens: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """Random keys and values, [B, G, T, D]."""
+        """Return random keys and values, [B, G, T, D]."""
         shape = (self.batch, self.kv_heads, tokens, self.dims)
         return mx.random.normal(shape, dtype), mx.random.normal(shape, dtype)
 
     def queries(self, dtype: mx.Dtype) -> mx.array:
-        """Random queries of one token, [B, H, 1, D]."""
+        """Return random queries of one token, [B, H, 1, D]."""
         return mx.random.normal((self.batch, self.heads, 1, self.dims), dtype)
 
 
 def rotations(config: CacheConfig, shape: KernelShape) -> LayerMaps | None:
-    """Random rotations per kv head for a calibrated configuration, else None."""
+    """Return random rotations per kv head for a calibrated configuration, else None."""
     dims = (shape.dims, shape.dims)
     return sample(shape.kv_heads, dims, config.fitted) if config.calibrated else None
 
 
 def filled(config: CacheConfig, shape: KernelShape, tokens: int, dtype: mx.Dtype) -> View:
-    """Return what attention reads of a cache with `tokens` random tokens."""
+    """Return the view of a cache with `tokens` random tokens."""
     cache = CompressedKVCache(config, rotations(config, shape))
     for start in range(0, tokens, CHUNK):
         pair = shape.pair(min(CHUNK, tokens - start), dtype)
@@ -60,13 +60,13 @@ def filled(config: CacheConfig, shape: KernelShape, tokens: int, dtype: mx.Dtype
 
 
 def pages_of(view: View) -> Snapshot:
-    """Return the pages of a view of `filled`, whose tokens do not all fit the windows."""
+    """Return the pages of a view from `filled`, with more tokens than fit the windows."""
     assert view.pages is not None
     return view.pages
 
 
 def stored_bytes(config: CacheConfig, shape: KernelShape, view: View) -> int:
-    """Bytes of pages and windows, which attention has to read once."""
+    """Return the bytes of pages and windows, which attention reads once."""
     paged = pages_of(view).tokens
     pages = shape.values(paged) * config.bits_per_value(shape.dims, shape.dims) / 8
     windows = shape.values(view.tokens - paged) * view.dtype.size

@@ -1,4 +1,4 @@
-"""Time encoding into a store and decoding from it, beside the bandwidth of a copy."""
+"""Time encoding into a store and decoding from it, against the bandwidth of a copy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def row(
     dtype: mx.Dtype,
     bandwidth: float,
 ) -> dict:
-    """One row. tokens: whole pages. bandwidth: bytes per second, of a copy."""
+    """Return one row. tokens: whole pages. bandwidth: of a copy, bytes per second."""
     mx.random.seed(0)
     config, dims = allotted(config, shape.dims), (shape.dims, shape.dims)
     plan = choose.plan(config, dims, dtype)
@@ -47,7 +47,7 @@ def row(
         out: list[mx.array] = []
         for i in range(calls):
             pair = inputs[i % 2]
-            if out:  # no overlap with the call before
+            if out:  # no overlap with the previous call
                 keys, values = mx.depends(list(pair), out)
                 pair = keys, values
             store = new()
@@ -87,7 +87,7 @@ def row(
 
 
 def _page_seconds(store: Codes | Records, shape: KernelShape, dtype: mx.Dtype) -> float:
-    """Seconds to quantize one page of all heads into spare capacity."""
+    """Return the seconds to quantize one page of all heads into spare capacity."""
     size = store.config.page
     page = shape.pair(size, dtype)
     pages_before = GROWTH * PAGES  # with fewer, truncate would free the room

@@ -20,7 +20,7 @@ from mlxkv.metal import gpu, predict
 from mlxkv.metal.launch import backend
 from mlxkv.metal.timing import chain, copy_bandwidth, middle, read_bandwidth
 
-# The first as of Qwen3.5 to 3.8; Gemma 4 has windows of heads of 256 dims, too.
+# The first is that of Qwen3.5 to 3.8; Gemma 4's windows also have heads of 256 dims.
 SHAPES = (KernelShape(1, 16, 4, 256), KernelShape(1, 32, 8, 128), KernelShape(1, 16, 8, 64))
 BATCH_SHAPE, BATCH_CONTEXT = KernelShape(8, 32, 8, 128), 32768
 CALLS, ROUNDS = 64, 3  # calls in a timed chain; each round runs all presets twice
@@ -28,7 +28,7 @@ CONTEXTS, CONTEXTS_CPU = "4k,32k,128k", "1k,4k"
 ENCODE_SHAPE, ENCODE_TOKENS, ENCODE_TOKENS_CPU = KernelShape(1, 8, 8, 128), 32768, 1024
 ABOUT = tuple((name, name, "") for name in ("shape", "tokens", "preset", "by"))
 RMS = ("rms", "rms", ".1e")
-PREDICTED = ("predicted us", "predicted_us", ".1f")  # where this is an Apple GPU that we know
+PREDICTED = ("predicted us", "predicted_us", ".1f")  # on a known Apple GPU
 COLUMNS = (
     *ABOUT,
     ("us", "us", ".1f"),
@@ -129,7 +129,7 @@ def _cases(contexts: str | None, presets: dict[str, CacheConfig]) -> list[tuple[
 
 
 def _link(shape: KernelShape, dtype: mx.Dtype) -> float:
-    """Microseconds of the addition that links the calls in a chain."""
+    """Return the microseconds of the addition that links the calls in a chain."""
     first, zeros = shape.queries(dtype), mx.zeros(shape.queries(dtype).shape, dtype)
     chains = [chain(lambda q, _: q, first * 1, [zeros], CALLS) for _ in range(6)]
     return 1e6 * middle(chains[1:]).run
