@@ -16,15 +16,15 @@ from mlxkv.loading.attach import attach, detach
 from mlxkv.loading.load import Loaded
 from mlxkv.patching.cache_shapes import layers_of
 
-BASELINE = "fp16"  # mlx-lm's own caches, with which every other arm is compared
+BASELINE = "fp16"  # mlx-lm's own caches, the reference of every other arm
 
 
 class Arms:
     """A model and the caches to compare: an arm is a cache preset or configuration, by name.
 
     presets: names, or {name: configuration}; BASELINE is always added. windows: (sink, recent) for all arms; None
-    keeps each preset's own, which is what a text says of windows that the configurations have already. model_name: in
-    rows, in place of the loaded name. calibrations: by arm; others use the model's own.
+    keeps each preset's own; a string does too, and describes windows already set in the configurations. model_name:
+    replaces the loaded name in rows. calibrations: by arm; others use the model's own.
     """
 
     def __init__(
@@ -63,13 +63,12 @@ class Arms:
 
     @contextmanager
     def caches(self, names: Iterable[str]):
-        """Make new caches, {arm: [cache of each layer]}. Inside the block the model takes any of
-        them; no other arm may be attached there."""
+        """Make new caches, {arm: [cache of each layer]}. Inside the block the model accepts any
+        of them; no other arm may be attached there."""
         out, names = {}, list(names)
         last = None
         try:
-            # The arm attached last stays attached. It compresses if any arm does, and the
-            # attention that it hooks in serves every arm.
+            # The last arm stays attached. It compresses if any arm does, and its attention works for every arm.
             for name in sorted(names, key=lambda n: self.configs[n].compresses):
                 self._attach(name)
                 last = name

@@ -51,7 +51,7 @@ class Tokens:
 
     @staticmethod
     def unpacked(data: dict[str, str]) -> Tokens:
-        """Return what `packed` made, to float32."""
+        """Return the inverse of `packed`, in float32 precision."""
         arrays = {k: np.frombuffer(b64decode(x), "<f4") for k, x in data.items()}
         return Tokens(**{k: x.astype(np.float64) for k, x in arrays.items()})
 
@@ -84,7 +84,7 @@ def summary(tokens: Tokens) -> dict:
 
 
 def parts(arms: Arms, options: TaskOptions) -> list[Part]:
-    """Return one part per context and text; `pooled` joins their results. The texts have nothing in common."""
+    """Return one part per context and text; `pooled` joins their results. The texts are disjoint."""
     out = []
     for context in options.contexts:
         count = context + options.decode + 1
@@ -225,7 +225,7 @@ def divergence(scores: mx.array, others: mx.array) -> mx.array:
     p, q, gap = mx.exp(log_p), mx.exp(log_q), log_q - log_p
     near = p * (mx.expm1(mx.minimum(gap, 1)) - gap)
     terms = mx.where(gap < 1, near, q - p - p * gap)
-    # Of tokens that have no chance at all (logits of minus infinity) the gap is no number.
+    # For tokens of probability 0 (logits of minus infinity) the gap is NaN.
     return mx.where(p > 0, terms, q).sum(axis=-1)
 
 

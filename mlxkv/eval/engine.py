@@ -1,4 +1,4 @@
-"""Measure parts of an evaluation, each one task on one text, for several arms; go on where a run was stopped."""
+"""Measure parts of an evaluation, each one task on one text, for several arms; resume stopped runs."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class TaskOptions:
 
 @dataclass(frozen=True)
 class Part:
-    """task, text, context: they name its rows. asks: all that a result depends on besides model and arm, as plain
-    data; a stored result is used only if it is the same. run: (arms, names, progress) -> name and result of each
-    arm, in order; it gets only the names without a stored result. steps: the sum of progress per name.
+    """One task on one text. task, text, context: identify its rows. asks: all other inputs of a result besides model
+    and arm, as plain data; a stored result is used only if they are equal. run: (arms, names, progress) -> name and
+    result of each arm, in order; names: only those without a stored result. steps: the sum of progress per name.
     """
 
     task: str
@@ -65,7 +65,7 @@ class Part:
 
 
 def row_of(arms: Arms, part: Part, name: str) -> tuple[dict, str]:
-    """Return what identifies the row of an arm, and the digest of all else that its numbers depend on: model, dtype,
+    """Return the identity of an arm's row, and the digest of all other inputs of its numbers: model, dtype,
     configuration, calibration, what the part asks, versions and backend."""
     identity = {
         "task": part.task,
@@ -92,7 +92,7 @@ def row_of(arms: Arms, part: Part, name: str) -> tuple[dict, str]:
 
 
 def stored(arms: Arms, part: Part, name: str, rows: Rows) -> dict | None:
-    """Return the result of an arm that `rows` has, or None."""
+    """Return the result of an arm stored in `rows`, or None."""
     return rows.get(*row_of(arms, part, name))
 
 
@@ -103,8 +103,7 @@ def computed(
     names: Sequence[str] | None = None,
     tolerant: bool = False,
 ) -> list[tuple[Part, Results]]:
-    """Return the results of all parts, for all arms or those of `names`. Results that `rows` has are not computed
-    again.
+    """Return the results of all parts, for all arms or those of `names`. Results in `rows` are not computed again.
 
     tolerant: an arm that fails gets a row with its "error", no result, and the others go on, unless memory or the GPU
     is gone. Raises MachineError, and what a task raises.
@@ -160,7 +159,7 @@ def _compute(
 
 
 def _failure(error: Exception, name: str) -> str:
-    """Return the reason in a line. Raises MachineError where all that follows would fail, too."""
+    """Return the reason in one line. Raises MachineError if all later work would fail too."""
     reason = errors.reason(error)
     if errors.is_of_memory(error) or errors.is_of_lost_gpu(error):
         said = "memory ran out" if errors.is_of_memory(error) else "the GPU failed"

@@ -1,7 +1,7 @@
 """Intervals of means and shares from few texts.
 
-Texts are what is drawn at random: tokens of one text, and questions about one document, are alike. So
-every interval here resamples texts or documents.
+Texts are the random sample: tokens of one text, and questions about one document, are correlated. So every interval
+here resamples texts or documents.
 
 Which bootstrap: with 8 to 16 skewed samples (log-normal, as KL is over texts) the plain percentile
 interval of a mean covers 66 to 89 % where it says 95. Studentised on the logarithm it covers 86 to 94
@@ -25,7 +25,7 @@ RESAMPLES = 10_000
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with the limits of its interval, which are None where there are too few texts."""
+    """A value with the limits of its interval, None with too few texts."""
 
     value: float
     low: float | None = None
@@ -88,7 +88,7 @@ def ratio(values: Sequence[float], over: Sequence[float]) -> Interval:
 
 
 def _widened(n: int, of: Callable[[np.ndarray], np.ndarray], fine: bool) -> Interval:
-    """Percentiles of a bootstrap, moved outwards by what n - 1 degrees of freedom and the divisor n cost
+    """Percentiles of a bootstrap, widened for n - 1 degrees of freedom and the divisor n
     (Hesterberg, What Teachers Should Know about the Bootstrap, 2015, section 5.1). of: numbers [..] of
     draws [.., n]."""
     value = float(of(np.arange(n)))
@@ -129,8 +129,7 @@ def wilson(right: int, count: int) -> Interval:
 def found(documents: Sequence[Sequence[bool]]) -> Interval:
     """Return the share of right answers. documents: of each, whether its answers are right.
 
-    Wilson's interval takes answers as independent, resampling documents does not: the wider limits
-    of both."""
+    Wilson's interval assumes independent answers, resampling documents does not: the wider limits of both are used."""
     answers = [bool(answer) for document in documents for answer in document]
     plain = wilson(sum(answers), len(answers))
     right, counts = (np.array([f(document) for document in documents], float) for f in (sum, len))

@@ -29,7 +29,7 @@ def available() -> bool:
 
 @contextmanager
 def pyplot() -> Iterator:
-    """Give `matplotlib.pyplot` with SETTINGS and without a window. Raises UserError if matplotlib is missing."""
+    """Yield `matplotlib.pyplot` with SETTINGS and without a window. Raises UserError if matplotlib is missing."""
     if not available():
         raise UserError("[pictures] needs matplotlib; pip install matplotlib")
     import matplotlib
@@ -51,7 +51,7 @@ def svg(figure) -> str:
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-SMALLEST = 1e-7  # the least value on logarithmic axes
+SMALLEST = 1e-7  # least value on logarithmic axes
 
 
 def scatter(

@@ -46,8 +46,8 @@ class FactCounts:
 
     @staticmethod
     def fit(length: int, questions: int, tokens: int) -> FactCounts:
-        """Return counts for a text of `length` tokens, of which facts of `tokens` tokens each take
-        at most half."""
+        """Return counts for a text of `length` tokens, at most half of it facts of `tokens` tokens
+        each."""
         budget = max(14, length // (2 * tokens))
         limit = max(QUERIES, 3 * budget // 10)
         keys = min(limit, max(QUERIES, questions, length // 200))
@@ -121,7 +121,7 @@ def document(rng: Random, length: int, questions: int, measure: Callable[[str], 
     """
     tokens = measure(" " + fact("northern warehouse", "1234567"))
     sizes = FactCounts.fit(length, questions, tokens)
-    side = min(NEAR, isqrt(sizes.near - 1) + 1)  # the table is all but full
+    side = min(NEAR, isqrt(sizes.near - 1) + 1)  # the table is almost full
     all_words = WORDS["adjectives"], WORDS["nouns"]
     near_words = [rng.sample(words, side) for words in all_words]
     far_words = [

@@ -1,4 +1,4 @@
-"""Feed a model through its cache: a prompt in chunks, what follows it a few tokens at a time."""
+"""Feed a model through its cache: a prompt in chunks, later tokens a few at a time."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def drops_tokens(cache: list) -> bool:
 
 
 def stored(loaded, tokens: Sequence[int], exact: list) -> list:
-    """Return caches of the attached preset that hold `tokens`: the keys and values that `exact`, full precision's
-    caches, have of them.
+    """Return caches of the attached preset with `tokens`: the keys and values are those in `exact`, full-precision
+    caches.
 
-    Caches that learn from queries (OjaKV), or that take no plain keys (latents), read the tokens themselves.
+    Caches that learn from queries (OjaKV) or do not store plain keys (latents) read the tokens themselves.
     """
     caches = new_cache(loaded)
     if any(getattr(cache, "observes_queries", False) for cache in caches):

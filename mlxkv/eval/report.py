@@ -22,8 +22,8 @@ def assemble(
     """Return everything in one tree. results: of each part, by arm.
 
     Stable keys: "model", "context" (the longest) and "presets", which holds the rows at that
-    context: "bits_per_value", "ppl", "kl_mean", "kl_p99", "top1", "retrieval" {kind: share}. Intervals
-    stand beside them, as "kl_interval" [low, high].
+    context: "bits_per_value", "ppl", "kl_mean", "kl_p99", "top1", "retrieval" {kind: share}. Intervals have keys such
+    as "kl_interval" [low, high].
     """
     contexts = sorted(options.contexts)
     pooled = {k: v for context in contexts for k, v in _pooled(arms, results, context).items()}
@@ -131,7 +131,7 @@ def _divergence_intervals(texts: list[dict]) -> dict:
 
 
 def _limits(ends: list[float] | None, form: str = ".2g", scale: float = 1.0) -> str:
-    """Format an interval for a table: ' [1, 2]', or nothing if it is not known."""
+    """Format an interval for a table: ' [1, 2]', or "" if unknown."""
     return "" if ends is None else f" [{', '.join(format(scale * x, form) for x in ends)}]"
 
 
@@ -167,7 +167,7 @@ def table(data: dict, context: int) -> tuple[list[str], list[list[str]]]:
 
 
 def _found(row: dict, kind: str, is_first: bool) -> str:
-    """Format a share of right values; ~ if it is not told apart from full precision's."""
+    """Format a share of right values; ~ if not distinguishable from full precision's."""
     ends = row.get("retrieval_interval", {}).get(kind)
     loss = row.get("retrieval_lost", {}).get(kind)
     alike = not is_first and loss is not None and Interval(*loss).holds(0.0)
@@ -239,7 +239,7 @@ def write_page(data: dict, folder: Path) -> None:
 
 
 def markdown(data: dict, picture: bool) -> str:
-    """Return the report as Markdown. picture: whether PICTURE lies beside it."""
+    """Return the report as Markdown. picture: whether PICTURE is in the same folder."""
     out = [f"# {_plain(data['model'])}: what a compressed cache costs", "", *_about(data), ""]
     for context in data["contexts"]:
         columns, rows = table(data, context)
@@ -273,5 +273,5 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> 
 
 
 def _plain(text: str) -> str:
-    """Escape what Markdown and HTML would read in a name."""
+    """Escape Markdown and HTML syntax in a name."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

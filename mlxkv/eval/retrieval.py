@@ -26,7 +26,7 @@ from mlxkv.eval.questions import Document, Question, document
 
 SEED = "retrieval-1"  # count it up when texts or scores change
 PER_TEXT = 16  # most questions of a kind about one text
-MARGIN = 200  # tokens of a context that question and answer may take
+MARGIN = 200  # tokens of a context reserved for question and answer
 # Tokens of a greedy answer: a start, and a sentence per value.
 START, PER_VALUE = 16, 32
 
@@ -148,7 +148,7 @@ def score(
     """Return the log probabilities of the tokens of each value of `answer`, after `prompt` and the tokens in the
     cache. The cache grows by prompt and answer.
 
-    values: in the order in which they stand in `answer`.
+    values: in their order in `answer`.
     """
     tokens = encode(loaded, answer)
     if reading.drops_tokens(cache):

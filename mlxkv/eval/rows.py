@@ -1,7 +1,7 @@
-"""Keep results as lines of JSON, appended as they come, so that a stopped run can go on.
+"""Keep results as lines of JSON, appended as computed, so that a stopped run can resume.
 
-A row is what was measured of one model, preset and text: IDENTITY and the numbers, or "error" in their place.
-"state" is a digest of everything else that the numbers depend on.
+A row is the measurement of one model, preset and text: IDENTITY and the numbers, or "error" instead of them. "state"
+is a digest of all other inputs of the numbers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ IDENTITY = ("task", "split", "model", "preset", "windows", "text", "context")
 
 
 def key(row: Row) -> tuple:
-    """Return what a row is of; a file holds one result for it."""
+    """Return the identity of a row; a file has one result for each."""
     return tuple(row[name] for name in IDENTITY)
 
 
 def read(files: Iterable[Path]) -> list[Row]:
-    """Return the rows of .jsonl and .jsonl.gz files, one per key: a result goes before an error, a later row before
-    an earlier one. Lines that were cut off are left out. Raises UserError."""
+    """Return the rows of .jsonl and .jsonl.gz files, one per key: results win over errors, later rows over
+    earlier ones. Truncated lines are skipped. Raises UserError."""
     newest: dict[tuple, Row] = {}
     for file in files:
         for row in _lines(file):
@@ -46,7 +46,7 @@ def _lines(file: Path) -> Iterator[Row]:
             row = json.loads(line)
             key(row)
         except (ValueError, KeyError, TypeError):
-            continue  # the process was ended while it wrote
+            continue  # the process was killed while writing
         yield row
 
 

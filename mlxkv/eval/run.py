@@ -79,7 +79,7 @@ def run_eval(command: SimpleNamespace) -> int:
 
 
 def cost(parts: list[Part], arms: Arms) -> str:
-    """Return what the run reads, for those who wait: texts and documents, times the caches."""
+    """Return a line about the run's work: texts and documents, times the caches."""
     texts = [part for part in parts if part.task == "divergence"]
     documents = [part for part in parts if part.task == "retrieval"]
     clauses = []
@@ -93,7 +93,7 @@ def cost(parts: list[Part], arms: Arms) -> str:
 
 
 def parts_of(arms: Arms, tasks: tuple[str, ...], options: TaskOptions) -> list[Part]:
-    """Return what is to be computed, in the order of TASKS. Raises UserError."""
+    """Return the parts to compute, in the order of TASKS. Raises UserError."""
     loaded, longest = arms.loaded, max(options.contexts)
     if loaded.context and longest > loaded.context:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Judge a preset as green, amber or red where its intervals allow it, by rules that the report prints, and say it in
+"""Rate a preset green, amber or red if its intervals allow it, by rules printed in the report, and write the
 sentences."""
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ VERDICTS = {
 
 
 def judge(row: dict) -> tuple[str, str]:
-    """Return (colour, reason) of a preset's row; the reason names the broken rule, and what retrieval
-    leaves open.
+    """Return (colour, reason) of a preset's row; the reason names the broken rule, and what
+    retrieval leaves open.
 
-    A colour counts if both ends of the intervals of KL and of same top have it. Retrieval makes it worse
-    where the whole interval of what is lost lies above a limit: few questions show little.
+    A colour counts if both ends of the intervals of KL and of same top have it. Retrieval lowers it if the whole
+    interval of the loss is above a limit, because few questions prove little.
     """
     judgements = [_colour(row, end) for end in ("best", "worst")]
     lost, proven = _lost(row)
@@ -73,8 +73,7 @@ def _colour(row: dict, end: str) -> tuple[str, str]:
 
 
 def _lost(row: dict) -> tuple[float, tuple[str, str]]:
-    """Return the most that retrieval may have lost in any kind, and the colour that is shown by it, with
-    the broken rule."""
+    """Return the largest possible loss of retrieval in any kind, and the colour proved by it, with the broken rule."""
     worst, proven = 0.0, ("green", "")
     for kind, (value, low, high) in row.get("retrieval_lost", {}).items():
         worst = max(worst, high)
@@ -87,7 +86,7 @@ def _lost(row: dict) -> tuple[float, tuple[str, str]]:
 
 
 def _left(row: dict, lost: float, colour: str) -> str:
-    """Return what a verdict of KL says nothing about, or an empty string."""
+    """Return the retrieval loss that a verdict on KL leaves open, as a sentence, or an empty string."""
     if colour == "red" or lost <= LIMITS[colour]["retrieval"]:
         return ""
     count = min(row.get("retrieval_values", {"": 0}).values())
@@ -99,7 +98,7 @@ def _points(share: float) -> str:
 
 
 def sentences(data: dict, context: int) -> list[tuple[str, str, str]]:
-    """Return (preset, verdict, sentences) of every preset but full precision at a context."""
+    """Return (preset, verdict, sentences) of every preset except full precision at a context."""
     rows = data["rows"][str(context)]
     base = rows[BASELINE]
     return [
