@@ -12,7 +12,7 @@ from mlxkv.formats.presets import FULL_PAGES
 
 BASELINE = "fp16"
 # Full precision with the steps of compressed caches, only for `mlxkv bench decode`: mlx-lm's own caches in a
-# # replayed step, and float16 pages read by our kernels.
+# replayed step, and float16 pages read by our kernels.
 REPLAYED, PAGED = "fp16-replayed", "fp16-pages"
 MLX_LM = {"mlx-lm-kv8": 8, "mlx-lm-kv4": 4}  # mlx-lm's own quantized cache: name -> kv_bits
 MLX_LM_GROUP = 64
