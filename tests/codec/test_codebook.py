@@ -70,3 +70,11 @@ def test_bad_values_are_one_line():
     with pytest.raises(UserError, match=r"unknown bits; got 5; choose from 1, 2, 3, 4"):
         Codebook(5)
     assert "16 dims or more" in PRESETS["turbo-int2"].why_not(8, 8)
+
+
+def test_on_a_boundary_the_code_is_the_one_nearer_to_zero():
+    """Alg. 1 of TurboQuant leaves it open; both tracks follow the spec."""
+    levels = np.array([-1.0, -0.2, 0.2, 1.0])  # boundaries at 0.6, 0 and -0.6
+    x = np.array([[0.6, 0.8], [-0.6, 0.8], [0.0, 1.0]])
+    codes, scale = ref.codebook_encode(x, levels)
+    assert codes.tolist() == [[2, 3], [1, 3], [1, 3]] and (scale == 1).all()
