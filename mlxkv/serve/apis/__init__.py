@@ -1,1 +1,1 @@
-"""Other APIs than OpenAI's chat: a request becomes one of ours, and mlx-lm's events become theirs."""
+"""Adapters for the HTTP APIs: parse their requests into `Request`, write mlx-lm's tokens as their replies."""

@@ -1,4 +1,4 @@
-"""Anthropic's messages API: what is asked, and replies. Tools that run on Anthropic's servers are refused."""
+"""Anthropic's messages API: requests and replies. Tools that run on Anthropic's servers are refused."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from mlxkv.serve.apis.reply import Blocks, event
 from mlxkv.serve.refusals import Refused
 from mlxkv.serve.request import ModelInfo, Request
 
-# Claude Code begins its system prompt with a line for Anthropic's accounting, another one for each
-# request: no prompt would ever be found in a cache.
+# Claude Code starts its system prompt with a billing line that differs per request: left in, no prompt would ever
+# hit the cache.
 BILLING = "x-anthropic-billing-header:"
 
 
@@ -48,7 +48,7 @@ class Source(Object):
 
 
 class Document(Part):
-    """A part, which may be a document whose text is known."""
+    """A content part, possibly a document with plain text."""
 
     title: str = ""
     source: Source = Field(default_factory=Source)
@@ -61,9 +61,9 @@ class Document(Part):
 
 
 class Block(Document):
-    """A part of a message. id, name, input: of a tool_use. tool_use_id, content, is_error: of a tool_result."""
+    """A content block. id, name, input: set for tool_use. tool_use_id, content, is_error: set for tool_result."""
 
-    # Types that are no parts of a text, by the role that has them, and the fields that each needs.
+    # Types other than text, by role, with their required fields.
     special: ClassVar[dict[str, dict[str, tuple[str, ...]]]] = {
         "user": {"tool_result": ("tool_use_id",)},
         "assistant": {"thinking": (), "redacted_thinking": (), "tool_use": ("id", "name")},
@@ -101,7 +101,7 @@ class Message(Object):
         return self
 
     def for_template(self) -> list[dict]:
-        """Return the message as chat templates read it: results of tools are messages of their own."""
+        """Return the message in the chat template's form: each tool result is a separate message."""
         if self.role == "assistant":
             return [_assistant(self.content)]
         out = [
@@ -121,7 +121,7 @@ def _assistant(blocks: list[Block]) -> dict:
             thoughts.append(block.thinking)
         elif block.type == "tool_use":
             calls.append(tool_call(block.id, block.name, block.input))
-        elif block.type != "redacted_thinking":  # nobody but Anthropic can read that
+        elif block.type != "redacted_thinking":  # encrypted: only Anthropic can read it
             texts.append(block.shown())
     out: dict = {"role": "assistant", "content": "\n".join(texts)}
     if any(thoughts):
@@ -187,19 +187,19 @@ class Messages(Body):
     output_format: Schema | None = None  # an older name
 
     def form(self) -> Format | None:
-        """Return the schema that the reply follows."""
+        """Return the schema of the reply."""
         if schema := self.output_config.format:
             return Format("output_config.format.schema", schema.schema_)
         return self.output_format and Format("output_format.schema", self.output_format.schema_)
 
 
 def read_messages(body: dict, model_info: ModelInfo) -> Request:
-    """Return the request in a body. Raises Refused."""
+    """Parse a request body. Raises Refused."""
     asked = Messages.read(body)
     system = "\n".join(x.shown() for x in asked.system if not x.shown().startswith(BILLING))
     messages = [{"role": "system", "content": system}] if system else []
     messages += [one for message in asked.messages for one in message.for_template()]
-    # What an assistant has begun to say, it goes on with.
+    # A trailing assistant message is the start of the reply.
     others = any(message["role"] != "assistant" for message in messages)
     goes_on = others and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if asked.thinking.type:
@@ -220,7 +220,7 @@ def read_messages(body: dict, model_info: ModelInfo) -> Request:
 
 
 def models(names: tuple[str, ...], name: str) -> dict:
-    """Return what Anthropic's clients read at /v1/models, and behind it."""
+    """Return the response to /v1/models and /v1/models/{name} in Anthropic's format."""
     model = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
     if name:
         return model | {"id": name, "display_name": name}
@@ -231,22 +231,22 @@ def models(names: tuple[str, ...], name: str) -> dict:
 # -- replies
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Kinds of errors by status, where they are not OpenAI's.
+# Error types by status, where they differ from OpenAI's.
 KINDS = {413: "request_too_large", 500: "api_error"}
 
 
 def speaks(path: str, headers: Collection[str]) -> bool:
-    """Return whether a client of this path, with these names of headers, is one of Anthropic's."""
+    """Return whether the path or the header names identify an Anthropic client."""
     return path.startswith("/v1/messages") or "anthropic-version" in headers
 
 
 def error_of(refused: Refused, path: str, headers: Collection[str]) -> dict:
-    """Return the document that a client of this path, with these names of headers, expects."""
+    """Return the error body in the format of the client, identified by path and header names."""
     return error_body(refused) if speaks(path, headers) else refused.body()
 
 
 def error_body(refused: Refused) -> dict:
-    """Return the document that Anthropic's clients expect."""
+    """Return the error body in Anthropic's format."""
     kind = KINDS.get(refused.status) or refused.body()["error"]["type"]
     kind = {"server_error": "api_error"}.get(kind, kind)
     error = {"type": kind, "message": refused.message}
@@ -254,7 +254,7 @@ def error_body(refused: Refused) -> dict:
 
 
 class MessagesReply(Blocks):
-    """A message, or its events: message_start, for each block content_block_start, _delta and _stop,
+    """A message, or its stream of events: message_start; content_block_start, _delta and _stop for each block;
     message_delta, message_stop."""
 
     def __init__(self, *args: Any):
@@ -303,7 +303,7 @@ class MessagesReply(Blocks):
     def _usage(self) -> dict:
         prompt, cached = self.prompt.prompt_tokens, self.prompt.cached_tokens
         return {
-            "input_tokens": prompt - cached,  # Anthropic counts the others apart
+            "input_tokens": prompt - cached,  # Anthropic counts cached tokens separately
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": self.count,
@@ -329,7 +329,7 @@ class MessagesReply(Blocks):
 
 
 def _signed(kind: str) -> dict:
-    """Thinking has a signature by which Anthropic knows its own; ours has none."""
+    """Return the signature field of a thinking block: empty, as only Anthropic can sign."""
     return {"signature": ""} if kind == "thinking" else {}
 
 

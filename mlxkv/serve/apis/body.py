@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON within bounds, then the type that an API declares. An error is one line that names the
+"""Request bodies: bounded JSON, validated against the type that the API declares. Errors are one line and name the
 field."""
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from mlxkv.serve import grammar
 from mlxkv.serve.refusals import NOTHING, Refused, bad
 from mlxkv.serve.request import DEFAULT_NAMES, ModelInfo, Request, no_model
 
-DEPTH = 64  # lists and objects inside one another
+DEPTH = 64  # nesting of lists and objects
 TOO_DEEP = f"nested too deeply; at most {DEPTH} levels"
-VALUES = 100_000  # of a body: a chat of a million tokens has fewer
-FIELDS = 256  # of a request
-FINITE = 1.7976931348623157e308  # the largest number of 64 bits
-# Fields of other servers and of newer clients, which change nothing here, though their names are close to ours.
+VALUES = 100_000  # per body: a chat of a million tokens has fewer
+FIELDS = 256  # per request
+FINITE = 1.7976931348623157e308  # the largest float64
+# Fields of other servers and newer clients, ignored although their names are close to ours.
 LOOKALIKES = {"min_tokens", "mode", "models", "repeat_penalty", "top_a"}
-# Parts of messages that a model would have to see or hear, by words in the names of their types.
+# Substrings of part types that mark media.
 MEDIA = ("image", "audio", "video", "document", "file")
 STOPS, STOP_LENGTH = 16, 256
 NAME_LENGTH = 512
-ENDLESS = -1  # as max_tokens, as in llama.cpp: until the context or the memory is full
-# 16-bit logits are divided by it: anything colder is greedy. Log-probabilities of the best token, about -12 at
-# the least, stay numbers in float16.
+ENDLESS = -1  # max_tokens=-1, as in llama.cpp: until the context or the memory is full
+# Lowest temperature: anything colder is greedy. 16-bit logits are divided by it; log-probabilities of the best
+# token, at least about -12, stay finite in float16.
 COLDEST = 1e-3
-LEAST_TOP_P = 1e-6  # what float32 tells from 0 beside 1: the best token alone
+LEAST_TOP_P = 1e-6  # still distinct from 0 in float32 sums near 1: keeps the best token alone
 
 
 # -- JSON
 
 
 def document(raw: bytes) -> dict:
-    """Return the JSON object in a body, with numbers and depth that JSON's other readers have, too. Raises Refused."""
+    """Parse a body as a JSON object, with numbers and nesting that other JSON parsers accept, too. Raises Refused."""
     try:
         body = json.loads(raw.decode("utf-8"), parse_int=_whole)
-        json.dumps(body, ensure_ascii=False).encode()  # raises at half of a surrogate pair
+        json.dumps(body, ensure_ascii=False).encode()  # raises on a lone surrogate
     except UnicodeError:
         reason = "not UTF-8, or text that is not Unicode"
     except RecursionError:
@@ -68,12 +68,12 @@ def document(raw: bytes) -> dict:
 
 
 def _whole(digits: str) -> int | float:
-    """Return an integer; beyond what Python reads, or a check takes, infinity."""
+    """Parse an integer; return infinity if it is too large for Python's parser or for the checks."""
     return int(digits) if len(digits) < 400 else float(digits)
 
 
 def _check_values(body: dict) -> None:
-    """Raise Refused where a body is nested too deeply, holds too many values, or numbers that are none."""
+    """Raise Refused if a body is nested too deeply, holds too many values, or has non-finite numbers."""
     values: list[tuple[str, Any, int]] = [("", body, DEPTH)]
     count = 0
     while values:
@@ -97,7 +97,7 @@ def _check_values(body: dict) -> None:
 
 
 class Wrong(ValueError):
-    """A value that a validator does not take. field: of the object, where that is what is wrong. got: what to show."""
+    """A value rejected by a validator. field: the invalid field of the object, if known. got: value to show."""
 
     def __init__(self, reason: str, field: str = "", got: object = NOTHING):
         super().__init__(reason)
@@ -105,8 +105,7 @@ class Wrong(ValueError):
 
 
 class Object(BaseModel):
-    """A JSON object whose fields have types, which are not converted. Null means that a field is missing; others are
-    dropped."""
+    """A JSON object with typed fields, without type conversion. Null counts as missing; unknown fields are dropped."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -119,7 +118,7 @@ class Object(BaseModel):
 
     @classmethod
     def read(cls, body: dict) -> Self:
-        """Return the object in a body. Raises Refused, which names the first field that is wrong."""
+        """Validate a body. Raises Refused, which names the first invalid field."""
         try:
             return cls.model_validate(body)
         except ValidationError as error:
@@ -127,7 +126,7 @@ class Object(BaseModel):
 
 
 NOT_EMPTY = "must be a text that is not empty"
-# What pydantic calls what is wrong, and what clients read.
+# Pydantic's error types, and the messages that clients read.
 REASONS = {
     "string_type": "must be a text",
     "list_type": "must be a list",
@@ -160,7 +159,7 @@ def _refused(invalid: ValidationError) -> Refused:
 
 
 def between(low: float, high: float) -> AfterValidator:
-    """Return a check of a number."""
+    """Return a validator for numbers between `low` and `high`."""
 
     def check(value: float) -> float:
         if not low <= value <= high:
@@ -171,7 +170,7 @@ def between(low: float, high: float) -> AfterValidator:
 
 
 def only(*values: Any) -> BeforeValidator:
-    """Return a check of a field that may have only these values, or none at all."""
+    """Return a validator for an optional field with these values only."""
 
     def check(value: Any) -> Any:
         if (type(value), value) in [(type(x), x) for x in values]:
@@ -206,7 +205,7 @@ def _template_arguments(values: dict) -> dict:
 
 Named = Annotated[str, Field(min_length=1)]
 Label = Annotated[str, Field(max_length=NAME_LENGTH)]
-# Marks and special tokens in the name of a tool would end its call.
+# Markup or special tokens in a tool's name would end its call.
 ToolName = Annotated[str, Field(pattern=r"^[\w.:/@-]+$", max_length=NAME_LENGTH)]
 Length = Annotated[int, AfterValidator(_length)]
 StopWords = Annotated[list[str], AfterValidator(_stop_words)]
@@ -217,8 +216,8 @@ TemplateArguments = Annotated[dict[str, Any], AfterValidator(_template_arguments
 
 
 class Part(Object):
-    """A part of a content. A line stands for what a model that reads text alone is not shown: a refusal would end the
-    chat, in which it stays."""
+    """A content part. Media are replaced by a line of text for text-only models: the part stays in the chat, so refusing
+    it would end the chat."""
 
     texts: ClassVar[tuple[str, ...]] = ("text",)  # types whose text the model reads
     type: str = "text"
@@ -231,7 +230,7 @@ class Part(Object):
         return self
 
     def check_part(self) -> None:
-        """Raise Wrong where the model cannot be shown this, or a line in its place."""
+        """Raise Wrong if neither the part nor a placeholder line can be shown to the model."""
         if self.is_text:
             if self._words() is None:
                 raise Wrong("must be a text", "refusal" if self.type == "refusal" else "text", None)
@@ -250,14 +249,14 @@ class Part(Object):
         return self.refusal if self.type == "refusal" else self.text
 
     def shown(self) -> str:
-        """Return what the model reads."""
+        """Return the text shown to the model."""
         if self.is_text:
             return self._words() or ""
         return f"[{self.medium}: not shown, this model reads text only]"
 
 
 def parts_of(kind: Callable[..., Part]) -> BeforeValidator:
-    """Return what reads a text as a content of one part. kind: of parts."""
+    """Return a validator that wraps a plain string in a list of one part. kind: the type of the part."""
     return BeforeValidator(lambda x: [kind(type="text", text=x)] if isinstance(x, str) else x)
 
 
@@ -265,7 +264,7 @@ Content = Annotated[list[Part], parts_of(Part)]
 
 
 def text_of(parts: Iterable[Part], between: str = "") -> str:
-    """Return a content as one text, with `between` its parts; a part that is not shown has a line of its own."""
+    """Join parts into one text, separated by `between`; a part that is not shown becomes a line of its own."""
     out: list[str] = []
     is_line = False
     for part in parts:
@@ -276,13 +275,13 @@ def text_of(parts: Iterable[Part], between: str = "") -> str:
 
 
 def tool_call(id: str, name: str, arguments: object) -> dict:
-    """Return a call of a tool as chat templates read it, with arguments as text: JSON, unless the model wrote none."""
+    """Return a tool call in the chat template's form; arguments are text: JSON, unless the model wrote something else."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def tool(name: str, description: str, parameters: dict) -> dict:
-    """Return a tool as chat templates read it."""
+    """Return a tool in the chat template's form."""
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -291,7 +290,7 @@ def tool(name: str, description: str, parameters: dict) -> dict:
 
 
 class Choice(NamedTuple):
-    """Whether the model calls tools. kind: auto, none, or required: of any tool, or the one of this `name`."""
+    """The tool choice. kind: auto, none or required. name: the required tool, or any if empty."""
 
     kind: str = "auto"
     name: str | None = None
@@ -301,16 +300,16 @@ AUTO = Choice()
 
 
 class Format(NamedTuple):
-    """A schema that the reply follows. path: of the field that has it."""
+    """The schema of the reply. path: the field that contains it."""
 
     path: str
     schema: Any
 
 
 class Body(Object):
-    """Fields that all APIs have."""
+    """Fields common to all APIs."""
 
-    # Fields that may only have the value that changes nothing: a name close to one of them is no typing error.
+    # Fields restricted to their neutral value: a name close to one of them is not taken for a typo.
     fixed: ClassVar[frozenset[str]] = frozenset()
 
     model: str = ""
@@ -323,12 +322,12 @@ class Body(Object):
     @classmethod
     def read(cls, body: dict) -> Self:
         names = cls.model_fields.keys() - cls.fixed
-        # Others are dropped: clients send new ones with every version, and those of other servers.
+        # Unknown fields are dropped: new client versions add some, and clients send other servers' fields.
         for name in sorted(body.keys() - LOOKALIKES - cls.model_fields.keys()):
             if body[name] is None:
                 continue
             if close := get_close_matches(name[:40], names, 1, cutoff=0.8):
-                shown = json.dumps(name[:60])[1:-1]  # in one line
+                shown = json.dumps(name[:60])[1:-1]  # on one line
                 reason = f"[{shown}] no such field; did you mean {close[0]}?"
                 raise Refused(400, reason, "unknown_parameter")
         return super().read(body)
@@ -344,7 +343,7 @@ class Body(Object):
         form: Format | None = None,
         **more: Any,
     ) -> Request:
-        """Return the request that these fields ask for. more: fields of `Request`. Raises Refused."""
+        """Build the request from these fields. more: further fields of `Request`. Raises Refused."""
         if self.model and self.model not in (model_info.model, *DEFAULT_NAMES):
             raise no_model(self.model[:80], (model_info.model,))
         longest = model_info.longest
@@ -367,17 +366,19 @@ class Body(Object):
         out = asdict(model_info.sampling)
         out |= {name: getattr(self, name) for name in self.model_fields_set & SAMPLING}
         if out["top_k"] >= model_info.vocabulary:
-            out["top_k"] = 0  # all of them: mlx-lm's sampler raises in the thread of all requests
+            out["top_k"] = (
+                0  # no limit: mlx-lm's sampler would raise in the generation thread, shared by all requests
+            )
         if out["temperature"] < COLDEST:
             out["temperature"] = 0.0
         if (out.get("seed") or 0) < 0:
-            del out["seed"]  # any, as in llama.cpp
-        if out["top_p"] > 0:  # mlx-lm takes 0 for "all of them"
+            del out["seed"]  # random seed, as in llama.cpp
+        if out["top_p"] > 0:  # 0 turns it off in mlx-lm
             out["top_p"] = max(out["top_p"], LEAST_TOP_P)
         return out
 
 
-# Fields of requests that `sampling` reads, by the names that they have in all APIs.
+# Sampling fields of `Request`, by their names in the APIs.
 SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "xtc_probability", "xtc_threshold"),
     *("repetition_penalty", "repetition_context_size", "presence_penalty"),
@@ -388,7 +389,7 @@ SAMPLING = {
 def _grammar(
     choice: Choice, tools: list[dict] | None, form: Format | None, model_info: ModelInfo
 ) -> str | None:
-    """Return what the reply follows: a format, or a call of a tool."""
+    """Return the grammar of the reply: for a format, or for a tool call."""
     if choice.kind != "required":
         return form and grammar.of_schema(form.path, form.schema, model_info.compiles)
     call = grammar.of_call(choice.name, tools, model_info.calls, model_info.compiles)

@@ -1,7 +1,7 @@
-"""Calls of tools in a model's words.
+"""Parse tool calls from a model's output.
 
-mlx-lm's parsers read them. Some guess, or pass over what they cannot read; small models write calls that are almost
-right. Here a call is read where there is one way to read it; otherwise it is none, and its words are text.
+Some of mlx-lm's parsers guess, or skip text that they cannot parse; small models write almost valid calls. Here a call
+counts only if it can be parsed in exactly one way; otherwise it stays text.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ STRING = r'"(?:[^"\\]|\\.)*"'
 BRACES = re.compile(rf"{STRING}|([{{}}\[\]])", re.DOTALL)
 LAST_COMMA = re.compile(rf"({STRING})|,(?=\s*[}}\]])", re.DOTALL)
 QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
-SURPLUS = re.compile(r"[\s}\]]*")  # behind a value that is complete
+SURPLUS = re.compile(r"[\s}\]]*")  # allowed after a complete value
 ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
-# Escapes of JSON, and those that other languages have: a model that wrote one may mean either.
+# Escapes in JSON and in other languages: the model may mean either.
 ESCAPES = {*"\\/bfnrt'\r\n0123456789"}
 NAME = r"[\w.:/@-]+"
-OPEN, END = "<function=", "</function>"  # of Qwen3-Coder's calls
-# What opens and closes each call and each argument, by mlx-lm's parser.
+OPEN, END = "<function=", "</function>"  # Qwen3-Coder's calls
+# Opening and closing marks of calls and arguments, by mlx-lm's parser.
 MARKS = {
     "qwen3_coder": (f"{OPEN}|{END}", "<parameter=|</parameter>"),
     "minimax_m2": ("<invoke name=|</invoke>", "<parameter name=|</parameter>"),
@@ -34,16 +34,16 @@ MARKS = {
     "glm47": (None, "<arg_key>|</arg_value>"),
     "longcat": (None, "<longcat_arg_key>|</longcat_arg_value>"),
 }
-# Parsers that read what has no end as if it were complete.
+# Parsers that accept a truncated call as complete.
 NEEDS_END = ("glm47", "longcat", "minicpm5")
 
 
 def parts_of(parse: Any, text: str, tools: list | None, is_closed: bool) -> list[tuple]:
-    """Return the calls in what a model wrote between its marks of calls: ("call", id, name, arguments as JSON text),
-    and ("text", words) behind them.
+    """Parse the text between tool-call marks into ("call", id, name, arguments as JSON text), followed by
+    ("text", words) for any trailing text.
 
-    parse: mlx-lm's parser. is_closed: whether the closing mark came. Raises anything where there is no call, or no one
-    way to read it.
+    parse: mlx-lm's parser. is_closed: whether the closing mark was read. Raises any exception if there is no call, or
+    if it is ambiguous.
     """
     form = parse.__module__.rpartition(".")[2]
     if form in NEEDS_END and not is_closed:
@@ -52,7 +52,7 @@ def parts_of(parse: Any, text: str, tools: list | None, is_closed: bool) -> list
         text = text.rstrip() + END
     tools = [tool | {"function": {"parameters": {}} | tool["function"]} for tool in tools or []]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes that Python does not have
+        warnings.simplefilter("ignore")  # about escapes that Python lacks
         found = READERS.get(form, _parsed)(parse, text, tools, is_closed)
     found = [one for each in found for one in (each if isinstance(each, list) else [each])]
     parts = [part if isinstance(part, tuple) else _call(part, tools) for part in found]
@@ -61,7 +61,7 @@ def parts_of(parse: Any, text: str, tools: list | None, is_closed: bool) -> list
 
 
 def _check_marks(form: str, text: str, calls: list[tuple]) -> None:
-    """Raise ValueError where there are more marks than were read: something would be lost."""
+    """Raise ValueError if the text has more marks than parsed calls: some would be lost."""
     if not calls:
         raise ValueError("no call")
     counts = len(calls), sum(len(json.loads(call[3])) for call in calls)
@@ -71,7 +71,7 @@ def _check_marks(form: str, text: str, calls: list[tuple]) -> None:
 
 
 def _call(call: Any, tools: list) -> tuple[str, str, str, str]:
-    """Return the part of a call, from an object with a name and arguments."""
+    """Return the "call" part for an object with a name and arguments."""
     name = call.get("name") if isinstance(call, dict) else None
     if not (isinstance(name, str) and name) or {"arguments", "parameters"} <= call.keys():
         raise ValueError("a call needs a name, and arguments once")
@@ -97,10 +97,10 @@ def _needs_none(call: dict, tools: list) -> bool:
 
 
 def _values(text: str, is_closed: bool) -> list:
-    """Return the values of a text of JSON, one behind the other. Raises ValueError.
+    """Parse a sequence of JSON values. Raises ValueError.
 
-    Line breaks may stand in its strings, and a bracket too many behind it. Mended are escapes that JSON does not have,
-    commas behind the last element, closing braces that are missing at the end of a closed call, and Python's quotes.
+    Accepts line breaks in strings and surplus closing brackets. Repairs escapes unknown to JSON, trailing commas,
+    missing braces at the end of a closed call, and Python's quotes.
     """
     plain = text = text.strip()
     mends = _with_escapes, _without_last_commas, *((_with_braces,) if is_closed else ())
@@ -124,7 +124,7 @@ def _decoded(text: str) -> list:
 
 
 def _with_escapes(text: str) -> str:
-    """Keep backslashes in front of what JSON does not escape, unless one may be an escape of some kind: `C:\\new`."""
+    """Double backslashes that start no JSON escape, unless one may be an escape in some language: `C:\\new`."""
     escapes = set(ESCAPE.findall(text))
     if escapes & ESCAPES or any(len(each) > 1 for each in escapes):
         return text
@@ -136,14 +136,14 @@ def _without_last_commas(text: str) -> str:
 
 
 def _with_braces(text: str) -> str:
-    """Add closing braces that are missing: at the end, unless arguments hold objects of their own."""
+    """Append missing closing braces, unless the arguments contain nested objects."""
     braces = "".join(BRACES.findall(text))
     count = braces.count("{")
     return text + "}" * (count - braces.count("}")) if count <= 2 and "[" not in braces else text
 
 
 def _literal(text: str) -> list:
-    """Return the value as Python reads it, where no string is escaped, or stands beside another."""
+    """Parse a Python literal without escaped or adjacent strings."""
     if "\\" in text or re.search(r"''\s*''", QUOTED.sub("''", text)):
         raise ValueError("not JSON")
     value = ast.literal_eval(text)
@@ -164,7 +164,7 @@ def _json(parse: Any, text: str, tools: list, is_closed: bool) -> list:
 
 
 def _mistral(parse: Any, text: str, tools: list, is_closed: bool) -> list:
-    """Return a list in JSON, or a name, perhaps an id, and arguments; words may follow, as there is no closing mark."""
+    """Parse a JSON list, or a name, an optional id and arguments; text may follow, as there is no closing mark."""
     head = re.compile(
         rf"\s*(?:\[TOOL_CALLS\])?\s*({NAME})\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\]\s*"
     )
@@ -180,7 +180,7 @@ def _mistral(parse: Any, text: str, tools: list, is_closed: bool) -> list:
 
 
 def _kimi(parse: Any, text: str, tools: list, is_closed: bool) -> list:
-    """Return calls with an id that has the name in it, and arguments in JSON."""
+    """Parse calls with an id that contains the name, and JSON arguments."""
     out = []
     for call in re.findall(r"<\|tool_call_begin\|>(.*?)<\|tool_call_end\|>", text, re.DOTALL) or [
         text
@@ -194,7 +194,7 @@ def _kimi(parse: Any, text: str, tools: list, is_closed: bool) -> list:
 
 
 def _pairs(parse: Any, text: str, tools: list, is_closed: bool) -> list:
-    """Return a name, and pairs of a key and a value behind it; or JSON, with or without a name in front."""
+    """Parse a name followed by key-value pairs, or JSON with an optional name before it."""
     head = re.match(rf"\s*({NAME})\s*", text)
     if head is None:
         return _values(text, is_closed)
@@ -207,7 +207,7 @@ def _pairs(parse: Any, text: str, tools: list, is_closed: bool) -> list:
 
 
 def _coder(parse: Any, text: str, tools: list, is_closed: bool) -> list:
-    """Functions with values as the model wrote them, where they are not of the type of their parameter."""
+    """Parse functions; a value that does not match its parameter's type stays as the model wrote it."""
     out = []
     for function in re.findall(f"{OPEN}.*?{END}", text, re.DOTALL):
         call = parse(function, None)
@@ -223,17 +223,19 @@ def _typed(parse: Any, name: str, key: str, text: str, tools: list) -> Any:
     try:
         value = parse(function, tools)["arguments"][key]
         json.dumps(value, allow_nan=False)
-    except Exception:  # Python's, of numbers and literals
+    except Exception:  # raised by Python's number and literal parsers
         return text
-    if value is False and text.strip().lower() != "false":  # it reads all else as false
+    if (
+        value is False and text.strip().lower() != "false"
+    ):  # the parser turns any other text into False
         return text
     if isinstance(value, int) and re.fullmatch(r"[+-]?\d+", text.strip()):
-        return int(text)  # it goes by way of floats
+        return int(text)  # the parser goes through float, which rounds
     return value
 
 
 def _python(parse: Any, text: str, tools: list, is_closed: bool) -> list:
-    """Python's calls, with literals by name; line breaks may stand in strings."""
+    """Parse Python calls with literal keyword arguments; strings may contain line breaks."""
     text = text.strip()
     if text.startswith(("{", "[{")):
         return _values(text, is_closed)
@@ -257,7 +259,7 @@ def _python(parse: Any, text: str, tools: list, is_closed: bool) -> list:
 
 
 def _gemma(parse: Any, text: str, tools: list, is_closed: bool) -> list:
-    """Read calls as `call:name{...}`: what stands in braces is read whole, or not at all."""
+    """Parse calls written as `call:name{...}`: the braces must parse completely, or the call is rejected."""
     found = parse(text, tools)
     count = len(found) if isinstance(found, list) else 1
     bare = re.sub(r'<\|"\|>.*?<\|"\|>|<escape>.*?<escape>', "", text, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""OpenAI's chat and text completions: what is asked, and replies."""
+"""OpenAI's chat and text completions: requests and replies."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from mlxkv.serve.refusals import Refused, bad
 from mlxkv.serve.request import ModelInfo, Request, Token
 
 LOGIT_BIASES = 1024
-ALTERNATIVES = 20  # of a token, as at OpenAI
-LEAST_PENALTY = 0.01  # logits are divided by it, and have to stay numbers in float16
+ALTERNATIVES = 20  # per token, as in OpenAI's API
+LEAST_PENALTY = 0.01  # logits are divided by it and must stay finite in float16
 SPOKEN = ("text", "thinking")
 
 
@@ -68,7 +68,7 @@ def _choice(value: Any) -> Choice:
 
 
 def _alternatives(value: Any) -> int:
-    """Text completions ask with a number of alternatives, or with a boolean as chats do."""
+    """Return the number of alternatives: text completions pass a number, or a boolean as chats do."""
     if type(value) is bool:
         return -1 if value else NO_LOGPROBS
     if type(value) is not int or not -1 <= value <= ALTERNATIVES:
@@ -96,7 +96,7 @@ class ResponseFormat(Object):
     json_schema: JSONSchema | None = None
 
     def form(self) -> Format | None:
-        """Return the schema that the reply follows."""
+        """Return the schema of the reply."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -125,7 +125,7 @@ class Message(Object):
     tool_calls: list[ToolCall] = Field(default_factory=list)
 
     def for_template(self) -> dict:
-        """Return the message as chat templates read it."""
+        """Return the message in the chat template's form."""
         out: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         out["content"] = text_of(self.content)
         for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
@@ -148,7 +148,7 @@ class Tool(Object):
 
 
 class Completion(Body):
-    """Fields of chats and of texts, by their names in OpenAI's API and in mlx-lm's server."""
+    """Fields of chat and text completions, named as in OpenAI's API and mlx-lm's server."""
 
     fixed: ClassVar = frozenset(
         [
@@ -196,7 +196,7 @@ class Completion(Body):
     seed: Annotated[int, between(-(1 << 63), (1 << 63) - 1)] | None = None
 
     def completion(self, model_info: ModelInfo, **more: Any) -> Request:
-        """Return the request, as `request` does. Raises Refused."""
+        """Build the request, like `request`. Raises Refused."""
         if self.kv and self.kv != model_info.kv:  # a batch has one kind of cache
             reason = f"this server's caches are {model_info.kv}; choose that, or start another"
             raise bad("kv", reason, self.kv)
@@ -233,7 +233,7 @@ class Text(Completion):
 
 
 def read_chat(body: dict, model_info: ModelInfo) -> Request:
-    """Return the request in a body of chat completions. Raises Refused."""
+    """Parse the body of a chat completion. Raises Refused."""
     asked = Chat.read(body)
     messages = joined([message.for_template() for message in asked.messages])
     more = asked.continue_final_message
@@ -244,7 +244,7 @@ def read_chat(body: dict, model_info: ModelInfo) -> Request:
         model_info,
         chat=True,
         messages=messages,
-        tools=body.get("tools"),  # as they came: templates read more than is checked
+        tools=body.get("tools"),  # unvalidated: templates may read more fields than are checked
         choice=asked.tool_choice,
         continue_final_message=more,
         logprobs=asked.logprobs,
@@ -253,7 +253,7 @@ def read_chat(body: dict, model_info: ModelInfo) -> Request:
 
 
 def read_text(body: dict, model_info: ModelInfo) -> Request:
-    """Return the request in a body of text completions. Raises Refused."""
+    """Parse the body of a text completion. Raises Refused."""
     asked = Text.read(body)
     prompt = _prompt(asked.prompt, model_info.vocabulary)
     has_logprobs = asked.logprobs != NO_LOGPROBS
@@ -264,7 +264,7 @@ def read_text(body: dict, model_info: ModelInfo) -> Request:
 
 
 def _prompt(prompt: Any, vocabulary: int) -> str | list[int]:
-    """Return the prompt: a text, or numbers of tokens, alone or as the one element of a list."""
+    """Return the prompt: a text or token ids, alone or as the only element of a list."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
@@ -314,7 +314,7 @@ class CompletionReply(Reply):
             self._send(None)
 
     def _send(self, reason: str | None, **more: Any) -> None:
-        """Send a chunk; the first of a chat is its role, which clients would join if it came again."""
+        """Send a chunk. Only a chat's first chunk has the role: clients concatenate repeated ones."""
         if self.request.chat and not self._has_role:
             delta = {"role": "assistant", "content": ""}
             self.event(
@@ -324,7 +324,7 @@ class CompletionReply(Reply):
         self.event(self._chunk(reason) | more)
 
     def _chunk(self, reason: str | None) -> dict:
-        """Return what was said since the last one."""
+        """Return a chunk of the text since the last one."""
         texts = {kind: "".join(x[1] for x in self._parts if x[0] == kind) for kind in SPOKEN}
         calls = [self._call(*part[1:]) for part in self._parts if part[0] == "call"]
         choice = {"index": 0, "finish_reason": reason}

@@ -1,4 +1,4 @@
-"""A reply: what the model writes as thoughts, text and calls of tools, in the words of an API."""
+"""Replies: split the model's output into thinking, text and tool calls, and format them for an API."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mlxkv.serve.apis import calls
 from mlxkv.serve.refusals import Refused
 from mlxkv.serve.request import Request, Start, Token
 
-KINDS = {"normal": "text", "reasoning": "thinking"}  # by mlx-lm's names of states
+KINDS = {"normal": "text", "reasoning": "thinking"}  # by mlx-lm's state names
 
 
 class Markup:
-    """Takes marks of thoughts and of calls out of a model's text, which comes in pieces.
+    """Strips thinking and tool-call marks from a streamed text.
 
-    machine: mlx-lm's, which knows the marks. state: in which the text begins. parse: mlx-lm's parser of calls, or None.
-    tools: of the request. marks: what opens and closes calls.
+    machine: mlx-lm's state machine, which knows the marks. state: initial state. parse: mlx-lm's tool-call parser, or
+    None. tools: the request's tools. marks: opening and closing marks of calls.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Markup:
 
     def feed(self, text: str, last: bool = False) -> list[tuple]:
         """Return parts: ("text" or "thinking", text) and ("call", id, name, arguments as JSON text). A call that
-        cannot be read is text, as the model wrote it."""
+        cannot be parsed stays text, unchanged."""
         self._state, segments = TextStateMachine.split(self._state, text)
         if last:
             self._state, tail, state = TextStateMachine.flush(self._state)
@@ -65,14 +65,14 @@ class Markup:
 
 
 class Reply(ABC):
-    """The reply to one request, as an API says it.
+    """The reply to one request, in the format of an API.
 
-    streams: whether parts are written as they come; else `document()` is the reply. model: its name in replies.
-    markup: reads what the model writes.
-    prompt: of the request; there when the reply `has_begun`. count: tokens of the reply. kv: of the field of that
-    name. reason: "stop", "length" or "tool_calls". stop_word: the one that ended it, or None.
+    streams: whether parts are sent as they are generated; else `document()` is the reply. model: its name in replies.
+    markup: parses the model's output.
+    prompt: `Start` of the request; set once the reply `has_begun`. count: tokens of the reply. kv: content of the
+    `kv` field. reason: "stop", "length" or "tool_calls". stop_word: the one that ended the reply, or None.
 
-    The server calls `begin`, `wait`, `take` and `close`, and sends what `flush` returns.
+    The server calls `begin`, `wait`, `take` and `close`, and sends the bytes returned by `flush`.
     """
 
     prompt: Start
@@ -86,16 +86,16 @@ class Reply(ABC):
         self._has_calls, self._buffer = False, b""
 
     def begin(self, prompt: Start) -> None:
-        """Note that the model reads the prompt."""
+        """Record that the prefill has started."""
         self.prompt, self.has_begun = prompt, True
         self.start()
 
     def wait(self, done: int, total: int) -> None:
-        """So many tokens of the prompt were read."""
+        """Report prefill progress: `done` of `total` prompt tokens."""
         self._buffer += b": keepalive %d/%d\n\n" % (done, total)
 
     def take(self, token: Token) -> None:
-        """Take a token that was written."""
+        """Add a generated token."""
         self.count += 1
         parts = self._markup.feed(token.text, token.reason is not None)
         self._has_calls = self._has_calls or any(part[0] == "call" for part in parts)
@@ -105,20 +105,20 @@ class Reply(ABC):
         self.add_parts(parts, token)
 
     def close(self, kv: dict, stop_word: str | None) -> None:
-        """Note that the reply is complete."""
+        """Mark the reply as complete."""
         self.kv, self.stop_word = kv, stop_word if self.reason == "stop" else None
         self.end()
 
-    def start(self) -> None:  # noqa: B027 some have nothing to say
+    def start(self) -> None:  # noqa: B027 some APIs send no start
         """Begin the reply."""
 
     @abstractmethod
     def add_parts(self, parts: list[tuple], token: Token) -> None:
-        """Say parts of the text, which a token completes."""
+        """Add the parts of the text that `token` completes."""
 
     @abstractmethod
     def end(self) -> None:
-        """Say the end: all parts were said."""
+        """End the reply, after its last part."""
 
     @abstractmethod
     def document(self) -> dict:
@@ -126,7 +126,7 @@ class Reply(ABC):
 
     @abstractmethod
     def error_event(self, refused: Refused) -> bytes:
-        """Return an error behind the start of a stream."""
+        """Return the error event for a stream that has started."""
 
     def event(self, document: dict, name: str = "") -> None:
         """Send a server-sent event."""
@@ -134,15 +134,15 @@ class Reply(ABC):
             self._buffer += event(document, name)
 
     def flush(self) -> bytes:
-        """Return what a stream sends now."""
+        """Return the pending bytes of the stream."""
         out, self._buffer = self._buffer, b""
         return out
 
 
 class Blocks(Reply):
-    """A reply in blocks of text, of thoughts and of calls. Blank lines between blocks are no part of them.
+    """A reply in blocks of text, thinking and tool calls. Blank lines between blocks are dropped.
 
-    parts: of the whole reply so far: ["text" or "thinking", text], or ["call", id, name, arguments as JSON text].
+    parts: the reply so far: ["text" or "thinking", text], or ["call", id, name, arguments as JSON text].
     """
 
     def __init__(self, *args: Any):
@@ -152,19 +152,19 @@ class Blocks(Reply):
 
     @abstractmethod
     def add_text(self, kind: str, text: str, begins: bool) -> None:
-        """Say a text. begins: whether it is a part, of another kind, and not more of the last one."""
+        """Add text. begins: whether it starts a new part instead of extending the last one."""
 
     @abstractmethod
     def add_call(self, id: str, name: str, arguments: str) -> None:
-        """Say a call."""
+        """Add a tool call."""
 
     @abstractmethod
     def end_part(self, kind: str, text: str, is_last: bool) -> None:
-        """Say that a part is complete. text: of it; of a call its id."""
+        """End a part. text: its text, or the id of a call."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Say the end, behind that of the last part."""
+        """End the reply, after `end_part` for the last part."""
 
     def add_parts(self, parts: list[tuple], token: Token) -> None:
         for kind, *values in parts:
@@ -188,7 +188,7 @@ class Blocks(Reply):
             self.add_text(kind, text, begins)
 
     def end(self) -> None:
-        if self._blank and not self.parts:  # a reply of blanks alone is one
+        if self._blank and not self.parts:  # keep a reply of blanks alone
             self._extend("text", "", blank=True)
         self._end_part(is_last=True)
         self.finish()

@@ -1,7 +1,6 @@
-"""OpenAI's responses API, as far as coding agents use it: what is asked, and replies.
+"""OpenAI's responses API, as far as coding agents use it: requests and replies.
 
-Nothing is stored: a client sends the whole conversation each time. Tools that run at OpenAI are not
-offered to the model.
+Stateless: a client sends the whole conversation each time. Tools hosted by OpenAI are not offered to the model.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Parts = Annotated[list[ItemPart], parts_of(ItemPart)]
 
 
 class Item(Object):
-    """A message, a thought, a call of a tool or its result."""
+    """A message, reasoning, a tool call or its result."""
 
     needed: ClassVar = {
         "message": (),
@@ -100,7 +99,7 @@ class Tool(Object):
     @model_validator(mode="before")
     @classmethod
     def _drop_others(cls, value: Any) -> Any:
-        """Keep no more than the type of a tool that runs at OpenAI, and is not offered."""
+        """Keep only the type of a tool hosted by OpenAI: it is not offered to the model."""
         kind = value.get("type") if isinstance(value, dict) else None
         return {"type": kind} if isinstance(kind, str) and kind not in RUN_HERE else value
 
@@ -117,7 +116,7 @@ class Tool(Object):
         return self.type in RUN_HERE
 
     def for_template(self) -> dict:
-        # A custom tool takes free text, where a template has arguments.
+        # A custom tool takes free text, but templates expect arguments.
         return tool(
             self.name, self.description, CUSTOM if self.type == "custom" else self.parameters
         )
@@ -141,7 +140,7 @@ class TextOptions(Object):
     format: TextFormat = Field(default_factory=TextFormat)
 
     def form(self) -> Format | None:
-        """Return the schema that the reply follows."""
+        """Return the schema of the reply."""
         schemas = {"json_object": ANY_OBJECT, "json_schema": self.format.schema_}
         kind = self.format.type
         return None if kind == "text" else Format("text.format.schema", schemas[kind])
@@ -157,7 +156,9 @@ def _no_background(value: bool) -> bool:
     return value
 
 
-Stored = Annotated[Any, BeforeValidator(_nothing_stored)]  # what OpenAI's servers keep
+Stored = Annotated[
+    Any, BeforeValidator(_nothing_stored)
+]  # fields for state stored by OpenAI's servers
 
 
 class Response(Body):
@@ -178,7 +179,7 @@ class Response(Body):
 
 
 def read_response(body: dict, model_info: ModelInfo) -> Request:
-    """Return the request in a body. Raises Refused."""
+    """Parse a request body. Raises Refused."""
     asked = Response.read(body)
     messages = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     messages += _messages(asked.input)
@@ -201,7 +202,7 @@ def read_response(body: dict, model_info: ModelInfo) -> Request:
 
 
 def _messages(items: list[Item]) -> list[dict]:
-    """Return messages as chat templates read them: thoughts and calls belong to the assistant's message around them."""
+    """Return messages in the chat template's form: reasoning and calls join the adjacent assistant message."""
     out: list[dict] = []
 
     def assistant() -> dict:
@@ -232,10 +233,10 @@ def _messages(items: list[Item]) -> list[dict]:
 
 # -- replies
 
-# Fields that a reply repeats, and what they are where a request has none.
+# Request fields echoed in the reply, with their defaults.
 ECHOED = {"instructions": None, "max_output_tokens": None, "temperature": None, "top_p": None}
 ECHOED |= {"tool_choice": "auto", "tools": [], "metadata": {}, "text": {"format": {"type": "text"}}}
-# New items, and names of texts, by the kind of a part.
+# New items, and event names of their text, by part kind.
 ITEMS = {
     "text": {"type": "message", "id": "msg_", "status": "in_progress", "role": "assistant"},
     "thinking": {"type": "reasoning", "id": "rs_", "summary": []},
@@ -244,7 +245,7 @@ TEXTS_OF = {"text": "output_text", "thinking": "reasoning_text"}
 
 
 class ResponsesReply(Blocks):
-    """A response, or its events."""
+    """A response, or its stream of events."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -265,7 +266,7 @@ class ResponsesReply(Blocks):
 
     @property
     def _at(self) -> dict:
-        """Return where an event belongs: the item that is written."""
+        """Return the event fields that identify the current item."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def add_text(self, kind: str, text: str, begins: bool) -> None:
@@ -344,7 +345,7 @@ class ResponsesReply(Blocks):
         }
 
     def error_event(self, refused: Refused) -> bytes:
-        """OpenAI's own clients raise at the first, Codex reads the second."""
+        """Return two events: OpenAI's clients raise on the first, Codex reads the second."""
         error = {"code": refused.code or "server_error", "message": refused.message}
         response = self._response("failed") | {"error": error}
         first = {"error": refused.body()["error"], **error, "param": None}
