@@ -216,8 +216,8 @@ TemplateArguments = Annotated[dict[str, Any], AfterValidator(_template_arguments
 
 
 class Part(Object):
-    """A content part. Media are replaced by a line of text for text-only models: the part stays in the chat, so refusing
-    it would end the chat."""
+    """A content part. Media are replaced by a line of text for text-only models: the part stays in the chat, so
+    refusing it would end the chat."""
 
     texts: ClassVar[tuple[str, ...]] = ("text",)  # types whose text the model reads
     type: str = "text"
@@ -275,7 +275,7 @@ def text_of(parts: Iterable[Part], between: str = "") -> str:
 
 
 def tool_call(id: str, name: str, arguments: object) -> dict:
-    """Return a tool call in the chat template's form; arguments are text: JSON, unless the model wrote something else."""
+    """Return a tool call in the chat template's form; arguments are text, JSON unless the model wrote otherwise."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
@@ -366,9 +366,7 @@ class Body(Object):
         out = asdict(model_info.sampling)
         out |= {name: getattr(self, name) for name in self.model_fields_set & SAMPLING}
         if out["top_k"] >= model_info.vocabulary:
-            out["top_k"] = (
-                0  # no limit: mlx-lm's sampler would raise in the generation thread, shared by all requests
-            )
+            out["top_k"] = 0  # no limit: mlx-lm's sampler would raise in the shared thread
         if out["temperature"] < COLDEST:
             out["temperature"] = 0.0
         if (out.get("seed") or 0) < 0:

@@ -227,7 +227,7 @@ def _typed(parse: Any, name: str, key: str, text: str, tools: list) -> Any:
         return text
     if (
         value is False and text.strip().lower() != "false"
-    ):  # the parser turns any other text into False
+    ):  # read from any other text  # the parser turns any other text into False
         return text
     if isinstance(value, int) and re.fullmatch(r"[+-]?\d+", text.strip()):
         return int(text)  # the parser goes through float, which rounds

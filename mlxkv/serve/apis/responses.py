@@ -156,9 +156,7 @@ def _no_background(value: bool) -> bool:
     return value
 
 
-Stored = Annotated[
-    Any, BeforeValidator(_nothing_stored)
-]  # fields for state stored by OpenAI's servers
+Stored = Annotated[Any, BeforeValidator(_nothing_stored)]  # state kept at OpenAI
 
 
 class Response(Body):

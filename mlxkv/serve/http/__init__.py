@@ -1,1 +1,1 @@
-"""HTTP by uvicorn and Starlette, requests, and the chat page. Nothing here computes, or touches a cache."""
+"""HTTP with uvicorn and Starlette, and the chat page. No code here computes or touches a cache."""

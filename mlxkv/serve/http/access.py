@@ -1,5 +1,5 @@
-"""Who may ask: hosts, origins and keys, from the head of a request. Wrong keys are slowed down. And whose caches a
-request reads and fills."""
+"""Access control by request headers: host, origin and API key, with a rate limit on wrong keys; and the tenant whose
+caches a request shares."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from math import ceil
 from mlxkv.serve.options import LOOPBACK, ServeOptions
 from mlxkv.serve.refusals import Refused
 
-FREE, RATE = 10, 1.0  # wrong keys that an address may send at once, and then each second
-LONG = 16  # characters of a key that is not guessed at any speed
-ADDRESSES = 1024  # that are remembered: the latest
+FREE, RATE = 10, 1.0  # burst of wrong keys per address, then wrong keys per second
+LONG = 16  # characters from which a key is too long to guess
+ADDRESSES = 1024  # most recent addresses remembered
 HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^\s@:/?#\[\]\\]+)(:\d{0,5})?")
-ROUNDS = 100_000  # a key cannot be guessed fast from the names of files
+ROUNDS = 100_000  # slows down guessing a key from file names
 
 
 class Keys:
-    """Compares keys in constant time. An address that sent `FREE` wrong ones waits for the next try: its guesses are
-    compared meanwhile with keys of `LONG` characters alone, which nobody guesses, so that who has one of them is let
-    in from the same address. For one thread.
+    """Compares keys in constant time, with a rate limit per address after `FREE` wrong keys. At the limit, only keys of
+    at least `LONG` characters are compared: they cannot be guessed, and their owners may share the address. Not
+    thread-safe.
 
     wrong: keys refused since the start.
     """
 
     def __init__(self):
         self.wrong = 0
-        self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()  # wrong keys, and when
+        self._debts: OrderedDict[str, tuple[float, float]] = (
+            OrderedDict()
+        )  # wrong keys, time of the last update
 
     def check(self, given: str, keys: tuple[str, ...], peer: str) -> None:
-        """Compare a key that a client sent, "" for none. Raises Refused."""
+        """Check a client's key, "" for none. Raises Refused."""
         now, who = time.monotonic(), _network(peer)
         debt, then = self._debts.get(who, (0.0, now))
         debt = max(0.0, debt - (now - then) * RATE)
@@ -47,13 +49,13 @@ class Keys:
             for key in keys
             if len(key) >= LONG or not is_guessing
         ]
-        if any(same):  # compared with all of them, whichever it is
+        if any(same):  # no early exit in the comparison: constant time
             return
         if is_guessing:
             wait = ceil((debt - FREE + 1) / RATE)
             reason = f"[Authorization] too many wrong keys from this address; wait {wait} s"
             raise Refused(429, reason, "invalid_api_key", retry=wait)
-        if given:  # none at all is no guess: pages ask for a key when they are told
+        if given:  # a missing key is no guess: pages prompt for one after the error
             self._debts[who] = (debt + 1, now)
             self._debts.move_to_end(who)
             if len(self._debts) > ADDRESSES:
@@ -63,11 +65,11 @@ class Keys:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()  # of one length
+    return hashlib.sha256(key.encode()).digest()  # equal lengths for the comparison
 
 
 def _network(peer: str) -> str:
-    """Return an address, or for IPv6 the network of 64 bits that one customer has."""
+    """Return the IPv4 address, or the /64 network of an IPv6 address: one customer owns all of it."""
     try:
         address = ipaddress.ip_address(peer.partition("%")[0])
     except ValueError:
@@ -78,12 +80,12 @@ def _network(peer: str) -> str:
 
 
 def check_host(headers: Mapping[str, str], options: ServeOptions, method: str = "GET") -> None:
-    """Keep out web pages that were not allowed; their links may lead here. Raises Refused."""
+    """Reject requests from web pages that are not allowed, except followed links. Raises Refused."""
     host = headers.get("Host") or ""
     match = HOST.fullmatch(host)
     name = match["name"].strip("[]").lower() if match else ""
     if options.local and name not in (*LOOPBACK, options.host):
-        # DNS rebinding: a web page's own name that was made to point here.
+        # DNS rebinding: a web page's host name that resolves to this machine.
         raise Refused(403, "[Host] this server is for this machine alone")
     origin = headers.get("Origin")
     if origin is None and method == "POST" and headers.get("Sec-Fetch-Site") == "cross-site":
@@ -100,11 +102,10 @@ def given_key(headers: Mapping[str, str]) -> str:
     return (key if scheme.lower() == "bearer" else value).strip()
 
 
-# How much of a prompt was known already, and how fast the reply begins, tell what others have asked before. So nobody's
-# caches are found by others.
+# Cached-token counts and time to first token reveal earlier prompts, so tenants share no caches.
 def tenant(key: str | None, user: str = "", salt: str = "") -> str:
-    """Return the name of whoever asks: of an API key, and of a user and a salt that a request names. It tells none
-    of them. "" for all who have none."""
+    """Return the tenant's name, a digest of API key, user and salt that reveals none of them; "" if all are
+    missing."""
     if not (key or user or salt):
         return ""
     parts = [_mark(key) if key else "", user, salt]

@@ -1,5 +1,4 @@
-"""The application of ASGI: what is checked before a body is read, the paths behind it, and replies as their tokens
-come."""
+"""The ASGI application: checks before a body is read, routes, and streamed replies."""
 
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ LOG = logging.getLogger("mlxkv.serve")
 METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 ALLOW = ", ".join(METHODS)
 TARGET, FIELDS = 8 << 10, 100  # bytes of a request's target; header fields
-PAUSE = 1.0  # seconds without more of a body that was refused, after which its connection is closed
-# HTML, CSS and native modules, as they are; there is no build step.
+PAUSE = 1.0  # seconds without data after which draining a refused body stops and its connection is closed
+# HTML, CSS and native JavaScript modules, served without a build step.
 PAGE = Path(__file__).with_name("page")
-# A model's text is never script: no inline code, no markup from text but through DOMPurify's policy,
-# nothing fetched from elsewhere (an image in a reply would tell its server what was said).
+# A model's text must never run as script: no inline code, no markup from text except through DOMPurify's policy, no
+# requests to other hosts (the URL of an image in a reply could leak the chat).
 POLICY = (
     "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
@@ -49,13 +48,13 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",
 }
-# Without a key: nothing there belongs to a client.
+# Paths without a key: they serve no client data.
 OPEN, OPEN_FOLDER = ("/health", "/"), "/page/"
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
 class RequestGuard:
-    """Checks where each request goes and who asks, before its body is read; writes the headers of all replies."""
+    """Checks the path and access of each request before its body is read; sets the headers of all replies."""
 
     def __init__(self, options: ServeOptions, keys: Keys, limits: Limits, app: ASGIApp):
         self._options, self._keys, self._limits, self._app = options, keys, limits, app
@@ -65,7 +64,7 @@ class RequestGuard:
         start, status, is_checked = time.monotonic(), 0, False
         is_complete = "transfer-encoding" not in request.headers
         is_complete = is_complete and request.headers.get("content-length", "0") == "0"
-        scope["app"] = self  # with which Starlette's router raises where there is no path
+        scope["app"] = self  # makes Starlette's router raise for an unknown path
         request.state.start = start
 
         async def hear() -> Message:
@@ -80,11 +79,11 @@ class RequestGuard:
                 status = message["status"]
                 self._limits.responses[status] += 1
                 if not is_checked or not is_complete:
-                    # Where the next request begins is not known.
+                    # The body was not read to its end, so the start of the next request is unknown.
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             elif not is_complete and not message.get("more_body", False):
                 await send({**message, "more_body": True})
-                if status != 408:  # a client that goes on sending reads the reply first
+                if status != 408:  # a client that is still sending must be able to read the reply
                     await _drain(receive)
                 message = {"type": "http.response.body"}
             await send(message)
@@ -110,7 +109,7 @@ class RequestGuard:
             LOG.log(level, f"{line}, {seconds:.2f} s")
 
     def _check(self, request: Request) -> None:
-        """Look at the head of a request. Raises Refused."""
+        """Check the head of a request. Raises Refused."""
         options, headers, scope = self._options, request.headers, request.scope
         target = scope["raw_path"].decode()
         size = len(target) + len(scope["query_string"])
@@ -141,8 +140,8 @@ class RequestGuard:
 
 
 def refusal(request: Request, error: Exception) -> Response:
-    """Return an error, as clients of this path read it."""
-    if isinstance(error, HTTPException):  # of Starlette's router
+    """Return an error response in the format of the request's API."""
+    if isinstance(error, HTTPException):  # raised by Starlette's router
         if request.method == "POST":
             error = Refused(
                 404, "[path] nothing here to POST to; OpenAI's API is at /v1/chat/completions"
@@ -167,7 +166,7 @@ def _too_large(count: int, limit: int) -> Refused:
 
 
 async def _drain(receive: Receive) -> None:
-    """Read the rest of a body, which nobody needs, as long as it comes."""
+    """Read and discard the rest of a body while data arrives."""
     count, message, loop = 0, {"more_body": True}, asyncio.get_running_loop()
     end = loop.time() + SECONDS
     with suppress(TimeoutError):
@@ -179,7 +178,7 @@ async def _drain(receive: Receive) -> None:
 
 
 async def body_of(request: Request, limits: Limits) -> bytes:
-    """Return the bytes of a request's body. Raises Refused, and ClientDisconnect where the client has left."""
+    """Read a request's body. Raises Refused, and ClientDisconnect if the client has disconnected."""
     data, start = bytearray(), asyncio.get_running_loop().time()
     deadline = asyncio.timeout(SECONDS)
     try:
@@ -202,15 +201,15 @@ async def body_of(request: Request, limits: Limits) -> bytes:
 
 
 class JSONDocument(JSONResponse):
-    """A document of JSON, in ASCII: a model may have written half of a surrogate pair."""
+    """A JSON response in ASCII: a model may write lone surrogates, which UTF-8 cannot encode."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, allow_nan=False).encode()
 
 
 class ReplyStream:
-    """The reply to the request in a body, as an application of ASGI. key: of the client. is_operator: whether it may
-    know what others ask. start: of the request, by `time.monotonic`."""
+    """The reply to one request, as an ASGI application. key: the client's API key. is_operator: whether the client may
+    see other clients' load. start: `time.monotonic()` when the request began."""
 
     def __init__(
         self, models: Models, raw: bytes, key: str | None, is_operator: bool, start: float
@@ -222,10 +221,10 @@ class ReplyStream:
         self._items: asyncio.Queue = asyncio.Queue()
 
     def put(self, item: Any) -> None:
-        """Bring what another thread tells to the event loop: the channel of a job."""
+        """Pass a job's event from the generation thread to the event loop."""
         try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
-        except RuntimeError:  # the loop has ended, and the client was told
+        except RuntimeError:  # the loop has ended, and the client got its error
             pass
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -280,7 +279,7 @@ class ReplyStream:
     async def _follow(
         self, engine: Engine, reply: Reply, job: Job, write: Callable[[bytes], Awaitable]
     ) -> None:
-        """Write a reply up to its last token. Raises ClientDisconnect, Refused, and what the engine has raised."""
+        """Write a reply up to its last token. Raises ClientDisconnect, Refused, and the engine's errors."""
         engine.submit(job)
         while (item := await self._items.get()) is not None:
             if isinstance(item, Exception):
@@ -295,7 +294,7 @@ class ReplyStream:
             await write(reply.flush())
 
     def _counts(self, engine: Engine, reply: Reply, job: Job) -> str:
-        """Count a reply that has begun, and return its part of the log's line."""
+        """Update the metrics for a reply that has begun, and return its part of the log line."""
         if not reply.has_begun:
             return ""
         start = reply.prompt
@@ -311,7 +310,7 @@ class ReplyStream:
 
 
 class Files(StaticFiles):
-    """The files of the chat page."""
+    """Static files of the chat page."""
 
     def file_response(self, *args, **kwargs) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -320,15 +319,15 @@ class Files(StaticFiles):
 
 
 def application(models: Models, keys: Keys, limits: Limits) -> Router:
-    """Return the paths of a server."""
+    """Return the server's router."""
     options, created = models.options, int(time.time())
 
     def key(request: Request) -> str | None:
-        """Return the API key of a request that was admitted, None where the server has none."""
+        """Return the API key of an admitted request, None if the server has no keys."""
         return given_key(request.headers) if options.api_keys else None
 
     def is_operator(request: Request) -> bool:
-        """Return whether this client may know what all of them do together: it has the first key, or nobody has one."""
+        """Return whether the client may see the load of all clients: it has the first key, or there are no keys."""
         return key(request) in (None, *options.api_keys[:1])
 
     async def reply(request: Request) -> Callable:

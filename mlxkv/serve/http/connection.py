@@ -1,8 +1,8 @@
-"""HTTP/1.1 by uvicorn and h11, with bounds on what arrives, how slowly, and in how many pieces.
+"""HTTP/1.1 with uvicorn and h11, with limits on the size, time and number of chunks of a request.
 
-uvicorn bounds the connections, the bytes of a head and the time between two requests. What it leaves to a reverse
-proxy, and a server needs that has none: a client that sends a head or reads a reply too slowly is cut off, one that
-sends no more still gets its reply, and nobody waits for what another one sends at once.
+uvicorn limits connections, the bytes of a head and the time between two requests, and leaves the rest to a reverse
+proxy. For servers without one: a client that sends a head or reads a reply too slowly is disconnected, a half-closed
+client still gets its reply, and parsing one client's data does not block the others.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from mlxkv.serve.refusals import Refused
 
 HEAD = 32 << 10  # bytes of a request's head, of trailers, or of a chunk's line
 BODY = 8 << 20  # bytes of a request's body
-CHUNKS = 16 << 10  # of a request's body: h11 takes 14 us for each
-# Bytes that h11 parses before other connections have their turn, of a head, of a body that comes in chunks, and of
-# another one; asyncio reads 256 KiB.
+CHUNKS = 16 << 10  # per request body: h11 needs 14 us for each
+# Bytes that h11 parses before yielding to other connections: of a head, of a chunked body, of any other body. asyncio
+# reads 256 KiB at once.
 PIECE, CHUNKED_PIECE, BODY_PIECE = 4 << 10, 1 << 10, 32 << 10
-RESERVE = 256  # descriptors for other things
-MAX_CONNECTIONS = 8192  # where no limit is set
-SECONDS = 30.0  # for a request to arrive, and for each part of a reply to leave
-IDLE = 75  # seconds that a connection may wait for a request
-PACE = 16 << 10  # bytes a second; a larger body has more time
-DRAIN = 64 << 20  # bytes that are read after a refusal, so that the client reads it
-BODIES = 16  # the largest bodies that arrive at once, by their bytes
+RESERVE = 256  # file descriptors for other uses
+MAX_CONNECTIONS = 8192  # if the process has no descriptor limit
+SECONDS = 30.0  # to receive a request, and to send each part of a reply
+IDLE = 75  # seconds that a connection may stay idle between requests
+PACE = 16 << 10  # bytes a second by which a larger body extends `SECONDS`
+DRAIN = 64 << 20  # bytes discarded after a refusal, so that the client can read the error
+BODIES = 16  # largest bodies in flight at once, counted in bytes
 DEFAULT_HEADERS = [("server", f"mlxkv/{__version__}"), ("x-content-type-options", "nosniff")]
 
 
 def connection_limit() -> int:
-    """Raise this process's limit of descriptors as far as it may, and return how many connections it can have."""
+    """Raise the process's descriptor limit as far as allowed, and return the number of connections it permits."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     endless, enough = resource.RLIM_INFINITY, MAX_CONNECTIONS + RESERVE
     target = enough if hard == endless else min(hard, enough)
@@ -56,19 +56,19 @@ def connection_limit() -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address. Raises OSError; socket.gaierror where there is no such host."""
+    """Return a listening socket. Raises OSError; socket.gaierror if `host` does not resolve."""
     family, *_, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" is IPv4, too
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" accepts IPv4, too
     return socket.create_server(address, family=family, backlog=1024, dualstack_ipv6=both)
 
 
 class Limits:
-    """What the connections of one server share. For the thread of the event loop.
+    """State shared by a server's connections. For the event loop's thread.
 
-    body: most bytes of a request's. responses: by status. bodies: bytes that came of each body that arrives, by its
-    deadline, the oldest first.
+    body: largest request body in bytes. responses: counts by status. bodies: bytes received of each incomplete body,
+    keyed by its deadline, the oldest first.
     """
 
     def __init__(self):
@@ -77,7 +77,7 @@ class Limits:
         self.bodies: dict[asyncio.Timeout, int] = {}
 
     def add_body(self, deadline: asyncio.Timeout, count: int) -> None:
-        """Note that bytes of a body came. The oldest has no more time where all of them together are too much."""
+        """Count received bytes of a body. Expire the oldest body's deadline if all bodies together exceed the limit."""
         self.bodies[deadline] += count
         if sum(self.bodies.values()) > BODIES * self.body:
             oldest = next(iter(self.bodies))
@@ -86,7 +86,7 @@ class Limits:
 
 
 def late(count: int, client: Any) -> Refused:
-    """Log that a request takes too long to arrive, and return what its client reads."""
+    """Log that a request arrived too slowly, and return the client's error."""
     text = f"[request] did not arrive in {SECONDS:g} s; got {count} bytes"
     logging.warning(f"{text} from {client[0] if client else 'a client'}; it is closed")
     return Refused(408, text, "timeout")
@@ -98,16 +98,16 @@ class H11Connection(H11Protocol):
     def __init__(self, limits: Limits, **settings: Any):
         super().__init__(**settings)
         self._limits = limits
-        self._unread = bytearray()  # by h11
+        self._unread = bytearray()  # not yet parsed by h11
         self._byte_count = self._chunk_count = 0  # of a request
         self._piece = PIECE
-        self._is_refused = False  # what still arrives is thrown away
-        self._is_half_closed = self._is_end_read = False  # the client sends no more; h11 knows that
+        self._is_refused = False  # further data is discarded
+        self._is_half_closed = self._is_end_read = False  # the client sent EOF; h11 has seen it
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._next_event, self.conn.next_event = self.conn.next_event, self._take_event
 
     def _start_timer(self, name: str, seconds: float, call: Callable[[], None]) -> None:
-        """Call a function in so many seconds, unless the timer of this name is stopped, or runs already."""
+        """Run `call` after `seconds`, unless timer `name` is stopped before or already running."""
         if name not in self._timers:
             self._timers[name] = self.loop.call_later(seconds, call)
 
@@ -119,7 +119,8 @@ class H11Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # asyncio does so where a socket names TCP, as none of a listening one does: replies would wait for 40 ms.
+        # asyncio sets TCP_NODELAY only on sockets created with IPPROTO_TCP; accepted ones are not, and replies would
+        # be 40 ms late.
         self._socket = transport.get_extra_info("socket")
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.timeout_keep_alive_task = self.loop.call_later(
@@ -141,7 +142,7 @@ class H11Connection(H11Protocol):
         self._parse()
 
     def eof_received(self) -> bool:
-        """Return whether the connection stays: the client may have closed its writing side alone, and wait for a
+        """Return whether to keep the connection: the client may have closed only its writing side and still wait for a
         reply."""
         if self._is_refused or self.scope is not None and self.scope["http_version"] == "1.0":
             return False
@@ -159,7 +160,7 @@ class H11Connection(H11Protocol):
         super().resume_writing()
 
     def _probe(self, seconds: float) -> None:
-        """Send what every client ignores, until its reply begins: one that has gone answers with a reset."""
+        """Send data that clients ignore until the reply begins: a closed client answers with a reset."""
         if self.transport.is_closing():
             return
         if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -174,17 +175,17 @@ class H11Connection(H11Protocol):
     # -- requests
 
     def _parse(self) -> None:
-        """Have h11 parse a piece of what came, in turns with other connections: 256 KiB may be 43,000 chunks, .6 s."""
+        """Parse one piece of the received data, then yield to other connections: 256 KiB may be 43,000 chunks, .6 s."""
         if self.transport.is_closing() or self._is_refused:
             return
-        is_awaited = self.conn.our_state is h11.SEND_RESPONSE  # else it is thrown away
+        is_awaited = self.conn.our_state is h11.SEND_RESPONSE  # else it is discarded
         if is_awaited and self._byte_count > 2 * (self._limits.body + HEAD):
             self._refuse(Refused(413, "[request] too many bytes for a body", "too_large"))
             return
-        # What comes behind a request waits for the end of its reply.
+        # A pipelined request waits for the end of this reply.
         is_waiting = self.conn.their_state is h11.DONE
         if not is_waiting and (self._unread or self._is_half_closed and not self._is_end_read):
-            piece = bytes(self._unread[: self._piece])  # b"" is the end
+            piece = bytes(self._unread[: self._piece])  # b"" signals EOF
             del self._unread[: self._piece]
             self._is_end_read = not piece
             super().data_received(piece)
@@ -203,7 +204,7 @@ class H11Connection(H11Protocol):
             self.transport.resume_reading()
 
     def _take_event(self) -> Any:
-        """h11's next event. Raises h11.RemoteProtocolError."""
+        """Return h11's next event. Raises h11.RemoteProtocolError."""
         event = self._next_event()
         if isinstance(event, h11.Request):
             self._chunk_count = 0
@@ -228,7 +229,7 @@ class H11Connection(H11Protocol):
         self.loop.call_soon(self._parse)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what h11 does not take for a request; called where it has raised."""
+        """Answer an invalid request; uvicorn calls it after h11 has raised."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         is_head = self.cycle is None or self.cycle.response_complete
@@ -240,14 +241,14 @@ class H11Connection(H11Protocol):
         self._refuse(late(self._byte_count, self.client))
 
     def _refuse(self, refused: Refused) -> None:
-        """Answer a request that no application answers, and close the connection: a client that is still sending reads
-        the reply first."""
+        """Answer a request without the application, and close the connection once a client that is still sending can
+        have read the reply."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
         self._is_refused, self._byte_count = True, 0
         if self.cycle is not None:
-            self.cycle.disconnected = True  # its application writes no more
+            self.cycle.disconnected = True  # stops the application's writes
             self.cycle.message_event.set()
         data = json.dumps(refused.body()).encode()
         headers = [*DEFAULT_HEADERS, ("content-type", "application/json")]
@@ -256,7 +257,7 @@ class H11Connection(H11Protocol):
         for event in (head, h11.Data(data=data), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
         self._limits.responses[refused.status] += 1
-        if self._is_half_closed:  # it sends nothing that would have to be read
+        if self._is_half_closed:  # no more data to drain
             self.transport.close()
             return
         with suppress(OSError):  # the client has closed it
@@ -266,8 +267,8 @@ class H11Connection(H11Protocol):
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn's server of one application, without its signals. tick: called ten times a second; its result ends
-    `serve`. end: called when nobody comes in any more, before connections are closed."""
+    """uvicorn's server for one application, without its signal handlers. tick: called ten times a second; a true result
+    ends `serve`. end: called after the listening sockets are closed, before connections are."""
 
     def __init__(self, application: Any, limits: Limits, tick: Callable[[], bool], end: Callable):
         super().__init__(
