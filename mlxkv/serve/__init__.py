@@ -1,2 +1,2 @@
-"""`mlxkv serve`: mlx-lm's batches with compressed caches. Here: the command, the generation thread and its ranks;
-HTTP is in `http`, the words of each API in `apis`, what outlives a request in `caches`."""
+"""`mlxkv serve`: mlx-lm's batches with compressed caches. This package has the command, the generation thread,
+its ranks and the stored sessions; `http` has the HTTP server, `apis` the API formats."""

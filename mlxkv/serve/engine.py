@@ -1,5 +1,5 @@
 """The generation thread: a loop over mlx-lm's batches with compressed caches. It admits requests, measures caches and
-outlives faults."""
+recovers from faults."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ from mlxkv.serve.sampling import LogProbs
 from mlxkv.serve.sessions import Disk, Sessions
 from mlxkv.serve.single import SingleGenerator
 
-PROMPTS = 8  # read at once
-SHORT = 64  # tokens of a request that every --kv-memory has to have room for
+PROMPTS = 8  # prompts prefilled together
+SHORT = 64  # tokens of a request that any --kv-memory must fit
 MEASURE_SECONDS = 0.25
-IDLE_SECONDS = 0.1  # between two looks while nothing is asked for
-MEETING_SECONDS = 0.25  # of steps between two meetings of several processes
+IDLE_SECONDS = 0.1  # polling interval while idle
+MEETING_SECONDS = 0.25  # target time between two meetings of the processes
 MOST_STEPS = 64
-LEAST_MEMORY = 64 << 20  # bytes for caches, when --kv-memory is not given
-# Tokens x heads x context of one dispatch of attention. macOS ends what keeps the GPU for seconds: reports begin at
-# 65,536 keys for 2,048 tokens and 32 heads, which is twice as much.
+LEAST_MEMORY = 64 << 20  # minimum bytes for caches without --kv-memory
+# Tokens x heads x context per attention dispatch. macOS kills processes that occupy the GPU for seconds: reports start
+# at 65,536 keys for 2,048 tokens and 32 heads, twice this number.
 DISPATCH = 1 << 31
 LEAST_CHUNK = 32  # tokens
-STEP_SECONDS = 1.0  # that a part of a prompt may keep replies waiting
-CEILING = 0.9  # of the machine's memory
-# Bytes at the least that MLX may keep for the next arrays; it would keep any number.
+STEP_SECONDS = 1.0  # longest pause of replies for a prefill chunk
+CEILING = 0.9  # fraction of the machine's memory
+# Minimum of MLX's buffer cache limit in bytes; by default it is unbounded.
 FREED_MEMORY = 1 << 30
 
 
 class Engine:
-    """Loads the model and generates, in a thread of its own. Other threads only read attributes.
+    """Loads the model and generates in its own thread. Other threads only read attributes.
 
     ready: set when the model is loaded. problem: the error that ended the thread for good, or None. is_ending:
-    whether it takes no more requests, and puts sessions away. is_batchable: whether requests are decoded together.
-    jobs: requests under way, by the batch's number. kv_allocated: bytes that their caches take, with room to grow.
-    vocabulary: tokens that the model knows. loaded, memory, sessions: there when it is ready without a problem.
+    whether new requests are refused and sessions saved. is_batchable: whether requests are decoded together.
+    jobs: active requests by the batch's uid. kv_allocated: bytes allocated for their caches, slack included.
+    vocabulary: the model's vocabulary size. loaded, memory, sessions: set once it is ready without a problem.
     """
 
     loaded: Loaded
@@ -77,16 +77,16 @@ class Engine:
         self.kv_allocated = 0
         self.ranks = Ranks()
         self.requests: Queue[Job] = Queue()
-        self._active: set[Job] = set()  # that came out of it, and wait for the end of their reply
+        self._active: set[Job] = set()  # taken from the queue, reply not ended
         self._generator: BatchGenerator | SingleGenerator | None = None
         self._stop, self._measured, self._steps = False, 0.0, 1
-        # Tokens of prompts that were read a second, 0 before the first part of one; and tokens of the last part.
+        # Prefill tokens per second, 0 before the first chunk of a prompt; and tokens of the last chunk.
         self._pace, self._read = 0.0, 0
         self._thread = Thread(target=self._run)
         self._thread.start()
 
     def wait_until_ready(self) -> Loaded:
-        """Wait for the model. Raises what loading raised."""
+        """Wait until the model is loaded. Raises the loading error, if any."""
         self.ready.wait()
         if self.problem is not None:
             raise self.problem
@@ -106,14 +106,14 @@ class Engine:
             while not self._stop and self.problem is None:
                 try:
                     self._turn()
-                except Exception as error:  # out of memory, a fault of a kernel: this batch is lost
+                except Exception as error:  # out of memory or a kernel fault: this batch is lost
                     self._fail(error)
-        except Exception as error:  # the GPU raises again while this clears up
+        except Exception as error:  # the GPU raised again during cleanup
             self.problem = MachineError(f"[serve] generation failed for good: {error}")
         finally:
             self.is_ending = True
-            self._tell(ending())  # before sessions are put away, which takes a while
-            # Arrays that outlive this thread's streams abort the process as it ends (MLX 0.32).
+            self._tell(ending())  # before sessions are saved, which is slow
+            # Arrays that outlive this thread's streams abort the process at exit (MLX 0.32).
             self._drop_generator()
             if self.problem is None:
                 self.sessions.close()
@@ -122,7 +122,7 @@ class Engine:
             getattr(mx, "clear_streams", lambda: None)()
 
     def _load(self) -> str:
-        """Load the model, build what decoding needs, in the thread that decodes, and return the model's fingerprint."""
+        """Load the model and prepare decoding, in the decoding thread. Returns the model's fingerprint."""
         o = self.options
         settings = (o.kv, o.kv_strict, o.dtype, o.calibration, False, self.ranks.group)
         self.loaded = load(o.models[0], *settings, weights=o.weights)
@@ -134,7 +134,7 @@ class Engine:
         self.tokenizer = loaded.tokenizer
         caches = make_prompt_cache(loaded.model)
         self.is_batchable = all(hasattr(cache, "merge") for cache in caches)
-        # After one token, caches have their shapes; and the logits have the vocabulary's size.
+        # One token initializes the shapes of the caches; the logits show the vocabulary's size.
         logits = loaded.model(mx.array([[0]]), cache=caches)
         mx.eval(logits)
         self.vocabulary = logits.shape[-1]
@@ -167,21 +167,21 @@ class Engine:
         )
 
     def _step_down(self, error: Exception) -> bool:
-        """Switch the kernels off that the error may come from. Returns whether there were any."""
+        """Disable kernels that may have caused the error. Returns whether there were any."""
         try:
-            # Several processes end, and others may never come to what is under way here.
+            # Several processes end instead: the others may never reach the current collective call.
             warning = None if self.ranks.many else step_down(self.loaded, error)
         except Exception:  # the GPU may raise again
             logging.exception("kernels were not switched off")
             return False
         if warning is not None:
             warn(warning)
-            self.sessions.forget()  # their caches hold on to the kernels
+            self.sessions.forget()  # their caches refer to the kernels
         return warning is not None
 
     def _fail(self, error: Exception) -> None:
-        """Tell all clients that wait, and clear up for an empty batch. Among several processes it is the end: they are
-        no longer in step."""
+        """Send the error to all waiting clients, and reset to an empty batch. With several processes, end: they are out
+        of step."""
         logging.exception("generation failed")
         self.metrics.counts["faults"] += 1
         message = f"[serve] generation failed: {type(error).__name__}: {errors.reason(error)}"
@@ -199,7 +199,7 @@ class Engine:
             self.problem = MachineError(f"[serve] generation failed: {error}")
 
     def _tell(self, error: Exception) -> None:
-        """End the requests under way with an error; at the end of the server those that wait, too."""
+        """End active requests with an error, on shutdown queued ones, too."""
         while self.is_ending and not self.requests.empty():
             self._active.add(self.requests.get_nowait())
         for job in self._active:
@@ -216,7 +216,7 @@ class Engine:
     # -- the loop
 
     def _turn(self) -> None:
-        """Begin the next request, or make steps until the next meeting."""
+        """Begin the next request, or run steps until the next meeting."""
         job, cancelled, steps = self._meet()
         if cancelled:
             generator = self._generator_now()
@@ -234,14 +234,14 @@ class Engine:
                 break
             self.step()
         seconds = max(1e-3, time.monotonic() - start)
-        if self._read >= LEAST_CHUNK:  # shorter ones tell little
+        if self._read >= LEAST_CHUNK:  # shorter chunks are too noisy to measure
             self._pace = self._read * steps / seconds
         if self.ranks.many and self.jobs:
             self._steps = max(1, min(MOST_STEPS, int(steps * MEETING_SECONDS / seconds)))
 
     def _meet(self) -> tuple[Job | None, list[int], int]:
-        """Return what comes next in all processes: a request that begins, numbers of those that nobody waits for, and
-        steps until the next meeting."""
+        """Agree on the next actions with all processes: return the request to begin, uids of cancelled requests,
+        and the number of steps until the next meeting."""
         job_next = self._take() if self.ranks.rank == 0 else None
         cancelled = [uid for uid, job in self.jobs.items() if job.cancelled]
         if not self.ranks.many:
@@ -254,7 +254,7 @@ class Engine:
         return job_next, cancelled, steps
 
     def _take(self) -> Job | None:
-        """Return the next request, if it may begin now; waits a while for one where none is under way."""
+        """Return the next request if it can begin now; if idle, wait up to `IDLE_SECONDS` for one."""
         try:
             if not self.jobs:
                 job = self.requests.get(timeout=IDLE_SECONDS)
@@ -267,7 +267,7 @@ class Engine:
         return None if job.cancelled else job
 
     def _begin(self, job: Job) -> None:
-        """Put a request into the batch: with memory for it, and a cache of the start of its prompt."""
+        """Add a request to the batch: reserve its memory, and fetch a cached prefix of its prompt."""
         request, prompt = job.request, job.prompt
         try:
             max_tokens = self._reserve(job, len(prompt.tokens))
@@ -282,7 +282,9 @@ class Engine:
         last = prompt.tokens[-1:] if goes_on else ()
         job.text = ReplyText(self.tokenizer, request.stop, last)
         processors = sampling.processors_of(request)
-        if constraint := job.constraint or self.constraint_of(job):  # it has the last word
+        if constraint := job.constraint or self.constraint_of(
+            job
+        ):  # last, so that no other processor overrides its mask
             processors.append(constraint)
         if request.logprobs:
             processors.append(job.note_logits)
@@ -297,8 +299,8 @@ class Engine:
             stop_sequences=[job.text],  # pyright: ignore[reportArgumentType] has the methods of mlx-lm's
         )
         self.jobs[uid] = job
-        self._pace = 0.0  # its first part may lie deeper than others, and take longer
-        self._steps = 1  # until that is known
+        self._pace = 0.0  # its first part may have a longer context, and be slower
+        self._steps = 1  # until the pace is known
 
     def _drop_generator(self) -> None:
         if self._generator is not None:
@@ -310,7 +312,7 @@ class Engine:
         return self._generator
 
     def _new_generator(self) -> BatchGenerator | SingleGenerator:
-        stream = mx.default_stream(mx.default_device())  # the one in which processes meet
+        stream = mx.default_stream(mx.default_device())  # the stream of the collective calls
         if not self.is_batchable:
             return SingleGenerator(self.loaded.model, self._prefill_step, stream)
         with mlx_lm_compat.wired(self.options.wired_limit):
@@ -323,23 +325,23 @@ class Engine:
             )
 
     def _reserve(self, job: Job, count: int) -> int:
-        """Set memory aside for a prompt of so many tokens and its reply. Returns the length of the longest reply.
-        Raises Refused where they do not fit."""
+        """Reserve memory for a prompt of `count` tokens and its reply. Returns the reply's maximum length.
+        Raises Refused if they do not fit."""
         max_tokens, limit = job.request.max_tokens, self.loaded.context
         if limit:
             max_tokens = min(max_tokens, limit - count)
         drops = job.request.chat and self.options.overflow == "drop"
         if job.request.shorten or drops:
             budget = self.memory.longest(count + max_tokens) - count
-            max_tokens = budget if budget > 0 else max_tokens  # else `promise` refuses it
+            max_tokens = budget if budget > 0 else max_tokens  # otherwise `promise` refuses
         self.memory.promise(job, count + max_tokens, job.is_operator)
         self._free_memory(self.memory.need(count + max_tokens), job.is_operator)
         return max_tokens
 
     def _free_memory(self, need: int, is_operator: bool) -> None:
-        """Free memory where what is promised would not fit into this machine: MLX's freed buffers, then sessions that
-        are kept, the least recently used first. need: of the last request. Raises Refused where that is not enough:
-        macOS would swap, or end processes. is_operator: it names what the server takes."""
+        """Free memory if the reservations exceed this machine's: MLX's buffer cache, then stored sessions, the least
+        recently used first. need: bytes of the last request. Raises Refused if that is not enough: macOS would swap or
+        kill processes. is_operator: whether the error may name the server's memory use."""
         if self._excess() <= 0:
             return
         mx.clear_cache()
@@ -355,18 +357,18 @@ class Engine:
             raise Refused(503, reason, "memory_busy", retry=10)
 
     def _excess(self) -> int:
-        """Return by how many bytes caches that are promised would pass the ceiling, on the machine with least room:
-        all processes of a model take the same way."""
+        """Return the bytes by which reserved caches would exceed the ceiling, the maximum over all processes:
+        they must take the same branch."""
         coming = max(0, self.memory.promised - self.kv_allocated)
         return self.ranks.all_max(used_memory() + coming - int(CEILING * machine_memory()))
 
     def step(self) -> None:
-        """Read a part of the prompts that wait, and write a token of each reply."""
+        """Prefill a chunk of the waiting prompts, and decode one token of each reply."""
         generator, jobs = self._generator_now(), self.jobs
         depths = [job.cache_tokens for job in jobs.values() if job.is_reading]
         count = min(len(depths), PROMPTS)
         most = self._prefill_step
-        if len(depths) < len(jobs):  # replies wait for it
+        if len(depths) < len(jobs):  # replies wait for the chunk
             most = paced(most, self._pace)
         generator.prefill_step_size = chunk_of(most, count * self._heads, max(depths, default=0))
         progress, responses = generator.next()
@@ -397,7 +399,7 @@ class Engine:
             self._write(job, response)
 
     def _write(self, job: Job, response: Any) -> None:
-        """Tell a client about a token of its reply; keep the caches of a reply that ends."""
+        """Send a token of a reply to its client; store the caches if the reply ends."""
         text, reason = job.text.take(response.finish_reason)
         logprob = None
         if job.request.logprobs:
@@ -424,25 +426,25 @@ class Engine:
     # -- for other threads
 
     def constraint_of(self, job: Job) -> Constraint | None:
-        """Return what makes the reply follow the request's grammar, None without one."""
+        """Return the constraint for the request's grammar, None without one."""
         grammar, thinks = job.request.grammar, job.prompt.state == "reasoning"
         return None if grammar is None else self.grammars.processor(grammar, thinks)
 
     def submit(self, job: Job) -> None:
-        """Hand a request to the generation thread. Raises Refused where that has ended, or ends."""
+        """Queue a request for the generation thread. Raises Refused if the thread has ended or is ending."""
         self.requests.put(job)
         if not self.is_healthy:
             raise ending()
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the generation thread has ended for good, or another process was asked to end. For the main
-        thread, again and again."""
+        """Return whether the generation thread has ended for good, or another process was asked to end. For the
+        main thread, which polls it."""
         self.ranks.watch(self.options.timeout)
         return self.problem is not None or self.ranks.ended
 
     def kv_document(self, job: Job) -> dict:
-        """Return the `kv` field of a reply that has ended."""
+        """Return the `kv` field of a finished reply."""
         measured = job.usage
         bits = measured.figures["bits_per_value"]
         return {
@@ -466,15 +468,15 @@ class Engine:
 
 
 def chunk_of(step: int, heads: int, depth: int) -> int:
-    """Tokens of a prompt that are read at once behind `depth` others: `step`, or a power of two below it with which
-    tokens x heads x context stay within `DISPATCH`. heads: of all prompts that are read together."""
+    """Return the prefill chunk size after `depth` tokens: `step`, or a smaller power of two that keeps
+    tokens x heads x context within `DISPATCH`. heads: sum over all prompts in the prefill."""
     work = DISPATCH // max(1, heads)
     return _chunk(step, (isqrt(depth * depth + 4 * work) - depth) // 2)
 
 
 def paced(step: int, pace: float) -> int:
-    """Tokens of a prompt that are read at once while replies are written: `step`, or a power of two below it that takes
-    no more than `STEP_SECONDS`. pace: tokens a second, 0 where it is not known."""
+    """Return the prefill chunk size while replies are decoded: `step`, or a smaller power of two that takes at most
+    `STEP_SECONDS`. pace: tokens per second, 0 if unknown."""
     return _chunk(step, int(pace * STEP_SECONDS))
 
 
@@ -483,7 +485,7 @@ def _chunk(step: int, most: int) -> int:
 
 
 def _without_start(segments: list[list[int]], count: int) -> list[list[int]]:
-    """Segments without their first `count` tokens; a token stays."""
+    """Return the segments without their first `count` tokens; at least one token remains."""
     first, *tail = segments
     while count >= len(first):
         count -= len(first)

@@ -18,9 +18,9 @@ from mlxkv.serve.refusals import Postponed, Refused, bad
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-INSTALL = "pip install 'llguidance>=1.9,<2'"  # by its own name: an index may have another mlxkv
-LONGEST = 64 << 10  # characters of a schema
-# Between tokens of JSON: without a bound models write spaces for ever.
+INSTALL = "pip install 'llguidance>=1.9,<2'"  # not mlxkv[...]: an index may have another mlxkv
+LONGEST = 64 << 10  # maximum characters of a schema
+# Whitespace between JSON tokens is bounded: models would write spaces forever.
 WHITESPACE: JsonCompileOptions = {
     "whitespace_flexible": True,
     "whitespace_pattern": r"\n?[ \t]{0,16}",
@@ -30,7 +30,7 @@ ANY_OBJECT = {"type": "object"}
 
 @lru_cache(1)
 def _library():
-    """llguidance, or None where it is not installed."""
+    """Return llguidance, or None if it is not installed."""
     try:
         import llguidance
         import llguidance.hf
@@ -40,7 +40,7 @@ def _library():
 
 
 def of_schema(path: str, schema: object, compiles: bool = True) -> str:
-    """llguidance's grammar of a JSON schema. path: the field, for errors. compiles: whether it may be compiled here.
+    """Return llguidance's grammar for a JSON schema. path: the field, for errors. compiles: whether to compile it here.
     Raises Refused, and Postponed."""
     library = _library()
     if library is None:
@@ -51,7 +51,7 @@ def of_schema(path: str, schema: object, compiles: bool = True) -> str:
     text = json.dumps(schema)
     if len(text) > LONGEST:
         raise bad(path, f"a schema of more than {LONGEST} characters")
-    # Its words may change how grammars are read, beyond JSON schema.
+    # This extension can change llguidance's parsing options beyond JSON schema.
     if "x-guidance" in schema:
         raise bad(path, "x-guidance is not JSON schema")
     if not compiles:
@@ -65,14 +65,14 @@ def of_schema(path: str, schema: object, compiles: bool = True) -> str:
 
 @dataclass(frozen=True)
 class Calls:
-    """What stands before and behind a tool call that is JSON, {"name": ..., "arguments": {...}}, as grammar."""
+    """Grammar of the marks around a JSON tool call, {"name": ..., "arguments": {...}}."""
 
     start: str
     end: str
 
 
 def calls_of(tokenizer: Any) -> Calls | None:
-    """Return how the model writes tool calls. None without tools, or in a form that is not JSON."""
+    """Return the model's tool-call marks; None if it has no tool calls or they are not JSON."""
     parser = getattr(tokenizer, "tool_parser", None)
     if parser is None or not parser.__module__.endswith(".json_tools"):
         return None
@@ -80,15 +80,14 @@ def calls_of(tokenizer: Any) -> Calls | None:
         (tokenizer.tool_call_start_tokens, tokenizer.tool_call_start),
         (tokenizer.tool_call_end_tokens, tokenizer.tool_call_end),
     ]
-    # llguidance knows a mark of one token by its number alone; one of several is text like any other
+    # llguidance matches a single-token mark only by its id; a mark of several tokens is plain text
     return Calls(*(f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(text) for ids, text in marks))
 
 
 def of_call(
     name: str | None, tools: list[dict] | None, calls: Calls | None, compiles: bool = True
 ) -> str:
-    """Return the grammar of one call of a tool. name: of the tool, None for any of them. Raises what `of_schema`
-    raises."""
+    """Return the grammar for one tool call. name: the tool's, None for any tool. Raises what `of_schema` raises."""
     choice = "required" if name is None else name
     functions = [tool["function"] for tool in tools or []]
     functions = [each for each in functions if name is None or each.get("name") == name]
@@ -99,16 +98,16 @@ def of_call(
         raise bad("tool_choice", reason, choice)
     definitions: dict[str, Any] = {}
     schema = {"anyOf": [_call_schema(each, definitions) for each in functions]} | definitions
-    of_schema("tools", schema, compiles)  # says in one line what cannot be followed
+    of_schema("tools", schema, compiles)  # raises a one-line error for an unsupported schema
     body = json.dumps(schema | {"x-guidance": WHITESPACE})
     text = f'start: {calls.start} line body line {calls.end}\nline: "\\n"?\nbody: %json {body}'
     library = _library()
-    assert library is not None  # `of_schema` raises before
+    assert library is not None  # otherwise `of_schema` has raised
     return library.LLMatcher.grammar_from_lark(text)
 
 
 def _call_schema(function: dict, definitions: dict[str, Any]) -> dict:
-    """Return the schema of a call; what its parameters define goes to `definitions`, where references find it."""
+    """Return the schema of a call. Definitions in its parameters move to `definitions`, for references to resolve."""
     parameters = function.get("parameters")
     parameters = dict(parameters) if isinstance(parameters, dict) else {}
     if (kind := parameters.get("type", "object")) not in ("object", ["object"]):
@@ -132,19 +131,19 @@ def _call_schema(function: dict, definitions: dict[str, Any]) -> dict:
 
 
 class Grammars:
-    """Makes masks for one tokenizer. vocabulary: columns of the logits."""
+    """Builds constraints for one tokenizer. vocabulary: columns of the logits."""
 
     def __init__(self, tokenizer: Any, vocabulary: int):
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._words: Any = None
 
     def processor(self, grammar: str, thinks: bool) -> Constraint:
-        """Return a logits processor for one reply. thinks: whether it begins with thinking, which is free."""
+        """Return a logits processor for one reply. thinks: whether it begins with unconstrained thinking."""
         free = tuple(self._tokenizer.think_end_tokens or ()) if thinks else ()
         return Constraint(self._matcher(grammar), self._words.eos_tokens, free)
 
     def try_out(self, grammar: str) -> None:
-        """Build a grammar and the mask of its first step, which takes minutes for some. Raises Refused."""
+        """Compile a grammar and its first mask, which takes minutes for some. Raises Refused."""
         matcher = self._matcher(grammar)
         matcher.compute_bitmask()
         if matcher.is_error():
@@ -153,8 +152,8 @@ class Grammars:
 
     def _matcher(self, grammar: str) -> Any:
         library = _library()
-        assert library is not None  # there are no grammars without it
-        if self._words is None:  # some 100 ms for 150,000 tokens
+        assert library is not None  # grammars exist only with llguidance
+        if self._words is None:  # lazy: about 100 ms for 150,000 tokens
             plain = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
             ends = sorted(self._tokenizer.eos_token_ids)
             self._words = library.hf.from_tokenizer(plain, self._vocabulary, ends)
@@ -162,13 +161,13 @@ class Grammars:
 
 
 class Constraint:
-    """A logits processor of mlx-lm: (tokens, logits [1, V]) -> logits, where tokens that the grammar does
-    not allow have -inf. Called once for each step, in order, so that it knows the tokens of the reply.
+    """A logits processor of mlx-lm: (tokens, logits [1, V]) -> logits, which sets tokens forbidden by the
+    grammar to -inf. Called once per step, in order, to follow the tokens of the reply.
 
-    matcher: llguidance's, at the start. ends: tokens that end a reply, and the only ones once the grammar
-    is complete. after: the grammar begins behind these tokens, () for at once.
+    matcher: llguidance's, in its initial state. ends: end-of-turn tokens, the only ones allowed once the grammar
+    is complete. after: tokens after which the grammar begins, () for immediately.
 
-    error: why the reply ends before it follows the grammar, None where it does.
+    error: why the reply ended before the grammar was complete, else None.
     """
 
     def __init__(self, matcher: Any, ends: list[int], after: tuple[int, ...] = ()):
@@ -178,7 +177,7 @@ class Constraint:
         self.error: Refused | None = None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        if self._begun:  # the first call comes behind the prompt
+        if self._begun:  # the first call follows the prompt
             self._take(cast(int, tokens[-1].item()))
         self._begun = True
         if self._after:
@@ -189,7 +188,7 @@ class Constraint:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             bits = np.unpackbits(bits, bitorder="little")[:columns].astype(bool)
             allowed[: len(bits)] = bits
-        if not allowed.any():  # complete, or a grammar that grew beyond llguidance's limits
+        if not allowed.any():  # complete, or beyond llguidance's limits
             if self._matcher.is_error():
                 reason = "[response_format] a schema, or one of tools, that grew too complex in the reply"
                 error = self._matcher.get_error().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Memory for caches: how much a request needs, known before it runs, and how much is promised."""
+"""Memory for caches: the need of a request, computed before it runs, and the reservations."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from mlxkv.serve.refusals import Refused
 
 
 def used_memory() -> int:
-    """Bytes that this process takes: of MLX's arrays, or all of its own, whichever is more."""
+    """Return the bytes in use: MLX's arrays or the whole process, whichever is larger."""
     return max(mx.get_active_memory(), footprint())
 
 
 def shapes_of(caches: list) -> list[CacheShape]:
-    """Return the shapes of caches that hold one token, those inside mlx-lm's CacheList included."""
+    """Return the shapes of caches with one token, including caches inside mlx-lm's CacheList."""
     return [shape_of(cache) for _, cache in leaves(caches)]
 
 
 def cut_padding(caches: Iterable) -> None:
-    """Drop padding that all rows of mlx-lm's batched caches have: else they grow by a chunk of the longest
-    prompt at the end of every shorter one."""
+    """Drop padding common to all rows of mlx-lm's batched caches: otherwise they grow by a chunk of the longest
+    prompt whenever a shorter one ends."""
     for cache in caches:
         cut_padding(getattr(cache, "caches", ()))
         if isinstance(cache, BatchKVCache) and not cache.empty():
@@ -39,10 +39,10 @@ def cut_padding(caches: Iterable) -> None:
 
 
 class Memory:
-    """A bound in bytes for all caches: promised to requests, or kept for later.
+    """The byte budget of all caches: reserved for requests, or stored for later.
 
-    chunk: tokens of a prompt that are read at once. batched: whether requests run in batches. For the
-    generation thread; others may read numbers.
+    chunk: prefill chunk size in tokens. batched: whether requests run in batches. For the generation thread; other
+    threads may read numbers.
     """
 
     def __init__(self, bound: int, shapes: list[CacheShape], chunk: int, batched: bool = False):
@@ -51,18 +51,18 @@ class Memory:
         alike = [batched and s.numbers > 0 and s.config is None for s in shapes]
         self._alike = [s for s, padded in zip(shapes, alike, strict=True) if padded]
         self._own = [s for s, padded in zip(shapes, alike, strict=True) if not padded]
-        self._promised: dict[Hashable, tuple[int, int]] = {}  # bytes: of its own size, padded
+        self._promised: dict[Hashable, tuple[int, int]] = {}  # bytes: own size, padded part
 
     def need(self, tokens: int) -> int:
-        """Return the most bytes of one sequence of so many tokens that runs alone."""
+        """Return the maximum bytes of one sequence of `tokens` tokens that runs alone."""
         return sum(shape.allocated(tokens, self.chunk, most=True) for shape in self.shapes)
 
     def in_use(self, tokens: int, rests: bool = False) -> int:
-        """Bytes that one sequence of so many tokens takes, without room to grow. rests: in the block store."""
+        """Return the bytes of one sequence of `tokens` tokens, without slack. rests: whether in the block store."""
         return sum(shape.held(tokens, rests=rests) for shape in self.shapes)
 
     def fp16(self, tokens: int) -> int:
-        """Bytes of the same tokens in plain 16-bit caches."""
+        """Return the bytes of `tokens` tokens in plain 16-bit caches."""
         return sum(shape.plain.held(tokens) for shape in self.shapes)
 
     @property
@@ -71,12 +71,12 @@ class Memory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes for caches that are kept for later."""
+        """Return the bytes available for stored sessions."""
         return max(0, self.bound - self.promised)
 
     def promise(self, key: Hashable, tokens: int, is_operator: bool = True) -> None:
-        """Set memory aside for a request. Raises Refused, with the numbers, where it does not fit. is_operator: with
-        those of others, too, from which the lengths of their requests can be read."""
+        """Reserve memory for a request. Raises Refused, with the numbers, if it does not fit. is_operator: whether to
+        include other clients' reservations, which reveal the lengths of their requests."""
         own, alike = self._needs(tokens)
         if _together([*self._promised.values(), (own, alike)]) > self.bound:
             raise self._refusal(tokens, own + alike, is_operator)
@@ -96,7 +96,7 @@ class Memory:
         return Refused(503, words, "kv_memory_busy", retry=2, details=details)
 
     def _needs(self, tokens: int) -> tuple[int, int]:
-        """Return the most bytes of a sequence: of its own size, padded."""
+        """Return the maximum bytes of a sequence: (own size, part padded to the longest)."""
         own, alike = (
             sum(shape.allocated(tokens, self.chunk, most=True, padded=padded) for shape in shapes)
             for shapes, padded in ((self._own, False), (self._alike, True))
@@ -104,8 +104,8 @@ class Memory:
         return own, alike
 
     def longest(self, limit: int, beside: bool = False) -> int:
-        """Return the most tokens, up to `limit`, that `promise` sets memory aside for. beside: beside what is promised
-        already, else with nothing else under way. For any thread."""
+        """Return the longest request, up to `limit` tokens, that `promise` accepts. beside: given current reservations,
+        else with none. For any thread."""
         others = list(self._promised.values()) if beside else []
         return bisect_right(
             range(1, limit + 1),
@@ -114,7 +114,7 @@ class Memory:
         )
 
     def release(self, key: Hashable) -> None:
-        """Give the memory of a request back, if it has any."""
+        """Release the reservation of a request, if any."""
         self._promised.pop(key, None)
 
     def release_all(self) -> None:

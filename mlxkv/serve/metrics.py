@@ -13,7 +13,7 @@ COUNTERS = {
     "cut_off": "Replies whose reader left.",
     "faults": "Failures of the generation thread.",
 }
-# The parts of a document of /v1/kv whose numbers are shown.
+# Parts of the /v1/kv document exported as gauges.
 GAUGES = {
     "memory": ("kv", "Of KV caches."),
     "sessions": ("sessions", "Of the prompt cache."),
@@ -26,16 +26,16 @@ TIMES = {
 
 
 class Metrics:
-    """Counts of one model by the names of `COUNTERS`. Its generation thread counts faults, the event loop all
-    others."""
+    """Counters of one model, named as in `COUNTERS`. The generation thread counts faults, the event loop all other
+    ones."""
 
     def __init__(self):
         self.counts: Counter[str] = Counter()
-        # Observations at or below each of `BUCKETS`, all of them, and their sum.
+        # Counts of observations at or below each of `BUCKETS`, the total count, and the sum.
         self.times = {name: [0.0] * (len(BUCKETS) + 2) for name in TIMES}
 
     def took(self, name: str, seconds: float) -> None:
-        """Note one of `TIMES`."""
+        """Record an observation of one of `TIMES`."""
         counts = self.times[name]
         for i, bound in enumerate((*BUCKETS, inf)):
             counts[i] += seconds <= bound
@@ -45,8 +45,8 @@ class Metrics:
 def text(
     responses: Counter[int], gauges: dict[str, float], models: dict[str, tuple[Metrics, dict]]
 ) -> str:
-    """Return the page of `/metrics`. responses: by status. gauges: of the server. models: counts of those that are
-    loaded, and their documents of /v1/kv."""
+    """Return the page of `/metrics`. responses: counts by status. gauges: the server's. models: metrics of the loaded
+    models, and their /v1/kv documents."""
     families: dict[str, list[str]] = {}
 
     def add(name: str, kind: str, words: str, value: float, suffix: str = "", **labels) -> None:
@@ -78,5 +78,5 @@ def text(
 
 
 def _escaped(text: str) -> str:
-    """Return the value of a label. Prometheus knows no other escapes, and drops a page that has some."""
+    """Escape a label's value. Prometheus accepts no other escapes, and rejects the page otherwise."""
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,5 +1,5 @@
-"""The models of a server: the first is there from the start, others come when they are asked for, and go when memory
-asks for it."""
+"""The models of a server: the first is loaded at the start, others on demand, and unloaded when memory is
+short."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from mlxkv.serve.request import ModelInfo, Read, Request, no_model
 
 
 def name_of(model: str) -> str:
-    """Return the name under which a model is asked for: of a local folder or file, but not where it lies."""
+    """Return the name of a model in requests: for a local path its last part, to hide the folder."""
     path = Path(model.strip()).expanduser()
     return path.resolve().name if path.exists() else model.strip()
 
 
 class LoadedModel:
-    """A model and its state, shared by all its requests. users: requests that it was given to, and whose replies have
-    not ended. Raises what loading raises."""
+    """A model and its state, shared by all its requests. users: requests that hold it until their
+    replies end. Raises the errors of loading."""
 
     def __init__(self, options: ServeOptions, worker: Worker | None = None):
         self.options, self.engine, self.users = options, Engine(options), 0
@@ -67,27 +67,27 @@ class LoadedModel:
     async def read(
         self, path: str, raw: bytes, key: str | None, names: tuple[str, ...] = ()
     ) -> Read:
-        """Return the request in a body, as `Reader.read` does. key: of the client. names: of other models. Raises
-        Refused, and OtherModel."""
+        """Parse a request body, like `Reader.read`. key: the client's API key. names: other models. Raises Refused and
+        OtherModel."""
         budget = None
         if self.options.overflow == "drop":
             budget = self.engine.memory.longest(self.model_info.longest)
         return await self.reader.read(path, raw, budget, names, key)
 
     def markup(self, request: Request, state: str) -> Markup:
-        """Return what reads thoughts and calls in a reply that begins in this state; none in a text that goes on."""
+        """Return the parser for a reply that begins in `state`; text completions have no thinking and no calls."""
         tokenizer = self.loaded.tokenizer
         marks = tokenizer.tool_call_start, tokenizer.tool_call_end
         machine = self._machine if request.chat else TextStateMachine()
         return Markup(machine, state, tokenizer.tool_parser, request.tools, marks)
 
     def close(self) -> None:
-        """End the engine. Raises nothing."""
+        """Stop the engine. Never raises."""
         self.engine.stop_and_join()
         self.reader.close()
 
     def kv(self, is_operator: bool = True) -> dict:
-        """Return the document of /v1/kv. is_operator: with numbers that depend on what all clients ask."""
+        """Return the /v1/kv document. is_operator: whether to include numbers that depend on all clients' requests."""
         engine, loaded = self.engine, self.loaded
         memory, sessions, disk = engine.memory, engine.sessions, engine.sessions.disk
         document = {
@@ -96,12 +96,12 @@ class LoadedModel:
             "backend": backend(),
             "version": __version__,
             "context": loaded.context,
-            "max_tokens": self.options.max_tokens,  # of a reply whose request names none
-            # Of a sequence, its reply included, where nobody else asks: by memory and by context.
+            "max_tokens": self.options.max_tokens,  # default of a request
+            # Longest sequence, reply included, without other requests: bounded by memory and context.
             "longest_tokens": memory.longest(self.model_info.longest),
-            "exact_tokens": window_of(loaded),  # nothing is compressed in sequences up to here
+            "exact_tokens": window_of(loaded),  # shorter sequences are not compressed
             "batched": engine.is_batchable,
-            "processes": engine.ranks.size,  # bytes below are those of one
+            "processes": engine.ranks.size,  # byte counts below are per process
             "report": loaded.report(),
             "steps": loaded.steps,
             "layers": [layer.as_dict() for layer in loaded.layers],
@@ -109,11 +109,11 @@ class LoadedModel:
         }
         if not is_operator:
             return document
-        # Bytes of the tokens that are held, by the rule of `models.usage`; 16 bits by the same.
+        # Bytes of the cached tokens as computed by `models.usage`, and in 16 bits.
         active = [job.cache_tokens for job in list(engine.jobs.values())]
         kept = [len(session.tokens) for session in list(sessions.entries)]
         return document | {
-            # The longest request that is admitted beside what is reserved now.
+            # Longest request admitted given current reservations.
             "safe_tokens": memory.longest(self.model_info.longest, beside=True),
             "memory": {
                 "bound_bytes": memory.bound,
@@ -121,7 +121,7 @@ class LoadedModel:
                 "bytes": sum(map(memory.in_use, active))
                 + sum(memory.in_use(tokens, rests=True) for tokens in kept),
                 "bytes_fp16": sum(map(memory.fp16, [*active, *kept])),
-                # With room to grow; parts that sessions share count once, or (apart) each time.
+                # Slack included; shared parts of sessions count once, or (apart) per session.
                 "allocated_bytes": engine.kv_allocated + sessions.nbytes,
                 "sessions_allocated_bytes": sessions.nbytes,
                 "sessions_allocated_bytes_apart": sessions.bytes_apart,
@@ -143,8 +143,8 @@ class LoadedModel:
 
 
 class Models:
-    """The models by name. For the event loop. loaded: others than the first that are there now, the least recently used
-    first. active: requests in progress. Raises UserError where two models have one name, and what loading raises."""
+    """The models by name. For the event loop. loaded: loaded models except the first, the least recently used first.
+    active: requests in progress. Raises UserError if two models share a name, and the errors of loading."""
 
     def __init__(self, options: ServeOptions, worker: Worker | None = None):
         self.options = options
@@ -162,9 +162,9 @@ class Models:
     async def read(
         self, path: str, raw: bytes, key: str | None, start: float
     ) -> AsyncIterator[tuple[LoadedModel, Read]]:
-        """Yield the model that the request in a body names, which is loaded where it is not there and stays until the
-        end of the block, and the request. key: of the client. The block is one of the requests in progress, and has the
-        time that is left of `--timeout`. Raises Refused."""
+        """Yield the model named by a request, loading it if needed, and the parsed request. The model stays loaded
+        until the block ends. key: the client's API key. The block counts as a request in progress, limited to the
+        rest of `--timeout`. Raises Refused."""
         seconds = self.options.timeout
         if self.active >= self.options.max_requests:
             raise Refused(429, f"[--max-requests] {self.active} under way", "busy", retry=1)
@@ -187,7 +187,7 @@ class Models:
             self.active -= 1
 
     async def close(self) -> None:
-        """Unload all models but the first; one that is being loaded goes once it is there. No others are loaded."""
+        """Unload all models except the first, including one that is still loading, and load no more."""
         self._has_ended = True
         async with self._lock:
             for loaded_model in list(self.loaded.values()):
@@ -197,7 +197,7 @@ class Models:
         if name not in self._options:
             raise no_model(name[:80], self.names)
         while not self._is_ready(name):
-            # Others may wait for it, too: it goes on where this request has no more time.
+            # A task of its own: other requests may wait for it after this one times out.
             load = asyncio.create_task(self._load(name))
             load.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(load)
@@ -208,14 +208,14 @@ class Models:
         return name in self.loaded and self.loaded[name].engine.is_healthy
 
     async def _load(self, name: str) -> None:
-        """Load a model, unless that was done while this waited for others. Raises Refused."""
+        """Load a model, unless another request has loaded it meanwhile. Raises Refused."""
         async with self._lock:
             if self._has_ended:
                 raise ending()
             if self._is_ready(name):
                 return
             options = self._options[name]
-            if broken := self.loaded.pop(name, None):  # by a failure for good
+            if broken := self.loaded.pop(name, None):  # its engine failed for good
                 await asyncio.to_thread(broken.close)
             try:
                 place = await asyncio.to_thread(locate, options.models[0])
@@ -229,24 +229,24 @@ class Models:
                 raise Refused(503, what[:300], "model_not_loaded") from None
 
     async def _free_memory(self, need: int) -> None:
-        """Unload models that nobody uses now, until so many bytes are free. Raises Refused."""
+        """Unload idle models until `need` bytes are free. Raises Refused."""
         for name in (None, *self.loaded):
-            # Whether it is in use is asked in the event loop, which hands it out.
+            # Checked in the event loop, which assigns models to requests.
             if name is not None and not self.loaded[name].users:
                 await asyncio.to_thread(self.loaded.pop(name).close)
                 gc.collect()
-            mx.clear_cache()  # buffers that MLX has freed count as used
+            mx.clear_cache()  # MLX's cached buffers count as used
             free = int(USABLE * machine_memory()) - used_memory()
             if free >= need:
                 return
         reason = f"[model] needs {human_bytes(need)} of memory"
-        # How much is free tells what others ask.
+        # Logged, not sent: free memory reveals other clients' requests.
         logging.warning(f"{reason}; {human_bytes(max(0, free))} are free beside the models in use")
         reason += ", which are not free beside the models in use; try again later"
         raise Refused(503, reason, "memory_busy", retry=10)
 
     def kv(self, is_operator: bool) -> dict:
-        """Return the document of /v1/kv: the caches of the first model, then of all others that are loaded."""
+        """Return the /v1/kv document: the first model's caches, then those of other loaded models."""
         document = self.first.kv(is_operator)
         if is_operator:
             document |= {"active_requests": self.active}
@@ -255,7 +255,7 @@ class Models:
         return {"models": self.names} | document | {"others": others}
 
     def metrics(self, responses: Counter[int], wrong_keys: int) -> str:
-        """Return the page of /metrics. responses: by status."""
+        """Return the /metrics page. responses: counts by status."""
         loaded_models = {self.first.name: self.first} | self.loaded
         models = {
             name: (loaded_model.engine.metrics, loaded_model.kv())
@@ -267,5 +267,5 @@ class Models:
 
 
 def _process_memory() -> dict[str, int]:
-    """Return the bytes of all models: MLX's arrays, weights too; and whatever the process takes."""
+    """Return the bytes of all models: MLX's arrays, including weights, and the whole process."""
     return {"mlx_bytes": mx.get_active_memory(), "process_bytes": footprint()}

@@ -138,8 +138,8 @@ class ServeOptions:
         parse_kv(self.kv)
         dtype_name(self.dtype)
         check_weights(self.weights)
-        _ = self.template  # raises where it is no JSON
-        _ = self.memory_bytes, self.disk_bytes  # raise where a text is no size
+        _ = self.template  # raises for invalid JSON
+        _ = self.memory_bytes, self.disk_bytes  # raise for invalid sizes
 
     @property
     def local(self) -> bool:
@@ -151,12 +151,12 @@ class ServeOptions:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The models as they were asked for, the default one first."""
+        """Return the models named on the command line, the default first."""
         return (self.model,) if isinstance(self.model, str) else tuple(self.model or (DEFAULT,))
 
     @property
     def api_keys(self) -> tuple[str, ...]:
-        """The keys, the operator's first."""
+        """Return the API keys, the operator's first."""
         return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key or ())
 
     @property
@@ -165,7 +165,7 @@ class ServeOptions:
 
     @property
     def template(self) -> dict:
-        """Return what chat templates are given besides messages."""
+        """Return the extra arguments of the chat template."""
         return template_arguments(self.chat_template_args, self.think)
 
     @property

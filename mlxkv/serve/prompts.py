@@ -1,4 +1,4 @@
-"""Requests become tokens: a body is read in the words of its API, rendered by the chat template and encoded."""
+"""Turn requests into tokens: parse the body for its API, render the chat template, encode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlxkv.serve.request import DEFAULT_NAMES, ModelInfo, Prompt, Read, Request
 
 
 class API(NamedTuple):
-    """How the requests of a path are read, and in which words their replies are written."""
+    """The request parser and the reply class of a path."""
 
     read: Callable[[dict, ModelInfo], Request]
     reply: type[Reply]
@@ -28,7 +28,7 @@ class API(NamedTuple):
 CHATS = API(openai.read_chat, openai.CompletionReply)
 RESPONSES = API(responses.read_response, responses.ResponsesReply)
 MESSAGES = API(anthropic.read_messages, anthropic.MessagesReply)
-COUNT = "/v1/messages/count_tokens"  # of a request that gets no reply
+COUNT = "/v1/messages/count_tokens"  # counts tokens, no reply
 APIS = {
     "/v1/chat/completions": CHATS,
     "/chat/completions": CHATS,
@@ -38,14 +38,14 @@ APIS = {
     "/v1/responses": RESPONSES,
     "/responses": RESPONSES,
 }
-TAIL = 11  # tokens at the end of a prompt, in which templates begin thoughts
+TAIL = 11  # last tokens of a prompt, where templates open thinking
 # A chat for a model without a template, as mlx-lm writes it.
 PLAIN = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTANT: "}
 
 
 class Prompts:
-    """Makes tokens of requests. template: what chat templates are given besides messages. takes_system: whether this
-    one takes words of the system. vocabulary: columns of the logits."""
+    """Turns requests into tokens. template: extra arguments of the chat template. takes_system: whether the template
+    accepts system messages. vocabulary: columns of the logits."""
 
     def __init__(
         self, tokenizer: Any, template: dict, takes_system: bool = True, vocabulary: int = 0
@@ -57,8 +57,8 @@ class Prompts:
     def read(
         self, path: str, raw: bytes, model_info: ModelInfo, budget: int | None, names: tuple = ()
     ) -> Read:
-        """Return the request in a body. budget: tokens that the memory has room for, where a chat that is too long
-        loses its oldest turns. names: of other models. Raises Refused, Postponed, and OtherModel."""
+        """Parse a request body. budget: tokens that fit in memory; longer chats that allow it lose their oldest
+        turns. names: other models. Raises Refused, Postponed, and OtherModel."""
         body = document(raw)
         name = body.get("model")
         if names and isinstance(name, str) and name not in (model_info.model, *DEFAULT_NAMES):
@@ -79,7 +79,7 @@ class Prompts:
         if context and count >= context:
             reason = f"got {count} tokens; it takes {context}, the reply included"
             message = f"[prompt] longer than the model's context; {reason}"
-            # By these words Anthropic's clients know that a chat has to be summed up.
+            # Anthropic's clients compact the chat when they see this wording.
             if APIS[path] is MESSAGES:
                 message = f"prompt is too long: {count} tokens > {context} maximum"
             raise Refused(400, message, "context_length_exceeded")
@@ -87,10 +87,10 @@ class Prompts:
         return Read(request, prompt, dropped)
 
     def prompt(self, request: Request) -> Prompt:
-        """Return the prompt of a request, of any length. Raises Refused where a template fails."""
+        """Return the prompt of a request, of any length. Raises Refused if the template fails."""
         try:
             if not request.chat:
-                tokens = request.prompt  # perhaps tokens already
+                tokens = request.prompt  # text or tokens
                 if isinstance(tokens, str):
                     tokens = self._escaper.encode([tokens], add_special_tokens=True)
                 return Prompt(tokens, [tokens])
@@ -105,11 +105,11 @@ class Prompts:
             raise Refused(400, reason, "invalid_value") from None
 
     def fitting(self, request: Request, limit: int) -> tuple[Prompt, int]:
-        """Return the prompt of a chat in at most `limit` tokens, without the oldest turns behind the system's words,
-        and how many messages were dropped. The last question stays, whatever its length. Raises Refused.
+        """Return a chat's prompt in at most `limit` tokens, dropping the oldest turns after the system message, and the
+        number of dropped messages. The last question is always kept. Raises Refused.
 
-        Turns go by quarters of the limit, so that a chat that grows loses the same ones for a while: what is left
-        begins alike, and is found in a cache."""
+        Turns are dropped in steps of a quarter of the limit, so that a growing chat keeps the same prefix for several
+        turns and hits the cache."""
         messages = request.messages
         first = next((i for i, message in enumerate(messages) if message["role"] != "system"), 0)
         starts = [
@@ -125,16 +125,16 @@ class Prompts:
             return prompt, 0
         step = max(1, limit // 4)
         excess = -(-(count - limit) // step) * step
-        # The first start that drops so much; the last one in any case.
+        # The first start that drops enough, else the last one.
         others = starts[1:-1]
         place = bisect_left(others, excess, key=lambda at: count - len(behind(at).tokens))
         start = [*others, starts[-1]][place]
         return behind(start), start - first
 
     def _chat(self, request: Request, messages: list[dict], reply: dict | None = None) -> Prompt:
-        """Return the prompt of messages. reply: its start, which goes on."""
+        """Return the prompt of messages. reply: its given start, to be continued."""
         extra = self._template | (request.chat_template_kwargs or {})
-        # Special tokens in contents are text.
+        # Special tokens in message contents are encoded as plain text.
         mark, (messages, tools, extra) = self._escaper.marked(messages, request.tools, extra)
         tokenizer = self._tokenizer if mark is None else Cut(self._tokenizer, self._escaper, mark)
 
@@ -157,7 +157,7 @@ class Prompts:
         return Prompt(*continued(self._tokenizer, self._escaper, prompt, parts, reply))
 
     def _cut(self, messages: list[dict], tokens: list[int], render: Callable) -> Prompt:
-        """Return the prompt of messages, whose tokens these are."""
+        """Split the tokens of messages into the prompt's segments."""
         tokenizer = self._tokenizer
         if not tokenizer.has_chat_template:
             return Prompt(tokens, [tokens])
@@ -183,7 +183,7 @@ class Prompts:
 
 
 def _accepted(messages: list[dict], render: Callable) -> tuple[list[dict], list[int]]:
-    """Messages in the first form that the chat template takes, and their tokens. Raises what the last one raises."""
+    """Return messages in the first form that the chat template accepts, and their tokens. Raises the last error."""
     error: Exception | None = None
     for form in _forms(messages):
         try:
@@ -192,12 +192,12 @@ def _accepted(messages: list[dict], render: Callable) -> tuple[list[dict], list[
             raise
         except Exception as found:  # templates raise anything
             error = found
-    assert error is not None  # there is one form at the least
+    assert error is not None  # there is at least one form
     raise error
 
 
 def _blank(messages: list[dict], text: str, reply: dict, render: Callable) -> str:
-    """Return the blanks that the chat template writes between the prompt and the reply. text: of the messages."""
+    """Return the whitespace that the chat template writes between prompt and reply. text: rendered messages."""
     content = reply["content"]
     if not content or any(reply.get(name) for name in NAMES):
         return ""
@@ -213,7 +213,7 @@ def _blank(messages: list[dict], text: str, reply: dict, render: Callable) -> st
 
 
 def _forms(messages: list[dict]) -> Iterator[list[dict]]:
-    """Yield messages as most templates want them, with the arguments of calls as texts, with sides that take turns."""
+    """Yield messages in most templates' form, then with call arguments as text, then with alternating roles."""
     yield messages
     if (texts := with_texts(messages)) != messages:
         yield texts

@@ -1,9 +1,8 @@
-"""One model in several processes of `mlx.launch`: all make the same steps.
+"""One model in several processes of `mlx.launch`, which run the same steps.
 
-Rank 0 has the clients. It decides, or all agree on, whatever depends on a clock, a socket, a thread, a template or the
-bytes of one machine; each process derives the rest (which request fits, which session is found, which is evicted).
-What it tells is JSON, which runs no code.
-
+Rank 0 serves the clients. Anything that depends on a clock, a socket, a thread, a template or one machine's memory is
+decided by rank 0 or agreed by all; each process derives the rest (which request fits, which session is found, which is
+evicted). Rank 0 sends JSON, so that receiving runs no code.
 Collective: `share`, `together`, `most`, `least`, `tokens`, `step` and `start` are for the
 generation thread, and every process has to make the same calls.
 """
@@ -25,17 +24,17 @@ from mlxkv.errors import MachineError
 from mlxkv.patching import mlx_lm_compat
 
 T = TypeVar("T")
-SHORT = 248  # bytes of JSON that travel with their length; longer ones take a second sum
+SHORT = 248  # bytes of JSON sent together with their length; longer ones need a second sum
 _HEAD = 8  # bytes: the length in 7 of them, how many processes were asked to end
-MOST = 256 << 20  # bytes that rank 0 may tell at once: a prompt of millions of tokens
-PATIENCE = 30.0  # seconds for a part of a prompt, during which processes do not meet
+MOST = 256 << 20  # maximum bytes per message of rank 0: a prompt of millions of tokens
+PATIENCE = 30.0  # seconds for a prefill chunk, during which processes do not meet
 
 
 class Ranks:
-    """This process in its group, which may be the only one.
+    """This process and its group, possibly of one.
 
-    many: whether there are others. group: None without them. heard: when all were last in step, by
-    `time.monotonic`. ending: whether this process was asked to end. ended: whether all know that one was.
+    many: whether there are other processes. group: None without them. heard: `time.monotonic()` when all were last in
+    step. ending: whether this process was asked to end. ended: whether all know that some process was.
     """
 
     def __init__(self):
@@ -50,10 +49,10 @@ class Ranks:
         self.heard = time.monotonic()
 
     def share(self, thing: T) -> T:
-        """Return rank 0's `thing`, which JSON has to give back as it is. Raises MachineError if it is too long."""
+        """Return rank 0's `thing`, which must survive a JSON round trip. Raises MachineError if it is too long."""
         if not self.many:
             return thing
-        # Reading a sum waits for all that the device was given before it: one sum, where the thing is short.
+        # Reading a sum waits for all work queued before it on the device: short messages use a single sum.
         data = json.dumps(thing, allow_nan=False).encode() if self.rank == 0 else b""
         head = len(data).to_bytes(_HEAD - 1, "little") + bytes([self.ending])
         received = _summed(head + data[:SHORT].ljust(SHORT, b"\0"))
@@ -68,7 +67,7 @@ class Ranks:
         return thing if self.rank == 0 else json.loads(received)
 
     def run_on_all(self, make: Callable[[], T]) -> T:
-        """Run `make` in each process and return its own result. Where it raises in one, all raise."""
+        """Run `make` in each process and return the local result. If it raises in one process, all raise."""
         results: list[T] = []
         error = None
         try:
@@ -99,11 +98,12 @@ class Ranks:
         """Return rank 0's tokens [B]: logits of different machines differ in the last bit."""
         if not self.many:
             return drawn
-        # Zeros that come of what was drawn: MLX would sum others before the model's sums, or without them.
+        # Zeros computed from `drawn` keep the order of collectives: MLX could run
+        # independent ones before the model's sums.
         return mx.distributed.all_sum(drawn if self.rank == 0 else drawn * 0)
 
     def hear(self) -> None:
-        """Note that all are in step: a token came that every one of them had a part in."""
+        """Record that all processes are in step: they have computed a token together."""
         self.heard = time.monotonic()
 
     def step(self, batch) -> None:
@@ -119,14 +119,14 @@ class Ranks:
         self.ending, self.heard = True, time.monotonic()
 
     def watch(self, seconds: float) -> None:
-        """End this process when the others were silent for so long: not every backend tells when one is
-        lost. Once the end was asked for, `PATIENCE` is enough. For the main thread."""
+        """Exit the process if the others were silent for `seconds`: not every backend reports a lost process. After a
+        request to end, `PATIENCE` is the limit. For the main thread."""
         limit = PATIENCE if self.ending else max(seconds, PATIENCE)
         if self.many and time.monotonic() - self.heard > limit:
             note(
                 f"[serve] nothing came from the other processes for {limit:.15g} s; this one ends alone"
             )
-            os._exit(1)  # a thread waits for them in MLX, which nothing interrupts
+            os._exit(1)  # a thread is blocked in MLX, which cannot be interrupted
 
     def start(self, load: Callable[[], str]) -> None:
         """Load the model in all processes. load: returns the model's fingerprint. Raises what `load` raises,
@@ -140,7 +140,7 @@ class Ranks:
 
 
 def _summed(data: bytes) -> bytes:
-    """Return the sum of all processes' bytes, place by place."""
+    """Return the elementwise sum of all processes' bytes."""
     # mlx's stub knows neither arrays of bytes nor bytes of arrays.
     total = mx.distributed.all_sum(mx.array(data))  # pyright: ignore[reportArgumentType]
     return bytes(memoryview(total))  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
-"""Requests are read in processes of their own: what JSON, templates, schemas and tokenizers make of eight million bytes
-takes seconds and gigabytes, in which no stream of other clients may wait.
+"""Parse requests in worker processes: JSON, templates, schemas and tokenizers may need seconds and gigabytes for eight
+million bytes, and must not block the streams of other clients.
 
-Imports nothing heavy: a worker prepares its process before it imports what reads.
+Imports nothing heavy: a worker prepares its process before it imports the parsers.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from mlxkv.serve.prompts import Prompts
     from mlxkv.serve.request import ModelInfo, Read
 
-SECONDS = 3.0  # of processor time for a request
-PACE = 1 << 20  # bytes for which it has a second more
-MEMORY = 1 << 30  # bytes that one request may take
-# Bytes of a body that is read by the second worker, as is one with a schema: others do not wait for it.
+SECONDS = 3.0  # CPU time per request
+PACE = 1 << 20  # bytes per additional second
+MEMORY = 1 << 30  # bytes that parsing one request may allocate
+# Bodies of at least this many bytes, and those with a schema, go to the second worker and do not delay others.
 LARGE = 256 << 10
-EVERY = 3  # turns of a key, one of which goes to the request that waits longest
+EVERY = 3  # every third turn of a key goes to its oldest request
 
 
 class WorkerQueue:
-    """The turns at a worker, one request at a time. Keys come one after the other; of one key the smallest body comes
-    first, and every `EVERY`th time the one that waits longest. So a request waits for at most `EVERY` others of each
-    key for itself and for each of its own key that was there before it. For the event loop."""
+    """Schedules a worker, one request at a time: round robin over keys; within a key the smallest body first, and every
+    `EVERY`th time the oldest. So for itself and for each older request of its own key, a request waits for at most
+    `EVERY` requests of each key. For the event loop."""
 
     def __init__(self):
         self.busy = False
-        # By key, the one whose turn it is first: its turns, and bodies that wait, the oldest first.
+        # By key, the next key first: its number of turns, and waiting bodies, the oldest first.
         self._waiting: dict[str | None, tuple[int, list[tuple[int, asyncio.Future]]]] = {}
 
     @asynccontextmanager
@@ -73,9 +73,7 @@ class WorkerQueue:
     def _pass_on(self) -> None:
         for key in list(self._waiting):
             turns, bodies = self._waiting.pop(key)
-            bodies = [
-                body for body in bodies if not body[1].done()
-            ]  # of clients that are still there
+            bodies = [body for body in bodies if not body[1].done()]  # of connected clients
             if not bodies:
                 continue
             turns += 1
@@ -89,8 +87,8 @@ class WorkerQueue:
 
 
 class Worker:
-    """A process that reads the requests of one model, one at a time. One that was ended is followed by another. It may
-    start, and import what reads, before the model is there."""
+    """A process that parses the requests of one model, one at a time; restarted after it was killed. It can start, and
+    import the parsers, before the model is loaded."""
 
     def __init__(self):
         self._setup, self._lock = b"", Lock()
@@ -99,7 +97,7 @@ class Worker:
         self._has_ended = False
 
     def start(self) -> ProcessPoolExecutor:
-        """Start the process unless it runs, without waiting until it is ready. Raises Refused after `close`."""
+        """Start the process unless it runs, without waiting for it to be ready. Raises Refused after `close`."""
         with self._lock:
             if self._has_ended:
                 raise ending()
@@ -107,7 +105,7 @@ class Worker:
             if self._pool is None or process is None or not process.is_alive():
                 self._context = WorkerContext()
                 self._pool = ProcessPoolExecutor(1, self._context, _prepare)
-                # Ctrl-C is for the server, also before `_prepare`.
+                # The server handles Ctrl-C, also before `_prepare`.
                 signals = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
                 try:
                     self._pool.submit(_keep, self._setup)
@@ -116,15 +114,15 @@ class Worker:
             return self._pool
 
     def keep(self, setup: bytes) -> None:
-        """Read for a model from now on. setup: what `Prompts` takes, pickled."""
+        """Set the model. setup: pickled arguments of `Prompts`."""
         self._setup = setup
         with suppress(BrokenExecutor):  # another process follows
             if self._pool is not None:
                 self._pool.submit(_keep, setup)
 
     def read(self, seconds: float, *question: Any) -> Read:
-        """Return what `Prompts.read` returns. seconds: of processor time that it may take. Raises what that raises, and
-        Refused where it takes too much."""
+        """Run `Prompts.read` in the process. seconds: CPU time limit. Raises its errors, and Refused if it exceeds a
+        limit."""
         try:
             pool = self.start()
             answer, taken = pool.submit(_read, seconds, *question).result(PATIENCE + seconds)
@@ -137,7 +135,7 @@ class Worker:
         return answer
 
     def _failure(self, seconds: float) -> Exception:
-        """End the process, and return why it gave no answer."""
+        """End the process, and return the error that explains its failure."""
         code = self._end()
         if self._has_ended:
             return ending()
@@ -174,7 +172,7 @@ class Worker:
 
 
 class WorkerContext(SpawnContext):
-    """Starts the one process of a pool, and keeps it: its exit code says why it has ended, which the pool does not."""
+    """Starts the one process of a pool, and keeps it: its exit code tells why it ended; the pool does not report it."""
 
     process: Any = None
 
@@ -184,10 +182,9 @@ class WorkerContext(SpawnContext):
 
 
 class Reader:
-    """Reads the requests for one model. For the event loop.
+    """Parses the requests for one model. For the event loop.
 
-    tokenizer: mlx-lm's wrapper. template: what chat templates are given besides messages. worker: one that has
-    started.
+    tokenizer: mlx-lm's wrapper. template: extra arguments of the chat template. worker: a started one.
     """
 
     def __init__(
@@ -206,7 +203,7 @@ class Reader:
         self.queues = [WorkerQueue(), WorkerQueue()]
         try:
             data = pickle.dumps(setup)
-        except Exception:  # a tokenizer of C++, which no other process can have
+        except Exception:  # a C++ tokenizer that cannot be pickled
             from mlxkv.serve.prompts import Prompts
 
             logging.warning("[serve] this model's tokenizer reads requests in the server itself")
@@ -227,8 +224,8 @@ class Reader:
     async def read(
         self, path: str, raw: bytes, budget: int | None, names: tuple = (), key: str | None = None
     ) -> Read:
-        """Return the request in a body, as `Prompts.read` does. key: by which clients take turns. Raises Refused, and
-        OtherModel."""
+        """Parse a request body, like `Prompts.read`. key: the client's API key, for fair scheduling. Raises Refused
+        and OtherModel."""
         question = path, raw, self._model_info, budget, names
         if self._prompts is not None:
             async with self.queues[0].acquire(len(raw), key):
@@ -277,8 +274,8 @@ def _end_with_parent() -> None:
 
 
 def _read(seconds: float, *question: Any) -> tuple[Read | Exception, int]:
-    """Return the request or why there is none, and the bytes that reading has taken. Where it takes too much, this
-    process ends."""
+    """Return the request or the error, and the bytes allocated by parsing. The process is killed if it exceeds a
+    limit."""
     _bound.set(MEMORY)
     signal.setitimer(signal.ITIMER_PROF, seconds)  # whose signal ends the process
     try:

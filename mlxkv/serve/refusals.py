@@ -1,4 +1,4 @@
-"""Errors that a client reads: a status, one line, and the names that OpenAI's API has for their kinds."""
+"""Errors sent to clients: a status, one line, and OpenAI's error types."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ KINDS = {
 class Refused(Exception):
     """A request that gets an error instead of a reply.
 
-    message: in one line, whatever characters a template or a client has put into it. status: of HTTP. code: a short
-    name for programs. retry: seconds to wait before asking again.
+    message: made one printable line, as templates and clients may put any characters into it. status: HTTP status.
+    code: a short name for programs. retry: seconds to wait before asking again.
     details: more fields of the error.
     """
 
@@ -52,11 +52,11 @@ class Refused(Exception):
 
 
 class Postponed(Exception):
-    """A request with a schema, which is to be compiled elsewhere."""
+    """Raised for a schema that must be compiled in another process."""
 
 
 class OtherModel(Exception):
-    """A request for another model, of this name."""
+    """Raised for a request to another model, `name`."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -67,7 +67,7 @@ NOTHING = object()
 
 
 def bad(path: str, reason: str, got: object = NOTHING) -> Refused:
-    """Return the error for a field whose value cannot be taken. got: the value, which is shown."""
+    """Return the error for an invalid field. got: the value to show."""
     if got is not NOTHING:
         shown = json.dumps(got, default=str)
         reason += f"; got {shown if len(shown) <= 80 else shown[:77] + '...'}"
@@ -80,7 +80,7 @@ def ending() -> Refused:
 
 
 def fault(error: Exception) -> Refused:
-    """Log a failure of mlxkv, mlx-lm or the machine, and turn it into what the client reads."""
+    """Log a failure of mlxkv, mlx-lm or the machine, and return the client's error."""
     logging.warning(f"a request failed: {type(error).__name__}: {error}")
     said = str(error) if isinstance(error, MachineError) else errors.reason(error)
     return Refused(500, f"[serve] {type(error).__name__}: {said}"[:400], "generation_failed")

@@ -1,5 +1,4 @@
-"""One request on its way from an API to the batch: what is asked, its prompt, and the job that the generation thread
-works on."""
+"""A request on its way from an API to the batch: its fields, its prompt, and the generation thread's job."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ class Request:
     seed: int | None = None
 
 
-# Fields of requests that no process but rank 0 needs.
+# Request fields needed only by rank 0.
 LOCAL_FIELDS = (
     *("prompt", "messages", "tools", "chat_template_kwargs", "custom_tools", "echo"),
     *("user", "cache_salt"),
@@ -92,7 +91,7 @@ class ModelInfo:
 
 
 def no_model(name: str, names: tuple[str, ...]) -> Refused:
-    """Return the error for a model that is not here."""
+    """Return the error for an unknown model."""
     choices = " or ".join(map(repr, names))
     return Refused(404, f"[model] no such model; got {name!r}; choose {choices}", "model_not_found")
 
@@ -110,7 +109,7 @@ class Prompt(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A request that was read. dropped: messages of its chat that the context had no room for."""
+    """A parsed request. dropped: number of messages dropped to fit the context."""
 
     request: Request
     prompt: Prompt
@@ -119,8 +118,8 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """A request whose prompt is read now. prompt_tokens, cached_tokens: of the prompt, and those of them that a cache
-    held."""
+    """The start of a prefill. prompt_tokens: length of the prompt. cached_tokens: tokens of it found in a
+    cache."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -138,7 +137,7 @@ class Token:
 
 @dataclass(eq=False)
 class Job:
-    """What the event loop and the generation thread tell each other.
+    """A request's state, shared by the event loop and the generation thread.
 
     tenant: whose prompt cache it uses. is_operator: whether its client may know what others ask. constraint: makes the
     reply follow the request's grammar, where it has one. cancelled: nobody waits for the reply. channel: gets `Start`,
@@ -166,15 +165,15 @@ class Job:
     usage: Usage = field(init=False, repr=False)
 
     def to_json(self) -> list:
-        """Return a request without its text, its tokens and its tenant."""
+        """Return the request as JSON values, without text, tokens and tenant."""
         request = asdict(self.request)
         fields = {k: x for k, x in request.items() if k not in LOCAL_FIELDS}
         return [fields, self.prompt, self.tenant]
 
     @classmethod
     def from_json(cls, request: dict, prompt: list, tenant: str) -> Job:
-        """Return the request that `to_json` has written."""
-        if bias := request["logit_bias"]:  # keys of JSON are texts
+        """Rebuild a request written by `to_json`."""
+        if bias := request["logit_bias"]:  # JSON keys are strings
             request["logit_bias"] = {int(token): value for token, value in bias.items()}
         return cls(Request(**request), Prompt(*prompt), tenant)
 

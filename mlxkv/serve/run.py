@@ -33,8 +33,8 @@ TOLD = 2.0  # seconds for their clients to read that they were cut off
 
 
 class Server:
-    """The model, its caches and the connections of its clients. Raises what loading raises, and OSError where it
-    cannot listen."""
+    """The model, its caches and the connections of its clients. Raises the errors of loading, and OSError if
+    it cannot listen."""
 
     def __init__(self, options: ServeOptions):
         self._asked = 0
@@ -43,7 +43,7 @@ class Server:
         worker.start()  # it is ready by the time that the model is
         try:
             self.models = models = Models(options, worker)
-        except KeyboardInterrupt:  # nothing is there to lose, and loading stops for nobody
+        except KeyboardInterrupt:  # no state to save, and loading cannot be interrupted
             os._exit(128 + signal.SIGINT)
         except Exception:
             worker.close()
@@ -70,8 +70,8 @@ class Server:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def serve(self) -> None:
-        """Serve until `stop`; then replies under way have `GRACE` seconds, and sessions are put away. Raises what has
-        ended the engine."""
+        """Serve until `stop`; then replies under way have `GRACE` seconds, and sessions are put away. Raises the
+        engine's fatal error."""
         asyncio.run(self.http_server.serve([self.socket]))
         if self.engine.problem is not None:
             raise self.engine.problem
@@ -108,7 +108,7 @@ def run_server(options: ServeOptions) -> None:
     level = logging.ERROR if options.log_level == "error" else logging.WARNING
     logging.basicConfig(level=level, handlers=[log])
     logging.getLogger("mlxkv").setLevel(options.log_level.upper())
-    # Of the length of prompts, which is checked here.
+    # It warns about long prompts; their length is checked here.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     group = mx.distributed.init()
     if group.rank():
@@ -147,7 +147,7 @@ def run_server(options: ServeOptions) -> None:
         note(f"  loaded on first use: {', '.join(others)}")
     note(f"chat: {server.url}/   API: {server.url}/v1   Ctrl-C ends it")
     for number in ENDING:
-        on(number, lambda *_: server.stop())  # what a handler raises can be lost
+        on(number, lambda *_: server.stop())  # exceptions in a handler can be lost
     server.serve()
     for number in ENDING:  # Python takes handlers of its own away before the process ends
         signal.signal(number, signal.SIG_IGN)

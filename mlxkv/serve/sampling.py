@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import (
 
 from mlxkv.serve.request import Request
 
-LEAST = -9999.0  # of what cannot come, as OpenAI writes it
+LEAST = -9999.0  # OpenAI's log-probability of impossible tokens
 # Bytes by the letters of byte-level vocabularies: printable ones are themselves, the others come from 256 on.
 PLAIN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 LETTERS = {chr(byte): byte for byte in PLAIN}
@@ -48,7 +48,7 @@ def sampler_of(request: Request, tokenizer: Any) -> Callable[[mx.array], mx.arra
 
 
 def processors_of(request: Request) -> list[Callable[[mx.array, mx.array], mx.array]]:
-    """Biases and penalties of a request: (tokens [N], logits [1, V]) -> logits [1, V]."""
+    """Return the biases and penalties of a request: (tokens [N], logits [1, V]) -> logits [1, V]."""
     return make_logits_processors(
         request.logit_bias,
         request.repetition_penalty,
@@ -137,5 +137,5 @@ def _bytes_of(piece: str) -> bytes:
 
 
 def finite(logprob: float) -> float | None:
-    """Return a log-probability that JSON has: minus infinity is `LEAST`, what is no number null."""
+    """Return a log-probability valid in JSON: `LEAST` for minus infinity, None for NaN."""
     return max(logprob, LEAST) if isfinite(logprob) or logprob < 0 else None

@@ -1,9 +1,8 @@
 """Sessions: caches of finished prompts and replies, found by their tokens, in memory up to a bound, behind it on disk.
 Sessions that begin with the same tokens store that beginning once.
 
-A file is one of `mlxkv.generate.prompt_cache`, which is whole or not there, private, and checked when it is
-read. A file that is damaged, or of another model, preset or version, is not used: it costs its session,
-and neither a start nor a request.
+Files have the format of `mlxkv.generate.prompt_cache`: written atomically, private, and checked on reading. A damaged
+file, or one of another model, preset or version, is ignored: its session is lost, but no start or request fails.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ WHERE = "--kv-disk"
 
 @dataclass(eq=False)
 class StoredSession:
-    """What is known of a cache that is kept. tokens: those in it. tenant: whose it is. trims: whether it can
-    be cut back to a part of them."""
+    """Metadata of a stored cache. tokens: its tokens. tenant: its owner. trims: whether it can be trimmed to a
+    prefix."""
 
     tokens: list[int]
     tenant: str = ""
@@ -56,7 +55,7 @@ class StoredSession:
         self._ids = np.array(self.tokens, np.int64)
 
     def shared(self, ids: np.ndarray) -> int:
-        """Return the length of the common start."""
+        """Return the length of the common prefix."""
         count = min(len(ids), len(self._ids))
         differ = np.flatnonzero(ids[:count] != self._ids[:count])
         return int(differ[0]) if differ.size else count
@@ -80,8 +79,8 @@ S = TypeVar("S", bound=StoredSession)
 
 
 def nearest(sessions: list[S], tokens: list[int], tenant: str = "") -> list[tuple[int, S]]:
-    """Return the tenant's sessions that share a start with `tokens`, and the length of that start; the longest first.
-    One that cannot be cut back has to be that start, with a token behind it for the model to read."""
+    """Return (length of the common prefix with `tokens`, session) for the tenant's sessions, the longest first. A
+    session that cannot be trimmed must be a proper prefix: the model has to read at least one token."""
     ids = np.array(tokens, np.int64)
     pairs = [(each.shared(ids), each) for each in sessions if each.tenant == tenant]
     usable = [
@@ -93,18 +92,18 @@ def nearest(sessions: list[S], tokens: list[int], tenant: str = "") -> list[tupl
 
 
 def replaced(sessions: list[S], new: S) -> list[S]:
-    """Return those in whose place a new one serves: its starts, where it can be cut back to them, and itself."""
+    """Return the sessions made redundant by `new`: equal ones, and its prefixes if it can be trimmed to them."""
     ids = np.array(new.tokens, np.int64)
     starts = [x for x in sessions if x.tenant == new.tenant and x.shared(ids) == len(x.tokens)]
     return starts if new.trims else [x for x in starts if len(x.tokens) == len(ids)]
 
 
 class Sessions:
-    """Caches of finished prompts and replies, by the tenant whose they are.
+    """Caches of finished prompts and replies, by tenant.
 
-    memory: has the room for them. new: makes an empty cache. disk: takes those that have no room, if
-    not None. reuse: whether any are kept. agree: turns this process's bytes into a number that is the
-    same in every process of the model. entries: the least recently used first. counts: since the start.
+    memory: bounds their bytes. new: makes an empty cache. disk: receives evicted sessions, if not None. reuse: whether
+    to store any. agree: maps this process's bytes to a number equal in every process of the model.
+    entries: the least recently used first. counts: since the start.
     For the generation thread; others may read numbers.
     """
 
@@ -123,8 +122,8 @@ class Sessions:
         self.counts = Counter(lookups=0, hits=0, tokens=0, tokens_found=0, evicted=0)
 
     def fetch(self, tokens: list[int], tenant: str = "") -> tuple[list, int]:
-        """Return a cache that holds a start of `tokens`, and how many: none, perhaps, and never all of them, since
-        the model has to read one."""
+        """Return a cache of a prefix of `tokens`, and its length: possibly 0, and never all of them, since the model
+        has to read at least one."""
         cache, count = self._nearest(tokens, tenant)
         if self.disk is not None:
             session, shared = self.disk.nearest(tokens, tenant)
@@ -137,7 +136,7 @@ class Sessions:
         cache = self.new() if cache is None else cache
         for layer in cache:
             if type(layer) is KVCache and layer.keys is not None and layer.values is not None:
-                layer.keys = layer.keys[:, :, : layer.offset]  # its trim frees nothing
+                layer.keys = layer.keys[:, :, : layer.offset]  # its trim frees no memory
                 layer.values = layer.values[:, :, : layer.offset]
         self.counts.update(lookups=1, hits=int(count > 0), tokens=len(tokens), tokens_found=count)
         self.shrink()
@@ -155,7 +154,7 @@ class Sessions:
         return None, 0
 
     def keep(self, tokens: list[int], cache: list, tenant: str = "") -> None:
-        """Keep a cache, and take it over: parts that others have, too, are stored once."""
+        """Store a cache and take ownership of it; parts shared with other sessions are stored once."""
         if self.reuse:
             self._insert(tokens, cache, tenant)
             self.shrink()
@@ -169,12 +168,12 @@ class Sessions:
 
     @property
     def nbytes(self) -> int:
-        """Their size; shared parts count once."""
+        """Return the bytes of all sessions; shared parts count once."""
         return self.bytes_apart - self.block_store.saved
 
     @property
     def bytes_apart(self) -> int:
-        """Their size if each had its own copy."""
+        """Return the bytes if each session had its own copy."""
         return sum(session.nbytes for session in list(self.entries))
 
     def shrink(self, limit: int | None = None) -> None:
@@ -188,11 +187,11 @@ class Sessions:
             del session  # frees its shared parts before the next look at the size
 
     def forget(self) -> None:
-        """Drop everything; files stay."""
+        """Drop all sessions in memory; files stay."""
         self.entries.clear()
 
     def close(self) -> None:
-        """Evict everything to disk, if there is one, and let others have it."""
+        """Evict all sessions to disk, if there is one, and unlock its folder."""
         self.shrink(-1)
         if self.disk is not None:
             self.disk.close()
@@ -339,10 +338,10 @@ def _own(x: mx.array) -> mx.array:
 
 
 class Disk:
-    """Files of one model and preset in a folder below `base`, of at most `limit` bytes together: the least
-    recently used are removed first. loaded: the model. ranks: of several processes each has a folder of its own, and
-    a session is used only if every one has its file. Raises UserError where it cannot write, where others
-    can, and where another process keeps its sessions.
+    """Files of one model and preset in a folder below `base`, at most `limit` bytes in total: the least recently
+    used are removed first. loaded: the model. ranks: each of several processes has its own folder, and a session is
+    used only if every process has its file. Raises UserError if the folder is not writable, is writable by other
+    users, or is in use by another process.
 
     saved, found, failed: counts. entries: the least recently used first. close: lets others have the folder.
     """
@@ -363,7 +362,7 @@ class Disk:
         self._bound()
 
     def _lock(self) -> None:
-        """Keep other servers out: they would not count these files, and take drafts for left behind."""
+        """Lock out other servers: they would not count these files, and would remove drafts as stale."""
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -376,8 +375,8 @@ class Disk:
             pass  # a file system without locks
 
     def _scan(self) -> list[SessionFile]:
-        """Read the headers of all files, the oldest first. Sweeps away what servers have left that were killed
-        while saving."""
+        """Read the headers of all files, the oldest first. Removes drafts of servers that were killed while
+        saving."""
         dated = []
         for name in os.listdir(self._handle):
             is_draft = name.startswith(".") and name.endswith((files.DRAFT, SUFFIX))
@@ -392,7 +391,7 @@ class Disk:
             path = self.folder / name
             try:
                 tokens, trims = prompt_cache.about(path)
-            except Exception as error:  # whatever it is, the server starts
+            except Exception as error:  # no damaged file prevents a start
                 self.failed += 1
                 logging.warning(f"a session cannot be read, it is left alone: {error}")
                 continue
@@ -470,14 +469,14 @@ class Disk:
             if saved.tokens != entry.tokens:
                 raise UserError(f"[load] {str(entry.path)!r} was replaced by another session")
             cache = saved.cache
-        except Exception as error:  # whatever it is, the request is read afresh
+        except Exception as error:  # on any error the prompt is read again
             self.failed += 1
             logging.warning(f"a session could not be used, it is removed: {error}")
         if not self._ranks.all_min(cache is not None) or cache is None:
             self._drop([entry])
             return None
         self.found += 1
-        entry.trims = can_trim_prompt_cache(cache)  # files of earlier versions do not tell
+        entry.trims = can_trim_prompt_cache(cache)  # files of earlier versions lack it
         self._touch(entry)
         return cache
 

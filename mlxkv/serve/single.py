@@ -1,4 +1,4 @@
-"""A request outside of batches, for models whose caches do not join."""
+"""Generate one request at a time, for models whose caches are not batchable."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Alone(GenerationBatch):
 
 
 class SingleGenerator:
-    """One request at a time, with the methods of mlx-lm's `BatchGenerator` that the engine calls. step: tokens of a
-    prompt that are read at once."""
+    """One request at a time, with the methods of mlx-lm's `BatchGenerator` that the engine calls. step: prefill
+    chunk size in tokens."""
 
     def __init__(self, model: Any, step: int, stream: mx.Stream):
         self._model, self.prefill_step_size, self._stream = model, step, stream
@@ -33,7 +33,7 @@ class SingleGenerator:
         return [self._uid]
 
     def next(self) -> tuple[list, list]:
-        """Read a part of the prompt, or write a token."""
+        """Prefill a chunk of the prompt, or decode a token."""
         with mx.stream(self._stream):
             if self._generation_batch.uids:
                 responses = self._generation_batch.next()

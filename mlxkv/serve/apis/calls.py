@@ -225,9 +225,7 @@ def _typed(parse: Any, name: str, key: str, text: str, tools: list) -> Any:
         json.dumps(value, allow_nan=False)
     except Exception:  # raised by Python's number and literal parsers
         return text
-    if (
-        value is False and text.strip().lower() != "false"
-    ):  # read from any other text  # the parser turns any other text into False
+    if value is False and text.strip().lower() != "false":  # mlx-lm's fallback
         return text
     if isinstance(value, int) and re.fullmatch(r"[+-]?\d+", text.strip()):
         return int(text)  # the parser goes through float, which rounds

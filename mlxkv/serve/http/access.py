@@ -34,9 +34,7 @@ class Keys:
 
     def __init__(self):
         self.wrong = 0
-        self._debts: OrderedDict[str, tuple[float, float]] = (
-            OrderedDict()
-        )  # wrong keys, time of the last update
+        self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()  # wrong keys, time
 
     def check(self, given: str, keys: tuple[str, ...], peer: str) -> None:
         """Check a client's key, "" for none. Raises Refused."""
@@ -49,7 +47,7 @@ class Keys:
             for key in keys
             if len(key) >= LONG or not is_guessing
         ]
-        if any(same):  # no early exit in the comparison: constant time
+        if any(same):  # compared with all of them, whichever it is
             return
         if is_guessing:
             wait = ceil((debt - FREE + 1) / RATE)
