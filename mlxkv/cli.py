@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import metadata
 from itertools import takewhile
-from typing import Annotated
+from typing import Annotated, Protocol, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -60,6 +61,7 @@ EXAMPLES = {
 }
 VALUES = {"int": "N", "float": "X", "path": "PATH"}  # by the start of a type's name
 SWITCHES = ("MLXKV_KERNELS", "MLXKV_TILES", "MLXKV_COMPILE")  # environment variables
+NUMBERS = {"N": ("a whole number", "write it like 12"), "X": ("a number", "write it like 0.5")}
 
 
 class _Parsed:
@@ -410,26 +412,49 @@ for measure in bench.registered_commands:
 app.add_typer(bench, name="bench", cls=Commands)
 
 
-def _usage_line(error, words: list[str]) -> str:
-    """Return a usage error of typer, or of click before typer had its own, as a line of ours. words: the command
-    line."""
-    ctx, param = error.ctx, getattr(error, "param", None)
-    name = ctx.command.name if ctx and ctx.parent else "mlxkv"
-    where = param.opts[0] if param and is_option(param) else getattr(error, "option_name", name)
+class _UsageError(Protocol):
+    """One of typer, or of click before typer had its own."""
+
+    option_name: str  # of those that name one
+
+    def format_message(self) -> str: ...
+
+
+def _usage_line(error: _UsageError, words: list[str]) -> str:
+    """Turn a usage error of typer into a line of ours. words: the command line."""
+    ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    where = ctx.command.name if ctx and ctx.parent else "mlxkv"
+    example = f"write it like {EXAMPLES.get(where, EXAMPLES['mlxkv'])[0]}"
     text = " ".join(error.format_message().split()).rstrip(".")
-    if param and (typed := _typed(words, param.opts)) is not None:
-        what = text.partition(": ")[2] if text.startswith("Invalid value") else text
-        text = f"{what}; got {typed!r}"
-    return f"[{where}] {text}" + (f"; write it like {EXAMPLES[name][0]}" if ctx else "")
+    if hasattr(error, "possibilities"):
+        params = ctx.command.params if ctx else []
+        names = [opt for param in params for opt in param.opts if opt.startswith("--")]
+        close = get_close_matches(error.option_name, names, n=1)
+        ending = f"did you mean {close[0]}? " if close else f"choose from {', '.join(names)}"
+        path = f"{ctx.command_path} --help lists them" if close and ctx else ""
+        text = f"no such option; got {error.option_name}; {ending}{path}"
+    elif hasattr(error, "option_name"):
+        needs = "requires" in text
+        where, text = error.option_name, "needs a value behind it" if needs else "takes no value"
+    elif param is not None and is_option(param):
+        kind, such = NUMBERS.get(value_of(param), ("such a value", "--help says"))
+        where, text = param.opts[0], f"not {kind}; got {_typed(words, param.opts)!r}; {such}"
+    elif param is not None:
+        text = f"{param.name.upper()} is missing; {example}"
+    elif extra := re.search(r"extra argument.*\((.*)\)", text):
+        text = f"takes no words without an option; got {extra[1]}; {example}"
+    return f"[{where}] {text}"
 
 
-def _typed(words: list[str], names: list[str]) -> str | None:
-    """Return the value typed behind the first of `names` in a command line, or None."""
-    for word, value in zip(words, [*words[1:], ""], strict=True):
-        name, equals, after = word.partition("=")
-        if name in names:
-            return after if equals else value
-    return None
+def _typed(words: list[str], names: list[str]) -> str:
+    """Return what was typed as the value of an option."""
+    for name in names:
+        for word, value in zip(words, [*words[1:], ""], strict=True):
+            if word == name:
+                return value
+            if word.startswith(f"{name}="):
+                return word.removeprefix(f"{name}=")
+    return ""
 
 
 def _lost_line(error: OSError) -> str:
@@ -464,7 +489,8 @@ def main(args: list[str] | None = None) -> int:
         if lost:
             line, code = _lost_line(lost), 1
         elif hasattr(error, "format_message"):  # a usage error from typer's parser
-            line, code = _usage_line(error, sys.argv[1:] if args is None else args), 2
+            words = sys.argv[1:] if args is None else args
+            line, code = _usage_line(cast(_UsageError, error), words), 2
         elif os.environ.get("MLXKV_TRACEBACK"):
             raise
         elif errors.is_of_memory(error):

@@ -49,18 +49,16 @@ def chat(fails, model_folder):
 # What is typed behind `mlxkv`, and a part of the line that says what is wrong.
 SLIPS = (
     ("chta", "got 'chta'; did you mean chat? choose from chat, "),
-    ("chat --mdel x", "[--mdel] No such option: --mdel"),
-    ("presets --zz", "[--zz] No such option: --zz; write it like mlxkv presets"),
-    ("chat --model", "[--model] Option '--model' requires an argument"),
-    ("chat --json=x", "[--json] Option '--json' does not take a value"),
-    ("fit hello", "[fit] Got unexpected extra argument"),
-    ("fit hello", "(hello); write it like mlxkv fit -m "),
-    ("launch", "[launch] Missing argument"),
-    ("launch", "; write it like mlxkv launch claude"),
-    ("chat --max-tokens many", "as an integer; got 'many'; write"),
-    ("chat --max-tokens=1.5", "valid integer"),
-    ("chat --temp hot", "as a number; got 'hot'; write"),
-    ("chat --temperature=", "as a number; got ''; write"),
+    ("chat --mdel x", "[chat] no such option; got --mdel; did you mean --model? mlxkv chat --help"),
+    ("presets --zz", "[presets] no such option; got --zz; choose from --all, --json"),
+    ("chat --model", "[--model] needs a value behind it"),
+    ("chat --json=x", "[--json] takes no value"),
+    ("fit hello", "[fit] takes no words without an option; got hello; write it like mlxkv fit -m "),
+    ("launch", "[launch] TOOL is missing; write it like mlxkv launch claude"),
+    ("chat --max-tokens many", "[--max-tokens] not a whole number; got 'many'; write it like 12"),
+    ("chat --max-tokens=1.5", "[--max-tokens] not a whole number; got '1.5'"),
+    ("chat --temp hot", "[--temp] not a number; got 'hot'; write it like 0.5"),
+    ("chat --temperature=", "[--temp] not a number; got ''"),
     (
         "chat hi --kv int5",
         "[--kv] unknown preset; got 'int5'; did you mean int8 or int4? choose from fp16, int8",
@@ -252,8 +250,7 @@ def test_names_that_no_file_can_have(subtests, chat, fails):
                 assert line.startswith("[--model] no file can have this name") and len(line) < 400
             assert "no file can have this name" in fails("calibrate", "--out", name)
             for option in ("--out", "--text"):
-                line = fails("eval", option, name)
-                assert line.startswith(f"[{option}] ") and "got " in line
+                assert fails("eval", option, name).startswith(f"[{option}] no")
 
 
 def test_names_of_no_session(chat, loaded):
