@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures import CancelledError, ProcessPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from multiprocessing import parent_process
@@ -116,7 +116,7 @@ class Worker:
     def keep(self, setup: bytes) -> None:
         """Set the model. setup: pickled arguments of `Prompts`."""
         self._setup = setup
-        with suppress(BrokenExecutor):  # another process follows
+        with suppress(RuntimeError):  # it died, and another process follows; or `close` was first
             if self._pool is not None:
                 self._pool.submit(_keep, setup)
 
@@ -126,7 +126,8 @@ class Worker:
         try:
             pool = self.start()
             answer, taken = pool.submit(_read, seconds, *question).result(PATIENCE + seconds)
-        except (BrokenExecutor, TimeoutError):
+        # RuntimeError: the process died, or `close` shut the pool down meanwhile, which cancels what waits.
+        except (RuntimeError, CancelledError, TimeoutError):
             raise self._failure(seconds) from None
         if taken > KEPT:  # Python would keep the memory
             self._end()

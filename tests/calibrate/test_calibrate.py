@@ -73,6 +73,20 @@ def test_the_model_is_left_as_it_was(model):
     assert mx.array_equal(model(text), plain)
 
 
+def test_random_rotations_read_no_text(model):
+    made = measure.random(model)
+    assert made.tokens == 0
+    for layer in made.layers.values():
+        for basis in (layer.keys, layer.values):
+            assert matrices.off_orthonormal(basis.vectors) < 1e-5
+            assert np.abs(basis.vectors - np.eye(64)).max() > 0.5
+
+
+def test_too_little_text_is_one_line(model):
+    with pytest.raises(UserError, match=r"\[calibrate\] too little text; got 100 tokens; .* 512"):
+        measure.calibrate(model, TEXT[:100])
+
+
 def test_nan_and_overflow_are_one_line(subtests):
     for layer, factor in ((1, float("nan")), (0, 1e25)):
         with subtests.test(factor=factor):

@@ -132,3 +132,12 @@ def test_a_batch_of_one_length(emulated):
     for part in (text[:, :60], text[:, 60:61], text[:, 61:65], text[:, 65:66]):
         assert mx.array_equal(model(part, cache=ours), untraced(model, part, plain))
     assert steps_of(model).traced == 3
+
+
+def test_a_trace_holds_no_kernel_of_the_emulator(emulated):
+    model = emulated("portable", num_hidden_layers=1)
+    steps_of(model).compiles = True
+    twins = Twins(model, near=0.0)
+    twins.read(tokens(60))
+    twins.read(tokens(1))
+    assert list(twins.steps.refused.values()) == ["kernels of no GPU"]

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Thread
 
 import pytest
@@ -93,6 +93,27 @@ def test_what_is_read_while_a_model_is_closed_is_told(server):
         asyncio.run(waits())
     with pytest.raises(Refused, match="is ending"):
         asyncio.run(reader.read("/v1/completions", b"{}", None))
+
+
+@pytest.mark.parametrize("moment", ("before the question", "while it waits"))
+def test_a_pool_that_shuts_down_under_a_question_is_an_ending(moment, monkeypatch):
+    """`close` may come between the start of a process and its question, or cancel a question that waits."""
+    worker, pool = reading.Worker(), ThreadPoolExecutor(1)
+    monkeypatch.setattr(worker, "start", lambda: pool)
+    worker._has_ended = True
+    if moment == "before the question":
+        pool.shutdown()
+    else:
+        monkeypatch.setattr(pool, "submit", lambda *_: cancelled())
+    with pytest.raises(Refused, match="is ending"):
+        worker.read(1.0)
+    pool.shutdown()
+
+
+def cancelled() -> Future:
+    future = Future()
+    assert future.cancel()
+    return future
 
 
 def test_small_requests_come_before_large_ones_that_wait():
