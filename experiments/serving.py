@@ -32,6 +32,7 @@ from tempfile import TemporaryDirectory
 from experiments.options import Parser, at_least, made_on
 from mlxkv import console
 from mlxkv.corpora import corpus
+from mlxkv.errors import MachineError
 
 MEASURES = ("reuse", "load", "chunks")
 CLIENTS, CONNECTIONS, IDLE_SECONDS, BURST_SECONDS = (1, 8), 2000, 10.0, 3.0
@@ -82,7 +83,14 @@ def started(model: str, *options: str) -> Iterator[Running]:
     start = time.perf_counter()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            line = next(line for line in process.stderr if line.startswith("chat: "))
+            lines = []
+            while not (lines and lines[-1].startswith("chat: ")):
+                lines.append(process.stderr.readline())
+                if not lines[-1]:
+                    raise MachineError(
+                        f"[serve] ended before it listened: {''.join(lines).strip()}"
+                    )
+            line = lines[-1]
             port = int(line.split()[1].rstrip("/").rpartition(":")[2])
             yield Running(port, process, time.perf_counter() - start)
         finally:
