@@ -162,7 +162,7 @@ def test_every_preset_stands_below_its_paper(run):
         widths, _, last = rest.partition("}")
         shown |= {first + width + last: line for width in (widths.split(",") if brace else ("",))}
     assert sorted(shown) == sorted({*PRESETS, *PICKS})
-    assert len(set(shown.values())) < 45
+    assert len(set(shown.values())) < 42
     for paper, name in (("KIVI: keys per channel", "kivi-int4"), ("TurboQuant", "turbo-int2")):
         below = lines[lines.index(paper) + 1 :]
         assert shown[name] in below[: next(i for i, x in enumerate(below) if x[:2] != "  ")]

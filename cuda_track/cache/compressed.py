@@ -23,7 +23,7 @@ from cuda_track.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.rules.windows import Source, TrimPlan, Windows, between
+from mlxkv.formats.rules.windows import TrimPlan, TrimSource, Windows, between
 from mlxkv.formats.sizes import buffer_tokens
 
 FindMaps = Callable[[str, str, CacheConfig], LayerMaps]  # by digest and layer
@@ -182,13 +182,13 @@ class CompressedKVCache:
 
     def _trim(self, plan: TrimPlan) -> None:
         pair, offset = None, self.offset - plan.removed
-        if plan.source is Source.SINK:
+        if plan.source is TrimSource.SINK:
             if plan.recent and self._sink is not None:
                 pair = between(self._sink, None, plan.recent)
             self._forget()
-        elif plan.source is not Source.RECENT:
+        elif plan.source is not TrimSource.RECENT:
             assert self._store is not None
-            if plan.source is Source.LAST:
+            if plan.source is TrimSource.LAST:
                 assert self._last is not None
                 pair = between(_joined(self._last, self._read_recent()), None, plan.recent)
             elif plan.recent:

@@ -25,7 +25,7 @@ from mlxkv.cache.stores import Codes, Records
 from mlxkv.cache.view import Pair, RecordPages, View, both
 from mlxkv.codec.transform import subtract_mean
 from mlxkv.formats.layout import TOKENS
-from mlxkv.formats.rules.windows import FlushPlan, Source, Windows
+from mlxkv.formats.rules.windows import FlushPlan, TrimSource, Windows
 from mlxkv.metal.lengths import batch_lengths
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class BatchBuffers:
         """Drop the last n tokens of every sequence; return False, without changes, unless all are recent tokens."""
         self.flush()
         plans = [self.windows(i).trim(n) for i in range(len(self.counts))]
-        if any(plan.source is not Source.RECENT for plan in plans):
+        if any(plan.source is not TrimSource.RECENT for plan in plans):
             return False
         self.counts = [plan.recent for plan in plans]
         self.offsets = [offset - n for offset in self.offsets]

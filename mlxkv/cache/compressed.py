@@ -28,7 +28,7 @@ from mlxkv.codec.transform import KeyMean, subtract_mean
 from mlxkv.errors import UserError
 from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.rules.windows import Source, TrimPlan, Windows, between
+from mlxkv.formats.rules.windows import TrimPlan, TrimSource, Windows, between
 from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.metal.launch import ahead, backend
 
@@ -327,12 +327,12 @@ class CompressedKVCache(Snapshots, Contract):
 
     def _trim(self, plan: TrimPlan) -> None:
         pair, offset = None, self.offset - plan.removed
-        if plan.source is Source.SINK:
+        if plan.source is TrimSource.SINK:
             if plan.recent and self._sink is not None:
                 pair = between(self._sink, None, plan.recent)
             self._forget()
-        elif plan.source is not Source.RECENT:
-            if plan.source is Source.LAST:
+        elif plan.source is not TrimSource.RECENT:
+            if plan.source is TrimSource.LAST:
                 assert self._last is not None
                 pair = between(joined(self._last, self._read_recent()), None, plan.recent)
             elif plan.recent:

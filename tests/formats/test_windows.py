@@ -5,7 +5,7 @@ import pytest
 from mlxkv.errors import UserError
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.quantizers import Affine
-from mlxkv.formats.rules.windows import FlushPlan, Source, Windows
+from mlxkv.formats.rules.windows import FlushPlan, TrimSource, Windows
 
 SINK, PAGE, RECENT = 3, 16, 5
 CAPACITY = RECENT + PAGE
@@ -43,31 +43,31 @@ def test_a_cut_keeps_the_first_tokens_and_whole_pages(subtests):
                 assert plan.removed == held - left
                 recent = windows.recent - plan.removed
                 if left <= windows.sink:  # all is recent, as it came
-                    found = Source.SINK, 0, left
+                    found = TrimSource.SINK, 0, left
                 elif not windows.pages or recent > RECENT:
-                    found = Source.RECENT, windows.pages, recent
+                    found = TrimSource.RECENT, windows.pages, recent
                 elif recent > -PAGE:  # the last page is restored
-                    found = Source.LAST, windows.pages - 1, PAGE + recent
+                    found = TrimSource.LAST, windows.pages - 1, PAGE + recent
                 else:  # whole pages stay codes; of the next one what stays is decoded
-                    found = Source.PAGE, *divmod(left - SINK, PAGE)
+                    found = TrimSource.PAGE, *divmod(left - SINK, PAGE)
                 assert (plan.source, plan.pages, plan.recent) == found
-                sink = 0 if plan.source is Source.SINK else windows.sink
+                sink = 0 if plan.source is TrimSource.SINK else windows.sink
                 assert sink + plan.pages * PAGE + plan.recent == left
 
 
 def test_all_may_go_and_no_more():
     windows = holding(77)
     plan = windows.trim(-1)
-    assert (plan.removed, plan.source) == (0, Source.RECENT)
+    assert (plan.removed, plan.source) == (0, TrimSource.RECENT)
     assert (plan.pages, plan.recent) == (windows.pages, windows.recent)
     plan = windows.trim(100)
-    assert (plan.removed, plan.source, plan.recent) == (77, Source.SINK, 0)
+    assert (plan.removed, plan.source, plan.recent) == (77, TrimSource.SINK, 0)
 
 
 def test_nothing_ends_among_chosen_tokens():
     windows = holding(77, dropped=8, shortest=60)
     assert windows.offset == 85 and windows.trimmable == 25
     assert windows.can_keep(60) and windows.can_keep(0) and not windows.can_keep(59)
-    assert windows.trim(25).removed == 25 and windows.trim(85).source is Source.SINK
+    assert windows.trim(25).removed == 25 and windows.trim(85).source is TrimSource.SINK
     with pytest.raises(UserError, match="choose at most 25, or all 85"):
         windows.trim(26)

@@ -26,7 +26,7 @@ VALUES = st.recursive(
     ),
     max_leaves=8,
 )
-FIELDS = sorted({*openai.Chat.model_fields, *openai.Text.model_fields})
+FIELDS = sorted({*openai.Chat.model_fields, *openai.TextCompletion.model_fields})
 GOOD = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).flatmap(
     lambda some: st.sampled_from([some, GOOD | some, some | GOOD])

@@ -29,7 +29,7 @@ def between(pair: Pair, start: int | None, stop: int | None) -> Pair:
     return keys[:, :, start:stop], values[:, :, start:stop]
 
 
-class Source(Enum):
+class TrimSource(Enum):
     """The tokens whose first ones are the recent window after a trim."""
 
     RECENT = "the recent window"
@@ -44,7 +44,7 @@ class TrimPlan:
     afterwards, the first ones of `source`; if that is a page, of the page after those kept."""
 
     removed: int
-    source: Source
+    source: TrimSource
     pages: int
     recent: int
 
@@ -103,14 +103,14 @@ class Windows:
             )
         recent = self.recent - n  # below 0: into pages
         if not n:
-            return TrimPlan(0, Source.RECENT, self.pages, recent)
+            return TrimPlan(0, TrimSource.RECENT, self.pages, recent)
         if not count or (count <= self.sink and not self.shortest):
-            return TrimPlan(n, Source.SINK, 0, count)
+            return TrimPlan(n, TrimSource.SINK, 0, count)
         if self.keeps_last and -page < recent <= self.config.recent:
-            return TrimPlan(n, Source.LAST, self.pages - 1, page + recent)
+            return TrimPlan(n, TrimSource.LAST, self.pages - 1, page + recent)
         if recent >= 0:
-            return TrimPlan(n, Source.RECENT, self.pages, recent)
-        return TrimPlan(n, Source.PAGE, self.pages + recent // page, recent % page)
+            return TrimPlan(n, TrimSource.RECENT, self.pages, recent)
+        return TrimPlan(n, TrimSource.PAGE, self.pages + recent // page, recent % page)
 
     def flush(self, recent: int) -> FlushPlan:
         """Plan which of `recent` tokens leave the window, for more than `recent_capacity`."""

@@ -16,10 +16,10 @@ from mlxkv.serve.apis.body import (
     Body,
     Choice,
     Content,
+    ContentPart,
     Format,
     Length,
     Object,
-    Part,
     StopWords,
     ToolName,
     Wrong,
@@ -41,17 +41,17 @@ BILLING = "x-anthropic-billing-header:"
 # -- requests
 
 
-class Source(Object):
+class MediaSource(Object):
     type: str = ""
     data: str = ""
     content: Content = Field(default_factory=list)
 
 
-class Document(Part):
+class DocumentBlock(ContentPart):
     """A content part, possibly a document with plain text."""
 
     title: str = ""
-    source: Source = Field(default_factory=Source)
+    source: MediaSource = Field(default_factory=MediaSource)
 
     def shown(self) -> str:
         if self.type == "document" and self.source.type in ("text", "content"):
@@ -60,7 +60,7 @@ class Document(Part):
         return super().shown()
 
 
-class Block(Document):
+class ContentBlock(DocumentBlock):
     """A content block. id, name, input: set for tool_use. tool_use_id, content, is_error: set for tool_result."""
 
     # Types other than text, by role, with their required fields.
@@ -74,7 +74,7 @@ class Block(Document):
     name: str = ""
     input: dict[str, Any] = Field(default_factory=dict)
     tool_use_id: str = ""
-    content: Annotated[list[Document], parts_of(Document)] = Field(default_factory=list)
+    content: Annotated[list[DocumentBlock], parts_of(DocumentBlock)] = Field(default_factory=list)
     is_error: bool = False
 
     def check_part(self) -> None:
@@ -86,16 +86,16 @@ class Block(Document):
                 raise Wrong(NOT_EMPTY, name, "")
 
 
-class Message(Object):
+class MessageParam(Object):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], parts_of(Block)] = Field(default_factory=list)
+    content: Annotated[list[ContentBlock], parts_of(ContentBlock)] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _has_its_blocks(self) -> Self:
         for i, block in enumerate(self.content):
             if block.type not in block.special[self.role]:
                 try:
-                    super(Block, block).check_part()
+                    super(ContentBlock, block).check_part()
                 except Wrong as wrong:
                     raise Wrong(str(wrong), f"content.{i}", wrong.got) from None
         return self
@@ -114,7 +114,7 @@ class Message(Object):
         return {"role": self.role, "content": text}
 
 
-def _assistant(blocks: list[Block]) -> dict:
+def _assistant(blocks: list[ContentBlock]) -> dict:
     texts, thoughts, calls = [], [], []
     for block in blocks:
         if block.type == "thinking":
@@ -129,13 +129,13 @@ def _assistant(blocks: list[Block]) -> dict:
     return out | ({"tool_calls": calls} if calls else {})
 
 
-def _result(block: Block) -> dict:
+def _result(block: ContentBlock) -> dict:
     text = text_of(block.content, between="\n")
     text = f"Error: {text}" if block.is_error else text
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
-class Tool(Object):
+class ToolParam(Object):
     type: str = ""
     name: ToolName = Field("", validate_default=True)
     description: str = ""
@@ -170,19 +170,19 @@ class OutputConfig(Object):
     format: Schema | None = None
 
 
-class Thinking(Object):
+class ThinkingConfig(Object):
     type: Literal["enabled", "adaptive", "disabled"] | None = None
 
 
 class Messages(Body):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[MessageParam] = Field(min_length=1)
     system: Content = Field(default_factory=list)
     max_tokens: Length | None = None
     top_k: Annotated[int, between(0, 1 << 20)] = 0
     stop_sequences: StopWords = Field(default_factory=list)
-    tools: list[Tool] = Field(default_factory=list)
+    tools: list[ToolParam] = Field(default_factory=list)
     tool_choice: ToolChoice = Field(default_factory=ToolChoice)
-    thinking: Thinking = Field(default_factory=Thinking)
+    thinking: ThinkingConfig = Field(default_factory=ThinkingConfig)
     output_config: OutputConfig = Field(default_factory=OutputConfig)
     output_format: Schema | None = None  # an older name
 

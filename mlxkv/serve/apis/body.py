@@ -215,7 +215,7 @@ TemplateArguments = Annotated[dict[str, Any], AfterValidator(_template_arguments
 # -- contents of messages
 
 
-class Part(Object):
+class ContentPart(Object):
     """A content part. Media are replaced by a line of text for text-only models: the part stays in the chat, so
     refusing it would end the chat."""
 
@@ -255,15 +255,15 @@ class Part(Object):
         return f"[{self.medium}: not shown, this model reads text only]"
 
 
-def parts_of(kind: Callable[..., Part]) -> BeforeValidator:
+def parts_of(kind: Callable[..., ContentPart]) -> BeforeValidator:
     """Return a validator that wraps a plain string in a list of one part. kind: the type of the part."""
     return BeforeValidator(lambda x: [kind(type="text", text=x)] if isinstance(x, str) else x)
 
 
-Content = Annotated[list[Part], parts_of(Part)]
+Content = Annotated[list[ContentPart], parts_of(ContentPart)]
 
 
-def text_of(parts: Iterable[Part], between: str = "") -> str:
+def text_of(parts: Iterable[ContentPart], between: str = "") -> str:
     """Join parts into one text, separated by `between`; a part that is not shown becomes a line of its own."""
     out: list[str] = []
     is_line = False

@@ -115,7 +115,7 @@ class ToolCall(Object):
     function: CalledFunction = Field(default_factory=dict, validate_default=True)
 
 
-class Message(Object):
+class ChatMessage(Object):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = Field(default_factory=list)
     name: str | None = None
@@ -143,7 +143,7 @@ class Function(Object):
     name: ToolName = Field("", validate_default=True)
 
 
-class Tool(Object):
+class FunctionTool(Object):
     function: Function
 
 
@@ -218,15 +218,15 @@ class Completion(Body):
 
 
 class Chat(Completion):
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] = Field(default_factory=list)
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[FunctionTool] = Field(default_factory=list)
     tool_choice: ToolChoice = Choice()
     continue_final_message: bool = False
     logprobs: bool = False
     top_logprobs: Annotated[int, between(-1, ALTERNATIVES)] = -1
 
 
-class Text(Completion):
+class TextCompletion(Completion):
     prompt: Any = None
     logprobs: Annotated[int, PlainValidator(_alternatives)] = NO_LOGPROBS
     top_logprobs: Annotated[int, between(-1, ALTERNATIVES)] = -1
@@ -254,7 +254,7 @@ def read_chat(body: dict, model_info: ModelInfo) -> Request:
 
 def read_text(body: dict, model_info: ModelInfo) -> Request:
     """Parse the body of a text completion. Raises Refused."""
-    asked = Text.read(body)
+    asked = TextCompletion.read(body)
     prompt = _prompt(asked.prompt, model_info.vocabulary)
     has_logprobs = asked.logprobs != NO_LOGPROBS
     top = asked.logprobs if asked.logprobs > 0 else asked.top_logprobs

@@ -18,11 +18,11 @@ from mlxkv.serve.apis.body import (
     NOT_EMPTY,
     Body,
     Choice,
+    ContentPart,
     Format,
     Label,
     Length,
     Object,
-    Part,
     ToolName,
     Wrong,
     parts_of,
@@ -42,7 +42,7 @@ CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "requir
 # -- requests
 
 
-class ItemPart(Part):
+class ItemPart(ContentPart):
     texts: ClassVar = (
         *("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"),
     )
@@ -90,7 +90,7 @@ class Item(Object):
         return self
 
 
-class Tool(Object):
+class ResponseTool(Object):
     type: str = ""
     name: ToolName = ""
     description: str = ""
@@ -169,7 +169,7 @@ class Response(Body):
         list[Item],
         BeforeValidator(lambda x: [{"role": "user", "content": x}] if isinstance(x, str) else x),
     ]
-    tools: list[Tool] = Field(default_factory=list)
+    tools: list[ResponseTool] = Field(default_factory=list)
     tool_choice: Annotated[Choice, PlainValidator(_choice)] = Choice()
     max_output_tokens: Length | None = None
     text: TextOptions = Field(default_factory=TextOptions)
