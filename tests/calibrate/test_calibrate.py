@@ -156,7 +156,7 @@ def test_the_command(model_folder, tmp_path, capsys, monkeypatch):
     assert artifact.read_calibration(out).digest
     assert f"--kv fill-3 --calibration {out}" in capsys.readouterr().out.splitlines()[-1]
     for more, message in (
-        (["--target", "none"], "No such option: --target"),
+        (["--target", "none"], "no such option; got --target"),
         (["--tokens", "3"], "choose 512 or more"),
         (["--text", str(tmp_path)], "a folder is not a text"),
     ):
