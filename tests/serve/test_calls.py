@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from mlxkv.serve.apis.calls import parts_of
+from mlxkv.serve.apis.reply import call_parts
 
 PARAMETERS = {
     "pattern": {"type": "string"},
@@ -152,7 +152,7 @@ def parser(name: str):
 def test_what_has_one_reading_is_read(subtests):
     for name, text, expected in READABLE:
         with subtests.test(f"{name} {text}"):
-            parts = parts_of(parser(name), text, TOOLS, True)
+            parts = call_parts(parser(name), text, TOOLS, True)
             assert [json.loads(part[3]) for part in parts] == (
                 expected if isinstance(expected, list) else [expected]
             )
@@ -164,7 +164,7 @@ def test_what_has_none_is_not(subtests):
         with subtests.test(f"{name} {text[:200]}"):
             parse = parser(name)
             with pytest.raises(Exception):  # noqa: B017 - parsers raise anything
-                print(parts_of(parse, text, TOOLS, True))
+                print(call_parts(parse, text, TOOLS, True))
 
 
 def test_a_call_without_its_end(subtests):
@@ -183,15 +183,15 @@ def test_a_call_without_its_end(subtests):
         with subtests.test(f"{name} {text}"):
             parse = parser(name)
             if complete:
-                assert json.loads(parts_of(parse, text, TOOLS, False)[0][3]) == A
+                assert json.loads(call_parts(parse, text, TOOLS, False)[0][3]) == A
             else:
                 with pytest.raises(Exception):  # noqa: B017
-                    print(parts_of(parse, text, TOOLS, False))
+                    print(call_parts(parse, text, TOOLS, False))
 
 
 def test_words_behind_calls_that_have_no_closing_mark():
     text = 'grep[ARGS]{"pattern": "a"}\nThere.'
-    call, words = parts_of(parser("mistral"), text, TOOLS, False)
+    call, words = call_parts(parser("mistral"), text, TOOLS, False)
     assert json.loads(call[3]) == A and words == ("text", "\nThere.")
 
 
@@ -201,5 +201,5 @@ def test_the_id_that_a_model_gives(subtests):
         ("kimi_k2", K2.format("{}"), "functions.grep:0"),
     ):
         with subtests.test(name):
-            ((_, found, called, _),) = parts_of(parser(name), text, TOOLS, False)
+            ((_, found, called, _),) = call_parts(parser(name), text, TOOLS, False)
             assert (found, called) == (id, "grep")
