@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(argv)
     shape = KernelShape(*map(int, options.shape.split(",")))
     tokens = console.parse_tokens(options.tokens, "--tokens")
-    make, rows = quantizing_task if options.quantize else attention_task, []
+    make, rows = quantizing_task if options.seal else attention_task, []
     with tempfile.TemporaryDirectory() as place:
         copy_package(options.folder, Path(place))
         for name in options.kv:
