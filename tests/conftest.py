@@ -29,7 +29,7 @@ from processes.kept_structure import Kept  # noqa: E402
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Kept  # before anything imports transformers
 
-from mlxkv import blas, startup  # noqa: E402
+from mlxkv import startup  # noqa: E402
 
 startup.prepare()  # before anything imports MLX
 
@@ -66,7 +66,7 @@ def pytest_report_header() -> list[str]:
     lacking = [f"{name} ({reason})" for name, reason in checks.items() if reason]
     return [
         f"mlx {version('mlx')}, mlx-lm {version('mlx-lm')}, numpy {version('numpy')}",
-        f"BLAS of the CPU backend: {'NumPy' if blas.in_front else 'MLX'}'s",
+        f"BLAS of the CPU backend: {'NumPy' if startup.has_openblas else 'MLX'}'s",
         f"backends that run: {', '.join(runs)}; not on this machine: {', '.join(missing) or 'none'}",
         f"kernel checks that do not run: {'; '.join(lacking) or 'none'}",
     ]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # A folder may import from the rows below its own. The last row may import from itself.
 LAYERS = """__main__ > cli > chat serve eval bench calibrate doctor run launch > options > loading > calibration
             > generate > patching > catalog > cache > metal > codec > corpora > spec > formats
-            > blas errors console files machine startup torch untrusted"""
+            > errors console files machine startup torch untrusted"""
 # Of the modules of mlxkv/serve, in the same way.
 SERVE = """run > http > models > reading > prompts > apis > engine > sampling sessions > memory > request
            > grammar ranks metrics options > refusals"""

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
 
-from mlxkv import blas
+from mlxkv import startup
 from mlxkv.catalog.folder import Folder
 from mlxkv.catalog.shapes import text_config
 from mlxkv.errors import UserError, brief, cut
@@ -133,7 +133,7 @@ def fit_cpu(model: nn.Module) -> None:
     if 0 < sum(sizes) <= DECODED:
         dequantize_model(model)
         model.set_dtype(mx.float32)
-    if blas.in_front:
+    if startup.has_openblas:
         return
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding) and "scales" not in module:

@@ -68,7 +68,7 @@ def test_quantised_weights(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("bits", "tied"), [(None, False), (4, True)])
 def test_matrices_by_columns_give_the_logits_of_matrices_by_rows(bits, tied, monkeypatch):
-    monkeypatch.setattr(weights.blas, "in_front", False)  # as without a C compiler
+    monkeypatch.setattr(weights.startup, "has_openblas", False)  # as without a C compiler
     model, config = random_model("llama", tie_word_embeddings=tied), config_of("llama")
     if bits is not None:
         quantize_model(model, config, 32, bits)
