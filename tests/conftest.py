@@ -90,8 +90,8 @@ SLOW = (
     "metal/test_quantize.py",
     "metal/test_quantize_clip.py",
     "metal/test_attend.py",
-    "models/test_warmup.py::test_nothing_is_built_after_a_model_is_attached",
-    "models/test_fold.py::test_pages_of_values_that_come_rotated",
+    "loading/test_warmup.py::test_nothing_is_built_after_a_model_is_attached",
+    "patching/test_fold.py::test_pages_of_values_that_come_rotated",
     "run/test_attach_loaded.py::test_a_calibration_is_made_where_there_is_none",
     "pages/test_code_blocks.py::test_blocks_run",
     "run/test_run.py",
@@ -113,6 +113,10 @@ def pytest_collection_modifyitems(items) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+# Decode steps are built by Python in these folders, as on any CPU; files test_steps_* have those that are traced.
+UNTRACED = ("catalog", "generate", "loading", "patching")
+
+
 def pytest_collection_finish() -> None:
     """Leave what the imports made out of all later collections, which then take milliseconds."""
     gc.collect()
@@ -128,6 +132,12 @@ def _own_garbage():
     """Collect what a module leaves: a file that it did not close warns here, not in a later test."""
     yield
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _untraced(request, monkeypatch):
+    if request.path.parent.name in UNTRACED and not request.path.name.startswith("test_steps_"):
+        monkeypatch.setenv("MLXKV_COMPILE", "0")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Wrap each private part of mlx-lm and MLX that mlxkv uses in a function.
 
-No other file reads or replaces names that their authors may change. `tests/models/test_mlx_lm_compat.py` tests each
+No other file reads or replaces names that their authors may change. `tests/patching/test_mlx_lm_compat.py` tests each
 function, so a failure names what a new version changed. (Exceptions: `patching/patch` patches the attention of
 families, the purpose of `attach`; `cache/contract` knows the callers that read a cache's bits, and is tested there
 too.)

@@ -46,7 +46,7 @@ def said() -> list[str | None]:
 
 @pytest.fixture(scope="module")
 def server(said, tmp_path_factory):
-    """With int4: every preset is taken back in tests/models/test_trimming.py."""
+    """With int4: every preset is taken back in tests/patching/test_trimming.py."""
     folder = tmp_path_factory.mktemp("loop") / "loop"
     shutil.copytree(TINY, folder)
     path = folder / "config.json"  # windows that have moved on cannot go back: these do not move
