@@ -10,8 +10,6 @@ from experiments.families.building import families, family
 from experiments.families.found import NEAR, NEW, PROMPT, Survey
 from mlxkv import console
 
-# One of each sort, for CI.
-SHORT = ("bamba", "deepseek_v3", "gemma2", "gpt_oss", "llama", "mpt", "qwen3_next", "xlnet")
 HEAD = """# Families of transformers
 
 Which families of transformers run on compressed caches.
@@ -34,7 +32,7 @@ SURVEY = Survey(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    SURVEY.run(__doc__, arguments, families(), family, SHORT)
+    SURVEY.run(__doc__, arguments, families(), family)
 
 
 if __name__ == "__main__":

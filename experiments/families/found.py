@@ -209,22 +209,19 @@ class Survey:
         arguments: list[str] | None,
         names: Collection[str],
         measure: Callable[[str], Family],
-        short: Sequence[str] = (),
     ) -> None:
-        """Run the command: measure the families named, or all, in a process of their own, and write the page. short:
-        for CI. Raises MachineError if one has a fault."""
+        """Run the command: measure the families named, or all, in a process of their own, and write the page.
+        Raises MachineError if one has a fault."""
         parser = Parser(self.name, doc)
         parser.add_argument(
             "names", nargs="*", help="families, by the library's names; default: all"
         )
-        if short:
-            parser.add_argument("--short", action="store_true", help="the part that CI runs")
         parser.add_argument("--out", type=Path, help="write the table here")
         args = parser.parse_args(arguments)
         check_out(args.out)
         if unknown := [name for name in args.names if name not in names]:
             raise UserError(f"[{self.name}] no {self.kind} {unknown[0]!r} in this library")
-        chosen = args.names or (short if short and args.short else list(names))
+        chosen = args.names or list(names)
         results, start = [], time.perf_counter()
         for family in apart(measure, chosen):
             results.append(family)

@@ -267,8 +267,6 @@ def _written(model: nn.Module) -> tuple[list[int], np.ndarray]:
     return tokens, np.array(mx.concatenate(rows).astype(mx.float32))
 
 
-# One of each sort, for CI.
-SHORT = ("gemma2", "gpt_oss", "jamba", "llama", "mamba2", "minimax_m3_vl", "olmo", "stablelm")
 HEAD = """# Families of mlx-lm
 
 Which model files of mlx-lm run on compressed caches.
@@ -290,7 +288,7 @@ SURVEY = Survey(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    SURVEY.run(__doc__, arguments, families(), family, SHORT)
+    SURVEY.run(__doc__, arguments, families(), family)
 
 
 if __name__ == "__main__":

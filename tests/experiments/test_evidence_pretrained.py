@@ -20,13 +20,11 @@ GIVEN = ["--kv", "int4,naive-int4", "--contexts", "384", "--decode", "16"]
 def texts(tmp_path_factory):
     """A folder as `Texts` makes it, of which one text is too short."""
     folder = tmp_path_factory.mktemp("texts")
-    for name, text in passages("evaluation").items():
+    prose = passages("evaluation")["prose"]
+    written = {"prose": prose[-2000:], "licence": "Too short.", "records": '{"a": 1}\n' * 100}
+    written["document-1"] = "\n".join(passages("evaluation").values())
+    for name, text in written.items():
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-    (folder / "licence.txt").write_text("Too short.", encoding="utf-8")
-    (folder / "records.txt").write_text('{"a": 1}\n' * 2000, encoding="utf-8")
-    longest = "\n".join(passages("evaluation").values())
-    for i in (1, 2):
-        (folder / f"document-{i}.txt").write_text(longest[i * 100 :], encoding="utf-8")
     return folder
 
 
@@ -36,21 +34,23 @@ def run(model, out, texts, *more):
     return file, [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_texts_are_measured_once(model_folder, texts, tmp_path):
-    few = ["--documents", "0", "--texts-at-most", "2"]
-    file, found = run(model_folder, tmp_path, texts, *few)
+def test_texts_are_measured_once(model_folder, texts, tmp_path, capsys):
+    file, found = run(model_folder, tmp_path, texts, "--documents", "0")
+    assert "licence is too short for 384 tokens, left out" in capsys.readouterr().err
     kl = [row for row in found if row["task"] == KL]
     assert {(row["preset"], row["windows"]) for row in kl} == {
         ("fp16", "64,64"), ("int4", "64,64"), ("naive-int4", "64,64"), ("naive-int4", "paper"),
     }  # fmt: skip
+    assert {row["text"] for row in kl} == {"prose", "records"}
     assert len(kl) == 8 and all(row["length"] == 384 and row["tokens"] == 16 for row in kl)
     assert all((row["kl"] == 0) == (row["preset"] == "fp16") for row in kl)
-    _, again = run(model_folder, tmp_path, texts, *few)
-    assert again == found, "nothing is measured twice"
+    (cells,) = read(tmp_path).values()
+    assert len(cells.values("int4", 384)) == 2
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:-1]) + lines[-1][:40])  # ended while it wrote
     pretrained.main(
-        [str(model_folder), "--out", str(tmp_path), "--texts", str(texts), *GIVEN, *few]
+        [str(model_folder), "--out", str(tmp_path), "--texts", str(texts), *GIVEN]
+        + ["--documents", "0"]
     )
     after = file.read_text().splitlines(keepends=True)
     assert after[: len(lines) - 1] == lines[:-1] and len(after) == len(lines) + 1
@@ -60,42 +60,39 @@ def test_texts_are_measured_once(model_folder, texts, tmp_path):
     ]
 
 
-def test_a_text_that_is_too_short_is_said_and_left_out(model_folder, texts, tmp_path, capsys):
-    options = ["--documents", "0", "--texts-at-most", "12", "--decode", "8"]
-    _, found = run(model_folder, tmp_path, texts, *options, "--kv", "int4")
-    assert "licence is too short for 384 tokens, left out" in capsys.readouterr().err
-    assert "licence" not in {row["text"] for row in found}
-    (cells,) = read(tmp_path).values()
-    assert len(cells.values("int4", 384)) == len(list(texts.glob("*.txt"))) - 3
-
-
-def asked(model, out, texts):
+def test_questions_are_of_the_forms_that_full_precision_answers(
+    model_folder, texts, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(questions, "SHORT_TIMES", 1)
     options = ["--contexts", "1200", "--documents", "1", "--texts-at-most", "1", "--kv", "int4"]
-    return run(model, out, texts, *options)[1]
-
-
-def test_forms_that_full_precision_fails_are_refused(model_folder, texts, tmp_path):
-    found = asked(model_folder, tmp_path, texts)
-    forms = [row["right"] for row in found if row["task"] == FORM]
-    assert len(forms) == 4 and {tuple(right) for right in forms} == {questions.NAMES}
+    _, found = run(model_folder, tmp_path, texts, *options)
+    (form,) = [row["right"] for row in found if row["task"] == FORM]
+    assert tuple(form) == questions.NAMES
     assert not [row for row in found if row["task"] == ANSWERS]
     (cells,) = read(tmp_path).values()
     assert max(cells.forms[1200].values()) < 0.8 and cells.counted(1200) == []
 
-
-def test_forms_that_it_answers_are_asked_of_every_preset(
-    model_folder, texts, tmp_path, monkeypatch
-):
     monkeypatch.setattr(questions, "LEAST", 0.0)
-    found = asked(model_folder, tmp_path, texts)
-    answers = [row for row in found if row["task"] == ANSWERS]
-    assert {(r["preset"], r["text"]) for r in answers} == {
-        (p, f"document-{i}") for p in ("fp16", "int4") for i in (1, 9, 17, 25)
+    _, more = run(model_folder, tmp_path, texts, *options)
+    assert more[: len(found)] == found, "nothing is measured twice"
+    answers = more[len(found) :]
+    assert {(r["task"], r["preset"], r["text"]) for r in answers} == {
+        (ANSWERS, preset, "document-1") for preset in ("fp16", "int4")
     }
-    assert len({r["answer_nll"]["passage"] for r in answers if r["preset"] == "fp16"}) == 4
     assert all(set(r["right"]) == set(questions.NAMES) for r in answers)
     assert all(len(one) == questions.FEW for r in answers for one in r["right"].values())
-    assert asked(model_folder, tmp_path, texts) == found
+
+
+def test_documents_of_one_text_differ(model_folder):
+    """Short documents are taken from other parts of a text, with other facts."""
+    assert questions.places(1200, 1) == [0, 8, 16, 24] and questions.places(4096, 1) == [0]
+    loaded = load(str(model_folder), "fp16")
+    text = loaded.tokenizer.encode("\n".join(passages("evaluation").values()))
+    first, second = (
+        questions.document(loaded, text[: len(text) - at], i, 1200, 1200, ("number",)).tokens
+        for i, at in ((0, 0), (8, 1200))
+    )
+    assert first[:1200] != second[:1200] and first[1200:] != second[1200:]
 
 
 def test_answers_are_scored_at_their_own_tokens(model_folder):
@@ -123,8 +120,11 @@ def test_slips_are_one_line(subtests, tmp_path):
                 pretrained.main(["m", "--out", str(tmp_path), *options])
 
 
-def test_public_names_of_models(subtests):
+def test_public_names_of_models(subtests, tmp_path, monkeypatch):
+    (tmp_path / "private" / "model-1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     for name, public in [
+        ("private/model-1", "model-1"),
         ("smollm2", "smollm2"),
         ("mlx-community/Qwen3-4B-4bit", "mlx-community/Qwen3-4B-4bit"),
         ("/Users/ada/models/gone", "gone"),
@@ -133,9 +133,3 @@ def test_public_names_of_models(subtests):
     ]:
         with subtests.test(name=name, public=public):
             assert pretrained.public_name(name) == public
-
-
-def test_a_relative_folder_is_reduced_too(tmp_path, monkeypatch):
-    (tmp_path / "private" / "model-1").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert pretrained.public_name("private/model-1") == "model-1"

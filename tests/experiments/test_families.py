@@ -1,8 +1,6 @@
-"""The table of transformers' families: a dozen of them, and the page."""
+"""Which families run on compressed caches: a few of each library, and the page."""
 
 import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,15 +14,40 @@ from mlxkv.catalog.reports import LayerReport
 from mlxkv.errors import MachineError, UserError
 
 
+@pytest.fixture
+def in_process(monkeypatch):
+    monkeypatch.setattr(found, "apart", lambda measure, names: map(measure, names))
+
+
 @pytest.mark.slow
-def test_one_of_each_sort_has_no_fault(tmp_path, with_torch):
-    command = [sys.executable, "-m", "experiments.families", "--short", "--out"]
-    subprocess.run([*command, str(tmp_path / "families.md")], check=True, timeout=300)
-    text = (tmp_path / "families.md").read_text(encoding="utf-8")
-    assert f"{len(table.SHORT)} families: {len(table.SHORT)} built and compared" in text
+def test_families_of_transformers(in_process, capsys):
+    table.main(["bamba", "deepseek_v3", "llama", "xlnet"])
+    text = capsys.readouterr().out
+    assert "4 families: 4 built and compared" in text and "0 with a fault" in text
     assert "| llama | LlamaForCausalLM | 0-3 of 4 | - | yes | yes |" in text
     assert "| deepseek_v3 | DeepseekV3ForCausalLM | 0-3 of 4 | - | yes | yes |" in text
-    assert "0 with a fault" in text
+
+
+@pytest.mark.slow
+def test_model_files_of_mlx_lm(in_process, capsys):
+    mlx_table.main(["gemma2", "mamba2", "stablelm", "olmo"])
+    out = capsys.readouterr().out
+    assert "4 files: 3 built and compared, 2 of them with compressed layers, 1 with none" in out
+    assert "| gemma2 | 0-3 of 4 | - | yes | yes |" in out and "| olmo | asks for a package" in out
+
+
+@pytest.mark.slow
+def test_families_of_mlx_vlm(subtests):
+    pytest.importorskip("mlx_vlm")
+    from experiments.families import vlm
+
+    assert len(vlm.families()) > 150
+    for name, compressed in {"qwen3": "all", "gemma4": "some", "mamba2": "none"}.items():
+        with subtests.test(name=name):
+            family = vlm.family(name)
+            assert not family.fault and not family.skipped and family.exact < found.NEAR
+            assert family.int4 == bool(family.compressed) == (compressed != "none")
+            assert bool(family.why) == (compressed != "all")
 
 
 def test_a_fault_is_shown_and_ends_with_an_error(monkeypatch, capsys):
@@ -37,14 +60,6 @@ def test_a_fault_is_shown_and_ends_with_an_error(monkeypatch, capsys):
     assert (
         "| llama | X | - | 0 (full: a / reason) | **bad** |  |" in out and "1 with a fault" in out
     )
-
-
-@pytest.mark.slow
-def test_model_files_of_mlx_lm_have_no_fault(capsys):
-    mlx_table.main(["gemma2", "mamba2", "stablelm", "olmo"])
-    out = capsys.readouterr().out
-    assert "4 files: 3 built and compared, 2 of them with compressed layers, 1 with none" in out
-    assert "| gemma2 | 0-3 of 4 | - | yes | yes |" in out and "| olmo | asks for a package" in out
 
 
 def test_every_model_file_of_mlx_lm_is_tried_or_says_why():
