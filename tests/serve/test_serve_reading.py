@@ -7,14 +7,17 @@ import shutil
 import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from threading import Thread
 
 import pytest
-from serving import complete, get, refused, send, serving, until
+from serving import PROCESS_WORKER, complete, get, refused, send, until
+from serving import serving as serving_by
 
 from mlxkv.serve import reading
 from mlxkv.serve.refusals import Refused
 
+serving = partial(serving_by, worker=PROCESS_WORKER)
 CHAT, COUNT = "/v1/chat/completions", "/v1/messages/count_tokens"
 MEGABYTE = 1_000_000
 OWN_SECONDS = 0.5  # of processor time, of the server's process and of its client here

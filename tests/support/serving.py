@@ -1,6 +1,7 @@
 """Servers in the test's process, and clients that may send anything."""
 
 import json
+import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,12 @@ from threading import Event, Thread
 
 from pytest import MonkeyPatch
 
+from mlxkv.errors import MachineError
+from mlxkv.serve import reading, run
 from mlxkv.serve.http import connection
 from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.prompts import Prompts
+from mlxkv.serve.refusals import OtherModel, Postponed, Refused, ending
 from mlxkv.serve.run import Server
 
 LONG = "All work and no play. " * 14  # 308 tokens: several pages
@@ -20,9 +25,48 @@ ENDLESS = {"prompt": "b", "max_tokens": 1500, "logit_bias": {"257": -100}}  # ne
 PATIENCE = 300.0  # seconds until a test gives up; never waited for on success
 
 
+class ThreadWorker(reading.Worker):
+    """Parses in this process, without limits: a process takes a second to start."""
+
+    def start(self):
+        if self._has_ended:
+            raise ending()
+
+    def keep(self, setup: bytes) -> None:
+        self._prompts = Prompts(*pickle.loads(setup))
+
+    def read(self, seconds: float, *question):
+        self.start()
+        try:
+            return pickle.loads(pickle.dumps(self._prompts.read(*question)))
+        except (Refused, Postponed, OtherModel):
+            raise
+        except Exception as error:
+            raise MachineError(f"[serve] {type(error).__name__}: {error}") from None
+
+
+PROCESS_WORKER = reading.Worker
+
+
 @contextmanager
-def serving(model, kv: str = "int4", body=None, chunk=None, **options) -> Iterator[Server]:
+def workers(kind: type[reading.Worker]) -> Iterator[None]:
+    """What reads the requests of the servers that start meanwhile."""
+    with MonkeyPatch.context() as patch:
+        for module in (reading, run):
+            patch.setattr(module, "Worker", kind)
+        yield
+
+
+@contextmanager
+def serving(
+    model, kv: str = "int4", body=None, chunk=None, worker=ThreadWorker, **options
+) -> Iterator[Server]:
     """body: most bytes of a request. chunk: tokens of a prompt that are read at once."""
+    with workers(worker):  # models may be loaded at any time
+        yield from _serving(model, kv, body, chunk, options)
+
+
+def _serving(model, kv: str, body, chunk, options: dict) -> Iterator[Server]:
     models = [str(each) for each in (model if isinstance(model, list) else [model])]
     with MonkeyPatch.context() as patch:
         if body:
