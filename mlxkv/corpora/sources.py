@@ -245,6 +245,7 @@ def _take(loaded, parts: Iterable[str], count: int, source: str) -> list[int]:
 
 
 _TOO_ODD = re.compile(r"[^\x00-\x7f]")
+_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # fields of statements, in order
 
 
 def _docstrings(path: Path) -> list[str]:
@@ -252,9 +253,14 @@ def _docstrings(path: Path) -> list[str]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, OSError):
         return []
+    nodes: list[ast.AST] = [tree]
+    for (
+        node
+    ) in nodes:  # in the order of `ast.walk`, which takes five times as long with expressions
+        nodes += (child for name in _BLOCKS for child in getattr(node, name, ()))
     docs = (
         ast.get_docstring(node)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
     )
     return [doc for doc in docs if doc and len(doc) > 160]
