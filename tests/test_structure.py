@@ -2,13 +2,11 @@
 
 import ast
 import re
-import resource
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -135,24 +133,14 @@ def test_frameworks_stay_in_their_folders(edges):
         assert framework in allowed or name in EXCEPTIONS or under(name, "experiments"), name
 
 
-def test_help_loads_no_framework(subtests, with_torch):
-    for command in ("", "chat", "serve", "run"):
-        with subtests.test(command=command):
-            code = f"import sys; from mlxkv.cli import main; main('{command} --help'.split())"
-            code += "; print('\\n' + ' '.join(sys.modules))"
-            start = seconds_of_children()
-            done = subprocess.run(
-                [sys.executable, "-c", code], capture_output=True, text=True, check=True
-            )
-            loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
-            assert not loaded & (FRAMEWORKS | {"numpy", "matplotlib"})
-            assert seconds_of_children() - start < 5  # of a processor: 0.3 s on a quiet machine
-
-
-def seconds_of_children() -> float:
-    """Return the processor time of all processes that have ended; the machine may be busy with others."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def test_help_loads_no_framework(with_torch):
+    code = "import sys, time; from mlxkv.cli import main\n"
+    code += "for command in ('', 'chat', 'serve', 'run'): main(f'{command} --help'.split())\n"
+    code += "print('\\n' + ' '.join([str(time.process_time()), *sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, *names = done.stdout.splitlines()[-1].split()
+    assert not {name.split(".")[0] for name in names} & (FRAMEWORKS | {"numpy", "matplotlib"})
+    assert float(seconds) < 5  # of a processor: 0.5 s on a quiet machine
 
 
 def test_the_tree_is_true():
@@ -169,23 +157,3 @@ def test_public_reports_name_tests_that_exist():
     for file, name in names:
         code = (ROOT / file).read_text(encoding="utf-8")
         assert re.search(rf"^def {name}\(", code, re.MULTILINE), (file, name)
-
-
-def test_names_of_our_modules_exist(trees, with_torch):
-    """Of every `module.name` in mlxkv and cuda_track whose module is imported at the top of a file."""
-    for path, tree in (trees[name] for name in trees if under(name, "mlxkv", "cuda_track")):
-        modules = {}
-        for node in tree.body:
-            if isinstance(node, ast.ImportFrom) and under(str(node.module), "mlxkv", "cuda_track"):
-                for alias in node.names:
-                    name = f"{node.module}.{alias.name}"
-                    if name in trees and trees[name][0].stem != "__init__":
-                        modules[alias.asname or alias.name] = import_module(name)
-        nodes = list(ast.walk(tree))
-        bound = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-        bound |= {x.arg for x in nodes if isinstance(x, ast.arg)}
-        for node in nodes:
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                module = node.value.id
-                if module in modules and module not in bound:
-                    assert hasattr(modules[module], node.attr), (path, node.lineno, node.attr)

@@ -211,15 +211,6 @@ def test_weights_are_read_from_the_files(tmp_path, model_folder):
     assert locate(str(tmp_path)).weights == 12345
 
 
-# As their authors say, in thousand millions: an alias of each family; gemma-3n-e2b without eyes and ears.
-PARAMETERS = {
-    **{"devstral-small-2": 23.57, "gemma-3-4b": 3.88, "gemma-3n-e2b": 4.46, "gemma-4-26b": 25.2},
-    **{"glm-4.7-flash": 29.9, "gpt-oss-20b": 20.9, "llama-3.1-8b": 8.03, "minimax-m2.5": 228.7},
-    **{"phi-4-mini": 3.84, "qwen2.5-7b": 7.62, "qwen3-coder-30b": 30.5, "qwen3.5-35b": 34.7},
-    **{"smollm2": 0.1345, "smollm3-3b": 3.08},
-}
-
-
 def test_fit_knows_the_aliases_without_the_hub(subtests, capsys, monkeypatch, tmp_path):
     def no_network(*args, **kwargs):
         raise AssertionError("reached for the hub")
@@ -227,10 +218,6 @@ def test_fit_knows_the_aliases_without_the_hub(subtests, capsys, monkeypatch, tm
     monkeypatch.setenv("MLXKV_MODELS", str(tmp_path))
     monkeypatch.setattr("mlxkv.catalog.hub.fetch", no_network)
     monkeypatch.setattr("mlxkv.catalog.hub.cached", lambda name: None)
-    for alias, count in PARAMETERS.items():
-        with subtests.test(alias=alias):
-            plain = {k: v for k, v in CONFIGS[alias].items() if k != "quantization"}
-            assert parameters(plain) / 1e9 == pytest.approx(count, rel=0.02)
     for alias in ("qwen3-4b", "gpt-oss-20b", "glm-4.7-flash"):
         with subtests.test(fit=alias):
             assert main(["fit", "-m", alias, "--memory", "64GB", "--json"]) == 0
