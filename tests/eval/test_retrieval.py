@@ -10,7 +10,6 @@ import pytest
 from random_model import write_model
 from small_models import TINY
 
-from mlxkv.codec.codec import Codec
 from mlxkv.errors import MachineError
 from mlxkv.eval import questions as texts
 from mlxkv.eval import reading, retrieval
@@ -74,27 +73,16 @@ def run(arms: Arms, options: TaskOptions = SMALL, kinds=KINDS) -> dict[str, dict
 
 
 def test_int4_finds_what_full_precision_finds():
-    kinds = ("single", "multi-value")
-    found = run(Arms(load(TINY, "fp16"), ["int4"]), kinds=kinds)
-    assert set(found) == set(kinds)
-    for kind, arms in found.items():
-        exact, small = arms["fp16"], arms["int4"]
-        # This model copies codes when it is told to write them, but finds few by itself in such English.
-        assert exact["likelihood"] > -3 and abs(small["likelihood"] - exact["likelihood"]) < 0.1
-        assert small["kv_bytes"] < 0.5 * exact["kv_bytes"]
-        assert 500 < exact["tokens"] < 768
-        for result in (exact, small):
-            assert result["kind"] == kind and result["questions"] == 3
-            values = [value for each in result["documents"] for value in each]
-            assert len(result["documents"]) == 2 and sum(values) / len(values) == result["values"]
-
-
-def test_a_broken_cache_is_found_out(monkeypatch):
-    encode = Codec.encode
-    monkeypatch.setattr(Codec, "encode", lambda self, x: encode(self, x[..., ::-1]))
-    one = replace(SMALL, samples=1)
-    found = run(Arms(load(TINY, "fp16"), ["int4"]), one, ("multi-key",))["multi-key"]
-    assert found["int4"]["likelihood"] < found["fp16"]["likelihood"] - 1
+    found = run(Arms(load(TINY, "fp16"), ["int4"]), kinds=("multi-value",))["multi-value"]
+    exact, small = found["fp16"], found["int4"]
+    # This model copies codes when it is told to write them, but finds few by itself in such English.
+    assert exact["likelihood"] > -3 and 0 < abs(small["likelihood"] - exact["likelihood"]) < 0.1
+    assert small["kv_bytes"] < 0.5 * exact["kv_bytes"]
+    assert 500 < exact["tokens"] < 768
+    for result in (exact, small):
+        assert result["kind"] == "multi-value" and result["questions"] == 3
+        values = [value for each in result["documents"] for value in each]
+        assert len(result["documents"]) == 2 and sum(values) / len(values) == result["values"]
 
 
 def test_questions_are_dealt_over_documents(subtests):
@@ -109,10 +97,8 @@ def test_questions_are_dealt_over_documents(subtests):
             assert retrieval.asked_of(options) == asked
 
 
-@pytest.mark.parametrize("template", [True, False])
-def test_plain_needles_run_on_any_model(tmp_path, template, model_folder):
-    folder = model_folder if template else write_model(tmp_path / "raw", template=None)
-    arms = Arms(load(str(folder), "fp16"), ["int4"])
+def test_a_model_without_a_template_is_asked(tmp_path):
+    arms = Arms(load(str(write_model(tmp_path / "raw", template=None)), "fp16"), ["int4"])
     found = run(arms, TaskOptions(contexts=(900,), questions=1), ("multi-value",))
     for result in found["multi-value"].values():
         assert result["values"] == 0  # random weights
