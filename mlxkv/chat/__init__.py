@@ -1,1 +1,1 @@
-"""`mlxkv chat`: a conversation in the terminal or one answer. What other commands share lives in `models`."""
+"""`mlxkv chat`: a conversation in the terminal or one answer. What other commands share is in `generate`."""

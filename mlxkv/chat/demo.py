@@ -28,15 +28,15 @@ from mlxkv.patching.mark import own_make_cache
 
 FACT = "The secret ingredient of my grandmother's soup is saffron."
 QUESTION = "What is the secret ingredient of my grandmother's soup?"
-ANSWER, DEPTH = "saffron", 0.5  # what is asked for; the share of the text before the fact
-CHUNK = 128  # tokens that are read into one cache, then into the other
-SECONDS = 30.0  # of reading, about
-LEAST, MOST = 512, 7680  # tokens; of a text that this machine reads in that time
+ANSWER, DEPTH = "saffron", 0.5  # the right answer; the share of the text before the fact
+CHUNK = 128  # tokens read into one cache, then into the other
+SECONDS = 30.0  # approximate reading time
+LEAST, MOST = 512, 7680  # bounds of the text's length in tokens
 LONGEST = 32  # tokens of an answer
 
 
 def run_demo(model: str, kv: str, as_json: bool) -> None:
-    """Load, read for half a minute, ask, and show."""
+    """Load a model, read for half a minute, ask, and show both answers and the memory."""
     with working(f"reading {model}") as progress:
         loaded = load(model, kv, progress=progress)
     plain, packed = own_make_cache(loaded.model), partial(new_cache, loaded)
@@ -102,8 +102,8 @@ def story() -> str:
 
 
 def make_text(loaded, length: int) -> tuple[list[int], float]:
-    """Return the tokens of a prompt of about `length`, prose with FACT in it and the question about that; the share
-    of the prose before FACT."""
+    """Return the tokens of a prompt of about `length` tokens, prose that contains `FACT` and then the question, and the
+    share of the prose before the fact."""
     encode, sentences, count = loaded.tokenizer.encode, [], 2 * LONGEST
     for sentence in cycle(re.split(r"(?<=[.!?])\s+", story())):
         count += len(encode(sentence, add_special_tokens=False)) + 1
@@ -121,7 +121,7 @@ def make_text(loaded, length: int) -> tuple[list[int], float]:
 
 
 def read_text(loaded, tokens: list[int], sides: list[list]) -> Iterator[int]:
-    """Read `tokens` into each of the caches, a chunk at a time; yields how many each holds."""
+    """Read `tokens` into each of the caches, a chunk at a time. Yields the number of tokens read."""
     # Streams of a CPU are threads: two cores read at once.
     streams = [mx.new_stream(mx.cpu) for _ in sides] if backend() == "cpu" else []
     for start in range(0, len(tokens), CHUNK):
@@ -138,8 +138,8 @@ def read_text(loaded, tokens: list[int], sides: list[list]) -> Iterator[int]:
 
 
 def _fitting(loaded, sides: tuple[list, list]) -> int:
-    """Tokens that this machine reads into both caches in about SECONDS, whole chunks of them."""
-    list(read_text(loaded, [0] * CHUNK, list(sides)))  # builds what is built once
+    """Return how many tokens, in whole chunks, this machine reads into both caches in about `SECONDS`."""
+    list(read_text(loaded, [0] * CHUNK, list(sides)))  # builds kernels
     begun = time.perf_counter()
     list(read_text(loaded, [0] * CHUNK, list(sides)))
     rate = CHUNK / (time.perf_counter() - begun)
@@ -147,7 +147,7 @@ def _fitting(loaded, sides: tuple[list, list]) -> int:
 
 
 def _answer(loaded, last: list[int], caches: list) -> str:
-    """Return the likeliest answer, behind the last token of the prompt."""
+    """Return the likeliest answer after the last token of the prompt."""
     pieces = stream(loaded, last, caches, max_tokens=LONGEST)
     return "".join(piece.text for piece in pieces).strip()
 
@@ -160,10 +160,8 @@ LINES = 4  # plain lines in all
 
 
 class Chart:
-    """Bytes of two caches over the tokens that they hold, as areas: the second is drawn before the first.
-
-    names: of the caches. total: tokens at the end.
-    """
+    """Bytes of two caches over their tokens, as areas: the second in front of the first. names: of the caches. total:
+    tokens at the end."""
 
     def __init__(self, names: tuple[str, str], total: int, quiet: bool = False):
         self.names, self.total, self.quiet = names, total, quiet
@@ -181,7 +179,7 @@ class Chart:
             self._live.stop()
 
     def add(self, tokens: int, first: int, second: int) -> None:
-        """Note the bytes of both caches when they hold so many tokens."""
+        """Record the bytes of both caches with this many tokens."""
         last_tokens = self.points[-1][0] if self.points else 0
         self.points.append((tokens, first, second))
         if self._live is not None:
@@ -196,10 +194,10 @@ class Chart:
         return f"{tokens:,} tokens: {first_name} {human_bytes(first)}, {second_name} {human_bytes(second)}"
 
     def drawing(self) -> Group:
-        """Return the chart as it is now."""
+        """Return the current chart."""
         largest = max((first for _, first, _ in self.points), default=1)
         done = self.points[-1][0] if self.points else 0
-        # The axis is as long as the text, and as high as the whole text will be in the first cache.
+        # The axis is as long as the text, and as high as the whole text in the first cache.
         high = max(1, int(largest * self.total / max(done, 1)))
         columns = self._columns(high)
         rows = []
@@ -218,7 +216,7 @@ class Chart:
         return Group(*rows, key.append(self.line()))
 
     def _columns(self, high: int) -> list[tuple[float, float]]:
-        """Heights of both caches in cells, for each column that is reached."""
+        """Return the heights of both caches in cells, for each column reached so far."""
         out, at = [], 0
         for column in range(WIDTH):
             tokens = (column + 1) * self.total / WIDTH

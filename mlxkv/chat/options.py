@@ -110,19 +110,19 @@ class ChatOptions:
         _ = self.cache
         dtype_name(self.dtype)
         check_weights(self.weights)
-        _ = self.template  # raises where it is no JSON
+        _ = self.template  # raises for invalid JSON
         if self.raw and (self.system or self.template):
             name = "--system" if self.system else "--chat-template-args"
             raise UserError(f"[{name}] needs a chat template; it cannot go with --raw")
 
     @property
     def preset(self) -> str:
-        """`--kv` by its usual name."""
+        """Return the canonical name of `--kv`."""
         return canonical(self.kv)
 
     @property
     def cache(self) -> CacheConfig:
-        """What `--kv` names; of a session that an older version saved under a name that is gone, what it holds."""
+        """Return the configuration of `--kv`; for a session saved under a name that is gone, that of the file."""
         try:
             return parse_kv(self.preset)
         except UserError:
@@ -135,11 +135,11 @@ class ChatOptions:
 
     @property
     def asked(self) -> str | None:
-        """The text of the command line, or None. An argument that is not UTF-8 arrives with surrogates."""
+        """Return the text of the command line, or None. Arguments that are not UTF-8 contain surrogates."""
         text = " ".join(self.text) if self.text else self.prompt
         return None if text is None else text.encode("utf-8", "replace").decode("utf-8")
 
     @property
     def template(self) -> dict:
-        """Return what the chat template is given besides messages."""
+        """Return the extra arguments of the chat template."""
         return template_arguments(self.chat_template_args, self.think)

@@ -1,4 +1,4 @@
-"""Begin `mlxkv chat`: refuse what can be refused, say which model is loaded, and only then import what is heavy."""
+"""Start `mlxkv chat`: refuse bad options and name the model before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mlxkv.console import human_bytes, note, working
 from mlxkv.errors import UserError
 from mlxkv.formats import session as files
 
-BROKEN = 0.1  # the share of letters that are no UTF-8 from which piped bytes are no text
-PATIENCE = 1.0  # seconds without text on stdin before the terminal says what is waited for
+BROKEN = 0.1  # piped bytes are not text if a larger share of their characters is invalid UTF-8
+PATIENCE = 1.0  # seconds without text on stdin before a note says that it is awaited
 
 
 def run_chat(options: ChatOptions) -> None:
-    """Answer once with a prompt or piped text, else talk in the terminal."""
+    """Answer a prompt or piped text once; without either, talk in the terminal."""
     source = resolve(options.model)
     require(source)
     if options.load is not None:
@@ -33,19 +33,19 @@ def run_chat(options: ChatOptions) -> None:
     if not options.quiet:
         note(f"{options.model.strip()} · --kv {options.preset.strip()}")
     with working("importing MLX and mlx-lm"):
-        from mlxkv.chat.answer import talk
+        from mlxkv.chat.terminal import talk
     talk(options, prompt)
 
 
 def read_prompt(options: ChatOptions) -> str | None:
-    """Return what is on stdin, where it is no terminal, and then the text of the command line; None to talk."""
+    """Return the text on stdin, unless it is a terminal, followed by that of the command line; None without either."""
     words, piped = options.asked, None
     if not sys.stdin.isatty():
         if words is not None:
             _say_that_it_waits()
         try:
             piped = text_of(sys.stdin.buffer.read()).removesuffix("\n")
-        except OSError:  # what a job has in its place may be closed or for writing only
+        except OSError:  # a job's stdin may be closed or write-only
             piped = ""
     if words is None or not piped:
         return piped if words is None else words
@@ -53,8 +53,8 @@ def read_prompt(options: ChatOptions) -> str | None:
 
 
 def text_of(data: bytes) -> str:
-    """Decode piped text: UTF-8, or UTF-16 that begins with its mark. Single bytes that are no UTF-8 are replaced.
-    Raises UserError for a file that is no text, such as a PDF."""
+    """Decode piped text: UTF-8, or UTF-16 with its byte order mark. Invalid bytes are replaced.
+    Raises UserError for a file that is not text, such as a PDF."""
     wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     text = data.decode("utf-16" if wide else "utf-8-sig", "replace")
     if "\0" in text or text.count("\ufffd") > BROKEN * len(text):
@@ -66,10 +66,10 @@ def text_of(data: bytes) -> str:
 
 
 def _say_that_it_waits() -> None:
-    """Tell on stderr if nothing comes on stdin: a job may have left it open."""
+    """Print a note if nothing arrives on stdin: a job may have left it open."""
     try:
         ready, _, _ = select.select([sys.stdin], [], [], PATIENCE)
-    except (OSError, ValueError):  # no file, or of a system whose select takes sockets alone
+    except (OSError, ValueError):  # not a file, or a system whose select takes only sockets
         return
     if not ready:
         note(
@@ -78,8 +78,8 @@ def _say_that_it_waits() -> None:
 
 
 def check_session(load: str, options: ChatOptions, source: Source) -> None:
-    """Raise UserError, before a model is read, for the file `load` of `--load` that its header shows to be of another
-    cache or another model; all of it is checked when it is read."""
+    """Raise UserError, before the model is read, if the header of the saved session `load` names another cache or
+    another model. The rest of the file is checked when it is read."""
     head = files.read_header(files.file_named(load))
     if head.path.suffix != files.ENDING:
         raise head.wrong("is not a session saved by mlxkv chat")

@@ -1,4 +1,4 @@
-"""A conversation with its messages and the cache that holds them; a prompt reads only what is new."""
+"""A conversation: its messages and the cache that holds them. Each turn reads only what is new."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from mlxkv.generate.usage import Usage, projected, usage
 from mlxkv.loading.warmup import step_down
 from mlxkv.patching.trees import trim_caches
 
-THINKING = "enable_thinking"  # what chat templates of thinking models call their switch
-UNKNOWN = 1 << 20  # tokens of a reply of a model that names no context
+THINKING = "enable_thinking"  # name of the switch in chat templates of thinking models
+UNKNOWN = 1 << 20  # most tokens of a reply if the model's context is unknown
 
 
 class Session:
     """One chat on one loaded model.
 
-    messages: the conversation. tokens: what the cache holds. text: the same as text, as the chat
-    template wrote it. stats: of the last reply. opened: whether its prompt ended with
-    the mark that begins thoughts. raw: no chat template; prompts and replies are joined
-    as plain text. max_tokens: of a reply; None until the context is full. template: what the chat template is given
-    besides messages. processors: mlx-lm's logits processors.
+    messages: the conversation. tokens: those in the cache. text: the same tokens as text, as the chat template wrote
+    it. stats: counts and times of the last reply. opened: whether its prompt ended with the opening mark of thoughts.
+    raw: without a chat template; prompts and replies are joined as plain text. max_tokens: longest reply; None: until
+    the context is full. template: extra arguments of the chat template. processors: mlx-lm's logits processors.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Session:
         self._forget_cache()
 
     def _forget_cache(self) -> None:
-        """Start a fresh cache; the next turn reads the whole conversation again."""
+        """Start a new cache; the next turn reads the whole conversation again."""
         self.cache = new_cache(self.loaded)
         self.tokens: list[int] = []
         self.text = ""
@@ -76,7 +75,7 @@ class Session:
         progress: Callable[[int, int], None] | None = None,
         stop: Callable[[], bool] | None = None,
     ) -> Iterator[str]:
-        """Yield the reply in pieces. A failure or a stop keeps the session."""
+        """Yield the reply in pieces. The session survives a failure or a stop."""
         if not prompt.strip():
             raise UserError("[chat] empty prompt; write something, or pass --prompt TEXT")
         messages = [*self.messages, {"role": "user", "content": prompt}]
@@ -128,12 +127,12 @@ class Session:
                     self.stats, reused = Stats(), 0  # the prompt is read again
                     self._forget_cache()
         except GeneratorExit:
-            pass  # the caller stopped; what it has read counts
+            pass  # the caller stopped; it keeps what it has read
         finally:
             self._close(clean, messages, text, tokens, reused, reply, earlier)
 
     def _instead(self, error: RuntimeError) -> str:
-        """Switch off what failed. Returns a line about what runs instead; raises where nothing can."""
+        """Switch off what failed, and return a line about what runs instead. Raises MachineError if nothing can."""
         if isinstance(error, MachineError):
             raise error
         if instead := step_down(self.loaded, error):
@@ -143,16 +142,16 @@ class Session:
         ) from error
 
     def _rest(self, reply: str, written: list[int], finish: str, new: str) -> str:
-        """Return the text after `reply` once a reply continues after a failure. It is decoded from all tokens:
-        the new piece alone would lack the text that was held back at the failure."""
+        """Return the text that follows `reply` when it continues after a failure, decoded from all tokens: the piece
+        `new` lacks the text that was held back at the failure."""
         decoded = self._decode(written[:-1] if finish == "stop" else written)
         if not decoded.startswith(reply):
             return new
         return decoded[len(reply) :] if finish or not decoded.endswith("\ufffd") else ""
 
     def _close(self, clean, messages, text, tokens, reused, reply, earlier) -> None:
-        """Update messages, tokens and cache after a reply, a stop or a failure. earlier: stats of the
-        parts of the reply before failures that it recovered from."""
+        """Update messages, tokens and cache after a reply, a stop or a failure. earlier: stats of the parts before
+        failures from which the reply recovered."""
         for part in earlier:
             self.stats.generated_tokens += part.generated_tokens
             self.stats.decode_seconds += part.decode_seconds
@@ -176,7 +175,7 @@ class Session:
             self.text = ""
 
     def _decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens of the reply, without --raw that of these alone."""
+        """Return the text of tokens of the reply; with --raw, in the context of the prompt's last token."""
         prefix, text = (
             self.loaded.tokenizer.decode(part, skip_special_tokens=False) if part else ""
             for part in (self._prefix, [*self._prefix, *tokens])
@@ -184,18 +183,15 @@ class Session:
         return text[len(prefix) :]
 
     def _with_reply(self, messages: list[dict], shown: str, exact: str) -> list[dict]:
-        """Return the conversation with the reply in the wording that makes the template reproduce the cached
-        text, so that the cache is reused.
-
-        shown: when stopped, without text that was still held back. Some templates write the space themselves with which
-        a reply begins.
-        """
+        """Return the conversation with the reply worded so that the template reproduces the cached text, and the cache
+        is reused. shown: the streamed text; after a stop, without what was held back. exact: the text of all tokens.
+        Some templates write the reply's leading space themselves."""
         for content in (shown, exact, shown.removeprefix(" ")):
             candidate = [*messages, self._reply(content)]
             try:
                 if "".join(self._pieces(candidate)).startswith(self.text):
                     return candidate
-            except UserError:  # the next question raises it
+            except UserError:  # raised again by the next question
                 pass
         return [*messages, self._reply(shown)]
 
@@ -205,21 +201,18 @@ class Session:
         return self.thinking.message(text, self.opened)
 
     def _render(self, messages: list[dict]) -> tuple[str, list[int]]:
-        """Return the conversation as text and as tokens.
-
-        If the text only grows, the cached tokens are kept and the rest is encoded alone: encoding a
-        reply again may give other tokens than the model wrote.
-        """
+        """Return the conversation as text and as tokens. If the text only grows, the cached tokens are kept: encoding a
+        reply may give other tokens than the model wrote."""
         pieces = self._pieces(messages)
         text = "".join(pieces)
         if self.text and text.startswith(self.text):
             pieces = cut_front(pieces, len(self.text))
             return text, self.tokens + self.escaper.encode(pieces, context=self.text)
-        # A chat template writes its own first token.
+        # A chat template writes its own start token.
         return text, self.escaper.encode(pieces, add_special_tokens=self.raw)
 
     def _pieces(self, messages: list[dict]) -> list[str]:
-        """Return the conversation as text, in pieces to encode one by one."""
+        """Return the conversation as text, in pieces to encode separately."""
         if self.raw:
             return ["".join(message["content"] for message in messages)]
         messages = self.thinking.named(messages)
@@ -243,10 +236,8 @@ class Session:
         return takes
 
     def _reuse(self, tokens: list[int]) -> int:
-        """Cut the cache back to what it shares with `tokens`; returns how many tokens that is.
-
-        At least one token is left to feed. A cache that cannot be cut (a sliding window that has moved on) is dropped.
-        """
+        """Trim the cache to the prefix shared with `tokens`, and return its length. At least one token
+        remains to be read. A cache that cannot be trimmed (a sliding window that has moved on) is dropped."""
         shared = len(commonprefix([self.tokens, tokens[:-1]]))
         if shared == len(self.tokens):
             return shared
@@ -259,7 +250,7 @@ class Session:
 
     @property
     def cut_off(self) -> str | None:
-        """A sentence for a last reply that was cut off, or None."""
+        """Return a sentence about how the last reply was cut off, or None."""
         if self.stats.finish_reason != "length":
             return None
         count = self.stats.generated_tokens
@@ -272,17 +263,17 @@ class Session:
         return usage(self.cache)
 
     def projected(self, tokens: int) -> Usage:
-        """Compute what the caches take once they hold `tokens` tokens."""
+        """Return the memory that the caches will take with `tokens` tokens."""
         return projected(self.cache, tokens)
 
     def save(self, name: str):
-        """Write the session to a file, completely or not at all. Returns the path."""
+        """Write the session to a file, completely or not at all, and return its path."""
         saved = prompt_cache.Saved(self.cache, self.tokens, self.messages, self.text, self.raw)
         with console.hold_signals():
             return prompt_cache.save(name, saved, self.loaded)
 
     def load(self, name: str) -> None:
-        """Replace the session by a saved one; a file that is refused changes nothing."""
+        """Replace the session by a saved one. Raises UserError, and changes nothing, for a file that is refused."""
         saved = prompt_cache.load(name, self.loaded)
         if saved.raw != self.raw:
             raise UserError(

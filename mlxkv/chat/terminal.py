@@ -1,15 +1,18 @@
-"""Chat in a terminal: input with history, commands, streaming, Ctrl-C."""
+"""Load a model, then answer once or talk in a terminal: input with history, commands, streaming, Ctrl-C."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -19,12 +22,17 @@ from rich.text import Text
 
 from mlxkv import console
 from mlxkv.catalog.aliases import DEFAULT
+from mlxkv.chat.options import ChatOptions
 from mlxkv.chat.session import Session
 from mlxkv.chat.typed import History, read_message
-from mlxkv.chat.wrap import Thoughts, Wrap
-from mlxkv.console import human_bytes, one_line, plain, say
+from mlxkv.console import human_bytes, note, one_line, plain, print_json, say, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.session import path_for
+from mlxkv.generate.generation import backend
+from mlxkv.generate.roles import Thinking
+from mlxkv.loading import quality_check
+from mlxkv.loading.load import load
+from mlxkv.loading.warmup import warm_up
 
 HELP = {
     "/help": "this list",
@@ -43,9 +51,103 @@ SMALL = (
 )
 
 
+# -- one question, or a conversation
+
+
+def talk(options: ChatOptions, prompt: str | None) -> None:
+    """Load a model and answer `prompt`; without one, talk in the terminal."""
+    mx.random.seed(options.seed)
+    mx.reset_peak_memory()
+    with working(f"reading {options.model.strip()}") as progress:
+        loaded = load(
+            options.model,
+            options.cache,
+            strict=options.kv_strict,
+            dtype=options.dtype,
+            calibration=options.calibration,
+            progress=progress,
+            weights=options.weights,
+        )
+    # What the model's makers recommend, except where an option says otherwise.
+    asked = {"temperature": options.temp, "top_p": options.top_p}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    sampler, processors = replace(loaded.sampling, **asked).drawing()
+    session = Session(
+        loaded,
+        options.system,
+        options.raw,
+        sampler,
+        options.max_tokens,
+        options.template,
+        processors,
+    )
+    loaded.print_report(backend(), options.quiet)
+    quality_check.warn(loaded)
+    warm_up(loaded)
+    if options.load is not None:
+        session.load(options.load)
+        if not options.quiet:
+            note(f"  continues {options.load}: {len(session.tokens)} tokens")
+    if prompt is None:
+        interactive(session)
+        return
+    stream_reply(session, prompt, show=not options.json)
+    if not options.json:
+        say("")
+    if (cut := session.cut_off) is not None:
+        note(f"[{cut}]")
+    loaded.tell_steps()
+    if options.json:
+        print_json(report(session))
+    elif not options.quiet:
+        note(stats_line(session))
+
+
+def report(session: Session) -> dict:
+    """Return the document of `mlxkv chat --json` for the last reply."""
+    loaded, stats, usage = session.loaded, session.stats, session.usage()
+    return {
+        "model": loaded.name,
+        "kv": loaded.kv_name,
+        "backend": backend(),
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "finish_reason": stats.finish_reason,
+        "prefill_seconds": round(stats.prefill_seconds, 4),
+        "decode_seconds": round(stats.decode_seconds, 4),
+        "tokens_per_second": round(stats.tokens_per_second, 2),
+        **usage.figures,
+        "peak_bytes": mx.get_peak_memory(),
+        **said(session),
+        "steps": loaded.steps,
+        "layers": [layer.as_dict() for layer in loaded.layers],
+    }
+
+
+def said(session: Session) -> dict:
+    """Return the fields of `--json` about the text of the last reply: `reasoning` only where the model thought."""
+    last = session.messages[-1] if session.messages else {"content": ""}
+    if "reasoning_content" not in last:
+        return {"text": last["content"]}
+    return {"reasoning": last["reasoning_content"].strip(), "text": last["content"].lstrip("\n")}
+
+
+def stats_line(session: Session) -> str:
+    """Return the last reply in one line, with the memory of its cache now and at the model's whole context."""
+    stats, usage = session.stats, session.usage()
+    memory = usage.line()
+    if usage.window and usage.tokens < session.limit:
+        ahead = session.projected(session.limit)
+        memory += f"; at {ahead.tokens:,} tokens {ahead.saving()}"
+    return (
+        f"[{stats.prompt_tokens} + {stats.generated_tokens} tokens · "
+        f"{stats.tokens_per_second:.1f} tokens/s · {memory}]"
+    )
+
+
 @contextlib.contextmanager
 def prefill_bar() -> Iterator[Callable[[int, int], None]]:
-    """Yield a `progress(done, total)` that shows a bar on stderr for long prompts."""
+    """Show a bar on stderr for long prompts. Yields `progress(done, total)`."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda done, total: None
@@ -77,7 +179,7 @@ def prefill_bar() -> Iterator[Callable[[int, int], None]]:
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yield a function that is true after Ctrl-C, to stop between two tokens; a second one interrupts."""
+    """Yield a function that tells whether Ctrl-C was pressed, to stop between tokens. A second Ctrl-C interrupts."""
     stopping = False
 
     def handle(signum, frame):
@@ -95,7 +197,7 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def left_by_signals() -> Iterator[None]:
-    """Leave as by /exit when asked to end or when the terminal is closed: the history is kept."""
+    """Exit when a signal asks for it or the terminal is closed; the history is kept."""
 
     def leave(number, frame):
         raise SystemExit(128 + number)
@@ -135,7 +237,7 @@ def interactive(session: Session) -> None:
 
 
 def _read(out: Console) -> str | None:
-    """Read a message: "" after Ctrl-C, None at the end of the input."""
+    """Return a message; "" after Ctrl-C, None at the end of the input."""
     try:
         return read_message()
     except EOFError:
@@ -149,8 +251,7 @@ def _read(out: Console) -> str | None:
 
 @contextlib.contextmanager
 def wrapped(session: Session) -> Iterator[Callable[[str], None]]:
-    """Yield a function that writes the reply of a session to stdout at once; in a terminal lines break between words,
-    and thoughts are dim."""
+    """Yield a function that writes a reply to stdout; in a terminal, lines break between words and thoughts are dim."""
     if not sys.stdout.isatty():
         yield lambda piece: say(piece, end="")
         return
@@ -165,7 +266,7 @@ def wrapped(session: Session) -> Iterator[Callable[[str], None]]:
 def stream_reply(
     session: Session, prompt: str, stop: Callable[[], bool] | None = None, show: bool = True
 ) -> None:
-    """Ask, with a bar while the prompt is read, and stream the reply to stdout if `show`."""
+    """Ask, and stream the reply to stdout if `show`."""
     with prefill_bar() as progress:
         pieces = session.ask(prompt, progress, stop)
         first = next(pieces, "")
@@ -225,7 +326,8 @@ def _command(session: Session, out: Console, line: str) -> bool:
         session.load(argument)
         _dim(out, f"continues {argument}: {len(session.tokens)} tokens")
         for message in session.messages[-2:]:
-            _dim(out, f"{message['role']}: {shortened(message['content'])}")
+            line = one_line(message["content"])
+            _dim(out, f"{message['role']}: {line if len(line) <= 100 else f'{line[:100]}...'}")
     else:
         choices = ", ".join(COMMANDS)
         raise UserError(f"[chat] no such command; got {name}; choose from {choices}")
@@ -233,7 +335,7 @@ def _command(session: Session, out: Console, line: str) -> bool:
 
 
 def _may_write(path: Path, out: Console) -> bool:
-    """Return whether a file may be written: it is not there, or the user says so."""
+    """Return whether the file is new, or the user agrees to replace it."""
     if not path.is_file():
         return True
     try:
@@ -242,14 +344,8 @@ def _may_write(path: Path, out: Console) -> bool:
         return False
 
 
-def shortened(text: str, most: int = 100) -> str:
-    """Return the beginning of a text in one line."""
-    line = one_line(text)
-    return line if len(line) <= most else f"{line[:most]}..."
-
-
 def _dim(out: Console, text: str) -> None:
-    """Print a line with names in it, which may look like markup."""
+    """Print a line that may contain names that look like markup."""
     out.print(plain(text), style="dim", markup=False)
 
 
@@ -276,3 +372,96 @@ def _stats(session: Session) -> Table:
     for name, value in rows.items():
         table.add_row(Text(name, "dim"), Text(plain(value)))
     return table
+
+
+# -- replies in lines of words; what a model thinks in dim letters, without the marks around it
+
+FENCE = "```"
+
+
+class Wrap:
+    """Passes pieces of text to `write`, broken into lines of at most `width` cells. Code (indented or fenced) and
+    words longer than a line stay as they are."""
+
+    def __init__(self, write: Callable[[str], None], width: int):
+        self._write, self._width = write, width
+        self._word, self._space = "", ""  # not written yet
+        self._line = ""  # what is written of the line, as the text has it
+        self._column, self._fenced = 0, False
+
+    def __call__(self, piece: str) -> None:
+        """Write a piece, except its last word, which the next piece may continue."""
+        out = []
+        for part in re.findall(r"\n|[^\S\n]+|\S+", piece):
+            if part == "\n":
+                out.append(self._ended())
+                if self._line.lstrip().startswith(FENCE):
+                    self._fenced = not self._fenced
+                out.append("\n")
+                self._line, self._column = "", 0
+            elif part.isspace():
+                out.append(self._ended(spaces=False))
+                self._space += part
+            else:
+                self._word += part
+        self._write("".join(out))
+
+    def close(self) -> None:
+        """Write the last word."""
+        self._write(self._ended())
+
+    def _ended(self, spaces: bool = True) -> str:
+        """Return the pending word after its spaces or a line break; without a word, the spaces at a line's end."""
+        word, space = self._word, self._space
+        if not word:
+            self._space = "" if spaces else space
+            return space if spaces else ""
+        self._word = self._space = ""
+        size = cell_len(space) + cell_len(word)
+        code = self._fenced or (self._line + space).startswith(("    ", "\t"))
+        if self._line.strip() and space and not code and self._column + size > self._width:
+            self._line += space + word
+            self._column = cell_len(word)
+            return "\n" + word
+        self._line += space + word
+        self._column += size
+        return space + word
+
+
+DIM, PLAIN = "\x1b[2m", "\x1b[22m"
+
+
+class Thoughts:
+    """Passes pieces of a reply to `wrap`; text between thinking marks is dim. opened: whether the prompt ended with the
+    opening mark, as some chat templates write it."""
+
+    def __init__(self, wrap: Wrap, thinking: Thinking, opened: bool = False):
+        self._wrap, self._held, self._thinking = wrap, "", False
+        self._start, self._end = thinking.start, thinking.end
+        if opened:
+            self._switch()
+
+    def __call__(self, piece: str) -> None:
+        """Write a piece, except an ending that may be the start of a mark."""
+        self._held += piece
+        while (mark := self._end if self._thinking else self._start) and mark in self._held:
+            text_before, _, self._held = self._held.partition(mark)
+            self._wrap(text_before)
+            self._switch()
+        waits = next((n for n in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:n])), 0)
+        ready = len(self._held) - waits
+        self._wrap(self._held[:ready])
+        self._held = self._held[ready:]
+
+    def _switch(self) -> None:
+        self._wrap.close()
+        self._thinking = not self._thinking
+        sys.stdout.write(DIM if self._thinking else PLAIN)
+
+    def close(self) -> None:
+        """Write the rest, and end dim text."""
+        self._wrap(self._held)
+        self._wrap.close()
+        if self._thinking:
+            sys.stdout.write(PLAIN)
+            sys.stdout.flush()

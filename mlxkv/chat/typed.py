@@ -1,4 +1,4 @@
-"""What a user types in the terminal: messages of several lines, history, completion. Imports nothing heavy."""
+"""Read what a user types in the terminal: messages of several lines, history, completion. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mlxkv.console import cache_dir
 
 QUOTE = '"""'
 PROMPT, MORE = "> ", ". "
-PASTED = 0.03  # seconds: lines that follow at once were pasted
+PASTED = 0.03  # seconds: lines that follow sooner were pasted
 FILES = ("/save ", "/load ")
 
 
 class History:
-    """Line editing with a history file in the user's cache folder, where readline exists. Tab completes
-    commands and the files of /save and /load."""
+    """Line editing with a history file in the user's cache folder, if readline exists. Tab completes commands and the
+    files of /save and /load."""
 
     def __init__(self, commands: tuple[str, ...] = ()):
         self.commands = commands
@@ -43,7 +43,7 @@ class History:
         return self
 
     def choices(self, text: str) -> list[str]:
-        """Return what a line that begins with `text` may go on as."""
+        """Return the completions of a line that begins with `text`."""
         if text.startswith(FILES):
             command, _, name = text.partition(" ")
             names = sorted(glob.glob(glob.escape(os.path.expanduser(name)) + "*"))
@@ -53,7 +53,7 @@ class History:
     def __exit__(self, *exc) -> None:
         if self.readline:
             self.readline.set_completer(None)
-            mask_before = os.umask(0o077)  # it is nobody else's
+            mask_before = os.umask(0o077)  # others must not read it
             with contextlib.suppress(OSError):  # a read-only home is no reason to fail
                 files.make_folder(self.path.parent)
                 self.readline.write_history_file(self.path)
@@ -66,32 +66,28 @@ def read_message() -> str:
     next; or all lines that were pasted together. Raises EOFError at the end of the input.'''
     line = input(PROMPT)
     if line.lstrip().startswith(QUOTE):
-        return _quoted(line.lstrip().removeprefix(QUOTE))
-    lines = [line]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1][:-1]
-        lines.append(input(MORE))
-    while _more_waits():
-        lines.append(input())
-    return "\n".join(lines).strip().encode("utf-8", "replace").decode("utf-8")
-
-
-def _quoted(first: str) -> str:
-    lines = [first]
-    while QUOTE not in lines[-1]:
-        try:
+        lines = [line.lstrip().removeprefix(QUOTE)]
+        while QUOTE not in lines[-1]:
+            try:
+                lines.append(input(MORE))
+            except EOFError:  # counts as the end of the message
+                break
+        lines[-1] = lines[-1].partition(QUOTE)[0]
+    else:
+        lines = [line]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
             lines.append(input(MORE))
-        except EOFError:  # counts as the end of the message
-            break
-    lines[-1] = lines[-1].partition(QUOTE)[0]
+        while _more_waits():
+            lines.append(input())
     return "\n".join(lines).strip().encode("utf-8", "replace").decode("utf-8")
 
 
 def _more_waits() -> bool:
-    """Return whether a terminal has more to read already: the rest of what was pasted."""
+    """Return whether the terminal already has more to read: the rest of a paste."""
     if not sys.stdin.isatty():
         return False
     try:
         return bool(select.select([sys.stdin], [], [], PASTED)[0])
-    except (OSError, ValueError, TypeError):  # replaced by something that is no file
+    except (OSError, ValueError, TypeError):  # stdin was replaced by an object that is not a file
         return False

@@ -6,8 +6,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from random_model import TEMPLATE, write_model
 from scripted_models import write_thinker
 
-from mlxkv.chat.answer import said
 from mlxkv.chat.session import Session
+from mlxkv.chat.terminal import said
 from mlxkv.errors import UserError
 from mlxkv.loading.load import load
 

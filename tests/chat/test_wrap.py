@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from mlxkv.chat.terminal import wrapped
-from mlxkv.chat.wrap import DIM, PLAIN, Wrap
+from mlxkv.chat.terminal import DIM, PLAIN, Wrap, wrapped
 from mlxkv.generate.roles import Thinking
 
 WORDS = st.lists(
