@@ -118,6 +118,12 @@ class BatchedKVCache(Contract):
         view = self._batch_view(rows, (keys[:, :, :0], values[:, :, :0]))
         return view, view
 
+    @staticmethod
+    def joined(views: Sequence[tuple]) -> tuple:
+        """Join what `update_and_fetch` returned for each sequence, without padding, into what it returns for all."""
+        view = View(views[0][0].recent, rows=tuple((row, None) for row, _ in views))
+        return view, view
+
     def _batch_view(self, rows: Sequence, nothing: Pair | None = None) -> View:
         """Return the view of all sequences. nothing: keys and values of length zero, for a step that is all padding."""
         skips = self._skips if self._new is not None else None

@@ -22,11 +22,11 @@ from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.choose import KernelPlan
 from mlxkv.cache.pages import Pages, Part
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import Pair, RecordPages, View, both
+from mlxkv.cache.view import Pair, View, both
 from mlxkv.codec.transform import subtract_mean
 from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.rules.windows import FlushPlan, TrimSource, Windows
-from mlxkv.metal.lengths import batch_lengths
+from mlxkv.metal.lengths import Division, Rows, batch_lengths, shared
 
 if TYPE_CHECKING:
     from mlxkv.cache.compressed import CompressedKVCache
@@ -39,9 +39,8 @@ class BatchBuffers:
         self.like = like
         self.config, self.layer_maps = like.config, like.layer_maps
         self.key_mean = like.key_mean
-        self.store, self.heads, self.dtype = store, heads, dtype
-        self.page_records = self.config.page // TOKENS  # records per page
-        self.pages = Pages.of_many(store.layout, self.config.page, heads)
+        self.heads, self.dtype = heads, dtype
+        self.store = store.of_many(heads)
         self.offsets: list[int] = []
         self.counts: list[int] = []  # recent tokens
         self.sink_full: list[bool] = []  # whether the sink has moved out of the recent window
@@ -53,7 +52,7 @@ class BatchBuffers:
 
     def __deepcopy__(self, memo):
         buffers = copy(self)  # other members are never written in place
-        for name in ("offsets", "counts", "sink_full", "has_last_page", "pages"):
+        for name in ("offsets", "counts", "sink_full", "has_last_page", "store"):
             setattr(buffers, name, deepcopy(getattr(self, name), memo))
         return buffers
 
@@ -124,6 +123,11 @@ class BatchBuffers:
     def _joined(self, windows: Pair, added: Pair) -> Pair:
         return both(lambda x, y: mx.concatenate([padded(x, y.shape[2]), y]), windows, added)
 
+    @property
+    def pages(self) -> Pages[str]:
+        """The quantized pages of all sequences."""
+        return self.store.pages
+
     def windows(self, i: int) -> Windows:
         """Return the `Windows` of a sequence."""
         sink = self.config.sink if self.sink_full[i] else 0
@@ -156,29 +160,34 @@ class BatchBuffers:
         pairs = zip(self.counts, self.sink_full, strict=True)
         return any(n + new > self.config.recent_capacity(sink_full) for n, sink_full in pairs)
 
+    def step_windows(self) -> Pair:
+        """Return the recent windows for a step of fixed shapes (`cache.static`)."""
+        self.flush()
+        return self.recent
+
+    @property
+    def division(self) -> Division:
+        """How kernels share out their work."""
+        return shared(tuple(records for records, _, _ in self.lengths[1]))
+
     def view(self) -> View:
         """Return the view without new tokens."""
         self.flush()
         return self._view()
 
     def _view(self) -> View:
-        pages, (starts, rows) = self.whole_buffers(list(self.pages.arrays.values())), self.lengths
+        pages, (starts, rows) = self.store.whole_buffers(self.store.arrays()), self.lengths
         return View(self.recent, self.sink, pages, lengths=batch_lengths(rows, starts))
 
     @property
-    def lengths(self) -> tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]:
-        """Return the first record, and (records, sink tokens, recent tokens), of each sequence."""
-        pages, sink, page_records = self.pages, self.config.sink, self.page_records
+    def lengths(self) -> tuple[tuple[int, ...], Rows]:
+        """The first record, and (records, sink tokens, recent tokens), of each sequence."""
+        pages, sink, page_records = self.pages, self.config.sink, self.config.page // TOKENS
         records = (n * page_records for n in pages.counts)
         sinks = (sink if sink_full else 0 for sink_full in self.sink_full)
         return tuple(n * page_records for n in pages.starts), tuple(
             zip(records, sinks, self.counts, strict=True)
         )
-
-    def whole_buffers(self, arrays: Sequence[mx.array]) -> RecordPages:
-        """Return a snapshot of `arrays`, in the order of `pages.arrays`, spare capacity included."""
-        named = dict(zip(self.pages.arrays, arrays, strict=True))
-        return self.store.snapshot(named, self.pages.capacity * self.config.page)
 
     def flush(self) -> None:
         """Quantize a page of each sequence whose recent window is full."""
@@ -254,7 +263,7 @@ class BatchBuffers:
 
     def arrays(self) -> list[mx.array]:
         """Return all allocated arrays."""
-        return [*self.recent, *(self.sink or ()), *self.last, *self.pages.arrays.values()]
+        return [*self.recent, *(self.sink or ()), *self.last, *self.store.arrays()]
 
 
 def _part(store: Codes | Records | None) -> Part[str]:

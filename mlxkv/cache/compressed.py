@@ -28,9 +28,11 @@ from mlxkv.codec.transform import KeyMean, subtract_mean
 from mlxkv.errors import UserError
 from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
+from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.rules.windows import TrimPlan, TrimSource, Windows, between
 from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.metal.launch import ahead, backend
+from mlxkv.metal.lengths import Division, Rows
 
 NEW = -1
 
@@ -257,9 +259,8 @@ class CompressedKVCache(Snapshots, Contract):
 
     # -- a step of fixed shapes (`cache.static`)
 
-    @property
-    def recent_buffers(self) -> Pair | None:
-        """The buffers of the recent window; None before the first page is quantized.
+    def step_windows(self) -> Pair | None:
+        """Return the buffers of the recent window; None before the first page is quantized.
 
         They have room for all tokens up to the next quantized page and `DECODE_TOKENS` more; pages have room for one.
         """
@@ -295,12 +296,32 @@ class CompressedKVCache(Snapshots, Contract):
         return self._last
 
     @property
-    def count(self) -> int:
-        """Recent tokens."""
-        return self._count
+    def offsets(self) -> tuple[int]:
+        """Tokens read, by all its sequences."""
+        return (self.offset,)
+
+    def quantizes_after(self, new: int) -> bool:
+        """Return whether a page must be quantized after `new` more tokens."""
+        return self._count + new > self._recent_capacity
+
+    @property
+    def division(self) -> Division:
+        """How kernels share out their work."""
+        return Division(self._existing_store.pages.capacity * self.config.page // TOKENS)
+
+    @property
+    def lengths(self) -> tuple[tuple[int, ...], Rows]:
+        """The first record, and (records, sink tokens, recent tokens), of each sequence; for plain ops of one, with
+        tokens in place of records."""
+        store, stored, starts = self._existing_store, self._paged, (0,)
+        if isinstance(store, Records):
+            batch, heads, capacity, _ = store.pages.arrays["records"].shape
+            stored //= TOKENS
+            starts = tuple(i * heads * capacity for i in range(batch))
+        return starts, ((stored, self._sunk, self._count),) * len(starts)
 
     def commit(self, arrays: Sequence[mx.array], new: int) -> None:
-        """Replace `recent_buffers` by buffers with `new` more tokens, and quantize the pages due."""
+        """Replace the buffers of the recent window by some with `new` more tokens, and quantize the pages due."""
         self._recent = arrays[0], arrays[1]
         self._count += new
         self.offset += new

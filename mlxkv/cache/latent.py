@@ -20,15 +20,7 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.batch_buffers import padded
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.contract import BatchMethod
-from mlxkv.cache.static import (
-    Arrays,
-    ListStaticCache,
-    NotYet,
-    SingleStaticCache,
-    StaticCache,
-    StepIndices,
-    of_batch,
-)
+from mlxkv.cache.static import Arrays, CompressedStaticCache, NotYet, StepIndices
 from mlxkv.cache.stores import LatentCodes
 from mlxkv.cache.view import LatentPages, Pair, TracedLatents, View
 from mlxkv.formats.rules.windows import TrimPlan
@@ -69,6 +61,13 @@ class BatchedLatentCache(BatchedKVCache):
             recent = next(row[0].recent for row in latents if row is not None)
             return View(recent, rows=tuple(latents)), rotary
         return mx.concatenate([padded(x, width) for x in latents]), rotary
+
+    @staticmethod
+    def joined(views: Sequence[tuple]) -> tuple:
+        """Return latents as views, and the rotary keys of all sequences [B, 1, columns, N], padded with zeros."""
+        columns = max(rotary.shape[2] for _, rotary in views)
+        rotary = mx.concatenate([padded(x, columns) for _, x in views])
+        return BatchedKVCache.joined(views)[0], rotary
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
         """Return the mask of BatchedKVCache; for several tokens an array, which plain attention needs."""
@@ -257,12 +256,8 @@ def decoded(view: View) -> mx.array:
     return mx.depends(latents, list(view.quantized)) if view.quantized else latents
 
 
-# -- Static caches of `LatentKVCache`, single and batched: those of `CompressedKVCache`, with the rotary keys that the
-# model's code multiplies.
-
-
-class SingleStaticLatents(SingleStaticCache):
-    """Indices as of `SingleStaticCache`. Exact rotary keys are one more array, in the order of their tokens."""
+class LatentStaticCache(CompressedStaticCache):
+    """A `LatentKVCache`. Exact rotary keys are one more array, in the order of their tokens."""
 
     def __init__(self, cache: LatentKVCache, new: int):
         if new > 1:
@@ -270,7 +265,7 @@ class SingleStaticLatents(SingleStaticCache):
         super().__init__(cache, new)
         self.rotary = cache.whole_rotary
         if self.rotary is not None:
-            self.arrays, self.writes = [*self.arrays, self.rotary], 3
+            self.arrays = [*self.arrays, self.rotary]
 
     def append(
         self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
@@ -300,26 +295,5 @@ class SingleStaticLatents(SingleStaticCache):
         return buffers, (latents, rotary)
 
     def make_mask(self, N: int, return_array: bool, window_size: int | None):
-        """Return None: one token sees all, even if an array is requested."""
+        """Return None: one token sees all, even if an array is requested; what is not in use is out of sight."""
         return super().make_mask(N, return_array and N > 1, window_size)
-
-
-class ListStaticLatents(ListStaticCache):
-    """Arrays of `SingleStaticLatents` for each sequence."""
-
-    row_class = SingleStaticLatents
-
-    def joined(self, views: Sequence[tuple]) -> tuple:
-        """Return latents as views, and the rotary keys of all sequences [B, 1, columns, N], padded with zeros."""
-        columns = max(rotary.shape[2] for _, rotary in views)
-        rotary = mx.concatenate([padded(x, columns) for _, x in views])
-        return super().joined(views)[0], rotary
-
-    def make_mask(self, N: int, return_array: bool, window_size: int | None):
-        """As of one sequence: what is not in use is out of sight (`TracedLatents`)."""
-        return super().make_mask(N, return_array and N > 1, window_size)
-
-
-def of_latent_batch(cache: BatchedLatentCache, new: int) -> StaticCache:
-    """Return the static cache of a batch of sequences, which are read one after the other. Raises as `of_batch`."""
-    return of_batch(cache, new, LatentKVCache, ListStaticLatents)

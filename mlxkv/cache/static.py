@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -19,11 +18,9 @@ import mlx.core as mx
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.batch_buffers import BatchBuffers
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.stores import Records
 from mlxkv.cache.view import View
 from mlxkv.codec.transform import subtract_mean
-from mlxkv.formats.layout import TOKENS
-from mlxkv.metal.lengths import Division, Lengths, shared
+from mlxkv.metal.lengths import Lengths, Rows
 
 Arrays = Sequence[mx.array]
 T = TypeVar("T")
@@ -196,68 +193,72 @@ def put(
     return keys, values
 
 
-class SingleStaticCache(StaticCache):
-    """A `CompressedKVCache`: its pages as they are, its recent window in buffers of fixed capacity.
+class CompressedStaticCache(StaticCache):
+    """A `CompressedKVCache`, or the `BatchBuffers` of several sequences: pages as they are, recent windows in buffers
+    of fixed capacity.
 
-    Indices: offset, recent tokens before, then, of each sequence, records, sink tokens, recent tokens
-    after, first record; in place of the records of plain ops, their tokens.
-
-    writes: how many of its arrays, from the first on, a step writes.
+    Indices: offset of each sequence whose lengths are its own, recent tokens before of each, then, of every sequence,
+    records, sink tokens, recent tokens after, first record; in place of the records of plain ops, their tokens.
     """
 
-    writes = 2
-    state: tuple[int, int, int]
+    state: tuple[tuple[int, ...], tuple[int, ...], Rows]
 
-    def __init__(self, cache: CompressedKVCache, new: int):
-        if (recent := cache.recent_buffers) is None or (store := cache.store) is None:
+    def __init__(self, cache: CompressedKVCache | BatchBuffers, new: int):
+        if (recent := cache.step_windows()) is None or (store := cache.store) is None:
             raise NotYet("nothing is quantized yet")
-        self.cache, self.new, self.store = cache, new, store
-        sink, config, pages = cache.sink, cache.config, store.pages
-        self.n_sink = config.sink if sink else 0
-        self.quantizes = cache.count + new > config.recent_capacity(sink is not None)
-        self.key_mean = cache.key_mean
-        self.key = self.store.form, self.n_sink, self.key_mean
-        shape = recent[0].shape[:2]
-        self.batch = shape[0]
-        self.lockstep = type(self.store), shape, config.page, config.recent, self.n_sink
-        self.state = cache.offset, cache.count, pages.counts[0]
-        self.arrays = [*recent, *(sink or ()), *pages.arrays.values()]
-        self.emulated = self.store.backend.emulated
+        self.cache, self.new, self.store, config = cache, new, store, cache.config
+        self.by_row, self.has_sink = isinstance(cache, BatchBuffers), cache.sink is not None
+        self.count, (starts, rows) = len(cache.offsets), cache.lengths
+        self.division, self.key_mean = cache.division, cache.key_mean
+        self.quantizes = cache.quantizes_after(new)
+        self.emulated = store.backend.emulated
+        division = self.by_row and self.division  # of one cache, it follows from shapes
+        self.key = store.form, division, self.has_sink, self.key_mean
+        kind = self.by_row, type(store), recent[0].shape[:2]
+        self.lockstep = *kind, config.page, config.recent, config.sink, self.has_sink
+        self.state = tuple(cache.offsets), starts, rows
+        self.arrays = [*recent, *(cache.sink or ()), *store.arrays()]
 
     @property
     def indices(self) -> tuple[int, ...]:
-        (offset, count, pages), batch = self.state, 1
-        stored, step = pages * self.cache.config.page, 0
-        if isinstance(self.store, Records):
-            batch, heads, capacity, _ = self.store.pages.arrays["records"].shape
-            stored, step = stored // TOKENS, heads * capacity
-        rows = ((stored, self.n_sink, count + self.new, i * step) for i in range(batch))
-        return offset, count, *(n for row in rows for n in row)
+        offsets, starts, rows = self.state
+        out = [*offsets, *(recent for _, _, recent in rows[: self.count])]
+        for at, (records, sink, recent) in zip(starts, rows, strict=True):
+            out += records, sink, recent + self.new, at
+        return tuple(out)
 
     @property
     def advance(self) -> tuple[int, ...]:
-        new, rows = self.new, self.batch if isinstance(self.store, Records) else 1
-        return new, new, *(0, 0, new, 0) * rows
+        return (self.new,) * (2 * self.count) + (0, 0, self.new, 0) * len(self.state[1])
+
+    def offset(self, indices: StepIndices) -> mx.array:
+        if not self.by_row:
+            return super().offset(indices)
+        return indices.once("offset", lambda: indices.array[: self.count])
 
     def append(
         self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
     ) -> tuple[Arrays, tuple]:
-        recent = put(arrays[:2], (subtract_mean(self.key_mean, keys), values), indices, 1)
-        sink, pages = _sink_and_pages(arrays, bool(self.n_sink), self.store.whole_buffers)
-        division = Division(pages.tokens // TOKENS)
-        lengths = indices.once(("lengths", division), lambda: Lengths(indices.array[2:], division))
-        columns = partial(_columns, indices, self.n_sink, pages.tokens, recent[0].shape[2])
-        view = View(recent, sink, pages, lengths=lengths, seen=columns)
+        pair = subtract_mean(self.key_mean, keys), values
+        recent = put(arrays[:2], pair, indices, self.count, self.by_row)
+        sink = (arrays[2], arrays[3]) if self.has_sink else None
+        pages = self.store.whole_buffers(arrays[4 if sink else 2 :])
+
+        def lengths() -> Lengths:
+            return Lengths(indices.array[2 * self.count :], self.division)
+
+        def seen(new: int) -> mx.array:
+            if self.by_row:
+                raise Untraceable("sequences in shared arrays are read without kernels")
+            n_sink = sink[0].shape[2] if sink else 0
+            return _columns(indices, n_sink, pages.tokens, recent[0].shape[2], new)
+
+        numbers = indices.once(("lengths", self.division), lengths)
+        view = View(recent, sink, pages, lengths=numbers, seen=seen)
         return recent, (view, view)
 
     def commit(self, arrays: Arrays) -> None:
         self.cache.commit(arrays, self.new)
-
-
-def _sink_and_pages(arrays: Arrays, has_sink: bool, pages: Callable[[Arrays], object]) -> tuple:
-    """Return the sink and the snapshot of the pages of arrays that begin with the recent window."""
-    stop = 4 if has_sink else 2
-    return tuple(arrays[2:stop]) or None, pages(arrays[stop:])
 
 
 def _columns(indices: StepIndices, sink: int, pages: int, recent: int, new: int) -> mx.array:
@@ -273,144 +274,62 @@ def _columns(indices: StepIndices, sink: int, pages: int, recent: int, new: int)
     return indices.once(("seen", sink, pages, recent, new), make)
 
 
-# -- The static caches of `BatchedKVCache`: sequences in shared arrays, for kernels, or one after the other.
+# -- `BatchedKVCache`: sequences in shared arrays, for kernels, or one after the other.
 
 
 def of_batch(
     cache: BatchedKVCache,
     new: int,
     row_class: type[CompressedKVCache] = CompressedKVCache,
-    list_class: type[ListStaticCache] | None = None,
-) -> StaticCache:
-    """Return the static cache of a batch. row_class, list_class: of sequences that are read one after the other, and
-    their static cache. Raises NotYet while prompts are read, and where the next step joins sequences."""
+    form: type[CompressedStaticCache] = CompressedStaticCache,
+) -> list[CompressedStaticCache]:
+    """Return the static cache of a batch in shared arrays, or of each of its sequences. row_class, form: of sequences
+    that are read one after the other, and their static caches. Raises NotYet while prompts are read, and where the next
+    step joins sequences."""
     if cache.is_padded:
         raise NotYet("prompts of unequal lengths are read")
+    cache.finalize()  # a replay does not tell it what is new
     if (buffers := cache.buffers) is not None:
-        return BatchStaticCache(cache, buffers, new)
+        return [form(buffers, new)]
     rows = cache.rows
-    _check_rows(rows, row_class)
-    if len(rows) > 1 and all(row.supports_batching for row in rows):
-        raise NotYet("the sequences are about to join")
-    return (list_class or ListStaticCache)(cache, new)
-
-
-def _check_rows(rows: Sequence[CompressedKVCache], kind: type[CompressedKVCache]) -> None:
-    """Raise Untraceable for sequences in caches of another class, NotYet where one has no pages."""
-    if any(type(row) is not kind for row in rows):
+    if any(type(row) is not row_class for row in rows):
         raise Untraceable(f"no static form of {type(rows[0]).__name__} in a batch")
     if not all(row.store is not None and row.store.count for row in rows):
         raise NotYet("nothing is quantized yet")
+    if len(rows) > 1 and all(row.supports_batching for row in rows):
+        raise NotYet("the sequences are about to join")
+    statics = [form(row, new) for row in rows]
+    for i, static in enumerate(statics):  # each has its own indices, the same in all layers
+        static.key, static.lockstep = (i, static.key), (i, static.lockstep)
+    return statics
 
 
-class BatchStaticCache(StaticCache):
-    """Sequences in shared arrays. Indices, with one of each for every sequence: offsets, recent tokens
-    before, then records, sink tokens, recent tokens after, and first record of one sequence after the other."""
+class RowsProxy(CacheProxy):
+    """A batch in a trace whose sequences are read one after the other: the proxies of all."""
 
-    def __init__(self, cache: BatchedKVCache, buffers: BatchBuffers, new: int):
-        self.cache, self.new, self.buffers = cache, new, buffers
-        buffers.flush()
-        store, config = buffers.store, buffers.config
-        self.batch, pages = len(buffers.counts), buffers.pages
-        self.division = shared(tuple(n * buffers.page_records for n in pages.counts))
-        self.has_sink = buffers.sink is not None
-        self.quantizes = buffers.quantizes_after(new)
-        self.emulated = store.backend.emulated
-        self.key = BatchStaticCache, store.form, self.division, self.has_sink, buffers.key_mean
-        self.lockstep = BatchStaticCache, config.page, config.recent, config.sink
-        state = buffers.offsets, buffers.counts, buffers.sink_full, pages.counts, pages.starts
-        self.state = tuple(map(tuple, state))
-        self.arrays = [*buffers.recent, *(buffers.sink or ()), *pages.arrays.values()]
-        self.advance = (new,) * (2 * self.batch) + (0, 0, new, 0) * self.batch
+    def __init__(self, kind: type[BatchedKVCache], rows: Sequence[CacheProxy]):
+        self._kind, self._rows = kind, rows
 
     @property
-    def indices(self) -> tuple[int, ...]:
-        rows = [*self.buffers.offsets, *self.buffers.counts]
-        for at, (records, sink, recent) in zip(*self.buffers.lengths, strict=True):
-            rows += records, sink, recent + self.new, at
-        return tuple(rows)
+    def offset(self) -> mx.array:
+        groups = [row._indices for row in self._rows]
+        make = partial(_stacked, self._rows)
+        return groups[0].once(("offsets", *map(id, groups)), make)
 
-    def offset(self, indices: StepIndices) -> mx.array:
-        return indices.once("offset", lambda: indices.array[: self.batch])
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple:
+        rows = enumerate(self._rows)
+        views = [row.update_and_fetch(keys[i : i + 1], values[i : i + 1]) for i, row in rows]
+        self._views = self._kind.joined(views)
+        return self._views
 
-    def append(
-        self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
-    ) -> tuple[Arrays, tuple]:
-        pair = subtract_mean(self.buffers.key_mean, keys), values
-        recent = put(arrays[:2], pair, indices, self.batch, by_row=True)
-        sink, pages = _sink_and_pages(arrays, self.has_sink, self.buffers.whole_buffers)
-        lengths = indices.once(
-            "lengths", lambda: Lengths(indices.array[2 * self.batch :], self.division)
-        )
-        view = View(recent, sink, pages, lengths=lengths, seen=_not_by_kernels)
-        return recent, (view, view)
+    def keys_and_values(self) -> tuple | None:
+        for row in self._rows:
+            row.shared = True
+        return self._views
 
-    def commit(self, arrays: Arrays) -> None:
-        self.buffers.commit(arrays, self.new)
-        self.cache.finalize()
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):
+        return self._rows[0].make_mask(N, return_array, window_size)
 
 
-def _not_by_kernels(new: int) -> mx.array:
-    raise Untraceable("sequences in shared arrays are read without kernels")
-
-
-class ListStaticCache(StaticCache):
-    """Separate caches, all with quantized pages: the arrays of `row_class` for each."""
-
-    row_class: type[SingleStaticCache] = SingleStaticCache
-
-    def __init__(self, cache: BatchedKVCache, new: int):
-        self.cache, self.statics = cache, [self.row_class(row, new) for row in cache.rows]
-        self.emulated = any(static.emulated for static in self.statics)
-        self.quantizes = any(static.quantizes for static in self.statics)
-        self.key = type(self), *(static.key for static in self.statics)
-        self.lockstep = type(self), *(static.lockstep for static in self.statics)
-        self.state = tuple(static.state for static in self.statics)
-        self.arrays = [x for static in self.statics for x in static.arrays]
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        return tuple(n for static in self.statics for n in static.indices)
-
-    @property
-    def advance(self) -> tuple[int, ...]:
-        return tuple(n for static in self.statics for n in static.advance)
-
-    def _by_row(self, indices: StepIndices) -> list[StepIndices]:
-        counts = [len(static.indices) for static in self.statics]
-        return indices.once("rows", lambda: list(map(StepIndices, _cut(indices.array, counts))))
-
-    def offset(self, indices: StepIndices) -> mx.array:
-        def make() -> mx.array:
-            rows = zip(self.statics, self._by_row(indices), strict=True)
-            return mx.stack([static.offset(group) for static, group in rows])
-
-        return indices.once("offset", make)
-
-    def append(
-        self, arrays: Arrays, indices: StepIndices, keys: mx.array, values: mx.array
-    ) -> tuple[Arrays, tuple]:
-        buffers, views = [], []
-        parts = _cut(arrays, [len(static.arrays) for static in self.statics])
-        rows = zip(self.statics, parts, self._by_row(indices), strict=True)
-        for i, (static, part, group) in enumerate(rows):
-            new, view = static.append(part, group, keys[i : i + 1], values[i : i + 1])
-            buffers += new
-            views.append(view)
-        return buffers, self.joined(views)
-
-    def joined(self, views: Sequence[tuple]) -> tuple:
-        """Join what `update_and_fetch` returns for each sequence into what it returns for all."""
-        view = View(views[0][0].recent, rows=tuple((row, None) for row, _ in views))
-        return view, view
-
-    def commit(self, arrays: Arrays) -> None:
-        parts = _cut(arrays, [static.writes for static in self.statics])
-        for static, part in zip(self.statics, parts, strict=True):
-            static.commit(part)
-        self.cache.finalize()
-
-
-def _cut(items, counts: Sequence[int]) -> list:
-    """Split items into consecutive slices of these lengths."""
-    return [items[start:stop] for start, stop in pairwise(accumulate(counts, initial=0))]
+def _stacked(rows: Sequence[CacheProxy]) -> mx.array:
+    return mx.stack([row.offset for row in rows])

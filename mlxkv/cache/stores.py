@@ -211,6 +211,10 @@ class Records(PageStore[str, RecordPages]):
     def encode(self, pair: Pair, tokens: int, start: int) -> Stored:
         return self.backend.quantize(pair, self.codecs, self.layout, start, tokens)
 
+    def of_many(self, heads: int) -> Records:
+        """Return an empty store of the same kind for the pages of several sequences."""
+        return self._with_pages(Pages.of_many(self.layout, self.config.page, heads))
+
     def snapshot(self, arrays: Stored, tokens: int) -> RecordPages:
         buffer, headers = arrays["records"], arrays.get("headers")
         page = self.config.page // TOKENS

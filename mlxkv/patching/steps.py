@@ -25,16 +25,12 @@ from mlx_lm.models.cache import (
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.latent import (
-    BatchedLatentCache,
-    LatentKVCache,
-    SingleStaticLatents,
-    of_latent_batch,
-)
+from mlxkv.cache.latent import BatchedLatentCache, LatentKVCache, LatentStaticCache
 from mlxkv.cache.static import (
     CacheProxy,
+    CompressedStaticCache,
     NotYet,
-    SingleStaticCache,
+    RowsProxy,
     StaticCache,
     StepIndices,
     Untraceable,
@@ -50,15 +46,15 @@ SWITCH = "MLXKV_COMPILE"  # environment variable; 0: Python builds every step
 MOST_TRACES = 64  # per kind of step: above this, all are dropped and made again when needed
 MOST_KINDS = 256  # likewise: kernels split work differently as a batch grows
 FORMS = {
-    CompressedKVCache: SingleStaticCache,
-    LatentKVCache: SingleStaticLatents,
+    CompressedKVCache: CompressedStaticCache,
+    LatentKVCache: LatentStaticCache,
     RotatingKVCache: Ring,
     KVCache: Plain,
     ArraysCache: Arrays,
-    BatchedKVCache: of_batch,
-    BatchedLatentCache: of_latent_batch,
     BatchRotatingKVCache: PaddedRing,
 }
+# The caches of single sequences in a batch.
+ROWS = {BatchedKVCache: CompressedKVCache, BatchedLatentCache: LatentKVCache}
 
 
 def _why_off() -> str | None:
@@ -289,9 +285,12 @@ def _outputs_of(proxy: CacheProxy) -> list[mx.array]:
 
 
 def static_caches_of(cache, new: int) -> list[StaticCache]:
-    """Return the static caches of a cache, or of each member of a list of caches. Raises NotYet, Untraceable."""
+    """Return the static caches of a cache, of each member of a list of caches, or of each sequence that is read on its
+    own. Raises NotYet, Untraceable."""
     if isinstance(cache, CacheList):
         return [static for member in cache.caches for static in static_caches_of(member, new)]
+    if (row := ROWS.get(type(cache))) is not None and not cache.empty():
+        return list(of_batch(cache, new, row, FORMS[row]))
     kind = FORMS.get(type(cache))
     if kind is None and isinstance(cache, ArraysCache):
         kind = Arrays
@@ -302,6 +301,8 @@ def static_caches_of(cache, new: int) -> list[StaticCache]:
 
 def _in_place(cache, stands):
     """Return the proxies at the places of the caches."""
+    if isinstance(cache, BatchedKVCache) and cache.buffers is None and not cache.empty():
+        return RowsProxy(type(cache), [next(stands) for _ in cache.rows])
     if not isinstance(cache, CacheList):
         return next(stands)
     out = CacheList.__new__(CacheList)

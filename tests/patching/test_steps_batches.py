@@ -14,7 +14,9 @@ from random_models import random_model, tokens
 from small_cache import SMALL
 
 from mlxkv.cache.backends import TileBackend
-from mlxkv.cache.static import BatchStaticCache, ListStaticCache, of_batch
+from mlxkv.cache.batch_buffers import BatchBuffers
+from mlxkv.cache.compressed import CompressedKVCache
+from mlxkv.cache.static import of_batch
 from mlxkv.loading.attach import attach
 from mlxkv.metal import launch
 from mlxkv.patching.mark import MARK
@@ -133,13 +135,11 @@ def test_sequences_come_go_and_are_taken_back(kernels, monkeypatch):
         pair.each(lambda cache: cache.filter(mx.array([3])))
         pair.say(3)
         assert {1, 2, 3, 4} <= set(taken) and len(taken) >= 23 and not steps.refused
-        statics = [of_batch(cache, 1) for cache in pair.ours]
-        assert all(
-            type(static) is (ListStaticCache if kernels == "ops" else BatchStaticCache)
-            for static in statics
-        )
+        statics = [static for cache in pair.ours for static in of_batch(cache, 1)]
+        kind = CompressedKVCache if kernels == "ops" else BatchBuffers
+        assert statics and all(type(static.cache) is kind for static in statics)
         if kernels != "ops":
-            assert all(type(static.buffers.store.backend) is TileBackend for static in statics)
+            assert all(type(static.store.backend) is TileBackend for static in statics)
 
 
 def test_windows_of_mlx_lm_beside(monkeypatch):

@@ -17,7 +17,7 @@ from step_twins import Twins, same_caches, small, steps_of, untraced
 from mlxkv.cache.attention import attend
 from mlxkv.cache.backends import PortableBackend, TileBackend
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.static import SingleStaticCache, StepIndices
+from mlxkv.cache.static import CompressedStaticCache, StepIndices
 from mlxkv.calibration import measure
 from mlxkv.formats.config import Side
 from mlxkv.formats.quantizers import Affine
@@ -94,7 +94,7 @@ def test_logits_of_attention_sinks(body, new):
             cache.update_and_fetch(draw((1, 2, 70, 64)), draw((1, 2, 70, 64)) * 2)
         keys, values = draw((1, 2, new, 64)) + 1, draw((1, 2, new, 64))
         queries, logits = draw((1, 6, new, 64)), draw((6,))
-        static = SingleStaticCache(ours, new)
+        static = CompressedStaticCache(ours, new)
         proxy = static.proxy(static.arrays, StepIndices(mx.array(static.indices, mx.int32)))
         mask = "causal" if new > 1 else None
         views = [one.update_and_fetch(keys, values)[0] for one in (proxy, plain)]

@@ -61,7 +61,7 @@ class Walk(Twins):
     def _page(self) -> None:
         """Up to the token that quantizes a page, or just before, or just behind."""
         cache = self.plain[0]
-        capacity = cache.config.recent_capacity(cache.sink is not None) - cache.count
+        capacity = cache.config.recent_capacity(cache.sink is not None) - cache.windows.recent
         new = max(1, capacity + self.random.choice((0, 1, 2)))
         self.next = self.read(self._text(new)) if new < 9 else self.speak(self.next, new)
 
