@@ -166,7 +166,7 @@ def pages_of(config: CacheConfig, shape: Shape, tokens: int) -> PoolPages:
         side = {}
         for name, (size, dtype) in at.shapes(shape.kv_heads).items():
             if name == "numbers":  # scale .25, bias so that codes have mean 0
-                bias = -0.25 * (2**at.spec.bits - 1) / 2
+                bias = -0.25 * (2**at.quantizer.bits - 1) / 2
                 pair = torch.tensor([0.25, bias], dtype=torch.float16, device=device)
                 side[name] = pair.view(torch.int32).expand(total, *size).contiguous()
             else:

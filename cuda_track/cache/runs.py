@@ -73,6 +73,6 @@ def transported(run: Store, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
             assert old.transform is not None and new.transform is not None  # of low rank
             values = old.decode_stored(stored, torch.float32)
             moved = values @ (old.transform.up @ new.transform.down)
-            stored = new.method.encode(new.spec, moved, new.page)
+            stored = new.method.encode(new.quantizer, moved, new.page)
         out[name] = stored
     return out

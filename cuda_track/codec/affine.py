@@ -25,35 +25,35 @@ def clip_rows(x: torch.Tensor, rank: int) -> torch.Tensor:
     return x.clamp(-limit, limit)
 
 
-def _grouped(x: torch.Tensor, spec: Affine, page: int) -> torch.Tensor:
+def _grouped(x: torch.Tensor, quantizer: Affine, page: int) -> torch.Tensor:
     """[..., T, R] -> [..., T, ceil(R/g), g] (axis token; a short last group repeats its last value) or
     [..., T/g, R, g] (axis channel)."""
     dims = x.shape[-1]
-    group = spec.group_size(dims, page)
-    if spec.axis == "channel":
+    group = quantizer.group_size(dims, page)
+    if quantizer.axis == "channel":
         return x.unflatten(-2, (-1, group)).mT
     if short := -dims % group:
         x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], -1)
     return x.unflatten(-1, (-1, group))
 
 
-def _ungrouped(x: torch.Tensor, spec: Affine, dims: int) -> torch.Tensor:
-    return x.mT.flatten(-3, -2) if spec.axis == "channel" else x.flatten(-2)[..., :dims]
+def _ungrouped(x: torch.Tensor, quantizer: Affine, dims: int) -> torch.Tensor:
+    return x.mT.flatten(-3, -2) if quantizer.axis == "channel" else x.flatten(-2)[..., :dims]
 
 
-def encode(spec: Affine, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
+def encode(quantizer: Affine, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     """x: [B, G, T, R], T a whole number of pages."""
     dims = x.shape[-1]
-    g = _grouped(clip_rows(x.float(), spec.clip_rank(dims)), spec, page)
-    if spec.symmetric:
-        stored, codes = _symmetric(spec, g, page)
+    g = _grouped(clip_rows(x.float(), quantizer.clip_rank(dims)), quantizer, page)
+    if quantizer.symmetric:
+        stored, codes = _symmetric(quantizer, g, page)
     else:
-        stored, codes = _min_max(spec, g)
-    return {"codes": packing.pack(_ungrouped(codes, spec, dims), spec.bits), **stored}
+        stored, codes = _min_max(quantizer, g)
+    return {"codes": packing.pack(_ungrouped(codes, quantizer, dims), quantizer.bits), **stored}
 
 
-def _min_max(spec: Affine, g: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    top, bias = 2**spec.bits - 1, half(g.amin(-1))
+def _min_max(quantizer: Affine, g: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    top, bias = 2**quantizer.bits - 1, half(g.amin(-1))
     scale = half((g.amax(-1) - bias.float()) / top)
     step = scale.float()[..., None]
     codes = ((g - bias.float()[..., None]) / step.where(step > 0, 1.0)).round().clamp(0, top)
@@ -61,10 +61,10 @@ def _min_max(spec: Affine, g: torch.Tensor) -> tuple[dict[str, torch.Tensor], to
 
 
 def _symmetric(
-    spec: Affine, g: torch.Tensor, page: int
+    quantizer: Affine, g: torch.Tensor, page: int
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    middle, largest = 2 ** (spec.bits - 1), g.abs().amax(-1)
-    if spec.shared:  # by all kv heads and tokens of a page: [B, G, T, 1]
+    middle, largest = 2 ** (quantizer.bits - 1), g.abs().amax(-1)
+    if quantizer.shared:  # by all kv heads and tokens of a page: [B, G, T, 1]
         pages = largest.unflatten(2, (-1, page))
         largest = pages.amax((1, 3), keepdim=True).expand_as(pages).flatten(2, 3)
     scale = half(largest / (middle - 1), HALF_MAX / middle)
@@ -73,15 +73,15 @@ def _symmetric(
     return {"scale": scale}, codes.where(step > 0, middle)  # a group of zeros: the middle code
 
 
-def bias_of(spec: Affine, stored: dict[str, torch.Tensor]) -> torch.Tensor:
+def bias_of(quantizer: Affine, stored: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the bias of every group; a symmetric one, a power of two times the scale, is exact in float16."""
-    return stored["scale"] * -(2 ** (spec.bits - 1)) if spec.symmetric else stored["bias"]
+    return stored["scale"] * -(2 ** (quantizer.bits - 1)) if quantizer.symmetric else stored["bias"]
 
 
 def decode(
-    spec: Affine, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
+    quantizer: Affine, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """[B, G, T, R] in `dtype`."""
-    codes = packing.unpack(stored["codes"], spec.bits, dims).float()
-    scale, bias = (x.float()[..., None] for x in (stored["scale"], bias_of(spec, stored)))
-    return _ungrouped(_grouped(codes, spec, page) * scale + bias, spec, dims).to(dtype)
+    codes = packing.unpack(stored["codes"], quantizer.bits, dims).float()
+    scale, bias = (x.float()[..., None] for x in (stored["scale"], bias_of(quantizer, stored)))
+    return _ungrouped(_grouped(codes, quantizer, page) * scale + bias, quantizer, dims).to(dtype)

@@ -40,15 +40,15 @@ def _values(codes: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor
     return _levels(codes.shape[-1], bits, codes.device)[codes.long()] * scale.float()
 
 
-def encode(spec: Codebook, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
+def encode(quantizer: Codebook, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     """x: [B, G, T, R], T a whole number of pages."""
-    codes, scale = _coded(x.float(), spec.bits)
-    return {"codes": packing.pack(codes, spec.bits), "scale": scale}
+    codes, scale = _coded(x.float(), quantizer.bits)
+    return {"codes": packing.pack(codes, quantizer.bits), "scale": scale}
 
 
 def decode(
-    spec: Codebook, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
+    quantizer: Codebook, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """[B, G, T, R] in `dtype`."""
-    codes = packing.unpack(stored["codes"], spec.bits, dims)
-    return _values(codes, stored["scale"], spec.bits).to(dtype)
+    codes = packing.unpack(stored["codes"], quantizer.bits, dims)
+    return _values(codes, stored["scale"], quantizer.bits).to(dtype)

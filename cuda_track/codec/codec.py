@@ -20,12 +20,12 @@ X = TypeVar("X")
 Y = TypeVar("Y")
 
 
-def method(spec: Quantizer) -> ModuleType:
+def method(quantizer: Quantizer) -> ModuleType:
     """Return the module of this package that encodes and decodes a quantizer.
 
     It has `encode` and `decode`. It may have `join`, which packs codes of one width as pages hold them.
     """
-    return import_module(f"cuda_track.codec.{spec.file or spec.method}")
+    return import_module(f"cuda_track.codec.{quantizer.file or quantizer.method}")
 
 
 def both(make: Callable[[X], Y], pair: tuple[X, X]) -> tuple[Y, Y]:
@@ -49,7 +49,7 @@ class Codec:
         side_transform: Transform | None = None,
         device: torch.device = torch.device("cpu"),
     ):
-        self.spec, self.page, self.method = side.quantizer, page, method(side.quantizer)
+        self.quantizer, self.page, self.method = side.quantizer, page, method(side.quantizer)
         self.transform = side_transform or transform.make(side.transform, dims, side.seed, device)
         self.dims = dims if self.transform is None else self.transform.down.shape[-1]
 
@@ -60,11 +60,11 @@ class Codec:
         return {**vars(self), "method": None}  # a module: it does not pickle
 
     def __setstate__(self, state: dict) -> None:
-        vars(self).update(state, method=method(state["spec"]))
+        vars(self).update(state, method=method(state["quantizer"]))
 
     def encode(self, x: torch.Tensor) -> Stored:
         """Encode x [B, G, T, D], whole pages; tokens, or groups of tokens, stay on axis 2."""
-        return self.method.encode(self.spec, self.store(x), self.page)
+        return self.method.encode(self.quantizer, self.store(x), self.page)
 
     def store(self, x: torch.Tensor) -> torch.Tensor:
         """Transform x [B, G, T, D] into the values that are encoded, [B, G, T, R]."""
@@ -72,7 +72,7 @@ class Codec:
 
     def decode_stored(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
         """Decode without transforming back: [B, G, T, R] in `dtype`."""
-        return self.method.decode(self.spec, stored, self.dims, self.page, dtype)
+        return self.method.decode(self.quantizer, stored, self.dims, self.page, dtype)
 
     def decode(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
         """Decode the vectors that attention sees: [B, G, T, D] in `dtype`."""
@@ -96,8 +96,8 @@ class Codec:
     def join(self, codes: torch.Tensor, numbers: Stored) -> Stored:
         """Pack the codes of page records [B, G, T, R] as pages hold them, beside their other tensors."""
         if hasattr(self.method, "join"):
-            return self.method.join(self.spec, codes, numbers)
-        bits = self.spec.code_bits
+            return self.method.join(self.quantizer, codes, numbers)
+        bits = self.quantizer.code_bits
         assert bits is not None  # of methods without a `join`
         return {**numbers, "codes": packing.pack(codes, bits)}
 

@@ -22,21 +22,21 @@ def tables(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor,
     return tuple(torch.tensor(x, device=device).repeat_interleave(DIMS) for x in lists)
 
 
-def encode(spec: MixedBits, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
+def encode(quantizer: MixedBits, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     """x: [B, G, T, R], T a whole number of pages."""
-    steps, gains, middle = tables(spec.widths, x.device)
+    steps, gains, middle = tables(quantizer.widths, x.device)
     x = x.float()
     scale = half((x * steps).square().mean(-1, keepdim=True).sqrt())
     step = scale.float()
     codes = (x * gains / step.where(step > 0, 1.0) + middle).round()
     codes = codes.clamp(min=0.0).minimum(2 * middle).int()
-    return {"codes": pack(spec, codes), "scale": scale}
+    return {"codes": pack(quantizer, codes), "scale": scale}
 
 
-def pack(spec: MixedBits, codes: torch.Tensor) -> torch.Tensor:
+def pack(quantizer: MixedBits, codes: torch.Tensor) -> torch.Tensor:
     """codes: [..., R] int32 -> [..., W] int32, one stream of bits a token."""
     parts, start = [], 0
-    for bits, count in spec.runs:
+    for bits, count in quantizer.runs:
         words = packing.pack(codes[..., start : start + count], bits)
         parts.append(words.contiguous().view(torch.int16)[..., : count * bits // 16])
         start += count
@@ -46,16 +46,16 @@ def pack(spec: MixedBits, codes: torch.Tensor) -> torch.Tensor:
 
 
 def join(
-    spec: MixedBits, codes: torch.Tensor, numbers: dict[str, torch.Tensor]
+    quantizer: MixedBits, codes: torch.Tensor, numbers: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Pack codes [B, G, T, R], one for each stored dim, beside their scales."""
-    return {"codes": pack(spec, codes), **numbers}
+    return {"codes": pack(quantizer, codes), **numbers}
 
 
-def unpack(spec: MixedBits, words: torch.Tensor) -> torch.Tensor:
+def unpack(quantizer: MixedBits, words: torch.Tensor) -> torch.Tensor:
     """Invert `pack`."""
     halves, parts, start = words.contiguous().view(torch.int16), [], 0
-    for bits, count in spec.runs:
+    for bits, count in quantizer.runs:
         size = count * bits // 16
         part = pad(halves[..., start : start + size], (0, size % 2))
         parts.append(packing.unpack(part.contiguous().view(torch.int32), bits, count))
@@ -64,9 +64,9 @@ def unpack(spec: MixedBits, words: torch.Tensor) -> torch.Tensor:
 
 
 def decode(
-    spec: MixedBits, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
+    quantizer: MixedBits, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """[B, G, T, R] in `dtype`."""
-    codes = unpack(spec, stored["codes"])
-    middle = tables(spec.widths, codes.device)[2]
+    codes = unpack(quantizer, stored["codes"])
+    middle = tables(quantizer.widths, codes.device)[2]
     return in_range((codes - middle) * stored["scale"].float(), dtype)

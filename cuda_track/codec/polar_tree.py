@@ -22,7 +22,7 @@ WIDTH = TREE // 2 - 1  # angles of the upper levels for each 16 dims
 
 @cache
 def _books(books: tuple[tuple[float, ...], ...], device: torch.device) -> Books:
-    """Return the codebooks of a spec; () for those of Gaussian vectors."""
+    """Return the codebooks of a quantizer; () for those of Gaussian vectors."""
     angles = books or [levels.angles(i, bits) for i, bits in enumerate(TREE_BITS, 1)]
     return [torch.tensor(np.asarray(book, np.float32), device=device) for book in angles]
 
@@ -75,20 +75,20 @@ def fit(x: torch.Tensor) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(book.flatten().tolist()) for book in books)
 
 
-def encode(spec: PolarTree, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
+def encode(quantizer: PolarTree, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     """x: [B, G, T, R], T a whole number of pages."""
     pages, stored = x.float().unflatten(2, (-1, page)), {}
-    if spec.online:
+    if quantizer.online:
         stored["books"] = torch.cat(_fit_levels(pages), -1).half()[..., 0, 0, :]
     radii, angles = to_polar(pages)
-    books = _books_of(spec, stored, x.device)
+    books = _books_of(quantizer, stored, x.device)
     codes = [_nearest(angle, book).flatten(2, 3) for angle, book in zip(angles, books, strict=True)]
     return {**stored, **stored_of(codes, half(radii[-1]).flatten(2, 3))}
 
 
-def _books_of(spec: PolarTree, stored: dict[str, torch.Tensor], device: torch.device) -> Books:
-    if not spec.online:
-        return _books(spec.codebooks, device)
+def _books_of(quantizer: PolarTree, stored: dict[str, torch.Tensor], device: torch.device) -> Books:
+    if not quantizer.online:
+        return _books(quantizer.codebooks, device)
     return list(stored["books"].float()[..., None, None, :].split(TREE_SIZES, -1))
 
 
@@ -112,7 +112,7 @@ def codes_of(stored: dict[str, torch.Tensor], dims: int, page: int) -> list[torc
 
 
 def join(
-    spec: PolarTree, codes: torch.Tensor, numbers: dict[str, torch.Tensor]
+    quantizer: PolarTree, codes: torch.Tensor, numbers: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Pack the codes of 3 bits [B, G, T, R] of page records, beside the other tensors.
 
@@ -127,11 +127,11 @@ def join(
 
 
 def decode(
-    spec: PolarTree, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
+    quantizer: PolarTree, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """[B, G, T, R] in `dtype`: from the radii down to the dims."""
     codes = codes_of(stored, dims, page)
-    books = _books_of(spec, stored, stored["radii"].device)
+    books = _books_of(quantizer, stored, stored["radii"].device)
     values = stored["radii"].float().unflatten(2, (-1, page))
     for code, book in reversed(list(zip(codes, books, strict=True))):
         if book.ndim == 1:

@@ -7,20 +7,24 @@ import torch
 from mlxkv.formats.quantizers import HALF_MAX, Full, Half
 
 
-def encode(spec: Full | Half, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
+def encode(quantizer: Full | Half, x: torch.Tensor, page: int) -> dict[str, torch.Tensor]:
     """x: [B, G, T, R]."""
-    return {"values": x if spec.exact else x.clamp(-HALF_MAX, HALF_MAX).half()}
+    return {"values": x if quantizer.exact else x.clamp(-HALF_MAX, HALF_MAX).half()}
 
 
 def decode(
-    spec: Full | Half, stored: dict[str, torch.Tensor], dims: int, page: int, dtype: torch.dtype
+    quantizer: Full | Half,
+    stored: dict[str, torch.Tensor],
+    dims: int,
+    page: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """[B, G, T, R] in `dtype`."""
     return stored["values"].to(dtype)
 
 
 def join(
-    spec: Full | Half, codes: torch.Tensor, numbers: dict[str, torch.Tensor]
+    quantizer: Full | Half, codes: torch.Tensor, numbers: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Read the float16 numbers whose bits page records hold, [B, G, T, R]."""
     return {"values": codes.to(torch.int16).contiguous().view(torch.float16)}

@@ -85,6 +85,6 @@ def as_codes(state: dict, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
     if "records" in state:
         return to_codes(state, codecs)
     for name, code in zip(NAMES, codecs, strict=True):
-        if set(state[name]) != code.spec.tensors:
+        if set(state[name]) != code.quantizer.tensors:
             raise ValueError(f"tensors {', '.join(sorted(state[name]))} for {name}")
     return state

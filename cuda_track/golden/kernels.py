@@ -27,24 +27,24 @@ WEIGHTS_BOUND = 2e-3  # queries and weights are float16 in the kernel of Triton
 def quantize_rows() -> Iterator[Row]:
     tensors, header = read_golden("encode")
     for key, side, dims in encode_cases(tensors, header):
-        spec, x = side.quantizer, TABLE.floats(tensors[f"x.{dims}"])
+        quantizer, x = side.quantizer, TABLE.floats(tensors[f"x.{dims}"])
         page = x.shape[2]
         for keys in (True, False):
-            if not isinstance(spec, Affine) or layout.why_not(spec, dims, page, keys):
+            if not isinstance(quantizer, Affine) or layout.why_not(quantizer, dims, page, keys):
                 continue
-            at = layout.PlaneLayout(spec, dims, page, keys)
+            at = layout.PlaneLayout(quantizer, dims, page, keys)
             pool, shapes = Pool(), at.shapes(x.shape[1])
             places = pool.reserve(x.shape[0], (shapes, shapes), x.device)
             launch.quantize_pages(TABLE.codec(side, dims, page), x, at, pool.sides[0], places)
             pages = {n: y[torch.tensor(places)][:, None] for n, y in pool.sides[0].items()}
-            codes = packing.unpack(at.restore(pages)["codes"], spec.bits, dims)
+            codes = packing.unpack(at.restore(pages)["codes"], quantizer.bits, dims)
             case = f"{key}, {'keys' if keys else 'values'}"
             pair = TABLE.array(codes), tensors[f"{key}.codes"]
             yield compare_codes("seal", case, *pair, tensors[f"{key}.near"])
 
 
 def attention_rows(table: str = "attention") -> Iterator[Row]:
-    for case, inputs, spec in TABLE.attention_cases(table):
+    for case, inputs, expected in TABLE.attention_cases(table):
         mask = "causal" if inputs.mask is None else inputs.mask
         plain = both(lambda side: Side(side.quantizer), inputs.sides)
         config = CacheConfig(*plain, page=inputs.page)
@@ -55,8 +55,8 @@ def attention_rows(table: str = "attention") -> Iterator[Row]:
         view = View(inputs.recent, inputs.sink, store.read(0, store.count))
         if why_not(inputs.q, view, mask) is None:
             out = attend(inputs.q, view, inputs.scale, mask, inputs.sink_logits, inputs.softcap)
-            far = rms(TABLE.array(out), spec)
-            yield Row(table, case, spec.size, rms=far, bound=WEIGHTS_BOUND)
+            far = rms(TABLE.array(out), expected)
+            yield Row(table, case, expected.size, rms=far, bound=WEIGHTS_BOUND)
 
 
 TABLES = (quantize_rows, attention_rows, partial(attention_rows, "softcap"))

@@ -156,7 +156,7 @@ def attend(
     rows = heads // kv_heads * new
     padded = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
     keys, values = pages.layouts
-    tuned = tuned or launch(dims, values.spec.bits, padded)
+    tuned = tuned or launch(dims, values.quantizer.bits, padded)
     queries = queries.contiguous()
     up_keys, up_values = (code.transform and code.transform.up for code in pages.codecs)
     sides = [_constants(at) for at in pages.layouts]
@@ -241,7 +241,7 @@ def attend(
 def _constants(at: layout.PlaneLayout) -> dict[str, int]:
     """Return the constants by which kernels read the codes of a side; GROUPS: of a token."""
     groups = 1 if at.channel else at.groups
-    return {"BITS": at.spec.bits, "PLANES": at.planes, "GROUPS": groups}
+    return {"BITS": at.quantizer.bits, "PLANES": at.planes, "GROUPS": groups}
 
 
 def _tensors(side: Stored) -> tuple[torch.Tensor, ...]:
@@ -308,8 +308,14 @@ def quantize_pages(
         *(torch.as_tensor(places, device=x.device), x.stride(0), x.stride(1), of_head),
         tokens // at.page,
         **_constants(at) | {"GROUPS": at.groups, "CHANNEL": at.channel_tokens},
-        **{"D": dims, "R": at.dims, "T": block, "PAGE": at.page, "SYMMETRIC": at.spec.symmetric},
-        **{"RANK": at.spec.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
+        **{
+            "D": dims,
+            "R": at.dims,
+            "T": block,
+            "PAGE": at.page,
+            "SYMMETRIC": at.quantizer.symmetric,
+        },
+        **{"RANK": at.quantizer.clip_rank(at.dims), "KEYS": at.keys, "TURNED": down is not None},
         **{"PARTS": parts, "BLOCK": QUANTIZE_BLOCK, "FUSED": not interpreted()},
         num_warps=8 if wide else 4,
         num_stages=QUANTIZE_STAGES if block >= QUANTIZED_TOKENS else 2,

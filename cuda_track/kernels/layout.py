@@ -37,9 +37,9 @@ WORDS = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 @dataclass(frozen=True)
 class PlaneLayout:
-    """The order of one side. spec: its format. dims: stored dims R. page: tokens of a page."""
+    """The order of one side. quantizer: its format. dims: stored dims R. page: tokens of a page."""
 
-    spec: Affine
+    quantizer: Affine
     dims: int
     page: int
     keys: bool
@@ -47,11 +47,11 @@ class PlaneLayout:
     @property
     def group(self) -> int:
         """Values that share a scale: dims of a token, or tokens of a page."""
-        return self.spec.group_size(self.dims, self.page)
+        return self.quantizer.group_size(self.dims, self.page)
 
     @property
     def channel(self) -> bool:
-        return self.spec.axis == "channel"
+        return self.quantizer.axis == "channel"
 
     @property
     def channel_tokens(self) -> int:
@@ -72,8 +72,8 @@ class PlaneLayout:
     def planes(self) -> int:
         """Codes of a word. For 4 bits words of 16 bits unpack with the fewest instructions; groups then have
         to be multiples of their planes."""
-        planes = min(PLANES, 32 // self.spec.bits, self.dims // LEAST)
-        if self.spec.bits == 4 and (self.channel or self.group % (self.dims // 4) == 0):
+        planes = min(PLANES, 32 // self.quantizer.bits, self.dims // LEAST)
+        if self.quantizer.bits == 4 and (self.channel or self.group % (self.dims // 4) == 0):
             return min(planes, 4)
         return planes
 
@@ -85,9 +85,9 @@ class PlaneLayout:
     @cached_property
     def fields(self) -> dict[str, tuple[int, int]]:
         """(lowest bit of the code, bits) of each set of words, by name."""
-        if self.spec.bits == 3:
+        if self.quantizer.bits == 3:
             return {"words": (0, 2), "high": (2, 1)}
-        return {"words": (0, self.spec.bits)}
+        return {"words": (0, self.quantizer.bits)}
 
     def dtype(self, bits: int) -> torch.dtype:
         """Return the type of words whose planes have `bits` bits."""
@@ -102,7 +102,7 @@ class PlaneLayout:
 
     def arrange(self, stored: Stored) -> Stored:
         """Convert stored pages [B, G, N T, ...] to tensors of a pool, [B, N, G, ...]."""
-        codes = packing.unpack(stored["codes"], self.spec.bits, self.dims)
+        codes = packing.unpack(stored["codes"], self.quantizer.bits, self.dims)
         batch, heads, tokens, _ = codes.shape
         planes = codes.view(batch, heads, -1, self.page, self.planes, self.words)
         out = {}
@@ -112,7 +112,7 @@ class PlaneLayout:
             words = (field.long() << shifts).sum(-2)  # [B, G, N, T, J]
             words = words if self.keys else words.mT
             out[name] = _narrow(words, self.dtype(bits)).swapaxes(1, 2).contiguous()
-        numbers = torch.stack([stored["scale"], bias_of(self.spec, stored)], -1).contiguous()
+        numbers = torch.stack([stored["scale"], bias_of(self.quantizer, stored)], -1).contiguous()
         numbers = numbers.view(torch.int32)
         if self.channel:
             numbers = numbers.view(batch, heads, -1, self.groups, self.dims).swapaxes(1, 2)
@@ -134,8 +134,8 @@ class PlaneLayout:
         numbers = pool["numbers"].swapaxes(1, 2)
         numbers = (numbers if self.channel else numbers.mT).flatten(2, 3)
         scale, bias = numbers.flatten().view(torch.float16).view(*numbers.shape, 2).unbind(-1)
-        stored = {"codes": packing.pack(codes, self.spec.bits), "scale": scale.contiguous()}
-        return stored if self.spec.symmetric else stored | {"bias": bias.contiguous()}
+        stored = {"codes": packing.pack(codes, self.quantizer.bits), "scale": scale.contiguous()}
+        return stored if self.quantizer.symmetric else stored | {"bias": bias.contiguous()}
 
 
 def layouts(codecs: tuple[Codec, Codec]) -> tuple[PlaneLayout, PlaneLayout]:
@@ -144,21 +144,21 @@ def layouts(codecs: tuple[Codec, Codec]) -> tuple[PlaneLayout, PlaneLayout]:
 
 
 def _layout(code: Codec, keys: bool) -> PlaneLayout:
-    assert isinstance(code.spec, Affine)  # by `why_not`
-    return PlaneLayout(code.spec, code.dims, code.page, keys)
+    assert isinstance(code.quantizer, Affine)  # by `why_not`
+    return PlaneLayout(code.quantizer, code.dims, code.page, keys)
 
 
-def why_not(spec, dims: int, page: int, keys: bool = True) -> str | None:
+def why_not(quantizer, dims: int, page: int, keys: bool = True) -> str | None:
     """Return why Triton does not read a side of heads of `dims`, or None."""
-    if not isinstance(spec, Affine):
+    if not isinstance(quantizer, Affine):
         return "only affine codes have a Triton kernel yet"
-    if spec.shared:
+    if quantizer.shared:
         return "a scale that kv heads share has no Triton kernel"
-    if spec.axis == "channel" and not keys:
+    if quantizer.axis == "channel" and not keys:
         return "values with scales per channel have no Triton kernel"
     if dims not in DIMS:
         return f"Triton reads heads of {', '.join(map(str, DIMS))} dims; got {dims}"
-    at = PlaneLayout(spec, dims, page, keys)
+    at = PlaneLayout(quantizer, dims, page, keys)
     if at.channel and at.group & (at.group - 1):
         return f"groups of {at.group} tokens are no power of two"
     if at.channel and at.group > GROUP:

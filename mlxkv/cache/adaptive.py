@@ -151,7 +151,7 @@ def transported(run: Codes | Records, codecs: tuple[Codec, Codec]) -> dict[str, 
             out[name] = stored[name]
             continue
         values = old.decode_stored(stored[name], mx.float32)
-        out[name] = new.method.encode(new.spec, moved(values, old, new), new.page)
+        out[name] = new.method.encode(new.quantizer, moved(values, old, new), new.page)
     return out
 
 

@@ -163,7 +163,7 @@ class Codes(PageStore[tuple[str, str], CodePages]):
             state = records.to_codes(state, self.codecs)
         arrays = {}
         for side, code in zip(self.sides, self.codecs, strict=False):
-            if set(state[side]) != code.spec.tensors:
+            if set(state[side]) != code.quantizer.tensors:
                 raise ValueError(f"arrays {', '.join(sorted(state[side]))} for {side}")
             arrays |= {(side, name): x for name, x in state[side].items()}
         self.pages.restore(arrays, count)

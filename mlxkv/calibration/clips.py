@@ -259,11 +259,11 @@ def _judge(
             trial.add("values", clip, energy(mix(p * paged, stored("values", values, clip))))
 
 
-def _candidates(clips: Sequence[float], spec, dims: int) -> list[float]:
+def _candidates(clips: Sequence[float], quantizer, dims: int) -> list[float]:
     """Return the preset's own clip and the `clips` with a different effect, without those that no kernel supports."""
     ranks: dict[int, float] = {}
-    for clip in (spec.clip, *clips):
-        rank = replace(spec, clip=clip).clip_rank(dims)
-        if clip == spec.clip or rank <= MAX_RANK:
+    for clip in (quantizer.clip, *clips):
+        rank = replace(quantizer, clip=clip).clip_rank(dims)
+        if clip == quantizer.clip or rank <= MAX_RANK:
             ranks.setdefault(rank, clip)
     return list(ranks.values())

@@ -98,7 +98,7 @@ def _side(
     balance = Balance(down, np.maximum(sigma, np.finfo(np.float32).tiny))
     to, back = map(mx.array, balance.pair())
     pairs = _srft(dims), Transform(to, back)
-    outcome = LearnResult(*(error(last, learned.spec, pair) for pair in pairs))
+    outcome = LearnResult(*(error(last, learned.quantizer, pair) for pair in pairs))
     return replace(basis, balance=balance), outcome
 
 
@@ -116,7 +116,7 @@ def train(
     dims = x.shape[-1]
     base = _srft(dims).down if learned.base == "srft" else mx.eye(dims)
     params = identity(learned, x.shape[0], dims)
-    judge = partial(loss, base=base, spec=learned.spec)
+    judge = partial(loss, base=base, quantizer=learned.quantizer)
     step = mx.value_and_grad(judge)
     order = np.random.default_rng(0)
     adams = {
@@ -146,10 +146,10 @@ def train(
         return np.array(pair(best, base)[0])
 
 
-def loss(params: Params, x: mx.array, base: mx.array, spec: Affine) -> mx.array:
+def loss(params: Params, x: mx.array, base: mx.array, quantizer: Affine) -> mx.array:
     """Return the relative error of the codes of x [G, N, D], mean over kv heads."""
     down, up = pair(params, base)
-    return relative(coded(x @ down, spec) @ up, x)
+    return relative(coded(x @ down, quantizer) @ up, x)
 
 
 def relative(decoded: mx.array, x: mx.array) -> mx.array:
@@ -158,11 +158,14 @@ def relative(decoded: mx.array, x: mx.array) -> mx.array:
     return off.mean()
 
 
-def coded(x: mx.array, spec: Affine) -> mx.array:
+def coded(x: mx.array, quantizer: Affine) -> mx.array:
     """Return x [G, N, D] after min-max codes, with gradients; scales and biases are not rounded to float16."""
-    size, dims = spec.group_size(x.shape[-1], PAGE), x.shape[-1]
+    size, dims = quantizer.group_size(x.shape[-1], PAGE), x.shape[-1]
     return mx.concatenate(
-        [_group(x[..., i : min(i + size, dims)], 2**spec.bits - 1) for i in range(0, dims, size)],
+        [
+            _group(x[..., i : min(i + size, dims)], 2**quantizer.bits - 1)
+            for i in range(0, dims, size)
+        ],
         axis=-1,
     )
 
@@ -175,9 +178,9 @@ def _group(x: mx.array, top: int) -> mx.array:
     return (code + mx.stop_gradient(mx.round(code) - code)) * step + low
 
 
-def error(x: mx.array, spec: Affine, pair: Transform) -> float:
+def error(x: mx.array, quantizer: Affine, pair: Transform) -> float:
     """Return the relative error of x [G, N, D] as decoded by a cache with maps `pair`."""
-    codec = Codec(Side(spec, LEARNED), x.shape[-1], PAGE, pair)
+    codec = Codec(Side(quantizer, LEARNED), x.shape[-1], PAGE, pair)
     return float(relative(codec.decode(codec.encode(x[None]), mx.float32)[0], x))
 
 

@@ -67,17 +67,17 @@ def clip_rows(x: mx.array, rank: int) -> mx.array:
     return mx.clip(x, -limit, limit)
 
 
-def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
+def encode(quantizer: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
     """Encode x [B, G, T, R], T a whole number of pages."""
-    form, x = _form(spec, x.shape[-1], page), x.astype(mx.float32)
+    form, x = _form(quantizer, x.shape[-1], page), x.astype(mx.float32)
     if form.rank > 1:
         x = clip_rows(x, form.rank)
-    g = _grouped(x, form.group, spec.axis)
-    top = 2**spec.bits - 1
-    middle = 2 ** (spec.bits - 1)
-    if spec.symmetric:
+    g = _grouped(x, form.group, quantizer.axis)
+    top = 2**quantizer.bits - 1
+    middle = 2 ** (quantizer.bits - 1)
+    if quantizer.symmetric:
         peak = mx.abs(g).max(-1)
-        peak = _of_pages(peak, page) if spec.shared else peak
+        peak = _of_pages(peak, page) if quantizer.shared else peak
         scale = half(peak / (middle - 1), HALF_MAX / middle)
         bias, low = scale.astype(mx.float32) * -middle, 1
     else:
@@ -87,11 +87,13 @@ def encode(spec: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
     step = scale.astype(mx.float32)
     codes = (g - bias[..., None]) / mx.where(step > 0, step, 1.0)[..., None]
     codes = mx.clip(mx.round(codes), low, top)
-    if spec.symmetric:
+    if quantizer.symmetric:
         codes = mx.where(step[..., None] > 0, codes, middle)
-    words = packing.pack(_ungrouped(codes, spec.axis, x.shape[-1]).astype(mx.uint32), spec.bits)
+    words = packing.pack(
+        _ungrouped(codes, quantizer.axis, x.shape[-1]).astype(mx.uint32), quantizer.bits
+    )
     stored = {"codes": words, "scale": scale}
-    return stored if spec.symmetric else {**stored, "bias": stored_bias}
+    return stored if quantizer.symmetric else {**stored, "bias": stored_bias}
 
 
 def _of_pages(peaks: mx.array, page: int) -> mx.array:
@@ -100,9 +102,9 @@ def _of_pages(peaks: mx.array, page: int) -> mx.array:
     return mx.broadcast_to(pages.max((1, 3), keepdims=True), pages.shape).reshape(peaks.shape)
 
 
-def _bias(spec: Affine, stored: dict[str, mx.array]) -> mx.array:
+def _bias(quantizer: Affine, stored: dict[str, mx.array]) -> mx.array:
     """Return the bias of every group. If symmetric, it is a power of two times the scale, exact in float16."""
-    return stored["scale"] * -(2 ** (spec.bits - 1)) if spec.symmetric else stored["bias"]
+    return stored["scale"] * -(2 ** (quantizer.bits - 1)) if quantizer.symmetric else stored["bias"]
 
 
 class _Form(NamedTuple):
@@ -121,55 +123,61 @@ class _Form(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _form(spec: Affine, dims: int, page: int) -> _Form:
-    group, by_token = spec.group_size(dims, page), spec.axis == "token"
+def _form(quantizer: Affine, dims: int, page: int) -> _Form:
+    group, by_token = quantizer.group_size(dims, page), quantizer.axis == "token"
     read = by_token and group in MLX_GROUPS
     return _Form(
         group,
-        spec.clip_rank(dims),
+        quantizer.clip_rank(dims),
         mlx=read and not dims % group,
         tail=read and dims % group > 0,
         folds=not by_token and not dims % FOLDED,
     )
 
 
-def _cut(spec: Affine, group: int, stored: dict[str, mx.array], dims: int):
+def _cut(quantizer: Affine, group: int, stored: dict[str, mx.array], dims: int):
     """Return (dims, arrays) of the whole groups, and of the short one: 64 and 16 for 80 dims."""
     split = dims - dims % group
     head, tail = {}, {}
     for name, x in stored.items():
-        at = split * spec.bits // 32 if name == "codes" else split // group
+        at = split * quantizer.bits // 32 if name == "codes" else split // group
         head[name], tail[name] = x[..., :at], x[..., at:]
     return (split, head), (dims - split, tail)
 
 
 def decode(
-    spec: Affine, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
+    quantizer: Affine, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
     """Decode to [B, G, T, R] in `dtype`."""
-    form = _form(spec, dims, page)
+    form = _form(quantizer, dims, page)
     if form.tail:
-        parts = _cut(spec, form.group, stored, dims)
-        return mx.concatenate([decode(spec, s, n, page, dtype) for n, s in parts], axis=-1)
-    codes, scale, bias = stored["codes"], stored["scale"], _bias(spec, stored)
+        parts = _cut(quantizer, form.group, stored, dims)
+        return mx.concatenate([decode(quantizer, s, n, page, dtype) for n, s in parts], axis=-1)
+    codes, scale, bias = stored["codes"], stored["scale"], _bias(quantizer, stored)
     if form.mlx:
         if dtype == mx.float32:  # MLX decodes in the type of the scales
             scale, bias = scale.astype(dtype), bias.astype(dtype)
-        return mx.dequantize(codes, scale, bias, group_size=form.group, bits=spec.bits, dtype=dtype)
-    g = _grouped(packing.unpack(codes, spec.bits, dims).astype(mx.float32), form.group, spec.axis)
-    return _ungrouped(g * scale[..., None] + bias[..., None], spec.axis, dims).astype(dtype)
+        return mx.dequantize(
+            codes, scale, bias, group_size=form.group, bits=quantizer.bits, dtype=dtype
+        )
+    g = _grouped(
+        packing.unpack(codes, quantizer.bits, dims).astype(mx.float32), form.group, quantizer.axis
+    )
+    return _ungrouped(g * scale[..., None] + bias[..., None], quantizer.axis, dims).astype(dtype)
 
 
 def scores(
-    spec: Affine, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
+    quantizer: Affine, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
 ) -> mx.array:
     """Return q . x^ for every stored token, [B, G, N, T], of q [B, G, N, R] float32."""
-    return _product(spec, q, stored, dims, page, transpose=True)
+    return _product(quantizer, q, stored, dims, page, transpose=True)
 
 
-def mix(spec: Affine, p: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+def mix(
+    quantizer: Affine, p: mx.array, stored: dict[str, mx.array], dims: int, page: int
+) -> mx.array:
     """Return sum_t p_t x^_t, [B, G, N, R], of p [B, G, N, T] float32."""
-    return _product(spec, p, stored, dims, page, transpose=False)
+    return _product(quantizer, p, stored, dims, page, transpose=False)
 
 
 def _product_pays(rows: int) -> bool:
@@ -182,13 +190,13 @@ def _product_pays(rows: int) -> bool:
     return mx.metal.is_available()
 
 
-def _splits(spec: Affine, tokens: int) -> bool:
+def _splits(quantizer: Affine, tokens: int) -> bool:
     """Return whether scores of `tokens` tokens are computed by `_plane_scores`.
 
     Only on a CPU with the compiler that MLX fuses ops with: without it, splitting words takes longer than MLX's
     product, row by row.
     """
-    if tokens < PLANE_TOKENS or 32 % spec.bits or mx.default_device() != mx.Device(mx.cpu):
+    if tokens < PLANE_TOKENS or 32 % quantizer.bits or mx.default_device() != mx.Device(mx.cpu):
         return False
     return _has_compiler()
 
@@ -199,7 +207,7 @@ def _has_compiler() -> bool:
 
 
 def _plane_scores(
-    spec: Affine, q: mx.array, stored: dict[str, mx.array], dims: int, group: int
+    quantizer: Affine, q: mx.array, stored: dict[str, mx.array], dims: int, group: int
 ) -> mx.array:
     """Compute `_product`, where `_splits` holds, from codes centred on the middle of their range.
 
@@ -207,18 +215,18 @@ def _plane_scores(
     """
     codes, scale = stored["codes"], stored["scale"].astype(q.dtype)
     offset = None
-    if not spec.symmetric:
-        offset = stored["bias"].astype(q.dtype) + scale * 2 ** (spec.bits - 1)
-    if spec.axis == "channel":  # queries scaled per group of tokens, [B, G, T/g, N, R]
+    if not quantizer.symmetric:
+        offset = stored["bias"].astype(q.dtype) + scale * 2 ** (quantizer.bits - 1)
+    if quantizer.axis == "channel":  # queries scaled per group of tokens, [B, G, T/g, N, R]
         codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])
-        out = _plane_products(q[:, :, None] * scale[:, :, :, None], codes, spec.bits)
+        out = _plane_products(q[:, :, None] * scale[:, :, :, None], codes, quantizer.bits)
         out = out.swapaxes(2, 3)  # [B, G, N, T/g, g]
         if offset is not None:
             out = out + (q @ offset.swapaxes(-1, -2))[..., None]
         return out.reshape(*out.shape[:3], -1)
     q = q.reshape(*q.shape[:3], -1, group).swapaxes(2, 3)  # [B, G, R/g, N, g]
     codes = codes.reshape(*codes.shape[:3], dims // group, -1).swapaxes(2, 3)
-    out = _plane_products(q, codes, spec.bits) * scale.swapaxes(-1, -2)[:, :, :, None]
+    out = _plane_products(q, codes, quantizer.bits) * scale.swapaxes(-1, -2)[:, :, :, None]
     if offset is not None:
         out = out + q.sum(-1, keepdims=True) * offset.swapaxes(-1, -2)[:, :, :, None]
     return sum((out[:, :, i] for i in range(1, out.shape[2])), out[:, :, 0])
@@ -240,60 +248,60 @@ def _plane_products(x: mx.array, codes: mx.array, bits: int) -> mx.array:
     return out
 
 
-def _folded_scores(spec, q, stored, dims, group):
+def _folded_scores(quantizer, q, stored, dims, group):
     """Compute q . (scale * code + bias) = (q * scale) . code + q . bias, scales per channel and group of tokens."""
     codes = stored["codes"]
     codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])  # [B, G, T/g, g, W]
-    scale, bias = stored["scale"].astype(q.dtype), _bias(spec, stored).astype(q.dtype)
+    scale, bias = stored["scale"].astype(q.dtype), _bias(quantizer, stored).astype(q.dtype)
     ones = mx.ones((*codes.shape[:4], dims // FOLDED), q.dtype)
     q_scaled = q[:, :, None] * scale[:, :, :, None]  # [B, G, T/g, N, D]
     out = mx.quantized_matmul(
-        *(q_scaled, codes, ones, mx.zeros_like(ones)), group_size=FOLDED, bits=spec.bits
+        *(q_scaled, codes, ones, mx.zeros_like(ones)), group_size=FOLDED, bits=quantizer.bits
     )
     out = out.swapaxes(2, 3) + (q @ bias.swapaxes(-1, -2))[..., None]  # [B, G, N, T/g, g]
     return out.reshape(*out.shape[:3], -1)
 
 
-def _folded_mix(spec, p, stored, dims, group):
+def _folded_mix(quantizer, p, stored, dims, group):
     """Compute sum_t p_t (scale * code + bias), scales per channel and group of tokens.
 
     Scales apply to the sum of each group, so no codes are decoded. Codes are centred on the middle of their range,
     for less cancellation.
     """
-    codes, middle = stored["codes"], 2 ** (spec.bits - 1)
+    codes, middle = stored["codes"], 2 ** (quantizer.bits - 1)
     codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])  # [B, G, T/g, g, W]
     scale = stored["scale"].astype(p.dtype)
     ones = mx.ones((*codes.shape[:4], dims // FOLDED), p.dtype)
     p = p.reshape(*p.shape[:3], -1, group).swapaxes(2, 3)  # [B, G, T/g, N, g]
     out = mx.quantized_matmul(
-        *(p, codes, ones, -middle * ones), transpose=False, group_size=FOLDED, bits=spec.bits
+        *(p, codes, ones, -middle * ones), transpose=False, group_size=FOLDED, bits=quantizer.bits
     )  # [B, G, T/g, N, R]
     out = (out * scale[:, :, :, None]).sum(2)
-    if spec.symmetric:
+    if quantizer.symmetric:
         return out
     return out + p.sum(-1).swapaxes(2, 3) @ (stored["bias"].astype(p.dtype) + middle * scale)
 
 
 def _product(
-    spec: Affine,
+    quantizer: Affine,
     x: mx.array,
     stored: dict[str, mx.array],
     dims: int,
     page: int,
     transpose: bool,
 ) -> mx.array:
-    form = _form(spec, dims, page)
+    form = _form(quantizer, dims, page)
     if form.tail:
-        (split, head), (tail_dims, tail) = _cut(spec, form.group, stored, dims)
+        (split, head), (tail_dims, tail) = _cut(quantizer, form.group, stored, dims)
         if transpose:
-            head_product = _product(spec, x[..., :split], head, split, page, True)
-            return head_product + _product(spec, x[..., split:], tail, tail_dims, page, True)
-        head_product = _product(spec, x, head, split, page, False)
+            head_product = _product(quantizer, x[..., :split], head, split, page, True)
+            return head_product + _product(quantizer, x[..., split:], tail, tail_dims, page, True)
+        head_product = _product(quantizer, x, head, split, page, False)
         return mx.concatenate(
-            [head_product, _product(spec, x, tail, tail_dims, page, False)], axis=-1
+            [head_product, _product(quantizer, x, tail, tail_dims, page, False)], axis=-1
         )
-    if transpose and (form.mlx or form.folds) and _splits(spec, stored["codes"].shape[2]):
-        return _plane_scores(spec, x, stored, dims, form.group)
+    if transpose and (form.mlx or form.folds) and _splits(quantizer, stored["codes"].shape[2]):
+        return _plane_scores(quantizer, x, stored, dims, form.group)
     rows = x.shape[-2]
     pays = (form.mlx or transpose and form.folds) and _product_pays(rows)
     if pays and form.mlx:
@@ -301,15 +309,15 @@ def _product(
             x,
             stored["codes"],
             stored["scale"],
-            _bias(spec, stored),
+            _bias(quantizer, stored),
             transpose=transpose,
             group_size=form.group,
-            bits=spec.bits,
+            bits=quantizer.bits,
         )
     if pays:
-        return _folded_scores(spec, x, stored, dims, form.group)
+        return _folded_scores(quantizer, x, stored, dims, form.group)
     # One sum per group of tokens: less memory than decoded values.
     if not transpose and form.folds and 2 * rows <= form.group and _product_pays(rows):
-        return _folded_mix(spec, x, stored, dims, form.group)
-    decoded = decode(spec, stored, dims, page, x.dtype)
+        return _folded_mix(quantizer, x, stored, dims, form.group)
+    decoded = decode(quantizer, stored, dims, page, x.dtype)
     return x @ (decoded.swapaxes(-1, -2) if transpose else decoded)

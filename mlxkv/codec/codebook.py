@@ -19,9 +19,9 @@ def _levels(dims: int, bits: int) -> mx.array:
     return mx.array(levels.sphere(dims, bits).astype(np.float32))
 
 
-def encode(spec: Codebook, x: mx.array, page: int) -> dict[str, mx.array]:
+def encode(quantizer: Codebook, x: mx.array, page: int) -> dict[str, mx.array]:
     """Encode x [B, G, T, R], T a whole number of pages."""
-    x, bits = x.astype(mx.float32), spec.bits
+    x, bits = x.astype(mx.float32), quantizer.bits
     table, middle = levels.sphere(x.shape[-1], bits), 2 ** (bits - 1)
     norm = mx.sqrt((x * x).sum(-1, keepdims=True))
     # Compare magnitudes, since levels are symmetric about 0; boundaries are scaled by the norm.
@@ -33,9 +33,9 @@ def encode(spec: Codebook, x: mx.array, page: int) -> dict[str, mx.array]:
 
 
 def decode(
-    spec: Codebook, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
+    quantizer: Codebook, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
     """Decode to [B, G, T, R] in `dtype`."""
-    codes = packing.unpack(stored["codes"], spec.bits, dims)
-    x = _levels(dims, spec.bits)[codes] * stored["scale"].astype(mx.float32)
+    codes = packing.unpack(stored["codes"], quantizer.bits, dims)
+    x = _levels(dims, quantizer.bits)[codes] * stored["scale"].astype(mx.float32)
     return x.astype(dtype)

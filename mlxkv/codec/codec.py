@@ -16,13 +16,13 @@ from mlxkv.formats.quantizers import Quantizer
 Stored = dict[str, mx.array]
 
 
-def method(spec: Quantizer) -> ModuleType:
+def method(quantizer: Quantizer) -> ModuleType:
     """Return the module of this package that encodes and decodes a quantizer.
 
     It defines `encode` and `decode`. Optional: `scores` and `mix`, which multiply codes without decoding them, and
     `split` and `join`, which convert stored tensors to codes of one width and back, for page records.
     """
-    return import_module(f"mlxkv.codec.{spec.file or spec.method}")
+    return import_module(f"mlxkv.codec.{quantizer.file or quantizer.method}")
 
 
 class Codec:
@@ -33,7 +33,7 @@ class Codec:
     """
 
     def __init__(self, side: Side, dims: int, page: int, own: Transform | None = None):
-        self.spec = side.quantizer
+        self.quantizer = side.quantizer
         self.page = page
         self.method = method(side.quantizer)
         self.transform = own or transform.make(side.transform, dims, side.seed)
@@ -44,7 +44,7 @@ class Codec:
 
     def encode(self, x: mx.array) -> Stored:
         """Encode x [B, G, T, D], T a whole number of pages: arrays with tokens (or groups of tokens) on axis 2."""
-        return self.method.encode(self.spec, self.store(x), self.page)
+        return self.method.encode(self.quantizer, self.store(x), self.page)
 
     def store(self, x: mx.array) -> mx.array:
         """Transform x [B, G, T, D] to the values to be quantised, [B, G, T, R]."""
@@ -79,7 +79,7 @@ class Codec:
 
     def decode_stored(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
         """Decode without the inverse transform: [B, G, T, R] in `dtype`."""
-        return self.method.decode(self.spec, stored, self.dims, self.page, dtype)
+        return self.method.decode(self.quantizer, stored, self.dims, self.page, dtype)
 
     def decode(self, stored: Stored, dtype: mx.Dtype) -> mx.array:
         """Return the vectors that attention sees: [B, G, T, D] in `dtype`."""
@@ -90,14 +90,14 @@ class Codec:
         """Return q . k^ for every stored token, [B, G, N, T] float32, of q [B, G, N, D]."""
         q = q.astype(mx.float32) if self.transform is None else self.transform.query(q)
         if hasattr(self.method, "scores"):  # without decoding
-            return self.method.scores(self.spec, q, stored, self.dims, self.page)
+            return self.method.scores(self.quantizer, q, stored, self.dims, self.page)
         return q @ self.decode_stored(stored, mx.float32).swapaxes(-1, -2)
 
     def mix(self, p: mx.array, stored: Stored) -> mx.array:
         """Return sum_t p_t v^_t, [B, G, N, D] float32, of p [B, G, N, T]."""
         p = p.astype(mx.float32)
         if hasattr(self.method, "mix"):
-            x = self.method.mix(self.spec, p, stored, self.dims, self.page)
+            x = self.method.mix(self.quantizer, p, stored, self.dims, self.page)
         else:
             x = p @ self.decode_stored(stored, mx.float32)
         return x if self.transform is None else self.transform.restore(x)
@@ -105,16 +105,16 @@ class Codec:
     def split(self, stored: Stored) -> tuple[mx.array, Stored]:
         """Return the codes [B, G, T, R] of pages, one per dim, and their other tensors."""
         if hasattr(self.method, "split"):
-            return self.method.split(self.spec, stored, self.dims, self.page)
-        bits = self.spec.code_bits
+            return self.method.split(self.quantizer, stored, self.dims, self.page)
+        bits = self.quantizer.code_bits
         assert bits is not None  # methods without `split` have one width
         return packing.unpack(stored["codes"], bits, self.dims), stored
 
     def join(self, codes: mx.array, numbers: Stored) -> Stored:
         """Invert `split`."""
         if hasattr(self.method, "join"):
-            return self.method.join(self.spec, codes, numbers)
-        bits = self.spec.code_bits
+            return self.method.join(self.quantizer, codes, numbers)
+        bits = self.quantizer.code_bits
         assert bits is not None
         return {"codes": packing.pack(codes, bits), **numbers}
 

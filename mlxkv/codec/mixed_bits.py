@@ -26,21 +26,21 @@ def _tables(widths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return steps, gains, middle
 
 
-def encode(spec: MixedBits, x: mx.array, page: int) -> dict[str, mx.array]:
+def encode(quantizer: MixedBits, x: mx.array, page: int) -> dict[str, mx.array]:
     """Encode x [B, G, T, R], T a whole number of pages."""
-    steps, gains, middle = map(mx.array, _tables(spec.widths))
+    steps, gains, middle = map(mx.array, _tables(quantizer.widths))
     x = x.astype(mx.float32)
     scale = half(mx.sqrt(mx.square(x * steps).mean(-1, keepdims=True)))
     step = scale.astype(mx.float32)
     codes = mx.round(x * gains / mx.where(step > 0, step, 1.0) + middle)
     codes = mx.minimum(mx.maximum(codes, 0), 2 * middle).astype(mx.uint32)
-    return {"codes": packed(spec, codes), "scale": scale}
+    return {"codes": packed(quantizer, codes), "scale": scale}
 
 
-def packed(spec: MixedBits, codes: mx.array) -> mx.array:
+def packed(quantizer: MixedBits, codes: mx.array) -> mx.array:
     """Pack codes [..., R] into words [..., W], run by run of equal width; a run is a whole number of half words."""
     parts, start = [], 0
-    for bits, count in spec.runs:
+    for bits, count in quantizer.runs:
         words = packing.pack(codes[..., start : start + count], bits)
         parts.append(mx.contiguous(words).view(mx.uint16)[..., : count * bits // 16])
         start += count
@@ -50,10 +50,10 @@ def packed(spec: MixedBits, codes: mx.array) -> mx.array:
     return mx.contiguous(halves).view(mx.uint32)
 
 
-def unpacked(spec: MixedBits, words: mx.array) -> mx.array:
+def unpacked(quantizer: MixedBits, words: mx.array) -> mx.array:
     """Invert `packed`: [..., R] uint32."""
     halves, parts, start = mx.contiguous(words).view(mx.uint16), [], 0
-    for bits, count in spec.runs:
+    for bits, count in quantizer.runs:
         size = count * bits // 16
         part = halves[..., start : start + size]
         if size % 2:
@@ -64,41 +64,43 @@ def unpacked(spec: MixedBits, words: mx.array) -> mx.array:
 
 
 def split(
-    spec: MixedBits, stored: dict[str, mx.array], dims: int, page: int
+    quantizer: MixedBits, stored: dict[str, mx.array], dims: int, page: int
 ) -> tuple[mx.array, dict[str, mx.array]]:
     """Return codes [B, G, T, R], one per stored dim, and the other tensors."""
-    return unpacked(spec, stored["codes"]), stored
+    return unpacked(quantizer, stored["codes"]), stored
 
 
-def join(spec: MixedBits, codes: mx.array, numbers: dict[str, mx.array]) -> dict[str, mx.array]:
+def join(
+    quantizer: MixedBits, codes: mx.array, numbers: dict[str, mx.array]
+) -> dict[str, mx.array]:
     """Invert `split`."""
-    return {"codes": packed(spec, codes), **numbers}
+    return {"codes": packed(quantizer, codes), **numbers}
 
 
-def _levels(spec: MixedBits, stored: dict[str, mx.array]) -> mx.array:
+def _levels(quantizer: MixedBits, stored: dict[str, mx.array]) -> mx.array:
     """Return values divided by the scale of their token, [B, G, T, R] float32."""
-    middle = mx.array(_tables(spec.widths)[2])
-    return unpacked(spec, stored["codes"]).astype(mx.float32) - middle
+    middle = mx.array(_tables(quantizer.widths)[2])
+    return unpacked(quantizer, stored["codes"]).astype(mx.float32) - middle
 
 
 def decode(
-    spec: MixedBits, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
+    quantizer: MixedBits, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
     """Decode to [B, G, T, R] in `dtype`."""
-    return (_levels(spec, stored) * stored["scale"].astype(mx.float32)).astype(dtype)
+    return (_levels(quantizer, stored) * stored["scale"].astype(mx.float32)).astype(dtype)
 
 
 def scores(
-    spec: MixedBits, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
+    quantizer: MixedBits, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
 ) -> mx.array:
     """Return q . x^ for every stored token, [B, G, N, T], of q [B, G, N, R] float32."""
     scale = stored["scale"].astype(q.dtype).swapaxes(-1, -2)
-    return q @ _levels(spec, stored).swapaxes(-1, -2) * scale
+    return q @ _levels(quantizer, stored).swapaxes(-1, -2) * scale
 
 
 def mix(
-    spec: MixedBits, p: mx.array, stored: dict[str, mx.array], dims: int, page: int
+    quantizer: MixedBits, p: mx.array, stored: dict[str, mx.array], dims: int, page: int
 ) -> mx.array:
     """Return sum_t p_t x^_t, [B, G, N, R], of p [B, G, N, T] float32."""
     scale = stored["scale"].astype(p.dtype).swapaxes(-1, -2)
-    return (p * scale) @ _levels(spec, stored)
+    return (p * scale) @ _levels(quantizer, stored)

@@ -36,16 +36,16 @@ def _steps(x: mx.array, bits: int) -> tuple[mx.array, mx.array, mx.array]:
     return mx.clip(codes, 0, 2**bits - 1).astype(mx.uint32), step, low
 
 
-def encode(spec: Polar, x: mx.array, page: int) -> dict[str, mx.array]:
+def encode(quantizer: Polar, x: mx.array, page: int) -> dict[str, mx.array]:
     """Encode x [B, G, T, R], T a whole number of pages."""
     a, b = _halves(_tiles(x.astype(mx.float32), page))
     angle = mx.arctan2(b, a)
     angle = mx.where(angle < 0, angle + tau, angle)
-    rho, *radii = _steps(_radius(a, b), spec.radius)
-    phi, *angles = _steps(angle, spec.angle)
-    codes = _rows((rho << spec.angle) + phi)
+    rho, *radii = _steps(_radius(a, b), quantizer.radius)
+    phi, *angles = _steps(angle, quantizer.angle)
+    codes = _rows((rho << quantizer.angle) + phi)
     numbers = zip(NUMBERS, map(_rows, (*radii, *angles)), strict=True)
-    return {"codes": packing.pack(codes, spec.pair_bits), **dict(numbers)}
+    return {"codes": packing.pack(codes, quantizer.pair_bits), **dict(numbers)}
 
 
 def _tiles(x: mx.array, page: int) -> mx.array:
@@ -58,12 +58,12 @@ def _rows(x: mx.array) -> mx.array:
     return x.reshape(*x.shape[:2], -1, x.shape[4])
 
 
-def _codes(spec: Polar, stored: dict[str, mx.array], dims: int, page: int):
+def _codes(quantizer: Polar, stored: dict[str, mx.array], dims: int, page: int):
     """Return the radius [B, G, P, page, R/2], float32, and the codes of the angle."""
-    codes = _tiles(packing.unpack(stored["codes"], spec.pair_bits, dims // 2), page)
+    codes = _tiles(packing.unpack(stored["codes"], quantizer.pair_bits, dims // 2), page)
     step, low = (stored[n][:, :, :, None].astype(mx.float32) for n in NUMBERS[:2])
-    return low + ((codes >> spec.angle).astype(mx.float32) + 0.5) * step, codes & (
-        2**spec.angle - 1
+    return low + ((codes >> quantizer.angle).astype(mx.float32) + 0.5) * step, codes & (
+        2**quantizer.angle - 1
     )
 
 
@@ -74,12 +74,12 @@ def _angles(stored: dict[str, mx.array], codes: mx.array) -> mx.array:
 
 
 def decode(
-    spec: Polar, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
+    quantizer: Polar, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
     """Decode to [B, G, T, R] in `dtype`."""
-    radius, codes = _codes(spec, stored, dims, page)
+    radius, codes = _codes(quantizer, stored, dims, page)
     # One cosine and sine per angle code, not per token.
-    angles = _angles(stored, _codes_of_angles(spec))
+    angles = _angles(stored, _codes_of_angles(quantizer))
     parts = (
         radius * mx.take_along_axis(table, codes, axis=3)
         for table in (mx.cos(angles), mx.sin(angles))
@@ -90,28 +90,30 @@ def decode(
     return x.astype(dtype)
 
 
-def _codes_of_angles(spec: Polar) -> mx.array:
+def _codes_of_angles(quantizer: Polar) -> mx.array:
     """Return every angle code, [2^angle, 1]."""
-    return mx.arange(2**spec.angle)[:, None]
+    return mx.arange(2**quantizer.angle)[:, None]
 
 
-def scores(spec: Polar, q: mx.array, stored: dict[str, mx.array], dims: int, page: int) -> mx.array:
+def scores(
+    quantizer: Polar, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
+) -> mx.array:
     """Return q . x^ for every stored token, [B, G, N, T], of q [B, G, N, R] float32."""
     if q.shape[2] > TABLE_ROWS:
-        return q @ decode(spec, stored, dims, page, q.dtype).swapaxes(-1, -2)
-    return scores_by_tables(spec, q, stored, dims, page)
+        return q @ decode(quantizer, stored, dims, page, q.dtype).swapaxes(-1, -2)
+    return scores_by_tables(quantizer, q, stored, dims, page)
 
 
 def scores_by_tables(
-    spec: Polar, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
+    quantizer: Polar, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
 ) -> mx.array:
     """Compute `scores` without decoding keys.
 
     Per page and pair, a table of q (cos, sin) for every angle code is gathered by the codes and multiplied by the
     radius.
     """
-    radius, codes = _codes(spec, stored, dims, page)
-    angles = _angles(stored, _codes_of_angles(spec))  # [B, G, P, 2^angle, R/2]
+    radius, codes = _codes(quantizer, stored, dims, page)
+    angles = _angles(stored, _codes_of_angles(quantizer))  # [B, G, P, 2^angle, R/2]
     cos, sin = mx.cos(angles), mx.sin(angles)
     out = []
     # Row by row: each gathers as many values as the keys contain.
@@ -123,14 +125,19 @@ def scores_by_tables(
 
 
 def split(
-    spec: Polar, stored: dict[str, mx.array], dims: int, page: int
+    quantizer: Polar, stored: dict[str, mx.array], dims: int, page: int
 ) -> tuple[mx.array, dict[str, mx.array]]:
     """Return codes [B, G, T, R], all radii before all angles, and the other tensors."""
-    codes = packing.unpack(stored["codes"], spec.pair_bits, dims // 2)
-    return mx.concatenate([codes >> spec.angle, codes & (2**spec.angle - 1)], axis=-1), stored
+    codes = packing.unpack(stored["codes"], quantizer.pair_bits, dims // 2)
+    return mx.concatenate(
+        [codes >> quantizer.angle, codes & (2**quantizer.angle - 1)], axis=-1
+    ), stored
 
 
-def join(spec: Polar, codes: mx.array, numbers: dict[str, mx.array]) -> dict[str, mx.array]:
+def join(quantizer: Polar, codes: mx.array, numbers: dict[str, mx.array]) -> dict[str, mx.array]:
     """Invert `split`."""
     radii, angles = _halves(codes)
-    return {"codes": packing.pack((radii << spec.angle) + angles, spec.pair_bits), **numbers}
+    return {
+        "codes": packing.pack((radii << quantizer.angle) + angles, quantizer.pair_bits),
+        **numbers,
+    }

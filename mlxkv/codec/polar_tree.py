@@ -85,17 +85,17 @@ def fit(x: mx.array) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(np.array(book).tolist()) for book in books)
 
 
-def encode(spec: PolarTree, x: mx.array, page: int) -> dict[str, mx.array]:
+def encode(quantizer: PolarTree, x: mx.array, page: int) -> dict[str, mx.array]:
     """Encode x [B, G, T, R], T a whole number of pages."""
     *lead, tokens, dims = x.shape
     pages = x.astype(mx.float32).reshape(*lead, tokens // page, page, dims)
     stored = {}
-    if spec.online:
+    if quantizer.online:
         radii, angles, books = _fit_levels(pages)
         stored["books"] = mx.concatenate(books, -1).astype(mx.float16)
         books = _page_books(stored["books"])
     else:
-        (radii, angles), books = to_polar(pages), _books(spec.codebooks)
+        (radii, angles), books = to_polar(pages), _books(quantizer.codebooks)
     codes = [_nearest(angle, book) for angle, book in zip(angles, books, strict=True)]
     codes = [code.reshape(*lead, tokens, -1) for code in codes]
     return {**stored, **stored_of(codes, half(radii).reshape(*lead, tokens, -1))}
@@ -110,7 +110,7 @@ def stored_of(codes: list[mx.array], radii: mx.array) -> dict[str, mx.array]:
 
 
 def split(
-    spec: PolarTree, stored: dict[str, mx.array], dims: int, page: int
+    quantizer: PolarTree, stored: dict[str, mx.array], dims: int, page: int
 ) -> tuple[mx.array, dict[str, mx.array]]:
     """Return codes of 3 bits [B, G, T, R], as records hold them, and the other tensors.
 
@@ -126,7 +126,9 @@ def split(
     return codes.reshape(*codes.shape[:2], -1, dims), stored
 
 
-def join(spec: PolarTree, codes: mx.array, numbers: dict[str, mx.array]) -> dict[str, mx.array]:
+def join(
+    quantizer: PolarTree, codes: mx.array, numbers: dict[str, mx.array]
+) -> dict[str, mx.array]:
     """Invert `split`."""
     low = (codes & 3).reshape(*codes.shape[:-1], -1, 2)
     high = (codes >> 2).reshape(*codes.shape[:-1], -1, 4, 2)
@@ -166,11 +168,11 @@ def _split(radii: mx.array, code: mx.array, book: mx.array) -> mx.array:
 
 
 def decode(
-    spec: PolarTree, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
+    quantizer: PolarTree, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
 ) -> mx.array:
     """Decode to [B, G, T, R] in `dtype`, from the radii down to the dims."""
     codes = codes_of(stored, dims, page)
-    books = _page_books(stored["books"]) if spec.online else _books(spec.codebooks)
+    books = _page_books(stored["books"]) if quantizer.online else _books(quantizer.codebooks)
     radii = stored["radii"].astype(mx.float32).reshape(*codes[-1].shape)
     for code, book in zip(reversed(codes), reversed(books), strict=True):
         radii = _split(radii, code, book)

@@ -86,9 +86,11 @@ def spans(layout: RecordLayout) -> list[tuple[str, SideLayout, slice, slice]]:
 
 
 def layout_of(codecs: Sequence) -> RecordLayout:
-    """Make the layout for the codecs (with `spec`, `dims`, `page`) of keys and values, of either track."""
+    """Make the layout for the codecs (with `quantizer`, `dims`, `page`) of keys and values, of either track."""
     sides = zip(codecs, (True, False), strict=True)
-    return RecordLayout(*(code.spec.layout(code.dims, code.page, keys) for code, keys in sides))
+    return RecordLayout(
+        *(code.quantizer.layout(code.dims, code.page, keys) for code, keys in sides)
+    )
 
 
 def _in_memory(axes: tuple[int, ...], memory: tuple[int, ...]) -> np.ndarray:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from mlxkv.codec.codec import Codec, Stored
-from mlxkv.formats.quantizers import Affine
+from mlxkv.formats.quantizers import Affine, Quantizer
 from mlxkv.formats.sizes import grown
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import Factory, launch
@@ -28,16 +28,16 @@ LEAST_BLOCKS = 2  # per split, so that merging stays small
 CAPABILITY = 8  # least CUDA compute capability, for matrix products
 
 
-def why_not(spec, dims: int, page: int, dtype: mx.Dtype) -> str | None:
-    """Return why the kernel cannot read such latents on any machine, or None. spec: quantizer. dims: stored dims."""
-    if type(spec) is not Affine:
-        return f"the kernel for latents reads affine codes, not {spec.label}"
+def why_not(quantizer: Quantizer, dims: int, page: int, dtype: mx.Dtype) -> str | None:
+    """Return why the kernel cannot read such latents on any machine, or None. dims: stored dims."""
+    if type(quantizer) is not Affine:
+        return f"the kernel for latents reads affine codes, not {quantizer.label}"
     if dims not in DIMS:
         return f"the kernel for latents is for {', '.join(map(str, DIMS))} dims, not {dims}"
     if dtype not in TYPES:
         return f"the kernel for latents has no {str(dtype).removeprefix('mlx.core.')}"
-    group = spec.group_size(dims, page)
-    if group % 16 or (spec.axis == "token" and dims % group):
+    group = quantizer.group_size(dims, page)
+    if group % 16 or (quantizer.axis == "token" and dims % group):
         return f"the kernel for latents reads whole groups of 16, not of {group}"
     return None
 
@@ -80,14 +80,14 @@ def attend(
     Returns [B, H, 1, R] in the dtype of recent.
     """
     batch, rows, _, dims = q.shape
-    spec, page, transform = code.spec, code.page, code.transform
-    assert isinstance(spec, Affine)  # `why_not` checks it
+    quantizer, page, transform = code.quantizer, code.page, code.transform
+    assert isinstance(quantizer, Affine)  # `why_not` checks it
     q_pages, up = q.astype(mx.float32).swapaxes(1, 2), None
     if transform is not None:
         q_pages, up = transform.query(q_pages), transform.up
     dtype, on_cuda = recent.dtype, make is mx.fast.cuda_kernel
-    group = spec.group_size(dims, page)
-    by_channel = spec.axis == "channel"
+    group = quantizer.group_size(dims, page)
+    by_channel = quantizer.axis == "channel"
     is_wide = (on_cuda or getattr(make, "wide", False)) and not (by_channel and group % 32)
     per = 2 if is_wide else 1  # times 16 tokens per block: CUDA has the memory for 32
     block = 16 * per
@@ -130,10 +130,10 @@ def attend(
             "QT": tiles,
             "DH": HALVES,
             "M": per,
-            "BITS": spec.bits,
+            "BITS": quantizer.bits,
             "GROUP": group,
             "CHANNEL": int(by_channel),
-            "SYMMETRIC": int(spec.symmetric),
+            "SYMMETRIC": int(quantizer.symmetric),
         },
         (threads * groups, splits, batch),
         (threads, 1, 1),

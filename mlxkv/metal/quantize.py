@@ -53,7 +53,7 @@ def record_writer(layout: RecordLayout) -> Callable[..., dict[str, mx.array]] | 
 
 def clip_ranks(codecs: tuple[Codec, Codec], dims: tuple[int, int]) -> tuple[int, int]:
     """Return the `ranks` of `quantize_pages` for keys and values with these stored dims."""
-    keys, values = (code.spec.clip_rank(n) for code, n in zip(codecs, dims, strict=True))
+    keys, values = (code.quantizer.clip_rank(n) for code, n in zip(codecs, dims, strict=True))
     return keys, values
 
 

@@ -23,7 +23,7 @@ from mlxkv.formats.calibration import balance, layers, mixed_bits, subspace
 from mlxkv.formats.config import BALANCED, CALIBRATED, PCA, SCALED, CacheConfig, Side
 from mlxkv.formats.layout import TREE_BITS
 from mlxkv.formats.lowrank import LowRank
-from mlxkv.formats.quantizers import Affine, Codebook, Half, PolarTree
+from mlxkv.formats.quantizers import Affine, Codebook, Half, PolarTree, Quantizer
 from mlxkv.formats.records import NAMES
 from mlxkv.spec.bounds import (
     BOUNDS,
@@ -177,21 +177,21 @@ class Table:
         tensors, _ = read_golden("affine")
         for key in keys(tensors):
             dims, bits, kind, axis, group = key.split(".")
-            spec = Affine(
+            quantizer = Affine(
                 int(bits), int(group), kind == "sym", "channel" if axis == "channel" else "token"
             )
-            code, stored = self._encoded(Side(spec), tensors, int(dims))
-            yield self._codes("encode", key, tensors, stored, spec.bits, int(dims))
-            golden = self._stored(tensors, f"{key}.", spec.bits)
+            code, stored = self._encoded(Side(quantizer), tensors, int(dims))
+            yield self._codes("encode", key, tensors, stored, quantizer.bits, int(dims))
+            golden = self._stored(tensors, f"{key}.", quantizer.bits)
             yield self._decoded(key, code, golden, tensors[f"{key}.decoded"])
 
     def clip_rows(self) -> Rows:
         tensors, _ = read_golden("clip")
         for key in keys(tensors):
             dims, bits, kind, group, share = key.split(".")
-            spec = Affine(int(bits), int(group), kind == "sym", clip=int(share) / 100)
-            _, stored = self._encoded(Side(spec), tensors, int(dims))
-            row = self._codes("clip", key, tensors, stored, spec.bits, int(dims))
+            quantizer = Affine(int(bits), int(group), kind == "sym", clip=int(share) / 100)
+            _, stored = self._encoded(Side(quantizer), tensors, int(dims))
+            row = self._codes("clip", key, tensors, stored, quantizer.bits, int(dims))
             # Codes alone say little about the limit: scales and biases to a float16 step.
             numbers = (name for name in stored if name != "codes")
             off = sum(self._off(stored[n], tensors[f"{key}.{n}"]) for n in numbers)
@@ -200,18 +200,18 @@ class Table:
     def encode_rows(self) -> Rows:
         tensors, header = read_golden("encode")
         for key, side, dims in encode_cases(tensors, header):
-            spec = side.quantizer
-            assert isinstance(spec, Affine)
+            quantizer = side.quantizer
+            assert isinstance(quantizer, Affine)
             _, stored = self._encoded(side, tensors, dims)
-            yield self._codes("seal", key, tensors, stored, spec.bits, dims)
+            yield self._codes("seal", key, tensors, stored, quantizer.bits, dims)
 
     def latent_rows(self) -> Rows:  # read as keys and as values, beside rotary scores
         tensors, header = read_golden("latent")
         for key, side, dims in encode_cases(tensors, header):
-            spec = side.quantizer
-            assert isinstance(spec, Affine)
+            quantizer = side.quantizer
+            assert isinstance(quantizer, Affine)
             case = under(tensors, key) | {"x": tensors[f"x.{dims}"]}
-            (_, encoded), bits = self._encoded(side, tensors, dims), spec.bits
+            (_, encoded), bits = self._encoded(side, tensors, dims), quantizer.bits
             yield self._codes("latent", key, tensors, encoded, bits, dims)
             yield self._page_alone(
                 key, dims, case, (side,) * 2, (self._stored(case, "", bits),) * 2
@@ -236,8 +236,8 @@ class Table:
             sides, stored = [], []
             for letter, name in (("k", "keys"), ("v", "values")):
                 side = info[name]
-                spec = Affine(side["bits"], side["group"], side["symmetric"], side["axis"])
-                sides.append(Side(spec, side["transform"]))
+                quantizer = Affine(side["bits"], side["group"], side["symmetric"], side["axis"])
+                sides.append(Side(quantizer, side["transform"]))
                 stored.append(self._stored(golden, f"{letter}.", side["bits"]))
             recent, sink = (
                 tuple(self.floats(golden[f"{letter}.{part}"]) for letter in "kv")
@@ -294,10 +294,10 @@ class Table:
                 yield close("peaks", f"scaled.{dims}.{letter}", peaks, spec, BOUNDS["transforms"])
                 pairs[letter] = golden[f"{letter}.down"], golden[f"{letter}.up"]
             yield from self._page_rows("scaled", SCALED, dims, golden, pairs, SCALED_SIDES)
-            spec, expected = Affine(4, 0, symmetric=True, shared=True), under(golden, "tensor")
+            quantizer, expected = Affine(4, 0, symmetric=True, shared=True), under(golden, "tensor")
             page = expected["codes"].shape[2]
-            stored = self.codec(Side(spec, "srft"), dims, page).encode(inputs[0][:, :, :page])
-            codes = self.unpack(stored["codes"], spec.bits, dims)
+            stored = self.codec(Side(quantizer, "srft"), dims, page).encode(inputs[0][:, :, :page])
+            codes = self.unpack(stored["codes"], quantizer.bits, dims)
             row = compare_codes(
                 "seal", f"tensor.{dims}", codes, expected["codes"], expected["near"]
             )
@@ -320,22 +320,23 @@ class Table:
             yield self._attention(f"{case}.exact", out, exact)  # of the keys as they came
 
     def _page_rows(
-        self, table: str, kind: str, dims: int, golden: Arrays, pairs: dict, specs=PAGE_SIDES
+        self, table: str, kind: str, dims: int, golden: Arrays, pairs: dict, quantizers=PAGE_SIDES
     ) -> Rows:
         """Codes of a page behind pairs [G, D, D], and attention over the spec's own."""
         q, k, v = self._inputs(golden)
         page = golden["k.codes"].shape[2]
         sides, transforms, stored = [], [], []
         for letter, x in (("k", k), ("v", v)):
-            spec, case = specs[letter], f"{table}.{dims}.{letter}"
-            side, transform = Side(spec, kind), self.Transform(*map(self.floats, pairs[letter]))
+            quantizer, case = quantizers[letter], f"{table}.{dims}.{letter}"
+            side = Side(quantizer, kind)
+            transform = self.Transform(*map(self.floats, pairs[letter]))
             encoded = self.codec(side, dims, page, transform).encode(x[:, :, :page])
-            codes = self.unpack(encoded["codes"], spec.bits, dims)
+            codes = self.unpack(encoded["codes"], quantizer.bits, dims)
             ties = golden[f"{letter}.near"]
             yield compare_codes("seal", case, codes, golden[f"{letter}.codes"], ties)
             sides.append(side)
             transforms.append(transform)
-            stored.append(self._stored(golden, f"{letter}.", spec.bits))
+            stored.append(self._stored(golden, f"{letter}.", quantizer.bits))
         call = Attention(
             q=q[:, :, -golden["out"].shape[2] :],
             sides=tuple(sides),
@@ -409,10 +410,10 @@ class Table:
                 yield Row("encode", f"{label}.{number}", case[number].size, wrong=off)
             yield from self._read_rows(quantizer, label, dims, case)
 
-    def _read_rows(self, spec, key: str, dims: int, case: Arrays) -> Rows:
+    def _read_rows(self, quantizer: Quantizer, key: str, dims: int, case: Arrays) -> Rows:
         """Values of the spec's codes, and products with them."""
-        code = self.codec(Side(spec), dims, case["x"].shape[2])
-        stored = {name: self.tensor(case[name]) for name in spec.tensors}
+        code = self.codec(Side(quantizer), dims, case["x"].shape[2])
+        stored = {name: self.tensor(case[name]) for name in quantizer.tensors}
         q, p = (self.floats(case[name]) for name in ("q", "p"))
         yield self._decoded(key, code, stored, case["decoded"])
         for table, product in (("scores", code.scores(q, stored)), ("mix", code.mix(p, stored))):

@@ -40,7 +40,7 @@ def test_learning_lowers_the_error_of_the_codes(subtests):
                 Transform(own, own.T),
                 Transform(mx.array(down), mx.array(np.linalg.inv(down))),
             ]
-            before, after = (learn.error(x, learned.spec, pair) for pair in pairs)
+            before, after = (learn.error(x, learned.quantizer, pair) for pair in pairs)
             assert after < 0.95 * before
     assert (down == learn.train(x, learned, "")).all()
 

@@ -316,7 +316,7 @@ def test_quantizing_gives_the_codes_of_plain_ops(subtests):
             code = Codec(SIDES[name], dims, PAGE)
             x = torch.randn(2, 2, 3 * PAGE + 7, dims).to(dtype)[:, :, 7:]
             x[0, 0, 3] = 0  # a token of zeros
-            at = layout.PlaneLayout(code.spec, dims, PAGE, keys)
+            at = layout.PlaneLayout(code.quantizer, dims, PAGE, keys)
             pool, places = Pool(), [4, 0, 2, 5, 1, 3]
             pool.reserve(6, (at.shapes(2), at.shapes(2)), x.device)
             launch.quantize_pages(code, x, at, pool.sides[0], places)
@@ -326,7 +326,7 @@ def test_quantizing_gives_the_codes_of_plain_ops(subtests):
             for number in set(found) - {"codes"}:
                 step = (found[number].float() - right[number].float()).abs()
                 assert (step <= 2**-10 * right[number].float().abs()).all(), number
-            codes = [packing.unpack(y["codes"], code.spec.bits, dims) for y in (found, right)]
+            codes = [packing.unpack(y["codes"], code.quantizer.bits, dims) for y in (found, right)]
             gap = (codes[0] - codes[1]).abs()
             assert gap.max() <= 1
             assert gap.sum() <= 2e-4 * gap.numel()  # sums in another order, at a boundary
@@ -338,7 +338,7 @@ def test_an_infinite_number_is_quantized_as_plain_ops_do(monkeypatch):
     code, pool = Codec(SIDES["int4 channels"], 64, PAGE), Pool()
     x = torch.randn(1, 1, PAGE, 64)
     x[0, 0, 3, 5] = torch.inf
-    at = layout.PlaneLayout(code.spec, 64, PAGE, True)
+    at = layout.PlaneLayout(code.quantizer, 64, PAGE, True)
     pool.reserve(1, (at.shapes(1), at.shapes(1)), x.device)
     launch.quantize_pages(code, x, at, pool.sides[0], [0])
     found = at.restore({n: y[:1].unsqueeze(0) for n, y in pool.sides[0].items()})

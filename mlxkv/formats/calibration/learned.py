@@ -43,7 +43,7 @@ class Learned:
         return self.variant.endswith("scale")
 
     @property
-    def spec(self) -> Affine:
+    def quantizer(self) -> Affine:
         """The quantizer whose error was minimised."""
         return Affine(self.bits, self.group)
 
@@ -64,7 +64,7 @@ class Learned:
                 raise UserError(f"[{option}] unknown; got {value!r}; choose from {names}")
         if self.steps < 1:
             raise UserError(f"[--steps] must be at least 1; got {self.steps}; choose 200 or more")
-        _ = self.spec  # raises on a group that is too small
+        _ = self.quantizer  # raises on a group that is too small
 
     def as_dict(self) -> dict:
         return asdict(self)
