@@ -167,10 +167,3 @@ def test_what_does_not_exist_is_found(subtests):
             with pytest.raises((AssertionError, ModuleNotFoundError)):
                 for words in commands(line):
                     check(words)
-
-
-def test_comments_pipes_and_launchers_are_read():
-    text = (
-        'cat a | mlxkv chat "a -x" # --no\nA=1 mlx.launch -n 2 -- mlxkv serve\nuv tool install .\n'
-    )
-    assert list(commands(text)) == [["mlxkv", "chat", "a -x"], ["mlxkv", "serve"]]

@@ -151,12 +151,3 @@ def test_the_picture_counts_as_fit_does():
         line = re.search(rf"^ {name} .*", shown, re.M)[0]
         close(line.split("GiB")[1].strip(), [bars[name].total])
         assert ("yes" in line) == (memory.mac(bars[name].total) == "a 16 GB Mac")
-
-
-def test_readme_is_short_and_says_once_what_has_run():
-    lines = README.splitlines()
-    assert len(lines) <= 120
-    status = [i for i, line in enumerate(lines) if "not yet on a Mac" in line]
-    assert (
-        len(status) == 1 and status[0] < 6 and lines[status[0]].startswith("> **Status: alpha.**")
-    )
