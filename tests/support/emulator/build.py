@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 from emulator.fault import EmulatorFault
@@ -14,6 +15,7 @@ from emulator.fault import EmulatorFault
 CPP = Path(__file__).parent / "cpp"
 LINUX_X86 = platform.system() == "Linux" and platform.machine() == "x86_64"
 KEEP = 1000  # libraries in the cache
+SHARED = threading.Lock()  # a thread compiles what tests share meanwhile: they wait for it
 
 COMMON = ["-std=c++20", "-fno-strict-aliasing", "-ffp-contract=off", "-fsigned-char"]
 # No inlining of loads into narrower ones: a uint4 load must be seen whole.
@@ -114,7 +116,9 @@ def _prune(folder: Path) -> None:
 def runner() -> Path:
     """The core: a program that loads one kernel and runs it."""
     path = cache_dir() / f"core-{_base()[:20]}"
-    if not path.exists():
+    with SHARED:
+        if path.exists():
+            return path
         _prune(cache_dir())
         whole = path.with_name(f"{path.name}.{os.getpid()}.cpp")  # headers are read once
         whole.write_text("".join(f'#include "{x.name}"\n' for x in sorted(CPP.glob("*.cpp"))))
@@ -134,9 +138,11 @@ def headers(checks: bool) -> list[Path]:
     """The folders of metal.h: precompiled, and the text, which is read where a compiler takes only that."""
     folder = cache_dir() / f"headers-{_base()[:20]}-{int(checks)}"
     header = folder / "metal.h.gch"
-    if can_check() and not header.exists():
-        folder.mkdir(exist_ok=True)
-        compile_to([compiler(), *_flags(checks), "-x", "c++-header", str(CPP / "metal.h")], header)
+    command = [compiler(), *_flags(checks), "-x", "c++-header", str(CPP / "metal.h")]
+    with SHARED:
+        if can_check() and not header.exists():
+            folder.mkdir(exist_ok=True)
+            compile_to(command, header)
     return [folder, CPP]
 
 
