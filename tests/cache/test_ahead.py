@@ -4,10 +4,9 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model, tokens
-from step_twins import same_caches, small, steps_of
+from step_twins import same_caches, small
 
 from mlxkv.cache import compressed
 from mlxkv.loading.attach import attach, detach
@@ -64,31 +63,11 @@ def test_prompts_are_read_the_same(model, started, as_on_a_cpu, lengths):
         same_caches(one, other, 0)
 
 
-def test_nothing_starts_before_a_prompt(model, started):
-    """Neither as a model is attached, with a trial of a step, nor on a CPU."""
-    attach(model, small())
-    assert not started and steps_of(model).state == "none yet"
-
-
 def test_a_cpu_gains_nothing(model, started, monkeypatch):
     monkeypatch.setattr(compressed, "backend", lambda: "cpu")
     attach(model, small())
     model(tokens(60)[None], cache=make_prompt_cache(model))
     assert not started
-
-
-def test_replies_are_the_same(model, started, as_on_a_cpu):
-    attach(model, small())
-
-    def reply() -> list[int]:
-        options = {"max_tokens": 30, "prompt_cache": make_prompt_cache(model)}
-        steps = generate_step(tokens(100), model, prefill_step_size=33, **options)
-        return [int(token) for token, _ in steps]
-
-    ahead = reply()
-    assert len(started) == 9  # three chunks, three layers
-    with as_on_a_cpu():
-        assert reply() == ahead and len(started) == 9
 
 
 def test_few_layers_are_under_way(model, started, monkeypatch):

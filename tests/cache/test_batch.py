@@ -156,16 +156,6 @@ def test_masks_are_those_of_each_sequence(window):
         assert not got[0, :, want.shape[1] :].any()
 
 
-def test_array_masks_give_what_the_word_gives():
-    batch = BatchedKVCache.merge(filled(5, 200))
-    mask = batch.make_mask(4, return_array=True)
-    x, q = mx.random.normal((2, 2, 4, 64)), mx.random.normal((2, 4, 4, 64))
-    view, _ = batch.update_and_fetch(x, x)
-    assert view.shape == (2, 2, 204, 64) and view.dtype == mx.float32
-    word, array = (attend(q, view, 0.1, m) for m in ("causal", mask))
-    assert mx.allclose(word, array, atol=1e-5)
-
-
 def test_what_is_refused():
     batch = BatchedKVCache.merge(filled(5, 9))
     with pytest.raises(UserError, match="a batch of 2; got 3"):

@@ -147,11 +147,6 @@ def _leaves(tree) -> list[mx.array]:
     return [x for part in tree.values() for x in part.values()]
 
 
-def test_other_presets_keep_rotary_keys_exact():
-    for kv in ["int8", "naive-int4", "hadamard-int3", "turbo-int4", "int8/int4"]:
-        assert parse_kv(kv).of_latents.rotary == 16
-
-
 @pytest.mark.parametrize("count", [150, 700, 4096])
 def test_the_server_s_memory_rule_knows_latents(count):
     made = parse_kv("int4").of_latents
@@ -323,11 +318,15 @@ def test_presets_that_make_sense_of_latents():
     ]:
         found = parse_kv(kv).why_no_latents
         assert found is None if why is None else why in found
+    full = CacheConfig(parse_kv("fp16").keys, Side(Affine(4, 64)))
+    assert "keeps in full precision" in full.why_no_latents
 
 
 def test_rotary_keys_of_8_bits():
     one, exact = parse_kv("int4"), replace(parse_kv("int4"), rotary=16)
-    assert one.rotary == 8 == parse_kv("int4/int8").rotary and parse_kv("int8/int4").rotary == 16
+    assert one.rotary == 8 == parse_kv("int4/int8").rotary
+    for kv in ("int8", "naive-int4", "hadamard-int3", "turbo-int4", "int8/int4"):
+        assert parse_kv(kv).of_latents.rotary == 16
     assert one.of_latents.bits_per_value(512, 64) * 576 / 8 == 288 + 64 + 2
     assert one.of_latents.of_latents == one.of_latents != exact.of_latents
     for config in (one.of_latents, exact.of_latents):
@@ -342,11 +341,6 @@ def test_models_without_latents_have_no_rotary_keys_apart():
     one, exact = parse_kv("int4"), replace(parse_kv("int4"), rotary=16)
     assert one == exact and one.as_dict() == exact.as_dict() and one.as_dict()["rotary"] == 16
     state.check_config(CacheConfig.from_dict(one.as_dict()), one)
-
-
-def test_full_precision_keys_compress_no_latents():
-    full = CacheConfig(parse_kv("fp16").keys, Side(Affine(4, 64)))
-    assert "keeps in full precision" in full.why_no_latents
 
 
 @pytest.mark.parametrize("kv", ["turbo-int4", "hadamard-int8", "polar-tree"])
