@@ -55,24 +55,21 @@ def test_what_reads_latents_is_what_the_spec_says():
     np.testing.assert_allclose(np.array(again)[0], rows, rtol=1e-5)
 
 
-def test_every_family_is_calibrated(subtests, tmp_path):
-    """Balanced latents lose less than plain ones at 2 bits, from a calibration that was written and read."""
-    for family in ("deepseek_v3", "longcat_flash"):
-        with subtests.test(family=family):
-            model, text = latent_model(family), tokens(170)
-            plain = logits(model, text)
-            made = measure.calibrate(model, TEXT)
-            path = tmp_path / "calibration.safetensors"
-            artifact.write_calibration(path, made)
-            layer = next(iter(made.layers.values()))
-            assert layer.kv_heads == 1 and layer.keys.values.shape == (1, 64)
-            lost = {}
-            for transform in ("none", "balanced"):
-                side = Side(Affine(2, 64), transform)
-                attach(model, CacheConfig(side, side, **WINDOWS), calibration=path, strict=True)
-                lost[transform] = divergence(plain, logits(model, text))
-                detach(model)
-            assert 0 < lost["balanced"] < lost["none"], lost
+def test_balanced_latents_lose_less(tmp_path):
+    """Than plain ones at 2 bits, from a calibration that was written and read."""
+    model, text = latent_model("longcat_flash"), tokens(170)
+    plain = logits(model, text)
+    made, path = measure.calibrate(model, TEXT), tmp_path / "calibration.safetensors"
+    artifact.write_calibration(path, made)
+    layer = next(iter(made.layers.values()))
+    assert layer.kv_heads == 1 and layer.keys.values.shape == (1, 64)
+    lost = {}
+    for transform in ("none", "balanced"):
+        side = Side(Affine(2, 64), transform)
+        attach(model, CacheConfig(side, side, **WINDOWS), calibration=path, strict=True)
+        lost[transform] = divergence(plain, logits(model, text))
+        detach(model)
+    assert 0 < lost["balanced"] < lost["none"], lost
 
 
 def test_what_latents_cannot_be_calibrated_by():
