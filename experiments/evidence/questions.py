@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
 from random import Random
 
 from experiments.evidence.texts import DOCUMENTS
@@ -38,81 +40,69 @@ class Fact:
     end: str = ""
 
 
-def _numbers(rng: Random, name: str) -> Fact:
-    number = rng.randrange(10_000, 100_000)
-    start = f"The locker number of {name} is"
-    return Fact(f"{start} {number}.", f"\n{start}", f" {number}")
+@dataclass(frozen=True)
+class Form:
+    """A form of question. heading: in front of its questions. draws: of DRAWS, in order. The others: of its facts,
+    with {name} of a person, {first} in lower case, and what was drawn."""
+
+    heading: str
+    draws: str
+    planted: str
+    question: str
+    answer: str
+    end: str = ""
+
+    def fact(self, rng: Random, name: str) -> Fact:
+        drawn = {"name": name, "first": name.split()[0].lower()}
+        drawn |= {draw: DRAWS[draw](rng) for draw in self.draws.split()}
+        texts = self.planted, f"\n{self.question}", self.answer, self.end
+        return Fact(*(text.format(**drawn) for text in texts))
 
 
-def _settings(rng: Random, name: str) -> Fact:
-    key = f"{name.split()[0].lower()}_{rng.choice(THINGS)}_{rng.choice(VERBS)}"
-    value = _value(rng)
-    return Fact(f'{key} = "{value}"', f'\n{key} = "', f"{value}", '"')
-
-
-def _value(rng: Random) -> str:
-    return f"{rng.choice(COLOURS)} {rng.choice(THINGS)}"
-
-
-def _functions(rng: Random, name: str) -> Fact:
-    called = f"{rng.choice(VERBS)}_{rng.choice(THINGS)}_{name.split()[0].lower()}"
-    value = _value(rng)
-    planted = f'def {called}():\n    return "{value}"'
-    return Fact(planted, f'\ndef {called}():\n    return "', f"{value}", '"')
-
-
-def _evaluated(rng: Random, name: str) -> Fact:
-    called = f"{name.split()[0].lower()}_{rng.choice(THINGS)}"
-    number = rng.randrange(10_000, 100_000)
-    planted = f"def {called}():\n    return {number}"
-    return Fact(planted, f"\n>>> {called}()\n", str(number))
-
-
-def _records(rng: Random, name: str) -> Fact:
-    start, value = f'{{"name": "{name}", "gift": "', _value(rng)
-    return Fact(f'{start}{value}"}}', f"\n{start}", f"{value}", '"')
-
-
-def _said(rng: Random, name: str) -> Fact:
-    start, value = f"{name} said that the prize was a", _value(rng)
-    return Fact(f"{start} {value}.", f"\n{start}", f" {value}", ".")
-
-
-def _towns(rng: Random, name: str) -> Fact:
-    thing, place = rng.choice(THINGS), rng.choice(PLACES)
-    planted = f"{name} left the {thing} in the {place}."
-    return Fact(
-        planted, f"\nQuestion: Where did {name} leave the {thing}? Answer: in the", f" {place}"
-    )
-
-
-def _calls(rng: Random, name: str) -> Fact:
-    number = rng.randrange(10_000, 100_000)
-    question = f'\nUser: Dial {name}.\nAssistant: <tool_call>{{"name": "dial", "arguments": {{"extension": "'
-    return Fact(f'The extension of {name} is "{number}".', question, f"{number}", '"')
-
-
-FORMS: dict[str, Callable[[Random, str], Fact]] = {
-    "number": _numbers,
-    "setting": _settings,
-    "function": _functions,
-    "record": _records,
-    "speech": _said,
-    "result": _evaluated,
-    "place": _towns,
-    "call": _calls,
+DRAWS: dict[str, Callable[[Random], object]] = {
+    "number": lambda rng: rng.randrange(10_000, 100_000),
+    "place": lambda rng: rng.choice(PLACES),
+    "thing": lambda rng: rng.choice(THINGS),
+    "verb": lambda rng: rng.choice(VERBS),
+    "value": lambda rng: f"{rng.choice(COLOURS)} {rng.choice(THINGS)}",
 }
+FORMS = {
+    "number": Form(
+        "\n\nThe locker numbers again:", "number", "The locker number of {name} is {number}.",
+        "The locker number of {name} is", " {number}",
+    ),
+    "setting": Form(
+        "\n\n# The settings again", "thing verb value", '{first}_{thing}_{verb} = "{value}"',
+        '{first}_{thing}_{verb} = "', "{value}", '"',
+    ),
+    "function": Form(
+        "\n\n# The functions again", "verb thing value",
+        'def {verb}_{thing}_{first}():\n    return "{value}"',
+        'def {verb}_{thing}_{first}():\n    return "', "{value}", '"',
+    ),
+    "record": Form(
+        "\n\nThe records again:", "value", '{{"name": "{name}", "gift": "{value}"}}',
+        '{{"name": "{name}", "gift": "', "{value}", '"',
+    ),
+    "speech": Form(
+        "\n\nThe prizes again:", "value", "{name} said that the prize was a {value}.",
+        "{name} said that the prize was a", " {value}", ".",
+    ),
+    "result": Form(
+        "\n\nThe functions in use:", "thing number", "def {first}_{thing}():\n    return {number}",
+        ">>> {first}_{thing}()\n", "{number}",
+    ),
+    "place": Form(
+        "\n\nQuestions about the text:", "thing place", "{name} left the {thing} in the {place}.",
+        "Question: Where did {name} leave the {thing}? Answer: in the", " {place}",
+    ),
+    "call": Form(
+        "\n\nCalls to make:", "number", 'The extension of {name} is "{number}".',
+        'User: Dial {name}.\nAssistant: <tool_call>{{"name": "dial", "arguments": {{"extension": "',
+        "{number}", '"',
+    ),
+}  # fmt: skip
 NAMES = (PASSAGE, *FORMS)
-HEADINGS = {
-    "number": "\n\nThe locker numbers again:",
-    "setting": "\n\n# The settings again",
-    "function": "\n\n# The functions again",
-    "record": "\n\nThe records again:",
-    "speech": "\n\nThe prizes again:",
-    "result": "\n\nThe functions in use:",
-    "place": "\n\nQuestions about the text:",
-    "call": "\n\nCalls to make:",
-}
 
 
 @dataclass(frozen=True)
@@ -143,14 +133,10 @@ def document(
     these forms. The document and its facts are the same whatever forms are asked.
 
     Raises ValueError if the text is too short or the facts do not fit."""
-    encode = _encoder(loaded)
+    encode = partial(loaded.tokenizer.encode, add_special_tokens=False)
     rng = Random(f"{SEED}-{context}-{index}")
     facts = _facts(rng, per_form(context) + SHOTS)
-    planted = [
-        encode(f"\n\n{fact.planted}\n\n")
-        for facts_of_form in facts.values()
-        for fact in facts_of_form
-    ]
+    planted = [encode(f"\n\n{fact.planted}\n\n") for fact in chain(*facts.values())]
     rng.shuffle(planted)
     bos = getattr(loaded.tokenizer, "bos_token_id", None)
     start = [] if bos is None else [bos]
@@ -164,7 +150,7 @@ def document(
         if form == PASSAGE:
             pieces = [(*x, []) for x in _passages(rng, text[-budget:], per_form(context))]
         else:
-            tokens += encode(HEADINGS[form])
+            tokens += encode(FORMS[form].heading)
             pieces = [_pieces(encode, fact) for fact in facts[form]]
         for at, (question, answer, end) in enumerate(pieces):
             tokens += question
@@ -179,23 +165,14 @@ def _facts(rng: Random, count: int) -> dict[str, list[Fact]]:
     first = rng.sample(PEOPLE, count * len(FORMS))
     last = [rng.choice(PEOPLE) for _ in first]
     names = iter(f"{a} {b}son" for a, b in zip(first, last, strict=True))
-    return {form: [make(rng, next(names)) for _ in range(count)] for form, make in FORMS.items()}
-
-
-def _encoder(loaded) -> Callable[[str], list[int]]:
-    return lambda text: loaded.tokenizer.encode(text, add_special_tokens=False)
+    return {
+        name: [form.fact(rng, next(names)) for _ in range(count)] for name, form in FORMS.items()
+    }
 
 
 def _ends(loaded) -> Callable[[int], bool]:
     """Return whether a token ends a line."""
-    ends_line: dict[int, bool] = {}
-
-    def ends(token: int) -> bool:
-        if token not in ends_line:
-            ends_line[token] = loaded.tokenizer.decode([token]).endswith("\n")
-        return ends_line[token]
-
-    return ends
+    return cache(lambda token: loaded.tokenizer.decode([token]).endswith("\n"))
 
 
 def _mixed(rng: Random, text: list[int], planted: list[list[int]], ends) -> list[int]:
