@@ -34,8 +34,6 @@ from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.metal.launch import ahead, backend
 from mlxkv.metal.lengths import Division, Rows
 
-NEW = -1
-
 
 class CompressedKVCache(Snapshots, Contract):
     """The KV cache of one layer, compressed by `config`. Keys and values: [B, G, L, D].
@@ -65,8 +63,6 @@ class CompressedKVCache(Snapshots, Contract):
         self.offset = 0
         self._recent: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
-        # Pages at the last step of fixed shapes, whose capacity buffers keep since; NEW: pages have changed.
-        self._reserved_pages = 0
         self._sink: Pair | None = None
         self._last: Pair | None = None  # exact tokens of the page quantized last
         self._store: Codes | Records | None = None
@@ -93,7 +89,6 @@ class CompressedKVCache(Snapshots, Contract):
         if (old := self._store) is not None:
             self._store = self._new_store(old.dims, self._existing_recent[0].dtype)
             self._store.restore(old.state, old.count)
-            self._reserved_pages = NEW if self._reserved_pages else 0
 
     @property
     def _existing_recent(self) -> Pair:
@@ -225,12 +220,11 @@ class CompressedKVCache(Snapshots, Contract):
             return recent
         return keys[:, :, :count], values[:, :, :count]
 
-    def _append(self, keys: mx.array, values: mx.array) -> None:
+    def _append(self, keys: mx.array, values: mx.array, capacity: int = 0) -> None:
+        """Append recent tokens. capacity: of a buffer that is made for them, by default what growing reserves."""
         end = self._count + keys.shape[2]
         if self._recent is None or end > self._recent[0].shape[2]:
-            capacity = min(self._recent_capacity, buffer_tokens(self._count, end))
-            if self._reserved_pages:
-                capacity = self._recent_capacity + DECODE_TOKENS
+            capacity = capacity or min(self._recent_capacity, buffer_tokens(self._count, end))
             buffers = []
             for x in (keys, values):
                 buffers.append(mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype))
@@ -251,8 +245,6 @@ class CompressedKVCache(Snapshots, Contract):
         if self._store is None:
             self._store = self._new_store((keys.shape[3], values.shape[3]), keys.dtype)
         self._store.append(recent, due.pages, due.sink)  # whole: kernels would copy slices
-        # the same number as before, if tokens were trimmed
-        self._reserved_pages = NEW if self._reserved_pages else 0
         self._recent, self._count = None, 0
         self._last = both(mx.contiguous, between(recent, due.stop - self.config.page, due.stop))
         self._append(*between(recent, due.stop, None))
@@ -264,15 +256,13 @@ class CompressedKVCache(Snapshots, Contract):
 
         They have room for all tokens up to the next quantized page and `DECODE_TOKENS` more; pages have room for one.
         """
-        if not (count := self._count_pages):
+        if not self._count_pages:
             return None
-        if self._reserved_pages != count:
-            self._existing_store.reserve_slack()
-            if self._existing_recent[0].shape[2] != self._recent_capacity + DECODE_TOKENS:
-                recent, self._recent, self._count = self._read_recent(), None, 0
-                self._reserved_pages = count
-                self._append(*recent)
-            self._reserved_pages = count
+        self._existing_store.reserve_slack()
+        capacity = self._recent_capacity + DECODE_TOKENS
+        if self._existing_recent[0].shape[2] != capacity:
+            recent, self._recent, self._count = self._read_recent(), None, 0
+            self._append(*recent, capacity)
         return self._recent
 
     @property
