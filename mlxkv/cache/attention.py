@@ -14,7 +14,7 @@ from importlib.metadata import version
 import mlx.core as mx
 
 from mlxkv.cache.backends import softmax
-from mlxkv.cache.view import Pair, View
+from mlxkv.cache.view import Pair, RowsView, TracedView, View
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import gpu
 from mlxkv.metal.launch import backend
@@ -48,13 +48,14 @@ def attend(
     come from `BatchedKVCache.make_mask`. sink_logits: [H], logits of attention sinks (gpt-oss). softcap: cap of scores
     (Gemma 2).
     """
-    if view.seen is not None or isinstance(mask, mx.array):
-        view.check(mask)
+    view.check(mask)
     if view.quantized:
         queries = mx.depends(queries, list(view.quantized))
-    pages, is_array = view.pages, isinstance(mask, mx.array)
-    if view.rows is not None or (is_array and view.together):
-        run = _one_by_one
+    if isinstance(mask, mx.array) and view.lengths is not None:
+        view = view.split()
+    pages = view.pages
+    if isinstance(view, RowsView):
+        run = _by_rows
     elif pages is None or queries.shape[2] > DECODE_TOKENS or not pages.backend.reads(pages, mask):
         run = _by_scratch
     else:
@@ -63,12 +64,11 @@ def attend(
     return out if view.observer is None else view.observer(queries, out, scale, mask)
 
 
-def _one_by_one(queries, view, scale, mask, sink_logits, softcap):
+def _by_rows(queries, view: RowsView, scale, mask, sink_logits, softcap):
     """Compute `attend` sequence by sequence."""
-    rows = view.rows if view.rows is not None else view.split()
     new, out = queries.shape[2], []
-    skips, padding = view.skips or (0,) * len(rows), view.padding
-    for i, (row, skip) in enumerate(zip(rows, skips, strict=True)):
+    skips, padding = view.skips or (0,) * len(view.rows), view.padding
+    for i, (row, skip) in enumerate(zip(view.rows, skips, strict=True)):
         if row is None:
             out.append(None)
             continue
@@ -106,16 +106,14 @@ def _by_scratch(queries, view, scale, mask, sink_logits, softcap):
         )
         keys, values = view.pages.between(sink, recent)
     batch, heads, new, dims = queries.shape
-    q = queries
-    if view.seen is not None:
-        mask = view.visible(mask, new)
+    q, mask = queries, view.visible(mask, new)
     if transforms[0] is not None:
         q = (
             transforms[0]
             .transform_query(q.reshape(batch, keys.shape[1], -1, dims))
             .reshape(queries.shape)
         )
-    at_once = view.plain or view.seen is not None or _is_fused(q, values, mask)
+    at_once = view.plain or isinstance(view, TracedView) or _is_fused(q, values, mask)
     if softcap is not None or not at_once:
         out = _blocked(q, keys, values, scale, mask, sink_logits, softcap)
     else:

@@ -108,9 +108,7 @@ class OpsBackend(Backend):
         # All query heads of a kv head in one product: [B, G, H/G * L, D].
         q = (queries.astype(mx.float32) * scale).reshape(batch, recent[0].shape[1], -1, dims)
         s = scorer(view)(q).reshape(batch, heads, new, -1)
-        if view.seen is not None:
-            mask = view.visible(mask, new)
-        p = softmax(s, mask, sink_logits, softcap).reshape(*q.shape[:3], -1)
+        p = softmax(s, view.visible(mask, new), sink_logits, softcap).reshape(*q.shape[:3], -1)
         out, start = None, 0
         if sink is not None:
             start = sink[1].shape[2]
@@ -211,7 +209,7 @@ class LatentBackend(Backend):
             scores = mx.broadcast_to(scores, shape)
         out = latents.attend(
             *(queries, pages.codecs[0], pages.stored[0], pages.tokens, view.sink and view.sink[0]),
-            *(recent, scores, scale, self.builder, None if view.seen is None else view.sizes),
+            *(recent, scores, scale, self.builder, view.sizes),
         )
         return out.astype(queries.dtype)
 

@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch_buffers import BatchBuffers
 from mlxkv.cache.contract import Contract, causal_mask
-from mlxkv.cache.view import Pair, View
+from mlxkv.cache.view import Pair, RowsView, View
 from mlxkv.errors import UserError
 from mlxkv.formats.state import check_batch
 
@@ -121,7 +121,7 @@ class BatchedKVCache(Contract):
     @staticmethod
     def joined(views: Sequence[tuple]) -> tuple:
         """Join what `update_and_fetch` returned for each sequence, without padding, into what it returns for all."""
-        view = View(views[0][0].recent, rows=tuple((row, None) for row, _ in views))
+        view = RowsView(views[0][0].recent, rows=tuple((row, None) for row, _ in views))
         return view, view
 
     def _batch_view(self, rows: Sequence, nothing: Pair | None = None) -> View:
@@ -129,7 +129,7 @@ class BatchedKVCache(Contract):
         skips = self._skips if self._new is not None else None
         recent = next((row[0].recent for row in rows if row is not None), nothing)
         assert recent is not None  # layers that share a cache have tokens to read
-        return View(
+        return RowsView(
             recent,
             rows=tuple(rows),
             skips=None if skips is None else tuple(skips),

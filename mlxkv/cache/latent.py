@@ -22,7 +22,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.contract import BatchMethod
 from mlxkv.cache.static import Arrays, CompressedStaticCache, NotYet, StepIndices
 from mlxkv.cache.stores import LatentCodes
-from mlxkv.cache.view import LatentPages, Pair, TracedLatents, View
+from mlxkv.cache.view import LatentPages, Pair, RowsView, TracedLatents, View
 from mlxkv.formats.rules.windows import TrimPlan
 from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.formats.state import check_batch
@@ -59,7 +59,7 @@ class BatchedLatentCache(BatchedKVCache):
         rotary = mx.concatenate([padded(x, width) for x in rotary])
         if not expands:
             recent = next(row[0].recent for row in latents if row is not None)
-            return View(recent, rows=tuple(latents)), rotary
+            return RowsView(recent, rows=tuple(latents)), rotary
         return mx.concatenate([padded(x, width) for x in latents]), rotary
 
     @staticmethod

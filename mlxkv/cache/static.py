@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.batch_buffers import BatchBuffers
 from mlxkv.cache.compressed import CompressedKVCache
-from mlxkv.cache.view import View
+from mlxkv.cache.view import TracedView
 from mlxkv.codec.transform import subtract_mean
 from mlxkv.metal.lengths import Lengths, Rows
 
@@ -254,7 +254,7 @@ class CompressedStaticCache(StaticCache):
             return _columns(indices, n_sink, pages.tokens, recent[0].shape[2], new)
 
         numbers = indices.once(("lengths", self.division), lengths)
-        view = View(recent, sink, pages, lengths=numbers, seen=seen)
+        view = TracedView(recent, sink, pages, lengths=numbers, seen=seen)
         return recent, (view, view)
 
     def commit(self, arrays: Arrays) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -188,17 +188,11 @@ class View:
     buffers: the arrays that hold recent, spare capacity included; kernels take them whole, uncopied.
     observer: called by attention with (queries, output, scale, mask), returns the output.
 
-    Of a batch whose sequences differ in length, `lengths`, where `pages` hold the records of all; or
-    rows: the view of each, to be read one after the other, with the number of new tokens that are its own (None:
-        all); None where all are padding. `recent` is of any of them.
-    skips: how many of the new tokens are padding on the left of each sequence. padding: how many columns of a mask are,
-        where prompts were padded on the left.
-
-    Where arrays have room that is not in use, in shared arrays or in a step of fixed shapes (`cache.static`):
-    lengths: how much each sequence has in use.
-    seen: of such a step, new tokens -> which columns of (sink | pages | recent) each of them sees, boolean
-        [B or 1, 1, L, T].
+    lengths: how much of the arrays each sequence of a batch has in use, where they share them; None: all.
+    padding: how many columns of a mask are padding on the left of each sequence of a batch, where prompts had some.
     """
+
+    sizes: ClassVar[Callable[..., mx.array] | None] = None  # see `TracedLatents`
 
     recent: Pair
     sink: Pair | None = None
@@ -207,25 +201,19 @@ class View:
     quantized: tuple[mx.array, ...] = field(default=(), repr=False)
     buffers: Pair | None = field(default=None, repr=False)
     observer: Callable[..., mx.array] | None = field(default=None, repr=False)
-    rows: tuple[tuple[View, int | None] | None, ...] | None = None
-    skips: tuple[int, ...] | None = None
-    padding: tuple[int, ...] | None = None
     lengths: Lengths | None = None
-    seen: Callable[[int], mx.array] | None = field(default=None, repr=False)
-
-    @property
-    def together(self) -> Lengths | None:
-        """The lengths of sequences in shared arrays, outside of a step of fixed shapes; None for others."""
-        return self.lengths if self.seen is None else None
+    padding: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens of the longest sequence; the capacity in a step of fixed shapes."""
-        if self.rows is not None:
-            return max((row[0].tokens for row in self.rows if row is not None), default=0)
-        if (lengths := self.together) is not None:
-            rows = lengths.rows
+        if self.lengths is not None:
+            rows = self.lengths.rows
             return max(records * TOKENS + sink + recent for records, sink, recent, _ in rows)
+        return self._capacity
+
+    @property
+    def _capacity(self) -> int:
         sink = self.sink[0].shape[2] if self.sink else 0
         pages = self.pages.tokens if self.pages else 0
         return sink + pages + self.recent[0].shape[2]
@@ -242,14 +230,9 @@ class View:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """[B, G, T, D] of the keys.
-
-        Raises UserError in a step of fixed shapes, where only the device knows the number of tokens.
-        """
-        if self.seen is not None:
-            raise UserError("[attend] this model's code reads how many tokens a cache holds")
+        """[B, G, T, D] of the keys."""
         batch, heads, _, dims = self.recent[0].shape
-        return batch if self.rows is None else len(self.rows), heads, self.tokens, dims
+        return batch, heads, self.tokens, dims
 
     def astype(self, dtype: mx.Dtype) -> View:
         """Return self: attention casts its inputs."""
@@ -266,26 +249,22 @@ class View:
     def check(self, mask: mx.array | str | None) -> None:
         """Raise UserError for a mask of the wrong shape: columns of buffers differ from what models expect, and a batch
         has the columns of its longest sequence."""
-        if not isinstance(mask, mx.array):
-            return
-        if self.seen is not None:
-            raise UserError(
-                "[attend] this model's code makes a mask of its own for compressed layers"
-            )
-        batched = self.rows is not None or self.together is not None
-        if batched and (mask.ndim != 4 or mask.shape[-1] < self.tokens):
+        if isinstance(mask, mx.array) and self.lengths is not None:
+            self._check_columns(mask)
+
+    def _check_columns(self, mask: mx.array) -> None:
+        if mask.ndim != 4 or mask.shape[-1] < self.tokens:
             raise UserError(
                 f"[attach] this model's mask does not fit a batch; got shape {list(mask.shape)} for "
                 f"{self.tokens} tokens; serve its requests one at a time"
             )
 
-    def visible(self, mask: mx.array | str | None, new: int) -> mx.array:
-        """Return the mask of a step of fixed shapes for plain ops over all columns, spare capacity included."""
-        assert self.seen is not None
-        return self.seen(new)
+    def visible(self, mask: mx.array | str | None, new: int) -> mx.array | str | None:
+        """Return the mask for plain ops over all columns."""
+        return mask
 
-    def split(self) -> tuple[tuple[View, None], ...]:
-        """`rows` of sequences in shared arrays."""
+    def split(self) -> RowsView:
+        """Return sequences in shared arrays one by one."""
         out, lengths, pages = [], self.lengths, self.pages
         assert lengths is not None and isinstance(pages, RecordPages)  # of `BatchBuffers`
         for i, (count, sink, recent, at) in enumerate(lengths.rows):
@@ -302,7 +281,58 @@ class View:
                 headers = headers[:, :, at // run.page : (at + count) // run.page]
             run = replace(run, buffer=buffer, records=count, headers=headers)
             out.append((View(windows, first, replace(pages, run=run)), None))
-        return tuple(out)
+        return RowsView(self.recent, padding=self.padding, rows=tuple(out))
+
+
+@dataclass(frozen=True, eq=False)
+class RowsView(View):
+    """Sequences of a batch that are read one after the other. recent: of any of them.
+
+    rows: the view of each, with the number of new tokens that are its own (None: all); None where all are padding.
+    skips: how many of the new tokens are padding on the left of each sequence.
+    """
+
+    rows: tuple[tuple[View, int | None] | None, ...] = field(kw_only=True)
+    skips: tuple[int, ...] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return max((row[0].tokens for row in self.rows if row is not None), default=0)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return len(self.rows), *super().shape[1:]
+
+    def check(self, mask: mx.array | str | None) -> None:
+        if isinstance(mask, mx.array):
+            self._check_columns(mask)
+
+
+@dataclass(frozen=True, eq=False)
+class TracedView(View):
+    """What attention reads in a step of fixed shapes (`cache.static`), where only the device knows lengths.
+
+    seen: new tokens -> which columns of (sink | pages | recent) each of them sees, boolean [B or 1, 1, L, T].
+    """
+
+    seen: Callable[[int], mx.array] = field(kw_only=True, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        return self._capacity
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        raise UserError("[attend] this model's code reads how many tokens a cache holds")
+
+    def check(self, mask: mx.array | str | None) -> None:
+        if isinstance(mask, mx.array):
+            raise UserError(
+                "[attend] this model's code makes a mask of its own for compressed layers"
+            )
+
+    def visible(self, mask: mx.array | str | None, new: int) -> mx.array:
+        return self.seen(new)
 
 
 class Once(Protocol):
@@ -312,7 +342,7 @@ class Once(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class TracedLatents(View):
+class TracedLatents(TracedView):
     """What attention reads of latents in a step of fixed shapes, for one new token.
 
     counts: [tokens in pages, sink tokens, recent tokens], int32, on the device. width: columns of rotary scores: in the
@@ -361,7 +391,7 @@ class TracedLatents(View):
 
             scores = mx.take(scores, self.once(("places", columns, recent), places), axis=3)
         lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
-        columns_seen = super().visible(mask, new)
+        columns_seen = self.seen(new)
         return mx.where(
             columns_seen if columns_seen.shape[0] == 1 else columns_seen[:batch], scores, lowest
         )

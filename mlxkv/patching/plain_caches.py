@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from mlxkv.cache.static import NotYet, StaticCache, StepIndices, Untraceable, put
-from mlxkv.cache.view import View
+from mlxkv.cache.view import TracedView
 from mlxkv.metal.launch import backend
 from mlxkv.patching.mlx_lm_compat import (
     pads_right,
@@ -48,7 +48,7 @@ class Buffers(StaticCache):
         pair = put(arrays[:2], (keys, values), indices, self.first)
         if self.is_full:
             return pair, pair
-        view = View(pair, seen=partial(self.visible, indices))
+        view = TracedView(pair, seen=partial(self.visible, indices))
         return pair, (view, view)
 
     def make_mask(self, N: int, return_array: bool, window_size: int | None):

@@ -19,6 +19,7 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.batch_buffers import BatchBuffers
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.pages import Pages
+from mlxkv.cache.view import RowsView
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import Side
 from mlxkv.formats.presets import PRESETS
@@ -90,7 +91,7 @@ def test_each_gets_what_it_gets_alone(factory, config, dtype, bound):
         batch = BatchedKVCache.merge(caches)
         for seed, new in enumerate((1, 8, 1, 7, 8)):
             view = step(batch, caches, new, 100 * seed, bound, dtype)
-            assert view.together
+            assert view.lengths
         assert batch.offset.tolist() == [175, 25, 95]
         counts = [records for records, *_ in view.lengths.rows]
         assert len(set(counts)) == 3 and counts[1] == 0
@@ -153,7 +154,7 @@ class Walk:
     def _decode(self, new: int | None = None) -> None:
         new = new or self.random.choice((1, 1, 1, 5, 8))
         view = step(self.batch, self.caches, new, self.seed, 1e-5)
-        assert len(self.caches) == 1 or view.together
+        assert len(self.caches) == 1 or view.lengths
 
     def _join(self) -> None:
         more = filled(
@@ -187,7 +188,7 @@ class Walk:
         self.batch.prepare(lengths=lengths, right_padding=[1] * len(lengths))
         if any(lengths):
             view, _ = self.batch.update_and_fetch(keys, values)
-            assert view.rows is not None
+            assert isinstance(view, RowsView)
         self.batch.finalize()
         for i, (cache, n) in enumerate(zip(self.caches, lengths, strict=True)):
             if n:
@@ -204,7 +205,7 @@ class Walk:
             want = attend(
                 queries[i : i + 1], cache.keys_and_values()[0], 0.125, mask[:1, ..., : cache.offset]
             )
-            assert view.rows is not None or rms(got[i : i + 1], want) < 1e-5
+            assert isinstance(view, RowsView) or rms(got[i : i + 1], want) < 1e-5
 
     def _copy(self) -> None:
         """Goes on with the copy; the original must not reach it."""
@@ -272,7 +273,7 @@ def test_caches_of_other_maps_stay_apart():
             for cache in caches:
                 cache.update_and_fetch(*pair(1, 20, 3))
             view = step(BatchedKVCache.merge(caches), caches, 1, 0, 1e-5)
-            assert (view.rows is None) == is_together
+            assert (not isinstance(view, RowsView)) == is_together
 
 
 def test_masks_of_shared_arrays_are_those_of_each_sequence(subtests):
@@ -326,14 +327,14 @@ def test_caches_of_other_kinds_stay_apart():
         a, b = filled(SMALL, (90, 40))
         (c,) = filled(CHANNELS, (90,))
         batch = BatchedKVCache.merge([a, b, c])
-        assert step(batch, [a, b, c], 1, 0, 1e-5).rows is not None
+        assert isinstance(step(batch, [a, b, c], 1, 0, 1e-5), RowsView)
         batch.filter([0, 1])
-        assert step(batch, [a, b], 1, 50, 1e-5).together
+        assert step(batch, [a, b], 1, 50, 1e-5).lengths
         batch.extend(BatchedKVCache.merge([c]))
-        assert step(batch, [a, b, c], 1, 90, 1e-5).rows is not None
+        assert isinstance(step(batch, [a, b, c], 1, 90, 1e-5), RowsView)
     with launch.using(None):
         caches = filled(SMALL, (90, 40))
-        assert step(BatchedKVCache.merge(caches), caches, 1, 0, 1e-5).rows is not None
+        assert isinstance(step(BatchedKVCache.merge(caches), caches, 1, 0, 1e-5), RowsView)
 
 
 def test_a_model_decodes_a_batch_as_each_alone(monkeypatch):
