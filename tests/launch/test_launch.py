@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +15,7 @@ from serving import serving, until
 from mlxkv import launch as launching
 from mlxkv.cli import main
 from mlxkv.launch import TOOLS
+from mlxkv.options import PARENT
 
 ROOT = Path(__file__).parents[2]
 # Asks the server that it was pointed at, as the real one would, and notes what it was given.
@@ -186,11 +186,11 @@ def test_a_wrong_key_is_told(fake, running, capfd):
 def test_a_server_of_its_own_lives_as_long(fake, model_folder, monkeypatch, capfd):
     """With a key that nobody else has, on a port of its own; ended when the program has."""
     noted = fake("claude", code=5)
-    started = []
-    plain = subprocess.Popen
+    started, parents, plain = [], [], subprocess.Popen
 
-    def watched(*args, **more):
-        started.append(plain(*args, **more))
+    def watched(*args, env, **more):
+        started.append(plain(*args, env=env, **more))
+        parents.append(env.get(PARENT))
         return started[-1]
 
     monkeypatch.setattr(launching.subprocess, "Popen", watched)
@@ -199,39 +199,11 @@ def test_a_server_of_its_own_lives_as_long(fake, model_folder, monkeypatch, capf
     assert found["models"] == ["random"] and len(found["env"]["ANTHROPIC_AUTH_TOKEN"]) > 20
     server, _ = started
     assert server.returncode == 0
+    assert parents[0] == str(os.getpid())  # whose end, even by SIGKILL, is its end
     assert launching.ask(found["url"], found["env"]["ANTHROPIC_AUTH_TOKEN"]) is None
     # One that cannot start is told in its own words.
     assert main(["launch", "claude", "-m", str(model_folder), "--serve", "--batch 0"]) == 1
     assert "[--batch] must be at least 1" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_server_ends_with_a_launcher_that_is_killed(fake, model_folder, tmp_path):
-    fake("claude")
-    program = f"#!{sys.executable}\nimport os, time\n"
-    program += "print(os.environ['ANTHROPIC_BASE_URL'], flush=True)\ntime.sleep(60)\n"
-    (tmp_path / "bin" / "claude").write_text(program)
-    command = [sys.executable, "-m", "mlxkv", "launch", "claude", "-m", str(model_folder)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        text=True,
-    ) as launched:
-        url = launched.stdout.readline().strip()
-        assert listens(url)
-        launched.kill()
-        until(lambda: not listens(url))
-        os.killpg(launched.pid, signal.SIGKILL)  # the program
-
-
-def listens(url: str) -> bool:
-    host, _, port = url.removeprefix("http://").partition(":")
-    with socket.socket() as line:
-        return line.connect_ex((host, int(port))) == 0
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def plain(messages: list[dict]) -> dict:
 def compare(server, messages: list[dict]) -> int:
     """Ask for a reply from the cache and for a fresh one. Returns how many tokens the first one found."""
     asked = plain(messages)
-    body = asked | {"max_tokens": 12, "logprobs": True, "top_logprobs": 2}
+    body = asked | {"max_tokens": 8, "logprobs": True, "top_logprobs": 2}
     kept = post(server, "/v1/chat/completions", **body)
     fresh = post(server, "/v1/chat/completions", cache_salt=f"s{next(SALTS)}", **body)
     assert fresh["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -126,11 +126,11 @@ def turn(server, said, messages, words: str, path: str) -> dict:
 @pytest.mark.slow
 def test_a_loop_says_what_fresh_requests_say(server, said):
     COMPARED.clear()
-    texts = passages(240)
+    texts = passages(420)
     chat = [{"role": "user", "content": f"Read the files. {next(texts)}"}]
     grown = []
-    for i in range(3):
-        step = turn(server, said, chat, next(texts)[:200], f"file{i}")
+    for i in range(2):
+        step = turn(server, said, chat, next(texts)[:90], f"file{i}")
         grown.append(step.pop("found"))
         use = step["content"][0]
         result = {"type": "tool_result", "tool_use_id": use["id"], "content": next(texts)}

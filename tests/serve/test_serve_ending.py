@@ -1,6 +1,7 @@
 """The end of a server: replies under way have a while, clients are told, signals break nothing."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -10,43 +11,62 @@ from threading import Thread
 from types import SimpleNamespace
 
 import pytest
-from serving import ENDLESS, LONG, asking, complete, get, send, until
+from serving import (
+    ENDLESS,
+    LONG,
+    ThreadWorker,
+    asking,
+    complete,
+    get,
+    send,
+    serving,
+    until,
+    workers,
+)
 
+from mlxkv.options import PARENT
 from mlxkv.serve import run
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.run import Server
 
 
 def test_a_log_that_nobody_reads_changes_no_exit_code(model_folder):
-    """`mlxkv serve 2>&1 | head -1`, at its start and later."""
-    for lines in (1, None):
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            port = other.getsockname()[1]
-        command = [sys.executable, "-m", "mlxkv", "serve", "-m", model_folder, "--port", str(port)]
-        streams = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-        with subprocess.Popen(command, **streams, text=True) as process:
-            for count, line in enumerate(process.stderr, 1):
-                if count == lines or line.startswith("chat: "):
-                    break
-            process.stderr.close()
+    """`mlxkv serve 2>&1 | head -1`."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    command = [sys.executable, "-m", "mlxkv", "serve", "-m", model_folder, "--port", str(port)]
+    streams = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+    with subprocess.Popen(command, **streams, text=True) as process:
+        process.stderr.readline()
+        process.stderr.close()
 
-            def answers(port: int = port, process=process) -> bool:
-                assert process.poll() is None
-                place = SimpleNamespace(server_address=("127.0.0.1", port))
-                try:
-                    body = {"prompt": "a", "max_tokens": 1}
-                    return send(place, "POST", "/v1/completions", body)[0] == 200
-                except ConnectionRefusedError:
-                    return False
+        def answers() -> bool:
+            assert process.poll() is None
+            place = SimpleNamespace(server_address=("127.0.0.1", port))
+            try:
+                body = {"prompt": "a", "max_tokens": 1}
+                return send(place, "POST", "/v1/completions", body)[0] == 200
+            except ConnectionRefusedError:
+                return False
 
-            until(answers)
-            process.terminate()
-            assert process.wait() == 0
+        until(answers)
+        process.terminate()
+        assert process.wait() == 0
+
+
+def test_a_server_ends_with_who_started_it(model_folder, monkeypatch):
+    """`mlxkv launch` names itself; whoever is the parent of a server then, it is not that."""
+    monkeypatch.setenv(PARENT, str(os.getppid()))
+    with serving(model_folder) as server:
+        complete(server, "a", 1)
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        until(lambda: not server.engine.is_healthy)
 
 
 @pytest.fixture(params=[True, False], ids=["batched", "alone"])
 def server(model_folder, tmp_path, request):
-    made = Server(ServeOptions(model=str(model_folder), port=0, kv_disk=str(tmp_path)))
+    with workers(ThreadWorker):
+        made = Server(ServeOptions(model=str(model_folder), port=0, kv_disk=str(tmp_path)))
     made.engine.is_batchable = request.param
     thread = Thread(target=made.serve)
     thread.start()

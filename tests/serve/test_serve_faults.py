@@ -6,18 +6,25 @@ import random
 import resource
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from json import dumps
-from types import SimpleNamespace
 
 import pytest
 from mlx_lm.sample_utils import apply_top_k
 from read_caches import maker, memory_of, read
-from serving import LONG, PATIENCE, complete, raw_post, refused, settled, text_of
+from serving import (
+    LONG,
+    PATIENCE,
+    ThreadWorker,
+    complete,
+    raw_post,
+    refused,
+    settled,
+    text_of,
+    workers,
+)
 
 from mlxkv import files
 from mlxkv.errors import MachineError
@@ -52,23 +59,6 @@ def test_clients_that_hang_up_anywhere(server):
     assert text_of(complete(server, "still here", 40)) == want
 
 
-def test_few_descriptors(model_folder):
-    """mlx-lm asks for 4,096 as it is imported, which a container may not allow."""
-    serve = [sys.executable, "-m", "mlxkv", "serve", "--port", "0", "--model", str(model_folder)]
-    line = ["sh", "-c", 'ulimit -n 1024; exec "$@"', "sh", *serve]
-    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            said = iter(process.stderr.readline, "")
-            url = next((x.split()[1] for x in said if x.startswith("chat: ")), None)
-            assert url is not None  # it ended
-            address = SimpleNamespace(
-                server_address=("127.0.0.1", int(url.strip("/").split(":")[-1]))
-            )
-            assert complete(address, "a", 2)["usage"]["completion_tokens"] == 2
-        finally:
-            process.kill()
-
-
 @pytest.mark.parametrize("more", [{}, {"seed": 1}], ids=("batched", "seed"))
 def test_the_best_of_more_tokens_than_there_are(server, more):
     faults = server.engine.metrics.counts["faults"]
@@ -91,7 +81,8 @@ def test_a_fault_that_clearing_up_repeats_ends_the_server(model_folder, monkeypa
     def fail(*args):
         raise RuntimeError("illegal memory access")
 
-    server = Server(ServeOptions(model=[str(model_folder)], port=0))
+    with workers(ThreadWorker):
+        server = Server(ServeOptions(model=[str(model_folder)], port=0))
     monkeypatch.setattr(server.engine, "step", fail)
     monkeypatch.setattr(server.engine.memory, "release_all", fail)
     with ThreadPoolExecutor() as pool:

@@ -22,6 +22,7 @@ from serving import (
     ENDLESS,
     LONG,
     PATIENCE,
+    ThreadWorker,
     asking,
     complete,
     refused,
@@ -29,6 +30,7 @@ from serving import (
     settled,
     text_of,
     until,
+    workers,
 )
 from small_models import TINY
 
@@ -259,7 +261,8 @@ class Solo(Ranks):
 def test_a_fault_is_the_end_of_all(batched, folder, monkeypatch):
     """The others are no longer in step. MLX's ring raises when a process was lost."""
     monkeypatch.setattr(engine, "Ranks", Solo)
-    server = Server(ServeOptions(model=str(folder), port=0))
+    with workers(ThreadWorker):
+        server = Server(ServeOptions(model=str(folder), port=0))
     server.engine.is_batchable = batched
     with ThreadPoolExecutor(2) as pool:
         end = pool.submit(server.serve)
