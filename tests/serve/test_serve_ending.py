@@ -60,7 +60,7 @@ def test_a_server_ends_with_who_started_it(model_folder, monkeypatch):
     with serving(model_folder) as server:
         complete(server, "a", 1)
         monkeypatch.setattr(os, "getppid", lambda: 1)
-        until(lambda: not server.engine.is_healthy)
+        until(lambda: not server.engine.is_healthy, 30)
 
 
 @pytest.fixture(params=[True, False], ids=["batched", "alone"])
