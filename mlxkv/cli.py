@@ -31,7 +31,7 @@ from mlxkv.options import KEY, Json, Kv, Model
 from mlxkv.run.command import run_program
 from mlxkv.serve.options import ServeOptions
 
-# -- help: a screen of 80 columns, two examples, and what few people need behind --help-all
+# -- help: a screen of 80 columns, two examples; --help-all shows rarely used options
 
 HELP_ALL = "--help-all"
 PANELS = ("Commands", "Model", "Sampling", "Cache", "Server", "What to run", "Output")  # in order
@@ -65,7 +65,7 @@ NUMBERS = {"N": ("a whole number", "write it like 12"), "X": ("a number", "write
 
 
 class _Parsed:
-    """What typer's commands and groups have."""
+    """Members of typer's commands and groups."""
 
     name: str | None
     params: list
@@ -76,7 +76,7 @@ class _Parsed:
 
 
 class _Help(_Parsed):
-    """Help with a section for each `rich_help_panel`. Options without one are for --help-all."""
+    """Help with a section for each `rich_help_panel`. Only --help-all shows options without one."""
 
     everything = False
 
@@ -108,7 +108,7 @@ class _Help(_Parsed):
         return {title: rows for title, rows in titles.items() if rows}
 
     def parse_args(self, ctx, args):
-        # What follows a subcommand, or the program of `run`, is theirs.
+        # Arguments after a subcommand, or after the program of `run`, are theirs.
         mine = takewhile(lambda arg: arg.startswith("-"), args)
         words = args if not hasattr(self, "commands") and self.name != "run" else mine
         if HELP_ALL in takewhile(lambda arg: arg != "--", words):
@@ -119,15 +119,15 @@ class _Help(_Parsed):
 
 
 class Command(_Help, TyperCommand):
-    """A command with such a help."""
+    """A command with this help."""
 
 
 class Group(_Help, TyperGroup):
-    """A group of commands with such a help."""
+    """A group of commands with this help."""
 
 
 def is_option(param) -> bool:
-    """Return whether a parameter of a command has a name with dashes that help lists."""
+    """Return whether a parameter is an option, other than --help."""
     return param.opts[0].startswith("-") and param.name != "help"
 
 
@@ -145,7 +145,7 @@ def names_of(param) -> str:
 
 def value_of(param) -> str:
     """Return a word for the value of an option: N, X, PATH or TEXT."""
-    kept = getattr(param, "type_descriptor", None)  # typer keeps the type apart since it left click
+    kept = getattr(param, "type_descriptor", None)  # typer's own, since it left click
     kind = str(kept.annotation) if kept else param.type.name
     kind = kind.removeprefix("list[").removeprefix("<class '").rpartition(".")[2].lower()
     return next((value for name, value in VALUES.items() if kind.startswith(name)), "TEXT")
@@ -153,20 +153,15 @@ def value_of(param) -> str:
 
 def text_of(param) -> str:
     """Return the help of an option with its default."""
-    default, text = param.default, plain(getattr(param, "help", "") or "")
+    default, text = param.default, one_line(getattr(param, "help", "") or "")
     if isinstance(default, (str, int, float)) and not isinstance(default, bool) and default != "":
         text += f" Default: {default}."
     return text
 
 
-def plain(text: str | None) -> str:
-    """Return the words of a docstring in one line."""
-    return " ".join((text or "").split())
-
-
 def first_sentence(text: str | None) -> str:
     """Return the beginning of a docstring, up to its first full stop or colon."""
-    line = plain(text)
+    line = one_line(text or "")
     ends = [line.index(mark) for mark in (". ", ": ") if mark in line]
     return line[: min(ends)] if ends else line.rstrip(".")
 
@@ -177,7 +172,7 @@ SHARE = "--share"
 
 
 class ShareCommand(Command):
-    """A command whose --share needs no file name: an empty one is put in its place."""
+    """A command whose --share takes an optional file name: an empty one by default."""
 
     def parse_args(self, ctx, args):
         args = list(args)
@@ -224,7 +219,7 @@ def top(
 
 
 def taking(kind: type) -> Callable[[Callable], Callable]:
-    """Have typer read the options of a command from a dataclass."""
+    """Return a decorator that makes typer read the options of a command from a dataclass."""
 
     def declared(command: Callable) -> Callable:
         signature = inspect.signature(kind, eval_str=True)
@@ -261,15 +256,15 @@ def demo(model: Model = DEFAULT, kv: Kv = "int4", json: Json = False) -> None:
 def serve(**values) -> None:
     """Serve OpenAI's API and a chat page to many clients at once. Over several machines:
     mlx.launch --hostfile HOSTS -- mlxkv serve ..."""
-    if values["api_key"] in (None, []):  # "" was meant to be one, and is refused
+    if values["api_key"] in (None, []):  # "" is refused: it was meant to be a key
         values["api_key"] = os.environ.get(KEY, "").splitlines()
     options = ServeOptions(**values)
-    # Batches of older ones have other words for where a reply ends.
+    # Batches of older versions have another interface for stop words.
     if (installed := metadata.version("mlx-lm")).startswith("0.31"):
         raise UserError(f"[serve] needs mlx-lm 0.32, for Python 3.11 and newer; got {installed}")
     for model in options.models:
         require(resolve(model))
-    if os.environ.get("MLX_RANK", "0") == "0":  # of several processes the first one speaks
+    if os.environ.get("MLX_RANK", "0") == "0":  # only one of several processes prints
         note(f"{options.models[0].strip()} · --kv {options.kv.strip()}")
     with working("importing MLX and mlx-lm"):
         from mlxkv.serve.run import run_server
@@ -348,7 +343,6 @@ def fit(
     context: Annotated[
         str | None,
         typer.Option(
-            "--context",
             help="Tokens: 8192, 128k. Default: 32k, or the model's limit.",
             rich_help_panel="What to run",
         ),
@@ -356,7 +350,6 @@ def fit(
     memory: Annotated[
         str | None,
         typer.Option(
-            "--memory",
             help="The machine's memory: 16GB. Default: this one's.",
             rich_help_panel="What to run",
         ),
@@ -364,7 +357,6 @@ def fit(
     kv: Annotated[
         list[str] | None,
         typer.Option(
-            "--kv",
             help="Only these presets, comma-separated or repeated.",
             autocompletion=complete_kv,
             rich_help_panel="Cache",
@@ -421,7 +413,7 @@ class _UsageError(Protocol):
 
 
 def _usage_line(error: _UsageError, words: list[str]) -> str:
-    """Turn a usage error of typer into a line of ours. words: the command line."""
+    """Return our one line for a usage error of typer. words: the command line."""
     ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
     where = ctx.command.name if ctx and ctx.parent else "mlxkv"
     example = f"write it like {EXAMPLES.get(where, EXAMPLES['mlxkv'])[0]}"
@@ -470,7 +462,7 @@ def main(args: list[str] | None = None) -> int:
                 raise UserError(f"[{name}] neither on nor off; got {value!r}; choose 0 or 1")
         code: int | Callable[[], int]
         code = app(args=args, prog_name="mlxkv", standalone_mode=False) or 0
-        if callable(code):  # a program of others, which runs once typer is done
+        if callable(code):  # another program, which runs after typer has ended
             code = code()
         if not (lost := STREAMS.flush()):
             return code
@@ -485,7 +477,7 @@ def main(args: list[str] | None = None) -> int:
         may_be_full = isinstance(error, OSError) and error.errno in FULL
         lost = STREAMS.flush("\n" if may_be_full else "")
         if isinstance(error, OSError) and error.errno == errno.EIO:  # the terminal was closed
-            return 128 + 1  # as the signal of it, SIGHUP, which may come later than this
+            return 128 + 1  # as for SIGHUP, which may arrive later than this error
         if lost:
             line, code = _lost_line(lost), 1
         elif hasattr(error, "format_message"):  # a usage error from typer's parser

@@ -18,37 +18,36 @@ from typing import Any, NoReturn, TextIO
 
 from mlxkv.errors import MachineError, UserError
 
-# What a terminal may obey, or a log may show otherwise than it is: control characters, directions of
-# writing, lone surrogates. Text of several lines keeps what moves within a line.
+# Characters that a terminal may act on, or a log may show misleadingly: control characters, writing directions, lone
+# surrogates. Text of several lines keeps those that only move within a line.
 _RAW = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _RAW_LINES = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
-# Signals that ask a process to end: Ctrl-C, `kill`, a terminal that was closed.
+# Signals that ask a process to end: Ctrl-C, `kill`, a closed terminal.
 ENDING = {
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 }
 _GAP = 3  # columns of a terminal between two columns of a table
-_FOLDED = 16  # columns of a terminal that a column of texts takes at least
-_BARE = 1 << 16  # a number without a unit that is larger was meant in bytes, or is a mistake
+_FOLDED = 16  # minimum width of a folded column of texts
+_BARE = 1 << 16  # a larger number without a unit was meant in bytes, or is a mistake
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def plain(text: object, lines: bool = False) -> str:
-    """Return text from files, models and requests as a terminal and a log may show it: control characters
-    are written as escapes, `\\x1b`.
+    """Return text that is safe for terminals and logs: control characters become escapes, `\\x1b`.
 
-    lines: keep tabs and ends of lines, and letters that are written from the right; replies need them.
+    lines: whether to keep tabs, line breaks and marks of right-to-left text, which replies need.
     """
     raw, text = (_RAW_LINES, str(text).replace("\r", "")) if lines else (_RAW, str(text))
     return raw.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: object) -> str:
-    """`plain` text with single spaces in place of ends of lines and longer spaces."""
+    """Return `plain` text in one line, with single spaces."""
     return plain(" ".join(str(text).split()))
 
 
 class PlainLog(logging.Formatter):
-    """Records of a log as `plain` text: one line each, and tracebacks."""
+    """Formats log records as `plain` text: one line each, and tracebacks."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return plain(super().formatMessage(record))
@@ -58,17 +57,15 @@ class PlainLog(logging.Formatter):
 
 
 class StandardStreams:
-    """Make stdin, stdout and stderr fit for a command: whatever they are, they end no chat, and no exit code is
-    Python's own."""
+    """Makes stdin, stdout and stderr safe for a command: no encoding ends a chat, and no closed stream changes an exit
+    code."""
 
     def __init__(self):
-        self._errors: dict[
-            str, str
-        ] = {}  # how each stream took what it cannot write, before `repair`
+        self._errors: dict[str, str] = {}  # the error handler of each stream before `repair`
 
     def repair(self) -> None:
-        """Replace what is not UTF-8. A closed stream becomes the null device: a file that is opened later would take
-        its number."""
+        """Replace invalid characters instead of raising. A closed stream becomes the null device: otherwise a file
+        opened later would get its descriptor."""
         for name in ("stdin", "stdout", "stderr"):
             if getattr(sys, name) is None:
                 setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 - for good
@@ -78,7 +75,7 @@ class StandardStreams:
                 stream.reconfigure(errors="replace")
 
     def restore(self) -> None:
-        """Undo `repair`, for programs of others."""
+        """Undo `repair`, before another program runs."""
         for name, errors in self._errors.items():
             stream = getattr(sys, name)
             if hasattr(stream, "reconfigure"):
@@ -86,8 +83,8 @@ class StandardStreams:
         self._errors.clear()
 
     def flush(self, tried: str = "") -> OSError | None:
-        """Write what waits, and drop what a stream does not take. Returns the error of stdout, such as a full disk,
-        unless its terminal was closed. tried: written to stdout, where no buffer keeps what failed."""
+        """Flush both streams, and drop what cannot be written. Returns the error of stdout, such as a full disk,
+        unless its terminal was closed. tried: written to stdout first, to see an error that no buffer has kept."""
         lost = None
         for stream in (sys.stdout, sys.stderr):
             try:
@@ -105,12 +102,12 @@ STREAMS = StandardStreams()
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print `plain` text of any number of lines on stdout, at once."""
+    """Print `plain` text on stdout, unbuffered."""
     print(plain(text, lines=True), end=end, flush=True)
 
 
 def note(text: str) -> None:
-    """Print a line on stderr; stdout holds only results. A stderr that takes nothing more ends no command."""
+    """Print a line on stderr; stdout is for results. A stderr that cannot be written to is ignored."""
     _tell(plain(text, lines=True) + "\n")
 
 
@@ -124,7 +121,7 @@ def _tell(text: str) -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Lead a stream to the null device: Python would try again as it ends, and exit with 120."""
+    """Redirect a stream to the null device: otherwise Python would try again at exit, and return 120."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -142,10 +139,8 @@ def warn(text: str) -> None:
 
 @contextmanager
 def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show progress on stderr: a bar in a terminal, else one line; nothing if `total` is 0.
-
-    Yields a function to call before each of the `total` steps.
-    """
+    """Show progress on stderr: a bar in a terminal, else one line; nothing if `total` is 0. Yields a function to call
+    before each of the `total` steps."""
     from rich.console import Console
 
     out = Console(stderr=True)
@@ -164,8 +159,8 @@ def counted(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show on stderr that something goes on, in a terminal; elsewhere nothing. Yields a function that is told
-    (bytes done, all bytes), which draws a bar."""
+    """Show a spinner on stderr, in a terminal only. Yields a function of (bytes done, all bytes) that shows a bar
+    instead."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -197,7 +192,7 @@ def working(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def run_tool(main: Callable[[], int | None]) -> NoReturn:
-    """Run `main` of a module started by `python -m` and exit. A failure is one line, as in `mlxkv`."""
+    """Run `main` of a module started by `python -m`, and exit. Failures are one line, as in `mlxkv`."""
     try:
         code = main() or 0
     except UserError as error:
@@ -210,15 +205,15 @@ def run_tool(main: Callable[[], int | None]) -> NoReturn:
 
 
 def on(number: int, handler: Callable | signal.Handlers) -> Any:
-    """Handle a signal, unless it is ignored, as under nohup. Returns the handler before."""
+    """Set the handler of a signal, unless the signal is ignored, as under nohup. Returns the previous one."""
     before = signal.getsignal(number)
     return before if before is signal.SIG_IGN else signal.signal(number, handler)
 
 
 @contextmanager
 def hold_signals() -> Iterator[None]:
-    """Hold signals that ask to end back until the block is done. Elsewhere than in the main thread, where they
-    arrive, nothing is done."""
+    """Delay signals that ask to end until the block is done. Does nothing outside the main thread, where they
+    arrive."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -234,20 +229,20 @@ def hold_signals() -> Iterator[None]:
 
 
 def print_json(data: dict) -> None:
-    """Print one JSON document on one line. What a terminal may obey is escaped as JSON does it."""
+    """Print one JSON document on one line, with control characters escaped."""
     text = json.dumps(data, ensure_ascii=False)
     print(_RAW.sub(lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Print a table on stdout. Columns of numbers are aligned right, except the first. One that is wider than the
-    terminal is printed in parts, each of which begins with the first column."""
+    """Print a table on stdout. Columns of numbers, except the first, are right-aligned. A table wider than the terminal
+    is printed in parts that each begin with the first column."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    # A pipe has no width, and another program may read its lines: break none.
+    # A pipe has no width, and another program may read its lines: do not break them.
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     cells = [[plain(cell) for cell in row] for row in rows]
     numeric, widths = [], []
@@ -270,7 +265,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
         )
         for index in part:
             justify = "right" if numeric[index] else "left"
-            # A number is not broken, nor taken from its unit.
+            # A number is not broken, nor separated from its unit.
             table.add_column(
                 columns[index], justify=justify, overflow="fold", no_wrap=numeric[index]
             )
@@ -280,7 +275,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
 
 
 def human_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Return a number of bytes as text: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -289,10 +284,8 @@ def human_bytes(count: float) -> str:
 
 
 def parse_size(text: str, where: str, bare: str = "") -> int:
-    """'16GB', '8GiB', '512M' -> bytes. GB and GiB are the same: powers of two. Raises UserError.
-
-    bare: the unit of a small number without one, such as "g" where nobody means bytes; "": there has to be one.
-    """
+    """Parse '16GB', '8GiB', '512M' as bytes. GB and GiB are the same: powers of two. bare: the unit of a small number
+    without one, such as "g" where nobody means bytes; "": a unit is required. Raises UserError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
     if not match or not 0 < float(match[1]) < 1e15:
         raise UserError(f"[{where}] not a size; got {text[:60]!r}; write it like 16GB or 512MiB")
@@ -307,7 +300,7 @@ def parse_size(text: str, where: str, bare: str = "") -> int:
 
 
 def parse_tokens(text: str, where: str) -> int:
-    """'32k', '128K', '8192' -> tokens; k is 1024. Raises UserError."""
+    """Parse '32k', '128K', '8192' as a number of tokens; k is 1024. Raises UserError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([km]?)\s*", text.lower())
     count = int(float(match[1]) * _UNITS[match[2]]) if match and float(match[1]) < 1e15 else 0
     if count < 1:
@@ -318,8 +311,8 @@ def parse_tokens(text: str, where: str) -> int:
 
 
 def user_path(name: Path | str, where: str) -> Path:
-    """Return the path that a user named, `~` expanded. Raises UserError, with `where` in brackets, for a name that
-    no file can have: too long, of an unknown user, with a zero byte in it."""
+    """Return the path that a user named, `~` expanded. where: the option, for errors. Raises UserError for a name that
+    no file can have: too long, of an unknown user, with a zero byte."""
     try:
         path = Path(name).expanduser()
         os.lstat(path)

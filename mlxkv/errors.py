@@ -1,5 +1,4 @@
-"""The two kinds of error that a command reports in one line. Errors of compilers, drivers and GPUs as text: one line
-for reports, the whole message for issues."""
+"""The two kinds of error that commands report in one line; and the text of errors of compilers, drivers and GPUs."""
 
 from __future__ import annotations
 
@@ -7,13 +6,13 @@ import re
 import unicodedata
 
 LINES, WIDTH, LONGEST = 3, 160, 8000  # lines in a reason, characters in a line, in a whole message
-# After these a process can do nothing more on its NVIDIA GPU, whatever it asks for.
+# After these a process cannot use its NVIDIA GPU any more.
 _LOST = re.compile(
     r"illegal memory access|illegal instruction|misaligned address|unspecified launch failure|device-side assert",
     re.IGNORECASE,
 )
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# MLX's first line says only that a library was not built; the compiler's lines follow.
+# MLX's first line says only that a library was not built; the compiler's lines follow it.
 _ERROR = re.compile(r"\berror:", re.IGNORECASE)
 _NOT_BUILT = re.compile(
     r"unable to (build|load)|(failed to|cannot) (compile|load)|nvrtc|program_source:", re.IGNORECASE
@@ -41,19 +40,19 @@ def text(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first lines of the message with an error, or else its first line, joined into one."""
+    """Return the first lines of the message that contain an error, else its first line, as one line."""
     lines = [" ".join(line.split()) for line in text(error).splitlines()]
     found = [line for line in lines if _ERROR.search(line)][:LINES] or lines[:1]
     return "; ".join(map(cut, found))
 
 
 def brief(error: BaseException) -> str:
-    """Return the message in one line of at most WIDTH characters: what mlx-lm names follows behind ends of lines."""
+    """Return the message, line breaks included, as one line of at most `WIDTH` characters."""
     return cut(" ".join(text(error).split()))
 
 
 def cut(line: str) -> str:
-    """Return a line, or what somebody else wrote, in at most WIDTH characters."""
+    """Return a line shortened to `WIDTH` characters."""
     return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
 
 
@@ -68,7 +67,7 @@ def is_of_memory(error: BaseException) -> bool:
 
 
 def is_of_lost_gpu(error: BaseException) -> bool:
-    """Return whether nothing more can run on the GPU in this process."""
+    """Return whether this process cannot use the GPU any more."""
     return bool(_LOST.search(text(error)))
 
 

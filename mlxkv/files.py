@@ -1,7 +1,7 @@
-"""Write files that are their owner's alone: mode 0600, in folders of mode 0700, whole or not at all.
+"""Write private files: mode 0600, in folders of mode 0700, completely or not at all.
 
-A draft in the same folder takes the file's place once the disk has all of it. Folder and draft are held by
-descriptors and nothing is opened through a link: a link in place of the file is replaced, not followed.
+A draft in the same folder replaces the file once all of it is on disk. Folder and draft are held by descriptors and
+no link is followed: a link in place of the file is replaced.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import BinaryIO
 
 from mlxkv.errors import UserError
 
-DRAFT = ".draft"  # the ending of drafts, whose names begin with a dot
+DRAFT = ".draft"  # suffix of drafts, whose names begin with a dot
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, where they are missing: for nobody else. Raises OSError."""
+    """Create a private folder, and missing parents. Raises OSError."""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
     except FileNotFoundError:
@@ -33,11 +33,8 @@ def make_folder(path: Path) -> None:
 
 
 def own_folder(path: Path, where: str) -> int:
-    """Open a folder for private files, which is made if it is missing. Returns a descriptor.
-
-    where: names the option in errors. Raises UserError for what is no folder, a link, a folder of another
-    user, or one that others may write to.
-    """
+    """Open a folder for private files, created if missing, and return a descriptor. where: the option, for errors.
+    Raises UserError for a link, a folder of another user or writable by others, and anything that is not a folder."""
     try:
         make_folder(path)
         if S_ISLNK(os.lstat(path).st_mode):
@@ -67,11 +64,8 @@ def own_folder(path: Path, where: str) -> int:
 
 @contextmanager
 def written(path: Path, folder: int | None = None) -> Iterator[BinaryIO]:
-    """Yield a draft, open to write and to read, that becomes `path` at the end. After an error in between
-    there is what was there before.
-
-    folder: descriptor of the file's folder; by default it is opened here. Raises OSError.
-    """
+    """Yield a draft, open for reading and writing, that replaces `path` at the end. An error leaves `path` unchanged.
+    folder: descriptor of the file's folder; by default it is opened here. Raises OSError."""
     inside = os.open(path.parent, _FOLDER) if folder is None else folder
     draft = f".mlxkv-{token_hex(8)}{DRAFT}"
     try:
@@ -86,7 +80,7 @@ def written(path: Path, folder: int | None = None) -> Iterator[BinaryIO]:
             with suppress(OSError):
                 os.unlink(draft, dir_fd=inside)
             raise
-        with suppress(OSError):  # not every file system takes it for a folder
+        with suppress(OSError):  # not every file system can sync a folder
             os.fsync(inside)
     finally:
         if folder is None:

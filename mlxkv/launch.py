@@ -1,5 +1,4 @@
-"""`mlxkv launch`: finds or starts a server, tells a coding agent where it is, and runs the agent. Imports nothing
-heavy."""
+"""`mlxkv launch`: find or start a server, and run a coding agent on it. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -34,15 +33,15 @@ from mlxkv.formats.names import complete_kv
 from mlxkv.options import KEY, PARENT
 
 USUAL = "http://127.0.0.1:8080"
-LONGEST = 1 << 15  # tokens, in a dry run without a server, which would know
-MOST_OUTPUT = 8192  # tokens of one reply, at the most; memory is set aside for as many
+LONGEST = 1 << 15  # tokens, in a dry run without a server to ask
+MOST_OUTPUT = 8192  # longest reply in tokens; memory is reserved for it
 ANSWER_SECONDS = 5.0
-END_SECONDS = 30.0  # sessions go to disk meanwhile
+END_SECONDS = 30.0  # the server saves its sessions meanwhile
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The server that a program is to use. longest: tokens of a sequence, its reply included."""
+    """The server for a program. longest: tokens of a sequence, its reply included."""
 
     url: str
     key: str
@@ -51,15 +50,15 @@ class Endpoint:
 
     @property
     def output(self) -> int:
-        """Tokens of a reply: a quarter of what fits leaves room for the conversation."""
+        """Return the longest reply in tokens: a quarter of what fits, to leave room for the conversation."""
         return max(1, min(MOST_OUTPUT, self.longest // 4))
 
 
-# -- the programs: the environment and the arguments with which each finds its model. They read the key from `KEY`.
+# -- the programs: each function returns the environment and the arguments with which one finds its model
 
 
 def claude(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
-    """code.claude.com/docs/en/env-vars and .../llm-gateway."""
+    """Configure Claude Code (code.claude.com/docs/en/env-vars and .../llm-gateway)."""
     model = endpoint.model
     env = {
         "ANTHROPIC_BASE_URL": endpoint.url,
@@ -69,16 +68,16 @@ def claude(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
         "CLAUDE_CODE_SUBAGENT_MODEL": model,
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.output),
         "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.longest),
-        # The others of its services are Anthropic's.
+        # Its other services are Anthropic's.
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        # A line that differs in each request would stand before everything that a cache holds.
+        # A first line that differs in each request would defeat the prompt cache.
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
     }
     return env, []
 
 
 def opencode(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
-    """opencode.ai/docs/config and .../providers."""
+    """Configure OpenCode (opencode.ai/docs/config and .../providers)."""
     limit = {"context": endpoint.longest, "output": endpoint.output}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -92,7 +91,7 @@ def opencode(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
 
 
 def codex(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
-    """developers.openai.com/codex/config-advanced; values are TOML."""
+    """Configure Codex (developers.openai.com/codex/config-advanced). Values are TOML."""
     provider = "model_providers.mlxkv"
     settings = {
         "model": endpoint.model,
@@ -102,7 +101,7 @@ def codex(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
         f"{provider}.env_key": KEY,
         f"{provider}.wire_api": "responses",
         "model_context_window": endpoint.longest,
-        "web_search": "disabled",  # a tool that runs at OpenAI
+        "web_search": "disabled",  # a tool hosted by OpenAI
     }
     pairs = [
         ("-c", f"{name}={json.dumps(value, ensure_ascii=False)}")
@@ -113,7 +112,7 @@ def codex(endpoint: Endpoint) -> tuple[dict[str, str], list[str]]:
 
 @dataclass(frozen=True)
 class Tool:
-    """A program, its package at npm, and how it is started. unset: variables that would lead it elsewhere."""
+    """A program, its npm package, and its configuration. unset: variables that would point it to another server."""
 
     program: str
     package: str
@@ -125,7 +124,7 @@ class Tool:
         return f"npm install -g {self.package}"
 
 
-# A key has precedence over the token.
+# A key takes precedence over the token.
 ELSEWHERE = ("ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX")
 TOOLS = {
     "claude": Tool("claude", "@anthropic-ai/claude-code", claude, ELSEWHERE),
@@ -203,7 +202,7 @@ def launch(
 def _run(
     tool: Tool, url: str | None, key: str | None, options: list[str], args: list[str], dry: bool
 ) -> int:
-    """Start a program and return its exit code. options: of a server to start. Raises UserError and
+    """Start a program and return its exit code. options: those of the server to start. Raises UserError and
     MachineError."""
     program = shutil.which(tool.program)
     if program is None and not dry:
@@ -238,22 +237,22 @@ def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # no address of IPv6, no number of a port
+    except ValueError:  # an invalid IPv6 address or port
         return False
 
 
 class _NoRedirects(HTTPRedirectHandler):
     def redirect_request(self, *args):
-        """Return that there is none: it would carry the key to another host."""
+        """Refuse redirects: they would send the key to another host."""
         return None
 
 
 def ask(url: str, key: str) -> Endpoint | None:
-    """Return the server at a URL, None where no server of ours answers. Raises UserError for a wrong key, and for the
-    name of a model that programs would take for something else."""
+    """Return the server at a URL, None if mlxkv does not answer there. Raises UserError for a wrong key, and for a
+    model name that programs would misread."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        # Not by a proxy: the server is asked for by its address.
+        # Without a proxy, which may not reach this address.
         with build_opener(ProxyHandler({}), _NoRedirects).open(
             Request(f"{url}/v1/kv", headers=headers), timeout=ANSWER_SECONDS
         ) as response:
@@ -274,8 +273,8 @@ def ask(url: str, key: str) -> Endpoint | None:
 
 
 def _sound(model: str) -> str:
-    """Return a model's name. Raises UserError where OpenCode would put a variable or a file into it ({env:HOME}), or no
-    configuration can hold it."""
+    """Return a model's name. Raises UserError if OpenCode would substitute a variable or a file in it ({env:HOME}), or
+    if it is not printable."""
     if not model.isprintable() or re.search(r"\{(env|file):", model):
         raise UserError(
             f"[--model] its name would mean something else to the program; got {ascii(model)[:80]}; rename its folder"
@@ -285,9 +284,9 @@ def _sound(model: str) -> str:
 
 @contextmanager
 def started(options: list[str]) -> Iterator[Endpoint]:
-    """Return a server on a free port of this machine, with a key of its own, as long as the block. Raises MachineError.
+    """Run a server on a free port, with a new key, for the duration of the block. Raises MachineError.
 
-    What it says goes to a file: a program that draws on the terminal would be written over."""
+    Its output goes to a file: it would overwrite a program that draws on the terminal."""
     key = secrets.token_urlsafe(24)
     with TemporaryFile() as log:
         server = subprocess.Popen(
@@ -296,7 +295,7 @@ def started(options: list[str]) -> Iterator[Endpoint]:
             stdout=log,
             stderr=log,
             env=os.environ | {KEY: key, PARENT: str(os.getpid())},
-            start_new_session=True,  # Ctrl-C is for the program, and not for its server
+            start_new_session=True,  # Ctrl-C is for the program, not for its server
         )
         try:
             with working("starting mlxkv serve"):
@@ -304,7 +303,7 @@ def started(options: list[str]) -> Iterator[Endpoint]:
             yield endpoint
         finally:
             note("ending the server")
-            server.terminate()  # as Ctrl-C would: sessions are put away
+            server.terminate()  # as by Ctrl-C: it saves its sessions
             try:
                 server.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
@@ -313,10 +312,10 @@ def started(options: list[str]) -> Iterator[Endpoint]:
 
 
 def _wait(server: subprocess.Popen, log: IO[bytes], key: str) -> Endpoint:
-    """Wait until a server answers. Raises MachineError where it ends before that."""
+    """Wait until a server answers. Raises MachineError if it ends before that."""
     while True:
         ended = server.poll() is not None
-        # Reading by position must not move the server's.
+        # `pread`, because the server shares this file's position.
         lines = os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace").splitlines()
         for line in lines:
             if line.startswith("chat: ") and (endpoint := ask(line.split()[1].rstrip("/"), key)):
@@ -328,7 +327,7 @@ def _wait(server: subprocess.Popen, log: IO[bytes], key: str) -> Endpoint:
 
 
 def _start(tool: Tool, program: str | None, endpoint: Endpoint, args: list[str], dry: bool) -> int:
-    # A dry run shows no key. Without one the programs do not start; a server without keys reads none.
+    # A dry run shows no key. Programs do not start without one, which a server without keys ignores.
     key = ("..." if dry else endpoint.key) if endpoint.key else "mlxkv"
     settings, first = tool.start(replace(endpoint, key=key))
     if dry:
@@ -350,7 +349,7 @@ def _start(tool: Tool, program: str | None, endpoint: Endpoint, args: list[str],
             # Ignored signals stay so in a child.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
-        for number in (signal.SIGTERM, signal.SIGHUP):  # told to it; we end when it has
+        for number in (signal.SIGTERM, signal.SIGHUP):  # forwarded; this process ends after it
             on(number, lambda number, frame: child.send_signal(number))
         code = child.wait()
         return 128 - code if code < 0 else code

@@ -1,4 +1,4 @@
-"""This machine: system, chip and memory, and the packages that are installed. No framework."""
+"""Describe this machine: system, chip, memory and installed packages. Imports no framework."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 from mlxkv import __version__
 
-USABLE = 0.75  # share of the memory that macOS lets the GPU wire
+USABLE = 0.75  # share of the memory that macOS allows the GPU to wire
 
 
 def machine() -> dict[str, object]:
-    """Python, operating system, chip and memory."""
+    """Return Python's version, the operating system, chip and memory."""
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -42,8 +42,8 @@ def _chip() -> str:
 
 
 def footprint() -> int:
-    """Bytes of memory that this process takes: phys_footprint on macOS, where it counts what is compressed and what
-    the GPU holds, resident bytes on Linux; 0 where neither is told."""
+    """Return the bytes of memory that this process uses: phys_footprint on macOS, which includes compressed memory and
+    the GPU's, resident bytes on Linux; 0 if unknown."""
     if sys.platform == "darwin":
         # rusage_info_v0: a UUID, seven numbers, ri_phys_footprint.
         about = ctypes.create_string_buffer(512)
@@ -58,9 +58,8 @@ def footprint() -> int:
 
 
 def machine_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory in this machine, or the fewer that Linux lets the container of this process have.
-
-    root: where /proc and /sys are."""
+    """Return the bytes of memory of this machine, or the limit of this process's container on Linux if that is lower.
+    root: the folder of /proc and /sys."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     lines: list[str] = []
     with suppress(OSError):
@@ -73,7 +72,7 @@ def machine_memory(root: Path = Path("/")) -> int:
             if "memory" not in controllers.split(","):
                 continue
         folder /= group.strip("/")
-        # Groups around it have limits, too; a container may see its own in place of the first.
+        # Parent groups have limits, too; in a container the path may be that of the host.
         for place in (folder, *folder.parents):
             with suppress(OSError, ValueError):  # "max"
                 limits.append(int((place / name).read_text(encoding="ascii")))
@@ -87,7 +86,7 @@ OPTIONAL = ("mlx-vlm", "mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-cuda-12", "to
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions by name; None: a required package is missing. Missing optional ones are left out."""
+    """Return installed versions by name; None for a missing required package. Missing optional ones are left out."""
     found = {"mlxkv": __version__}
     found |= {name: _version(name) for name in PACKAGES + OPTIONAL}
     return {name: text for name, text in found.items() if text or name in PACKAGES}
@@ -101,7 +100,7 @@ def _version(name: str) -> str | None:
 
 
 def out_of_range() -> list[str]:
-    """Dependencies outside the range of pyproject.toml: 'mlx 0.1, wanted >=0.32'."""
+    """Return dependencies outside the ranges of pyproject.toml: 'mlx 0.1, wanted >=0.32'."""
     from packaging.requirements import Requirement
 
     try:

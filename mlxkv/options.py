@@ -9,8 +9,8 @@ from typer import Option
 from mlxkv.catalog.aliases import complete_model
 from mlxkv.formats.names import complete_kv
 
-# Environment variables of a server: the keys, one a line (OpenCode and Codex find theirs there, too); and the process
-# with which it ends, however that ends.
+# Environment variables of a server: its keys, one a line (OpenCode and Codex read theirs from it, too); and the parent
+# process, with which it ends.
 KEY, PARENT = "MLXKV_API_KEY", "MLXKV_PARENT"
 
 Model = Annotated[

@@ -1,7 +1,7 @@
-"""Read files that somebody else wrote: regular files only, bounded bytes, bounded JSON, no surprises.
+"""Read files from untrusted sources: regular files only, of bounded size, with bounded JSON.
 
-A fault raises `Unsound`, whose text says what is wrong in words of our own; the caller says in which file.
-Only a file that is not there raises FileNotFoundError. No framework is imported here.
+A fault raises `Unsound`, whose text says what is wrong; the caller says in which file. Only a missing file raises
+FileNotFoundError.
 
     config = untrusted.read_json(path, 16 << 20)        # an object, a list, ...: as `json.loads`
     head = untrusted.safetensors(path)                  # head.metadata, head.tensors, head.start
@@ -20,10 +20,10 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-DEPTH = 64  # lists and objects inside each other; the files of models need less than 10
+DEPTH = 64  # nesting of lists and objects; the files of models need less than 10
 HEADER = 16 << 20  # bytes of a safetensors header: room for 100,000 tensors in one file
-DIMS = 16  # of a tensor
-# Bits of a number, by the names that safetensors gives types.
+DIMS = 16  # most dimensions of a tensor
+# Bits of a number by safetensors' type names.
 BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "C128": 128, "BOOL": 8, "F4": 4}
 BITS |= {f"{sign}{bits}": bits for sign in "IU" for bits in (8, 16, 32, 64)}
 BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
@@ -39,7 +39,7 @@ KINDS = {
 
 
 class Unsound(ValueError):
-    """What is wrong with a file or a text, in a few words without anything from inside it. way: what to do about it."""
+    """Says what is wrong with a file or a text, without quoting it. way: what to do about it."""
 
     def __init__(self, fault: str, way: str = "fetch the file again"):
         super().__init__(fault)
@@ -47,7 +47,7 @@ class Unsound(ValueError):
 
 
 class Tensor(NamedTuple):
-    """A tensor in a safetensors file. span: its first byte and the one after its last, in the file."""
+    """A tensor in a safetensors file. span: its first byte in the file and the one after its last."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorsHeader:
-    """The header of a safetensors file. start: where the data begins. size: of the file, in bytes."""
+    """The header of a safetensors file. start: offset of the data. size: bytes of the file."""
 
     metadata: dict[str, str]
     tensors: dict[str, Tensor]
@@ -66,20 +66,20 @@ class TensorsHeader:
 
 @contextmanager
 def opened(path: Path | str, follow: bool = True) -> Iterator[BinaryIO]:
-    """Open a regular file, for `with`; nothing else is opened, so that no pipe waits for a writer.
+    """Open a regular file, for `with`; anything else is not even opened, as a pipe would wait for a writer.
 
-    follow: whether the path's last part may be a link. Raises FileNotFoundError, and Unsound for anything
-    else that is wrong, inside the `with`, too.
+    follow: whether the path's last part may be a link. Raises FileNotFoundError, and Unsound for other faults, also
+    inside the block.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     if "\0" in os.fspath(path):
         raise Unsound("has no name that a file can have")
     try:
-        # Before it is opened: opening a device may do something.
+        # Before it is opened: opening a device may have effects.
         _insist(os.stat(path, follow_symlinks=follow).st_mode)
         handle = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
         with os.fdopen(handle, "rb") as file:
-            _insist(os.fstat(handle).st_mode)  # it may be another one by now
+            _insist(os.fstat(handle).st_mode)  # it may have been replaced
             yield file
     except FileNotFoundError:
         raise
@@ -105,14 +105,13 @@ def read_tensors(path: Path | str, most: int, follow: bool = True) -> bytes:
 def read_json(
     path: Path | str, most: int, follow: bool = True, depth: int = DEPTH, infinity: bool = False
 ) -> Any:
-    """Return the JSON in a file. Raises as `read_tensors` and `parse`."""
+    """Return the JSON in a file. Raises what `read_tensors` and `parse` raise."""
     return parse(read_tensors(path, most, follow), depth, infinity)
 
 
 def parse(data: bytes | str, depth: int = DEPTH, infinity: bool = False) -> Any:
-    """JSON text -> Python. At most `depth` lists and objects inside each other, and finite numbers only;
-    infinity: the words Infinity and -Infinity may stand, as some configurations of models have them.
-    Raises Unsound."""
+    """Parse JSON text of finite numbers, nested at most `depth` deep. infinity: whether to accept Infinity and
+    -Infinity, which some models' configurations contain. Raises Unsound."""
 
     def constant(word: str) -> float:
         if word == "NaN" or not infinity:
@@ -130,7 +129,7 @@ def parse(data: bytes | str, depth: int = DEPTH, infinity: bool = False) -> Any:
         raise Unsound("is not valid JSON (not UTF-8)") from None
     except json.JSONDecodeError as error:
         raise Unsound(f"is not valid JSON ({error})") from None
-    except ValueError:  # Python refuses to read integers of thousands of digits
+    except ValueError:  # Python refuses integers of thousands of digits
         raise Unsound("has a number with too many digits") from None
     level = [out] if isinstance(out, (dict, list)) else []
     for _ in range(depth):
@@ -153,7 +152,7 @@ def _finite(text: str) -> float:
 
 
 def whole(value: Any, what: str, low: int = 0, most: int = 1 << 40) -> int:
-    """`value` if it is an integer from `low` to `most`. what: its name, for the error. Raises Unsound."""
+    """Return `value` if it is an integer from `low` to `most`. what: its name, for the error. Raises Unsound."""
     if type(value) is not int or not low <= value <= most:
         got = value if type(value) is int and abs(value) < 1 << 64 else f"a {type(value).__name__}"
         got = "a huge number" if got == "a int" else got
@@ -162,11 +161,9 @@ def whole(value: Any, what: str, low: int = 0, most: int = 1 << 40) -> int:
 
 
 def safetensors(path: Path | str, follow: bool = True, most: int = HEADER) -> TensorsHeader:
-    """Return the header of a safetensors file, checked against its types, shapes and the file's size: tensors
-    lie side by side and fill it. Nothing is allocated but the header, of at most `most` bytes.
-
-    Raises FileNotFoundError, and Unsound for any fault.
-    """
+    """Return the header of a safetensors file, of at most `most` bytes, checked for types, shapes and size: the tensors
+    must fill the file without gaps. Only the header is allocated. Raises FileNotFoundError, and Unsound for any
+    fault."""
     with opened(path, follow) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")

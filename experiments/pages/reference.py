@@ -22,7 +22,8 @@ from mlxkv import console
 from mlxkv.cache import selftest
 from mlxkv.cache.choose import KernelRequest
 from mlxkv.catalog.aliases import CONFIGS, HUB
-from mlxkv.cli import app, is_option, plain, value_of
+from mlxkv.cli import app, is_option, value_of
+from mlxkv.console import one_line
 from mlxkv.doctor.fit import plan_of
 from mlxkv.doctor.listing import HEAD_DIM, LISTED, MEASURED, by_paper, stored
 from mlxkv.formats.config import CacheConfig
@@ -121,7 +122,7 @@ def commands() -> list[str]:
             lines += ["", " · ".join(f"[{sub}](#mlxkv-{sub})" for sub in command.commands), ""]
             lines += _options(command)
             continue
-        lines += ["", f"## {name}", "", plain(command.help)]
+        lines += ["", f"## {name}", "", one_line(command.help or "")]
         words = [f"[{param.name.upper()}]" for param in command.params if not is_option(param)]
         more = " [COMMAND]" if getattr(command, "commands", None) else ""
         lines += ["", f"    {' '.join([name, '[OPTIONS]', *words])}{more}", ""]
@@ -153,7 +154,7 @@ def _option(param) -> tuple[str, str, str]:
     said = isinstance(default, (str, int, float)) and not (flag and default is False)
     shown = ("on" if default else "off") if isinstance(default, bool) else default
     again = " Repeatable." if getattr(param, "multiple", False) else ""
-    text = plain(getattr(param, "help", "") or "")
+    text = one_line(getattr(param, "help", "") or "")
     return names, text if "repeat" in text else text + again, f"`{shown}`" if said else ""
 
 

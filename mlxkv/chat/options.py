@@ -40,7 +40,6 @@ class ChatOptions:
     max_tokens: Annotated[
         int | None,
         Option(
-            "--max-tokens",
             help="Longest reply. Default: until the context is full.",
             rich_help_panel="Sampling",
         ),
@@ -56,11 +55,9 @@ class ChatOptions:
     ] = None
     top_p: Annotated[
         float | None,
-        Option(
-            "--top-p", help="Nucleus sampling. Default: as for --temp.", rich_help_panel="Sampling"
-        ),
+        Option(help="Nucleus sampling. Default: as for --temp.", rich_help_panel="Sampling"),
     ] = None
-    seed: Annotated[int, Option("--seed", help="Sampling seed.", rich_help_panel="Sampling")] = 0
+    seed: Annotated[int, Option(help="Sampling seed.", rich_help_panel="Sampling")] = 0
     quiet: Annotated[
         bool,
         Option(
@@ -73,14 +70,11 @@ class ChatOptions:
     think: Annotated[
         bool | None,
         Option(
-            "--think/--no-think",
             help="Turn thinking on or off (enable_thinking).",
             rich_help_panel="Model",
         ),
     ] = None
-    chat_template_args: Annotated[
-        str | None, Option("--chat-template-args", help="JSON for the chat template.")
-    ] = None
+    chat_template_args: Annotated[str | None, Option(help="JSON for the chat template.")] = None
     kv_strict: Strict = False
     raw: Annotated[
         bool,
@@ -89,7 +83,7 @@ class ChatOptions:
         ),
     ] = False
     load: Annotated[
-        str | None, Option("--load", help="Continue a saved session.", rich_help_panel="Model")
+        str | None, Option(help="Continue a saved session.", rich_help_panel="Model")
     ] = None
     dtype: Dtype = None
     weights: Weights = None
