@@ -116,9 +116,6 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     def _compact(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
-    def _joined(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        return torch.cat([first, second], 2)
-
     def _next_basis(self, batch: Pair, prompt: bool) -> LayerMaps:
         return following.taught(self.basis, self.config, batch, prompt)
 

@@ -1,11 +1,4 @@
-"""`CompressedKVCache`: sink | pages | recent of one layer, and its state as mlxkv saves it.
-
-    tokens:  [ sink: full precision ][ page ] ... [ page ][ recent: full precision ]
-
-`recent` holds everything until it is full; then the sink moves out and the oldest pages are encoded
-and quantized. The page that was quantized last keeps its exact tokens beside its codes, until the next one
-is quantized: so that a `trim` into it can restore it (`mlxkv.formats.rules.windows`).
-"""
+"""`CompressedKVCache`: a `WindowedCache` of one layer on torch, and its state as mlxkv saves it."""
 
 from __future__ import annotations
 
@@ -23,23 +16,34 @@ from cuda_track.codec.transform import Transform
 from mlxkv.errors import UserError
 from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
-from mlxkv.formats.rules.windows import TrimPlan, TrimSource, Windows, between
-from mlxkv.formats.sizes import buffer_tokens
+from mlxkv.formats.rules.windowed import WindowedCache
 
 FindMaps = Callable[[str, str, CacheConfig], LayerMaps]  # by digest and layer
 
 
-class CompressedKVCache:
+def _zeros_like(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    return x.new_zeros(*x.shape[:2], tokens, x.shape[3])
+
+
+def _concatenated(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.cat([first, second], 2)
+
+
+class CompressedKVCache(WindowedCache):
     """The KV cache of one layer, compressed as `config` says. Keys and values: [B, G, L, D].
 
     layer_maps: of this layer, for a calibrated `config`.
     """
 
+    _store: Store | Segments | None
+    _zeros, _joined = staticmethod(_zeros_like), staticmethod(_concatenated)
+    _copied = staticmethod(torch.clone)
+
     def __init__(self, config: CacheConfig, layer_maps: LayerMaps | None = None):
         state.check_calibrated(config, layer_maps)
         self.config = config
         self.layer_maps = layer_maps if config.calibrated else None
-        self._store: Store | Segments | None = None
+        self._store = None
         self._forget()
 
     def clear(self) -> None:
@@ -49,12 +53,7 @@ class CompressedKVCache:
     def _forget(self) -> None:
         if self._store is not None:
             self._store.truncate(0)
-        self.offset = 0
-        self._recent: Pair | None = None  # buffers; `_count` tokens are in use
-        self._count = 0
-        self._sink: Pair | None = None
-        self._last: Pair | None = None  # exact tokens of the page quantized last
-        self._store = None
+        super()._forget()
 
     # -- reading and writing
 
@@ -98,41 +97,10 @@ class CompressedKVCache:
         store = self._store
         return store.read(0, store.count) if store is not None and store.count else None
 
-    def _read_recent(self) -> Pair:
-        assert self._recent is not None
-        return both(lambda x: x[:, :, : self._count], self._recent)
-
-    def _with_recent(self, new: Pair) -> Pair:
-        """Return the recent tokens and new ones."""
-        if not self._count:
-            return new
-        return _joined(self._read_recent(), new)
-
-    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        new, end = (keys, values), self._count + keys.shape[2]
-        if self._recent is None or end > self._recent[0].shape[2]:
-            capacity = max(min(self._recent_capacity, buffer_tokens(self._count, end)), end)
-            buffers = both(lambda x: x.new_zeros(*x.shape[:2], capacity, x.shape[3]), new)
-            if self._count:
-                for buffer, old in zip(buffers, self._read_recent(), strict=True):
-                    buffer[:, :, : self._count] = old
-            self._recent = buffers
-        for buffer, x in zip(self._recent, new, strict=True):
-            buffer[:, :, self._count : end] = x
-        self._count = end
-
     def _quantize_pages(self, recent: Pair) -> None:
-        """Encode the oldest pages of `recent`, which no longer fits, and keep the rest."""
-        due, page = self.windows.flush(recent[0].shape[2]), self.config.page
-        if due.sink:
-            self._sink = both(torch.clone, between(recent, None, due.sink))
         if self._store is None:
             self._check_heads(recent[0].shape[1])
-            self._store = self._new_store(recent)
-        self._store.append(recent, due.pages, due.sink)
-        self._recent, self._count = None, 0
-        self._last = both(torch.clone, between(recent, due.stop - page, due.stop))
-        self._append(*between(recent, due.stop, None))
+        super()._quantize_pages(recent)
 
     def _check_heads(self, heads: int) -> None:
         transforms = (self.layer_maps.keys, self.layer_maps.values) if self.layer_maps else ()
@@ -148,57 +116,6 @@ class CompressedKVCache:
     def _new_store(self, recent: Pair) -> Store | Segments:
         dims = both(lambda x: x.shape[3], recent)
         return store(self.config, dims, recent[0].device, self.layer_maps)
-
-    @property
-    def windows(self) -> Windows:
-        """Where its tokens are."""
-        return Windows(
-            self.config, self._sunk, self._count_pages, self._count, self._last is not None
-        )
-
-    @property
-    def _count_pages(self) -> int:
-        return self._store.count if self._store else 0
-
-    @property
-    def _recent_capacity(self) -> int:
-        return self.config.recent_capacity(self._sink is not None)
-
-    @property
-    def _sunk(self) -> int:
-        """Tokens of the sink that have left the recent window."""
-        return self._sink[0].shape[2] if self._sink else 0
-
-    def trim(self, n: int) -> int:
-        """Drop the last n tokens, return how many were dropped. Raises UserError, and changes nothing, where
-        what is left cannot be kept alone."""
-        plan = self.windows.trim(n)
-        self._trim(plan)
-        return plan.removed
-
-    def trim_to(self, count: int) -> None:
-        """Keep the first `count` tokens. Raises as `trim`."""
-        self.trim(self.offset - count)
-
-    def _trim(self, plan: TrimPlan) -> None:
-        pair, offset = None, self.offset - plan.removed
-        if plan.source is TrimSource.SINK:
-            if plan.recent and self._sink is not None:
-                pair = between(self._sink, None, plan.recent)
-            self._forget()
-        elif plan.source is not TrimSource.RECENT:
-            assert self._store is not None
-            if plan.source is TrimSource.LAST:
-                assert self._last is not None
-                pair = between(_joined(self._last, self._read_recent()), None, plan.recent)
-            elif plan.recent:
-                pair = self._decoded(plan.pages, plan.recent)
-            self._store.truncate(plan.pages)
-            self._last = None
-        if pair is not None:
-            self._recent, self._count = None, 0
-            self._append(*pair)
-        self._count, self.offset = plan.recent, offset
 
     def _decoded(self, page: int, count: int) -> Pair:
         assert self._store is not None and self._recent is not None
@@ -242,13 +159,6 @@ class CompressedKVCache:
             pages=self._store.state if self._store is not None and self._store.count else None,
             more=extra_tree,
         )
-
-    def _extra(self) -> tuple[dict, dict]:
-        """Entries of the header and tensors that a subclass saves besides."""
-        return {}, {}
-
-    def _restore_extra(self, header: dict, tree: dict) -> None:
-        """Invert `_extra`, before pages are restored."""
 
     @classmethod
     def from_state(
@@ -300,8 +210,3 @@ class CompressedKVCache:
         if transform is not None:
             values = transform.to(values.device).restore(values).to(values.dtype)
         return keys.clone(), values.clone()
-
-
-def _joined(first: Pair, second: Pair) -> Pair:
-    """Return both windows, one behind the other."""
-    return torch.cat([first[0], second[0]], 2), torch.cat([first[1], second[1]], 2)

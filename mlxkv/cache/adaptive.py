@@ -275,10 +275,10 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     )
     votes, kept, kept_pages = staticmethod(votes), staticmethod(kept), staticmethod(kept_pages)
 
-    def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
+    def _new_store(self, pair: Pair):
         if not self.config.needs_queries:
-            return super()._new_store(dims, dtype)
-        plan = self.plan(dims, dtype)
+            return super()._new_store(pair)
+        plan = self.plan((pair[0].shape[3], pair[1].shape[3]), pair[0].dtype)
         make = partial(choose.store, plan)
         online = self.config.online
         return Segments(make, self.layer_maps, self.basis, self.config.page, online)
@@ -310,9 +310,6 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         if not self._observe(queries, scale, lambda n: mask[..., -n:, :] if array else None):
             return out
         return mx.depends(out, list(self.arrays()))
-
-    def _joined(self, first: mx.array, second: mx.array) -> mx.array:
-        return mx.concatenate([first, second], axis=2)
 
     def _next_basis(self, batch: Pair, prompt: bool) -> LayerMaps:
         heads = batch[0].shape[0], batch[0].shape[1]

@@ -8,6 +8,7 @@ tokens: the backend of the pages (`backends`). Many (prefill): this layer's page
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 
@@ -53,6 +54,7 @@ def attend(
         queries = mx.depends(queries, list(view.quantized))
     if isinstance(mask, mx.array) and view.lengths is not None:
         view = view.split()
+    run: Callable[..., mx.array]
     pages = view.pages
     if isinstance(view, RowsView):
         run = _by_rows

@@ -1,12 +1,5 @@
-"""`CompressedKVCache`: sink | pages | recent, speaking mlx-lm's cache contract.
-
-    tokens:  [ sink: full precision ][ page ] ... [ page ][ recent: full precision ]
-
-`recent` holds everything until it is full; then the sink moves out and the oldest pages are encoded
-and quantized. The page that was quantized last keeps its exact tokens beside its codes, until the next one
-is quantized: so that a `trim` into it can restore it (`formats.rules.windows`). Works
-with both contracts of the pinned range of mlx-lm (0.31: `meta_state`; 0.32: not).
-"""
+"""`CompressedKVCache`: a `WindowedCache` on MLX, speaking mlx-lm's cache contract. Works with both contracts of the
+pinned range of mlx-lm (0.31: `meta_state`; 0.32: not)."""
 
 from __future__ import annotations
 
@@ -21,7 +14,7 @@ from mlxkv.cache.batch import BatchedKVCache
 from mlxkv.cache.choose import KernelPlan
 from mlxkv.cache.contract import BatchMethod, Contract, Snapshots, causal_mask, from_state
 from mlxkv.cache.stores import Codes, Records
-from mlxkv.cache.view import Pair, View, both, joined
+from mlxkv.cache.view import Pair, View, both
 from mlxkv.codec import maps
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.codec.transform import KeyMean, subtract_mean
@@ -29,13 +22,20 @@ from mlxkv.errors import UserError
 from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.layout import TOKENS
-from mlxkv.formats.rules.windows import TrimPlan, TrimSource, Windows, between
-from mlxkv.formats.sizes import buffer_tokens
+from mlxkv.formats.rules.windowed import WindowedCache
 from mlxkv.metal.launch import ahead, backend
 from mlxkv.metal.lengths import Division, Rows
 
 
-class CompressedKVCache(Snapshots, Contract):
+def _zeros_like(x: mx.array, tokens: int) -> mx.array:
+    return mx.zeros((*x.shape[:2], tokens, x.shape[3]), x.dtype)
+
+
+def _concatenated(first: mx.array, second: mx.array) -> mx.array:
+    return mx.concatenate([first, second], axis=2)
+
+
+class CompressedKVCache(Snapshots, Contract, WindowedCache):
     """The KV cache of one layer, compressed by `config`. Keys and values: [B, G, L, D].
 
     layer_maps: the layer's, for a calibrated `config`. plan: its kernels, once chosen (`choose.plan`).
@@ -46,6 +46,9 @@ class CompressedKVCache(Snapshots, Contract):
     shares_buffers = True  # sequences of a batch can share arrays
     latent = False  # True if keys are latents (MLA)
     _plan = None
+    _store: Codes | Records | None
+    _zeros, _joined = staticmethod(_zeros_like), staticmethod(_concatenated)
+    _copied = staticmethod(mx.contiguous)
 
     def __init__(
         self,
@@ -58,14 +61,6 @@ class CompressedKVCache(Snapshots, Contract):
         self.layer_maps = layer_maps if config.calibrated else None
         self._plan = plan
         self._forget()
-
-    def _forget(self) -> None:
-        self.offset = 0
-        self._recent: Pair | None = None  # buffers; `_count` tokens are in use
-        self._count = 0
-        self._sink: Pair | None = None
-        self._last: Pair | None = None  # exact tokens of the page quantized last
-        self._store: Codes | Records | None = None
 
     @property
     def _stored(self) -> CacheConfig:
@@ -87,7 +82,7 @@ class CompressedKVCache(Snapshots, Contract):
             if (pair := getattr(self, name)) is not None:
                 setattr(self, name, (pair[0], transform(pair[1]).astype(pair[1].dtype)))
         if (old := self._store) is not None:
-            self._store = self._new_store(old.dims, self._existing_recent[0].dtype)
+            self._store = self._new_store(self._existing_recent)
             self._store.restore(old.state, old.count)
 
     @property
@@ -103,26 +98,6 @@ class CompressedKVCache(Snapshots, Contract):
         return self._store
 
     # -- reading and writing
-
-    @property
-    def windows(self) -> Windows:
-        """The location of its tokens."""
-        return Windows(
-            self.config, self._sunk, self._count_pages, self._count, self._last is not None
-        )
-
-    @property
-    def _count_pages(self) -> int:
-        return self._store.count if self._store else 0
-
-    @property
-    def _recent_capacity(self) -> int:
-        return self.config.recent_capacity(self._sink is not None)
-
-    @property
-    def _sunk(self) -> int:
-        """Tokens of the sink that have left the recent window."""
-        return self._sink[0].shape[2] if self._sink else 0
 
     @property
     def _paged(self) -> int:
@@ -181,7 +156,7 @@ class CompressedKVCache(Snapshots, Contract):
     def _behind_recent(self, keys: mx.array, values: mx.array) -> Pair:
         """Concatenate the recent tokens and new ones."""
         self._check_new(keys, values)
-        return joined(self._read_recent(), (keys, values)) if self._count else (keys, values)
+        return self._with_recent((keys, values))
 
     def _check_new(self, keys: mx.array, values: mx.array) -> None:
         """Raise UserError for another batch or another model's heads, or heads that were not calibrated."""
@@ -209,45 +184,8 @@ class CompressedKVCache(Snapshots, Contract):
         """Return an empty store for pages of one transform."""
         return choose.store(self.plan(dims, dtype), self.layer_maps)
 
-    def _new_store(self, dims: tuple[int, int], dtype: mx.Dtype):
-        return self.page_store(dims, dtype)
-
-    def _read_recent(self) -> Pair:
-        recent = self._recent
-        assert recent is not None
-        keys, values = recent
-        if (count := self._count) == keys.shape[2]:
-            return recent
-        return keys[:, :, :count], values[:, :, :count]
-
-    def _append(self, keys: mx.array, values: mx.array, capacity: int = 0) -> None:
-        """Append recent tokens. capacity: of a buffer that is made for them, by default what growing reserves."""
-        end = self._count + keys.shape[2]
-        if self._recent is None or end > self._recent[0].shape[2]:
-            capacity = capacity or min(self._recent_capacity, buffer_tokens(self._count, end))
-            buffers = []
-            for x in (keys, values):
-                buffers.append(mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype))
-            if self._count:
-                for buffer, old in zip(buffers, self._read_recent(), strict=True):
-                    buffer[:, :, : self._count] = old
-            self._recent = tuple(buffers)
-        own_keys, own_values = self._recent
-        own_keys[:, :, self._count : end] = keys
-        own_values[:, :, self._count : end] = values
-        self._count = end
-
-    def _quantize_pages(self, recent: Pair) -> None:
-        """Encode the oldest pages of `recent`, which no longer fits, and keep the rest."""
-        (keys, values), due = recent, self.windows.flush(recent[0].shape[2])
-        if due.sink:
-            self._sink = both(mx.contiguous, between(recent, None, due.sink))
-        if self._store is None:
-            self._store = self._new_store((keys.shape[3], values.shape[3]), keys.dtype)
-        self._store.append(recent, due.pages, due.sink)  # whole: kernels would copy slices
-        self._recent, self._count = None, 0
-        self._last = both(mx.contiguous, between(recent, due.stop - self.config.page, due.stop))
-        self._append(*between(recent, due.stop, None))
+    def _new_store(self, pair: Pair) -> Codes | Records:
+        return self.page_store((pair[0].shape[3], pair[1].shape[3]), pair[0].dtype)
 
     # -- a step of fixed shapes (`cache.static`)
 
@@ -323,38 +261,6 @@ class CompressedKVCache(Snapshots, Contract):
     def is_trimmable(self) -> bool:
         return True
 
-    def trim(self, n: int) -> int:
-        """Drop the last n tokens and return how many were dropped.
-
-        Raises UserError, without changes, if the remaining tokens cannot be kept alone.
-        """
-        plan = self.windows.trim(n)
-        self._trim(plan)
-        return plan.removed
-
-    def trim_to(self, count: int) -> None:
-        """Keep the first `count` tokens. Raises as `trim`."""
-        self.trim(self.offset - count)
-
-    def _trim(self, plan: TrimPlan) -> None:
-        pair, offset = None, self.offset - plan.removed
-        if plan.source is TrimSource.SINK:
-            if plan.recent and self._sink is not None:
-                pair = between(self._sink, None, plan.recent)
-            self._forget()
-        elif plan.source is not TrimSource.RECENT:
-            if plan.source is TrimSource.LAST:
-                assert self._last is not None
-                pair = between(joined(self._last, self._read_recent()), None, plan.recent)
-            elif plan.recent:
-                pair = self._decoded(plan.pages, plan.recent)
-            self._existing_store.truncate(plan.pages)
-            self._last = None
-        if pair is not None:
-            self._recent, self._count = None, 0
-            self._append(*pair)
-        self._count, self.offset = plan.recent, offset
-
     def _decoded(self, page: int, count: int) -> Pair:
         pages, (keys, values) = self._existing_store.read(page, page + 1), self._existing_recent
         decoded = pages.decode(0, keys.dtype), pages.decode(1, values.dtype)
@@ -411,13 +317,6 @@ class CompressedKVCache(Snapshots, Contract):
             more=arrays,
         )
 
-    def _extra(self) -> tuple[dict, dict]:
-        """Return additional header entries and arrays that a subclass saves."""
-        return {}, {}
-
-    def _restore_extra(self, header: dict, tree: dict) -> None:
-        """Invert `_extra`, before pages are restored."""
-
     @state.setter
     def state(self, tree: dict) -> None:
         try:
@@ -455,8 +354,7 @@ class CompressedKVCache(Snapshots, Contract):
         if header["pages"]:
             if recent is None:
                 raise ValueError("pages without recent tokens")
-            dims = recent[0].shape[3], recent[1].shape[3]
-            self._store = self._new_store(dims, recent[0].dtype)
+            self._store = self._new_store(recent)
             self._store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
         if self.offset != self.windows.offset:

@@ -18,7 +18,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.lowrank import STAY, LowRank
 from mlxkv.formats.records import record_layout, why_no_records
-from mlxkv.formats.rules.observing import WINDOW
+from mlxkv.formats.rules.windows import WINDOW
 
 EXACT_BYTES = (
     2  # of an exact number in figures that compare caches, also where arrays hold it in 32 bits

@@ -102,7 +102,7 @@ def test_kernels_read_records_from_where_a_sequence_starts():
     """Records and headers of a batch in one buffer, in another order, with gaps, and each in its own."""
     both = record_layout(CHANNELS, DIMS, DIMS)
     with launch.using(make):
-        store = CompressedKVCache(CHANNELS)._new_store((DIMS, DIMS), mx.float32)
+        store = CompressedKVCache(CHANNELS).page_store((DIMS, DIMS), mx.float32)
         shared = store.encode(pair(1, 192, 5), 192, 0)  # 6 pages of 2 records
 
     def pages(x, first, last):

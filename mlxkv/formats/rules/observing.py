@@ -18,16 +18,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.rules.runs import Runs, loaded, saved
-from mlxkv.formats.rules.windows import Pair, Tensor, TrimPlan, Windows, between
+from mlxkv.formats.rules.windowed import WindowedCache
+from mlxkv.formats.rules.windows import WINDOW, Pair, Tensor, TrimPlan, Windows, between
 
-WINDOW = 32  # last queries that choose tokens, where no basis follows
 POOL = 7  # tokens: neighbours of an important token stay too
 BLOCK = 8  # queries whose scores are computed at a time
 
 
-class Observing:
+class Observing(WindowedCache):
     """A mixin over a compressed cache of either track.
 
     dropped: tokens that were read and are not stored. pinned: length of the prompt whose last tokens stand behind the
@@ -35,7 +34,7 @@ class Observing:
     """
 
     def _forget(self) -> None:
-        super()._forget()  # pyright: ignore[reportAttributeAccessIssue] (of the cache beside it)
+        super()._forget()
         self._basis: Any = None  # the basis, once it has learned
         self._since = 0  # tokens decoded since it learned
         self._pending: Any = None  # the view of a chunk of a prompt that attention has not read
@@ -51,35 +50,17 @@ class Observing:
         """The basis of the next page, or None."""
         return self._basis or self.layer_maps
 
-    # -- of the cache beside it
-
-    config: CacheConfig
-    offset: int
-    _recent: Pair | None  # of `_count` tokens
-    _count: int
-    _sink: Pair | None
-    _last: Pair | None
-    _store: Any
-    _count_pages: int
-    _recent_capacity: int
-    _append: Callable[[Tensor, Tensor], None]  # recent tokens
-
     # -- what a track adds: how much the last queries look at each token (`importance`, [B, G, T]), and
     # which tokens that chooses
 
     layer_maps: Any
     view: Callable[[], Any]  # what attention reads
-    _read_recent: Callable[[], Pair]
-    _quantize_pages: Callable[[Pair], None]
     importance: Callable[..., Tensor]
     salient: Callable[..., Tensor]
     taken: Callable[..., Tensor]
     votes: Callable[..., Tensor]
     kept: Callable[..., Tensor]
     kept_pages: Callable[..., Tensor]
-
-    # Tokens [B, G, T, D] of both, one behind the other, in an array of its own.
-    _joined: Callable[[Tensor, Tensor], Tensor]
     # After keys and values [B, G, N, D], of a prompt or not.
     _next_basis: Callable[[Pair, bool], Any]
 
@@ -184,7 +165,7 @@ class Observing:
         head = min(self.config.sink, tail) if sink is None else 0
         first = between(pair, None, head) if sink is None else sink
         last = between(pair, tail, None)
-        self._sink = self._joined(first[0], last[0]), self._joined(first[1], last[1])
+        self._sink = self._join(first, last)
         middle = between(pair, head, tail)
         self._recent, self._count, self._last = None, 0, None
         if head < tail:
@@ -196,14 +177,14 @@ class Observing:
     @property
     def windows(self) -> Windows:
         """Where its tokens are: nothing ends among tokens that were chosen for a prompt, or moved."""
-        windows = super().windows  # pyright: ignore[reportAttributeAccessIssue] (as above)
+        windows = super().windows
         chosen = self._fixed if self.dropped else 0
         shortest = self.dropped and self.dropped + windows.sink + chosen * self.config.page
         return replace(windows, dropped=self.dropped, shortest=max(shortest, self.pinned))
 
     def _trim(self, plan: TrimPlan) -> None:
         """Trim as without selection; bases keep what they have learned."""
-        super()._trim(plan)  # pyright: ignore[reportAttributeAccessIssue] (as above)
+        super()._trim(plan)
         if n := plan.removed:
             self._since = max(0, self._since - n)
             self._fixed = min(self._fixed, self._count_pages)

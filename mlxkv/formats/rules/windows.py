@@ -21,6 +21,7 @@ from mlxkv.formats.config import CacheConfig
 
 Tensor = Any  # of the track
 Pair = tuple[Tensor, Tensor]  # keys and values [B, G, T, D]
+WINDOW = 32  # last queries of a prompt that choose tokens, where no basis follows
 
 
 def between(pair: Pair, start: int | None, stop: int | None) -> Pair:
