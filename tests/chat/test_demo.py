@@ -15,7 +15,7 @@ from mlxkv.cli import main
 def shown(smollm2) -> dict:
     """The document of a short demo on SmolLM2."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlxkv.chat.demo.MOST", 512)
+        patch.setattr("mlxkv.chat.demo._fitting", lambda *_: 512)
         patch.setattr(sys, "stdout", io.StringIO())
         assert main(["demo", "--json"]) == 0
         return json.loads(sys.stdout.getvalue().splitlines()[-1])
@@ -60,14 +60,12 @@ def test_the_chart_has_the_heights_of_its_numbers():
     assert all(len(row) < 100 for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (("--kv", "fp16"), "nothing is compressed"),
-        (("--kv", "int5"), "unknown preset"),
+def test_what_cannot_be_shown(model_folder, capsys, subtests):
+    for wrong, said in (
+        (("-m", str(model_folder), "--kv", "fp16"), "nothing is compressed"),
+        (("-m", str(model_folder), "--kv", "int5"), "unknown preset"),
         (("-m", "smolm2"), "did you mean smollm2"),
-    ],
-)
-def test_what_cannot_be_shown(wrong, said, capsys, smollm2):
-    assert main(["demo", *wrong]) == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    ):
+        with subtests.test(wrong=wrong):
+            assert main(["demo", *wrong]) == 2
+            assert said in capsys.readouterr().err.splitlines()[-1]
