@@ -70,18 +70,6 @@ def test_a_call_its_answer_and_the_reply(ask, said):
     assert then.usage.cache_read_input_tokens > found.usage.input_tokens
 
 
-def test_the_blocks_of_a_stream(client, said):
-    said[0] = "<think>Oslo lies north.</think>Two. " + call(WEATHER, WEATHER)
-    with client.messages.stream(
-        model="caller", max_tokens=300, messages=ASK, tools=[TOOL]
-    ) as stream:
-        final = stream.get_final_message()
-    thought, text, *uses = final.content
-    assert (thought.thinking, text.text.strip()) == ("Oslo lies north.", "Two.")
-    assert [use.input for use in uses] == 2 * [WEATHER["arguments"]]
-    assert final.stop_reason == "tool_use" and final.usage.output_tokens > 40
-
-
 def wire(server, **body) -> list[dict]:
     """The events of a stream as they come, whose names are those of their data."""
     asked = {"model": "caller", "max_tokens": 200, "messages": ASK, "stream": True} | body
@@ -119,6 +107,8 @@ def test_the_order_on_the_wire(running, said):
         *("start 1", "text_delta 1", "stop 1", "start 2", "input_json_delta 2", "stop 2"),
         *("message_delta", "message_stop"),
     ]
+    deltas = [one.get("delta") or {} for one in found]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == "So."
     assert found[0]["message"]["usage"]["output_tokens"] == 0
     last = found[-2]
     assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}

@@ -200,9 +200,8 @@ def used(monkeypatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("kv", ["fp16", "int4"])
-@pytest.mark.parametrize("folder", ["model_folder", "gemma_folder"])
-def test_a_server_keeps_what_it_promised(kv, folder, request, used):
+@pytest.mark.parametrize(("folder", "kv"), [("model_folder", "int4"), ("gemma_folder", "fp16")])
+def test_a_server_keeps_what_it_promised(folder, kv, request, used):
     """Requests of many lengths at once, which share beginnings and end at different times."""
     draw = random.Random(kv)
     asked = []

@@ -55,16 +55,6 @@ def test_a_call_its_answer_and_the_reply(ask, said):
     assert found.usage.prompt_tokens_details.cached_tokens > 0  # the first question is still there
 
 
-def test_calls_in_a_stream(ask, said):
-    other = {"name": "weather", "arguments": {"city": 'Bergen "é"'}}
-    said[0] = "Two. " + call(WEATHER, other)
-    calls, reason, text = calls_of(ask(stream=True))
-    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
-        (one["name"], one["arguments"]) for one in (WEATHER, other)
-    ]
-    assert reason == "tool_calls" and text == "Two."
-
-
 BROKEN = [
     *('{"name": "read"}', "[1]", "7", '{"arguments": {}}', '{"name": "weather", "argu', "null", ""),
     *('{"name": "weather", "arguments": {"a": 1e400}}', '{"name": "f", "arguments": {"a": [NaN]}}'),
