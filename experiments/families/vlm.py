@@ -21,7 +21,7 @@ from experiments.families.found import INT4, NEAR, NEW, PROMPT, Family, Survey, 
 from experiments.families.sizes import PLAIN, named, sizes
 from mlxkv import console
 from mlxkv.loading.attach import attach, detach
-from mlxkv.patching.mark import own_make_cache
+from mlxkv.patching.trees import own_caches
 
 VOCABULARY = 64
 MOST = 40_000_000  # numbers in the weights of one
@@ -215,7 +215,7 @@ and logits within {near:g} of their norm. *int4*: the same text runs.
 def _written(model: nn.Module) -> tuple[list[int], np.ndarray]:
     """Greedy tokens behind the prompt, and their logits [NEW, V]."""
     attached = "make_cache" in vars(model)
-    caches = model.make_cache() if attached else own_make_cache(model)()
+    caches = model.make_cache() if attached else own_caches(model)
     step = mx.random.randint(0, VOCABULARY, (1, PROMPT), key=mx.random.key(1))
     tokens, rows = [], []
     for _ in range(NEW):

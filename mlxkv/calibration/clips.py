@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxkv.calibration.measure import CHUNK, WINDOW, Progress, windows
+from mlxkv.calibration.measure import CHUNK, WINDOW, Progress, read, windows
 from mlxkv.codec.codec import Codec
 from mlxkv.codec.maps import LayerMaps, of
 from mlxkv.codec.transform import subtract_mean
@@ -31,12 +31,12 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import PRESETS
 from mlxkv.metal.quantize import MAX_RANK
 from mlxkv.patching.fold import refuse_folded
-from mlxkv.patching.mark import layer_name, origin_of, own_make_cache, sizes
+from mlxkv.patching.mark import layer_name, origin_of, sizes
 from mlxkv.patching.observers import AttentionCall, PlainObserver
-from mlxkv.patching.patch import patch, unpatch
+from mlxkv.patching.patch import patched
 from mlxkv.patching.probe import find
 from mlxkv.patching.projections import projections
-from mlxkv.patching.trees import leaves, put
+from mlxkv.patching.trees import own_caches, put
 
 # Few: each pair of clips in use is one more build of the quantize kernel.
 CANDIDATES = (1.0, 0.98, 0.96, 0.94, 0.92, 0.88, 0.84, 0.8, 0.7, 0.6)
@@ -107,9 +107,8 @@ def search(
             f"[search-clip] too little text at once; got {len(parts[-1]) if parts else 0} tokens; "
             f"this preset keeps {config.window} exact, choose more than that"
         )
-    make_cache, slots = own_make_cache(model), patch(model)
-    try:
-        shapes = {layer_name(p): (p, s) for p, s in find(model, make_cache).shapes.items()}
+    with patched(model):
+        shapes = {layer_name(p): (p, s) for p, s in find(model).shapes.items()}
         if any(shape.latent for _, shape in shapes.values()):
             raise UserError(
                 "[search-clip] clips are searched for keys and values apart, and a latent is both; got a model "
@@ -120,23 +119,23 @@ def search(
         calibration.check(sizes(dict(places.values())), origin and origin.fingerprint)
         rotations = of(calibration, config.fitted)
         trials = {name: Trial() for name in places}
-        projected = projections(model, make_cache, [place for place, _ in places.values()])
+        projected = projections(model, [place for place, _ in places.values()])
 
         def judge(name: str, call: AttentionCall) -> None:
             project = projected.get(places[name][0], lambda out: out)
             _judge(trials[name], call, project, config, rotations[name], candidates)
 
         for part in parts:
-            caches, ears = make_cache(), {name: PlainObserver() for name in places}
-            for name, ear in ears.items():
-                put(caches, places[name][0], ear)
-            _read(
-                model, caches, {ear: partial(judge, name) for name, ear in ears.items()}, part, lead
-            )
+            caches, observers = own_caches(model), {name: PlainObserver() for name in places}
+            for name, observer in observers.items():
+                put(caches, places[name][0], observer)
+            cut = max(0, len(part) - CHUNK)
+            read(model, caches, part[:cut], lead)
+            for name, observer in observers.items():
+                observer.on_attention = partial(judge, name)
+            read(model, caches, part[cut:], [] if cut else lead)
             if progress:
                 progress(len(part))
-    finally:
-        unpatch(slots)
     for name, trial in trials.items():
         sums = [trial.energy, *(x for side in SIDES for x in trial.losses[side].values())]
         if not np.isfinite(sums).all():
@@ -145,25 +144,6 @@ def search(
                 "--dtype, or other text"
             )
     return _with_chosen(calibration, trials, config), trials
-
-
-def _read(
-    model: nn.Module,
-    caches: list,
-    judges: Mapping[PlainObserver, Callable[[AttentionCall], None]],
-    tokens: Sequence[int],
-    lead: list[int],
-) -> None:
-    """Run one window through the model; the queries of its last chunk measure the error. judges: a callback for each
-    observer in `caches`."""
-    cut = max(0, len(tokens) - CHUNK)
-    for start in range(0, cut, CHUNK):
-        part = [*([] if start else lead), *tokens[start : min(start + CHUNK, cut)]]
-        model(mx.array(part)[None], cache=caches)
-        mx.eval([cache.state for _, cache in leaves(caches) if not cache.empty()])
-    for ear, judge in judges.items():
-        ear.on_attention = judge
-    mx.eval(model(mx.array([*([] if cut else lead), *tokens[cut:]])[None], cache=caches))
 
 
 def choose(trials: Mapping[str, Trial], side: str) -> dict[str, float]:

@@ -7,8 +7,9 @@ Letters: `B` batch, `G` kv heads, `H` query heads, `C` asked queries, `T` tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +19,7 @@ from mlxkv import console, errors
 from mlxkv.formats.calibration import sums
 from mlxkv.formats.calibration.sums import DIFFERENTIATED, FIRST, TIMES
 from mlxkv.patching.observers import AttentionCall, PlainObserver
-from mlxkv.patching.trees import Place, put
+from mlxkv.patching.trees import Place, own_caches, put
 
 
 @dataclass
@@ -50,28 +51,8 @@ class ExchangeMeasure(sums.Exchange):
         return costs.swapaxes(0, 1).reshape(kv_heads, -1)
 
 
-class ShiftedCache(PlainObserver):
-    """A plain cache that adds `shift` [B, H, L, Dv] to the output of attention; None adds nothing.
-
-    shape: of the last output, () before the first.
-    """
-
-    def __init__(self, shift: mx.array | None = None):
-        super().__init__()
-        self.shift = shift
-        self.shape: tuple[int, ...] = ()
-
-    def handed_on(self, out: mx.array) -> mx.array:
-        self.shape = out.shape
-        return out if self.shift is None else out + self.shift.astype(out.dtype)
-
-
 def fisher(
-    model: nn.Module,
-    make_cache: Callable[[], list],
-    heads: dict[Place, int],
-    tokens: Sequence[int],
-    first: list[int],
+    model: nn.Module, heads: dict[Place, int], tokens: Sequence[int], first: list[int]
 ) -> dict[Place, np.ndarray]:
     """Return F [G, Dv, Dv] float64 of each cache, the sum over the query heads of a kv head; {}, and a line on stderr,
     if the model cannot be differentiated, or gradients are NaN or all 0. Raises RuntimeError if the GPU is
@@ -86,7 +67,7 @@ def fisher(
             if len(part) <= FIRST:
                 break
             count += len(first) + len(part) - FIRST
-            gradients = _gradients(model, make_cache, heads, [*first, *part], i)
+            gradients = _gradients(model, heads, [*first, *part], i)
             for (place, kv_heads), g in zip(heads.items(), gradients, strict=True):
                 g = g[0, :, FIRST:].reshape(kv_heads, -1, g.shape[3])
                 totals[place] = totals[place] + np.array(g.swapaxes(-1, -2) @ g, np.float64)
@@ -101,31 +82,32 @@ def fisher(
 
 
 def _gradients(
-    model: nn.Module,
-    make_cache: Callable[[], list],
-    places: Iterable[Place],
-    ids: list[int],
-    seed: int,
+    model: nn.Module, places: Iterable[Place], ids: list[int], seed: int
 ) -> list[mx.array]:
     """Return the gradients, float32, of the log-likelihood of tokens drawn by the model for each output of
     attention."""
     order, tokens = list(places), mx.array(ids)[None]
+    shapes: list[tuple[int, ...]] = [()] * len(order)  # of the outputs
 
-    def run(shifts: Sequence[mx.array | None]) -> tuple[mx.array, list[ShiftedCache]]:
-        caches, shifted = make_cache(), [ShiftedCache(shift) for shift in shifts]
-        for place, cache in zip(order, shifted, strict=True):
-            put(caches, place, cache)
-        return model(tokens, cache=caches).astype(mx.float32), shifted
+    def run(shifts: Sequence[mx.array] | None) -> mx.array:
+        def shifted(i: int, call: AttentionCall) -> mx.array | None:
+            shapes[i] = call.out.shape
+            return call.out + shifts[i].astype(call.out.dtype) if shifts else None
 
-    logits, plain = run([None] * len(order))
+        caches = own_caches(model)
+        for i, place in enumerate(order):
+            put(caches, place, PlainObserver(partial(shifted, i)))
+        return model(tokens, cache=caches).astype(mx.float32)
+
+    logits = run(None)
     drawn = mx.random.categorical(logits, key=mx.random.key(seed))
     mx.eval(drawn)
 
     def likelihood(shifts: list[mx.array]) -> mx.array:
-        logits, _ = run(shifts)
+        logits = run(shifts)
         chosen = mx.take_along_axis(logits, drawn[..., None], -1)[..., 0]
         return (chosen - mx.logsumexp(logits, -1)).sum()
 
-    gradients = mx.grad(likelihood)([mx.zeros(cache.shape) for cache in plain])
+    gradients = mx.grad(likelihood)([mx.zeros(shape) for shape in shapes])
     mx.eval(gradients)
     return gradients

@@ -34,12 +34,12 @@ from mlxkv.formats.calibration.artifact import SIDES, Calibration, Layer
 from mlxkv.formats.calibration.rotary import DEFAULT_CONTEXT, contexts
 from mlxkv.formats.calibration.sums import LEAST, PROBES, WINDOW, windows
 from mlxkv.patching.fold import refuse_folded
-from mlxkv.patching.mark import Origin, layer_name, origin_of, own_make_cache
-from mlxkv.patching.observers import LatentObserver, PlainObserver
-from mlxkv.patching.patch import patch, unpatch
+from mlxkv.patching.mark import Origin, layer_name, origin_of
+from mlxkv.patching.observers import PlainObserver
+from mlxkv.patching.patch import patched
 from mlxkv.patching.probe import ProbedShape, find, modules_of
 from mlxkv.patching.projections import sensitivities
-from mlxkv.patching.trees import Place, leaves, put
+from mlxkv.patching.trees import Place, leaves, own_caches, put
 
 if TYPE_CHECKING:
     from mlxkv.loading.load import Loaded
@@ -76,31 +76,34 @@ def calibrate(
             f"better {TOKENS}"
         )
     lead = [] if bos is None else [bos]
-    make_cache, slots = own_make_cache(model), patch(model)
-    try:
-        shapes = _compressible(model, make_cache)
+    with patched(model):
+        shapes = _compressible(model)
         positions = positions or _positions(model)
         probes, longest = mx.array(list(tokens[:PROBES])), max(positions, window)
-        rotaries = rotations(model, make_cache, shapes, probes, longest)
+        rotaries = rotations(model, shapes, probes, longest)
         spans = contexts(positions)
         moments = {p: Moments(rotaries[p], spans, shape=shape) for p, shape in shapes.items()}
         if all(shape.latent for shape in shapes.values()):
             for layer, module in zip(moments.values(), modules_of(model), strict=True):
                 layer.readers = Readers(module, layer.shape.key_dim)
         else:
-            for place, output in sensitivities(model, make_cache, shapes).items():
+            for place, output in sensitivities(model, shapes).items():
                 moments[place].output = output
             heads = {place: shape.heads for place, shape in shapes.items()}
-            for place, x in fisher(model, make_cache, heads, tokens, lead).items():
+            for place, x in fisher(model, heads, tokens, lead).items():
                 moments[place].exchange = ExchangeMeasure(x)
         if samples is not None:
             samples |= {layer_name(p): Sample(-(-len(tokens) // ROWS)) for p in moments}
             for place, layer in moments.items():
                 layer.sample = samples[layer_name(place)]
         for part in windows(tokens, window):
-            _read(model, make_cache, moments, part, lead, progress)
-    finally:
-        unpatch(slots)
+            caches, observers = own_caches(model), {p: x.observer() for p, x in moments.items()}
+            for place, observer in observers.items():
+                put(caches, place, observer)
+            read(model, caches, part, lead, progress)
+            for place, observer in observers.items():
+                if isinstance(observer, PlainObserver):
+                    moments[place].end_window(observer.exact[0])
     layers = {}
     costs = sums.floored({place: layer.costs() for place, layer in moments.items()})
     for place, layer in moments.items():
@@ -116,11 +119,8 @@ def random(model: nn.Module) -> Calibration:
     """Return random rotations for all compressible layers of `model`: for timing models with random weights.
 
     Raises UserError as `calibrate` does."""
-    make_cache, slots = own_make_cache(model), patch(model)
-    try:
-        shapes = _compressible(model, make_cache)
-    finally:
-        unpatch(slots)
+    with patched(model):
+        shapes = _compressible(model)
     layers = {}
     for place, shape in shapes.items():
         dims = zip(SIDES, (shape.key_dim, shape.value_dim), strict=True)
@@ -131,10 +131,10 @@ def random(model: nn.Module) -> Calibration:
     return _calibration(model, (), "", layers, _positions(model))
 
 
-def _compressible(model: nn.Module, make_cache: Callable[[], list]) -> dict[Place, ProbedShape]:
+def _compressible(model: nn.Module) -> dict[Place, ProbedShape]:
     """Return the shapes of compressible caches. The attention function must be patched. Raises UserError if there are
     none."""
-    findings = find(model, make_cache)
+    findings = find(model)
     shapes = {p: s for p, s in findings.shapes.items() if not (s.key_dim % 2 or s.value_dim % 2)}
     if not shapes:
         reason = next(iter(findings.refused.values()), "no layer has a cache that grows")
@@ -167,22 +167,14 @@ def _calibration(
     )
 
 
-def _read(
+def read(
     model: nn.Module,
-    make_cache: Callable[[], list],
-    moments: dict[Place, Moments],
+    caches: list,
     tokens: Sequence[int],
     first: list[int],
-    progress: Progress | None,
+    progress: Progress | None = None,
 ) -> None:
-    """Run `first` and one window through the model, chunk by chunk; observers add to `moments`."""
-    caches = make_cache()
-    for place, layer in moments.items():
-        layer.begun = 0
-        if layer.readers is None:
-            put(caches, place, PlainObserver(layer.add_attention, layer.add_update))
-        else:
-            put(caches, place, LatentObserver(layer.add_queries, layer.add_update))
+    """Run `first` and then `tokens` through the model, CHUNK of these at a time."""
     for start in range(0, len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
         lead = [] if start else first
@@ -190,9 +182,6 @@ def _read(
         mx.eval([cache.state for _, cache in leaves(caches) if not cache.empty()])
         if progress:
             progress(len(part))
-    for place, cache in leaves(caches):
-        if type(cache) is PlainObserver:
-            moments[place].end_window(cache.exact[0])
 
 
 def on_text(

@@ -7,7 +7,7 @@ the end (`spec/positions.py`). Half of the weight of keys is the attention they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -32,9 +32,9 @@ from mlxkv.formats.calibration.sums import (
     LayerSums,
     Sums,
 )
-from mlxkv.patching.observers import AttentionCall
+from mlxkv.patching.observers import AttentionCall, LatentObserver, PlainObserver
 from mlxkv.patching.probe import ProbedShape
-from mlxkv.patching.trees import Place, leaves, put
+from mlxkv.patching.trees import Place, leaves, own_caches, put
 
 # -- Weight stored keys by the attention of far queries. Spec: `mlxkv.spec.balanced`.
 
@@ -152,6 +152,13 @@ class Moments(LayerSums):
     exchange: ExchangeMeasure | None = None
     sample: Sample | None = None
     readers: Readers | None = None
+
+    def observer(self) -> PlainObserver | LatentObserver:
+        """Return a cache for the next window, which adds what it sees to these sums."""
+        self.begun = 0
+        if self.readers is None:
+            return PlainObserver(self.add_attention, self.add_update)
+        return LatentObserver(self.add_queries, self.add_update)
 
     def add_queries(self, queries: mx.array, scale: float) -> None:
         """Add the queries over latents, [B, H, L, D] (`LatentObserver`)."""
@@ -313,21 +320,17 @@ class PositionCache:
 
 
 def rotations(
-    model: nn.Module,
-    make_cache: Callable[[], list],
-    places: Iterable[Place],
-    tokens: mx.array,
-    longest: int,
+    model: nn.Module, places: Iterable[Place], tokens: mx.array, longest: int
 ) -> dict[Place, Rotary | None]:
     """Return how keys of the caches at `places` rotate up to position `longest`; None if not as in RoPE.
 
-    make_cache: the model's own. tokens: [PROBES] ids, of any text.
+    tokens: [PROBES] ids, of any text.
     """
     places = list(places)
     kept: dict[Place, dict[int, np.ndarray]] = {place: {} for place in places}
     dtypes = dict.fromkeys(places, mx.float32)
     for t in rotary.positions(longest):
-        caches = make_cache()
+        caches = own_caches(model)
         for place, cache in leaves(caches):
             if type(cache).__name__ in WITH_POSITIONS:
                 put(caches, place, PositionCache(t))

@@ -24,7 +24,7 @@ from mlxkv.generate.generation import new_cache, stream
 from mlxkv.generate.usage import projected, usage
 from mlxkv.loading.load import load
 from mlxkv.metal.launch import backend
-from mlxkv.patching.mark import own_make_cache
+from mlxkv.patching.trees import own_caches
 
 FACT = "The secret ingredient of my grandmother's soup is saffron."
 QUESTION = "What is the secret ingredient of my grandmother's soup?"
@@ -39,7 +39,7 @@ def run_demo(model: str, kv: str, as_json: bool) -> None:
     """Load a model, read for half a minute, ask, and show both answers and the memory."""
     with working(f"reading {model}") as progress:
         loaded = load(model, kv, progress=progress)
-    plain, packed = own_make_cache(loaded.model), partial(new_cache, loaded)
+    plain, packed = partial(own_caches, loaded.model), partial(new_cache, loaded)
     if not loaded.tokenizer.has_chat_template:
         raise UserError(f"[demo] needs a model that chats; got {model}; choose another")
     if not any(layer.compressed for layer in loaded.layers):

@@ -8,7 +8,7 @@ makes or accepts a prompt cache works with them unchanged. `attach` has five ste
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,11 +45,11 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import check_fold, fallback_preset, parse_kv
 from mlxkv.metal import launch
 from mlxkv.patching.fold import Fold, as_folded, check_maps, fold_of, fold_values
-from mlxkv.patching.mark import cached_part, mark, own_make_cache, unmark
+from mlxkv.patching.mark import mark, unmark
 from mlxkv.patching.patch import patch, unpatch
 from mlxkv.patching.probe import INDEX_KEYS, PLAIN, ProbedShape, find
 from mlxkv.patching.traced_weights import unchanged
-from mlxkv.patching.trees import Place, leaves
+from mlxkv.patching.trees import Place, cached_part, leaves, own_caches
 
 if TYPE_CHECKING:
     from mlxkv.formats.calibration.artifact import Calibration
@@ -94,13 +94,13 @@ def attach(
     _check_model(model)
     model, config = cached_part(model), parse_kv(kv)
     check_fold(config, fold)
-    make_cache, slots = own_make_cache(model), patch(model)
+    slots = patch(model)
     try:
-        config, reports, shapes = examine(model, make_cache, config, strict, fold)
+        config, reports, shapes = examine(model, config, strict, fold)
         fitted, reports = fit(model, config, shapes, reports, calibration, group, fold)
         _unmark(model)
         if shapes:
-            fitted, reports = transform_weights(model, make_cache, fitted, reports, fold)
+            fitted, reports = transform_weights(model, fitted, reports, fold)
             plans, reports = choose_kernels(fitted, shapes, reports)
     except BaseException:  # such as Ctrl-C while kernels are built
         unpatch(slots)
@@ -147,19 +147,19 @@ RULES = {
 
 
 def examine(
-    model: nn.Module, make_cache: Callable[[], list], config: CacheConfig, strict: bool, fold: bool
+    model: nn.Module, config: CacheConfig, strict: bool, fold: bool
 ) -> tuple[CacheConfig, list[LayerReport], dict[Place, ProbedShape]]:
-    """Decide which caches of `make_cache()` are compressed. Returns `config` adapted to this model (another one
+    """Decide which of the model's own caches are compressed. Returns `config` adapted to this model (another one
     replaces mixed bits; latents have their own), a report for each layer, and the shapes of the compressed caches.
 
     Raises UserError, with `strict`, if a growing layer stays in full precision, and for settings that do not apply to
     this model. The attention function must be patched (`patch.patch`).
     """
     with unchanged(model):
-        reports, shapes = _examined(model, make_cache, config)
+        reports, shapes = _examined(model, config)
         if not shapes and (name := fallback_preset(config)):
             config = replace(parse_kv(name), name=f"{name} in place of {config.label}")
-            reports, shapes = _examined(model, make_cache, config)
+            reports, shapes = _examined(model, config)
     if strict and (out := left_out(reports)):
         raise UserError(
             f"[--kv-strict] layers {ranges([report.index for report in out])} of "
@@ -173,13 +173,13 @@ def examine(
 
 
 def _examined(
-    model: nn.Module, make_cache: Callable[[], list], config: CacheConfig
+    model: nn.Module, config: CacheConfig
 ) -> tuple[list[LayerReport], dict[Place, ProbedShape]]:
     """Return a report for each layer, and the shapes of the caches that `config` compresses."""
-    caches = leaves(make_cache())
+    caches = leaves(own_caches(model))
     shapes: dict[Place, ProbedShape] = {}
     if config.compresses:
-        findings = find(model, make_cache)
+        findings = find(model)
         shapes, reasons = findings.shapes, findings.refused
     else:
         reasons = {place: ASKED_FOR for place, _ in caches}
@@ -261,7 +261,6 @@ def fit(
 
 def transform_weights(
     model: nn.Module,
-    make_cache: Callable[[], list],
     fitted: Fitted,
     reports: list[LayerReport],
     fold: bool,
@@ -271,7 +270,7 @@ def transform_weights(
     folded = fold_of(model)
     if fold:
         by_place = {p: of_layer for p, (_, of_layer) in fitted.items() if of_layer is not None}
-        folded = fold_values(model, make_cache, by_place)
+        folded = fold_values(model, by_place)
     if folded is not None:
         reports = [_with_fold(report, folded, fold) for report in reports]
     return as_folded(model, fitted), reports

@@ -19,9 +19,8 @@ from mlxkv.catalog.shapes import LayerShape, check_names, text_config, working_b
 from mlxkv.errors import brief
 from mlxkv.patching import mlx_lm_compat
 from mlxkv.patching.cache_shapes import layers_of
-from mlxkv.patching.mark import own_make_cache
 from mlxkv.patching.record import PROMPT, record
-from mlxkv.patching.trees import flat
+from mlxkv.patching.trees import flat, own_caches
 from mlxkv.untrusted import Unsound
 
 MODULES = 1 << 15  # most modules of a model; the largest models have some thousands
@@ -158,5 +157,5 @@ def _traced(model: nn.Module, run: Callable[[], T]) -> T:
 def _widths(model: nn.Module) -> list[int]:
     """Return the input width of each linear map, in call order; an estimate if the model's code fails halfway
     (`layers_of` reports that)."""
-    calls = record(model, own_make_cache(model)(), calls=[]).calls
+    calls = record(model, own_caches(model), calls=[]).calls
     return [x.size // PROMPT for _, x, _ in calls] or [0]

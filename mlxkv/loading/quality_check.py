@@ -18,7 +18,7 @@ from mlxkv.calibration.fitting import find_calibration
 from mlxkv.corpora import corpus
 from mlxkv.errors import UserError
 from mlxkv.formats.names import parse_kv
-from mlxkv.patching.mark import own_make_cache
+from mlxkv.patching.trees import own_caches
 
 TOKENS, LAST = 1024, 64  # tokens read; tokens compared, at their end
 STEP = 256  # tokens per chunk: attention reads the stored tokens of earlier chunks
@@ -61,7 +61,7 @@ def divergence(loaded) -> float:
     tokens = loaded.tokenizer.encode(text, add_special_tokens=False)[: loaded.context or TOKENS][
         :TOKENS
     ]
-    full = _log_probabilities(loaded.model, own_make_cache(loaded.model)(), tokens)
+    full = _log_probabilities(loaded.model, own_caches(loaded.model), tokens)
     compressed = _log_probabilities(loaded.model, make_prompt_cache(loaded.model), tokens)
     return float((mx.exp(full) * (full - compressed)).sum(-1).mean())
 

@@ -15,9 +15,8 @@ from mlxkv.catalog.shapes import text_config
 from mlxkv.errors import UserError, brief, cut
 from mlxkv.loading import gguf_weights as gguf
 from mlxkv.loading.outline import NotBuilt, classes_of
-from mlxkv.patching.mark import own_make_cache
 from mlxkv.patching.record import PROMPT, record
-from mlxkv.patching.trees import flat
+from mlxkv.patching.trees import flat, own_caches
 
 AT_ONCE = 64 << 20  # bytes of weights read between two progress calls
 DECODED = 1 << 30  # most bytes of matrices decoded to float32
@@ -95,7 +94,7 @@ def try_out(model: nn.Module, folder: Folder) -> None:
     """Raise UserError if the model's code fails on a prompt of two tokens or on a third. Computes nothing: MLX is
     lazy."""
     try:
-        error = record(model, own_make_cache(model)(), (PROMPT, 1)).error
+        error = record(model, own_caches(model), (PROMPT, 1)).error
     except Exception as fault:  # from the code that makes caches
         error = fault
     if error is not None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.nn as nn
 
 from mlxkv.catalog.shapes import LayerShape
 from mlxkv.patching import probe
-from mlxkv.patching.mark import cached_part, own_make_cache
-from mlxkv.patching.patch import patch, unpatch
+from mlxkv.patching.patch import patched
 from mlxkv.patching.probe import Findings
 from mlxkv.patching.record import PROMPT, record
 from mlxkv.patching.traced_weights import unchanged
-from mlxkv.patching.trees import Place, leaves
+from mlxkv.patching.trees import Place, cached_part, leaves, own_caches
 
 # Lengths at which caches of a family's own class are measured: whole groups of tokens, beyond its windows.
 NEAR, FAR = 1 << 14, 1 << 15
@@ -31,15 +29,11 @@ def layers_of(model: nn.Module) -> list[LayerShape]:
     layer of a class was reached.
     """
     model = cached_part(model)
-    make, slots = own_make_cache(model), patch(model)
-    try:
-        with unchanged(model):
-            caches, error = _run(model, make, PROMPT)
-            findings = Findings({}, {}) if error else probe.find(model, make)
-            odd = [place for place, cache in caches if type(cache).__name__ not in KINDS]
-            growing = _growth(model, make, odd) if odd and not error else {}
-    finally:
-        unpatch(slots)
+    with patched(model), unchanged(model):
+        caches, error = _run(model, PROMPT)
+        findings = Findings({}, {}) if error else probe.find(model)
+        odd = [place for place, cache in caches if type(cache).__name__ not in KINDS]
+        growing = _growth(model, odd) if odd and not error else {}
     expanded = _expanded(model)
     shapes: dict[Place, LayerShape] = {}
     reached: dict[type, LayerShape] = {}
@@ -56,12 +50,10 @@ def layers_of(model: nn.Module) -> list[LayerShape]:
     return list(shapes.values())
 
 
-def _run(
-    model: nn.Module, make_cache: Callable[[], list], tokens: int
-) -> tuple[list[tuple[Place, Any]], Exception | None]:
+def _run(model: nn.Module, tokens: int) -> tuple[list[tuple[Place, Any]], Exception | None]:
     """Return the model's own caches with their places after a prompt of `tokens`, and the error of its code, if
     any."""
-    error = record(model, caches := make_cache(), (tokens,)).error
+    error = record(model, caches := own_caches(model), (tokens,)).error
     return [(place, cache) for place, cache in leaves(caches) if cache is not None], error
 
 
@@ -80,14 +72,12 @@ def _of_keys(place: Place, cache, findings: Findings, expanded: int) -> LayerSha
     return LayerShape(kind, *sizes, reason=reason, index=place[0], **extras)
 
 
-def _growth(
-    model: nn.Module, make_cache: Callable[[], list], places: list[Place]
-) -> dict[Place, LayerShape]:
+def _growth(model: nn.Module, places: list[Place]) -> dict[Place, LayerShape]:
     """Return the shapes of caches of other classes: states of fixed size, or caches that grow with the context and are
     not compressed."""
-    runs = [dict(_run(model, make_cache, PROMPT)[0])]
+    runs = [dict(_run(model, PROMPT)[0])]
     if any(type(runs[0][place]).__name__ not in STATES for place in places):
-        runs = [dict(_run(model, make_cache, tokens)[0]) for tokens in (NEAR, FAR)]
+        runs = [dict(_run(model, tokens)[0]) for tokens in (NEAR, FAR)]
     out = {}
     for place in places:
         sizes = [run[place].nbytes for run in runs]

@@ -137,13 +137,11 @@ def _values_map(rotations: LayerMaps) -> tuple[str, str, str]:
     return rotations.digest, rotations.layer, rotations.kinds[1]
 
 
-def fold_values(
-    model: nn.Module, make_cache: Callable[[], list], rotations: Mapping[Place, LayerMaps]
-) -> Fold:
+def fold_values(model: nn.Module, rotations: Mapping[Place, LayerMaps]) -> Fold:
     """Fold all possible maps, record the fold on the model and return it, with reasons for the other caches.
 
-    make_cache: the model's own. The attention function must be patched. A folded model is left unchanged. An error in
-    the model's own code becomes a reason and is not raised.
+    The attention function must be patched. A folded model is left unchanged. An error in the model's own code becomes
+    a reason and is not raised.
     """
     if (fold := fold_of(model)) is not None:
         return fold
@@ -151,7 +149,7 @@ def fold_values(
 
     places, reasons = list(rotations), {}
     try:
-        plain = run_dry(model, make_cache, places)
+        plain = run_dry(model, places)
     except Exception as error:  # a foreign model may raise any error
         reason = f"a dry run of the model failed ({type(error).__name__})"
         return Fold({}, dict.fromkeys(places, reason))
@@ -168,7 +166,7 @@ def fold_values(
     try:
         for place, site in sites.items():
             replaced[place] = _replace(site, rotations[place].values)
-        reasons |= _check(replaced, plain, lambda: run_dry(model, make_cache, places), sites)
+        reasons |= _check(replaced, plain, lambda: run_dry(model, places), sites)
     except BaseException:
         _put_back(replaced, list(replaced))
         raise

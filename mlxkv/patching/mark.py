@@ -1,8 +1,7 @@
-"""Record on a model what `attach` changed, and make the model's own caches."""
+"""Record on a model what `attach` changed."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Container, Mapping
 from copy import deepcopy
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.compressed import CompressedKVCache
@@ -20,10 +18,10 @@ from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
 from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.patching import mlx_lm_compat
 from mlxkv.patching import patch as patching
-from mlxkv.patching.patch import MARK, Slot
+from mlxkv.patching.patch import Slot
 from mlxkv.patching.probe import ProbedShape
 from mlxkv.patching.steps import Steps
-from mlxkv.patching.trees import Place, leaves, put
+from mlxkv.patching.trees import MAKE, MARK, Place, default_caches, leaves, own_caches, put
 
 # -- Models that process one sequence at a time, and how their caches tell hosts.
 #
@@ -56,7 +54,6 @@ def register_caches() -> None:
     )
 
 
-_MAKE = "make_cache"
 NewCache = partial  # (class, config, layer maps, plan): called, it makes a compressed cache
 
 
@@ -98,9 +95,9 @@ class Attachment:
 
     def plain_caches(self) -> list:
         """Return the caches that the model made before `attach`."""
-        inherited = getattr(type(self.model), _MAKE, None)
-        make = self.original or (inherited and inherited.__get__(self.model)) or _plain(self.model)
-        return make()
+        inherited = getattr(type(self.model), MAKE, None)
+        make = self.original or (inherited and inherited.__get__(self.model))
+        return make() if make else default_caches(self.model)
 
     def __deepcopy__(self, memo) -> Attachment:
         model, make = deepcopy(self.model, memo), deepcopy(self.original, memo)
@@ -120,31 +117,12 @@ def _attached(
     return Attachment(model, patching.patch_slots(slots), new, make, not is_single)
 
 
-def _plain(model: nn.Module) -> Callable[[], list]:
-    cls = KVCache
-    if _is_of_mlx_vlm(model):  # its batches accept only its own caches
-        cls = sys.modules["mlx_vlm.models.cache"].KVCache
-    # By mlx's annotations an attribute of a module is None.
-    return lambda: [cls() for _ in model.layers]  # pyright: ignore[reportOptionalIterable]
-
-
-def _is_of_mlx_vlm(model: nn.Module) -> bool:
-    return type(model).__module__.startswith("mlx_vlm.models.")
-
-
-def cached_part(model: nn.Module) -> nn.Module:
-    """Return the part of a model that makes and reads the caches: `language_model` in mlx-vlm, the model itself in
-    mlx-lm."""
-    inner = getattr(model, "language_model", None)
-    return inner if _is_of_mlx_vlm(model) and isinstance(inner, nn.Module) else model
-
-
 def mark(model: nn.Module, slots: list[Slot], new: Mapping[Place, NewCache]) -> None:
     """Replace `make_cache` of `model` by one with `new` caches, and record the original."""
-    batchable = is_batchable(own_make_cache(model)(), new)
-    attachment = Attachment(model, slots, new, vars(model).get(_MAKE), batchable)
+    batchable = is_batchable(own_caches(model), new)
+    attachment = Attachment(model, slots, new, vars(model).get(MAKE), batchable)
     setattr(model, MARK, attachment)
-    setattr(model, _MAKE, attachment)
+    setattr(model, MAKE, attachment)
 
 
 def steps_of(model: nn.Module) -> Steps | None:
@@ -163,10 +141,10 @@ def unmark(model: nn.Module) -> list[Slot] | None:
     if attachment is None:
         return None
     delattr(model, MARK)
-    if vars(model).get(_MAKE) is attachment:
-        delattr(model, _MAKE)
+    if vars(model).get(MAKE) is attachment:
+        delattr(model, MAKE)
         if attachment.original is not None:
-            setattr(model, _MAKE, attachment.original)
+            setattr(model, MAKE, attachment.original)
     return attachment.slots if attachment.model is model else []
 
 
@@ -175,15 +153,6 @@ def forget_steps(model: nn.Module) -> None:
     attachment = vars(model).get(MARK)
     if attachment is not None:
         attachment.steps.forget()
-
-
-def own_make_cache(model: nn.Module) -> Callable[[], list]:
-    """Return the function that makes the model's own caches, attached or not; one set by the user since
-    then counts as its own."""
-    make, attachment = getattr(model, _MAKE, None), vars(model).get(MARK)
-    if attachment is not None and make is attachment:
-        return attachment.plain_caches
-    return make or _plain(model)
 
 
 # -- where a model comes from, and the names of its caches in calibrations

@@ -17,13 +17,13 @@ from mlxkv.cache.view import Pair, View
 class PlainObserver(KVCache):
     """A plain cache that reports its updates and attention over it.
 
-    on_attention: called with each AttentionCall. on_update: called with the new keys
-    and values [B, G, L, D] of each update.
+    on_attention: called with each AttentionCall; an array that it returns replaces the output. on_update: called with
+    the new keys and values [B, G, L, D] of each update.
     """
 
     def __init__(
         self,
-        on_attention: Callable[[AttentionCall], None] | None = None,
+        on_attention: Callable[[AttentionCall], mx.array | None] | None = None,
         on_update: Callable[[mx.array, mx.array], None] | None = None,
     ):
         super().__init__()
@@ -34,10 +34,6 @@ class PlainObserver(KVCache):
         """All keys and values so far, [B, G, T, D]."""
         keys, values = cast(Pair, (self.keys, self.values))  # None before the first update
         return keys[..., : self.offset, :], values[..., : self.offset, :]
-
-    def handed_on(self, out: mx.array) -> mx.array:
-        """Return the value passed to the layer in place of the output [B, H, L, Dv] of attention."""
-        return out
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         super().update_and_fetch(keys, values)
@@ -84,12 +80,10 @@ class ObservedView(View):
         self, queries, values, cache=None, scale: float = 1.0, mask=None, sinks=None, softcap=None
     ) -> mx.array:
         """Attend as mlxkv does, with mlx-lm's signature, and report the call."""
-        out = attend(queries, self, scale, mask, sinks, softcap)
-        if self.cache.on_attention is not None:
-            self.cache.on_attention(
-                AttentionCall(self.cache.exact, queries, scale, mask, sinks, out, softcap)
-            )
-        return self.cache.handed_on(out)
+        out, tell = attend(queries, self, scale, mask, sinks, softcap), self.cache.on_attention
+        call = AttentionCall(self.cache.exact, queries, scale, mask, sinks, out, softcap)
+        replaced = None if tell is None else tell(call)
+        return out if replaced is None else replaced
 
 
 @dataclass(frozen=True)

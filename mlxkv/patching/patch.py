@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
@@ -16,11 +17,11 @@ from mlx_lm.models.cache import CacheList
 from mlxkv.cache.attention import attend
 from mlxkv.cache.view import View
 from mlxkv.patching.probe import Handle, files_of
+from mlxkv.patching.trees import MARK
 
 NAME = "scaled_dot_product_attention"
 PARAMETERS = ("cache", "scale", "mask", "sinks")  # of attention, after queries, keys and values
 CALL = "__call__"
-MARK = "_mlxkv_attachment"  # the attribute of an attached model
 
 Slot = tuple[str, str]  # module name, attribute ("Class.method" for a method)
 
@@ -46,6 +47,16 @@ def patch(model: nn.Module) -> list[Slot]:
     own_code = [(f"mlx_lm.models.{family}", name) for family, name in OWN_CODE]
     slots += [slot for slot in own_code if slot[0] in names]
     return patch_slots([*slots, *_call_of(model)])
+
+
+@contextmanager
+def patched(model: nn.Module) -> Iterator[None]:
+    """Patch the files of `model` in this block (`patch`)."""
+    slots = patch(model)
+    try:
+        yield
+    finally:
+        unpatch(slots)
 
 
 def _call_of(model: nn.Module) -> list[Slot]:

@@ -7,7 +7,6 @@ values, so the run also shows whether the model's code only passes them to atten
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -16,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm import __version__ as mlx_lm_version
 
 from mlxkv.patching.record import PROMPT, record
-from mlxkv.patching.trees import Place, leaves, put
+from mlxkv.patching.trees import Place, leaves, own_caches, put
 
 PLAIN = "KVCache"  # the class of mlx-lm that our caches replace
 
@@ -130,17 +129,15 @@ class Findings:
     refused: dict[Place, str]
 
 
-def probe(
-    model, make_cache: Callable[[], list], places: list[Place], kind: type[ProbeCache] = ProbeCache
-) -> Findings:
-    """Find the shapes of the caches at `places` (plain KV caches of `make_cache()`), and whether ours can replace
-    them. kind: class of the probing caches.
+def probe(model, places: list[Place], kind: type[ProbeCache] = ProbeCache) -> Findings:
+    """Find the shapes of the model's own caches at `places`, all plain KV caches, and whether ours can replace them.
+    kind: class of the probing caches.
 
     The attention function must be patched. Any failure becomes a reason and is not raised.
     """
     findings = Findings({}, {})
     while pending := [place for place in places if place not in findings.refused]:
-        caches = make_cache()
+        caches = own_caches(model)
         probes = [kind(place) for place in pending]
         for cache in probes:
             put(caches, cache.place, cache)
@@ -196,9 +193,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return [m for _, m in sorted(keyed, key=lambda pair: pair[0])]
 
 
-def find_latents(
-    model: nn.Module, make_cache: Callable[[], list], places: list[Place]
-) -> Findings | None:
+def find_latents(model: nn.Module, places: list[Place]) -> Findings | None:
     """Return the findings for the plain caches at `places` of a model with MLA; None for other models.
 
     The attention function must be patched.
@@ -208,12 +203,8 @@ def find_latents(
         return None
     indexed = any(INDEX in m for m in modules)
     index = [place for place in places if indexed and len(place) > 1 and place[1]]
-    findings = probe(
-        model,
-        make_cache,
-        [place for place in places if place not in index],
-        _IndexedProbe if indexed else LatentProbe,
-    )
+    latents = [place for place in places if place not in index]
+    findings = probe(model, latents, _IndexedProbe if indexed else LatentProbe)
     findings.refused |= dict.fromkeys(index, INDEX_KEYS)
     return findings
 
@@ -293,12 +284,12 @@ def refusal(files: list[str], mlx_lm_version: str) -> str | None:
 # -- all of it
 
 
-def find(model: nn.Module, make_cache: Callable[[], list]) -> Findings:
-    """Find the shapes of the plain caches of `make_cache()`, and why ours cannot replace some.
+def find(model: nn.Module) -> Findings:
+    """Find the shapes of the model's own plain caches, and why ours cannot replace some.
 
     The attention function must be patched (`patch.patch`).
     """
-    plain = [place for place, cache in leaves(make_cache()) if type(cache).__name__ == PLAIN]
+    plain = [place for place, cache in leaves(own_caches(model)) if type(cache).__name__ == PLAIN]
     if reason := refusal([file.__name__ for file in files_of(model)], mlx_lm_version):
         return Findings({}, dict.fromkeys(plain, reason))
-    return find_latents(model, make_cache, plain) or probe(model, make_cache, plain)
+    return find_latents(model, plain) or probe(model, plain)

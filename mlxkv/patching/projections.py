@@ -12,7 +12,7 @@ import numpy as np
 
 from mlxkv.patching.observers import AttentionCall, PlainObserver, joined, reads
 from mlxkv.patching.record import LinearCall, record
-from mlxkv.patching.trees import Place, put
+from mlxkv.patching.trees import Place, own_caches, put
 
 TOKENS = 8
 NEAR = 16  # how many calls of linear maps before and after a cache may belong to it
@@ -50,8 +50,8 @@ class DryRun:
     logits: mx.array
 
 
-def run_dry(model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]) -> DryRun:
-    """Run `model` once over TOKENS tokens, with observers in place of the plain caches at `places`.
+def run_dry(model: nn.Module, places: Iterable[Place]) -> DryRun:
+    """Run `model` once over TOKENS tokens, with observers in place of its own plain caches at `places`.
 
     The attention function must be patched. Raises what the model's code raises.
     """
@@ -67,7 +67,7 @@ def run_dry(model: nn.Module, make_cache: Callable[[], list], places: Iterable[P
         trace.calls.append(call)
         attentions.append((trace, len(calls)))
 
-    caches = make_cache()
+    caches = own_caches(model)
     for place, entry in traces.items():
         put(caches, place, PlainObserver(partial(attended, entry), partial(updated, entry)))
     recording = record(model, caches, (TOKENS,), calls)
@@ -84,22 +84,19 @@ def run_dry(model: nn.Module, make_cache: Callable[[], list], places: Iterable[P
 # -- Measure how output projections amplify errors in the values of a cache.
 
 
-def sensitivities(
-    model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]
-) -> dict[Place, np.ndarray]:
+def sensitivities(model: nn.Module, places: Iterable[Place]) -> dict[Place, np.ndarray]:
     """Return M_o [G, D, D] float64 of each cache: the sum of W W^T over the query heads of a kv head, where W
     [D, hidden] are a head's rows of the output projection.
 
-    Omits caches without one: with a gate or a norm in between, or a projection shared by several caches. make_cache:
-    the model's own. The attention function must be patched. A dry run finds projections by their input array, not by
-    name.
+    Omits caches without one: with a gate or a norm in between, or a projection shared by several caches. The attention
+    function must be patched. A dry run finds projections by their input array, not by name.
     """
-    pairs = _projections(model, make_cache, places)
+    pairs = _projections(model, places)
     return {place: _moment(target, trace) for place, (trace, target) in pairs.items()}
 
 
 def projections(
-    model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]
+    model: nn.Module, places: Iterable[Place]
 ) -> dict[Place, Callable[[mx.array], mx.array]]:
     """Return the output projection of each cache, as in `sensitivities`, as a linear map without bias, [B, H, L, Dv] ->
     [B, L, hidden]."""
@@ -108,15 +105,15 @@ def projections(
         x = joined(heads)
         return target(x) - target(mx.zeros_like(x))
 
-    pairs = _projections(model, make_cache, places)
+    pairs = _projections(model, places)
     return {place: partial(linear, target) for place, (_, target) in pairs.items()}
 
 
 def _projections(
-    model: nn.Module, make_cache: Callable[[], list], places: Iterable[Place]
+    model: nn.Module, places: Iterable[Place]
 ) -> dict[Place, tuple[CacheTrace, nn.Module]]:
     try:
-        traces = run_dry(model, make_cache, list(places)).traces
+        traces = run_dry(model, list(places)).traces
     except Exception:  # a foreign model may raise any error; fall back to identity
         return {}
     pairs = {p: (x, x.output_projection()) for p, x in traces.items() if x.is_read_once}

@@ -1,16 +1,49 @@
-"""Walk trees: the caches of a model, possibly nested, and arrays by name."""
+"""The caches that a model makes by itself, and walks through caches and named arrays."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 
 from mlxkv.cache.compressed import CompressedKVCache
 
+MAKE = "make_cache"
+MARK = "_mlxkv_attachment"  # the attribute of an attached model
 Place = tuple[int, ...]  # position in the list of caches; a second number inside a CacheList
+
+
+def cached_part(model: nn.Module) -> nn.Module:
+    """Return the part of a model that makes and reads the caches: `language_model` in mlx-vlm, the model itself in
+    mlx-lm."""
+    inner = getattr(model, "language_model", None)
+    return inner if _is_of_mlx_vlm(model) and isinstance(inner, nn.Module) else model
+
+
+def _is_of_mlx_vlm(model: nn.Module) -> bool:
+    return type(model).__module__.startswith("mlx_vlm.models.")
+
+
+def own_caches(model: nn.Module) -> list:
+    """Make the model's own caches, attached or not; a make_cache set by the user since then counts as its own."""
+    make, attachment = getattr(model, MAKE, None), vars(model).get(MARK)
+    if attachment is not None and make is attachment:
+        return attachment.plain_caches()
+    return make() if make else default_caches(model)
+
+
+def default_caches(model: nn.Module) -> list:
+    """Make the caches of a model without `make_cache`: one for each layer, as mlx-lm and mlx-vlm do."""
+    cls = KVCache
+    if _is_of_mlx_vlm(model):  # its batches accept only its own caches
+        cls = sys.modules["mlx_vlm.models.cache"].KVCache
+    # By mlx's annotations an attribute of a module is None.
+    return [cls() for _ in model.layers]  # pyright: ignore[reportOptionalIterable]
 
 
 def leaves(caches: Sequence) -> list[tuple[Place, Any]]:

@@ -25,9 +25,8 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.generate.usage import in_16_bits, in_use
 from mlxkv.loading.attach import attach
 from mlxkv.loading.warmup import print_reports
-from mlxkv.patching.mark import Origin, cached_part, set_origin
-from mlxkv.patching.patch import MARK
-from mlxkv.patching.trees import leaves
+from mlxkv.patching.mark import Origin, set_origin
+from mlxkv.patching.trees import MARK, cached_part, leaves
 from mlxkv.run import Options
 
 _reports: set[tuple] = set()  # reports that were printed: a server may load a model again

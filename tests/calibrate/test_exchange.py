@@ -1,6 +1,7 @@
 """What errors of keys and values cost a model: the law, Fisher's information, and the bits that follow from them."""
 
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -13,21 +14,18 @@ from mlxkv.errors import UserError
 from mlxkv.formats.calibration import artifact, mixed_bits, sums
 from mlxkv.formats.calibration.layers import fitted
 from mlxkv.formats.names import parse_kv
-from mlxkv.patching.mark import own_make_cache
-from mlxkv.patching.observers import AttentionCall
-from mlxkv.patching.patch import patch, unpatch
+from mlxkv.patching.observers import AttentionCall, PlainObserver
+from mlxkv.patching.patch import patched
 from mlxkv.patching.probe import find
+from mlxkv.patching.trees import own_caches, put
 from mlxkv.spec import mixed_bits as spec
 
 
 @pytest.fixture(scope="module")
 def information(model):
-    slots = patch(model)
-    try:
-        heads = {place: x.heads for place, x in find(model, own_make_cache(model)).shapes.items()}
-        yield heads, exchange.fisher(model, own_make_cache(model), heads, TEXT, [])
-    finally:
-        unpatch(slots)
+    with patched(model):
+        heads = {place: x.heads for place, x in find(model).shapes.items()}
+        yield heads, exchange.fisher(model, heads, TEXT, [])
 
 
 def falling(heads, dims, spread, seed):
@@ -67,24 +65,22 @@ def test_information_is_that_of_tokens_which_the_model_draws(model, information)
     (place, fisher), size = list(found.items())[-1], 3e-2
     ids = TEXT[: sums.DIFFERENTIATED]
     plain = model(mx.array(ids)[None]).astype(mx.float32)[0]
-    slots = patch(model)
-    try:
-        shifted = exchange.ShiftedCache()
-        total, expected, rng = 0.0, 0.0, np.random.default_rng(0)
+
+    def shifted(shift, call):
+        assert call.out.shape == shift.shape
+        return call.out + shift
+
+    total, expected, rng = 0.0, 0.0, np.random.default_rng(0)
+    with patched(model):
         for _ in range(6):
-            caches = own_make_cache(model)()
-            exchange.put(caches, place, shifted)
-            shifted.__init__()
             noise = size * rng.standard_normal((1, 4, len(ids), 64)).astype(np.float32)
             noise[:, :, : sums.FIRST] = 0
-            shifted.shift = mx.array(noise)
+            caches = own_caches(model)
+            put(caches, place, PlainObserver(partial(shifted, mx.array(noise))))
             off = model(mx.array(ids)[None], cache=caches).astype(mx.float32)[0]
             logp, logq = (x - mx.logsumexp(x, -1, keepdims=True) for x in (plain, off))
             total += (mx.exp(logp) * (logp - logq)).sum().item()
             expected += size**2 / 2 * np.trace(fisher.sum(0)) * (len(ids) - sums.FIRST)
-    finally:
-        unpatch(slots)
-    assert shifted.shape == (1, 4, len(ids), 64)
     assert total == pytest.approx(expected, rel=0.15)
 
 

@@ -9,8 +9,7 @@ from random_models import random_model
 from mlxkv.calibration.moments import rotations
 from mlxkv.formats.calibration import rotary
 from mlxkv.formats.calibration.sums import PROBES
-from mlxkv.patching.mark import own_make_cache
-from mlxkv.patching.trees import leaves
+from mlxkv.patching.trees import leaves, own_caches
 from mlxkv.spec import positions
 
 
@@ -28,9 +27,9 @@ def measure(family, longest=32768, dtype=None, **changes):
     model = random_model(family, **changes)
     if dtype is not None:
         model.set_dtype(dtype)
-    make = own_make_cache(model)
-    places = [place for place, cache in leaves(make()) if type(cache).__name__.endswith("KVCache")]
-    found = rotations(model, make, places, mx.arange(PROBES) % 64, longest)
+    caches = leaves(own_caches(model))
+    places = [place for place, cache in caches if type(cache).__name__.endswith("KVCache")]
+    found = rotations(model, places, mx.arange(PROBES) % 64, longest)
     return [found[place] for place in places]
 
 

@@ -19,7 +19,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.static import of_batch
 from mlxkv.loading.attach import attach
 from mlxkv.metal import launch
-from mlxkv.patching.mark import MARK
+from mlxkv.patching.trees import MARK
 
 pytestmark = pytest.mark.usefixtures("trusted")
 
