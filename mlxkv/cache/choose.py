@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
@@ -32,6 +33,10 @@ INDEXED = "this model's code picks single latents"
 FAILED = "its kernels failed their test here"  # or were switched off: they should run and do not
 
 
+# The config, dims and type of `plan`, and `launch.state` at that time.
+Request = tuple[CacheConfig, tuple[int, int], mx.Dtype, tuple[Factory | None, bool]]
+
+
 @dataclass(frozen=True)
 class KernelPlan:
     """The backend for pages of one format on this machine.
@@ -42,7 +47,7 @@ class KernelPlan:
 
     backend: Backend
     reason: str | None = None
-    request: tuple | None = field(default=None, compare=False, repr=False)
+    request: Request | None = field(default=None, compare=False, repr=False)
     failed: bool = field(default=False, compare=False)
     device: str = field(default="", compare=False)
 
@@ -62,7 +67,7 @@ class KernelPlan:
         """Return its line in reports."""
         return f"{self.device} {self.label}" if self.by_kernels else self.label
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> KernelPlan:
         return self
 
     def __reduce__(self):
@@ -118,7 +123,8 @@ def plan(
         return by(PLAIN_OPS, launch.absent(), failed=off)
     if reason := request.unsupported:
         return by(PLAIN_OPS, reason)
-    off, reasons, tried = launch.switched_off(launch.TILES) is not None, [], False
+    off, tried = launch.switched_off(launch.TILES) is not None, False
+    reasons: list[str] = []
     for backend in request.backends(make):
         reason = backend.can_run(config, dims, dtype)
         if tried := reason is None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from copy import copy, deepcopy
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 
@@ -57,7 +57,7 @@ class Pages(Generic[Name]):
             out._blocks["headers"] = (1, heads, 1, layout.header_words), mx.uint32
         return out
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pages[Name]:
         pages = copy(self)
         pages.starts, pages.counts = list(self.starts), list(self.counts)
         pages.arrays = deepcopy(self.arrays, memo)
@@ -76,7 +76,7 @@ class Pages(Generic[Name]):
             return {}
         if start == 0 and stop == self.capacity:
             return dict(self.arrays)
-        out = {}
+        out: Named[Name] = {}
         for name, x in self.arrays.items():
             rows = self._blocks[name][0][2]
             out[name] = x[:, :, start * rows : stop * rows]
@@ -121,13 +121,14 @@ class Pages(Generic[Name]):
 
     def join(self, parts: Sequence[Part[Name]]) -> None:
         """Add sequences, in gaps or by a new layout."""
-        earlier, places = self._parts(), []
+        earlier = self._parts()
+        places: list[int] = []
         for _, count in parts:
             self.counts.append(count)
-            places.append(self._gap(count))
-            if places[-1] is None:
+            if (place := self._gap(count)) is None:
                 return self._lay_out([*earlier, *parts], self._slack([*earlier, *parts]))
-            self.starts.append(places[-1])
+            places.append(place)
+            self.starts.append(place)
         for at, (stored, count) in zip(places, parts, strict=True):
             if count:
                 self._write(at, stored, count)
@@ -156,7 +157,7 @@ class Pages(Generic[Name]):
         return [(self.read(i=i), count) for i, count in enumerate(self.counts)]
 
     @staticmethod
-    def _slack(parts: Sequence[Part]) -> int:
+    def _slack(parts: Sequence[Part[Any]]) -> int:
         """Return the slack of each of several sequences."""
         return max(1, sum(count for _, count in parts) // (GROWTH * max(1, len(parts))))
 
@@ -197,13 +198,14 @@ class Pages(Generic[Name]):
 
         The slack of sequence `to` begins with `count` pages `added`. Only free slack is filled with zeros.
         """
-        self.counts, self.starts, self.capacity = [n for _, n in parts], [], 0
+        self.counts, self.capacity = [n for _, n in parts], 0
+        self.starts = list[int]()
         slacks = self._slacks(slack)
         for n, slack in zip(self.counts, slacks, strict=True):
             self.starts.append(self.capacity)
             self.capacity += n + slack
         for name, ((batch, heads, rows, width), dtype) in self._blocks.items():
-            pieces = []
+            pieces: list[mx.array] = []
             for i, ((stored, _), free) in enumerate(zip(parts, slacks, strict=True)):
                 if stored:
                     pieces.append(stored[name])

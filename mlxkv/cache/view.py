@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -192,8 +192,6 @@ class View:
     padding: how many columns of a mask are padding on the left of each sequence of a batch, where prompts had some.
     """
 
-    sizes: ClassVar[Callable[..., mx.array] | None] = None  # see `TracedLatents`
-
     recent: Pair
     sink: Pair | None = None
     pages: Snapshot | None = None
@@ -238,13 +236,18 @@ class View:
         """Return self: attention casts its inputs."""
         return self
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str):
         if name.startswith("__"):  # protocols that Python itself looks for
             raise AttributeError(name)
         raise UserError(
             f"[attach] this model's code uses compressed keys as an array; got .{name}; "
             "choose --kv fp16 for this model"
         )
+
+    @property
+    def sizes(self) -> Callable[..., mx.array] | None:
+        """What makes the sizes of a kernel over latents, where only the device knows lengths."""
+        return None
 
     def check(self, mask: mx.array | str | None) -> None:
         """Raise UserError for a mask of the wrong shape: columns of buffers differ from what models expect, and a batch
@@ -265,7 +268,8 @@ class View:
 
     def split(self) -> RowsView:
         """Return sequences in shared arrays one by one."""
-        out, lengths, pages = [], self.lengths, self.pages
+        out: list[tuple[View, None]] = []
+        lengths, pages = self.lengths, self.pages
         assert lengths is not None and isinstance(pages, RecordPages)  # of `BatchBuffers`
         for i, (count, sink, recent, at) in enumerate(lengths.rows):
             (keys, values), first = self.recent, None
@@ -366,7 +370,11 @@ class TracedLatents(TracedView):
                 "[attend] this model's code adds no rotary scores to the scores of latents"
             )
 
-    def sizes(self, rows: int, splits: int, *capacities: int) -> mx.array:
+    @property
+    def sizes(self) -> Callable[..., mx.array]:
+        return self._sizes
+
+    def _sizes(self, rows: int, splits: int, *capacities: int) -> mx.array:
         """Return the kernel's sizes (`metal.latents.attend`), which all layers share."""
 
         def make() -> mx.array:

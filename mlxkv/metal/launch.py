@@ -95,7 +95,7 @@ def factory() -> Factory | None:
     return {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}.get(backend())
 
 
-def state() -> tuple:
+def state() -> tuple[Factory | None, bool]:
     """Return the state that a choice of kernels depends on: choose again when it changes."""
     return factory(), TILES in _choices[-1].off or os.environ.get(TILES_SWITCH) == "0"
 
