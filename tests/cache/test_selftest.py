@@ -11,7 +11,7 @@ from mlxkv.formats.presets import PRESETS
 from mlxkv.metal import quantize
 
 
-@pytest.mark.parametrize("preset", ("int4", "oscar-int2"))
+@pytest.mark.parametrize("preset", ("int4", "oscar-int2", "polar-int2"))
 def test_kernels_pass(preset):
     found = selftest.test(PRESETS[preset], 64, mx.float16, PortableBackend(make))
     assert found.reason is None and set(found.errors) == {

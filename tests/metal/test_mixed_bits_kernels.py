@@ -101,10 +101,8 @@ WIDE = config_of((8, 4, 3, 2, 1), (4, 3, 2, 1, 1))
 ATTENDED = [
     (80, config_of((8, 3, 1, 1), (1, 1, 1)), 4, 2, 2, make_tiles, mx.bfloat16, 6e-3),
     (128, QUANTIZED[1][1], 8, 2, 1, make_mma, mx.bfloat16, 6e-3),
-    (256, WIDE, 2, 1, 1, make_tiles, mx.float16, 3e-3),
     (512, WIDE, 4, 2, 1, make, mx.float32, 5e-6),
     (64, low("static-0.75"), 4, 2, 2, make, mx.float32, 5e-6),
-    (128, low("static-r102"), 4, 2, 2, make_mma, mx.float16, 3e-3),
     (40, low("static-r24+kivi-int4/static-r24"), 4, 2, 2, make_tiles, mx.bfloat16, 6e-3),
 ]
 

@@ -1,7 +1,5 @@
 """Decode steps of fixed shapes in batches: they say, and leave, what steps that Python builds do."""
 
-import subprocess
-import sys
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 
@@ -217,21 +215,3 @@ def test_shared_arrays_are_traced(monkeypatch):
         pair.each(lambda cache: cache.filter([2, 0]))
         pair.say(3)
         assert 3 <= steps.traced <= 9 and not steps.refused
-
-
-ENDS = """
-import sys
-sys.path.insert(0, {support!r})
-from serving import LONG, complete, serving
-with serving({folder!r}) as server:
-    complete(server, LONG, 40)
-print("ended")
-"""
-
-
-@pytest.mark.slow
-def test_a_server_with_traces_ends(model_folder):
-    support = next(path for path in sys.path if path.endswith("support"))
-    code = ENDS.format(support=support, folder=str(model_folder))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "ended" in done.stdout, done.stderr

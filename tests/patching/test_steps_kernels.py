@@ -9,7 +9,7 @@ from functools import partial
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from on_emulator import make, make_mma, make_tiles
+from on_emulator import make, make_tiles
 from random_models import random_model, tokens
 from shorthand import config_named
 from step_twins import Twins, same_caches, small, steps_of, untraced
@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("trusted")
 BODIES = {
     "portable": (make, mx.float32, PortableBackend),
     "tiles": (make_tiles, mx.float16, TileBackend),
-    "mma": (make_mma, mx.bfloat16, TileBackend),
 }
 PAGES = small(Side(Affine(4), "srft"), Side(Affine(3, 32)), sink=5, recent=16, page=16)
 CHANNELS = small(Side(Affine(4, 32, axis="channel")), Side(Affine(4, 64)), recent=32, page=32)
@@ -106,21 +105,19 @@ def test_logits_of_attention_sinks(body, new):
     same_caches(ours, plain, 0.0)
 
 
-@pytest.mark.parametrize("body", ["portable", "tiles"])
-def test_bits_by_direction(emulated, body):
+def test_bits_by_direction(emulated):
     """Fewer stored dims than a head has, and other widths in each layer."""
     config = config_named("fill-1.2+sink16+recent16+page16")
-    model = emulated(body, config=config, fitted=True, num_hidden_layers=2)
+    model = emulated("portable", config=config, fitted=True, num_hidden_layers=2)
     twins = go(model, parts=(1, 8, 8, 1), prompt=80)
     sides = [(cache.config.keys, cache.config.values) for cache in twins.plain]
     widths = {tuple(side.quantizer.widths for side in both) for both in sides}
     assert len(widths) == 2 and all(len(one) < 4 for both in widths for one in both)
 
 
-@pytest.mark.parametrize("body", ["portable", "tiles"])
-def test_headers_of_pages(emulated, body):
+def test_headers_of_pages(emulated):
     """Scales per channel, which a page has once."""
-    model = emulated(body, config=CHANNELS, num_hidden_layers=1)
+    model = emulated("tiles", config=CHANNELS, num_hidden_layers=1)
     go(model, parts=(1, 8, 8, 1), prompt=80)
 
 

@@ -40,7 +40,6 @@ OPTIONS = {
             {3: 1.5}, repetition_penalty=1.3, repetition_context_size=8
         )
     },
-    "chunks": {"prefill_step_size": 7},
 }
 
 

@@ -24,7 +24,6 @@ class Method:
 
     transform: transform of both sides. dims: head dim of its kernels. kernels: whether records hold it.
     tiles, triton: whether the tile kernels and Triton read it.
-    preset: one that stores these formats; its kernels take the test that users' machines run.
     """
 
     keys: Quantizer
@@ -35,7 +34,6 @@ class Method:
     kernels: bool = True
     tiles: bool = True
     triton: bool = False
-    preset: str = ""
 
     def config(self, dims: int) -> CacheConfig:
         """The config of a cache, for heads of `dims`."""
@@ -53,7 +51,7 @@ METHODS = {
         dims=64,
         triton=True,
     ),
-    "kivi": Method(Affine(2, 32, axis="channel"), Affine(2, 32), triton=True, preset="kivi-int2"),
+    "kivi": Method(Affine(2, 32, axis="channel"), Affine(2, 32), triton=True),
     "symmetric": Method(Affine(3, 32, True, axis="channel"), Affine(3, 32, True), 32, triton=True),
     "shared": Method(
         Affine(4, 0, True, shared=True),
@@ -61,7 +59,6 @@ METHODS = {
         32,
         "srft",
         64,
-        preset="srft-int4+tensor",
     ),
     "groups of 16": Method(
         *(Affine(4, 16, True), Affine(4, 16)),
@@ -73,14 +70,13 @@ METHODS = {
     "channels of both": Method(
         Affine(3, 16, True, axis="channel"), Affine(4, 32, True, axis="channel"), 32, tiles=False
     ),
-    "turbo": Method(Codebook(4), Codebook(2), transform="random", preset="turbo-int2"),
+    "turbo": Method(Codebook(4), Codebook(2), transform="random"),
     "turbo-int3": Method(Codebook(3), Affine(4, 32), transform="hadamard"),
     "tree": Method(PolarTree(), PolarTree(), transform="random"),
     "tree of its own": Method(PolarTree(OWN_BOOKS), PolarTree()),
     "online": Method(
         *(PolarTree(online=True), PolarTree(online=True)),
         transform="random",
-        preset="polar-tree+online",
     ),
     "fill": Method(
         *(
@@ -89,7 +85,7 @@ METHODS = {
         ),  # the second: an odd number of half words
         dims=64,
     ),
-    "polar": Method(Polar(4, 4), Affine(4, 64), dims=128, preset="polar-int2"),
+    "polar": Method(Polar(4, 4), Affine(4, 64), dims=128),
     "polar-tree": Method(Polar(2, 2), PolarTree(), dims=128),
 }
 
