@@ -5,8 +5,8 @@ import pickle
 
 import mlx.core as mx
 import pytest
-from batches import alone, together
 from random_models import random_model, tokens
+from small_caches import alone, together
 from small_models import TINY
 
 from mlxkv.cache.attention import attend

@@ -7,12 +7,11 @@ from random import Random
 import mlx.core as mx
 import numpy as np
 import pytest
-from batches import alone, together
 from mlx.utils import tree_flatten
 from on_emulator import make, make_tiles
 from random_models import random_model, tokens
 from samples import data, rms
-from small_cache import SMALL
+from small_caches import SMALL, alone, together
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.batch import BatchedKVCache

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 from random_models import random_model, tokens
-from read_caches import memory_of, read
+from small_caches import memory_of, read
 
 from mlxkv.formats.names import parse_kv
 from mlxkv.generate.usage import projected, usage

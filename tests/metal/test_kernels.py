@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_tiles
 from random_models import random_model
 from samples import data, rms, softmax
-from small_cache import SMALL, TIES, layout, walk
+from small_caches import SMALL, TIES, layout, walk
 
 from mlxkv.cache import attention, choose, selftest
 from mlxkv.cache.attention import attend

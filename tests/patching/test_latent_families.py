@@ -5,10 +5,10 @@ import warnings
 
 import mlx.core as mx
 import pytest
-from batches import alone, together
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from random_models import LATENT_FAMILIES, latent_model, tokens
+from small_caches import alone, together
 
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache
 from mlxkv.catalog.reports import summarise

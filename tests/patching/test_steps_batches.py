@@ -5,11 +5,10 @@ from copy import deepcopy
 
 import mlx.core as mx
 import pytest
-from batches import together
 from mlx_lm.models.cache import BatchRotatingKVCache, make_prompt_cache
 from on_emulator import make_tiles
 from random_models import random_model, tokens
-from small_cache import SMALL
+from small_caches import SMALL, together
 
 from mlxkv.cache.backends import TileBackend
 from mlxkv.cache.batch_buffers import BatchBuffers

@@ -13,7 +13,6 @@ from json import dumps
 
 import pytest
 from mlx_lm.sample_utils import apply_top_k
-from read_caches import maker, memory_of, read
 from serving import (
     LONG,
     PATIENCE,
@@ -25,6 +24,7 @@ from serving import (
     text_of,
     workers,
 )
+from small_caches import maker, memory_of, read
 
 from mlxkv import files
 from mlxkv.errors import MachineError

@@ -16,8 +16,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from model_folders import save
 from random_model import write_tokenizer
 from random_models import config_of, random_model, tokens
-from read_caches import maker, memory_of, read
 from serving import LONG, complete, get, post, refused, send, serving, text_of
+from small_caches import maker, memory_of, read
 from small_models import TINY
 
 from mlxkv.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 from on_emulator import make
 from random_models import random_model, tokens
-from read_caches import CHUNK, memory_of, read
+from small_caches import CHUNK, memory_of, read
 
 from mlxkv.cache.backends import PortableBackend
 from mlxkv.cache.compressed import CompressedKVCache

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from patience import PATIENCE
 from random_models import tokens
-from read_caches import maker, memory_of, read
 from serving import LONG, get, post, send, serving
+from small_caches import maker, memory_of, read
 
 from mlxkv.machine import machine_memory
 from mlxkv.serve import engine
