@@ -7,7 +7,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
-from calibration_files import rewritten
+from calibration_inputs import rewritten
 from random_models import random_model
 from small_models import TINY
 

@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 import pytest
-from calibration_files import basis, rewritten
+from calibration_inputs import basis, rewritten
 from safetensors import safe_open
 from safetensors.numpy import save
 

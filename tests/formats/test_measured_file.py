@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from calibration_files import rewritten
+from calibration_inputs import rewritten
 from random_models import random_model
 
 from mlxkv.calibration import measure
