@@ -2,8 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from failing_kernels import broken
-from on_emulator import make
+from on_emulator import broken, make
 
 from mlxkv.cache import selftest
 from mlxkv.cache.backends import PortableBackend

@@ -2,10 +2,9 @@
 
 import mlx.core as mx
 import pytest
-from failing_kernels import LOST, NOT_BUILT, Failing, counting, unbuildable
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
-from on_emulator import make, make_tiles
+from on_emulator import LOST, NOT_BUILT, Failing, counting, make, make_tiles, unbuildable
 from random_model import write_model
 from random_models import random_model
 from serving import complete, get, refused, serving, text_of

@@ -4,8 +4,7 @@ spec's softmax over what is stored."""
 import mlx.core as mx
 import numpy as np
 import pytest
-from on_emulator import make, make_mma, make_tiles
-from record_sides import quantize_by_ops
+from on_emulator import make, make_mma, make_tiles, quantize_by_ops
 from samples import data, rms, softmax
 
 from mlxkv.codec.transform import Transform

@@ -4,9 +4,7 @@ import dataclasses
 
 import mlx.core as mx
 import numpy as np
-from on_emulator import make
-from quantize_pairs import layout
-from record_sides import unpack_side
+from on_emulator import layout, make, unpack_side
 from samples import data
 
 from mlxkv.codec import transform

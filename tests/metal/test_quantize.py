@@ -2,9 +2,18 @@
 
 import mlx.core as mx
 import numpy as np
-from on_emulator import make
-from quantize_pairs import INT2, INT3, INT4, INT8, data, layout, orthogonal, quantize_and_check
-from record_sides import quantize_by_ops
+from on_emulator import (
+    INT2,
+    INT3,
+    INT4,
+    INT8,
+    data,
+    layout,
+    make,
+    orthogonal,
+    quantize_and_check,
+    quantize_by_ops,
+)
 
 from mlxkv.codec import transform
 from mlxkv.codec.transform import Transform

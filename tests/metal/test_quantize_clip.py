@@ -3,9 +3,7 @@
 import mlx.core as mx
 import numpy as np
 from emulator import metal_kernel
-from on_emulator import make
-from quantize_pairs import data, orthogonal, quantize_and_check
-from record_sides import quantize_by_ops, unpack_side
+from on_emulator import data, make, orthogonal, quantize_and_check, quantize_by_ops, unpack_side
 
 from mlxkv.codec import transform
 from mlxkv.codec.transform import Transform

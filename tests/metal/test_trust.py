@@ -7,7 +7,7 @@ import sys
 
 import mlx.core as mx
 import pytest
-from failing_kernels import counting, unbuildable
+from on_emulator import counting, unbuildable
 from patience import PATIENCE
 
 from mlxkv.cache import choose, selftest
