@@ -5,9 +5,9 @@ import time
 
 import mlx.core as mx
 import pytest
+from methods import config_named
 from mlx_lm.models import base
 from random_models import config_of, random_model
-from shorthand import config_named
 from small_models import TINY
 
 from mlxkv.bench import decode, steps, subject

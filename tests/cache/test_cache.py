@@ -6,7 +6,7 @@ import dataclasses
 import mlx.core as mx
 import numpy as np
 import pytest
-from stored_spec import stored
+from methods import stored
 
 from mlxkv.cache import stores
 from mlxkv.cache.attention import attend

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from methods import config_named
 from mlx.utils import tree_flatten
 from mlx_lm.models import cache as mlx_cache
 from on_emulator import make
-from shorthand import config_named
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend

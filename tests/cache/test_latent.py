@@ -7,8 +7,8 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from methods import stored
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
-from stored_spec import stored
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.latent import IndexedLatentKVCache, LatentKVCache, decoded

@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from low_rank_cache import DIMS, HEADS, KV_HEADS, SCALE, cache, close, data, feed, start
+from methods import config_named
 from mlx_lm.models.cache import KVCache
 from on_emulator import make
-from shorthand import config_named
 
 from mlxkv.cache import adaptive
 from mlxkv.cache.adaptive import AdaptiveKVCache

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from methods import config_named
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from on_emulator import make
-from shorthand import config_named
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend

@@ -7,11 +7,10 @@ from functools import lru_cache
 
 import mlx.core as mx
 import pytest
-from methods import METHODS
+from methods import METHODS, config_named
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from on_emulator import make
 from random_models import random_model, tokens
-from shorthand import config_named
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend

@@ -4,9 +4,9 @@ import dataclasses
 
 import mlx.core as mx
 import pytest
+from methods import config_named
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
-from shorthand import config_named
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.compressed import CompressedKVCache

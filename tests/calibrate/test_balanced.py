@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from calibration_inputs import TEXT, at_zero, data, moments_over, rms, seen_by, stored
+from methods import config_named
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_tiles
-from shorthand import config_named
 
 from mlxkv.cache import attention
 from mlxkv.cache.compressed import CompressedKVCache

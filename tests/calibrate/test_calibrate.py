@@ -4,10 +4,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from calibration_inputs import TEXT, at_zero, moments_over, seen_by
+from methods import config_named
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
-from shorthand import config_named
 
 from mlxkv.calibration import measure
 from mlxkv.errors import MachineError, UserError

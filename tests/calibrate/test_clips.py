@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from calibration_inputs import TEXT, data
+from methods import config_named
 from mlx_lm.models.cache import make_prompt_cache
 from random_models import random_model
-from shorthand import config_named
 
 from mlxkv.cache.attention import attend
 from mlxkv.cache.compressed import CompressedKVCache

@@ -4,9 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from calibration_inputs import TEXT, logits, rms
+from methods import config_named
 from mlx_lm.models import openelm
 from mlx_lm.models.cache import make_prompt_cache
-from shorthand import config_named
 
 from mlxkv.calibration import measure
 from mlxkv.errors import UserError

@@ -3,9 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import torch
-from methods import METHODS, OWN_BOOKS, transform_at
+from methods import METHODS, OWN_BOOKS, stored, transform_at
 from samples import data
-from stored_spec import stored
 
 from cuda_track.codec.codec import Codec as TorchCodec
 from mlxkv.codec.codec import Codec

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-from shorthand import config_named
+from methods import config_named
 from tensors import to_mlx, to_torch
 
 from cuda_track.cache.attention import attend

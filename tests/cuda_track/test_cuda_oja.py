@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from low_rank_cache import DIMS, HEADS, KV_HEADS, SCALE
-from shorthand import config_named
+from methods import config_named
 from tensors import to_torch
 
 from cuda_track.cache import adaptive, choose

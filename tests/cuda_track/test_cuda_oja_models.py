@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
-from shorthand import config_named
+from methods import config_named
 from small_models import TINY
 from tensors import to_torch
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import random_models
-from shorthand import config_named
+from methods import config_named
 
 from mlxkv.catalog.aliases import CONFIGS, HUB
 from mlxkv.catalog.shapes import LayerShape, estimated_sizes

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from low_rank_cache import DIMS, KV_HEADS, RANK, close
-from shorthand import config_named
+from methods import config_named
 
 from mlxkv.errors import UserError
 from mlxkv.formats.calibration import subspace

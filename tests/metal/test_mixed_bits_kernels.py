@@ -4,9 +4,9 @@ ops."""
 from dataclasses import replace
 
 import mlx.core as mx
+from methods import config_named
 from on_emulator import make, make_mma, make_tiles
 from samples import data, rms, softmax
-from shorthand import config_named
 
 from mlxkv.cache import attention, choose, selftest
 from mlxkv.cache import stores as quantized

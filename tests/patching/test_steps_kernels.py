@@ -8,10 +8,10 @@ from functools import partial
 
 import mlx.core as mx
 import pytest
+from methods import config_named
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import make, make_tiles
 from random_models import random_model, tokens
-from shorthand import config_named
 from step_twins import Twins, same_caches, small, steps_of, untraced
 
 from mlxkv.cache.attention import attend

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
-from shorthand import config_named
+from methods import config_named
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
