@@ -143,7 +143,7 @@ def _untraced(request, monkeypatch):
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
     """A random llama of two layers in the hub's format, with tokenizer and chat template."""
-    from random_model import write_model
+    from random_models import write_model
 
     return write_model(tmp_path_factory.mktemp("models") / "random")
 
@@ -164,7 +164,7 @@ def smollm2() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def other_folder(tmp_path_factory) -> Path:
     """The same architecture with other weights and one more layer."""
-    from random_model import write_model
+    from random_models import write_model
 
     return write_model(tmp_path_factory.mktemp("models") / "other", seed=1, num_hidden_layers=3)
 
@@ -172,7 +172,7 @@ def other_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def gemma_folder(tmp_path_factory) -> Path:
     """A random gemma3_text: three sliding layers with a window of 64, one that sees everything."""
-    from random_model import write_model
+    from random_models import write_model
 
     changes = {
         "model_type": "gemma3_text",

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from random_model import write_model
+from random_models import write_model
 
 from mlxkv.chat.session import Session
 from mlxkv.cli import main

@@ -22,7 +22,7 @@ from mlxkv.loading.attach import attach
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
-from random_model import write_model  # noqa: E402
+from random_models import write_model  # noqa: E402
 from small_models import COPIED, TINY  # noqa: E402
 
 INT4 = PRESETS["int4"]

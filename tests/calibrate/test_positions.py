@@ -6,8 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from calibration_inputs import ROTARY, TEXT, YARN
-from random_model import write_model
-from random_models import random_model
+from random_models import random_model, write_model
 
 from mlxkv.calibration import measure, moments
 from mlxkv.calibration.moments import far_attention, grouped, products, received, rotate

@@ -5,7 +5,7 @@ import json
 import shutil
 
 import numpy as np
-from model_folders import WEIGHTS, folder, saved
+from random_models import WEIGHTS, folder, saved
 from safetensors.numpy import load_file, save_file
 from small_models import SOURCE, TINY
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 import huggingface_hub
 import huggingface_hub.errors as hub_errors
 import pytest
-from model_folders import WEIGHTS, error_of, folder, response, saved
+from random_models import WEIGHTS, error_of, folder, response, saved
 
 from mlxkv.catalog.hub import PATTERNS, hub_cache
 from mlxkv.errors import MachineError

@@ -7,7 +7,7 @@ import time
 from itertools import product
 
 import pytest
-from model_folders import WEIGHTS, error_of, folder, saved
+from random_models import WEIGHTS, error_of, folder, saved
 
 from mlxkv.catalog import shapes
 from mlxkv.catalog.folder import INDEX, check_folder

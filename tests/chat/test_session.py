@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from random_model import TEMPLATE, write_model
+from random_models import TEMPLATE, write_model
 from scripted_models import write_thinker
 
 from mlxkv.chat.session import Session

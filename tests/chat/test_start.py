@@ -171,7 +171,7 @@ def test_a_switch_that_a_template_lacks(loaded, model_folder):
 
 
 def test_a_temperature_of_zero_draws_nothing_whatever_the_makers_recommend(tmp_path, capsys):
-    from random_model import write_model
+    from random_models import write_model
 
     folder = write_model(tmp_path / "warm")
     said = {"do_sample": True, "temperature": 5.0}
@@ -185,7 +185,7 @@ def test_a_temperature_of_zero_draws_nothing_whatever_the_makers_recommend(tmp_p
 
 
 def test_the_template_is_told_whether_to_think(tmp_path):
-    from random_model import write_model
+    from random_models import write_model
 
     template = (
         "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}<s>assistant\n"

@@ -7,7 +7,7 @@ from random import Random
 import mlx.core as mx
 import numpy as np
 import pytest
-from random_model import write_model
+from random_models import write_model
 from small_models import TINY
 
 from mlxkv.errors import MachineError

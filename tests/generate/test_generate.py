@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
-from random_model import write_model
+from random_models import write_model
 
 from mlxkv.errors import UserError
 from mlxkv.generate.generation import Stats, stream

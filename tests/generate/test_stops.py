@@ -4,7 +4,7 @@ import json
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from random_model import TEMPLATE, write_model
+from random_models import TEMPLATE, write_model
 
 from mlxkv.generate.stops import ReplyText, StopMatcher
 from mlxkv.loading.load import load

@@ -12,8 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import quantize_model
-from model_folders import WEIGHTS, error_of, folder, save, saved
-from random_models import config_of, random_model, tokens
+from random_models import WEIGHTS, config_of, error_of, folder, random_model, save, saved, tokens
 
 from mlxkv.catalog.aliases import HUB, PACKAGES, Source, resolve
 from mlxkv.catalog.shapes import context_limit

@@ -5,7 +5,7 @@ from threading import get_ident
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generation_stream
-from random_model import write_model
+from random_models import write_model
 from serving import get, serving
 
 from mlxkv.chat.session import Session

@@ -5,8 +5,7 @@ import pytest
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 from on_emulator import LOST, NOT_BUILT, Failing, counting, make, make_tiles, unbuildable
-from random_model import write_model
-from random_models import random_model
+from random_models import random_model, write_model
 from serving import complete, get, refused, serving, text_of
 
 from mlxkv import errors

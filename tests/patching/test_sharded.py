@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
-from random_model import write_model
+from random_models import write_model
 from ring import environments
 
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded.py"

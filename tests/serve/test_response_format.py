@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.tool_parsers import json_tools
-from random_model import write_model
+from random_models import write_model
 from scripted_models import ASK as WEATHER_ASK
 from scripted_models import TEMPLATE, write_thinker
 from serving import get, post, refused, send, serving

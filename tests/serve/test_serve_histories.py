@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from random_model import write_tokenizer
+from random_models import write_tokenizer
 from request_bodies import MODEL_INFO
 from scripted_models import write_thinker
 from serving import post, read_prompts, refused, serving

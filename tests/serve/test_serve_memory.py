@@ -13,9 +13,7 @@ import crafted_files
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from model_folders import save
-from random_model import write_tokenizer
-from random_models import config_of, random_model, tokens
+from random_models import config_of, random_model, save, tokens, write_tokenizer
 from serving import LONG, complete, get, post, refused, send, serving, text_of
 from small_caches import maker, memory_of, read
 from small_models import TINY

@@ -8,7 +8,7 @@ from threading import Thread
 from threading import enumerate as threads
 
 import pytest
-from random_model import write_model
+from random_models import write_model
 from serving import ENDLESS, asking, complete, get, held, refused, send, serving, text_of, until
 
 from mlxkv.errors import MachineError, UserError

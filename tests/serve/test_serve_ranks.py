@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from random_model import write_model
+from random_models import write_model
 from ring import environments
 from serving import (
     ENDLESS,

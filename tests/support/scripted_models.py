@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from random_model import write_model
+from random_models import write_model
 from serving import serving
 
 from mlxkv.corpora import corpus
