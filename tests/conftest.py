@@ -41,8 +41,7 @@ def pytest_configure(config) -> None:
 
 
 def compile_shared() -> None:
-    import mlx_header
-    from emulator import build
+    from emulator import build, mlx_header
 
     mlx_header.precompile()
     if build.why_not() is None:

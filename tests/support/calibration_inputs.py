@@ -1,4 +1,4 @@
-"""Calibrations and their files, texts and random numbers, and what a random llama of 64 dims computes at position 0, and
+"""Calibrations, their files, texts and random numbers; and what a random llama of 64 dims computes at position 0, and
 its moments over positions, by the spec."""
 
 import json

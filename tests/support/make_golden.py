@@ -7,22 +7,22 @@ others keep their file. It also writes the cases that go into the wheel, for `ml
 import json
 import re
 
-import golden_affine
-import golden_calibrated
-import golden_codebook
-import golden_methods
-import golden_oja
+import golden.affine
+import golden.calibrated
+import golden.codebook
+import golden.methods
+import golden.oja
 import numpy as np
 from safetensors.numpy import save_file
 
 from mlxkv.spec import affine, bounds, cases
 
 TABLES = {
-    **golden_affine.TABLES,
-    **golden_calibrated.TABLES,
-    **golden_codebook.TABLES,
-    **golden_oja.TABLES,
-    **golden_methods.TABLES,
+    **golden.affine.TABLES,
+    **golden.calibrated.TABLES,
+    **golden.codebook.TABLES,
+    **golden.oja.TABLES,
+    **golden.methods.TABLES,
 }
 # BLAS decides the last bits of eigenvectors, and through them codes and scales at rounding boundaries.
 EIGEN = ("oscar", "balanced", "fill_maps")
@@ -50,7 +50,7 @@ FLIPPED = 0.01  # share of the bits of their `near` masks that may differ
 def made(name: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Make the tensors and the header of a table."""
     seed, make, more = TABLES[name]
-    header = {"spec_version": str(affine.SPEC_VERSION), "seed": str(golden_affine.SEED), **more}
+    header = {"spec_version": str(affine.SPEC_VERSION), "seed": str(golden.affine.SEED), **more}
     return make(np.random.default_rng(seed)), header
 
 

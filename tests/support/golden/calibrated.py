@@ -1,8 +1,8 @@
 """Golden tensors of calibrated rotations, balanced and learned transforms."""
 
 import numpy as np
-from golden_affine import PAGE, SEED, coded, inputs, near
 
+from golden.affine import PAGE, SEED, coded, inputs, near
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced as balanced_ref
 from mlxkv.spec import learned as learned_ref

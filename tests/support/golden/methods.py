@@ -5,8 +5,8 @@ from functools import partial
 from importlib import import_module
 
 import numpy as np
-from golden_affine import MARGIN, half_near, inputs
 
+from golden.affine import MARGIN, half_near, inputs
 from mlxkv.spec import affine as ref
 from mlxkv.spec import balanced, bounds, cases
 from mlxkv.spec import mixed_bits as mixed_bits_ref

@@ -1,8 +1,8 @@
 """Golden tensors of codebook codes and polar trees."""
 
 import numpy as np
-from golden_affine import SEED
 
+from golden.affine import SEED
 from mlxkv.spec import affine as ref
 from mlxkv.spec import codebook as codebook_ref
 from mlxkv.spec import polar_tree as tree_ref

@@ -1,0 +1,1 @@
+"""The tables of golden tensors that `make_golden.py` makes, by what they are of."""
