@@ -110,24 +110,10 @@ def test_raw_and_chat_do_not_mix(session, saved, tmp_path):
     raw.load(str(path))
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_truncated(session, saved, keep):
-    data = saved.read_bytes()
-    saved.write_bytes(data[:keep])
-    refused(session, saved, "is not whole|is no safetensors file|not valid JSON")
-
-
 def test_edited_tensors(session, saved):
     data = bytearray(saved.read_bytes())
     data[-40] ^= 1
     saved.write_bytes(data)
-    refused(session, saved, "changed after it was saved")
-
-
-def test_edited_checksum(session, saved):
-    data = saved.read_bytes()
-    at = prompt_cache.session.checksum_at(data[8:]) + 8
-    saved.write_bytes(data[:at] + b"0" * 64 + data[at + 64 :])
     refused(session, saved, "changed after it was saved")
 
 

@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import base, gemma3_text, llama
-from mlx_lm.models.cache import KVCache, make_prompt_cache
-from random_models import FAMILIES, random_model, tokens
+from mlx_lm.models.cache import make_prompt_cache
+from random_models import random_model, tokens
 from samples import rms
 
 from mlxkv.cache.compressed import CompressedKVCache
@@ -17,9 +17,6 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.presets import PRESETS
 from mlxkv.loading.attach import attach, detach
 
-OLD = not hasattr(KVCache, "keys_and_values")  # mlx-lm before 0.32
-REFUSED = {"mamba2"} | ({"gemma3n", "afm7"} if OLD else set())
-COMPRESSED = sorted(set(FAMILIES) - REFUSED)
 # Families whose files have attention code of their own, reached through `patching.patch`.
 OWN_CODE = ("gear", "gemma2", "plamo2", "stablelm")
 # One of each kind of attention, cache and mask, and these; `experiments.families` runs all of mlx-lm.
@@ -69,7 +66,7 @@ def test_logits_are_equal_bit_for_bit_inside_the_window(family):
     assert mx.array_equal(logits(model, text), plain)
 
 
-@pytest.mark.parametrize("family", COMPRESSED)
+@pytest.mark.parametrize("family", KINDS)
 def test_quantized_pages_are_read(family):
     """Past the window logits differ, by little: the codes were read, not something else."""
     model, text = random_model(family), tokens(150)

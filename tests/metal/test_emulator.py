@@ -220,13 +220,6 @@ def test_seeded_faults_are_caught():
     assert not wrong
 
 
-def test_without_a_watch_faults_show_as_results_and_crashes():
-    """A missing barrier as a result that depends on the order of threads."""
-    assert fault_of(FAULTS[0][1], checks=False).kind == "order"
-    broken = "((device float*)x)[i] = 0.0f; o[i + 100000000] = x[i];"
-    assert fault_of(broken, checks=False).kind in {"input-write", "out-of-bounds", "crash"}
-
-
 @needs_checks
 def test_a_fault_says_who_and_where():
     source = "threadgroup float a[64];\na[t] = x[i];\no[i] = a[t ^ 33];"

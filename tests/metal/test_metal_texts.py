@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(parse.why_not() is not None, reason=str(parse.wh
 EVERY = os.environ.get("MLXKV_TEXTS") == "all"
 KINDS = ("int4", "int3", "int2", "oscar-int2", "turbo-int3", "polar", "polar-tree+online")
 KINDS += ("static-0.75", texts.MIXED_BITS)
+OTHER_DIMS = ("int4", "turbo-int3", texts.MIXED_BITS)
 # Inputs that may have fewer than 8 elements: a logit for each head of a small model.
 SHORT = {"sinks"}
 SEEN: set[object] = set()  # texts that this process has read
@@ -57,7 +58,7 @@ def breaches(found: list[texts.Text]) -> list[str]:
 
 
 def test_texts_are_read():
-    """One preset of each kind at two head dims, or all of them."""
+    """One preset of each kind, some at two head dims, or all of them."""
     wrong = []
     for names in texts.families().values() if EVERY else [(name,) for name in KINDS]:
         if EVERY:
@@ -65,7 +66,8 @@ def test_texts_are_read():
             kernels += texts.dump(names, (80, 128), ("float32", "float16"), others=False)
         else:
             kernels = texts.dump(names, (128,), ("bfloat16",), others=False)
-            kernels += texts.dump(names, (80,), ("float16",), others=False)
+            if names[0] in OTHER_DIMS:
+                kernels += texts.dump(names, (80,), ("float16",), others=False)
         assert kernels or set(names) <= NO_KERNELS, names
         wrong += breaches(list({text.kernel: text for text in kernels}.values()))
     assert not wrong, "\n".join(wrong)
