@@ -85,14 +85,13 @@ def test_text_is_equal_bit_for_bit_inside_the_window(model):
     assert mx.array_equal(logits(model, text), plain)
 
 
-@pytest.mark.parametrize(("config", "bound"), [(EAGER8, 1e-3), (EAGER, 0.05)])
-def test_behind_the_window_the_divergence_is_bounded(model, config, bound):
+def test_behind_the_window_the_divergence_is_bounded(model):
     text = tokens(150)
     plain = logits(model, text)
-    attach(model, config)
+    attach(model, EAGER8)
     found = divergence(plain, logits(model, text))
     assert mx.all(found[:16] < 1e-5)
-    assert 0 < found[-30:].mean().item() < bound
+    assert 0 < found[-30:].mean().item() < 1e-3
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear", "bailing_moe_v3"])
