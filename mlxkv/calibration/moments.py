@@ -34,7 +34,7 @@ from mlxkv.formats.calibration.sums import (
 )
 from mlxkv.patching.observers import AttentionCall, LatentObserver, PlainObserver
 from mlxkv.patching.probe import ProbedShape
-from mlxkv.patching.trees import Place, leaves, own_caches, put
+from mlxkv.patching.trees import Place, class_of, leaves, own_caches, put
 
 # -- Weight stored keys by the attention of far queries. Spec: `mlxkv.spec.balanced`.
 
@@ -291,7 +291,6 @@ def peaks(x: mx.array) -> mx.array:
 # model runs on single tokens with empty caches that claim position t. That is exact for every layer, family and kind
 # of RoPE, and needs no config.
 
-WITH_POSITIONS = ("KVCache", "RotatingKVCache", "ChunkedKVCache")
 RESOLUTION = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 
 
@@ -332,7 +331,7 @@ def rotations(
     for t in rotary.positions(longest):
         caches = own_caches(model)
         for place, cache in leaves(caches):
-            if type(cache).__name__ in WITH_POSITIONS:
+            if class_of(cache).has_keys:
                 put(caches, place, PositionCache(t))
         model(tokens[:, None], cache=caches)
         caches_by_place = dict(leaves(caches))

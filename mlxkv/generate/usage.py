@@ -19,7 +19,7 @@ from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.latent import LatentKVCache
 from mlxkv.console import human_bytes
 from mlxkv.formats.sizes import EXACT_BYTES, CacheShape
-from mlxkv.patching.trees import flat, leaves
+from mlxkv.patching.trees import CLASSES, flat, leaves
 
 BITS = 16  # of full precision
 NOTHING_YET = "nothing compressed yet (exact up to {} tokens)"
@@ -148,10 +148,6 @@ def in_16_bits(cache: Any) -> int:
     return shape_of(cache).plain.held(getattr(cache, "offset", 0))
 
 
-# Kinds of mlx-lm's caches, by the attribute with their window.
-KINDS = {"max_size": "sliding", "chunk_size": "chunked"}
-
-
 def shape_of(cache: Any) -> CacheShape:
     """Return the shape of one cache, or of a sequence in shared arrays. A compressed one must contain a token."""
     if isinstance(cache, BatchedKVCache):
@@ -163,9 +159,9 @@ def shape_of(cache: Any) -> CacheShape:
         keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
         if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4:
             return CacheShape(kind="state", fixed=cache.nbytes)  # compression changes nothing
-        name = next((name for name in KINDS if getattr(cache, name, None)), None)
-        windows = {"kind": KINDS[name], "window": getattr(cache, name)} if name else {}
-        return CacheShape(*_sizes((keys, values)), **windows, number=keys.dtype.size)
+        sizes = ((x.kind, getattr(cache, x.window, None)) for x in CLASSES.values() if x.window)
+        kind, window = next((pair for pair in sizes if pair[1]), ("full", 0))
+        return CacheShape(*_sizes((keys, values)), kind=kind, window=window, number=keys.dtype.size)
     if (pair := cache.recent) is None:
         return CacheShape()
     heads, key_dim, value_dim = _sizes(pair)

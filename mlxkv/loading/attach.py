@@ -2,14 +2,14 @@
 
 After `attach`, mlx-lm's own `make_prompt_cache(model)` returns compressed caches, so every function of mlx-lm that
 makes or accepts a prompt cache works with them unchanged. `attach` has five steps, defined below in this order:
-`examine`, `fit`, `transform_weights`, `choose_kernels`, `install`.
+`examine`, `fit`, `transform_weights`, `choose_kernels`, `complete`.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,9 +47,9 @@ from mlxkv.metal import launch
 from mlxkv.patching.fold import Fold, as_folded, check_maps, fold_of, fold_values
 from mlxkv.patching.mark import mark, unmark
 from mlxkv.patching.patch import patch, unpatch
-from mlxkv.patching.probe import INDEX_KEYS, PLAIN, ProbedShape, find
+from mlxkv.patching.probe import INDEX_KEYS, ProbedShape, find
 from mlxkv.patching.traced_weights import unchanged
-from mlxkv.patching.trees import Place, cached_part, leaves, own_caches
+from mlxkv.patching.trees import Place, cached_part, class_of, leaves, own_caches
 
 if TYPE_CHECKING:
     from mlxkv.formats.calibration.artifact import Calibration
@@ -97,11 +97,11 @@ def attach(
     slots = patch(model)
     try:
         config, reports, shapes = examine(model, config, strict, fold)
-        fitted, reports = fit(model, config, shapes, reports, calibration, group, fold)
-        _unmark(model)
+        fitted = fit(model, config, shapes, calibration, group, fold)
+        unmark(model)
         if shapes:
-            fitted, reports = transform_weights(model, fitted, reports, fold)
-            plans, reports = choose_kernels(fitted, shapes, reports)
+            fitted, folded = transform_weights(model, fitted, fold)
+            plans = choose_kernels(fitted, shapes)
     except BaseException:  # such as Ctrl-C while kernels are built
         unpatch(slots)
         raise
@@ -110,8 +110,14 @@ def attach(
         if message := nothing_compressed(reports):
             warnings.warn(f"[attach] {message}", stacklevel=2)
         return reports
-    install(model, slots, fitted, shapes, plans)
-    return reports
+    mark(
+        model,
+        slots,
+        {p: partial(_kind(fitted[p][0], shapes[p]), *fitted[p], plans[p]) for p in shapes},
+    )
+    return [
+        complete(r, config, fitted, plans, folded, fold) if r.compressed else r for r in reports
+    ]
 
 
 def _check_model(model: nn.Module) -> None:
@@ -126,24 +132,6 @@ def _check_model(model: nn.Module) -> None:
 
 
 # -- 1. examine: which layers are compressed, and why the others are not
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A cache class of mlx-lm and its layer; `{...}` is an attribute of the cache."""
-
-    kind: str
-    grows: bool
-    reason: str
-
-
-RULES = {
-    PLAIN: Rule("full attention", True, ""),
-    "RotatingKVCache": Rule("sliding window {max_size}", False, "small by nature"),
-    "ChunkedKVCache": Rule("chunks of {chunk_size}", False, "never more than one chunk"),
-    "ArraysCache": Rule("state space or linear attention", False, "constant size"),
-    "MambaCache": Rule("state space or linear attention", False, "constant size"),
-}
 
 
 def examine(
@@ -197,14 +185,13 @@ def _judge(
     index: int, cache, shape: ProbedShape | None, reason: str | None, config: CacheConfig
 ) -> LayerReport:
     """Return the report of one cache. shape: None if it is not compressed. reason: why not;
-    None for the reason in its Rule."""
-    name = type(cache).__name__
-    rule = RULES.get(name) or Rule(f"cache of class {name}", True, "mlxkv does not know this class")
-    kind = INDEX_KEYS if reason == INDEX_KEYS else rule.kind.format_map(vars(cache))
+    None for that of its class."""
+    known = class_of(cache)
+    kind = INDEX_KEYS if reason == INDEX_KEYS else known.label.format_map(vars(cache))
     if config.centred and shape is not None and (shape.sinks or shape.softcap):
         shape, reason = None, SINKS if shape.sinks else CAPPED
     if shape is None:
-        return LayerReport(index, kind, False, reason or rule.reason, grows=rule.grows)
+        return LayerReport(index, kind, False, reason or known.reason, grows=known.grows)
     sizes, label = (shape.heads, shape.key_dim, shape.value_dim), config.label
     if shape.latent:
         if objection := config.why_no_latents:
@@ -229,14 +216,13 @@ def fit(
     model: nn.Module,
     config: CacheConfig,
     shapes: Mapping[Place, ProbedShape],
-    reports: list[LayerReport],
     calibration: Calibration | Path | str | None,
     group: mx.distributed.Group | None,
     fold: bool,
-) -> tuple[Fitted, list[LayerReport]]:
-    """Return the config and maps of each compressed cache, cut to this process's kv heads (latents are not cut), and
-    the reports with clips and ranks. Raises UserError for a calibration that is missing or does not fit, for `fold`
-    with several processes, and if the weights are folded for other maps."""
+) -> Fitted:
+    """Return the config and maps of each compressed cache, cut to this process's kv heads (latents are not cut).
+    Raises UserError for a calibration that is missing or does not fit, for `fold` with several processes, and if the
+    weights are folded for other maps."""
     fitted: Fitted = dict.fromkeys(shapes, (config, None))
     if shapes and config.calibrated:
         from mlxkv.calibration import fitting  # imported late: it reads texts
@@ -252,38 +238,20 @@ def fit(
             if layer_maps is not None and not shapes[place].latent:
                 fitted[place] = layer, maps.cut(layer_maps, group.rank(), group.size())
     check_maps(model, fitted)
-    by_layer = {place[0]: layer for place, (layer, _) in fitted.items()}
-    return fitted, [with_own(r, config, by_layer[r.index]) if r.compressed else r for r in reports]
+    return fitted
 
 
 # -- 3. transform_weights: maps of values that the weights apply
 
 
-def transform_weights(
-    model: nn.Module,
-    fitted: Fitted,
-    reports: list[LayerReport],
-    fold: bool,
-) -> tuple[Fitted, list[LayerReport]]:
-    """Fold maps of values into the weights if `fold`. Returns `fitted`, with the folded maps marked, and reports that
-    name the folded layers."""
+def transform_weights(model: nn.Module, fitted: Fitted, fold: bool) -> tuple[Fitted, Fold | None]:
+    """Fold maps of values into the weights if `fold`. Returns `fitted`, with the folded maps marked, and the fold, if
+    there is one."""
     folded = fold_of(model)
     if fold:
         by_place = {p: of_layer for p, (_, of_layer) in fitted.items() if of_layer is not None}
         folded = fold_values(model, by_place)
-    if folded is not None:
-        reports = [_with_fold(report, folded, fold) for report in reports]
-    return as_folded(model, fitted), reports
-
-
-def _with_fold(report: LayerReport, folded: Fold, tell_all: bool) -> LayerReport:
-    """Add to a layer's report whether its values are folded; the reason if not, only with `tell_all`."""
-    places = [place for place in folded.reasons if place[0] == report.index]
-    if not places or not report.compressed:
-        return report
-    worst = min(places, key=lambda place: place in folded.layer_maps)
-    reason = folded.reasons[worst]
-    return replace(report, fold=reason) if tell_all or reason == FOLDED else report
+    return as_folded(model, fitted), folded
 
 
 # -- 4. choose_kernels: built and tried when a model is loaded, not in the middle of a prompt
@@ -292,11 +260,9 @@ def _with_fold(report: LayerReport, folded: Fold, tell_all: bool) -> LayerReport
 _tried: set[tuple[KernelRequest, launch.Factory]] = set()  # in this process
 
 
-def choose_kernels(
-    fitted: Fitted, shapes: Mapping[Place, ProbedShape], reports: list[LayerReport]
-) -> tuple[dict[Place, KernelPlan], list[LayerReport]]:
-    """Return the kernel plan of each cache, and the reports with the decode kernels of each layer. Builds and tries all
-    kernels that the caches need, with a line of progress."""
+def choose_kernels(fitted: Fitted, shapes: Mapping[Place, ProbedShape]) -> dict[Place, KernelPlan]:
+    """Return the kernel plan of each cache. Builds and tries all kernels that the caches need, with a line of
+    progress."""
     requests = {place: _request(*fitted[place], shape) for place, shape in shapes.items()}
     unique = list(dict.fromkeys(requests.values()))
     representatives = {
@@ -311,8 +277,7 @@ def choose_kernels(
                 new.remove((representatives[q], make))
                 step()
             answers[q] = choose.plan(q.config, q.dims, q.dtype, q.shape, q.latent, q.indexed)
-    plans = {place: answers[q] for place, q in requests.items()}
-    return plans, [_with_kernel(report, plans) for report in reports]
+    return {place: answers[q] for place, q in requests.items()}
 
 
 def _request(
@@ -328,34 +293,33 @@ def _request(
     return KernelRequest(stored, dims, shape.dtype, attention_shape, shape.latent, shape.selects)
 
 
-def _with_kernel(report: LayerReport, plans: Mapping[Place, KernelPlan]) -> LayerReport:
-    """Add its plan to a layer's report; of several caches, the plan that decodes worst."""
-    own = [plan for place, plan in plans.items() if place[0] == report.index]
-    if not report.compressed or not own:
-        return report
-    return replace(report, plan=min(own, key=lambda plan: plan.by_kernels))
-
-
-# -- 5. install: the model's `make_cache` makes compressed caches
-
-
-def install(
-    model: nn.Module,
-    slots: list,
-    fitted: Fitted,
-    shapes: Mapping[Place, ProbedShape],
-    plans: Mapping[Place, KernelPlan],
-) -> None:
-    """Install on the model a `make_cache` that makes its compressed caches. slots: from `patch.patch`."""
-    kinds = {place: _kind(fitted[place][0], shape) for place, shape in shapes.items()}
-    mark(model, slots, {p: partial(kinds[p], *fitted[p], plans[p]) for p in shapes})
-
-
 def _kind(config: CacheConfig, shape: ProbedShape) -> type[CompressedKVCache]:
     """Return the cache class for this format and shape."""
     if shape.latent:
         return IndexedLatentKVCache if shape.selects else LatentKVCache
     return AdaptiveKVCache if config.needs_queries else CompressedKVCache
+
+
+# -- 5. complete: the reports
+
+
+def complete(
+    report: LayerReport,
+    config: CacheConfig,
+    fitted: Fitted,
+    plans: Mapping[Place, KernelPlan],
+    folded: Fold | None,
+    tell_all: bool,
+) -> LayerReport:
+    """Return the report of a compressed layer with its clips and ranks, with the plan that decodes worst among its
+    caches, and with whether its values are folded; why not, only with `tell_all`."""
+    own = [place for place in fitted if place[0] == report.index]
+    report = with_own(report, config, fitted[own[-1]][0])
+    reason, reasons = "", {} if folded is None else folded.reasons
+    if tried := [place for place in own if place in reasons]:
+        reason = reasons[min(tried, key=lambda place: reasons[place] == FOLDED)]
+    plan = min((plans[place] for place in own), key=lambda plan: plan.by_kernels)
+    return replace(report, plan=plan, fold=reason if tell_all or reason == FOLDED else "")
 
 
 # -- undo
@@ -369,12 +333,5 @@ def detach(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         _check_model(model)
-    if _unmark(cached_part(model)) and fold_of(model) is not None:
+    if unmark(cached_part(model)) and fold_of(model) is not None:
         console.note("[detach] the weights stay folded; load the model again for the original ones")
-
-
-def _unmark(model: nn.Module) -> bool:
-    """Undo `attach` without a note. Returns whether the model was attached."""
-    slots = unmark(model)
-    unpatch(slots or [])
-    return slots is not None

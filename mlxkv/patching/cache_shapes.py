@@ -12,14 +12,10 @@ from mlxkv.patching.patch import patched
 from mlxkv.patching.probe import Findings
 from mlxkv.patching.record import PROMPT, record
 from mlxkv.patching.traced_weights import unchanged
-from mlxkv.patching.trees import Place, cached_part, leaves, own_caches
+from mlxkv.patching.trees import Place, cached_part, class_of, leaves, own_caches
 
 # Lengths at which caches of a family's own class are measured: whole groups of tokens, beyond its windows.
 NEAR, FAR = 1 << 14, 1 << 15
-# The kinds of mlx-lm's classes, and the attributes that name their windows.
-KINDS = {"KVCache": ("full", ""), "RotatingKVCache": ("sliding", "max_size")}
-KINDS |= {"ChunkedKVCache": ("chunked", "chunk_size")}
-STATES = ("ArraysCache", "MambaCache")
 
 
 def layers_of(model: nn.Module) -> list[LayerShape]:
@@ -32,13 +28,13 @@ def layers_of(model: nn.Module) -> list[LayerShape]:
     with patched(model), unchanged(model):
         caches, error = _run(model, PROMPT)
         findings = Findings({}, {}) if error else probe.find(model)
-        odd = [place for place, cache in caches if type(cache).__name__ not in KINDS]
+        odd = [place for place, cache in caches if not class_of(cache).has_keys]
         growing = _growth(model, odd) if odd and not error else {}
     expanded = _expanded(model)
     shapes: dict[Place, LayerShape] = {}
     reached: dict[type, LayerShape] = {}
     for place, cache in caches:
-        if getattr(cache, "keys", None) is not None and type(cache).__name__ in KINDS:
+        if class_of(cache).has_keys and cache.keys is not None:
             shapes[place] = _of_keys(place, cache, findings, expanded)
             reached[type(cache)] = shapes[place]
         elif place in growing:
@@ -59,7 +55,7 @@ def _run(model: nn.Module, tokens: int) -> tuple[list[tuple[Place, Any]], Except
 
 def _of_keys(place: Place, cache, findings: Findings, expanded: int) -> LayerShape:
     """Return the shape of a cache of keys and values after an update."""
-    kind, window = KINDS[type(cache).__name__]
+    kind, window = class_of(cache).kind, class_of(cache).window
     sizes = (cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3])
     reason, shape = findings.refused.get(place, ""), findings.shapes.get(place)
     extras = {"window": getattr(cache, window)} if window else {}
@@ -76,7 +72,7 @@ def _growth(model: nn.Module, places: list[Place]) -> dict[Place, LayerShape]:
     """Return the shapes of caches of other classes: states of fixed size, or caches that grow with the context and are
     not compressed."""
     runs = [dict(_run(model, PROMPT)[0])]
-    if any(type(runs[0][place]).__name__ not in STATES for place in places):
+    if any(class_of(runs[0][place]).grows for place in places):
         runs = [dict(_run(model, tokens)[0]) for tokens in (NEAR, FAR)]
     out = {}
     for place in places:

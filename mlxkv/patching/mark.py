@@ -131,21 +131,23 @@ def steps_of(model: nn.Module) -> Steps | None:
     return None if attachment is None else attachment.steps
 
 
-def unmark(model: nn.Module) -> list[Slot] | None:
-    """Undo `mark`. Returns the slots to release, or None for a model that is not attached.
+def unmark(model: nn.Module) -> bool:
+    """Undo `mark` and `patch`. Returns whether the model was attached.
 
     A make_cache set or deleted since then is left so. A shallow copy shares its slots with the attached model, which
     stays attached.
     """
     attachment = vars(model).get(MARK)
     if attachment is None:
-        return None
+        return False
     delattr(model, MARK)
     if vars(model).get(MAKE) is attachment:
         delattr(model, MAKE)
         if attachment.original is not None:
             setattr(model, MAKE, attachment.original)
-    return attachment.slots if attachment.model is model else []
+    if attachment.model is model:
+        patching.unpatch(attachment.slots)
+    return True
 
 
 def forget_steps(model: nn.Module) -> None:

@@ -15,9 +15,7 @@ import mlx.nn as nn
 from mlx_lm import __version__ as mlx_lm_version
 
 from mlxkv.patching.record import PROMPT, record
-from mlxkv.patching.trees import Place, leaves, own_caches, put
-
-PLAIN = "KVCache"  # the class of mlx-lm that our caches replace
+from mlxkv.patching.trees import PLAIN, Place, leaves, own_caches, put
 
 
 class Misuse(AttributeError):

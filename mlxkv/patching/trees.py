@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
@@ -14,8 +15,53 @@ from mlx_lm.models.cache import KVCache
 from mlxkv.cache.compressed import CompressedKVCache
 
 MAKE = "make_cache"
+PLAIN = "KVCache"  # the class of mlx-lm that our caches replace
 MARK = "_mlxkv_attachment"  # the attribute of an attached model
 Place = tuple[int, ...]  # position in the list of caches; a second number inside a CacheList
+
+
+@dataclass(frozen=True)
+class CacheClass:
+    """A class of caches in mlx-lm.
+
+    kind: as of `LayerShape`. label: of its layers; `{...}` is an attribute of the cache. reason: why it stays in full
+    precision. window: the attribute with its window, or "".
+    """
+
+    kind: str
+    label: str
+    reason: str = ""
+    window: str = ""
+
+    @property
+    def grows(self) -> bool:
+        return self.kind in ("full", "own")
+
+    @property
+    def has_keys(self) -> bool:
+        """Return whether it holds keys and values."""
+        return self.kind in ("full", "sliding", "chunked")
+
+
+_STATE = CacheClass("state", "state space or linear attention", "constant size")
+CLASSES = {
+    PLAIN: CacheClass("full", "full attention"),
+    "RotatingKVCache": CacheClass(
+        "sliding", "sliding window {max_size}", "small by nature", "max_size"
+    ),
+    "ChunkedKVCache": CacheClass(
+        "chunked", "chunks of {chunk_size}", "never more than one chunk", "chunk_size"
+    ),
+    "ArraysCache": _STATE,
+    "MambaCache": _STATE,
+}
+
+
+def class_of(cache: Any) -> CacheClass:
+    """Return what is known of a cache's class; of others, that they may grow."""
+    name = type(cache).__name__
+    unknown = CacheClass("own", f"cache of class {name}", "mlxkv does not know this class")
+    return CLASSES.get(name, unknown)
 
 
 def cached_part(model: nn.Module) -> nn.Module:
