@@ -16,7 +16,8 @@ from mlxkv.bench.kernels import attend, case, encode, run
 from mlxkv.bench.kernels.case import KernelShape
 from mlxkv.cli import main
 from mlxkv.errors import MachineError
-from mlxkv.metal import launch, predict
+from mlxkv.formats.names import parse_kv
+from mlxkv.metal import launch, predict, timing
 from mlxkv.patching.mark import steps_of
 
 SHAPE = KernelShape(1, 2, 1, 64)
@@ -144,10 +145,30 @@ def test_mlx_lm_that_fails_costs_only_its_column(capsys, monkeypatch):
     assert "fails" in out and "mlx-lm fails: no kernel" in out
 
 
+def test_encoding_is_timed_by_call_and_page(monkeypatch):
+    monkeypatch.setattr(encode, "seconds_of", lambda make, repeats: 8e-3)  # of CALLS_CPU calls
+    monkeypatch.setattr(encode, "PAGES", 4)
+    row = encode.row("int4", parse_kv("int4"), SHAPE, 128, mx.float32, 1e9)
+    seconds, values = 8e-3 / encode.CALLS_CPU, 2 * 128 * 64
+    speed = values * (4 + 4.5 / 8) / seconds / 1e9
+    assert row["encode_ns_per_vector"] == pytest.approx(1e9 * seconds / (2 * 128))
+    assert row["encode_gb_s"] == row["unseal_gb_s"] == pytest.approx(speed)
+    assert row["encode_of_copy"] == row["unseal_of_copy"] == pytest.approx(speed)
+    assert row["page_us"] == pytest.approx(1e6 * 8e-3 / 4)
+
+
+def test_building_a_chain_is_not_running_it(monkeypatch):
+    clock = iter((1.0, 4.0, 11.0))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    found = timing.chain(lambda q, copy: q + copy, mx.ones(2), [mx.ones(2)], 2)
+    assert found == timing.Chain(build=1.5, run=3.5)
+
+
 def test_kernels_refuses(subtests, capsys):
     for options, words in [
         (("--contexts", "4k,x"), ("[--contexts]", "got 'x'")),
         (("--contexts", "64"), ("[--contexts]", "at least 193")),
+        (("--kv", "int4,polar", "--contexts", "200"), ("[--contexts]", "at least 257")),
         (("--kv", "int4,int5"), ("[--kv]", "got 'int5'")),
         (("--kv", "fp16"), ("[--kv]", "got 'fp16'")),
     ]:
@@ -169,6 +190,13 @@ def test_decode_refuses(subtests, capsys):
         with subtests.test(options=options, words=words):
             line = fails(capsys, "bench", "decode", *options)
             assert all(word in line for word in words)
+
+
+def test_random_weights_have_the_bits_that_were_asked_for(bare_folder):
+    for bits in (None, 4):
+        model = subject.load_subject(str(bare_folder), bits).model
+        layers = [m for _, m in model.named_modules() if hasattr(m, "bits")]
+        assert {layer.bits for layer in layers} == ({bits} if bits else set())
 
 
 def test_a_folder_that_is_no_model_is_refused(capsys, tmp_path):

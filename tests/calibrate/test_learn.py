@@ -45,6 +45,17 @@ def test_learning_lowers_the_error_of_the_codes(subtests):
     assert (down == learn.train(x, learned, "")).all()
 
 
+def test_the_error_of_a_result_is_of_rows_that_were_not_learned(monkeypatch):
+    model, samples = random_model("llama"), {}
+    calibration = measure.calibrate(model, TOKENS, samples=samples)
+    learned, seen = Learned(steps=1), []
+    monkeypatch.setattr(learn, "error", lambda x, *_: seen.append(x) or 1.0)
+    made, _ = learn.learn(calibration, samples, learned)
+    rows = samples["0"].rows("keys")
+    assert seen[0].shape == seen[1].shape == (2, rows.shape[1] // learn.HELD, 64)
+    assert mx.array_equal(seen[0], rows[:, made.learned.rows :])
+
+
 def test_nan_is_one_line():
     x = planted(rows=64)
     x[0, 3, 5] = float("nan")

@@ -77,3 +77,15 @@ def test_off_by_one_is_allowed_at_a_boundary_only():
     assert not bounds.compare_codes("t", "c", codes, spec, at).ok
     codes[1], codes[0] = 0, 2
     assert not bounds.compare_codes("t", "c", codes, spec, at).ok
+
+
+def test_a_limit_that_is_off_is_wrong_where_codes_agree(monkeypatch):
+    encoded = type(golden)._encoded
+
+    def coarser(self, *args):
+        code, stored = encoded(self, *args)
+        return code, stored | {"scale": stored["scale"] * 1.01}
+
+    monkeypatch.setattr(type(golden), "_encoded", coarser)
+    rows = list(golden.clip_rows())
+    assert rows and not any(row.ok for row in rows)
