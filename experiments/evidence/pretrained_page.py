@@ -22,6 +22,7 @@ from mlxkv.errors import UserError
 from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE
 from mlxkv.eval.intervals import Interval
+from mlxkv.eval.report import markdown_table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 TITLES = {
@@ -103,7 +104,7 @@ def _table(cells: Cells, contexts: Sequence[int], likelihood: bool) -> list[str]
     if counted:
         heads.append(f"answers at {', '.join(map(_k, counted))}")
     presets = list(dict.fromkeys(p for c in contexts for p in cells.presets(OURS, c)))
-    lines = [_measured(cells, contexts), "", line(heads), line(["---"] * len(heads))]
+    rows = []
     for preset in sorted(presets, key=lambda p: (-cells.bits[p], p)):
         places = [c if cells.measured(preset, c) else None for c in contexts]
         if preset == BASELINE:
@@ -117,8 +118,8 @@ def _table(cells: Cells, contexts: Sequence[int], likelihood: bool) -> list[str]
         if counted:
             right = [cells.answers(preset, c) for c in counted]
             row.append(", ".join("/".join(map(str, x)) if x else "–" for x in right))
-        lines.append(line(row))
-    return lines
+        rows.append(row)
+    return [_measured(cells, contexts), "", *markdown_table(heads, rows)]
 
 
 def _measured(cells: Cells, contexts: Sequence[int]) -> str:
@@ -150,16 +151,15 @@ def _papers(cells: Cells) -> list[str]:
     heads.append(f"first and last 64 exact, {_k(contexts[-1])}")
     lines = ["### Each method's own windows", ""]
     lines += ["As their authors do, `naive-*` and `turbo-*` keep no token exact here.", ""]
-    lines += [line(heads), line(["---"] * len(heads))]
+    rows = []
     for preset in presets:
         row = [f"`{preset}`", _bits(cells, preset)]
         row += [
             divergence(cells.kl(preset, c, PAPER)) if cells.measured(preset, c, PAPER) else "–"
             for c in contexts
         ]
-        row.append(divergence(cells.kl(preset, contexts[-1]).value))
-        lines.append(line(row))
-    return [*lines, ""]
+        rows.append([*row, divergence(cells.kl(preset, contexts[-1]).value)])
+    return [*lines, *markdown_table(heads, rows), ""]
 
 
 def _k(context: int) -> str:
@@ -201,10 +201,6 @@ def signed(figure: Interval) -> str:
     """Format a difference with three places, with its limits."""
     text = f"{figure.value:+.3f}"
     return f"{text} [{figure.low:+.3f}, {figure.high:+.3f}]" if figure.known else text
-
-
-def line(cells) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,12 +10,13 @@ import re
 from collections.abc import Sequence
 
 from experiments.evidence.cells import Cells, read
-from experiments.evidence.pretrained_page import RESULTS, SHORT, _k, divergence, line
+from experiments.evidence.pretrained_page import RESULTS, SHORT, _k, divergence
 from experiments.options import Parser
 from mlxkv import console
 from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE
 from mlxkv.eval.intervals import Interval
+from mlxkv.eval.report import markdown_table
 
 PAGE = RESULTS / "positions.md"
 STAGES = ("83184deb", "7320516f")
@@ -31,7 +32,7 @@ def table() -> str:
     heads = [""]
     for preset in PRESETS:
         heads += [f"`{preset}` KL", "last ratio", "answers"]
-    lines = [line([*heads, "full precision"]), line(["---"] * (len(heads) + 1))]
+    rows = []
     for name, short in SHORT.items():
         models = [stage[name] for stage in stages]
         for context in CONTEXTS:
@@ -40,8 +41,8 @@ def table() -> str:
                 for preset in PRESETS:
                     row += _changes(models, preset, context)
                 full = models[-1].answers(BASELINE, context)
-                lines.append(line([*row, "{} of {}".format(*full) if full else "–"]))
-    return "\n".join(lines) + "\n"
+                rows.append([*row, "{} of {}".format(*full) if full else "–"])
+    return "\n".join(markdown_table([*heads, "full precision"], rows)) + "\n"
 
 
 def _changes(models: Sequence[Cells], preset: str, context: int) -> list[str]:
