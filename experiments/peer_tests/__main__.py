@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from experiments.options import Parser, check_out, words
-from experiments.peer_tests import names
+from experiments.peer_tests import plugin
 from mlxkv import console
 from mlxkv.errors import MachineError, UserError
 from mlxkv.machine import machine, versions
@@ -34,8 +34,8 @@ CHUNKS = (
     "reads one prompt in chunks of two sizes and wants equal logits: with codes, what is quantized when a later "
     "chunk is read depends on the chunks (by design)"
 )
-SAID = f"wants the words of the model that it fetches; got {names.MODEL}"
-TEMPLATE = f"the chat template of {names.MODEL} knows no tools"
+SAID = f"wants the words of the model that it fetches; got {plugin.MODEL}"
+TEMPLATE = f"the chat template of {plugin.MODEL} knows no tools"
 SIZE = "wants caches bounded by max_kv_size: it has no effect on an attached model, which warns"
 CLASS = "wants the class `KVCache`"
 # Why a test fails, by its name: without our caches too, or only with them.
@@ -99,13 +99,13 @@ def run(folder: Path, suite: str, kind: str) -> Run:
         (Path(home) / "hub").mkdir()
         paths = (str(ROOT), os.environ.get("PYTHONPATH"))
         env = {
-            names.CACHES: kind,
-            names.OUT: str(out),
+            plugin.CACHES: kind,
+            plugin.OUT: str(out),
             "HF_HOME": home,
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
-        options = ("-p", names.PLUGIN, "-p", "no:cacheprovider", "-q", "-c", os.devnull)
+        options = ("-p", plugin.__name__, "-p", "no:cacheprovider", "-q", "-c", os.devnull)
         command = [sys.executable, "-m", "pytest", *options, "--rootdir", str(folder)]
         try:
             ran = subprocess.run(
@@ -163,7 +163,7 @@ def page(rows: Mapping[str, Mapping[str, Run]], command: str) -> str:
     out = [HEAD.format(mlx_lm=version("mlx-lm"), kinds=kinds)]
     for suite, runs in rows.items():
         lines = "<br>".join(differences(runs)[0]) or "nothing"
-        counts = " | ".join(runs[kind].count for kind in names.KINDS)
+        counts = " | ".join(runs[kind].count for kind in plugin.KINDS)
         models = " / ".join(map(str, runs["int4"].models.values()))
         out.append(f"| {suite} | {models} | {counts} | {lines} |\n")
     used = ", ".join(f"{name} {number}" for name, number in versions().items())
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"[--tests] no {suite}.py there; got {str(args.tests)!r}")
     rows, unknown = {}, []
     for suite in args.suites:
-        rows[suite] = {kind: run(args.tests, suite, kind) for kind in names.KINDS}
+        rows[suite] = {kind: run(args.tests, suite, kind) for kind in plugin.KINDS}
         unknown += differences(rows[suite])[1]
         counts = ", ".join(f"{kind} {one.count}" for kind, one in rows[suite].items())
         console.note(f"{suite}: {counts}")

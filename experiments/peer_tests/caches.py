@@ -15,7 +15,6 @@ import mlx_lm.server  # noqa: F401 (all modules that hold what is replaced are i
 import mlx_lm.utils
 from mlx_lm.models import cache
 
-from experiments.peer_tests.names import KINDS
 from mlxkv.catalog.reports import LayerReport
 from mlxkv.formats.presets import PRESETS
 from mlxkv.loading.attach import attach
@@ -26,7 +25,7 @@ from random_models import write_model  # noqa: E402
 from small_models import COPIED, TINY  # noqa: E402
 
 INT4 = PRESETS["int4"]
-CONFIGS = dict(zip(KINDS, (None, INT4, replace(INT4, sink=0, recent=0, page=16)), strict=True))
+CONFIGS = {"plain": None, "int4": INT4, "tight": replace(INT4, sink=0, recent=0, page=16)}
 
 models = {"all": 0, "part": 0, "none": 0}  # how much of each model's caches that grow is compressed
 

@@ -1,6 +1,6 @@
 """A plugin of pytest that gives every model of mlx-lm's tests compressed caches, and notes what came of it.
 
-CACHES names the caches, OUT the file of outcomes.
+It comes before MLX: nothing of it is imported here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import json
 import os
 from pathlib import Path
 
-from experiments.peer_tests.names import CACHES, OUT
+CACHES, OUT = "MLXKV_PEER_CACHES", "MLXKV_PEER_OUT"  # which caches, and the file of outcomes
+KINDS = ("plain", "int4", "tight")
+MODEL = "a random qwen2"  # in place of the chat model that the tests fetch
 
 outcomes: dict[str, tuple[str, str]] = {}  # by test: passed, failed or skipped, and the last line
 
