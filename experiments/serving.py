@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -84,13 +85,13 @@ def started(model: str, *options: str) -> Iterator[Running]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             lines = []
-            while not (lines and lines[-1].startswith("chat: ")):
-                lines.append(process.stderr.readline())
-                if not lines[-1]:
-                    raise MachineError(
-                        f"[serve] ended before it listened: {''.join(lines).strip()}"
-                    )
-            line = lines[-1]
+            for line in process.stderr:
+                lines.append(line)
+                if line.startswith("chat: "):
+                    break
+            else:
+                said = "".join(lines).strip()
+                raise MachineError(f"[serve] ended before it listened: {said}")
             port = int(line.split()[1].rstrip("/").rpartition(":")[2])
             yield Running(port, process, time.perf_counter() - start)
         finally:
@@ -118,10 +119,10 @@ def reuse(model: str, rounds: int, tokens: int) -> tuple[dict[str, list], float]
     """Rows of `first_token`, the fastest of all rounds, by what was asked; and the share of bytes."""
     text = "\n\n".join(corpus.interleaved("evaluation"))[: 10 * tokens // 3]
     rule = f"You answer questions about this text.\n\n{text}"
-    found: dict[str, list] = {}
+    found = defaultdict(list)
 
     def ask(what: str, *asked) -> None:
-        found.setdefault(what, []).append(first_token(*asked))
+        found[what].append(first_token(*asked))
 
     with TemporaryDirectory() as folder:
         options = ("--kv-disk", folder, "--log-level", "error")
@@ -174,40 +175,37 @@ def _complete(line: HTTPConnection) -> None:
 
 def load(model: str, rounds: int) -> dict[str, float]:
     """Return the best of all rounds, by what was measured; of memory the most."""
-    found: dict[str, list[float]] = {}
+    found = defaultdict(list)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(CONNECTIONS + 256, hard)), hard))
-
-    def note(what: str, value: float) -> None:
-        found.setdefault(what, []).append(value)
-
     for _ in range(rounds):
         with started(model, "--log-level", "error") as server:
-            note("start-up, s", server.seconds)
-            note("start-up, s of processor", server.processor())
+            found["start-up, s"].append(server.seconds)
+            found["start-up, s of processor"].append(server.processor())
             with ExitStack() as stack:
                 memory = server.memory()
                 for _ in range(CONNECTIONS):
                     stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
                 _health(HTTPConnection("127.0.0.1", server.port, timeout=60))  # all are accepted
                 mib = (server.memory() - memory) / (1 << 20)
-                note(f"memory of {CONNECTIONS:,} idle connections, MiB", -mib)
+                found[f"memory of {CONNECTIONS:,} idle connections, MiB"].append(-mib)
                 before = server.processor()
                 time.sleep(IDLE_SECONDS)
-                note("processor meanwhile, %", 100 * (server.processor() - before) / IDLE_SECONDS)
+                share = (server.processor() - before) / IDLE_SECONDS
+                found["processor meanwhile, %"].append(100 * share)
             for name, ask in (("/health", _health), ("completions of a token", _complete)):
                 for clients in CLIENTS:
                     before = server.processor()
                     count, seconds = burst(ask, server.port, clients)
-                    note(f"{name}, {clients} at once, 1/s", -count / seconds)
+                    found[f"{name}, {clients} at once, 1/s"].append(-count / seconds)
                     each = 1000 * (server.processor() - before) / count
-                    note(f"{name}, {clients} at once, ms of processor", each)
+                    found[f"{name}, {clients} at once, ms of processor"].append(each)
     return {what: abs(min(values)) for what, values in found.items()}
 
 
 def chunks(model: str, rounds: int) -> dict[str, float]:
     """Return the best of all rounds, by what was measured."""
-    found: dict[str, list[float]] = {}
+    found = defaultdict(list)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     request = head + CHUNKS * b"1\r\n \r\n" + b"0\r\n\r\n"
 
@@ -232,9 +230,8 @@ def chunks(model: str, rounds: int) -> dict[str, float]:
                 for job in jobs:
                     job.result()
                 name = f"{clients} at once"
-                found.setdefault(f"{name}: /health at most, s", []).append(longest)
-                seconds = server.processor() - before
-                found.setdefault(f"{name}: processor, s", []).append(seconds)
+                found[f"{name}: /health at most, s"].append(longest)
+                found[f"{name}: processor, s"].append(server.processor() - before)
     return {what: min(values) for what, values in found.items()}
 
 
