@@ -16,6 +16,7 @@ from random import Random
 
 from experiments.evidence.texts import DOCUMENTS
 from experiments.evidence.words import COLOURS, PEOPLE, PLACES, THINGS, VERBS
+from mlxkv.corpora.sources import start_of
 
 SEED = "pretrained-2"  # count it up when documents or questions change
 # Examples and questions of a form; FEW: in documents of less than LONG tokens.
@@ -138,8 +139,7 @@ def document(
     facts = _facts(rng, per_form(context) + SHOTS)
     planted = [encode(f"\n\n{fact.planted}\n\n") for fact in chain(*facts.values())]
     rng.shuffle(planted)
-    bos = getattr(loaded.tokenizer, "bos_token_id", None)
-    start = [] if bos is None else [bos]
+    start = start_of(loaded)
     budget = length - len(start) - sum(map(len, planted))
     if not 0 < budget <= len(text):
         raise ValueError(f"a document of {length} tokens has room for {budget} of {len(text)}")

@@ -74,8 +74,7 @@ class Texts:
         """Return the last `count` tokens of a text, the first of them BOS if the model has one; None if it
         has fewer."""
         encoded = self.encoded(loaded, name)
-        bos = getattr(loaded.tokenizer, "bos_token_id", None)
-        start = [] if bos is None else [bos]
+        start = sources.start_of(loaded)
         budget = count - len(start)
         return [*start, *encoded[-budget:]] if len(encoded) >= budget else None
 

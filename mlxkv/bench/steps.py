@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from mlxkv import console
+from mlxkv.bench import options
 from mlxkv.patching.mark import steps_of
 from mlxkv.patching.steps import Steps
 
@@ -23,7 +23,11 @@ MOST = 16  # steps for each of the two measurements
 TOGETHER = 4  # steps in one evaluation
 WAITING = 0.1  # share of a token's time above which the host counts as waiting
 NUMBERS = ("host_ms", "build_ms", "wait_ms", "device_ms")
-COLUMNS = ("context", "preset", "step", "token ms", "host ms", "wait ms", "device ms", "waits")
+COLUMNS = (
+    *((name, name, "") for name in ("context", "preset", "step")),
+    *((f"{name} ms", f"{name}_ms", ".2f") for name in ("token", "host", "wait", "device")),
+    ("waits", "waits", ""),
+)
 Step = Callable[[mx.array], tuple[mx.array, mx.array]]
 
 
@@ -99,17 +103,11 @@ def made(steps: Steps | None, replayed_before: int, count: int) -> str:
 
 def show(rows: list[dict]) -> None:
     """Print the table, and how to read it."""
-    table = [
-        [
-            row["context"],
-            row["preset"],
-            row["step"].partition(":")[0],
-            *(f"{row[name]:.2f}" for name in ("token_ms", "host_ms", "wait_ms", "device_ms")),
-            f"the {row['waits']}",
-        ]
+    written = [
+        row | {"step": row["step"].partition(":")[0], "waits": f"the {row['waits']}"}
         for row in rows
     ]
-    console.print_table(COLUMNS, table, "one step: the host's part and the device's")
+    options.print_rows(COLUMNS, written, "one step: the host's part and the device's")
     reasons = dict.fromkeys(f"{row['preset']}: {row['step']}" for row in rows if ":" in row["step"])
     for reason in reasons:
         print(reason)

@@ -32,6 +32,12 @@ class Text:
     tokens: list[int]
 
 
+def start_of(loaded) -> list[int]:
+    """Return the BOS token of a model, or nothing if its tokenizer has none."""
+    bos = getattr(loaded.tokenizer, "bos_token_id", None)
+    return [] if bos is None else [bos]
+
+
 def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
     """Return `count` tokens of the user's `files` (UTF-8, joined in order), or of built-in text.
 
@@ -54,8 +60,7 @@ def evaluation_tokens(loaded, count: int, files: Sequence[Path] = ()) -> Text:
             yield piece + BETWEEN
         # Reading the documentation takes seconds, so only read it if the corpus is too short.
         used.append(f"pydoc {platform.python_version()}")
-        for text in documentation("evaluation"):
-            yield text + BETWEEN
+        yield from _documentation()
 
     tokens = _take(loaded, built_in(), count, "the built-in text")
     return Text(" + ".join(used), tokens)
@@ -106,8 +111,7 @@ def expanded(files: Sequence[Path]) -> list[Path]:
 
 def _stretches(loaded, count: int, limit: int, files: list[Path]) -> list[Text]:
     """Return the first stretch of each file, then the second of each, and so on."""
-    bos = getattr(loaded.tokenizer, "bos_token_id", None)
-    start = [] if bos is None else [bos]
+    start = start_of(loaded)
     size, rounds = count - len(start), -(-limit // len(files))
     by_file = []
     for file in files:
@@ -232,8 +236,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _take(loaded, parts: Iterable[str], count: int, source: str) -> list[int]:
-    bos = getattr(loaded.tokenizer, "bos_token_id", None)
-    tokens = [] if bos is None else [bos]
+    tokens = start_of(loaded)
     for part in parts:
         tokens += loaded.tokenizer.encode(part, add_special_tokens=False)
         if len(tokens) >= count:

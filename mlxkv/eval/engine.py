@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 import mlx.core as mx
 from rich.console import Console
@@ -19,7 +18,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from mlxkv import __version__, console, errors
 from mlxkv.errors import MachineError
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.questions import KINDS
 from mlxkv.eval.rows import Rows
 from mlxkv.metal.launch import backend
 
@@ -31,16 +29,14 @@ class TaskOptions:
     """The options of all tasks.
 
     contexts: tokens. decode: tokens decoded one by one after each context (divergence). questions: of each kind
-    and context (retrieval). texts: the user's files and folders, read instead of built-in text. kinds: of
-    questions (retrieval). samples: texts of divergence, and documents of retrieval, that intervals are
-    resampled from.
+    and context (retrieval). texts: the user's files and folders, read instead of built-in text. samples: texts of
+    divergence, and documents of retrieval, that intervals are resampled from.
     """
 
     contexts: tuple[int, ...] = (2048,)
     decode: int = 256
     questions: int = 8
     texts: tuple[Path, ...] = ()
-    kinds: tuple[str, ...] = KINDS
     samples: int = 8
 
 
@@ -91,11 +87,6 @@ def row_of(arms: Arms, part: Part, name: str) -> tuple[dict, str]:
     return identity, hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def stored(arms: Arms, part: Part, name: str, rows: Rows) -> dict | None:
-    """Return the result of an arm stored in `rows`, or None."""
-    return rows.get(*row_of(arms, part, name))
-
-
 def computed(
     arms: Arms,
     parts: Sequence[Part],
@@ -111,7 +102,7 @@ def computed(
     names = arms.names if names is None else names
     missing = []
     for part in parts:
-        if left := [name for name in names if stored(arms, part, name, rows) is None]:
+        if left := [name for name in names if rows.get(*row_of(arms, part, name)) is None]:
             missing.append((part, left))
     total = sum(part.steps * len(left) for part, left in missing)
     ended = len(parts) - len(missing)
@@ -136,8 +127,10 @@ def computed(
                 "command continues from there"
             )
             raise
-    results = [(part, {name: stored(arms, part, name, rows) for name in names}) for part in parts]
-    return [(part, {n: cast(dict, x) for n, x in of.items() if x}) for part, of in results]
+    found = [
+        (part, {name: rows.get(*row_of(arms, part, name)) for name in names}) for part in parts
+    ]
+    return [(part, {name: x for name, x in of.items() if x}) for part, of in found]
 
 
 def _compute(

@@ -22,7 +22,7 @@ from mlxkv.errors import MachineError, UserError, brief
 from mlxkv.eval import reading
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.engine import Part, TaskOptions
-from mlxkv.eval.questions import Document, Question, document
+from mlxkv.eval.questions import KINDS, Document, Question, document
 
 SEED = "retrieval-1"  # count it up when texts or scores change
 PER_TEXT = 16  # most questions of a kind about one text
@@ -35,14 +35,14 @@ def parts(arms: Arms, options: TaskOptions) -> list[Part]:
     """Return one part per context and document, which is read once for all kinds of questions; `pooled`
     joins their results."""
     document_of = texts(arms.loaded, options)
-    asks = {"seed": SEED, "kinds": options.kinds}
+    asks = {"seed": SEED, "kinds": KINDS}
     return [
         Part(
             "retrieval",
             str(index + 1),
             context,
-            partial(_run, document_of, context, index, options),
-            count * len(options.kinds),
+            partial(_run, document_of, context, index),
+            count * len(KINDS),
             asks | {"context": context, "document": index, "questions": count},
         )
         for context in options.contexts
@@ -94,17 +94,17 @@ def texts(loaded, options: TaskOptions) -> Callable[[int, int], Document]:
 
 
 def _run(
-    document_of, context: int, index: int, options: TaskOptions, arms, names, progress
+    document_of, context: int, index: int, arms: Arms, names, progress
 ) -> Iterator[tuple[str, dict]]:
     for name in names:
         with arms.attached(name) as loaded:
-            yield name, _measure(arms, loaded, name, document_of(context, index), options, progress)
+            yield name, _measure(arms, loaded, name, document_of(context, index), progress)
 
 
-def _measure(arms: Arms, loaded, name: str, document: Document, options, progress) -> dict:
+def _measure(arms: Arms, loaded, name: str, document: Document, progress) -> dict:
     """Return, by kind, of each question which values were found, and how likely their tokens were."""
     begin = prefix(loaded, document.text)
-    kinds = {kind: {"right": [], "likely": []} for kind in options.kinds}
+    kinds = {kind: {"right": [], "likely": []} for kind in KINDS}
     head, cache = [], []
     for kind, rows in kinds.items():
         for question in document.of(kind):

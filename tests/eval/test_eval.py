@@ -16,7 +16,7 @@ from mlxkv.errors import MachineError
 from mlxkv.eval import engine, plots, report, retrieval, verdict
 from mlxkv.eval import run as evaluation
 from mlxkv.eval.arms import Arms
-from mlxkv.eval.engine import Part, TaskOptions, computed, row_of, stored
+from mlxkv.eval.engine import Part, TaskOptions, computed, row_of
 from mlxkv.eval.rows import Rows
 from mlxkv.formats.calibration import artifact
 from mlxkv.formats.names import parse_kv
@@ -56,6 +56,10 @@ def test_a_whole_run_on_a_random_model(model_folder, tmp_path, monkeypatch, caps
     data = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert "divergence-512" in data["parts"] and data["machine"]["chip"]
     check_page(out, name)
+
+
+def stored(arms, part, name, rows):
+    return rows.get(*row_of(arms, part, name))
 
 
 def check_intervals(row: dict, brief: dict) -> None:
@@ -254,6 +258,7 @@ def test_bad_options_are_one_line(subtests, tmp_path, monkeypatch, capsys):
     for options, words in [
         (["--kv", "int4,int5"], ["[--kv]", "int5", "int8"]),
         (["--context", "100"], ["[--context]", "512"]),
+        (["--context", "2k,100"], ["[--context]", "512", "got 100"]),
         (["--context", "2k,x"], ["[--context]", "'x'"]),
         (["--tasks", "divergence,speed"], ["[--tasks]", "speed", "retrieval"]),
         (["--tasks", "stages"], ["[--tasks]", "stages", "divergence"]),
