@@ -340,3 +340,10 @@ def test_waiting_is_no_work_of_the_host(monkeypatch, asleep):
     assert (found["build_ms"] < 10) == (found["host_ms"] < 10) == asleep
     assert found["host_ms"] + found["wait_ms"] >= 20
     assert found["waits"] == "host" or not asleep
+
+
+def test_the_device_s_time_is_of_one_step(monkeypatch):
+    clock = iter((1.0, 9.0) * 2)  # of TOGETHER steps, twice
+    monkeypatch.setattr(steps, "perf_counter", lambda: next(clock))
+    step = lambda last: (last + 1, last)  # noqa: E731
+    assert steps._together(step, mx.array([0]), 2) == 8.0 / steps.TOGETHER

@@ -11,14 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from cuda_track.models import attach_model, prompt_cache, transformers_compat
+from cuda_track.models.examine import Examined
 from cuda_track.models.layers import CompressedLayer
 from cuda_track.models.loader import Loaded
 from cuda_track.models.taps import observing
 from cuda_track.models.transformers_compat import cache_of, handed
 from experiments.families.building import VOCABULARY, build, config_of
 from experiments.families.found import EXACT, INT4, PROMPT
-from mlxkv.catalog.reports import summarise
+from mlxkv.catalog.reports import CAPPED, SINKS, summarise
 from mlxkv.errors import UserError
+from mlxkv.formats.names import parse_kv
 
 torch.set_num_threads(1)
 
@@ -93,6 +95,18 @@ def test_what_is_not_compressed_is_said_with_its_reason_and_goes_on(subtests):
             )
             assert model.config._attn_implementation == before and "generate" not in vars(model)
             assert torch.equal(written(model), right)
+
+
+def test_capped_scores_and_sinks_are_no_reason_by_themselves(subtests):
+    capped = "queries of capped scores cannot be observed"
+    for cache, reasons in {
+        Examined("full", True, None, (2, 64, 64), capped=True): ("", capped, CAPPED),
+        Examined("full", True, None, (2, 64, 64), sinks=True): ("", "", SINKS),
+    }.items():
+        for name, reason in zip(("int4", "oja-0.75+int4", "centred-int2"), reasons, strict=True):
+            with subtests.test(cache=cache, name=name):
+                report = cache.report(0, parse_kv(name), torch.device("cpu"))
+                assert ("" if report.compressed else report.reason) == reason
 
 
 def test_the_dry_run_leaves_a_model_as_it_was(llama):

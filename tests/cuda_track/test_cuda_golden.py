@@ -54,6 +54,11 @@ def test_the_parity_page_shows_every_row_and_what_is_wrong(by_set):
     assert not any("WRONG" in line[4] for line in cells)
 
 
+def test_a_line_of_the_parity_page_shows_its_largest_error():
+    rows = [{"ok": True, "rms": rms, "bound": 1e-2, "differ": 0} for rms in (1e-3, 4e-3, 2e-3)]
+    assert parity.cell(rows) == "rms 4e-03"
+
+
 def test_the_parity_page_in_docs_is_of_these_rows(by_set):
     text = (Path(__file__).parents[2] / parity.PAGE).read_text(encoding="utf-8")
     rows = [{"set": name, **row.as_dict()} for name, row in by_set]

@@ -120,6 +120,12 @@ def test_a_wrong_golden_row_is_an_error(ask, monkeypatch):
     assert code == 1 and "WRONG: encode a: 3 values" in shown and "1 of 2 cases right" in shown
 
 
+def test_versions_that_were_not_tried_are_an_error(ask, monkeypatch):
+    monkeypatch.setattr(command, "out_of_range", lambda: ["mlx 9.9"])
+    code, _, shown = ask(None)
+    assert code == 1 and "outside the tested range: mlx 9.9" in shown
+
+
 def test_without_a_gpu_nothing_should_run(ask):
     code, data, shown = ask(None)
     assert code == 0 and data["kernels_left"] is None and "kernels: not used: no GPU here" in shown
