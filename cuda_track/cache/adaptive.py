@@ -100,7 +100,7 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         self._recent = self._with_recent((keys, values))
         self._count, self._chunk, self._since = self._recent[0].shape[2], keys.shape[2], 0
         self.offset += keys.shape[2]
-        self._pending = View(self._recent, self._sink, self._pages(), observer=self._attended)
+        self._pending = View(self._recent, self.sink, self._pages(), observer=self._attended)
         return self._pending
 
     def _attended(self, queries: torch.Tensor, scale: float, mask: Mask) -> None:

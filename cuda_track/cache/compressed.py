@@ -35,7 +35,7 @@ class CompressedKVCache(WindowedCache):
     layer_maps: of this layer, for a calibrated `config`.
     """
 
-    _store: Store | Segments | None
+    store: Store | Segments | None
     _zeros, _joined = staticmethod(_zeros_like), staticmethod(_concatenated)
     _copied = staticmethod(torch.clone)
 
@@ -43,7 +43,7 @@ class CompressedKVCache(WindowedCache):
         state.check_calibrated(config, layer_maps)
         self.config = config
         self.layer_maps = layer_maps if config.calibrated else None
-        self._store = None
+        self.store = None
         self._forget()
 
     def clear(self) -> None:
@@ -51,8 +51,8 @@ class CompressedKVCache(WindowedCache):
         self._forget()
 
     def _forget(self) -> None:
-        if self._store is not None:
-            self._store.truncate(0)
+        if self.store is not None:
+            self.store.truncate(0)
         super()._forget()
 
     # -- reading and writing
@@ -91,14 +91,14 @@ class CompressedKVCache(WindowedCache):
         return self._view(self._read_recent())
 
     def _view(self, recent: Pair) -> View:
-        return View(recent, self._sink, self._pages())
+        return View(recent, self.sink, self._pages())
 
     def _pages(self) -> QuantizedPages | Parts | None:
-        store = self._store
+        store = self.store
         return store.read(0, store.count) if store is not None and store.count else None
 
     def _quantize_pages(self, recent: Pair) -> None:
-        if self._store is None:
+        if self.store is None:
             self._check_heads(recent[0].shape[1])
         super()._quantize_pages(recent)
 
@@ -118,20 +118,19 @@ class CompressedKVCache(WindowedCache):
         return store(self.config, dims, recent[0].device, self.layer_maps)
 
     def _decoded(self, page: int, count: int) -> Pair:
-        assert self._store is not None and self._recent is not None
-        pages, recent = self._store.read(page, page + 1), self._recent
+        assert self.store is not None and self._recent is not None
+        pages, recent = self.store.read(page, page + 1), self._recent
         return both(lambda side: pages.decode(side, recent[side].dtype)[:, :, :count], (0, 1))
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order: beams, finished sequences, repeats."""
         if self._recent is None:
             return
-        self._recent, self._sink, self._last = (
-            pair and both(lambda x: x[rows], pair)
-            for pair in (self._recent, self._sink, self._last)
+        self._recent, self.sink, self.last = (
+            pair and both(lambda x: x[rows], pair) for pair in (self._recent, self.sink, self.last)
         )
-        if self._store is not None:
-            self._store.select(rows)
+        if self.store is not None:
+            self.store.select(rows)
 
     @property
     def nbytes(self) -> int:
@@ -139,9 +138,9 @@ class CompressedKVCache(WindowedCache):
         return sum(x.numel() * x.element_size() for x in self._arrays())
 
     def _arrays(self) -> list[torch.Tensor]:
-        pairs = (self._recent, self._sink, self._last)
+        pairs = (self._recent, self.sink, self.last)
         windows = [x for pair in pairs if pair is not None for x in pair]
-        return [*windows, *(self._store.arrays() if self._store else ())]
+        return [*windows, *(self.store.arrays() if self.store else ())]
 
     # -- what mlxkv saves
 
@@ -154,9 +153,9 @@ class CompressedKVCache(WindowedCache):
         return state.tree(
             torch.frombuffer(bytearray(data), dtype=torch.uint8),
             recent=None if self._recent is None else self._read_recent(),
-            sink=self._sink,
-            last=self._last,
-            pages=self._store.state if self._store is not None and self._store.count else None,
+            sink=self.sink,
+            last=self.last,
+            pages=self.store.state if self.store is not None and self.store.count else None,
             more=extra_tree,
         )
 
@@ -187,7 +186,7 @@ class CompressedKVCache(WindowedCache):
     def _restore(self, header: dict, tree: dict) -> None:
         self._restore_extra(header, tree)
         transform = self._maps.values if header.get("folded") else None
-        self._recent, self._sink, self._last = (
+        self._recent, self.sink, self.last = (
             self._window_of(state.window(tree, name), transform)
             for name in ("live", "sink", "last")
         )
@@ -195,8 +194,8 @@ class CompressedKVCache(WindowedCache):
         if header["pages"]:
             if self._recent is None:
                 raise ValueError("pages without a recent window")
-            self._store = self._new_store(self._recent)
-            self._store.restore(tree["pages"], header["pages"])
+            self.store = self._new_store(self._recent)
+            self.store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
         if self._recent is not None and self.offset != self.windows.offset:
             raise ValueError(f"{self.offset} tokens announced")

@@ -77,7 +77,7 @@ class LatentKVCache(CompressedKVCache):
     """As CompressedKVCache, for a `config` of `CacheConfig.of_latents`: keys are latents, values rotary keys."""
 
     def _view(self, recent: Pair) -> LatentView:
-        return LatentView(recent, self._sink, self._pages())
+        return LatentView(recent, self.sink, self._pages())
 
     def _new_store(self, recent: Pair) -> Codes:
         dims = both(lambda x: x.shape[3], recent)

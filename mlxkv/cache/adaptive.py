@@ -296,8 +296,8 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
         self._recent, self._count = new, new[0].shape[2]
         self.offset += keys.shape[2]
         self._since = 0
-        pages = self._store and self._store.read_all()
-        view = View(new, self._sink, pages, plain=pages is None, observer=self._attended)
+        pages = self.store and self.store.read_all()
+        view = View(new, self.sink, pages, plain=pages is None, observer=self._attended)
         self._pending, self._chunk = view, keys.shape[2]
         return view, view
 

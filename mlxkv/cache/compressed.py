@@ -46,7 +46,7 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
     shares_buffers = True  # sequences of a batch can share arrays
     latent = False  # True if keys are latents (MLA)
     _plan = None
-    _store: Codes | Records | None
+    store: Codes | Records | None
     _zeros, _joined = staticmethod(_zeros_like), staticmethod(_concatenated)
     _copied = staticmethod(mx.contiguous)
 
@@ -78,12 +78,12 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
             return
         self.layer_maps = maps.folded(old_maps, folded)
         transform = old_maps.values.store if folded else old_maps.values.restore
-        for name in ("_recent", "_sink", "_last"):
+        for name in ("_recent", "sink", "last"):
             if (pair := getattr(self, name)) is not None:
                 setattr(self, name, (pair[0], transform(pair[1]).astype(pair[1].dtype)))
-        if (old := self._store) is not None:
-            self._store = self._new_store(self._existing_recent)
-            self._store.restore(old.state, old.count)
+        if (old := self.store) is not None:
+            self.store = self._new_store(self._existing_recent)
+            self.store.restore(old.state, old.count)
 
     @property
     def _existing_recent(self) -> Pair:
@@ -94,8 +94,8 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
     @property
     def _existing_store(self) -> Codes | Records:
         """Return the page store; the cache must have pages."""
-        assert self._store is not None
-        return self._store
+        assert self.store is not None
+        return self.store
 
     # -- reading and writing
 
@@ -131,14 +131,14 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
         return subtract_mean(key_mean, keys)
 
     def _update(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
-        capacity = self.config.recent_capacity(self._sink is not None)
+        capacity = self.config.recent_capacity(self.sink is not None)
         if self._count + keys.shape[2] <= capacity:
             if self._recent is None or not _alike(self._recent, (keys, values)):
                 self._check_new(keys, values)
             self._append(keys, values)
             self.offset += keys.shape[2]
             return self.keys_and_values()
-        new, sink, count = self._behind_recent(keys, values), self._sink, self._count_pages
+        new, sink, count = self._behind_recent(keys, values), self.sink, self._count_pages
         self._quantize_pages(new)
         # Read the old pages from the new arrays: a reference to the old arrays would make MLX copy all pages. Attention
         # waits for the codes, so that these tokens are freed before the next layer.
@@ -149,8 +149,8 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
 
     def keys_and_values(self) -> tuple[View, View]:
         """Return the view without appending anything (mlx-lm 0.32)."""
-        pages = self._store and self._store.read_all()
-        view = View(self._read_recent(), self._sink, pages, pages is None, buffers=self._recent)
+        pages = self.store and self.store.read_all()
+        view = View(self._read_recent(), self.sink, pages, pages is None, buffers=self._recent)
         return view, view
 
     def _behind_recent(self, keys: mx.array, values: mx.array) -> Pair:
@@ -204,24 +204,9 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
         return self._recent
 
     @property
-    def store(self) -> Codes | Records | None:
-        """The quantized pages."""
-        return self._store
-
-    @property
-    def sink(self) -> Pair | None:
-        """The first tokens, once they have left the recent window."""
-        return self._sink
-
-    @property
     def recent(self) -> Pair | None:
         """The tokens of the recent window, or None before there are any."""
         return None if self._recent is None else self._read_recent()
-
-    @property
-    def last(self) -> Pair | None:
-        """The exact tokens of the page quantized last, or None."""
-        return self._last
 
     @property
     def offsets(self) -> tuple[int]:
@@ -286,9 +271,9 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
 
     def arrays(self) -> tuple[mx.array, ...]:
         """All allocated arrays."""
-        pairs = (self._recent, self._sink, self._last)
+        pairs = (self._recent, self.sink, self.last)
         windows = [x for pair in pairs if pair is not None for x in pair]
-        return (*windows, *(self._store.arrays() if self._store else ()))
+        return (*windows, *(self.store.arrays() if self.store else ()))
 
     @property
     def nbytes(self) -> int:
@@ -311,8 +296,8 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
         return state.tree(
             mx.array(np.frombuffer(data, np.uint8)),
             recent=None if self._recent is None else self._read_recent(),
-            sink=self._sink,
-            last=self._last,
+            sink=self.sink,
+            last=self.last,
             pages=self._existing_store.state if self._count_pages else None,
             more=arrays,
         )
@@ -339,23 +324,19 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
 
     def _restore(self, header: dict, tree: dict) -> None:
         self._restore_extra(header, tree)
-        for name in ("live", "sink", "last"):
-            if (pair := state.window(tree, name)) is not None:
-                setattr(
-                    self,
-                    "_recent" if name == "live" else f"_{name}",
-                    tuple(mx.contiguous(x) for x in pair),
-                )
-        if self._last is not None:  # no attention reads it: it would stay a lazy read of the file
-            mx.eval(self._last)
+        for name, saved in (("_recent", "live"), ("sink", "sink"), ("last", "last")):
+            if (pair := state.window(tree, saved)) is not None:
+                setattr(self, name, self._copy(pair))
+        if self.last is not None:  # no attention reads it: it would stay a lazy read of the file
+            mx.eval(self.last)
         if self._recent is not None:
             self._count = self._recent[0].shape[2]
         recent = self._recent
         if header["pages"]:
             if recent is None:
                 raise ValueError("pages without recent tokens")
-            self._store = self._new_store(recent)
-            self._store.restore(tree["pages"], header["pages"])
+            self.store = self._new_store(recent)
+            self.store.restore(tree["pages"], header["pages"])
         self.offset = header["offset"]
         if self.offset != self.windows.offset:
             raise ValueError(f"{self.offset} tokens announced")
@@ -427,7 +408,7 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
         store: Codes | Records | None,
     ) -> None:
         """Fill an empty cache with these windows and pages of `offset` tokens; recent is copied."""
-        self._sink, self._last, self._store, self.offset = sink, last, store, offset
+        self.sink, self.last, self.store, self.offset = sink, last, store, offset
         self._append(*recent)
 
     @classmethod

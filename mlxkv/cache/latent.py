@@ -150,7 +150,7 @@ class LatentKVCache(CompressedKVCache):
         """
         if self.config.rotary < 16:
             return None
-        store, recent, rotary = self._store, self._recent, self._rotary
+        store, recent, rotary = self.store, self._recent, self._rotary
         assert store is not None and recent is not None and rotary is not None
         capacity = self._sunk + store.pages.capacity * self.config.page + recent[0].shape[2]
         if rotary.shape[2] != capacity:
@@ -205,7 +205,7 @@ class LatentKVCache(CompressedKVCache):
         super()._restore(header, tree)
         if self.config.rotary < 16:
             return
-        parts = [self._sink and self._sink[1], self._paged and tree["rotary"]]
+        parts = [self.sink and self.sink[1], self._paged and tree["rotary"]]
         parts = [x for x in parts if isinstance(x, mx.array)]
         if self._recent is not None:
             parts.append(self._read_recent()[1])

@@ -143,15 +143,15 @@ def test_a_step_that_quantizes_a_page_copies_no_other_page():
     for start in (*range(0, 4000, 500), *range(4000, 4096)):
         stop = start + 500 if start < 4000 else start + 1
         mx.clear_cache()
-        capacity, before = cache._store and cache._store.pages.capacity, mx.get_active_memory()
+        capacity, before = cache.store and cache.store.pages.capacity, mx.get_active_memory()
         mx.reset_peak_memory()
         new = cache.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
         mx.eval(new[0].quantized)
         del new
         mx.eval(cache.state)
-        if stop - start == 1 and cache._store.pages.capacity == capacity:
+        if stop - start == 1 and cache.store.pages.capacity == capacity:
             extra = max(extra, mx.get_peak_memory() - before)
-    assert cache._store.pages.count > 120
+    assert cache.store.pages.count > 120
     assert extra < 0.2 * cache.nbytes
 
 

@@ -92,7 +92,7 @@ def is_exact(cache, left: int) -> bool:
     """Whether the first `left` tokens stay as a cache holds them that read no others."""
     pages, page = cache._count_pages, cache.config.page
     recent = left - cache.windows.dropped - cache._sunk - pages * page
-    exact = cache._last is not None and recent + page > cache.config.recent
+    exact = cache.last is not None and recent + page > cache.config.recent
     return left <= cache._sunk or not pages or recent > cache.config.recent or exact
 
 

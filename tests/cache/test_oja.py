@@ -163,11 +163,11 @@ def test_runs_are_bounded_and_keep_every_page(segments):
     feed(one, 64)
     for round_ in range(12):
         feed(one, 40, seed=10 * round_, chunk=1 if round_ % 2 else 40)
-        assert len(one._store.runs) <= segments
-        assert one._store.count * 16 + one._count + 4 == one.offset
+        assert len(one.store.runs) <= segments
+        assert one.store.count * 16 + one._count + 4 == one.offset
         view = one.keys_and_values()[0]
         assert view.tokens == one.offset
-        for run, basis in zip(one._store.runs, one._store.bases, strict=True):
+        for run, basis in zip(one.store.runs, one.store.bases, strict=True):
             assert run.codecs[0].transform is basis.keys
             assert whiten.off_orthonormal(basis.keys.down) < 1e-5
 
@@ -206,7 +206,7 @@ def test_a_run_of_the_calibrations_basis_keeps_it_when_saved(monkeypatch):
     monkeypatch.setattr(maps, "find", lambda *_: one.layer_maps)
     feed(one, 100, seed=4, chunk=1)
     feed(one, 64, seed=9, chunk=64)
-    assert [basis.keys.down.ndim for basis in one._store.bases] == [3, 4]
+    assert [basis.keys.down.ndim for basis in one.store.bases] == [3, 4]
     again = AdaptiveKVCache.from_state(one.state)
     for x, y in zip(
         *(decode_all(c.keys_and_values()[0], mx.float32) for c in (one, again)), strict=True
@@ -281,7 +281,7 @@ def test_moving_bases_of_full_rank_are_not_kept_by_anyone():
             adaptive, "transform_of", lambda u: made.append(weakref.ref(t := plain(u))) or t
         )
         feed(one, 300, chunk=50)
-    assert one._store.runs[-1].codecs[0].is_online and one.basis.keys.down.shape[-1] == DIMS
+    assert one.store.runs[-1].codecs[0].is_online and one.basis.keys.down.shape[-1] == DIMS
     assert len(made) > 8 and sum(ref() is not None for ref in made) <= 6
 
 
@@ -296,7 +296,7 @@ def test_selection_keeps_what_the_last_queries_look_at_and_positions():
     one = cache("fp16+keep0.25", page=16)
     feed(one, 160, chunk=160)
     q, k, v = data(160, 0, HEADS), data(160, 1), data(160, 2)
-    pages, before = one._store.count, one.nbytes
+    pages, before = one.store.count, one.nbytes
     new = [data(1, seed, heads) for seed, heads in ((20, HEADS), (21, KV_HEADS), (22, KV_HEADS))]
     view, _ = one.update_and_fetch(*new[1:])
     out = attend(new[0], view, SCALE)
@@ -308,7 +308,7 @@ def test_selection_keeps_what_the_last_queries_look_at_and_positions():
         own = mx.stack([x[0, g][mx.array(i)] for g, i in enumerate(index)])[None]
         left.append(mx.concatenate([own, last], axis=2))
     assert close(out, mx.fast.scaled_dot_product_attention(new[0], *left, scale=SCALE), 1e-5)
-    assert one.offset == 161 and one.dropped == (pages - one._store.count) * 16
+    assert one.offset == 161 and one.dropped == (pages - one.store.count) * 16
     assert one.nbytes < before and not one.is_trimmable()
     assert one.make_mask(3, return_array=True).shape == (3, 161 - one.dropped + 3)
     assert one.trim(1) == 1 and one.offset == 160
@@ -333,7 +333,7 @@ def test_pages_that_were_cut_off_are_no_longer_those_that_stay():
     one = cache("fp16+keep0.9")
     feed(one, 88, chunk=88)
     feed(one, 1, seed=3, chunk=1)
-    assert one._store.count == 4 and one.dropped == 0
+    assert one.store.count == 4 and one.dropped == 0
     one.trim(80)
     feed(one, 148, seed=5, chunk=148)
     feed(one, 1, seed=7, chunk=1)
@@ -375,12 +375,12 @@ def test_selection_goes_with_every_format(name):
     one = AdaptiveKVCache(made, layer_maps)
     tokens = 15 + 5 * made.page
     feed(one, tokens, chunk=tokens)
-    pages, before = one._store.count, one._store.read(0, one._store.count).decode(0, mx.float32)
+    pages, before = one.store.count, one.store.read(0, one.store.count).decode(0, mx.float32)
     feed(one, 1, seed=4, chunk=1)
-    assert one._store.count == max(1, round(pages / 2))
+    assert one.store.count == max(1, round(pages / 2))
     assert one.offset == tokens + 1 == one.dropped + one.keys_and_values()[0].tokens
     rows = np.array(before.reshape(-1, DIMS))
-    after = one._store.read(0, one._store.count).decode(0, mx.float32)
+    after = one.store.read(0, one.store.count).decode(0, mx.float32)
     if "+keep" not in name or "oja" not in name:
         # A product of another shape transforms them back: equal but for the last bits.
         apart = [np.abs(rows - row).max(-1).min() for row in np.array(after.reshape(-1, DIMS))]

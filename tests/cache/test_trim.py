@@ -78,7 +78,7 @@ def shown(cache) -> tuple[mx.array, mx.array]:
 
 def last_page(cache, page: int) -> tuple[mx.array, mx.array]:
     """A quantized page as attention sees it."""
-    one = cache._store.read(page, page + 1)
+    one = cache.store.read(page, page + 1)
     if isinstance(cache, LatentKVCache):
         return (one.decode(0, mx.float32),)
     return tuple(one.decode(side, mx.float32) for side in (0, 1))
@@ -112,7 +112,7 @@ def test_any_trim_leaves_what_was_read(name):
         assert {x.shape[2] for x in kept} == {held - n}
         first, count = divmod(held - n - one._sunk, page)
         # rows of a page are recent now, to the last bit
-        if n > recent + page and one._sink and count:
+        if n > recent + page and one.sink and count:
             assert one._count_pages == first and one._count == count
             for x, y in zip(one._read_recent(), last_page(cache, first), strict=False):
                 assert mx.array_equal(x, y[:, :, :count]).item()

@@ -105,7 +105,7 @@ def test_attention_over_a_cache_of_each_method(subtests):
                 with choose.using(way):
                     cache = CompressedKVCache(METHODS[name].config(dims))
                     cache.update_and_fetch(*new)
-                    assert (type(cache._store) is Paged) == (way == choose.TRITON)
+                    assert (type(cache.store) is Paged) == (way == choose.TRITON)
                     out.append(attend(q, cache.view(), dims**-0.5).numpy())
             assert rms(*out) < BOUND
 
@@ -210,7 +210,7 @@ def test_transforms_of_a_calibration_differ_by_head(monkeypatch):
             cache = CompressedKVCache(config, LayerMaps(*pairs))
             cache.update_and_fetch(*new)
             out.append(attend(q, cache.view(), 0.125).float().numpy())
-    assert type(cache._store) is not Paged
+    assert type(cache.store) is not Paged
     assert rms(*out) < BOUND
 
 
@@ -255,7 +255,7 @@ def test_a_cache_with_a_pool_is_a_cache():
             cache.update_and_fetch(*(torch.randn(2, 1, 90, 64) for _ in "kv"))
             cache.select(torch.tensor([1, 0, 1]))
     ours, plain = caches[choose.TRITON], caches[choose.OPS]
-    assert type(ours._store) is Paged
+    assert type(ours.store) is Paged
     q = torch.randn(3, 2, 1, 64)
     out, right = (attend(q, c.view(), 0.125).numpy() for c in (ours, plain))
     assert rms(out, right) < BOUND

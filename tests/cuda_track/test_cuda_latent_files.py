@@ -91,7 +91,7 @@ def filled(pair):
 def test_both_say_the_same_step_by_step(pair):
     ours, theirs = pair
     mine, other = filled(pair)
-    assert all(type(layer.cache) is LatentKVCache and layer.cache._store for layer in mine.layers)
+    assert all(type(layer.cache) is LatentKVCache and layer.cache.store for layer in mine.layers)
     reports = [(r.reason, r.bits_per_value) for r in ours.layers]
     assert reports == [(r.reason, r.bits_per_value) for r in theirs.layers]
     for token in NEW:

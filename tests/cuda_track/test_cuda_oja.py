@@ -78,7 +78,7 @@ def test_caches_learn_and_keep_what_those_of_mlx_do(subtests):
                 assert (ours.offset, ours.dropped) == (theirs.offset, theirs.dropped)
                 assert (ours.pinned, ours._sunk) == (theirs.pinned, theirs._sunk)
             assert ours.dropped > 0 or ours.config.keep == 1
-            mine, right = (c._store.state for c in (ours, theirs))
+            mine, right = (c.store.state for c in (ours, theirs))
             if not ours.config.needs_queries:
                 mine, right = ({"run0": x, "counts": None} for x in (mine, right))
             assert set(mine) == set(right)

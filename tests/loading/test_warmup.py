@@ -113,10 +113,10 @@ def test_nothing_is_built_after_a_model_is_attached(family, dtype, tiles):
                 prefill_step_size=128,
             )
             assert len(list(steps)) == tokens
-        stores = [c._store for c in cache if hasattr(c, "_store")]
+        stores = [c.store for c in cache if hasattr(c, "store")]
         assert stores and all(type(store) is Records for store in stores)
         for layer in cache:
-            layer.trim_to(layer.offset - 100) if hasattr(layer, "_store") else None
+            layer.trim_to(layer.offset - 100) if hasattr(layer, "store") else None
         mx.eval([c.state for c in cache])
         detach(model)
     assert built == known
@@ -177,7 +177,7 @@ def test_a_gpu_error_in_a_reply_goes_on_by_plain_ops(folder, capsys, calls, lett
         assert talk(session, LONG) == replies[0]
         said = capsys.readouterr().err.strip()
         assert said.count("\n") == 0 and LOST in said and "plain ops" in said
-        assert launch.factory() is None and {type(c._store) for c in session.cache} == {Codes}
+        assert launch.factory() is None and {type(c.store) for c in session.cache} == {Codes}
         assert session.stats.generated_tokens == 12 and len(session.messages) == 2
         assert talk(session, "and now?") == replies[1] and capsys.readouterr().err == ""
         assert {c.offset for c in session.cache} == {len(session.tokens)}
@@ -195,11 +195,11 @@ def test_where_tiles_fail_the_portable_kernels_take_over_and_then_plain_ops(fold
         capsys.readouterr()
         assert talk(session, LONG)
         assert "portable kernels decode" in capsys.readouterr().err
-        assert {type(c._store.backend) for c in session.cache} == {PortableBackend}
+        assert {type(c.store.backend) for c in session.cache} == {PortableBackend}
         lost.part, lost.left = "merge", 3
         assert talk(session, "more")
         assert "plain ops" in capsys.readouterr().err
-        assert {type(c._store) for c in session.cache} == {Codes}
+        assert {type(c.store) for c in session.cache} == {Codes}
 
 
 def test_no_memory_is_an_error_and_switches_nothing_off(folder):

@@ -97,8 +97,8 @@ def same_but_ties(x, spec):
 
 def test_a_cache_of_records_gives_what_a_cache_of_codes_gives(trusted):
     ours, plain = walk(make, mx.float32, TIES)
-    assert type(ours._store) is Records
-    assert type(plain._store) is Codes
+    assert type(ours.store) is Records
+    assert type(plain.store) is Codes
     assert ours.nbytes <= plain.nbytes * 1.02
     # cut back to a page, with what is left the same
     for cache in (ours, plain):
@@ -118,7 +118,7 @@ def test_each_store_reads_what_the_other_saved(subtests, trusted):
                 before = attention.decode_all(cache.keys_and_values()[0], mx.float32)
             with launch.using(None if start else make):
                 other = CompressedKVCache.from_state(cache.state)
-                assert type(other._store) is not type(cache._store)
+                assert type(other.store) is not type(cache.store)
                 after = attention.decode_all(other.keys_and_values()[0], mx.float32)
             for x, y in zip(before, after, strict=True):
                 assert rms(x, y) < 2e-6
@@ -127,7 +127,7 @@ def test_each_store_reads_what_the_other_saved(subtests, trusted):
             )  # and what was saved is kept to the bit
             with launch.using(start):
                 again = CompressedKVCache.from_state(back.state)
-            for x, y in zip(cache._store.arrays(), again._store.arrays(), strict=True):
+            for x, y in zip(cache.store.arrays(), again.store.arrays(), strict=True):
                 assert mx.array_equal(x[:, :, : y.shape[2]], y)
 
 
@@ -179,7 +179,7 @@ def test_models_decode_by_kernels_as_by_plain_ops(trusted):
             cache = make_prompt_cache(model)
             steps = generate_step(prompt, model, max_tokens=20, prompt_cache=cache)
             spoken.append([int(token) for token, _ in steps])
-            assert {type(c._store) for c in cache} == {Records if made else Codes}
+            assert {type(c.store) for c in cache} == {Records if made else Codes}
             detach(model)
     assert spoken[0] == spoken[1]
 
@@ -200,7 +200,7 @@ def test_a_kernel_that_is_wrong_or_does_not_build_is_not_used():
             assert reason in choose.plan(SMALL, (64, 64), mx.float32).reason
             cache = CompressedKVCache(SMALL)
             cache.update_and_fetch(x, x)
-            assert type(cache._store) is Codes
+            assert type(cache.store) is Codes
 
 
 def test_a_wrong_tile_product_is_not_used():

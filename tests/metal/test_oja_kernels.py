@@ -35,7 +35,7 @@ def test_kernels_read_low_rank_and_two_bases_in_one_pass(subtests):
                 feed(one, 64, 5, 64 if first == 1 else 4, batch, dtype, dims)
                 view, q = one.keys_and_values()[0], data(2, 9, HEADS, batch, dims).astype(dtype)
                 if first == 1:
-                    assert [basis.keys.down.ndim for basis in one._store.bases] == [3, 4]
+                    assert [basis.keys.down.ndim for basis in one.store.bases] == [3, 4]
                 assert [type(run.backend) for run in view.pages.parts] == [body] * 2
                 out = attend(q, view, SCALE, "causal")
             right = softmax(q, *decode_all(view, mx.float32), SCALE)

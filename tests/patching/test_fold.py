@@ -85,8 +85,8 @@ def test_folded_weights_say_the_same(family, changes):
     # A code at a rounding boundary may fall the other way.
     assert rms(logits(model, cache), plain) < 1e-3
     assert spoken(model) == tokens
-    assert ours and all(c._store.codecs[1].transform is None for c in ours)
-    assert all(c._store.codecs[0].transform is c.layer_maps.keys for c in ours)
+    assert ours and all(c.store.codecs[1].transform is None for c in ours)
+    assert all(c.store.codecs[0].transform is c.layer_maps.keys for c in ours)
     detach(model)
     assert rms(logits(model), plain_weights) < 1e-4  # still folded: the same function
 

@@ -113,7 +113,7 @@ def test_other_tokens_or_other_bytes_are_not_shared(plain):
     store.put(tokens(COMMON).tolist(), one)
     store.put([7, *tokens(COMMON).tolist()[1:]], other)  # the first token differs: so does all
     assert store.saved == 0
-    third[0]._sink = tuple(x + 1 for x in third[0]._sink)
+    third[0].sink = tuple(x + 1 for x in third[0].sink)
     store.put(tokens(COMMON).tolist(), third)
     assert store.saved == sum(
         block.nbytes for i, c in enumerate(third) for j, block in enumerate(c._blocks) if i or j
@@ -155,6 +155,6 @@ def test_records_of_kernels_are_shared_too(monkeypatch, preset):
         kept.append([cache])
         store.put(names(own), kept[-1])
         back = deepcopy(kept[-1][0])
-        assert isinstance(back._store, Records) and same(back, want)
+        assert isinstance(back.store, Records) and same(back, want)
     shared = [a is b for a, b in zip(*(one[0]._blocks for one in kept), strict=True)]
     assert all(shared[: 1 + (COMMON - 256) // BLOCK]) and store.saved > 0

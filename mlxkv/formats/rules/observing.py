@@ -122,13 +122,13 @@ class Observing(WindowedCache):
         basis = self._next_basis(batch, prompt)
         if basis is not self.basis:
             self._basis = basis
-            if self._store is not None:
+            if self.store is not None:
                 self._runs.rebase(basis)
 
     @property
     def _runs(self) -> Runs:
-        assert isinstance(self._store, Runs)
-        return self._store
+        assert isinstance(self.store, Runs)
+        return self.store
 
     def _keep(self) -> None:
         """Drop the quantized tokens of the prompt that its last queries did not vote for."""
@@ -137,7 +137,7 @@ class Observing(WindowedCache):
         (queries, scale), self._queries = self._queries, None
         if self._count_pages <= self._fixed:
             return
-        page, sink = self.config.page, self._sink[0].shape[2] if self._sink else 0
+        page, sink = self.config.page, self.sink[0].shape[2] if self.sink else 0
         votes = self.votes(self.importance(queries.flatten(1, 2), self.view(), scale))
         by_page = self.config.whole_pages or not self._runs.by_token
 
@@ -150,7 +150,7 @@ class Observing(WindowedCache):
 
         self.dropped += page * self._runs.keep(choose, self._fixed)
         self._fixed = self._count_pages
-        self._last = None  # of another page now
+        self.last = None  # of another page now
 
     def _pin(self) -> None:
         """Move the last tokens of the first prompt, now that it is read, behind the sink, where they stay exact.
@@ -160,14 +160,14 @@ class Observing(WindowedCache):
         """
         if not self._chunk or self.pinned or not self.config.pinned:
             return
-        pair, sink = self._read_recent(), self._sink
+        pair, sink = self._read_recent(), self.sink
         tail = self._count - min(self.config.pinned, self._count)
         head = min(self.config.sink, tail) if sink is None else 0
         first = between(pair, None, head) if sink is None else sink
         last = between(pair, tail, None)
-        self._sink = self._join(first, last)
+        self.sink = self._join(first, last)
         middle = between(pair, head, tail)
-        self._recent, self._count, self._last = None, 0, None
+        self._recent, self._count, self.last = None, 0, None
         if head < tail:
             self._append(*middle)
         self.pinned = self.offset
@@ -214,5 +214,5 @@ class Observing(WindowedCache):
     def _own_arrays(self) -> list[Tensor]:
         """Return arrays other than windows and pages; the store includes the basis, once it has one."""
         queries = [] if self._queries is None else [self._queries[0]]
-        alone = self._basis is not None and self._store is None
+        alone = self._basis is not None and self.store is None
         return [*queries, *(saved(self._basis).values() if alone else ())]

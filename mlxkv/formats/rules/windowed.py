@@ -20,7 +20,8 @@ from mlxkv.formats.sizes import buffer_tokens
 class WindowedCache:
     """Sink, quantized pages and recent window of sequences of one length, by `config`.
 
-    offset: tokens read.
+    offset: tokens read. sink: the first tokens, once they have left the recent window. last: the exact tokens of the
+    page quantized last. store: quantized pages.
     """
 
     config: CacheConfig
@@ -38,29 +39,29 @@ class WindowedCache:
         self.offset = 0
         self._recent: Pair | None = None  # buffers; `_count` tokens are in use
         self._count = 0
-        self._sink: Pair | None = None
-        self._last: Pair | None = None  # exact tokens of the page quantized last
-        self._store: Any = None  # quantized pages
+        self.sink: Pair | None = None
+        self.last: Pair | None = None
+        self.store: Any = None
 
     @property
     def windows(self) -> Windows:
         """The location of its tokens."""
         return Windows(
-            self.config, self._sunk, self._count_pages, self._count, self._last is not None
+            self.config, self._sunk, self._count_pages, self._count, self.last is not None
         )
 
     @property
     def _count_pages(self) -> int:
-        return self._store.count if self._store else 0
+        return self.store.count if self.store else 0
 
     @property
     def _recent_capacity(self) -> int:
-        return self.config.recent_capacity(self._sink is not None)
+        return self.config.recent_capacity(self.sink is not None)
 
     @property
     def _sunk(self) -> int:
         """Tokens of the sink that have left the recent window."""
-        return self._sink[0].shape[2] if self._sink else 0
+        return self.sink[0].shape[2] if self.sink else 0
 
     # -- writing
 
@@ -98,12 +99,12 @@ class WindowedCache:
         """Encode the oldest pages of `recent`, which no longer fits, and keep the rest."""
         due = self.windows.flush(recent[0].shape[2])
         if due.sink:
-            self._sink = self._copy(between(recent, None, due.sink))
-        if self._store is None:
-            self._store = self._new_store(recent)
-        self._store.append(recent, due.pages, due.sink)  # whole: kernels would copy slices
+            self.sink = self._copy(between(recent, None, due.sink))
+        if self.store is None:
+            self.store = self._new_store(recent)
+        self.store.append(recent, due.pages, due.sink)  # whole: kernels would copy slices
         self._recent, self._count = None, 0
-        self._last = self._copy(between(recent, due.stop - self.config.page, due.stop))
+        self.last = self._copy(between(recent, due.stop - self.config.page, due.stop))
         self._append(*between(recent, due.stop, None))
 
     def _copy(self, pair: Pair) -> Pair:
@@ -127,17 +128,17 @@ class WindowedCache:
     def _trim(self, plan: TrimPlan) -> None:
         pair, offset = None, self.offset - plan.removed
         if plan.source is TrimSource.SINK:
-            if plan.recent and self._sink is not None:
-                pair = between(self._sink, None, plan.recent)
+            if plan.recent and self.sink is not None:
+                pair = between(self.sink, None, plan.recent)
             self._forget()
         elif plan.source is not TrimSource.RECENT:
             if plan.source is TrimSource.LAST:
-                assert self._last is not None
-                pair = between(self._join(self._last, self._read_recent()), None, plan.recent)
+                assert self.last is not None
+                pair = between(self._join(self.last, self._read_recent()), None, plan.recent)
             elif plan.recent:
                 pair = self._decoded(plan.pages, plan.recent)
-            self._store.truncate(plan.pages)
-            self._last = None
+            self.store.truncate(plan.pages)
+            self.last = None
         if pair is not None:
             self._recent, self._count = None, 0
             self._append(*pair)
