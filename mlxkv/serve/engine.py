@@ -281,9 +281,8 @@ class Engine:
         last = prompt.tokens[-1:] if goes_on else ()
         job.text = ReplyText(self.tokenizer, request.stop, last)
         processors = sampling.processors_of(request)
-        if constraint := job.constraint or self.constraint_of(
-            job
-        ):  # last, so that no other processor overrides its mask
+        # Last, so that no other processor overrides its mask.
+        if constraint := job.constraint or self.constraint_of(job):
             processors.append(constraint)
         if request.logprobs:
             processors.append(job.note_logits)
@@ -307,21 +306,20 @@ class Engine:
         self._generator = None
 
     def _generator_now(self) -> BatchGenerator | SingleGenerator:
-        self._generator = self._generator or self._new_generator()
-        return self._generator
-
-    def _new_generator(self) -> BatchGenerator | SingleGenerator:
+        model, step = self.loaded.model, self._prefill_step
         stream = mx.default_stream(mx.default_device())  # the stream of the collective calls
-        if not self.is_batchable:
-            return SingleGenerator(self.loaded.model, self._prefill_step, stream)
-        with mlx_lm_compat.wired(self.options.wired_limit):
-            return BatchGenerator(
-                self.loaded.model,
-                completion_batch_size=self.options.batch,
-                prefill_batch_size=PROMPTS,
-                prefill_step_size=self._prefill_step,
-                stream=stream,
-            )
+        if self._generator is None and not self.is_batchable:
+            self._generator = SingleGenerator(model, step, stream)
+        elif self._generator is None:
+            with mlx_lm_compat.wired(self.options.wired_limit):
+                self._generator = BatchGenerator(
+                    model,
+                    completion_batch_size=self.options.batch,
+                    prefill_batch_size=PROMPTS,
+                    prefill_step_size=step,
+                    stream=stream,
+                )
+        return self._generator
 
     def _reserve(self, job: Job, count: int) -> int:
         """Reserve memory for a prompt of `count` tokens and its reply. Returns the reply's maximum length.

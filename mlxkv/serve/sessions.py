@@ -1,4 +1,4 @@
-"""Sessions: caches of finished prompts and replies, found by their tokens, in memory up to a bound, behind it on disk.
+"""Sessions: caches of finished prompts and replies, found by their tokens, in memory up to a limit, beyond it on disk.
 Sessions that begin with the same tokens store that beginning once.
 
 Files have the format of `mlxkv.generate.prompt_cache`: written atomically, private, and checked on reading. A damaged
@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakValueDictionary, finalize
 
 import mlx.core as mx
@@ -43,13 +43,15 @@ WHERE = "--kv-disk"
 
 @dataclass(eq=False)
 class StoredSession:
-    """Metadata of a stored cache. tokens: its tokens. tenant: its owner. trims: whether it can be trimmed to a
-    prefix."""
+    """A stored cache. tokens: its tokens. tenant: its owner. trims: whether it can be trimmed to a prefix. cache, path:
+    where it is, in memory or on disk."""
 
     tokens: list[int]
-    tenant: str = ""
-    trims: bool = True
-    nbytes: int = 0
+    tenant: str
+    trims: bool
+    nbytes: int
+    cache: list = field(default_factory=list)
+    path: Path = Path()
 
     def __post_init__(self):
         self._ids = np.array(self.tokens, np.int64)
@@ -61,24 +63,9 @@ class StoredSession:
         return int(differ[0]) if differ.size else count
 
 
-@dataclass(eq=False, kw_only=True)
-class KeptSession(StoredSession):
-    """One in memory."""
-
-    cache: list
-
-
-@dataclass(eq=False, kw_only=True)
-class SessionFile(StoredSession):
-    """One in a file."""
-
-    path: Path
-
-
-S = TypeVar("S", bound=StoredSession)
-
-
-def nearest(sessions: list[S], tokens: list[int], tenant: str = "") -> list[tuple[int, S]]:
+def nearest(
+    sessions: list[StoredSession], tokens: list[int], tenant: str
+) -> list[tuple[int, StoredSession]]:
     """Return (length of the common prefix with `tokens`, session) for the tenant's sessions, the longest first. A
     session that cannot be trimmed must be a proper prefix: the model has to read at least one token."""
     ids = np.array(tokens, np.int64)
@@ -91,7 +78,7 @@ def nearest(sessions: list[S], tokens: list[int], tenant: str = "") -> list[tupl
     return sorted(usable, key=lambda pair: (-pair[0], len(pair[1].tokens)))
 
 
-def replaced(sessions: list[S], new: S) -> list[S]:
+def replaced(sessions: list[StoredSession], new: StoredSession) -> list[StoredSession]:
     """Return the sessions made redundant by `new`: equal ones, and its prefixes if it can be trimmed to them."""
     ids = np.array(new.tokens, np.int64)
     starts = [x for x in sessions if x.tenant == new.tenant and x.shared(ids) == len(x.tokens)]
@@ -118,7 +105,7 @@ class Sessions:
         self.memory, self.new, self.disk, self.reuse = memory, new, disk, reuse
         self.agree = agree
         self.block_store = BlockStore()
-        self.entries: list[KeptSession] = []
+        self.entries: list[StoredSession] = []
         self.counts = Counter(lookups=0, hits=0, tokens=0, tokens_found=0, evicted=0)
 
     def fetch(self, tokens: list[int], tenant: str = "") -> tuple[list, int]:
@@ -143,7 +130,7 @@ class Sessions:
         return cache, count
 
     def _nearest(self, tokens: list[int], tenant: str) -> tuple[list | None, int]:
-        """Return a working cache of a start of `tokens`, and how many of them it holds; (None, 0) if none does."""
+        """Return a working cache of a prefix of `tokens`, and its length; (None, 0) if there is none."""
         for shared, session in nearest(self.entries, tokens, tenant):
             cache, count = deepcopy(session.cache), min(shared, len(tokens) - 1)
             if trim_caches(cache, len(session.tokens), count):
@@ -162,7 +149,7 @@ class Sessions:
     def _insert(self, tokens: list[int], cache: list, tenant: str) -> None:
         self.block_store.put(tokens, cache, tenant)
         trims, size = can_trim_prompt_cache(cache), sum(layer.nbytes for layer in cache)
-        session = KeptSession(tokens, tenant, trims, size, cache=cache)
+        session = StoredSession(tokens, tenant, trims, size, cache=cache)
         needless = replaced(self.entries, session)
         self.entries = [*(each for each in self.entries if each not in needless), session]
 
@@ -204,7 +191,7 @@ class Sessions:
 
 
 class Block:
-    """Arrays that sessions may share, by their names in a cache's state. users: how many do."""
+    """Arrays that sessions may share, by their names in a cache's state. users: number of sessions with it."""
 
     def __init__(self, arrays: dict[str, mx.array]):
         self.arrays = arrays
@@ -213,10 +200,9 @@ class Block:
 
 
 class StoredCache:
-    """The cache of one layer at rest. Its deep copy, which mlx-lm's prompt cache makes to use an entry, is
-    a working cache again.
+    """The stored cache of one layer. Its deep copy is a working cache again.
 
-    blocks: in the order of their tokens. rest: the state without them. tokens: how many it holds.
+    blocks: in the order of their tokens. rest: the state without them. tokens: their number.
     """
 
     def __init__(self, blocks: Sequence[Block], rest: dict, tokens: int):
@@ -250,15 +236,15 @@ class BlockStore:
         self.saved = 0
 
     def put(self, tokens: list[int], caches: list, tenant: str = "") -> None:
-        """Replace compressed caches, which hold a start of `tokens`, by `StoredCache` ones in place, layer by layer:
-        only one layer has two copies at a time. tenant: shares with its own sessions alone."""
+        """Replace compressed caches of a prefix of `tokens` by `StoredCache`s in place, layer by layer: only one layer
+        has two copies at a time. tenant: only its own sessions share blocks."""
         for layer, cache in enumerate(caches):
             if type(cache) is CompressedKVCache and not cache.empty():
                 caches[layer] = self._stored((tenant, layer), tokens, cache)
 
     def _stored(self, place: tuple, tokens: list[int], cache: CompressedKVCache) -> StoredCache:
         state, config = cache.state, cache.config
-        state.pop("last", None)  # its codes are as good for who uses this cache again
+        state.pop("last", None)  # a reused cache can do with the codes
         paged = [(f"pages.{name}", x) for name, x in flat(state.pop("pages", {}))]
         sink = [(f"sink.{name}", x) for name, x in flat(state.pop("sink", {}))]
         start = sink[0][1].shape[2] if sink else 0
@@ -343,7 +329,7 @@ class Disk:
     used only if every process has its file. Raises UserError if the folder is not writable, is writable by other
     users, or is in use by another process.
 
-    saved, found, failed: counts. entries: the least recently used first. close: lets others have the folder.
+    saved, found, failed: counts. entries: the least recently used first. close: unlocks the folder.
     """
 
     def __init__(self, base: Path, limit: int, loaded, ranks: Ranks | None = None):
@@ -374,7 +360,7 @@ class Disk:
         except OSError:
             pass  # a file system without locks
 
-    def _scan(self) -> list[SessionFile]:
+    def _scan(self) -> list[StoredSession]:
         """Read the headers of all files, the oldest first. Removes drafts of servers that were killed while
         saving."""
         dated = []
@@ -395,9 +381,8 @@ class Disk:
                 self.failed += 1
                 logging.warning(f"a session cannot be read, it is left alone: {error}")
                 continue
-            entries.append(
-                SessionFile(tokens, path.stem.rpartition("-")[0], trims, size, path=path)
-            )
+            tenant = path.stem.rpartition("-")[0]
+            entries.append(StoredSession(tokens, tenant, trims, size, path=path))
         return entries
 
     @property
@@ -422,18 +407,18 @@ class Disk:
             logging.warning(f"a session could not be kept: {error}")
             return
         self.saved += 1
-        entry = SessionFile(tokens, tenant, can_trim_prompt_cache(cache), size, path=path)
+        entry = StoredSession(tokens, tenant, can_trim_prompt_cache(cache), size, path=path)
         self._drop(replaced(self.entries, entry))
         self.entries.append(entry)
         self._bound()
 
-    def _touch(self, entry: SessionFile) -> None:
+    def _touch(self, entry: StoredSession) -> None:
         self.entries.remove(entry)
         self.entries.append(entry)
         with suppress(OSError):  # only the order after a restart is lost
             os.utime(entry.path.name, dir_fd=self._handle, follow_symlinks=False)
 
-    def _drop(self, entries: list[SessionFile]) -> None:
+    def _drop(self, entries: list[StoredSession]) -> None:
         for entry in entries:
             self.entries.remove(entry)
             self._remove(entry.path.name)
@@ -450,8 +435,8 @@ class Disk:
         while self.entries and self.nbytes > self.limit:
             self._drop(self.entries[:1])
 
-    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[SessionFile | None, int]:
-        """Return the tenant's file that shares the longest start with `tokens`, and the length of that start."""
+    def nearest(self, tokens: list[int], tenant: str = "") -> tuple[StoredSession | None, int]:
+        """Return the tenant's file with the longest common prefix with `tokens`, and the length of that prefix."""
         shared, entry = next(iter(nearest(self.entries, tokens, tenant)), (0, None))
         choice: list[Any] = [entry and entry.path.name, shared]
         name, shared = self._ranks.share(choice)
@@ -461,8 +446,8 @@ class Disk:
         self._drop([entry] if entry is not None else [])
         return None, 0
 
-    def load(self, entry: SessionFile) -> list | None:
-        """Read a cache. None if it cannot be used: then the file is removed."""
+    def load(self, entry: StoredSession) -> list | None:
+        """Read a cache. A file that cannot be used is removed: then the result is None."""
         cache = None
         try:
             saved = prompt_cache.read_session(entry.path, self.loaded, follow=False)

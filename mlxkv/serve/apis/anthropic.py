@@ -31,10 +31,9 @@ from mlxkv.serve.apis.body import (
 )
 from mlxkv.serve.apis.reply import Blocks, event
 from mlxkv.serve.refusals import Refused
-from mlxkv.serve.request import ModelInfo, Request
+from mlxkv.serve.request import ModelInfo, Request, Start
 
-# Claude Code starts its system prompt with a billing line that differs per request: left in, no prompt would ever
-# hit the cache.
+# Claude Code starts its system prompt with a billing line that differs per request: no prompt would hit the cache.
 BILLING = "x-anthropic-billing-header:"
 
 
@@ -187,7 +186,6 @@ class Messages(Body):
     output_format: Schema | None = None  # an older name
 
     def form(self) -> Format | None:
-        """Return the schema of the reply."""
         if schema := self.output_config.format:
             return Format("output_config.format.schema", schema.schema_)
         return self.output_format and Format("output_format.schema", self.output_format.schema_)
@@ -240,11 +238,6 @@ def speaks(path: str, headers: Collection[str]) -> bool:
     return path.startswith("/v1/messages") or "anthropic-version" in headers
 
 
-def error_of(refused: Refused, path: str, headers: Collection[str]) -> dict:
-    """Return the error body in the format of the client, identified by path and header names."""
-    return error_body(refused) if speaks(path, headers) else refused.body()
-
-
 def error_body(refused: Refused) -> dict:
     """Return the error body in Anthropic's format."""
     kind = KINDS.get(refused.status) or refused.body()["error"]["type"]
@@ -264,7 +257,8 @@ class MessagesReply(Blocks):
     def _send(self, kind: str, **fields) -> None:
         self.event({"type": kind, **fields}, kind)
 
-    def start(self) -> None:
+    def begin(self, prompt: Start) -> None:
+        super().begin(prompt)
         self._send("message_start", message=self._message([], None))
         self._send("ping")
 
@@ -291,7 +285,8 @@ class MessagesReply(Blocks):
             self._delta("signature_delta", **_signed(kind))
         self._send("content_block_stop", index=len(self.parts) - 1)
 
-    def finish(self) -> None:
+    def close(self, kv: dict, stop_word: str | None) -> None:
+        super().close(kv, stop_word)
         why = {"stop_reason": self._why, "stop_sequence": self.stop_word}
         self._send("message_delta", delta=why, usage=self._usage(), kv=self.kv)
         self._send("message_stop")

@@ -32,7 +32,7 @@ from mlxkv.serve.apis.body import (
 from mlxkv.serve.apis.reply import Reply, event
 from mlxkv.serve.grammar import ANY_OBJECT
 from mlxkv.serve.refusals import Refused, bad
-from mlxkv.serve.request import ModelInfo, Request, Token
+from mlxkv.serve.request import ModelInfo, Request, Start, Token
 
 LOGIT_BIASES = 1024
 ALTERNATIVES = 20  # per token, as in OpenAI's API
@@ -96,7 +96,6 @@ class ResponseFormat(Object):
     json_schema: JSONSchema | None = None
 
     def form(self) -> Format | None:
-        """Return the schema of the reply."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -151,17 +150,8 @@ class Completion(Body):
     """Fields of chat and text completions, named as in OpenAI's API and mlx-lm's server."""
 
     fixed: ClassVar = frozenset(
-        [
-            "n",
-            "best_of",
-            "echo",
-            "suffix",
-            "adapters",
-            "draft_model",
-            "role_mapping",
-            "functions",
-            "modalities",
-        ]
+        {"n", "best_of", "echo", "suffix", "functions", "modalities"}
+        | {"adapters", "draft_model", "role_mapping"}
     )
     n: Annotated[Any, only(1)] = None
     best_of: Annotated[Any, only(1)] = None
@@ -295,7 +285,8 @@ class CompletionReply(Reply):
         self._logprobs: list[dict] = []
         self._calls, self._bytes, self._has_role = 0, b"", False
 
-    def start(self) -> None:
+    def begin(self, prompt: Start) -> None:
+        super().begin(prompt)
         chat = self.request.chat
         kind = "chat.completion" if chat else "text_completion"
         self._head = {
@@ -326,7 +317,13 @@ class CompletionReply(Reply):
     def _chunk(self, reason: str | None) -> dict:
         """Return a chunk of the text since the last one."""
         texts = {kind: "".join(x[1] for x in self._parts if x[0] == kind) for kind in SPOKEN}
-        calls = [self._call(*part[1:]) for part in self._parts if part[0] == "call"]
+        calls = []
+        for id, name, arguments in (part[1:] for part in self._parts if part[0] == "call"):
+            function = {"name": name, "arguments": arguments}
+            calls.append({"function": function, "type": "function", "id": id})
+            if self.streams:
+                calls[-1]["index"] = self._calls
+                self._calls += 1
         choice = {"index": 0, "finish_reason": reason}
         if self._logprobs:
             choice["logprobs"] = self._logprobs_document()
@@ -345,13 +342,6 @@ class CompletionReply(Reply):
         name = "delta" if self.streams else "message"
         return self._head | {"choices": [choice | {name: message}]}
 
-    def _call(self, id: str, name: str, arguments: str) -> dict:
-        out = {"function": {"name": name, "arguments": arguments}, "type": "function", "id": id}
-        if self.streams:
-            out["index"] = self._calls
-            self._calls += 1
-        return out
-
     def _logprobs_document(self) -> dict:
         steps = self._logprobs
         if self.request.chat:
@@ -368,7 +358,8 @@ class CompletionReply(Reply):
             "text_offset": offsets,
         }
 
-    def end(self) -> None:
+    def close(self, kv: dict, stop_word: str | None) -> None:
+        super().close(kv, stop_word)
         if not self.streams:
             return
         self._send(self.reason, kv=self.kv)

@@ -89,9 +89,8 @@ class Reply(ABC):
         self._has_calls, self._buffer = False, b""
 
     def begin(self, prompt: Start) -> None:
-        """Record that the prefill has started."""
+        """Begin the reply: the prefill has started."""
         self.prompt, self.has_begun = prompt, True
-        self.start()
 
     def wait(self, done: int, total: int) -> None:
         """Report prefill progress: `done` of `total` prompt tokens."""
@@ -108,20 +107,12 @@ class Reply(ABC):
         self.add_parts(parts, token)
 
     def close(self, kv: dict, stop_word: str | None) -> None:
-        """Mark the reply as complete."""
+        """End the reply, after its last token."""
         self.kv, self.stop_word = kv, stop_word if self.reason == "stop" else None
-        self.end()
-
-    def start(self) -> None:  # noqa: B027 some APIs send no start
-        """Begin the reply."""
 
     @abstractmethod
     def add_parts(self, parts: list[tuple], token: Token) -> None:
         """Add the parts of the text that `token` completes."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """End the reply, after its last part."""
 
     @abstractmethod
     def document(self) -> dict:
@@ -165,10 +156,6 @@ class Blocks(Reply):
     def end_part(self, kind: str, text: str, is_last: bool) -> None:
         """End a part. text: its text, or the id of a call."""
 
-    @abstractmethod
-    def finish(self) -> None:
-        """End the reply, after `end_part` for the last part."""
-
     def add_parts(self, parts: list[tuple], token: Token) -> None:
         for kind, *values in parts:
             if kind == "call":
@@ -190,11 +177,11 @@ class Blocks(Reply):
             self.parts[-1][1] += text
             self.add_text(kind, text, begins)
 
-    def end(self) -> None:
+    def close(self, kv: dict, stop_word: str | None) -> None:
+        super().close(kv, stop_word)
         if self._blank and not self.parts:  # keep a reply of blanks alone
             self._extend("text", "", blank=True)
         self._end_part(is_last=True)
-        self.finish()
 
     def _begin_part(self, *part: str) -> None:
         self._end_part()

@@ -33,7 +33,7 @@ from mlxkv.serve.apis.body import (
 from mlxkv.serve.apis.reply import Blocks, event
 from mlxkv.serve.grammar import ANY_OBJECT
 from mlxkv.serve.refusals import Refused, bad
-from mlxkv.serve.request import ModelInfo, Request
+from mlxkv.serve.request import ModelInfo, Request, Start
 
 RUN_HERE = ("function", "custom")  # types of tools
 CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -140,7 +140,6 @@ class TextOptions(Object):
     format: TextFormat = Field(default_factory=TextFormat)
 
     def form(self) -> Format | None:
-        """Return the schema of the reply."""
         schemas = {"json_object": ANY_OBJECT, "json_schema": self.format.schema_}
         kind = self.format.type
         return None if kind == "text" else Format("text.format.schema", schemas[kind])
@@ -258,13 +257,13 @@ class ResponsesReply(Blocks):
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def start(self) -> None:
+    def begin(self, prompt: Start) -> None:
+        super().begin(prompt)
         self._send("response.created", response=self._response("in_progress"))
         self._send("response.in_progress", response=self._response("in_progress"))
 
     @property
     def _at(self) -> dict:
-        """Return the event fields that identify the current item."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def add_text(self, kind: str, text: str, begins: bool) -> None:
@@ -308,7 +307,8 @@ class ResponsesReply(Blocks):
     def _status(self) -> str:
         return "incomplete" if self.reason == "length" else "completed"
 
-    def finish(self) -> None:
+    def close(self, kv: dict, stop_word: str | None) -> None:
+        super().close(kv, stop_word)
         self._send(f"response.{self._status}", response=self.document())
 
     def document(self) -> dict:

@@ -157,7 +157,8 @@ def refusal(request: Request, error: Exception) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if refused.status == 405:
         headers["Allow"] = allowed
-    body = anthropic.error_of(refused, request.scope["path"], request.headers.keys())
+    is_anthropic = anthropic.speaks(request.scope["path"], request.headers.keys())
+    body = anthropic.error_body(refused) if is_anthropic else refused.body()
     return JSONDocument(body, refused.status, headers)
 
 
