@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mlxkv.errors import UserError
     from mlxkv.formats.config import CacheConfig, Side
     from mlxkv.formats.names import parse_kv
+    from mlxkv.generate.prompt_cache import load_prompt_cache
     from mlxkv.loading.attach import attach, detach
     from mlxkv.loading.load import Loaded, load
     from mlxkv.loading.warmup import warm_up
@@ -25,6 +26,7 @@ __all__ = [
     "attach",
     "detach",
     "load",
+    "load_prompt_cache",
     "parse_kv",
     "warm_up",
 ]
@@ -38,6 +40,7 @@ _MODULES = {
 _MLX = {  # of what needs MLX
     "Loaded": "loading.load",
     "load": "loading.load",
+    "load_prompt_cache": "generate.prompt_cache",
     "attach": "loading.attach",
     "detach": "loading.attach",
     "warm_up": "loading.warmup",

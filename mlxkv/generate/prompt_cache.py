@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import (
-    can_trim_prompt_cache,
-    load_prompt_cache,
-    make_prompt_cache,
-    save_prompt_cache,
-)
+from mlx_lm.models import cache as mlx_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from mlxkv import files
 from mlxkv.cache.compressed import CompressedKVCache
@@ -26,7 +22,15 @@ from mlxkv.formats.records import NAMES
 from mlxkv.formats.session import Saved
 from mlxkv.patching import mlx_lm_compat
 from mlxkv.patching.fold import match_fold
+from mlxkv.patching.mark import register_caches
 from mlxkv.patching.trees import flat, leaves
+
+
+def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
+    """Load a prompt cache, compressed or not, from a file of mlx-lm's `save_prompt_cache`: arguments and result are
+    those of mlx-lm's function of this name, which finds our classes only once a model is attached."""
+    register_caches()
+    return mlx_cache.load_prompt_cache(file_name, return_metadata)
 
 
 def save(name: str, saved: Saved, loaded) -> Path:

@@ -1,14 +1,17 @@
-"""Static caches for layers that keep mlx-lm's own caches: sliding windows, states, full precision."""
+"""Static caches for layers that keep mlx-lm's own caches: sliding windows, states, full precision.
+
+Caches are typed as Any: by mlx-lm's annotations their keys are None, but each holds tokens before a step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache
 
 from mlxkv.cache.static import NotYet, StaticCache, StepIndices, Untraceable, put
 from mlxkv.cache.view import TracedView
@@ -20,20 +23,6 @@ from mlxkv.patching.mlx_lm_compat import (
     set_ring_index,
     set_ring_tokens,
 )
-
-if TYPE_CHECKING:  # mlx-lm's caches; each contains tokens before a step
-
-    class FilledRing(RotatingKVCache):
-        keys: mx.array
-        values: mx.array
-
-    class FilledCache(KVCache):
-        keys: mx.array
-        values: mx.array
-
-    class FilledBatchRing(BatchRotatingKVCache):
-        keys: mx.array
-        values: mx.array
 
 
 class Buffers(StaticCache):
@@ -69,7 +58,7 @@ class Ring(Buffers):
     """`RotatingKVCache`: new tokens overwrite the oldest, at a write index. A mask hides unwritten places until the
     ring is full. Indices: offset, place."""
 
-    def __init__(self, cache: FilledRing, new: int):
+    def __init__(self, cache: Any, new: int):
         if cache.keys.shape[2] > cache.max_size:
             raise NotYet("mlx-lm has yet to cut the window")
         end = cache.offset + new
@@ -102,7 +91,7 @@ class Plain(Buffers):
     Not for CUDA, where MLX's masked attention takes several times as long as unmasked.
     """
 
-    def __init__(self, cache: FilledCache, new: int):
+    def __init__(self, cache: Any, new: int):
         if backend() == "cuda":
             raise Untraceable("full precision with a mask is slow on CUDA")
         if cache.offset + new > cache.keys.shape[2]:
@@ -206,7 +195,7 @@ class PaddedRing(Buffers):
 
     first = 0
 
-    def __init__(self, cache: FilledBatchRing, new: int):
+    def __init__(self, cache: Any, new: int):
         at, capacity = ring_index(cache), cache.keys.shape[2]
         if new > 1:
             raise NotYet("several tokens at once around a ring")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import eq, getitem, is_
 from typing import Any
 
@@ -67,10 +67,9 @@ class Weights:
     def replaced(self, traced: Sequence[mx.array]) -> Iterator[None]:
         """Make the model compute with `traced` in this block. Raises Assigned if its code replaced arrays or added
         places. Always restores the model."""
-        snapshot = [(part, _contents(part)) for _, _, part, _ in self._links]
-        for (container, key), x in zip(self._places, traced, strict=True):
-            container[key] = x
-        try:
+        with _restored(self._links):
+            for (container, key), x in zip(self._places, traced, strict=True):
+                container[key] = x
             yield
             inputs = {(id(c), key): x for (c, key), x in zip(self._places, traced, strict=True)}
             assigned = [
@@ -80,25 +79,33 @@ class Weights:
             ]
             if assigned:
                 raise Assigned(assigned)
-        finally:
-            for part, contents in snapshot:
-                _put_back(part, *contents)
 
     def harmless(self, places: Sequence[Spot]) -> None:
         """Allow the model's code to assign these `places`: the values do not change."""
         self._harmless |= {(id(container), key) for container, key in places}
 
 
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> AbstractContextManager[None]:
     """Restore the model after this block, whatever its code assigns (mlx-vlm's models keep positions of the last
     prompt)."""
-    snapshot = [(part, _contents(part)) for _, _, part, _ in _walk(model)[1]]
+    return _restored(_walk(model)[1])
+
+
+@contextmanager
+def _restored(links: list[Link]) -> Iterator[None]:
+    snapshot = [(part, _contents(part)) for _, _, part, _ in links]
     try:
         yield
     finally:
-        for part, contents in snapshot:
-            _put_back(part, *contents)
+        for part, (items, attributes) in snapshot:
+            if isinstance(part, dict):
+                dict.clear(part)
+                dict.update(part, items)
+            elif isinstance(part, list):
+                part[:] = items
+            if attributes is not None:  # assigning an array deletes an attribute of this name
+                vars(part).clear()
+                vars(part).update(attributes)
 
 
 def content(place: Spot) -> mx.array | None:
@@ -110,21 +117,10 @@ def content(place: Spot) -> mx.array | None:
 
 
 def _contents(container: Container | tuple) -> tuple:
-    """Return the items of a container and the attributes of a module, for `_put_back`."""
+    """Return the items of a container, and the attributes of a module."""
     if isinstance(container, dict):
         return dict(container), dict(vars(container)) if isinstance(container, nn.Module) else None
     return list(container), None
-
-
-def _put_back(container: Container | tuple, items, attributes: dict | None) -> None:
-    if isinstance(container, dict):
-        dict.clear(container)
-        dict.update(container, items)
-    elif isinstance(container, list):
-        container[:] = items
-    if attributes is not None:  # assigning an array deletes an attribute of this name
-        vars(container).clear()
-        vars(container).update(attributes)
 
 
 def _walk(model: nn.Module) -> tuple[list[Spot], list[Link]]:

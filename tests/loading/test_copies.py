@@ -196,22 +196,26 @@ def test_a_pickle_of_a_batch():
     assert all(same_state(back.extract(i), batch.extract(i)) for i in range(2))
 
 
-# -- prompt caches in a process that has attached a model
+# -- prompt caches of another process
 
 LOAD = """
 import sys
 import mlx_lm.models.cache as of_mlx_lm
 from mlx_lm.models.llama import Model, ModelArgs
-from mlxkv import attach
+from mlxkv import attach, load_prompt_cache
 assert not hasattr(of_mlx_lm, "CompressedKVCache")  # importing changes nothing of mlx-lm
-attach(Model(ModelArgs("llama", 64, 1, 64, 1, 1e-5, 64)), "int4")
-from mlx_lm.models.cache import load_prompt_cache
-print(type(load_prompt_cache(sys.argv[1])[0]).__name__)
+if sys.argv[2:]:
+    print(type(load_prompt_cache(sys.argv[1], return_metadata=True)[0][0]).__name__)
+else:
+    attach(Model(ModelArgs("llama", 64, 1, 64, 1, 1e-5, 64)), "int4")
+    print(type(of_mlx_lm.load_prompt_cache(sys.argv[1])[0]).__name__)
 """
 
 
-def test_prompt_caches_load_once_a_model_is_attached(tmp_path):
+def test_prompt_caches_load_without_a_model_or_once_one_is_attached(tmp_path):
     file = tmp_path / "cache.safetensors"
     mlx_cache.save_prompt_cache(str(file), [filled(None, 40)])
-    ran = subprocess.run([sys.executable, "-c", LOAD, file], capture_output=True, text=True)
-    assert ran.stdout.strip() == "CompressedKVCache", ran.stderr
+    for more in ([], ["ours"]):
+        args = [sys.executable, "-c", LOAD, file, *more]
+        ran = subprocess.run(args, capture_output=True, text=True)
+        assert ran.stdout.strip() == "CompressedKVCache", ran.stderr
