@@ -15,7 +15,6 @@ from experiments.options import Parser
 from mlxkv import console
 from mlxkv.eval import intervals
 from mlxkv.eval.arms import BASELINE
-from mlxkv.eval.intervals import Interval
 from mlxkv.eval.report import markdown_table
 
 PAGE = RESULTS / "positions.md"
@@ -53,13 +52,9 @@ def _changes(models: Sequence[Cells], preset: str, context: int) -> list[str]:
     ratio = intervals.ratio(values[-1], values[-2])
     return [
         " → ".join(divergence(cells.kl(preset, context).value) for cells in models),
-        two_places(ratio),
+        f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
         " → ".join(str(x[0]) for x in right) if len(asked) == 1 and None not in asked else "–",
     ]
-
-
-def two_places(ratio: Interval) -> str:
-    return f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
 def page(text: str) -> str:

@@ -89,7 +89,7 @@ class Texts:
 
 def _made() -> Iterator[tuple[str, str]]:
     """Yield name and text of each file."""
-    topics, modules = iter(_topics()), _modules()
+    topics, modules = iter(_topics()), [_read(file) for file in _library(documented=False)]
     yield MANUAL, _cut(_until(topics, LENGTH))
     topics = list(topics)
     filled = [*KINDS, *(f"document-{i + 1}" for i in range(DOCUMENTS))]
@@ -99,11 +99,9 @@ def _made() -> Iterator[tuple[str, str]]:
         code = islice(modules, place, None, len(filled) + 2)
         yield name, _cut([*code, *docs], passage)
     for extra in range(2):
-        yield (
-            f"source-{extra + 1}",
-            _cut(islice(modules, len(filled) + extra, None, len(filled) + 2)),
-        )
-    yield "readme", _cut(_unlike(_descriptions()))
+        code = islice(modules, len(filled) + extra, None, len(filled) + 2)
+        yield f"source-{extra + 1}", _cut(code)
+    yield "readme", _cut(_unlike(x.metadata.get_payload() or "" for x in _packages()))
     yield "licence", _cut(_unlike(_licences()))
     yield "records", _cut(_records())
 
@@ -125,23 +123,18 @@ def _place(name: str) -> int:
     return int.from_bytes(sha256(f"{SEED} {name}".encode()).digest()[:8], "big")
 
 
-def _evaluated(module: str) -> bool:
-    """Return whether calibration never reads the documentation of this module."""
-    return sources.in_evaluation(f"module {module}")
-
-
-def _library() -> list[tuple[str, Path]]:
-    """Return module and file of the standard library's code that calibration never reads of."""
+def _library(documented: bool) -> list[Path]:
+    """Return the files of the standard library's modules that calibration never reads of, in a fixed order that mixes
+    subjects: of those whose docstrings are read as documentation, or of the others."""
     home = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted([*home.glob("*.py"), *home.glob("*/*.py"), *home.glob("*/*/*.py")])
-    modules = [(file.relative_to(home).with_suffix("").parts, file) for file in files]
-    return [
-        (parts[0], file)
-        for parts, file in modules
-        if not SKIPPED & set(parts)
-        and not parts[0].startswith("_sysconfig")
-        and _evaluated(parts[0])
-    ]
+    out = []
+    for file in sorted([*home.glob("*.py"), *home.glob("*/*.py"), *home.glob("*/*/*.py")]):
+        parts = file.relative_to(home).with_suffix("").parts
+        used = not SKIPPED & set(parts) and not parts[0].startswith("_sysconfig")
+        used = used and sources.in_evaluation(f"module {parts[0]}")
+        if used and _documented(parts[0]) == documented:
+            out.append(file)
+    return sorted(out, key=lambda file: _place(file.name))
 
 
 def _documented(module: str) -> bool:
@@ -157,12 +150,6 @@ def _topics() -> list[str]:
     return ["\n\n".join(topics[name]) for name in chosen_names]
 
 
-def _modules() -> list[str]:
-    """Return source code, module by module."""
-    files = [file for module, file in _library() if not _documented(module)]
-    return [_read(file) for file in sorted(files, key=lambda file: _place(file.name))]
-
-
 def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
@@ -174,11 +161,6 @@ def _packages() -> list:
     """Return the installed packages, an arbitrary but fixed order, without this one."""
     packages = {package.metadata["Name"] or "": package for package in distributions()}
     return [packages[name] for name in sorted(packages, key=_place) if name not in ("", "mlxkv")]
-
-
-def _descriptions() -> Iterator[str]:
-    for package in _packages():
-        yield package.metadata.get_payload() or ""
 
 
 def _licences() -> Iterator[str]:
@@ -206,8 +188,7 @@ def _records() -> Iterator[str]:
     """Yield JSON of functions, and tables of characters between."""
     letters = [chr(i) for i in range(0x21, 0x3000) if unicodedata.name(chr(i), "")]
     Random(SEED).shuffle(letters)
-    files = [file for module, file in _library() if _documented(module)]
-    for at, file in enumerate(sorted(files, key=lambda file: _place(file.name))):
+    for at, file in enumerate(_library(documented=True)):
         yield from _functions(file)
         rows = letters[20 * at : 20 * at + 20]
         head = ["| code | name | category | direction |", "| --- | --- | --- | --- |"]
