@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import log
-from typing import cast
 
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 
 from mlxkv.calibration.measure import Progress
-from mlxkv.calibration.moments import Sample
-from mlxkv.codec import transform
+from mlxkv.calibration.moments import Sample, srft
 from mlxkv.codec.codec import Codec
 from mlxkv.codec.transform import Transform
 from mlxkv.errors import MachineError
@@ -97,13 +95,9 @@ def _side(
     sigma = np.sqrt((stored**2).mean(1)).astype(np.float32)
     balance = Balance(down, np.maximum(sigma, np.finfo(np.float32).tiny))
     to, back = map(mx.array, balance.pair())
-    pairs = _srft(dims), Transform(to, back)
+    pairs = srft(dims), Transform(to, back)
     outcome = LearnResult(*(error(last, learned.quantizer, pair) for pair in pairs))
     return replace(basis, balance=balance), outcome
-
-
-def _srft(dims: int) -> Transform:
-    return cast(Transform, transform.make("srft", dims, 0))  # None only for "none"
 
 
 def train(
@@ -114,7 +108,7 @@ def train(
     Each step reads BATCH rows, in a fixed order. Raises MachineError.
     """
     dims = x.shape[-1]
-    base = _srft(dims).down if learned.base == "srft" else mx.eye(dims)
+    base = srft(dims).down if learned.base == "srft" else mx.eye(dims)
     params = identity(learned, x.shape[0], dims)
     judge = partial(loss, base=base, quantizer=learned.quantizer)
     step = mx.value_and_grad(judge)

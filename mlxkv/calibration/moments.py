@@ -281,8 +281,12 @@ def products(
 
 def peaks(x: mx.array) -> mx.array:
     """Return the largest absolute values of the channels after SRFT: [B, G, L, D] -> [G, D] float32."""
-    srft = cast(Transform, transform.make("srft", x.shape[-1], 0))  # None only for "none"
-    return mx.abs(srft.store(x)).max((0, 2))
+    return mx.abs(srft(x.shape[-1]).store(x)).max((0, 2))
+
+
+def srft(dims: int) -> Transform:
+    """Return the SRFT that learned transforms are compared with."""
+    return cast(Transform, transform.make("srft", dims, 0))  # None only for "none"
 
 
 # -- Measure how a model's keys rotate with their position.

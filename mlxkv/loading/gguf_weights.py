@@ -1,4 +1,9 @@
-"""Weights of a GGUF file as MLX arrays: codes in a layout that MLX supports are kept, others are decoded."""
+"""Weights of a GGUF file as MLX arrays: codes in a layout that MLX supports are kept, others are decoded.
+
+`mx.load` gives the same arrays for Q4_0, Q4_1 and Q8_0 in half the time (SmolLM2 in Q4_1: .4 s, here .8 s, with 80 MB
+less), but decodes Q4_K and BF16 to float16, refuses files with Q5_0, Q5_1, Q5_K, Q3_K or IQ types, and crashes on some
+damaged headers.
+"""
 
 from __future__ import annotations
 

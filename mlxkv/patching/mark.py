@@ -152,9 +152,8 @@ def unmark(model: nn.Module) -> bool:
 
 def forget_steps(model: nn.Module) -> None:
     """Drop the traced steps of `model`, if it is attached. Call it before a thread ends (`Steps.forget`)."""
-    attachment = vars(model).get(MARK)
-    if attachment is not None:
-        attachment.steps.forget()
+    if (steps := steps_of(model)) is not None:
+        steps.forget()
 
 
 # -- where a model comes from, and the names of its caches in calibrations

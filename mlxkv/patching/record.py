@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,7 +39,7 @@ def record(
 
     calls: if given, calls of linear maps are appended to it. Any error of a foreign model is recorded.
     """
-    logits, hooked = None, []
+    logits = None
 
     def note(call: partial, *args, **kwargs):
         y = call(*args, **kwargs)
@@ -46,16 +47,13 @@ def record(
             calls.append((call.args[0], args[0], y))
         return y
 
+    maps = {} if calls is None else {id(m): m for m in model.modules() if _is_map(m)}
     try:
-        if calls is not None:
-            maps = {id(m): m for m in model.modules() if _is_map(m)}
-            hooked = [hook(module, note) for module in maps.values()]
-        for count in tokens:
-            logits = model(mx.arange(1, count + 1)[None], cache=caches)
+        with _hooked(list(maps.values()), note):
+            for count in tokens:
+                logits = model(mx.arange(1, count + 1)[None], cache=caches)
     except Exception as error:
         return Recording(None, error, calls or [])
-    finally:
-        restore_classes(hooked)
     return Recording(logits, None, calls or [])
 
 
@@ -65,19 +63,22 @@ def _is_map(module: nn.Module) -> bool:
     return holds and not isinstance(module, nn.Embedding)
 
 
-def hook(module: nn.Module, around: Callable) -> tuple[nn.Module, type]:
-    """Route calls of `module` through `around(call, *args, **kwargs)`. Returns an item for `restore_classes`."""
-    cls = type(module)
+@contextmanager
+def _hooked(modules: list[nn.Module], around: Callable) -> Iterator[None]:
+    """Route calls of `modules` through `around(call, *args, **kwargs)` in this block."""
+    classes = [(module, type(module)) for module in modules]
+    try:
+        for module, cls in classes:
+            object.__setattr__(module, "__class__", _routed(cls, around))
+        yield
+    finally:
+        for module, cls in classes:
+            object.__setattr__(module, "__class__", cls)
 
+
+def _routed(cls: type, around: Callable) -> type:
     def __call__(self, *args, **kwargs):
         return around(partial(cls.__call__, self), *args, **kwargs)
 
     members = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    object.__setattr__(module, "__class__", type(cls.__name__, (cls,), members))
-    return module, cls
-
-
-def restore_classes(hooked: list[tuple[nn.Module, type]]) -> None:
-    """Undo calls of `hook`, in reverse order."""
-    for module, cls in reversed(hooked):
-        object.__setattr__(module, "__class__", cls)
+    return type(cls.__name__, (cls,), members)

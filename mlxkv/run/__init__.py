@@ -9,8 +9,8 @@ from mlxkv.formats.config import CacheConfig
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `mlxkv run`. strict: end the process with exit code 2 where a layer that grows stays in
-    full precision. quiet: print warnings only."""
+    """The options of `mlxkv run`. strict: exit with code 2 if a layer whose cache grows stays in full
+    precision. quiet: print only warnings."""
 
     kv: CacheConfig
     strict: bool = False

@@ -1,5 +1,5 @@
-"""Give a model that another program has loaded its compressed caches, and print on stderr what it got and, as the
-process ends, what they held."""
+"""Attach compressed caches to a model that another program has loaded; report them on stderr, and at exit what they
+held."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _reports: set[tuple] = set()  # reports that were printed: a server may load a m
 def compress(
     loaded: Any, options: Options, name: str, folder: Path | None = None
 ) -> list[LayerReport] | None:
-    """Attach `options.kv` to the model that a loader returned, alone or first of a tuple. Returns the reports, or None
-    where that is not possible: then one line says why, and the model stays as it was.
+    """Attach `options.kv` to the model that a loader returned, alone or first in a tuple. Returns the reports; None,
+    with one line that says why and an unchanged model, if it cannot be attached.
 
-    name, folder: of the model, by which its calibration is found or made, with the tokenizer in the tuple, if any.
+    name, folder: of the model, to find or make its calibration. A tokenizer is taken from the tuple.
     """
     model, *companions = loaded if isinstance(loaded, tuple) else (loaded,)
     tokenizer = next((x for x in companions if not isinstance(x, dict)), None)
@@ -61,7 +61,7 @@ def compress(
 
 
 def _origin(name: str, folder: Path, tokenizer: Any) -> Origin:
-    """Return where the model comes from. Raises UserError for a folder that mlxkv would not load."""
+    """Return the model's origin. Raises UserError for a folder that mlxkv would not load."""
     checked = check_folder(folder)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     if tokenizer is None:
@@ -86,7 +86,7 @@ def _refuse(reason: str, options: Options) -> None:
 
 
 def _report(name: str, options: Options, reports: list[LayerReport]) -> None:
-    """Print the report, once for each model."""
+    """Print the report, once per model."""
     lines = summarise(reports)
     asked_for = all(report.reason == ASKED_FOR for report in reports)
     key = name, options.kv.label, *lines
@@ -103,7 +103,7 @@ def _report(name: str, options: Options, reports: list[LayerReport]) -> None:
 
 # -- what caches held
 
-STEP, PART = 16, 16  # tokens more than the longest so far, or a 16th, until one is measured again
+STEP, PART = 16, 16  # measure again after 16 more tokens than the longest so far, or a 16th more
 OURS = (CompressedKVCache, BatchedKVCache)
 
 
@@ -126,7 +126,7 @@ class UsageReport:
     next: int = field(default=1, repr=False)
 
     def see(self, inputs: Any = None, cache: Any = None, *args, **kwargs) -> None:
-        """Note what caches hold after a call of the model with tokens [B, L]."""
+        """Measure the caches after a call of the model with tokens [B, L]."""
         if cache is None:
             self.without += getattr(inputs, "ndim", 0) == 2 and inputs.shape[1] > 1
             return
@@ -164,12 +164,12 @@ TRACKED: list[UsageReport] = []  # of all models of this process
 
 
 def print_line(text: str) -> None:
-    """Print a line on stderr, told apart from the program's own."""
+    """Print a line on stderr, marked as ours."""
     note(f"[mlxkv] {one_line(text)}")
 
 
 def track_usage(model: nn.Module, kv: CacheConfig, reports: list[LayerReport], quiet: bool) -> None:
-    """Watch the calls of an attached model from now on, and tell of them as the process ends unless `quiet`."""
+    """Measure the caches at each call of an attached model; print a summary at exit unless `quiet`."""
     if not any(report.compressed for report in reports):
         return
     usage = UsageReport(kv.label, kv.window)
@@ -180,7 +180,7 @@ def track_usage(model: nn.Module, kv: CacheConfig, reports: list[LayerReport], q
 
 
 def print_usage() -> None:
-    """Say what the caches held; a closed stderr hears nothing."""
+    """Print what the caches held. Ignores a closed stderr."""
     for usage in TRACKED:
         try:
             print_line(usage.line())

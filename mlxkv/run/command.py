@@ -1,4 +1,4 @@
-"""`mlxkv run`: any program that is built on mlx-lm or mlx-vlm, in this process, with compressed caches."""
+"""`mlxkv run`: run a program built on mlx-lm or mlx-vlm in this process, with compressed caches."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run_program(
 
 
 def check_options(args: list[str], kv: str) -> None:
-    """Raise UserError where the program is told to compress its caches itself."""
+    """Raise UserError if the program is told to compress its caches itself."""
     for arg in args:
         if (name := arg.partition("=")[0].replace("_", "-")) in THEIRS:
             raise UserError(
@@ -91,8 +91,8 @@ class Program:
 
 
 def find(words: list[str]) -> Program:
-    """Return the program that a command line names: as a shell finds it, else what lies beside this Python, else a
-    module. Raises UserError."""
+    """Return the program that a command line names: as a shell finds it, else next to this Python, else as a module.
+    Raises UserError."""
     if not words:
         raise UserError(
             "[run] no program; got nothing behind the options; write it like mlxkv run --kv int4 -- "
@@ -147,7 +147,7 @@ def _of_python(python: str, args: list[str]) -> Program:
 
 
 def interpreter(path: str) -> str | None:
-    """Return the Python that a script names in its first lines; a Python's own path; or None."""
+    """Return the Python that a script names in its first lines, `path` itself if it is a Python, or None."""
     if PYTHON.fullmatch(Path(path).name):
         return path
     try:
@@ -166,7 +166,7 @@ def interpreter(path: str) -> str | None:
 
 
 def is_this(python: str) -> bool:
-    """Return whether a path names the interpreter that runs now, with its packages."""
+    """Return whether `python` is the running interpreter, in the same environment."""
     try:
         same = os.path.samefile(python, sys.executable)
         return same and os.path.samefile(Path(python).parent, Path(sys.executable).parent)
@@ -175,7 +175,7 @@ def is_this(python: str) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    """Return whether this Python finds a module. Its package is not imported, which may take long."""
+    """Return whether this Python finds a module, without importing its package, which may take long."""
     top, *rest = name.split(".")
     sys_path, sys.path = sys.path, [os.getcwd(), *sys.path]
     try:
@@ -197,8 +197,8 @@ def _is_module(name: str) -> bool:
 
 
 def start(program: Program, options: Options) -> int:
-    """Run `program` to its end and return 0. What it raises is raised, SystemExit among it; a traceback is
-    printed as Python does it, and ends the process with code 1."""
+    """Run `program` and return 0. SystemExit and the like propagate; for other errors, print the traceback as Python
+    does and exit with code 1."""
     console.STREAMS.restore()
     sys.excepthook = sys.__excepthook__  # typer has its own
     watch(options)
@@ -219,7 +219,7 @@ def start(program: Program, options: Options) -> int:
 
 
 def _of_the_program(traceback):
-    """Return a traceback without the frames that started the program."""
+    """Return a traceback without our frames."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename in INSIDE:
         traceback = traceback.tb_next
     return traceback

@@ -1,5 +1,4 @@
-"""Wrap the functions of mlx-lm and mlx-vlm that load models, as a program imports them: what they return gets
-compressed caches.
+"""Wrap the model loaders of mlx-lm and mlx-vlm when a program imports them, so that its models get compressed caches.
 
 Imports nothing heavy: the program may set up its environment before it imports a framework.
 """
@@ -16,18 +15,17 @@ from types import ModuleType
 
 from mlxkv.run import Options
 
-# Of each library, the functions that return a model, alone or first of a tuple, of which the first one reads a folder;
-# or saved caches.
+# By module: functions that return a model, alone or first in a tuple (the first one reads a folder), or saved caches.
 LOADERS = {
     "mlx_lm.utils": ("load_model", "load", "sharded_load"),
     "mlx_vlm.utils": ("load_model", "load"),
     "mlx_lm.models.cache": ("load_prompt_cache",),
 }
-NAMES = ("model_path", "path_or_hf_repo", "repo")  # of what their first parameter takes
+NAMES = ("model_path", "path_or_hf_repo", "repo")  # of their first parameter
 
 
 class _Call(threading.local):
-    """The outermost call of a loader in this thread. folder: from which weights were read."""
+    """The outermost loader call in this thread. folder: that weights were read from."""
 
     depth = 0
     folder: Path | None = None
@@ -43,7 +41,7 @@ def watch(options: Options) -> None:
 
 @dataclass
 class _Finder:
-    """Leaves finding modules to the other finders, and wraps the loaders in a module once it has run."""
+    """Wraps the loaders in a module once it has run; other finders find the modules."""
 
     options: Options
 
@@ -53,9 +51,7 @@ class _Finder:
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and (loader := spec.loader) is not None:
-            run = (
-                loader.exec_module
-            )  # of this loader, which serves one module, and stays for tools that read sources
+            run = loader.exec_module  # tools that read sources need this loader, so it stays
 
             def exec_module(module: ModuleType) -> None:
                 run(module)

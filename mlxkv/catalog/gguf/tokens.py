@@ -121,7 +121,7 @@ def end_tokens(metadata: dict[str, Any]) -> list[int]:
 
 
 def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.jsonfrom metadata checked by `vocabulary`."""
+    """Write tokenizer.json and tokenizer_config.json from metadata checked by `vocabulary`."""
     from tokenizers import AddedToken, processors
 
     tokens, kinds = _values(metadata, "tokens"), _values(metadata, "token_type")
