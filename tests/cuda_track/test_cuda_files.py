@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 from methods import config_named
+from mlx_lm.models.cache import RotatingKVCache
 from tensors import to_mlx, to_torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from cuda_track.cache.attention import attend
 from cuda_track.cache.compressed import CompressedKVCache
 from cuda_track.codec import maps
 from cuda_track.codec.codec import Codec
 from cuda_track.codec.records import as_codes
+from cuda_track.models import prompt_cache
 from cuda_track.models.prompt_cache import _maps
 from mlxkv.cache.attention import attend as mlx_attend
 from mlxkv.cache.compressed import CompressedKVCache as MlxCache
@@ -57,6 +60,26 @@ def test_page_records_of_the_other_side_are_read(subtests):
             back = as_codes(to_torch(right), codecs)
             for name, side in state.items():
                 assert all(torch.equal(back[name][n], to_torch(x)) for n, x in side.items())
+
+
+def test_windows_are_kept_as_rings_of_the_other_side(subtests):
+    window, x = 8, torch.arange(12.0).view(1, 1, 12, 1)
+    for tokens in (window - 1, window, window + 1, 12):
+        with subtests.test(tokens=tokens):
+            layer, back = (DynamicSlidingWindowLayer(sliding_window=window) for _ in range(2))
+            theirs = RotatingKVCache(max_size=window)
+            for token in x[:, :, :tokens].split(1, 2):
+                layer.update(token, token)
+                theirs.update_and_fetch(to_mlx(token), to_mlx(token))
+            state = prompt_cache._state_of(layer)
+            assert state["0"].shape[2] == state["1"].shape[2] == min(tokens, window)
+            assert (state["2"], state["4"]) == (tokens, window)
+            back.update(x[:, :, :1], x[:, :, :1])
+            prompt_cache._fill(back, state)
+            assert torch.equal(back.keys, layer.keys) and back.get_seq_length() == tokens
+            ring = {"0": to_torch(theirs.keys), "1": to_torch(theirs.values), "5": theirs._idx}
+            prompt_cache._fill(back, state | ring)
+            assert torch.equal(back.keys, layer.keys)
 
 
 def test_states_are_read_on_the_other_side(subtests):
