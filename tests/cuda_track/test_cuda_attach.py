@@ -5,6 +5,7 @@ import io
 import pickle
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +108,11 @@ def test_capped_scores_and_sinks_are_no_reason_by_themselves(subtests):
             with subtests.test(cache=cache, name=name):
                 report = cache.report(0, parse_kv(name), torch.device("cpu"))
                 assert ("" if report.compressed else report.reason) == reason
+
+
+def test_masks_have_a_column_for_each_token_that_is_kept():
+    cache = SimpleNamespace(offset=100, windows=SimpleNamespace(dropped=30))
+    assert CompressedLayer(cache).get_mask_sizes(4) == (74, 30)
 
 
 def test_the_dry_run_leaves_a_model_as_it_was(llama):
