@@ -140,7 +140,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = options.output.with_suffix("") / ROWS
     gpu = _read(options.gpu) if options.gpu else kept(rows)["gpu"] if rows.exists() else {}
-    mlx = {name: value for name, value in _doctor().items() if name in MLX}
+    report = json.loads(_run("-m", "mlxkv", "doctor", "--json").stdout.splitlines()[-1])
+    mlx = {name: value for name, value in report.items() if name in MLX}
     measured = {"mlx": mlx, "torch": _torch(), "gpu": gpu}
     options.output.write_text(page_of(measured), encoding="utf-8")
     rows.parent.mkdir(exist_ok=True)
@@ -158,12 +159,6 @@ def main() -> None:
 def kept(rows: Path) -> dict:
     """Return what a page was made of."""
     return json.loads(gzip.decompress(rows.read_bytes()))
-
-
-def _doctor() -> dict:
-    """Return the report of `mlxkv doctor` on this machine."""
-    process = _run("-m", "mlxkv", "doctor", "--json")
-    return json.loads(process.stdout.splitlines()[-1])
 
 
 def _torch() -> dict:
