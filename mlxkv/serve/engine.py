@@ -29,7 +29,6 @@ from mlxkv.patching.mark import forget_steps
 from mlxkv.serve import sampling
 from mlxkv.serve.grammar import Constraint, Grammars
 from mlxkv.serve.memory import Memory, cut_padding, shapes_of, used_memory
-from mlxkv.serve.metrics import Metrics
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
@@ -60,7 +59,8 @@ class Engine:
     ready: set when the model is loaded. problem: the error that ended the thread for good, or None. is_ending:
     whether new requests are refused and sessions saved. is_batchable: whether requests are decoded together.
     jobs: active requests by the batch's uid. kv_allocated: bytes allocated for their caches, slack included.
-    vocabulary: the model's vocabulary size. loaded, memory, sessions: set once it is ready without a problem.
+    vocabulary: the model's vocabulary size. faults: failures of this thread. loaded, memory, sessions: set once it is
+    ready without a problem.
     """
 
     loaded: Loaded
@@ -68,7 +68,7 @@ class Engine:
     sessions: Sessions
 
     def __init__(self, options: ServeOptions):
-        self.options, self.metrics = options, Metrics()
+        self.options, self.faults = options, 0
         self.ready, self.is_ending = Event(), False
         self.problem: Exception | None = None
         self.vocabulary, self.is_batchable = 0, False
@@ -182,7 +182,7 @@ class Engine:
         """Send the error to all waiting clients, and reset to an empty batch. With several processes, end: they are out
         of step."""
         logging.exception("generation failed")
-        self.metrics.counts["faults"] += 1
+        self.faults += 1
         message = f"[serve] generation failed: {type(error).__name__}: {errors.reason(error)}"
         if self._step_down(error):
             message += "; the kernels that failed are switched off: ask again"

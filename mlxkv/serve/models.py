@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,7 +23,6 @@ from mlxkv.errors import UserError
 from mlxkv.generate.usage import window_of
 from mlxkv.machine import USABLE, footprint, machine_memory
 from mlxkv.metal.launch import backend
-from mlxkv.serve import metrics
 from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.engine import LEAST_MEMORY, Engine
 from mlxkv.serve.grammar import calls_of
@@ -45,6 +45,7 @@ class LoadedModel:
 
     def __init__(self, options: ServeOptions, worker: Worker | None = None):
         self.options, self.engine, self.users = options, Engine(options), 0
+        self.metrics = Metrics()
         try:
             self.loaded = self.engine.wait_until_ready()
             self.name = name_of(self.loaded.name)
@@ -257,15 +258,92 @@ class Models:
     def metrics(self, responses: Counter[int], wrong_keys: int) -> str:
         """Return the /metrics page. responses: counts by status."""
         loaded_models = {self.first.name: self.first} | self.loaded
-        models = {
-            name: (loaded_model.engine.metrics, loaded_model.kv())
-            for name, loaded_model in loaded_models.items()
-        }
+        for loaded_model in loaded_models.values():
+            loaded_model.metrics.counts["faults"] = loaded_model.engine.faults
+        models = {name: (each.metrics, each.kv()) for name, each in loaded_models.items()}
         gauges: dict[str, float] = {"active_requests": self.active, "wrong_keys": wrong_keys}
         gauges |= {f"kv_{name}": value for name, value in _process_memory().items()}
-        return metrics.text(responses, gauges, models)
+        return metrics_page(responses, gauges, models)
 
 
 def _process_memory() -> dict[str, int]:
     """Return the bytes of all models: MLX's arrays, including weights, and the whole process."""
     return {"mlx_bytes": mx.get_active_memory(), "process_bytes": footprint()}
+
+
+# -- metrics: counts and times since the start of the server, in Prometheus' text format
+
+BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
+COUNTERS = {
+    "prompt_tokens": "Tokens of prompts.",
+    "cached_tokens": "Tokens of prompts that a cache held already.",
+    "generated_tokens": "Tokens of replies.",
+    "cut_off": "Replies whose reader left.",
+    "faults": "Failures of the generation thread.",
+}
+# Parts of the /v1/kv document exported as gauges.
+GAUGES = {
+    "memory": ("kv", "Of KV caches."),
+    "sessions": ("sessions", "Of the prompt cache."),
+    "disk": ("disk", "Of sessions on disk."),
+}
+TIMES = {
+    "first_token": "Seconds to the first token.",
+    "duration": "Seconds to the end of a reply.",
+}
+
+
+class Metrics:
+    """Counters of one model, named as in `COUNTERS`. For the event loop."""
+
+    def __init__(self):
+        self.counts: Counter[str] = Counter()
+        # Counts of observations at or below each of `BUCKETS`, the total count, and the sum.
+        self.times = {name: [0.0] * (len(BUCKETS) + 2) for name in TIMES}
+
+    def took(self, name: str, seconds: float) -> None:
+        """Record an observation of one of `TIMES`."""
+        counts = self.times[name]
+        for i, bound in enumerate((*BUCKETS, inf)):
+            counts[i] += seconds <= bound
+        counts[-1] += seconds
+
+
+def metrics_page(
+    responses: Counter[int], gauges: dict[str, float], models: dict[str, tuple[Metrics, dict]]
+) -> str:
+    """Return the page of `/metrics`. responses: counts by status. gauges: the server's. models: metrics of the loaded
+    models, and their /v1/kv documents."""
+    families: dict[str, list[str]] = {}
+
+    def add(name: str, kind: str, words: str, value: float, suffix: str = "", **labels) -> None:
+        full = f"mlxkv_{name}"
+        lines = families.setdefault(full, [f"# HELP {full} {words}", f"# TYPE {full} {kind}"])
+        shown = ",".join(f'{label}="{_escaped(str(x))}"' for label, x in labels.items())
+        lines.append(f"{full}{suffix}{f'{{{shown}}}' if shown else ''} {value:.10g}")
+
+    for status, count in sorted(responses.items()):
+        add("responses_total", "counter", "HTTP responses.", count, status=status)
+    for name, value in gauges.items():
+        add(name, "gauge", "Of the whole server.", value)
+    for model, (metrics, document) in models.items():
+        for name, words in COUNTERS.items():
+            add(f"{name}_total", "counter", words, metrics.counts[name], model=model)
+        for name, words in TIMES.items():
+            family = f"{name}_seconds", "histogram", words
+            *counts, total, seconds = metrics.times[name]
+            for bound, count in zip((*BUCKETS, "+Inf"), (*counts, total), strict=True):
+                add(*family, count, "_bucket", model=model, le=bound)
+            add(*family, seconds, "_sum", model=model)
+            add(*family, total, "_count", model=model)
+        words = "Of a request that is admitted now."
+        add("safe_tokens", "gauge", words, document["safe_tokens"], model=model)
+        for part, (prefix, words) in GAUGES.items():
+            for name, value in (document[part] or {}).items():
+                add(f"{prefix}_{name}", "gauge", words, value, model=model)
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)
+
+
+def _escaped(text: str) -> str:
+    """Escape a label's value. Prometheus accepts no other escapes, and rejects the page otherwise."""
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -29,7 +29,7 @@ from serving import (
 )
 
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.metrics import Metrics, text
+from mlxkv.serve.models import Metrics, metrics_page
 from mlxkv.serve.request import Job
 
 
@@ -110,7 +110,7 @@ def test_buckets_count_what_took_no_longer():
     for name, seconds in (("first_token", 0.05), ("duration", 0.2), ("duration", 7.0)):
         metrics.took(name, seconds)
     document = {"safe_tokens": 1, "memory": {}, "sessions": {}, "disk": None}
-    page = text(Counter(), {}, {'ä "b"': (metrics, document)})
+    page = metrics_page(Counter(), {}, {'ä "b"': (metrics, document)})
     lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
     model = 'model="ä \\"b\\""'  # Prometheus refuses a page with \\u00e4
 
@@ -166,13 +166,13 @@ def test_what_this_server_does_not_have(server):
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_a_client_that_hangs_up_frees_its_place(server, streamed):
-    before = server.engine.metrics.counts["cut_off"]
+    before = server.loaded_model.metrics.counts["cut_off"]
     with asking(server, **ENDLESS, stream=streamed) as line:
         assert not streamed or line.recv(10).startswith(b"HTTP")
         until(lambda: server.engine.jobs)
         (job,) = server.engine.jobs.values()
     settled(server)
-    until(lambda: server.engine.metrics.counts["cut_off"] == before + 1)
+    until(lambda: server.loaded_model.metrics.counts["cut_off"] == before + 1)
     assert job.cache_tokens < ENDLESS["max_tokens"]  # nothing more is written
 
 
@@ -185,7 +185,7 @@ def test_who_leaves_while_waiting_is_forgotten(model_folder, monkeypatch):
             until(lambda: server.engine.memory.promised)  # it is taken up
             with asking(server, prompt=LONG, max_tokens=1500):
                 until(lambda: server.models.active == 2)
-            until(lambda: server.engine.metrics.counts["cut_off"] == 1)
+            until(lambda: server.loaded_model.metrics.counts["cut_off"] == 1)
         assert first.result()["usage"]["completion_tokens"] == 3
         assert settled(server)["sessions"]["lookups"] == 1
 

@@ -89,7 +89,7 @@ def test_who_leaves_while_the_prompt_is_read_alone_gets_no_more_of_it(one_by_one
     with held(monkeypatch, Job, "put", kind=tuple):  # between the parts of a prompt
         with asking(server, prompt="a" * 100, max_tokens=4):
             until(lambda: server.engine.sessions.counts["lookups"])
-        until(lambda: server.engine.metrics.counts["cut_off"] == 1)
+        until(lambda: server.loaded_model.metrics.counts["cut_off"] == 1)
     tokens = server.engine.tokenizer.encode("a" * 100)
     settled(server)
     assert all(one.tokens != tokens for one in server.engine.sessions.entries)  # read to its end

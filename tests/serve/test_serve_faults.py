@@ -61,19 +61,19 @@ def test_clients_that_hang_up_anywhere(server):
 
 @pytest.mark.parametrize("more", [{}, {"seed": 1}], ids=("batched", "seed"))
 def test_the_best_of_more_tokens_than_there_are(server, more):
-    faults = server.engine.metrics.counts["faults"]
+    faults = server.engine.faults
     for top in (server.engine.vocabulary - 1, server.engine.vocabulary, 1 << 20):
         complete(server, "a", 3, temperature=1, top_k=top, **more)
-    assert server.engine.metrics.counts["faults"] == faults
+    assert server.engine.faults == faults
 
 
 def test_a_sampler_that_raises_leaves_the_next_one_its_random_numbers(server, monkeypatch):
-    faults = server.engine.metrics.counts["faults"]
+    faults = server.engine.faults
     with monkeypatch.context() as patch:
         broken = partial(apply_top_k, top_k=1 << 20)  # while MLX traces it
         patch.setattr(sampling, "make_sampler", lambda *_, **__: broken)
         refused(server, 500, prompt="a", temperature=1, max_tokens=3)
-    assert server.engine.metrics.counts["faults"] == faults + 1
+    assert server.engine.faults == faults + 1
     complete(server, "a", 3, temperature=1)
 
 

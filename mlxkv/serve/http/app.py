@@ -24,7 +24,7 @@ from mlxkv.serve.apis.reply import Reply
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.access import Keys, check_host, given_key, tenant
 from mlxkv.serve.http.connection import DRAIN, PACE, SECONDS, Limits, late
-from mlxkv.serve.models import Models
+from mlxkv.serve.models import Metrics, Models
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.prompts import APIS, COUNT
 from mlxkv.serve.refusals import Refused, fault
@@ -259,13 +259,13 @@ class ReplyStream:
                 finally:
                     watch.cancel()
                     job.cancelled = True
-                    scope["counts"] = self._counts(engine, reply, job)
+                    scope["counts"] = self._counts(loaded_model.metrics, reply, job)
                 reply.close(engine.kv_document(job), job.text.word)
                 await write(reply.flush(), more=False)
                 if not reply.streams:
                     await JSONDocument(reply.document())(scope, receive, send)
         except ClientDisconnect:
-            engine.metrics.counts["cut_off"] += 1
+            loaded_model.metrics.counts["cut_off"] += 1
         except Exception as error:
             refused = error if isinstance(error, Refused) else fault(error)
             if reply is None or not has_begun:
@@ -294,12 +294,11 @@ class ReplyStream:
                 reply.wait(*item)
             await write(reply.flush())
 
-    def _counts(self, engine: Engine, reply: Reply, job: Job) -> str:
+    def _counts(self, metrics: Metrics, reply: Reply, job: Job) -> str:
         """Update the metrics for a reply that has begun, and return its part of the log line."""
         if not reply.has_begun:
             return ""
-        start = reply.prompt
-        metrics, total, reused = engine.metrics, start.prompt_tokens, start.cached_tokens
+        total, reused = reply.prompt.prompt_tokens, reply.prompt.cached_tokens
         metrics.counts.update(
             prompt_tokens=total, cached_tokens=reused, generated_tokens=reply.count
         )
