@@ -3,10 +3,10 @@ copies, pickles, prefix snapshots."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from inspect import currentframe
 from types import MethodType
 from typing import Any
 
@@ -31,10 +31,10 @@ class BatchMethod:
     """Descriptor of a class method that makes a batch. A cache that is not `batchable` lacks the attribute, which hosts
     test before they serve sequences together."""
 
-    def __init__(self, function: Callable):
+    def __init__(self, function: Callable[..., Any]):
         self._function = function
 
-    def __get__(self, cache, kind: type):
+    def __get__(self, cache: Any, kind: type) -> MethodType:
         if cache is not None and not cache.batchable:
             raise AttributeError("sequences of this model are read one at a time")
         return MethodType(self._function, kind)
@@ -50,9 +50,13 @@ class Contract:
         Raises UserError if mlx-lm's plain attention asks for it with one of our views: then the model is not patched,
         and would fail with a TypeError about arrays.
         """
-        caller = sys._getframe(1)
-        is_attention = caller.f_code.co_name == "scaled_dot_product_attention"
-        if is_attention and not isinstance(caller.f_locals.get("keys"), mx.array):
+        frame = currentframe()
+        caller = frame and frame.f_back
+        if (
+            caller is not None
+            and caller.f_code.co_name == "scaled_dot_product_attention"
+            and not isinstance(caller.f_locals.get("keys"), mx.array)
+        ):
             raise UserError(
                 "[attach] only an attached model reads compressed caches; got one in a model that is "
                 "not attached, or not any more; attach the model first, or make another cache"
@@ -68,7 +72,7 @@ class Contract:
         )
         return self
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]):
         out = memo[id(self)] = object.__new__(type(self))
         vars(out).update(deepcopy(vars(self), memo))
         return out
@@ -78,30 +82,30 @@ class Snapshots:
     """A mixin of the cache of one sequence: mlx-vlm's prefix cache keeps its state, codes and windows
     (`prefix_cache_snapshot`, `prefix_cache_restore`), and its batches are made of it."""
 
-    state: dict
+    state: dict[str, Any]
     meta_state: str
-    merge: Callable[[list], Any]
+    merge: Callable[[list[Any]], Any]
 
-    def prefix_cache_snapshot(self) -> dict:
+    def prefix_cache_snapshot(self) -> dict[str, Any]:
         """Return a tree of arrays for `prefix_cache_restore`; they may be shared with this cache."""
         return {"state": self.state, "meta_state": self.meta_state}
 
-    def prefix_cache_restore(self, snapshot: dict) -> None:
+    def prefix_cache_restore(self, snapshot: dict[str, Any]) -> None:
         """Restore a snapshot. Supports objects made by `__new__`, as mlx-vlm makes them."""
         self.state = snapshot["state"]
 
-    def prefix_cache_reserve(self, min_capacity_tokens: int) -> tuple:
+    def prefix_cache_reserve(self, min_capacity_tokens: int) -> tuple[()]:
         """Return no arrays to evaluate: pages grow by a share, and windows are allocated with slack."""
         return ()
 
-    def prefix_cache_merge(self, rows: list, prefix_lens: list[int]):
+    def prefix_cache_merge(self, rows: list[Any], prefix_lens: list[int]) -> Any:
         """Merge caches of one sequence each into a batch; None unless all are compressed."""
         if not all(isinstance(row, Snapshots) for row in rows):
             return None
         return self.merge(rows)
 
 
-def from_state(cls: type, state: dict, is_single: bool = False):
+def from_state(cls: Any, state: dict[str, Any], is_single: bool = False) -> Any:
     """Unpickle a cache of one sequence. is_single: whether it is not batchable."""
     out = cls.from_state(state)
     out.batchable = not is_single

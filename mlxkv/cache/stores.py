@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -31,10 +31,10 @@ class PageKind:
     """Identity of the constants, other than shapes, in a trace over pages."""
 
 
-_forms: WeakValueDictionary[tuple, PageKind] = WeakValueDictionary()
+_forms: WeakValueDictionary[tuple[object, ...], PageKind] = WeakValueDictionary()
 
 
-Self = TypeVar("Self", bound="PageStore")
+Self = TypeVar("Self", bound="PageStore[Any, Any]")
 Snapshot = TypeVar("Snapshot", CodePages, RecordPages)  # that a kind of store returns
 
 
@@ -61,14 +61,14 @@ class PageStore(Generic[Name, Snapshot]):
 
         self.codecs = codec_of("keys", dims[0]), codec_of("values", dims[1])
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         return self._with_pages(deepcopy(self.pages, memo))
 
     def empty(self: Self) -> Self:
         """Return a store of the same kind without pages."""
         return self._with_pages(Pages())
 
-    def _with_pages(self: Self, pages: Pages) -> Self:
+    def _with_pages(self: Self, pages: Pages[Any]) -> Self:
         store = copy(self)  # all but the pages is shared: MLX's kernel builders cannot be copied
         store.pages, store._all = pages, None
         return store
@@ -156,12 +156,12 @@ class Codes(PageStore[tuple[str, str], CodePages]):
     def state(self) -> dict[str, Stored]:
         return self._by_side(self.pages.read())
 
-    def restore(self, state: dict, count: int) -> None:
+    def restore(self, state: dict[str, Any], count: int) -> None:
         """Restore `count` pages from the state of either store."""
         self._all = None
         if "records" in state:
             state = records.to_codes(state, self.codecs)
-        arrays = {}
+        arrays: Named[tuple[str, str]] = {}
         for side, code in zip(self.sides, self.codecs, strict=False):
             if set(state[side]) != code.quantizer.tensors:
                 raise ValueError(f"arrays {', '.join(sorted(state[side]))} for {side}")
@@ -194,8 +194,6 @@ class LatentCodes(Codes):
 class Records(PageStore[str, RecordPages]):
     """Quantized pages for kernels: a buffer of page records, and one of headers for formats that have them."""
 
-    backend: PortableBackend
-
     def __init__(
         self,
         config: CacheConfig,
@@ -205,11 +203,12 @@ class Records(PageStore[str, RecordPages]):
     ):
         super().__init__(config, dims, layer_maps)
         self.layout = record_layout(config, *(code.dims for code in self.codecs))
-        self.backend = backend
+        self.backend: Backend = backend
+        self._quantize = backend.quantize
         self.transforms = self.codecs[0].transform, self.codecs[1].transform
 
     def encode(self, pair: Pair, tokens: int, start: int) -> Stored:
-        return self.backend.quantize(pair, self.codecs, self.layout, start, tokens)
+        return self._quantize(pair, self.codecs, self.layout, start, tokens)
 
     def of_many(self, heads: int) -> Records:
         """Return an empty store of the same kind for the pages of several sequences."""
@@ -221,10 +220,11 @@ class Records(PageStore[str, RecordPages]):
         run = Run(buffer, tokens // TOKENS, self.layout, page, self.transforms, headers)
         return RecordPages(self.codecs, self.backend, run)
 
-    def is_like(self, store: PageStore) -> bool:
+    def is_like(self, store: PageStore[Any, Any]) -> bool:
         """Return whether the same kernels read the pages of both."""
-        kinds = ((type(x), x.config, x.dims) for x in (self, store))
-        return next(kinds) == next(kinds) and self.backend == store.backend
+        if type(self) is not type(store) or self.backend != store.backend:
+            return False
+        return self.config == store.config and self.dims == store.dims
 
     def transported(self, codecs: tuple[Codec, Codec]) -> dict[str, mx.array]:
         """Return the pages re-encoded in the bases of `codecs`.
@@ -256,7 +256,7 @@ class Records(PageStore[str, RecordPages]):
         """Return the arrays to save."""
         return self.pages.read()
 
-    def restore(self, state: dict, count: int) -> None:
+    def restore(self, state: dict[str, Any], count: int) -> None:
         """Take over the `count` pages of a state of either store. Raises ValueError for records of another layout."""
         self._all = None
         if "records" not in state:
