@@ -80,9 +80,7 @@ def test_bytes_are_those_of_caches_of_every_preset(dim, subtests):
         config = fitted(name, dim)
         if config.why_not(dim, dim):
             continue
-        # All of them take minutes on a CPU.
-        most = 8192 if name == "int4" and dim == 64 else 1000
-        for tokens in (n for n in lengths(config) if n <= most):
+        for tokens in (n for n in lengths(config) if n <= 1000):
             with subtests.test(name=name, tokens=tokens):
                 cache = read(made(config, dim), tokens, dim)
                 assert shape(config, dim).allocated(tokens) == cache.nbytes
@@ -117,10 +115,14 @@ def test_bytes_are_those_of_records(name):
         assert codes == records if is_whole else codes < records
 
 
+FOLLOWED = ["int4", "oscar-int4", "int4+keep0.5", "oja-0.75", "oja-0.75+pinned"]
+
+
 @pytest.mark.parametrize(
-    "name", ["int4", "oscar-int4", "int4+keep0.5", "oja-0.75", "oja-0.75+pinned"]
+    ("name", "prompt"),
+    # Behind 32 pages, room for more than one.
+    [*((name, prompt) for name in FOLLOWED for prompt in (0, 300)), ("int4", 4400)],
 )
-@pytest.mark.parametrize("prompt", [0, 300])
 def test_eager_growth_in_a_decode_loop(name, prompt):
     """One token after the other, from nothing and behind a prompt: what it drops or moves is gone with the first."""
     config, dim = fitted(name, 64), 64
