@@ -2,9 +2,8 @@
 
 Rank 0 serves the clients. Anything that depends on a clock, a socket, a thread, a template or one machine's memory is
 decided by rank 0 or agreed by all; each process derives the rest (which request fits, which session is found, which is
-evicted). Rank 0 sends JSON, so that receiving runs no code.
-Collective: `share`, `together`, `most`, `least`, `tokens`, `step` and `start` are for the
-generation thread, and every process has to make the same calls.
+evicted). Rank 0 sends JSON, so that receiving runs no code. `share`, `run_on_all`, `all_max`, `all_min`, `tokens`,
+`step` and `start` are collective: for the generation thread, and every process must make the same calls.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Ranks:
     """This process and its group, possibly of one.
 
     many: whether there are other processes. group: None without them. heard: `time.monotonic()` when all were last in
-    step. ending: whether this process was asked to end. ended: whether all know that some process was.
+    step. ending: whether this process was asked to end. ended: whether all processes know that one was.
     """
 
     def __init__(self):

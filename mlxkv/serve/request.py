@@ -1,4 +1,4 @@
-"""A request on its way from an API to the batch: its fields, its prompt, and the generation thread's job."""
+"""A request from an API to the batch: its fields, its prompt, and its job for the generation thread."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ DEFAULT_NAMES = ("default", "default_model")
 
 @dataclass(frozen=True)
 class Request:
-    """Fields have the names of OpenAI's API and of mlx-lm's server.
+    """Fields are named as in OpenAI's API and mlx-lm's server.
 
-    chat: whether `messages` (with `tools`, `chat_template_kwargs`) are to be answered, or `prompt` to
-    be continued, a text or its tokens. max_tokens: of the longest reply. shorten: whether the reply may be shorter
-    where memory has no room for it. continue_final_message: the last message is the start of the reply, which
-    goes on (as in vLLM and transformers). include_usage: whether a stream ends with counts. top_logprobs: -1 for
-    none. user, cache_salt: whose caches are used, within an API key. grammar: llguidance's, which the reply follows,
-    or None. repetition_penalty: 0 for none. custom_tools: names of those whose argument is a free text. echo: fields
-    that the reply repeats.
+    chat: whether to answer `messages` (with `tools`, `chat_template_kwargs`) or to continue `prompt`, a text or its
+    tokens. max_tokens: longest reply. shorten: whether to shorten the reply if memory is short.
+    continue_final_message: whether the last message is the start of the reply (as in vLLM and transformers).
+    include_usage: whether a stream ends with counts. top_logprobs: -1 for none. user, cache_salt: separate the caches
+    of one API key. grammar: llguidance's grammar of the reply, or None. repetition_penalty: 0 for none. custom_tools:
+    names of tools that take free text. echo: fields repeated in the reply.
     """
 
     chat: bool
@@ -74,10 +73,12 @@ LOCAL_FIELDS = (
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What requests are checked against: the names of the model and of its preset; the longest reply,
-    and the one of a request that names none; the size of the vocabulary; how
-    the model's tool calls begin and end; how its makers want replies drawn; what the model takes, where that is
-    known; whether schemas may be compiled here. Counts are in tokens."""
+    """What requests are checked against. Counts are in tokens.
+
+    kv: the preset. longest: longest reply. max_tokens: longest reply of a request without a limit. vocabulary: its
+    size. calls: marks of tool calls. sampling: the makers' defaults. context: None if unknown. compiles: whether
+    schemas may be compiled in this process.
+    """
 
     model: str
     kv: str
@@ -99,8 +100,8 @@ def no_model(name: str, names: tuple[str, ...]) -> Refused:
 class Prompt(NamedTuple):
     """The tokens of a request.
 
-    segments: the same, cut behind the system's words and before a tail of thinking: whose caches are kept.
-    state: in which the reply begins, "normal" or "reasoning".
+    segments: the same, split after the system message and before a tail of thinking: their caches are stored.
+    state: the reply's initial state, "normal" or "reasoning".
     """
 
     tokens: list[int]
@@ -127,8 +128,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a reply. text: what may be sent now. reason: why the reply ends with it, or None. logprob: its
-    entry in OpenAI's log-probabilities, where they were asked for."""
+    """A token of a reply. text: what can be sent now. reason: the finish reason if it is the last, else None. logprob:
+    its entry in OpenAI's log-probabilities, if requested."""
 
     text: str
     reason: str | None = None
@@ -139,13 +140,12 @@ class Token:
 class Job:
     """A request's state, shared by the event loop and the generation thread.
 
-    tenant: whose prompt cache it uses. is_operator: whether its client may know what others ask. constraint: makes the
-    reply follow the request's grammar, where it has one. cancelled: nobody waits for the reply. channel: gets `Start`,
-    numbers of tokens of the prompt (read, all), each `Token`, and None at the end; or an error.
-    dropped: messages of the chat that the context had no room for. is_reading: whether its prompt is not read yet.
-    logits: of the tokens that come next, where probabilities were asked for: mlx-lm's have the rounding of 16 bits.
-    text: there once it has begun. cached_tokens: of its prompt, found in a cache. cache_tokens: in its caches now.
-    tokens, usage: of its caches; there at the end.
+    dropped: number of messages dropped to fit the context. is_operator: whether its client may see other clients'
+    load. constraint: enforces the grammar, if there is one. cancelled: whether the client has left. is_reading: whether
+    the prefill is unfinished. channel: receives `Start`, prefill progress (done, total), each `Token`, and None at the
+    end; or an error. text: set when the request begins. logits: of the next tokens, if log-probabilities were
+    requested: mlx-lm's are rounded to 16 bits. cached_tokens: tokens of the prompt found in a cache. cache_tokens:
+    tokens in its caches now. tokens, usage: totals of its caches, set at the end.
     """
 
     request: Request
@@ -181,6 +181,6 @@ class Job:
         self.channel.put(item)
 
     def note_logits(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Keep logits [1, V], and return them: a processor of mlx-lm, which comes last."""
+        """Store and return logits [1, V]: a logits processor of mlx-lm, the last one."""
         self.logits.append(logits[0])
         return logits

@@ -1,4 +1,4 @@
-"""Start and end of `mlxkv serve`: loads the model, listens, and puts sessions away at the end."""
+"""Start and end `mlxkv serve`: load the model, listen, and save sessions at the end."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from mlxkv.serve.models import Models
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import Worker
 
-GRACE = 5.0  # seconds for replies under way when the end is asked for; Docker kills after 10
-TOLD = 2.0  # seconds for their clients to read that they were cut off
+GRACE = 5.0  # seconds for active replies on shutdown; Docker kills after 10
+TOLD = 2.0  # seconds for their clients to receive the error
 
 
 class Server:
-    """The model, its caches and the connections of its clients. Raises the errors of loading, and OSError if
-    it cannot listen."""
+    """The models and the connections of their clients. Raises the errors of loading, and OSError if it cannot
+    listen."""
 
     def __init__(self, options: ServeOptions):
         self._asked = 0
-        self._parent = os.environ.get(PARENT)  # None: it ends by itself
+        self._parent = os.environ.get(PARENT)  # None: it does not end with its parent
         worker = Worker()
-        worker.start()  # it is ready by the time that the model is
+        worker.start()  # it gets ready while the model is loaded
         try:
             self.models = models = Models(options, worker)
         except KeyboardInterrupt:  # no state to save, and loading cannot be interrupted
@@ -70,14 +70,14 @@ class Server:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def serve(self) -> None:
-        """Serve until `stop`; then replies under way have `GRACE` seconds, and sessions are put away. Raises the
-        engine's fatal error."""
+        """Serve until `stop`; then wait `GRACE` seconds for active replies, and save sessions. Raises the fatal error
+        of the engine."""
         asyncio.run(self.http_server.serve([self.socket]))
         if self.engine.problem is not None:
             raise self.engine.problem
 
     def stop(self) -> None:
-        """End `serve`; for any thread, and for signal handlers. Again: replies are cut short."""
+        """End `serve`. For any thread and for signal handlers. A second call cuts replies short."""
         self._asked += 1
 
     def _tick(self) -> bool:
@@ -95,20 +95,19 @@ class Server:
         await self._settle(TOLD, lambda: False)
 
     async def _settle(self, seconds: float, hurry: Callable[[], bool]) -> None:
-        """Wait for replies under way."""
         end = time.monotonic() + seconds
         while self.models.active and time.monotonic() < end and not hurry():
             await asyncio.sleep(0.02)
 
 
 def run_server(options: ServeOptions) -> None:
-    """Serve until Ctrl-C, SIGTERM or SIGHUP. A second one cuts replies short; sessions are put away then, too."""
+    """Serve until Ctrl-C, SIGTERM or SIGHUP. A second one cuts replies short; sessions are still saved."""
     log = logging.StreamHandler()
     log.setFormatter(PlainLog())
     level = logging.ERROR if options.log_level == "error" else logging.WARNING
     logging.basicConfig(level=level, handlers=[log])
     logging.getLogger("mlxkv").setLevel(options.log_level.upper())
-    # It warns about long prompts; their length is checked here.
+    # transformers warns about long prompts; their length is checked here.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     group = mx.distributed.init()
     if group.rank():
@@ -126,7 +125,7 @@ def run_server(options: ServeOptions) -> None:
             f"[--port] cannot listen on {options.host}:{options.port}: {reason}; choose another port, or 0 for a free "
             "one"
         ) from None
-    RENDERER.end()  # requests are rendered where they are read
+    RENDERER.end()  # requests are rendered by the workers
     loaded, memory = server.loaded_model.loaded, server.engine.memory
     loaded.print_report(backend())
     if group.size() == 1:
@@ -147,18 +146,16 @@ def run_server(options: ServeOptions) -> None:
         note(f"  loaded on first use: {', '.join(others)}")
     note(f"chat: {server.url}/   API: {server.url}/v1   Ctrl-C ends it")
     for number in ENDING:
-        on(number, lambda *_: server.stop())  # exceptions in a handler can be lost
+        on(number, lambda *_: server.stop())  # an exception in a handler could be lost
     server.serve()
-    for number in ENDING:  # Python takes handlers of its own away before the process ends
+    for number in ENDING:  # Python removes its handlers before the process ends
         signal.signal(number, signal.SIG_IGN)
 
 
 def _follow(options: ServeOptions) -> None:
-    """Run a process without clients: it does what rank 0 does, and ends with it."""
+    """Run a process without clients, which does the steps of rank 0 and ends with it."""
     engine = Engine(options)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches rank 0, too; others end all processes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches rank 0, too
     for number in ENDING - {signal.SIGINT}:
         on(number, lambda *_: engine.ranks.end())
     engine.wait_until_ready()

@@ -1,5 +1,5 @@
-"""How the next token of a reply is drawn, what changes its logits before that, and the log-probabilities that clients
-read: float32 softmaxes of the model's logits."""
+"""Sample the next token of a reply, adjust its logits before that, and report log-probabilities: float32 softmaxes of
+the model's logits."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from mlx_lm.sample_utils import (
 from mlxkv.serve.request import Request
 
 LEAST = -9999.0  # OpenAI's log-probability of impossible tokens
-# Bytes by the letters of byte-level vocabularies: printable ones are themselves, the others come from 256 on.
+# Bytes by the characters of byte-level vocabularies: printable ones stand for themselves, others start at 256.
 PLAIN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 LETTERS = {chr(byte): byte for byte in PLAIN}
 LETTERS |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*PLAIN}))}
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-GREEDY = make_sampler(0.0)  # one for all requests: a batch of them is drawn at once
+GREEDY = make_sampler(0.0)  # shared by all requests, so that a batch is sampled at once
 
 
 def sampler_of(request: Request, tokenizer: Any) -> Callable[[mx.array], mx.array]:
-    """Return the sampler of a request: log-probabilities [B, V] -> tokens [B]; B is 1 where a seed was given."""
+    """Return the sampler of a request: log-probabilities [B, V] -> tokens [B]; B is 1 with a seed."""
     if not request.temperature:
         return GREEDY
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
@@ -63,9 +63,8 @@ def processors_of(request: Request) -> list[Callable[[mx.array, mx.array], mx.ar
 class Seeded:
     """The sampler of a request with a seed: log-probabilities [1, V] -> tokens [1].
 
-    The chain of mlx-lm's `make_sampler`, but with a key of its own, where mlx-lm draws from one state
-    for all requests: so it can join a batch. Draws what mlx-lm draws after `mx.random.seed(seed)`.
-    special: tokens that XTC leaves alone.
+    Samples like mlx-lm's `make_sampler` after `mx.random.seed(seed)`, but with its own key, where mlx-lm has one state
+    for all requests: so it works in a batch. special: tokens exempt from XTC.
     """
 
     def __init__(self, settings: Request, special: list[int]):
@@ -92,7 +91,7 @@ class Seeded:
         return mx.random.categorical(logprobs * (1.0 / s.temperature), key=self._next_key())
 
 
-# -- log-probabilities, as OpenAI writes them
+# -- log-probabilities in OpenAI's format
 
 
 class LogProbs:
@@ -103,8 +102,8 @@ class LogProbs:
         self._anchor = tokenizer.encode("a", add_special_tokens=False)
 
     def entry(self, token: int, logits: mx.array, count: int) -> dict | None:
-        """Return the entry of a token, with those of the `count` best; None for one that ends the turn and is no text.
-        logits: [V], of the model's type, whose rounding is not repeated."""
+        """Return the entry of a token, with those of the `count` most likely; None for an end-of-turn token, which is
+        not text. logits: [V], in the model's type."""
         if token in self._tokenizer.eos_token_ids:
             return None
         count, logits = min(count, logits.size), logits.astype(mx.float32)
@@ -117,7 +116,7 @@ class LogProbs:
         return entries[0] | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float | None) -> dict:
-        decode = self._tokenizer.decode  # inside of a text: at its start some drop a space
+        decode = self._tokenizer.decode  # after an anchor: some drop a space at the start of a text
         text = decode([*self._anchor, token])[len(decode(self._anchor)) :]
         data = text.encode()
         if "\ufffd" in text:  # a part of a character
@@ -127,8 +126,8 @@ class LogProbs:
 
 
 def _bytes_of(piece: str) -> bytes:
-    """Return the bytes of a piece of a vocabulary: "<0xE2>", or letters that stand for bytes as in GPT-2, or text in
-    which one stands for a space."""
+    """Return the bytes of a vocabulary's piece: "<0xE2>", GPT-2's characters for bytes, or text in which U+2581 stands
+    for a space."""
     if match := BYTE.fullmatch(piece):
         return bytes.fromhex(match[1])
     return b"".join(
