@@ -75,7 +75,7 @@ def _largest(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class AdaptiveKVCache(Observing, CompressedKVCache):
-    """As CompressedKVCache, for every `config`."""
+    """As CompressedKVCache, for a `config` that needs queries."""
 
     importance = staticmethod(importance)
     salient, taken = staticmethod(salient), staticmethod(taken)
@@ -83,15 +83,11 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     kept, kept_pages = staticmethod(kept), staticmethod(kept_pages)
 
     def _new_store(self, recent: Pair) -> Store | Segments:
-        if not self.config.needs_queries:
-            return super()._new_store(recent)
         dims = both(lambda x: x.shape[3], recent)
         make = partial(choose.store, self.config, dims, recent[0].device)
         return Segments(make, self.layer_maps, self.basis, self.config.page, self.config.online)
 
     def update_and_fetch(self, keys: torch.Tensor, values: torch.Tensor) -> View:
-        if not self.config.needs_queries:
-            return super().update_and_fetch(keys, values)
         self._quantize_rest()
         if keys.shape[2] <= DECODE_TOKENS:
             self._before_decoding(keys.shape[2])

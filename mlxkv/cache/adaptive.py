@@ -265,7 +265,7 @@ def _largest(x: mx.array, count: int) -> mx.array:
 
 
 class AdaptiveKVCache(Observing, CompressedKVCache):
-    """A CompressedKVCache that supports every `config`."""
+    """A CompressedKVCache for a `config` that needs queries."""
 
     observes_queries, shares_buffers = True, False
     importance, salient, taken = (
@@ -276,8 +276,6 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     votes, kept, kept_pages = staticmethod(votes), staticmethod(kept), staticmethod(kept_pages)
 
     def _new_store(self, pair: Pair):
-        if not self.config.needs_queries:
-            return super()._new_store(pair)
         plan = self.plan((pair[0].shape[3], pair[1].shape[3]), pair[0].dtype)
         make = partial(choose.store, plan)
         online = self.config.online
@@ -286,8 +284,6 @@ class AdaptiveKVCache(Observing, CompressedKVCache):
     # -- reading and writing
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
-        if not self.config.needs_queries:
-            return super().update_and_fetch(keys, values)
         self._quantize_rest()
         if keys.shape[2] <= DECODE_TOKENS:
             self._before_decoding(keys.shape[2])

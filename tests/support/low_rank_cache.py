@@ -8,6 +8,7 @@ from methods import config_named
 
 from mlxkv.cache.adaptive import AdaptiveKVCache
 from mlxkv.cache.attention import attend
+from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.codec.maps import sample
 from mlxkv.formats.config import CacheConfig
 from mlxkv.spec import oja as spec
@@ -20,10 +21,10 @@ def config(name: str = "oja-r24", page: int = 16, sink: int = 4, recent: int = 1
     return replace(config_named(name), page=page, sink=sink, recent=recent)
 
 
-def cache(name: str = "oja-r24", **windows) -> AdaptiveKVCache:
+def cache(name: str = "oja-r24", **windows) -> CompressedKVCache:
     made = config(name, **windows)
     layer_maps = sample(KV_HEADS, (DIMS, DIMS), made.fitted) if made.calibrated else None
-    return AdaptiveKVCache(made, layer_maps)
+    return (AdaptiveKVCache if made.needs_queries else CompressedKVCache)(made, layer_maps)
 
 
 def data(
