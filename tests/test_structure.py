@@ -17,7 +17,7 @@ LAYERS = """__main__ > cli > chat serve eval bench calibrate doctor run launch >
             > generate > patching > catalog > cache > metal > codec > corpora > spec > formats
             > errors console files machine startup torch untrusted"""
 # Of the modules of mlxkv/serve, in the same way.
-SERVE = """run > http > models > reading > prompts > apis > engine > sampling sessions > memory > request
+SERVE = """run > http > models > reading > prompts > apis > engine > sampling sessions > request
            > grammar ranks options > refusals"""
 FLOOR = {name: -i for i, row in enumerate(LAYERS.split(">")) for name in row.split()}
 LOWEST = FLOOR[""] = min(FLOOR.values())  # "": the package itself

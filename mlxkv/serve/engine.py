@@ -28,13 +28,12 @@ from mlxkv.patching import mlx_lm_compat
 from mlxkv.patching.mark import forget_steps
 from mlxkv.serve import sampling
 from mlxkv.serve.grammar import Constraint, Grammars
-from mlxkv.serve.memory import Memory, cut_padding, shapes_of, used_memory
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.refusals import Refused, ending
 from mlxkv.serve.request import Job, Start, Token
 from mlxkv.serve.sampling import GREEDY, LogProbs
-from mlxkv.serve.sessions import Disk, Sessions
+from mlxkv.serve.sessions import Disk, Memory, Sessions, cut_padding, shapes_of, used_memory
 
 PROMPTS = 8  # prompts prefilled together
 SHORT = 64  # tokens of a request that any --kv-memory must fit

@@ -26,11 +26,11 @@ from mlxkv.metal.launch import backend
 from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.engine import LEAST_MEMORY, Engine
 from mlxkv.serve.grammar import calls_of
-from mlxkv.serve.memory import used_memory
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.reading import Reader, Worker
 from mlxkv.serve.refusals import OtherModel, Refused, ending
 from mlxkv.serve.request import ModelInfo, Read, Request, no_model
+from mlxkv.serve.sessions import used_memory
 
 
 def name_of(model: str) -> str:

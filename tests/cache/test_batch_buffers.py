@@ -29,7 +29,7 @@ from mlxkv.loading.attach import attach
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import launch
 from mlxkv.metal import lengths as known
-from mlxkv.serve.memory import shapes_of
+from mlxkv.serve.sessions import shapes_of
 
 HEADS, KV_HEADS, DIMS = 8, 2, 64
 # Keys with a header for each page; no sink.

@@ -20,7 +20,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import Affine, Codebook
 from mlxkv.generate import usage
 from mlxkv.patching.mark import register_caches
-from mlxkv.serve.memory import shapes_of
+from mlxkv.serve.sessions import shapes_of
 from mlxkv.spec import affine as spec
 
 RANK, ROTARY, HEADS = 128, 32, 6

@@ -20,7 +20,7 @@ from mlxkv.codec.maps import sample
 from mlxkv.errors import UserError
 from mlxkv.metal import whiten
 from mlxkv.patching.trees import trim_caches
-from mlxkv.serve.memory import shapes_of
+from mlxkv.serve.sessions import shapes_of
 from mlxkv.spec import oja as spec
 
 pytestmark = pytest.mark.usefixtures("trusted")

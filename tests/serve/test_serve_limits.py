@@ -28,8 +28,8 @@ from mlxkv.errors import UserError
 from mlxkv.machine import footprint, machine_memory
 from mlxkv.serve import engine
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.memory import cut_padding, shapes_of
 from mlxkv.serve.options import ServeOptions
+from mlxkv.serve.sessions import cut_padding, shapes_of
 
 CHAT = "/v1/chat/completions"
 

@@ -21,9 +21,8 @@ from small_models import TINY
 from mlxkv.errors import UserError
 from mlxkv.loading.attach import attach
 from mlxkv.loading.load import load
-from mlxkv.serve.memory import Memory, shapes_of
 from mlxkv.serve.refusals import Refused
-from mlxkv.serve.sessions import Disk, Sessions
+from mlxkv.serve.sessions import Disk, Memory, Sessions, shapes_of
 
 
 @pytest.mark.parametrize(

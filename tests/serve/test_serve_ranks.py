@@ -37,12 +37,11 @@ from small_models import TINY
 from mlxkv.errors import MachineError, UserError
 from mlxkv.loading.load import load
 from mlxkv.serve import engine, ranks
-from mlxkv.serve.memory import CacheShape, Memory
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.ranks import Ranks
 from mlxkv.serve.request import Job, Prompt
 from mlxkv.serve.run import Server
-from mlxkv.serve.sessions import Disk
+from mlxkv.serve.sessions import CacheShape, Disk, Memory
 
 PROMPTS = [f"{i} " + LONG[: 60 * i] for i in range(5)]
 LONG_REPLY = ENDLESS | {"prompt": LONG}

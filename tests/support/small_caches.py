@@ -12,7 +12,7 @@ from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.layout import SideLayout
 from mlxkv.formats.quantizers import Affine
 from mlxkv.metal import launch
-from mlxkv.serve.memory import Memory, shapes_of
+from mlxkv.serve.sessions import Memory, shapes_of
 
 STEP = 64  # tokens of a prompt at once: some prompts take several, some less than one
 
