@@ -116,7 +116,7 @@ class Prompts:
             i for i, message in enumerate(messages) if message["role"] == "user" and i >= first
         ]
 
-        def behind(start: int) -> Prompt:
+        def prompt_from(start: int) -> Prompt:
             return self.prompt(replace(request, messages=messages[:first] + messages[start:]))
 
         prompt = self.prompt(request)
@@ -127,9 +127,9 @@ class Prompts:
         excess = -(-(count - limit) // step) * step
         # The first start that drops enough, else the last one.
         others = starts[1:-1]
-        place = bisect_left(others, excess, key=lambda at: count - len(behind(at).tokens))
+        place = bisect_left(others, excess, key=lambda at: count - len(prompt_from(at).tokens))
         start = [*others, starts[-1]][place]
-        return behind(start), start - first
+        return prompt_from(start), start - first
 
     def _chat(self, request: Request, messages: list[dict], reply: dict | None = None) -> Prompt:
         """Return the prompt of messages. reply: its given start, to be continued."""
