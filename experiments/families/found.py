@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -148,16 +148,27 @@ def apart(
         pool.shutdown()
 
 
+HEAD = """# Families of {library}
+
+Which {plural} of {library} run on compressed caches.
+
+{what}, small, with random weights in float32, on compressed caches: {prompt} tokens read and {new} written
+greedily. *Equal*: with pages that lose nothing (sink, pages and windows as ever, numbers in place of codes) tokens
+are those of the plain model, and logits within {near:g} of their norm. *int4*: the same text runs.
+"""
+
+
 @dataclass(frozen=True)
 class Survey:
     """All families of one library.
 
-    name: of the experiment. head: of its page. kind: "family" or "file". plain: clause about those without
+    name: of the experiment. what: was tried. kind: "family" or "file". plain: clause about those without
     compressed layers. skipped: about those that were not compared. classes: whether names of classes are a column.
     """
 
     name: str
-    head: str
+    library: str
+    what: str
     plain: str
     skipped: str
     kind: str = "family"
@@ -169,39 +180,29 @@ class Survey:
         skipped = [family for family in results if family.skipped]
         compressed = [family for family in built if family.compressed]
         faults = [family for family in built if family.fault]
-        columns = [
-            self.kind,
-            *(["class"] if self.classes else []),
-            "compressed",
-            "the rest",
-            "equal",
-            "int4",
-        ]
-        versions_used = ", ".join(f"{name} {number}" for name, number in versions().items())
+        classes = ["class"] if self.classes else []
+        columns = [self.kind, *classes, "compressed", "the rest", "equal", "int4"]
         plural = "files" if self.kind == "file" else "families"
+        head = HEAD.format(plural=plural, **vars(self), prompt=PROMPT, new=NEW, near=NEAR)
+        used = ", ".join(f"{name} {number}" for name, number in versions().items())
         return "\n".join(
             [
-                self.head,
+                head,
                 f"{len(results)} {plural}: {len(built)} built and compared, {len(compressed)} of them with "
                 f"compressed layers, {len(built) - len(compressed)} {self.plain}; {len(faults)} with a fault. "
                 f"{len(skipped)} {self.skipped}\n",
-                _line(columns),
-                "|" + "---|" * len(columns),
-                *(self._row(family) for family in sorted(built, key=lambda family: family.name)),
+                *_table(columns, map(self._row, sorted(built, key=lambda family: family.name))),
                 "\n## Not compared\n",
-                _line([self.kind, "why"]),
-                "|---|---|",
-                *(_line([family.name, family.skipped]) for family in skipped),
-                f"\nMade by `{command}` on {machine()['chip']}; {versions_used}.\n",
+                *_table([self.kind, "why"], ([family.name, family.skipped] for family in skipped)),
+                f"\nMade by `{command}` on {machine()['chip']}; {used}.\n",
             ]
         )
 
-    def _row(self, family: Family) -> str:
+    def _row(self, family: Family) -> list[str]:
         count = f"{ranges(family.compressed)} of {len(family.layers)}" if family.compressed else "-"
         cells = [family.name, *([family.built] if self.classes else []), count, family.why or "-"]
         int4 = "yes" if family.int4 else "-"
-        cells += [f"**{family.fault}**", ""] if family.fault else ["yes", int4]
-        return _line(cells)
+        return cells + ([f"**{family.fault}**", ""] if family.fault else ["yes", int4])
 
     def run(
         self,
@@ -242,5 +243,6 @@ class Survey:
             )
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]

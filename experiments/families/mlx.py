@@ -7,9 +7,9 @@ plain model's logits, whether int4 runs. The exit code is 1 if one has a fault.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,65 +18,23 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from experiments.families.found import INT4, NEAR, NEW, PROMPT, Family, Survey, examined
-from experiments.families.sizes import PLAIN as COMMON
-from experiments.families.sizes import named, sizes
+from experiments.families.found import INT4, NEW, PROMPT, Family, Survey, examined
+from experiments.families.sizes import (
+    DBRX,
+    DIMS,
+    HEADS,
+    KV_HEADS,
+    LATENT,
+    LAYERS,
+    STATES,
+    VOCABULARY,
+    WINDOW,
+    WINDOWS,
+    small,
+)
 from mlxkv import console
 from mlxkv.loading.attach import attach, detach
 
-LAYERS, HEADS, KV_HEADS, DIMS, HIDDEN, VOCABULARY = 4, 4, 2, 32, 128, 128
-WINDOW = 512  # tokens of sliding windows, more than any text here
-KINDS = ["sliding_attention", "full_attention"] * 2
-
-# Arguments of models -> small values. A value is used where an argument has no default, or a number.
-SMALL = sizes(
-    layers=LAYERS, hidden=HIDDEN, inner=96, heads=HEADS, kv_heads=KV_HEADS, dims=DIMS, latent_dims=DIMS, rank=32,
-    experts=4, active=2, expert_inner=64, single=1, positions=1024, vocabulary=VOCABULARY,
-) | named(
-    (HIDDEN, "block_dim hidden_dim model_dim dim_model backbone_hidden_size embedding_size"),
-    (96, "block_ffn_dim dense_intermediate_size ff_intermediate_size ffn_hidden_size mlp_hidden_size"),
-    (64, "block_ff_dim moe_shared_expert_intermediate_size share_expert_dim intermediate_size_mlp"),
-    (64, "expert_ffn_hidden_size shared_intermediate_size dim_model_base index_topk_blocks"),
-    (HEADS, "num_transformer_layers swa_num_attention_heads mamba_num_heads"),
-    (KV_HEADS, "n_kv_heads num_attention_groups swa_num_key_value_heads linear_num_value_heads index_n_heads"),
-    (DIMS, "global_head_dim index_head_dim kv_channels swa_head_dim swa_v_head_dim hidden_size_per_head"),
-    (DIMS, "query_pre_attn_scalar mamba_d_head o_lora_rank"),
-    (16, "mamba_d_state mamba_head_dim state_size ssm_state_size mamba_chunk_size index_block_size"),
-    (16, "block_multiple_of"),
-    (8, "a_low_rank_dim decay_low_rank_dim gate_low_rank_dim v_low_rank_dim hidden_size_per_layer_input"),
-    (8, "time_step_rank mamba_n_heads"),
-    (4, "linear_conv_kernel_dim mamba_d_conv conv_kernel conv1d_width"),
-    (3, "conv_L_cache"),
-    (2, "num_experts_per_token moe_top_k top_k_experts o_groups mamba_expand conv_window cla_share_factor"),
-    (2, "n_shared_head layer_group_size sliding_window_pattern full_attention_interval attn_layer_period"),
-    (2, "expert_layer_period dense_attention_every_n_layers"),
-    (1, "n_groups num_expert_group num_shared_expert moe_layer_freq zero_expert_num decoder_sparse_step"),
-    (1, "group_norm_size attn_layer_offset expert_layer_offset num_kv_reuse_layers"),
-    (0, "num_kv_shared_layers num_nextn_predict_layers"),
-    (128, "mamba_d_ssm"),
-    (WINDOW, "sliding_window sliding_window_size window_size attention_window_size loop_window_size"),
-    (WINDOW, "attention_chunk_size"),
-    (1024, "block_size n_ctx index_topk"),
-    (VOCABULARY, "num_vocab vocab_size_per_layer_input"),
-)  # fmt: skip
-# Arguments without a default that are no sizes.
-PLAIN = {
-    **COMMON,
-    **named(
-        (1e-5, "layernorm_epsilon"),
-        (False, "mamba_proj_bias tie_word_embeddings use_conv_bias add_swa_attention_sink_bias"),
-        (False, "add_full_attention_sink_bias linear_allow_neg_eigval"),
-        (True, "post_norm mla_scale_kv_lora mla_scale_q_lora"),
-        (1e4, "swa_rope_theta"),
-    ),
-    **{"attention_multiplier": DIMS**-0.5, "gegelu_limit": 20.0, "logits_soft_cap": 30.0},
-    **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_method": "MLA"},
-    **{"zero_expert_type": "identity", "time_step_limit": (0.0, 1e3)},
-    **{"layer_types": KINDS, "rope_scaling": None, "mlp_only_layers": []},
-    **{"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
-}
-LATENT = {"num_key_value_heads": HEADS}  # every head of MLA has keys of its own
-MIXED = ["linear_attention", "full_attention"] * 2
 # The arguments of the text model inside of a model of several parts: (file, class).
 TEXT = {
     "gemma3": ("gemma3_text", "ModelArgs"),
@@ -108,18 +66,18 @@ _KDA = {
     **{"head_dim": DIMS, "short_conv_kernel_size": 4},
 }
 _ROPE = {"rope_theta": 1e4, "rope_type": "default"}
-_LLAMA_4 = {
+LLAMA_4 = {
     **_ROPE,
     **{"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 1024, "factor": 1.0},
 }
-_YARN = {
+YARN = {
     **{"type": "yarn", "factor": 1.0, "original_max_position_embeddings": 1024},
     **{"short_factor": [1.0] * (DIMS // 2), "long_factor": [1.0] * (DIMS // 2)},
 }
 # What some families need besides.
 OWN: dict[str, dict] = {
     "baichuan_m1": {"sliding_window_layers": [0, 2]},
-    **dict.fromkeys(("deepseek_v2", "minicpm3"), LATENT | {"rope_scaling": _YARN}),
+    **dict.fromkeys(("deepseek_v2", "minicpm3"), LATENT | {"rope_scaling": YARN}),
     "hunyuan": {"rope_scaling": {"type": "dynamic", "alpha": 1.0, "factor": 1.0}},
     "kimi_k3": {
         "text": {
@@ -129,9 +87,9 @@ OWN: dict[str, dict] = {
     },
     "llama4": {"text": {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1}},
     "llama4_text": {"no_rope_layers": [1, 1, 1, 0]},
-    **dict.fromkeys(("mellum", "spark2_5"), {"rope_parameters": dict.fromkeys(KINDS, _ROPE)}),
-    "ministral3": {"rope_parameters": _LLAMA_4},
-    "mistral4": LATENT | {"rope_parameters": _LLAMA_4},
+    **dict.fromkeys(("mellum", "spark2_5"), {"rope_parameters": dict.fromkeys(WINDOWS, _ROPE)}),
+    "ministral3": {"rope_parameters": LLAMA_4},
+    "mistral4": LATENT | {"rope_parameters": LLAMA_4},
     "muse_spark": {
         "text": {
             **{"post_norm_eps": 1e-5, "layer_rope_theta": [1e4, 0, 1e4, 0]},
@@ -149,15 +107,11 @@ OWN: dict[str, dict] = {
         **{"ffn_dim_divisor": 16, "ffn_multipliers": [1.0] * LAYERS},
     },
     "qwen3": {"rope_theta": 1e4},
-    "dbrx": {
-        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
-        "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": 1e4},
-    },
+    "dbrx": DBRX,
     "exaone4": {"sliding_window_pattern": "LLLG"},
     "exaone_moe": {"is_moe_layer": [False, True, True, True], "sliding_window_pattern": "LLLG"},
-    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "granitemoehybrid": {
-        **{"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16},
+        **{"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": DIMS},
         **{"mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_chunk_size": 16},
         **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
     },
@@ -167,13 +121,13 @@ OWN: dict[str, dict] = {
     "lfm2": {"full_attn_idxs": [1, 3], "block_ff_dim": 96},
     "lfm2_moe": {"full_attn_idxs": [1, 3], "layer_types": None},
     "nemotron_h": {"hybrid_override_pattern": ["M", "*", "-", "*"]},
-    "olmo_hybrid": {"layer_types": MIXED},
+    "olmo_hybrid": {"layer_types": STATES},
     "qwen3_next": {"mlp_only_layers": []},
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), {"text": _LINEAR}),
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "gemma3n": {
         "text": {
-            **{"layer_types": KINDS, "num_kv_shared_layers": 0, "sliding_window": WINDOW},
+            **{"layer_types": WINDOWS, "num_kv_shared_layers": 0, "sliding_window": WINDOW},
             **{"activation_sparsity_pattern": [0.0] * LAYERS, "altup_num_inputs": 2},
             **{"altup_coef_clip": 120.0, "altup_correct_scale": True, "altup_active_idx": 0},
             **{"laurel_rank": 8, "final_logit_softcapping": 30.0, "rope_local_base_freq": 1e4},
@@ -188,11 +142,8 @@ NOT_BUILT: dict[str, str] = {
     "muse_spark": "its norms are a Metal kernel: no CPU",
     "bitnet": "its weights are read by a Metal kernel: no CPU",
 }
-MOST = 30_000_000  # numbers of a small model: more of them is a mistake in this file
-
-
-def module(family: str) -> ModuleType:
-    return import_module(f"mlx_lm.models.{family}")
+MODELS = "mlx_lm.models"
+MOST = 40_000_000  # numbers of a small model: more of them is a mistake in this file
 
 
 def families() -> list[str]:
@@ -202,41 +153,37 @@ def families() -> list[str]:
     return [file.stem for file in files if "class Model(" in file.read_text("utf-8")]
 
 
-def small(kind: type, own: dict, family: str) -> dict:
+def arguments(kind: type, own: dict, family: str) -> dict:
     """Return the arguments of a small model."""
-    out = {}
-    for name, parameter in inspect.signature(kind).parameters.items():
-        default = parameter.default
-        number = isinstance(default, int) and not isinstance(default, bool) and default > 0
-        if name == "model_type":
-            out[name] = family
-        elif default is inspect.Parameter.empty and name in SMALL | PLAIN:
-            out[name] = (SMALL | PLAIN)[name]
-        elif number and name in SMALL:
-            out[name] = SMALL[name]
-    return out | own
+    defaults = {name: x.default for name, x in inspect.signature(kind).parameters.items()}
+    return small(defaults, {"model_type": family} | own)
 
 
 def build(family: str) -> nn.Module:
     """Return a small random model in float32. Matrices keep the variance of what they multiply."""
-    file = module(family)
+    file = import_module(f"{MODELS}.{family}")
     mx.random.seed(7)
     own = dict(OWN.get(family, {}))
     text = own.pop("text", {})
     if family in TEXT:
         name, kind = TEXT[family]
-        kind = getattr(module(name), kind)
-        own["text_config"] = small(kind, text | OWN.get(name, {}), name)
-    model = file.Model(file.ModelArgs.from_dict(small(file.ModelArgs, own, family)))
-    if (size := sum(x.size for _, x in tree_flatten(model.parameters()))) > MOST:
-        raise ValueError(f"{size} numbers, of a small model")
+        kind = getattr(import_module(f"{MODELS}.{name}"), kind)
+        own["text_config"] = arguments(kind, text | OWN.get(name, {}), name)
+    model = file.Model(file.ModelArgs.from_dict(arguments(file.ModelArgs, own, family)))
     if family == "phi3small":  # it writes to these places of the logits, of 100352 tokens
         model._dummy_tokenizer_ids = mx.array([VOCABULARY - 1])
     for _, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
         if type(layer) is nn.Linear:
             layer.weight = mx.random.normal(weight.shape) * weight.shape[1] ** -0.5
-    model.update(tree_map(_filled, model.parameters()))
+    return finished(model, _filled)
+
+
+def finished(model: nn.Module, fill: Callable[[mx.array], mx.array]) -> nn.Module:
+    """Return a model whose weights went through `fill`, in float32. Raises ValueError if it is not small."""
+    if (size := sum(x.size for _, x in tree_flatten(model.parameters()))) > MOST:
+        raise ValueError(f"{size / 1e6:,.0f} million numbers with these values")
+    model.update(tree_map(fill, model.parameters()))
     model.set_dtype(mx.float32)
     model.eval()
     mx.eval(model.parameters())
@@ -255,32 +202,26 @@ def family(name: str) -> Family:
 
 
 def _written(model: nn.Module) -> tuple[list[int], np.ndarray]:
-    """Greedy tokens and their logits [NEW, V], after a prompt in two chunks."""
+    return greedy(model, make_prompt_cache(model), 30)
+
+
+def greedy(model: nn.Module, caches: list, first: int = PROMPT) -> tuple[list[int], np.ndarray]:
+    """Greedy tokens and their logits [NEW, V], after a prompt whose `first` tokens are a chunk of their own."""
     text = mx.random.randint(3, VOCABULARY - 20, (1, PROMPT), key=mx.random.key(5))
-    caches, tokens, rows = make_prompt_cache(model), [], []
-    for part in (text[:, :30], text[:, 30:]):
+    for part in filter(lambda part: part.size, (text[:, :first], text[:, first:])):
         out = model(part, cache=caches)
+    tokens, rows = [], []
     for _ in range(NEW):
-        rows.append(out[:, -1, : VOCABULARY - 1])
+        rows.append(getattr(out, "logits", out)[:, -1, : VOCABULARY - 1].astype(mx.float32))
         tokens.append(mx.argmax(rows[-1]).item())
         out = model(mx.array([[tokens[-1]]]), cache=caches)
-    return tokens, np.array(mx.concatenate(rows).astype(mx.float32))
-
-
-HEAD = """# Families of mlx-lm
-
-Which model files of mlx-lm run on compressed caches.
-
-Every model file of mlx-lm, small, with random weights in float32, on compressed caches of mlxkv: {prompt} tokens
-read in two chunks and {new} written greedily, on a CPU. *Equal*: with pages that lose nothing (sink, pages and
-windows as ever, numbers in place of codes) tokens are those of the plain model, and logits within {near:g} of their
-norm. *int4*: the same text runs. Layers with a sliding window stay exact.
-"""
+    return tokens, np.array(mx.concatenate(rows))
 
 
 SURVEY = Survey(
     name="families.mlx",
-    head=HEAD.format(prompt=PROMPT, new=NEW, near=NEAR),
+    library="mlx-lm",
+    what="Every model file that can be built",
     plain="with none and the reason",
     skipped="do not run here by themselves.",
     kind="file",
