@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlxkv.codec import packing, transform
 from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import Side
-from mlxkv.formats.quantizers import Quantizer
+from mlxkv.formats.quantizers import Full, Quantizer
 
 Stored = dict[str, mx.array]
 
@@ -33,9 +33,9 @@ class Codec:
     """
 
     def __init__(self, side: Side, dims: int, page: int, own: Transform | None = None):
-        self.quantizer = side.quantizer
+        self.quantizer = side.quantizer if dims else Full()  # latents without rotary keys
         self.page = page
-        self.method = method(side.quantizer)
+        self.method = method(self.quantizer)
         self.transform = own or transform.make(side.transform, dims, side.seed)
         self.dims = dims if self.transform is None else self.transform.down.shape[-1]
 

@@ -336,6 +336,20 @@ def test_rotary_keys_of_8_bits():
         replace(one, rotary=4)
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+def test_latents_may_have_no_rotary_keys(bits, tmp_path):
+    cache = LatentKVCache(replace(config(SIDES["srft-int4"]), rotary=bits).of_latents)
+    with_keys, (latents, rotary) = plain_cache(), tokens(151)
+    fill(with_keys, (latents, rotary), (150, 1))
+    fill(cache, (latents, rotary[..., :0]), (150, 1))
+    assert cache.store.count and cache.keys_and_values()[1].shape == (1, 1, 151, 0)
+    assert mx.array_equal(*(decoded(x.keys_and_values()[0]) for x in (cache, with_keys)))
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), [cache])
+    register_caches()
+    (other,) = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    assert mx.array_equal(*(decoded(x.keys_and_values()[0]) for x in (cache, other)))
+
+
 def test_models_without_latents_have_no_rotary_keys_apart():
     """Their files say 16, as those of older versions do."""
     one, exact = parse_kv("int4"), replace(parse_kv("int4"), rotary=16)
