@@ -1,13 +1,10 @@
-"""Search clips per layer: the quantile at which a token is cut before it is quantised (OSCAR's
---search-clip).
+"""Search clips per layer: the quantile at which a token is cut before it is quantised (OSCAR's --search-clip).
 
-The paper uses the same quantiles (keys .96, values .92) for all models and layers, but their errors differ. They are
-measured on calibration text, with the model in full precision: keys are stored
-with each candidate while values stay exact, and values while keys stay exact, by the codec of the
-cache. A few queries at the end of every window attend to them as in decoding: exact sink, pages,
-exact recent tokens. The energy of the error after the layer's output projection is summed over all windows, relative
-to the energy of the exact output; before the projection if a gate or a norm is in between, or if other layers read
-the cache.
+The paper uses the same quantiles (keys .96, values .92) for all models and layers, but their errors differ. Keys are
+stored with each candidate while values stay exact, and vice versa, by the codec of the cache, with the model in full
+precision. A few queries at the end of every window attend to them as in decoding. The energy of the error is relative
+to that of the exact output, after the layer's output projection; before it if a gate or a norm is in between, or if
+other layers read the cache.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Compute a calibration: rotations (OSCAR) and balanced transforms of every kv head, from one pass over
-some text.
+"""Compute a calibration: rotations (OSCAR, `spec/oscar.py`) and balanced transforms of every kv head, from one pass
+over some text.
 
-Queries, keys (after RoPE), values and outputs are observed where attention reads our caches, so every
-family that can be compressed can be calibrated. Keys and queries are rotated back to position 0, and their moments
-averaged over the positions of the model's whole context (`spec/positions.py`): the position of a token in the text
-does not matter. Only second moments are kept, [G, D, D] per layer and side. Spec: `spec/oscar.py`. The value target
-V^T S^T S V is (S V)^T (S V), the second moment of the output of attention, so scores need not be kept. Balanced
-transforms (`formats/calibration/balance.py`) also use the moments of keys and values after the sink, of queries
-weighted by the cost of errors in their scores (`exchange`), and the amplification of errors in values by the output
-projection.
+Queries, keys (after RoPE), values and outputs are observed where attention reads our caches: every family that can be
+compressed can be calibrated. Only second moments are kept, [G, D, D] per layer and side: of keys and queries, rotated
+back to position 0 and averaged over the model's context (`spec/positions.py`), and of outputs, as OSCAR's target
+V^T S^T S V is (S V)^T (S V). Balanced transforms (`formats/calibration/balance.py`) also use the costs of errors in
+scores (`exchange`) and the amplification of errors in values by the output projection.
 """
 
 from __future__ import annotations

@@ -176,7 +176,11 @@ def fingerprint(folder: Folder) -> str:
     tokenizer. File names and the distribution of tensors over files do not matter. Models that differ only between the
     pieces have the same fingerprint: it distinguishes independent models but does not detect tampering.
     """
-    digest = hashlib.sha256(_configuration(folder))
+    if folder.is_gguf:
+        with folder.path.open("rb") as stream:
+            digest = hashlib.sha256(stream.read(folder.headers[0].start))
+    else:
+        digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
     digest.update(b"plain")
     for file in filter(Path.is_file, (folder.path / name for name in TOKENIZER_FILES)):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
@@ -199,13 +203,6 @@ def fingerprint(folder: Folder) -> str:
         for stream in streams:
             os.close(stream)
     return digest.hexdigest()[:16]
-
-
-def _configuration(folder: Folder) -> bytes:
-    if folder.is_gguf:
-        with folder.path.open("rb") as stream:
-            return stream.read(folder.headers[0].start)
-    return json.dumps(folder.config, sort_keys=True).encode()
 
 
 def _pieces(first: int, last: int, count: int) -> list[tuple[int, int]]:

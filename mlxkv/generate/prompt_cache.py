@@ -168,8 +168,10 @@ def _plain(cache, like) -> list[mx.array]:
             raise ValueError("parts of a cache of other types")
         if isinstance(array, mx.array):
             arrays.append(arrays_read[name])
-            shapes = [_without_tokens(x.shape) if grows else x.shape for x in (arrays[-1], array)]
-            if shapes[0] != shapes[1]:
+            read, made = arrays[-1].shape, array.shape
+            if grows:  # by tokens
+                read, made = (*read[:-2], *read[-1:]), (*made[:-2], *made[-1:])
+            if read != made:
                 raise ValueError(f"numbers of shape {arrays[-1].shape}, not {array.shape}")
             if mx.issubdtype(array.dtype, mx.floating):
                 _check_floats(arrays[-1:])
@@ -183,10 +185,6 @@ def _plain(cache, like) -> list[mx.array]:
         index = None if size is None else mlx_lm_compat.ring_index(cache)
         state.check_rows(rows, cache.offset - start, getattr(cache, "keep", 0), size, index)
     return arrays
-
-
-def _without_tokens(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:-2], *shape[-1:])
 
 
 def _check_floats(arrays: list[mx.array]) -> None:

@@ -34,7 +34,8 @@ class StopMatcher:
         text = self._pending + piece
         start, _, word = self._first(text)
         tails = range(max(0, len(text) - self._longest + 1), start)
-        safe = next((i for i in tails if self._begins(text[i:])), start)
+        begin = (i for i in tails if any(word.startswith(text[i:]) for word in self._words))
+        safe = next(begin, start)
         if word is not None and safe == start:
             self.word, safe, text = word, start, text[:start]
         self._pending = text[safe:]
@@ -50,9 +51,6 @@ class StopMatcher:
         """Return start, length and word of the first stop word; (len(text), 0, None) if there is none."""
         matches = ((text.find(word), len(word), word) for word in self._words)
         return min((match for match in matches if match[0] >= 0), default=(len(text), 0, None))
-
-    def _begins(self, tail: str) -> bool:
-        return any(word.startswith(tail) for word in self._words)
 
 
 class Front:

@@ -5,9 +5,9 @@ down^T): its rows of W_v become down^T W_v, its bias b down; the columns of W_o 
 query heads become W_o up^T. The cache is then given v down, and the output of attention needs no
 map. Products are computed in float32 and cast back to the dtype of the weights.
 
-Weights are found by value, not by name: one dry run finds the linear map that returns exactly the values passed to
-a cache and the one whose input is exactly the output of attention; a second run checks that the model's outputs are
-unchanged. Folding is permanent: the model records it, and `attach`, calibration and saved caches read this record.
+Weights are found by value, not by name: by a dry run, the map that returns exactly the values passed to a cache and the
+one whose input is exactly the output of attention. A second run checks that the model's outputs are unchanged. Folding
+is permanent: the model records it, and `attach`, calibration and saved caches read this record.
 """
 
 from __future__ import annotations
@@ -271,7 +271,10 @@ def _check(
 ) -> dict[Place, str]:
     """Undo folds that change the model beyond rounding, those of the places responsible first. Returns the reasons by
     place; `replaced` keeps the remaining folds."""
-    bounds = {place: _bound(plain, place, site) for place, site in sites.items()}
+    bounds = {}  # for the coarsest dtype of weights and values
+    for place, site in sites.items():
+        arrays = site.source.weight, site.target.weight, plain.traces[place].values[0]
+        bounds[place] = max(BOUNDS.get(x.dtype, 0.0) for x in arrays)
     reasons = {}
     while replaced:
         folded = rerun()
@@ -290,12 +293,6 @@ def _check(
         _put_back(replaced, [place])
         reasons[place] = f"the output of its attention changed by {change:.0%}"
     return reasons
-
-
-def _bound(dry_run: DryRun, place: Place, site: Site) -> float:
-    """Return the bound for the coarsest dtype of weights and values."""
-    dtypes = (site.source.weight.dtype, site.target.weight.dtype)
-    return max(BOUNDS.get(x, 0.0) for x in (*dtypes, dry_run.traces[place].values[0].dtype))
 
 
 def _output(dry_run: DryRun, place: Place, target: nn.Module) -> mx.array:

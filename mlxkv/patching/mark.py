@@ -38,15 +38,6 @@ def is_batchable(caches: list, compressed: Container[Place]) -> bool:
     return not kinds[True] & kinds[False]
 
 
-def forbid_batches(caches: list, compressed: Container[Place]) -> None:
-    """Remove the batching methods of compressed caches and of lists that contain them."""
-    for place, member in leaves(caches):
-        if place in compressed:
-            member.batchable = False
-            if len(place) > 1:
-                mlx_lm_compat.forbid_merging(caches[place[0]])
-
-
 def register_caches() -> None:
     """Let mlx-lm's `load_prompt_cache` find our classes of caches."""
     mlx_lm_compat.register_caches(
@@ -88,9 +79,12 @@ class Attachment:
             )
         caches = self.plain_caches()
         for place, new in self.new.items():
-            put(caches, place, new())
-        if not self.batchable:
-            forbid_batches(caches, self.new)
+            cache = new()
+            put(caches, place, cache)
+            if not self.batchable:
+                cache.batchable = False
+                if len(place) > 1:
+                    mlx_lm_compat.forbid_merging(caches[place[0]])
         return caches
 
     def plain_caches(self) -> list:

@@ -212,14 +212,9 @@ def start(program: Program, options: Options) -> int:
         else:
             runpy.run_path(program.name, run_name="__main__")
     except Exception as error:
-        error = error.with_traceback(_of_the_program(error.__traceback__))
-        sys.excepthook(type(error), error, error.__traceback__)
+        traceback = error.__traceback__  # without our frames
+        while traceback is not None and traceback.tb_frame.f_code.co_filename in INSIDE:
+            traceback = traceback.tb_next
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         sys.exit(1)
     return 0
-
-
-def _of_the_program(traceback):
-    """Return a traceback without our frames."""
-    while traceback is not None and traceback.tb_frame.f_code.co_filename in INSIDE:
-        traceback = traceback.tb_next
-    return traceback
