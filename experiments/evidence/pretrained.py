@@ -41,7 +41,7 @@ from mlxkv.formats.calibration import artifact
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.loading.load import load
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 
 FIRST = (
     "int4", "fill-4", "fill-2.25", "fill-3", "int3", "int2", "naive-int4", "kivi-int2", "oscar-int2",
@@ -281,7 +281,7 @@ def _checked(args):
     """Return the options with numbers in place of texts. Raises UserError."""
     for name, values in DEFAULTS.items():
         if getattr(args, name) is None:
-            setattr(args, name, values[backend() == "cpu"])
+            setattr(args, name, values[device_type() == "cpu"])
     args.kv = [name for name in args.kv if name != BASELINE]
     for preset in args.kv:
         parse_kv(preset)

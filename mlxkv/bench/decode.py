@@ -24,7 +24,7 @@ from mlxkv.formats.names import canonical
 from mlxkv.generate.generation import PREFILL_STEP
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 from mlxkv.metal.timing import interleaved
 from mlxkv.patching.cache_shapes import layers_of
 
@@ -68,7 +68,7 @@ def run_decode(
 ) -> None:
     """Measure and print. contexts, kv: by commas. rounds: each runs every preset twice, A B B A."""
     presets = _presets(kv)
-    contexts = contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS)
+    contexts = contexts or (CONTEXTS_CPU if device_type() == "cpu" else CONTEXTS)
     lengths = options.parse_contexts(contexts, 2)
     for name, number in (("tokens", tokens), ("rounds", rounds)):
         if number < 1:
@@ -117,7 +117,7 @@ def _presets(text: str) -> list[str]:
 
 def _fill_of(model: nn.Module, context: int) -> str:
     """Return "direct" for long contexts, where all caches hold keys and values; else "prefill"."""
-    if context <= (DIRECT_ABOVE_CPU if backend() == "cpu" else DIRECT_ABOVE):
+    if context <= (DIRECT_ABOVE_CPU if device_type() == "cpu" else DIRECT_ABOVE):
         return "prefill"
     shapes = layers_of(model)
     pairs = all(s.kind in ("full", "sliding") for s in shapes)

@@ -24,7 +24,7 @@ from mlxkv.formats.calibration.artifact import Calibration
 from mlxkv.loading.attach import attach, detach
 from mlxkv.loading.load import load
 from mlxkv.loading.outline import NotBuilt, build, classes_of
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 from mlxkv.patching.cache_shapes import layers_of
 from mlxkv.patching.mark import mark
 from mlxkv.patching.patch import patch
@@ -106,7 +106,7 @@ def load_subject(name: str, bits: int | None) -> Subject:
 
 def default_dtype() -> mx.Dtype:
     """bfloat16, or float32 without a GPU."""
-    return mx.float32 if backend() == "cpu" else mx.bfloat16
+    return mx.float32 if device_type() == "cpu" else mx.bfloat16
 
 
 def short(dtype: mx.Dtype) -> str:

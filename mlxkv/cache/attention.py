@@ -18,7 +18,7 @@ from mlxkv.cache.backends import softmax
 from mlxkv.cache.view import Pair, RowsView, TracedView, View
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import gpu
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 
 # Most new tokens for which codes are read directly: one token, or a speculative draft to verify.
 DECODE_TOKENS = kernels.MOST_NEW
@@ -148,7 +148,7 @@ def whole_side(view: View, side: int, dtype: mx.Dtype) -> mx.array:
 
 def _is_fused(queries: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
     """Return whether `mx.fast` SDPA prefills without a score matrix here."""
-    new, dims, device = *queries.shape[-2:], backend()
+    new, dims, device = *queries.shape[-2:], device_type()
     if values.shape[-1] != dims or (device == "cuda" and queries.dtype == mx.float32):
         return False
     if device == "metal" and dims == WIDE and isinstance(mask, str) and new >= WIDE_TOKENS:
@@ -171,7 +171,7 @@ def _mlx(mlx: str | None = None) -> tuple[int, ...]:
 def _blocked(queries, keys, values, scale, mask, sink_logits, softcap=None):
     """Compute SDPA in blocks of query rows, with score matrices below SCORE_BYTES or of DECODE_TOKENS rows."""
     heads, new, total = queries.shape[1], queries.shape[2], keys.shape[2]
-    score_bytes = SCORE_BYTES if backend() == "cpu" else SCORE_BYTES_GPU
+    score_bytes = SCORE_BYTES if device_type() == "cpu" else SCORE_BYTES_GPU
     rows = max(DECODE_TOKENS, score_bytes // (4 * queries.shape[0] * heads * total))
     out = []
     for start in range(0, new, rows):

@@ -117,7 +117,7 @@ def plan(
     """
     request = KernelRequest(config, dims, dtype, shape, latent, indexed)
     key = (config, dims, dtype, launch.state())
-    make, by = launch.factory(), partial(KernelPlan, request=key, device=launch.backend())
+    make, by = launch.factory(), partial(KernelPlan, request=key, device=launch.device_type())
     if make is None:
         off = launch.switched_off(launch.KERNELS) is not None
         return by(PLAIN_OPS, launch.absent(), failed=off)

@@ -23,7 +23,7 @@ from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.rules.windowed import WindowedCache
-from mlxkv.metal.launch import ahead, backend
+from mlxkv.metal.launch import ahead, device_type
 from mlxkv.metal.lengths import Division, Rows
 
 
@@ -112,7 +112,7 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
         if self.layer_maps is not None:
             keys = self.arriving(keys)
         views = self._update(keys, values)
-        if keys.shape[2] > DECODE_TOKENS and backend() != "cpu":
+        if keys.shape[2] > DECODE_TOKENS and device_type() != "cpu":
             ahead(self.arrays())
         return views
 

@@ -26,7 +26,7 @@ from mlxkv.cache.view import LatentPages, Pair, RowsView, TracedLatents, View
 from mlxkv.formats.rules.windows import TrimPlan
 from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.formats.state import check_batch
-from mlxkv.metal.launch import ahead, backend
+from mlxkv.metal.launch import ahead, device_type
 
 # -- `BatchedLatentCache`: the latents of several sequences as one cache, for mlx-lm's batches.
 #
@@ -114,7 +114,7 @@ class LatentKVCache(CompressedKVCache):
             rotary_keys = self.rotary if exact else _rotary_of(rotary_keys)
         assert rotary_keys is not None  # there are tokens now
         view = _as_latents(view)
-        if latents.shape[2] > DECODE_TOKENS and backend() != "cpu":
+        if latents.shape[2] > DECODE_TOKENS and device_type() != "cpu":
             ahead(self.arrays())
         return (decoded(view) if expands or self.selects else view), rotary_keys
 

@@ -23,7 +23,7 @@ from mlxkv.formats.names import canonical
 from mlxkv.generate.generation import new_cache, stream
 from mlxkv.generate.usage import projected, usage
 from mlxkv.loading.load import load
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 from mlxkv.patching.trees import own_caches
 
 FACT = "The secret ingredient of my grandmother's soup is saffron."
@@ -50,7 +50,7 @@ def run_demo(model: str, kv: str, as_json: bool) -> None:
     name = canonical(kv)
     if not as_json:
         say(
-            f"{loaded.name} on {backend()} reads one text of {len(tokens):,} tokens into two "
+            f"{loaded.name} on {device_type()} reads one text of {len(tokens):,} tokens into two "
             f"caches: fp16 and --kv {name}"
         )
     caches, rows = {"fp16": plain(), name: packed()}, []
@@ -69,7 +69,7 @@ def run_demo(model: str, kv: str, as_json: bool) -> None:
         data = {
             "model": loaded.name,
             "kv": name,
-            "backend": backend(),
+            "backend": device_type(),
             "seconds": round(seconds, 2),
         }
         data |= {"tokens": compact.tokens, "question": QUESTION, "fact": FACT}
@@ -123,7 +123,7 @@ def make_text(loaded, length: int) -> tuple[list[int], float]:
 def read_text(loaded, tokens: list[int], sides: list[list]) -> Iterator[int]:
     """Read `tokens` into each of the caches, a chunk at a time. Yields the number of tokens read."""
     # Streams of a CPU are threads: two cores read at once.
-    streams = [mx.new_stream(mx.cpu) for _ in sides] if backend() == "cpu" else []
+    streams = [mx.new_stream(mx.cpu) for _ in sides] if device_type() == "cpu" else []
     for start in range(0, len(tokens), CHUNK):
         part = mx.array(tokens[start : start + CHUNK])[None]
         mx.eval(part)

@@ -28,7 +28,7 @@ from mlxkv.chat.typed import History, read_message
 from mlxkv.console import human_bytes, note, one_line, plain, print_json, say, working
 from mlxkv.errors import MachineError, UserError
 from mlxkv.formats.session import path_for
-from mlxkv.generate.generation import backend
+from mlxkv.generate.generation import device_type
 from mlxkv.generate.roles import Thinking
 from mlxkv.loading import quality_check
 from mlxkv.loading.load import load
@@ -81,7 +81,7 @@ def talk(options: ChatOptions, prompt: str | None) -> None:
         options.template,
         processors,
     )
-    loaded.print_report(backend(), options.quiet)
+    loaded.print_report(device_type(), options.quiet)
     quality_check.warn(loaded)
     warm_up(loaded)
     if options.load is not None:
@@ -109,7 +109,7 @@ def report(session: Session) -> dict:
     return {
         "model": loaded.name,
         "kv": loaded.kv_name,
-        "backend": backend(),
+        "backend": device_type(),
         "prompt_tokens": stats.prompt_tokens,
         "generated_tokens": stats.generated_tokens,
         "finish_reason": stats.finish_reason,

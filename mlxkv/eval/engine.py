@@ -19,7 +19,7 @@ from mlxkv import __version__, console, errors
 from mlxkv.errors import MachineError
 from mlxkv.eval.arms import Arms
 from mlxkv.eval.rows import Rows
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 
 Results = dict[str, dict]  # arm -> plain data for JSON
 
@@ -81,7 +81,7 @@ def row_of(arms: Arms, part: Part, name: str) -> tuple[dict, str]:
         "asks": part.digest,
         "mlxkv": __version__,
         "mlx": mx.__version__,  # pyright: ignore[reportAttributeAccessIssue]  # not in mlx's stub
-        "backend": backend(),
+        "backend": device_type(),
     }
     text = json.dumps(state, sort_keys=True, default=str)
     return identity, hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -19,7 +19,7 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.loading.load import load
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 
 TASKS = ("divergence", "retrieval")
 SHORTEST = 512  # tokens that hold a few facts, a question and its answer, and a page to quantize
@@ -121,7 +121,7 @@ def _options(command: SimpleNamespace, level: Level) -> TaskOptions:
     return TaskOptions(
         contexts=tuple(dict.fromkeys(lengths)),
         decode=level.decode,
-        questions=QUESTIONS_CPU if backend() == "cpu" else QUESTIONS,
+        questions=QUESTIONS_CPU if device_type() == "cpu" else QUESTIONS,
         texts=texts,
         samples=samples,
     )

@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlxkv.errors import MachineError, UserError
 from mlxkv.generate.stops import Front
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 from mlxkv.patching.trees import flat
 
 # Prompt tokens per chunk. A CPU is no faster with more, and progress and Ctrl-C are handled between two chunks.
@@ -179,4 +179,4 @@ def new_cache(loaded) -> list:
 
 def prefill_step() -> int:
     """Return how many prompt tokens this machine reads per chunk."""
-    return PREFILL_STEP_CPU if backend() == "cpu" else PREFILL_STEP
+    return PREFILL_STEP_CPU if device_type() == "cpu" else PREFILL_STEP

@@ -31,7 +31,7 @@ from mlxkv.loading.attach import attach
 from mlxkv.loading.sampling import Sampling
 from mlxkv.loading.sampling import read_sampling as read_sampling
 from mlxkv.loading.warmup import print_reports
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 from mlxkv.patching import mlx_lm_compat
 from mlxkv.patching.mark import Origin, set_origin, steps_of
 
@@ -139,7 +139,7 @@ def load(
     if size == 1:
         reading.read_model(model, None if folder.is_gguf else progress)
         reading.try_out(model, folder)
-        if backend() == "cpu" and dtype in (None, "float32") and weights is None:
+        if device_type() == "cpu" and dtype in (None, "float32") and weights is None:
             reading.fit_cpu(model)
     tokenizer = _tokenizer(folder, full_config)
     rendering.bound(mlx_lm_compat.inner_tokenizer(tokenizer), folder.path)

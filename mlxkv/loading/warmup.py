@@ -19,7 +19,7 @@ from mlxkv.catalog.reports import LayerReport
 from mlxkv.generate.generation import prefill_step
 from mlxkv.machine import out_of_range
 from mlxkv.metal import launch, tiles
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 from mlxkv.patching.mark import steps_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def step_down(loaded: Loaded, error: Exception) -> str | None:
     slower = (
         PortableBackend() if tiled else PLAIN_OPS
     )  # making the caches tries the portable kernel
-    plan = KernelPlan(slower, launch.switched_off(first), failed=True, device=backend())
+    plan = KernelPlan(slower, launch.switched_off(first), failed=True, device=device_type())
     loaded.layers[:] = [replace(r, plan=plan) if r.plan in plans else r for r in loaded.layers]
     name = "portable kernels" if tiled else "plain ops, slowly,"
     return f"! a kernel failed on this GPU: {reason}; from here on {name} decode. {WHY}"
@@ -99,7 +99,7 @@ def warm_up(loaded: Loaded) -> None:
     A GPU fault is reported, and slower kernels run instead, as during a reply.
     """
     steps = steps_of(loaded.model)
-    if backend() == "cpu" or steps is None or steps.off:
+    if device_type() == "cpu" or steps is None or steps.off:
         return
     with console.counted("building decode steps", 1) as step:
         step()

@@ -10,7 +10,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlxkv.metal.launch import Factory, backend
+from mlxkv.metal.launch import Factory, device_type
 
 # Fallback number of cores if macOS reports none, by the last letter of MLX's architecture name (applegpu_g13s):
 # phone, base, Pro, Max and Ultra, the smallest chip of each kind.
@@ -70,4 +70,4 @@ def why_no_tiles() -> str | None:
 
 def device() -> dict[str, str]:
     """Return the backend in use and the name of its device."""
-    return {"backend": backend(), "device": str(mx.device_info().get("device_name", ""))}
+    return {"backend": device_type(), "device": str(mx.device_info().get("device_name", ""))}

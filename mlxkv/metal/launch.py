@@ -43,8 +43,8 @@ TILES_SWITCH = "MLXKV_TILES"  # environment variable; 0: the portable kernel dec
 LAYERS = 2  # layers in flight during a prefill
 
 
-def backend() -> str:
-    """Return MLX's default backend: "metal", "cuda", or "cpu", which has no kernels."""
+def device_type() -> str:
+    """Return the type of MLX's default device: "metal", "cuda", or "cpu", which has no kernels."""
     if mx.default_device() != mx.Device(mx.gpu):
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
@@ -92,7 +92,7 @@ def factory() -> Factory | None:
         return choice.make
     if os.environ.get(SWITCH) == "0":
         return None
-    return {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}.get(backend())
+    return {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}.get(device_type())
 
 
 def state() -> tuple[Factory | None, bool]:

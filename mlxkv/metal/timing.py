@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 
 COPY_BYTES = 1 << 29  # size of the array copied to measure bandwidth, on a GPU
 COPY_BYTES_CPU = 1 << 26
@@ -81,7 +81,7 @@ def copy_bandwidth() -> float:
 
     The copy negates, since MLX elides plain copies; each result is kept, since MLX would reuse its memory.
     """
-    size, steps = (COPY_BYTES_CPU, 2) if backend() == "cpu" else (COPY_BYTES, 4)
+    size, steps = (COPY_BYTES_CPU, 2) if device_type() == "cpu" else (COPY_BYTES, 4)
     x = mx.random.normal((size // 4,))
     mx.eval(x)
 
@@ -98,7 +98,7 @@ def copy_bandwidth() -> float:
 
 def read_bandwidth() -> float:
     """Measure bytes per second of a max reduction over a large array."""
-    size, steps = (COPY_BYTES_CPU, 1) if backend() == "cpu" else (COPY_BYTES, 4)
+    size, steps = (COPY_BYTES_CPU, 1) if device_type() == "cpu" else (COPY_BYTES, 4)
     arrays = [mx.random.normal((size // 4,)) for _ in range(steps)]
     mx.eval(arrays)
     seconds = seconds_of(lambda: [mx.max(x) for x in arrays], 5)

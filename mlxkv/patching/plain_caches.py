@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache
 
 from mlxkv.cache.static import NotYet, StaticCache, StepIndices, Untraceable, put
 from mlxkv.cache.view import TracedView
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 from mlxkv.patching.mlx_lm_compat import (
     pads_right,
     ring_index,
@@ -92,7 +92,7 @@ class Plain(Buffers):
     """
 
     def __init__(self, cache: Any, new: int):
-        if backend() == "cuda":
+        if device_type() == "cuda":
             raise Untraceable("full precision with a mask is slow on CUDA")
         if cache.offset + new > cache.keys.shape[2]:
             grow(cache, whole_steps(cache.offset + new, cache.step))

@@ -61,7 +61,7 @@ def _why_off() -> str | None:
     switch = os.environ.get(SWITCH)
     if switch == "0":
         return f"{SWITCH}=0"
-    if launch.backend() == "cpu" and switch != "1":
+    if launch.device_type() == "cpu" and switch != "1":
         # MLX would run a C++ compiler on some 26 kernels before the second token.
         return f"traced steps start a compiler on a CPU; {SWITCH}=1 turns them on"
     return None

@@ -22,7 +22,7 @@ from mlxkv.console import human_bytes
 from mlxkv.errors import UserError
 from mlxkv.generate.usage import window_of
 from mlxkv.machine import USABLE, footprint, machine_memory
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 from mlxkv.serve.apis.reply import Markup
 from mlxkv.serve.engine import LEAST_MEMORY, Engine
 from mlxkv.serve.grammar import calls_of
@@ -94,7 +94,7 @@ class LoadedModel:
         document = {
             "model": self.name,
             "kv": loaded.kv_name,
-            "backend": backend(),
+            "backend": device_type(),
             "version": __version__,
             "context": loaded.context,
             "max_tokens": self.options.max_tokens,  # default of a request

@@ -18,7 +18,7 @@ from mlxkv.catalog.rendering import RENDERER
 from mlxkv.console import ENDING, PlainLog, human_bytes, note, on
 from mlxkv.errors import MachineError, UserError
 from mlxkv.loading import quality_check
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 from mlxkv.options import PARENT
 from mlxkv.serve.engine import Engine
 from mlxkv.serve.http.access import Keys
@@ -127,7 +127,7 @@ def run_server(options: ServeOptions) -> None:
         ) from None
     RENDERER.end()  # requests are rendered by the workers
     loaded, memory = server.loaded_model.loaded, server.engine.memory
-    loaded.print_report(backend())
+    loaded.print_report(device_type())
     if group.size() == 1:
         quality_check.warn(loaded)
     share = memory.in_use(1 << 14) / memory.fp16(1 << 14) if memory.fp16(1 << 14) else 1

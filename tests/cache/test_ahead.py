@@ -17,7 +17,7 @@ from mlxkv.metal import launch
 def started(monkeypatch):
     """As on a GPU; the numbers of arrays that were handed over before they were asked for."""
     found, real = [], mx.async_eval
-    monkeypatch.setattr(compressed, "backend", lambda: "metal")
+    monkeypatch.setattr(compressed, "device_type", lambda: "metal")
 
     def watched(*arrays):
         if isinstance(arrays[0], list):  # mlx-lm's loop hands over arrays one by one
@@ -35,7 +35,7 @@ def as_on_a_cpu(monkeypatch):
     @contextmanager
     def change():
         with monkeypatch.context() as inside:
-            inside.setattr(compressed, "backend", lambda: "cpu")
+            inside.setattr(compressed, "device_type", lambda: "cpu")
             yield
 
     return change
@@ -64,7 +64,7 @@ def test_prompts_are_read_the_same(model, started, as_on_a_cpu, lengths):
 
 
 def test_a_cpu_gains_nothing(model, started, monkeypatch):
-    monkeypatch.setattr(compressed, "backend", lambda: "cpu")
+    monkeypatch.setattr(compressed, "device_type", lambda: "cpu")
     attach(model, small())
     model(tokens(60)[None], cache=make_prompt_cache(model))
     assert not started

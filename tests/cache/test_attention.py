@@ -86,7 +86,7 @@ def test_masks_and_sinks(new):
 
 def test_a_prefill_in_blocks_gives_each_block_its_rows_of_a_mask(monkeypatch):
     """Blocks of 8 rows, as a long prompt is read where MLX has no fused kernel."""
-    monkeypatch.setattr(attention, "backend", lambda: "cpu")
+    monkeypatch.setattr(attention, "device_type", lambda: "cpu")
     monkeypatch.setattr(attention, "SCORE_BYTES", 1)
     _, view = setup(6, 2, 64, 200)
     rng = np.random.default_rng(9)

@@ -146,7 +146,7 @@ def test_results_belong_to_a_model_its_type_windows_and_versions(
         "type": (arms.loaded, "dtype", "another"),
         "mlxkv": (engine, "__version__", "another"),
         "MLX": (engine.mx, "__version__", "another"),
-        "backend": (engine, "backend", lambda: "another"),
+        "backend": (engine, "device_type", lambda: "another"),
     }.items():
         with subtests.test(name), monkeypatch.context() as patch:
             patch.setattr(*change)

@@ -30,7 +30,7 @@ def _traced(_untraced, monkeypatch):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(warmup, "backend", lambda: "metal")
+    monkeypatch.setattr(warmup, "device_type", lambda: "metal")
 
 
 def decoded(loaded, tokens: int) -> list[int]:
@@ -63,7 +63,7 @@ def test_the_first_reply_finds_its_steps_traced(folder, on_a_gpu, capsys):
 
 @pytest.mark.parametrize("why", ["cpu", "fp16", "off"])
 def test_nothing_is_decoded_where_nothing_would_be_traced(folder, monkeypatch, capsys, why):
-    monkeypatch.setattr(warmup, "backend", lambda: "cpu" if why == "cpu" else "cuda")
+    monkeypatch.setattr(warmup, "device_type", lambda: "cpu" if why == "cpu" else "cuda")
     monkeypatch.setattr(warmup, "_decode", lambda loaded: pytest.fail("decodes"))
     if why == "off":
         monkeypatch.setenv(SWITCH, "0")

@@ -131,7 +131,7 @@ def test_gpus_with_tensor_units(subtests, monkeypatch):
 )
 def test_where_mlx_is_not_fused_no_score_matrix_is_whole(monkeypatch, where, dims, units, blocks):
     """Gemma's heads of 256 dims on Metal: 8 heads x 2048 x 32768 scores would be 2 GiB."""
-    monkeypatch.setattr(attention, "backend", lambda: where)
+    monkeypatch.setattr(attention, "device_type", lambda: where)
     monkeypatch.setattr(attention, "WIDE_TOKENS", 512)
     monkeypatch.setattr(attention.gpu, "has_tensor_units", lambda: units)
     seen = []

@@ -148,7 +148,7 @@ def test_what_has_no_kernel_says_why(trusted):
 
 
 def test_an_environment_variable_keeps_to_plain_ops(monkeypatch, trusted):
-    monkeypatch.setattr(launch, "backend", lambda: "metal")
+    monkeypatch.setattr(launch, "device_type", lambda: "metal")
     assert launch.factory() is mx.fast.metal_kernel
     monkeypatch.setenv(launch.SWITCH, "0")
     assert launch.factory() is None

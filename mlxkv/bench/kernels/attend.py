@@ -17,7 +17,7 @@ from mlxkv.cache.view import View
 from mlxkv.errors import brief
 from mlxkv.formats.config import CacheConfig
 from mlxkv.machine import machine_memory
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 from mlxkv.metal.timing import Chain, chain, interleaved, middle
 
 COLD_BYTES = 200_000_000  # of rotating copies: more than twice the L2 of any GPU
@@ -58,7 +58,7 @@ class DecodeStep:
 
 def copies_of(bytes_each: int, calls: int) -> int:
     """Return how many copies of a cache rotate, as far as memory allows."""
-    if backend() == "cpu":
+    if device_type() == "cpu":
         return min(calls, COPIES)
     info = mx.device_info()
     memory = int(info.get("memory_size") or info.get("total_memory") or machine_memory())

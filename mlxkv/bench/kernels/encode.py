@@ -13,7 +13,7 @@ from mlxkv.cache import choose
 from mlxkv.cache.stores import Codes, Records
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.sizes import GROWTH
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 from mlxkv.metal.timing import seconds_of
 
 CALLS, CALLS_CPU = 8, 2  # per eval
@@ -39,7 +39,7 @@ def row(
     config, dims = allotted(config, shape.dims), (shape.dims, shape.dims)
     plan = choose.plan(config, dims, dtype)
     new = partial(choose.store, plan, rotations(config, shape))
-    pages, calls = tokens // config.page, CALLS_CPU if backend() == "cpu" else CALLS
+    pages, calls = tokens // config.page, CALLS_CPU if device_type() == "cpu" else CALLS
     inputs = [shape.pair(tokens, dtype) for _ in range(2)]
     mx.eval(inputs)
 

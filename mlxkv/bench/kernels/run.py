@@ -17,7 +17,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.names import parse_kv
 from mlxkv.machine import machine, versions
 from mlxkv.metal import gpu, predict
-from mlxkv.metal.launch import backend
+from mlxkv.metal.launch import device_type
 from mlxkv.metal.timing import chain, copy_bandwidth, middle, read_bandwidth
 
 # The first is that of Qwen3.5 to 3.8; Gemma 4's windows also have heads of 256 dims.
@@ -56,7 +56,7 @@ def run_kernels(contexts: str | None, kv: str, as_json: bool) -> None:
     """Measure and print. contexts, kv: by commas."""
     presets = {name: _preset(name) for name in kv.split(",")}
     cases = _cases(contexts, presets)
-    batch = ENCODE_TOKENS_CPU if backend() == "cpu" else ENCODE_TOKENS
+    batch = ENCODE_TOKENS_CPU if device_type() == "cpu" else ENCODE_TOKENS
     dtype, computer, installed = default_dtype(), machine() | gpu.device(), versions()
     print_machine(computer, installed)
     rows, encodes = [], []
@@ -115,7 +115,7 @@ def _preset(name: str) -> CacheConfig:
 
 
 def _cases(contexts: str | None, presets: dict[str, CacheConfig]) -> list[tuple[KernelShape, int]]:
-    text = contexts or (CONTEXTS_CPU if backend() == "cpu" else CONTEXTS)
+    text = contexts or (CONTEXTS_CPU if device_type() == "cpu" else CONTEXTS)
     shortest = max(config.window for config in presets.values()) + 1
     lengths = parse_contexts(text, shortest, why="nothing is compressed in so few tokens")
     for shape in SHAPES:
