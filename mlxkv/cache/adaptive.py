@@ -24,7 +24,7 @@ from mlxkv.formats.records import NAMES
 from mlxkv.formats.rules.observing import BLOCK, POOL, Observing
 from mlxkv.formats.rules.runs import Runs
 from mlxkv.metal import launch
-from mlxkv.metal.launch import Factory
+from mlxkv.metal.launch import KernelBuilder
 from mlxkv.metal.whiten import RIDGE, TINY, orthonormal, whiten, why_not
 
 # -- Bases of low rank that follow the text, by Oja's rule. Spec: `spec.oja`.
@@ -36,14 +36,14 @@ BATCH = 32  # batches are padded to a multiple of it, since each length needs a 
 
 
 def update(
-    u: mx.array, x: mx.array, rate: float, raw: bool = False, make: Factory | None = None
+    u: mx.array, x: mx.array, rate: float, raw: bool = False, builder: KernelBuilder | None = None
 ) -> mx.array:
     """Return U updated by a batch x [B, G, N, D]; U is unchanged if the batch contains NaN or infinity.
 
-    make: builds the kernel of `metal.whiten`, which must support this size (`why_not`); None: plain ops.
+    builder: builds the kernel of `metal.whiten`, which must support this size (`why_not`); None: plain ops.
     """
-    if make is not None and not raw:
-        return _updated(u, x.astype(mx.float32), rate, make)
+    if builder is not None and not raw:
+        return _updated(u, x.astype(mx.float32), rate, builder)
     with mx.stream(mx.cpu):
         x = x.astype(mx.float32)
         y = x @ u
@@ -61,18 +61,18 @@ def update(
         return mx.where(sound, orthonormal(mx.where(sound, stepped, u)), u)
 
 
-def _updated(u: mx.array, x: mx.array, rate: float, make: Factory) -> mx.array:
+def _updated(u: mx.array, x: mx.array, rate: float, builder: KernelBuilder) -> mx.array:
     """Compute `update` by the kernel: y^T y + r I = L L^T, and y (y^T y + r I)^-1 = (y L^-T) L^-1."""
     x = mx.pad(x, [(0, 0), (0, 0), (0, -x.shape[-2] % BATCH), (0, 0)])  # zeros change nothing
     y, count = x @ u, x.shape[-2]
     residual = x - y @ u.swapaxes(-1, -2)
-    whitened = whiten(y, make, RIDGE)
+    whitened = whiten(y, builder, RIDGE)
     step = residual.swapaxes(-1, -2) @ (
         whitened[..., :count, :] @ whitened[..., count:, :].swapaxes(-1, -2)
     )
     stepped = u + rate * step
     sound = mx.isfinite(stepped).all((-1, -2), keepdims=True)
-    return mx.where(sound, whiten(mx.where(sound, stepped, u), make), u)
+    return mx.where(sound, whiten(mx.where(sound, stepped, u), builder), u)
 
 
 def next_basis(
@@ -102,8 +102,8 @@ def _alike(a: tuple, b: tuple) -> bool:
 
 def _update(u: mx.array, x: mx.array, rate: float, raw: bool) -> mx.array:
     """Compute `update`, by kernels if they run."""
-    make, (dims, rank) = launch.factory(), u.shape[-2:]
-    return update(u, x, rate, raw, None if why_not(dims, rank, make) else make)
+    builder, (dims, rank) = launch.kernel_builder(), u.shape[-2:]
+    return update(u, x, rate, raw, None if why_not(dims, rank, builder) else builder)
 
 
 def per_head(transform: Transform, heads: tuple[int, int]) -> mx.array:

@@ -25,7 +25,7 @@ from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.records import NAMES, RecordLayout, record_layout, why_no_records
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import latents, launch, quantize, tiles
-from mlxkv.metal.launch import Factory
+from mlxkv.metal.launch import KernelBuilder
 from mlxkv.metal.lengths import separate_lengths
 from mlxkv.metal.template import Pair
 
@@ -40,10 +40,10 @@ Mask = mx.array | str | None
 class Backend:
     """Quantizes and reads pages of one kind.
 
-    name: printed in reports. make: builds its kernels; None for plain ops.
+    name: printed in reports. kernel_builder: builds its kernels; None for plain ops.
     """
 
-    make: Factory | None = None
+    kernel_builder: KernelBuilder | None = None
     name: ClassVar[str]
 
     def supports(self, config: CacheConfig, dims: tuple[int, int], dtype: mx.Dtype) -> str | None:
@@ -72,15 +72,15 @@ class Backend:
         raise NotImplementedError
 
     @property
-    def builder(self) -> Factory:
-        """Return `make` of a backend with kernels."""
-        assert self.make is not None
-        return self.make
+    def builder(self) -> KernelBuilder:
+        """Return `kernel_builder` of a backend with kernels."""
+        assert self.kernel_builder is not None
+        return self.kernel_builder
 
     @property
     def emulated(self) -> bool:
         """Return whether its kernels are emulated, and so cannot be traced."""
-        return self.make not in (None, mx.fast.metal_kernel, mx.fast.cuda_kernel)
+        return self.kernel_builder not in (None, mx.fast.metal_kernel, mx.fast.cuda_kernel)
 
     def __deepcopy__(self, memo):
         return self  # MLX's kernel builders cannot be copied
@@ -162,7 +162,7 @@ class PortableBackend(Backend):
             row = runs[0].records, sink[0].shape[2] if sink else 0, view.recent[0].shape[2]
             lengths = separate_lengths((row,) * len(queries), heads * capacity, runs[0].page)
         out = self.launch(
-            queries, runs, sink, recent, lengths, scale, self.make, sink_logits, softcap
+            queries, runs, sink, recent, lengths, scale, self.kernel_builder, sink_logits, softcap
         )
         return out.astype(queries.dtype)
 

@@ -27,14 +27,14 @@ from mlxkv.cache.stores import Codes, Records
 from mlxkv.codec.maps import LayerMaps
 from mlxkv.formats.config import CacheConfig
 from mlxkv.metal import launch
-from mlxkv.metal.launch import Factory
+from mlxkv.metal.launch import KernelBuilder
 
 INDEXED = "this model's code picks single latents"
 FAILED = "its kernels failed their test here"  # or were switched off: they should run and do not
 
 
 # The config, dims and type of `plan`, and `launch.state` at that time.
-Request = tuple[CacheConfig, tuple[int, int], mx.Dtype, tuple[Factory | None, bool]]
+Request = tuple[CacheConfig, tuple[int, int], mx.Dtype, tuple[KernelBuilder | None, bool]]
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class KernelRequest:
     latent: bool = False
     indexed: bool = False
 
-    def backends(self, make: Factory | None) -> tuple[Backend, ...]:
+    def backends(self, builder: KernelBuilder | None) -> tuple[Backend, ...]:
         """Return the backends with kernels for such pages, the fastest first."""
         if self.latent:
-            return (LatentBackend(make),)
-        return TileBackend(make), PortableBackend(make)
+            return (LatentBackend(builder),)
+        return TileBackend(builder), PortableBackend(builder)
 
     @property
     def unsupported(self) -> str | None:
@@ -117,15 +117,16 @@ def plan(
     """
     request = KernelRequest(config, dims, dtype, shape, latent, indexed)
     key = (config, dims, dtype, launch.state())
-    make, by = launch.factory(), partial(KernelPlan, request=key, device=launch.device_type())
-    if make is None:
+    builder = launch.kernel_builder()
+    by = partial(KernelPlan, request=key, device=launch.device_type())
+    if builder is None:
         off = launch.switched_off(launch.KERNELS) is not None
         return by(PLAIN_OPS, launch.absent(), failed=off)
     if reason := request.unsupported:
         return by(PLAIN_OPS, reason)
     off, tried = launch.switched_off(launch.TILES) is not None, False
     reasons: list[str] = []
-    for backend in request.backends(make):
+    for backend in request.backends(builder):
         reason = backend.can_run(config, dims, dtype)
         if tried := reason is None:
             reason = selftest.why_not(config, dims[0], dtype, backend, shape)

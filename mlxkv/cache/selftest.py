@@ -21,7 +21,7 @@ from mlxkv.formats.quantizers import DIMS, MOST_BLOCKS, MixedBits
 from mlxkv.formats.records import record_layout
 from mlxkv.metal import attend as kernels
 from mlxkv.metal import tiles, trust
-from mlxkv.metal.launch import Factory
+from mlxkv.metal.launch import KernelBuilder
 
 BOUND = 0.01  # rms against plain ops; 16-bit outputs and TF32 products stay below half of it
 # Bound for values encoded after a product with a rotation. A code on the other side of a tie is off by a step, and a
@@ -53,7 +53,7 @@ class AttentionShape:
             self, heads=max(1, self.heads // self.kv_heads) * kv_heads, kv_heads=kv_heads
         )
 
-    def steps(self, dims: int, make: Factory) -> list[int]:
+    def steps(self, dims: int, builder: KernelBuilder) -> list[int]:
         """Return the numbers of new tokens to test, up to `kernels.MOST_NEW`.
 
         One per number of query rows that the portable kernel is built for. dims: largest stored dims.
@@ -61,7 +61,7 @@ class AttentionShape:
         rows = self.heads // self.kv_heads
         tiles_ = {}
         for new in range(1, kernels.MOST_NEW + 1):
-            tiles_.setdefault(kernels.rows_of_tile(dims, rows * new, make), new)
+            tiles_.setdefault(kernels.rows_of_tile(dims, rows * new, builder), new)
         return list(tiles_.values())
 
 
@@ -114,7 +114,7 @@ def why_not(
 ) -> str | None:
     """Return why `backend` must not be used, or None, by notes of earlier processes on a Mac, or by `test`."""
     noted = None
-    if backend.make is mx.fast.metal_kernel:
+    if backend.kernel_builder is mx.fast.metal_kernel:
         noted = trust.why_not(_noted_as(representative_config(config, dims), dims, dtype, backend))
     return noted or test(config, dims, dtype, backend, shape).reason
 
@@ -142,7 +142,7 @@ def test(
     shape = (shape or (LATENT_SHAPE if is_latent else DEFAULT_SHAPE)).small
     if shape not in results:
         prepare = _latent_trial if is_latent else _page_trial
-        on_trial, on_mac = nullcontext(), backend.make is mx.fast.metal_kernel
+        on_trial, on_mac = nullcontext(), backend.kernel_builder is mx.fast.metal_kernel
         kernels = _noted_as(config, dims, dtype, backend)
         if on_mac:
             on_trial = trust.trial(kernels)

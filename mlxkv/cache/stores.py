@@ -231,17 +231,17 @@ class Records(PageStore[str, RecordPages]):
 
         For layouts that the kernel quantizes: plain ops would need some hundred operations per page.
         """
-        pages, layout, make = self.read(0, self.count), self.layout, self.backend.builder
+        pages, layout, builder = self.read(0, self.count), self.layout, self.backend.builder
 
         def side(i: int) -> mx.array:
-            x = dequantize_side(pages.run, i == 0, mx.float32, make)
+            x = dequantize_side(pages.run, i == 0, mx.float32, builder)
             return moved(x, self.codecs[i], codecs[i])
 
         pair = side(0), side(1)
         ranks = quantize.clip_ranks(codecs, (pair[0].shape[3], pair[1].shape[3]))
         return {
             "records": quantize.quantize_pages(
-                pair, layout, make, (None, None), 0, pages.tokens, ranks
+                pair, layout, builder, (None, None), 0, pages.tokens, ranks
             )
         }
 

@@ -57,14 +57,14 @@ def rows(step: Step, every: bool = False) -> list[dict]:
     message. built, right: None if unknown. seconds: to build and run once; spent: on the whole row. attend_us,
     plain_us: one call over TOKENS tokens, by kernels and by plain ops. predicted_us: by tiles, on a known Apple GPU.
     """
-    make = launch.factory()
-    if make is None:
+    builder = launch.kernel_builder()
+    if builder is None:
         return [_row(p, d, "", NONE, launch.absent()) for p, d in cases()]
     table, chosen_cases = [], set(cases(every))
     for preset, dims in cases():
         config = selftest.representative_config(parse_kv(preset), dims)
         for body in BODIES:
-            table.append(_designed(config, preset, dims, body, make))
+            table.append(_designed(config, preset, dims, body, builder))
             if (preset, dims) not in chosen_cases and table[-1]["should_run"]:
                 table[-1] |= {"reason": NOT_TRIED}
     table.append(_row(*FOLLOWING[:2], WHITEN, NOT_TRIED, None if every else NOT_TRIED, True))
@@ -77,9 +77,9 @@ def rows(step: Step, every: bool = False) -> list[dict]:
         step(f"kernels {i + 1}/{len(todo)}: {name(row)}")
         start = time.monotonic()
         if row["body"] == WHITEN:
-            _try_whiten(row, make)
+            _try_whiten(row, builder)
         else:
-            _try(row, make, every)
+            _try(row, builder, every)
         row["spent"] = time.monotonic() - start
     return table
 
@@ -92,14 +92,16 @@ def _row(
     return row | {"should_run": should_run, **dict.fromkeys(unknown), "detail": ""}
 
 
-def _designed(config: CacheConfig, preset: str, dims: int, body: str, make: launch.Factory) -> dict:
+def _designed(
+    config: CacheConfig, preset: str, dims: int, body: str, builder: launch.KernelBuilder
+) -> dict:
     """Return a row to try, or a row with the reason why this kernel does not exist here."""
     stored = config.dims(dims, dims)
     reason = config.keys.quantizer.why_no_record(stored[0], config.page)
     if reason is None and body == "tiles":
         layout = record_layout(config, *stored)
-        reason = tiles.why_not(layout, dims, mx.float16, make)
-        if make is mx.fast.metal_kernel and reason is None and _is_virtual():
+        reason = tiles.why_not(layout, dims, mx.float16, builder)
+        if builder is mx.fast.metal_kernel and reason is None and _is_virtual():
             reason = "the GPU of a virtual machine has no simdgroup matrices"
     if reason is not None:
         return _row(preset, dims, body, NONE, reason)
@@ -110,10 +112,10 @@ def _is_virtual() -> bool:
     return "paravirtual" in str(mx.device_info().get("device_name", "")).lower()
 
 
-def _try(row: dict, make: launch.Factory, every: bool) -> None:
-    dims, backend = row["head_dim"], BODIES[row["body"]](make)
+def _try(row: dict, builder: launch.KernelBuilder, every: bool) -> None:
+    dims, backend = row["head_dim"], BODIES[row["body"]](builder)
     config = selftest.representative_config(parse_kv(row["preset"]), dims)
-    if make is mx.fast.metal_kernel and not every:
+    if builder is mx.fast.metal_kernel and not every:
         layout = record_layout(config, *config.dims(dims, dims))
         kernels = layout, dims, mx.float16, backend.name
         if trust.ended_processes(kernels):
@@ -125,16 +127,16 @@ def _try(row: dict, make: launch.Factory, every: bool) -> None:
         RIGHT if right else WRONG if result.errors else DID_NOT_RUN if result.built else NOT_BUILT
     )
     row |= {**vars(result), "state": state, "right": right}
-    if right and make in (mx.fast.metal_kernel, mx.fast.cuda_kernel):
+    if right and builder in (mx.fast.metal_kernel, mx.fast.cuda_kernel):
         row |= speed(config, dims, backend)
         if row["body"] == "tiles":
             place = row["preset"], dims, KV_HEADS, HEADS // KV_HEADS, TOKENS
             row["predicted_us"] = predict.attend_us(*place)
 
 
-def _try_whiten(row: dict, make: launch.Factory) -> None:
+def _try_whiten(row: dict, builder: launch.KernelBuilder) -> None:
     start = time.perf_counter()
-    reason = whiten.why_not(*FOLLOWING[1:], make)
+    reason = whiten.why_not(*FOLLOWING[1:], builder)
     wrong = reason is not None and reason.startswith("columns")
     row["state"] = WRONG if wrong else RIGHT if reason is None else DID_NOT_RUN
     row |= {"reason": reason, "right": reason is None, "seconds": time.perf_counter() - start}

@@ -248,7 +248,7 @@ def plan_of(config: dict, name: str = "", weights: int | None = None, more: str 
         layers, size, working = _estimate(config, name)
     if weights:
         size, source = weights, "from the files"
-    limit, has_kernels = context_limit(config) or 0, launch.factory() is not None
+    limit, has_kernels = context_limit(config) or 0, launch.kernel_builder() is not None
     return ModelPlan(name, layers, size, source, limit, working, estimate, has_kernels)
 
 

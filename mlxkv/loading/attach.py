@@ -257,7 +257,7 @@ def transform_weights(model: nn.Module, fitted: Fitted, fold: bool) -> tuple[Fit
 # -- 4. choose_kernels: built and tried when a model is loaded, not in the middle of a prompt
 
 
-_tried: set[tuple[KernelRequest, launch.Factory]] = set()  # in this process
+_tried: set[tuple[KernelRequest, launch.KernelBuilder]] = set()  # in this process
 
 
 def choose_kernels(fitted: Fitted, shapes: Mapping[Place, ProbedShape]) -> dict[Place, KernelPlan]:
@@ -268,13 +268,13 @@ def choose_kernels(fitted: Fitted, shapes: Mapping[Place, ProbedShape]) -> dict[
     representatives = {
         q: replace(q, config=selftest.representative_config(q.config, q.dims[0])) for q in unique
     }
-    make, answers = launch.factory(), {}
-    new = {(q, make) for q in representatives.values() if make and not q.unsupported} - _tried
+    builder, answers = launch.kernel_builder(), {}
+    new = {(q, builder) for q in representatives.values() if builder and not q.unsupported} - _tried
     _tried.update(new)
     with console.counted("building kernels", len(new)) as step:
         for q in unique:
-            if make and (representatives[q], make) in new:
-                new.remove((representatives[q], make))
+            if builder and (representatives[q], builder) in new:
+                new.remove((representatives[q], builder))
                 step()
             answers[q] = choose.plan(q.config, q.dims, q.dtype, q.shape, q.latent, q.indexed)
     return {place: answers[q] for place, q in requests.items()}

@@ -32,7 +32,7 @@ def not_used(reports: list[LayerReport]) -> tuple[str, bool] | None:
     """Return a line about compressed layers that a GPU decodes without kernels, and whether it is a warning: True if
     kernels should run there but do not, False if no kernel reads the format. None if kernels run, if there is no
     GPU, or if they are switched off."""
-    if launch.factory() is None and not launch.switched_off(launch.KERNELS):
+    if launch.kernel_builder() is None and not launch.switched_off(launch.KERNELS):
         return None
     slow = [r.plan for r in reports if r.plan is not None and not r.plan.by_kernels]
     if failed := [plan.reason for plan in slow if plan.failed]:
@@ -68,7 +68,7 @@ def step_down(loaded: Loaded, error: Exception) -> str | None:
         return None
     selftest.drain(generation_stream)
     plans = [r.plan for r in loaded.layers if r.plan is not None and r.plan.by_kernels]
-    if not plans or launch.factory() is None or errors.is_of_memory(error):
+    if not plans or launch.kernel_builder() is None or errors.is_of_memory(error):
         return None
     reason, tiled = (
         errors.reason(error),

@@ -1,7 +1,7 @@
 """Reading page records: dequantize decodes them, attend computes attention over them. Plain-ops twins:
 `codec.records.to_codes`, and `cache.attention` over `CodePages`.
 
-`make` is the factory that builds the kernels (`launch`); tests pass the emulator's.
+`builder` builds the kernels (`launch`); tests pass the emulator's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlxkv.formats.layout import BLOCK, TOKENS
 from mlxkv.formats.records import RecordLayout
 from mlxkv.formats.sizes import DECODE_TOKENS
 from mlxkv.metal import gpu
-from mlxkv.metal.launch import Factory, launch
+from mlxkv.metal.launch import KernelBuilder, launch
 from mlxkv.metal.lengths import Lengths, Splits
 from mlxkv.metal.template import (
     Pair,
@@ -61,7 +61,11 @@ class Run:
 
 
 def dequantize(
-    run: Run, dtype: mx.Dtype, make: Factory, sink: Pair | None = None, recent: Pair | None = None
+    run: Run,
+    dtype: mx.Dtype,
+    builder: KernelBuilder,
+    sink: Pair | None = None,
+    recent: Pair | None = None,
 ) -> Pair:
     """Return (keys, values): sink, pages of `run` in their stored domain, recent, in one dispatch.
 
@@ -73,21 +77,21 @@ def dequantize(
     key_size, all_ = (batch * heads * tokens * n for n in (dims[0], sum(dims)))
     # Values would be misaligned for wide stores, or the array longer than MLX allows.
     if key_size % 8 or all_ >= 1 << 31:
-        keys, values = (_dequantize(run, dtype, make, sink, recent, i, 1)[0] for i in range(2))
+        keys, values = (_dequantize(run, dtype, builder, sink, recent, i, 1)[0] for i in range(2))
     else:
-        keys, values = _dequantize(run, dtype, make, sink, recent, 0, 2)
+        keys, values = _dequantize(run, dtype, builder, sink, recent, 0, 2)
     return keys, values
 
 
-def dequantize_side(run: Run, keys: bool, dtype: mx.Dtype, make: Factory) -> mx.array:
+def dequantize_side(run: Run, keys: bool, dtype: mx.Dtype, builder: KernelBuilder) -> mx.array:
     """Dequantize one side without windows: [B, G, 16 records, R]."""
-    return _dequantize(run, dtype, make, None, None, int(not keys), 1)[0]
+    return _dequantize(run, dtype, builder, None, None, int(not keys), 1)[0]
 
 
 def _dequantize(
     run: Run,
     dtype: mx.Dtype,
-    make: Factory,
+    builder: KernelBuilder,
     sink: Pair | None,
     recent: Pair | None,
     first: int,
@@ -116,7 +120,7 @@ def _dequantize(
         (32 * SIMDGROUPS * -(-units // SIMDGROUPS), sides, 1),
         (32 * SIMDGROUPS, 1, 1),
         [((sum(sizes),), dtype)],
-        make,
+        builder,
     )
     parts = [out] if sides == 1 else mx.split(out, [sizes[0]])
     return [x.reshape(batch, heads, tokens, rank) for x, rank in zip(parts, ranks, strict=True)]
@@ -163,7 +167,7 @@ def attend(
     recent: Pair,
     lengths: Lengths,
     scale: float,
-    make: Factory,
+    builder: KernelBuilder,
     sink_logits: mx.array | None = None,
     softcap: float | None = None,
 ) -> mx.array:
@@ -182,11 +186,11 @@ def attend(
     sink = sink or recent  # never read: its length is 0
     shape, q = q.shape, q.reshape(batch, heads, -1, dims)
     rows = q.shape[2]
-    tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, make)
+    tile = rows_of_tile(max(dims, layout.keys.dims, layout.values.dims), rows, builder)
     tiles = -(-rows // tile)
     second_count = more_runs[0].records if more_runs else 0
     counts = lengths.division.records, *(more.records for more in more_runs)
-    wanted = splits_for(sum(counts), window_units, batch * heads * tiles, gpu.cores(make))
+    wanted = splits_for(sum(counts), window_units, batch * heads * tiles, gpu.cores(builder))
     splits = Splits.of_runs(wanted, counts)
     q_pages, up = _transformed(run, q.astype(mx.float32)), _up(run)
     second, more_headers = nothing(mx.uint32), nothing(mx.uint32)
@@ -230,7 +234,7 @@ def attend(
             ((batch * heads * rows, splits.total, width), mx.float32),
             ((batch * heads * rows, splits.total, 2), mx.float32),
         ],
-        make,
+        builder,
     )
     threads = 32 * min(8, width // BLOCK)
     (merged,) = launch(
@@ -264,7 +268,7 @@ def attend(
         (threads * batch * heads * rows, 1, 1),
         (threads, 1, 1),
         [((batch, heads, rows, dims), dtype)],
-        make,
+        builder,
     )
     return merged.reshape(shape)
 
@@ -281,13 +285,13 @@ def _up(run: Run) -> mx.array | None:
     return None if transform is None else transform.up
 
 
-def rows_of_tile(dims: int, rows: int, make: Factory) -> int:
+def rows_of_tile(dims: int, rows: int, builder: KernelBuilder) -> int:
     """Return the query rows per threadgroup of `attend`: 1, 2 or 4, so that few kernels are built.
 
     dims: the larger of D and the stored dims.
     """
     limit = TILE_ROWS if dims <= TILE_DIMS else 1
-    if make is mx.fast.cuda_kernel:
+    if builder is mx.fast.cuda_kernel:
         limit = TILE_ROWS_CUDA
     return next(n for n in (1, 2, 4) if rows <= n or n == limit)
 

@@ -10,7 +10,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from mlxkv.metal.launch import Factory, device_type
+from mlxkv.metal.launch import KernelBuilder, device_type
 
 # Fallback number of cores if macOS reports none, by the last letter of MLX's architecture name (applegpu_g13s):
 # phone, base, Pro, Max and Ultra, the smallest chip of each kind.
@@ -20,9 +20,9 @@ TILES_SINCE = 15  # macOS: Metal 3.2, with `coherent` and `atomic_thread_fence`
 
 
 @cache
-def cores(make: Factory | None) -> int | None:
-    """Return the GPU cores of this Mac for kernels built by `make`, None elsewhere."""
-    return _apple_cores() if make is mx.fast.metal_kernel else None
+def cores(builder: KernelBuilder | None) -> int | None:
+    """Return the GPU cores of this Mac for kernels built by `builder`, None elsewhere."""
+    return _apple_cores() if builder is mx.fast.metal_kernel else None
 
 
 @cache

@@ -1,7 +1,7 @@
 """Decode attention over latents (MLA): a record is key and value of all heads, decoded once for 8 to 32 heads.
 
 The body is text/tile/attend_latent.metal; `merge` joins its splits. Reads the arrays of `CodePages` unchanged.
-Plain-ops twin: `cache.attention` over `CodePages`. `make` is the factory that builds the kernels (`launch`).
+Plain-ops twin: `cache.attention` over `CodePages`. `builder` builds the kernels (`launch`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mlxkv.codec.codec import Codec, Stored
 from mlxkv.formats.quantizers import Affine, Quantizer
 from mlxkv.formats.sizes import grown
 from mlxkv.metal import gpu
-from mlxkv.metal.launch import Factory, launch
+from mlxkv.metal.launch import KernelBuilder, launch
 from mlxkv.metal.template import exponents, ints, nothing
 
 ROWS = 8  # query rows per tile
@@ -42,18 +42,18 @@ def why_not(quantizer: Quantizer, dims: int, page: int, dtype: mx.Dtype) -> str 
     return None
 
 
-def why_not_here(make: Factory) -> str | None:
+def why_not_here(builder: KernelBuilder) -> str | None:
     """Return why the kernel does not run on this machine, or None."""
-    if make is mx.fast.cuda_kernel:
+    if builder is mx.fast.cuda_kernel:
         capability = int(mx.device_info().get("compute_capability_major", 0))
         return (
             None
             if capability >= CAPABILITY
             else "the kernel for latents needs an A100 or its successors"
         )
-    if make is mx.fast.metal_kernel:
+    if builder is mx.fast.metal_kernel:
         return gpu.why_no_tiles()
-    return None if getattr(make, "tiles", False) else "this backend has no tiles"
+    return None if getattr(builder, "tiles", False) else "this backend has no tiles"
 
 
 def attend(
@@ -65,7 +65,7 @@ def attend(
     recent: mx.array,
     rotary: mx.array,
     scale: float,
-    make: Factory,
+    builder: KernelBuilder,
     sizes: Callable[..., mx.array] | None = None,
 ) -> mx.array:
     """Compute attention over latents for one new token per sequence.
@@ -85,10 +85,10 @@ def attend(
     q_pages, up = q.astype(mx.float32).swapaxes(1, 2), None
     if transform is not None:
         q_pages, up = transform.query(q_pages), transform.up
-    dtype, on_cuda = recent.dtype, make is mx.fast.cuda_kernel
+    dtype, on_cuda = recent.dtype, builder is mx.fast.cuda_kernel
     group = quantizer.group_size(dims, page)
     by_channel = quantizer.axis == "channel"
-    is_wide = (on_cuda or getattr(make, "wide", False)) and not (by_channel and group % 32)
+    is_wide = (on_cuda or getattr(builder, "wide", False)) and not (by_channel and group % 32)
     per = 2 if is_wide else 1  # times 16 tokens per block: CUDA has the memory for 32
     block = 16 * per
     need = -(-rows // ROWS)
@@ -101,7 +101,7 @@ def attend(
         -(-page * grown(tokens // page) // block) if sizes is None else -(-tokens // block)
     )
     window_blocks = -(-n_sink // block) + -(-WINDOW * -(-n_recent // WINDOW) // block)
-    page_splits = _splits(page_blocks, groups * batch, make)
+    page_splits = _splits(page_blocks, groups * batch, builder)
     split_blocks = -(-page_blocks // page_splits)
     splits = page_splits + min(MAX_SPLITS, -(-window_blocks // split_blocks))
     capacities = stored["codes"].shape[2], rotary.shape[3], n_recent
@@ -138,7 +138,7 @@ def attend(
         (threads * groups, splits, batch),
         (threads, 1, 1),
         [((batch * rows, splits, dims), mx.float32), ((batch * rows, splits, 2), mx.float32)],
-        make,
+        builder,
         f"{threads}, 2",
     )
     threads = 32 * min(8, dims // 32)
@@ -163,13 +163,13 @@ def attend(
         (threads * batch * rows, 1, 1),
         (threads, 1, 1),
         [((batch, rows, dims), dtype)],
-        make,
+        builder,
     )
     return merged.reshape(q.shape)
 
 
-def _splits(blocks: int, readers: int, make: Factory) -> int:
+def _splits(blocks: int, readers: int, builder: KernelBuilder) -> int:
     """Return the number of splits of the pages' blocks. readers: threadgroups that read the same blocks."""
-    cores = gpu.cores(make)
+    cores = gpu.cores(builder)
     target = WANTED_CUDA if cores is None else PER_CORE * cores
     return max(1, min(MAX_SPLITS, round(target / readers), -(-blocks // LEAST_BLOCKS)))

@@ -1,6 +1,6 @@
 """Builds and launches kernels: one body for Metal, CUDA and, in tests, the emulator.
 
-A backend is a factory with the signature of `mx.fast.metal_kernel`. Bodies are files in `text/`.
+A builder is a function with the signature of `mx.fast.metal_kernel`. Bodies are files in `text/`.
 Kernels are built at the first call and kept for the process.
 """
 
@@ -36,7 +36,7 @@ TYPES = {  # names on Metal, on CUDA
     mx.float16: ("half", "__half"),
     mx.bfloat16: ("bfloat16_t", "__nv_bfloat16"),
 }
-Factory = Callable[..., Callable[..., list[mx.array]]]
+KernelBuilder = Callable[..., Callable[..., list[mx.array]]]
 PER_LINE = 6  # constants per source line
 SWITCH = "MLXKV_KERNELS"  # environment variable; 0: plain ops only
 TILES_SWITCH = "MLXKV_TILES"  # environment variable; 0: the portable kernel decodes
@@ -55,14 +55,14 @@ TILES, KERNELS, OFF = "tiles", "kernels", "switched off after an error"
 
 @dataclass
 class _Choice:
-    """The kernel factory in use.
+    """The kernel builder in use.
 
-    is_forced: use `make` on any machine (None: plain ops) in place of the machine's own factory. off: TILES or
+    is_forced: use `builder` on any machine (None: plain ops) in place of the machine's own. off: TILES or
     KERNELS -> the error that switched them off.
     """
 
     is_forced: bool = False
-    make: Factory | None = None
+    builder: KernelBuilder | None = None
     off: dict[str, str] = field(default_factory=dict)
 
 
@@ -80,7 +80,7 @@ def switched_off(part: str) -> str | None:
     return None if reason is None else f"{OFF}: {reason}"
 
 
-def factory() -> Factory | None:
+def kernel_builder() -> KernelBuilder | None:
     """Return the function that builds kernels on this machine.
 
     None without a GPU, with MLXKV_KERNELS=0, or once kernels are switched off.
@@ -89,19 +89,19 @@ def factory() -> Factory | None:
     if KERNELS in choice.off:
         return None
     if choice.is_forced:
-        return choice.make
+        return choice.builder
     if os.environ.get(SWITCH) == "0":
         return None
     return {"metal": mx.fast.metal_kernel, "cuda": mx.fast.cuda_kernel}.get(device_type())
 
 
-def state() -> tuple[Factory | None, bool]:
+def state() -> tuple[KernelBuilder | None, bool]:
     """Return the state that a choice of kernels depends on: choose again when it changes."""
-    return factory(), TILES in _choices[-1].off or os.environ.get(TILES_SWITCH) == "0"
+    return kernel_builder(), TILES in _choices[-1].off or os.environ.get(TILES_SWITCH) == "0"
 
 
 def absent() -> str:
-    """Return why `factory` returns None."""
+    """Return why `kernel_builder` returns None."""
     if off := switched_off(KERNELS):
         return off
     is_switched = not _choices[-1].is_forced and os.environ.get(SWITCH) == "0"
@@ -109,12 +109,12 @@ def absent() -> str:
 
 
 @contextmanager
-def using(make: Factory | None) -> Iterator[None]:
-    """Make caches created inside use kernels built by `make` (None: plain ops) on any machine.
+def using(builder: KernelBuilder | None) -> Iterator[None]:
+    """Make caches created inside use kernels built by `builder` (None: plain ops) on any machine.
 
     Restores on exit which kernels are switched off.
     """
-    _choices.append(_Choice(True, make))
+    _choices.append(_Choice(True, builder))
     try:
         yield
     finally:
@@ -147,12 +147,14 @@ def constants(template: Template, on_cuda: bool = False) -> str:
 
 
 @cache
-def build(name: str, template: Template, make: Factory, shared_memory: int = 0, bounds: str = ""):
-    """Return the kernel `name` for these template values, built by `make`.
+def build(
+    name: str, template: Template, builder: KernelBuilder, shared_memory: int = 0, bounds: str = ""
+):
+    """Return the kernel `name` for these template values, built by `builder`.
 
     shared_memory, bounds: CUDA only: bytes of dynamic shared memory, launch bounds.
     """
-    on_cuda = make is mx.fast.cuda_kernel
+    on_cuda = builder is mx.fast.cuda_kernel
     parts = features(dict(template))
     source = constants(template, on_cuda) + body(name, parts)
     head = header(name, on_cuda, parts)
@@ -166,7 +168,7 @@ def build(name: str, template: Template, make: Factory, shared_memory: int = 0, 
     if on_cuda and bounds:
         head += f"#define __global__ __attribute__((global)) __launch_bounds__({bounds})\n"
     inputs, outputs = SIGNATURES[name]
-    return make(
+    return builder(
         name=f"mlxkv_{name}_{digest}",
         input_names=list(inputs),
         output_names=list(outputs),
@@ -183,7 +185,7 @@ def launch(
     grid: tuple[int, int, int],
     threadgroup: tuple[int, int, int],
     outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
-    make: Factory,
+    builder: KernelBuilder,
     bounds: str = "",
 ) -> list[mx.array]:
     """Run one kernel.
@@ -192,7 +194,7 @@ def launch(
     """
     if any(n % m for n, m in zip(grid, threadgroup, strict=True)):
         raise ValueError(f"[launch] the grid is no multiple of the threadgroup; got {grid}")
-    return build(name, tuple(template.items()), make, bounds=bounds)(
+    return build(name, tuple(template.items()), builder, bounds=bounds)(
         inputs=list(inputs),
         template=[],
         grid=grid,

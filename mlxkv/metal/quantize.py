@@ -1,7 +1,7 @@
 """Encode keys and values into page records by kernels. Plain-ops twins: `encode` of the methods in `codec`, and
 `codec.records.to_records`.
 
-`make` is the factory that builds the kernels (`launch`); tests pass the emulator's.
+`builder` builds the kernels (`launch`); tests pass the emulator's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlxkv.codec.transform import Transform
 from mlxkv.formats.config import SCALED
 from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.records import RecordLayout
-from mlxkv.metal.launch import Factory, launch
+from mlxkv.metal.launch import KernelBuilder, launch
 from mlxkv.metal.template import (
     Pair,
     ints,
@@ -64,7 +64,7 @@ def _quantize_records(*arguments) -> dict[str, mx.array]:
 def quantize_pages(
     pair: Pair,
     layout: RecordLayout,
-    make: Factory,
+    builder: KernelBuilder,
     transforms: tuple[Transform | None, Transform | None] = (None, None),
     start: int = 0,
     tokens: int | None = None,
@@ -116,7 +116,7 @@ def quantize_pages(
         (32 * groups * -(-count * batch * heads // groups), 2, 1),
         (32 * groups, 1, 1),
         [((batch, heads, count, layout.words), mx.uint32)],
-        make,
+        builder,
         f"{32 * groups}, {RESIDENT[tile]}" if tile in RESIDENT else "",
     )
     return out
@@ -159,7 +159,7 @@ def why_no_channels(layout: RecordLayout) -> str | None:
 def quantize_channels(
     pair: Pair,
     layout: RecordLayout,
-    make: Factory,
+    builder: KernelBuilder,
     transforms: tuple[Transform | None, Transform | None] = (None, None),
     start: int = 0,
     tokens: int | None = None,
@@ -192,7 +192,7 @@ def quantize_channels(
         {
             **{"T_K": keys.dtype, "D_K": at.dims, "T_V": values.dtype, "D_V": layout.values.dims},
             **{"S": CHANNEL_SIMDGROUPS, "RANK_V": ranks[1] if ranks[1] <= MAX_RANK else 1},
-            "CHUNK": CHUNK if make is not mx.fast.cuda_kernel else at.blocks + at.blocks % 2,
+            "CHUNK": CHUNK if builder is not mx.fast.cuda_kernel else at.blocks + at.blocks % 2,
             **side_template(at, "_K"),
             **side_template(layout.values, "_V"),
         },
@@ -202,6 +202,6 @@ def quantize_channels(
             ((batch, heads, count, layout.words), mx.uint32),
             ((batch, heads, tokens // layout.page, layout.header_words), mx.uint32),
         ],
-        make,
+        builder,
     )
     return {"records": words, "headers": headers}

@@ -20,7 +20,7 @@ from mlxkv.formats.layout import BLOCK, SideLayout
 from mlxkv.formats.records import RecordLayout
 from mlxkv.metal import gpu
 from mlxkv.metal.attend import Run
-from mlxkv.metal.launch import Factory, build
+from mlxkv.metal.launch import KernelBuilder, build
 from mlxkv.metal.lengths import Division, Lengths, Splits
 from mlxkv.metal.template import LOG2E, Pair, cap_bits, mixed_bits_table, nothing, side_template
 
@@ -47,7 +47,7 @@ MASKS = {  # masks of codes in their slots, by bits; a sign is the highest bit o
 }
 
 
-def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> str | None:
+def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, builder: KernelBuilder) -> str | None:
     """Return why the tile body cannot read such records, or None. dims: head dim D."""
     if layout.values.channel:
         return "tiles read no scales per channel of values"
@@ -59,15 +59,15 @@ def why_not(layout: RecordLayout, dims: int, dtype: mx.Dtype, make: Factory) -> 
         return f"tiles of more than {MAX_DIMS} dims do not fit in registers"
     if any(at.groups > MAX_GROUPS and not at.tree for at in (layout.keys, layout.values)):
         return f"more than {MAX_GROUPS} groups"
-    if make is mx.fast.cuda_kernel:
+    if builder is mx.fast.cuda_kernel:
         if _ring_stage(layout, SIMDGROUPS) > RING_MOST:
             return f"records of {4 * layout.words} bytes do not fit in shared memory"
         return (
             None if _capability() in RING_CAPABILITIES else "tiles need an H100 or its successors"
         )
-    if make is mx.fast.metal_kernel:
+    if builder is mx.fast.metal_kernel:
         return gpu.why_no_tiles()
-    return None if getattr(make, "tiles", False) else "this backend has no tiles"
+    return None if getattr(builder, "tiles", False) else "this backend has no tiles"
 
 
 @lru_cache(maxsize=1)
@@ -181,12 +181,12 @@ def _is_wide(layout: RecordLayout, dims: int) -> bool:
     return dims_limit > 128 or _ring_stage(layout, SIMDGROUPS) > RING_BYTES // 2
 
 
-def _simdgroups(layout: RecordLayout, wide: bool, merges: int, make: Factory) -> int:
+def _simdgroups(layout: RecordLayout, wide: bool, merges: int, builder: KernelBuilder) -> int:
     """Return the simdgroups per threadgroup. Many on CUDA, so that few splits are merged, unless heads are many."""
     merges_fit = merges * SIMDGROUPS_CUDA * 4 <= SIMDGROUPS_WANTED  # CUDA only
     words = 0 if layout.keys.widths else layout.words  # one kernel for records of all sizes
     fits = not wide and SIMDGROUPS_CUDA * 4 * words * 4 <= RING_BYTES
-    return SIMDGROUPS_CUDA if make is mx.fast.cuda_kernel and merges_fit and fits else SIMDGROUPS
+    return SIMDGROUPS_CUDA if builder is mx.fast.cuda_kernel and merges_fit and fits else SIMDGROUPS
 
 
 def splits_for(
@@ -212,9 +212,11 @@ def _ring_stage(layout: RecordLayout, simdgroups: int) -> int:
     return simdgroups * 2 * layout.words * 4
 
 
-def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> tuple[int, int]:
+def _ring(
+    layout: RecordLayout, simdgroups: int, wide: bool, builder: KernelBuilder
+) -> tuple[int, int]:
     """Return (stages, bytes of shared memory) of the ring of records."""
-    if make is not mx.fast.cuda_kernel:
+    if builder is not mx.fast.cuda_kernel:
         return 1, 0
     stage = _ring_stage(layout, simdgroups)
     budget = RING_BYTES if simdgroups == SIMDGROUPS_CUDA or wide else RING_BYTES // 2
@@ -224,9 +226,9 @@ def _ring(layout: RecordLayout, simdgroups: int, wide: bool, make: Factory) -> t
     return stages, stages * stage + -(-stages * simdgroups * 8 // 128) * 128
 
 
-def _soon(layout: RecordLayout, wide: bool, make: Factory) -> dict[str, int]:
+def _soon(layout: RecordLayout, wide: bool, builder: KernelBuilder) -> dict[str, int]:
     """Return the template value SOON: blocks of a side to read ahead, for mixed bits."""
-    count = SOON_CUDA if make is mx.fast.cuda_kernel else SOON
+    count = SOON_CUDA if builder is mx.fast.cuda_kernel else SOON
     return {"SOON": 0 if wide else count} if layout.keys.widths else {}
 
 
@@ -247,19 +249,21 @@ def _kernel(
     has_sinks: bool,
     simdgroups: int,
     runs: int,
-    make: Factory,
+    builder: KernelBuilder,
     softcap: float | None,
 ):
     wide = _is_wide(layout, dims)
-    stages, shared_memory = _ring(layout, simdgroups, wide, make)
+    stages, shared_memory = _ring(layout, simdgroups, wide, builder)
     stored = _stored(layout, dims)
     template = {
         "T": dtype,
         "BF16": int(dtype == mx.bfloat16),
         "S": simdgroups,
         "STAGES": stages,
-        "AHEAD": AHEAD_CUDA if make is mx.fast.cuda_kernel and simdgroups == SIMDGROUPS else AHEAD,
-        "POOLED": int(wide and make is not mx.fast.cuda_kernel),
+        "AHEAD": AHEAD_CUDA
+        if builder is mx.fast.cuda_kernel and simdgroups == SIMDGROUPS
+        else AHEAD,
+        "POOLED": int(wide and builder is not mx.fast.cuda_kernel),
         "RUNS": runs,
         "D": dims,
         "RK": stored[0],
@@ -271,14 +275,14 @@ def _kernel(
         "HAS_V": int(mapped[1]),
         "HAS_SINKS": int(has_sinks),
         "CAP": cap_bits(softcap),
-        **_soon(layout, wide, make),
+        **_soon(layout, wide, builder),
         **side_template(layout.keys, "_K"),
         **side_template(layout.values, "_V"),
         "LEVELS_K": half_levels(layout.keys),
         "LEVELS_V": half_levels(layout.values),
     }
     bounds = f"{32 * simdgroups}, {2 if simdgroups < SIMDGROUPS_CUDA and not wide else 1}"
-    return build("attend_tile", tuple(template.items()), make, shared_memory, bounds)
+    return build("attend_tile", tuple(template.items()), builder, shared_memory, bounds)
 
 
 @lru_cache(maxsize=1024)
@@ -288,7 +292,7 @@ def _plan(
     layout: RecordLayout,
     counts: tuple[int, int],
     division: Division,
-    make: Factory,
+    builder: KernelBuilder,
     capacities: tuple[int, int, int, int, int, int],
     scores: tuple[float, float | None, bool],
 ):
@@ -311,8 +315,8 @@ def _plan(
     first_count, runs = division.records, 2 if capacity else 1
     wide = _is_wide(layout, dims)
     busy = division.busy(merges)
-    simdgroups = _simdgroups(layout, wide, busy, make)
-    wanted = splits_for(first_count + second_count, busy, simdgroups, wide, gpu.cores(make))
+    simdgroups = _simdgroups(layout, wide, busy, builder)
+    wanted = splits_for(first_count + second_count, busy, simdgroups, wide, gpu.cores(builder))
     splits = Splits.of_runs(wanted, (first_count, second_count)[:runs])
     size = (
         *(rows, splits.pages, *buffers, new_tokens, heads, *strides),
@@ -323,7 +327,7 @@ def _plan(
     width = BLOCK * max(stored[1], own_blocks)
     mapped = tuple(n > 0 for n in counts)
     return (
-        _kernel(*(layout, dims, dtype, mapped, has_sinks, simdgroups, runs, make), softcap),
+        _kernel(*(layout, dims, dtype, mapped, has_sinks, simdgroups, runs, builder), softcap),
         size,
         {
             "template": [],
@@ -371,7 +375,7 @@ def attend(
     recent: Pair,
     lengths: Lengths,
     scale: float,
-    make: Factory,
+    builder: KernelBuilder,
     sink_logits: mx.array | None = None,
     softcap: float | None = None,
 ) -> mx.array:
@@ -392,7 +396,7 @@ def attend(
         counts = second.buffer.shape[2], second.records
         second_inputs = second.buffer, second.headers, *(words for words, _ in second_maps)
     kernel, numbers, call = _plan(
-        *(tuple(q.shape), q.dtype, run.layout, (keys[1], values[1]), lengths.division, make),
+        *(tuple(q.shape), q.dtype, run.layout, (keys[1], values[1]), lengths.division, builder),
         (*run.buffer.shape[1:3], sink[0].shape[2], recent[0].shape[2], *counts),
         (scale, softcap, sink_logits is not None),
     )

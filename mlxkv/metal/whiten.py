@@ -14,7 +14,7 @@ import numpy as np
 from mlxkv import errors
 from mlxkv.formats.lowrank import RIDGE
 from mlxkv.formats.matrices import off_orthonormal
-from mlxkv.metal.launch import Factory, launch
+from mlxkv.metal.launch import KernelBuilder, launch
 
 SIMDGROUPS = 16
 SHARED_BYTES = 31 << 10  # threadgroup memory for the triangle, out of 32 KiB
@@ -29,19 +29,19 @@ def orthonormal(a: mx.array) -> mx.array:
     return q * mx.where(positive, 1.0, -1.0)[..., None, :]
 
 
-def why_not(dims: int, rank: int, make: Factory | None) -> str | None:
+def why_not(dims: int, rank: int, builder: KernelBuilder | None) -> str | None:
     """Return why the kernel does not run for bases [dims, rank] here, or None.
 
     The first call for a size builds and tests the kernel.
     """
-    if make is None:
+    if builder is None:
         return "no GPU here"
     if 4 * (rank * (rank + 1) // 2 + 2 * (rank + 31)) > SHARED_BYTES:
         return f"a triangle of {rank} dims does not fit in threadgroup memory"
-    return _fault(dims, rank, make)
+    return _fault(dims, rank, builder)
 
 
-def whiten(rows: mx.array, make: Factory, ridge: float = 0.0) -> mx.array:
+def whiten(rows: mx.array, builder: KernelBuilder, ridge: float = 0.0) -> mx.array:
     """rows: [..., N, R] float32, N >= R unless there is a ridge -> B L^-T, the same shape, with
     L L^T = B^T B + ridge mean(diag) I; without a ridge twice, so that columns are orthonormal to a
     rounding: Q of a QR with a positive diagonal of R. With one [..., N + R, R]: L^-T stands behind."""
@@ -54,7 +54,7 @@ def whiten(rows: mx.array, make: Factory, ridge: float = 0.0) -> mx.array:
         (32 * SIMDGROUPS * sets, 1, 1),
         (32 * SIMDGROUPS, 1, 1),
         [((sets, count + rank * inverse, rank), mx.float32)],
-        make,
+        builder,
     )
     return out.reshape(*lead, count + rank * inverse, rank)
 
@@ -65,13 +65,13 @@ def _numbers(ridge: float) -> mx.array:
 
 
 @cache
-def _fault(dims: int, rank: int, make: Factory) -> str | None:
+def _fault(dims: int, rank: int, builder: KernelBuilder) -> str | None:
     """Return why the kernel fails its test on this machine, or None."""
     rng = np.random.default_rng(0)
     bases = np.linalg.qr(rng.standard_normal((2, dims, rank)))[0]
     bases = mx.array((bases + 0.03 * rng.standard_normal(bases.shape)).astype(np.float32))
     try:
-        whitened, with_inverse = whiten(bases, make), whiten(bases, make, RIDGE)
+        whitened, with_inverse = whiten(bases, builder), whiten(bases, builder, RIDGE)
         mx.eval(whitened, with_inverse)
     except Exception as error:  # a compiler or driver may raise any exception
         return errors.reason(error)

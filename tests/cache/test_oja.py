@@ -32,12 +32,12 @@ def test_the_kernel_updates_as_plain_ops_do(tokens, dims, rank):
     rng = np.random.default_rng(tokens)
     u = adaptive.orthonormal(mx.array(rng.standard_normal((1, 2, dims, rank))))
     x = mx.array(rng.standard_normal((1, 2, tokens, dims)).astype(np.float32))
-    ours = adaptive.update(u, x, 0.5, make=make)
+    ours = adaptive.update(u, x, 0.5, builder=make)
     assert close(ours, adaptive.update(u, x, 0.5)) and whiten.off_orthonormal(ours) < 1e-5
-    assert close(adaptive.update(u, 3000 * x, 0.5, make=make), ours)
+    assert close(adaptive.update(u, 3000 * x, 0.5, builder=make), ours)
     for bad in (x * np.nan, x * np.inf):
-        assert close(adaptive.update(u, bad, 0.5, make=make), u, 1e-9)
-    zero = adaptive.update(u, mx.zeros_like(x), 0.5, make=make)
+        assert close(adaptive.update(u, bad, 0.5, builder=make), u, 1e-9)
+    zero = adaptive.update(u, mx.zeros_like(x), 0.5, builder=make)
     assert close(zero, u, 1e-6) and whiten.off_orthonormal(zero) < 1e-5
 
 
@@ -52,7 +52,7 @@ def test_batches_of_any_length_take_few_kernels():
     u = start()
     for tokens in (1, 5, 17, 31, 32):
         x = data(tokens, tokens)
-        assert close(adaptive.update(u, x, 0.5, make=counting), adaptive.update(u, x, 0.5))
+        assert close(adaptive.update(u, x, 0.5, builder=counting), adaptive.update(u, x, 0.5))
     assert len(built) == 2  # of tokens, and of the basis itself
 
 

@@ -177,7 +177,7 @@ def test_a_gpu_error_in_a_reply_goes_on_by_plain_ops(folder, capsys, calls, lett
         assert talk(session, LONG) == replies[0]
         said = capsys.readouterr().err.strip()
         assert said.count("\n") == 0 and LOST in said and "plain ops" in said
-        assert launch.factory() is None and {type(c.store) for c in session.cache} == {Codes}
+        assert launch.kernel_builder() is None and {type(c.store) for c in session.cache} == {Codes}
         assert session.stats.generated_tokens == 12 and len(session.messages) == 2
         assert talk(session, "and now?") == replies[1] and capsys.readouterr().err == ""
         assert {c.offset for c in session.cache} == {len(session.tokens)}
@@ -210,7 +210,7 @@ def test_no_memory_is_an_error_and_switches_nothing_off(folder):
         with pytest.raises(MachineError, match=r"\[generate\] \[metal::malloc\].*is kept"):
             talk(session, LONG)
         lost.left = None
-        assert launch.factory() is lost and talk(session, LONG)
+        assert launch.kernel_builder() is lost and talk(session, LONG)
 
 
 def test_an_error_drops_the_counters_of_tiles(folder):
@@ -245,7 +245,7 @@ def test_errors_of_python_switch_nothing_off(folder, kind):
     with launch.using(make):
         loaded = load(str(folder), "int4")
         assert step_down(loaded, kind("x")) is None
-        assert launch.factory() is make
+        assert launch.kernel_builder() is make
 
 
 def test_what_is_under_way_is_waited_for_after_an_error(folder, monkeypatch, capsys):
@@ -265,6 +265,6 @@ def test_what_is_under_way_is_waited_for_after_an_error(folder, monkeypatch, cap
         monkeypatch.setattr(mx, "synchronize", synchronize)
         lost.part, lost.left = "attend_tile", 3
         assert talk(session, LONG)
-        assert launch.factory() is lost and launch.switched_off(launch.TILES)
+        assert launch.kernel_builder() is lost and launch.switched_off(launch.TILES)
     streams = generation_stream, mx.default_stream(mx.default_device())
     assert [asked.count(stream) for stream in streams] == [2, 2] and len(asked) == 4

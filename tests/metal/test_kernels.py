@@ -149,12 +149,12 @@ def test_what_has_no_kernel_says_why(trusted):
 
 def test_an_environment_variable_keeps_to_plain_ops(monkeypatch, trusted):
     monkeypatch.setattr(launch, "device_type", lambda: "metal")
-    assert launch.factory() is mx.fast.metal_kernel
+    assert launch.kernel_builder() is mx.fast.metal_kernel
     monkeypatch.setenv(launch.SWITCH, "0")
-    assert launch.factory() is None
+    assert launch.kernel_builder() is None
     assert choose.plan(SMALL, (64, 64), mx.float32).reason == "MLXKV_KERNELS=0"
     with launch.using(make):  # a test that hands in a factory of its own means it
-        assert launch.factory() is make
+        assert launch.kernel_builder() is make
     cache = CompressedKVCache(SMALL)
     with launch.using(make):
         x = mx.array(data(1, 2, 200, 64))

@@ -42,7 +42,7 @@ def run(method, dims, heads, new, dtype, factory, tiled=False, pages=3):
     logits = mx.array(data(16, seed=6)[:heads])
     mask = "causal" if new > 1 else None
     view = View(recent, sink, ours.read(0, pages))
-    assert view.pages.backend.make is not None
+    assert view.pages.backend.kernel_builder is not None
     out = attend(q, view, dims**-0.5, mask, logits)
     keys, values = attention.decode_all(View(recent, sink, plain.read(0, pages)), mx.float32)
     return rms(out, softmax(q, keys, values, dims**-0.5, logits))

@@ -95,7 +95,7 @@ def walk(factory, dtype: mx.Dtype, bound: float) -> tuple[CompressedKVCache, Com
         with launch.using(factory):
             view, _ = ours.update_and_fetch(*new)
             if step <= 8:
-                assert view.pages.backend.make is not None
+                assert view.pages.backend.kernel_builder is not None
             out = attend(queries[:, :, part], view, 0.125, mask)
         with launch.using(None):
             spec = attend(queries[:, :, part], plain.update_and_fetch(*new)[0], 0.125, mask)
