@@ -17,6 +17,8 @@ MLX_GROUPS = (32, 64, 128)
 CPU_ROWS = 16
 PLANE_TOKENS = 1024  # from here on, plane products on a CPU are faster than MLX's quantized product
 FOLDED = 32  # stored dims that share a scale of 1, with the scales folded into the queries
+Stored = dict[str, mx.array]
+_Part = tuple[int, Stored]  # dims and their tensors
 CUDA_ROWS = 65535  # CUDA's limit of a grid's second dimension
 
 
@@ -29,15 +31,15 @@ def _grouped(x: mx.array, group: int, axis: str) -> mx.array:
     if axis == "token":
         if dims % group:
             x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -dims % group)], mode="edge")
-        return x.reshape(*lead, tokens, -1, group)
-    return x.reshape(*lead, tokens // group, group, dims).swapaxes(-1, -2)
+        return mx.reshape(x, (*lead, tokens, -1, group))
+    return mx.reshape(x, (*lead, tokens // group, group, dims)).swapaxes(-1, -2)
 
 
 def _ungrouped(x: mx.array, axis: str, dims: int) -> mx.array:
     if axis == "channel":
         x = x.swapaxes(-1, -2)
-        return x.reshape(*x.shape[:-3], -1, x.shape[-1])
-    return x.reshape(*x.shape[:-2], -1)[..., :dims]
+        return mx.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
+    return mx.reshape(x, (*x.shape[:-2], -1))[..., :dims]
 
 
 def half(x: mx.array, limit: float = HALF_MAX) -> mx.array:
@@ -60,14 +62,14 @@ def clip_rows(x: mx.array, rank: int) -> mx.array:
         return x
     rows = x.size // x.shape[-1]
     if rows > (rows_each := rows_at_once()):
-        parts = x.reshape(rows, -1).split(tuple(range(rows_each, rows, rows_each)))
-        return mx.concatenate([clip_rows(part, rank) for part in parts]).reshape(x.shape)
+        parts = mx.reshape(x, (rows, -1)).split(tuple(range(rows_each, rows, rows_each)))
+        return mx.reshape(mx.concatenate([clip_rows(part, rank) for part in parts]), x.shape)
     size, at = mx.abs(x), x.shape[-1] - rank
     limit = mx.partition(size, at, axis=-1)[..., at : at + 1]  # selects, does not sort, on the CPU
     return mx.clip(x, -limit, limit)
 
 
-def encode(quantizer: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
+def encode(quantizer: Affine, x: mx.array, page: int) -> Stored:
     """Encode x [B, G, T, R], T a whole number of pages."""
     form, x = _form(quantizer, x.shape[-1], page), x.astype(mx.float32)
     if form.rank > 1:
@@ -80,10 +82,12 @@ def encode(quantizer: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
         peak = _of_pages(peak, page) if quantizer.shared else peak
         scale = half(peak / (middle - 1), HALF_MAX / middle)
         bias, low = scale.astype(mx.float32) * -middle, 1
+        stored = {"scale": scale}
     else:
         stored_bias = half(g.min(-1))
         bias, low = stored_bias.astype(mx.float32), 0
         scale = half((g.max(-1) - bias) / top)
+        stored = {"scale": scale, "bias": stored_bias}
     step = scale.astype(mx.float32)
     codes = (g - bias[..., None]) / mx.where(step > 0, step, 1.0)[..., None]
     codes = mx.clip(mx.round(codes), low, top)
@@ -92,17 +96,16 @@ def encode(quantizer: Affine, x: mx.array, page: int) -> dict[str, mx.array]:
     words = packing.pack(
         _ungrouped(codes, quantizer.axis, x.shape[-1]).astype(mx.uint32), quantizer.bits
     )
-    stored = {"codes": words, "scale": scale}
-    return stored if quantizer.symmetric else {**stored, "bias": stored_bias}
+    return {"codes": words, **stored}
 
 
 def _of_pages(peaks: mx.array, page: int) -> mx.array:
     """Return the maximum over kv heads and tokens of each page, broadcast to [B, G, T, 1]."""
-    pages = peaks.reshape(*peaks.shape[:2], -1, page)
-    return mx.broadcast_to(pages.max((1, 3), keepdims=True), pages.shape).reshape(peaks.shape)
+    pages = mx.reshape(peaks, (*peaks.shape[:2], -1, page))
+    return mx.reshape(mx.broadcast_to(pages.max((1, 3), keepdims=True), pages.shape), peaks.shape)
 
 
-def _bias(quantizer: Affine, stored: dict[str, mx.array]) -> mx.array:
+def _bias(quantizer: Affine, stored: Stored) -> mx.array:
     """Return the bias of every group. If symmetric, it is a power of two times the scale, exact in float16."""
     return stored["scale"] * -(2 ** (quantizer.bits - 1)) if quantizer.symmetric else stored["bias"]
 
@@ -135,19 +138,18 @@ def _form(quantizer: Affine, dims: int, page: int) -> _Form:
     )
 
 
-def _cut(quantizer: Affine, group: int, stored: dict[str, mx.array], dims: int):
+def _cut(quantizer: Affine, group: int, stored: Stored, dims: int) -> tuple[_Part, _Part]:
     """Return (dims, arrays) of the whole groups, and of the short one: 64 and 16 for 80 dims."""
     split = dims - dims % group
-    head, tail = {}, {}
+    head: Stored = {}
+    tail: Stored = {}
     for name, x in stored.items():
         at = split * quantizer.bits // 32 if name == "codes" else split // group
         head[name], tail[name] = x[..., :at], x[..., at:]
     return (split, head), (dims - split, tail)
 
 
-def decode(
-    quantizer: Affine, stored: dict[str, mx.array], dims: int, page: int, dtype: mx.Dtype
-) -> mx.array:
+def decode(quantizer: Affine, stored: Stored, dims: int, page: int, dtype: mx.Dtype) -> mx.array:
     """Decode to [B, G, T, R] in `dtype`."""
     form = _form(quantizer, dims, page)
     if form.tail:
@@ -166,16 +168,12 @@ def decode(
     return _ungrouped(g * scale[..., None] + bias[..., None], quantizer.axis, dims).astype(dtype)
 
 
-def scores(
-    quantizer: Affine, q: mx.array, stored: dict[str, mx.array], dims: int, page: int
-) -> mx.array:
+def scores(quantizer: Affine, q: mx.array, stored: Stored, dims: int, page: int) -> mx.array:
     """Return q . x^ for every stored token, [B, G, N, T], of q [B, G, N, R] float32."""
     return _product(quantizer, q, stored, dims, page, transpose=True)
 
 
-def mix(
-    quantizer: Affine, p: mx.array, stored: dict[str, mx.array], dims: int, page: int
-) -> mx.array:
+def mix(quantizer: Affine, p: mx.array, stored: Stored, dims: int, page: int) -> mx.array:
     """Return sum_t p_t x^_t, [B, G, N, R], of p [B, G, N, T] float32."""
     return _product(quantizer, p, stored, dims, page, transpose=False)
 
@@ -207,7 +205,7 @@ def _has_compiler() -> bool:
 
 
 def _plane_scores(
-    quantizer: Affine, q: mx.array, stored: dict[str, mx.array], dims: int, group: int
+    quantizer: Affine, q: mx.array, stored: Stored, dims: int, group: int
 ) -> mx.array:
     """Compute `_product`, where `_splits` holds, from codes centred on the middle of their range.
 
@@ -218,14 +216,14 @@ def _plane_scores(
     if not quantizer.symmetric:
         offset = stored["bias"].astype(q.dtype) + scale * 2 ** (quantizer.bits - 1)
     if quantizer.axis == "channel":  # queries scaled per group of tokens, [B, G, T/g, N, R]
-        codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])
+        codes = mx.reshape(codes, (*codes.shape[:2], -1, group, codes.shape[-1]))
         out = _plane_products(q[:, :, None] * scale[:, :, :, None], codes, quantizer.bits)
         out = out.swapaxes(2, 3)  # [B, G, N, T/g, g]
         if offset is not None:
             out = out + (q @ offset.swapaxes(-1, -2))[..., None]
-        return out.reshape(*out.shape[:3], -1)
-    q = q.reshape(*q.shape[:3], -1, group).swapaxes(2, 3)  # [B, G, R/g, N, g]
-    codes = codes.reshape(*codes.shape[:3], dims // group, -1).swapaxes(2, 3)
+        return mx.reshape(out, (*out.shape[:3], -1))
+    q = mx.reshape(q, (*q.shape[:3], -1, group)).swapaxes(2, 3)  # [B, G, R/g, N, g]
+    codes = mx.reshape(codes, (*codes.shape[:3], dims // group, -1)).swapaxes(2, 3)
     out = _plane_products(q, codes, quantizer.bits) * scale.swapaxes(-1, -2)[:, :, :, None]
     if offset is not None:
         out = out + q.sum(-1, keepdims=True) * offset.swapaxes(-1, -2)[:, :, :, None]
@@ -238,7 +236,7 @@ def _plane_products(x: mx.array, codes: mx.array, bits: int) -> mx.array:
     One float product per place in a word, with tokens contiguous in memory, which halves the time of a plain BLAS.
     """
     words = mx.contiguous(codes.swapaxes(-1, -2))
-    places = x.reshape(*x.shape[:-1], words.shape[-2], -1)
+    places = mx.reshape(x, (*x.shape[:-1], words.shape[-2], -1))
     places = mx.contiguous(mx.moveaxis(places, -1, 0))
     pairs = zip(places, packing.planes(bits)(words), strict=True)
     place, plane = next(pairs)
@@ -248,10 +246,12 @@ def _plane_products(x: mx.array, codes: mx.array, bits: int) -> mx.array:
     return out
 
 
-def _folded_scores(quantizer, q, stored, dims, group):
+def _folded_scores(
+    quantizer: Affine, q: mx.array, stored: Stored, dims: int, group: int
+) -> mx.array:
     """Compute q . (scale * code + bias) = (q * scale) . code + q . bias, scales per channel and group of tokens."""
     codes = stored["codes"]
-    codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])  # [B, G, T/g, g, W]
+    codes = mx.reshape(codes, (*codes.shape[:2], -1, group, codes.shape[-1]))  # [B, G, T/g, g, W]
     scale, bias = stored["scale"].astype(q.dtype), _bias(quantizer, stored).astype(q.dtype)
     ones = mx.ones((*codes.shape[:4], dims // FOLDED), q.dtype)
     q_scaled = q[:, :, None] * scale[:, :, :, None]  # [B, G, T/g, N, D]
@@ -259,20 +259,20 @@ def _folded_scores(quantizer, q, stored, dims, group):
         *(q_scaled, codes, ones, mx.zeros_like(ones)), group_size=FOLDED, bits=quantizer.bits
     )
     out = out.swapaxes(2, 3) + (q @ bias.swapaxes(-1, -2))[..., None]  # [B, G, N, T/g, g]
-    return out.reshape(*out.shape[:3], -1)
+    return mx.reshape(out, (*out.shape[:3], -1))
 
 
-def _folded_mix(quantizer, p, stored, dims, group):
+def _folded_mix(quantizer: Affine, p: mx.array, stored: Stored, dims: int, group: int) -> mx.array:
     """Compute sum_t p_t (scale * code + bias), scales per channel and group of tokens.
 
     Scales apply to the sum of each group, so no codes are decoded. Codes are centred on the middle of their range,
     for less cancellation.
     """
     codes, middle = stored["codes"], 2 ** (quantizer.bits - 1)
-    codes = codes.reshape(*codes.shape[:2], -1, group, codes.shape[-1])  # [B, G, T/g, g, W]
+    codes = mx.reshape(codes, (*codes.shape[:2], -1, group, codes.shape[-1]))  # [B, G, T/g, g, W]
     scale = stored["scale"].astype(p.dtype)
     ones = mx.ones((*codes.shape[:4], dims // FOLDED), p.dtype)
-    p = p.reshape(*p.shape[:3], -1, group).swapaxes(2, 3)  # [B, G, T/g, N, g]
+    p = mx.reshape(p, (*p.shape[:3], -1, group)).swapaxes(2, 3)  # [B, G, T/g, N, g]
     out = mx.quantized_matmul(
         *(p, codes, ones, -middle * ones), transpose=False, group_size=FOLDED, bits=quantizer.bits
     )  # [B, G, T/g, N, R]
@@ -285,7 +285,7 @@ def _folded_mix(quantizer, p, stored, dims, group):
 def _product(
     quantizer: Affine,
     x: mx.array,
-    stored: dict[str, mx.array],
+    stored: Stored,
     dims: int,
     page: int,
     transpose: bool,

@@ -39,7 +39,7 @@ class Codec:
         self.transform = own or transform.make(side.transform, dims, side.seed)
         self.dims = dims if self.transform is None else self.transform.down.shape[-1]
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, object]) -> Codec:
         return self  # constant: copies of a cache share it
 
     def encode(self, x: mx.array) -> Stored:

@@ -57,12 +57,12 @@ class LayerMaps:
                     "group=, or choose a preset without calibration, such as int4"
                 )
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerMaps:
         return self  # constant: copies of a cache share it
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., LayerMaps], tuple[object, ...]]:
         key = (self.digest, self.layer, self.kinds, self.folded)
-        return _unpickled, (self.keys, self.values, self.key_mean, *key)
+        return _unpickled, (self.keys, self.values, self.key_mean, key)
 
 
 Key = tuple[str, str, Kinds, bool]  # digest, layer, kinds, folded
@@ -79,7 +79,7 @@ def _shared(key: Key, make: Callable[[], LayerMaps]) -> LayerMaps:
     return layer_maps
 
 
-def _unpickled(keys: Transform, values: Transform, key_mean: KeyMean | None, *key) -> LayerMaps:
+def _unpickled(keys: Transform, values: Transform, key_mean: KeyMean | None, key: Key) -> LayerMaps:
     """Unpickle maps: share registered ones, as copies do, else register these."""
     return _shared(key, lambda: LayerMaps(keys, values, *key, key_mean=key_mean))
 
@@ -104,7 +104,8 @@ def _of_layer(calibration: Calibration, kinds: Kinds, name: str) -> LayerMaps:
     from mlxkv.formats.calibration import layers
     from mlxkv.formats.calibration.artifact import SIDES
 
-    layer, sides = calibration.layers[name], []
+    layer = calibration.layers[name]
+    sides: list[Transform] = []
     triples = zip(kinds, SIDES, layers.pairs(calibration, kinds, name), strict=True)
     for kind, side, pair in triples:
         if kind == SCALED:
@@ -132,7 +133,8 @@ def cut(layer_maps: LayerMaps, rank: int, size: int) -> LayerMaps:
     """
     from mlxkv.formats.calibration import layers
 
-    sides, key_mean = [], layer_maps.key_mean
+    sides: list[Transform] = []
+    key_mean = layer_maps.key_mean
     if key_mean is not None:
         part = layers.share(len(key_mean.mean), rank, size, layer_maps.layer)
         key_mean = KeyMean(key_mean.mean[part])

@@ -39,7 +39,8 @@ def encode(quantizer: MixedBits, x: mx.array, page: int) -> dict[str, mx.array]:
 
 def packed(quantizer: MixedBits, codes: mx.array) -> mx.array:
     """Pack codes [..., R] into words [..., W], run by run of equal width; a run is a whole number of half words."""
-    parts, start = [], 0
+    parts: list[mx.array] = []
+    start = 0
     for bits, count in quantizer.runs:
         words = packing.pack(codes[..., start : start + count], bits)
         parts.append(mx.contiguous(words).view(mx.uint16)[..., : count * bits // 16])
@@ -52,7 +53,8 @@ def packed(quantizer: MixedBits, codes: mx.array) -> mx.array:
 
 def unpacked(quantizer: MixedBits, words: mx.array) -> mx.array:
     """Invert `packed`: [..., R] uint32."""
-    halves, parts, start = mx.contiguous(words).view(mx.uint16), [], 0
+    halves, start = mx.contiguous(words).view(mx.uint16), 0
+    parts: list[mx.array] = []
     for bits, count in quantizer.runs:
         size = count * bits // 16
         part = halves[..., start : start + size]

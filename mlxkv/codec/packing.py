@@ -30,13 +30,13 @@ def pack(codes: mx.array, bits: int) -> mx.array:
         pad = words * per - dims
         if pad:
             codes = mx.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, pad)])
-        codes = codes.reshape(*codes.shape[:-1], words, per)
+        codes = mx.reshape(codes, (*codes.shape[:-1], words, per))
         return (codes << (mx.arange(per, dtype=mx.uint32) * bits)).sum(-1)
     # A code may straddle two words: its upper bits are also added to the next one.
     word, bit, straddles = _places(dims, bits)
     low = codes << mx.array(bit.astype(np.uint32))
     spill = mx.where(mx.array(straddles), codes >> mx.array(((32 - bit) % 32).astype(np.uint32)), 0)
-    out = []
+    out: list[mx.array] = []
     for w in range(words):
         starts, straddling = (
             np.flatnonzero(word == w),
@@ -54,7 +54,7 @@ def unpack(words: mx.array, bits: int, dims: int) -> mx.array:
     mask = (1 << bits) - 1
     if 32 % bits == 0:
         codes = (words[..., None] >> (mx.arange(32 // bits, dtype=mx.uint32) * bits)) & mask
-        return codes.reshape(*words.shape[:-1], -1)[..., :dims]
+        return mx.reshape(codes, (*words.shape[:-1], -1))[..., :dims]
     word, bit, straddles = _places(dims, bits)
     low = mx.take(words, mx.array(word), -1) >> mx.array(bit.astype(np.uint32))
     next_words = mx.take(words, mx.array(np.minimum(word + 1, words.shape[-1] - 1)), -1)

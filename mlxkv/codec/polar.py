@@ -50,12 +50,12 @@ def encode(quantizer: Polar, x: mx.array, page: int) -> dict[str, mx.array]:
 
 def _tiles(x: mx.array, page: int) -> mx.array:
     """[B, G, T, n] -> [B, G, P, page, n]."""
-    return x.reshape(*x.shape[:2], -1, page, x.shape[3])
+    return mx.reshape(x, (*x.shape[:2], -1, page, x.shape[3]))
 
 
 def _rows(x: mx.array) -> mx.array:
     """[B, G, P, m, n] -> [B, G, P m, n]."""
-    return x.reshape(*x.shape[:2], -1, x.shape[4])
+    return mx.reshape(x, (*x.shape[:2], -1, x.shape[4]))
 
 
 def _codes(quantizer: Polar, stored: dict[str, mx.array], dims: int, page: int):
@@ -115,12 +115,12 @@ def scores_by_tables(
     radius, codes = _codes(quantizer, stored, dims, page)
     angles = _angles(stored, _codes_of_angles(quantizer))  # [B, G, P, 2^angle, R/2]
     cos, sin = mx.cos(angles), mx.sin(angles)
-    out = []
+    out: list[mx.array] = []
     # Row by row: each gathers as many values as the keys contain.
     for row in q.split(q.shape[2], axis=2):
         a, b = _halves(row[:, :, None])  # [B, G, 1, 1, R/2]
         gathered = mx.take_along_axis(a * cos + b * sin, codes, axis=3)
-        out.append((gathered * radius).sum(-1).reshape(*q.shape[:2], 1, -1))
+        out.append(mx.reshape((gathered * radius).sum(-1), (*q.shape[:2], 1, -1)))
     return mx.concatenate(out, axis=2)
 
 

@@ -27,9 +27,10 @@ def _books(codebooks: tuple[tuple[float, ...], ...]) -> Books:
 
 def to_polar(x: mx.array) -> tuple[mx.array, list[mx.array]]:
     """Return radii [..., R/16] and angles per level [..., R/2] .. [..., R/16] of x [..., R] float32."""
-    radii, angles = x, []
+    radii = x
+    angles: list[mx.array] = []
     for _ in TREE_BITS:
-        pairs = radii.reshape(*radii.shape[:-1], -1, 2)
+        pairs = mx.reshape(radii, (*radii.shape[:-1], -1, 2))
         angle = mx.arctan2(pairs[..., 1], pairs[..., 0])
         angles.append(mx.where(angle < 0, angle + levels.TURN, angle))
         radii = mx.sqrt((pairs * pairs).sum(-1))
@@ -55,7 +56,7 @@ def _fitted(angles: mx.array, valid: mx.array, start: mx.array) -> mx.array:
     angles = mx.where(valid, angles, 0.0)
     for _ in range(TREE_STEPS):
         codes = _nearest(angles, book)
-        means = []
+        means: list[mx.array] = []
         for i in range(count):
             members = mx.logical_and(codes == i, valid)
             number = members.sum((-1, -2))
@@ -69,9 +70,10 @@ def _fitted(angles: mx.array, valid: mx.array, start: mx.array) -> mx.array:
 def _fit_levels(x: mx.array) -> tuple[mx.array, list[mx.array], Books]:
     """Return radii, angles and codebooks [..., n] per level of x [..., T, R]."""
     radii, angles = to_polar(x)
-    books, sizes = [], x
+    sizes = x
+    books: Books = []
     for angle, start in zip(angles, _books(()), strict=True):
-        pairs = sizes.reshape(*sizes.shape[:-1], -1, 2)
+        pairs = mx.reshape(sizes, (*sizes.shape[:-1], -1, 2))
         sizes = mx.sqrt((pairs * pairs).sum(-1))
         # (0, 0) has no angle, and NaN or infinity would corrupt the page's codebook.
         valid = mx.logical_and(sizes > 0, mx.isfinite(sizes))
@@ -81,14 +83,14 @@ def _fit_levels(x: mx.array) -> tuple[mx.array, list[mx.array], Books]:
 
 def fit(x: mx.array) -> tuple[tuple[float, ...], ...]:
     """Fit `PolarTree.codebooks` by k-means on calibration vectors x [..., R], transformed by `Codec.store`."""
-    _, _, books = _fit_levels(x.astype(mx.float32).reshape(-1, x.shape[-1]))
+    _, _, books = _fit_levels(mx.reshape(x.astype(mx.float32), (-1, x.shape[-1])))
     return tuple(tuple(np.array(book).tolist()) for book in books)
 
 
 def encode(quantizer: PolarTree, x: mx.array, page: int) -> dict[str, mx.array]:
     """Encode x [B, G, T, R], T a whole number of pages."""
     *lead, tokens, dims = x.shape
-    pages = x.astype(mx.float32).reshape(*lead, tokens // page, page, dims)
+    pages = mx.reshape(x.astype(mx.float32), (*lead, tokens // page, page, dims))
     stored = {}
     if quantizer.online:
         radii, angles, books = _fit_levels(pages)
@@ -97,14 +99,14 @@ def encode(quantizer: PolarTree, x: mx.array, page: int) -> dict[str, mx.array]:
     else:
         (radii, angles), books = to_polar(pages), _books(quantizer.codebooks)
     codes = [_nearest(angle, book) for angle, book in zip(angles, books, strict=True)]
-    codes = [code.reshape(*lead, tokens, -1) for code in codes]
-    return {**stored, **stored_of(codes, half(radii).reshape(*lead, tokens, -1))}
+    codes = [mx.reshape(code, (*lead, tokens, -1)) for code in codes]
+    return {**stored, **stored_of(codes, mx.reshape(half(radii), (*lead, tokens, -1)))}
 
 
 def stored_of(codes: list[mx.array], radii: mx.array) -> dict[str, mx.array]:
     """Return the stored arrays of radii and codes per level, [B, G, T, R / 2^level]."""
     upper = mx.concatenate(codes[1:], -1)
-    upper = upper.reshape(*upper.shape[:2], upper.shape[2] // TREE_RECORD, -1)
+    upper = mx.reshape(upper, (*upper.shape[:2], upper.shape[2] // TREE_RECORD, -1))
     first, upper = packing.pack(codes[0], TREE_BITS[0]), packing.pack(upper, TREE_BITS[1])
     return {"first": first, "upper": upper, "radii": radii}
 
@@ -118,22 +120,22 @@ def split(
     angles of level 3, of level 4 (repeated in both halves of 16 dims), then both of level 2, two bits each.
     """
     first, second, third, fourth = codes_of(stored, dims, page)
-    low = mx.stack([first & 3, first >> 2], -1).reshape(*first.shape[:-1], dims)
-    second = second.reshape(*second.shape[:-1], -1, 2)
+    low = mx.reshape(mx.stack([first & 3, first >> 2], -1), (*first.shape[:-1], dims))
+    second = mx.reshape(second, (*second.shape[:-1], -1, 2))
     angles = mx.stack([third, mx.repeat(fourth, 2, axis=-1), second[..., 0], second[..., 1]], -1)
-    high = mx.stack([angles & 1, angles >> 1], -1).reshape(low.shape)
+    high = mx.reshape(mx.stack([angles & 1, angles >> 1], -1), low.shape)
     codes = low + (high << 2)
-    return codes.reshape(*codes.shape[:2], -1, dims), stored
+    return mx.reshape(codes, (*codes.shape[:2], -1, dims)), stored
 
 
 def join(
     quantizer: PolarTree, codes: mx.array, numbers: dict[str, mx.array]
 ) -> dict[str, mx.array]:
     """Invert `split`."""
-    low = (codes & 3).reshape(*codes.shape[:-1], -1, 2)
-    high = (codes >> 2).reshape(*codes.shape[:-1], -1, 4, 2)
+    low = mx.reshape(codes & 3, (*codes.shape[:-1], -1, 2))
+    high = mx.reshape(codes >> 2, (*codes.shape[:-1], -1, 4, 2))
     angles = high[..., 0] + 2 * high[..., 1]
-    second = angles[..., 2:].reshape(*codes.shape[:-1], -1)
+    second = mx.reshape(angles[..., 2:], (*codes.shape[:-1], -1))
     first = low[..., 0] + 4 * low[..., 1]
     levels_codes = [first, second, angles[..., 0], angles[..., ::2, 1]]
     return {**numbers, **stored_of(levels_codes, numbers["radii"])}
@@ -150,21 +152,21 @@ def codes_of(stored: dict[str, mx.array], dims: int, page: int) -> list[mx.array
     first = packing.unpack(stored["first"], TREE_BITS[0], dims // 2)
     lead = first.shape[:2]
     upper = packing.unpack(stored["upper"], TREE_BITS[1], 7 * TREE_RECORD * dims // 16)
-    upper = upper.reshape(*lead, -1, page, 7 * dims // 16)
+    upper = mx.reshape(upper, (*lead, -1, page, 7 * dims // 16))
     parts = mx.split(upper, [dims // 4, 3 * dims // 8], -1)
-    return [first.reshape(*lead, -1, page, dims // 2), *parts]
+    return [mx.reshape(first, (*lead, -1, page, dims // 2)), *parts]
 
 
 def _split(radii: mx.array, code: mx.array, book: mx.array) -> mx.array:
     """Split radii [..., m] into (r cos a, r sin a), [..., 2 m]."""
     pairs = mx.stack([mx.cos(book), mx.sin(book)], -1)  # few cosines, looked up many times
     if book.ndim == 1:
-        return (pairs[code] * radii[..., None]).reshape(*radii.shape[:-1], -1)
+        return mx.reshape(pairs[code] * radii[..., None], (*radii.shape[:-1], -1))
     shape = (*pairs.shape[:3], book.shape[-1], 2)
-    at = code.reshape(*code.shape[:3], -1)[..., None]
-    points = mx.take_along_axis(pairs.reshape(shape), at, axis=3)
-    points = points.reshape(*code.shape, 2)
-    return (points * radii[..., None]).reshape(*radii.shape[:-1], -1)
+    at = mx.reshape(code, (*code.shape[:3], -1))[..., None]
+    points = mx.take_along_axis(mx.reshape(pairs, shape), at, axis=3)
+    points = mx.reshape(points, (*code.shape, 2))
+    return mx.reshape(points * radii[..., None], (*radii.shape[:-1], -1))
 
 
 def decode(
@@ -173,7 +175,7 @@ def decode(
     """Decode to [B, G, T, R] in `dtype`, from the radii down to the dims."""
     codes = codes_of(stored, dims, page)
     books = _page_books(stored["books"]) if quantizer.online else _books(quantizer.codebooks)
-    radii = stored["radii"].astype(mx.float32).reshape(*codes[-1].shape)
+    radii = mx.reshape(stored["radii"].astype(mx.float32), (*codes[-1].shape,))
     for code, book in zip(reversed(codes), reversed(books), strict=True):
         radii = _split(radii, code, book)
-    return radii.reshape(*stored["radii"].shape[:3], dims).astype(dtype)
+    return mx.reshape(radii, (*stored["radii"].shape[:3], dims)).astype(dtype)

@@ -7,7 +7,6 @@ test kernels.
 from __future__ import annotations
 
 from functools import lru_cache, reduce
-from operator import or_
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -41,14 +40,16 @@ def _index(x: np.ndarray) -> mx.array:
 
 @lru_cache(maxsize=64)
 def _places(at: SideLayout) -> _Places:
-    fields, codes, size = [], [], TOKENS * at.blocks * BLOCK
+    size = TOKENS * at.blocks * BLOCK
+    fields: list[tuple[int, int, mx.array, mx.array]] = []
+    codes: list[tuple[mx.array, mx.array, mx.array]] = []
     for field in code_fields(at):
         mask, shifts = (1 << field.width) - 1, np.arange(0, 32, field.width)
         fields.append((field.low, mask << field.low, _index(field.codes), _index(shifts)))
         word, shift, masks = np.zeros((3, size + 1), np.int64)  # extra entry: slots without a code
         word[field.codes] = field.words[:, None]
         shift[field.codes], masks[field.codes] = shifts, mask
-        codes.append(tuple(_index(x[:size]) for x in (word, shift, masks)))
+        codes.append((_index(word[:size]), _index(shift[:size]), _index(masks[:size])))
     parts = np.concatenate([field.words for field in code_fields(at)])
     order = np.argsort(parts, kind="stable")
     counts = np.bincount(parts, minlength=at.code_words)
@@ -67,23 +68,23 @@ def pack(codes: mx.array, stored: Stored, at: SideLayout) -> mx.array:
     (*lead, tokens, dims), places = codes.shape, _places(at)
     shape = *lead, tokens // TOKENS
     codes = _padded(codes.astype(mx.uint32), at.blocks * BLOCK - dims)
-    flat = _across(_padded(codes.reshape(*shape, -1), 1))  # 0 after the last code
+    flat = _across(_padded(mx.reshape(codes, (*shape, -1)), 1))  # 0 after the last code
     bits = [
         ((flat[of] & mask) >> low << shifts[:, None]).sum(1)
         for low, mask, of, shifts in places.fields
     ]
     words = mx.concatenate([*bits, mx.zeros_like(bits[0][:1])])[places.words].sum(1)
-    words = words.swapaxes(0, 1).reshape(*shape, -1)
+    words = mx.reshape(words.swapaxes(0, 1), (*shape, -1))
     if not at.numbers:
         return words
-    numbers = mx.stack([stored[n].reshape(*shape, -1) for n in at.numbers], -2)
-    numbers = mx.take(numbers.reshape(*shape, -1), places.numbers, axis=-1)
+    numbers = mx.stack([mx.reshape(stored[n], (*shape, -1)) for n in at.numbers], -2)
+    numbers = mx.take(mx.reshape(numbers, (*shape, -1)), places.numbers, axis=-1)
     return mx.concatenate([words, mx.contiguous(numbers).view(mx.uint32)], -1)
 
 
 def _across(x: mx.array) -> mx.array:
     """Reshape [..., n] to [n, all others]: MLX gathers whole rows faster than single numbers."""
-    return mx.contiguous(x.reshape(-1, x.shape[-1]).swapaxes(0, 1))
+    return mx.contiguous(mx.reshape(x, (-1, x.shape[-1])).swapaxes(0, 1))
 
 
 def unpack(words: mx.array, at: SideLayout) -> tuple[mx.array, Stored]:
@@ -94,16 +95,16 @@ def unpack(words: mx.array, at: SideLayout) -> tuple[mx.array, Stored]:
         ((across[word] >> shift[:, None]) & mask[:, None]) << low
         for (low, *_), (word, shift, mask) in zip(places.fields, places.codes, strict=True)
     )
-    codes = reduce(or_, parts).swapaxes(0, 1)
-    codes = codes.reshape(*lead, records * TOKENS, at.blocks * BLOCK)[..., : at.dims]
+    codes = reduce(mx.bitwise_or, parts).swapaxes(0, 1)
+    codes = mx.reshape(codes, (*lead, records * TOKENS, at.blocks * BLOCK))[..., : at.dims]
     if not at.numbers:
         return codes, {}
     numbers = mx.contiguous(words[..., at.code_words :]).view(mx.float16)
     numbers = mx.take(numbers, places.back, axis=-1)
-    numbers = numbers.reshape(*lead, records, len(at.numbers), TOKENS, at.groups)
+    numbers = mx.reshape(numbers, (*lead, records, len(at.numbers), TOKENS, at.groups))
     shape = *lead, records * TOKENS, at.groups
     stored = {n: numbers[..., i, :, :] for i, n in enumerate(at.numbers)}
-    return codes, {name: x.reshape(shape) for name, x in stored.items()}
+    return codes, {name: mx.reshape(x, shape) for name, x in stored.items()}
 
 
 def pack_header(stored: Stored, at: SideLayout) -> mx.array:
@@ -113,22 +114,21 @@ def pack_header(stored: Stored, at: SideLayout) -> mx.array:
     """
     rows = at.header_rows
     parts = [
-        x.reshape(*x.shape[:2], -1, rows, x.shape[3])
+        mx.reshape(x, (*x.shape[:2], -1, rows, x.shape[3]))
         for x in (stored[name] for name in at.header_names)
     ]
     x = mx.stack(parts, -2)  # [B, G, P, rows, names, R]
     x = _padded(x, at.header_dims - x.shape[-1])
-    return mx.contiguous(x.reshape(*x.shape[:3], -1)).view(mx.uint32)
+    return mx.contiguous(mx.reshape(x, (*x.shape[:3], -1))).view(mx.uint32)
 
 
 def unpack_header(words: mx.array, at: SideLayout) -> Stored:
     """Invert `pack_header`."""
     batch, heads, pages, _ = words.shape
     rows, names = at.header_rows, at.header_names
-    x = (
-        mx.contiguous(words)
-        .view(mx.float16)
-        .reshape(batch, heads, pages * rows, len(names), at.header_dims)
+    x = mx.reshape(
+        mx.contiguous(words).view(mx.float16),
+        (batch, heads, pages * rows, len(names), at.header_dims),
     )
     x = x[..., : TREE_ANGLES if at.tree else at.dims]
     return {name: x[..., i, :] for i, name in enumerate(names)}
@@ -136,7 +136,7 @@ def unpack_header(words: mx.array, at: SideLayout) -> Stored:
 
 def to_codes(state: Stored, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
     """Convert records [B, G, N, words], and any headers, to the tensors that plain ops read."""
-    out = {}
+    out: dict[str, Stored] = {}
     for (name, at, words, shared), code in zip(spans(layout_of(codecs)), codecs, strict=True):
         codes, numbers = unpack(state["records"][..., words], at)
         if at.header_words:
@@ -147,7 +147,8 @@ def to_codes(state: Stored, codecs: tuple[Codec, Codec]) -> dict[str, Stored]:
 
 def to_records(state: dict[str, Stored], codecs: tuple[Codec, Codec]) -> Stored:
     """Invert `to_codes`."""
-    words, shared = [], []
+    words: list[mx.array] = []
+    shared: list[mx.array] = []
     for (name, at, _, _), code in zip(spans(layout_of(codecs)), codecs, strict=True):
         codes, numbers = code.split(state[name])
         words.append(pack(codes, numbers, at))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -19,6 +20,8 @@ from mlxkv.formats.config import SCALED
 from mlxkv.formats.matrices import signs
 
 SRFT = "srft"
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,18 +92,20 @@ def subtract_mean(key_mean: KeyMean | None, keys: mx.array) -> mx.array:
     return keys if key_mean is None else key_mean.subtract_from(keys)
 
 
-def kept_with(make: Callable) -> Callable:
+def kept_with(
+    make: Callable[Concatenate[Transform, P], T],
+) -> Callable[Concatenate[Transform, P], T]:
     """Cache the result of `make` for a Transform until the transform is freed.
 
     Transforms that follow the text are many, and each is useless once it is replaced.
     """
-    by_transform: WeakKeyDictionary[Transform, dict[tuple, object]] = WeakKeyDictionary()
+    by_transform: WeakKeyDictionary[Transform, dict[tuple[object, ...], T]] = WeakKeyDictionary()
 
     @wraps(make)
-    def of(transform: Transform, *arguments):
+    def of(transform: Transform, *arguments: P.args, **options: P.kwargs) -> T:
         results = by_transform.setdefault(transform, {})
         if arguments not in results:
-            results[arguments] = make(transform, *arguments)
+            results[arguments] = make(transform, *arguments, **options)
         return results[arguments]
 
     return of

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.layout import BLOCK, HALF, LANES, QUARTERS, TOKENS, SideLayout
-from mlxkv.formats.quantizers import DIMS
+from mlxkv.formats.quantizers import DIMS, Quantizer
 
 NAMES = ("keys", "values")
 
@@ -85,8 +86,16 @@ def spans(layout: RecordLayout) -> list[tuple[str, SideLayout, slice, slice]]:
     return [first, (NAMES[1], values, words, shared)]
 
 
-def layout_of(codecs: Sequence) -> RecordLayout:
-    """Make the layout for the codecs (with `quantizer`, `dims`, `page`) of keys and values, of either track."""
+class SideCodec(Protocol):
+    """What the codec of a side, of either track, says of its pages."""
+
+    quantizer: Quantizer
+    dims: int
+    page: int
+
+
+def layout_of(codecs: Sequence[SideCodec]) -> RecordLayout:
+    """Make the layout for the codecs of keys and values."""
     sides = zip(codecs, (True, False), strict=True)
     return RecordLayout(
         *(code.quantizer.layout(code.dims, code.page, keys) for code, keys in sides)
@@ -137,7 +146,8 @@ class BlockPart:
 def parts(widths: tuple[int, ...]) -> tuple[BlockPart, ...]:
     """Return the parts of blocks of these widths, in the order in which they fill the words of a lane: codes of 8 and
     of 4 bits, the two low bits of 3-bit codes and codes of 2 bits, the third bits, codes of 1 bit."""
-    out, place = [], 0
+    out: list[BlockPart] = []
+    place = 0
     for width, low, of in ((8, 0, (8,)), (4, 0, (4,)), (2, 0, (3, 2)), (1, 2, (3,)), (1, 0, (1,))):
         for block, bits in enumerate(widths):
             if bits in of:
