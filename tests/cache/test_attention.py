@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlxkv.cache import attention
-from mlxkv.cache.attention import attend
+from mlxkv.cache.attention import attend, decode_all
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.formats.config import CacheConfig, Side
 from mlxkv.formats.quantizers import Affine
@@ -28,8 +28,6 @@ def setup(heads, kv_heads, dims, length, value_dims=None, seed=0):
 
 def exact(view):
     """Keys and values as stored, in float64."""
-    from mlxkv.cache.attention import decode_all
-
     return tuple(np.array(x, np.float64) for x in decode_all(view, mx.float32))
 
 
@@ -37,29 +35,17 @@ def rms(x, spec):
     return np.sqrt(np.mean((np.array(x, np.float64) - spec) ** 2) / np.mean(spec**2))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), ((1, 1), (6, 2), (5, 1), (7, 7)))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dims", "value_dims"),
+    [(1, 1, 64, 64), (6, 2, 80, 80), (5, 1, 512, 512), (7, 7, 192, 128)],
+)
 @pytest.mark.parametrize("new", (1, 8))
-def test_any_gqa_ratio(heads, kv_heads, new):
-    q, view = setup(heads, kv_heads, 64, 200)
+def test_any_shape(heads, kv_heads, dims, value_dims, new):
+    q, view = setup(heads, kv_heads, dims, 200, value_dims)
     q = q[:, :, :new]
-    out = attend(mx.array(q), view, 0.125, "causal" if new > 1 else None)
-    spec = ref.attention(q, *exact(view), 0.125, ref.causal_mask(new, 200))
-    assert rms(out, spec) < 2e-6
-
-
-@pytest.mark.parametrize("dims", (64, 80, 512))
-def test_any_head_dim(dims):
-    q, view = setup(4, 2, dims, 150)
-    out = attend(mx.array(q), view, dims**-0.5, "causal")
-    spec = ref.attention(q, *exact(view), dims**-0.5, ref.causal_mask(8, 150))
-    assert rms(out, spec) < 2e-6
-
-
-def test_values_may_have_their_own_dim():
-    q, view = setup(4, 2, 192, 150, value_dims=128)
-    out = attend(mx.array(q), view, 0.1, "causal")
-    assert out.shape == (2, 4, 8, 128)
-    assert rms(out, ref.attention(q, *exact(view), 0.1, ref.causal_mask(8, 150))) < 2e-6
+    out = attend(mx.array(q), view, dims**-0.5, "causal" if new > 1 else None)
+    spec = ref.attention(q, *exact(view), dims**-0.5, ref.causal_mask(new, 200))
+    assert out.shape == (2, heads, new, value_dims) and rms(out, spec) < 2e-6
 
 
 @pytest.mark.parametrize("new", (1, 8, 40))
@@ -111,11 +97,10 @@ def test_rows_that_may_see_nothing_are_numbers(new):
     assert rms(out, np.broadcast_to(mean, out.shape)) < 3e-6
 
 
-@pytest.mark.parametrize("new", (2, 40))
-def test_an_unknown_mask_is_refused(new):
+def test_an_unknown_mask_is_refused():
     _, view = setup(6, 2, 64, 200)
     with pytest.raises(ValueError, match="mask"):
-        attend(mx.zeros((2, 6, new, 64)), view, 0.125, "full")
+        attend(mx.zeros((2, 6, 40, 64)), view, 0.125, "full")
 
 
 @pytest.mark.parametrize("dtype", (mx.float16, mx.bfloat16))

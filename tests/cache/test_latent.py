@@ -20,7 +20,6 @@ from mlxkv.formats.names import parse_kv
 from mlxkv.formats.quantizers import Affine, Codebook
 from mlxkv.generate import usage
 from mlxkv.patching.mark import register_caches
-from mlxkv.serve.sessions import shapes_of
 from mlxkv.spec import affine as spec
 
 RANK, ROTARY, HEADS = 128, 32, 6
@@ -145,18 +144,6 @@ def test_one_record_serves_as_key_and_value():
 
 def _leaves(tree) -> list[mx.array]:
     return [x for part in tree.values() for x in part.values()]
-
-
-@pytest.mark.parametrize("count", [150, 700, 4096])
-def test_the_server_s_memory_rule_knows_latents(count):
-    made = parse_kv("int4").of_latents
-    cache, like = LatentKVCache(made), LatentKVCache(made)
-    fill(like, tokens(1), (1,))
-    (shape,) = shapes_of([like])
-    fill(cache, tokens(count), (count - 1, 1))
-    assert shape.held(count) == usage.in_use(cache)
-    assert shape.plain.held(count) == usage.in_16_bits(cache)
-    assert cache.nbytes <= shape.allocated(count, 512, most=True)
 
 
 @pytest.mark.parametrize("cache", ["channel-int4", "srft-int4, rotary 8"], indirect=True)
