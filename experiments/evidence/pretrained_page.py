@@ -110,8 +110,7 @@ def _table(cells: Cells, contexts: Sequence[int], likelihood: bool) -> list[str]
         if preset == BASELINE:
             row = ["full precision", "16", *"0" * (len(places) * (1 + likelihood)), "100"]
         else:
-            row = [f"`{preset}`", _bits(cells, preset)]
-            row += [divergence(cells.kl(preset, c)) if c else "–" for c in places]
+            row = _start(cells, preset, contexts)
             if likelihood:
                 row += [signed(cells.likelihood(preset, c)) if c else "–" for c in places]
             row.append(", ".join(f"{cells.same(preset, c):.1f}" if c else "–" for c in places))
@@ -137,8 +136,11 @@ def _measured(cells: Cells, contexts: Sequence[int]) -> str:
     return "; ".join(clauses) + "."
 
 
-def _bits(cells: Cells, preset: str) -> str:
-    return f"{cells.bits[preset]:.2f}"
+def _start(cells: Cells, preset: str, contexts: Sequence[int], windows: str = OURS) -> list[str]:
+    """Return the first cells of a row: the preset, its bits, KL by context."""
+    found = [cells.measured(preset, c, windows) and cells.kl(preset, c, windows) for c in contexts]
+    kl = [divergence(figure) if figure else "–" for figure in found]
+    return [f"`{preset}`", f"{cells.bits[preset]:.2f}", *kl]
 
 
 def _papers(cells: Cells) -> list[str]:
@@ -151,14 +153,8 @@ def _papers(cells: Cells) -> list[str]:
     heads.append(f"first and last 64 exact, {_k(contexts[-1])}")
     lines = ["### Each method's own windows", ""]
     lines += ["As their authors do, `naive-*` and `turbo-*` keep no token exact here.", ""]
-    rows = []
-    for preset in presets:
-        row = [f"`{preset}`", _bits(cells, preset)]
-        row += [
-            divergence(cells.kl(preset, c, PAPER)) if cells.measured(preset, c, PAPER) else "–"
-            for c in contexts
-        ]
-        rows.append([*row, divergence(cells.kl(preset, contexts[-1]).value)])
+    ours = {preset: divergence(cells.kl(preset, contexts[-1]).value) for preset in presets}
+    rows = [[*_start(cells, preset, contexts, PAPER), ours[preset]] for preset in presets]
     return [*lines, *markdown_table(heads, rows), ""]
 
 
