@@ -48,17 +48,13 @@ def middle(chains: Sequence[Chain]) -> Chain:
     return Chain(median(c.build for c in chains), median(c.run for c in chains))
 
 
-def order(names: Sequence[str], rounds: int) -> list[str]:
-    """Return A B B A, `rounds` times, so that drift affects all alike."""
-    return [*names, *reversed(names)] * rounds
-
-
 def interleaved(
     tasks: dict[str, Callable[[], Result]], rounds: int, done: Callable[[], None] = lambda: None
 ) -> dict[str, list[Result]]:
-    """Return the results of each task, run in `order`; the caller must warm them up."""
+    """Return the results of each task, run A B B A `rounds` times, so that drift affects all alike; the caller must
+    warm them up."""
     results: dict[str, list[Result]] = {name: [] for name in tasks}
-    for name in order(list(tasks), rounds):
+    for name in [*tasks, *reversed(tasks)] * rounds:
         results[name].append(tasks[name]())
         done()
     return results
