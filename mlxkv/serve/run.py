@@ -21,8 +21,7 @@ from mlxkv.loading import quality_check
 from mlxkv.metal.launch import device_type
 from mlxkv.options import PARENT
 from mlxkv.serve.engine import Engine
-from mlxkv.serve.http.access import Keys
-from mlxkv.serve.http.app import METHODS, RequestGuard, application
+from mlxkv.serve.http.app import METHODS, Keys, RequestGuard, application
 from mlxkv.serve.http.connection import HTTPServer, Limits, listen
 from mlxkv.serve.models import Models
 from mlxkv.serve.options import ServeOptions

@@ -9,18 +9,18 @@ from starlette.datastructures import Headers
 
 from mlxkv.cli import serve
 from mlxkv.errors import UserError
-from mlxkv.serve.http import access
-from mlxkv.serve.http.access import Keys, given_key
+from mlxkv.serve.http import app
+from mlxkv.serve.http.app import Keys, given_key
 from mlxkv.serve.options import ServeOptions
 from mlxkv.serve.refusals import Refused
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A list with the time, which tests move. That of `access` alone: the loop of another server in this process
+    """A list with the time, which tests move. That of `app` alone: the loop of another server in this process
     would wait for hours."""
     now = [1000.0]
-    monkeypatch.setattr(access, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(app, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
@@ -38,25 +38,25 @@ def tried(keys: Keys, given: str, peer: str = "10.0.0.1", known=("secret", "othe
 def test_guesses_are_slowed_down(clock):
     keys = Keys()
     found = [tried(keys, f"guess {i}") for i in range(100)]
-    assert found == [401] * access.FREE + [429] * (100 - access.FREE)
+    assert found == [401] * app.FREE + [429] * (100 - app.FREE)
     assert tried(keys, "secret") == 429  # or guesses would be compared
     assert tried(keys, "secret", "10.0.0.2") == 200
     clock[0] += 1.01
     assert [tried(keys, "a"), tried(keys, "b")] == [401, 429]
     clock[0] += 60
     assert tried(keys, "secret") == 200
-    assert keys.wrong == access.FREE + 1
+    assert keys.wrong == app.FREE + 1
 
 
 def test_guesses_do_not_lock_a_long_key_out(clock):
     """Of others at the same address, behind a proxy for one."""
-    keys, long = Keys(), "k" * access.LONG
+    keys, long = Keys(), "k" * app.LONG
     known = (long, long[:-1])
     for i in range(40):
-        assert tried(keys, f"guess {i}", known=known) == (401 if i < access.FREE else 429)
+        assert tried(keys, f"guess {i}", known=known) == (401 if i < app.FREE else 429)
         assert tried(keys, long, known=known) == 200
     found = [tried(keys, given, known=known) for given in (long[:-1], long + "k", "")]
-    assert found == [429, 429, 401] and keys.wrong == access.FREE
+    assert found == [429, 429, 401] and keys.wrong == app.FREE
 
 
 def test_a_key_is_compared_whole(clock):
@@ -76,7 +76,7 @@ def test_memory_of_guesses_is_bounded(clock):
     for i in range(5000):
         tried(keys, "guess", f"10.{i >> 8}.{i & 255}.1")
         clock[0] += 0.01
-    assert len(keys._debts) == access.ADDRESSES and keys.wrong == 5000
+    assert len(keys._debts) == app.ADDRESSES and keys.wrong == 5000
     assert "10.19.135.1" in keys._debts and "10.0.0.1" not in keys._debts  # the latest of 5000
 
 
@@ -88,7 +88,7 @@ def test_what_counts_as_one_address():
         ("fe80::1%eth0", "fe80::2", True),
         ("10.0.0.1", "10.0.0.2", False),
     ):
-        assert (access._network(one) == access._network(other)) == same, (one, other)
+        assert (app._network(one) == app._network(other)) == same, (one, other)
 
 
 def test_the_key_in_a_header():
@@ -128,17 +128,17 @@ def test_pages_and_names_that_reach_a_local_server(subtests):
         options = ServeOptions(allow_origin=["http://app.example"])
         with subtests.test(host, origin=origin):
             if is_let_in:
-                access.check_host(headers, options)
+                app.check_host(headers, options)
                 continue
             with pytest.raises(Refused) as refused:
-                access.check_host(headers, options)
+                app.check_host(headers, options)
             assert refused.value.status == 403
     headers = {"Host": "localhost:8080", "Sec-Fetch-Site": "cross-site"}
-    access.check_host(Headers(headers), ServeOptions(), "GET")  # a link
-    access.check_host(Headers(headers), ServeOptions(allow_origin=["*"]), "POST")
-    access.check_host(Headers(headers | {"Sec-Fetch-Site": "none"}), ServeOptions(), "POST")
+    app.check_host(Headers(headers), ServeOptions(), "GET")  # a link
+    app.check_host(Headers(headers), ServeOptions(allow_origin=["*"]), "POST")
+    app.check_host(Headers(headers | {"Sec-Fetch-Site": "none"}), ServeOptions(), "POST")
     with pytest.raises(Refused, match="another site"):
-        access.check_host(Headers(headers), ServeOptions(), "POST")
+        app.check_host(Headers(headers), ServeOptions(), "POST")
 
 
 def test_keys_come_from_options_and_the_environment(monkeypatch):
@@ -202,9 +202,9 @@ def test_over_http(model_folder, monkeypatch):
             send(server, "GET", "/v1/kv", headers={"Authorization": f"Bearer {i}"})[0]
             for i in range(30)
         ]
-        assert found[: access.FREE] == [401] * access.FREE and 429 in found[access.FREE :]
+        assert found[: app.FREE] == [401] * app.FREE and 429 in found[app.FREE :]
         assert send(server, "HEAD", "/health")[2] == b""
-        monkeypatch.setattr(access, "FREE", 1000)
+        monkeypatch.setattr(app, "FREE", 1000)
         assert get(server, "/v1/kv", **key)["kv"] == "int4"
         text = send(server, "GET", "/metrics", headers=key)[2].decode()
         assert "mlxkv_wrong_keys 1" in text

@@ -14,8 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxkv.serve.http import app, connection
-from mlxkv.serve.http.access import Keys
-from mlxkv.serve.http.app import RequestGuard, body_of
+from mlxkv.serve.http.app import Keys, RequestGuard, body_of
 from mlxkv.serve.options import ServeOptions
 
 PATIENCE = 20.0

@@ -13,7 +13,7 @@ from small_caches import maker, memory_of, read
 
 from mlxkv.machine import machine_memory
 from mlxkv.serve import engine
-from mlxkv.serve.http.access import tenant
+from mlxkv.serve.http.app import tenant
 from mlxkv.serve.sessions import BlockStore, Disk, Sessions
 
 KEYS = ["operator", "one", "two"]
