@@ -41,7 +41,6 @@ from mlxkv.patching.trees import Place, leaves, own_caches, put
 if TYPE_CHECKING:
     from mlxkv.loading.load import Loaded
 
-CORPUS = "corpus calibration"  # name of the default text
 CHUNK = 512  # tokens per call of the model
 Progress = Callable[[int], None]
 

@@ -159,8 +159,8 @@ def shape_of(cache: Any) -> CacheShape:
         keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
         if not (isinstance(keys, mx.array) and isinstance(values, mx.array)) or keys.ndim != 4:
             return CacheShape(kind="state", fixed=cache.nbytes)  # compression changes nothing
-        sizes = ((x.kind, getattr(cache, x.window, None)) for x in CLASSES.values() if x.window)
-        kind, window = next((pair for pair in sizes if pair[1]), ("full", 0))
+        found = [(x.kind, getattr(cache, x.window, None)) for x in CLASSES.values() if x.window]
+        kind, window = next(((kind, size) for kind, size in found if size), ("full", 0))
         return CacheShape(*_sizes((keys, values)), kind=kind, window=window, number=keys.dtype.size)
     if (pair := cache.recent) is None:
         return CacheShape()
