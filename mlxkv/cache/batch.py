@@ -14,16 +14,17 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import mlx.core as mx
 
 from mlxkv.cache.attention import DECODE_TOKENS
 from mlxkv.cache.batch_buffers import BatchBuffers
 from mlxkv.cache.contract import Contract, causal_mask
-from mlxkv.cache.view import Pair, RowsView, View
+from mlxkv.cache.view import Pair, Row, RowsView, View
 from mlxkv.errors import UserError
 from mlxkv.formats.state import check_batch
+from mlxkv.metal.launch import begin
 
 if TYPE_CHECKING:
     from mlxkv.cache.compressed import CompressedKVCache
@@ -111,7 +112,7 @@ class BatchedKVCache(Contract):
                 view = replace(view, padding=tuple(self._padding))
             return view, view
         skips, counts = self._arriving(keys.shape[2])
-        rows = []
+        rows: list[Row] = []
         for i, (row, skip, n) in enumerate(zip(self.rows, skips, counts, strict=True)):
             new = (x[i : i + 1, :, skip : skip + n] for x in (keys, values))
             rows.append((row.update_and_fetch(*new)[0], n) if n else None)
@@ -119,12 +120,12 @@ class BatchedKVCache(Contract):
         return view, view
 
     @staticmethod
-    def joined(views: Sequence[tuple]) -> tuple:
+    def joined(views: Sequence[tuple[View, Any]]) -> tuple[View, Any]:
         """Join what `update_and_fetch` returned for each sequence, without padding, into what it returns for all."""
         view = RowsView(views[0][0].recent, rows=tuple((row, None) for row, _ in views))
         return view, view
 
-    def _batch_view(self, rows: Sequence, nothing: Pair | None = None) -> View:
+    def _batch_view(self, rows: Sequence[Row], nothing: Pair | None = None) -> View:
         """Return the view of all sequences. nothing: keys and values of length zero, for a step that is all padding."""
         skips = self._skips if self._new is not None else None
         recent = next((row[0].recent for row in rows if row is not None), nothing)
@@ -233,7 +234,7 @@ class BatchedKVCache(Contract):
             return deepcopy(self._rows[idx])
         out = self._buffers.row(range(len(self.offsets))[idx])
         # Otherwise it would reference the shared arrays, which could not be written in place.
-        mx.async_eval(out.arrays())
+        begin(out.arrays())
         return out
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
@@ -319,7 +320,7 @@ class BatchedKVCache(Contract):
         return type(self), (rows,), attributes
 
     @property
-    def state(self) -> list:
+    def state(self) -> list[Any]:
         """Return the arrays to evaluate; sequences are saved one by one (`extract`)."""
         if self._buffers is not None:
             return self._buffers.arrays()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -26,6 +26,7 @@ from mlxkv.cache.view import Pair, View, both
 from mlxkv.codec.transform import subtract_mean
 from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.rules.windows import FlushPlan, TrimSource, Windows
+from mlxkv.metal.launch import begin
 from mlxkv.metal.lengths import Division, Rows, batch_lengths, shared
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class BatchBuffers:
         self.last: Pair = self._windows([], self.config.page)
         self.sink: Pair | None = self._windows([], self.config.sink) if self.config.sink else None
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchBuffers:
         buffers = copy(self)  # other members are never written in place
         for name in ("offsets", "counts", "sink_full", "has_last_page", "store"):
             setattr(buffers, name, deepcopy(getattr(self, name), memo))
@@ -111,7 +112,7 @@ class BatchBuffers:
 
     def _windows(self, pairs: Sequence[Pair | None], capacity: int) -> Pair:
         """Stack windows [1, G, tokens, D], padded with zeros, into [B, G, capacity, D]."""
-        out = []
+        out: list[mx.array] = []
         for side, dims in enumerate(self.store.dims):
             parts = [mx.zeros((0, self.heads, capacity, dims), self.dtype)]
             for pair in pairs:
@@ -191,7 +192,8 @@ class BatchBuffers:
 
     def flush(self) -> None:
         """Quantize a page of each sequence whose recent window is full."""
-        capacity, due = self.config.recent_capacity, {}
+        capacity = self.config.recent_capacity
+        due: dict[FlushPlan, list[int]] = {}
         for i, (n, sink_full) in enumerate(zip(self.counts, self.sink_full, strict=True)):
             if n > capacity(sink_full):
                 due.setdefault(self.windows(i).flush(n), []).append(i)
@@ -214,7 +216,7 @@ class BatchBuffers:
         stop = due.stop
         self.last = both(lambda x, y: _put(x, at, y[:, :, stop - page : stop]), self.last, recent)
         # No attention reads it: unevaluated, it would keep the old windows alive.
-        mx.async_eval(self.last)
+        begin(self.last)
         moved = both(lambda x: mx.roll(x, -stop, 2), recent)
         if len(rows) < len(self.counts):
             moved = both(lambda x, y: _put(x, at, y), self.recent, moved)

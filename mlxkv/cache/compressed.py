@@ -23,7 +23,7 @@ from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.rules.windowed import WindowedCache
-from mlxkv.metal.launch import ahead, device_type
+from mlxkv.metal.launch import ahead, begin, device_type
 from mlxkv.metal.lengths import Division, Rows
 
 
@@ -250,7 +250,7 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
         pages, (keys, values) = self._existing_store.read(page, page + 1), self._existing_recent
         decoded = pages.decode(0, keys.dtype), pages.decode(1, values.dtype)
         pair = both(lambda x: x[:, :, :count], decoded)
-        mx.async_eval(pair)  # otherwise it would reference the dropped pages
+        begin(pair)  # otherwise it would reference the dropped pages
         return pair
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None):

@@ -26,7 +26,7 @@ from mlxkv.cache.view import LatentPages, Pair, RowsView, TracedLatents, View
 from mlxkv.formats.rules.windows import TrimPlan
 from mlxkv.formats.sizes import buffer_tokens
 from mlxkv.formats.state import check_batch
-from mlxkv.metal.launch import ahead, device_type
+from mlxkv.metal.launch import ahead, begin, device_type
 
 # -- `BatchedLatentCache`: the latents of several sequences as one cache, for mlx-lm's batches.
 #
@@ -181,7 +181,7 @@ class LatentKVCache(CompressedKVCache):
             pages.decode(0, latents.dtype)[:, :, :count],
             rotary_keys[:, :, first : first + count],
         )
-        mx.async_eval(pair)
+        begin(pair)
         return pair
 
     def _trim(self, plan: TrimPlan) -> None:

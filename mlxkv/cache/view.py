@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, overload
 
 import mlx.core as mx
 
@@ -41,6 +41,12 @@ T = TypeVar("T")
 OneRun = TypeVar("OneRun", bound="PageRun")
 
 
+@overload
+def both(change: Callable[[mx.array], mx.array], pair: Pair, /) -> Pair: ...
+@overload
+def both(
+    change: Callable[[mx.array, mx.array], mx.array], first: Pair, second: Pair, /
+) -> Pair: ...
 def both(change: Callable[..., mx.array], *pairs: Pair) -> Pair:
     """Apply `change` to the keys of all pairs, and to their values."""
     keys, values = zip(*pairs, strict=True)
@@ -49,7 +55,8 @@ def both(change: Callable[..., mx.array], *pairs: Pair) -> Pair:
 
 def joined(*pairs: Pair) -> Pair:
     """Concatenate keys and values [B, G, T, D] of all pairs."""
-    return both(lambda *parts: mx.concatenate([*parts], axis=2), *pairs)
+    keys, values = zip(*pairs, strict=True)
+    return mx.concatenate([*keys], axis=2), mx.concatenate([*values], axis=2)
 
 
 # -- quantized pages
@@ -288,6 +295,9 @@ class View:
         return RowsView(self.recent, padding=self.padding, rows=tuple(out))
 
 
+Row = tuple[View, int | None] | None
+
+
 @dataclass(frozen=True, eq=False)
 class RowsView(View):
     """Sequences of a batch that are read one after the other. recent: of any of them.
@@ -296,7 +306,7 @@ class RowsView(View):
     skips: how many of the new tokens are padding on the left of each sequence.
     """
 
-    rows: tuple[tuple[View, int | None] | None, ...] = field(kw_only=True)
+    rows: tuple[Row, ...] = field(kw_only=True)
     skips: tuple[int, ...] | None = None
 
     @property

@@ -204,6 +204,11 @@ def launch(
     )
 
 
+def begin(arrays: Sequence[mx.array]) -> None:
+    """Start to compute arrays, so that they hold none that they follow from."""
+    mx.async_eval(arrays)
+
+
 _local = threading.local()  # per thread, as MLX's streams are
 
 
