@@ -91,7 +91,7 @@ def channel_scale(stored: np.ndarray) -> np.ndarray:
 HALF_MAX = 65504.0  # the largest float16
 
 
-def _half(x: np.ndarray, limit: float = HALF_MAX) -> np.ndarray:
+def half(x: np.ndarray, limit: float = HALF_MAX) -> np.ndarray:
     """Clip to +-limit and round to float16; return float64."""
     return np.clip(x, -limit, limit).astype(np.float16).astype(np.float64)
 
@@ -159,12 +159,12 @@ def affine_encode(
     g = _grouped(x, group, axis)
     top, middle = 2**bits - 1, 2 ** (bits - 1)
     if symmetric:
-        scale = _half(np.abs(g).max(-1) / (middle - 1), HALF_MAX / middle)
+        scale = half(np.abs(g).max(-1) / (middle - 1), HALF_MAX / middle)
         bias = -middle * scale
         low = 1
     else:
-        bias = _half(g.min(-1))
-        scale = _half((g.max(-1) - bias) / top)
+        bias = half(g.min(-1))
+        scale = half((g.max(-1) - bias) / top)
         low = 0
     divisor = np.where(scale > 0, scale, 1.0)[..., None]
     codes = np.clip(np.rint((g - bias[..., None]) / divisor), low, top)
@@ -198,7 +198,7 @@ def affine_decode(
 def _places(bits: int | np.ndarray, dims: int) -> tuple[np.ndarray, np.ndarray]:
     """Return of each bit of a token's stream the code that it belongs to, and its place in that."""
     bits = np.broadcast_to(bits, dims)
-    return np.repeat(np.arange(dims), bits), np.concatenate([np.arange(b) for b in bits])
+    return np.repeat(np.arange(dims), bits), np.concatenate([np.arange(int(b)) for b in bits])
 
 
 def pack(codes: np.ndarray, bits: int | np.ndarray) -> np.ndarray:

@@ -75,7 +75,7 @@ def sphere_levels(dims: int, bits: int) -> np.ndarray:
     """Return [2^b] levels, ascending: the fixed point of "boundaries are mid-points, levels are centroids"
     (eq. 4), which is unique because the density is log-concave for R > 3."""
     count = 2**bits
-    levels = (np.arange(count) + 0.5 - count / 2) * 5 / (count * np.sqrt(dims))
+    levels = (np.arange(count, dtype=np.float64) + 0.5 - count / 2) * 5 / (count * np.sqrt(dims))
     for _ in range(10_000):
         _, centres = cells((levels[1:] + levels[:-1]) / 2, dims)
         centres = (centres - centres[::-1]) / 2
@@ -101,7 +101,7 @@ def codebook_encode(x: np.ndarray, levels: np.ndarray) -> tuple[np.ndarray, np.n
     middle = len(levels) // 2
     steps = np.searchsorted((levels[1:] + levels[:-1])[middle:] / 2, np.abs(unit), side="left")
     codes = np.where(unit > 0, middle + steps, middle - 1 - steps).astype(np.uint8)
-    return codes, affine._half(norm)
+    return codes, affine.half(norm)
 
 
 def codebook_decode(codes: np.ndarray, scale: np.ndarray, levels: np.ndarray) -> np.ndarray:

@@ -60,7 +60,7 @@ from itertools import combinations_with_replacement, product
 
 import numpy as np
 
-from mlxkv.spec.affine import _half
+from mlxkv.spec.affine import half
 from mlxkv.spec.balanced import balanced
 from mlxkv.spec.oscar import mixing
 
@@ -210,18 +210,19 @@ def allotted(
     """Return the widths of keys and of values of each layer for sigma [G, D] of both and `rate` bits a value of
     all kv heads; measured: a and b of each. All that could be best are tried: for a few layers of few blocks."""
     budget = rate * sum(keys.size + values.size for keys, values in layers) + 1e-9
-    best = [(0.0, 0, [])]
+    best: list[tuple[float, int, list[tuple[Widths, Widths]]]] = [(0.0, 0, [])]
     for sides, shares in zip(layers, measured or [(None, None)] * len(layers), strict=True):
         norms = np.full(len(sides[0]), sides[0].shape[1]), (sides[1] ** 2).sum(-1)
         costs = [
             {widths: side_cost(sigma, widths, *more) for widths in patterns(sigma.shape[1] // DIMS)}
             for sigma, *more in zip(sides, norms, shares, strict=True)
         ]
-        own = {}
+        own: dict[int, tuple[float, int, tuple[Widths, Widths]]] = {}
         for k, v in product(*costs):
             bits = len(sides[0]) * stored_bits(k) + len(sides[1]) * stored_bits(v)
             j = costs[0][k] + costs[1][v]
-            own[bits] = min(own.get(bits, (np.inf,)), (j, bits, (k, v)), key=lambda x: x[0])
+            if bits not in own or j < own[bits][0]:
+                own[bits] = j, bits, (k, v)
         best = [(c + j, b + bits, [*w, both]) for c, b, w in best for j, bits, both in own.values()]
     return min((one for one in best if one[1] <= budget), key=lambda one: one[:2])[2]
 
@@ -235,7 +236,9 @@ def pair(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return down [D, R] and up [R, D] of one head: stored = x @ down, x ~ stored @ up."""
     whole, sigma = balanced(noise, sensitivity)
-    back, down, up, start = np.linalg.inv(whole), [], [], 0
+    back, start = np.linalg.inv(whole), 0
+    down: list[np.ndarray] = []
+    up: list[np.ndarray] = []
     for bits in dict.fromkeys(widths):
         part = slice(start, start + DIMS * widths.count(bits))
         mix = mixing(part.stop - part.start)
@@ -261,7 +264,7 @@ def scale(x: np.ndarray, widths: Widths) -> np.ndarray:
 def encode(x: np.ndarray, widths: Widths) -> tuple[np.ndarray, np.ndarray]:
     """Return codes (uint8 [..., R]) and scale (float64 holding float16 values, [..., 1]) of stored x [..., R]."""
     x, (_, gains, top) = np.asarray(x, np.float64), tables(widths)
-    r = _half(scale(x, widths))
+    r = half(scale(x, widths))
     codes = np.clip(np.rint(x * gains / np.where(r > 0, r, 1.0) + top / 2), 0, top)
     return codes.astype(np.uint8), r
 

@@ -25,7 +25,7 @@ def stacked(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 def basis(moment: np.ndarray, rank: int) -> np.ndarray:
     """Return [G, D, R]: right singular vectors of the rows, largest singular values first."""
-    values, vectors = np.linalg.eigh(moment)
+    _, vectors = np.linalg.eigh(moment)
     return vectors[..., ::-1][..., :rank]
 
 

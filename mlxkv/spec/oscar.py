@@ -101,7 +101,9 @@ def mixing(dims: int, spread: bool = True) -> np.ndarray:
     if not spread:
         return sylvester(dims) if a == dims else affine.srft(np.eye(dims))
     walsh = sylvester(a)[:, bit_reversal(a)]
-    rows = [np.kron(wave, function) for function in walsh for wave in waves(dims // a)]
+    rows: list[np.ndarray] = [
+        np.kron(wave, function) for function in walsh for wave in waves(dims // a)
+    ]
     return np.array(rows)
 
 

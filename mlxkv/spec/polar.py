@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxkv.spec.affine import HALF_MAX, _half
+from mlxkv.spec.affine import HALF_MAX, half
 
 
 def to_polar(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -22,8 +22,8 @@ def to_polar(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _steps(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return codes, step and low of x [..., T, n]: 2^bits steps between minimum and maximum over tokens."""
-    low = _half(x.min(-2, keepdims=True), HALF_MAX)
-    step = _half(np.maximum(x.max(-2, keepdims=True) - low, 0.0) / 2**bits)
+    low = half(x.min(-2, keepdims=True), HALF_MAX)
+    step = half(np.maximum(x.max(-2, keepdims=True) - low, 0.0) / 2**bits)
     codes = np.floor((x - low) / np.where(step > 0, step, 1.0))
     return np.clip(codes, 0, 2**bits - 1).astype(np.uint8), step, low
 
@@ -57,7 +57,7 @@ def scores(q: np.ndarray, stored: dict[str, np.ndarray], angle: int) -> np.ndarr
     """Return q . x^ [..., N, T] of q [..., N, R] by look-up, as the paper's kernel: per pair a table of q
     (cos, sin) at every angle, gathered by the codes, times the radius."""
     a, b = np.split(q, 2, -1)  # [..., N, R/2]
-    steps = np.arange(2**angle)[:, None] + 0.5
+    steps = np.arange(2**angle, dtype=np.float64)[:, None] + 0.5
     angles = stored["angle_low"] + steps * stored["angle_step"]  # [..., 2^angle, R/2]
     table = a[..., None, :] * np.cos(angles)[..., None, :, :]
     table = table + b[..., None, :] * np.sin(angles)[..., None, :, :]

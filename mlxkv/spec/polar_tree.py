@@ -23,7 +23,8 @@ def to_polar(x: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
 
     Level 1 lies in [0, 2 pi), the others, of radii, in [0, pi/2]; the angle of (0, 0) is 0.
     """
-    radii, angles = np.asarray(x, np.float64), []
+    radii = np.asarray(x, np.float64)
+    angles: list[np.ndarray] = []
     for _ in range(LEVELS):
         first, second = radii[..., ::2], radii[..., 1::2]
         angle = np.arctan2(second, first)
@@ -52,7 +53,7 @@ def angle_codebook(level: int) -> np.ndarray:
     Each is the centroid of its cell; boundaries are mid-points."""
     count = 2 ** BITS[level - 1]
     end = TURN if level == 1 else np.pi / 2
-    codebook = (np.arange(count) + 0.5) * end / count
+    codebook = (np.arange(count, dtype=np.float64) + 0.5) * end / count
     nodes, weights = np.polynomial.legendre.leggauss(40)
     for _ in range(1000 if level > 1 else 0):  # uniform angles start at the fixed point
         edges = np.concatenate([[0.0], (codebook[1:] + codebook[:-1]) / 2, [end]])
@@ -71,7 +72,7 @@ def tree_encode(x: np.ndarray, codebooks: list[np.ndarray]) -> tuple[list[np.nda
         np.searchsorted((book[1:] + book[:-1]) / 2, angle, side="left").astype(np.uint8)
         for book, angle in zip(codebooks, angles, strict=True)
     ]
-    return codes, affine._half(radii)
+    return codes, affine.half(radii)
 
 
 def tree_decode(

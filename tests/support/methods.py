@@ -216,7 +216,7 @@ def _tree(x: np.ndarray, spec: PolarTree) -> np.ndarray:
             fitted = []
             for angle, book in zip(tree.to_polar(head)[1], books, strict=True):
                 sizes = np.hypot(sizes[..., ::2], sizes[..., 1::2])
-                fitted.append(ref._half(tree.fit_codebook(angle, sizes > 0, book, 8)))
+                fitted.append(ref.half(tree.fit_codebook(angle, sizes > 0, book, 8)))
         out.append(tree.tree_decode(*tree.tree_encode(head, fitted), fitted))
     return np.stack(out)
 

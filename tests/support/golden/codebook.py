@@ -49,7 +49,7 @@ def codebook(rng) -> dict:
             out[f"{key}.scale"] = scale.astype(np.float16)
             # Norms over those of decoded vectors, which nothing stores; the set stays as it was written.
             decoded = np.sqrt((levels[codes] ** 2).sum(-1, keepdims=True))
-            out[f"{key}.corrected"] = ref._half(norm / decoded).astype(np.float16)
+            out[f"{key}.corrected"] = ref.half(norm / decoded).astype(np.float16)
         levels = codebook_ref.sphere_levels(dims, 2)
         decoded = codebook_ref.codebook_decode(*codebook_ref.codebook_encode(y, levels), levels)
         q = rng.standard_normal((1, 2, 1, dims)).astype(np.float16).astype(np.float64)
