@@ -7,6 +7,7 @@ NumPy float64, so that every backend makes the same rotation from the same calib
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from mlxkv.errors import UserError
 
@@ -113,7 +114,7 @@ def _bit_reversed(dims: int) -> np.ndarray:
     return dims - 1 - order
 
 
-def off_orthonormal(vectors) -> float:
+def off_orthonormal(vectors: ArrayLike) -> float:
     """Return the largest entry of |U^T U - I|, in float64, of an array of any framework."""
     x = np.array(vectors, np.float64)
     return float(np.abs(x.swapaxes(-1, -2) @ x - np.eye(x.shape[-1])).max())

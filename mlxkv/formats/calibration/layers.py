@@ -157,7 +157,7 @@ def with_widths(
 
     Sides of equal rate share a budget over all layers; keys and values of different rates have separate budgets.
     """
-    budgets: dict[tuple, list[tuple[str, str]]] = {}
+    budgets: dict[tuple[float] | tuple[float, str], list[tuple[str, str]]] = {}
     for name, config in configs.items():
         mixed = {side: getattr(config, side) for side in SIDES if getattr(config, side).mixed_bits}
         rates = [side.quantizer.rate for side in mixed.values()]
@@ -169,7 +169,7 @@ def with_widths(
                 budgets.setdefault(group, []).append((name, side))
     out = dict(configs)
     for (rate, *_), places in budgets.items():
-        sides = []
+        sides: list[tuple[str, np.ndarray]] = []
         for name, side in places:
             basis = getattr(calibration.layers[name], side)
             _, sigma = directions(basis, getattr(out[name], side).centred)

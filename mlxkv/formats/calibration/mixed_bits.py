@@ -82,8 +82,9 @@ def allot(
     heads = [n // common for n in heads]  # words are then as few as can be
     values = sum(n * sigma.shape[1] for n, (_, sigma) in zip(heads, sides, strict=True))
     budget = int((rate * values - SCALE * sum(heads) + 1e-9) // WORD)
-    best, choices = np.zeros(max(budget, 0) + 1), []  # least cost by words at most
-    curves = []
+    best = np.zeros(max(budget, 0) + 1)  # least cost by words at most
+    choices: list[np.ndarray] = []
+    curves: list[list[tuple[float, int, Widths]]] = []
     for n, (name, sigma), costs in zip(heads, sides, exchange or [None] * len(sides), strict=True):
         weight, weighed_sigma = weighed(name, sigma, costs)
         curves.append(
@@ -104,9 +105,10 @@ def allot(
         raise UserError(
             f"[--kv] fill-{rate:g} leaves no bits for codes of heads of {dims} dims; choose more, such as fill-2.25"
         )
-    at, out = int(np.flatnonzero(best <= best[-1])[0]), []
+    at = int(np.flatnonzero(best <= best[-1])[0])
+    out: list[Widths] = []
     for options, choice in zip(curves[::-1], choices[::-1], strict=True):
-        _, words, widths = options[choice[at]]
+        _, words, widths = options[int(choice[at])]
         at -= words
         out.append(widths)
     return out[::-1]
@@ -116,7 +118,9 @@ def pair(map_down: np.ndarray, sigma: np.ndarray, widths: Widths) -> tuple[np.nd
     """Return (down [G, D, R], up [G, R, D]) of a balanced map `map_down` [G, D, D] with sigma [G, D]: runs of one
     width mixed, and scaled so that the levels of a usual token are 1 apart in every width."""
     map_down, back = map_down.astype(np.float64), np.linalg.inv(map_down.astype(np.float64))
-    down, up, start = [], [], 0
+    down: list[np.ndarray] = []
+    up: list[np.ndarray] = []
+    start = 0
     for bits, count in MixedBits(1.0, widths).runs:
         part, mix = slice(start, start + count), matrices.ordered(count)
         size = (
