@@ -196,7 +196,7 @@ def report_learned(
     learned = calibration.learned
     assert learned is not None
     title = (
-        f"{calibration.model}: {learned.label}, {learned.spec.label}, {learned.rows} rows a head"
+        f"{calibration.model}: {learned.label}, {learned.quantizer.label}, {learned.rows} rows a head"
     )
     print_table(LEARNED_COLUMNS, cells, title)
     print(
