@@ -23,18 +23,15 @@ def test_a_tool_ends_in_one_line(subtests, capsys):
         (MachineError("[disk] full"), 1, "[disk] full\n"),
     ]:
         with subtests.test(outcome=outcome, code=code, said=said):
-            check_a_tool_ends_in_one_line(capsys, outcome, code, said)
 
+            def main(outcome=outcome):
+                if isinstance(outcome, Exception):
+                    raise outcome
+                return outcome
 
-def check_a_tool_ends_in_one_line(capsys, outcome, code, said):
-    def main():
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    with pytest.raises(SystemExit) as ended:
-        console.run_tool(main)
-    assert ended.value.code == code and capsys.readouterr().err == said
+            with pytest.raises(SystemExit) as ended:
+                console.run_tool(main)
+            assert ended.value.code == code and capsys.readouterr().err == said
 
 
 RAW = "\x1b]0;owned\x07\x1b[31mred\x9b\x7f\r\nnext\tend\u202e\udc9b [/b]"

@@ -12,9 +12,8 @@ from mlx_lm.utils import _get_classes, save_model
 from mlxkv.errors import UserError
 from mlxkv.loading.load import load
 
-CONFIG = json.loads(Path(__file__).parents[1].joinpath("data", "families.json").read_text())[
-    "folder"
-]
+CONFIGS = json.loads((Path(__file__).parents[1] / "data" / "families.json").read_text("utf-8"))
+CONFIG = CONFIGS["folder"]
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
@@ -67,7 +66,6 @@ def write_model(
     return folder
 
 
-CONFIGS = json.loads((Path(__file__).parents[1] / "data" / "families.json").read_text("utf-8"))
 BASE, FAMILIES = CONFIGS["plain"]["base"], CONFIGS["plain"]["families"]
 LATENT_BASE, LATENT_FAMILIES = CONFIGS["latent"]["base"], CONFIGS["latent"]["families"]
 VOCAB = BASE["vocab_size"]
