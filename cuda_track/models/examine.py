@@ -142,7 +142,9 @@ def _of_class(layer, reason: str | None = None) -> Examined:
 
 def _check_share(model: PreTrainedModel) -> None:
     """Raise UserError where the processes of a model cannot share its kv heads."""
-    size, config = share_of(model).size, model.config.get_text_config()
+    if (size := share_of(model).size) == 1:  # some configurations have no one number for all layers
+        return
+    config = model.config.get_text_config()
     for heads in filter(None, (getattr(config, name, None) for name in KV_HEADS)):
         if heads % size:
             raise UserError(

@@ -84,6 +84,7 @@ def test_what_is_not_compressed_is_said_with_its_reason_and_goes_on(subtests):
         "deepseek_v32": "(indexed): full precision, indexed cache that grows: not supported",
         "falcon_h1": "(full beside a state): full precision, a cache that grows beside a state: not supp",
         "mamba": "layers 0-3 (state): full precision, constant size",
+        "dots3_note_text": "layers 0-1 (indexed): full precision, indexed cache that grows: not",
     }.items():
         with subtests.test(family=family, line=line):
             model = build(family)
