@@ -195,9 +195,7 @@ def report_learned(
         cells.append([name, *(f"{x:.4g}" for three in numbers for x in three)])
     learned = calibration.learned
     assert learned is not None
-    title = (
-        f"{calibration.model}: {learned.label}, {learned.quantizer.label}, {learned.rows} rows a head"
-    )
+    title = f"{calibration.model}: {learned.label}, {learned.quantizer.label}, {learned.rows} rows a head"
     print_table(LEARNED_COLUMNS, cells, title)
     print(
         "error: of codes, relative energy, on rows that nothing was learned from; srft: random SRFT"
