@@ -167,9 +167,17 @@ class BatchBuffers:
         return self.recent
 
     @property
+    def counters(self) -> tuple[tuple[int, ...], ...]:
+        """What `offsets` and `lengths` follow from, for buffers of one shape."""
+        pages = self.pages
+        lists = self.offsets, self.counts, self.sink_full, pages.counts, pages.starts
+        return tuple(map(tuple, lists))
+
+    @property
     def division(self) -> Division:
         """How kernels share out their work."""
-        return shared(tuple(records for records, _, _ in self.lengths[1]))
+        records = self.config.page // TOKENS
+        return shared(tuple(n * records for n in self.pages.counts))
 
     def view(self) -> View:
         """Return the view without new tokens."""

@@ -23,6 +23,7 @@ from mlxkv.formats import state
 from mlxkv.formats.config import CacheConfig
 from mlxkv.formats.layout import TOKENS
 from mlxkv.formats.rules.windowed import WindowedCache
+from mlxkv.formats.sizes import grown
 from mlxkv.metal.launch import ahead, begin, device_type
 from mlxkv.metal.lengths import Division, Rows
 
@@ -194,9 +195,10 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
 
         They have room for all tokens up to the next quantized page and `DECODE_TOKENS` more; pages have room for one.
         """
-        if not self._count_pages:
+        if (store := self.store) is None or not (count := store.pages.counts[0]):
             return None
-        self._existing_store.reserve_slack()
+        if store.pages.capacity != grown(count):
+            store.reserve_slack()
         capacity = self._recent_capacity + DECODE_TOKENS
         if self._existing_recent[0].shape[2] != capacity:
             recent, self._recent, self._count = self._read_recent(), None, 0
@@ -213,6 +215,11 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
         """Tokens read, by all its sequences."""
         return (self.offset,)
 
+    @property
+    def counters(self) -> tuple[int, int, int]:
+        """What `offsets` and `lengths` follow from, for caches of one shape."""
+        return self.offset, self._count, self._count_pages
+
     def quantizes_after(self, new: int) -> bool:
         """Return whether a page must be quantized after `new` more tokens."""
         return self._count + new > self._recent_capacity
@@ -226,12 +233,15 @@ class CompressedKVCache(Snapshots, Contract, WindowedCache):
     def lengths(self) -> tuple[tuple[int, ...], Rows]:
         """The first record, and (records, sink tokens, recent tokens), of each sequence; for plain ops of one, with
         tokens in place of records."""
-        store, stored, starts = self._existing_store, self._paged, (0,)
+        store, config, starts = self._existing_store, self.config, (0,)
+        stored = store.count * config.page
         if isinstance(store, Records):
-            batch, heads, capacity, _ = store.pages.arrays["records"].shape
             stored //= TOKENS
-            starts = tuple(i * heads * capacity for i in range(batch))
-        return starts, ((stored, self._sunk, self._count),) * len(starts)
+            if self._existing_recent[0].shape[0] > 1:
+                batch, heads, capacity, _ = store.pages.arrays["records"].shape
+                starts = tuple(i * heads * capacity for i in range(batch))
+        sink = config.sink if self.sink is not None else 0
+        return starts, ((stored, sink, self._count),) * len(starts)
 
     def commit(self, arrays: Sequence[mx.array], new: int) -> None:
         """Replace the buffers of the recent window by some with `new` more tokens, and quantize the pages due."""

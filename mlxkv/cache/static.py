@@ -20,7 +20,7 @@ from mlxkv.cache.batch_buffers import BatchBuffers
 from mlxkv.cache.compressed import CompressedKVCache
 from mlxkv.cache.view import TracedView
 from mlxkv.codec.transform import subtract_mean
-from mlxkv.metal.lengths import Lengths, Rows
+from mlxkv.metal.lengths import Lengths
 
 Arrays = Sequence[mx.array]
 T = TypeVar("T")
@@ -201,35 +201,32 @@ class CompressedStaticCache(StaticCache):
     records, sink tokens, recent tokens after, first record; in place of the records of plain ops, their tokens.
     """
 
-    state: tuple[tuple[int, ...], tuple[int, ...], Rows]
-
     def __init__(self, cache: CompressedKVCache | BatchBuffers, new: int):
         if (recent := cache.step_windows()) is None or (store := cache.store) is None:
             raise NotYet("nothing is quantized yet")
         self.cache, self.new, self.store, config = cache, new, store, cache.config
         self.by_row, self.has_sink = isinstance(cache, BatchBuffers), cache.sink is not None
-        self.count, (starts, rows) = len(cache.offsets), cache.lengths
-        self.division, self.key_mean = cache.division, cache.key_mean
+        self.count, self.key_mean = len(cache.offsets), cache.key_mean
         self.quantizes = cache.quantizes_after(new)
         self.emulated = store.backend.emulated
-        division = self.by_row and self.division  # of one cache, it follows from shapes
+        division = self.by_row and cache.division  # of one cache, it follows from shapes
         self.key = store.form, division, self.has_sink, self.key_mean
         kind = self.by_row, type(store), recent[0].shape[:2]
         self.lockstep = *kind, config.page, config.recent, config.sink, self.has_sink
-        self.state = tuple(cache.offsets), starts, rows
+        self.state = cache.counters
         self.arrays = [*recent, *(cache.sink or ()), *store.arrays()]
 
     @property
     def indices(self) -> tuple[int, ...]:
-        offsets, starts, rows = self.state
-        out = [*offsets, *(recent for _, _, recent in rows[: self.count])]
+        starts, rows = self.cache.lengths
+        out = [*self.cache.offsets, *(recent for _, _, recent in rows[: self.count])]
         for at, (records, sink, recent) in zip(starts, rows, strict=True):
             out += records, sink, recent + self.new, at
         return tuple(out)
 
     @property
     def advance(self) -> tuple[int, ...]:
-        return (self.new,) * (2 * self.count) + (0, 0, self.new, 0) * len(self.state[1])
+        return (self.new,) * (2 * self.count) + (0, 0, self.new, 0) * len(self.cache.lengths[0])
 
     def offset(self, indices: StepIndices) -> mx.array:
         if not self.by_row:
@@ -244,8 +241,10 @@ class CompressedStaticCache(StaticCache):
         sink = (arrays[2], arrays[3]) if self.has_sink else None
         pages = self.store.whole_buffers(arrays[4 if sink else 2 :])
 
+        division = self.cache.division
+
         def lengths() -> Lengths:
-            return Lengths(indices.array[2 * self.count :], self.division)
+            return Lengths(indices.array[2 * self.count :], division)
 
         def seen(new: int) -> mx.array:
             if self.by_row:
@@ -253,7 +252,7 @@ class CompressedStaticCache(StaticCache):
             n_sink = sink[0].shape[2] if sink else 0
             return _columns(indices, n_sink, pages.tokens, recent[0].shape[2], new)
 
-        numbers = indices.once(("lengths", self.division), lengths)
+        numbers = indices.once(("lengths", division), lengths)
         view = TracedView(recent, sink, pages, lengths=numbers, seen=seen)
         return recent, (view, view)
 

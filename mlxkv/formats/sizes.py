@@ -39,6 +39,7 @@ def whole(tokens: int) -> int:
     return -(-tokens // STEP) * STEP
 
 
+@lru_cache(maxsize=256)
 def grown(pages: int) -> int:
     """Return the capacity for so many pages and one more, in steps of fixed shapes: others of about this length
     have the same, and share the trace of a step. 6 capacities up to 64 pages: a trace takes the host as long
