@@ -131,7 +131,7 @@ def test_position_0_is_before_rope(subtests, monkeypatch):
 
 
 def test_layers_that_do_not_turn_as_rope_does_hold_for_their_windows(model, monkeypatch):
-    monkeypatch.setattr(measure, "rotations", lambda *args: dict.fromkeys(args[2]))
+    monkeypatch.setattr(measure, "rotations", lambda model, places, *_: dict.fromkeys(places))
     made = measure.calibrate(model, TEXT, window=350)
     assert made.positions == 350
     assert measure.random(model).positions == 32768
